@@ -1,0 +1,2 @@
+//! Set-up and lanes.
+fn main() {}
