@@ -1,2 +1,88 @@
-//! Set-up and lanes.
-fn main() {}
+//! Set-up, lanes and the demo: `cargo xtask --help`.
+
+mod demo;
+mod error;
+mod libtorch;
+mod process;
+mod sglang;
+mod test;
+
+use clap::{Parser, Subcommand};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Set-up, lanes and the demo of driftless.
+///
+/// Downloads go to a per-user cache shared by all clones: $DRIFTLESS_CACHE, by default
+/// driftless in the XDG cache directory.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Install libtorch 2.11 (three PyPI wheels, 1.25 GB), unless LIBTORCH points at one.
+    Setup {
+        /// Also SGLang 0.5.23 (10 GB), for the lane that runs it.
+        #[arg(long)]
+        sglang: bool,
+    },
+    /// Run the whole loop on this machine: SFT, then GRPO with two engine processes, each with its follower.
+    Demo(demo::Options),
+    /// Run every lane whose tools are there, and name those that were skipped.
+    Test(test::Options),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match cli.command {
+        Command::Setup { sglang } => setup(sglang),
+        Command::Demo(options) => demo::run(&options),
+        Command::Test(options) => test::run(&options),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            let mut source = std::error::Error::source(&error);
+            while let Some(cause) = source {
+                eprintln!("  because: {cause}");
+                source = cause.source();
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn setup(sglang: bool) -> error::Result<()> {
+    let path = libtorch::install()?;
+    println!("libtorch: {}", path.display());
+    if sglang {
+        println!("sglang: {}", sglang::install(&cache_dir()?)?.display());
+    }
+    Ok(())
+}
+
+/// The workspace's root, found from where this program was built.
+fn workspace() -> PathBuf {
+    let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    manifest.parent().map(PathBuf::from).unwrap_or(manifest)
+}
+
+/// Where downloads live, made if absent.
+fn cache_dir() -> error::Result<PathBuf> {
+    let dir = if let Some(dir) = std::env::var_os("DRIFTLESS_CACHE") {
+        PathBuf::from(dir)
+    } else if let Some(dir) = std::env::var_os("XDG_CACHE_HOME") {
+        PathBuf::from(dir).join("driftless")
+    } else if let Some(home) = std::env::var_os("HOME") {
+        PathBuf::from(home).join(".cache/driftless")
+    } else {
+        return Err(error::Error::NoCache);
+    };
+    std::fs::create_dir_all(&dir).map_err(|source| error::Error::io(&dir, source))?;
+    Ok(dir)
+}

@@ -1,0 +1,248 @@
+//! The demo: SFT, then GRPO with two engine processes, each with its follower, through a disk store.
+
+use crate::error::{Error, Result};
+use crate::process::{self, Background};
+use crate::libtorch;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Seed of the weights, the data and the sampling.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Where the run lives [default: target/demo/seed-<SEED>]. An interrupted run is continued, a finished one begun anew.
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Only a few steps, with the development build: shows that the parts fit together, not that the model learns.
+    #[arg(long)]
+    smoke: bool,
+}
+
+/// Each engine has a host of its own: a port, a directory, a follower.
+const HOSTS: usize = 2;
+
+/// How often a process that died is started again before the demo gives up on it.
+const RESTARTS_MAX: usize = 5;
+
+/// An engine loads libtorch and a model of a megabyte; a loaded machine may take its time.
+const READY_DEADLINE: Duration = Duration::from_secs(120);
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    libtorch::install()?;
+    let demo = Demo::new(options)?;
+    demo.begin()?;
+    demo.cold_start()?;
+    let mut fleet = Fleet::start(&demo)?;
+    demo.learn(&mut fleet)?;
+    drop(fleet);
+    std::fs::write(demo.finished(), "").map_err(|source| Error::io(demo.finished(), source))
+}
+
+struct Demo {
+    program: PathBuf,
+    dir: PathBuf,
+    seed: u64,
+    smoke: bool,
+}
+
+impl Demo {
+    fn new(options: &Options) -> Result<Self> {
+        let name = if options.smoke { "smoke".to_owned() } else { format!("seed-{}", options.seed) };
+        let dir = options.dir.clone().unwrap_or_else(|| crate::workspace().join("target/demo").join(name));
+        Ok(Demo {
+            program: build(options.smoke)?,
+            dir,
+            seed: options.seed,
+            smoke: options.smoke,
+        })
+    }
+
+    /// Clears a finished run away; an interrupted one stays and is continued.
+    fn begin(&self) -> Result<()> {
+        let over = self.smoke || self.finished().exists();
+        if over && self.dir.exists() {
+            std::fs::remove_dir_all(&self.dir).map_err(|source| Error::io(&self.dir, source))?;
+        }
+        std::fs::create_dir_all(&self.dir).map_err(|source| Error::io(&self.dir, source))?;
+        println!("demo: seed {}, everything it writes is in {}", self.seed, self.dir.display());
+        Ok(())
+    }
+
+    fn finished(&self) -> PathBuf {
+        self.dir.join("finished")
+    }
+
+    fn cold_start(&self) -> Result<()> {
+        if self.sft().join("config.json").exists() {
+            return Ok(());
+        }
+        let mut command = Command::new(&self.program);
+        command.args(["train", "--loss-type", "sft_loss", "--seed", &self.seed.to_string()]);
+        command.arg("--save").arg(self.dir.join("sft"));
+        command.arg("--save-hf").arg(self.sft());
+        if self.smoke {
+            command.args(["--num-rollout", "20"]);
+        }
+        process::run(&mut command)
+    }
+
+    fn learn(&self, fleet: &mut Fleet) -> Result<()> {
+        let mut command = Command::new(&self.program);
+        command.args(["train", "--seed", &self.seed.to_string(), "--run", "demo"]);
+        command.arg("--hf-checkpoint").arg(self.sft());
+        command.arg("--store").arg(self.store());
+        command.arg("--save").arg(self.dir.join("rl"));
+        command.arg("--rollout-external-engine-addrs");
+        command.args(fleet.hosts.iter().map(|host| format!("127.0.0.1:{}", host.port)));
+        if self.smoke {
+            command.args(["--num-rollout", "3", "--rollout-batch-size", "8"]);
+        }
+        let mut trainer = command.spawn().map_err(|source| Error::Start {
+            program: self.program.display().to_string(),
+            source,
+        })?;
+        let outcome = fleet.keep_alive(&mut trainer);
+        if outcome.is_err() {
+            // The fleet is lost; a trainer that waits for it is of no use. It may be gone already.
+            let _ = trainer.kill();
+            let _ = trainer.wait();
+        }
+        outcome
+    }
+
+    fn sft(&self) -> PathBuf {
+        self.dir.join("sft-hf")
+    }
+
+    fn store(&self) -> PathBuf {
+        self.dir.join("store")
+    }
+}
+
+/// Builds the command and says where it is.
+fn build(smoke: bool) -> Result<PathBuf> {
+    let mut command = Command::new("cargo");
+    command.current_dir(crate::workspace()).args(["build", "-p", "driftless"]);
+    // The development build shares everything with the test lanes.
+    let profile = if smoke {
+        command.args(["--features", crate::test::ALL]);
+        "debug"
+    } else {
+        command.args(["--release", "--features", "torch"]);
+        "release"
+    };
+    process::run(&mut command)?;
+    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    let target = target.unwrap_or_else(|| crate::workspace().join("target"));
+    Ok(target.join(profile).join("driftless"))
+}
+
+/// The rollout hosts: an engine and a follower each.
+struct Fleet {
+    hosts: Vec<Host>,
+}
+
+struct Host {
+    port: u16,
+    engine: Supervised,
+    follower: Supervised,
+}
+
+impl Fleet {
+    fn start(demo: &Demo) -> Result<Self> {
+        let hosts = (0..HOSTS).map(|index| Host::start(demo, index)).collect::<Result<_>>()?;
+        Ok(Fleet { hosts })
+    }
+
+    /// Waits for the trainer's end; meanwhile starts again what dies.
+    fn keep_alive(&mut self, trainer: &mut std::process::Child) -> Result<()> {
+        loop {
+            match trainer.try_wait() {
+                Ok(Some(status)) if status.success() => return Ok(()),
+                Ok(Some(status)) => {
+                    return Err(Error::Failed {
+                        command: "driftless train".to_owned(),
+                        status: format!("{status}; the same command continues the run"),
+                        log: None,
+                    });
+                }
+                Ok(None) => {}
+                Err(source) => return Err(Error::io("driftless train", source)),
+            }
+            for host in &mut self.hosts {
+                host.engine.revive()?;
+                host.follower.revive()?;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+impl Host {
+    fn start(demo: &Demo, index: usize) -> Result<Self> {
+        let port = process::free_port()?;
+        let dir = demo.dir.join(format!("host-{index}"));
+        let mut engine = Supervised::start(&format!("engine-{index}"), &dir, || {
+            let mut command = Command::new(&demo.program);
+            command.arg("serve").arg("--model-path").arg(demo.sft());
+            command.args(["--port", &port.to_string(), "--num-threads", "1"]);
+            command
+        })?;
+        engine.wait_listening(port)?;
+        let follower = Supervised::start(&format!("follower-{index}"), &dir, || {
+            let mut command = Command::new(&demo.program);
+            command.arg("follow").arg("--store").arg(demo.store()).args(["--run", "demo"]);
+            command.arg("--checkpoint-dir").arg(dir.join("checkpoint"));
+            command.arg("--hf-checkpoint").arg(demo.sft());
+            command.args(["--engine", &format!("http://127.0.0.1:{port}")]);
+            command.args(["--id", &format!("host-{index}"), "--poll-ms", "50"]);
+            command
+        })?;
+        Ok(Host { port, engine, follower })
+    }
+}
+
+/// A background process with the command that starts it again.
+struct Supervised {
+    running: Background,
+    command: Command,
+    log: PathBuf,
+    restarts: usize,
+}
+
+impl Supervised {
+    fn start(name: &str, dir: &Path, command: impl FnOnce() -> Command) -> Result<Self> {
+        let mut command = command();
+        let log = dir.join(format!("{name}.log"));
+        Ok(Supervised {
+            running: Background::start(name, &mut command, &log)?,
+            command,
+            log,
+            restarts: 0,
+        })
+    }
+
+    fn wait_listening(&mut self, port: u16) -> Result<()> {
+        process::wait_listening(&mut self.running, port, READY_DEADLINE, &self.log)
+    }
+
+    fn revive(&mut self) -> Result<()> {
+        let Some(status) = self.running.ended() else {
+            return Ok(());
+        };
+        let name = self.running.name.clone();
+        if self.restarts == RESTARTS_MAX {
+            return Err(Error::Failed {
+                command: name,
+                status: format!("{status}, for the {RESTARTS_MAX}th time"),
+                log: Some(self.log.clone()),
+            });
+        }
+        println!("demo: {name} ended with {status}, starting it again");
+        self.restarts += 1;
+        self.running = Background::start(&name, &mut self.command, &self.log)?;
+        Ok(())
+    }
+}

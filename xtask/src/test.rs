@@ -1,0 +1,316 @@
+//! The lanes: what is checked, what each needs, and how long it took.
+
+use crate::error::{Error, Result};
+use crate::{libtorch, process, sglang};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Install what is missing, and fail when a lane is skipped.
+    #[arg(long)]
+    ci: bool,
+    /// The long forms of the loops that have one (kills, fuzzing).
+    #[arg(long)]
+    long: bool,
+    /// Run only these lanes.
+    #[arg(value_name = "LANE")]
+    lanes: Vec<String>,
+}
+
+/// What a lane needs beyond the Rust toolchain.
+#[derive(Clone, Copy, PartialEq)]
+enum Need {
+    Libtorch,
+    Sglang,
+    CargoFuzz,
+}
+
+struct Lane {
+    name: &'static str,
+    what: &'static str,
+    needs: &'static [Need],
+    run: fn(&Context) -> Result<()>,
+}
+
+struct Context {
+    root: PathBuf,
+    log: PathBuf,
+    long: bool,
+}
+
+const LANES: &[Lane] = &[
+    Lane {
+        name: "fmt",
+        what: "formatting",
+        needs: &[],
+        run: |c| c.cargo(&["fmt", "--all", "--check"]),
+    },
+    Lane {
+        name: "leak",
+        what: "the light build pulls in no torch, CUDA, TLS, reqwest or bindgen crate",
+        needs: &[],
+        run: leak,
+    },
+    Lane {
+        name: "unit",
+        what: "codec, transport, buffer, bridge and the command, without libtorch",
+        needs: &[],
+        run: unit,
+    },
+    Lane {
+        name: "clippy",
+        what: "lints, all features",
+        needs: &[Need::Libtorch],
+        run: |c| {
+            c.cargo(&[
+                "clippy", "--workspace", "--all-targets", "--features", ALL, "--", "-D", "warnings",
+            ])
+        },
+    },
+    Lane {
+        name: "doc",
+        what: "documentation without a broken link",
+        needs: &[Need::Libtorch],
+        run: doc,
+    },
+    Lane {
+        name: "torch",
+        what: "models, losses, exact resume, the embedded engine in every dialect",
+        needs: &[Need::Libtorch],
+        run: torch,
+    },
+    Lane {
+        name: "sglang",
+        what: "the loop against unmodified SGLang 0.5.23",
+        needs: &[Need::Libtorch, Need::Sglang],
+        run: with_sglang,
+    },
+    Lane {
+        name: "crash",
+        what: "kill -9 at every named point",
+        needs: &[Need::Libtorch],
+        run: crash,
+    },
+    Lane {
+        name: "demo",
+        what: "the demo, shortened",
+        needs: &[Need::Libtorch],
+        run: |c| c.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"])),
+    },
+    Lane {
+        name: "fuzz",
+        what: "fuzzing, 30 s a target",
+        needs: &[Need::CargoFuzz],
+        run: fuzz,
+    },
+];
+
+/// Features of the facade that the torch lanes build, one set so that everything is built once.
+pub(crate) const ALL: &str = "driftless/torch,driftless/failpoints";
+
+/// Crates that must not be in the light build.
+const HEAVY: &[&str] = &[
+    "tch", "torch-sys", "cudarc", "reqwest", "rustls", "native-tls", "openssl", "ring", "aws-lc-rs", "bindgen",
+];
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let root = crate::workspace();
+    let chosen = chosen(&options.lanes)?;
+    if options.ci {
+        install(&chosen)?;
+    }
+    let mut report = Vec::new();
+    for lane in chosen {
+        let missing = lane.needs.iter().filter_map(|need| need.missing()).collect::<Vec<_>>();
+        let outcome = if missing.is_empty() {
+            run_lane(lane, &root, options.long)
+        } else {
+            Outcome::Skipped(missing.join("; "))
+        };
+        report.push((lane, outcome));
+    }
+    summarise(&report, options.ci)
+}
+
+enum Outcome {
+    Passed(Duration),
+    Failed(Duration),
+    Skipped(String),
+}
+
+fn chosen(names: &[String]) -> Result<Vec<&'static Lane>> {
+    if let Some(name) = names.iter().find(|n| LANES.iter().all(|l| l.name != n.as_str())) {
+        let known: Vec<_> = LANES.iter().map(|l| l.name).collect();
+        return Err(Error::Check {
+            what: "lane".to_owned(),
+            expected: known.join(", "),
+            found: name.clone(),
+        });
+    }
+    let wanted = |lane: &&Lane| names.is_empty() || names.iter().any(|n| n == lane.name);
+    Ok(LANES.iter().filter(wanted).collect())
+}
+
+fn install(lanes: &[&Lane]) -> Result<()> {
+    let needed = |need| lanes.iter().any(|lane| lane.needs.contains(&need));
+    if needed(Need::Libtorch) {
+        libtorch::install()?;
+    }
+    if needed(Need::Sglang) {
+        sglang::install(&crate::cache_dir()?)?;
+    }
+    if needed(Need::CargoFuzz) && Need::CargoFuzz.missing().is_some() {
+        process::run(Command::new("cargo").args(["install", "--locked", "--quiet", "cargo-fuzz"]))?;
+    }
+    Ok(())
+}
+
+fn run_lane(lane: &Lane, root: &Path, long: bool) -> Outcome {
+    let log = root.join("target/lanes").join(format!("{}.log", lane.name));
+    // An old log would only confuse; that it may be absent is fine.
+    let _ = std::fs::remove_file(&log);
+    println!("{:8} {} ...", lane.name, lane.what);
+    let start = Instant::now();
+    let context = Context {
+        root: root.to_path_buf(),
+        log: log.clone(),
+        long,
+    };
+    match (lane.run)(&context) {
+        Ok(()) => {
+            println!("{:8} ok, {:.0} s", lane.name, start.elapsed().as_secs_f64());
+            Outcome::Passed(start.elapsed())
+        }
+        Err(error) => {
+            println!("{}", process::tail(&log, 60));
+            println!("{:8} FAILED: {error}", lane.name);
+            Outcome::Failed(start.elapsed())
+        }
+    }
+}
+
+fn summarise(report: &[(&Lane, Outcome)], ci: bool) -> Result<()> {
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    println!("\nlane       time  result");
+    for (lane, outcome) in report {
+        match outcome {
+            Outcome::Passed(time) => {
+                passed += 1;
+                println!("{:8} {:5.0} s  ok", lane.name, time.as_secs_f64());
+            }
+            Outcome::Failed(time) => {
+                failed += 1;
+                println!("{:8} {:5.0} s  FAILED, see target/lanes/{}.log", lane.name, time.as_secs_f64(), lane.name);
+            }
+            Outcome::Skipped(why) => {
+                skipped += 1;
+                println!("{:8}       -  skipped: {why}", lane.name);
+            }
+        }
+    }
+    println!("\nlanes: {passed} passed, {failed} failed, {skipped} skipped");
+    // Where everything can be installed, a skip hides something.
+    let bad = if ci { failed + skipped } else { failed };
+    if bad == 0 { Ok(()) } else { Err(Error::Lanes(bad)) }
+}
+
+impl Need {
+    /// What is missing and how to get it, or `None`.
+    fn missing(self) -> Option<String> {
+        match self {
+            Need::Libtorch => libtorch::present()
+                .is_none()
+                .then(|| "libtorch 2.11 (cargo xtask setup)".to_owned()),
+            Need::Sglang => {
+                let found = crate::cache_dir().ok().and_then(|cache| sglang::present(&cache));
+                found
+                    .is_none()
+                    .then(|| "SGLang 0.5.23, 10 GB (cargo xtask setup --sglang)".to_owned())
+            }
+            Need::CargoFuzz => {
+                let version = Command::new("cargo").args(["fuzz", "--version"]).output();
+                let found = version.is_ok_and(|output| output.status.success());
+                (!found).then(|| "cargo-fuzz (cargo install --locked cargo-fuzz)".to_owned())
+            }
+        }
+    }
+}
+
+impl Context {
+    fn logged(&self, command: &mut Command) -> Result<()> {
+        process::run_logged(command.current_dir(&self.root), &self.log)
+    }
+
+    fn cargo(&self, args: &[&str]) -> Result<()> {
+        self.logged(Command::new("cargo").args(args))
+    }
+}
+
+fn leak(context: &Context) -> Result<()> {
+    let tree = process::output(
+        Command::new("cargo")
+            .current_dir(&context.root)
+            .args(["tree", "-p", "driftless", "--no-default-features"])
+            .args(["--features", "delta,transport,buffer"])
+            .args(["--edges", "normal,build", "--prefix", "none", "--format", "{p}"]),
+    )?;
+    let name = |line: &str| line.split(' ').next().unwrap_or_default().to_owned();
+    let found: Vec<_> = tree.lines().map(name).filter(|n| HEAVY.contains(&n.as_str())).collect();
+    if !found.is_empty() {
+        return Err(Error::Check {
+            what: "crates of the light build".to_owned(),
+            expected: format!("none of {}", HEAVY.join(", ")),
+            found: found.join(", "),
+        });
+    }
+    context.cargo(&["check", "-p", "driftless", "--no-default-features", "--features", "delta,transport,buffer"])
+}
+
+fn unit(context: &Context) -> Result<()> {
+    context.cargo(&["test", "--features", "driftless-transport/conformance,driftless-bridge/conformance"])
+}
+
+fn doc(context: &Context) -> Result<()> {
+    context.logged(
+        Command::new("cargo")
+            .args(["doc", "--workspace", "--no-deps", "--features", ALL])
+            .env("RUSTDOCFLAGS", "-D warnings"),
+    )
+}
+
+fn torch(context: &Context) -> Result<()> {
+    context.cargo(&["test", "-p", "driftless-trainer"])
+}
+
+fn with_sglang(context: &Context) -> Result<()> {
+    let cache = crate::cache_dir()?;
+    context.logged(
+        Command::new("cargo")
+            .args(["test", "-p", "driftless", "--features", ALL, "--test", "sglang", "--", "--nocapture"])
+            .env("DRIFTLESS_SGLANG_PYTHON", sglang::python(&cache))
+            .env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path()),
+    )
+}
+
+fn crash(context: &Context) -> Result<()> {
+    let mut command = Command::new("cargo");
+    command.args(["test", "-p", "driftless", "--features", ALL, "--test", "crash", "--", "--nocapture"]);
+    if context.long {
+        command.env("DRIFTLESS_LONG", "1");
+    }
+    context.logged(&mut command)
+}
+
+fn fuzz(context: &Context) -> Result<()> {
+    let targets = process::output(
+        Command::new("cargo").current_dir(&context.root).args(["+nightly", "fuzz", "list"]),
+    )?;
+    let seconds = if context.long { 1800 } else { 30 };
+    for target in targets.lines() {
+        let limit = format!("-max_total_time={seconds}");
+        context.cargo(&["+nightly", "fuzz", "run", target, "--", &limit, "-max_len=16384"])?;
+    }
+    Ok(())
+}
