@@ -1,0 +1,355 @@
+//! The crate's one error type.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::{ContentDigest, Key, RunId, Version};
+
+/// What every fallible function of this crate returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error that comes from outside this crate, such as an engine's.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Everything that can go wrong in this crate, by meaning.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The store holds no object under this key.
+    #[error("no object `{key}` in {store}")]
+    NotFound {
+        /// The key asked for.
+        key: Key,
+        /// The store, as it displays itself.
+        store: String,
+    },
+    /// A put with [`PutMode::Create`](crate::PutMode::Create) met an existing object.
+    #[error("`{key}` exists already in {store}")]
+    AlreadyExists {
+        /// The key that is taken.
+        key: Key,
+        /// The store, as it displays itself.
+        store: String,
+    },
+    /// A ranged get began past the end of the object.
+    #[error("range starts at byte {start} of `{key}`, which has {size} bytes")]
+    RangeOutside {
+        /// The object.
+        key: Key,
+        /// First byte asked for.
+        start: u64,
+        /// Size of the object in bytes.
+        size: u64,
+    },
+    /// A text that is not a valid [`Key`].
+    #[error("`{text}` is not a key: {reason}")]
+    BadKey {
+        /// The text as given.
+        text: String,
+        /// Which rule it breaks.
+        reason: &'static str,
+    },
+    /// A name (run, model, follower, tensor or file) that breaks the rules for it.
+    #[error("`{text}` cannot name a {what}: {reason}")]
+    BadName {
+        /// What it should have named.
+        what: &'static str,
+        /// The text as given.
+        text: String,
+        /// Which rule it breaks.
+        reason: &'static str,
+    },
+    /// A text that does not parse as the identity it should be.
+    #[error("`{text}` is not a {what}, expected {expected}")]
+    BadText {
+        /// What it should have been.
+        what: &'static str,
+        /// The text as given.
+        text: String,
+        /// The form that is accepted.
+        expected: &'static str,
+    },
+    /// Something this build, this store or this version of the format cannot do.
+    #[error("{what} is not supported: {hint}")]
+    Unsupported {
+        /// What was asked for.
+        what: String,
+        /// What to do instead.
+        hint: String,
+    },
+    /// A manifest requires a feature that this build does not know.
+    #[error("`{key}` requires the feature `{feature}`, which this build does not know; update the reader")]
+    UnknownFeature {
+        /// The manifest's key, or `manifest` when it was parsed from bare bytes.
+        key: String,
+        /// The feature's name.
+        feature: String,
+    },
+    /// A store accepted two creates of one key, so that its publications could overwrite one another.
+    #[error("{store} ignores create-if-absent, two publishers would overwrite each other; use another store")]
+    ConditionalPutIgnored {
+        /// The store, as it displays itself.
+        store: String,
+    },
+    /// The file system is full.
+    #[error("no space left for `{path}` while trying to {action}", path = path.display())]
+    NoSpace {
+        /// What could not be written.
+        path: PathBuf,
+        /// What was being done.
+        action: &'static str,
+        /// The operating system's error.
+        source: io::Error,
+    },
+    /// The operating system denied access.
+    #[error("no permission to {action} `{path}`", path = path.display())]
+    PermissionDenied {
+        /// What could not be touched.
+        path: PathBuf,
+        /// What was being done.
+        action: &'static str,
+        /// The operating system's error.
+        source: io::Error,
+    },
+    /// Any other failure of the file system.
+    #[error("cannot {action} `{path}`", path = path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What was being done.
+        action: &'static str,
+        /// The operating system's error.
+        source: io::Error,
+    },
+    /// A store call that [`Fault`](crate::wrap::Fault) was told to fail.
+    #[error("injected fault in store call {call} ({operation} `{key}`)")]
+    Injected {
+        /// Number of the call, from 0.
+        call: u64,
+        /// Which operation.
+        operation: &'static str,
+        /// The key it was called with.
+        key: Key,
+    },
+    /// Bytes that are not what they must be: a broken manifest, object, checkpoint, journal or state file.
+    #[error("{subject} is corrupt: {what} (expected {expected}, found {found})")]
+    Corrupt {
+        /// The manifest, object, tensor or file.
+        subject: String,
+        /// The property that fails.
+        what: &'static str,
+        /// What it should have been.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// A document that does not parse.
+    #[error("{subject} does not parse")]
+    Parse {
+        /// The document.
+        subject: String,
+        /// The parser's message, with line and column.
+        source: serde_json::Error,
+    },
+    /// Content that differs from the digest that names it.
+    #[error("{subject} has the wrong content: digest is {found}, expected {expected}")]
+    DigestMismatch {
+        /// The object, file or manifest.
+        subject: String,
+        /// The digest on record.
+        expected: ContentDigest,
+        /// The digest of the bytes found.
+        found: ContentDigest,
+    },
+    /// The run name is not in the store.
+    #[error("no run named `{name}` in {store}; begin one explicitly with a new run")]
+    NoSuchRun {
+        /// The name asked for.
+        name: String,
+        /// The store, as it displays itself.
+        store: String,
+    },
+    /// The run name is taken.
+    #[error("the run name `{name}` is taken by run {run_id}; resume that run or choose another name")]
+    RunExists {
+        /// The name asked for.
+        name: String,
+        /// The run that has it.
+        run_id: RunId,
+    },
+    /// Something belongs to another run.
+    #[error("{subject} belongs to run {found}, expected run {expected}; versions of two runs are never comparable")]
+    ForeignRun {
+        /// What belongs to the other run.
+        subject: String,
+        /// The run this side is pinned to.
+        expected: RunId,
+        /// The run found.
+        found: RunId,
+    },
+    /// Something belongs to another model of the run.
+    #[error("{subject} belongs to model `{found}`, expected `{expected}`")]
+    ForeignModel {
+        /// What belongs to the other model.
+        subject: String,
+        /// The model this side is pinned to.
+        expected: String,
+        /// The model found.
+        found: String,
+    },
+    /// The run has no such version of the model.
+    #[error("run {run_id} has no version {version} of model `{model}`")]
+    NoSuchVersion {
+        /// The run.
+        run_id: RunId,
+        /// The model.
+        model: String,
+        /// The version asked for.
+        version: Version,
+    },
+    /// A manifest names a base that is not the version in front of it.
+    #[error("version {version} builds on version {base} with manifest {expected}, but that manifest is {found}")]
+    BrokenChain {
+        /// The version whose base does not fit.
+        version: Version,
+        /// Its base.
+        base: Version,
+        /// The base's manifest digest that it names.
+        expected: ContentDigest,
+        /// The base's manifest digest as found.
+        found: ContentDigest,
+    },
+    /// Moving to an older version was asked for.
+    #[error("{subject} is at version {have} of run {run_id} and cannot go back to version {wanted}")]
+    Rewind {
+        /// What would have gone back.
+        subject: String,
+        /// The run.
+        run_id: RunId,
+        /// The version it has.
+        have: Version,
+        /// The version asked for.
+        wanted: Version,
+    },
+    /// Another publisher committed this version first.
+    #[error(
+        "version {version} of model `{model}` in run {run_id} was committed by another publisher (manifest {winner}); \
+         stop one of the two, then resume the run"
+    )]
+    LostRace {
+        /// The run.
+        run_id: RunId,
+        /// The model.
+        model: String,
+        /// The version both wanted.
+        version: Version,
+        /// Digest of the manifest that won.
+        winner: ContentDigest,
+    },
+    /// The manifest was written, but the store did not confirm it and could not be asked.
+    #[error(
+        "it is unknown whether version {version} was committed in {store}; publish again, which looks at the store first"
+    )]
+    CommitUnknown {
+        /// The version.
+        version: Version,
+        /// The store, as it displays itself.
+        store: String,
+        /// What the store said.
+        source: Box<Error>,
+    },
+    /// Something is larger than this crate accepts.
+    #[error("{what} is larger than {max} bytes")]
+    TooLarge {
+        /// What is too large.
+        what: String,
+        /// The limit in bytes.
+        max: u64,
+    },
+    /// A name that an auxiliary file of a checkpoint cannot have.
+    #[error("`{name}` cannot name an auxiliary file: it must be one plain, visible file name that no weight file would have", name = name.escape_default())]
+    BadFileName {
+        /// The name as given.
+        name: String,
+    },
+    /// One tensor name stands twice in a snapshot, with different content.
+    #[error("tensor `{tensor}` stands twice in the snapshot with different content")]
+    DuplicateTensor {
+        /// The name.
+        tensor: String,
+    },
+    /// A tensor is not what the other side says it is.
+    #[error("tensor `{tensor}`: {what} is {found}, expected {expected}")]
+    TensorMismatch {
+        /// The tensor's name.
+        tensor: String,
+        /// The property that differs.
+        what: &'static str,
+        /// What it should be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// The delta codec refused.
+    #[error("tensor `{tensor}`: the delta codec failed")]
+    Codec {
+        /// The tensor's name.
+        tensor: String,
+        /// The codec's error.
+        source: driftless_delta::Error,
+    },
+    /// A setting that cannot work.
+    #[error("the setting `{name}` is {found}, expected {expected}")]
+    BadSetting {
+        /// The setting's name.
+        name: &'static str,
+        /// What it has to be.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+}
+
+impl Error {
+    /// Wraps an I/O error of the file system, keeping the path and telling apart what an operator treats differently.
+    pub(crate) fn io(action: &'static str, path: impl AsRef<Path>, source: io::Error) -> Self {
+        let path = path.as_ref().to_path_buf();
+        match source.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::NoSpace { path, action, source },
+            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+                Self::PermissionDenied { path, action, source }
+            }
+            _ => Self::Io { path, action, source },
+        }
+    }
+
+    /// True if the same call may succeed later without anybody changing its arguments.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        matches!(self, Self::Io { .. } | Self::NoSpace { .. } | Self::Injected { .. } | Self::CommitUnknown { .. })
+    }
+
+    /// True if the object asked for is not there.
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Self::NotFound { .. })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn io_errors_are_told_apart_and_keep_the_path() {
+        let full = Error::io("write", "/data/x", io::Error::from_raw_os_error(28));
+        assert!(matches!(&full, Error::NoSpace { path, .. } if path == Path::new("/data/x")), "{full:?}");
+        let denied = Error::io("open", "/data/x", io::Error::from_raw_os_error(13));
+        assert!(matches!(denied, Error::PermissionDenied { .. }));
+        let read_only = Error::io("open", "/data/x", io::Error::from_raw_os_error(30));
+        assert!(matches!(read_only, Error::PermissionDenied { .. }));
+        let other = Error::io("open", "/data/x", io::Error::from_raw_os_error(5));
+        assert!(matches!(other, Error::Io { .. }));
+        assert_eq!(full.to_string(), "no space left for `/data/x` while trying to write");
+    }
+}

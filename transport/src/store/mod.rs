@@ -1,0 +1,150 @@
+//! Where publications live: the [`Store`] trait, its references [`Memory`] and [`Disk`], and [`open`].
+
+mod disk;
+mod memory;
+mod probe;
+
+use std::fmt;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+pub use disk::Disk;
+pub use memory::Memory;
+pub use probe::probe_conditional_put;
+
+use crate::{Error, Key, Result};
+
+/// What a put does when the key is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PutMode {
+    /// Replace the object, atomically.
+    Overwrite,
+    /// Leave the object alone and return [`Error::AlreadyExists`].
+    Create,
+}
+
+/// One object, as listed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Entry {
+    /// Its key.
+    pub key: Key,
+    /// Its size in bytes.
+    pub size: u64,
+    /// When it was last put, by the store's own clock; `None` if the store cannot tell.
+    pub modified: Option<SystemTime>,
+}
+
+impl Entry {
+    /// An entry with these fields.
+    #[must_use]
+    pub fn new(key: Key, size: u64, modified: Option<SystemTime>) -> Self {
+        Self { key, size, modified }
+    }
+}
+
+/// A persistent, one-sided place for objects. All calls block; all are safe from many threads and processes at once.
+///
+/// Implementations pass the suite in `conformance` (feature of that name), bare and under the wrappers of
+/// [`wrap`](crate::wrap).
+pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
+    /// Stores `bytes` under `key`. A reader sees the old object or the new one, never a part; on return the object is
+    /// durable. After an error the object may be there or not.
+    ///
+    /// # Errors
+    /// [`Error::AlreadyExists`] for [`PutMode::Create`] of a taken key: of many concurrent creates exactly one succeeds.
+    /// Otherwise whatever the medium reports.
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()>;
+
+    /// The object's bytes, or those of `range`. A range is cut at the object's end.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`]; [`Error::RangeOutside`] if the range starts behind the end.
+    fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>>;
+
+    /// Size and date of the object.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`].
+    fn head(&self, key: &Key) -> Result<Entry>;
+
+    /// All objects whose key lies under `prefix/`, at any depth, in the order of their keys.
+    ///
+    /// # Errors
+    /// Whatever the medium reports; a prefix with nothing under it is an empty list.
+    fn list(&self, prefix: &Key) -> Result<Vec<Entry>>;
+
+    /// Removes the object. Removing one that is not there succeeds.
+    ///
+    /// # Errors
+    /// Whatever the medium reports.
+    fn delete(&self, key: &Key) -> Result<()>;
+}
+
+/// Opens the store that `url` names: `file:///absolute/dir`, a plain path, or `memory:` (a new, empty one).
+///
+/// A directory is made when something is first put into it.
+///
+/// # Errors
+/// [`Error::Unsupported`] for a scheme that this build does not have.
+pub fn open(url: &str) -> Result<Arc<dyn Store>> {
+    if url == "memory:" {
+        return Ok(Arc::new(Memory::new()));
+    }
+    let path = match url.split_once("://") {
+        None => url,
+        Some(("file", path)) if path.starts_with('/') => path,
+        Some(("file", _)) => {
+            return Err(Error::Unsupported {
+                what: format!("the store `{url}`"),
+                hint: "a file URL has three slashes: file:///absolute/dir".to_owned(),
+            });
+        }
+        Some((scheme, _)) => {
+            return Err(Error::Unsupported {
+                what: format!("a store with the scheme `{scheme}`"),
+                hint: match scheme {
+                    "s3" | "gs" | "az" => "build with the feature `object`, or use file:///absolute/dir".to_owned(),
+                    _ => "use file:///absolute/dir, a plain path, or memory:".to_owned(),
+                },
+            });
+        }
+    };
+    if path.is_empty() {
+        return Err(Error::BadText {
+            what: "store URL",
+            text: url.to_owned(),
+            expected: "file:///absolute/dir, a plain path, or memory:",
+        });
+    }
+    let path = std::path::absolute(Path::new(path)).map_err(|source| Error::io("resolve", path, source))?;
+    Ok(Arc::new(Disk::new(path)))
+}
+
+/// The part of an object of `size` bytes that a get asks for.
+fn clamp(key: &Key, range: Option<Range<u64>>, size: u64) -> Result<Range<u64>> {
+    let range = range.unwrap_or(0..size);
+    if range.start > size {
+        return Err(Error::RangeOutside { key: key.clone(), start: range.start, size });
+    }
+    Ok(range.start..range.end.clamp(range.start, size))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_name_stores() {
+        assert_eq!(open("memory:").unwrap().to_string(), "memory:");
+        assert_eq!(open("file:///srv/runs").unwrap().to_string(), "file:///srv/runs");
+        assert!(open("some/dir").unwrap().to_string().starts_with("file:///"));
+        for (url, hint) in [("s3://bucket/prefix", "feature `object`"), ("ftp://x", "file:///"), ("file://x", "three")] {
+            let Err(Error::Unsupported { hint: found, .. }) = open(url) else { panic!("{url}") };
+            assert!(found.contains(hint), "{found}");
+        }
+        assert!(matches!(open(""), Err(Error::BadText { .. })));
+    }
+}

@@ -1,0 +1,22 @@
+//! Asking a store whether it keeps its word.
+
+use super::{PutMode, Store};
+use crate::{Error, Key, Result};
+
+/// Checks that `store` honours create-if-absent: some servers accept the condition and ignore it, and two publishers
+/// would then overwrite each other's versions. Writes and removes one small object under `probes/`.
+///
+/// # Errors
+/// [`Error::ConditionalPutIgnored`] for a store that ignores it, otherwise whatever the store reports.
+pub fn probe_conditional_put(store: &dyn Store) -> Result<()> {
+    let key = Key::new(format!("probes/{}", hex::encode(rand::random::<[u8; 16]>())))?;
+    store.put(&key, b"first", PutMode::Create)?;
+    let second = store.put(&key, b"second", PutMode::Create);
+    let kept = store.get(&key, None);
+    let removed = store.delete(&key);
+    match second {
+        Err(Error::AlreadyExists { .. }) if kept? == b"first" => removed,
+        Ok(()) | Err(Error::AlreadyExists { .. }) => Err(Error::ConditionalPutIgnored { store: store.to_string() }),
+        Err(error) => Err(error),
+    }
+}
