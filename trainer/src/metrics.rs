@@ -1,0 +1,132 @@
+//! What a step did, one JSON line a step: the data of the final table and of the report's plots.
+
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+/// One step of the loop. Durations are in milliseconds, sizes in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// The rollout that was learned from; the step weights after it are `rollout_id + 1`.
+    pub rollout_id: u64,
+    /// Mean reward of the rollout's samples.
+    pub reward: f64,
+    /// Mean number of response tokens.
+    pub response_length: f64,
+    /// Policy loss.
+    pub loss: f64,
+    /// Gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Mean absolute difference between the trainer's and the engines' log-probs of the same tokens.
+    pub log_prob_diff_mean: f64,
+    /// Largest such difference.
+    pub log_prob_diff_max: f64,
+    /// Mean over tokens of: trainer step minus the step of the weights that generated the token.
+    pub staleness_mean: f64,
+    /// Largest such difference.
+    pub staleness_max: u64,
+    /// Time to generate the rollout (in one-step-off mode it overlaps with training).
+    pub generate_ms: f64,
+    /// Time of forward, backward and optimiser.
+    pub train_ms: f64,
+    /// The version published after this step, if one was.
+    pub publication: Option<PublicationMetrics>,
+    /// Success rates on the held-out problems after this step, if they were measured.
+    pub eval: Option<EvalMetrics>,
+}
+
+/// One publication and what became of it on the hosts.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct PublicationMetrics {
+    /// The version's number.
+    pub version: u64,
+    /// Bytes of the objects and the manifest.
+    pub publication_bytes: u64,
+    /// Bytes of the same version in full.
+    pub full_bytes: u64,
+    /// Changed elements / all elements.
+    pub density: f64,
+    /// Diff, encode, upload and commit.
+    pub encode_publish_ms: f64,
+    /// Fetch, verify and apply on the slowest host.
+    pub prepare_ms: f64,
+    /// Longest time for which an engine did not generate.
+    pub pause_ms: f64,
+    /// From commit until every engine served the version.
+    pub convergence_ms: f64,
+    /// Engines whose checksums were compared with those of the trainer's bytes, and equal.
+    pub engines_checked: u64,
+}
+
+/// Success rates on the held-out problems.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct EvalMetrics {
+    /// How many problems were asked.
+    pub problems: u64,
+    /// Share solved when sampling as the rollouts do.
+    pub sampled: f64,
+    /// Share solved greedily.
+    pub greedy: f64,
+}
+
+/// `metrics.jsonl` of a run; appended to, and cut back when a run resumes from an older checkpoint.
+#[derive(Debug)]
+pub struct MetricsFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsFile {
+    /// Opens the file and drops what a crashed run wrote beyond step `resume_at`, or wrote half.
+    ///
+    /// # Errors
+    /// [`Error::Io`] with the path.
+    pub fn open(path: &Path, resume_at: u64) -> Result<Self> {
+        let mut text = String::new();
+        for step in read(path)?.iter().filter(|step| step.rollout_id < resume_at) {
+            text.push_str(&line(step)?);
+            text.push('\n');
+        }
+        let fresh = path.with_extension("new");
+        std::fs::write(&fresh, text).map_err(|source| Error::io(&fresh, source))?;
+        let io = |source| Error::io(path, source);
+        std::fs::rename(&fresh, path).map_err(io)?;
+        let file = File::options().append(true).open(path).map_err(io)?;
+        Ok(MetricsFile { path: path.to_path_buf(), file })
+    }
+
+    /// Appends one step.
+    ///
+    /// # Errors
+    /// [`Error::Io`] with the path.
+    pub fn append(&mut self, step: &StepMetrics) -> Result<()> {
+        writeln!(self.file, "{}", line(step)?).map_err(|source| Error::io(&self.path, source))
+    }
+}
+
+/// The steps in a metrics file; none if it is absent. A torn last line is left out.
+///
+/// # Errors
+/// [`Error::Io`] with the path.
+pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(source) => return Err(Error::io(path, source)),
+    };
+    let mut steps = Vec::new();
+    for line in BufReader::new(file).lines() {
+        let line = line.map_err(|source| Error::io(path, source))?;
+        match serde_json::from_str(&line) {
+            Ok(step) => steps.push(step),
+            Err(_) => break,
+        }
+    }
+    Ok(steps)
+}
+
+fn line(step: &StepMetrics) -> Result<String> {
+    serde_json::to_string(step).map_err(|source| Error::Json { what: "step metrics", source })
+}

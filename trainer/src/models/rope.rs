@@ -1,0 +1,57 @@
+//! Rotary position embedding (Su et al. 2021), in the half-split layout of Hugging Face's Llama and Qwen.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::config::Config;
+use crate::error::Result;
+
+/// Cosines and sines of every position: `[max_position_embeddings, head_dim / 2]`.
+#[derive(Debug)]
+pub(super) struct Rope {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+/// The rows of [`Rope`] for one forward pass, `[B or 1, T, 1, head_dim / 2]`.
+pub(super) struct Angles {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rope {
+    pub(super) fn new(config: &Config, kind: Kind, device: Device) -> Result<Rope> {
+        let float = (Kind::Float, device);
+        let exponents = Tensor::f_arange_start_step(0, config.head_dim, 2, float)?
+            .f_div_scalar(config.head_dim as f64)?;
+        let frequencies = Tensor::f_full([1], config.rope_theta, float)?.f_pow(&exponents)?.f_reciprocal()?;
+        let positions = Tensor::f_arange(config.max_position_embeddings, float)?;
+        let angles = positions.f_outer(&frequencies)?;
+        Ok(Rope { cos: angles.f_cos()?.f_to_kind(kind)?, sin: angles.f_sin()?.f_to_kind(kind)? })
+    }
+
+    /// Angles of positions `0..length`, the same for every row.
+    pub(super) fn leading(&self, length: i64) -> Result<Angles> {
+        let rows = |table: &Tensor| table.f_narrow(0, 0, length)?.f_unsqueeze(0)?.f_unsqueeze(2);
+        Ok(Angles { cos: rows(&self.cos)?, sin: rows(&self.sin)? })
+    }
+
+    /// Angles of `positions`, `[B, T]` i64.
+    pub(super) fn at(&self, positions: &Tensor) -> Result<Angles> {
+        let (batch, length) = positions.size2()?;
+        let flat = positions.f_flatten(0, 1)?;
+        let rows =
+            |table: &Tensor| table.f_index_select(0, &flat)?.f_view([batch, length, 1, table.size()[1]]);
+        Ok(Angles { cos: rows(&self.cos)?, sin: rows(&self.sin)? })
+    }
+}
+
+impl Angles {
+    /// Rotates `[B, T, heads, head_dim]`: `(a, b) → (a cos − b sin, b cos + a sin)`, a and b the two halves.
+    pub(super) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
+        let halves = x.f_chunk(2, -1)?;
+        let (a, b) = (&halves[0], &halves[1]);
+        let first = a.f_mul(&self.cos)?.f_sub(&b.f_mul(&self.sin)?)?;
+        let second = b.f_mul(&self.cos)?.f_add(&a.f_mul(&self.sin)?)?;
+        Ok(Tensor::f_cat(&[first, second], -1)?)
+    }
+}

@@ -1,0 +1,97 @@
+//! Which rollout is generated while which is trained on: the whole scheduling policy, as a function over numbers.
+//!
+//! Rollout `r` is the batch of samples that optimiser step `r` learns from. *Step weights* `s` are the weights after `s`
+//! optimiser steps; a run starts with step weights 0.
+
+/// How generation and training overlap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Generate, train, publish, one after the other: every sample comes from the newest weights.
+    Synchronous,
+    /// Rollout `r + 1` is generated while step `r` trains: samples are at most one step old.
+    OneStepOff,
+}
+
+/// The plan of a run of `rollouts` steps.
+#[derive(Debug, Clone, Copy)]
+pub struct Schedule {
+    /// How generation and training overlap.
+    pub mode: Mode,
+    /// How many rollouts the run has.
+    pub rollouts: u64,
+}
+
+impl Schedule {
+    /// The rollout to have in flight while step `rollout` trains.
+    pub fn ahead(&self, rollout: u64) -> Option<u64> {
+        match self.mode {
+            Mode::Synchronous => None,
+            Mode::OneStepOff => Some(rollout + 1).filter(|next| *next < self.rollouts),
+        }
+    }
+
+    /// The oldest step weights that may generate `rollout`; an engine that serves older ones gets none of its requests.
+    pub fn oldest_weights(&self, rollout: u64) -> u64 {
+        rollout.saturating_sub(self.staleness_max())
+    }
+
+    /// The largest number of steps between the weights that generated a token and those that learn from it.
+    pub fn staleness_max(&self) -> u64 {
+        match self.mode {
+            Mode::Synchronous => 0,
+            Mode::OneStepOff => 1,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Walks a run as the loop does and returns (generated, weights it was generated with) in order.
+    fn walk(schedule: Schedule) -> Vec<(u64, u64)> {
+        let (mut weights, mut generated) = (0, Vec::new());
+        let mut ready = None;
+        for rollout in 0..schedule.rollouts {
+            if ready != Some(rollout) {
+                generated.push((rollout, weights));
+            }
+            ready = schedule.ahead(rollout);
+            if let Some(next) = ready {
+                generated.push((next, weights));
+            }
+            weights = rollout + 1;
+        }
+        generated
+    }
+
+    #[test]
+    fn every_rollout_is_generated_once_and_in_order() {
+        for mode in [Mode::Synchronous, Mode::OneStepOff] {
+            for rollouts in 0..5 {
+                let walked = walk(Schedule { mode, rollouts });
+                let ids: Vec<_> = walked.iter().map(|(id, _)| *id).collect();
+                assert_eq!(ids, (0..rollouts).collect::<Vec<_>>(), "{mode:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn weights_are_never_older_than_the_mode_allows() {
+        for mode in [Mode::Synchronous, Mode::OneStepOff] {
+            let schedule = Schedule { mode, rollouts: 6 };
+            for (rollout, weights) in walk(schedule) {
+                assert!(weights >= schedule.oldest_weights(rollout), "{mode:?} {rollout}");
+                assert!(rollout - weights <= schedule.staleness_max(), "{mode:?} {rollout}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_off_keeps_exactly_one_in_flight() {
+        let schedule = Schedule { mode: Mode::OneStepOff, rollouts: 3 };
+        assert_eq!(schedule.ahead(0), Some(1));
+        assert_eq!(schedule.ahead(1), Some(2));
+        assert_eq!(schedule.ahead(2), None);
+    }
+}
