@@ -1,20 +1,28 @@
 #![doc = include_str!("../README.md")]
 
+#[cfg(feature = "conformance")]
+pub mod conformance;
 mod error;
 mod ids;
 mod key;
 pub mod manifest;
+mod run;
 mod store;
+pub mod wrap;
 
 // Replica side.
+mod checkpoint;
 mod dtype;
+mod replica;
 mod snapshot;
 
 pub use error::{BoxError, Error, Result};
 pub use ids::{ContentDigest, RunId, Version};
 pub use key::Key;
 pub use manifest::Manifest;
+pub use run::{Chain, Committed, Run};
 pub use store::{Disk, Entry, Memory, PutMode, Store, open, probe_conditional_put};
 
+pub use checkpoint::{Checkpoint, Place, write_checkpoint};
 pub use dtype::Dtype;
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};

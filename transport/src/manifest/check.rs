@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 
 use super::{Algorithms, File, Kind, Manifest, OBJECT_BYTES_MAX, Piece, Tensor, VERSION_MAX};
-use crate::ids::check_name;
+use crate::run::check_model;
 use crate::snapshot::{AUX_FILE_BYTES_MAX, is_aux_name};
 use crate::{Error, Key, Result};
 
@@ -38,7 +38,7 @@ impl Check<'_> {
 
     fn identity(&self) -> Result<()> {
         let manifest = self.manifest;
-        check_name("model", &manifest.model)?;
+        check_model(&manifest.model)?;
         let known = Algorithms::default();
         for (found, known) in [
             (&manifest.algorithms.content, known.content),

@@ -311,6 +311,18 @@ impl Manifest {
         self.tensors.iter().filter_map(|tensor| tensor.info().byte_len().ok()).fold(0, u64::saturating_add)
     }
 
+    /// Bytes that a reader without the base fetches for tensors; 0 if this is no anchor.
+    #[must_use]
+    pub fn full_piece_bytes(&self) -> u64 {
+        self.tensors.iter().filter_map(|tensor| self.full_pieces(tensor)).flatten().map(|piece| piece.length).sum()
+    }
+
+    /// Bytes that a reader with the base fetches for tensors.
+    #[must_use]
+    pub fn delta_piece_bytes(&self) -> u64 {
+        self.tensors.iter().flat_map(|tensor| &tensor.pieces).map(|piece| piece.length).sum()
+    }
+
     /// Bytes of all objects.
     #[must_use]
     pub fn object_bytes(&self) -> u64 {

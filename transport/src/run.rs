@@ -1,0 +1,481 @@
+//! A training run in a store: its identity, and the chain of versions of each model.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::check_name;
+use crate::manifest::{Base, Kind, MANIFEST_BYTES_MAX, Object};
+use crate::{ContentDigest, Entry, Error, Key, Manifest, PutMode, Result, RunId, Store, Version};
+
+/// Largest run record or head hint in bytes.
+const RECORD_BYTES_MAX: u64 = 4096;
+/// How many versions the head hint may lag before a listing is cheaper than asking for one after the other.
+const HINT_LAG_MAX: u64 = 16;
+/// The segment under a run's id that holds its followers; no model may have this name.
+const FOLLOWERS: &str = "followers";
+/// The last segment of a manifest's key.
+const MANIFEST: &str = "manifest";
+
+/// What `runs/<name>` holds.
+#[derive(Serialize, Deserialize)]
+struct Record {
+    format: u32,
+    run_id: RunId,
+}
+
+/// A committed version: its manifest and that manifest's digest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Committed {
+    /// The manifest.
+    pub manifest: Manifest,
+    /// The digest of its bytes as stored.
+    pub digest: ContentDigest,
+}
+
+impl Committed {
+    /// A manifest and the digest of the bytes it was read from or stored as.
+    #[must_use]
+    pub fn new(manifest: Manifest, digest: ContentDigest) -> Self {
+        Self { manifest, digest }
+    }
+
+    /// The version by identity, as the version behind it names it.
+    #[must_use]
+    pub fn identity(&self) -> Base {
+        Base { version: self.manifest.version, manifest_digest: self.digest }
+    }
+}
+
+/// The publications that lead to a version, oldest first, each one's base checked against the one in front of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Chain {
+    /// If true, the first link is to be taken in full, without the base: it is an anchor, or a reference to a directory.
+    pub restart: bool,
+    /// The links; none if the reader is there already.
+    pub links: Vec<Committed>,
+}
+
+/// A run in a store.
+#[derive(Debug, Clone)]
+pub struct Run {
+    store: Arc<dyn Store>,
+    name: String,
+    id: RunId,
+}
+
+impl fmt::Display for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "run `{}` ({}) in {}", self.name, self.id, self.store)
+    }
+}
+
+impl Run {
+    /// Begins a new run: claims `name` and draws an identity.
+    ///
+    /// # Errors
+    /// [`Error::RunExists`] if the name is taken, [`Error::BadName`] if it is not one segment of a key.
+    pub fn create(store: Arc<dyn Store>, name: &str) -> Result<Self> {
+        check_name("run", name)?;
+        let key = run_key(name)?;
+        let record = Record { format: crate::manifest::FORMAT, run_id: RunId::random() };
+        let bytes = to_json(&key, &record)?;
+        match store.put(&key, &bytes, PutMode::Create) {
+            Ok(()) => Ok(Self { store, name: name.to_owned(), id: record.run_id }),
+            Err(error) => match Self::open(store, name) {
+                // The put took effect and its answer was lost: nobody else draws the same identity.
+                Ok(run) if run.id == record.run_id => Ok(run),
+                Ok(run) => Err(Error::RunExists { name: name.to_owned(), run_id: run.id }),
+                Err(_) => Err(error),
+            },
+        }
+    }
+
+    /// Opens an existing run.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRun`]; [`Error::Parse`] or [`Error::Unsupported`] for a record that this build cannot read.
+    pub fn open(store: Arc<dyn Store>, name: &str) -> Result<Self> {
+        check_name("run", name)?;
+        let key = run_key(name)?;
+        let bytes = match store.get(&key, Some(0..RECORD_BYTES_MAX)) {
+            Err(Error::NotFound { .. }) => {
+                return Err(Error::NoSuchRun { name: name.to_owned(), store: store.to_string() });
+            }
+            bytes => bytes?,
+        };
+        let record: Record = from_json(&key, &bytes)?;
+        if record.format != crate::manifest::FORMAT {
+            return Err(Error::Unsupported {
+                what: format!("format {} of `{key}`", record.format),
+                hint: format!("this build reads format {}", crate::manifest::FORMAT),
+            });
+        }
+        Ok(Self { store, name: name.to_owned(), id: record.run_id })
+    }
+
+    /// The names of all runs in a store, sorted.
+    ///
+    /// # Errors
+    /// Whatever the store reports.
+    pub fn names(store: &dyn Store) -> Result<Vec<String>> {
+        let entries = store.list(&Key::new("runs")?)?;
+        Ok(entries.into_iter().map(|entry| entry.key.name().to_owned()).collect())
+    }
+
+    /// The run's name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The run's identity.
+    #[must_use]
+    pub fn id(&self) -> RunId {
+        self.id
+    }
+
+    /// The store that the run lives in.
+    #[must_use]
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.store
+    }
+
+    /// Refuses to go on with a run other than the one that `subject` is pinned to.
+    ///
+    /// # Errors
+    /// [`Error::ForeignRun`] with both identities.
+    pub fn check_id(&self, subject: impl fmt::Display, pinned: RunId) -> Result<()> {
+        if pinned == self.id {
+            return Ok(());
+        }
+        Err(Error::ForeignRun { subject: subject.to_string(), expected: self.id, found: pinned })
+    }
+
+    /// The models that have a committed version, sorted.
+    ///
+    /// # Errors
+    /// Whatever the store reports.
+    pub fn models(&self) -> Result<Vec<String>> {
+        let root = self.root()?;
+        let mut models: Vec<String> = Vec::new();
+        for entry in self.store.list(&root)? {
+            let Some(rest) = entry.key.under(&root) else { continue };
+            let mut segments = rest.split('/');
+            let (model, version, last) = (segments.next(), segments.next(), segments.next());
+            if let (Some(model), Some(_), Some(MANIFEST)) = (model, version.and_then(parse_version), last)
+                && models.last().is_none_or(|known| known != model)
+            {
+                models.push(model.to_owned());
+            }
+        }
+        models.dedup();
+        Ok(models)
+    }
+
+    /// The committed versions of a model, ascending, by listing.
+    ///
+    /// # Errors
+    /// Whatever the store reports.
+    pub fn versions(&self, model: &str) -> Result<Vec<Version>> {
+        let root = self.model_root(model)?;
+        let version = |entry: &Entry| {
+            let (version, rest) = entry.key.under(&root)?.split_once('/')?;
+            (rest == MANIFEST).then(|| parse_version(version)).flatten()
+        };
+        let mut versions: Vec<Version> = self.store.list(&root)?.iter().filter_map(version).collect();
+        versions.sort_unstable();
+        Ok(versions)
+    }
+
+    /// The committed version with this number.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchVersion`]; [`Error::ForeignRun`], [`Error::ForeignModel`] or [`Error::Corrupt`] if the manifest
+    /// there is of something else; the errors of [`Manifest::parse`].
+    pub fn get(&self, model: &str, version: Version) -> Result<Committed> {
+        let key = self.manifest_key(model, version)?;
+        let bytes = match self.store.get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
+            Err(Error::NotFound { .. }) => {
+                return Err(Error::NoSuchVersion { run_id: self.id, model: model.to_owned(), version });
+            }
+            bytes => bytes?,
+        };
+        let manifest = Manifest::parse_named(&bytes, key.as_str())?;
+        if manifest.run_id != self.id {
+            return Err(Error::ForeignRun { subject: key.to_string(), expected: self.id, found: manifest.run_id });
+        }
+        if manifest.model != model {
+            return Err(Error::ForeignModel {
+                subject: key.to_string(),
+                expected: model.to_owned(),
+                found: manifest.model,
+            });
+        }
+        if manifest.version != version {
+            return Err(Error::Corrupt {
+                subject: key.to_string(),
+                what: "it commits another version than its key says",
+                expected: version.to_string(),
+                found: manifest.version.to_string(),
+            });
+        }
+        Ok(Committed::new(manifest, ContentDigest::of(&bytes)))
+    }
+
+    /// True if the version is committed.
+    ///
+    /// # Errors
+    /// Whatever the store reports.
+    pub fn has(&self, model: &str, version: Version) -> Result<bool> {
+        match self.store.head(&self.manifest_key(model, version)?) {
+            Err(Error::NotFound { .. }) => Ok(false),
+            head => head.map(|_| true),
+        }
+    }
+
+    /// The newest committed version of a model, or `None` if there is none.
+    ///
+    /// The head hint only says where to begin looking: a missing, broken, replayed or lying one costs time, not truth.
+    ///
+    /// # Errors
+    /// As [`Run::get`].
+    pub fn newest(&self, model: &str) -> Result<Option<Committed>> {
+        match self.newest_version(model)? {
+            None => Ok(None),
+            Some(version) => self.get(model, version).map(Some),
+        }
+    }
+
+    /// The number of the newest committed version, without reading its manifest. Costs two small calls when the head
+    /// hint is right.
+    ///
+    /// # Errors
+    /// Whatever the store reports.
+    pub fn newest_version(&self, model: &str) -> Result<Option<Version>> {
+        let Some(hint) = self.hint(model)? else {
+            return Ok(self.versions(model)?.pop());
+        };
+        let mut newest = hint;
+        while self.has(model, newest.next())? {
+            newest = newest.next();
+            if newest.0 - hint.0 == HINT_LAG_MAX {
+                return Ok(self.versions(model)?.pop());
+            }
+        }
+        Ok(Some(newest))
+    }
+
+    /// A version that the head names and that is indeed committed.
+    fn hint(&self, model: &str) -> Result<Option<Version>> {
+        let key = self.head_key(model)?;
+        let hint = match self.store.get(&key, Some(0..RECORD_BYTES_MAX)) {
+            Err(Error::NotFound { .. }) => return Ok(None),
+            bytes => from_json::<Base>(&key, &bytes?),
+        };
+        match hint {
+            Ok(hint) if hint.version.0 <= crate::manifest::VERSION_MAX && self.has(model, hint.version)? => {
+                Ok(Some(hint.version))
+            }
+            Ok(hint) => {
+                tracing::warn!(%key, version = %hint.version, "the head names a version that is not committed; listing instead");
+                Ok(None)
+            }
+            Err(error) => {
+                tracing::warn!(%key, %error, "the head is broken; listing instead");
+                Ok(None)
+            }
+        }
+    }
+
+    /// What leads a reader that has `from` (or nothing) to version `to`.
+    ///
+    /// Prefers the deltas behind `from`; starts over at an anchor where there is no other way, or where that moves
+    /// fewer bytes. A reader that has nothing starts at the newest anchor up to `to`, or at version 0's reference.
+    ///
+    /// # Errors
+    /// [`Error::Rewind`] if `from` is newer than `to`; [`Error::BrokenChain`] if a manifest is not the one that the next
+    /// version builds on, `from` included; the errors of [`Run::get`].
+    pub fn chain(&self, model: &str, from: Option<Base>, to: Version) -> Result<Chain> {
+        if let Some(have) = from
+            && have.version >= to
+        {
+            return self.nothing_to_do(model, have, to);
+        }
+        // Newest first. `cost` is what the deltas read so far weigh; `anchor`, how many links to keep to start over at
+        // the newest anchor, and what that weighs.
+        let mut links: Vec<Committed> = Vec::new();
+        let mut cost = 0u64;
+        let mut anchor: Option<(usize, u64)> = None;
+        let mut version = to;
+        loop {
+            let link = self.get(model, version)?;
+            if let Some(newer) = links.last() {
+                check_link(newer, link.identity())?;
+            }
+            if link.manifest.is_anchor() && anchor.is_none() {
+                anchor = Some((links.len() + 1, cost.saturating_add(link.manifest.full_piece_bytes())));
+            }
+            cost = cost.saturating_add(link.manifest.delta_piece_bytes());
+            let stands_alone = link.manifest.kind != Kind::Delta;
+            let base = link.manifest.base;
+            links.push(link);
+
+            let reached = from.filter(|have| base.is_some_and(|base| base.version == have.version));
+            if let (Some(have), Some(link)) = (reached, links.last()) {
+                check_link(link, have)?;
+            }
+            let restart = stands_alone
+                || anchor.is_some_and(|(_, anchor_cost)| from.is_none() || anchor_cost < cost);
+            match base {
+                Some(base) if !restart && reached.is_none() => version = base.version,
+                _ => {
+                    if let (true, Some((keep, _))) = (restart, anchor) {
+                        links.truncate(keep);
+                    }
+                    links.reverse();
+                    return Ok(Chain { restart, links });
+                }
+            }
+        }
+    }
+
+    /// The chain of a reader that is at `to` already, or refuses to go back.
+    fn nothing_to_do(&self, model: &str, have: Base, to: Version) -> Result<Chain> {
+        if have.version > to {
+            let subject = format!("model `{model}`");
+            return Err(Error::Rewind { subject, run_id: self.id, have: have.version, wanted: to });
+        }
+        let found = self.get(model, to)?.digest;
+        if found != have.manifest_digest {
+            return Err(Error::DigestMismatch {
+                subject: self.manifest_key(model, to)?.to_string(),
+                expected: have.manifest_digest,
+                found,
+            });
+        }
+        Ok(Chain { restart: false, links: Vec::new() })
+    }
+
+    /// The bytes of an object, checked against its digest.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] or [`Error::DigestMismatch`] if the object is not what the manifest says.
+    pub fn object(&self, object: &Object) -> Result<Vec<u8>> {
+        fetch_object(&*self.store, object)
+    }
+
+    /// Commits a manifest. Only its publisher calls this, after every object is durable.
+    pub(crate) fn commit(&self, model: &str, version: Version, bytes: &[u8]) -> Result<()> {
+        self.store.put(&self.manifest_key(model, version)?, bytes, PutMode::Create)
+    }
+
+    /// Points the head hint at a committed version.
+    pub(crate) fn set_head(&self, model: &str, newest: Base) -> Result<()> {
+        let key = self.head_key(model)?;
+        self.store.put(&key, &to_json(&key, &newest)?, PutMode::Overwrite)
+    }
+
+    /// The key of a version's manifest.
+    ///
+    /// # Errors
+    /// [`Error::BadName`] if `model` cannot name a model.
+    pub fn manifest_key(&self, model: &str, version: Version) -> Result<Key> {
+        self.version_root(model, version)?.join(MANIFEST)
+    }
+
+    /// The key under which a follower leaves its acknowledgement; its date is the store's.
+    ///
+    /// # Errors
+    /// [`Error::BadName`] if `follower` is not one segment of a key.
+    pub fn follower_key(&self, follower: &str) -> Result<Key> {
+        check_name("follower", follower)?;
+        self.root()?.join(&format!("{FOLLOWERS}/{follower}"))
+    }
+
+    /// The acknowledgements of all followers, dated by the store.
+    ///
+    /// # Errors
+    /// Whatever the store reports.
+    pub fn followers(&self) -> Result<Vec<Entry>> {
+        self.store.list(&self.root()?.join(FOLLOWERS)?)
+    }
+
+    /// What lies under this key belongs to one version: its manifest and its objects.
+    pub(crate) fn version_root(&self, model: &str, version: Version) -> Result<Key> {
+        self.model_root(model)?.join(&format!("v{:010}", version.0))
+    }
+
+    fn head_key(&self, model: &str) -> Result<Key> {
+        self.model_root(model)?.join("head")
+    }
+
+    fn model_root(&self, model: &str) -> Result<Key> {
+        check_model(model)?;
+        self.root()?.join(model)
+    }
+
+    fn root(&self) -> Result<Key> {
+        Key::new(self.id.to_string())
+    }
+}
+
+/// Reads an object whole and checks it.
+pub(crate) fn fetch_object(store: &dyn Store, object: &Object) -> Result<Vec<u8>> {
+    // One byte more than announced, so that a longer object is noticed without being read to its end.
+    let bytes = store.get(&object.key, Some(0..object.size.saturating_add(1)))?;
+    if bytes.len() as u64 != object.size {
+        return Err(Error::Corrupt {
+            subject: format!("object `{}`", object.key),
+            what: "its size",
+            expected: object.size.to_string(),
+            found: if bytes.len() as u64 > object.size { "more".to_owned() } else { bytes.len().to_string() },
+        });
+    }
+    object.blake3.check(&bytes, format_args!("object `{}`", object.key))?;
+    Ok(bytes)
+}
+
+/// Refuses a version that is not the one which `newer` builds on.
+fn check_link(newer: &Committed, found: Base) -> Result<()> {
+    match newer.manifest.base {
+        Some(base) if base.manifest_digest != found.manifest_digest => Err(Error::BrokenChain {
+            version: newer.manifest.version,
+            base: base.version,
+            expected: base.manifest_digest,
+            found: found.manifest_digest,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Checks a model's name: one segment of a key, and not the followers' place.
+pub(crate) fn check_model(model: &str) -> Result<()> {
+    check_name("model", model)?;
+    if model == FOLLOWERS {
+        let reason = "the followers of the run have this place";
+        return Err(Error::BadName { what: "model", text: model.to_owned(), reason });
+    }
+    Ok(())
+}
+
+fn run_key(name: &str) -> Result<Key> {
+    Key::new(format!("runs/{name}"))
+}
+
+/// The number in a version's segment `v0000000042`.
+fn parse_version(segment: &str) -> Option<Version> {
+    let digits = segment.strip_prefix('v').filter(|digits| digits.len() == 10)?;
+    digits.bytes().all(|digit| digit.is_ascii_digit()).then(|| digits.parse().ok().map(Version))?
+}
+
+fn to_json<T: Serialize>(key: &Key, value: &T) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|source| Error::Parse { subject: key.to_string(), source })
+}
+
+fn from_json<'de, T: Deserialize<'de>>(key: &Key, bytes: &'de [u8]) -> Result<T> {
+    serde_json::from_slice(bytes).map_err(|source| Error::Parse { subject: key.to_string(), source })
+}

@@ -1,0 +1,90 @@
+//! Every store keeps the same promises, bare and wrapped.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use driftless_transport::wrap::{Count, Fault, Throttle};
+use driftless_transport::{
+    Disk, Entry, Error, Key, Memory, PutMode, Result, Store, conformance, open, probe_conditional_put,
+};
+
+fn bare_and_wrapped(make: impl Fn() -> Arc<dyn Store>) {
+    conformance::check(&*make());
+    conformance::check(&Count::new(make()));
+    conformance::check(&Fault::new(make()));
+    conformance::check(&Throttle::new(make(), Duration::from_micros(50), 1 << 30));
+}
+
+#[test]
+fn memory_conforms() {
+    bare_and_wrapped(|| Arc::new(Memory::new()));
+}
+
+#[test]
+fn disk_conforms() {
+    let directory = tempfile::tempdir().unwrap();
+    let next = std::cell::Cell::new(0);
+    bare_and_wrapped(|| {
+        next.set(next.get() + 1);
+        Arc::new(Disk::new(directory.path().join(next.get().to_string())))
+    });
+}
+
+#[test]
+fn two_handles_on_one_directory_are_one_store() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("file://{}", directory.path().display());
+    let (one, other) = (open(&url).unwrap(), open(directory.path().to_str().unwrap()).unwrap());
+    let key = Key::new("a/b").unwrap();
+    one.put(&key, b"x", PutMode::Create).unwrap();
+    assert!(matches!(other.put(&key, b"y", PutMode::Create), Err(Error::AlreadyExists { .. })));
+    assert_eq!(other.get(&key, None).unwrap(), b"x");
+}
+
+#[test]
+fn files_that_are_no_objects_are_not_listed() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Disk::new(directory.path());
+    store.put(&Key::new("a/b").unwrap(), b"x", PutMode::Create).unwrap();
+    std::fs::write(directory.path().join("a/.hidden"), b"x").unwrap();
+    std::fs::write(directory.path().join("a/not a key"), b"x").unwrap();
+    let listed = store.list(&Key::new("a").unwrap()).unwrap();
+    assert_eq!(listed.iter().map(|entry| entry.key.as_str()).collect::<Vec<_>>(), ["a/b"]);
+}
+
+/// A server that takes the condition of a put and ignores it, as some do.
+#[derive(Debug)]
+struct Careless(Memory);
+
+impl std::fmt::Display for Careless {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("careless:")
+    }
+}
+
+impl Store for Careless {
+    fn put(&self, key: &Key, bytes: &[u8], _: PutMode) -> Result<()> {
+        self.0.put(key, bytes, PutMode::Overwrite)
+    }
+    fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
+        self.0.get(key, range)
+    }
+    fn head(&self, key: &Key) -> Result<Entry> {
+        self.0.head(key)
+    }
+    fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
+        self.0.list(prefix)
+    }
+    fn delete(&self, key: &Key) -> Result<()> {
+        self.0.delete(key)
+    }
+}
+
+#[test]
+fn a_store_that_ignores_create_is_refused() {
+    let store = Careless(Memory::new());
+    let error = probe_conditional_put(&store).unwrap_err();
+    assert!(matches!(&error, Error::ConditionalPutIgnored { store } if store == "careless:"), "{error:?}");
+    assert!(store.list(&Key::new("probes").unwrap()).unwrap().is_empty());
+}
