@@ -3,12 +3,23 @@
 //! Everything is token-in-token-out: the ids an engine sampled are the ids that are trained on. Weights travel
 //! only as publications of `driftless-transport`; rollouts only through the log of `driftless-buffer`.
 
+mod advantage;
+mod batch;
 mod config;
 mod error;
+mod loss;
 mod models;
+mod optimizer;
+mod policy;
+pub mod tasks;
 mod torch;
 
+pub use advantage::{grpo, reinforce_plus_plus_baseline};
+pub use batch::{Batch, Reduction, Sample, micro_batches, token_weights};
 pub use config::Config;
 pub use error::{Error, Result};
+pub use loss::{Kl, PolicyLoss, PolicyTerms, entropy, kl, log_probs, policy_loss, sft_loss};
 pub use models::{KvCache, Parameter, Qwen3, Weights};
+pub use optimizer::{AdamW, AdamWOptions};
+pub use policy::{Policy, StepStats};
 pub use torch::{Borrowed, Column, borrow, device, set_threads};

@@ -189,6 +189,11 @@ impl Qwen3 {
         self.device
     }
 
+    /// The weights, to be overwritten in place by the optimizer.
+    pub(crate) fn parameters_mut(&mut self) -> &mut [Parameter] {
+        &mut self.parameters
+    }
+
     /// All weights, sorted by name; a tied head is not listed. The tensors share memory with the model.
     #[must_use]
     pub fn parameters(&self) -> &[Parameter] {

@@ -1,0 +1,256 @@
+//! Continuous batching: a model, its key-value cache, and the requests that wait and run.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use tch::{Kind, Tensor};
+
+use super::sampler::{Row, sample};
+use super::sequence::{Finish, Sequence};
+use crate::error::Result;
+use crate::models::{KvCache, Qwen3};
+
+/// Most tokens, padding included, that one prefill pass computes: bounds its activations.
+const PREFILL_TOKENS_MAX: usize = 8192;
+/// Smallest length a cache row is laid out for.
+const ROW_TOKENS_MIN: usize = 32;
+
+/// Bounds on what runs at once.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// Most requests that run at once.
+    pub(super) running: usize,
+    /// Most tokens that the cache holds.
+    pub(super) tokens: usize,
+}
+
+/// Runs requests on a model, batching all that are in progress.
+pub(super) struct Generator {
+    pub(super) model: Qwen3,
+    pub(super) running: Vec<Sequence>,
+    pub(super) waiting: VecDeque<Sequence>,
+    /// Name of the weights.
+    pub(super) version: String,
+    cache: KvCache,
+    /// Tokens that a row of the cache may come to hold; the number of rows follows from it.
+    row_tokens: usize,
+    /// Lowest first: rows that lie side by side are read without a copy.
+    free: BTreeSet<usize>,
+    limits: Limits,
+    stop_beats_length: bool,
+}
+
+impl Generator {
+    pub(super) fn new(model: Qwen3, version: String, limits: Limits, stop_beats_length: bool) -> Result<Self> {
+        let cache = model.cache(0)?;
+        let (running, waiting, free) = (Vec::new(), VecDeque::new(), BTreeSet::new());
+        Ok(Self { model, running, waiting, version, cache, row_tokens: 0, free, limits, stop_beats_length })
+    }
+
+    /// Whether a pass would have something to do.
+    pub(super) fn has_work(&self) -> bool {
+        !self.running.is_empty() || !self.waiting.is_empty()
+    }
+
+    /// Tokens held in the cache.
+    pub(super) fn used_tokens(&self) -> usize {
+        self.running.iter().map(|sequence| self.cache.length(sequence.slot)).sum()
+    }
+
+    /// One pass: the prompts of newly admitted requests, or else the next token of all running ones.
+    ///
+    /// # Errors
+    /// When libtorch fails. The requests stay as they were; see [`Generator::fail_all`].
+    pub(super) fn step(&mut self) -> Result<()> {
+        fail::fail_point!("engine.generate");
+        self.drop_aborted();
+        let admitted = self.admit()?;
+        if admitted > 0 {
+            return self.prefill(self.running.len() - admitted);
+        }
+        if self.running.is_empty() { Ok(()) } else { self.decode() }
+    }
+
+    /// Moves waiting requests into free rows, in order, as far as they fit. Returns how many.
+    fn admit(&mut self) -> Result<usize> {
+        let (mut admitted, mut width) = (0, 0);
+        while let Some(next) = self.waiting.front() {
+            let (length, longest) = (next.tokens.len(), next.longest());
+            if self.running.is_empty() {
+                self.lay_out(longest)?;
+            }
+            width = width.max(length);
+            let crowded = admitted > 0 && (admitted + 1) * width > PREFILL_TOKENS_MAX;
+            if crowded || longest > self.row_tokens {
+                break;
+            }
+            let Some(slot) = self.free.pop_first() else { break };
+            if let Some(mut sequence) = self.waiting.pop_front() {
+                sequence.slot = slot;
+                self.running.push(sequence);
+                admitted += 1;
+            }
+        }
+        Ok(admitted)
+    }
+
+    /// Gives the empty cache rows of `longest` tokens, and as many of them as the limits allow.
+    fn lay_out(&mut self, longest: usize) -> Result<()> {
+        let positions = usize::try_from(self.model.config().max_position_embeddings).unwrap_or(usize::MAX);
+        let row_tokens = longest.max(ROW_TOKENS_MIN).next_power_of_two().min(positions).max(longest);
+        if row_tokens == self.row_tokens {
+            return Ok(());
+        }
+        let rows = (self.limits.tokens / row_tokens).clamp(1, self.limits.running);
+        self.cache = self.model.cache(rows)?;
+        self.row_tokens = row_tokens;
+        self.free = (0..rows).collect();
+        Ok(())
+    }
+
+    /// Computes the cache of `running[first..]` from their tokens, and their next tokens.
+    fn prefill(&mut self, first: usize) -> Result<()> {
+        let batch = &self.running[first..];
+        let lengths: Vec<usize> = batch.iter().map(|sequence| sequence.tokens.len()).collect();
+        let slots: Vec<usize> = batch.iter().map(|sequence| sequence.slot).collect();
+        let hidden = self.extend(batch.iter().map(|sequence| sequence.tokens.as_slice()), &lengths, &slots)?;
+        let device = hidden.device();
+        let rows = Tensor::f_arange(lengths.len() as i64, (Kind::Int64, device))?;
+        let last: Vec<i64> = lengths.iter().map(|length| *length as i64 - 1).collect();
+        let last = Tensor::f_from_slice(&last)?.f_to_device(device)?;
+        let logits = self.model.logits(&hidden.f_index(&[Some(rows), Some(last)])?)?;
+        for (row, sequence) in self.running[first..].iter_mut().enumerate() {
+            if let Some(from) = sequence.prompt_log_probs_from
+                && sequence.prompt_log_probs.is_empty()
+            {
+                let prompt = &sequence.tokens[..sequence.prompt_tokens];
+                let hidden = hidden.f_get(row as i64)?;
+                sequence.prompt_log_probs = prompt_log_probs(&self.model, &hidden, prompt, from)?;
+            }
+        }
+        self.take(first, &logits)
+    }
+
+    /// The next token of every running request.
+    fn decode(&mut self) -> Result<()> {
+        self.running.sort_unstable_by_key(|sequence| sequence.slot);
+        let slots: Vec<usize> = self.running.iter().map(|sequence| sequence.slot).collect();
+        let last = self.running.iter().map(|sequence| &sequence.tokens[sequence.tokens.len() - 1..]);
+        let hidden = self.extend(last, &vec![1; slots.len()], &slots)?;
+        let logits = self.model.logits(&hidden.f_select(1, 0)?)?;
+        self.take(0, &logits)
+    }
+
+    /// One forward pass over the cache; rows are padded with token 0.
+    fn extend<'a>(
+        &self,
+        rows: impl Iterator<Item = &'a [i64]>,
+        lengths: &[usize],
+        slots: &[usize],
+    ) -> Result<Tensor> {
+        let width = lengths.iter().copied().max().unwrap_or(0);
+        let mut tokens = vec![0_i64; width * lengths.len()];
+        for (place, row) in tokens.chunks_exact_mut(width.max(1)).zip(rows) {
+            place[..row.len()].copy_from_slice(row);
+        }
+        let tokens = Tensor::f_from_slice(&tokens)?.f_view([lengths.len() as i64, width as i64])?;
+        self.model.extend(&tokens.f_to_device(self.model.device())?, lengths, slots, &mut self.cache)
+    }
+
+    /// Samples the next token of `running[first..]`, and answers those that are done.
+    fn take(&mut self, first: usize, logits: &Tensor) -> Result<()> {
+        let rows: Vec<Row> = self.running[first..].iter().map(Sequence::row).collect();
+        let (ids, log_probs) = sample(logits, &rows)?;
+        let mut finished = Vec::new();
+        for (index, (id, log_prob)) in ids.into_iter().zip(log_probs).enumerate() {
+            let sequence = &mut self.running[first + index];
+            if let Some(finish) = sequence.push(id, log_prob, self.stop_beats_length) {
+                finished.push((first + index, finish));
+            }
+        }
+        for (index, finish) in finished.into_iter().rev() {
+            self.end(index, finish);
+        }
+        Ok(())
+    }
+
+    /// Answers a running request and frees its row.
+    fn end(&mut self, index: usize, finish: Finish) {
+        let sequence = self.running.remove(index);
+        self.cache.truncate(sequence.slot, 0);
+        self.free.insert(sequence.slot);
+        sequence.finish(finish, &self.version);
+    }
+
+    /// Marks requests that `matches` to end before the next pass; those that wait end at once.
+    pub(super) fn abort(&mut self, matches: impl Fn(&str) -> bool) {
+        for sequence in self.running.iter_mut().filter(|sequence| matches(&sequence.rid)) {
+            sequence.aborted = true;
+        }
+        let waiting = std::mem::take(&mut self.waiting);
+        for sequence in waiting {
+            match matches(&sequence.rid) {
+                true => sequence.finish(Finish::AbortedWaiting, &self.version),
+                false => self.waiting.push_back(sequence),
+            }
+        }
+    }
+
+    /// Ends running requests that were aborted, and drops those whose client has gone.
+    pub(super) fn drop_aborted(&mut self) {
+        for index in (0..self.running.len()).rev() {
+            if self.running[index].aborted || self.running[index].is_abandoned() {
+                self.end(index, Finish::Aborted);
+            }
+        }
+        self.waiting.retain(|sequence| !sequence.is_abandoned());
+    }
+
+    /// Sends all running requests back to the queue. Their cache is recomputed when they run again.
+    pub(super) fn retract(&mut self) {
+        for mut sequence in std::mem::take(&mut self.running) {
+            self.cache.truncate(sequence.slot, 0);
+            self.free.insert(sequence.slot);
+            sequence.retract();
+            self.waiting.push_back(sequence);
+        }
+    }
+
+    /// Renames the weights. Requests that have tokens note under which name those were made.
+    pub(super) fn set_version(&mut self, version: &str) {
+        if version == self.version {
+            return;
+        }
+        let old = std::mem::replace(&mut self.version, version.to_owned());
+        for sequence in self.running.iter_mut().chain(&mut self.waiting) {
+            sequence.version_changed(&old);
+        }
+    }
+
+    /// Answers every request with a failure, and starts over with an empty cache.
+    pub(super) fn fail_all(&mut self, reason: &str) {
+        for sequence in std::mem::take(&mut self.running).into_iter().chain(std::mem::take(&mut self.waiting)) {
+            sequence.finish(Finish::Failed(reason.to_owned()), &self.version);
+        }
+        self.row_tokens = 0;
+    }
+}
+
+/// `(log-probability, id)` of `prompt[from..]` given what stands before each, from the prompt's hidden states
+/// `[T, hidden]`. The first entry has no log-probability, as in SGLang.
+fn prompt_log_probs(
+    model: &Qwen3,
+    hidden: &Tensor,
+    prompt: &[i64],
+    from: usize,
+) -> Result<Vec<(Option<f32>, i64)>> {
+    let Some((first, rest)) = prompt.get(from..).and_then(<[i64]>::split_first) else { return Ok(Vec::new()) };
+    let mut entries = vec![(None, *first)];
+    if !rest.is_empty() {
+        let logits = model.logits(&hidden.f_narrow(0, from as i64, rest.len() as i64)?)?;
+        let ids = Tensor::f_from_slice(rest)?.f_to_device(logits.device())?.f_unsqueeze(1)?;
+        let log_probs = logits.f_log_softmax(-1, Kind::Float)?.f_gather(-1, &ids, false)?;
+        let log_probs: Vec<f32> = Vec::try_from(log_probs.f_flatten(0, -1)?)?;
+        entries.extend(log_probs.into_iter().map(Some).zip(rest.iter().copied()));
+    }
+    Ok(entries)
+}
