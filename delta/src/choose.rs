@@ -1,0 +1,167 @@
+//! Chooses the coder table of a segment from what changed in it. Only the encoder does this: any table decodes.
+
+use crate::bits::ESCAPE;
+use crate::table::{CLASSES_MAX, Class, EXPLICIT, RUN_MAX, Table};
+use crate::{Element, Profile};
+
+/// Bits that one more class costs: its parameters, and the open end of its run codes in every block.
+const CLASS_COST: f64 = 8.0;
+const CLASS_COST_PER_BLOCK: f64 = 1.5;
+
+/// Counts of one exponent.
+#[derive(Clone, Copy)]
+struct Tally {
+    members: f64,
+    changed: u32,
+    /// Steps by the number of bits of their size.
+    sizes: [u32; 33],
+}
+
+impl Tally {
+    const ZERO: Self = Self { members: 0.0, changed: 0, sizes: [0; 33] };
+
+    fn add(&mut self, other: &Self) {
+        self.members += other.members;
+        self.changed += other.changed;
+        for (mine, other) in self.sizes.iter_mut().zip(&other.sizes) {
+            *mine += other;
+        }
+    }
+}
+
+/// What changed in a segment, by exponent of the base.
+pub(crate) struct Statistics {
+    element: Element,
+    tallies: Vec<Tally>,
+    blocks: u32,
+}
+
+impl Statistics {
+    pub(crate) fn new(element: Element) -> Self {
+        Self { element, tallies: vec![Tally::ZERO; 256], blocks: 0 }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.tallies.fill(Tally::ZERO);
+        self.blocks = 0;
+    }
+
+    #[inline]
+    pub(crate) fn change(&mut self, base: u32, step: i32) {
+        let tally = &mut self.tallies[self.element.exponent(base) as usize];
+        tally.changed += 1;
+        tally.sizes[(32 - step.unsigned_abs().leading_zeros()) as usize] += 1;
+    }
+
+    /// Counts the elements of a block that has changes; large blocks are sampled, a prime apart so that no column is favoured.
+    pub(crate) fn block(&mut self, base: &[u8]) {
+        let count = base.len() / self.element.size();
+        let apart = if count > 4096 { 13 } else { 1 };
+        for index in (0..count).step_by(apart) {
+            let exponent = self.element.exponent(self.element.load(base, index));
+            self.tallies[exponent as usize].members += apart as f64;
+        }
+        self.blocks += 1;
+    }
+
+    /// The cheapest table found: classes are single exponents, those at both ends are merged while that saves bits.
+    pub(crate) fn table(&self, profile: Profile) -> Table {
+        let mut all = Tally::ZERO;
+        self.tallies.iter().for_each(|tally| all.add(tally));
+        let flat = self.best_class(&all);
+        let flat_table = Table { first: 0, classes: vec![flat.0] };
+        let Some(lowest) = self.tallies.iter().position(|tally| tally.members > 0.0) else {
+            return flat_table;
+        };
+        let highest = self.tallies.iter().rposition(|tally| tally.members > 0.0).unwrap_or(lowest);
+        if profile == Profile::Fast || lowest == highest {
+            return flat_table;
+        }
+        match self.best_cut(lowest, highest) {
+            Some((cost, table)) if cost < flat.1 => table,
+            _ => flat_table,
+        }
+    }
+
+    fn best_cut(&self, lowest: usize, highest: usize) -> Option<(f64, Table)> {
+        let range = &self.tallies[lowest..=highest];
+        let merged = |order: &mut dyn Iterator<Item = &Tally>| -> Vec<(Class, f64)> {
+            let mut sum = Tally::ZERO;
+            order
+                .map(|tally| {
+                    sum.add(tally);
+                    self.best_class(&sum)
+                })
+                .collect()
+        };
+        let single: Vec<_> = range.iter().map(|tally| self.best_class(tally)).collect();
+        let low = merged(&mut range.iter());
+        let mut high = merged(&mut range.iter().rev());
+        high.reverse();
+        let mut best: Option<(f64, usize, usize)> = None;
+        for (from, (_, low_cost)) in low.iter().enumerate() {
+            let mut cost = *low_cost;
+            for to in from + 1..range.len().min(from + CLASSES_MAX) {
+                let total = cost + high[to].1 + 8.0;
+                if best.is_none_or(|best| total < best.0) {
+                    best = Some((total, from, to));
+                }
+                cost += single[to].1;
+            }
+        }
+        let (cost, from, to) = best?;
+        let classes =
+            [low[from].0].into_iter().chain(single[from + 1..to].iter().map(|c| c.0)).chain([high[to].0]);
+        Some((cost, Table { first: (lowest + from) as u32, classes: classes.collect() }))
+    }
+
+    /// Best parameters for a class with these counts, and the bits they will take.
+    fn best_class(&self, tally: &Tally) -> (Class, f64) {
+        let changed = f64::from(tally.changed);
+        let density = (changed / tally.members.max(changed).max(1.0)).min(1.0);
+        let inverted = density > 0.5;
+        let marked = if inverted { tally.members.max(changed) - changed } else { changed };
+        let (run, per_mark) = best_run(if inverted { 1.0 - density } else { density }, RUN_MAX);
+        let (large_run, rice, steps) = self.best_steps(tally);
+        let fixed = CLASS_COST + CLASS_COST_PER_BLOCK * f64::from(self.blocks);
+        (Class { inverted, run, large_run, rice }, marked * per_mark + steps + changed + fixed)
+    }
+
+    /// Best (run of large steps or [`EXPLICIT`], Rice parameter) and the bits of all step sizes.
+    fn best_steps(&self, tally: &Tally) -> (u32, u32, f64) {
+        let (explicit_rice, explicit) = self.best_rice(tally, 1);
+        let large: u32 = tally.sizes[2..].iter().sum();
+        let (rice, sizes) = self.best_rice(tally, 2);
+        let (run, per_large) = best_run(f64::from(large) / f64::from(tally.changed.max(1)), EXPLICIT - 1);
+        let implied = sizes + f64::from(large) * per_large;
+        if explicit < implied { (EXPLICIT, explicit_rice, explicit) } else { (run, rice, implied) }
+    }
+
+    /// Best Rice parameter for sizes from `least` up, and its bits. Sizes of one bit length are taken as their middle.
+    fn best_rice(&self, tally: &Tally, least: u32) -> (u32, f64) {
+        let width = self.element.bits();
+        let cost = |rice: u32| -> f64 {
+            (least..=width)
+                .map(|length| {
+                    let middle = (3_u64 << (length - 1)) / 2 - u64::from(least);
+                    let quotient = (middle >> rice) as u32;
+                    let bits = if quotient < ESCAPE { quotient + 1 + rice } else { ESCAPE + width };
+                    f64::from(tally.sizes[length as usize]) * f64::from(bits)
+                })
+                .sum()
+        };
+        (0..width).map(|rice| (rice, cost(rice))).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 0.0))
+    }
+}
+
+/// Best run parameter up to `max` for marks of this density, and the expected bits per mark.
+fn best_run(density: f64, max: u32) -> (u32, f64) {
+    if density <= 0.0 {
+        return (max, 0.0);
+    }
+    let bits = |run: u32| {
+        let full = (1.0 - density).powi(1 << run);
+        f64::from(run) + 1.0 / (1.0 - full).max(f64::MIN_POSITIVE)
+    };
+    (0..=max).map(|run| (run, bits(run))).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 1.0))
+}

@@ -1,0 +1,240 @@
+//! Decoding: checks the base, reads the tokens, and delivers absolute changes whose digest is the promised one.
+
+use crate::bits::{BitReader, ByteReader};
+use crate::coder::{SHIFT_BIAS, SHIFT_BITS, get_class};
+use crate::digest::Changes;
+use crate::payload::{Header, Kind, Token, block_elements};
+use crate::table::Table;
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Result, scan};
+
+const WHAT: &str = "delta payload";
+
+/// Decodes one payload of [`encode`](crate::encode) into `patch`; `base` is read, never written.
+///
+/// `base_digests` must be the table of `base`: it is taken at its word, because a rehash per step would cost more than the step.
+/// (Digests are linear, so a base that silently differs from its table shifts base and result alike and is not noticed here; compare
+/// with [`DigestTable::of`] after an unclean stop and as a scrub.) The base's check is compared before anything is decoded, the result's check before
+/// the patch is handed out. Memory is bounded by the size of the base, whatever the payload says.
+///
+/// # Errors
+/// [`Error::BaseMismatch`] for another base, [`Error::ResultMismatch`] if the result is not the promised one, [`Error::Corrupt`] for bytes that no encoder
+/// writes, [`Error::Unsupported`] for a later format, and mismatches of element type, length or kind. The patch then does nothing.
+pub fn decode(
+    element: Element,
+    base: &[u8],
+    base_digests: &DigestTable,
+    payload: &[u8],
+    patch: &mut Patch,
+) -> Result<()> {
+    let elements = element.count("base", base.len())?;
+    base_digests.expect_elements(elements)?;
+    patch.reset(element, elements, base_digests);
+    let decoded = decode_into(element, base, base_digests, payload, patch);
+    if decoded.is_err() {
+        patch.reset(element, elements, base_digests);
+    }
+    decoded
+}
+
+fn decode_into(
+    element: Element,
+    base: &[u8],
+    base_digests: &DigestTable,
+    payload: &[u8],
+    patch: &mut Patch,
+) -> Result<()> {
+    let mut reader = ByteReader::new(payload, WHAT);
+    let header = Header::read(&mut reader)?;
+    header.expect(element, base.len() / element.size())?;
+    let base_total = base_digests.total();
+    let mismatch = |expected| Err(Error::BaseMismatch { expected, found: base_total.short_check() });
+    match header.kind {
+        Kind::Full => return Err(Error::KindMismatch { expected: "a delta", found: "full" }),
+        Kind::Unchanged if header.result != base_total.check() => {
+            return mismatch((header.result ^ (header.result >> 32)) as u32);
+        }
+        Kind::Unchanged => return reader.finish(),
+        Kind::Delta(check) if check != base_total.short_check() => return mismatch(check),
+        Kind::Delta(_) => {}
+    }
+    Decoder::new(element, base).body(&mut reader, base_digests.blocks().len(), patch)?;
+    reader.finish()?;
+    expect_result(header.result, patch.digests())
+}
+
+fn expect_result(expected: u64, digests: &DigestTable) -> Result<()> {
+    let found = digests.total().check();
+    if expected == found { Ok(()) } else { Err(Error::ResultMismatch { expected, found }) }
+}
+
+/// Decodes one payload of [`encode_full`](crate::encode_full) over all of `out`; returns the digests of the result.
+///
+/// # Errors
+/// As [`decode`], without a base. `out` may be partly overwritten then.
+pub fn decode_full(element: Element, payload: &[u8], out: &mut [u8]) -> Result<DigestTable> {
+    let elements = element.count("target", out.len())?;
+    let mut reader = ByteReader::new(payload, WHAT);
+    let header = Header::read(&mut reader)?;
+    header.expect(element, elements)?;
+    if header.kind != Kind::Full {
+        return Err(Error::KindMismatch { expected: "full", found: "a delta" });
+    }
+    let mut rest = &mut *out;
+    while !rest.is_empty() {
+        let Token::Raw(blocks) = Token::read(&mut reader)? else {
+            return Err(reader.corrupt("a full payload refers to a base"));
+        };
+        let bytes = usize::try_from(blocks)
+            .ok()
+            .filter(|blocks| *blocks <= rest.len().div_ceil(BLOCK_ELEMENTS * element.size()))
+            .map(|blocks| (blocks * BLOCK_ELEMENTS * element.size()).min(rest.len()))
+            .ok_or(reader.corrupt("more blocks than the tensor has"))?;
+        let (now, later) = rest.split_at_mut(bytes);
+        now.copy_from_slice(reader.take(bytes)?);
+        rest = later;
+    }
+    reader.finish()?;
+    let digests = DigestTable::of(element, out)?;
+    expect_result(header.result, &digests)?;
+    Ok(digests)
+}
+
+/// State and scratch of one tensor.
+struct Decoder<'a> {
+    element: Element,
+    base: &'a [u8],
+    table: Option<Table>,
+    class_masks: Vec<u64>,
+    ranks: Vec<u32>,
+    steps: Vec<i32>,
+    /// Changed elements of the block, one bit each, and their steps by position.
+    changed: Vec<u64>,
+    step_at: Vec<i32>,
+}
+
+impl<'a> Decoder<'a> {
+    fn new(element: Element, base: &'a [u8]) -> Self {
+        Self {
+            element,
+            base,
+            table: None,
+            class_masks: Vec::new(),
+            ranks: Vec::new(),
+            steps: Vec::new(),
+            changed: Vec::new(),
+            step_at: Vec::new(),
+        }
+    }
+
+    fn body(&mut self, reader: &mut ByteReader<'_>, blocks: usize, patch: &mut Patch) -> Result<()> {
+        let mut block = 0;
+        while block < blocks {
+            let left = (blocks - block) as u64;
+            match Token::read(reader)? {
+                Token::Same(run) | Token::Raw(run) if run > left => {
+                    return Err(reader.corrupt("more blocks than the tensor has"));
+                }
+                Token::Same(run) => block += run as usize,
+                Token::Raw(run) => {
+                    for block in block..block + run as usize {
+                        self.raw(reader, block, patch)?;
+                    }
+                    block += run as usize;
+                }
+                Token::Changes(bytes) => {
+                    self.changes(take(reader, bytes)?, block, patch)?;
+                    block += 1;
+                }
+                Token::Table(bytes) => {
+                    let offset = reader.at();
+                    self.table = Some(Table::read(self.element, take(reader, bytes)?, offset)?);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn base_of(&self, block: usize) -> &'a [u8] {
+        let size = self.element.size();
+        let inside = block_elements(self.base.len() / size, block);
+        &self.base[block * BLOCK_ELEMENTS * size..][..inside * size]
+    }
+
+    fn raw(&mut self, reader: &mut ByteReader<'_>, block: usize, patch: &mut Patch) -> Result<()> {
+        let bytes = reader.take(self.base_of(block).len())?;
+        scan::changed(self.element, self.base_of(block), bytes, &mut self.changed);
+        let changed = self.changed.iter().map(|mask| mask.count_ones()).sum();
+        patch.push_block(block, bytes, changed);
+        patch.set_digest(block, Digest::of(self.element, (block * BLOCK_ELEMENTS) as u64, bytes));
+        Ok(())
+    }
+
+    fn changes(&mut self, bytes: &[u8], block: usize, patch: &mut Patch) -> Result<()> {
+        let corrupt = |why| Error::Corrupt { what: "change block", offset: 0, why };
+        let table = self.table.take().ok_or(corrupt("no table before the first block"))?;
+        let mut bits = BitReader::new(bytes);
+        let shift = bits.get(SHIFT_BITS) as i32 - SHIFT_BIAS;
+        if let [class] = table.classes.as_slice() {
+            let members = (self.base_of(block).len() / self.element.size()) as u32;
+            get_class(&mut bits, self.element, class, shift, members, &mut self.ranks, &mut self.steps)?;
+            self.deliver(block, self.ranks.iter().zip(&self.steps).map(|(at, step)| (*at, *step)), patch);
+        } else {
+            self.classes(&mut bits, &table, shift, block)?;
+            let positions = self.changed.iter().enumerate();
+            let positions =
+                positions.flat_map(|(group, mask)| scan::ones(*mask).map(move |bit| group as u32 * 64 + bit));
+            self.deliver(block, positions.map(|at| (at, self.step_at[at as usize])), patch);
+        }
+        if bits.finish("change block")? != bytes.len() {
+            return Err(corrupt("bytes follow the end"));
+        }
+        self.table = Some(table);
+        Ok(())
+    }
+
+    /// Decodes all classes of a block into `self.changed` and `self.step_at`.
+    fn classes(&mut self, bits: &mut BitReader<'_>, table: &Table, shift: i32, block: usize) -> Result<()> {
+        let mut class_masks = std::mem::take(&mut self.class_masks);
+        scan::classes(self.element, self.base_of(block), table, &mut class_masks);
+        let groups = class_masks.len() / table.classes.len();
+        self.changed.clear();
+        self.changed.resize(groups, 0);
+        self.step_at.resize(BLOCK_ELEMENTS, 0);
+        for (class, masks) in table.classes.iter().zip(class_masks.chunks_exact(groups)) {
+            let members = masks.iter().map(|mask| mask.count_ones()).sum();
+            get_class(bits, self.element, class, shift, members, &mut self.ranks, &mut self.steps)?;
+            let (mut group, mut before) = (0, 0);
+            for (rank, step) in self.ranks.iter().zip(&self.steps) {
+                while rank - before >= masks[group].count_ones() {
+                    before += masks[group].count_ones();
+                    group += 1;
+                }
+                let bit = scan::select(masks[group], rank - before);
+                self.changed[group] |= 1 << bit;
+                self.step_at[group * 64 + bit as usize] = *step;
+            }
+        }
+        self.class_masks = class_masks;
+        Ok(())
+    }
+
+    /// Turns steps into values: adds them to the patch and to the block's digest.
+    fn deliver(&self, block: usize, changes: impl Iterator<Item = (u32, i32)>, patch: &mut Patch) {
+        let base = self.base_of(block);
+        let mut digest = Changes::new();
+        patch.push_changes(
+            block,
+            changes.map(|(at, step)| {
+                let old = self.element.load(base, at as usize);
+                let new = self.element.stepped(old, step);
+                digest.push(self.element, (block * BLOCK_ELEMENTS) as u64 + u64::from(at), old, new);
+                (at as u16, new)
+            }),
+        );
+        patch.add_digest(block, digest.finish());
+    }
+}
+
+fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> Result<&'a [u8]> {
+    reader.take(usize::try_from(bytes).unwrap_or(usize::MAX))
+}

@@ -1,0 +1,368 @@
+//! The additive digest: position-keyed, linear in the words, so that a change updates it without reading anything else.
+//!
+//! The bytes of a tensor are little-endian 32-bit words `w[j]`, the last one padded with zeros. With `s = j / 1024` and
+//! `p = j % 1024`, both sums modulo 2⁶⁴:
+//!
+//! ```text
+//! first  = Σ_j  w[j]               · A[p] · M[s]
+//! second = Σ_j  rotate16(w[j])     · B[p] · N[s]
+//! ```
+//!
+//! `A`, `B`, `M`, `N` are odd 64-bit numbers that `splitmix64` draws from fixed seeds. A word is a sum of its bytes, so
+//! an element smaller than a word contributes on its own, and digests of disjoint pieces of a tensor add up.
+//!
+//! *What it detects.* A change inside one 32-bit word always shows: its difference is below 2³² in magnitude, not zero, and
+//! the key is odd. For any other fixed pair of different tensors, over the choice of keys: if some word differs in its low half, `first`
+//! multiplies a difference with at most 15 trailing zero bits, otherwise `second` does, and the other sum one with at most 31. The two-level key
+//! costs at most 7 bits a sum. So two different tensors collide with a probability of at most 2⁻⁶⁸; a typical error (low
+//! mantissa bits, whole rows) is near 2⁻¹¹⁴. The keys are public: the digest stands against accidents, not against
+//! somebody who forges weights. Objects and manifests carry cryptographic digests for that. Length is not covered: both sides know it.
+
+use std::fmt;
+use std::ops::{Add, AddAssign, Sub, SubAssign};
+use std::str::FromStr;
+
+use crate::{BLOCK_ELEMENTS, Element, Error, Result};
+
+const STRIPE_WORDS: usize = 1024;
+const STRIPE_BYTES: usize = STRIPE_WORDS * 4;
+
+const SEED_A: u64 = 0x6472_6966_746c_6541;
+const SEED_B: u64 = 0x6472_6966_746c_6542;
+const SEED_M: u64 = 0x6472_6966_746c_654d;
+const SEED_N: u64 = 0x6472_6966_746c_654e;
+
+/// The `index`-th output of splitmix64 (Steele, Lea, Flood 2014) from `seed`, made odd.
+const fn key(seed: u64, index: u64) -> u64 {
+    let mut z = seed.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (z ^ (z >> 31)) | 1
+}
+
+const fn keys(seed: u64) -> [u64; STRIPE_WORDS] {
+    let mut keys = [0; STRIPE_WORDS];
+    let mut p = 0;
+    while p < STRIPE_WORDS {
+        keys[p] = key(seed, p as u64);
+        p += 1;
+    }
+    keys
+}
+
+static A: [u64; STRIPE_WORDS] = keys(SEED_A);
+static B: [u64; STRIPE_WORDS] = keys(SEED_B);
+
+/// 128-bit additive digest of (part of) a tensor. Not cryptographic; the crate's documentation of the format states what it detects.
+///
+/// Digests of disjoint pieces add up to the digest of the whole. `Digest::default()` is the digest of nothing (and of zeros).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Digest {
+    sums: [u64; 2],
+}
+
+impl Digest {
+    /// Digest of `bytes`, which begin at element `start` of their tensor.
+    pub fn of(element: Element, start: u64, bytes: &[u8]) -> Self {
+        let mut digest = Self::default();
+        let mut at = start * element.size() as u64;
+        let mut rest = bytes;
+        while !at.is_multiple_of(4)
+            && let Some((&byte, tail)) = rest.split_first()
+        {
+            digest += Self::of_word(at / 4, u32::from(byte) << (8 * (at % 4)));
+            (at, rest) = (at + 1, tail);
+        }
+        while !rest.is_empty() {
+            let inside = (at % STRIPE_BYTES as u64) as usize;
+            let (stripe, tail) = rest.split_at(rest.len().min(STRIPE_BYTES - inside));
+            digest += stripe_sums(stripe, inside / 4).scaled(at / STRIPE_BYTES as u64);
+            (at, rest) = (at + stripe.len() as u64, tail);
+        }
+        digest
+    }
+
+    fn of_word(word: u64, value: u32) -> Self {
+        let p = (word % STRIPE_WORDS as u64) as usize;
+        let sums = [u64::from(value).wrapping_mul(A[p]), u64::from(value.rotate_left(16)).wrapping_mul(B[p])];
+        Self { sums }.scaled(word / STRIPE_WORDS as u64)
+    }
+
+    fn scaled(self, stripe: u64) -> Self {
+        Self {
+            sums: [
+                self.sums[0].wrapping_mul(key(SEED_M, stripe)),
+                self.sums[1].wrapping_mul(key(SEED_N, stripe)),
+            ],
+        }
+    }
+
+    /// The 16 bytes that stand for the digest in files: both sums, little-endian.
+    pub fn to_bytes(self) -> [u8; 16] {
+        (u128::from(self.sums[0]) | (u128::from(self.sums[1]) << 64)).to_le_bytes()
+    }
+
+    /// The inverse of [`Digest::to_bytes`].
+    pub fn from_bytes(bytes: [u8; 16]) -> Self {
+        let both = u128::from_le_bytes(bytes);
+        Self { sums: [both as u64, (both >> 64) as u64] }
+    }
+
+    /// Both sums in 64 bits: the strong high half of each covers the weaker low half of the other.
+    pub(crate) fn check(self) -> u64 {
+        self.sums[0].rotate_left(32) ^ self.sums[1]
+    }
+
+    /// The upper half of [`Digest::check`] mixed with the lower: enough to name a wrong base, never to accept a result.
+    pub(crate) fn short_check(self) -> u32 {
+        (self.check() ^ (self.check() >> 32)) as u32
+    }
+}
+
+/// Sums of one stripe, or the part of it that begins at word `first`, before the stripe's own key.
+fn stripe_sums(bytes: &[u8], first: usize) -> Digest {
+    let words = bytes.chunks_exact(4);
+    let mut last = [0; 4];
+    last[..words.remainder().len()].copy_from_slice(words.remainder());
+    let mut sums = [0_u64; 2];
+    let tail = first + words.len();
+    for ((word, a), b) in words.zip(&A[first..]).zip(&B[first..]) {
+        let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+        sums[0] = sums[0].wrapping_add(u64::from(word).wrapping_mul(*a));
+        sums[1] = sums[1].wrapping_add(u64::from(word.rotate_left(16)).wrapping_mul(*b));
+    }
+    if last != [0; 4] {
+        let word = u32::from_le_bytes(last);
+        sums[0] = sums[0].wrapping_add(u64::from(word).wrapping_mul(A[tail]));
+        sums[1] = sums[1].wrapping_add(u64::from(word.rotate_left(16)).wrapping_mul(B[tail]));
+    }
+    Digest { sums }
+}
+
+/// Carries a digest over a run of element changes in ascending order; the stripe's key is applied once per stripe, not per change.
+pub(crate) struct Changes {
+    total: Digest,
+    stripe: u64,
+    sums: Digest,
+}
+
+impl Changes {
+    pub(crate) fn new() -> Self {
+        Self { total: Digest::default(), stripe: 0, sums: Digest::default() }
+    }
+
+    /// Element `index` of the tensor went from `old` to `new`.
+    #[inline]
+    pub(crate) fn push(&mut self, element: Element, index: u64, old: u32, new: u32) {
+        let at = index * element.size() as u64;
+        let stripe = at / STRIPE_BYTES as u64;
+        if stripe != self.stripe {
+            self.flush(stripe);
+        }
+        let p = (at as usize % STRIPE_BYTES) / 4;
+        let shift = 8 * (at % 4) as u32;
+        let (old, new) = (old << shift, new << shift);
+        let difference = |old: u32, new: u32| u64::from(new).wrapping_sub(u64::from(old));
+        let [first, second] = &mut self.sums.sums;
+        *first = first.wrapping_add(difference(old, new).wrapping_mul(A[p]));
+        *second =
+            second.wrapping_add(difference(old.rotate_left(16), new.rotate_left(16)).wrapping_mul(B[p]));
+    }
+
+    fn flush(&mut self, next: u64) {
+        self.total += std::mem::take(&mut self.sums).scaled(self.stripe);
+        self.stripe = next;
+    }
+
+    /// What to add to the digest of the old elements.
+    pub(crate) fn finish(mut self) -> Digest {
+        self.flush(0);
+        self.total
+    }
+}
+
+impl Add for Digest {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self { sums: [self.sums[0].wrapping_add(other.sums[0]), self.sums[1].wrapping_add(other.sums[1])] }
+    }
+}
+
+impl Sub for Digest {
+    type Output = Self;
+    fn sub(self, other: Self) -> Self {
+        Self { sums: [self.sums[0].wrapping_sub(other.sums[0]), self.sums[1].wrapping_sub(other.sums[1])] }
+    }
+}
+
+impl AddAssign for Digest {
+    fn add_assign(&mut self, other: Self) {
+        *self = *self + other;
+    }
+}
+
+impl SubAssign for Digest {
+    fn sub_assign(&mut self, other: Self) {
+        *self = *self - other;
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.to_bytes().iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Digest({self})")
+    }
+}
+
+impl FromStr for Digest {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let not = || Error::NotADigest { found: text.chars().take(64).collect() };
+        if text.len() != 32 || !text.bytes().all(|c| c.is_ascii_hexdigit()) {
+            return Err(not());
+        }
+        let number = u128::from_str_radix(text, 16).map_err(|_| not())?;
+        Ok(Self::from_bytes(number.to_be_bytes()))
+    }
+}
+
+/// One [`Digest`] per block of [`BLOCK_ELEMENTS`] elements of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct DigestTable {
+    blocks: Vec<Digest>,
+}
+
+impl DigestTable {
+    /// Digests of all blocks of a tensor: reads every byte.
+    ///
+    /// # Errors
+    /// [`Error::OddLength`] if `bytes` is not a whole number of elements.
+    pub fn of(element: Element, bytes: &[u8]) -> Result<Self> {
+        element.count("tensor", bytes.len())?;
+        let blocks = bytes
+            .chunks(BLOCK_ELEMENTS * element.size())
+            .enumerate()
+            .map(|(block, bytes)| Digest::of(element, (block * BLOCK_ELEMENTS) as u64, bytes))
+            .collect();
+        Ok(Self { blocks })
+    }
+
+    /// Digest of the whole tensor: the sum over its blocks.
+    pub fn total(&self) -> Digest {
+        self.blocks.iter().fold(Digest::default(), |sum, block| sum + *block)
+    }
+
+    /// One digest per block, in order.
+    pub fn blocks(&self) -> &[Digest] {
+        &self.blocks
+    }
+
+    pub(crate) fn blocks_mut(&mut self) -> &mut Vec<Digest> {
+        &mut self.blocks
+    }
+
+    /// Refuses a table that is not one digest per block of `elements` elements.
+    pub(crate) fn expect_elements(&self, elements: usize) -> Result<()> {
+        let (expected, found) = (elements.div_ceil(BLOCK_ELEMENTS) as u64, self.blocks.len() as u64);
+        if expected == found {
+            Ok(())
+        } else {
+            Err(Error::LengthMismatch { what: "digest table", expected, found })
+        }
+    }
+
+    /// 16 bytes per block, in order.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        self.blocks.iter().flat_map(|digest| digest.to_bytes()).collect()
+    }
+
+    /// The inverse of [`DigestTable::to_bytes`].
+    ///
+    /// # Errors
+    /// [`Error::OddLength`] if `bytes` is not a multiple of 16 long.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let (digests, rest) = bytes.as_chunks::<16>();
+        if !rest.is_empty() {
+            return Err(Error::OddLength { what: "digest table", bytes: bytes.len(), size: 16 });
+        }
+        Ok(Self { blocks: digests.iter().map(|digest| Digest::from_bytes(*digest)).collect() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(length: usize) -> Vec<u8> {
+        (0..length as u64).map(|i| key(7, i).to_le_bytes()[2]).collect()
+    }
+
+    #[test]
+    fn pieces_cut_anywhere_add_up() {
+        let bytes = sample(3 * STRIPE_BYTES + 7);
+        let whole = Digest::of(Element::Bytes, 0, &bytes);
+        for cut in [0, 1, 2, 3, 5, 4095, 4096, 4097, 9000, bytes.len()] {
+            let (left, right) = bytes.split_at(cut);
+            assert_eq!(
+                Digest::of(Element::Bytes, 0, left) + Digest::of(Element::Bytes, cut as u64, right),
+                whole,
+                "cut at {cut}"
+            );
+        }
+    }
+
+    #[test]
+    fn changes_carry_the_digest() {
+        for element in [Element::Bytes, Element::Bf16, Element::F32] {
+            let old = sample(5 * STRIPE_BYTES);
+            let mut new = old.clone();
+            let mut changes = Changes::new();
+            for index in [0, 1, 2, 3, 700, 1023, 1024, 2047, 4000] {
+                new[index * element.size()] ^= 0x5a;
+                changes.push(element, index as u64, element.load(&old, index), element.load(&new, index));
+            }
+            assert_eq!(Digest::of(element, 0, &old) + changes.finish(), Digest::of(element, 0, &new));
+        }
+    }
+
+    #[test]
+    fn position_matters_and_every_single_bit_shows() {
+        let mut bytes = sample(2 * STRIPE_BYTES);
+        let digest = Digest::of(Element::Bytes, 0, &bytes);
+        assert_ne!(digest, Digest::of(Element::Bytes, 4, &bytes));
+        for bit in 0..bytes.len() * 8 {
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let flipped = Digest::of(Element::Bytes, 0, &bytes);
+            assert!(flipped != digest && flipped.check() != digest.check(), "bit {bit}");
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+        for (i, j) in [(0, 1), (5, 1024), (100, 2000)] {
+            let mut swapped = bytes.clone();
+            for byte in 0..4 {
+                swapped.swap(4 * i + byte, 4 * j + byte);
+            }
+            assert_ne!(Digest::of(Element::Bytes, 0, &swapped), digest);
+        }
+    }
+
+    #[test]
+    fn text_and_bytes_round_trip() {
+        let digest = Digest::of(Element::Bytes, 0, &sample(100));
+        assert_eq!(digest.to_string().parse(), Ok(digest));
+        assert_eq!(Digest::from_bytes(digest.to_bytes()), digest);
+        for text in ["", "12", "zz112233445566778899aabbccddeeff", "+0112233445566778899aabbccddeef0"] {
+            assert!(text.parse::<Digest>().is_err());
+        }
+        let table = DigestTable::of(Element::Bytes, &sample(200_000)).unwrap();
+        assert_eq!(table.blocks().len(), 4);
+        assert_eq!(table.total(), Digest::of(Element::Bytes, 0, &sample(200_000)));
+        assert_eq!(DigestTable::from_bytes(&table.to_bytes()), Ok(table.clone()));
+        assert!(DigestTable::from_bytes(&table.to_bytes()[1..]).is_err());
+    }
+}

@@ -1,0 +1,245 @@
+//! Absolute changes of one tensor: what a decoded delta does, in a form that can be journaled and applied twice.
+
+use crate::bits::{ByteReader, put_varint};
+use crate::payload::block_elements;
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Result};
+
+const MAGIC: [u8; 4] = *b"DFP1";
+
+/// Changes of one block: either `changes` single elements, or the whole block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct PatchBlock {
+    block: usize,
+    changed: u32,
+    whole: bool,
+}
+
+/// Absolute changes of one tensor: (element, new value) pairs and whole blocks. Made by [`decode`](crate::decode).
+///
+/// Applying it twice is applying it once, so it can be written to a journal first and replayed after a crash.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Patch {
+    element: Element,
+    elements: usize,
+    digests: DigestTable,
+    blocks: Vec<PatchBlock>,
+    /// Positions in their block of the single changes, ascending, blocks one after the other.
+    positions: Vec<u16>,
+    /// Values of the single changes and bytes of the whole blocks, in order.
+    values: Vec<u8>,
+}
+
+impl Default for Patch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Patch {
+    /// An empty patch of an empty tensor; decoding into it again and again reuses its memory.
+    pub fn new() -> Self {
+        Self {
+            element: Element::Bytes,
+            elements: 0,
+            digests: DigestTable::default(),
+            blocks: Vec::new(),
+            positions: Vec::new(),
+            values: Vec::new(),
+        }
+    }
+
+    pub(crate) fn reset(&mut self, element: Element, elements: usize, digests: &DigestTable) {
+        (self.element, self.elements) = (element, elements);
+        self.digests.clone_from(digests);
+        self.blocks.clear();
+        self.positions.clear();
+        self.values.clear();
+    }
+
+    /// Adds changes of `block`: `(position, new value)`, positions ascending. Blocks come in ascending order.
+    pub(crate) fn push_changes(&mut self, block: usize, changes: impl Iterator<Item = (u16, u32)>) {
+        let before = self.positions.len();
+        let size = self.element.size();
+        for (position, value) in changes {
+            self.positions.push(position);
+            self.values.extend_from_slice(&value.to_le_bytes()[..size]);
+        }
+        let changed = (self.positions.len() - before) as u32;
+        if changed > 0 {
+            self.blocks.push(PatchBlock { block, changed, whole: false });
+        }
+    }
+
+    /// Adds all bytes of `block`, of which `changed` elements differ from the base.
+    pub(crate) fn push_block(&mut self, block: usize, bytes: &[u8], changed: u32) {
+        self.values.extend_from_slice(bytes);
+        self.blocks.push(PatchBlock { block, changed, whole: true });
+    }
+
+    pub(crate) fn set_digest(&mut self, block: usize, digest: Digest) {
+        if let Some(old) = self.digests.blocks_mut().get_mut(block) {
+            *old = digest;
+        }
+    }
+
+    pub(crate) fn add_digest(&mut self, block: usize, change: Digest) {
+        if let Some(old) = self.digests.blocks_mut().get_mut(block) {
+            *old += change;
+        }
+    }
+
+    /// Number of elements that differ from the base.
+    pub fn changed(&self) -> u64 {
+        self.blocks.iter().map(|block| u64::from(block.changed)).sum()
+    }
+
+    /// Length in bytes of the tensor that the patch is for.
+    pub fn tensor_bytes(&self) -> u64 {
+        (self.elements * self.element.size()) as u64
+    }
+
+    /// Digests of the result.
+    pub fn digests(&self) -> &DigestTable {
+        &self.digests
+    }
+
+    /// Overwrites the changed elements of `tensor`, which may be the base or already (partly) patched.
+    ///
+    /// # Errors
+    /// [`Error::LengthMismatch`] if `tensor` is not as long as the base was; nothing is written then.
+    pub fn apply_to(&self, tensor: &mut [u8]) -> Result<()> {
+        let (expected, found) = (self.tensor_bytes(), tensor.len() as u64);
+        if expected != found {
+            return Err(Error::LengthMismatch { what: "tensor", expected, found });
+        }
+        for (offset, bytes) in self.byte_runs() {
+            let offset = offset as usize;
+            tensor[offset..offset + bytes.len()].copy_from_slice(bytes);
+        }
+        Ok(())
+    }
+
+    /// Runs of consecutive changed bytes: byte offset in the tensor and new bytes, ascending and disjoint.
+    pub fn byte_runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        let size = self.element.size();
+        let mut blocks = self.blocks.iter();
+        let (mut positions, mut values) = (self.positions.as_slice(), self.values.as_slice());
+        let (mut block, mut left) = (0, 0_usize);
+        std::iter::from_fn(move || {
+            if left == 0 {
+                let next = blocks.next()?;
+                block = next.block;
+                if next.whole {
+                    let bytes = values.split_off(..block_elements(self.elements, block) * size)?;
+                    return Some(((block * BLOCK_ELEMENTS * size) as u64, bytes));
+                }
+                left = next.changed as usize;
+            }
+            let first = usize::from(*positions.first()?);
+            let run = (1..left)
+                .find(|&i| positions.get(i).is_none_or(|at| usize::from(*at) != first + i))
+                .unwrap_or(left);
+            left -= run;
+            positions = positions.get(run..)?;
+            let bytes = values.split_off(..run * size)?;
+            Some((((block * BLOCK_ELEMENTS + first) * size) as u64, bytes))
+        })
+    }
+
+    /// The journal form: everything above, closed by a digest of all bytes before it.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        out.push(self.element.code());
+        put_varint(&mut out, self.elements as u64);
+        self.digests.blocks().iter().for_each(|digest| out.extend(digest.to_bytes()));
+        put_varint(&mut out, self.blocks.len() as u64);
+        for block in &self.blocks {
+            put_varint(&mut out, block.block as u64);
+            put_varint(&mut out, u64::from(block.changed) << 1 | u64::from(block.whole));
+        }
+        self.positions.iter().for_each(|position| out.extend(position.to_le_bytes()));
+        out.extend_from_slice(&self.values);
+        let digest = Digest::of(Element::Bytes, 0, &out);
+        out.extend(digest.to_bytes());
+        out
+    }
+
+    /// The inverse of [`Patch::to_bytes`]. Allocates no more than a small multiple of `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] if `bytes` are not what [`Patch::to_bytes`] wrote: their digest is checked first, then every bound.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let what = "patch";
+        let corrupt = |offset, why| Error::Corrupt { what, offset, why };
+        let (body, digest) = bytes.split_last_chunk::<16>().ok_or(corrupt(0, "bytes end too early"))?;
+        if Digest::of(Element::Bytes, 0, body).to_bytes() != *digest {
+            return Err(corrupt(body.len(), "digest does not match"));
+        }
+        let mut reader = ByteReader::new(body, what);
+        if reader.array()? != MAGIC {
+            return Err(reader.corrupt("not a patch"));
+        }
+        let element = Element::from_code(reader.byte()?)?;
+        let elements = reader.varint()?;
+        let elements = usize::try_from(elements)
+            .ok()
+            .filter(|count| count.checked_mul(element.size()).is_some())
+            .ok_or(reader.corrupt("tensor exceeds the address space"))?;
+        let table = elements.div_ceil(BLOCK_ELEMENTS);
+        let table = table.checked_mul(16).ok_or(reader.corrupt("tensor exceeds the address space"))?;
+        let digests = DigestTable::from_bytes(reader.take(table)?)?;
+        let (blocks, singles, value_bytes) = read_blocks(&mut reader, element, elements)?;
+        let positions: Vec<u16> = reader
+            .take(singles * 2)?
+            .as_chunks::<2>()
+            .0
+            .iter()
+            .map(|pair| u16::from_le_bytes(*pair))
+            .collect();
+        let values = reader.take(value_bytes)?.to_vec();
+        let patch = Self { element, elements, digests, blocks, positions, values };
+        if !patch.positions_fit() {
+            return Err(reader.corrupt("positions do not ascend within their block"));
+        }
+        reader.finish()?;
+        Ok(patch)
+    }
+
+    fn positions_fit(&self) -> bool {
+        let mut positions = self.positions.as_slice();
+        self.blocks.iter().filter(|block| !block.whole).all(|block| {
+            let Some(own) = positions.split_off(..block.changed as usize) else { return false };
+            own.is_sorted_by(|a, b| a < b)
+                && own
+                    .last()
+                    .is_some_and(|last| usize::from(*last) < block_elements(self.elements, block.block))
+        })
+    }
+}
+
+/// Reads the list of blocks; also the number of single changes, and of value bytes.
+fn read_blocks(
+    reader: &mut ByteReader<'_>,
+    element: Element,
+    elements: usize,
+) -> Result<(Vec<PatchBlock>, usize, usize)> {
+    let mut blocks: Vec<PatchBlock> = Vec::new();
+    let (mut singles, mut values) = (0, 0);
+    for _ in 0..reader.varint()? {
+        let block = reader.varint()?;
+        let changed = reader.varint()?;
+        let next = blocks.last().map_or(0, |block| block.block as u64 + 1);
+        if block < next || block >= elements.div_ceil(BLOCK_ELEMENTS) as u64 {
+            return Err(reader.corrupt("blocks do not ascend within the tensor"));
+        }
+        let (block, whole, changed) = (block as usize, changed & 1 == 1, changed >> 1);
+        let inside = block_elements(elements, block);
+        if changed > inside as u64 || (changed == 0 && !whole) {
+            return Err(reader.corrupt("a block has more changes than elements, or none"));
+        }
+        singles += if whole { 0 } else { changed as usize };
+        values += element.size() * if whole { inside } else { changed as usize };
+        blocks.push(PatchBlock { block, changed: changed as u32, whole });
+    }
+    Ok((blocks, singles, values))
+}

@@ -1,0 +1,122 @@
+//! Coder tables: how a segment's elements are split into classes by the base's exponent, and the parameters of each class.
+
+use crate::Element;
+use crate::bits::{BitReader, BitWriter};
+use crate::{Error, Result};
+
+/// A table has at most this many classes.
+pub(crate) const CLASSES_MAX: usize = 16;
+/// A run of 2¹⁶ covers a whole block.
+pub(crate) const RUN_MAX: u32 = 16;
+/// Value of [`Class::large_run`] that means: every step has its size written, none is assumed to be one ulp.
+pub(crate) const EXPLICIT: u32 = 7;
+/// Largest Rice parameter of step sizes.
+pub(crate) const RICE_MAX: u32 = 31;
+
+/// Parameters of one class.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Class {
+    /// Positions name the elements that did *not* change.
+    pub(crate) inverted: bool,
+    /// Base-2 logarithm of the run in the position code.
+    pub(crate) run: u32,
+    /// Base-2 logarithm of the run in the code of steps larger than one ulp, or [`EXPLICIT`].
+    pub(crate) large_run: u32,
+    /// Rice parameter of step sizes.
+    pub(crate) rice: u32,
+}
+
+/// What stands before the first class: parameters are written as differences.
+const BEFORE: Class = Class { inverted: false, run: 5, large_run: 3, rice: 0 };
+
+/// Classes of one segment. Class 0 holds the base exponents up to `first`, each further class one exponent more, the last one all above.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Table {
+    pub(crate) first: u32,
+    pub(crate) classes: Vec<Class>,
+}
+
+impl Table {
+    /// Whether positions can be decoded without looking at the base.
+    pub(crate) fn is_flat(&self) -> bool {
+        self.classes.len() == 1
+    }
+
+    pub(crate) fn write(&self, out: &mut Vec<u8>) {
+        let mut bits = BitWriter::new(out);
+        bits.put(self.classes.len() as u32 - 1, 4);
+        if !self.is_flat() {
+            bits.put(self.first, 8);
+        }
+        let mut before = BEFORE;
+        for class in &self.classes {
+            bits.put(class.inverted.into(), 1);
+            bits.near(class.run as i32 - before.run as i32 - 1);
+            bits.near(class.large_run as i32 - before.large_run as i32);
+            bits.near(class.rice as i32 - before.rice as i32);
+            before = *class;
+        }
+        bits.finish();
+    }
+
+    /// Reads a table that fills `bytes`, which lie at `offset` of the payload.
+    pub(crate) fn read(element: Element, bytes: &[u8], offset: usize) -> Result<Self> {
+        let corrupt = |why| Error::Corrupt { what: "coder table", offset, why };
+        let mut bits = BitReader::new(bytes);
+        let count = bits.get(4) + 1;
+        let first = if count > 1 { bits.get(8) } else { 0 };
+        if count > 1 && (first + count - 1) << element.mantissa_bits() > element.mask() >> 1 {
+            return Err(corrupt("classes lie beyond the largest exponent"));
+        }
+        let mut classes = Vec::with_capacity(CLASSES_MAX);
+        let mut before = BEFORE;
+        for _ in 0..count {
+            let inverted = bits.get(1) == 1;
+            let mut parameter = |before: u32, max: u32| {
+                u32::try_from(before as i32 + bits.near()).ok().filter(|value| *value <= max)
+            };
+            let class = (
+                parameter(before.run + 1, RUN_MAX),
+                parameter(before.large_run, EXPLICIT),
+                parameter(before.rice, RICE_MAX),
+            );
+            let (Some(run), Some(large_run), Some(rice)) = class else {
+                return Err(corrupt("parameter out of range"));
+            };
+            before = Class { inverted, run, large_run, rice };
+            classes.push(before);
+        }
+        if bits.finish("coder table")? == bytes.len() {
+            Ok(Self { first, classes })
+        } else {
+            Err(corrupt("bytes follow the end"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_round_trip() {
+        for count in 1..=CLASSES_MAX as u32 {
+            let classes = (0..count)
+                .map(|i| Class {
+                    inverted: i % 5 == 4,
+                    run: (i * 7) % 17,
+                    large_run: (i * 3) % 8,
+                    rice: (i * 11) % 32,
+                })
+                .collect();
+            let table = Table { first: if count > 1 { 100 } else { 0 }, classes };
+            let mut bytes = Vec::new();
+            table.write(&mut bytes);
+            assert_eq!(Table::read(Element::Bf16, &bytes, 0), Ok(table.clone()));
+            assert!(Table::read(Element::Bf16, &bytes[..bytes.len() - 1], 0).is_err());
+            if count > 1 {
+                assert!(Table::read(Element::F8E5M2, &bytes, 0).is_err(), "exponent 100 in five bits");
+            }
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! Shared by the tests of the crate: seeded data.
+#![allow(dead_code, reason = "each test binary uses a part")]
+
+use driftless_delta::{DigestTable, Element, Patch, Profile, Result, decode};
+
+pub(crate) const ALL: [Element; 6] =
+    [Element::Bytes, Element::F8E4M3, Element::F8E5M2, Element::F16, Element::Bf16, Element::F32];
+
+pub(crate) const PROFILES: [Profile; 2] = [Profile::Wire, Profile::Fast];
+
+/// splitmix64.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// In [0, 1).
+    pub(crate) fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// Near a standard normal: enough for weights.
+    pub(crate) fn normal(&mut self) -> f64 {
+        (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
+    }
+}
+
+pub(crate) fn random_bytes(length: usize, seed: u64) -> Vec<u8> {
+    let mut random = Random(seed);
+    (0..length).map(|_| random.next() as u8).collect()
+}
+
+/// Weights around 0.02 and a copy in which about `density` of the elements moved by a few patterns.
+pub(crate) fn noisy(element: Element, elements: usize, density: f64, seed: u64) -> (Vec<u8>, Vec<u8>) {
+    let mut random = Random(seed);
+    let (mut base, mut new) = (Vec::new(), Vec::new());
+    for _ in 0..elements {
+        let weight = (random.normal() * 0.02) as f32;
+        let bits = match element {
+            Element::F32 => weight.to_bits(),
+            Element::Bf16 => weight.to_bits() >> 16,
+            Element::F16 => half::f16::from_f32(weight).to_bits().into(),
+            _ => (random.next() as u8).into(),
+        };
+        let step = if random.unit() < density { (random.normal() * 2.0).round() as i32 } else { 0 };
+        let moved = bits.wrapping_add(step as u32);
+        base.extend_from_slice(&bits.to_le_bytes()[..element.size()]);
+        new.extend_from_slice(&moved.to_le_bytes()[..element.size()]);
+    }
+    (base, new)
+}
+
+/// Decodes and applies to a copy of the base.
+pub(crate) fn apply(element: Element, base: &[u8], payload: &[u8]) -> Result<(Patch, Vec<u8>)> {
+    let digests = DigestTable::of(element, base)?;
+    let mut patch = Patch::new();
+    decode(element, base, &digests, payload, &mut patch)?;
+    let mut tensor = base.to_vec();
+    patch.apply_to(&mut tensor)?;
+    Ok((patch, tensor))
+}

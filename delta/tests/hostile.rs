@@ -1,0 +1,110 @@
+//! Bytes from outside: flipped, cut, spliced or invented. Either a typed error, or the right result with its digest as proof.
+
+mod common;
+
+use common::{ALL, PROFILES, Random, apply, noisy, random_bytes};
+use driftless_delta::{DigestTable, Element, Patch, decode, decode_full, encode, encode_full};
+
+/// A payload that is not what the encoder wrote must not turn `base` into anything but `new`.
+fn refuse_or_equal(element: Element, base: &[u8], new: &[u8], payload: &[u8], what: &str) {
+    if let Ok((_, result)) = apply(element, base, payload) {
+        assert!(result == new, "{element:?}: accepted a wrong result after {what}");
+    }
+}
+
+#[test]
+fn flips_and_truncations() {
+    for element in ALL {
+        for profile in PROFILES {
+            for (elements, density) in [(1000, 0.02), (300, 0.7), (70_000, 0.001)] {
+                let (base, new) = noisy(element, elements, density, 11);
+                let digests = DigestTable::of(element, &base).unwrap();
+                let mut payload = Vec::new();
+                encode(element, &base, &new, &digests, profile, &mut payload).unwrap();
+                let stride = (payload.len() / 150).max(1);
+                for at in (0..payload.len()).step_by(stride).chain(0..payload.len().min(40)) {
+                    for bit in 0..8 {
+                        let mut flipped = payload.clone();
+                        flipped[at] ^= 1 << bit;
+                        refuse_or_equal(element, &base, &new, &flipped, "a flip");
+                    }
+                    assert!(apply(element, &base, &payload[..at]).is_err(), "cut at {at}");
+                }
+                payload.push(0);
+                assert!(apply(element, &base, &payload).is_err(), "a byte too many");
+            }
+        }
+    }
+}
+
+#[test]
+fn splices_of_two_payloads() {
+    let mut random = Random(5);
+    let (base, new) = noisy(Element::Bf16, 5000, 0.05, 12);
+    let (_, other) = noisy(Element::Bf16, 5000, 0.05, 13);
+    let digests = DigestTable::of(Element::Bf16, &base).unwrap();
+    let [one, two] = [&new, &other].map(|new| {
+        let mut payload = Vec::new();
+        encode(Element::Bf16, &base, new, &digests, PROFILES[0], &mut payload).unwrap();
+        payload
+    });
+    for _ in 0..500 {
+        let (from, to) = (random.next() as usize % one.len(), random.next() as usize % two.len());
+        let spliced = [&one[..from], &two[to..]].concat();
+        refuse_or_equal(Element::Bf16, &base, &new, &spliced, "a splice");
+    }
+}
+
+#[test]
+fn invented_bodies_behind_a_sound_header() {
+    let mut random = Random(6);
+    for element in ALL {
+        let (base, new) = noisy(element, 66_000, 0.01, 14);
+        let digests = DigestTable::of(element, &base).unwrap();
+        let mut payload = Vec::new();
+        encode(element, &base, &new, &digests, PROFILES[0], &mut payload).unwrap();
+        let mut patch = Patch::new();
+        for _ in 0..300 {
+            let length = random.next() as usize % 200;
+            let mut invented = payload[..17].to_vec();
+            invented.extend(random_bytes(length, random.next()));
+            assert!(decode(element, &base, &digests, &invented, &mut patch).is_err());
+            assert_eq!((patch.changed(), patch.byte_runs().count()), (0, 0));
+        }
+    }
+}
+
+#[test]
+fn full_payloads() {
+    for element in ALL {
+        let (_, new) = noisy(element, 3000, 0.5, 15);
+        let mut payload = Vec::new();
+        encode_full(element, &new, &mut payload).unwrap();
+        let mut out = vec![0; new.len()];
+        for at in 0..payload.len() {
+            let mut flipped = payload.clone();
+            flipped[at] ^= 1 << (at % 8);
+            assert!(decode_full(element, &flipped, &mut out).is_err() || out == new, "flip at {at}");
+            assert!(decode_full(element, &payload[..at], &mut out).is_err());
+        }
+        assert!(decode_full(element, &payload, &mut out[element.size()..]).is_err());
+    }
+}
+
+#[test]
+fn journaled_patches() {
+    let (base, new) = noisy(Element::Bf16, 2000, 0.03, 16);
+    let digests = DigestTable::of(Element::Bf16, &base).unwrap();
+    let mut payload = Vec::new();
+    encode(Element::Bf16, &base, &new, &digests, PROFILES[1], &mut payload).unwrap();
+    let (patch, _) = apply(Element::Bf16, &base, &payload).unwrap();
+    let bytes = patch.to_bytes();
+    for at in 0..bytes.len() {
+        for bit in 0..8 {
+            let mut flipped = bytes.clone();
+            flipped[at] ^= 1 << bit;
+            assert!(Patch::from_bytes(&flipped).is_err(), "flip at {at}");
+        }
+        assert!(Patch::from_bytes(&bytes[..at]).is_err());
+    }
+}

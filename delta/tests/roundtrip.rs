@@ -1,0 +1,185 @@
+//! The promise: what was encoded comes back bit for bit, and nothing else ever does.
+
+mod common;
+
+use common::{ALL, PROFILES, apply, noisy, random_bytes};
+use driftless_delta::{
+    BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Profile, decode, decode_full, encode,
+    encode_full,
+};
+use proptest::prelude::*;
+
+fn round_trip(element: Element, base: &[u8], new: &[u8], profile: Profile) -> usize {
+    let digests = DigestTable::of(element, base).unwrap();
+    let mut payload = vec![0xaa];
+    let encoded = encode(element, base, new, &digests, profile, &mut payload).unwrap();
+    let payload = &payload[1..];
+    assert_eq!(encoded.digests, DigestTable::of(element, new).unwrap(), "carried digests");
+    let size = element.size();
+    let changed = base.chunks(size).zip(new.chunks(size)).filter(|(a, b)| a != b).count() as u64;
+    assert_eq!(encoded.changed, changed);
+    let (patch, result) = apply(element, base, payload).unwrap();
+    assert!(result == new);
+    assert_eq!(patch.changed(), changed);
+    assert_eq!(patch.digests(), &encoded.digests);
+    let journaled = Patch::from_bytes(&patch.to_bytes()).unwrap();
+    assert_eq!(journaled, patch);
+    let mut twice = result.clone();
+    journaled.apply_to(&mut twice).unwrap();
+    assert!(twice == new, "applying again changes nothing");
+    payload.len()
+}
+
+fn element() -> impl Strategy<Value = Element> {
+    prop::sample::select(ALL.to_vec())
+}
+
+fn profile() -> impl Strategy<Value = Profile> {
+    prop::sample::select(PROFILES.to_vec())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn any_bytes_round_trip(
+        element in element(), profile in profile(),
+        (base, new) in (0_usize..600).prop_flat_map(|n| (
+            prop::collection::vec(any::<u8>(), n * 4), prop::collection::vec(any::<u8>(), n * 4))),
+    ) {
+        round_trip(element, &base, &new, profile);
+    }
+
+    #[test]
+    fn weights_round_trip(
+        element in element(), profile in profile(), seed: u64,
+        elements in prop_oneof![1_usize..300, 65_000_usize..66_100, 131_000_usize..140_000],
+        density in prop_oneof![0.0..0.02, 0.0..1.0],
+    ) {
+        let (base, new) = noisy(element, elements, density, seed);
+        round_trip(element, &base, &new, profile);
+    }
+
+    #[test]
+    fn runs_are_what_differs(element in element(), seed: u64, density in 0.0..1.0) {
+        let (base, new) = noisy(element, 1000, density, seed);
+        let digests = DigestTable::of(element, &base).unwrap();
+        let mut payload = Vec::new();
+        encode(element, &base, &new, &digests, Profile::Fast, &mut payload).unwrap();
+        let mut patch = Patch::new();
+        decode(element, &base, &digests, &payload, &mut patch).unwrap();
+        let mut end = 0;
+        for (offset, bytes) in patch.byte_runs() {
+            prop_assert!(offset >= end && !bytes.is_empty());
+            end = offset + bytes.len() as u64;
+            prop_assert_eq!(&new[offset as usize..end as usize], bytes);
+        }
+        prop_assert!(end <= new.len() as u64);
+    }
+
+    #[test]
+    fn digests_add_up(seed: u64, cut in 0_usize..3000) {
+        let bytes = random_bytes(3000, seed);
+        let (left, right) = bytes.split_at(cut);
+        prop_assert_eq!(
+            Digest::of(Element::Bytes, 70_000, &bytes),
+            Digest::of(Element::Bytes, 70_000, left) + Digest::of(Element::Bytes, 70_000 + cut as u64, right)
+        );
+    }
+}
+
+#[test]
+fn all_bf16_patterns_as_base_and_target() {
+    let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    for profile in PROFILES {
+        for shift in [0_u16, 1, 2, 127, 0x7fff, 0x8000, 0x8001, 0xffff] {
+            let new: Vec<u8> =
+                (0..=u16::MAX).flat_map(|bits| bits.wrapping_add(shift).to_le_bytes()).collect();
+            round_trip(Element::Bf16, &all, &new, profile);
+            let sparse: Vec<u8> = (0..=u16::MAX)
+                .flat_map(|bits| bits.wrapping_add(if bits % 97 == 5 { shift } else { 0 }).to_le_bytes())
+                .collect();
+            round_trip(Element::Bf16, &all, &sparse, profile);
+        }
+    }
+}
+
+#[test]
+fn empty_and_single() {
+    for element in ALL {
+        for profile in PROFILES {
+            assert!(round_trip(element, &[], &[], profile) <= 32);
+            let size = element.size();
+            round_trip(element, &[0x80, 0, 0, 0][..size], &[0, 0, 0, 0x80][..size], profile);
+        }
+    }
+}
+
+#[test]
+fn odd_lengths_are_refused() {
+    let table = DigestTable::of(Element::Bf16, &[0; 4]).unwrap();
+    let mut out = vec![1];
+    let odd = encode(Element::Bf16, &[0; 5], &[0; 5], &table, Profile::Wire, &mut out);
+    assert!(matches!(odd, Err(Error::OddLength { size: 2, bytes: 5, .. })));
+    let longer = encode(Element::Bf16, &[0; 4], &[0; 6], &table, Profile::Wire, &mut out);
+    assert!(matches!(longer, Err(Error::LengthMismatch { expected: 4, found: 6, .. })));
+    assert!(encode_full(Element::F32, &[0; 6], &mut out).is_err());
+    assert!(DigestTable::of(Element::F32, &[0; 6]).is_err());
+    assert_eq!(out, [1], "nothing was appended");
+}
+
+#[test]
+fn fixed_costs_hold() {
+    for element in ALL {
+        let elements = 3 * BLOCK_ELEMENTS + 17;
+        let base = random_bytes(elements * element.size(), 1);
+        let other = random_bytes(elements * element.size(), 2);
+        for profile in PROFILES {
+            assert!(round_trip(element, &base, &base, profile) <= 32, "nothing changed");
+            let all = round_trip(element, &base, &other, profile);
+            assert!(all as f64 <= base.len() as f64 * 1.001, "{element:?}: {all} bytes for {}", base.len());
+        }
+        let mut full = Vec::new();
+        encode_full(element, &base, &mut full).unwrap();
+        assert!(full.len() as f64 <= base.len() as f64 * 1.001);
+    }
+}
+
+#[test]
+fn full_payloads_round_trip() {
+    for element in ALL {
+        for elements in [0, 1, 1000, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 5] {
+            let (_, new) = noisy(element, elements, 0.5, 3);
+            let mut payload = Vec::new();
+            let encoded = encode_full(element, &new, &mut payload).unwrap();
+            let mut out = vec![0x55; new.len()];
+            let digests = decode_full(element, &payload, &mut out).unwrap();
+            assert!(out == new && digests == encoded.digests);
+            let table = DigestTable::of(element, &new).unwrap();
+            let kind = decode(element, &new, &table, &payload, &mut Patch::new());
+            assert!(matches!(kind, Err(Error::KindMismatch { .. })));
+        }
+    }
+}
+
+#[test]
+fn a_wrong_base_is_refused_first() {
+    let (base, new) = noisy(Element::Bf16, 70_000, 0.01, 4);
+    let digests = DigestTable::of(Element::Bf16, &base).unwrap();
+    let mut payload = Vec::new();
+    encode(Element::Bf16, &base, &new, &digests, Profile::Wire, &mut payload).unwrap();
+    let wrong = DigestTable::of(Element::Bf16, &new).unwrap();
+    let mut patch = Patch::new();
+    let refused = decode(Element::Bf16, &new, &wrong, &payload, &mut patch);
+    assert!(matches!(refused, Err(Error::BaseMismatch { .. })));
+    assert_eq!(patch.byte_runs().count(), 0);
+    let element = decode(Element::F16, &base, &digests, &payload, &mut patch);
+    assert!(matches!(element, Err(Error::ElementMismatch { .. })));
+    let short = DigestTable::of(Element::Bf16, &base[2..]).unwrap();
+    assert!(matches!(
+        decode(Element::Bf16, &base[2..], &short, &payload, &mut patch),
+        Err(Error::LengthMismatch { .. })
+    ));
+    let mut tensor = vec![0; 10];
+    assert!(patch.apply_to(&mut tensor).is_err());
+}
