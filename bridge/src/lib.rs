@@ -1,1 +1,28 @@
-//! placeholder
+#![doc = include_str!("../README.md")]
+
+mod capabilities;
+mod checksums;
+mod client;
+#[cfg(feature = "conformance")]
+pub mod conformance;
+mod engine;
+mod error;
+mod generate;
+mod http;
+mod identity;
+mod keys;
+mod label;
+mod model;
+mod wire;
+
+pub use capabilities::Capabilities;
+pub use checksums::checksums;
+pub use client::{Client, ClientOptions, Deadlines};
+pub use engine::{Engine, LiveWeights};
+pub use error::{Error, Result};
+pub use generate::{Finish, GenerateRequest, Generation, Rid, SamplingParams, VersionSpan};
+pub use identity::Identity;
+pub use keys::Keys;
+pub use label::Label;
+pub use model::{Expected, ModelConfig};
+pub use wire::{DiskUpdate, DiskUpdated, Load, ModelInfo, PauseMode, RankChecksums, ServerInfo};

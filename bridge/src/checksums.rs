@@ -1,0 +1,138 @@
+//! The checksums an engine should report for a checkpoint.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use driftless_transport::{Dtype, Snapshot};
+use sha2::{Digest, Sha256};
+
+use crate::model::{ModelConfig, hex};
+use crate::{Error, Expected, Result};
+
+/// What SGLang's `/weights_checker` reports on the CPU, with one rank, for an engine that holds this snapshot: fused parameter name →
+/// hex of the first 8 bytes of the SHA-256 of the parameter's bytes.
+///
+/// The snapshot must bring its `config.json` and hold exactly the tensors that follow from it; `place` names the snapshot in errors.
+///
+/// # Errors
+/// [`Error::Checkpoint`] for a tensor that is missing, surplus, or of another dtype or shape; [`Error::Open`] when its bytes cannot be read;
+/// [`Error::Config`] and [`Error::Read`] as [`Expected::from_snapshot`].
+pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<String, String>> {
+    let config = Expected::from_snapshot(snapshot, place)?.config;
+    check_tensors(snapshot, place, &config, config.dtype)?;
+    let mut out = BTreeMap::new();
+    for parameter in config.parameters() {
+        let mut hash = Sha256::new();
+        for (name, _) in &parameter.parts {
+            let index = snapshot.tensors().partition_point(|info| info.name < *name);
+            hash.update(snapshot.bytes(index).map_err(|source| Error::Open { path: place.into(), source })?);
+        }
+        if parameter.padding_rows > 0 {
+            // Only the vocabulary's matrices are padded; a row of them has `hidden_size` elements.
+            let row = vec![0u8; usize::try_from(config.hidden_size * config.dtype.size()).unwrap_or_default()];
+            (0..parameter.padding_rows).for_each(|_| hash.update(&row));
+        }
+        let digest = hash.finalize();
+        out.insert(parameter.name, hex(&digest[..8]));
+    }
+    Ok(out)
+}
+
+/// Refuses a snapshot whose tensors are not exactly those of `config`, all of `dtype`. A tied output matrix may be there: engines skip it.
+pub(crate) fn check_tensors(snapshot: &dyn Snapshot, place: &Path, config: &ModelConfig, dtype: Dtype) -> Result<()> {
+    let fail = |tensor: &str, expected: String, found: String| {
+        Err(Error::Checkpoint { path: place.into(), tensor: tensor.into(), expected, found })
+    };
+    let mut wanted: BTreeMap<String, Vec<u64>> = config.parameters().into_iter().flat_map(|p| p.parts).collect();
+    if config.tied && snapshot.tensors().iter().any(|info| info.name == "lm_head.weight") {
+        wanted.insert("lm_head.weight".into(), vec![config.vocabulary, config.hidden_size]);
+    }
+    for info in snapshot.tensors() {
+        let found = format!("{} {:?}", info.dtype.name(), info.shape);
+        match wanted.remove(&info.name) {
+            None => return fail(&info.name, "absent".into(), found),
+            Some(shape) if shape != info.shape || dtype != info.dtype => return fail(&info.name, format!("{} {shape:?}", dtype.name()), found),
+            Some(_) => {}
+        }
+    }
+    match wanted.pop_first() {
+        Some((name, shape)) => fail(&name, format!("{} {shape:?}", dtype.name()), "absent".into()),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::borrow::Cow;
+
+    use driftless_transport::{AuxFile, TensorInfo};
+
+    use super::*;
+
+    /// A snapshot of zeros with this config's tensors, to which tests then do harm.
+    struct Zeros {
+        tensors: Vec<TensorInfo>,
+        files: Vec<AuxFile>,
+    }
+
+    impl Zeros {
+        fn new(config: &str) -> Self {
+            let parsed = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+            let parts = parsed.parameters().into_iter().flat_map(|p| p.parts);
+            let mut tensors: Vec<_> = parts.map(|(name, shape)| TensorInfo { name, dtype: parsed.dtype, shape }).collect();
+            tensors.sort_by(|a, b| a.name.cmp(&b.name));
+            Self { tensors, files: vec![AuxFile::new("config.json", config.into()).unwrap()] }
+        }
+    }
+
+    impl Snapshot for Zeros {
+        fn tensors(&self) -> &[TensorInfo] {
+            &self.tensors
+        }
+        fn bytes(&self, index: usize) -> driftless_transport::Result<Cow<'_, [u8]>> {
+            Ok(vec![0; self.tensors[index].byte_len()? as usize].into())
+        }
+        fn files(&self) -> &[AuxFile] {
+            &self.files
+        }
+    }
+
+    const CONFIG: &str = r#"{"architectures":["Qwen3ForCausalLM"],"hidden_size":2,"intermediate_size":3,"num_hidden_layers":1,
+        "num_attention_heads":1,"head_dim":2,"vocab_size":5,"tie_word_embeddings":true,"torch_dtype":"bfloat16"}"#;
+
+    #[test]
+    fn fused_and_padded_bytes_are_hashed() {
+        let sums = checksums(&Zeros::new(CONFIG), Path::new("m")).unwrap();
+        let zeros = |n: usize| hex(&Sha256::digest(vec![0u8; n])[..8]);
+        assert_eq!(sums["model.embed_tokens.weight"], zeros(64 * 2 * 2), "5 rows are padded to 64");
+        assert_eq!(sums["model.layers.0.self_attn.qkv_proj.weight"], zeros(3 * 2 * 2 * 2));
+        assert_eq!(sums["model.layers.0.mlp.gate_up_proj.weight"], zeros(2 * 3 * 2 * 2));
+        assert_eq!(sums.len(), 10);
+    }
+
+    #[test]
+    fn wrong_tensors_are_named() {
+        let refused = |harm: &dyn Fn(&mut Vec<TensorInfo>)| {
+            let mut snapshot = Zeros::new(CONFIG);
+            harm(&mut snapshot.tensors);
+            match checksums(&snapshot, Path::new("m")) {
+                Err(Error::Checkpoint { tensor, expected, found, .. }) => format!("{tensor}: {expected} / {found}"),
+                other => panic!("{other:?}"),
+            }
+        };
+        let down = "model.layers.0.mlp.down_proj.weight";
+        assert_eq!(refused(&|t| t[2].shape[0] += 1), format!("{down}: BF16 [2, 3] / BF16 [3, 3]"));
+        assert_eq!(refused(&|t| t[2].dtype = Dtype::F32), format!("{down}: BF16 [2, 3] / F32 [2, 3]"));
+        assert_eq!(refused(&|t| drop(t.remove(2))), format!("{down}: BF16 [2, 3] / absent"));
+        let surplus = TensorInfo { name: "zz".into(), dtype: Dtype::Bf16, shape: vec![1] };
+        assert_eq!(refused(&|t| t.push(surplus.clone())), "zz: absent / BF16 [1]");
+    }
+
+    #[test]
+    fn a_tied_output_matrix_is_skipped() {
+        let mut snapshot = Zeros::new(CONFIG);
+        let head = TensorInfo { name: "lm_head.weight".into(), dtype: Dtype::Bf16, shape: vec![5, 2] };
+        snapshot.tensors.insert(0, head);
+        assert!(!checksums(&snapshot, Path::new("m")).unwrap().contains_key("lm_head.weight"));
+    }
+}

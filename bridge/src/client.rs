@@ -1,0 +1,287 @@
+//! A typed client of one engine: every call the bridge uses, each with its deadline.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::generate::RawGeneration;
+use crate::http::{Call, Connection, Level, Reply, excerpt};
+use crate::wire::{ChecksumReply, Loads, Outcome};
+use crate::{
+    DiskUpdate, DiskUpdated, Error, GenerateRequest, Generation, Keys, Load, ModelInfo, PauseMode, RankChecksums, Result, ServerInfo,
+};
+
+/// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later; earlier ones die instead).
+const UNFLUSHED: &str = "Weights were updated, but the cache was not flushed";
+
+/// How long each kind of call may take, connection and reply included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Deadlines {
+    /// Establishing a connection.
+    pub connect: Duration,
+    /// Information calls.
+    pub info: Duration,
+    /// Pause, continue, flush, abort, relabel.
+    pub control: Duration,
+    /// Loading weights, and computing checksums over all of them.
+    pub load: Duration,
+    /// One generation, pauses of the engine included.
+    pub generate: Duration,
+}
+
+impl Default for Deadlines {
+    /// 5 s, 10 s, 60 s, 10 min and 10 min.
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self { connect: seconds(5), info: seconds(10), control: seconds(60), load: seconds(600), generate: seconds(600) }
+    }
+}
+
+/// Options of a [`Client`].
+#[derive(Debug, Clone)]
+pub struct ClientOptions {
+    /// The engine's keys.
+    pub keys: Keys,
+    /// Deadlines of its calls.
+    pub deadlines: Deadlines,
+    /// Bound on one reply, in bytes.
+    pub reply_bytes_max: usize,
+}
+
+impl Default for ClientOptions {
+    /// No keys, the default deadlines, 64 MiB.
+    fn default() -> Self {
+        Self { keys: Keys::default(), deadlines: Deadlines::default(), reply_bytes_max: 64 << 20 }
+    }
+}
+
+/// A client of one engine. Cheap to clone; clones share connections.
+#[derive(Debug, Clone)]
+pub struct Client {
+    connection: Connection,
+    deadlines: Deadlines,
+}
+
+impl Client {
+    /// A client of the engine at `host:port` or `http://host:port`. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// [`Error::Address`] for any other form of address.
+    pub fn new(address: &str, options: ClientOptions) -> Result<Self> {
+        let connection = Connection::new(address, options.keys, options.deadlines.connect, options.reply_bytes_max)?;
+        Ok(Self { connection, deadlines: options.deadlines })
+    }
+
+    /// The engine's URL, as errors name it.
+    pub fn engine(&self) -> &str {
+        &self.connection.engine
+    }
+
+    /// The deadlines this client was made with.
+    pub fn deadlines(&self) -> Deadlines {
+        self.deadlines
+    }
+
+    /// `GET /model_info`, or its older name where there is none.
+    ///
+    /// # Errors
+    /// As every call: [`Error::Unreachable`], [`Error::Deadline`], [`Error::Status`], [`Error::ReplyTooLarge`], [`Error::Reply`].
+    pub async fn model_info(&self) -> Result<ModelInfo> {
+        self.renamed("/model_info", "/get_model_info").await
+    }
+
+    /// `GET /server_info`, or its older name where there is none.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn server_info(&self) -> Result<ServerInfo> {
+        self.renamed("/server_info", "/get_server_info").await
+    }
+
+    /// `GET /health`. Runs a one-token request on the engine, so it waits, 20 s at most, while the engine is paused or loads.
+    ///
+    /// # Errors
+    /// [`Error::Status`] 503 when it is not healthy; as [`Client::model_info`].
+    pub async fn health(&self) -> Result<()> {
+        self.connection.ok(self.get("/health", self.deadlines.control)).await
+    }
+
+    /// `GET /ready`: whether the engine is healthy and not paused; `None` where the engine has no such call (before 0.5.20).
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn ready(&self) -> Result<Option<bool>> {
+        let call = self.get("/ready", self.deadlines.info);
+        let reply = self.connection.send(call).await?;
+        match reply.status {
+            200 => Ok(Some(true)),
+            503 => Ok(Some(false)),
+            404 => Ok(None),
+            _ => Err(self.connection.status_error(call, &reply)),
+        }
+    }
+
+    /// `GET /v1/loads?include=core`: the load of every data-parallel rank.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn loads(&self) -> Result<Vec<Load>> {
+        let loads: Loads = self.connection.json(self.get("/v1/loads?include=core", self.deadlines.info)).await?;
+        Ok(loads.loads)
+    }
+
+    /// `POST /generate`: one sample. The reply is checked: one log-probability per token, of that token; spans without gaps; the request's id.
+    ///
+    /// # Errors
+    /// [`Error::Reply`] when it is not so; as [`Client::model_info`].
+    pub async fn generate(&self, request: &GenerateRequest) -> Result<Generation> {
+        let body = request.to_json();
+        let call = self.post("/generate", Level::Normal, &body, self.deadlines.generate);
+        let raw: RawGeneration = self.connection.json(call).await?;
+        raw.check(request, self.engine()).map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
+    }
+
+    /// `POST /pause_generation`.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn pause(&self, mode: PauseMode) -> Result<()> {
+        let body = json!({ "mode": mode.as_str() });
+        self.connection.ok(self.post("/pause_generation", Level::Control, &body, self.deadlines.control)).await
+    }
+
+    /// `POST /continue_generation`. Harmless when the engine is not paused.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn resume(&self) -> Result<()> {
+        let body = json!({ "torch_empty_cache": false });
+        self.connection.ok(self.post("/continue_generation", Level::Control, &body, self.deadlines.control)).await
+    }
+
+    /// `POST /flush_cache`: drops the KV cache, or says false because requests still hold it. An engine that is paused with every request
+    /// retracted can be flushed from 0.5.21 on, but only when asked without its `timeout` parameter, which waits for an empty queue.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn flush_cache(&self) -> Result<bool> {
+        let body = json!({});
+        let call = self.post("/flush_cache", Level::Control, &body, self.deadlines.control);
+        let reply = self.connection.send(call).await?;
+        match reply.status {
+            200 => Ok(true),
+            400 => Ok(false),
+            _ => Err(self.connection.status_error(call, &reply)),
+        }
+    }
+
+    /// `POST /update_weights_from_disk`.
+    ///
+    /// # Errors
+    /// [`Error::Status`] 400 with the engine's message when the weights did not change; as [`Client::model_info`].
+    pub async fn update_weights_from_disk(&self, update: &DiskUpdate) -> Result<DiskUpdated> {
+        let body = update_body(update);
+        let call = self.post("/update_weights_from_disk", Level::Control, &body, self.deadlines.load);
+        let reply = self.connection.send(call).await?;
+        match self.outcome(call, &reply) {
+            Ok(()) => Ok(DiskUpdated::Done),
+            Err(Error::Status { status: 400, body, .. }) if body.contains(UNFLUSHED) => Ok(DiskUpdated::Unflushed),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// `POST /update_weight_version`: changes the label only, and aborts nothing.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn set_weight_version(&self, label: &str) -> Result<()> {
+        let body = json!({ "new_version": label, "abort_all_requests": false });
+        let call = self.post("/update_weight_version", Level::Control, &body, self.deadlines.control);
+        let reply = self.connection.send(call).await?;
+        self.outcome(call, &reply)
+    }
+
+    /// `POST /weights_checker` with action `checksum`: the checksums of every rank's tensors.
+    ///
+    /// # Errors
+    /// [`Error::Reply`] when there are none; as [`Client::model_info`].
+    pub async fn checksums(&self) -> Result<Vec<RankChecksums>> {
+        let body = json!({ "action": "checksum" });
+        let call = self.post("/weights_checker", Level::Control, &body, self.deadlines.load);
+        let reply: ChecksumReply = self.connection.json(call).await?;
+        if !reply.success || reply.ranks.is_empty() {
+            return Err(self.connection.malformed(call, "checksums of at least one rank", &reply.message));
+        }
+        Ok(reply.ranks)
+    }
+
+    /// `POST /abort_request` of one request; never of all. An id the engine does not know is no error.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn abort(&self, request: &crate::Rid) -> Result<()> {
+        let body = json!({ "rid": request.to_string(), "abort_all": false });
+        self.connection.ok(self.post("/abort_request", Level::Control, &body, self.deadlines.control)).await
+    }
+
+    /// Whether the engine knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown path it is 404.
+    pub(crate) async fn has_post(&self, path: &str) -> Result<bool> {
+        let call = self.get(path, self.deadlines.info);
+        let reply = self.connection.send(call).await?;
+        match reply.status {
+            405 => Ok(true),
+            404 => Ok(false),
+            _ => Err(self.connection.status_error(call, &reply)),
+        }
+    }
+
+    /// A call that is none of the above, for the conformance suite's malformed ones: the status and the body.
+    #[cfg(feature = "conformance")]
+    pub(crate) async fn raw(&self, method: &str, path: &str, body: &Value) -> Result<(u16, Value)> {
+        let body = (method == "POST").then_some(body);
+        let call = Call { method, path, level: Level::Control, body, deadline: self.deadlines.control };
+        let reply = self.connection.send(call).await?;
+        let value = serde_json::from_slice(&reply.body).unwrap_or_else(|_| Value::String(excerpt(&reply.body)));
+        Ok((reply.status, value))
+    }
+
+    async fn renamed<T: serde::de::DeserializeOwned>(&self, path: &str, older: &str) -> Result<T> {
+        match self.connection.json(self.get(path, self.deadlines.info)).await {
+            Err(Error::Status { status: 404, .. }) => self.connection.json(self.get(older, self.deadlines.info)).await,
+            result => result,
+        }
+    }
+
+    /// Reads a `{success, message}` reply; SGLang sends it with 200 and with 400.
+    fn outcome(&self, call: Call<'_>, reply: &Reply) -> Result<()> {
+        if reply.status != 200 {
+            return Err(self.connection.status_error(call, reply));
+        }
+        let outcome: Outcome = self.connection.decode(call, &reply.body)?;
+        if outcome.success {
+            return Ok(());
+        }
+        Err(self.connection.malformed(call, "success true with status 200", &excerpt(outcome.message.as_bytes())))
+    }
+
+    fn get<'a>(&self, path: &'a str, deadline: Duration) -> Call<'a> {
+        Call { method: "GET", path, level: Level::Normal, body: None, deadline }
+    }
+
+    fn post<'a>(&self, path: &'a str, level: Level, body: &'a Value, deadline: Duration) -> Call<'a> {
+        Call { method: "POST", path, level, body: Some(body), deadline }
+    }
+}
+
+fn update_body(update: &DiskUpdate) -> Value {
+    let mut body = json!({ "model_path": update.model_path, "flush_cache": update.flush_cache, "abort_all_requests": false });
+    if let Some(object) = body.as_object_mut() {
+        if let Some(format) = &update.load_format {
+            object.insert("load_format".into(), format.as_str().into());
+        }
+        if let Some(label) = &update.weight_version {
+            object.insert("weight_version".into(), label.as_str().into());
+        }
+    }
+    body
+}

@@ -1,0 +1,250 @@
+//! One suite that every engine must pass: SGLang itself, and whatever stands in for it.
+//!
+//! It checks each call and field that the bridge uses, error replies included, and what pausing, aborting and updating do to requests
+//! under way. It changes the engine's weights and ends with those of [`Subject::first`]. Not covered by semantic versioning.
+
+mod generate;
+mod info;
+mod lifecycle;
+mod pause;
+mod update;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::{Client, DiskUpdate, DiskUpdated, Expected, GenerateRequest, Generation, PauseMode, Rid, SamplingParams};
+
+/// Outcome of one check; any error fails it.
+type Checked<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// What engines of a release do differently from those of others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dialect {
+    /// `weight_versions` in replies (0.5.19).
+    pub spans: bool,
+    /// `/ready` (0.5.20).
+    pub ready: bool,
+    /// `begin_weight_update` and `end_weight_update` (0.5.21).
+    pub sessions: bool,
+    /// A flush succeeds while requests wait in the queue of a paused engine (0.5.21).
+    pub flush_while_retracted: bool,
+    /// An update whose flush is refused is answered with 400 (0.5.22); the suite does not try it on those that die of it.
+    pub survives_refused_flush: bool,
+    /// Unknown sampling parameters are refused (0.5.22).
+    pub strict_sampling: bool,
+}
+
+impl Dialect {
+    /// The dialect of SGLang 0.5.`patch`, for `patch` from 12.
+    pub fn of_release(patch: u32) -> Self {
+        Self {
+            spans: patch >= 19,
+            ready: patch >= 20,
+            sessions: patch >= 21,
+            flush_while_retracted: patch >= 21,
+            survives_refused_flush: patch >= 22,
+            strict_sampling: patch >= 22,
+        }
+    }
+}
+
+/// The engine under test.
+#[derive(Debug, Clone)]
+pub struct Subject {
+    /// A client of it, with the keys it asks for. Nobody else may use the engine meanwhile.
+    pub client: Client,
+    /// A checkpoint directory that the engine can read at this very path.
+    pub first: PathBuf,
+    /// Another one of the same shapes with other weights: greedy outputs must differ.
+    pub second: PathBuf,
+    /// What to expect of its release.
+    pub dialect: Dialect,
+    /// Output length that keeps the engine busy for some hundred milliseconds at least, within its context length.
+    pub long_tokens: u32,
+}
+
+/// The checks that passed, in order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Their names.
+    pub passed: Vec<&'static str>,
+}
+
+/// The first check that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("conformance check {check:?} failed on {engine}: {reason}")]
+pub struct Failure {
+    /// Its name.
+    pub check: &'static str,
+    /// URL of the engine.
+    pub engine: String,
+    /// What went wrong, with its causes.
+    pub reason: String,
+}
+
+/// Runs every check, in an order that lets each start from an idle engine that is not paused.
+///
+/// # Errors
+/// The first check that fails; the engine may then be left with other weights.
+pub async fn run(subject: &Subject) -> Result<Report, Failure> {
+    let mut report = Report::default();
+    macro_rules! checks {
+        ($($name:literal: $check:path),* $(,)?) => {$(
+            tracing::info!(check = $name, "conformance");
+            let outcome = $check(subject).await;
+            // Whatever failed, the engine must not stay paused.
+            let resumed = subject.client.resume().await.map_err(Into::into);
+            report.take($name, subject, outcome.and(resumed))?;
+        )*};
+    }
+    checks! {
+        "load the first checkpoint": update::load_first,
+        "model_info": info::model_info,
+        "server_info": info::server_info,
+        "loads, health, ready": info::liveness,
+        "capabilities are probed as the dialect says": info::capabilities,
+        "attach": info::attach,
+        "unknown routes are 404": info::unknown_route,
+        "greedy generation repeats": generate::greedy,
+        "a stop token ends the output": generate::stop_token,
+        "log-probabilities include the temperature": generate::temperature,
+        "malformed requests are 400": generate::malformed,
+        "unknown sampling parameters": generate::unknown_parameter,
+        "abort of one request": lifecycle::abort,
+        "abort matches prefixes": lifecycle::abort_prefix,
+        "abort of an unknown request": lifecycle::abort_unknown,
+        "flush": lifecycle::flush,
+        "a paused engine holds new requests": pause::holds_requests,
+        "retract": pause::retract,
+        "in_place": pause::in_place,
+        "abort mode": pause::abort,
+        "flush after a retracting pause": pause::flush_retracted,
+        "pause and continue repeat": pause::repeat,
+        "an update from nowhere changes nothing": update::missing,
+        "an update while paused": update::paused,
+        "checksums": update::checksums,
+        "an update in place splits the spans": update::spans,
+        "a refused flush": update::refused_flush,
+        "update_weight_version": update::relabel,
+        "update sessions": update::sessions,
+        "load the first checkpoint again": update::load_first,
+    }
+    Ok(report)
+}
+
+impl Report {
+    fn take(&mut self, check: &'static str, subject: &Subject, outcome: Checked) -> Result<(), Failure> {
+        outcome.map_err(|error| Failure { check, engine: subject.client.engine().into(), reason: chain(error.as_ref()) })?;
+        self.passed.push(check);
+        Ok(())
+    }
+}
+
+fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+fn ensure(holds: bool, otherwise: impl FnOnce() -> String) -> Checked {
+    if holds { Ok(()) } else { Err(otherwise().into()) }
+}
+
+/// Bound on waiting for the engine to come into a state.
+const SETTLE: Duration = Duration::from_secs(30);
+
+impl Subject {
+    fn expected(&self) -> Checked<Expected> {
+        Ok(Expected::from_checkpoint(&self.first)?)
+    }
+
+    fn request(&self, max_new_tokens: u32) -> GenerateRequest {
+        let sampling = SamplingParams { temperature: 0.0, max_new_tokens, ignore_eos: true, ..SamplingParams::default() };
+        GenerateRequest { rid: Rid::probe(), input_ids: vec![1, 2, 3], sampling }
+    }
+
+    /// What the engine answers greedily now; tells the two checkpoints apart.
+    async fn signature(&self) -> Checked<Generation> {
+        Ok(self.client.generate(&self.request(8)).await?)
+    }
+
+    /// Starts a long request and waits until the engine generates it.
+    async fn start_long(&self) -> Checked<Running> {
+        let request = self.request(self.long_tokens);
+        let (client, sent) = (self.client.clone(), request.clone());
+        let reply = tokio::spawn(async move { client.generate(&sent).await });
+        let running = Running { rid: request.rid, reply };
+        self.until("one running request", |running, _| running >= 1).await?;
+        Ok(running)
+    }
+
+    /// Waits until running and waiting requests satisfy a condition.
+    async fn until(&self, what: &str, holds: impl Fn(u64, u64) -> bool) -> Checked {
+        let end = tokio::time::Instant::now() + SETTLE;
+        loop {
+            let loads = self.client.loads().await?;
+            let (running, waiting) = loads.iter().fold((0, 0), |(r, w), load| (r + load.num_running_reqs, w + load.num_waiting_reqs));
+            if holds(running, waiting) {
+                return Ok(());
+            }
+            let late = || format!("waited {SETTLE:?} for {what}; {running} running and {waiting} waiting");
+            ensure(tokio::time::Instant::now() < end, late)?;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Waits until a flush succeeds: no request is left in any form.
+    async fn settle(&self) -> Checked {
+        let end = tokio::time::Instant::now() + SETTLE;
+        while !self.client.flush_cache().await? {
+            ensure(tokio::time::Instant::now() < end, || format!("no flush succeeded within {SETTLE:?}"))?;
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
+    /// Loads a checkpoint into an idle engine.
+    async fn load(&self, directory: &Path, label: &str) -> Checked {
+        self.settle().await?;
+        self.client.pause(PauseMode::Retract).await?;
+        let done = self.client.update_weights_from_disk(&update_of(directory, label, false)).await?;
+        self.client.resume().await?;
+        ensure(done == DiskUpdated::Done, || format!("{done:?}"))?;
+        self.serves(label).await
+    }
+
+    async fn serves(&self, label: &str) -> Checked {
+        let found = self.client.model_info().await?.weight_version;
+        ensure(found.as_deref() == Some(label), || format!("model_info.weight_version {label} expected, found {found:?}"))
+    }
+
+    /// Expects a status from a call the client has no method for, or would not send.
+    async fn status(&self, method: &str, path: &str, body: Value, expected: &[u16]) -> Checked<Value> {
+        let (status, reply) = self.client.raw(method, path, &body).await?;
+        ensure(expected.contains(&status), || format!("{method} {path} {body}: one of {expected:?} expected, found {status}: {reply}"))?;
+        Ok(reply)
+    }
+}
+
+/// A long request under way.
+struct Running {
+    rid: Rid,
+    reply: tokio::task::JoinHandle<crate::Result<Generation>>,
+}
+
+impl Running {
+    async fn finish(self) -> Checked<Generation> {
+        Ok(self.reply.await??)
+    }
+}
+
+fn update_of(directory: &Path, label: &str, flush_cache: bool) -> DiskUpdate {
+    DiskUpdate { model_path: directory.into(), load_format: Some("auto".into()), weight_version: Some(label.into()), flush_cache }
+}
+
+/// Body of a raw long generation under an id of the caller's.
+fn raw_request(rid: &str, tokens: u32) -> Value {
+    let sampling = json!({ "temperature": 0, "max_new_tokens": tokens, "ignore_eos": true });
+    json!({ "rid": rid, "input_ids": [1, 2, 3], "sampling_params": sampling, "return_logprob": true })
+}

@@ -1,0 +1,245 @@
+//! The crate's one error type.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::Label;
+
+/// What can go wrong between us and an inference engine. Every variant that concerns an engine names its URL.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An engine's address is not one that this crate can call.
+    #[error("engine address {url:?} is not usable: {reason}; give host:port or http://host:port")]
+    Address {
+        /// The address as given.
+        url: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A key cannot be sent in an HTTP header, or its file cannot be read.
+    #[error("{which} key is not usable: {reason}")]
+    Key {
+        /// `api` or `admin`.
+        which: &'static str,
+        /// What is wrong; never the key itself.
+        reason: String,
+    },
+    /// The connection failed, or broke before the whole reply was read.
+    #[error("engine {engine}: {call} failed: the connection was refused or lost")]
+    Unreachable {
+        /// URL of the engine.
+        engine: String,
+        /// The call, as method and path.
+        call: String,
+        /// The HTTP library's reason.
+        source: reqwest::Error,
+    },
+    /// No whole reply within the call's deadline.
+    #[error("engine {engine}: {call} gave no whole reply within {after:?}")]
+    Deadline {
+        /// URL of the engine.
+        engine: String,
+        /// The call, as method and path.
+        call: String,
+        /// The deadline.
+        after: Duration,
+    },
+    /// The engine answered with another HTTP status than the call expects.
+    #[error("engine {engine}: {call} answered {status}: {body}")]
+    Status {
+        /// URL of the engine.
+        engine: String,
+        /// The call, as method and path.
+        call: String,
+        /// The HTTP status.
+        status: u16,
+        /// The reply's body, cut to a readable length.
+        body: String,
+    },
+    /// A reply is larger than this crate accepts.
+    #[error("engine {engine}: the reply to {call} exceeds {limit} bytes")]
+    ReplyTooLarge {
+        /// URL of the engine.
+        engine: String,
+        /// The call, as method and path.
+        call: String,
+        /// The bound, in bytes.
+        limit: usize,
+    },
+    /// A reply is not what the call's protocol says.
+    #[error("engine {engine}: the reply to {call} is malformed: expected {expected}, found {found}")]
+    Reply {
+        /// URL of the engine.
+        engine: String,
+        /// The call, as method and path.
+        call: String,
+        /// What the protocol says.
+        expected: String,
+        /// What came, cut to a readable length.
+        found: String,
+    },
+    /// The engine's set-up cannot be used, or it is not the engine that was meant.
+    #[error("engine {engine} is refused: {what} should be {expected}, found {found}")]
+    Refused {
+        /// URL of the engine.
+        engine: String,
+        /// The property, by the engine's own name for it.
+        what: String,
+        /// The value that would do.
+        expected: String,
+        /// The engine's value.
+        found: String,
+    },
+    /// The weights that the engine holds are not those of the checkpoint.
+    #[error(
+        "engine {engine}: {count} of its tensors differ from the checkpoint, first {tensor}: expected checksum {expected}, found {found}"
+    )]
+    LiveWeights {
+        /// URL of the engine.
+        engine: String,
+        /// How many tensors differ, are missing or are unexpected.
+        count: usize,
+        /// The first of them in name order, under the engine's fused name.
+        tensor: String,
+        /// The checkpoint's checksum, or `none`.
+        expected: String,
+        /// The engine's checksum, or `none`.
+        found: String,
+    },
+    /// The engine reports another version label than the one it was given.
+    #[error("engine {engine} reports weight version {found} where {expected} was activated")]
+    LabelMismatch {
+        /// URL of the engine.
+        engine: String,
+        /// The label it was given.
+        expected: String,
+        /// The label it reports.
+        found: String,
+    },
+    /// A checkpoint must not be posted: the engine would reject it or die of it.
+    #[error("{path}: tensor {tensor} should be {expected}, found {found}; nothing was posted to the engine")]
+    Checkpoint {
+        /// The checkpoint directory.
+        path: PathBuf,
+        /// The tensor's name in the checkpoint.
+        tensor: String,
+        /// Its dtype and shape as the engine loaded it, or `absent`.
+        expected: String,
+        /// Its dtype and shape in the checkpoint, or `absent`.
+        found: String,
+    },
+    /// A checkpoint's `config.json` is missing or says something that this crate does not know.
+    #[error("{path}: {what} should be {expected}, found {found}")]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// The field, or `the file`.
+        what: String,
+        /// What would do.
+        expected: String,
+        /// What it holds.
+        found: String,
+    },
+    /// A version label is not of the form `<12 hex>:<number>`.
+    #[error("version label {found:?} is not of the form <12 hex digits>:<number>")]
+    Label {
+        /// The text.
+        found: String,
+    },
+    /// A request was not sent because the engine would misbehave on it.
+    #[error("request {rid} is refused: {what} should be {expected}, found {found}")]
+    Request {
+        /// The request.
+        rid: String,
+        /// The field.
+        what: &'static str,
+        /// What would do.
+        expected: String,
+        /// What it holds.
+        found: String,
+    },
+    /// The engine could not be told to generate again after an activation.
+    #[error("engine {engine} may still be paused: continue_generation failed{}", during(.first))]
+    LeftPaused {
+        /// URL of the engine.
+        engine: String,
+        /// The activation's own failure, where there was one.
+        first: Option<String>,
+        /// Why continuing failed.
+        source: Box<Error>,
+    },
+    /// The engines did not reach a version in time.
+    #[error("after {after:?} not every engine serves {label}: {}", list(.laggards))]
+    Behind {
+        /// The label waited for.
+        label: Label,
+        /// The deadline.
+        after: Duration,
+        /// The engines that are not there, each as `URL (serves …)` or `URL (its failure)`.
+        laggards: Vec<String>,
+    },
+    /// No engine gave an acceptable generation in time.
+    #[error("request {rid}: no engine gave an acceptable generation within {after:?}: {}", list(.attempts))]
+    Exhausted {
+        /// The request.
+        rid: String,
+        /// The deadline.
+        after: Duration,
+        /// The last failure of each engine, as `URL: reason`.
+        attempts: Vec<String>,
+    },
+    /// A fleet needs at least one engine, each of them once.
+    #[error("a fleet needs at least one engine and each of them once, found {found:?}")]
+    Fleet {
+        /// The addresses as given.
+        found: Vec<String>,
+    },
+    /// A file of a checkpoint cannot be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's reason.
+        source: std::io::Error,
+    },
+    /// A checkpoint directory is not readable as one.
+    #[error("checkpoint {path} cannot be used")]
+    Open {
+        /// The directory.
+        path: PathBuf,
+        /// The reason.
+        source: driftless_transport::Error,
+    },
+    /// The HTTP client or its runtime could not be set up.
+    #[error("cannot set up {what}")]
+    SetUp {
+        /// The part.
+        what: &'static str,
+        /// The reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// Whether another engine, or the same one later, may do what this one did not: true for lost connections, deadlines and
+    /// the server's own failures (5xx), false for refusals and malformed requests.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Unreachable { .. } | Self::Deadline { .. } | Self::Reply { .. } | Self::ReplyTooLarge { .. } => true,
+            Self::Status { status, .. } => *status >= 500 || *status == 408 || *status == 429,
+            _ => false,
+        }
+    }
+}
+
+fn during(first: &Option<String>) -> String {
+    first.as_ref().map_or_else(String::new, |first| format!(", after: {first}"))
+}
+
+fn list(items: &[String]) -> String {
+    items.join("; ")
+}

@@ -1,0 +1,197 @@
+//! One engine's HTTP connection: a deadline on every call, a bound on every reply, keys that are never shown.
+
+use std::time::Duration;
+
+use reqwest::header::AUTHORIZATION;
+use reqwest::{Method, Url};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::{Error, Keys, Result};
+
+/// Longest part of a foreign body that goes into an error.
+const EXCERPT_CHARS: usize = 600;
+
+/// Who may make a call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Level {
+    /// Generation and information.
+    Normal,
+    /// Weights and lifecycle.
+    Control,
+}
+
+/// A request to be sent: where, by whom, with what, for how long at most.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Call<'a> {
+    pub(crate) method: &'a str,
+    pub(crate) path: &'a str,
+    pub(crate) level: Level,
+    pub(crate) body: Option<&'a Value>,
+    pub(crate) deadline: Duration,
+}
+
+impl Call<'_> {
+    /// The call as errors name it.
+    pub(crate) fn name(&self) -> String {
+        format!("{} {}", self.method, self.path)
+    }
+}
+
+/// A whole reply.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    pub(crate) status: u16,
+    pub(crate) body: Vec<u8>,
+}
+
+/// A connection to one engine.
+#[derive(Debug, Clone)]
+pub(crate) struct Connection {
+    http: reqwest::Client,
+    base: Url,
+    /// The base without its trailing slash: how the engine is named.
+    pub(crate) engine: String,
+    keys: Keys,
+    reply_bytes_max: usize,
+}
+
+impl Connection {
+    pub(crate) fn new(address: &str, keys: Keys, connect: Duration, reply_bytes_max: usize) -> Result<Self> {
+        let base = parse(address)?;
+        let http = reqwest::Client::builder()
+            .connect_timeout(connect)
+            // Proxies come from the environment, which libraries do not read; a redirect would carry the key elsewhere.
+            .no_proxy()
+            .redirect(reqwest::redirect::Policy::none())
+            .build()
+            .map_err(|error| Error::SetUp { what: "the HTTP client", source: error.into() })?;
+        let engine = base.as_str().trim_end_matches('/').to_owned();
+        Ok(Self { http, base, engine, keys, reply_bytes_max })
+    }
+
+    /// Sends a call and reads the whole reply, whatever its status.
+    pub(crate) async fn send(&self, call: Call<'_>) -> Result<Reply> {
+        let deadline = || Error::Deadline { engine: self.engine.clone(), call: call.name(), after: call.deadline };
+        tokio::time::timeout(call.deadline, self.exchange(call)).await.map_err(|_| deadline())?
+    }
+
+    /// Sends a call that succeeds with 200 and a JSON body.
+    pub(crate) async fn json<T: DeserializeOwned>(&self, call: Call<'_>) -> Result<T> {
+        let reply = self.send(call).await?;
+        if reply.status != 200 {
+            return Err(self.status_error(call, &reply));
+        }
+        self.decode(call, &reply.body)
+    }
+
+    /// Sends a call that succeeds with 200, whatever the body.
+    pub(crate) async fn ok(&self, call: Call<'_>) -> Result<()> {
+        let reply = self.send(call).await?;
+        if reply.status == 200 { Ok(()) } else { Err(self.status_error(call, &reply)) }
+    }
+
+    /// Reads a body as the call's reply.
+    pub(crate) fn decode<T: DeserializeOwned>(&self, call: Call<'_>, body: &[u8]) -> Result<T> {
+        serde_json::from_slice(body).map_err(|error| self.malformed(call, &error.to_string(), &excerpt(body)))
+    }
+
+    pub(crate) fn malformed(&self, call: Call<'_>, expected: &str, found: &str) -> Error {
+        Error::Reply { engine: self.engine.clone(), call: call.name(), expected: expected.to_owned(), found: found.to_owned() }
+    }
+
+    pub(crate) fn status_error(&self, call: Call<'_>, reply: &Reply) -> Error {
+        Error::Status { engine: self.engine.clone(), call: call.name(), status: reply.status, body: excerpt(&reply.body) }
+    }
+
+    async fn exchange(&self, call: Call<'_>) -> Result<Reply> {
+        let lost = |source| Error::Unreachable { engine: self.engine.clone(), call: call.name(), source };
+        let mut reply = self.request(call)?.send().await.map_err(lost)?;
+        let status = reply.status().as_u16();
+        let too_large = || Error::ReplyTooLarge { engine: self.engine.clone(), call: call.name(), limit: self.reply_bytes_max };
+        if reply.content_length().is_some_and(|length| length > self.reply_bytes_max as u64) {
+            return Err(too_large());
+        }
+        let mut body = Vec::new();
+        while let Some(chunk) = reply.chunk().await.map_err(lost)? {
+            if body.len() + chunk.len() > self.reply_bytes_max {
+                return Err(too_large());
+            }
+            body.extend_from_slice(&chunk);
+        }
+        Ok(Reply { status, body })
+    }
+
+    fn request(&self, call: Call<'_>) -> Result<reqwest::RequestBuilder> {
+        let url = self.base.join(call.path).map_err(|error| Error::Address { url: call.path.into(), reason: error.to_string() })?;
+        let method = if call.method == "POST" { Method::POST } else { Method::GET };
+        let key = match call.level {
+            Level::Normal => self.keys.normal(),
+            Level::Control => self.keys.control(),
+        };
+        let mut request = self.http.request(method, url);
+        if let Some(key) = key {
+            request = request.header(AUTHORIZATION, key.clone());
+        }
+        if let Some(body) = call.body {
+            request = request.json(body);
+        }
+        Ok(request)
+    }
+}
+
+/// `host:port` or `http://host:port`, nothing else: no TLS here, and a path would be dropped silently when joined.
+fn parse(address: &str) -> Result<Url> {
+    let fail = |reason: &str| Error::Address { url: address.into(), reason: reason.into() };
+    let text = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
+    let url = Url::parse(&text).map_err(|error| fail(&error.to_string()))?;
+    if url.scheme() != "http" {
+        return Err(fail("only plain http is supported"));
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(fail("keys do not belong into an address"));
+    }
+    if url.path() != "/" || url.query().is_some() || url.fragment().is_some() {
+        return Err(fail("it has a path, a query or a fragment"));
+    }
+    // Port 80 is what an address without a port means; no engine listens there by default, so it is a forgotten port.
+    if url.port().is_none() && !text.trim_end_matches('/').ends_with(":80") {
+        return Err(fail("it has no port"));
+    }
+    Ok(url)
+}
+
+/// The readable beginning of a foreign body.
+pub(crate) fn excerpt(body: &[u8]) -> String {
+    let text = String::from_utf8_lossy(body);
+    let text = text.trim();
+    match text.char_indices().nth(EXCERPT_CHARS) {
+        Some((end, _)) => format!("{}… ({} bytes)", &text[..end], body.len()),
+        None if text.is_empty() => "an empty body".to_owned(),
+        None => text.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses() {
+        let engine = |address: &str| Connection::new(address, Keys::default(), Duration::from_secs(1), 1).map(|c| c.engine);
+        assert_eq!(engine("127.0.0.1:30000").unwrap(), "http://127.0.0.1:30000");
+        assert_eq!(engine("http://[::1]:30000/").unwrap(), "http://[::1]:30000");
+        for bad in ["", "localhost", "https://a:1", "http://a:1/v1", "http://u:p@a:1", "a:99999", "http://a:1?x=1"] {
+            assert!(matches!(engine(bad), Err(Error::Address { .. })), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn excerpts_are_cut_between_characters() {
+        let long = "ä".repeat(2000);
+        let cut = excerpt(long.as_bytes());
+        assert!(cut.starts_with("ää") && cut.ends_with("(4000 bytes)"));
+        assert_eq!(excerpt(b" \n"), "an empty body");
+        assert_eq!(excerpt(&[0xff, b'x']), "\u{fffd}x");
+    }
+}

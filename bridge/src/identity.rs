@@ -1,0 +1,230 @@
+//! Who an engine is, and whether it is who it should be.
+
+use std::path::Path;
+
+use driftless_transport::Dtype;
+
+use crate::model::torch_dtype;
+use crate::{Error, Expected, ModelInfo, Result, ServerInfo};
+
+/// The load formats whose engines can reload a safetensors directory.
+const LOAD_FORMATS: [&str; 6] = ["auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "dummy"];
+
+/// What an engine said about itself, after it was accepted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Identity {
+    /// Its release, for people.
+    pub version: Option<String>,
+    /// `cpu`, `cuda` …
+    pub device: Option<String>,
+    /// Its tensor-parallel ranks.
+    pub tp: u32,
+    /// The dtype it holds weights in.
+    pub dtype: Dtype,
+    /// Whether the config under the engine's own model path could be read here and was compared; otherwise only architecture, dtype and
+    /// set-up were.
+    pub config_compared: bool,
+    /// The tokenizer's digest, where both sides have a tokenizer that could be read here; it was equal.
+    pub tokenizer: Option<String>,
+}
+
+impl Identity {
+    /// Whether `/weights_checker` of this engine can be compared with [`checksums`](crate::checksums()): one rank, on the CPU. GPUs hash differently,
+    /// and every further rank holds a slice.
+    pub fn checksums_comparable(&self) -> bool {
+        self.tp == 1 && self.device.as_deref() == Some("cpu")
+    }
+}
+
+/// Compares an engine's answers, and the config and tokenizer under its paths where they can be read here, with what is expected.
+///
+/// # Errors
+/// [`Error::Refused`] for the first property that does not fit.
+pub(crate) fn compare(
+    engine: &str,
+    expected: &Expected,
+    model: &ModelInfo,
+    server: &ServerInfo,
+    local: Option<&Expected>,
+) -> Result<Identity> {
+    let check = Check { engine };
+    check.set_up(model, server)?;
+    check.equal("architectures", &[expected.config.architecture.as_str()].join(","), &model.architectures.clone().unwrap_or_default().join(","))?;
+    let quantization = server.quantization.clone().or_else(|| local.and_then(|local| local.config.quantization.clone()));
+    check.equal("quantization", "none", quantization.as_deref().unwrap_or("none"))?;
+    if let Some(local) = local {
+        check.config(expected, local)?;
+    }
+    let dtype = check.dtype(expected, server, local)?;
+    let tokenizer = match (&expected.tokenizer, local.and_then(|local| local.tokenizer.as_ref())) {
+        (Some(expected), Some(found)) => {
+            check.equal("tokenizer digest", expected, found)?;
+            Some(found.clone())
+        }
+        _ => None,
+    };
+    Ok(Identity {
+        version: server.version.clone(),
+        device: server.device.clone(),
+        tp: server.tp_size.unwrap_or(1),
+        dtype,
+        config_compared: local.is_some(),
+        tokenizer,
+    })
+}
+
+/// Config and tokenizer of an engine, read under the paths it names; `None` where they are not on this machine.
+pub(crate) fn local(server: &ServerInfo) -> Result<Option<Expected>> {
+    let directory = Path::new(&server.model_path);
+    if !directory.join("config.json").is_file() {
+        return Ok(None);
+    }
+    let mut found = Expected::from_checkpoint(directory)?;
+    match server.tokenizer_path.as_deref().map(Path::new) {
+        Some(path) if path != directory && path.join("config.json").is_file() => found.tokenizer = Expected::from_checkpoint(path)?.tokenizer,
+        _ => {}
+    }
+    Ok(Some(found))
+}
+
+struct Check<'a> {
+    engine: &'a str,
+}
+
+impl Check<'_> {
+    fn equal(&self, what: &str, expected: &str, found: &str) -> Result<()> {
+        if expected == found {
+            return Ok(());
+        }
+        Err(Error::Refused { engine: self.engine.into(), what: what.into(), expected: expected.into(), found: found.into() })
+    }
+
+    /// The combinations that cannot be updated from disk as a whole, or that were never run here.
+    fn set_up(&self, model: &ModelInfo, server: &ServerInfo) -> Result<()> {
+        self.equal("frontend", "python", server.frontend.as_deref().unwrap_or("python"))?;
+        self.equal("is_generation", "true", if model.is_generation == Some(false) { "false" } else { "true" })?;
+        for (what, size) in [("pp_size", server.pp_size), ("dp_size", server.dp_size)] {
+            self.equal(what, "1", &size.unwrap_or(1).to_string())?;
+        }
+        let role = server.disaggregation_mode.as_deref().or(model.disaggregation_mode.as_deref()).unwrap_or("null");
+        self.equal("disaggregation_mode", "null", role)?;
+        self.equal("weight_cache_mode", "off", server.weight_cache_mode.as_deref().unwrap_or("off"))?;
+        let draft = server.speculative_draft_model_path.as_deref().or(server.speculative_algorithm.as_deref());
+        self.equal("speculative_algorithm and its draft model", "none", draft.unwrap_or("none"))?;
+        let overrides = server.json_model_override_args.as_deref().unwrap_or("{}");
+        self.equal("json_model_override_args", "{}", if overrides.trim().is_empty() { "{}" } else { overrides })?;
+        let format = server.load_format.as_deref().unwrap_or("auto");
+        if LOAD_FORMATS.contains(&format) { Ok(()) } else { self.equal("load_format", &LOAD_FORMATS.join(" or "), format) }
+    }
+
+    fn config(&self, expected: &Expected, local: &Expected) -> Result<()> {
+        let (want, have) = (&expected.config, &local.config);
+        for (what, want, have) in [
+            ("hidden_size", want.hidden_size, have.hidden_size),
+            ("num_hidden_layers", want.layers, have.layers),
+            ("vocab_size", want.vocabulary, have.vocabulary),
+            ("intermediate_size", want.intermediate_size, have.intermediate_size),
+            ("num_attention_heads", want.heads, have.heads),
+            ("num_key_value_heads", want.kv_heads, have.kv_heads),
+            ("head_dim", want.head_dim, have.head_dim),
+            ("tie_word_embeddings", want.tied.into(), have.tied.into()),
+        ] {
+            self.equal(what, &want.to_string(), &have.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// The dtype of the engine's weights must be the checkpoint's: engines cast silently, and the cast would not be our bytes.
+    fn dtype(&self, expected: &Expected, server: &ServerInfo, local: Option<&Expected>) -> Result<Dtype> {
+        let configured = local.map_or(expected.config.dtype, |local| local.config.dtype);
+        let name = server.dtype.as_deref().unwrap_or("auto");
+        let dtype = match name {
+            // SGLang's rule: a float32 config is loaded as float16 unless --dtype says otherwise.
+            "auto" if configured == Dtype::F32 => Some(Dtype::F16),
+            "auto" => Some(configured),
+            other => torch_dtype(other),
+        };
+        match dtype {
+            Some(dtype) if dtype == expected.config.dtype => Ok(dtype),
+            Some(dtype) => self.equal("dtype", expected.config.dtype.name(), &format!("{} (--dtype {name})", dtype.name())).map(|()| dtype),
+            None => self.equal("dtype", expected.config.dtype.name(), name).map(|()| expected.config.dtype),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::ModelConfig;
+
+    fn expected(dtype: &str) -> Expected {
+        let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "vocab_size": 70, "torch_dtype": dtype});
+        Expected { config: ModelConfig::parse(Path::new("c"), config.to_string().as_bytes()).unwrap(), tokenizer: Some("t".into()) }
+    }
+
+    fn run(server: Value, model: Value, dtype: &str) -> Result<Identity> {
+        let mut base = json!({"model_path": "/m", "frontend": "python", "tp_size": 1, "pp_size": 1, "dp_size": 1, "dtype": "auto",
+            "disaggregation_mode": "null", "weight_cache_mode": "off", "load_format": "auto", "json_model_override_args": "{}", "device": "cpu"});
+        let mut info = json!({"model_path": "/m", "architectures": ["Qwen3ForCausalLM"], "is_generation": true});
+        base.as_object_mut().unwrap().extend(server.as_object().unwrap().clone());
+        info.as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
+        let want = expected(dtype);
+        compare("http://e:1", &want, &serde_json::from_value(info).unwrap(), &serde_json::from_value(base).unwrap(), Some(&expected(dtype)))
+    }
+
+    #[test]
+    fn a_fitting_engine_is_accepted() {
+        let identity = run(json!({}), json!({}), "bfloat16").unwrap();
+        assert!(identity.checksums_comparable() && identity.config_compared);
+        assert_eq!(identity.tokenizer.as_deref(), Some("t"));
+        assert!(!run(json!({"tp_size": 2}), json!({}), "bfloat16").unwrap().checksums_comparable());
+    }
+
+    #[test]
+    fn every_unsupported_combination_is_refused_by_name() {
+        for (server, what) in [
+            (json!({"frontend": "rust"}), "frontend"),
+            (json!({"pp_size": 2}), "pp_size"),
+            (json!({"dp_size": 2}), "dp_size"),
+            (json!({"disaggregation_mode": "prefill"}), "disaggregation_mode"),
+            (json!({"weight_cache_mode": "client"}), "weight_cache_mode"),
+            (json!({"speculative_algorithm": "EAGLE"}), "speculative_algorithm and its draft model"),
+            (json!({"json_model_override_args": "{\"x\": 1}"}), "json_model_override_args"),
+            (json!({"load_format": "gguf"}), "load_format"),
+            (json!({"quantization": "fp8"}), "quantization"),
+            (json!({"dtype": "float16"}), "dtype"),
+        ] {
+            match run(server.clone(), json!({}), "bfloat16") {
+                Err(Error::Refused { what: found, .. }) => assert_eq!(found, what),
+                other => panic!("{server}: {other:?}"),
+            }
+        }
+        let other = run(json!({}), json!({"architectures": ["LlamaForCausalLM"]}), "bfloat16");
+        assert!(matches!(other, Err(Error::Refused { what, .. }) if what == "architectures"));
+    }
+
+    #[test]
+    fn a_float32_model_needs_the_flag() {
+        let refused = run(json!({}), json!({}), "float32").unwrap_err().to_string();
+        assert!(refused.contains("F16 (--dtype auto)"), "{refused}");
+        assert_eq!(run(json!({"dtype": "float32"}), json!({}), "float32").unwrap().dtype, Dtype::F32);
+    }
+
+    #[test]
+    fn another_size_or_tokenizer_is_refused() {
+        let (model, server) = (json!({"model_path": "/m", "architectures": ["Qwen3ForCausalLM"]}), json!({"model_path": "/m"}));
+        let (model, server) = (serde_json::from_value(model).unwrap(), serde_json::from_value(server).unwrap());
+        let want = expected("bfloat16");
+        let mut local = want.clone();
+        local.config.hidden_size = 9;
+        let refused = compare("e", &want, &model, &server, Some(&local));
+        assert!(matches!(refused, Err(Error::Refused { what, .. }) if what == "hidden_size"));
+        let local = Expected { tokenizer: Some("u".into()), ..want.clone() };
+        let refused = compare("e", &want, &model, &server, Some(&local));
+        assert!(matches!(refused, Err(Error::Refused { what, .. }) if what == "tokenizer digest"));
+    }
+}

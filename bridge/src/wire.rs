@@ -1,0 +1,165 @@
+//! Requests and replies of the information, weight and lifecycle calls, as SGLang 0.5.12 to 0.5.23 speak them.
+//!
+//! Fields that one of those versions lacks are `Option`; fields that this crate does not use are left out.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::Deserialize;
+
+/// Reply of `GET /model_info`: what the engine serves now.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[non_exhaustive]
+pub struct ModelInfo {
+    /// Where the weights came from last; an update from disk changes it.
+    pub model_path: String,
+    /// Where the tokenizer came from; an update leaves it.
+    pub tokenizer_path: Option<String>,
+    /// Label of the weights, `default` until somebody sets it.
+    pub weight_version: Option<String>,
+    /// How the engine was told to load weights: `auto`, `dummy`, `safetensors` …
+    pub load_format: Option<String>,
+    /// `null` (the word), `prefill` or `decode`.
+    pub disaggregation_mode: Option<String>,
+    /// `model_type` of the engine's config.
+    pub model_type: Option<String>,
+    /// `architectures` of the engine's config.
+    pub architectures: Option<Vec<String>>,
+    /// False for embedding and reward models.
+    pub is_generation: Option<bool>,
+}
+
+/// Reply of `GET /server_info`: how the engine was started. Values that an update changes are stale here.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[non_exhaustive]
+pub struct ServerInfo {
+    /// Release of the engine, for people; behaviour is probed.
+    pub version: Option<String>,
+    /// `python`, or another for the embedded Rust server, which has no weight calls.
+    pub frontend: Option<String>,
+    /// Directory that the engine was started with.
+    pub model_path: String,
+    /// Directory of its tokenizer.
+    pub tokenizer_path: Option<String>,
+    /// Tensor-parallel ranks.
+    pub tp_size: Option<u32>,
+    /// Pipeline-parallel ranks.
+    pub pp_size: Option<u32>,
+    /// Data-parallel replicas behind the one address.
+    pub dp_size: Option<u32>,
+    /// `cpu`, `cuda` …
+    pub device: Option<String>,
+    /// `auto` (the config's) or the dtype that weights are cast to.
+    pub dtype: Option<String>,
+    /// Quantisation that was asked for at start; a checkpoint can bring its own in its config.
+    pub quantization: Option<String>,
+    /// How weights were loaded at start.
+    pub load_format: Option<String>,
+    /// `null` (the word), `prefill` or `decode`.
+    pub disaggregation_mode: Option<String>,
+    /// `off`, or the weight-cache role that refuses every update.
+    pub weight_cache_mode: Option<String>,
+    /// Speculative decoding, which brings a draft model along.
+    pub speculative_algorithm: Option<String>,
+    /// The draft model.
+    pub speculative_draft_model_path: Option<String>,
+    /// Overrides of the config, as JSON text.
+    pub json_model_override_args: Option<String>,
+}
+
+/// One entry of `GET /v1/loads?include=core`: one data-parallel rank.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[non_exhaustive]
+pub struct Load {
+    /// Requests being generated.
+    pub num_running_reqs: u64,
+    /// Requests queued, those retracted by a pause included.
+    pub num_waiting_reqs: u64,
+    /// Tokens held in the KV cache.
+    pub num_used_tokens: u64,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Loads {
+    pub(crate) loads: Vec<Load>,
+}
+
+/// What `POST /pause_generation` does with running requests. New ones wait in every mode, unanswered, until generation continues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PauseMode {
+    /// They are answered with what they have, finish reason `abort`. Takes a second where there are any.
+    Abort,
+    /// They go back to the queue and lose their KV cache, which is recomputed with the weights that are live then.
+    Retract,
+    /// They stay, with the KV cache of the old weights.
+    InPlace,
+}
+
+impl PauseMode {
+    /// The engine's word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Abort => "abort",
+            Self::Retract => "retract",
+            Self::InPlace => "in_place",
+        }
+    }
+}
+
+/// Body of `POST /update_weights_from_disk`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskUpdate {
+    /// Checkpoint directory as the engine sees it.
+    pub model_path: PathBuf,
+    /// `auto` for an engine started with `dummy`; `None` keeps the engine's own.
+    pub load_format: Option<String>,
+    /// Label to carry from then on.
+    pub weight_version: Option<String>,
+    /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
+    pub flush_cache: bool,
+}
+
+/// What an update from disk did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiskUpdated {
+    /// The weights are live, and so is the label.
+    Done,
+    /// The weights are live, but the cache was not flushed and the label reported by `/model_info` did not change: both are still owed.
+    Unflushed,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Outcome {
+    pub(crate) success: bool,
+    pub(crate) message: String,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct ChecksumReply {
+    pub(crate) success: bool,
+    pub(crate) message: String,
+    #[serde(default)]
+    pub(crate) ranks: Vec<RankChecksums>,
+}
+
+/// Checksums of one rank's tensors, from `POST /weights_checker`.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[non_exhaustive]
+pub struct RankChecksums {
+    /// The engine's fused tensor name → 16 hex digits. On the CPU the first 8 bytes of the SHA-256 of the tensor's bytes; another hash elsewhere.
+    pub checksums: BTreeMap<String, String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn older_engines_lack_fields() {
+        let info: ModelInfo = serde_json::from_str(r#"{"model_path":"/m","is_generation":true}"#).unwrap();
+        assert_eq!(info.weight_version, None);
+        let server: ServerInfo = serde_json::from_str(r#"{"model_path":"/m","tp_size":1,"quantization":null,"other":[]}"#).unwrap();
+        assert_eq!((server.tp_size, server.quantization), (Some(1), None));
+        assert!(serde_json::from_str::<ServerInfo>(r#"{"model_path":"/m","tp_size":"one"}"#).is_err());
+    }
+}
