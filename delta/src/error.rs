@@ -82,6 +82,16 @@ pub enum Error {
         /// How.
         why: &'static str,
     },
+    /// The bundle was made for another base. Nothing was decoded.
+    #[error("base has {what} with check {found:016x}, the bundle needs {expected:016x}")]
+    OtherBase {
+        /// What differs: the tensor table, or the contents.
+        what: &'static str,
+        /// Check the bundle was made for (folded digest).
+        expected: u64,
+        /// Check of the base at hand.
+        found: u64,
+    },
     /// The text is not a digest.
     #[error("`{found}` is not a digest of 32 hexadecimal digits")]
     NotADigest {

@@ -30,6 +30,7 @@
 //! result that is not the promised one is never handed out.
 
 mod bits;
+pub mod bundle;
 mod choose;
 mod coder;
 mod decode;
