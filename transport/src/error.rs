@@ -298,6 +298,32 @@ pub enum Error {
         /// The codec's error.
         source: driftless_delta::Error,
     },
+    /// Another process, or another value in this one, works on the same replica.
+    #[error("`{path}` is held by another process; a replica has one writer at a time", path = path.display())]
+    Locked {
+        /// The lock file.
+        path: PathBuf,
+    },
+    /// The replica holds no version that could be read.
+    #[error("`{path}` holds no finished version yet", path = path.display())]
+    NothingApplied {
+        /// The replica's directory.
+        path: PathBuf,
+    },
+    /// A replica's directory is not what its state says, and its journal cannot repair that.
+    #[error("the replica `{path}` cannot be trusted; delete the directory to have it rebuilt from the store", path = path.display())]
+    DamagedReplica {
+        /// The replica's directory.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: Box<Error>,
+    },
+    /// Work that was given up because another part of it failed.
+    #[error("{what} ended early")]
+    Cancelled {
+        /// The work.
+        what: &'static str,
+    },
     /// A setting that cannot work.
     #[error("the setting `{name}` is {found}, expected {expected}")]
     BadSetting {

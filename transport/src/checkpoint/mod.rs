@@ -1,0 +1,229 @@
+//! Plain Hugging Face checkpoint directories: what engines load, read by memory map and written crash-safely.
+
+mod header;
+mod index;
+pub(crate) mod map;
+mod write;
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, File};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+
+use crate::error::{Error, Result};
+use crate::snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo, is_aux_name};
+use header::bad;
+
+pub use write::write_checkpoint;
+pub(crate) use write::{remove_dir, sync_dir, write_file, write_weights};
+
+/// The one weight file of a small checkpoint.
+const SINGLE: &str = "model.safetensors";
+/// The list of shards of a large one.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// A checkpoint directory, open for reading: `model.safetensors`, or shards and `model.safetensors.index.json`, plus auxiliary files.
+///
+/// Weight files are memory-mapped. They must not be rewritten in place or truncated by anybody else while this value lives: readers would see
+/// torn bytes or be killed. Replacing a file by rename is harmless, the old content stays readable.
+pub struct Checkpoint {
+    dir: PathBuf,
+    tensors: Vec<TensorInfo>,
+    places: Vec<(usize, Range<usize>)>,
+    shards: Vec<Shard>,
+    files: Vec<AuxFile>,
+}
+
+struct Shard {
+    path: PathBuf,
+    map: Mmap,
+}
+
+/// Where a tensor's bytes lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place<'a> {
+    /// The weight file.
+    pub path: &'a Path,
+    /// First byte within the file.
+    pub offset: u64,
+    /// Number of bytes.
+    pub length: u64,
+}
+
+impl Checkpoint {
+    /// Opens and validates a checkpoint directory. Every weight file's header is read, no tensor is.
+    ///
+    /// With an index, its files are the checkpoint and must hold exactly the tensors it lists; without one, `model.safetensors` is.
+    /// Symbolic links are followed, as the Hugging Face cache consists of them. Hidden files, other weight formats and files above
+    /// [`AUX_FILE_BYTES_MAX`] are left out of the auxiliary files.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`] or [`Error::Parse`] name the file and tensor for: a missing shard, a truncated file, a header that
+    /// contradicts its file, overlaps, gaps, a tensor twice, an index that disagrees with the shards. [`Error::Unsupported`] for a
+    /// sub-byte element type, [`Error::Io`] and [`Error::PermissionDenied`] for the file system's refusals.
+    pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
+        let dir = dir.into();
+        let weight_map = index::read(&dir)?;
+        let names: Vec<String> = match &weight_map {
+            Some(map) => {
+                map.values().cloned().collect::<std::collections::BTreeSet<_>>().into_iter().collect()
+            }
+            None => vec![SINGLE.to_owned()],
+        };
+        let shards = names.iter().map(|name| Shard::open(&dir, name)).collect::<Result<Vec<_>>>()?;
+        let mut found = BTreeMap::new();
+        for (position, shard) in shards.iter().enumerate() {
+            for entry in header::parse(&shard.path, &shard.map)? {
+                // Bounded by the map's length, which is a usize.
+                let range = entry.range.start as usize..entry.range.end as usize;
+                if let Some((_, (first, _))) =
+                    found.insert(entry.info.name.clone(), (entry.info.clone(), (position, range)))
+                {
+                    let first: &Shard = &shards[first];
+                    return Err(bad(
+                        &shard.path,
+                        Some(&entry.info.name),
+                        "tensor in two files",
+                        "one file",
+                        first.path.display(),
+                    ));
+                }
+            }
+        }
+        if let Some(map) = &weight_map {
+            index::check(&dir, map, &names, &found)?;
+        }
+        let files = read_files(&dir)?;
+        let (tensors, places) = found.into_values().unzip();
+        Ok(Self { dir, tensors, places, shards, files })
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The weight files, sorted by name.
+    pub fn weight_files(&self) -> impl Iterator<Item = &Path> {
+        self.shards.iter().map(|shard| shard.path.as_path())
+    }
+
+    /// Position of a tensor in [`Snapshot::tensors`].
+    #[must_use]
+    pub fn position(&self, name: &str) -> Option<usize> {
+        self.tensors.binary_search_by(|info| info.name.as_str().cmp(name)).ok()
+    }
+
+    /// The bytes of `tensors()[index]`, straight from the map; `None` past the end.
+    #[must_use]
+    pub fn tensor(&self, index: usize) -> Option<&[u8]> {
+        let (shard, range) = self.places.get(index)?;
+        self.shards.get(*shard)?.map.get(range.clone())
+    }
+
+    /// Copies the weight files and the index, if there is one, into `target` and syncs each. Returns their names.
+    pub(crate) fn copy_weights(&self, target: &Path) -> Result<Vec<String>> {
+        let mut names = Vec::new();
+        let index = self.dir.join(INDEX);
+        let index = index.exists().then_some(index.as_path());
+        for path in self.weight_files().chain(index) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let copy = target.join(&name);
+            fs::copy(path, &copy).map_err(|source| Error::io("write", &copy, source))?;
+            // A source may be read-only (a shared cache); the copy is going to be written to.
+            let file = File::options().write(true).open(&copy).or_else(|_| writable(&copy));
+            file.and_then(|file| file.sync_all()).map_err(|source| Error::io("sync", &copy, source))?;
+            names.push(name);
+        }
+        Ok(names)
+    }
+
+    /// Where `tensors()[index]` lies on disk; `None` past the end.
+    #[must_use]
+    pub fn place(&self, index: usize) -> Option<Place<'_>> {
+        let (shard, range) = self.places.get(index)?;
+        let path = &self.shards.get(*shard)?.path;
+        Some(Place { path, offset: range.start as u64, length: range.len() as u64 })
+    }
+}
+
+impl Snapshot for Checkpoint {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
+        self.tensor(index).map(Cow::Borrowed).ok_or_else(|| {
+            bad(&self.dir, None, "position of a tensor", format!("below {}", self.tensors.len()), index)
+        })
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        &self.files
+    }
+}
+
+impl fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Checkpoint")
+            .field("dir", &self.dir)
+            .field("tensors", &self.tensors.len())
+            .field("weight_files", &self.shards.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Shard {
+    fn open(dir: &Path, name: &str) -> Result<Self> {
+        let path = dir.join(name);
+        let file = File::open(&path).map_err(|source| match source.kind() {
+            std::io::ErrorKind::NotFound => {
+                bad(dir, None, "weight file", format!("`{name}`"), "no such file")
+            }
+            _ => Error::io("open", &path, source),
+        })?;
+        let map = map::map(&path, &file)?;
+        Ok(Self { path, map })
+    }
+}
+
+/// Makes a file writable by its owner and opens it.
+fn writable(path: &Path) -> std::io::Result<File> {
+    use std::os::unix::fs::PermissionsExt as _;
+    let mut permissions = fs::metadata(path)?.permissions();
+    permissions.set_mode(permissions.mode() | 0o200);
+    fs::set_permissions(path, permissions)?;
+    File::options().write(true).open(path)
+}
+
+/// The directory's auxiliary files, sorted by name.
+fn read_files(dir: &Path) -> Result<Vec<AuxFile>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).map_err(|source| Error::io("list", dir, source))? {
+        let entry = entry.map_err(|source| Error::io("list", dir, source))?;
+        let Some(name) = entry.file_name().to_str().filter(|name| is_aux_name(name)).map(str::to_owned)
+        else {
+            continue;
+        };
+        let path = entry.path();
+        // Follows links, and a dangling one is an error worth hearing about.
+        let metadata = fs::metadata(&path).map_err(|source| Error::io("inspect", &path, source))?;
+        if !metadata.is_file() {
+            continue;
+        }
+        if metadata.len() > AUX_FILE_BYTES_MAX {
+            tracing::warn!(path = %path.display(), bytes = metadata.len(), "auxiliary file is too large to travel with a version");
+            continue;
+        }
+        let bytes = fs::read(&path).map_err(|source| Error::io("read", &path, source))?;
+        files.push(AuxFile::new(name, bytes)?);
+    }
+    files.sort_by(|a, b| a.name().cmp(b.name()));
+    Ok(files)
+}

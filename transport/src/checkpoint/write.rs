@@ -1,0 +1,234 @@
+//! Writing a checkpoint directory so that a crash leaves the old one or the new one.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write as _};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+
+use super::{INDEX, SINGLE, header, index};
+use crate::error::{Error, Result};
+use crate::snapshot::{Snapshot, TensorInfo};
+
+/// Names of the weight files written, the index last where there is one.
+pub(crate) type WeightFiles = Vec<String>;
+
+/// Writes `snapshot` as a Hugging Face checkpoint directory: `model.safetensors` when it fits in `max_shard_bytes` of tensor data, else
+/// shards and an index (a tensor larger than that gets a file of its own), plus the auxiliary files.
+///
+/// Everything is written and synced beside `dir`, which is then created or exchanged by one rename, so that a reader or a crash sees the
+/// old directory or the new one. A directory that holds another checkpoint is replaced whole; one that holds anything else is refused.
+///
+/// # Errors
+///
+/// [`Error::BadSetting`] when `dir` is in use for something else, [`Error::NoSpace`] and the other file system errors,
+/// [`Error::DuplicateTensor`] and [`Error::TensorMismatch`] for a snapshot that contradicts itself. `dir` is untouched then.
+pub fn write_checkpoint(dir: impl AsRef<Path>, snapshot: &dyn Snapshot, max_shard_bytes: u64) -> Result<()> {
+    let dir = dir.as_ref();
+    let replace = replaceable(dir)?;
+    let partial = partial_name(dir)?;
+    remove_dir(&partial)?;
+    let written =
+        write_all(&partial, snapshot, max_shard_bytes).and_then(|()| install(&partial, dir, replace));
+    if written.is_err()
+        && let Err(error) = remove_dir(&partial)
+    {
+        tracing::warn!(%error, "a partly written checkpoint stays behind");
+    }
+    written
+}
+
+/// Writes the weight files of `snapshot` into the existing directory `dir` and syncs each; not the directory itself.
+pub(crate) fn write_weights(
+    dir: &Path,
+    snapshot: &dyn Snapshot,
+    max_shard_bytes: u64,
+) -> Result<WeightFiles> {
+    let tensors = snapshot.tensors();
+    check_order(tensors)?;
+    let sizes = tensors.iter().map(TensorInfo::byte_len).collect::<Result<Vec<_>>>()?;
+    let shards = plan(&sizes, max_shard_bytes);
+    let count = shards.len();
+    if count <= 1 {
+        write_shard(&dir.join(SINGLE), snapshot, shards.into_iter().next().unwrap_or(0..0))?;
+        return Ok(vec![SINGLE.to_owned()]);
+    }
+    let mut names = WeightFiles::new();
+    let mut weight_map = index::WeightMap::new();
+    for (position, shard) in shards.into_iter().enumerate() {
+        let name = format!("model-{:05}-of-{count:05}.safetensors", position + 1);
+        weight_map.extend(
+            tensors
+                .get(shard.clone())
+                .unwrap_or_default()
+                .iter()
+                .map(|info| (info.name.clone(), name.clone())),
+        );
+        write_shard(&dir.join(&name), snapshot, shard)?;
+        names.push(name);
+    }
+    write_file(&dir.join(INDEX), index::compose(&weight_map, sizes.iter().sum()).as_bytes())?;
+    names.push(INDEX.to_owned());
+    Ok(names)
+}
+
+/// Makes a directory's entries durable.
+pub(crate) fn sync_dir(dir: &Path) -> Result<()> {
+    File::open(dir).and_then(|file| file.sync_all()).map_err(|source| Error::io("sync", dir, source))
+}
+
+/// Creates and syncs one file.
+pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
+    let write = || {
+        let mut file = File::create(path)?;
+        file.write_all(bytes)?;
+        file.sync_all()
+    };
+    write().map_err(|source| Error::io("write", path, source))
+}
+
+/// Removes a directory tree if it exists.
+pub(crate) fn remove_dir(dir: &Path) -> Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::io("remove", dir, source)),
+        _ => Ok(()),
+    }
+}
+
+/// Greedy shards of consecutive tensors with at most `max` bytes each, except where one tensor alone is larger.
+fn plan(sizes: &[u64], max: u64) -> Vec<Range<usize>> {
+    let mut shards = Vec::new();
+    let (mut start, mut bytes) = (0, 0u64);
+    for (position, &size) in sizes.iter().enumerate() {
+        if position > start && bytes.saturating_add(size) > max {
+            shards.push(start..position);
+            (start, bytes) = (position, 0);
+        }
+        bytes = bytes.saturating_add(size);
+    }
+    if start < sizes.len() {
+        shards.push(start..sizes.len());
+    }
+    shards
+}
+
+fn check_order(tensors: &[TensorInfo]) -> Result<()> {
+    for (a, b) in tensors.iter().zip(tensors.iter().skip(1)) {
+        if a.name == b.name {
+            return Err(Error::DuplicateTensor { tensor: a.name.clone() });
+        }
+        if a.name > b.name {
+            return Err(Error::TensorMismatch {
+                tensor: b.name.clone(),
+                what: "place in the snapshot",
+                expected: "sorted by name".into(),
+                found: format!("behind `{}`", a.name),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn write_shard(path: &Path, snapshot: &dyn Snapshot, shard: Range<usize>) -> Result<()> {
+    let tensors = snapshot.tensors();
+    let mut order: Vec<(usize, &TensorInfo)> =
+        tensors.iter().enumerate().skip(shard.start).take(shard.len()).collect();
+    // Wide types first keeps every tensor aligned to its element size; the sort is stable, so names stay in order within a width.
+    order.sort_by_key(|(_, info)| std::cmp::Reverse(info.dtype.size()));
+    let header = header::compose(&order.iter().map(|(_, info)| *info).collect::<Vec<_>>())?;
+    let io = |source| Error::io("write", path, source);
+    let mut file = File::create(path).map_err(io)?;
+    file.write_all(&header).map_err(io)?;
+    for (position, info) in order {
+        let bytes = snapshot.bytes(position)?;
+        if bytes.len() as u64 != info.byte_len()? {
+            return Err(Error::TensorMismatch {
+                tensor: info.name.clone(),
+                what: "number of bytes",
+                expected: info.byte_len()?.to_string(),
+                found: bytes.len().to_string(),
+            });
+        }
+        file.write_all(&bytes).map_err(io)?;
+    }
+    file.sync_all().map_err(io)
+}
+
+fn write_all(dir: &Path, snapshot: &dyn Snapshot, max_shard_bytes: u64) -> Result<()> {
+    fs::create_dir_all(dir).map_err(|source| Error::io("create", dir, source))?;
+    write_weights(dir, snapshot, max_shard_bytes)?;
+    for file in snapshot.files() {
+        write_file(&dir.join(file.name()), file.bytes())?;
+    }
+    sync_dir(dir)
+}
+
+/// Whether `dir` exists with content, which is only accepted when it is a checkpoint and nobody's replica.
+fn replaceable(dir: &Path) -> Result<bool> {
+    let mut entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(source) if source.kind() == ErrorKind::NotFound => return Ok(false),
+        Err(source) => return Err(Error::io("list", dir, source)),
+    };
+    if entries.next().is_none() {
+        return Ok(false);
+    }
+    let is_checkpoint = dir.join(SINGLE).exists() || dir.join(INDEX).exists();
+    if is_checkpoint && !dir.join(crate::replica::STATE_DIR).exists() {
+        return Ok(true);
+    }
+    Err(Error::BadSetting {
+        name: "checkpoint directory",
+        expected: "a new or empty directory, or a plain checkpoint to replace".into(),
+        found: format!("`{}`, which holds something else", dir.display()),
+    })
+}
+
+/// `.<name>.partial` beside `dir`: on the same file system, so that a rename can install it.
+fn partial_name(dir: &Path) -> Result<PathBuf> {
+    let name = dir.file_name().ok_or_else(|| Error::BadSetting {
+        name: "checkpoint directory",
+        expected: "a path that ends in a name".into(),
+        found: format!("`{}`", dir.display()),
+    })?;
+    let mut partial = OsString::from(".");
+    partial.push(name);
+    partial.push(".partial");
+    Ok(dir.with_file_name(partial))
+}
+
+fn install(partial: &Path, dir: &Path, replace: bool) -> Result<()> {
+    let io = |source: std::io::Error| Error::io("install", dir, source);
+    if replace {
+        // Afterwards `partial` holds the old checkpoint. Every Linux file system that holds checkpoints can exchange.
+        renameat_with(CWD, partial, CWD, dir, RenameFlags::EXCHANGE).map_err(|errno| io(errno.into()))?;
+        sync_parent(dir)?;
+        return remove_dir(partial);
+    }
+    fs::rename(partial, dir).map_err(io)?;
+    sync_parent(dir)
+}
+
+fn sync_parent(dir: &Path) -> Result<()> {
+    match dir.parent() {
+        Some(parent) if parent != Path::new("") => sync_dir(parent),
+        _ => sync_dir(Path::new(".")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_are_greedy_and_hold_everything() {
+        assert_eq!(plan(&[], 10), Vec::<Range<usize>>::new());
+        assert_eq!(plan(&[4, 4, 4], 8), [0..2, 2..3]);
+        assert_eq!(plan(&[20, 4, 4], 8), [0..1, 1..3]);
+        assert_eq!(plan(&[4, 20, 4], 8), [0..1, 1..2, 2..3]);
+        assert_eq!(plan(&[1, 1], 0), [0..1, 1..2]);
+        assert_eq!(plan(&[u64::MAX, u64::MAX], u64::MAX), [0..1, 1..2]);
+    }
+}

@@ -1,0 +1,330 @@
+//! Carrying out a committed journal, and reading back what a directory holds.
+//!
+//! Every step is idempotent and the marker moves last, so that a crash anywhere is followed by the same steps again.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use driftless_delta::{DigestTable, Patch};
+use memmap2::MmapMut;
+
+use super::fetch::check_digest;
+use super::journal::{self, Record};
+use super::state::{
+    Applied, Copy, Layout, Marker, State, Tables, digests_from_bytes, digests_to_bytes, read_optional, stamps,
+};
+use crate::checkpoint::{Checkpoint, map, remove_dir, sync_dir};
+use crate::error::{Error, Result};
+use crate::ids::ContentDigest;
+use crate::manifest::Manifest;
+use crate::snapshot::{Snapshot as _, TensorInfo, is_plain_name};
+
+/// How long the two halves of an apply took.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Times {
+    /// Until an engine could load the new version.
+    pub(super) overwrite: Duration,
+    /// Until it was durable.
+    pub(super) sync: Duration,
+}
+
+/// Finishes the committed journal of `dir`; `None` if there is none, or one that was never committed, which is removed.
+pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<(State, Times)>> {
+    let path = layout.journal();
+    let file = match File::open(&path) {
+        Ok(file) => file,
+        Err(source) if source.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(Error::io("open", &path, source)),
+    };
+    let bytes = map::map(&path, &file)?;
+    let Some(records) = journal::committed(&bytes) else {
+        tracing::warn!(path = %path.display(), "a journal that was never committed is dropped; the version before it stays");
+        return Ok(None);
+    };
+    let copy = find(
+        &path,
+        &records,
+        |record| if let Record::Manifest(bytes) = record { Some(*bytes) } else { None },
+    )?;
+    let digests =
+        find(
+            &path,
+            &records,
+            |record| if let Record::Digests(bytes) = record { Some(*bytes) } else { None },
+        )?;
+    let parsed = Copy::parse(copy)?;
+    check_base(layout, &records, &parsed)?;
+
+    let started = Instant::now();
+    move_files(dir, layout, &records)?;
+    let checkpoint = Checkpoint::open(dir)?;
+    check_tensors(&checkpoint, &parsed.manifest)?;
+    let maps = overwrite(&checkpoint, &parsed.manifest, &records)?;
+    let overwritten = started.elapsed();
+    for (path, map) in maps {
+        map.flush().map_err(|source| Error::io("sync", path, source))?;
+    }
+    let times = Times { overwrite: overwritten, sync: started.elapsed() - overwritten };
+
+    super::crash_point("follow.marker")?;
+    let state = adopt(checkpoint, parsed, digests)?;
+    write_state(layout, &state, Some((copy, digests)))?;
+    drop_journal(layout)?;
+    Ok(Some((state, times)))
+}
+
+/// Removes the journal and what was staged for it.
+pub(super) fn drop_journal(layout: &Layout) -> Result<()> {
+    journal::remove(&layout.journal())?;
+    remove_dir(&layout.staging())?;
+    layout.sync()
+}
+
+/// What the directory holds by its own account, checked; `None` if it never held a version.
+///
+/// With `doubt`, or where a weight file's size or time is not as it was left, every tensor is hashed again.
+pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<State>> {
+    let Some(marker) = Marker::read(&layout.marker())? else { return Ok(None) };
+    let path = layout.manifest();
+    let bytes = read_optional(&path)?.unwrap_or_default();
+    marker.manifest_file.check(&bytes, format_args!("`{}`", path.display()))?;
+    let copy = Copy::parse(&bytes)?;
+    let applied = Applied::of(&copy.manifest, copy.digest);
+    if applied != marker.applied {
+        return Err(Error::Corrupt {
+            subject: format!("`{}`", layout.marker().display()),
+            what: "it contradicts the manifest beside it",
+            expected: applied.label(),
+            found: marker.applied.label(),
+        });
+    }
+    let checkpoint = Checkpoint::open(dir)?;
+    check_tensors(&checkpoint, &copy.manifest)?;
+    check_files(&checkpoint, &copy.manifest)?;
+    let tables =
+        read_optional(&layout.digests())?.and_then(|bytes| digests_from_bytes(&bytes, &copy.manifest));
+    let touched = stamps(&checkpoint)? != marker.weights;
+    let (tables, hashed) = match tables {
+        Some(tables) if !doubt && !touched => (tables, false),
+        tables => {
+            tracing::info!(dir = %dir.display(), doubt, touched, digests = tables.is_some(), "hashing the whole checkpoint");
+            (hash_all(&checkpoint, &copy.manifest)?, true)
+        }
+    };
+    let state = State { applied, manifest: copy.manifest, tables, checkpoint };
+    if hashed {
+        write_state(layout, &state, None)?;
+    }
+    Ok(Some(state))
+}
+
+/// Hashes every tensor, tied names included, and compares with the manifest.
+pub(super) fn hash_all(checkpoint: &Checkpoint, manifest: &Manifest) -> Result<Tables> {
+    let mut tables = Tables::new();
+    for (name, tensor) in manifest.named_tensors() {
+        let bytes = checkpoint.position(name).and_then(|index| checkpoint.tensor(index)).unwrap_or_default();
+        let table = DigestTable::of(tensor.dtype.element(), bytes)
+            .map_err(|source| Error::Codec { tensor: name.to_owned(), source })?;
+        check_digest(tensor, &table)?;
+        tables.insert(tensor.name.clone(), table);
+    }
+    Ok(tables)
+}
+
+/// Refuses a checkpoint whose tensors are not the manifest's, by name, element type and shape.
+pub(super) fn check_tensors(checkpoint: &Checkpoint, manifest: &Manifest) -> Result<()> {
+    let expected = manifest.named_tensors();
+    let found = checkpoint.tensors();
+    let describe = |info: Option<&TensorInfo>| {
+        info.map_or("none".to_owned(), |info| format!("{} {:?}", info.dtype, info.shape))
+    };
+    for (name, tensor) in &expected {
+        let info = checkpoint.position(name).and_then(|index| found.get(index));
+        if info.is_none_or(|info| info.dtype != tensor.dtype || info.shape != tensor.shape) {
+            return Err(Error::TensorMismatch {
+                tensor: (*name).to_owned(),
+                what: "type and shape in the checkpoint",
+                expected: describe(Some(&tensor.info())),
+                found: describe(info),
+            });
+        }
+    }
+    match found
+        .iter()
+        .find(|info| expected.binary_search_by_key(&info.name.as_str(), |(name, _)| name).is_err())
+    {
+        Some(extra) => Err(Error::TensorMismatch {
+            tensor: extra.name.clone(),
+            what: "type and shape in the checkpoint",
+            expected: "none, the version does not have it".into(),
+            found: describe(Some(extra)),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Refuses auxiliary files that are missing or not the manifest's; others are none of our business.
+pub(super) fn check_files(checkpoint: &Checkpoint, manifest: &Manifest) -> Result<()> {
+    for file in &manifest.files {
+        let found = checkpoint.files().iter().find(|found| found.name() == file.name);
+        let subject = checkpoint.dir().join(&file.name);
+        file.blake3
+            .check(found.map_or(&[], |found| found.bytes()), format_args!("`{}`", subject.display()))?;
+        if found.is_none() {
+            return Err(Error::io("open", subject, ErrorKind::NotFound.into()));
+        }
+    }
+    Ok(())
+}
+
+fn find<'a>(
+    path: &Path,
+    records: &[Record<'a>],
+    pick: impl Fn(&Record<'a>) -> Option<&'a [u8]>,
+) -> Result<&'a [u8]> {
+    records.iter().find_map(pick).ok_or_else(|| Error::Corrupt {
+        subject: format!("`{}`", path.display()),
+        what: "its records are incomplete",
+        expected: "a manifest and digest tables".into(),
+        found: format!("{} records", records.len()),
+    })
+}
+
+/// Patches are made for one base: a journal that was copied here from elsewhere must not be applied.
+fn check_base(layout: &Layout, records: &[Record<'_>], target: &Copy) -> Result<()> {
+    if !records.iter().any(|record| matches!(record, Record::Patch { .. })) {
+        return Ok(());
+    }
+    let have = Marker::read(&layout.marker())?.map(|marker| marker.applied);
+    let fits = have.as_ref().is_some_and(|have| {
+        let is_base = target.manifest.base.is_some_and(|base| base.manifest_digest == have.manifest_digest);
+        is_base || have.manifest_digest == target.digest
+    });
+    if fits {
+        return Ok(());
+    }
+    Err(Error::Corrupt {
+        subject: format!("`{}`", layout.journal().display()),
+        what: "it was written for another base",
+        expected: target
+            .manifest
+            .base
+            .map_or("no base".into(), |base| target.manifest.run_id.label(base.version)),
+        found: have.map_or("no version".into(), |have| have.label()),
+    })
+}
+
+fn move_files(dir: &Path, layout: &Layout, records: &[Record<'_>]) -> Result<()> {
+    let mut moved = false;
+    for record in records {
+        match *record {
+            Record::Install { name } => {
+                let (source, target) = (layout.staging().join(checked(name)?), dir.join(name));
+                match fs::rename(&source, &target) {
+                    // Installed before the crash.
+                    Err(error) if error.kind() == ErrorKind::NotFound && target.exists() => {}
+                    renamed => renamed.map_err(|error| Error::io("install", &target, error))?,
+                }
+            }
+            Record::Remove { name } => match fs::remove_file(dir.join(checked(name)?)) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    return Err(Error::io("remove", dir.join(name), error));
+                }
+                _ => {}
+            },
+            Record::File { name, bytes } => layout.replace(&dir.join(checked(name)?), bytes)?,
+            Record::Manifest(_) | Record::Digests(_) | Record::Patch { .. } => continue,
+        }
+        moved = true;
+        super::crash_point("follow.apply")?;
+    }
+    if moved { sync_dir(dir) } else { Ok(()) }
+}
+
+fn checked(name: &str) -> Result<&str> {
+    if is_plain_name(name) { Ok(name) } else { Err(Error::BadFileName { name: name.to_owned() }) }
+}
+
+/// Writes the patches through shared maps: from here on an engine that reads the files sees the new version.
+fn overwrite(
+    checkpoint: &Checkpoint,
+    manifest: &Manifest,
+    records: &[Record<'_>],
+) -> Result<BTreeMap<PathBuf, MmapMut>> {
+    let mut maps = BTreeMap::new();
+    for record in records {
+        let Record::Patch { tensor, offset, bytes } = *record else { continue };
+        let codec = |source| Error::Codec { tensor: tensor.to_owned(), source };
+        let patch = Patch::from_bytes(bytes).map_err(codec)?;
+        let aliases = manifest
+            .tensors
+            .iter()
+            .find(|entry| entry.name == tensor)
+            .map_or(&[][..], |entry| &entry.aliases);
+        for name in std::iter::once(tensor).chain(aliases.iter().map(String::as_str)) {
+            let target = target(&mut maps, checkpoint, name, offset, patch.tensor_bytes())?;
+            patch.apply_to(target).map_err(codec)?;
+        }
+        super::crash_point("follow.apply")?;
+    }
+    Ok(maps)
+}
+
+/// The mapped bytes of a tensor's range, mapping its file on first use.
+fn target<'m>(
+    maps: &'m mut BTreeMap<PathBuf, MmapMut>,
+    checkpoint: &Checkpoint,
+    tensor: &str,
+    offset: u64,
+    length: u64,
+) -> Result<&'m mut [u8]> {
+    let outside = || Error::TensorMismatch {
+        tensor: tensor.to_owned(),
+        what: "range that the journal overwrites",
+        expected: "inside the tensor".into(),
+        found: format!("{length} bytes from {offset}"),
+    };
+    let place = checkpoint.position(tensor).and_then(|index| checkpoint.place(index)).ok_or_else(outside)?;
+    if offset.checked_add(length).is_none_or(|end| end > place.length) {
+        return Err(outside());
+    }
+    if !maps.contains_key(place.path) {
+        let io = |source| Error::io("open for writing", place.path, source);
+        let file = File::options().read(true).write(true).open(place.path).map_err(io)?;
+        maps.insert(place.path.to_owned(), map::map_mut(place.path, &file)?);
+    }
+    let start = (place.offset + offset) as usize;
+    maps.get_mut(place.path).and_then(|map| map.get_mut(start..start + length as usize)).ok_or_else(outside)
+}
+
+/// The state that a finished journal leaves.
+fn adopt(checkpoint: Checkpoint, copy: Copy, digests: &[u8]) -> Result<State> {
+    let tables = digests_from_bytes(digests, &copy.manifest).ok_or_else(|| Error::Corrupt {
+        subject: "journal".into(),
+        what: "its digest tables do not belong to its manifest",
+        expected: copy.manifest.label(),
+        found: format!("{} bytes of tables", digests.len()),
+    })?;
+    check_files(&checkpoint, &copy.manifest)?;
+    let applied = Applied::of(&copy.manifest, copy.digest);
+    Ok(State { applied, manifest: copy.manifest, tables, checkpoint })
+}
+
+/// Writes digests, manifest and, last of all, the marker.
+fn write_state(layout: &Layout, state: &State, bytes: Option<(&[u8], &[u8])>) -> Result<()> {
+    let (copy, digests) = match bytes {
+        Some((copy, digests)) => (copy.to_vec(), digests.to_vec()),
+        None => {
+            let copy = Copy { digest: state.applied.manifest_digest, manifest: state.manifest.clone() };
+            (copy.to_bytes()?, digests_to_bytes(&state.tables))
+        }
+    };
+    layout.replace(&layout.digests(), &digests)?;
+    layout.replace(&layout.manifest(), &copy)?;
+    let marker = Marker::new(state.applied.clone(), ContentDigest::of(&copy), stamps(&state.checkpoint)?);
+    layout.replace(&layout.marker(), &marker.to_bytes()?)?;
+    layout.sync()
+}

@@ -1,0 +1,167 @@
+//! What a version consists of: named tensors and the auxiliary files of a checkpoint.
+
+use std::borrow::Cow;
+
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+
+/// Largest auxiliary file that travels with a version, in bytes. Tokenizers reach 35 MB.
+pub const AUX_FILE_BYTES_MAX: u64 = 64 << 20;
+
+/// Name, element type and shape of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct TensorInfo {
+    /// Hugging Face name, such as `model.layers.0.mlp.up_proj.weight`.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Extent of each dimension, outermost first; empty for a scalar.
+    pub shape: Vec<u64>,
+}
+
+impl TensorInfo {
+    /// Number of elements.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`] when the product of the shape does not fit in 64 bits.
+    pub fn elements(&self) -> Result<u64> {
+        self.shape
+            .iter()
+            .try_fold(1u64, |product, &extent| product.checked_mul(extent))
+            .ok_or_else(|| self.too_large())
+    }
+
+    /// Number of bytes, row-major and without padding.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`] when it does not fit in 64 bits.
+    pub fn byte_len(&self) -> Result<u64> {
+        self.elements()?.checked_mul(self.dtype.size()).ok_or_else(|| self.too_large())
+    }
+
+    fn too_large(&self) -> Error {
+        Error::Corrupt {
+            subject: format!("tensor `{}`", self.name),
+            what: "its size does not fit in 64 bits",
+            expected: "a shape that can be stored".into(),
+            found: format!("{:?} of {}", self.shape, self.dtype),
+        }
+    }
+}
+
+/// A file that belongs to a checkpoint beside its weights: `config.json`, tokenizer, chat template, …
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuxFile {
+    name: String,
+    bytes: Vec<u8>,
+}
+
+impl AuxFile {
+    /// Takes a file's plain name (no directory) and content.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadFileName`] for a name that is not one plain, visible path component, or that a weight file would have;
+    /// [`Error::TooLarge`] above [`AUX_FILE_BYTES_MAX`].
+    pub fn new(name: impl Into<String>, bytes: Vec<u8>) -> Result<Self> {
+        let name = name.into();
+        if !is_aux_name(&name) {
+            return Err(Error::BadFileName { name });
+        }
+        if bytes.len() as u64 > AUX_FILE_BYTES_MAX {
+            return Err(Error::TooLarge {
+                what: format!("auxiliary file `{name}`"),
+                max: AUX_FILE_BYTES_MAX,
+            });
+        }
+        Ok(Self { name, bytes })
+    }
+
+    /// Plain file name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Content.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// All tensors and auxiliary files of one version, readable one tensor at a time.
+///
+/// Tensors are sorted by name and names are unique; the bytes of a tensor are row-major, little-endian and without padding.
+pub trait Snapshot {
+    /// The tensors, sorted by name.
+    fn tensors(&self) -> &[TensorInfo];
+
+    /// The bytes of `tensors()[index]`, exactly [`TensorInfo::byte_len`] of them.
+    ///
+    /// # Errors
+    ///
+    /// Whatever reading them meets: a device copy or a file may fail.
+    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>>;
+
+    /// The auxiliary files, sorted by name.
+    fn files(&self) -> &[AuxFile];
+}
+
+/// Whether `name` is one plain path component that is safe to create in a directory: no separator, not hidden, printable, ≤ 255 bytes.
+pub(crate) fn is_plain_name(name: &str) -> bool {
+    !name.is_empty()
+        && name.len() <= 255
+        && !name.starts_with('.')
+        && !name.chars().any(|c| c == '/' || c == '\\' || c.is_control())
+}
+
+/// Whether a file of this name in a checkpoint directory is auxiliary. Other weight formats are left out on purpose:
+/// they would go stale with the first delta, and engines glob for them.
+pub(crate) fn is_aux_name(name: &str) -> bool {
+    const WEIGHTS: [&str; 10] = [
+        ".safetensors",
+        ".safetensors.index.json",
+        ".bin",
+        ".bin.index.json",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".gguf",
+        ".h5",
+        ".msgpack",
+    ];
+    is_plain_name(name) && !WEIGHTS.iter().any(|suffix| name.ends_with(suffix))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn byte_len_is_checked() {
+        let mut info = TensorInfo { name: "w".into(), dtype: Dtype::Bf16, shape: vec![3, 5] };
+        assert_eq!(info.byte_len().unwrap(), 30);
+        info.shape = vec![];
+        assert_eq!(info.byte_len().unwrap(), 2, "a scalar has one element");
+        info.shape = vec![0, 7];
+        assert_eq!(info.byte_len().unwrap(), 0);
+        info.shape = vec![u64::MAX, 2];
+        assert!(matches!(info.elements(), Err(Error::Corrupt { .. })));
+        info.shape = vec![u64::MAX];
+        assert!(matches!(info.byte_len(), Err(Error::Corrupt { .. })));
+    }
+
+    #[test]
+    fn auxiliary_names_cannot_escape_or_shadow_weights() {
+        for good in ["config.json", "tokenizer.model", "merges.txt", "chat_template.jinja"] {
+            assert!(AuxFile::new(good, vec![]).is_ok(), "{good}");
+        }
+        for bad in ["", ".", "..", ".driftless", "a/b", "../x", "a\\b", "a\nb", "model.safetensors", "x.bin"]
+        {
+            assert!(matches!(AuxFile::new(bad, vec![]), Err(Error::BadFileName { .. })), "{bad:?}");
+        }
+    }
+}
