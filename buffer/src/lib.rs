@@ -1,1 +1,48 @@
-//! placeholder
+#![doc = include_str!("../README.md")]
+
+#[cfg(target_endian = "big")]
+compile_error!(
+    "driftless-buffer hands out little-endian columns without copying them and needs a little-endian machine"
+);
+
+mod cursor;
+mod damage;
+mod error;
+mod index;
+mod inspect;
+mod layout;
+mod ledger;
+mod lock;
+mod log;
+mod map;
+mod options;
+mod position;
+mod reader;
+mod record;
+mod recover;
+mod reservation;
+mod sample;
+mod scan;
+mod shared;
+mod storage;
+mod sync;
+#[cfg(test)]
+mod tests;
+
+pub use cursor::Cursor;
+pub use damage::{Damage, Recovery, Severity};
+pub use error::{Error, Result};
+pub use inspect::{Report, Stat, stat, verify};
+pub use log::Log;
+pub use options::{Options, SyncPolicy};
+pub use position::{Identity, Position};
+pub use reader::{Group, Reader, Records};
+pub use record::Record;
+pub use reservation::{Ack, Pending, Reservation};
+pub use sample::{ColumnId, Element, Finish, Kind, PromptState, Sample, Scalars, Shape, VersionSpan};
+
+/// Unix time in microseconds, for information only: nothing is ever ordered by it.
+fn clock_us() -> u64 {
+    let elapsed = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    elapsed.map_or(0, |elapsed| u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX))
+}

@@ -1,0 +1,176 @@
+//! What is in the log, without reading it: positions, groups, samples and where each record lies.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use crate::layout::segment::{Entry, EntryState, SegmentHeader};
+use crate::map::Map;
+use crate::sample::Kind;
+
+/// A mapped segment.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    pub(crate) name: String,
+    pub(crate) header: SegmentHeader,
+    pub(crate) map: Arc<Map>,
+}
+
+/// Has the CRC of a record's body been checked in this process?
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Checked {
+    NotYet,
+    Good,
+    Bad,
+}
+
+/// A segment and its positions.
+#[derive(Debug)]
+pub(crate) struct Loaded {
+    pub(crate) segment: Arc<Segment>,
+    pub(crate) entries: Vec<Entry>,
+    pub(crate) checked: Vec<Checked>,
+    /// Unix time of the sealing in microseconds; `None` while records may follow.
+    pub(crate) sealed_us: Option<u64>,
+}
+
+/// Where one record lies.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    pub(crate) segment: Arc<Segment>,
+    pub(crate) entry: Entry,
+    pub(crate) checked: Checked,
+}
+
+/// All segments, by the number of their first record, and the records by their ids.
+#[derive(Debug, Default)]
+pub(crate) struct Index {
+    segments: BTreeMap<u64, Loaded>,
+    /// (rollout, group) → newest record of each sample.
+    groups: BTreeMap<(u64, u64), BTreeMap<u64, u64>>,
+    /// Sample → its newest record.
+    samples: HashMap<u64, u64>,
+    /// Prompt → its newest record.
+    prompts: BTreeMap<u64, u64>,
+    /// One past the last position that is filled in.
+    end: u64,
+}
+
+impl Index {
+    pub(crate) fn add_segment(&mut self, segment: Arc<Segment>) {
+        let first = segment.header.first;
+        self.end = self.end.max(first);
+        let loaded = Loaded { segment, entries: Vec::new(), checked: Vec::new(), sealed_us: None };
+        self.segments.insert(first, loaded);
+    }
+
+    /// Fills in the next position of a segment.
+    pub(crate) fn push(&mut self, first: u64, entry: Entry, checked: Checked) {
+        let Some(loaded) = self.segments.get_mut(&first) else { return };
+        let sequence = first + loaded.entries.len() as u64;
+        loaded.entries.push(entry);
+        loaded.checked.push(checked);
+        self.end = self.end.max(sequence + 1);
+        if entry.state != EntryState::Record {
+            return;
+        }
+        if entry.kind == Kind::Prompt.code() {
+            self.prompts.insert(entry.sample, sequence);
+        } else {
+            self.groups.entry((entry.rollout, entry.group)).or_default().insert(entry.sample, sequence);
+            self.samples.insert(entry.sample, sequence);
+        }
+    }
+
+    pub(crate) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// First position that retention has kept.
+    pub(crate) fn oldest(&self) -> u64 {
+        self.segments.keys().next().copied().unwrap_or(self.end)
+    }
+
+    pub(crate) fn segment(&self, first: u64) -> Option<&Loaded> {
+        self.segments.get(&first)
+    }
+
+    pub(crate) fn segment_mut(&mut self, first: u64) -> Option<&mut Loaded> {
+        self.segments.get_mut(&first)
+    }
+
+    pub(crate) fn segments(&self) -> impl DoubleEndedIterator<Item = &Loaded> {
+        self.segments.values()
+    }
+
+    /// The first position at or after `sequence` that is filled in, with what is there.
+    pub(crate) fn at_or_after(&self, sequence: u64) -> Option<(u64, Place)> {
+        let before = self.segments.range(..=sequence).next_back();
+        let after = self.segments.range(sequence..).map(|(first, loaded)| (first, loaded));
+        before.into_iter().chain(after).find_map(|(&first, loaded)| {
+            let index = usize::try_from(sequence.saturating_sub(first)).ok()?;
+            let entry = *loaded.entries.get(index)?;
+            let checked = *loaded.checked.get(index)?;
+            Some((first + index as u64, Place { segment: Arc::clone(&loaded.segment), entry, checked }))
+        })
+    }
+
+    /// Notes the outcome of checking a record.
+    pub(crate) fn set_checked(&mut self, sequence: u64, checked: Checked) {
+        if let Some((&first, loaded)) = self.segments.range_mut(..=sequence).next_back()
+            && let Some(slot) =
+                usize::try_from(sequence - first).ok().and_then(|index| loaded.checked.get_mut(index))
+        {
+            *slot = checked;
+        }
+    }
+
+    /// The groups of a rollout, and in each the newest record of every sample.
+    pub(crate) fn groups(&self, rollout: u64) -> impl Iterator<Item = (u64, &BTreeMap<u64, u64>)> {
+        self.groups.range((rollout, 0)..=(rollout, u64::MAX)).map(|(&(_, group), samples)| (group, samples))
+    }
+
+    /// The rollouts that have records.
+    pub(crate) fn rollouts(&self) -> Vec<u64> {
+        let mut rollouts: Vec<u64> = self.groups.keys().map(|&(rollout, _)| rollout).collect();
+        rollouts.dedup();
+        rollouts
+    }
+
+    /// The newest record of a sample.
+    pub(crate) fn sample(&self, sample: u64) -> Option<u64> {
+        self.samples.get(&sample).copied()
+    }
+
+    /// The newest record of every prompt, by prompt id.
+    pub(crate) fn prompts(&self) -> impl Iterator<Item = u64> {
+        self.prompts.values().copied()
+    }
+
+    /// Forgets a segment and all its records.
+    pub(crate) fn remove_segment(&mut self, first: u64) {
+        let Some(loaded) = self.segments.remove(&first) else { return };
+        for (index, entry) in
+            loaded.entries.iter().enumerate().filter(|(_, entry)| entry.state == EntryState::Record)
+        {
+            let sequence = first + index as u64;
+            if entry.kind == Kind::Prompt.code() {
+                if self.prompts.get(&entry.sample) == Some(&sequence) {
+                    self.prompts.remove(&entry.sample);
+                }
+                continue;
+            }
+            if self.samples.get(&entry.sample) == Some(&sequence) {
+                self.samples.remove(&entry.sample);
+            }
+            let key = (entry.rollout, entry.group);
+            if let Some(samples) = self.groups.get_mut(&key) {
+                if samples.get(&entry.sample) == Some(&sequence) {
+                    samples.remove(&entry.sample);
+                }
+                if samples.is_empty() {
+                    self.groups.remove(&key);
+                }
+            }
+        }
+    }
+}

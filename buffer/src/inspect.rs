@@ -1,0 +1,211 @@
+//! Looking at a log from outside. Read-only, and safe beside a writing process.
+
+use std::path::Path;
+
+use crate::damage::{Damage, Severity};
+use crate::index::{Loaded, Segment};
+use crate::layout::frame::{FrameState, Peek};
+use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, TRAILER};
+use crate::position::hex;
+use crate::reader::read_mode;
+use crate::recover::{self, Mode, Opened};
+use crate::sample::Kind;
+use crate::storage::{Directory, Storage};
+use crate::{Position, Result, cursor, scan};
+
+/// Figures about a log.
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize)]
+pub struct Stat {
+    /// The run, in hex; empty for a log without segments.
+    pub run_id: String,
+    /// The model.
+    pub model: String,
+    /// Digest of the tokenizer, in hex.
+    pub tokenizer_digest: String,
+    /// A process is writing it now.
+    pub live: bool,
+    /// Segment files.
+    pub segments: usize,
+    /// Those among them that are sealed.
+    pub sealed: usize,
+    /// Bytes of records and their framing.
+    pub bytes: u64,
+    /// The first position kept, and one past the last.
+    pub oldest: Position,
+    /// One past the last position.
+    pub end: Position,
+    /// Finished samples.
+    pub samples: u64,
+    /// Partial samples.
+    pub partials: u64,
+    /// Prompt records.
+    pub prompts: u64,
+    /// Positions without a record: given up, or lost in a crash before they were acknowledged.
+    pub empty: u64,
+    /// Acknowledged records that were found damaged.
+    pub corrupt: u64,
+    /// Tokens of all samples, prompts included.
+    pub tokens: u64,
+    /// Smallest and largest rollout id among the samples.
+    pub rollouts: Option<(u64, u64)>,
+    /// Oldest and newest version among the samples' spans.
+    pub versions: Option<(u64, u64)>,
+    /// Durable cursors; one without a position is damaged.
+    pub cursors: Vec<(String, Option<Position>)>,
+}
+
+/// What [`verify`] found.
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize)]
+pub struct Report {
+    /// Records whose every byte was checked.
+    pub records: u64,
+    /// Bytes checked.
+    pub bytes: u64,
+    /// Every place that is not what was written, by file and offset.
+    pub damage: Vec<Damage>,
+}
+
+impl Report {
+    /// Is every acknowledged byte what was written?
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.damage.iter().all(|damage| damage.severity == Severity::Torn)
+    }
+}
+
+/// Counts what is in the log, from its index: the records themselves are not read, except in segments that are not sealed.
+///
+/// # Errors
+///
+/// As [`crate::Reader::open`].
+pub fn stat(dir: impl AsRef<Path>) -> Result<Stat> {
+    let root = dir.as_ref();
+    let storage = Directory::new(root);
+    let mode = read_mode(root);
+    let opened = recover::open(&storage, mode, None)?;
+    let mut stat = Stat {
+        live: mode == Mode::Live,
+        segments: opened.index.segments().count(),
+        sealed: opened.index.segments().filter(|loaded| loaded.sealed_us.is_some()).count(),
+        bytes: opened.bytes,
+        oldest: Position(opened.index.oldest()),
+        end: Position(opened.index.end()),
+        cursors: cursor::all(&storage),
+        ..Stat::default()
+    };
+    if let Some(identity) = opened.identity {
+        stat.run_id = hex(&identity.run_id);
+        stat.model = identity.model;
+        stat.tokenizer_digest = hex(&identity.tokenizer_digest);
+    }
+    for entry in opened.index.segments().flat_map(|loaded| &loaded.entries) {
+        stat.count(entry);
+    }
+    Ok(stat)
+}
+
+impl Stat {
+    fn count(&mut self, entry: &Entry) {
+        match (entry.state, Kind::from_code(entry.kind)) {
+            (EntryState::Record, Some(Kind::Prompt)) => self.prompts += 1,
+            (EntryState::Record, Some(Kind::Partial)) => self.partials += 1,
+            (EntryState::Record, _) => {
+                self.samples += 1;
+                self.tokens += u64::from(entry.tokens);
+                self.rollouts = Some(widen(self.rollouts, entry.rollout, entry.rollout));
+                if entry.oldest_version <= entry.newest_version {
+                    self.versions = Some(widen(self.versions, entry.oldest_version, entry.newest_version));
+                }
+            }
+            (EntryState::Void | EntryState::Torn, _) => self.empty += 1,
+            (EntryState::Corrupt, _) => self.corrupt += 1,
+        }
+    }
+}
+
+fn widen(range: Option<(u64, u64)>, low: u64, high: u64) -> (u64, u64) {
+    range.map_or((low, high), |(a, b)| (a.min(low), b.max(high)))
+}
+
+/// Checks every byte of the log.
+///
+/// # Errors
+///
+/// As [`crate::Reader::open`]; damage is not an error but the answer.
+pub fn verify(dir: impl AsRef<Path>) -> Result<Report> {
+    let root = dir.as_ref();
+    let storage = Directory::new(root);
+    verify_on(&storage, read_mode(root))
+}
+
+/// As [`verify`], on any storage.
+pub(crate) fn verify_on(storage: &dyn Storage, mode: Mode) -> Result<Report> {
+    let Opened { index, recovery, .. } = recover::open(storage, mode, None)?;
+    let mut report = Report { damage: recovery.damage, ..Report::default() };
+    for loaded in index.segments() {
+        let path = storage.path(&loaded.segment.name);
+        if loaded.sealed_us.is_some() {
+            verify_sealed(&path, loaded, &mut report);
+        }
+        let records = loaded.entries.iter().filter(|entry| entry.state == EntryState::Record);
+        for entry in records {
+            report.records += 1;
+            report.bytes += entry.bytes;
+        }
+    }
+    for (name, position) in cursor::all(storage) {
+        if position.is_none() {
+            let path = storage.path(&format!("cursor-{name}"));
+            let what = "cursor";
+            report.damage.push(Damage { path, offset: 0, position: None, severity: Severity::Corrupt, what });
+        }
+    }
+    Ok(report)
+}
+
+/// Checks the frames of a sealed segment against its table, and that nothing was written where nothing belongs.
+fn verify_sealed(path: &Path, loaded: &Loaded, report: &mut Report) {
+    let segment = &loaded.segment;
+    let first = segment.header.first;
+    let mut damage = |offset: usize, position: Option<u64>, severity, what| {
+        let (path, position) = (path.to_owned(), position.map(Position));
+        report.damage.push(Damage { path, offset: offset as u64, position, severity, what });
+    };
+    for (index, entry) in loaded.entries.iter().enumerate() {
+        let sequence = first + index as u64;
+        match verify_entry(segment, sequence, entry) {
+            Ok(()) => {}
+            Err(what) => damage(entry.offset as usize, Some(sequence), Severity::Corrupt, what),
+        }
+    }
+    let end = loaded.entries.last().map_or(HEADER_PAGE, |last| (last.offset + last.bytes) as usize);
+    let unused = end + loaded.entries.len() * ENTRY;
+    let trailer = (segment.header.capacity as usize).saturating_sub(TRAILER);
+    if unused < trailer && !segment.map.is_zero(unused..trailer) {
+        damage(unused, None, Severity::Redundant, "unused bytes before the trailer");
+    }
+}
+
+fn verify_entry(segment: &Segment, sequence: u64, entry: &Entry) -> std::result::Result<(), &'static str> {
+    let offset = entry.offset as usize;
+    let limit = scan::frames_end(&segment.map, &segment.header);
+    match entry.state {
+        EntryState::Torn => Ok(()),
+        EntryState::Corrupt => Err("record that was lost when the segment was sealed"),
+        EntryState::Void | EntryState::Record => match segment.map.header(offset, segment.header.salt, limit)
+        {
+            Peek::Frame(frame) if frame.sequence != sequence || frame.bytes != entry.bytes => {
+                Err("record header")
+            }
+            Peek::Frame(frame)
+                if frame.state == FrameState::Committed && entry.state == EntryState::Record =>
+            {
+                scan::entry_of(&segment.map, segment.header.salt, &frame).map(|_| ())
+            }
+            Peek::Frame(frame) if frame.state == FrameState::Void && entry.state == EntryState::Void => {
+                Ok(())
+            }
+            _ => Err("record header"),
+        },
+    }
+}

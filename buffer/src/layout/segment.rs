@@ -1,0 +1,328 @@
+//! The fixed ends of a segment: the header page, and, once it is sealed, the index table and the trailer.
+
+use super::field::{self, put};
+use super::salted_crc;
+use crate::Identity;
+
+/// Bytes before the first frame. Two copies of the header share them, so that one damaged byte costs no records.
+pub(crate) const HEADER_PAGE: usize = 4096;
+const COPY: usize = HEADER_PAGE / 2;
+/// Bytes of the trailer, the last ones of the file.
+pub(crate) const TRAILER: usize = 64;
+/// Bytes of one entry of the index table.
+pub(crate) const ENTRY: usize = 64;
+/// Version of the format written by this build.
+pub(crate) const FORMAT: u32 = 1;
+/// Feature bits without which a file of today cannot be read; this build knows none.
+const REQUIRED_KNOWN: u64 = 0;
+
+const MAGIC: [u8; 8] = *b"dlrollog";
+const TRAILER_MAGIC: [u8; 8] = *b"dlrseald";
+
+/// What the header page says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SegmentHeader {
+    pub(crate) identity: Identity,
+    /// Length of the file in bytes, fixed at creation.
+    pub(crate) capacity: u64,
+    /// Number of the first record.
+    pub(crate) first: u64,
+    /// Seed of the CRCs of this segment's headers.
+    pub(crate) salt: u64,
+    /// Unix time of creation in microseconds; information only.
+    pub(crate) created_us: u64,
+}
+
+/// Why a header page was not accepted.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum HeaderFault {
+    /// Neither copy is whole.
+    Damaged,
+    /// Written by a newer program: (what, found, known).
+    Unsupported(&'static str, String, String),
+}
+
+impl SegmentHeader {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut copy = vec![0; COPY];
+        put(&mut copy, 0, &MAGIC);
+        put(&mut copy, 8, &FORMAT.to_le_bytes());
+        // 12..16 is zero; 16..32 are the required and the optional feature bits, none so far.
+        put(&mut copy, 32, &self.capacity.to_le_bytes());
+        put(&mut copy, 40, &self.first.to_le_bytes());
+        put(&mut copy, 48, &self.salt.to_le_bytes());
+        put(&mut copy, 56, &self.created_us.to_le_bytes());
+        put(&mut copy, 64, &self.identity.run_id);
+        put(&mut copy, 80, &self.identity.tokenizer_digest);
+        let model = self.identity.model.as_bytes();
+        let length = model.len().min(Identity::MODEL_BYTES_MAX);
+        put(&mut copy, 112, &(length as u64).to_le_bytes());
+        put(&mut copy, 120, &model[..length]);
+        let crc = crc32c::crc32c(&copy[..COPY - 4]);
+        put(&mut copy, COPY - 4, &crc.to_le_bytes());
+        copy.extend_from_within(..);
+        copy
+    }
+
+    /// Reads a header page. The second value says whether both copies were whole.
+    pub(crate) fn decode(page: &[u8]) -> Result<(Self, bool), HeaderFault> {
+        let whole = |copy: &&[u8]| {
+            copy.len() == COPY
+                && copy[..8] == MAGIC
+                && field::u32(copy, COPY - 4) == crc32c::crc32c(&copy[..COPY - 4])
+        };
+        let copies: Vec<&[u8]> = page.chunks(COPY).take(2).filter(whole).collect();
+        let Some(copy) = copies.first() else { return Err(HeaderFault::Damaged) };
+        let format = field::u32(copy, 8);
+        if format != FORMAT {
+            return Err(HeaderFault::Unsupported("log format", format.to_string(), FORMAT.to_string()));
+        }
+        let required = field::u64(copy, 16);
+        if required & !REQUIRED_KNOWN != 0 {
+            let (found, known) = (format!("{required:#x}"), format!("{REQUIRED_KNOWN:#x}"));
+            return Err(HeaderFault::Unsupported("log features", found, known));
+        }
+        let length = usize::try_from(field::u64(copy, 112)).unwrap_or(usize::MAX);
+        let model = copy.get(120..120usize.saturating_add(length)).ok_or(HeaderFault::Damaged)?;
+        let identity = Identity {
+            run_id: field::array(copy, 64),
+            tokenizer_digest: field::array(copy, 80),
+            model: String::from_utf8(model.to_vec()).map_err(|_| HeaderFault::Damaged)?,
+        };
+        let header = Self {
+            identity,
+            capacity: field::u64(copy, 32),
+            first: field::u64(copy, 40),
+            salt: field::u64(copy, 48),
+            created_us: field::u64(copy, 56),
+        };
+        Ok((header, copies.len() == 2))
+    }
+}
+
+/// What became of a position, as the index table records it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EntryState {
+    /// Given up by its producer.
+    Void,
+    /// A record.
+    Record,
+    /// Incomplete after a crash, and nothing shows that it was ever acknowledged.
+    Torn,
+    /// Was acknowledged, and was damaged when the segment was sealed by recovery.
+    Corrupt,
+}
+
+/// One position of a segment: what queries need to know without touching the record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) state: EntryState,
+    pub(crate) kind: u16,
+    pub(crate) status: u16,
+    pub(crate) offset: u64,
+    /// Bytes of the frame.
+    pub(crate) bytes: u64,
+    pub(crate) tokens: u32,
+    pub(crate) sample: u64,
+    pub(crate) group: u64,
+    pub(crate) rollout: u64,
+    pub(crate) oldest_version: u64,
+    pub(crate) newest_version: u64,
+}
+
+impl Entry {
+    /// An entry for a position without a record.
+    pub(crate) fn empty(state: EntryState, offset: u64, bytes: u64) -> Self {
+        Self {
+            state,
+            kind: 0,
+            status: 0,
+            offset,
+            bytes,
+            tokens: 0,
+            sample: 0,
+            group: 0,
+            rollout: 0,
+            oldest_version: 0,
+            newest_version: 0,
+        }
+    }
+
+    pub(crate) fn encode(&self) -> [u8; ENTRY] {
+        let mut block = [0; ENTRY];
+        let state: u16 = match self.state {
+            EntryState::Void => 0,
+            EntryState::Record => 1,
+            EntryState::Torn => 2,
+            EntryState::Corrupt => 3,
+        };
+        // Frames are multiples of 64 bytes and segments stay below 2^38, so this never truncates.
+        let units = u32::try_from(self.bytes / super::ALIGN as u64).unwrap_or(u32::MAX);
+        put(&mut block, 0, &self.offset.to_le_bytes());
+        put(&mut block, 8, &self.sample.to_le_bytes());
+        put(&mut block, 16, &self.group.to_le_bytes());
+        put(&mut block, 24, &self.rollout.to_le_bytes());
+        put(&mut block, 32, &self.oldest_version.to_le_bytes());
+        put(&mut block, 40, &self.newest_version.to_le_bytes());
+        put(&mut block, 48, &units.to_le_bytes());
+        put(&mut block, 52, &self.tokens.to_le_bytes());
+        put(&mut block, 56, &self.kind.to_le_bytes());
+        put(&mut block, 58, &state.to_le_bytes());
+        put(&mut block, 60, &self.status.to_le_bytes());
+        block
+    }
+
+    fn decode(block: &[u8]) -> Option<Self> {
+        let state = match field::u16(block, 58) {
+            0 => EntryState::Void,
+            1 => EntryState::Record,
+            2 => EntryState::Torn,
+            3 => EntryState::Corrupt,
+            _ => return None,
+        };
+        Some(Self {
+            state,
+            kind: field::u16(block, 56),
+            status: field::u16(block, 60),
+            offset: field::u64(block, 0),
+            bytes: u64::from(field::u32(block, 48)) * super::ALIGN as u64,
+            tokens: field::u32(block, 52),
+            sample: field::u64(block, 8),
+            group: field::u64(block, 16),
+            rollout: field::u64(block, 24),
+            oldest_version: field::u64(block, 32),
+            newest_version: field::u64(block, 40),
+        })
+    }
+}
+
+/// The last 64 bytes of a sealed segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Trailer {
+    /// End of the last frame, and start of the index table.
+    pub(crate) table: u64,
+    /// Entries in the table.
+    pub(crate) count: u64,
+    /// CRC32C of the table.
+    pub(crate) table_crc: u32,
+    /// Number of the first record of the next segment.
+    pub(crate) next: u64,
+    /// Unix time of the sealing in microseconds.
+    pub(crate) sealed_us: u64,
+}
+
+impl Trailer {
+    pub(crate) fn encode(&self, salt: u64) -> [u8; TRAILER] {
+        let mut block = [0; TRAILER];
+        put(&mut block, 0, &TRAILER_MAGIC);
+        put(&mut block, 8, &self.table.to_le_bytes());
+        put(&mut block, 16, &self.count.to_le_bytes());
+        put(&mut block, 24, &self.next.to_le_bytes());
+        put(&mut block, 32, &self.sealed_us.to_le_bytes());
+        put(&mut block, 40, &self.table_crc.to_le_bytes());
+        let crc = salted_crc(salt, &block[..60]);
+        put(&mut block, 60, &crc.to_le_bytes());
+        block
+    }
+
+    /// `None` unless whole and consistent with a file of `capacity` bytes.
+    pub(crate) fn decode(block: &[u8; TRAILER], salt: u64, capacity: u64) -> Option<Self> {
+        if block[..8] != TRAILER_MAGIC || field::u32(block, 60) != salted_crc(salt, &block[..60]) {
+            return None;
+        }
+        let trailer = Self {
+            table: field::u64(block, 8),
+            count: field::u64(block, 16),
+            next: field::u64(block, 24),
+            sealed_us: field::u64(block, 32),
+            table_crc: field::u32(block, 40),
+        };
+        let end = trailer.count.checked_mul(ENTRY as u64)?.checked_add(trailer.table)?;
+        let sane = trailer.table >= HEADER_PAGE as u64
+            && trailer.table.is_multiple_of(super::ALIGN as u64)
+            && end <= capacity.checked_sub(TRAILER as u64)?;
+        sane.then_some(trailer)
+    }
+}
+
+/// The index table of `entries`, and its CRC.
+pub(crate) fn encode_table(entries: &[Entry]) -> (Vec<u8>, u32) {
+    let table: Vec<u8> = entries.iter().flat_map(Entry::encode).collect();
+    let crc = crc32c::crc32c(&table);
+    (table, crc)
+}
+
+/// The entries of a table, if it is the one the trailer describes.
+pub(crate) fn decode_table(table: &[u8], trailer: &Trailer) -> Option<Vec<Entry>> {
+    if crc32c::crc32c(table) != trailer.table_crc {
+        return None;
+    }
+    let inside = |entry: &Entry| {
+        entry.offset >= HEADER_PAGE as u64
+            && entry.offset.is_multiple_of(super::ALIGN as u64)
+            && entry.offset.checked_add(entry.bytes).is_some_and(|end| end <= trailer.table)
+    };
+    table.chunks_exact(ENTRY).map(|block| Entry::decode(block).filter(inside)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> SegmentHeader {
+        SegmentHeader {
+            identity: Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [9; 32] },
+            capacity: 1 << 16,
+            first: 40,
+            salt: 0x1234,
+            created_us: 5,
+        }
+    }
+
+    #[test]
+    fn header_survives_any_one_flipped_byte() {
+        let page = header().encode();
+        assert_eq!(SegmentHeader::decode(&page), Ok((header(), true)));
+        for at in 0..page.len() {
+            let mut bad = page.clone();
+            bad[at] ^= 0x40;
+            assert_eq!(SegmentHeader::decode(&bad), Ok((header(), false)), "byte {at}");
+        }
+        assert_eq!(SegmentHeader::decode(&page[..100]), Err(HeaderFault::Damaged));
+    }
+
+    #[test]
+    fn newer_formats_are_refused_by_name() {
+        let mut page = header().encode();
+        page[8] = 2;
+        let crc = crc32c::crc32c(&page[..COPY - 4]).to_le_bytes();
+        page[COPY - 4..COPY].copy_from_slice(&crc);
+        page[COPY..].fill(0);
+        let fault = SegmentHeader::decode(&page).unwrap_err();
+        assert_eq!(fault, HeaderFault::Unsupported("log format", "2".into(), "1".into()));
+    }
+
+    #[test]
+    fn trailer_and_table_round_trip() {
+        let entries = [
+            Entry {
+                sample: 3,
+                group: 2,
+                rollout: 1,
+                tokens: 5,
+                ..Entry::empty(EntryState::Record, 4096, 640)
+            },
+            Entry::empty(EntryState::Void, 4736, 128),
+        ];
+        let (table, table_crc) = encode_table(&entries);
+        let trailer = Trailer { table: 4864, count: 2, table_crc, next: 42, sealed_us: 1 };
+        let block = trailer.encode(8);
+        assert_eq!(Trailer::decode(&block, 8, 1 << 16), Some(trailer));
+        assert_eq!(Trailer::decode(&block, 9, 1 << 16), None);
+        assert_eq!(Trailer::decode(&block, 8, 4992), None, "table would overlap the trailer");
+        assert_eq!(decode_table(&table, &trailer), Some(entries.to_vec()));
+        let mut bad = table;
+        bad[70] ^= 1;
+        assert_eq!(decode_table(&bad, &trailer), None);
+    }
+}

@@ -1,0 +1,222 @@
+//! Who holds which frame between reservation and stable storage: pure bookkeeping, no clock, no memory, no file.
+//!
+//! A slot goes `Reserved → Committed → Durable`, or `Reserved → Void → Durable`. Slots leave from the front only, and only
+//! when durable, so what has left is a prefix of the log without gaps: that is what readers see.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use crate::layout::segment::Entry;
+
+/// State of one slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Reserved,
+    Committed,
+    Void,
+    Durable,
+}
+
+#[derive(Debug, Clone)]
+struct Slot {
+    state: State,
+    segment: u64,
+    range: Range<usize>,
+    entry: Entry,
+}
+
+/// The frames that readers do not see yet.
+#[derive(Debug, Default)]
+pub(crate) struct Ledger {
+    first: u64,
+    slots: VecDeque<Slot>,
+    /// Bytes of all slots.
+    bytes: usize,
+    /// Slots that are committed or void, and not durable.
+    dirty: usize,
+}
+
+/// What one sync has to flush, and what it acknowledges.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Batch {
+    /// Per segment (by its first record), the bytes to flush, oldest segment first.
+    pub(crate) ranges: Vec<(u64, Range<usize>)>,
+    sequences: Vec<u64>,
+}
+
+/// A slot that became visible.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Published {
+    pub(crate) sequence: u64,
+    pub(crate) segment: u64,
+    pub(crate) entry: Entry,
+}
+
+impl Ledger {
+    /// An empty ledger whose next record is `first`.
+    pub(crate) fn new(first: u64) -> Self {
+        Self { first, ..Self::default() }
+    }
+
+    /// Number of the next reservation.
+    pub(crate) fn next(&self) -> u64 {
+        self.first + self.slots.len() as u64
+    }
+
+    /// Everything before this number is durable and visible.
+    pub(crate) fn visible(&self) -> u64 {
+        self.first
+    }
+
+    /// Bytes reserved or committed, and not visible yet.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Number of slots, committed or void, that no sync has covered.
+    pub(crate) fn dirty(&self) -> usize {
+        self.dirty
+    }
+
+    /// Is something before `end` committed or void, and not durable?
+    pub(crate) fn dirty_before(&self, end: u64) -> bool {
+        let count = usize::try_from(end.saturating_sub(self.first)).unwrap_or(usize::MAX);
+        self.dirty > 0
+            && self.slots.iter().take(count).any(|slot| matches!(slot.state, State::Committed | State::Void))
+    }
+
+    /// Takes the next number for the frame at `range`. `entry` stands for it should it be given up.
+    pub(crate) fn reserve(&mut self, segment: u64, range: Range<usize>, entry: Entry) -> u64 {
+        let sequence = self.next();
+        self.bytes += range.len();
+        self.slots.push_back(Slot { state: State::Reserved, segment, range, entry });
+        sequence
+    }
+
+    fn slot(&mut self, sequence: u64) -> Option<&mut Slot> {
+        let index = usize::try_from(sequence.checked_sub(self.first)?).ok()?;
+        self.slots.get_mut(index)
+    }
+
+    /// Is this slot still its producer's to commit or give up?
+    pub(crate) fn is_reserved(&mut self, sequence: u64) -> bool {
+        self.slot(sequence).is_some_and(|slot| slot.state == State::Reserved)
+    }
+
+    /// The body is complete. `false` when the reservation was reclaimed before.
+    pub(crate) fn commit(&mut self, sequence: u64, entry: Entry) -> bool {
+        match self.slot(sequence) {
+            Some(slot) if slot.state == State::Reserved => {
+                slot.state = State::Committed;
+                slot.entry = entry;
+                self.dirty += 1;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Gives a reservation up and tells its segment and range. `None` when it was committed or given up before.
+    pub(crate) fn void(&mut self, sequence: u64) -> Option<(u64, Range<usize>)> {
+        let slot = self.slot(sequence).filter(|slot| slot.state == State::Reserved)?;
+        slot.state = State::Void;
+        let place = (slot.segment, slot.range.clone());
+        self.dirty += 1;
+        Some(place)
+    }
+
+    /// Is the record on stable storage?
+    pub(crate) fn is_durable(&mut self, sequence: u64) -> bool {
+        sequence < self.first || self.slot(sequence).is_some_and(|slot| slot.state == State::Durable)
+    }
+
+    /// Everything that a sync started now can acknowledge; `None` when there is nothing.
+    ///
+    /// The ranges begin at the oldest frame that is not durable, even if it is only reserved: recovery walks over its
+    /// header to reach the ones behind it.
+    pub(crate) fn batch(&self) -> Option<Batch> {
+        let mut batch = Batch { ranges: Vec::new(), sequences: Vec::new() };
+        let pending = |slot: &&Slot| slot.state != State::Durable;
+        for (index, slot) in self.slots.iter().enumerate().filter(|(_, slot)| pending(slot)) {
+            match batch.ranges.last_mut() {
+                Some((segment, range)) if *segment == slot.segment => range.end = slot.range.end,
+                _ => batch.ranges.push((slot.segment, slot.range.clone())),
+            }
+            if slot.state != State::Reserved {
+                batch.sequences.push(self.first + index as u64);
+            }
+        }
+        (!batch.sequences.is_empty()).then_some(batch)
+    }
+
+    /// The batch is on stable storage: returns what readers may see now, in order.
+    pub(crate) fn finish(&mut self, batch: &Batch) -> Vec<Published> {
+        for &sequence in &batch.sequences {
+            if let Some(slot) = self.slot(sequence).filter(|slot| slot.state != State::Durable) {
+                slot.state = State::Durable;
+                self.dirty -= 1;
+            }
+        }
+        let mut published = Vec::new();
+        while self.slots.front().is_some_and(|slot| slot.state == State::Durable) {
+            if let Some(slot) = self.slots.pop_front() {
+                self.bytes -= slot.range.len();
+                published.push(Published { sequence: self.first, segment: slot.segment, entry: slot.entry });
+                self.first += 1;
+            }
+        }
+        published
+    }
+
+    /// Does a frame of this segment still wait to become visible?
+    pub(crate) fn holds(&self, segment: u64) -> bool {
+        self.slots.iter().any(|slot| slot.segment == segment)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::segment::EntryState;
+
+    fn entry(state: EntryState) -> Entry {
+        Entry::empty(state, 0, 64)
+    }
+
+    fn reserve(ledger: &mut Ledger, at: usize) -> u64 {
+        ledger.reserve(0, at..at + 64, entry(EntryState::Void))
+    }
+
+    #[test]
+    fn records_become_visible_in_order_and_acknowledged_out_of_it() {
+        let mut ledger = Ledger::new(10);
+        let (a, b) = (reserve(&mut ledger, 0), reserve(&mut ledger, 64));
+        assert_eq!((a, b, ledger.next()), (10, 11, 12));
+        assert!(ledger.commit(b, entry(EntryState::Record)));
+        let batch = ledger.batch().unwrap();
+        assert_eq!(batch.ranges, [(0, 0..128)], "the open reservation's header goes along");
+        assert!(ledger.finish(&batch).is_empty());
+        assert!(ledger.is_durable(b) && !ledger.is_durable(a));
+        assert!(ledger.batch().is_none());
+        assert!(ledger.commit(a, entry(EntryState::Record)));
+        let batch = ledger.batch().unwrap();
+        assert_eq!(batch.ranges, [(0, 0..64)]);
+        let published: Vec<u64> = ledger.finish(&batch).iter().map(|slot| slot.sequence).collect();
+        assert_eq!(published, [10, 11]);
+        assert_eq!((ledger.visible(), ledger.bytes()), (12, 0));
+    }
+
+    #[test]
+    fn a_reservation_ends_once() {
+        let mut ledger = Ledger::new(0);
+        let a = reserve(&mut ledger, 0);
+        assert_eq!(ledger.void(a), Some((0, 0..64)));
+        assert!(!ledger.commit(a, entry(EntryState::Record)) && ledger.void(a).is_none());
+        let batch = ledger.batch().unwrap();
+        let b = reserve(&mut ledger, 64);
+        assert!(ledger.commit(b, entry(EntryState::Record)));
+        assert_eq!(ledger.finish(&batch).len(), 1, "a later commit is not in an earlier batch");
+        assert!(!ledger.is_durable(b));
+        assert_eq!(ledger.dirty(), 1);
+    }
+}

@@ -1,0 +1,49 @@
+//! One writing process per log: an advisory lock that the kernel releases when its holder dies.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, Write};
+use std::path::Path;
+
+use crate::{Error, Result};
+
+const NAME: &str = "lock";
+
+/// The held lock.
+#[derive(Debug)]
+pub(crate) struct LockFile {
+    /// Closing it releases the lock.
+    _file: File,
+}
+
+impl LockFile {
+    /// Takes the lock of the log in `root`.
+    pub(crate) fn take(root: &Path) -> Result<Self> {
+        let path = root.join(NAME);
+        let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        let mut file = open.map_err(Error::io("open", &path))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut text = String::new();
+                // Who holds it is a help, not a promise: an unreadable number is simply left out.
+                let holder = file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
+                return Err(Error::Locked { path, holder });
+            }
+            Err(TryLockError::Error(source)) => return Err(Error::Io { action: "lock", path, source }),
+        }
+        let note = |file: &mut File| {
+            file.set_len(0)?;
+            file.rewind()?;
+            writeln!(file, "{}", std::process::id())
+        };
+        note(&mut file).map_err(Error::io("write", &path))?;
+        Ok(Self { _file: file })
+    }
+
+    /// Is a process writing the log in `root` right now? Takes nothing.
+    pub(crate) fn is_taken(root: &Path) -> bool {
+        let Ok(file) = File::open(root.join(NAME)) else { return false };
+        // A shared lock lets other inspectors in; it is gone when `file` is closed.
+        matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))
+    }
+}

@@ -1,0 +1,254 @@
+#![expect(unsafe_code, reason = "memory maps: the one place where bytes of a file become slices")]
+//! A mapped segment, and the rule that makes slices of it sound.
+//!
+//! The rule: a byte is handed out either to the one producer that reserved it ([`Exclusive`], from a bump allocation, so two
+//! never overlap), or to readers ([`Bytes`]) once its frame header says `Committed`. A header becomes `Committed` only after
+//! its producer's `Exclusive` is gone, and nothing ever changes it back. Everything else (frame headers, header page, index
+//! table) is touched through atomics alone.
+//!
+//! What the rule cannot cover is a process that ignores it: writing to or truncating a log's files from outside is the same
+//! as writing into this process's memory. That is stated in `docs/format/log.md`.
+
+use std::io;
+use std::ops::{Deref, DerefMut, Range};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+
+use memmap2::MmapRaw;
+
+use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState, Peek};
+#[cfg(test)]
+use crate::tests::image::Image;
+
+/// The memory of one segment.
+#[derive(Debug)]
+pub(crate) struct Map {
+    memory: Memory,
+    bytes: usize,
+    /// Everything below is handed out or fixed; only `allot` and `limit` move it.
+    tail: AtomicUsize,
+}
+
+#[derive(Debug)]
+enum Memory {
+    File(MmapRaw),
+    #[cfg(test)]
+    Image(Arc<Image>),
+}
+
+impl Map {
+    /// Wraps a mapped file. Allocations start at `tail`.
+    pub(crate) fn file(raw: MmapRaw, tail: usize) -> Self {
+        let bytes = raw.len();
+        Self { memory: Memory::File(raw), bytes, tail: AtomicUsize::new(tail.min(bytes)) }
+    }
+
+    /// Wraps the simulated medium of the crash tests.
+    #[cfg(test)]
+    pub(crate) fn image(image: Arc<Image>, tail: usize) -> Self {
+        let bytes = image.len();
+        Self { memory: Memory::Image(image), bytes, tail: AtomicUsize::new(tail.min(bytes)) }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.bytes
+    }
+
+    fn base(&self) -> *mut u8 {
+        match &self.memory {
+            Memory::File(raw) => raw.as_mut_ptr(),
+            #[cfg(test)]
+            Memory::Image(image) => image.base(),
+        }
+    }
+
+    /// Panics unless `range` lies inside the map: a caller that gets this wrong has a bug, not bad input.
+    fn pointer(&self, range: Range<usize>) -> *mut u8 {
+        assert!(
+            range.start <= range.end && range.end <= self.bytes,
+            "{range:?} outside a map of {} bytes",
+            self.bytes
+        );
+        // SAFETY: the start was just checked to lie inside (or one past) the one allocation behind `base`.
+        unsafe { self.base().add(range.start) }
+    }
+
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8));
+        let pointer = self.pointer(offset..offset + 8).cast();
+        // SAFETY: inside the map, which lives as long as `self`; maps start at a page, so the word is aligned. Read-only
+        // maps are only loaded from, relaxed, which std's atomics allow on read-only memory.
+        unsafe { AtomicU64::from_ptr(pointer) }
+    }
+
+    /// Copies `range` (multiples of 8) out through atomic loads, whoever may be writing it.
+    pub(crate) fn copy(&self, range: Range<usize>) -> Vec<u8> {
+        let bytes =
+            range.step_by(8).flat_map(|at| self.word(at).load(Ordering::Relaxed).to_ne_bytes()).collect();
+        fence(Ordering::Acquire);
+        bytes
+    }
+
+    /// Writes `bytes` (a multiple of 8 of them) at `offset`, beyond everything that was handed out.
+    ///
+    /// # Panics
+    ///
+    /// If the place lies below the tail.
+    pub(crate) fn put(&self, offset: usize, bytes: &[u8]) {
+        assert!(offset >= self.tail.load(Ordering::Relaxed), "writing below the tail of a segment");
+        self.store(offset, bytes);
+    }
+
+    /// Makes everything from `offset` to the end of the map zero, touching only pages that are not.
+    pub(crate) fn clear(&self, offset: usize) {
+        assert!(offset >= self.tail.load(Ordering::Relaxed), "clearing below the tail of a segment");
+        for at in (offset..self.bytes).step_by(8) {
+            let word = self.word(at);
+            if word.load(Ordering::Relaxed) != 0 {
+                word.store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn store(&self, offset: usize, bytes: &[u8]) {
+        for (index, word) in bytes.chunks_exact(8).enumerate() {
+            let mut value = [0; 8];
+            value.copy_from_slice(word);
+            self.word(offset + index * 8).store(u64::from_ne_bytes(value), Ordering::Relaxed);
+        }
+    }
+
+    /// Is every byte of `range` (multiples of 8) zero?
+    pub(crate) fn is_zero(&self, range: Range<usize>) -> bool {
+        range.step_by(8).all(|at| self.word(at).load(Ordering::Relaxed) == 0)
+    }
+
+    /// Forgets the allocations above `end`: recovery found the last frame there.
+    pub(crate) fn limit(&mut self, end: usize) {
+        *self.tail.get_mut() = end.min(self.bytes);
+    }
+
+    /// Marks every page of `range` as written, so that the next flush stores it even if an earlier, failed one left the
+    /// page marked clean.
+    pub(crate) fn touch(&mut self, range: Range<usize>) {
+        for at in range.step_by(4096) {
+            let word = self.word(at);
+            word.store(word.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
+
+    /// Takes the next `bytes` (a multiple of 64) of the segment if they end at or before `limit`.
+    pub(crate) fn allot(self: &Arc<Self>, bytes: usize, limit: usize) -> Option<Exclusive> {
+        let fits = |start: usize| start.checked_add(bytes).filter(|&end| end <= limit.min(self.bytes));
+        let start = self.tail.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
+        Some(Exclusive { map: Arc::clone(self), start, bytes })
+    }
+
+    /// Writes a frame header. The last word, which holds the CRC, goes last and releases the body.
+    pub(crate) fn set_header(&self, offset: usize, block: &[u8; FRAME_HEADER]) {
+        self.store(offset, &block[..56]);
+        let mut last = [0; 8];
+        last.copy_from_slice(&block[56..]);
+        self.word(offset + 56).store(u64::from_ne_bytes(last), Ordering::Release);
+    }
+
+    /// Reads the frame header at `offset`. A header caught in the middle of being written reads as invalid.
+    pub(crate) fn header(&self, offset: usize, salt: u64, limit: usize) -> Peek {
+        let mut block = [0; FRAME_HEADER];
+        for (index, bytes) in block.chunks_exact_mut(8).enumerate().rev() {
+            bytes.copy_from_slice(&self.word(offset + index * 8).load(Ordering::Relaxed).to_ne_bytes());
+            fence(Ordering::Acquire);
+        }
+        FrameHeader::peek(&block, salt, offset as u64, limit.min(self.bytes) as u64)
+    }
+
+    /// The committed frame at `offset`, with its body; `None` for anything else. The body's CRC is not checked here.
+    pub(crate) fn committed(self: &Arc<Self>, offset: usize, salt: u64) -> Option<(FrameHeader, Bytes)> {
+        let header = self.committed_header(offset, salt)?;
+        let bytes = header.bytes as usize - FRAME_HEADER;
+        Some((header, Bytes { map: Arc::clone(self), start: offset + FRAME_HEADER, bytes }))
+    }
+
+    /// As [`Map::committed`], borrowing the body.
+    pub(crate) fn committed_body(&self, offset: usize, salt: u64) -> Option<(FrameHeader, &[u8])> {
+        let header = self.committed_header(offset, salt)?;
+        let range = offset + FRAME_HEADER..offset + header.bytes as usize;
+        let bytes = range.len();
+        let pointer = self.pointer(range);
+        // SAFETY: inside the map; the frame is committed, so by the rule above nobody writes to its body any more.
+        Some((header, unsafe { std::slice::from_raw_parts(pointer, bytes) }))
+    }
+
+    fn committed_header(&self, offset: usize, salt: u64) -> Option<FrameHeader> {
+        match self.header(offset, salt, self.bytes) {
+            Peek::Frame(header) if header.state == FrameState::Committed => Some(header),
+            _ => None,
+        }
+    }
+
+    /// Brings `range` to stable storage, together with the pages it shares.
+    pub(crate) fn flush(&self, range: Range<usize>) -> io::Result<()> {
+        match &self.memory {
+            Memory::File(raw) => raw.flush_range(range.start, range.len()),
+            #[cfg(test)]
+            Memory::Image(image) => image.flush(range),
+        }
+    }
+}
+
+/// Bytes that one producer alone may write.
+#[derive(Debug)]
+pub(crate) struct Exclusive {
+    map: Arc<Map>,
+    start: usize,
+    bytes: usize,
+}
+
+impl Exclusive {
+    /// Offset of the frame in its segment.
+    pub(crate) fn offset(&self) -> usize {
+        self.start
+    }
+}
+
+impl Deref for Exclusive {
+    type Target = [u8];
+
+    /// The body: everything behind the frame header.
+    fn deref(&self) -> &[u8] {
+        let range = self.start + FRAME_HEADER..self.start + self.bytes;
+        let bytes = range.len();
+        let pointer = self.map.pointer(range);
+        // SAFETY: inside the map, which `self.map` keeps; `allot` gave these bytes to this value alone, and readers get
+        // them only after it is gone.
+        unsafe { std::slice::from_raw_parts(pointer, bytes) }
+    }
+}
+
+impl DerefMut for Exclusive {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        let range = self.start + FRAME_HEADER..self.start + self.bytes;
+        let bytes = range.len();
+        let pointer = self.map.pointer(range);
+        // SAFETY: as above, and `&mut self` makes this the only slice.
+        unsafe { std::slice::from_raw_parts_mut(pointer, bytes) }
+    }
+}
+
+/// The body of a committed frame. Keeps its map alive, so retention never unmaps under a reader.
+#[derive(Debug, Clone)]
+pub(crate) struct Bytes {
+    map: Arc<Map>,
+    start: usize,
+    bytes: usize,
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let pointer = self.map.pointer(self.start..self.start + self.bytes);
+        // SAFETY: inside the map, which `self.map` keeps; only `committed` makes this value, so nobody writes here.
+        unsafe { std::slice::from_raw_parts(pointer, self.bytes) }
+    }
+}

@@ -1,0 +1,293 @@
+//! The reading side of a log.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::index::{Checked, Index, Place};
+use crate::layout::segment::EntryState;
+use crate::lock::LockFile;
+use crate::record::Record;
+use crate::recover::{self, Mode};
+use crate::sample::Kind;
+use crate::shared::Shared;
+use crate::storage::{Directory, Storage};
+use crate::{Error, Identity, Position, Result};
+
+/// How often a reader beside another process's writer looks for new records while it waits.
+const POLL: Duration = Duration::from_millis(50);
+
+/// Reads a log in place. Clones share everything.
+///
+/// From [`crate::Log::reader`] it sees exactly the records that are on stable storage, as they become so. From
+/// [`Reader::open`] it sees a directory, possibly beside a writing process, as of the last [`Reader::refresh`]; there, records
+/// at the very end may be committed without being durable yet.
+#[derive(Debug, Clone)]
+pub struct Reader {
+    source: Source,
+}
+
+#[derive(Debug, Clone)]
+enum Source {
+    Live(Arc<Shared>),
+    Files(Arc<Files>),
+}
+
+struct Files {
+    root: std::path::PathBuf,
+    storage: Directory,
+    identity: Option<Identity>,
+    index: Mutex<Index>,
+}
+
+impl std::fmt::Debug for Files {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Files").field("root", &self.root).finish_non_exhaustive()
+    }
+}
+
+/// The samples of one prompt.
+#[derive(Debug, Clone)]
+pub struct Group {
+    /// The training step they were generated for.
+    pub rollout_id: u64,
+    /// The group.
+    pub group_id: u64,
+    /// The newest finished record of each sample, by sample id.
+    pub records: Vec<Record>,
+}
+
+impl Reader {
+    pub(crate) fn live(shared: Arc<Shared>) -> Self {
+        Self { source: Source::Live(shared) }
+    }
+
+    /// Opens the log in `dir` for reading only. Safe beside a process that writes it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] when a newer program wrote it, [`Error::Io`].
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
+        let root = dir.as_ref();
+        let storage = Directory::new(root);
+        let opened = recover::open(&storage, read_mode(root), None)?;
+        let index = Mutex::new(opened.index);
+        let files = Files { root: root.to_owned(), storage, identity: opened.identity, index };
+        Ok(Self { source: Source::Files(Arc::new(files)) })
+    }
+
+    /// What the log belongs to; `None` for a directory without segments.
+    #[must_use]
+    pub fn identity(&self) -> Option<&Identity> {
+        match &self.source {
+            Source::Live(shared) => Some(&shared.options().identity),
+            Source::Files(files) => files.identity.as_ref(),
+        }
+    }
+
+    /// Looks for records that another process has appended. Nothing to do for a reader of [`crate::Log::reader`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Reader::open`].
+    pub fn refresh(&self) -> Result<()> {
+        if let Source::Files(files) = &self.source {
+            let opened = recover::open(&files.storage, read_mode(&files.root), None)?;
+            *files.index.lock().unwrap_or_else(PoisonError::into_inner) = opened.index;
+        }
+        Ok(())
+    }
+
+    fn with<T>(&self, query: impl FnOnce(&mut Index) -> T) -> T {
+        match &self.source {
+            Source::Live(shared) => query(&mut shared.lock().index),
+            Source::Files(files) => query(&mut files.index.lock().unwrap_or_else(PoisonError::into_inner)),
+        }
+    }
+
+    /// One past the last position that can be read.
+    #[must_use]
+    pub fn end(&self) -> Position {
+        Position(self.with(|index| index.end()))
+    }
+
+    /// The first position that retention has kept.
+    #[must_use]
+    pub fn oldest(&self) -> Position {
+        Position(self.with(|index| index.oldest()))
+    }
+
+    /// The record at `position`; `None` where there is none (not written yet, given up, or lost to a crash before it was
+    /// acknowledged).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Damaged`] when its bytes have changed, [`Error::Retired`] when retention removed it.
+    pub fn get(&self, position: Position) -> Result<Option<Record>> {
+        let (oldest, found) = self.with(|index| (index.oldest(), index.at_or_after(position.0)));
+        if position.0 < oldest {
+            return Err(Error::Retired { position, oldest: Position(oldest) });
+        }
+        match found {
+            Some((sequence, place)) if sequence == position.0 => self.read(sequence, &place),
+            _ => Ok(None),
+        }
+    }
+
+    /// The record at a place, checked once per process.
+    fn read(&self, sequence: u64, place: &Place) -> Result<Option<Record>> {
+        let damaged =
+            |what| Error::Damaged { path: self.path(&place.segment.name), offset: place.entry.offset, what };
+        match place.entry.state {
+            EntryState::Void | EntryState::Torn => return Ok(None),
+            EntryState::Corrupt => return Err(damaged("record")),
+            EntryState::Record => {}
+        }
+        let segment = &place.segment;
+        let (header, body) = usize::try_from(place.entry.offset)
+            .ok()
+            .and_then(|offset| segment.map.committed(offset, segment.header.salt))
+            .filter(|(header, _)| header.sequence == sequence)
+            .ok_or_else(|| damaged("record header"))?;
+        let good = match place.checked {
+            Checked::Good => true,
+            Checked::Bad => false,
+            Checked::NotYet => {
+                let good = crc32c::crc32c(&body) == header.body_crc;
+                self.with(|index| {
+                    index.set_checked(sequence, if good { Checked::Good } else { Checked::Bad })
+                });
+                good
+            }
+        };
+        if !good {
+            return Err(damaged("record body: its CRC does not match"));
+        }
+        Record::new(&header, body).map(Some).map_err(damaged)
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        match &self.source {
+            Source::Live(shared) => shared.storage.path(name),
+            Source::Files(files) => files.storage.path(name),
+        }
+    }
+
+    /// The records from `position` on, in order, up to the end as it is when each is asked for.
+    #[must_use]
+    pub fn iter(&self, position: Position) -> Records {
+        Records { reader: self.clone(), next: position }
+    }
+
+    /// Waits until something can be read at or after `position`, at most for `deadline`. Returns the end, which is at or
+    /// before `position` when the deadline passed.
+    ///
+    /// # Errors
+    ///
+    /// As [`Reader::refresh`].
+    pub fn wait(&self, position: Position, deadline: Duration) -> Result<Position> {
+        let until = Instant::now() + deadline;
+        match &self.source {
+            Source::Live(shared) => {
+                let mut state = shared.lock();
+                while state.index.end() <= position.0 && Instant::now() < until {
+                    state = shared.wait(state, until);
+                }
+                Ok(Position(state.index.end()))
+            }
+            Source::Files(_) => loop {
+                self.refresh()?;
+                let end = self.end();
+                let left = until.saturating_duration_since(Instant::now());
+                if end > position || left.is_zero() {
+                    return Ok(end);
+                }
+                std::thread::sleep(left.min(POLL));
+            },
+        }
+    }
+
+    /// The groups of a rollout that have at least `samples` finished samples, by group id. Damaged records do not count.
+    ///
+    /// # Errors
+    ///
+    /// None of damage; [`Error::Io`] never: the signature leaves room for readers that fetch.
+    pub fn groups(&self, rollout_id: u64, samples: usize) -> Result<Vec<Group>> {
+        let found: Vec<(u64, Vec<u64>)> = self.with(|index| {
+            index
+                .groups(rollout_id)
+                .map(|(group, members)| (group, members.values().copied().collect()))
+                .collect()
+        });
+        let mut groups = Vec::new();
+        for (group_id, members) in found.into_iter().filter(|(_, members)| members.len() >= samples) {
+            let finished = |sequence: &u64| self.get(Position(*sequence)).ok().flatten();
+            let records: Vec<Record> =
+                members.iter().filter_map(finished).filter(|record| record.kind() == Kind::Sample).collect();
+            if records.len() >= samples {
+                groups.push(Group { rollout_id, group_id, records });
+            }
+        }
+        Ok(groups)
+    }
+
+    /// The rollout ids that have samples, ascending.
+    #[must_use]
+    pub fn rollouts(&self) -> Vec<u64> {
+        self.with(|index| index.rollouts())
+    }
+
+    /// The newest record of a sample.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Damaged`].
+    pub fn sample(&self, sample_id: u64) -> Result<Option<Record>> {
+        match self.with(|index| index.sample(sample_id)) {
+            Some(sequence) => self.get(Position(sequence)),
+            None => Ok(None),
+        }
+    }
+}
+
+/// Settled when no process writes: then what a crash left is told apart from what is being written.
+pub(crate) fn read_mode(root: &Path) -> Mode {
+    if LockFile::is_taken(root) { Mode::Live } else { Mode::Settled }
+}
+
+/// Iterator over records, from [`Reader::iter`].
+///
+/// A damaged record is one `Err` item; the iteration goes on behind it. After `None` it may be asked again: new records
+/// continue where it ended.
+#[derive(Debug)]
+pub struct Records {
+    reader: Reader,
+    next: Position,
+}
+
+impl Records {
+    /// The position that comes next: store it to continue from here.
+    #[must_use]
+    pub fn position(&self) -> Position {
+        self.next
+    }
+}
+
+impl Iterator for Records {
+    type Item = Result<Record>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            let (oldest, found) = self.reader.with(|index| (index.oldest(), index.at_or_after(self.next.0)));
+            let (sequence, place) = found?;
+            if self.next.0 < oldest && self.next.0 > 0 {
+                let position = std::mem::replace(&mut self.next, Position(oldest));
+                return Some(Err(Error::Retired { position, oldest: self.next }));
+            }
+            self.next = Position(sequence).next();
+            if let Some(item) = self.reader.read(sequence, &place).transpose() {
+                return Some(item);
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! One record, read in place.
+
+use crate::Position;
+use crate::layout::body::{self, Fixed, Plan};
+use crate::layout::frame::{FRAME_HEADER, FrameHeader};
+use crate::map::Bytes;
+use crate::sample::{ColumnId, Element, Finish, Kind, PromptState, Scalars, VersionSpan};
+
+/// A record of the log. Its slices point into the mapped file and stay valid as long as the record (or a clone of it) is
+/// held, also after retention removed the file.
+///
+/// Every column starts at a multiple of 64 bytes in memory, as libtorch's `from_blob` likes it.
+#[derive(Debug, Clone)]
+pub struct Record {
+    position: Position,
+    kind: Kind,
+    fixed: Fixed,
+    plan: Plan,
+    body: Bytes,
+}
+
+impl Record {
+    /// Checks a body whose CRC is right. The error says what does not fit.
+    pub(crate) fn new(header: &FrameHeader, body: Bytes) -> Result<Self, &'static str> {
+        let (fixed, plan) = body::decode(&body)?;
+        let kind = Kind::from_code(header.kind).ok_or("record of an unknown kind")?;
+        let types = [
+            (ColumnId::TOKENS, Element::I32),
+            (ColumnId::LOG_PROBS, Element::F32),
+            (ColumnId::LOSS_MASK, Element::U8),
+            (ColumnId::SPANS, Element::Span),
+            (ColumnId::ENGINE, Element::U8),
+            (ColumnId::METADATA, Element::U8),
+        ];
+        if types.iter().any(|&(id, element)| plan.column(id).is_some_and(|column| column.element != element))
+        {
+            return Err("record with a column of the wrong type");
+        }
+        let record = Self { position: Position(header.sequence), kind, fixed, plan, body };
+        let lengths = [record.tokens().len(), record.log_probs().len(), record.loss_mask().len()];
+        body::check(kind, record.prompt_len(), lengths, record.spans()).map_err(|(what, ..)| what)?;
+        Ok(record)
+    }
+
+    /// Its number in the log.
+    #[must_use]
+    pub fn position(&self) -> Position {
+        self.position
+    }
+
+    /// Sample, partial sample or prompt.
+    #[must_use]
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Ids, reward and the other single values.
+    #[must_use]
+    pub fn scalars(&self) -> &Scalars {
+        &self.fixed.scalars
+    }
+
+    /// Why the generation ended (samples and partial samples).
+    #[must_use]
+    pub fn finish(&self) -> Finish {
+        Finish::from_code(self.fixed.scalars.status)
+    }
+
+    /// Where the prompt stands (prompt records).
+    #[must_use]
+    pub fn prompt_state(&self) -> PromptState {
+        PromptState::from_code(self.fixed.scalars.status)
+    }
+
+    /// How many of [`Record::tokens`] are the prompt.
+    #[must_use]
+    pub fn prompt_len(&self) -> usize {
+        self.fixed.prompt_len as usize
+    }
+
+    /// Token ids of prompt and response.
+    #[must_use]
+    pub fn tokens(&self) -> &[i32] {
+        self.typed(ColumnId::TOKENS)
+    }
+
+    /// Token ids of the response.
+    #[must_use]
+    pub fn response(&self) -> &[i32] {
+        self.tokens().get(self.prompt_len()..).unwrap_or_default()
+    }
+
+    /// Log-probability of each response token when it was sampled.
+    #[must_use]
+    pub fn log_probs(&self) -> &[f32] {
+        self.typed(ColumnId::LOG_PROBS)
+    }
+
+    /// 1 where a response token is trained on.
+    #[must_use]
+    pub fn loss_mask(&self) -> &[u8] {
+        self.typed(ColumnId::LOSS_MASK)
+    }
+
+    /// Which version generated which response tokens.
+    #[must_use]
+    pub fn spans(&self) -> &[VersionSpan] {
+        self.typed(ColumnId::SPANS)
+    }
+
+    /// Oldest and newest version among the spans; `None` without spans.
+    #[must_use]
+    pub fn versions(&self) -> Option<(u64, u64)> {
+        self.fixed.versions
+    }
+
+    /// Name of the engine that generated it; empty if it is not UTF-8.
+    #[must_use]
+    pub fn engine(&self) -> &str {
+        std::str::from_utf8(self.typed(ColumnId::ENGINE)).unwrap_or_default()
+    }
+
+    /// The user's bytes.
+    #[must_use]
+    pub fn metadata(&self) -> &[u8] {
+        self.typed(ColumnId::METADATA)
+    }
+
+    /// Any column by its number: its element type and its bytes.
+    #[must_use]
+    pub fn column(&self, id: ColumnId) -> Option<(Element, &[u8])> {
+        let column = self.plan.column(id)?;
+        let start = column.offset.checked_sub(FRAME_HEADER)?;
+        Some((column.element, self.body.get(start..start + column.bytes)?))
+    }
+
+    /// The numbers of all its columns.
+    pub fn columns(&self) -> impl Iterator<Item = ColumnId> + '_ {
+        self.plan.columns.iter().map(|column| column.id)
+    }
+
+    /// Bytes that the record takes in the log.
+    #[must_use]
+    pub fn log_bytes(&self) -> usize {
+        self.plan.frame
+    }
+
+    fn typed<T: bytemuck::AnyBitPattern>(&self, id: ColumnId) -> &[T] {
+        // Alignment and divisibility were checked when the record was decoded, so the cast does not fail.
+        self.column(id).and_then(|(_, bytes)| bytemuck::try_cast_slice(bytes).ok()).unwrap_or_default()
+    }
+}

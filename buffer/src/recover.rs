@@ -1,0 +1,289 @@
+//! Opens all segments of a log: sealed ones by their index table, the others by walking them.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::damage::{Damage, Recovery, Severity};
+use crate::index::{Checked, Index, Segment};
+use crate::layout::segment::{
+    ENTRY, Entry, EntryState, HEADER_PAGE, HeaderFault, SegmentHeader, TRAILER, Trailer, decode_table,
+    encode_table,
+};
+use crate::map::Map;
+use crate::scan::{self, Fault, Scan, Start};
+use crate::storage::Storage;
+use crate::{Error, Identity, Position, Result};
+
+/// Largest segment: keeps every size in a segment far from overflow.
+pub(crate) const SEGMENT_BYTES_MAX: u64 = 1 << 37;
+/// Unit in which file systems give storage back.
+const PAGE: usize = 4096;
+const PREFIX: &str = "segment-";
+const SUFFIX: &str = ".log";
+
+/// How a log is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// Seal what a crash left open.
+    Repair,
+    /// Change nothing; nobody writes.
+    Settled,
+    /// Change nothing; somebody may be writing.
+    Live,
+}
+
+/// An opened log.
+#[derive(Debug, Default)]
+pub(crate) struct Opened {
+    pub(crate) index: Index,
+    pub(crate) recovery: Recovery,
+    /// Number of the next record.
+    pub(crate) next: u64,
+    /// The identity in the newest segment.
+    pub(crate) identity: Option<Identity>,
+    /// Bytes of storage that the segments' data takes.
+    pub(crate) bytes: u64,
+}
+
+/// File name of the segment that starts at `first`.
+pub(crate) fn segment_name(first: u64) -> String {
+    format!("{PREFIX}{first:020}{SUFFIX}")
+}
+
+/// First record of the segment with this file name.
+pub(crate) fn segment_first(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?;
+    (digits.len() == 20).then(|| digits.parse().ok())?
+}
+
+/// Opens every segment. With `identity`, refuses a log of another run, model or tokenizer before anything is written.
+pub(crate) fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>) -> Result<Opened> {
+    let names = storage.names().map_err(Error::io("list the segments in", storage.path("")))?;
+    let mut firsts: Vec<u64> = names.iter().filter_map(|name| segment_first(name)).collect();
+    firsts.sort_unstable();
+    let mut opened = Opened::default();
+    if let Some(identity) = identity {
+        for &first in &firsts {
+            refuse_foreign(storage, first, identity)?;
+        }
+    }
+    let last = firsts.last().copied();
+    for first in firsts {
+        load(storage, mode, first, Some(first) == last, &mut opened)?;
+    }
+    opened.next = opened.next.max(opened.index.end());
+    let records = |loaded: &crate::index::Loaded| {
+        loaded.entries.iter().filter(|e| e.state == EntryState::Record).count()
+    };
+    opened.recovery.records = opened.index.segments().map(|loaded| records(loaded) as u64).sum();
+    Ok(opened)
+}
+
+fn refuse_foreign(storage: &dyn Storage, first: u64, identity: &Identity) -> Result<()> {
+    let name = segment_name(first);
+    let map = storage.open(&name, None).map_err(Error::io("map", storage.path(&name)))?;
+    if let Some((header, _)) = read_header(storage, &name, &map)?
+        && let Some((what, expected, found)) = identity.difference(&header.identity)
+    {
+        return Err(Error::Identity { path: storage.path(&name), what, expected, found });
+    }
+    Ok(())
+}
+
+/// The header of a segment; `None` when it is damaged.
+fn read_header(storage: &dyn Storage, name: &str, map: &Map) -> Result<Option<(SegmentHeader, bool)>> {
+    match SegmentHeader::decode(&map.copy(0..HEADER_PAGE.min(map.len()) / 8 * 8)) {
+        Ok((header, whole)) => {
+            let sane =
+                header.capacity >= (HEADER_PAGE + TRAILER) as u64 && header.capacity <= SEGMENT_BYTES_MAX;
+            Ok((sane && segment_first(name) == Some(header.first)).then_some((header, whole)))
+        }
+        Err(HeaderFault::Damaged) => Ok(None),
+        Err(HeaderFault::Unsupported(what, found, known)) => {
+            Err(Error::Unsupported { path: storage.path(name), what, found, known })
+        }
+    }
+}
+
+/// Opens one segment and adds it, with what is wrong with it, to `opened`.
+fn load(storage: &dyn Storage, mode: Mode, first: u64, is_last: bool, opened: &mut Opened) -> Result<()> {
+    let name = segment_name(first);
+    let path = storage.path(&name);
+    let mut found = Vec::new();
+    let mut damage = |offset: usize, position: Option<u64>, severity, what| {
+        let position = position.map(Position);
+        found.push(Damage { path: path.clone(), offset: offset as u64, position, severity, what });
+    };
+    if opened.next > 0 && first > opened.next {
+        damage(0, Some(opened.next), Severity::Corrupt, "log: the segment before this one is missing");
+    }
+    let map = storage.open(&name, None).map_err(Error::io("map", &path))?;
+    let Some((header, whole)) = read_header(storage, &name, &map)? else {
+        damage(
+            0,
+            Some(first),
+            Severity::Corrupt,
+            "segment header: no copy is whole, its records cannot be read",
+        );
+        // Its positions must not be used again; there cannot be more of them than frames have room.
+        opened.next = opened.next.max(first + (map.len() / ENTRY) as u64 + 1);
+        opened.recovery.damage.append(&mut found);
+        return Ok(());
+    };
+    if !whole {
+        damage(0, None, Severity::Redundant, "segment header: one of two copies");
+    }
+    let capacity = header.capacity as usize;
+    if map.len() < capacity {
+        damage(map.len(), None, Severity::Corrupt, "segment: the file is cut short here");
+    }
+    let table = read_table(&map, &header);
+    if let Some(what) = table.fault() {
+        damage(capacity - TRAILER, None, Severity::Redundant, what);
+    }
+    let part = match table {
+        Table::Sealed(trailer, entries) => Part::sealed(map, &trailer, entries),
+        table => {
+            opened.recovery.scanned += 1;
+            let in_use = mode == Mode::Live && matches!(table, Table::Absent);
+            let part = walk(storage, mode, in_use, is_last, &name, &header, map)?;
+            for Fault { offset, sequence, state, what } in &part.faults {
+                let severity = if *state == EntryState::Corrupt { Severity::Corrupt } else { Severity::Torn };
+                damage(*offset, Some(*sequence), severity, what);
+            }
+            part
+        }
+    };
+    opened.recovery.damage.append(&mut found);
+    opened.identity = Some(header.identity.clone());
+    opened.next = opened.next.max(part.next);
+    opened.bytes += part.end as u64;
+    opened.index.add_segment(Arc::new(Segment { name, header, map: Arc::new(part.map) }));
+    for entry in part.entries {
+        let checked = if part.walked { Checked::Good } else { Checked::NotYet };
+        opened.index.push(first, entry, checked);
+    }
+    if let Some(loaded) = opened.index.segment_mut(first) {
+        loaded.sealed_us = part.sealed_us;
+    }
+    Ok(())
+}
+
+/// A segment's contents, however they were found.
+struct Part {
+    map: Map,
+    entries: Vec<Entry>,
+    faults: Vec<Fault>,
+    end: usize,
+    next: u64,
+    sealed_us: Option<u64>,
+    /// Were the bodies checked on the way?
+    walked: bool,
+}
+
+impl Part {
+    fn sealed(map: Map, trailer: &Trailer, entries: Vec<Entry>) -> Self {
+        let (end, next, sealed_us) = (trailer.table as usize, trailer.next, Some(trailer.sealed_us));
+        Self { map, entries, faults: Vec::new(), end, next, sealed_us, walked: false }
+    }
+}
+
+/// Walks a segment without a table, and seals it when the mode is to repair.
+fn walk(
+    storage: &dyn Storage,
+    mode: Mode,
+    in_use: bool,
+    is_last: bool,
+    name: &str,
+    header: &SegmentHeader,
+    mut map: Map,
+) -> Result<Part> {
+    let start = Start { offset: HEADER_PAGE, sequence: header.first };
+    if mode == Mode::Repair {
+        let writable = storage.open(name, Some(header.capacity as usize));
+        map = writable.map_err(Error::io("map for repair", storage.path(name)))?;
+    }
+    let scan =
+        if in_use { scan::live(&map, header, start) } else { scan::settled(&map, header, start, is_last) };
+    let next = header.first + scan.entries.len() as u64;
+    let mut sealed_us = None;
+    if mode == Mode::Repair {
+        sealed_us =
+            Some(repair(&mut map, header, &scan, next).map_err(Error::io("seal", storage.path(name)))?);
+        storage.release(name, unused(header, scan.end, scan.entries.len()));
+    }
+    let Scan { entries, faults, end } = scan;
+    Ok(Part { map, entries, faults, end, next, sealed_us, walked: true })
+}
+
+/// What stands at the end of a segment.
+enum Table {
+    Sealed(Trailer, Vec<Entry>),
+    Absent,
+    BadTrailer,
+    BadTable,
+}
+
+impl Table {
+    fn fault(&self) -> Option<&'static str> {
+        match self {
+            Self::BadTrailer => Some("segment trailer; the segment was scanned instead"),
+            Self::BadTable => Some("index table; the segment was scanned instead"),
+            Self::Sealed(..) | Self::Absent => None,
+        }
+    }
+}
+
+fn read_table(map: &Map, header: &SegmentHeader) -> Table {
+    let capacity = header.capacity as usize;
+    if map.len() < capacity {
+        return Table::Absent;
+    }
+    let mut block = [0; TRAILER];
+    block.copy_from_slice(&map.copy(capacity - TRAILER..capacity));
+    if block == [0; TRAILER] {
+        return Table::Absent;
+    }
+    let Some(trailer) = Trailer::decode(&block, header.salt, header.capacity) else {
+        return Table::BadTrailer;
+    };
+    let table = trailer.table as usize..trailer.table as usize + trailer.count as usize * ENTRY;
+    match decode_table(&map.copy(table), &trailer) {
+        Some(entries) => Table::Sealed(trailer, entries),
+        None => Table::BadTable,
+    }
+}
+
+/// Makes a scanned segment durable as it was found, removes what lies behind its records, and seals it.
+fn repair(map: &mut Map, header: &SegmentHeader, scan: &Scan, next: u64) -> std::io::Result<u64> {
+    map.limit(scan.end);
+    map.touch(0..scan.end);
+    map.flush(0..scan.end)?;
+    map.clear(scan.end);
+    seal(map, header, &scan.entries, scan.end, next)
+}
+
+/// Writes index table and trailer behind the last frame and brings them to stable storage. Returns the time it noted.
+pub(crate) fn seal(
+    map: &Map,
+    header: &SegmentHeader,
+    entries: &[Entry],
+    end: usize,
+    next: u64,
+) -> std::io::Result<u64> {
+    let (table, table_crc) = encode_table(entries);
+    let sealed_us = crate::clock_us();
+    let trailer = Trailer { table: end as u64, count: entries.len() as u64, table_crc, next, sealed_us };
+    map.put(end, &table);
+    map.flush(end..map.len())?;
+    map.put(map.len() - TRAILER, &trailer.encode(header.salt));
+    map.flush(map.len() - TRAILER..map.len())?;
+    Ok(sealed_us)
+}
+
+/// The whole pages between index table and trailer, which can be given back to the file system.
+pub(crate) fn unused(header: &SegmentHeader, end: usize, entries: usize) -> Range<usize> {
+    let table_end = end + entries * ENTRY;
+    let trailer_page = (header.capacity as usize - TRAILER) / PAGE * PAGE;
+    table_end.next_multiple_of(PAGE).min(trailer_page)..trailer_page
+}

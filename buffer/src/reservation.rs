@@ -1,0 +1,192 @@
+//! Writing a record in place: reserve, fill, commit, wait.
+
+use std::sync::Arc;
+
+use fail::fail_point;
+
+use crate::index::Segment;
+use crate::layout::body::{self, Fixed, Plan};
+use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState};
+use crate::map::Exclusive;
+use crate::sample::{ColumnId, Kind, Scalars, VersionSpan};
+use crate::shared::Shared;
+use crate::{Error, Position, Result, scan};
+
+/// Space for one record in the log, to be filled in place and committed.
+///
+/// Dropping it gives the space up: the position stays empty. Readers see nothing behind an open reservation, so fill and
+/// commit without waiting for anything else; one held for longer than the log's `reservation_deadline` is reclaimed.
+#[derive(Debug)]
+pub struct Reservation {
+    // Declared before the ticket, so that a dropped reservation gives its bytes back before its number.
+    body: Exclusive,
+    plan: Plan,
+    kind: Kind,
+    prompt_len: usize,
+    scalars: Scalars,
+    ticket: Ticket,
+}
+
+/// The number of a reservation; gives it up when dropped.
+#[derive(Debug)]
+struct Ticket {
+    shared: Arc<Shared>,
+    segment: Arc<Segment>,
+    sequence: u64,
+    done: bool,
+}
+
+impl Reservation {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        segment: Arc<Segment>,
+        sequence: u64,
+        body: Exclusive,
+        plan: Plan,
+        kind: Kind,
+        prompt_len: usize,
+    ) -> Self {
+        let ticket = Ticket { shared, segment, sequence, done: false };
+        Self { body, plan, kind, prompt_len, scalars: Scalars::default(), ticket }
+    }
+
+    /// The position that the record will have.
+    #[must_use]
+    pub fn position(&self) -> Position {
+        Position(self.ticket.sequence)
+    }
+
+    /// Sets ids, reward and the other single values.
+    pub fn set_scalars(&mut self, scalars: Scalars) {
+        self.scalars = scalars;
+    }
+
+    /// Prompt and response tokens.
+    pub fn tokens_mut(&mut self) -> &mut [i32] {
+        self.typed(ColumnId::TOKENS)
+    }
+
+    /// One log-probability for each response token.
+    pub fn log_probs_mut(&mut self) -> &mut [f32] {
+        self.typed(ColumnId::LOG_PROBS)
+    }
+
+    /// One mask byte for each response token.
+    pub fn loss_mask_mut(&mut self) -> &mut [u8] {
+        self.typed(ColumnId::LOSS_MASK)
+    }
+
+    /// Version spans, ascending.
+    pub fn spans_mut(&mut self) -> &mut [VersionSpan] {
+        self.typed(ColumnId::SPANS)
+    }
+
+    /// Bytes of the engine's name, UTF-8.
+    pub fn engine_mut(&mut self) -> &mut [u8] {
+        self.typed(ColumnId::ENGINE)
+    }
+
+    /// The user's bytes.
+    pub fn metadata_mut(&mut self) -> &mut [u8] {
+        self.typed(ColumnId::METADATA)
+    }
+
+    /// Bytes of any column; empty when the shape has no such column.
+    pub fn column_mut(&mut self, id: ColumnId) -> &mut [u8] {
+        let Some(column) = self.plan.column(id) else { return &mut [] };
+        self.body
+            .get_mut(column.offset - FRAME_HEADER..column.offset - FRAME_HEADER + column.bytes)
+            .unwrap_or_default()
+    }
+
+    fn typed<T: bytemuck::Pod>(&mut self, id: ColumnId) -> &mut [T] {
+        // The plan gives these columns 64-byte alignment and whole elements, so the cast does not fail.
+        bytemuck::try_cast_slice_mut(self.column_mut(id)).unwrap_or_default()
+    }
+
+    /// Completes the record. With [`crate::SyncPolicy::EachRecord`] it is durable on return; otherwise
+    /// [`Pending::wait`] makes it so.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] when the columns contradict each other (the position then stays empty), [`Error::Expired`] when
+    /// the reservation was reclaimed, and what [`crate::Log::sync`] answers when the policy asks for a sync.
+    pub fn commit(mut self) -> Result<Pending> {
+        let spans: Vec<VersionSpan> = self.spans_mut().to_vec();
+        let lengths = [self.tokens_mut().len(), self.log_probs_mut().len(), self.loss_mask_mut().len()];
+        body::check(self.kind, self.prompt_len, lengths, &spans)
+            .map_err(|(what, expected, found)| Error::Invalid { what, expected, found })?;
+        let versions = spans.iter().map(|span| span.version);
+        let fixed = Fixed {
+            scalars: self.scalars,
+            prompt_len: u32::try_from(self.prompt_len).unwrap_or(u32::MAX),
+            versions: versions.clone().min().zip(versions.max()),
+        };
+        let Self { mut body, plan, kind, mut ticket, .. } = self;
+        body::encode(&mut body, &fixed, &plan);
+        let header = FrameHeader {
+            kind: kind.code(),
+            state: FrameState::Committed,
+            offset: body.offset() as u64,
+            bytes: plan.frame as u64,
+            sequence: ticket.sequence,
+            durable: 0,
+            body_crc: crc32c::crc32c(&body),
+        };
+        fail_point!("log.append");
+        // From here on the bytes may be handed to readers.
+        drop(body);
+        ticket.done = true;
+        let entry = scan::describe(&header, &fixed, &plan);
+        ticket.shared.commit(&ticket.segment, header, entry)?;
+        Ok(Pending { shared: Arc::clone(&ticket.shared), position: Position(ticket.sequence) })
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if !self.done {
+            self.shared.give_up(self.sequence);
+        }
+    }
+}
+
+/// A committed record that may not be on stable storage yet.
+#[derive(Debug)]
+#[must_use = "a record is safe only once `wait` has returned its `Ack`"]
+pub struct Pending {
+    shared: Arc<Shared>,
+    position: Position,
+}
+
+impl Pending {
+    /// The record's position.
+    #[must_use]
+    pub fn position(&self) -> Position {
+        self.position
+    }
+
+    /// Waits until the record is on stable storage, syncing if no other thread does.
+    ///
+    /// # Errors
+    ///
+    /// As [`crate::Log::sync`].
+    pub fn wait(self) -> Result<Ack> {
+        self.shared.sync_through(self.position.0)?;
+        Ok(Ack { position: self.position })
+    }
+}
+
+/// Proof that a record is on stable storage: it survives the end of the process and of the machine's power.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Ack {
+    position: Position,
+}
+
+impl Ack {
+    /// The record's position.
+    #[must_use]
+    pub fn position(&self) -> Position {
+        self.position
+    }
+}

@@ -1,0 +1,187 @@
+//! Finds the records of a segment that has no index table yet, by walking its frames.
+//!
+//! Frames follow each other without gaps, so normally the walk goes from header to header. Where a header is not valid (a
+//! crash lost its page, or it was damaged), the walk tries every multiple of 64 bytes behind it: a frame header carries its
+//! own offset and a CRC salted for its segment, so nothing else passes for one.
+
+use crate::layout::ALIGN;
+use crate::layout::body;
+use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState, Peek};
+use crate::layout::segment::{ENTRY, Entry, EntryState, SegmentHeader, TRAILER};
+use crate::map::Map;
+
+/// A damaged place in one segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fault {
+    pub(crate) offset: usize,
+    pub(crate) sequence: u64,
+    pub(crate) state: EntryState,
+    pub(crate) what: &'static str,
+}
+
+/// Where a walk starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Start {
+    pub(crate) offset: usize,
+    pub(crate) sequence: u64,
+}
+
+/// What a walk found.
+#[derive(Debug, Default)]
+pub(crate) struct Scan {
+    /// One per position from the start on.
+    pub(crate) entries: Vec<Entry>,
+    pub(crate) faults: Vec<Fault>,
+    /// End of the last frame.
+    pub(crate) end: usize,
+}
+
+/// Where the frames of a segment may end.
+pub(crate) fn frames_end(map: &Map, header: &SegmentHeader) -> usize {
+    let capacity = usize::try_from(header.capacity).unwrap_or(usize::MAX);
+    capacity.saturating_sub(TRAILER).min(map.len() / ALIGN * ALIGN)
+}
+
+/// Walks a segment that nobody writes to.
+///
+/// `is_last`: no segment follows, so a position lost behind the last record may still be accounted for.
+pub(crate) fn settled(map: &Map, header: &SegmentHeader, start: Start, is_last: bool) -> Scan {
+    let limit = frames_end(map, header);
+    let (frames, rubbish) = walk(map, header, start, limit);
+    let attested = frames.iter().map(|frame| frame.durable).max().unwrap_or(0);
+    let mut scan = judge(map, header, start, &frames, attested);
+    if let Some(offset) = rubbish.filter(|&offset| offset >= scan.end) {
+        // Whole frames may have been lost here. One position is given up, so that it is not used again.
+        let sequence = start.sequence + scan.entries.len() as u64;
+        if is_last && scan.end + (scan.entries.len() + 1) * ENTRY <= limit {
+            scan.entries.push(Entry::empty(EntryState::Torn, scan.end as u64, 0));
+        }
+        scan.faults.push(Fault {
+            offset,
+            sequence,
+            state: EntryState::Torn,
+            what: "bytes behind the last record",
+        });
+    }
+    scan
+}
+
+/// Walks a segment beside its writer: stops at the first frame that may still be in the making.
+pub(crate) fn live(map: &Map, header: &SegmentHeader, start: Start) -> Scan {
+    let limit = frames_end(map, header);
+    let nothing_yet =
+        start.offset + FRAME_HEADER > limit || map.header(start.offset, header.salt, limit) == Peek::Empty;
+    if nothing_yet {
+        return Scan { end: start.offset, ..Scan::default() };
+    }
+    let (frames, _) = walk(map, header, start, limit);
+    let attested = frames.iter().map(|frame| frame.durable).max().unwrap_or(0);
+    let mut scan = judge(map, header, start, &frames, attested);
+    if let Some(open) = scan.entries.iter().position(|entry| entry.state == EntryState::Torn) {
+        scan.end = scan.entries[open].offset as usize;
+        scan.entries.truncate(open);
+        scan.faults.retain(|fault| fault.sequence < start.sequence + open as u64);
+    }
+    scan
+}
+
+/// All valid frame headers in ascending order, and the first place behind the last of them that is not zero.
+fn walk(map: &Map, header: &SegmentHeader, start: Start, limit: usize) -> (Vec<FrameHeader>, Option<usize>) {
+    let mut frames: Vec<FrameHeader> = Vec::new();
+    let mut rubbish = None;
+    let (mut offset, mut sequence) = (start.offset, start.sequence);
+    while offset + FRAME_HEADER <= limit {
+        match map.header(offset, header.salt, limit) {
+            Peek::Frame(frame) if plausible(&frame, sequence, header) => {
+                offset += frame.bytes as usize;
+                sequence = frame.sequence + 1;
+                frames.push(frame);
+                rubbish = None;
+            }
+            Peek::Empty => offset += ALIGN,
+            _ => {
+                rubbish.get_or_insert(offset);
+                offset += ALIGN;
+            }
+        }
+    }
+    (frames, rubbish)
+}
+
+/// Numbers only rise, and no more frames can be missing than have room in the segment.
+fn plausible(frame: &FrameHeader, expected: u64, header: &SegmentHeader) -> bool {
+    frame.sequence >= expected && frame.sequence - header.first <= header.capacity / ALIGN as u64
+}
+
+/// Turns headers into entries, checking every body.
+fn judge(map: &Map, header: &SegmentHeader, start: Start, frames: &[FrameHeader], attested: u64) -> Scan {
+    let mut scan = Scan { end: start.offset, ..Scan::default() };
+    let lost = |sequence: u64| if sequence < attested { EntryState::Corrupt } else { EntryState::Torn };
+    for frame in frames {
+        let mut sequence = start.sequence + scan.entries.len() as u64;
+        while sequence < frame.sequence {
+            let state = lost(sequence);
+            scan.faults.push(Fault { offset: scan.end, sequence, state, what: "frame header" });
+            scan.entries.push(Entry::empty(state, scan.end as u64, 0));
+            sequence += 1;
+        }
+        let entry = match frame.state {
+            FrameState::Void => Entry::empty(EntryState::Void, frame.offset, frame.bytes),
+            FrameState::Committed => match entry_of(map, header.salt, frame) {
+                Ok(entry) => entry,
+                Err(what) => {
+                    scan.faults.push(Fault {
+                        offset: frame.offset as usize,
+                        sequence,
+                        state: lost(sequence),
+                        what,
+                    });
+                    Entry::empty(lost(sequence), frame.offset, frame.bytes)
+                }
+            },
+            FrameState::Reserved => {
+                let what = "record that was never committed";
+                scan.faults.push(Fault {
+                    offset: frame.offset as usize,
+                    sequence,
+                    state: EntryState::Torn,
+                    what,
+                });
+                Entry::empty(EntryState::Torn, frame.offset, frame.bytes)
+            }
+        };
+        scan.entries.push(entry);
+        scan.end = (frame.offset + frame.bytes) as usize;
+    }
+    scan
+}
+
+/// Checks the body of a committed frame and describes it.
+pub(crate) fn entry_of(map: &Map, salt: u64, frame: &FrameHeader) -> Result<Entry, &'static str> {
+    let (_, body) = map.committed_body(frame.offset as usize, salt).ok_or("frame header")?;
+    if crc32c::crc32c(body) != frame.body_crc {
+        return Err("record body: its CRC does not match");
+    }
+    let (fixed, plan) = body::decode(body)?;
+    Ok(describe(frame, &fixed, &plan))
+}
+
+/// The index entry of a record.
+pub(crate) fn describe(frame: &FrameHeader, fixed: &body::Fixed, plan: &body::Plan) -> Entry {
+    let tokens =
+        plan.column(crate::ColumnId::TOKENS).map_or(0, |column| column.bytes / column.element.size());
+    let (oldest_version, newest_version) = fixed.versions.unwrap_or((u64::MAX, 0));
+    Entry {
+        state: EntryState::Record,
+        kind: frame.kind,
+        status: fixed.scalars.status,
+        offset: frame.offset,
+        bytes: frame.bytes,
+        tokens: u32::try_from(tokens).unwrap_or(u32::MAX),
+        sample: fixed.scalars.sample_id,
+        group: fixed.scalars.group_id,
+        rollout: fixed.scalars.rollout_id,
+        oldest_version,
+        newest_version,
+    }
+}

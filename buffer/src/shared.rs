@@ -1,0 +1,291 @@
+//! What all handles, reservations and readers of an open log share: taking space, committing it, giving it up.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use fail::fail_point;
+
+use crate::damage::Recovery;
+use crate::index::{Index, Segment};
+use crate::layout::body::Plan;
+use crate::layout::frame::{FrameHeader, FrameState};
+use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, SegmentHeader, TRAILER};
+use crate::ledger::Ledger;
+use crate::lock::LockFile;
+use crate::map::Exclusive;
+use crate::options::{Options, SyncPolicy};
+use crate::recover::{self, Opened};
+use crate::sample::Kind;
+use crate::storage::Storage;
+use crate::{Error, Position, Result};
+
+/// An open log.
+pub(crate) struct Shared {
+    pub(crate) storage: Box<dyn Storage>,
+    pub(crate) root: PathBuf,
+    options: Options,
+    recovery: Recovery,
+    state: Mutex<State>,
+    /// Told whenever records become durable, a reservation ends, or the log is poisoned.
+    pub(crate) changed: Condvar,
+}
+
+pub(crate) struct State {
+    pub(crate) ledger: Ledger,
+    pub(crate) index: Index,
+    pub(crate) active: Option<Active>,
+    /// Full segments that wait for their last records to become visible, to be sealed then.
+    pub(crate) retiring: Vec<u64>,
+    /// Open reservations, oldest first, with the moment each may be reclaimed.
+    pub(crate) deadlines: VecDeque<(u64, Instant)>,
+    /// A thread is flushing.
+    pub(crate) syncing: bool,
+    /// Moment of the first commit that no sync has covered.
+    pub(crate) dirty_since: Option<Instant>,
+    pub(crate) poison: Option<String>,
+    pub(crate) closing: bool,
+    /// Held until the log is closed or its last handle, reservation and reader are gone.
+    pub(crate) lock: Option<LockFile>,
+}
+
+/// The segment that takes reservations.
+pub(crate) struct Active {
+    pub(crate) segment: Arc<Segment>,
+    /// Frames in it.
+    pub(crate) count: usize,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Log").field("root", &self.root).finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    pub(crate) fn new(
+        storage: Box<dyn Storage>,
+        root: PathBuf,
+        options: Options,
+        opened: Opened,
+        noted: u64,
+        lock: Option<LockFile>,
+    ) -> Self {
+        let state = State {
+            ledger: Ledger::new(opened.next.max(noted)),
+            index: opened.index,
+            active: None,
+            retiring: Vec::new(),
+            deadlines: VecDeque::new(),
+            syncing: false,
+            dirty_since: None,
+            poison: None,
+            closing: false,
+            lock,
+        };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Self { storage, root, options, recovery: opened.recovery, state, changed }
+    }
+
+    pub(crate) fn options(&self) -> &Options {
+        &self.options
+    }
+
+    pub(crate) fn recovery(&self) -> &Recovery {
+        &self.recovery
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        // A thread that panics under this lock leaves the bookkeeping consistent: every change is a single call.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn check(&self, state: &State) -> Result<()> {
+        match &state.poison {
+            Some(cause) => Err(Error::Poisoned { path: self.root.clone(), cause: cause.clone() }),
+            None if state.closing => {
+                Err(Error::Poisoned { path: self.root.clone(), cause: "the log was closed".into() })
+            }
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn poison(&self, state: &mut State, cause: &Error) {
+        let mut text = cause.to_string();
+        if let Some(source) = std::error::Error::source(cause) {
+            text = format!("{text}: {source}");
+        }
+        tracing::error!(path = %self.root.display(), cause = text, "the rollout log stops taking records");
+        state.poison = Some(text);
+        self.changed.notify_all();
+    }
+
+    /// Waits for any change, at most until `until`.
+    pub(crate) fn wait<'a>(&self, state: MutexGuard<'a, State>, until: Instant) -> MutexGuard<'a, State> {
+        let left = until.saturating_duration_since(Instant::now());
+        self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    pub(crate) fn reserve(&self, kind: Kind, plan: &Plan) -> Result<(Arc<Segment>, u64, Exclusive)> {
+        let mut state = self.room(plan.frame)?;
+        let (segment, body) = self.allot(&mut state, plan.frame)?;
+        let offset = body.offset();
+        let range = offset..offset + plan.frame;
+        let given_up = Entry::empty(EntryState::Void, offset as u64, plan.frame as u64);
+        let sequence = state.ledger.reserve(segment.header.first, range, given_up);
+        let header = FrameHeader {
+            kind: kind.code(),
+            state: FrameState::Reserved,
+            offset: offset as u64,
+            bytes: plan.frame as u64,
+            sequence,
+            durable: state.ledger.visible(),
+            body_crc: 0,
+        };
+        segment.map.set_header(offset, &header.encode(segment.header.salt));
+        state.deadlines.push_back((sequence, Instant::now() + self.options.reservation_deadline));
+        Ok((segment, sequence, body))
+    }
+
+    /// Waits until `bytes` more may be outstanding.
+    fn room(&self, bytes: usize) -> Result<MutexGuard<'_, State>> {
+        let started = Instant::now();
+        let until = started + self.options.wait_deadline;
+        let mut state = self.lock();
+        loop {
+            self.check(&state)?;
+            self.reclaim(&mut state);
+            let outstanding = state.ledger.bytes();
+            // A single record above the bound is let through when it is alone: it would never fit otherwise.
+            if outstanding == 0 || (outstanding + bytes) as u64 <= self.options.unsynced_bytes_max {
+                return Ok(state);
+            }
+            if state.ledger.dirty() > 0 && !state.syncing {
+                state = self.lead(state)?;
+            } else if Instant::now() >= until {
+                let reason =
+                    "open reservations or a slow sync hold it; commit them, or raise `unsynced_bytes_max`";
+                return Err(Error::Full { bytes: bytes as u64, waited: started.elapsed(), reason });
+            } else {
+                let wake = state.deadlines.front().map_or(until, |&(_, deadline)| until.min(deadline));
+                state = self.wait(state, wake);
+            }
+        }
+    }
+
+    /// Gives up the reservations that were held too long.
+    pub(crate) fn reclaim(&self, state: &mut State) {
+        let now = Instant::now();
+        while let Some(&(sequence, deadline)) = state.deadlines.front() {
+            if state.ledger.is_reserved(sequence) {
+                if deadline > now {
+                    return;
+                }
+                tracing::warn!(sequence, "reclaiming a reservation that was never committed");
+                self.void(state, sequence);
+            }
+            state.deadlines.pop_front();
+        }
+    }
+
+    fn void(&self, state: &mut State, sequence: u64) {
+        let durable = state.ledger.visible();
+        if let Some((first, range)) = state.ledger.void(sequence)
+            && let Some(loaded) = state.index.segment(first)
+        {
+            let header = FrameHeader {
+                kind: 0,
+                state: FrameState::Void,
+                offset: range.start as u64,
+                bytes: range.len() as u64,
+                sequence,
+                durable,
+                body_crc: 0,
+            };
+            loaded.segment.map.set_header(range.start, &header.encode(loaded.segment.header.salt));
+            self.changed.notify_all();
+        }
+    }
+
+    /// Takes `bytes` of the active segment, or of a new one.
+    fn allot(&self, state: &mut State, bytes: usize) -> Result<(Arc<Segment>, Exclusive)> {
+        let capacity = self.options.segment_bytes as usize;
+        // Room for the table with one spare entry, which recovery may need for a position lost at the end.
+        let limit = |count: usize| capacity - TRAILER - (count + 2) * ENTRY;
+        let max = limit(0) - HEADER_PAGE;
+        if bytes > max {
+            return Err(Error::TooLarge { bytes: bytes as u64, max: max as u64 });
+        }
+        if let Some(active) = &mut state.active {
+            if let Some(body) = limit(0)
+                .checked_sub(active.count * ENTRY)
+                .and_then(|end| active.segment.map.allot(bytes, end))
+            {
+                active.count += 1;
+                return Ok((Arc::clone(&active.segment), body));
+            }
+        }
+        let segment = self.create_segment(state.ledger.next())?;
+        let body = segment
+            .map
+            .allot(bytes, limit(0))
+            .ok_or(Error::TooLarge { bytes: bytes as u64, max: max as u64 })?;
+        state.index.add_segment(Arc::clone(&segment));
+        if let Some(full) = state.active.replace(Active { segment: Arc::clone(&segment), count: 1 }) {
+            state.retiring.push(full.segment.header.first);
+        }
+        Ok((segment, body))
+    }
+
+    fn create_segment(&self, first: u64) -> Result<Arc<Segment>> {
+        use std::hash::{BuildHasher, Hasher};
+        // std's hasher keys are random per process and differ from one to the next: no other source is needed for a salt.
+        let salt = std::hash::RandomState::new().build_hasher().finish();
+        let header = SegmentHeader {
+            identity: self.options.identity.clone(),
+            capacity: self.options.segment_bytes,
+            first,
+            salt,
+            created_us: crate::clock_us(),
+        };
+        let name = recover::segment_name(first);
+        let made = self.storage.create(&name, header.capacity as usize, &header.encode());
+        let map = made.map_err(Error::io("create the segment", self.storage.path(&name)))?;
+        Ok(Arc::new(Segment { name, header, map: Arc::new(map) }))
+    }
+
+    pub(crate) fn commit(&self, segment: &Segment, mut header: FrameHeader, entry: Entry) -> Result<()> {
+        let sequence = header.sequence;
+        let mut state = self.lock();
+        self.check(&state)?;
+        if !state.ledger.commit(sequence, entry) {
+            return Err(Error::Expired {
+                position: Position(sequence),
+                held: self.options.reservation_deadline,
+            });
+        }
+        header.durable = state.ledger.visible();
+        segment.map.set_header(header.offset as usize, &header.encode(segment.header.salt));
+        if state.dirty_since.is_none() {
+            state.dirty_since = Some(Instant::now());
+            self.changed.notify_all();
+        }
+        let dirty = state.ledger.dirty();
+        drop(state);
+        fail_point!("log.commit");
+        match self.options.sync {
+            SyncPolicy::EachRecord => self.sync_through(sequence),
+            SyncPolicy::EveryRecords(n) if dirty >= n => self.sync_through(sequence),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn give_up(&self, sequence: u64) {
+        let mut state = self.lock();
+        // A closed log may have another writer already; what is open in it reads as never committed.
+        if !state.closing {
+            self.void(&mut state, sequence);
+        }
+    }
+}

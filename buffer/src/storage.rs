@@ -1,0 +1,176 @@
+//! The few things a log asks of the medium under it, and the directory that normally provides them.
+//!
+//! A mapped file bypasses any trait once it is mapped, so the seam sits around it: create, open, flush (in [`Map`]), remove
+//! and replace. The crash tests put a simulated medium behind the same calls.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use memmap2::MmapOptions;
+
+use crate::layout::segment::HEADER_PAGE;
+use crate::map::Map;
+
+/// A named set of segments and small files.
+pub(crate) trait Storage: Send + Sync {
+    /// Where `name` lives, for messages.
+    fn path(&self, name: &str) -> PathBuf;
+    /// Names of all files.
+    fn names(&self) -> io::Result<Vec<String>>;
+    /// Makes a zeroed file of `bytes` bytes, all of them backed by storage, that starts with `head`; durable and whole, or
+    /// absent, on return.
+    fn create(&self, name: &str, bytes: usize, head: &[u8]) -> io::Result<Map>;
+    /// Maps a file as it is: for reading, or, when it was cut short, grown back to `bytes` for writing.
+    fn open(&self, name: &str, write: Option<usize>) -> io::Result<Map>;
+    /// Gives the storage behind `range` back; the bytes there are zero and stay so.
+    fn release(&self, name: &str, range: Range<usize>);
+    /// Removes a file, durably. Maps of it stay valid.
+    fn remove(&self, name: &str) -> io::Result<()>;
+    /// Reads a small file; `None` when absent.
+    fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>>;
+    /// Replaces a small file: after a crash it holds the old bytes or the new ones.
+    fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()>;
+}
+
+/// A directory of files.
+#[derive(Debug)]
+pub(crate) struct Directory {
+    root: PathBuf,
+}
+
+/// Suffix of files that are not complete yet; ignored and overwritten.
+const UNFINISHED: &str = ".new";
+/// Small files are read whole; nothing the log writes comes near this.
+const SMALL_BYTES_MAX: u64 = 1 << 20;
+
+impl Directory {
+    pub(crate) fn new(root: &Path) -> Self {
+        Self { root: root.to_owned() }
+    }
+
+    fn sync_root(&self) -> io::Result<()> {
+        File::open(&self.root)?.sync_all()
+    }
+
+    /// Writes a file beside its final name, syncs it, and moves it there.
+    fn put<T>(&self, name: &str, write: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
+        let unfinished = self.root.join(format!("{name}{UNFINISHED}"));
+        let attempt = || {
+            let file =
+                OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&unfinished)?;
+            let out = write(&file)?;
+            file.sync_all()?;
+            fs::rename(&unfinished, self.root.join(name))?;
+            self.sync_root()?;
+            Ok(out)
+        };
+        attempt().inspect_err(|_| {
+            // The error being returned matters more; a left-over file is overwritten by the next attempt.
+            let _ = fs::remove_file(&unfinished);
+        })
+    }
+}
+
+impl Storage for Directory {
+    fn path(&self, name: &str) -> PathBuf {
+        self.root.join(name)
+    }
+
+    fn names(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.root)? {
+            // Names that are not UTF-8 are none of ours.
+            if let Ok(name) = entry?.file_name().into_string()
+                && !name.ends_with(UNFINISHED)
+            {
+                names.push(name);
+            }
+        }
+        Ok(names)
+    }
+
+    fn create(&self, name: &str, bytes: usize, head: &[u8]) -> io::Result<Map> {
+        if self.root.join(name).try_exists()? {
+            return Err(io::Error::from(io::ErrorKind::AlreadyExists));
+        }
+        let raw = self.put(name, |file| {
+            allocate(file, bytes as u64)?;
+            file.write_all_at(head, 0)?;
+            MmapOptions::new().map_raw(file)
+        })?;
+        Ok(Map::file(raw, HEADER_PAGE))
+    }
+
+    fn open(&self, name: &str, write: Option<usize>) -> io::Result<Map> {
+        let path = self.root.join(name);
+        let Some(bytes) = write else {
+            let file = File::open(path)?;
+            let raw = MmapOptions::new().map_raw_read_only(&file)?;
+            let tail = raw.len();
+            return Ok(Map::file(raw, tail));
+        };
+        let file = OpenOptions::new().read(true).write(true).open(path)?;
+        if file.metadata()?.len() < bytes as u64 {
+            allocate(&file, bytes as u64)?;
+            file.sync_all()?;
+        }
+        let raw = MmapOptions::new().map_raw(&file)?;
+        let tail = raw.len();
+        Ok(Map::file(raw, tail))
+    }
+
+    fn release(&self, name: &str, range: Range<usize>) {
+        use rustix::fs::{FallocateFlags, fallocate};
+        let free = || -> io::Result<()> {
+            let file = OpenOptions::new().write(true).open(self.root.join(name))?;
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            Ok(fallocate(&file, flags, range.start as u64, range.len() as u64)?)
+        };
+        if !range.is_empty()
+            && let Err(error) = free()
+        {
+            // Costs disk space until retention removes the file, nothing else.
+            tracing::debug!(name, %error, "could not release the unused end of a segment");
+        }
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        fs::remove_file(self.root.join(name))?;
+        self.sync_root()
+    }
+
+    fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
+        let path = self.root.join(name);
+        match fs::metadata(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+            Ok(found) if found.len() > SMALL_BYTES_MAX => Err(io::Error::from(io::ErrorKind::FileTooLarge)),
+            Ok(_) => fs::read(path).map(Some),
+        }
+    }
+
+    fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        self.put(name, |mut file| file.write_all(bytes))
+    }
+}
+
+/// Gives every byte of the file storage, so that a full disk is an error here and not a signal at some later store.
+fn allocate(file: &File, bytes: u64) -> io::Result<()> {
+    use rustix::fs::{FallocateFlags, fallocate};
+    match fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
+            let zeros = vec![0; 1 << 20];
+            let mut at = file.metadata()?.len();
+            while at < bytes {
+                let count = (bytes - at).min(zeros.len() as u64);
+                file.write_all_at(&zeros[..count as usize], at)?;
+                at += count;
+            }
+            Ok(())
+        }
+        answer => Ok(answer?),
+    }
+}

@@ -1,0 +1,3 @@
+//! Crash and fault tests on a simulated medium.
+
+pub(crate) mod image;
