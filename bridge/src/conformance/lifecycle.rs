@@ -23,7 +23,7 @@ pub(super) async fn abort_prefix(subject: &Subject) -> Checked {
         tokio::spawn(async move { client.raw("POST", "/generate", &body).await })
     };
     let both = [start(&short), start(&long)];
-    subject.until("two running requests", |running, _| running >= 2).await?;
+    subject.until_running(2).await?;
     subject.status("POST", "/abort_request", serde_json::json!({ "rid": short }), &[200]).await?;
     for reply in both {
         let (status, reply) = reply.await??;

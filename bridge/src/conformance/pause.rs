@@ -30,7 +30,6 @@ pub(super) async fn holds_requests(subject: &Subject) -> Checked {
 pub(super) async fn retract(subject: &Subject) -> Checked {
     let running = subject.start_long().await?;
     subject.client.pause(PauseMode::Retract).await?;
-    subject.until("the request back in the queue", |running, waiting| running == 0 && waiting == 1).await?;
     subject.client.resume().await?;
     let reply = running.finish().await?;
     ensure(reply.retractions >= 1, || "num_retractions of 1 or more expected, found 0".into())?;
