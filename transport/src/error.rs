@@ -1,7 +1,9 @@
 //! The crate's one error type.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::{ContentDigest, Key, RunId, Version};
 
@@ -178,7 +180,9 @@ pub enum Error {
         run_id: RunId,
     },
     /// Something belongs to another run.
-    #[error("{subject} belongs to run {found}, expected run {expected}; versions of two runs are never comparable")]
+    #[error(
+        "{subject} belongs to run {found}, expected run {expected}; versions of two runs are never comparable"
+    )]
     ForeignRun {
         /// What belongs to the other run.
         subject: String,
@@ -208,7 +212,9 @@ pub enum Error {
         version: Version,
     },
     /// A manifest names a base that is not the version in front of it.
-    #[error("version {version} builds on version {base} with manifest {expected}, but that manifest is {found}")]
+    #[error(
+        "version {version} builds on version {base} with manifest {expected}, but that manifest is {found}"
+    )]
     BrokenChain {
         /// The version whose base does not fit.
         version: Version,
@@ -298,6 +304,42 @@ pub enum Error {
         /// The codec's error.
         source: driftless_delta::Error,
     },
+    /// Something is in use and cannot be changed now; the same call may succeed later.
+    #[error("{what} is busy with {with}")]
+    Busy {
+        /// What is in use.
+        what: String,
+        /// By whom or what.
+        with: String,
+    },
+    /// An engine, or the code that drives it, failed.
+    #[error("engine `{engine}` failed to {action}")]
+    Engine {
+        /// The engine's name.
+        engine: String,
+        /// What it was asked to do.
+        action: &'static str,
+        /// What it, or its driver, said.
+        source: BoxError,
+    },
+    /// An engine did not answer within its deadline. The checkpoint is not touched before it does.
+    #[error("engine `{engine}` has not answered for {waited:.1?} when asked to {action}")]
+    EngineTimeout {
+        /// The engine's name.
+        engine: String,
+        /// What it was asked to do.
+        action: &'static str,
+        /// How long it has been silent.
+        waited: Duration,
+    },
+    /// An address cannot be listened on.
+    #[error("cannot listen on {addr}")]
+    Listen {
+        /// The address asked for.
+        addr: SocketAddr,
+        /// The operating system's error.
+        source: io::Error,
+    },
     /// Another process, or another value in this one, works on the same replica.
     #[error("`{path}` is held by another process; a replica has one writer at a time", path = path.display())]
     Locked {
@@ -341,7 +383,9 @@ impl Error {
     pub(crate) fn io(action: &'static str, path: impl AsRef<Path>, source: io::Error) -> Self {
         let path = path.as_ref().to_path_buf();
         match source.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::NoSpace { path, action, source },
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                Self::NoSpace { path, action, source }
+            }
             io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
                 Self::PermissionDenied { path, action, source }
             }
@@ -352,7 +396,16 @@ impl Error {
     /// True if the same call may succeed later without anybody changing its arguments.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
-        matches!(self, Self::Io { .. } | Self::NoSpace { .. } | Self::Injected { .. } | Self::CommitUnknown { .. })
+        matches!(
+            self,
+            Self::Io { .. }
+                | Self::NoSpace { .. }
+                | Self::Injected { .. }
+                | Self::CommitUnknown { .. }
+                | Self::Busy { .. }
+                | Self::Engine { .. }
+                | Self::EngineTimeout { .. }
+        )
     }
 
     /// True if the object asked for is not there.

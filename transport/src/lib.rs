@@ -12,8 +12,11 @@ mod store;
 pub mod wrap;
 
 // Replica side.
+mod activate;
 mod checkpoint;
 mod dtype;
+mod follow;
+pub mod http;
 mod replica;
 mod snapshot;
 
@@ -27,7 +30,9 @@ pub use publish::{
 pub use run::{Chain, Committed, Run};
 pub use store::{Disk, Entry, Memory, PutMode, Store, open, probe_conditional_put};
 
+pub use activate::{Activate, Activated, Target};
 pub use checkpoint::{Checkpoint, Place, write_checkpoint};
 pub use dtype::Dtype;
+pub use follow::{Ack, EngineStatus, Follower, FollowerOptions, Prepared, Status, Stop};
 pub use replica::{Advanced, Applied, FetchObject, Replica};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};

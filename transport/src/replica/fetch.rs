@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use driftless_delta::{DigestTable, Patch, decode, decode_full};
@@ -90,12 +91,14 @@ pub(super) fn journal_delta(
 ) -> Result<()> {
     let manifest = &link.manifest;
     let mut journal = Writer::create(path)?;
-    let mut tables = base.tables.clone();
+    let main_names =
+        base.manifest.named_tensors().into_iter().map(|(name, entry)| (name, entry.name.as_str())).collect();
+    let mut tables = Tables::new();
     for tensor in &manifest.tensors {
-        let old = tables.get(&tensor.name).cloned().unwrap_or_default();
+        let old = base_table(base, &main_names, tensor)?;
         let new = match tensor.pieces.as_slice() {
-            [] => old,
-            pieces => patch_tensor(base, tensor, &old, pieces, objects, &mut journal)?,
+            [] => old.clone(),
+            pieces => patch_tensor(base, tensor, old, pieces, objects, &mut journal)?,
         };
         check_digest(tensor, &new)?;
         tables.insert(tensor.name.clone(), new);
@@ -114,6 +117,36 @@ pub(super) fn journal_delta(
         }
     }
     seal(journal, link, &tables)
+}
+
+/// The base's digests of a tensor. Tensors may become tied or part from one version to the next; one delta serves several
+/// names only where their bases are the same.
+fn base_table<'a>(
+    base: &'a State,
+    main_names: &BTreeMap<&str, &str>,
+    tensor: &Tensor,
+) -> Result<&'a DigestTable> {
+    let table_of = |name: &str| {
+        main_names.get(name).and_then(|main| base.tables.get(*main)).ok_or_else(|| Error::TensorMismatch {
+            tensor: name.to_owned(),
+            what: "entry in the base's tensor table",
+            expected: "present".to_owned(),
+            found: "absent".to_owned(),
+        })
+    };
+    let table = table_of(&tensor.name)?;
+    for alias in &tensor.aliases {
+        let other = table_of(alias)?;
+        if other != table {
+            return Err(Error::TensorMismatch {
+                tensor: alias.clone(),
+                what: "digest of the base that it shares a delta with",
+                expected: table.total().to_string(),
+                found: other.total().to_string(),
+            });
+        }
+    }
+    Ok(table)
 }
 
 /// Writes the full tensors of `link` into `staging`, and seals the journal that installs them. Returns the bytes fetched.
@@ -316,7 +349,7 @@ pub(super) fn check_same_form(base: &Manifest, new: &Manifest) -> Result<()> {
     let (old, new) = (base.named_tensors(), new.named_tensors());
     let describe = |entry: Option<&(&str, &Tensor)>| match entry {
         Some((name, tensor)) => {
-            format!("`{name}` (stored as `{}`) {} {:?}", tensor.name, tensor.dtype, tensor.shape)
+            format!("`{name}` {} {:?}", tensor.dtype, tensor.shape)
         }
         None => "none".to_owned(),
     };

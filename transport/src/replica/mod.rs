@@ -7,6 +7,7 @@ mod state;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftless_delta::DigestTable;
@@ -121,6 +122,14 @@ impl Replica {
         }
     }
 
+    /// The checkpoint for another thread. While a clone is alive, the replica does not advance.
+    pub(crate) fn share(&self) -> Result<Arc<Checkpoint>> {
+        match &self.state {
+            Some(state) if !self.unfinished => Ok(state.checkpoint.clone()),
+            _ => Err(Error::NothingApplied { path: self.dir.clone() }),
+        }
+    }
+
     /// The block digests of a tensor of the applied version, by its main name.
     #[must_use]
     pub fn digests(&self, tensor: &str) -> Option<&DigestTable> {
@@ -219,8 +228,11 @@ impl Replica {
         redo::hash_all(&checkpoint, manifest).map(|_| ())
     }
 
-    /// Finishes a committed journal, if one waits.
+    /// Finishes a committed journal, if one waits. Refuses while the checkpoint is shared: nothing may change behind a reader's map.
     fn finish(&mut self) -> Result<()> {
+        if self.state.as_ref().is_some_and(|state| Arc::strong_count(&state.checkpoint) > 1) {
+            return Err(Error::Busy { what: format!("`{}`", self.dir.display()), with: "a reader".into() });
+        }
         if self.unfinished { self.recover().map(|_| ()) } else { Ok(()) }
     }
 

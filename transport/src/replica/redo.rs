@@ -114,7 +114,7 @@ pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<St
             (hash_all(&checkpoint, &copy.manifest)?, true)
         }
     };
-    let state = State { applied, manifest: copy.manifest, tables, checkpoint };
+    let state = State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into() };
     if hashed {
         write_state(layout, &state, None)?;
     }
@@ -310,7 +310,7 @@ fn adopt(checkpoint: Checkpoint, copy: Copy, digests: &[u8]) -> Result<State> {
     })?;
     check_files(&checkpoint, &copy.manifest)?;
     let applied = Applied::of(&copy.manifest, copy.digest);
-    Ok(State { applied, manifest: copy.manifest, tables, checkpoint })
+    Ok(State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into() })
 }
 
 /// Writes digests, manifest and, last of all, the marker.

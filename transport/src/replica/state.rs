@@ -5,6 +5,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use driftless_delta::{BLOCK_ELEMENTS, DigestTable};
 use serde::{Deserialize, Serialize};
@@ -98,7 +99,7 @@ pub(super) struct State {
     pub(super) applied: Applied,
     pub(super) manifest: Manifest,
     pub(super) tables: Tables,
-    pub(super) checkpoint: Checkpoint,
+    pub(super) checkpoint: Arc<Checkpoint>,
 }
 
 /// Digest table of every tensor, by its main name.

@@ -1,0 +1,401 @@
+//! Keeps a host's checkpoint and its engines on a run's newest version.
+
+mod status;
+mod watch;
+mod worker;
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use crate::activate::Activate;
+use crate::error::{Error, Result};
+use crate::ids::{Version, check_name};
+use crate::replica::{Advanced, Replica, crash_point};
+use crate::run::Run;
+use crate::store::{PutMode, Store};
+use worker::{Answer, Job, Worker};
+
+pub use status::{Ack, EngineStatus, Status};
+pub use watch::Stop;
+
+/// What a follower follows, and where to.
+#[derive(Clone, Debug)]
+pub struct FollowerOptions {
+    /// The run's name in the store.
+    pub run: String,
+    /// The model within the run.
+    pub model: String,
+    /// The directory that holds the materialised checkpoint; the follower owns it.
+    pub checkpoint_dir: PathBuf,
+    /// The checkpoint that version 0 refers to, when it was published by reference.
+    pub hf_checkpoint: Option<PathBuf>,
+    /// The follower's name in the store, unique within the run.
+    pub id: String,
+    /// Time between two looks at the store.
+    pub poll: Duration,
+    /// Longest time between two attempts after failures.
+    pub backoff_max: Duration,
+    /// How long one engine may take to say which version it serves.
+    pub serving_deadline: Duration,
+    /// How long one engine may take to activate a version.
+    pub activate_deadline: Duration,
+}
+
+impl FollowerOptions {
+    /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, back off to 30 s, 10 s for a look at an engine,
+    /// 10 minutes for an activation.
+    #[must_use]
+    pub fn new(run: impl Into<String>, checkpoint_dir: impl Into<PathBuf>, id: impl Into<String>) -> Self {
+        Self {
+            run: run.into(),
+            model: "policy".into(),
+            checkpoint_dir: checkpoint_dir.into(),
+            hf_checkpoint: None,
+            id: id.into(),
+            poll: Duration::from_millis(500),
+            backoff_max: Duration::from_secs(30),
+            serving_deadline: Duration::from_secs(10),
+            activate_deadline: Duration::from_secs(600),
+        }
+    }
+}
+
+/// A version that lies ready on the host's disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Prepared {
+    /// The version.
+    pub version: Version,
+    /// The label that engines are given for it.
+    pub label: String,
+    /// What it took; `links` is 0 if the version was there already.
+    pub advanced: Advanced,
+}
+
+/// Keeps one host on the newest version of a model: the checkpoint directory first ([`Follower::prepare`]), then the engines that load it
+/// ([`Follower::activate`]). A handle; clones share the follower.
+///
+/// The replica's directory pins the run: once it holds a version of a run, versions of any other are refused.
+#[derive(Clone)]
+pub struct Follower {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    store: Arc<dyn Store>,
+    options: FollowerOptions,
+    /// Held for the length of a prepare or an activate.
+    core: Mutex<Core>,
+    /// Held for moments only, so that status answers during both.
+    status: Mutex<Status>,
+}
+
+struct Core {
+    replica: Replica,
+    run: Option<Run>,
+    engines: Vec<Slot>,
+    /// The acknowledgement that the store has.
+    acknowledged: Option<Ack>,
+}
+
+struct Slot {
+    worker: Worker,
+    failures: u32,
+    not_before: Instant,
+}
+
+impl Follower {
+    /// Opens the replica, finishing an interrupted apply, and takes over the engines. The run need not exist yet.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Locked`] if another follower has the directory, [`Error::DamagedReplica`], [`Error::BadName`] for an `id` that cannot be a
+    /// key, [`Error::ForeignModel`] if the directory holds another model.
+    pub fn open(
+        store: Arc<dyn Store>,
+        options: FollowerOptions,
+        engines: Vec<Box<dyn Activate>>,
+    ) -> Result<Self> {
+        check_name("follower", &options.id)?;
+        check_name("run", &options.run)?;
+        check_name("model", &options.model)?;
+        let replica = Replica::open(&options.checkpoint_dir)?;
+        let now = Instant::now();
+        let engines = engines
+            .into_iter()
+            .map(|engine| Ok(Slot { worker: Worker::start(engine)?, failures: 0, not_before: now }))
+            .collect::<Result<Vec<_>>>()?;
+        let mut status = Status {
+            id: options.id.clone(),
+            run: options.run.clone(),
+            run_id: replica.applied().map(|applied| applied.run_id),
+            model: options.model.clone(),
+            newest: None,
+            applied: None,
+            error: None,
+        };
+        record_applied(&mut status, &replica, &engines, Duration::ZERO, 0);
+        let core = Mutex::new(Core { replica, run: None, engines, acknowledged: None });
+        Ok(Self { shared: Arc::new(Shared { store, options, core, status: Mutex::new(status) }) })
+    }
+
+    /// The options it was opened with.
+    #[must_use]
+    pub fn options(&self) -> &FollowerOptions {
+        &self.shared.options
+    }
+
+    /// What the follower has and what hinders it. Never waits for a prepare or an activate.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        self.status_mut().clone()
+    }
+
+    /// Brings the checkpoint directory to `target`, or to the newest version. Engines go on with what they serve.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchRun`] or [`Error::NoSuchVersion`] before the first publication; [`Error::Busy`] during another prepare or activate,
+    /// and while an engine still loads; those of [`Replica::advance`]. The version before stays in place.
+    pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
+        let mut core = self.core()?;
+        let prepared = self.prepare_in(&mut core, target);
+        self.note(prepared.as_ref().err());
+        prepared
+    }
+
+    /// Makes every engine serve the prepared version; those that do already are left alone. All are tried, each within its deadline.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NothingApplied`] before the first prepare; [`Error::Busy`]; else the first engine's failure, with all of them in
+    /// [`Follower::status`].
+    pub fn activate(&self) -> Result<Status> {
+        self.activate_where(|_| true)?;
+        Ok(self.status())
+    }
+
+    /// [`Follower::activate`] for the engines whose time to be asked again has come.
+    fn activate_due(&self) -> Result<()> {
+        let now = Instant::now();
+        self.activate_where(|slot| slot.not_before <= now)
+    }
+
+    fn activate_where(&self, due: impl Fn(&Slot) -> bool) -> Result<()> {
+        let mut core = self.core()?;
+        let activated = self.activate_in(&mut core, due);
+        self.note(activated.as_ref().err());
+        self.acknowledge(&mut core);
+        activated
+    }
+
+    fn core(&self) -> Result<MutexGuard<'_, Core>> {
+        match self.shared.core.try_lock() {
+            Ok(core) => Ok(core),
+            // Every step of a replica is guarded by its journal, so a panic in one leaves nothing that the next cannot handle.
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(Error::Busy {
+                what: format!("follower `{}`", self.shared.options.id),
+                with: "another request".into(),
+            }),
+        }
+    }
+
+    fn status_mut(&self) -> MutexGuard<'_, Status> {
+        self.shared.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note(&self, error: Option<&Error>) {
+        self.status_mut().error = error.map(|error| chain_text(error));
+    }
+
+    fn prepare_in(&self, core: &mut Core, target: Option<Version>) -> Result<Prepared> {
+        let options = &self.shared.options;
+        if let Some(slot) = core.engines.iter_mut().find_map(|slot| slot.worker.is_busy().then_some(slot)) {
+            return Err(Error::Busy {
+                what: format!("`{}`", options.checkpoint_dir.display()),
+                with: format!("engine `{}`, which still loads it", slot.worker.name()),
+            });
+        }
+        if core.run.is_none() {
+            core.run = Some(Run::open(self.shared.store.clone(), &options.run)?);
+        }
+        let Core { run: Some(run), replica, engines, .. } = core else {
+            return Err(Error::NoSuchRun { name: options.run.clone(), store: self.shared.store.to_string() });
+        };
+        let newest = run.newest_version(&options.model)?;
+        {
+            let mut status = self.status_mut();
+            status.newest = newest;
+            status.run_id = Some(run.id());
+        }
+        let to = target.or(newest).ok_or_else(|| Error::NoSuchVersion {
+            run_id: run.id(),
+            model: options.model.clone(),
+            version: Version(0),
+        })?;
+        let started = Instant::now();
+        let moved = replica.advance(run, &options.model, to, options.hf_checkpoint.as_deref());
+        let bytes = moved.as_ref().map_or(0, |advanced| advanced.bytes);
+        if !moved.as_ref().is_ok_and(|advanced| advanced.links == 0) {
+            // Also after an error: links applied before it stay applied.
+            record_applied(&mut self.status_mut(), replica, engines, started.elapsed(), bytes);
+        }
+        let advanced = moved?;
+        let applied =
+            replica.applied().ok_or_else(|| Error::NothingApplied { path: replica.dir().into() })?;
+        let prepared = Prepared { version: applied.version, label: applied.label(), advanced };
+        self.acknowledge(core);
+        Ok(prepared)
+    }
+
+    fn activate_in(&self, core: &mut Core, due: impl Fn(&Slot) -> bool) -> Result<()> {
+        let options = &self.shared.options;
+        let Core { replica, engines, .. } = core;
+        let checkpoint = replica.share()?;
+        let manifest = Arc::new(
+            replica
+                .manifest()
+                .cloned()
+                .ok_or_else(|| Error::NothingApplied { path: replica.dir().into() })?,
+        );
+        let label = manifest.label();
+        let due: Vec<bool> = engines.iter().map(due).collect();
+
+        let serving = ask_all(engines, &due, "report its version", options.serving_deadline, || Job::Serving);
+        let stale: Vec<bool> = serving
+            .iter()
+            .map(|answer| matches!(answer, Some(Ok(Answer::Serving(serving))) if serving.as_deref() != Some(label.as_str())))
+            .collect();
+        if stale.contains(&true) {
+            crash_point("follow.activate")?;
+        }
+        let activated = ask_all(engines, &stale, "activate", options.activate_deadline, || Job::Activate {
+            checkpoint: checkpoint.clone(),
+            manifest: manifest.clone(),
+        });
+
+        let mut first_failure = None;
+        for (index, (served, activated)) in serving.into_iter().zip(activated).enumerate() {
+            let Some(outcome) = activated.or(served) else { continue };
+            let Some(slot) = engines.get_mut(index) else { continue };
+            let mut status = self.status_mut();
+            let Some(entry) = status.applied.as_mut().and_then(|ack| ack.engines.get_mut(index)) else {
+                continue;
+            };
+            match outcome {
+                Ok(answer) => {
+                    entry.label = Some(label.clone());
+                    entry.error = None;
+                    if let Answer::Activated(activated) = answer {
+                        entry.pause_ms = Some(millis(activated.pause));
+                        tracing::info!(
+                            engine = slot.worker.name(),
+                            label,
+                            pause_ms = entry.pause_ms,
+                            "activated"
+                        );
+                    }
+                    (slot.failures, slot.not_before) = (0, Instant::now());
+                }
+                Err(error) => {
+                    entry.label = None;
+                    entry.error = Some(chain_text(&error));
+                    slot.failures += 1;
+                    slot.not_before =
+                        Instant::now() + watch::backoff(options.poll, options.backoff_max, slot.failures);
+                    tracing::warn!(
+                        error = &error as &dyn std::error::Error,
+                        failures = slot.failures,
+                        "engine is not on {label}"
+                    );
+                    first_failure.get_or_insert(error);
+                }
+            }
+        }
+        first_failure.map_or(Ok(()), Err)
+    }
+
+    /// Tells the store what is here, if that changed. A store that does not take it is told with the next change or round.
+    fn acknowledge(&self, core: &mut Core) {
+        let Some(ack) = self.status().applied else { return };
+        let (Some(run), true) = (&core.run, core.acknowledged.as_ref() != Some(&ack)) else { return };
+        let put = || {
+            let key = run.follower_key(&self.shared.options.id)?;
+            let bytes = serde_json::to_vec(&ack)
+                .map_err(|source| Error::Parse { subject: "acknowledgement".into(), source })?;
+            self.shared.store.put(&key, &bytes, PutMode::Overwrite)
+        };
+        match put() {
+            Ok(()) => core.acknowledged = Some(ack),
+            Err(error) => tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "the store does not take the acknowledgement"
+            ),
+        }
+    }
+}
+
+impl std::fmt::Debug for Follower {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Follower").field("options", &self.shared.options).finish_non_exhaustive()
+    }
+}
+
+/// Asks the chosen engines at once and waits for each until the common deadline; `None` for those that were not asked.
+fn ask_all(
+    engines: &mut [Slot],
+    chosen: &[bool],
+    action: &'static str,
+    limit: Duration,
+    job: impl Fn() -> Job,
+) -> Vec<Option<Result<Answer>>> {
+    let asked: Vec<Option<Result<()>>> = engines
+        .iter_mut()
+        .zip(chosen)
+        .map(|(slot, chosen)| chosen.then(|| slot.worker.ask(action, job())))
+        .collect();
+    let deadline = Instant::now() + limit;
+    engines
+        .iter_mut()
+        .zip(asked)
+        .map(|(slot, asked)| asked.map(|asked| asked.and_then(|()| slot.worker.wait(action, deadline))))
+        .collect()
+}
+
+/// Notes the version on disk; what the engines serve is known again after the next activate.
+fn record_applied(status: &mut Status, replica: &Replica, engines: &[Slot], prepare: Duration, bytes: u64) {
+    let Some(applied) = replica.applied() else { return };
+    let before = status.applied.take().map(|ack| ack.engines);
+    let unknown = |slot: &Slot| EngineStatus {
+        url: slot.worker.name().to_owned(),
+        label: None,
+        pause_ms: None,
+        error: None,
+    };
+    status.applied = Some(Ack {
+        version: applied.version,
+        label: applied.label(),
+        manifest_digest: applied.manifest_digest,
+        prepare_ms: millis(prepare),
+        bytes,
+        engines: before.unwrap_or_else(|| engines.iter().map(unknown).collect()),
+    });
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// An error and its sources in one line.
+pub(crate) fn chain_text(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        source = error.source();
+    }
+    text
+}

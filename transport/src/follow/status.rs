@@ -1,0 +1,56 @@
+//! What a follower tells about itself, over HTTP and in the store.
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{ContentDigest, RunId, Version};
+
+/// One engine, as its follower last saw it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineStatus {
+    /// The engine's name, its URL.
+    pub url: String,
+    /// The version label it serves; `None` if unknown or not one of ours.
+    pub label: Option<String>,
+    /// How long the last activation kept it from generating, in milliseconds.
+    pub pause_ms: Option<u64>,
+    /// Why it does not serve the follower's version, if it does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// What a follower leaves in the store under `<run_id>/followers/<id>` after each change: which version it holds, and who serves it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ack {
+    /// The version on the host's disk.
+    pub version: Version,
+    /// The label engines are given for it.
+    pub label: String,
+    /// Its identity.
+    pub manifest_digest: ContentDigest,
+    /// Milliseconds of the prepare that led to it: fetch, verify, apply, sync; 0 after a restart.
+    pub prepare_ms: u64,
+    /// Bytes fetched by that prepare.
+    pub bytes: u64,
+    /// The engines beside the follower.
+    pub engines: Vec<EngineStatus>,
+}
+
+/// A follower's whole status.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// The follower's name.
+    pub id: String,
+    /// The run's name in the store.
+    pub run: String,
+    /// The run's identity, once it was seen.
+    pub run_id: Option<RunId>,
+    /// The model within the run.
+    pub model: String,
+    /// The newest version that the store was seen to have.
+    pub newest: Option<Version>,
+    /// The version on disk and the engines, once there is one.
+    pub applied: Option<Ack>,
+    /// Why the follower does not make progress, if it does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}

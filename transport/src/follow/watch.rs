@@ -1,0 +1,128 @@
+//! The loop of a follower that acts alone.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::Follower;
+use crate::error::{Error, Result};
+
+/// A switch that ends [`Follower::run_until`], from any thread.
+#[derive(Clone, Debug, Default)]
+pub struct Stop(Arc<(Mutex<bool>, Condvar)>);
+
+impl Stop {
+    /// A switch that is not thrown.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Throws the switch. The loop ends after the step it is in.
+    pub fn stop(&self) {
+        let (stopped, changed) = &*self.0;
+        *stopped.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        changed.notify_all();
+    }
+
+    /// Whether the switch was thrown.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        *self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sleeps for `time` or until the switch is thrown; true if it was.
+    #[must_use]
+    pub fn wait(&self, time: Duration) -> bool {
+        let (stopped, changed) = &*self.0;
+        let guard = stopped.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = changed.wait_timeout_while(guard, time, |stopped| !*stopped);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+impl Follower {
+    /// Follows the run: polls for the newest version, prepares it, activates it, and activates again every engine that was restarted or
+    /// failed. Transient failures are retried, ever more slowly, and shown in [`Follower::status`]; the old version keeps serving meanwhile.
+    ///
+    /// With `once` it returns after the first round, with that round's error if there is one.
+    ///
+    /// # Errors
+    ///
+    /// Those that no retry mends: another run or model under the pinned name, a rewind, a damaged replica, an unknown format or feature.
+    pub fn run_until(&self, stop: &Stop, once: bool) -> Result<()> {
+        let mut failures = 0;
+        while !stop.is_stopped() {
+            match self.round(once) {
+                Err(error) if once || is_final(&error) => return Err(error),
+                Ok(()) if once => return Ok(()),
+                Ok(()) => failures = 0,
+                Err(error) => {
+                    failures += 1;
+                    tracing::warn!(
+                        error = &error as &dyn std::error::Error,
+                        failures,
+                        "follower cannot make progress"
+                    );
+                }
+            }
+            if stop.wait(backoff(self.options().poll, self.options().backoff_max, failures)) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn round(&self, all: bool) -> Result<()> {
+        match self.prepare(None) {
+            Ok(_) => {}
+            // The trainer has not begun: nothing is wrong, and the engines keep what they have.
+            Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. }) if !all => return Ok(()),
+            Err(error) => return Err(error),
+        }
+        if all { self.activate().map(|_| ()) } else { self.activate_due() }
+    }
+}
+
+/// Whether waiting and trying again cannot help.
+fn is_final(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::ForeignRun { .. }
+            | Error::ForeignModel { .. }
+            | Error::Rewind { .. }
+            | Error::DamagedReplica { .. }
+            | Error::UnknownFeature { .. }
+            | Error::Unsupported { .. }
+            | Error::BadSetting { .. }
+            | Error::BadName { .. }
+    )
+}
+
+/// `base` doubled with every failure, up to `max`.
+pub(super) fn backoff(base: Duration, max: Duration, failures: u32) -> Duration {
+    base.saturating_mul(2u32.saturating_pow(failures.min(16))).min(max.max(base))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backoff_doubles_up_to_its_limit() {
+        let [base, max] = [Duration::from_millis(100), Duration::from_secs(1)];
+        let waits: Vec<_> = (0..6).map(|failures| backoff(base, max, failures).as_millis()).collect();
+        assert_eq!(waits, [100, 200, 400, 800, 1000, 1000]);
+        assert_eq!(backoff(max, base, 40), max, "a limit below the base does not make polling faster");
+    }
+
+    #[test]
+    fn a_thrown_switch_ends_every_wait() {
+        let stop = Stop::new();
+        assert!(!stop.wait(Duration::ZERO));
+        let other = stop.clone();
+        let waiter = std::thread::spawn(move || other.wait(Duration::from_secs(3600)));
+        stop.stop();
+        assert!(waiter.join().unwrap());
+        assert!(stop.is_stopped());
+    }
+}

@@ -1,0 +1,250 @@
+//! The follower's HTTP interface, for a coordinator that moves a fleet and for whoever looks after it. The wire format is documented in
+//! `docs/wire/follower.md`.
+
+use std::net::SocketAddr;
+use std::thread;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Json, Response};
+use axum::routing::{get, post};
+use serde::{Deserialize, Serialize};
+use tokio::net::TcpListener;
+use tokio::runtime;
+use tokio::sync::oneshot;
+
+use crate::error::{Error, Result};
+use crate::follow::{Follower, Prepared, chain_text};
+use crate::ids::Version;
+
+/// Requests carry a version number at most.
+const BODY_BYTES_MAX: usize = 4096;
+/// Prepares and activates at once; all but one are told that the follower is busy.
+const REQUESTS_MAX: usize = 8;
+/// How long requests under way may hold up the end of the server.
+const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
+
+/// A running HTTP server. Dropping it ends the server.
+#[derive(Debug)]
+pub struct Server {
+    addr: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Server {
+    /// The address it listens on, with the port that the system picked if port 0 was asked for.
+    #[must_use]
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // A closed channel says the same.
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the HTTP server's thread panicked");
+        }
+    }
+}
+
+/// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `GET /status`, `GET /health`.
+///
+/// With a `token`, every request but `GET /health` needs `Authorization: Bearer <token>`.
+///
+/// # Errors
+///
+/// [`Error::BadSetting`] for an address other than loopback without a token, or an empty token; [`Error::Listen`] if the address cannot be had.
+pub fn serve(follower: Follower, addr: SocketAddr, token: Option<String>) -> Result<Server> {
+    check_exposure(addr, token.as_deref())?;
+    let listen = |source| Error::Listen { addr, source };
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_io()
+        .enable_time()
+        .max_blocking_threads(REQUESTS_MAX)
+        .build()
+        .map_err(listen)?;
+    let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
+    let addr = listener.local_addr().map_err(listen)?;
+    let (stop, stopped) = oneshot::channel::<()>();
+    let thread = thread::Builder::new()
+        .name("follower-http".into())
+        .spawn(move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    ended = axum::serve(listener, router(follower, token)) => tracing::error!(?ended, "the HTTP server ended"),
+                    _ = stopped => {}
+                }
+            });
+            runtime.shutdown_timeout(SHUTDOWN_DEADLINE);
+        })
+        .map_err(listen)?;
+    Ok(Server { addr, stop: Some(stop), thread: Some(thread) })
+}
+
+fn check_exposure(addr: SocketAddr, token: Option<&str>) -> Result<()> {
+    let refuse = |expected: &str, found: String| {
+        Err(Error::BadSetting { name: "follower address", expected: expected.into(), found })
+    };
+    match token {
+        None if !addr.ip().is_loopback() => {
+            refuse("a loopback address, or a token for all others", addr.to_string())
+        }
+        Some("") => refuse("a token that is not empty", "an empty one".into()),
+        _ => Ok(()),
+    }
+}
+
+fn router(follower: Follower, token: Option<String>) -> Router {
+    // Hashes of equal length compare in constant time.
+    let expected = token.map(|token| blake3::hash(format!("Bearer {token}").as_bytes()));
+    let authorise = move |request: Request, next: Next| async move {
+        let given = request.headers().get(header::AUTHORIZATION).map(|value| blake3::hash(value.as_bytes()));
+        if expected.is_some() && given != expected {
+            let error = Body { kind: "unauthorized", message: "missing or wrong bearer token".into() };
+            return (StatusCode::UNAUTHORIZED, Json(Failure { error })).into_response();
+        }
+        next.run(request).await
+    };
+    Router::new()
+        .route("/prepare", post(prepare))
+        .route("/activate", post(activate))
+        .route("/status", get(status))
+        .layer(middleware::from_fn(authorise))
+        .route("/health", get(|| async { Json(serde_json::json!({ "ok": true })) }))
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .with_state(follower)
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PrepareRequest {
+    version: Option<Version>,
+}
+
+/// The reply to `POST /prepare`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PrepareReply {
+    /// The version on disk.
+    pub version: Version,
+    /// The label that engines are given for it.
+    pub label: String,
+    /// Versions applied by this call.
+    pub links: u64,
+    /// Bytes fetched by this call.
+    pub bytes: u64,
+    /// Elements changed by this call.
+    pub changed: u64,
+}
+
+impl From<Prepared> for PrepareReply {
+    fn from(prepared: Prepared) -> Self {
+        let advanced = prepared.advanced;
+        Self {
+            version: prepared.version,
+            label: prepared.label,
+            links: advanced.links,
+            bytes: advanced.bytes,
+            changed: advanced.changed,
+        }
+    }
+}
+
+async fn prepare(State(follower): State<Follower>, body: Bytes) -> Response {
+    let request = if body.is_empty() { Ok(PrepareRequest::default()) } else { serde_json::from_slice(&body) };
+    match request {
+        Ok(PrepareRequest { version }) => {
+            blocking(move || follower.prepare(version).map(PrepareReply::from)).await
+        }
+        Err(error) => {
+            let error = Body { kind: "bad_request", message: error.to_string() };
+            (StatusCode::BAD_REQUEST, Json(Failure { error })).into_response()
+        }
+    }
+}
+
+async fn activate(State(follower): State<Follower>) -> Response {
+    blocking(move || follower.activate()).await
+}
+
+async fn status(State(follower): State<Follower>) -> Response {
+    Json(follower.status()).into_response()
+}
+
+/// Runs a follower's call off the server's thread. It goes on to its end even if the client hangs up.
+async fn blocking<T: Serialize + Send + 'static>(
+    call: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Response {
+    match tokio::task::spawn_blocking(call).await {
+        Ok(Ok(reply)) => Json(reply).into_response(),
+        Ok(Err(error)) => {
+            let (status, kind) = classify(&error);
+            let error = Body { kind, message: chain_text(&error) };
+            (status, Json(Failure { error })).into_response()
+        }
+        Err(panic) => {
+            tracing::error!(%panic, "a request of the follower panicked");
+            let error =
+                Body { kind: "internal", message: "the request panicked; see the follower's log".into() };
+            (StatusCode::INTERNAL_SERVER_ERROR, Json(Failure { error })).into_response()
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Failure {
+    error: Body,
+}
+
+#[derive(Serialize)]
+struct Body {
+    kind: &'static str,
+    message: String,
+}
+
+/// HTTP status and stable name of an error.
+fn classify(error: &Error) -> (StatusCode, &'static str) {
+    match error {
+        Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } => (StatusCode::NOT_FOUND, "not_found"),
+        Error::NothingApplied { .. } => (StatusCode::CONFLICT, "nothing_prepared"),
+        Error::Busy { .. } => (StatusCode::CONFLICT, "busy"),
+        Error::Rewind { .. } => (StatusCode::CONFLICT, "rewind"),
+        Error::ForeignRun { .. } | Error::ForeignModel { .. } => (StatusCode::CONFLICT, "foreign"),
+        Error::BrokenChain { .. } => (StatusCode::CONFLICT, "broken_chain"),
+        Error::Engine { .. } => (StatusCode::BAD_GATEWAY, "engine"),
+        Error::EngineTimeout { .. } => (StatusCode::GATEWAY_TIMEOUT, "engine_timeout"),
+        Error::NoSpace { .. } => (StatusCode::INSUFFICIENT_STORAGE, "no_space"),
+        Error::Corrupt { .. }
+        | Error::Parse { .. }
+        | Error::DigestMismatch { .. }
+        | Error::TensorMismatch { .. }
+        | Error::Codec { .. } => (StatusCode::BAD_GATEWAY, "corrupt"),
+        Error::DamagedReplica { .. } => (StatusCode::INTERNAL_SERVER_ERROR, "damaged_replica"),
+        error if error.is_retryable() => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+        _ => (StatusCode::INTERNAL_SERVER_ERROR, "internal"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_loopback_is_served_without_a_token() {
+        let check = |addr: &str, token| check_exposure(addr.parse().unwrap(), token);
+        check("127.0.0.1:0", None).unwrap();
+        check("[::1]:0", None).unwrap();
+        check("0.0.0.0:0", Some("secret")).unwrap();
+        for (addr, token) in [("0.0.0.0:0", None), ("10.0.0.1:80", None), ("127.0.0.1:0", Some(""))] {
+            assert!(matches!(check(addr, token), Err(Error::BadSetting { .. })), "{addr}");
+        }
+    }
+}
