@@ -1,2 +1,7 @@
-//! The `driftless` command.
-fn main() {}
+//! The `driftless` command: parse, call, print.
+
+mod cli;
+
+fn main() -> std::process::ExitCode {
+    cli::main()
+}

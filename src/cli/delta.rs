@@ -1,0 +1,156 @@
+//! `driftless delta`.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::output::{Output, table};
+use crate::cli::publish::DeltaProfile;
+use driftless::delta::Patch;
+use driftless::delta::bundle::{self, Bundle, Summary, Tensor};
+use driftless::transport::{self, AuxFile, Checkpoint, Snapshot, TensorInfo, write_checkpoint};
+use serde_json::json;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Tensor data per file of a checkpoint that `delta apply` writes.
+const SHARD_BYTES_MAX: u64 = 5 << 30;
+
+/// A delta file holds the tensors' differences; config and tokenizer files are not part of it.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Encode what turns the checkpoint BASE into NEW.
+    Encode {
+        base: PathBuf,
+        new: PathBuf,
+        /// File to write.
+        #[arg(short, long, value_name = "FILE")]
+        output: PathBuf,
+        /// As small as it gets, or quick to decode.
+        #[arg(long, value_enum, default_value_t = DeltaProfile::Wire)]
+        profile: DeltaProfile,
+    },
+    /// Write the checkpoint that FILE makes of BASE; its auxiliary files are BASE's.
+    Apply {
+        base: PathBuf,
+        file: PathBuf,
+        /// Checkpoint directory to write.
+        #[arg(short, long, value_name = "DIR")]
+        output: PathBuf,
+    },
+    /// Show what a delta file holds.
+    Stat { file: PathBuf },
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    match args.command {
+        Command::Encode { base, new, output: file, profile } => encode(&base, &new, &file, profile, output),
+        Command::Apply { base, file, output: dir } => apply(&base, &file, &dir, output),
+        Command::Stat { file } => stat(&file, output),
+    }
+}
+
+fn encode(base: &Path, new: &Path, file: &Path, profile: DeltaProfile, output: Output) -> Result<()> {
+    let (base, new) = (Checkpoint::open(base)?, Checkpoint::open(new)?);
+    let begin = Instant::now();
+    let mut bytes = Vec::new();
+    let summary = bundle::encode(&tensors(&base), &tensors(&new), profile.into(), &mut bytes)?;
+    let elapsed_ms = begin.elapsed().as_secs_f64() * 1e3;
+    // Written whole or not at all: a torn delta would only be found by whoever applies it.
+    let partial = file.with_extension("partial");
+    let write = || std::fs::write(&partial, &bytes).and_then(|()| std::fs::rename(&partial, file));
+    write().map_err(|source| Error::Io { path: file.to_path_buf(), source })?;
+    let full_bytes = base.tensor_bytes();
+    let value = json!({
+        "file": file, "bytes": bytes.len(), "full_bytes": full_bytes, "changed": summary.changed,
+        "elements": summary.elements, "changed_tensors": summary.changed_tensors, "tensors": summary.tensors,
+        "encode_ms": elapsed_ms,
+    });
+    output.print(&value, |_| {
+        let ratio = full_bytes as f64 / bytes.len().max(1) as f64;
+        format!("{}\n{ratio:.1}x smaller than the {full_bytes} bytes in full, {elapsed_ms:.0} ms", describe(&summary, bytes.len()))
+    })
+}
+
+fn apply(base: &Path, file: &Path, dir: &Path, output: Output) -> Result<()> {
+    let bytes = read(file)?;
+    let base = Checkpoint::open(base)?;
+    let mut patches = BTreeMap::new();
+    Bundle::read(&bytes)?.decode(&tensors(&base), |index, patch| -> Result<()> {
+        patches.insert(index, patch.clone());
+        Ok(())
+    })?;
+    let changed_tensors = patches.len();
+    write_checkpoint(dir, &Patched { base, patches }, SHARD_BYTES_MAX)?;
+    let value = json!({"dir": dir, "changed_tensors": changed_tensors});
+    output.print(&value, |_| format!("{}: {changed_tensors} tensors changed", dir.display()))
+}
+
+fn stat(file: &Path, output: Output) -> Result<()> {
+    let bytes = read(file)?;
+    let summary = Bundle::read(&bytes)?.summary();
+    let value = json!({
+        "bytes": bytes.len(), "changed": summary.changed, "elements": summary.elements,
+        "changed_tensors": summary.changed_tensors, "tensors": summary.tensors,
+    });
+    output.print(&value, |_| describe(&summary, bytes.len()))
+}
+
+fn describe(summary: &Summary, bytes: usize) -> String {
+    let row = vec![
+        bytes.to_string(),
+        format!("{} of {}", summary.changed_tensors, summary.tensors),
+        format!("{} of {}", summary.changed, summary.elements),
+        format!("{:.4} %", 100.0 * summary.changed as f64 / summary.elements.max(1) as f64),
+        format!("{:.2}", 8.0 * bytes as f64 / summary.changed.max(1) as f64),
+    ];
+    table(&["bytes", "tensors", "elements changed", "density", "bits/change"], &[row])
+}
+
+fn read(file: &Path) -> Result<Vec<u8>> {
+    std::fs::read(file).map_err(|source| Error::Io { path: file.to_path_buf(), source })
+}
+
+fn tensors(checkpoint: &Checkpoint) -> Vec<Tensor<'_>> {
+    let tensor = |(index, info): (usize, &'_ TensorInfo)| Tensor {
+        name: info.name.as_str(),
+        dtype: info.dtype.name(),
+        shape: &info.shape,
+        bytes: checkpoint.tensor(index).unwrap_or_default(),
+    };
+    // Spelled out: the borrows are the checkpoint's, not the closure's.
+    let infos: &[TensorInfo] = checkpoint.tensors();
+    infos.iter().enumerate().map(tensor).collect()
+}
+
+/// A checkpoint with patches over it, patched tensor by tensor as it is read.
+struct Patched {
+    base: Checkpoint,
+    patches: BTreeMap<usize, Patch>,
+}
+
+impl Snapshot for Patched {
+    fn tensors(&self) -> &[TensorInfo] {
+        self.base.tensors()
+    }
+
+    fn bytes(&self, index: usize) -> transport::Result<Cow<'_, [u8]>> {
+        let mut bytes = self.base.bytes(index)?;
+        if let Some(patch) = self.patches.get(&index) {
+            let tensor = || self.tensors().get(index).map(|info| info.name.clone()).unwrap_or_default();
+            patch
+                .apply_to(bytes.to_mut())
+                .map_err(|source| transport::Error::Codec { tensor: tensor(), source })?;
+        }
+        Ok(bytes)
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        self.base.files()
+    }
+}

@@ -1,0 +1,53 @@
+//! What a subcommand can end with, and the exit code of each.
+
+use std::path::PathBuf;
+
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(transparent)]
+    Delta(#[from] driftless::delta::Error),
+    #[error(transparent)]
+    Transport(#[from] driftless::transport::Error),
+    #[error(transparent)]
+    Buffer(#[from] driftless::buffer::Error),
+    #[error(transparent)]
+    Bridge(#[from] driftless::bridge::Error),
+    #[cfg(feature = "torch")]
+    #[error(transparent)]
+    Trainer(#[from] driftless::trainer::Error),
+    #[error("{}", path.display())]
+    Io { path: PathBuf, source: std::io::Error },
+    #[error("{what} is not valid JSON")]
+    Json { what: String, source: serde_json::Error },
+    #[error("{what}: expected {expected}, found {found}")]
+    Usage { what: String, expected: String, found: String },
+    #[error("{what}: {damaged} damaged, see above")]
+    Damaged { what: String, damaged: u64 },
+    #[cfg(feature = "torch")]
+    #[error("cannot draw the report: {reason}")]
+    Report { reason: String },
+}
+
+impl Error {
+    /// As `--help` documents.
+    pub(crate) fn exit_code(&self) -> u8 {
+        use driftless::transport::Error as Transport;
+        match self {
+            Error::Usage { .. } => 2,
+            Error::Damaged { .. } | Error::Delta(_) => 3,
+            Error::Transport(
+                Transport::Corrupt { .. }
+                | Transport::DigestMismatch { .. }
+                | Transport::Parse { .. }
+                | Transport::ForeignRun { .. }
+                | Transport::ForeignModel { .. }
+                | Transport::BrokenChain { .. }
+                | Transport::Codec { .. },
+            ) => 3,
+            Error::Bridge(error) if error.is_deadline() => 4,
+            _ => 1,
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! `driftless follow`.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::keys;
+use crate::cli::output::Output;
+use driftless::bridge::{Client, ClientOptions, DiskActivator};
+use driftless::transport::follow::{Follower, FollowerOptions, Status, Stop};
+use driftless::transport::{Activate, http, open};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  Beside an SGLang server, for as long as the run goes:
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
+        --hf-checkpoint /models/start --engine http://127.0.0.1:30000
+
+  Only materialise the newest version, once:
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir out/newest --once";
+
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Store to follow: file:///dir or a path.
+    #[arg(long, value_name = "URL")]
+    store: String,
+    /// Name of the run; it need not have begun.
+    #[arg(long, value_name = "NAME")]
+    run: String,
+    /// Model of the run.
+    #[arg(long, default_value = "policy")]
+    model: String,
+    /// Directory for the checkpoint; the follower owns it.
+    #[arg(long, value_name = "DIR")]
+    checkpoint_dir: PathBuf,
+    /// The checkpoint that version 0 refers to, when it was published by reference.
+    #[arg(long, value_name = "DIR")]
+    hf_checkpoint: Option<PathBuf>,
+    /// Engine to keep on the version, as host:port or URL; may be given several times.
+    #[arg(long, value_name = "URL")]
+    engine: Vec<String>,
+    /// The checkpoint directory as the engines see it, if their file system is another [default: --checkpoint-dir].
+    #[arg(long, value_name = "DIR")]
+    engine_checkpoint_dir: Option<PathBuf>,
+    /// Name of this follower in the store [default: the host's name].
+    #[arg(long)]
+    id: Option<String>,
+    /// Bring everything to the newest version, then end; failures are not retried.
+    #[arg(long)]
+    once: bool,
+    /// Milliseconds between two looks at the store.
+    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..))]
+    poll_ms: u64,
+    /// Seconds an engine may take to load a version.
+    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    activate_deadline: u64,
+    /// Answer HTTP calls (prepare, activate, status) on this address.
+    #[arg(long, value_name = "ADDR:PORT")]
+    listen: Option<SocketAddr>,
+    /// File holding the token that HTTP calls must bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    #[command(flatten)]
+    keys: keys::Args,
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    let engines = engines(&args)?;
+    let id = args.id.clone().unwrap_or_else(host_name);
+    let mut options = FollowerOptions::new(&args.run, &args.checkpoint_dir, id);
+    options.model = args.model;
+    options.hf_checkpoint = args.hf_checkpoint;
+    options.poll = Duration::from_millis(args.poll_ms);
+    // An engine that was started again should not wait long for its weights.
+    options.backoff_max = options.poll.max(Duration::from_secs(2));
+    options.activate_deadline = Duration::from_secs(args.activate_deadline);
+    let follower = Follower::open(open(&args.store)?, options, engines)?;
+    let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+    let server = args.listen.map(|address| http::serve(follower.clone(), address, token)).transpose()?;
+    if let Some(server) = &server {
+        tracing::info!(address = %server.address(), "listening");
+    }
+    let stop = Stop::new();
+    stop_on_signals(&stop)?;
+    let outcome = follower.run_until(&stop, args.once);
+    if args.once && outcome.is_ok() {
+        output.print(&follower.status(), text)?;
+    }
+    Ok(outcome?)
+}
+
+fn engines(args: &Args) -> Result<Vec<Box<dyn Activate>>> {
+    let keys = args.keys.read()?;
+    let path = args.engine_checkpoint_dir.as_ref();
+    let engine = |url: &String| -> Result<Box<dyn Activate>> {
+        let client = Client::new(url, &keys, ClientOptions::default())?;
+        Ok(Box::new(DiskActivator::new(client, path.cloned())?))
+    };
+    args.engine.iter().map(engine).collect()
+}
+
+fn text(status: &Status) -> String {
+    match &status.applied {
+        None => format!("{}: nothing applied", status.id),
+        Some(ack) => {
+            let mut lines = vec![format!("{} ({}), {} ms to prepare", ack.label, ack.manifest_digest, ack.prepare_ms)];
+            lines.extend(ack.engines.iter().map(|engine| {
+                let label = engine.label.as_deref().unwrap_or("none of ours");
+                format!("{}: {label}, paused for {} ms", engine.url, engine.pause_ms.unwrap_or_default())
+            }));
+            lines.join("\n")
+        }
+    }
+}
+
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    if name.trim().is_empty() { "follower".to_owned() } else { name.trim().to_owned() }
+}
+
+/// SIGINT and SIGTERM end the loop after the step it is in.
+fn stop_on_signals(stop: &Stop) -> Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(start)?;
+    let stop = stop.clone();
+    let watch = move || {
+        runtime.block_on(async {
+            let Ok(mut terminated) = signal(SignalKind::terminate()) else { return };
+            tokio::select! {
+                _ = tokio::signal::ctrl_c() => {}
+                _ = terminated.recv() => {}
+            }
+        });
+        stop.stop();
+    };
+    std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(start)?;
+    Ok(())
+}

@@ -1,0 +1,172 @@
+//! `driftless inspect`.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::output::{Output, table};
+use driftless::transport::manifest::Kind;
+use driftless::transport::{Committed, Manifest, Run, Store, Version, open};
+use serde::Serialize;
+use serde_json::json;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// What to show, from the whole store down to one manifest.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Store to look into: file:///dir or a path.
+    #[arg(long, value_name = "URL", required_unless_present = "manifest")]
+    store: Option<String>,
+    /// Run whose chain to show; without it, all runs of the store.
+    #[arg(long, value_name = "NAME", requires = "store")]
+    run: Option<String>,
+    /// Model of the run [default: the only one].
+    #[arg(long, requires = "run")]
+    model: Option<String>,
+    /// One version, with its tensors.
+    #[arg(long, requires = "run")]
+    version: Option<u64>,
+    /// A manifest in a file.
+    #[arg(long, value_name = "FILE", conflicts_with = "store")]
+    manifest: Option<PathBuf>,
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    if let Some(path) = &args.manifest {
+        let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.clone(), source })?;
+        return version(&Manifest::parse(&bytes)?, output);
+    }
+    let store = open(args.store.as_deref().unwrap_or_default())?;
+    let Some(name) = &args.run else {
+        return runs(&store, output);
+    };
+    let run = Run::open(store, name)?;
+    let model = model(&run, args.model)?;
+    match args.version {
+        Some(number) => version(&run.get(&model, Version(number))?.manifest, output),
+        None => chain(&run, &model, output),
+    }
+}
+
+/// The run's model: the one asked for, or the only one.
+fn model(run: &Run, asked: Option<String>) -> Result<String> {
+    let models = run.models()?;
+    match (asked, models.as_slice()) {
+        (Some(model), _) => Ok(model),
+        (None, [only]) => Ok(only.clone()),
+        (None, models) => Err(Error::Usage {
+            what: format!("run `{}` has {} models", run.name(), models.len()),
+            expected: "--model to choose one".to_owned(),
+            found: models.join(", "),
+        }),
+    }
+}
+
+fn runs(store: &Arc<dyn Store>, output: Output) -> Result<()> {
+    let mut runs = Vec::new();
+    for name in Run::names(store.as_ref())? {
+        let run = Run::open(store.clone(), &name)?;
+        for model in run.models()? {
+            let newest = run.newest_version(&model)?.map(|version| version.0);
+            runs.push(json!({"run": name, "run_id": run.id(), "model": model, "newest": newest}));
+        }
+    }
+    output.print(&runs, |runs| {
+        let text = |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let row = |run: &serde_json::Value| ["run", "run_id", "model", "newest"].map(|key| text(&run[key])).to_vec();
+        table(&["run", "run_id", "model", "newest"], &runs.iter().map(row).collect::<Vec<_>>())
+    })
+}
+
+/// One line of a chain.
+#[derive(Serialize)]
+struct Link {
+    version: u64,
+    kind: &'static str,
+    base: Option<u64>,
+    trainer_step: u64,
+    bytes: u64,
+    full_bytes: u64,
+    density: f64,
+    manifest_digest: String,
+}
+
+impl Link {
+    fn of(committed: &Committed) -> Link {
+        let manifest = &committed.manifest;
+        Link {
+            version: manifest.version.0,
+            kind: kind(manifest),
+            base: manifest.base.as_ref().map(|base| base.version.0),
+            trainer_step: manifest.trainer_step,
+            bytes: manifest.object_bytes(),
+            full_bytes: manifest.tensor_bytes(),
+            density: density(manifest),
+            manifest_digest: committed.digest.to_string(),
+        }
+    }
+}
+
+fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
+    let versions = run.versions(model)?;
+    let links = versions.into_iter().map(|version| Ok(Link::of(&run.get(model, version)?)));
+    let links = links.collect::<Result<Vec<_>>>()?;
+    let shown = json!({"run": run.name(), "run_id": run.id(), "model": model, "chain": links});
+    output.print(&shown, |_| {
+        let row = |link: &Link| {
+            vec![
+                link.version.to_string(),
+                link.kind.to_owned(),
+                link.base.map_or_else(|| "-".to_owned(), |base| base.to_string()),
+                link.trainer_step.to_string(),
+                link.bytes.to_string(),
+                format!("{:.1}x", link.full_bytes as f64 / link.bytes.max(1) as f64),
+                format!("{:.3} %", 100.0 * link.density),
+                link.manifest_digest.chars().take(16).collect(),
+            ]
+        };
+        let header = ["version", "kind", "base", "step", "bytes", "full/bytes", "changed", "manifest"];
+        let rows: Vec<_> = links.iter().map(row).collect();
+        format!("run {} ({}), model {model}\n{}", run.name(), run.id(), table(&header, &rows))
+    })
+}
+
+fn version(manifest: &Manifest, output: Output) -> Result<()> {
+    output.print(manifest, |manifest| {
+        let row = |tensor: &driftless::transport::manifest::Tensor| {
+            vec![
+                tensor.name.clone(),
+                tensor.dtype.to_string(),
+                format!("{:?}", tensor.shape),
+                tensor.pieces.iter().map(|piece| piece.length).sum::<u64>().to_string(),
+                tensor.aliases.join(", "),
+            ]
+        };
+        let rows: Vec<_> = manifest.tensors.iter().map(row).collect();
+        let base = manifest.base.as_ref().map_or_else(String::new, |base| format!(", on version {}", base.version));
+        format!(
+            "run {}, model {}, version {}: {}{base}\nstep {}, {} bytes in {} objects, {:.3} % of {} elements changed\n{}",
+            manifest.run_id,
+            manifest.model,
+            manifest.version,
+            kind(manifest),
+            manifest.trainer_step,
+            manifest.object_bytes(),
+            manifest.objects.len(),
+            100.0 * density(manifest),
+            manifest.elements(),
+            table(&["tensor", "dtype", "shape", "bytes", "aliases"], &rows)
+        )
+    })
+}
+
+fn kind(manifest: &Manifest) -> &'static str {
+    match manifest.kind {
+        Kind::Full => "full",
+        Kind::Delta => "delta",
+        Kind::Reference => "reference",
+    }
+}
+
+/// Changed elements / all elements.
+fn density(manifest: &Manifest) -> f64 {
+    manifest.changed as f64 / manifest.elements().max(1) as f64
+}

@@ -1,0 +1,35 @@
+//! Secrets: from files or the environment, never from the command line.
+
+use crate::cli::error::{Error, Result};
+use driftless::bridge::Keys;
+use std::path::{Path, PathBuf};
+
+/// Where the keys of engines come from.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct Args {
+    /// File holding the engines' API key [default: the variable DRIFTLESS_API_KEY, if set].
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// File holding the engines' admin API key [default: the variable DRIFTLESS_ADMIN_API_KEY, if set].
+    #[arg(long, value_name = "FILE")]
+    admin_api_key_file: Option<PathBuf>,
+}
+
+impl Args {
+    pub(crate) fn read(&self) -> Result<Keys> {
+        Ok(Keys {
+            api: secret(self.api_key_file.as_deref(), "DRIFTLESS_API_KEY")?,
+            admin: secret(self.admin_api_key_file.as_deref(), "DRIFTLESS_ADMIN_API_KEY")?,
+        })
+    }
+}
+
+/// A secret from `file`, else from the environment.
+pub(crate) fn secret(file: Option<&Path>, variable: &str) -> Result<Option<String>> {
+    let Some(path) = file else {
+        return Ok(std::env::var(variable).ok().filter(|value| !value.is_empty()));
+    };
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+    Ok(Some(text.trim_end().to_owned()))
+}

@@ -1,0 +1,129 @@
+//! `driftless log`.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::output::Output;
+use driftless::buffer::{self, Reader, Record, Severity};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// How long one wait for new records lasts before it is begun again.
+const TAIL_WAIT: Duration = Duration::from_secs(1);
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// All are read-only, and safe beside the process that writes the log.
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Count what is in the log.
+    Stat { dir: PathBuf },
+    /// Check every byte; exit code 3 if an acknowledged record is damaged.
+    Verify { dir: PathBuf },
+    /// Print the last records.
+    Tail {
+        dir: PathBuf,
+        /// How many.
+        #[arg(short = 'n', long, default_value_t = 10)]
+        lines: u64,
+        /// Go on with new ones as they come.
+        #[arg(short, long)]
+        follow: bool,
+    },
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    match args.command {
+        Command::Stat { dir } => stat(&dir, output),
+        Command::Verify { dir } => verify(&dir, output),
+        Command::Tail { dir, lines, follow } => tail(&dir, lines, follow, output),
+    }
+}
+
+fn stat(dir: &Path, output: Output) -> Result<()> {
+    output.print(&buffer::stat(dir)?, |stat| {
+        let range = |range: Option<(u64, u64)>| range.map_or_else(|| "none".to_owned(), |(a, b)| format!("{a} to {b}"));
+        format!(
+            "run {}, model {}\n\
+             positions {} to {}: {} samples, {} partial, {} prompts, {} empty, {} corrupt\n\
+             {} tokens, {} bytes in {} segments ({} sealed){}\n\
+             rollouts {}, versions {}",
+            stat.run_id, stat.model,
+            stat.oldest, stat.end, stat.samples, stat.partials, stat.prompts, stat.empty, stat.corrupt,
+            stat.tokens, stat.bytes, stat.segments, stat.sealed,
+            if stat.live { ", being written" } else { "" },
+            range(stat.rollouts), range(stat.versions),
+        )
+    })
+}
+
+fn verify(dir: &Path, output: Output) -> Result<()> {
+    let report = buffer::verify(dir)?;
+    output.print(&report, |report| {
+        let mut lines: Vec<_> = report
+            .damage
+            .iter()
+            .map(|damage| format!("{}:{}: {} ({:?})", damage.path.display(), damage.offset, damage.what, damage.severity))
+            .collect();
+        lines.push(format!("{} records, {} bytes checked", report.records, report.bytes));
+        lines.join("\n")
+    })?;
+    let damaged = report.damage.iter().filter(|damage| damage.severity != Severity::Torn).count();
+    if damaged == 0 {
+        return Ok(());
+    }
+    Err(Error::Damaged { what: dir.display().to_string(), damaged: damaged as u64 })
+}
+
+fn tail(dir: &Path, lines: u64, follow: bool, output: Output) -> Result<()> {
+    let reader = Reader::open(dir)?;
+    let first = reader.end().0.saturating_sub(lines).max(reader.oldest().0);
+    let mut position = buffer::Position(first);
+    loop {
+        let mut records = reader.iter(position);
+        for record in records.by_ref() {
+            let record = record?;
+            output.print(&fields(&record), text)?;
+        }
+        position = records.position();
+        if !follow {
+            return Ok(());
+        }
+        reader.wait(position, TAIL_WAIT)?;
+    }
+}
+
+fn fields(record: &Record) -> Value {
+    let scalars = record.scalars();
+    let spans: Vec<_> = record.spans().iter().map(|span| json!([span.version, span.start, span.end])).collect();
+    json!({
+        "position": record.position(),
+        "kind": format!("{:?}", record.kind()).to_lowercase(),
+        "sample_id": scalars.sample_id,
+        "group_id": scalars.group_id,
+        "rollout_id": scalars.rollout_id,
+        "reward": scalars.reward,
+        "finish": format!("{:?}", record.finish()).to_lowercase(),
+        "prompt_len": record.prompt_len(),
+        "tokens": record.tokens(),
+        "weight_versions": spans,
+        "engine": record.engine(),
+    })
+}
+
+fn text(record: &Value) -> String {
+    format!(
+        "{} rollout {} group {} sample {} reward {} {} versions {} {} tokens",
+        record["position"],
+        record["rollout_id"],
+        record["group_id"],
+        record["sample_id"],
+        record["reward"],
+        record["finish"].as_str().unwrap_or_default(),
+        record["weight_versions"],
+        record["tokens"].as_array().map_or(0, Vec::len),
+    )
+}

@@ -1,0 +1,109 @@
+//! The command line: one file a subcommand.
+
+mod delta;
+mod error;
+#[cfg(feature = "failpoints")]
+mod failpoints;
+mod follow;
+mod inspect;
+mod keys;
+mod log;
+mod output;
+mod progress;
+mod publish;
+#[cfg(feature = "torch")]
+mod report;
+#[cfg(feature = "torch")]
+mod serve;
+#[cfg(feature = "torch")]
+mod train;
+
+use clap::{Parser, Subcommand};
+use output::Output;
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+const AFTER_HELP: &str = "\
+Exit codes:
+  0  done
+  1  failed; the message says what, where and what to do, and the state on disk is intact
+  2  the command line is wrong
+  3  something stored is damaged or belongs to another run: nothing of it was used
+  4  a peer did not answer in time
+
+Logs go to standard error; RUST_LOG=debug shows more. Results go to standard output, as JSON with --json.";
+
+/// Keeps inference engines in step with an RL trainer: lossless weight deltas, crash-safe publications, a durable rollout log.
+#[derive(Parser)]
+#[command(version, after_help = AFTER_HELP)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Print results as JSON, for scripts.
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a policy: SFT, or the RL loop with external engines.
+    #[cfg(feature = "torch")]
+    Train(Box<train::Args>),
+    /// Serve a checkpoint with the embedded engine, which speaks SGLang's HTTP routes.
+    #[cfg(feature = "torch")]
+    Serve(serve::Args),
+    /// Publish a Hugging Face checkpoint directory as the next version of a run.
+    Publish(publish::Args),
+    /// Keep a local checkpoint directory, and the engines that load it, at a run's newest version.
+    Follow(follow::Args),
+    /// Encode, apply and look at a delta between two checkpoint directories.
+    Delta(delta::Args),
+    /// Show what a store holds: its runs, a run's chain, one version.
+    Inspect(inspect::Args),
+    /// Look at a rollout log.
+    Log(log::Args),
+}
+
+/// Parses, runs, prints; returns the documented exit code.
+pub(crate) fn main() -> ExitCode {
+    let cli = Cli::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
+        )
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr)
+        .init();
+    #[cfg(feature = "failpoints")]
+    let _scenario = match failpoints::arm() {
+        Ok(scenario) => scenario,
+        Err(error) => return fail(&error),
+    };
+    let output = Output { json: cli.json };
+    let outcome = match cli.command {
+        #[cfg(feature = "torch")]
+        Command::Train(args) => train::run(*args, output),
+        #[cfg(feature = "torch")]
+        Command::Serve(args) => serve::run(args, output),
+        Command::Publish(args) => publish::run(args, output),
+        Command::Follow(args) => follow::run(args, output),
+        Command::Delta(args) => delta::run(args, output),
+        Command::Inspect(args) => inspect::run(args, output),
+        Command::Log(args) => log::run(args, output),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(&error),
+    }
+}
+
+/// Prints the error with its causes.
+fn fail(error: &error::Error) -> ExitCode {
+    eprintln!("error: {error}");
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        eprintln!("  because: {error}");
+        cause = error.source();
+    }
+    ExitCode::from(error.exit_code())
+}

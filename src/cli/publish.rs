@@ -1,0 +1,153 @@
+//! `driftless publish`.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::output::Output;
+use crate::cli::progress;
+use driftless::delta::Profile;
+use driftless::transport::publish::{Mode, Published, Publisher, PublisherOptions, Start, Step};
+use driftless::transport::{Checkpoint, open};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+const EXAMPLES: &str = "\
+Examples:
+  driftless publish --store file:///shared/store --run my-run --new-run --checkpoint out/step-0
+  driftless publish --store file:///shared/store --run my-run --resume --checkpoint out/step-1 --step 1
+
+The baseline is a copy of the newest version that the next delta starts from. The command keeps it; if it is not there it is
+fetched from the store and verified.";
+
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES, group = clap::ArgGroup::new("start").required(true))]
+pub(crate) struct Args {
+    /// Store to publish to: file:///dir or a path.
+    #[arg(long, value_name = "URL")]
+    store: String,
+    /// Name of the run in the store.
+    #[arg(long, value_name = "NAME")]
+    run: String,
+    /// Begin the run; refused if its name is taken.
+    #[arg(long, group = "start")]
+    new_run: bool,
+    /// Go on with the run; refused if there is none.
+    #[arg(long, group = "start")]
+    resume: bool,
+    /// Hugging Face checkpoint directory to publish.
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Whole tensors, or the difference to the newest version.
+    #[arg(long, value_enum, default_value_t = PublishMode::Delta)]
+    mode: PublishMode,
+    /// Publish version 0 by reference: digests only, for hosts that have the checkpoint already.
+    #[arg(long, requires = "new_run")]
+    by_reference: bool,
+    /// Deltas as small as they get, or quick to decode.
+    #[arg(long, value_enum, default_value_t = DeltaProfile::Wire)]
+    profile: DeltaProfile,
+    /// Where the baseline is kept [default: driftless/baselines in the user's cache directory, by store and run].
+    #[arg(long, value_name = "DIR")]
+    baseline_dir: Option<PathBuf>,
+    /// Model of the run.
+    #[arg(long, default_value = "policy")]
+    model: String,
+    /// Optimiser step of the checkpoint, for the record.
+    #[arg(long, default_value_t = 0)]
+    step: u64,
+    /// Carry full tensors too in every version whose number is a multiple of this.
+    #[arg(long, value_name = "VERSIONS")]
+    anchor_every: Option<u64>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum PublishMode {
+    Full,
+    Delta,
+}
+
+/// Deltas as small as they get, or quick to decode.
+#[derive(Clone, Copy, clap::ValueEnum)]
+pub(crate) enum DeltaProfile {
+    Wire,
+    Fast,
+}
+
+impl From<DeltaProfile> for Profile {
+    fn from(profile: DeltaProfile) -> Profile {
+        match profile {
+            DeltaProfile::Wire => Profile::Wire,
+            DeltaProfile::Fast => Profile::Fast,
+        }
+    }
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    let store = open(&args.store)?;
+    let baseline_dir = match &args.baseline_dir {
+        Some(dir) => dir.clone(),
+        None => default_baseline(&store.to_string(), &args)?,
+    };
+    let start = if args.new_run { Start::NewRun } else { Start::Resume };
+    let mut options = PublisherOptions::new(&args.run, start, baseline_dir);
+    options.model = args.model.clone();
+    options.profile = args.profile.into();
+    options.anchor_every = args.anchor_every;
+    options.reference_dir = Some(args.checkpoint.clone()).filter(|_| args.by_reference);
+    let checkpoint = Checkpoint::open(&args.checkpoint)?;
+    let mut publisher = Publisher::open(store, options)?;
+    let bar = progress::bytes(checkpoint.tensor_bytes(), "publish");
+    let shown = bar.clone();
+    publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
+    let step = Step { trainer_step: args.step, checkpoint: Some(args.checkpoint.display().to_string()) };
+    let mode = match args.mode {
+        PublishMode::Full => Mode::Full,
+        PublishMode::Delta => Mode::Delta,
+    };
+    let published = if args.by_reference {
+        publisher.publish_reference(&args.checkpoint, step)?
+    } else {
+        publisher.publish(&checkpoint, step, mode)?
+    };
+    bar.finish_and_clear();
+    show(&published, output)
+}
+
+fn show(published: &Published, output: Output) -> Result<()> {
+    let density = published.changed as f64 / published.elements.max(1) as f64;
+    let value = json!({
+        "version": published.version.0,
+        "label": published.label,
+        "manifest_digest": published.manifest_digest.to_string(),
+        "anchor": published.anchor,
+        "publication_bytes": published.publication_bytes,
+        "full_bytes": published.full_bytes,
+        "density": density,
+        "encode_ms": published.encode.as_secs_f64() * 1e3,
+        "upload_ms": published.upload.as_secs_f64() * 1e3,
+    });
+    output.print(&value, |_| {
+        format!(
+            "version {} ({}): {} bytes for {} in full ({:.1}x), {:.3} % of the elements changed, {:.0} ms",
+            published.version,
+            published.label,
+            published.publication_bytes,
+            published.full_bytes,
+            published.full_bytes as f64 / published.publication_bytes.max(1) as f64,
+            100.0 * density,
+            (published.encode + published.upload).as_secs_f64() * 1e3,
+        )
+    })
+}
+
+/// A directory in the user's cache that no other store, run or model has.
+fn default_baseline(store: &str, args: &Args) -> Result<PathBuf> {
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let cache = cache.or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")));
+    let cache = cache.ok_or_else(|| Error::Usage {
+        what: "baseline directory".to_owned(),
+        expected: "--baseline-dir, or HOME to put it under".to_owned(),
+        found: "neither".to_owned(),
+    })?;
+    // Escaped, so that every store and name is one path component of its own.
+    let escape = |text: &str| text.replace('%', "%25").replace('/', "%2F");
+    Ok(cache.join("driftless/baselines").join(escape(store)).join(escape(&args.run)).join(escape(&args.model)))
+}

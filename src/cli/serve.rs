@@ -1,0 +1,93 @@
+//! `driftless serve`.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::keys;
+use crate::cli::output::Output;
+use driftless::trainer::engine::{self, Dialect, EngineOptions};
+use driftless::trainer::{Kind, device};
+use serde_json::json;
+use std::path::PathBuf;
+
+/// Serves token ids in and out on SGLang's routes; for demos, tests and small models.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Checkpoint directory of a Qwen3 dense model.
+    #[arg(long, value_name = "DIR")]
+    model_path: PathBuf,
+    /// Address to listen on.
+    #[arg(long, default_value = "127.0.0.1")]
+    host: String,
+    /// Port to listen on; 0: the system chooses, and the address is printed.
+    #[arg(long, default_value_t = 30000)]
+    port: u16,
+    /// Kind of the weights and the arithmetic [default: the checkpoint's].
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
+    /// Where to compute: cpu, or cuda:N.
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// CPU threads of libtorch.
+    #[arg(long)]
+    num_threads: Option<usize>,
+    /// Requests generated at once.
+    #[arg(long, default_value_t = 512)]
+    max_running_requests: usize,
+    /// Tokens the key-value cache holds.
+    #[arg(long, default_value_t = 65_536)]
+    max_total_tokens: usize,
+    /// Seed of requests that bring none.
+    #[arg(long, default_value_t = 0)]
+    random_seed: i64,
+    /// SGLang version to speak like: 0.5.12, 0.5.17 or 0.5.23.
+    #[arg(long, default_value = "0.5.23")]
+    dialect: String,
+    #[command(flatten)]
+    keys: keys::Args,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Dtype {
+    Bfloat16,
+    Float32,
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    let keys = args.keys.read()?;
+    let dialect: Dialect = args.dialect.parse()?;
+    let mut options = EngineOptions::new(&args.model_path);
+    options.host = args.host;
+    options.port = args.port;
+    options.dialect = dialect;
+    options.kind = match args.dtype {
+        Some(Dtype::Bfloat16) => Kind::BFloat16,
+        Some(Dtype::Float32) => Kind::Float,
+        None => driftless::trainer::Config::published_kind(&args.model_path)?,
+    };
+    options.device = device(&args.device)?;
+    options.api_key = keys.api;
+    options.admin_key = keys.admin;
+    options.seed = args.random_seed;
+    options.threads = args.num_threads;
+    options.max_running_requests = args.max_running_requests;
+    options.max_total_tokens = args.max_total_tokens;
+    let server = engine::serve(options)?;
+    let value = json!({"url": server.url(), "model_path": args.model_path});
+    output.print(&value, |_| format!("serving {} on {}", args.model_path.display(), server.url()))?;
+    Ok(server.run_until(interrupted())?)
+}
+
+/// Ready at SIGINT or SIGTERM.
+async fn interrupted() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let terminated = async {
+        match signal(SignalKind::terminate()) {
+            Ok(mut signal) => drop(signal.recv().await),
+            // Without a handler the signal ends the process, which is what it asks for.
+            Err(_) => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        _ = tokio::signal::ctrl_c() => {}
+        () = terminated => {}
+    }
+}

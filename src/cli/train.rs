@@ -1,0 +1,385 @@
+//! `driftless train`.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::output::Output;
+use crate::cli::report::{self, Summary};
+use crate::cli::{keys, progress};
+use driftless::trainer::tasks::arithmetic::Recipe;
+use driftless::trainer::{
+    Config, Debug, Estimator, Event, Kind, LearnOptions, Mode, Observer, SftOptions, TrainOptions, UpdateWeightMode,
+    sft, train,
+};
+use indicatif::ProgressBar;
+use serde_json::json;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  A cold start on the arithmetic task, from fresh weights:
+    driftless train --loss-type sft_loss --save runs/sft --save-hf runs/sft-hf
+
+  The RL loop with two engines that are already running, each with a `driftless follow` beside it:
+    driftless train --hf-checkpoint runs/sft-hf --save runs/rl --store file:///shared/store --run demo \\
+        --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000
+
+A run that was interrupted is continued by the same command: from its last training checkpoint, with the
+rollouts that are already in its log.";
+
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// What to minimise.
+    #[arg(long, value_enum, default_value_t = LossType::Policy)]
+    loss_type: LossType,
+    /// Checkpoint directory to start from; required for the RL loop.
+    #[arg(long, value_name = "DIR", required_if_eq("loss_type", "policy_loss"))]
+    hf_checkpoint: Option<PathBuf>,
+    /// Directory of the run's state: training checkpoints, rollout log, baseline, metrics, report.
+    #[arg(long, value_name = "DIR")]
+    save: PathBuf,
+    /// Write the final policy there as a Hugging Face checkpoint.
+    #[arg(long, value_name = "DIR")]
+    save_hf: Option<PathBuf>,
+    /// Steps of the run; for SFT, optimiser steps.
+    #[arg(long)]
+    num_rollout: Option<u64>,
+    /// Seed of weights, data and sampling.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Learning rate.
+    #[arg(long)]
+    lr: Option<f64>,
+    /// CPU threads of libtorch.
+    #[arg(long, default_value_t = 2)]
+    num_threads: usize,
+    /// Where to train: cpu, or cuda:N.
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    #[command(flatten)]
+    sft: SftArgs,
+    #[command(flatten)]
+    rollout: RolloutArgs,
+    #[command(flatten)]
+    update: UpdateArgs,
+    #[command(flatten)]
+    learn: LearnArgs,
+}
+
+/// Only for `--loss-type sft_loss`.
+#[derive(clap::Args)]
+#[command(next_help_heading = "SFT")]
+struct SftArgs {
+    /// `config.json` of the fresh model [default: a Qwen3 of 1.2 M parameters].
+    #[arg(long, value_name = "FILE", conflicts_with = "hf_checkpoint")]
+    model_config: Option<PathBuf>,
+    /// dtype of the checkpoint that is written.
+    #[arg(long, value_enum, default_value_t = SaveDtype::Bfloat16)]
+    dtype: SaveDtype,
+}
+
+#[derive(clap::Args)]
+#[command(next_help_heading = "Rollouts")]
+struct RolloutArgs {
+    /// Running engines to attach, as host:port.
+    #[arg(long, value_name = "ADDR", num_args = 1..)]
+    rollout_external_engine_addrs: Vec<String>,
+    /// Prompts of a step.
+    #[arg(long, default_value_t = 64)]
+    rollout_batch_size: u64,
+    /// Samples of a prompt.
+    #[arg(long, default_value_t = 8)]
+    n_samples_per_prompt: u64,
+    /// Tokens a response may have.
+    #[arg(long, default_value_t = 8)]
+    rollout_max_response_len: u32,
+    /// Sampling temperature.
+    #[arg(long, default_value_t = 1.0)]
+    rollout_temperature: f64,
+    /// Requests an engine is given at once.
+    #[arg(long, default_value_t = 512)]
+    sglang_server_concurrency: usize,
+    /// Generate the next rollout while training on this one: samples are at most one step old.
+    #[arg(long)]
+    train_async: bool,
+    /// Measure success on held-out problems after every so many steps; 0: only at both ends.
+    #[arg(long, default_value_t = 20)]
+    eval_interval: u64,
+    /// How many held-out problems.
+    #[arg(long, default_value_t = 512)]
+    n_eval_prompts: u64,
+    /// Seconds that one generation may take, retries and recovering engines included.
+    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    generate_deadline: u64,
+    /// Generate and log, with the weights the engines serve; do not train or publish.
+    #[arg(long, conflicts_with = "debug_train_only")]
+    debug_rollout_only: bool,
+    /// Train on what the log holds; do not talk to engines or publish.
+    #[arg(long)]
+    debug_train_only: bool,
+    #[command(flatten)]
+    keys: keys::Args,
+}
+
+#[derive(clap::Args)]
+#[command(next_help_heading = "Weight updates")]
+struct UpdateArgs {
+    /// Store of the publications: file:///dir or a path.
+    #[arg(long, value_name = "URL", conflicts_with = "update_weight_disk_dir")]
+    store: Option<String>,
+    /// The same as --store file://DIR.
+    #[arg(long, value_name = "DIR")]
+    update_weight_disk_dir: Option<PathBuf>,
+    /// Name of the run in the store.
+    #[arg(long, default_value = "default")]
+    run: String,
+    /// Publish whole versions or differences.
+    #[arg(long, value_enum, default_value_t = WeightMode::Delta)]
+    update_weight_mode: WeightMode,
+    /// How versions travel.
+    #[arg(long, value_enum, default_value_t = UpdateTransport::Disk)]
+    update_weight_transport: UpdateTransport,
+    /// Publish after every so many steps.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    update_weights_interval: u64,
+    /// Publish in full after every so many versions, so that a late joiner need not replay the chain.
+    #[arg(long, value_name = "VERSIONS")]
+    anchor_every: Option<u64>,
+    /// After every update compare the engines' checksums with those of the trainer's bytes; a difference ends the run.
+    #[arg(long)]
+    check_weight_update_equal: bool,
+    /// Seconds that an engine may take to come to a new version.
+    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
+    update_deadline: u64,
+    /// Write a training checkpoint after every so many steps.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    save_interval: u64,
+}
+
+#[derive(clap::Args)]
+#[command(next_help_heading = "Learning")]
+struct LearnArgs {
+    /// How rewards become advantages.
+    #[arg(long, value_enum, default_value_t = AdvantageEstimator::Grpo)]
+    advantage_estimator: AdvantageEstimator,
+    /// Do not divide by the group's standard deviation.
+    #[arg(long)]
+    disable_grpo_std_normalization: bool,
+    /// Lower clip of the probability ratio.
+    #[arg(long, default_value_t = 0.2)]
+    eps_clip: f64,
+    /// Upper clip of the probability ratio [default: --eps-clip].
+    #[arg(long)]
+    eps_clip_high: Option<f64>,
+    /// Weight of the entropy bonus.
+    #[arg(long, default_value_t = 0.0)]
+    entropy_coef: f64,
+    /// Weight decay of AdamW.
+    #[arg(long, default_value_t = 0.0)]
+    weight_decay: f64,
+    /// Decay of the first moment.
+    #[arg(long, default_value_t = 0.9)]
+    adam_beta1: f64,
+    /// Decay of the second moment.
+    #[arg(long, default_value_t = 0.95)]
+    adam_beta2: f64,
+    /// Gradient norm to clip to.
+    #[arg(long, default_value_t = 1.0)]
+    clip_grad: f64,
+    /// Padded tokens of one forward and backward pass.
+    #[arg(long, default_value_t = 16384)]
+    max_tokens_per_gpu: usize,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum LossType {
+    #[value(name = "policy_loss")]
+    Policy,
+    #[value(name = "sft_loss")]
+    Sft,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum SaveDtype {
+    Bfloat16,
+    Float32,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum WeightMode {
+    Full,
+    Delta,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum UpdateTransport {
+    Disk,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum AdvantageEstimator {
+    Grpo,
+    #[value(name = "reinforce_plus_plus_baseline")]
+    ReinforcePlusPlusBaseline,
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    match args.loss_type {
+        LossType::Sft => cold_start(args, output),
+        LossType::Policy => reinforce(args, output),
+    }
+}
+
+fn cold_start(args: Args, output: Output) -> Result<()> {
+    let recipe = Recipe::default();
+    let config = match &args.sft.model_config {
+        Some(path) => Config::read(path)?,
+        None => recipe.config.clone(),
+    };
+    let steps = args.num_rollout.unwrap_or(recipe.sft_steps);
+    let options = SftOptions {
+        config,
+        hf_checkpoint: args.hf_checkpoint,
+        save_hf: args.save_hf.unwrap_or_else(|| args.save.join("hf")),
+        published: match args.sft.dtype {
+            SaveDtype::Bfloat16 => Kind::BFloat16,
+            SaveDtype::Float32 => Kind::Float,
+        },
+        steps,
+        batch_size: recipe.sft_batch_size,
+        lr: args.lr.unwrap_or(recipe.sft_lr),
+        seed: args.seed,
+        num_threads: args.num_threads,
+        device: args.device,
+    };
+    let bar = progress::bar(steps, "sft");
+    let summary = sft(&options, |step, loss| {
+        bar.set_position(step);
+        bar.set_message(format!("loss {loss:.3}"));
+    })?;
+    bar.finish();
+    let value = json!({
+        "steps": steps, "loss": summary.loss, "parameters": summary.parameters, "hf_checkpoint": options.save_hf,
+        "seed": options.seed,
+    });
+    output.print(&value, |_| {
+        let place = options.save_hf.display();
+        format!("sft: {} parameters, {steps} steps, loss {:.3}, seed {}: {place}", summary.parameters, summary.loss, options.seed)
+    })
+}
+
+fn reinforce(args: Args, output: Output) -> Result<()> {
+    let save = args.save.clone();
+    let options = train_options(args)?;
+    let outcome = train(&options, observer(options.num_rollout))?;
+    let summary = Summary::of(&outcome.steps, outcome.eval_start);
+    let page = report::write(&save, &outcome.steps, &summary)?;
+    output.print(&summary, Summary::table)?;
+    if !output.json {
+        println!("report: {}", page.display());
+    }
+    Ok(())
+}
+
+fn train_options(args: Args) -> Result<TrainOptions> {
+    let recipe = Recipe::default();
+    let (rollout, update, learn) = (args.rollout, args.update, args.learn);
+    let debug = match (rollout.debug_rollout_only, rollout.debug_train_only) {
+        (true, _) => Debug::RolloutOnly,
+        (_, true) => Debug::TrainOnly,
+        _ => Debug::Off,
+    };
+    let store = update.store.or(update.update_weight_disk_dir.map(|dir| dir.display().to_string()));
+    let missing = |what: &str, expected: &str| Error::Usage {
+        what: what.to_owned(),
+        expected: expected.to_owned(),
+        found: "nothing".to_owned(),
+    };
+    if debug == Debug::Off && store.is_none() {
+        return Err(missing("store", "--store URL or --update-weight-disk-dir DIR"));
+    }
+    if debug != Debug::TrainOnly && rollout.rollout_external_engine_addrs.is_empty() {
+        return Err(missing("engines", "--rollout-external-engine-addrs host:port …"));
+    }
+    let UpdateTransport::Disk = update.update_weight_transport;
+    Ok(TrainOptions {
+        hf_checkpoint: args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?,
+        save: args.save,
+        save_hf: args.save_hf,
+        store: store.unwrap_or_default(),
+        run: update.run,
+        rollout_external_engine_addrs: rollout.rollout_external_engine_addrs,
+        keys: rollout.keys.read()?,
+        mode: if rollout.train_async { Mode::OneStepOff } else { Mode::Synchronous },
+        debug,
+        num_rollout: args.num_rollout.unwrap_or(recipe.rl_steps),
+        rollout_batch_size: rollout.rollout_batch_size,
+        n_samples_per_prompt: rollout.n_samples_per_prompt,
+        rollout_max_response_len: rollout.rollout_max_response_len,
+        rollout_temperature: rollout.rollout_temperature,
+        server_concurrency: rollout.sglang_server_concurrency,
+        update_weight_mode: match update.update_weight_mode {
+            WeightMode::Full => UpdateWeightMode::Full,
+            WeightMode::Delta => UpdateWeightMode::Delta,
+        },
+        update_weights_interval: update.update_weights_interval,
+        anchor_every: update.anchor_every,
+        check_weight_update_equal: update.check_weight_update_equal,
+        eval_interval: rollout.eval_interval,
+        n_eval_prompts: rollout.n_eval_prompts,
+        save_interval: update.save_interval,
+        keep_checkpoints: 2,
+        learn: LearnOptions {
+            lr: args.lr.unwrap_or(recipe.rl_lr),
+            weight_decay: learn.weight_decay,
+            adam_beta1: learn.adam_beta1,
+            adam_beta2: learn.adam_beta2,
+            clip_grad: learn.clip_grad,
+            eps_clip: learn.eps_clip,
+            eps_clip_high: learn.eps_clip_high.unwrap_or(learn.eps_clip),
+            entropy_coef: learn.entropy_coef,
+            advantage_estimator: match learn.advantage_estimator {
+                AdvantageEstimator::Grpo => Estimator::Grpo,
+                AdvantageEstimator::ReinforcePlusPlusBaseline => Estimator::ReinforcePlusPlusBaseline,
+            },
+            grpo_std_normalization: !learn.disable_grpo_std_normalization,
+            max_tokens_per_gpu: learn.max_tokens_per_gpu,
+        },
+        seed: args.seed,
+        num_threads: args.num_threads,
+        device: args.device,
+        update_deadline: Duration::from_secs(update.update_deadline),
+        generate_deadline: Duration::from_secs(rollout.generate_deadline),
+    })
+}
+
+/// Shows a run on a progress bar, and its turning points as lines.
+fn observer(steps: u64) -> Observer {
+    let bar = progress::bar(steps, "rl");
+    Arc::new(move |event| show(&bar, &event))
+}
+
+fn show(bar: &ProgressBar, event: &Event<'_>) {
+    match event {
+        Event::Begin { step, of } => {
+            if *step > 0 {
+                bar.println(format!("rl: going on at step {step} of {of}"));
+            }
+            bar.set_position(*step);
+        }
+        Event::Waiting { what } => bar.set_message(format!("waiting for {what}")),
+        Event::Generating { rollout, done, total } => {
+            bar.set_message(format!("rollout {rollout}: {done} of {total} samples"));
+        }
+        Event::Evaluated { step, eval } => bar.println(format!(
+            "rl: step {step}: {:.3} of {} held-out problems solved ({:.3} greedily)",
+            eval.sampled, eval.problems, eval.greedy
+        )),
+        Event::Step(step) => {
+            bar.set_position(step.rollout_id + 1);
+            bar.set_message(format!("reward {:.3}", step.reward));
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,127 @@
+//! What the whole-product tests share: the command as a child process, ports, deadlines, a tiny model.
+#![allow(dead_code, reason = "every test binary uses its own part of this")]
+
+use std::fs::File;
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// Long enough for a loaded machine; only a hang reaches it.
+pub const DEADLINE: Duration = Duration::from_secs(180);
+
+/// A Qwen3 that is as small as its parts allow, with an untied head, grouped queries and two layers.
+pub const TINY_CONFIG: &str = r#"{
+  "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+  "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+  "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu",
+  "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "max_position_embeddings": 256,
+  "tie_word_embeddings": false, "attention_bias": false
+}"#;
+
+/// `driftless` as cargo built it for this test.
+pub fn driftless() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_driftless"))
+}
+
+/// A port that was free a moment ago.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    listener.local_addr().expect("a bound address").port()
+}
+
+/// A child process whose output goes to a file; killed when dropped.
+pub struct Process {
+    pub name: String,
+    pub log: PathBuf,
+    child: Child,
+}
+
+impl Process {
+    pub fn start(name: &str, dir: &Path, command: &mut Command) -> Process {
+        std::fs::create_dir_all(dir).expect("a directory for the log");
+        let log = dir.join(format!("{name}.log"));
+        let out = File::options().create(true).append(true).open(&log).expect("a log");
+        let err = out.try_clone().expect("a log");
+        let child = command.stdin(Stdio::null()).stdout(out).stderr(err).spawn();
+        Process { name: name.to_owned(), log, child: child.expect("the program starts") }
+    }
+
+    /// How it ended, if it has.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().expect("a child can be waited for")
+    }
+
+    /// Waits for its end.
+    pub fn wait(&mut self) -> ExitStatus {
+        let name = self.name.clone();
+        self.until(&format!("the end of {name}"), |process| process.ended())
+    }
+
+    /// Waits for its end, which has to be a success.
+    pub fn succeed(mut self) {
+        let status = self.wait();
+        assert!(status.success(), "{} ended with {status}:\n{}", self.name, self.output());
+    }
+
+    /// Waits until it listens on `port`.
+    pub fn listening(&mut self, port: u16) {
+        self.until(&format!("port {port}"), |process| {
+            let ended = process.ended();
+            assert!(ended.is_none(), "{} ended with {ended:?}:\n{}", process.name, process.output());
+            TcpStream::connect(("127.0.0.1", port)).ok()
+        });
+    }
+
+    /// Polls `condition`; panics with the process's output when the deadline passes.
+    pub fn until<T>(&mut self, what: &str, mut condition: impl FnMut(&mut Process) -> Option<T>) -> T {
+        let start = Instant::now();
+        loop {
+            if let Some(value) = condition(self) {
+                return value;
+            }
+            assert!(start.elapsed() < DEADLINE, "{what} did not come about:\n{}", self.output());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// What it printed so far.
+    pub fn output(&self) -> String {
+        let bytes = std::fs::read(&self.log).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs to the end and returns its standard output; panics with everything it printed otherwise.
+pub fn run(command: &mut Command) -> String {
+    let output = command.output().expect("the program starts");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(
+        output.status.success(),
+        "{command:?} ended with {}:\n{}{}",
+        output.status,
+        text(&output.stdout),
+        text(&output.stderr)
+    );
+    text(&output.stdout)
+}
+
+/// The last line of a `--json` result.
+pub fn json(command: &mut Command) -> serde_json::Value {
+    let text = run(command.arg("--json"));
+    serde_json::from_str(text.lines().last().unwrap_or_default()).expect("JSON")
+}
+
+/// Holds off the other tests of this binary that want the machine to themselves.
+pub fn exclusive() -> std::sync::MutexGuard<'static, ()> {
+    static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    // A test that failed while holding it says so itself.
+    ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
