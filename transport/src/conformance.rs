@@ -46,9 +46,15 @@ fn objects_come_back(store: &dyn Store) {
 fn ranges_are_cut_at_the_end(store: &dyn Store) {
     let key = key("range/object");
     store.put(&key, b"0123456789", PutMode::Overwrite).unwrap();
-    for (range, expected) in
-        [(0..10, &b"0123456789"[..]), (3..5, b"34"), (9..10, b"9"), (4..4, b""), (8..99, b"89"), (10..12, b""), (0..u64::MAX, b"0123456789")]
-    {
+    for (range, expected) in [
+        (0..10, &b"0123456789"[..]),
+        (3..5, b"34"),
+        (9..10, b"9"),
+        (4..4, b""),
+        (8..99, b"89"),
+        (10..12, b""),
+        (0..u64::MAX, b"0123456789"),
+    ] {
         assert_eq!(store.get(&key, Some(range.clone())).unwrap(), expected, "{range:?}");
     }
     let error = store.get(&key, Some(11..12)).unwrap_err();
@@ -94,8 +100,12 @@ fn listing_is_complete_sorted_and_bounded_by_segments(store: &dyn Store) {
     for name in names {
         store.put(&key(name), name.as_bytes(), PutMode::Create).unwrap();
     }
-    let listed: Vec<(String, u64)> =
-        store.list(&key("list")).unwrap().into_iter().map(|entry| (entry.key.to_string(), entry.size)).collect();
+    let listed: Vec<(String, u64)> = store
+        .list(&key("list"))
+        .unwrap()
+        .into_iter()
+        .map(|entry| (entry.key.to_string(), entry.size))
+        .collect();
     let expected: Vec<(String, u64)> =
         names[..5].iter().map(|name| ((*name).to_owned(), name.len() as u64)).collect();
     assert_eq!(listed, expected);
@@ -136,7 +146,11 @@ fn readers_see_whole_objects(store: &dyn Store) {
         let reader = scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
                 let bytes = store.get(&key, None).unwrap();
-                assert_eq!(bytes.len(), 60_000 + usize::from(bytes[0]) * 1000, "a part of an object was seen");
+                assert_eq!(
+                    bytes.len(),
+                    60_000 + usize::from(bytes[0]) * 1000,
+                    "a part of an object was seen"
+                );
                 assert!(bytes.iter().all(|byte| *byte == bytes[0]), "a mixture of two objects was seen");
             }
         });

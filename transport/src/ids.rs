@@ -186,7 +186,9 @@ mod tests {
     fn a_digest_names_both_sides_when_it_refuses() {
         let digest = ContentDigest::of(b"abc");
         digest.check(b"abc", "x").unwrap();
-        let Err(Error::DigestMismatch { subject, expected, found }) = digest.check(b"abd", "x") else { panic!() };
+        let Err(Error::DigestMismatch { subject, expected, found }) = digest.check(b"abd", "x") else {
+            panic!()
+        };
         assert_eq!((subject.as_str(), expected, found), ("x", digest, ContentDigest::of(b"abd")));
     }
 

@@ -125,7 +125,9 @@ mod tests {
 
     #[test]
     fn keys_cannot_leave_their_store() {
-        for bad in ["", "/a", "a//b", "a/", "..", "a/../b", ".", "a/.hidden", "a b", "a\\b", "a\0", "é", "a\n"] {
+        for bad in
+            ["", "/a", "a//b", "a/", "..", "a/../b", ".", "a/.hidden", "a b", "a\\b", "a\0", "é", "a\n"]
+        {
             assert!(matches!(Key::new(bad), Err(Error::BadKey { .. })), "{bad:?} was accepted");
         }
         assert!(Key::new("a".repeat(256)).is_err());

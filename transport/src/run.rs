@@ -206,7 +206,11 @@ impl Run {
         };
         let manifest = Manifest::parse_named(&bytes, key.as_str())?;
         if manifest.run_id != self.id {
-            return Err(Error::ForeignRun { subject: key.to_string(), expected: self.id, found: manifest.run_id });
+            return Err(Error::ForeignRun {
+                subject: key.to_string(),
+                expected: self.id,
+                found: manifest.run_id,
+            });
         }
         if manifest.model != model {
             return Err(Error::ForeignModel {
@@ -277,7 +281,9 @@ impl Run {
             bytes => from_json::<Base>(&key, &bytes?),
         };
         match hint {
-            Ok(hint) if hint.version.0 <= crate::manifest::VERSION_MAX && self.has(model, hint.version)? => {
+            Ok(hint)
+                if hint.version.0 <= crate::manifest::VERSION_MAX && self.has(model, hint.version)? =>
+            {
                 Ok(Some(hint.version))
             }
             Ok(hint) => {
@@ -328,8 +334,8 @@ impl Run {
             if let (Some(have), Some(link)) = (reached, links.last()) {
                 check_link(link, have)?;
             }
-            let restart = stands_alone
-                || anchor.is_some_and(|(_, anchor_cost)| from.is_none() || anchor_cost < cost);
+            let restart =
+                stands_alone || anchor.is_some_and(|(_, anchor_cost)| from.is_none() || anchor_cost < cost);
             match base {
                 Some(base) if !restart && reached.is_none() => version = base.version,
                 _ => {

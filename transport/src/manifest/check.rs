@@ -27,7 +27,13 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    fn corrupt(&self, place: impl Display, what: &'static str, expected: impl Display, found: impl Display) -> Error {
+    fn corrupt(
+        &self,
+        place: impl Display,
+        what: &'static str,
+        expected: impl Display,
+        found: impl Display,
+    ) -> Error {
         Error::Corrupt {
             subject: format!("{}: {place}", self.subject),
             what,
@@ -63,7 +69,9 @@ impl Check<'_> {
             return Err(self.corrupt("base", "it is not the version in front", text(expected), text(found)));
         }
         match manifest.kind {
-            Kind::Delta if version == 0 => Err(self.corrupt("kind", "version 0 has no base", "full or reference", "delta")),
+            Kind::Delta if version == 0 => {
+                Err(self.corrupt("kind", "version 0 has no base", "full or reference", "delta"))
+            }
             Kind::Reference if version != 0 => {
                 Err(self.corrupt("kind", "only version 0 may be a reference", "full or delta", "reference"))
             }
@@ -78,7 +86,12 @@ impl Check<'_> {
         for object in &manifest.objects {
             let place = format!("object `{}`", object.key);
             if object.key.under(&prefix).is_none() {
-                return Err(self.corrupt(place, "its key leaves the run", format!("{prefix}/…"), &object.key));
+                return Err(self.corrupt(
+                    place,
+                    "its key leaves the run",
+                    format!("{prefix}/…"),
+                    &object.key,
+                ));
             }
             if !keys.insert(&object.key) {
                 return Err(self.corrupt(place, "its key stands twice", "1", "2"));
@@ -100,7 +113,8 @@ impl Check<'_> {
         let mut elements = 0u64;
         for tensor in &manifest.tensors {
             for name in std::iter::once(&tensor.name).chain(&tensor.aliases) {
-                if name.is_empty() || name.len() > TENSOR_NAME_BYTES_MAX || name.chars().any(char::is_control) {
+                if name.is_empty() || name.len() > TENSOR_NAME_BYTES_MAX || name.chars().any(char::is_control)
+                {
                     return Err(Error::BadName {
                         what: "tensor",
                         text: name.escape_default().to_string(),
@@ -160,7 +174,12 @@ impl Check<'_> {
                 Some(end) if piece.elements > 0 && end <= elements => end,
                 _ => {
                     let found = format!("{} from {next}", piece.elements);
-                    return Err(self.corrupt(place(), "elements of a piece", format!("1 to {}", elements - next), found));
+                    return Err(self.corrupt(
+                        place(),
+                        "elements of a piece",
+                        format!("1 to {}", elements - next),
+                        found,
+                    ));
                 }
             };
             self.inside(place(), piece.object, piece.offset, piece.length)?;
@@ -206,7 +225,10 @@ impl Check<'_> {
         }
         let place = || format!("file `{}`", file.name);
         if file.size > AUX_FILE_BYTES_MAX {
-            return Err(Error::TooLarge { what: format!("{}: {}", self.subject, place()), max: AUX_FILE_BYTES_MAX });
+            return Err(Error::TooLarge {
+                what: format!("{}: {}", self.subject, place()),
+                max: AUX_FILE_BYTES_MAX,
+            });
         }
         let mut length = 0u64;
         for part in &file.parts {
@@ -249,12 +271,22 @@ impl Check<'_> {
             while let Some((_, offset, length)) = ranges.next_if(|(object, ..)| *object as usize == index) {
                 if offset != end {
                     let place = format!("object `{}`", object.key);
-                    return Err(self.corrupt(place, "its pieces overlap or leave a gap at byte", end, offset));
+                    return Err(self.corrupt(
+                        place,
+                        "its pieces overlap or leave a gap at byte",
+                        end,
+                        offset,
+                    ));
                 }
                 end = offset.saturating_add(length);
             }
             if end != object.size {
-                return Err(self.corrupt(format!("object `{}`", object.key), "bytes used by pieces", object.size, end));
+                return Err(self.corrupt(
+                    format!("object `{}`", object.key),
+                    "bytes used by pieces",
+                    object.size,
+                    end,
+                ));
             }
         }
         Ok(())

@@ -236,7 +236,9 @@ impl Manifest {
                 hint: format!("this build reads format {FORMAT}"),
             });
         }
-        if let Some(feature) = preamble.features.required.iter().find(|name| !FEATURES.contains(&name.as_str())) {
+        if let Some(feature) =
+            preamble.features.required.iter().find(|name| !FEATURES.contains(&name.as_str()))
+        {
             return Err(Error::UnknownFeature { key: subject.to_owned(), feature: feature.clone() });
         }
         let manifest: Self = serde_json::from_slice(bytes).map_err(parse)?;
@@ -314,7 +316,12 @@ impl Manifest {
     /// Bytes that a reader without the base fetches for tensors; 0 if this is no anchor.
     #[must_use]
     pub fn full_piece_bytes(&self) -> u64 {
-        self.tensors.iter().filter_map(|tensor| self.full_pieces(tensor)).flatten().map(|piece| piece.length).sum()
+        self.tensors
+            .iter()
+            .filter_map(|tensor| self.full_pieces(tensor))
+            .flatten()
+            .map(|piece| piece.length)
+            .sum()
     }
 
     /// Bytes that a reader with the base fetches for tensors.

@@ -57,14 +57,18 @@ impl Disk {
     fn collect(&self, directory: &Path, prefix: &str, entries: &mut Vec<Entry>) -> Result<()> {
         let read = match fs::read_dir(directory) {
             // A prefix that is an object or nothing at all has nothing under it.
-            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(()),
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Ok(());
+            }
             read => read.map_err(|source| Error::io("list", directory, source))?,
         };
         for found in read {
             let found = found.map_err(|source| Error::io("list", directory, source))?;
             let name = found.file_name();
             // Anything that is not a key was not put here by a store.
-            let Some(Ok(key)) = name.to_str().map(|name| Key::new(format!("{prefix}/{name}"))) else { continue };
+            let Some(Ok(key)) = name.to_str().map(|name| Key::new(format!("{prefix}/{name}"))) else {
+                continue;
+            };
             let metadata = match found.metadata() {
                 // Deleted since the directory was read.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -104,7 +108,8 @@ impl Store for Disk {
         create_dir_synced(parent)?;
         match mode {
             PutMode::Overwrite => {
-                fs::rename(&staged.path, &path).map_err(|source| Error::io("rename into place", &path, source))?;
+                fs::rename(&staged.path, &path)
+                    .map_err(|source| Error::io("rename into place", &path, source))?;
             }
             PutMode::Create => match rename_if_absent(&staged.path, &path) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {

@@ -61,7 +61,8 @@ impl Store for Memory {
     }
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
-        let bytes = self.lock().get(key).map(|object| object.bytes.clone()).ok_or_else(|| self.not_found(key))?;
+        let bytes =
+            self.lock().get(key).map(|object| object.bytes.clone()).ok_or_else(|| self.not_found(key))?;
         let range = super::clamp(key, range, bytes.len() as u64)?;
         Ok(bytes[range.start as usize..range.end as usize].to_vec())
     }

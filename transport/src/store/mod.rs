@@ -106,7 +106,9 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
             return Err(Error::Unsupported {
                 what: format!("a store with the scheme `{scheme}`"),
                 hint: match scheme {
-                    "s3" | "gs" | "az" => "build with the feature `object`, or use file:///absolute/dir".to_owned(),
+                    "s3" | "gs" | "az" => {
+                        "build with the feature `object`, or use file:///absolute/dir".to_owned()
+                    }
                     _ => "use file:///absolute/dir, a plain path, or memory:".to_owned(),
                 },
             });
@@ -141,7 +143,9 @@ mod tests {
         assert_eq!(open("memory:").unwrap().to_string(), "memory:");
         assert_eq!(open("file:///srv/runs").unwrap().to_string(), "file:///srv/runs");
         assert!(open("some/dir").unwrap().to_string().starts_with("file:///"));
-        for (url, hint) in [("s3://bucket/prefix", "feature `object`"), ("ftp://x", "file:///"), ("file://x", "three")] {
+        for (url, hint) in
+            [("s3://bucket/prefix", "feature `object`"), ("ftp://x", "file:///"), ("file://x", "three")]
+        {
             let Err(Error::Unsupported { hint: found, .. }) = open(url) else { panic!("{url}") };
             assert!(found.contains(hint), "{found}");
         }

@@ -16,7 +16,9 @@ pub fn probe_conditional_put(store: &dyn Store) -> Result<()> {
     let removed = store.delete(&key);
     match second {
         Err(Error::AlreadyExists { .. }) if kept? == b"first" => removed,
-        Ok(()) | Err(Error::AlreadyExists { .. }) => Err(Error::ConditionalPutIgnored { store: store.to_string() }),
+        Ok(()) | Err(Error::AlreadyExists { .. }) => {
+            Err(Error::ConditionalPutIgnored { store: store.to_string() })
+        }
         Err(error) => Err(error),
     }
 }

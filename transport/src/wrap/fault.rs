@@ -62,7 +62,8 @@ impl Fault {
             let mut plan = self.lock();
             let number = plan.calls;
             plan.calls += 1;
-            let strike = plan.faults.as_ref().filter(|(faults, _)| faults.contains(&number)).map(|(_, when)| *when);
+            let strike =
+                plan.faults.as_ref().filter(|(faults, _)| faults.contains(&number)).map(|(_, when)| *when);
             (number, strike)
         };
         let injected = || Error::Injected { call: number, operation, key: key.clone() };

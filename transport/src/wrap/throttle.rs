@@ -28,7 +28,8 @@ impl Throttle {
     /// Waits until `bytes` have passed the link and the latency is over.
     fn pass(&self, bytes: usize) {
         let now = Instant::now();
-        let nanos = (bytes as u64).saturating_mul(1_000_000_000).checked_div(self.bytes_per_second).unwrap_or(0);
+        let nanos =
+            (bytes as u64).saturating_mul(1_000_000_000).checked_div(self.bytes_per_second).unwrap_or(0);
         let sent = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
             *free = (*free).max(now) + Duration::from_nanos(nanos);

@@ -1,0 +1,456 @@
+//! Publishing versions of a model: encode, store, commit, and keep the baseline of the next delta.
+
+mod encode;
+mod options;
+mod plan;
+mod upload;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use driftless_delta::DigestTable;
+
+use crate::manifest::{
+    Algorithms, Base, FORMAT, Features, File, Kind, Manifest, Object, Tensor, VERSION_MAX,
+};
+use crate::run::{Committed, Run};
+use crate::{
+    Checkpoint, ContentDigest, Error, Key, Replica, Result, Snapshot, Store, Version, probe_conditional_put,
+};
+use encode::{BaseView, Encoder, Tables};
+use plan::Plan;
+
+pub use options::{Mode, Progress, ProgressFn, Published, PublisherOptions, Start, Step};
+
+/// Publishes the versions of one model of one run, one after the other.
+///
+/// The baseline, a [`Replica`] of the newest committed version, is what deltas start from. It moves only after a manifest
+/// is committed; a publication that fails leaves it alone, and the next one starts from it again.
+pub struct Publisher {
+    run: Run,
+    options: PublisherOptions,
+    replica: Replica,
+    standing: Standing,
+    /// Whether an earlier attempt may have left objects behind that no manifest names.
+    sweep_due: bool,
+    progress: Option<Box<ProgressFn>>,
+}
+
+/// What is known about the store beyond the baseline.
+#[derive(Debug, Clone)]
+enum Standing {
+    /// The baseline is the newest version.
+    Level,
+    /// The store may hold this version, which is ours, and the baseline does not yet.
+    Behind(Base),
+    /// Another publisher committed this version.
+    Lost(Base),
+}
+
+impl fmt::Debug for Publisher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Publisher")
+            .field("run", &self.run)
+            .field("model", &self.options.model)
+            .field("version", &self.version())
+            .field("standing", &self.standing)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Publisher {
+    /// Opens a publisher: checks that the store honours create-if-absent, claims or opens the run, and brings the baseline
+    /// to the newest committed version.
+    ///
+    /// # Errors
+    /// [`Error::ConditionalPutIgnored`], [`Error::RunExists`], [`Error::NoSuchRun`]; [`Error::ForeignRun`] or
+    /// [`Error::ForeignModel`] for a baseline of something else; [`Error::Rewind`] for a baseline newer than the store;
+    /// [`Error::BadSetting`]; whatever the store or the file system reports.
+    pub fn open(store: Arc<dyn Store>, options: PublisherOptions) -> Result<Self> {
+        options.check()?;
+        probe_conditional_put(&*store)?;
+        let replica = Replica::open(&options.baseline_dir)?;
+        let run = match options.start {
+            Start::Resume => Run::open(store, &options.run)?,
+            Start::NewRun => {
+                // Before the name is claimed: a run that cannot be published to should not exist.
+                if let Some(applied) = replica.applied() {
+                    return Err(Error::BadSetting {
+                        name: "baseline_dir",
+                        expected: "a directory without a version, for a new run".to_owned(),
+                        found: format!("version {} of run {}", applied.version, applied.run_id),
+                    });
+                }
+                Run::create(store, &options.run)?
+            }
+        };
+        let sweep_due = options.start == Start::Resume;
+        let mut publisher =
+            Self { run, options, replica, standing: Standing::Level, sweep_due, progress: None };
+        publisher.restore_baseline()?;
+        Ok(publisher)
+    }
+
+    /// The run.
+    #[must_use]
+    pub fn run(&self) -> &Run {
+        &self.run
+    }
+
+    /// The version that the baseline holds: the newest that this publisher knows to be committed.
+    #[must_use]
+    pub fn version(&self) -> Option<Version> {
+        self.replica.identity().map(|base| base.version)
+    }
+
+    /// Has `progress` called after every tensor of a publication, on the publishing thread.
+    pub fn on_progress(&mut self, progress: Box<ProgressFn>) {
+        self.progress = Some(progress);
+    }
+
+    /// Publishes version 0 by reference: the digests of a checkpoint directory that every host has already.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the run has a version already; otherwise as [`Publisher::publish`].
+    pub fn publish_reference(&mut self, dir: &Path, step: Step) -> Result<Published> {
+        self.catch_up()?;
+        if let Some(version) = self.version() {
+            return Err(Error::Unsupported {
+                what: format!("publishing by reference behind version {version}"),
+                hint: "only version 0 can be a reference; publish this checkpoint as a delta or in full"
+                    .to_owned(),
+            });
+        }
+        let begin = Instant::now();
+        let checkpoint = Checkpoint::open(dir)?;
+        let tables = reference_tables(&checkpoint)?;
+        let manifest = self.manifest(Kind::Reference, &checkpoint, step, tables, Vec::new())?;
+        let encode = begin.elapsed();
+        let committed = self.commit(manifest)?;
+        if let Err(error) = self.replica.adopt(dir, &committed) {
+            self.lag(&committed, &error);
+            self.options.reference_dir = Some(dir.to_path_buf());
+        }
+        self.report(&committed, encode, begin.elapsed())
+    }
+
+    /// Publishes `snapshot` as the next version and returns once it is committed.
+    ///
+    /// # Errors
+    /// [`Error::LostRace`] if another publisher committed the version; this publisher then refuses to go on.
+    /// [`Error::CommitUnknown`] if the store took the manifest but could not confirm it; the next call looks first.
+    /// [`Error::DuplicateTensor`] or [`Error::TensorMismatch`] for a snapshot that contradicts itself. Whatever the store,
+    /// the file system or the snapshot reports. After any error the store shows the old version or, whole, the new one.
+    pub fn publish(&mut self, snapshot: &dyn Snapshot, step: Step, mode: Mode) -> Result<Published> {
+        self.catch_up()?;
+        let begin = Instant::now();
+        let version = self.next_version()?;
+        let root = self.run.version_root(&self.options.model, version)?;
+        let attempt = hex::encode(rand::random::<[u8; 8]>());
+        let (plan, tables, objects) = match self.encode(snapshot, mode, version, (&root, &attempt)) {
+            Ok(encoded) => encoded,
+            Err(error) => {
+                self.sweep_attempt(&root, &attempt);
+                return Err(error);
+            }
+        };
+        let encode = begin.elapsed();
+        let manifest = self.manifest(plan.kind, snapshot, step, tables, objects)?;
+        let committed = self.commit(manifest)?;
+        self.advance_baseline(&committed);
+        self.report(&committed, encode, begin.elapsed())
+    }
+
+    fn next_version(&self) -> Result<Version> {
+        let version = self.version().map_or(Version(0), Version::next);
+        if version.0 > VERSION_MAX {
+            return Err(Error::Unsupported {
+                what: format!("version {version}"),
+                hint: format!("versions end at {VERSION_MAX}; begin a new run"),
+            });
+        }
+        Ok(version)
+    }
+
+    fn encode(
+        &mut self,
+        snapshot: &dyn Snapshot,
+        mode: Mode,
+        version: Version,
+        (root, attempt): (&Key, &str),
+    ) -> Result<(Plan, Tables, Vec<Object>)> {
+        let unique = plan::unique_tensors(snapshot)?;
+        let tensors: Vec<_> = unique.iter().map(|&index| &snapshot.tensors()[index]).collect();
+        let representation = self.representation(snapshot);
+        let base = self.replica.manifest();
+        let wish = (mode == Mode::Delta, self.options.anchor_every);
+        let plan = plan::plan(base, &tensors, &representation, wish, version);
+        let checkpoint = match plan.kind {
+            Kind::Delta => Some(self.replica.checkpoint()?),
+            _ => None,
+        };
+        let base = base.zip(checkpoint.as_ref());
+        let object_bytes_max = self.options.object_bytes_max as usize;
+        let encoder = Encoder {
+            snapshot,
+            base: base.map(|(manifest, checkpoint)| BaseView::new(manifest, &self.replica, checkpoint)),
+            plan,
+            profile: self.options.profile,
+            object_bytes_max,
+        };
+        let progress = self.progress.as_deref_mut();
+        let (tables, objects) = upload::with_uploads(
+            (&**self.run.store(), root, attempt),
+            (self.options.uploads, object_bytes_max),
+            |packer| encoder.run(&unique, packer, progress),
+        )?;
+        Ok((plan, tables, objects))
+    }
+
+    fn representation(&self, snapshot: &dyn Snapshot) -> crate::manifest::Representation {
+        let all = || plan::representation(&snapshot.tensors().iter().collect::<Vec<_>>());
+        self.options.representation.clone().unwrap_or_else(all)
+    }
+
+    fn manifest(
+        &self,
+        kind: Kind,
+        snapshot: &dyn Snapshot,
+        step: Step,
+        tables: Tables,
+        objects: Vec<Object>,
+    ) -> Result<Manifest> {
+        Ok(Manifest {
+            format: FORMAT,
+            run_id: self.run.id(),
+            model: self.options.model.clone(),
+            version: self.next_version()?,
+            kind,
+            representation: self.representation(snapshot),
+            base: self.replica.identity(),
+            trainer_step: step.trainer_step,
+            checkpoint: step.checkpoint,
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            changed: tables.changed,
+            algorithms: Algorithms::default(),
+            features: Features::default(),
+            objects,
+            tensors: tables.tensors,
+            files: tables.files,
+        })
+    }
+
+    /// Creates the manifest, and finds out what became of it if the store does not say.
+    fn commit(&mut self, manifest: Manifest) -> Result<Committed> {
+        let bytes = manifest.to_bytes()?;
+        let committed = Committed::new(manifest, ContentDigest::of(&bytes));
+        let version = committed.manifest.version;
+        fail::fail_point!("publish.manifest");
+        if let Err(error) = self.run.commit(&self.options.model, version, &bytes) {
+            self.settle(&committed, error)?;
+        }
+        fail::fail_point!("publish.committed");
+        tracing::info!(run = %self.run.id(), model = self.options.model, %version, "committed");
+        if let Err(error) = self.run.set_head(&self.options.model, committed.identity()) {
+            // Readers list instead; the next version sets it again.
+            tracing::warn!(%version, %error, "the head hint was not written");
+        }
+        if std::mem::take(&mut self.sweep_due) {
+            self.sweep(&committed);
+        }
+        Ok(committed)
+    }
+
+    /// Decides after a failed create whether the version is ours (its answer was lost), another's, or not there.
+    fn settle(&mut self, committed: &Committed, error: Error) -> Result<()> {
+        let version = committed.manifest.version;
+        match self.run.get(&self.options.model, version) {
+            Ok(found) if found.digest == committed.digest => Ok(()),
+            Ok(found) => {
+                self.standing = Standing::Lost(found.identity());
+                // The winner's manifest is there, so nothing else in the version's place can ever be committed.
+                self.sweep(&found);
+                Err(self.lost(found.identity()))
+            }
+            Err(Error::NoSuchVersion { .. }) => {
+                self.standing = Standing::Behind(committed.identity());
+                self.sweep_due = true;
+                Err(error)
+            }
+            Err(_) => {
+                self.standing = Standing::Behind(committed.identity());
+                self.sweep_due = true;
+                Err(Error::CommitUnknown {
+                    version,
+                    store: self.run.store().to_string(),
+                    source: Box::new(error),
+                })
+            }
+        }
+    }
+
+    fn lost(&self, winner: Base) -> Error {
+        Error::LostRace {
+            run_id: self.run.id(),
+            model: self.options.model.clone(),
+            version: winner.version,
+            winner: winner.manifest_digest,
+        }
+    }
+
+    /// Moves the baseline to a version just committed. The version stands whether that succeeds or not.
+    fn advance_baseline(&mut self, committed: &Committed) {
+        let run = &self.run;
+        if let Err(error) = self.replica.advance_with(committed, &mut |object| run.object(object)) {
+            self.lag(committed, &error);
+        }
+    }
+
+    fn lag(&mut self, committed: &Committed, error: &Error) {
+        tracing::warn!(version = %committed.manifest.version, %error, "the baseline lags; the next publication moves it first");
+        self.standing = Standing::Behind(committed.identity());
+    }
+
+    /// Brings the baseline to the newest version before another one is made.
+    fn catch_up(&mut self) -> Result<()> {
+        match self.standing {
+            Standing::Level => Ok(()),
+            Standing::Lost(winner) => Err(self.lost(winner)),
+            Standing::Behind(ours) => {
+                let newest = self.run.newest(&self.options.model)?;
+                match newest.filter(|newest| Some(newest.manifest.version) > self.version()) {
+                    Some(newest) if newest.identity() != ours => {
+                        self.standing = Standing::Lost(newest.identity());
+                        return Err(self.lost(newest.identity()));
+                    }
+                    Some(_) => self.restore_baseline()?,
+                    None => {}
+                }
+                self.standing = Standing::Level;
+                Ok(())
+            }
+        }
+    }
+
+    /// Brings the baseline to the newest committed version, from wherever it is.
+    fn restore_baseline(&mut self) -> Result<()> {
+        let model = self.options.model.as_str();
+        let subject = || format!("the baseline `{}`", self.options.baseline_dir.display());
+        let applied = self.replica.applied().cloned();
+        if let Some(applied) = &applied {
+            self.run.check_id(subject(), applied.run_id)?;
+            if applied.model != model {
+                let (expected, found) = (model.to_owned(), applied.model.clone());
+                return Err(Error::ForeignModel { subject: subject(), expected, found });
+            }
+        }
+        let Some(newest) = self.run.newest(model)? else {
+            return match applied {
+                None => Ok(()),
+                Some(applied) => Err(Error::NoSuchVersion {
+                    run_id: applied.run_id,
+                    model: applied.model,
+                    version: applied.version,
+                }),
+            };
+        };
+        let reference = self.options.reference_dir.as_deref();
+        self.replica.advance(&self.run, model, newest.manifest.version, reference)?;
+        if self.sweep_due {
+            self.sweep(&newest);
+        }
+        Ok(())
+    }
+
+    /// Removes what failed attempts at a committed version left beside it. Best effort: it costs space, nothing else.
+    fn sweep(&self, committed: &Committed) {
+        let manifest = &committed.manifest;
+        let keep = |key: &Key| manifest.objects.iter().any(|object| object.key == *key);
+        let attempts = self
+            .run
+            .version_root(&manifest.model, manifest.version)
+            .and_then(|root| self.run.store().list(&root));
+        let Ok(entries) = attempts else { return };
+        for entry in entries.iter().filter(|entry| is_object(&entry.key) && !keep(&entry.key)) {
+            self.discard(&entry.key);
+        }
+    }
+
+    /// Removes the objects of an attempt that has no manifest and will get none.
+    fn sweep_attempt(&mut self, root: &Key, attempt: &str) {
+        let Ok(entries) = self.run.store().list(root) else {
+            self.sweep_due = true;
+            return;
+        };
+        for entry in entries.iter().filter(|entry| entry.key.name().starts_with(attempt)) {
+            self.discard(&entry.key);
+        }
+    }
+
+    fn discard(&self, key: &Key) {
+        if let Err(error) = self.run.store().delete(key) {
+            tracing::warn!(%key, %error, "an object that no manifest names was left behind");
+        }
+    }
+
+    fn report(
+        &self,
+        committed: &Committed,
+        encode: std::time::Duration,
+        total: std::time::Duration,
+    ) -> Result<Published> {
+        let manifest = &committed.manifest;
+        Ok(Published {
+            version: manifest.version,
+            label: manifest.label(),
+            manifest_digest: committed.digest,
+            kind: manifest.kind,
+            anchor: manifest.is_anchor(),
+            publication_bytes: manifest.object_bytes() + manifest.to_bytes()?.len() as u64,
+            full_bytes: manifest.tensor_bytes(),
+            changed: manifest.changed,
+            elements: manifest.elements(),
+            encode,
+            upload: total.saturating_sub(encode),
+        })
+    }
+}
+
+/// Whether a key in a version's place is an object's: `<16 hex>-<index>`. Anything else there is not the publisher's to remove.
+fn is_object(key: &Key) -> bool {
+    key.name().split_once('-').is_some_and(|(attempt, index)| {
+        attempt.len() == 16
+            && attempt.bytes().all(|byte| byte.is_ascii_hexdigit())
+            && index.bytes().all(|byte| byte.is_ascii_digit())
+    })
+}
+
+/// The tables of a version that is a checkpoint directory.
+fn reference_tables(checkpoint: &Checkpoint) -> Result<Tables> {
+    let mut tables = Tables { tensors: Vec::new(), files: Vec::new(), changed: 0 };
+    for (index, info) in checkpoint.tensors().iter().enumerate() {
+        let digest = DigestTable::of(info.dtype.element(), &plan::tensor_bytes(checkpoint, index)?)
+            .map_err(|source| Error::Codec { tensor: info.name.clone(), source })?
+            .total();
+        tables.changed += info.elements()?;
+        tables.tensors.push(Tensor {
+            name: info.name.clone(),
+            dtype: info.dtype,
+            shape: info.shape.clone(),
+            digest,
+            aliases: Vec::new(),
+            pieces: Vec::new(),
+            anchor: Vec::new(),
+        });
+    }
+    let file = |file: &crate::AuxFile| File {
+        name: file.name().to_owned(),
+        size: file.bytes().len() as u64,
+        blake3: ContentDigest::of(file.bytes()),
+        parts: Vec::new(),
+    };
+    tables.files = checkpoint.files().iter().map(file).collect();
+    Ok(tables)
+}

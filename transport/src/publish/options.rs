@@ -1,0 +1,150 @@
+//! What a publisher is told, and what it tells.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use driftless_delta::Profile;
+
+use super::encode::PIECE_UNIT;
+use crate::manifest::{Kind, OBJECT_BYTES_MAX, Representation};
+use crate::{ContentDigest, Error, Result, Version};
+
+/// Smallest limit on the size of an object: one piece of every element type has to fit.
+const OBJECT_BYTES_MIN: u64 = 2 * PIECE_UNIT as u64;
+
+/// Whether a publisher begins a run or goes on with one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// Claim the run's name; refused if it is taken.
+    NewRun,
+    /// Go on behind the newest committed version; refused if there is no such run.
+    Resume,
+}
+
+/// How a version is to be published.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Every tensor in full.
+    Full,
+    /// Differences from the version in front, where there is one with the same tensors; in full otherwise.
+    Delta,
+}
+
+/// Where the trainer is.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Step {
+    /// Optimiser step.
+    pub trainer_step: u64,
+    /// The trainer's own checkpoint that belongs to the version, in the trainer's words.
+    pub checkpoint: Option<String>,
+}
+
+/// Settings of a [`Publisher`](super::Publisher).
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct PublisherOptions {
+    /// Name of the run.
+    pub run: String,
+    /// Name of the model within the run; `policy` by default. A second representation of the same policy is another model.
+    pub model: String,
+    /// Begin or go on.
+    pub start: Start,
+    /// Directory of the baseline: a copy of the newest committed version, kept by the publisher alone.
+    pub baseline_dir: PathBuf,
+    /// Directory of the checkpoint that version 0 was published from by reference, for rebuilding a lost baseline.
+    pub reference_dir: Option<PathBuf>,
+    /// Largest object in bytes, 64 MiB by default; at least 1 MiB, at most 256 MiB.
+    pub object_bytes_max: u64,
+    /// Objects stored at the same time, 2 by default. Memory holds two objects more than that.
+    pub uploads: usize,
+    /// Whether deltas are small or quick to decode.
+    pub profile: Profile,
+    /// If set, every version whose number is a multiple of this carries full tensors beside its delta.
+    pub anchor_every: Option<u64>,
+    /// The form of the tensors; by default the name of the element type that most of them have.
+    pub representation: Option<Representation>,
+}
+
+impl PublisherOptions {
+    /// The defaults for a run and the directory of its baseline.
+    #[must_use]
+    pub fn new(run: impl Into<String>, start: Start, baseline_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            run: run.into(),
+            model: "policy".to_owned(),
+            start,
+            baseline_dir: baseline_dir.into(),
+            reference_dir: None,
+            object_bytes_max: 64 << 20,
+            uploads: 2,
+            profile: Profile::default(),
+            anchor_every: None,
+            representation: None,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        let range = |name, found: u64, min: u64, max: u64| {
+            let expected = format!("{min} to {max}");
+            let ok = (min..=max).contains(&found);
+            if ok { Ok(()) } else { Err(Error::BadSetting { name, expected, found: found.to_string() }) }
+        };
+        range("object_bytes_max", self.object_bytes_max, OBJECT_BYTES_MIN, OBJECT_BYTES_MAX)?;
+        range("uploads", self.uploads as u64, 1, 64)?;
+        range("anchor_every", self.anchor_every.unwrap_or(1), 1, u64::MAX)?;
+        crate::run::check_model(&self.model)
+    }
+}
+
+/// How far a publication is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Progress {
+    /// Tensors encoded.
+    pub tensors: u64,
+    /// Tensors in all.
+    pub tensors_total: u64,
+    /// Bytes of the tensors encoded, before encoding.
+    pub bytes_encoded: u64,
+    /// Bytes stored.
+    pub bytes_uploaded: u64,
+}
+
+/// Is called after every tensor of a publication.
+pub type ProgressFn = dyn FnMut(Progress) + Send;
+
+/// A committed publication, in numbers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Published {
+    /// The version.
+    pub version: Version,
+    /// The text engines are given for it.
+    pub label: String,
+    /// Its identity.
+    pub manifest_digest: ContentDigest,
+    /// What was published.
+    pub kind: Kind,
+    /// True if readers can start here.
+    pub anchor: bool,
+    /// Bytes stored: objects and manifest.
+    pub publication_bytes: u64,
+    /// Bytes of all tensors; tied weights count once.
+    pub full_bytes: u64,
+    /// Elements that differ from the version in front; all of them where there is none to compare with.
+    pub changed: u64,
+    /// Elements in all.
+    pub elements: u64,
+    /// From the start until the last tensor was encoded; uploads run beside it.
+    pub encode: Duration,
+    /// From there until the manifest was committed.
+    pub upload: Duration,
+}
+
+impl Published {
+    /// Share of elements that changed, 0 to 1.
+    #[must_use]
+    pub fn density(&self) -> f64 {
+        if self.elements == 0 { 0.0 } else { self.changed as f64 / self.elements as f64 }
+    }
+}

@@ -1,0 +1,175 @@
+//! Packing payloads into objects, and storing them while the next ones are encoded.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+
+use crate::manifest::{Object, Part};
+use crate::{ContentDigest, Error, Key, PutMode, Result, Store};
+
+/// Where the uploads of one attempt at a version stand. Shared by the encoding thread and the uploading ones.
+#[derive(Debug, Default)]
+pub(super) struct Uploaded {
+    objects: Mutex<Vec<Option<Object>>>,
+    error: Mutex<Option<Error>>,
+    failed: AtomicBool,
+    bytes: AtomicU64,
+}
+
+impl Uploaded {
+    /// Bytes that are durable.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(Relaxed)
+    }
+
+    fn check(&self) -> Result<()> {
+        if !self.failed.load(Relaxed) {
+            return Ok(());
+        }
+        match lock(&self.error).take() {
+            Some(error) => Err(error),
+            None => Err(Error::Cancelled { what: "the uploads of this publication" }),
+        }
+    }
+
+    fn fail(&self, error: Error) {
+        lock(&self.error).get_or_insert(error);
+        self.failed.store(true, Relaxed);
+    }
+
+    fn put(&self, store: &dyn Store, root: &Key, attempt: &str, index: usize, bytes: &[u8]) -> Result<()> {
+        fail::fail_point!("publish.upload");
+        let key = root.join(&format!("{attempt}-{index:05}"))?;
+        store.put(&key, bytes, PutMode::Overwrite)?;
+        let object = Object { key, size: bytes.len() as u64, blake3: ContentDigest::of(bytes) };
+        let mut objects = lock(&self.objects);
+        if objects.len() <= index {
+            objects.resize(index + 1, None);
+        }
+        objects[index] = Some(object);
+        self.bytes.fetch_add(bytes.len() as u64, Relaxed);
+        Ok(())
+    }
+}
+
+/// Runs `encode` with a packer whose full objects are stored by `uploads` threads, and returns all objects, durable.
+///
+/// At most `uploads` + 2 objects are in memory. Objects are named `<root>/<attempt>-<index>`.
+pub(super) fn with_uploads<T>(
+    (store, root, attempt): (&dyn Store, &Key, &str),
+    (uploads, object_bytes_max): (usize, usize),
+    encode: impl FnOnce(&mut Packer<'_>) -> Result<T>,
+) -> Result<(T, Vec<Object>)> {
+    let uploaded = Uploaded::default();
+    let (sender, receiver) = sync_channel::<(usize, Vec<u8>)>(1);
+    let receiver = Mutex::new(receiver);
+    let encoded = thread::scope(|scope| {
+        for _ in 0..uploads {
+            scope.spawn(|| {
+                while let Some((index, bytes)) = next(&receiver) {
+                    // After a failure the queue is only emptied, so that the encoder never waits for nobody.
+                    if !uploaded.failed.load(Relaxed)
+                        && let Err(error) = uploaded.put(store, root, attempt, index, &bytes)
+                    {
+                        uploaded.fail(error);
+                    }
+                }
+            });
+        }
+        let mut packer =
+            Packer { current: Vec::new(), index: 0, object_bytes_max, sender, uploaded: &uploaded };
+        let encoded = encode(&mut packer)?;
+        packer.finish()?;
+        Ok(encoded)
+        // The packer's sender ends here, and with it the threads.
+    });
+    let encoded = encoded.and_then(|encoded| uploaded.check().map(|()| encoded))?;
+    let objects = uploaded.objects.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Ok((encoded, objects.into_iter().flatten().collect()))
+}
+
+fn next(receiver: &Mutex<Receiver<(usize, Vec<u8>)>>) -> Option<(usize, Vec<u8>)> {
+    lock(receiver).recv().ok()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Puts payloads one behind the other into objects of bounded size.
+pub(super) struct Packer<'a> {
+    current: Vec<u8>,
+    index: usize,
+    object_bytes_max: usize,
+    sender: SyncSender<(usize, Vec<u8>)>,
+    uploaded: &'a Uploaded,
+}
+
+impl Packer<'_> {
+    /// Appends what `write` writes, in one object. `None` if it is larger than an object may be; nothing is appended then.
+    pub(super) fn append<T>(
+        &mut self,
+        write: impl FnOnce(&mut Vec<u8>) -> Result<T>,
+    ) -> Result<Option<(T, Part)>> {
+        self.uploaded.check()?;
+        let start = self.current.len();
+        let written = write(&mut self.current)?;
+        let length = self.current.len() - start;
+        if length > self.object_bytes_max {
+            self.current.truncate(start);
+            return Ok(None);
+        }
+        let mut offset = start;
+        if self.current.len() > self.object_bytes_max {
+            let tail = self.current.split_off(start);
+            self.flush(tail)?;
+            offset = 0;
+        }
+        let object = u32::try_from(self.index).map_err(|_| Error::TooLarge {
+            what: "number of objects of a publication".to_owned(),
+            max: u64::from(u32::MAX),
+        })?;
+        Ok(Some((written, Part { object, offset: offset as u64, length: length as u64 })))
+    }
+
+    /// Takes back what was appended last.
+    pub(super) fn undo(&mut self, part: Part) {
+        self.current.truncate(part.offset as usize);
+    }
+
+    /// Appends bytes, over as many objects as they need.
+    pub(super) fn append_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Part>> {
+        let mut parts = Vec::new();
+        for chunk in bytes.chunks(self.object_bytes_max) {
+            if let Some(((), part)) = self.append(|out| {
+                out.extend_from_slice(chunk);
+                Ok(())
+            })? {
+                parts.push(part);
+            }
+        }
+        Ok(parts)
+    }
+
+    /// Bytes that are durable already.
+    pub(super) fn bytes_uploaded(&self) -> u64 {
+        self.uploaded.bytes()
+    }
+
+    /// Hands the current object to the uploads and begins the next one with `rest`.
+    fn flush(&mut self, rest: Vec<u8>) -> Result<()> {
+        let full = std::mem::replace(&mut self.current, rest);
+        let sent = self.sender.send((self.index, full));
+        self.index += 1;
+        // The threads end only with this packer, or with a panic that the scope passes on.
+        sent.map_err(|_| Error::Cancelled { what: "the uploads of this publication" })
+    }
+
+    fn finish(mut self) -> Result<()> {
+        if !self.current.is_empty() {
+            self.flush(Vec::new())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,169 @@
+//! Weights made of seeded random bits, and readers to compare them with.
+#![allow(dead_code, reason = "every test binary uses its own part")]
+
+use std::borrow::Cow;
+use std::path::Path;
+use std::sync::Arc;
+
+use driftless_transport::{
+    AuxFile, Checkpoint, Dtype, Publisher, PublisherOptions, Replica, Result, Run, Snapshot, Start, Step,
+    Store, TensorInfo, Version,
+};
+
+/// The run that all tests publish.
+pub(crate) const RUN: &str = "test";
+/// The model.
+pub(crate) const MODEL: &str = "policy";
+
+/// A small deterministic generator (splitmix64): tests print nothing but a seed.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+/// A snapshot in memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Weights {
+    pub(crate) infos: Vec<TensorInfo>,
+    pub(crate) bytes: Vec<Vec<u8>>,
+    pub(crate) files: Vec<AuxFile>,
+}
+
+impl Snapshot for Weights {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
+        Ok(Cow::Borrowed(&self.bytes[index]))
+    }
+    fn files(&self) -> &[AuxFile] {
+        &self.files
+    }
+}
+
+impl Weights {
+    /// A few tensors of several types: two norms that begin equal, a tied pair, an empty one.
+    pub(crate) fn small(seed: u64) -> Self {
+        let mut random = Random(seed);
+        let mut weights = Self::default();
+        weights.set(
+            "a.embed",
+            Dtype::Bf16,
+            &[96, 32],
+            |i| if i % 2 == 0 { random.next() as u8 } else { 0x3c },
+        );
+        let tied = weights.bytes[0].clone();
+        weights.set("b.head", Dtype::Bf16, &[96, 32], |i| tied[i]);
+        weights.set("c.empty", Dtype::F32, &[0, 4], |_| 0);
+        weights.set("d.norm", Dtype::Bf16, &[32], |i| [0x80, 0x3f][i % 2]);
+        weights.set("e.norm", Dtype::Bf16, &[32], |i| [0x80, 0x3f][i % 2]);
+        weights.set("f.ids", Dtype::I64, &[7], |i| i as u8);
+        weights.set("g.up", Dtype::F32, &[64, 48], |_| random.next() as u8);
+        weights.file("config.json", b"{\"hidden_size\": 32}");
+        weights.file("tokenizer.json", b"{}");
+        weights
+    }
+
+    /// Adds or replaces a tensor.
+    pub(crate) fn set(&mut self, name: &str, dtype: Dtype, shape: &[u64], byte: impl FnMut(usize) -> u8) {
+        let info = TensorInfo { name: name.to_owned(), dtype, shape: shape.to_vec() };
+        let bytes: Vec<u8> = (0..info.byte_len().unwrap() as usize).map(byte).collect();
+        match self.infos.binary_search_by(|known| known.name.as_str().cmp(name)) {
+            Ok(index) => (self.infos[index], self.bytes[index]) = (info, bytes),
+            Err(index) => {
+                self.infos.insert(index, info);
+                self.bytes.insert(index, bytes);
+            }
+        }
+    }
+
+    pub(crate) fn remove(&mut self, name: &str) {
+        let index = self.infos.iter().position(|info| info.name == name).unwrap();
+        self.infos.remove(index);
+        self.bytes.remove(index);
+    }
+
+    pub(crate) fn tensor_mut(&mut self, name: &str) -> &mut Vec<u8> {
+        let index = self.infos.iter().position(|info| info.name == name).unwrap();
+        &mut self.bytes[index]
+    }
+
+    /// Adds or replaces an auxiliary file.
+    pub(crate) fn file(&mut self, name: &str, bytes: &[u8]) {
+        self.files.retain(|file| file.name() != name);
+        self.files.push(AuxFile::new(name, bytes.to_vec()).unwrap());
+        self.files.sort_by(|a, b| a.name().cmp(b.name()));
+    }
+
+    /// One optimiser step: flips low bits of about one byte in `every`, and keeps the tied pair tied.
+    pub(crate) fn step(&mut self, seed: u64, every: u64) {
+        let mut random = Random(seed);
+        for bytes in &mut self.bytes {
+            for byte in bytes {
+                if random.next().is_multiple_of(every) {
+                    *byte ^= 1;
+                }
+            }
+        }
+        let index = |name: &str| self.infos.iter().position(|info| info.name == name);
+        if let (Some(embed), Some(head)) = (index("a.embed"), index("b.head")) {
+            self.bytes[head] = self.bytes[embed].clone();
+        }
+    }
+}
+
+/// Refuses a checkpoint that is not `expected`, bit for bit.
+pub(crate) fn assert_same(found: &Checkpoint, expected: &Weights) {
+    assert_eq!(found.tensors(), expected.tensors());
+    for (index, info) in expected.infos.iter().enumerate() {
+        assert!(found.bytes(index).unwrap() == expected.bytes[index], "tensor {} differs", info.name);
+    }
+    assert_eq!(found.files(), expected.files());
+}
+
+pub(crate) fn options(start: Start, baseline: &Path) -> PublisherOptions {
+    PublisherOptions::new(RUN, start, baseline)
+}
+
+pub(crate) fn publisher(store: &Arc<dyn Store>, start: Start, baseline: &Path) -> Publisher {
+    Publisher::open(store.clone(), options(start, baseline)).unwrap()
+}
+
+pub(crate) fn step(number: u64) -> Step {
+    Step { trainer_step: number, checkpoint: None }
+}
+
+/// Takes a replica in `dir` to the newest version and compares it with `expected`.
+pub(crate) fn assert_reader(store: &Arc<dyn Store>, dir: &Path, version: u64, expected: &Weights) {
+    let run = Run::open(store.clone(), RUN).unwrap();
+    let newest = run.newest(MODEL).unwrap().unwrap();
+    assert_eq!(newest.manifest.version, Version(version));
+    let mut replica = Replica::open(dir).unwrap();
+    replica.advance(&run, MODEL, newest.manifest.version, None).unwrap();
+    assert_same(replica.checkpoint().unwrap(), expected);
+    assert_eq!(replica.identity(), Some(newest.identity()));
+}
+
+/// Objects in the places of committed versions that no manifest names.
+pub(crate) fn orphans(run: &Run) -> Vec<String> {
+    let mut orphans = Vec::new();
+    for version in run.versions(MODEL).unwrap() {
+        let manifest = run.get(MODEL, version).unwrap().manifest;
+        let manifest_key = run.manifest_key(MODEL, version).unwrap();
+        let place =
+            driftless_transport::Key::new(manifest_key.as_str().trim_end_matches("/manifest")).unwrap();
+        for entry in run.store().list(&place).unwrap() {
+            if entry.key != manifest_key && !manifest.objects.iter().any(|object| object.key == entry.key) {
+                orphans.push(entry.key.to_string());
+            }
+        }
+    }
+    orphans
+}
