@@ -79,7 +79,7 @@ impl<'a> BitReader<'a> {
 
     /// At least 57 bits from the current one on.
     #[inline]
-    fn peek(&self) -> u64 {
+    pub(crate) fn peek(&self) -> u64 {
         let byte = self.at / 8;
         let word = match self.bytes.get(byte..).and_then(|rest| rest.first_chunk::<8>()) {
             Some(chunk) => u64::from_le_bytes(*chunk),
@@ -108,6 +108,12 @@ impl<'a> BitReader<'a> {
         let value = (self.peek() & ((1 << count) - 1)) as u32;
         self.at += count as usize;
         value
+    }
+
+    /// Consumes bits that [`BitReader::peek`] showed.
+    #[inline]
+    pub(crate) fn skip(&mut self, count: u32) {
+        self.at += count as usize;
     }
 
     /// Zeros before the next one (which is consumed too), or `limit` if there are at least that many (then only those are consumed).

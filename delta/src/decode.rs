@@ -2,10 +2,10 @@
 
 use crate::bits::{BitReader, ByteReader};
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, get_class};
-use crate::digest::Changes;
+use crate::digest::{Changes, short};
 use crate::payload::{Header, Kind, Token, block_elements};
 use crate::table::Table;
-use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Result, scan};
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Result, entropy, scan};
 
 const WHAT: &str = "delta payload";
 
@@ -45,13 +45,13 @@ fn decode_into(
 ) -> Result<()> {
     let mut reader = ByteReader::new(payload, WHAT);
     let header = Header::read(&mut reader)?;
-    header.expect(element, base.len() / element.size())?;
+    header.expect(element)?;
     let base_total = base_digests.total();
     let mismatch = |expected| Err(Error::BaseMismatch { expected, found: base_total.short_check() });
     match header.kind {
-        Kind::Full => return Err(Error::KindMismatch { expected: "a delta", found: "full" }),
+        Kind::Full(_) => return Err(Error::KindMismatch { expected: "a delta", found: "full" }),
         Kind::Unchanged if header.result != base_total.check() => {
-            return mismatch((header.result ^ (header.result >> 32)) as u32);
+            return mismatch(short(header.result));
         }
         Kind::Unchanged => return reader.finish(),
         Kind::Delta(check) if check != base_total.short_check() => return mismatch(check),
@@ -75,23 +75,28 @@ pub fn decode_full(element: Element, payload: &[u8], out: &mut [u8]) -> Result<D
     let elements = element.count("target", out.len())?;
     let mut reader = ByteReader::new(payload, WHAT);
     let header = Header::read(&mut reader)?;
-    header.expect(element, elements)?;
-    if header.kind != Kind::Full {
-        return Err(Error::KindMismatch { expected: "full", found: "a delta" });
+    header.expect(element)?;
+    match header.kind {
+        Kind::Full(expected) if expected != elements as u64 => {
+            return Err(Error::LengthMismatch { what: "target", expected, found: elements as u64 });
+        }
+        Kind::Full(_) => {}
+        _ => return Err(Error::KindMismatch { expected: "full", found: "a delta" }),
     }
+    let block_bytes = BLOCK_ELEMENTS * element.size();
     let mut rest = &mut *out;
     while !rest.is_empty() {
-        let Token::Raw(blocks) = Token::read(&mut reader)? else {
-            return Err(reader.corrupt("a full payload refers to a base"));
-        };
-        let bytes = usize::try_from(blocks)
-            .ok()
-            .filter(|blocks| *blocks <= rest.len().div_ceil(BLOCK_ELEMENTS * element.size()))
-            .map(|blocks| (blocks * BLOCK_ELEMENTS * element.size()).min(rest.len()))
-            .ok_or(reader.corrupt("more blocks than the tensor has"))?;
-        let (now, later) = rest.split_at_mut(bytes);
-        now.copy_from_slice(reader.take(bytes)?);
-        rest = later;
+        match Token::read(&mut reader)? {
+            Token::Raw(blocks) if blocks <= rest.len().div_ceil(block_bytes) as u64 => {
+                let bytes = (blocks as usize).saturating_mul(block_bytes).min(rest.len());
+                rest.split_off_mut(..bytes).unwrap_or_default().copy_from_slice(reader.take(bytes)?);
+            }
+            Token::Entropy(bytes) => {
+                let block = rest.split_off_mut(..block_bytes.min(rest.len())).unwrap_or_default();
+                entropy::decode(element, take(&mut reader, bytes)?, block)?;
+            }
+            _ => return Err(reader.corrupt("a full payload refers to a base or to more blocks than it has")),
+        }
     }
     reader.finish()?;
     let digests = DigestTable::of(element, out)?;
@@ -137,12 +142,18 @@ impl<'a> Decoder<'a> {
                 Token::Same(run) => block += run as usize,
                 Token::Raw(run) => {
                     for block in block..block + run as usize {
-                        self.raw(reader, block, patch)?;
+                        self.whole(reader.take(self.base_of(block).len())?, block, patch);
                     }
                     block += run as usize;
                 }
                 Token::Changes(bytes) => {
                     self.changes(take(reader, bytes)?, block, patch)?;
+                    block += 1;
+                }
+                Token::Entropy(bytes) => {
+                    let mut values = vec![0; self.base_of(block).len()];
+                    entropy::decode(self.element, take(reader, bytes)?, &mut values)?;
+                    self.whole(&values, block, patch);
                     block += 1;
                 }
                 Token::Table(bytes) => {
@@ -160,13 +171,12 @@ impl<'a> Decoder<'a> {
         &self.base[block * BLOCK_ELEMENTS * size..][..inside * size]
     }
 
-    fn raw(&mut self, reader: &mut ByteReader<'_>, block: usize, patch: &mut Patch) -> Result<()> {
-        let bytes = reader.take(self.base_of(block).len())?;
+    /// Delivers all elements of a block.
+    fn whole(&mut self, bytes: &[u8], block: usize, patch: &mut Patch) {
         scan::changed(self.element, self.base_of(block), bytes, &mut self.changed);
         let changed = self.changed.iter().map(|mask| mask.count_ones()).sum();
         patch.push_block(block, bytes, changed);
         patch.set_digest(block, Digest::of(self.element, (block * BLOCK_ELEMENTS) as u64, bytes));
-        Ok(())
     }
 
     fn changes(&mut self, bytes: &[u8], block: usize, patch: &mut Patch) -> Result<()> {

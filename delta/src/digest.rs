@@ -113,10 +113,15 @@ impl Digest {
         self.sums[0].rotate_left(32) ^ self.sums[1]
     }
 
-    /// The upper half of [`Digest::check`] mixed with the lower: enough to name a wrong base, never to accept a result.
-    pub(crate) fn short_check(self) -> u32 {
-        (self.check() ^ (self.check() >> 32)) as u32
+    /// The top of [`Digest::check`]: enough to name a wrong base, never to accept a result.
+    pub(crate) fn short_check(self) -> u16 {
+        short(self.check())
     }
+}
+
+/// What is left of a check where two bytes have to do.
+pub(crate) fn short(check: u64) -> u16 {
+    (check >> 48) as u16
 }
 
 /// Sums of one stripe, or the part of it that begins at word `first`, before the stripe's own key.

@@ -155,7 +155,7 @@ impl Element {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     pub(crate) const ALL: [Element; 6] =

@@ -8,7 +8,7 @@ use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
 use crate::digest::Changes;
 use crate::payload::{Header, Kind, Token};
 use crate::table::Table;
-use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Result, scan};
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Result, entropy, scan};
 
 /// Blocks that share a coder table; also bounds what the encoder remembers of a tensor.
 const SEGMENT_BLOCKS: usize = 32;
@@ -55,12 +55,7 @@ pub fn encode(
         });
     }
     base_digests.expect_elements(elements)?;
-    let header = Header {
-        element,
-        elements: elements as u64,
-        kind: Kind::Delta(base_digests.total().short_check()),
-        result: 0,
-    };
+    let header = Header { element, kind: Kind::Delta(base_digests.total().short_check()), result: 0 };
     let start = out.len();
     header.write(out);
     let mut encoder = Encoder::new(element, profile, base_digests.clone());
@@ -90,11 +85,14 @@ pub fn encode(
 pub fn encode_full(element: Element, new: &[u8], out: &mut Vec<u8>) -> Result<Encoded> {
     let elements = element.count("new tensor", new.len())?;
     let digests = DigestTable::of(element, new)?;
-    Header { element, elements: elements as u64, kind: Kind::Full, result: digests.total().check() }
-        .write(out);
-    let mut body = Body::default();
+    Header { element, kind: Kind::Full(elements as u64), result: digests.total().check() }.write(out);
+    let (mut body, mut coded) = (Body::default(), Vec::new());
     for block in new.chunks(BLOCK_ELEMENTS * element.size()) {
-        body.raw(block, out);
+        if entropy::encode(element, block, block.len(), &mut coded) {
+            body.token(Token::Entropy, &coded, out);
+        } else {
+            body.raw(block, out);
+        }
     }
     body.finish(out);
     Ok(Encoded { changed: elements as u64, digests })
@@ -172,6 +170,7 @@ struct Encoder {
     class_ranks: Vec<u32>,
     class_steps: Vec<i32>,
     coded: Vec<u8>,
+    alone: Vec<u8>,
 }
 
 impl Encoder {
@@ -191,6 +190,7 @@ impl Encoder {
             class_ranks: Vec::new(),
             class_steps: Vec::new(),
             coded: Vec::new(),
+            alone: Vec::new(),
         }
     }
 
@@ -221,10 +221,15 @@ impl Encoder {
                 continue;
             };
             self.code(&table, &base[block.bytes.clone()], block.changes);
-            if self.coded.len() < block.bytes.len() {
+            // A block that costs this much is hardly related to its base: it may be cheaper on its own.
+            let new = &new[block.bytes];
+            let limit = self.coded.len().min(new.len());
+            if limit > new.len() / 2 && entropy::encode(self.element, new, limit, &mut self.alone) {
+                self.body.token(Token::Entropy, &self.alone, out);
+            } else if self.coded.len() < new.len() {
                 self.body.token(Token::Changes, &self.coded, out);
             } else {
-                self.body.raw(&new[block.bytes], out);
+                self.body.raw(new, out);
             }
         }
     }

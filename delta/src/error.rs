@@ -33,12 +33,12 @@ pub enum Error {
         found: crate::Element,
     },
     /// The delta starts from another base. Nothing was written; fetch the version it needs, or a full one.
-    #[error("base has check {found:08x}, the delta starts from {expected:08x}")]
+    #[error("base has check {found:04x}, the delta starts from {expected:04x}")]
     BaseMismatch {
         /// Check the payload was made for (folded digest).
-        expected: u32,
+        expected: u16,
         /// Check of the base at hand.
-        found: u32,
+        found: u16,
     },
     /// The decoded result is not the one that was encoded. Nothing was written.
     #[error("result has check {found:016x}, the payload promises {expected:016x}")]

@@ -37,6 +37,7 @@ mod decode;
 mod digest;
 mod element;
 mod encode;
+mod entropy;
 mod error;
 mod patch;
 mod payload;

@@ -3,76 +3,65 @@
 use crate::bits::{ByteReader, put_varint};
 use crate::{BLOCK_ELEMENTS, Element, Error, Result};
 
-const FORMAT_VERSION: u8 = 1;
-const FLAG_FULL: u8 = 0x10;
-const FLAG_UNCHANGED: u8 = 0x20;
-const ELEMENT_MASK: u8 = 0x0f;
+/// Upper half of the first byte: format version 1 in its three kinds. Later versions take other numbers.
+const DELTA: u8 = 0x10;
+const UNCHANGED: u8 = 0x20;
+const FULL: u8 = 0x30;
 
 /// What a payload is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// All elements, without a base.
-    Full,
+    /// Changes against the base with this check.
+    Delta(u16),
     /// Nothing changed: the result's check is the base's.
     Unchanged,
-    /// Changes against the base with this check.
-    Delta(u32),
+    /// So many elements without a base.
+    Full(u64),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) element: Element,
-    pub(crate) elements: u64,
     pub(crate) kind: Kind,
+    /// Check of the result.
     pub(crate) result: u64,
 }
 
 impl Header {
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
-        let flags = match self.kind {
-            Kind::Full => FLAG_FULL,
-            Kind::Unchanged => FLAG_UNCHANGED,
-            Kind::Delta(_) => 0,
-        };
-        out.extend([FORMAT_VERSION, self.element.code() | flags]);
-        put_varint(out, self.elements);
-        if let Kind::Delta(base) = self.kind {
-            out.extend(base.to_le_bytes());
+        match self.kind {
+            Kind::Delta(base) => {
+                out.push(DELTA | self.element.code());
+                out.extend(base.to_le_bytes());
+            }
+            Kind::Unchanged => out.push(UNCHANGED | self.element.code()),
+            Kind::Full(elements) => {
+                out.push(FULL | self.element.code());
+                put_varint(out, elements);
+            }
         }
         out.extend(self.result.to_le_bytes());
     }
 
     pub(crate) fn read(bytes: &mut ByteReader<'_>) -> Result<Self> {
-        let version = bytes.byte()?;
-        if version != FORMAT_VERSION {
-            return Err(Error::Unsupported { what: "delta format version", found: version.into() });
-        }
-        let flags = bytes.byte()?;
-        let element = Element::from_code(flags & ELEMENT_MASK)?;
-        let elements = bytes.varint()?;
-        let kind = match flags & !ELEMENT_MASK {
-            FLAG_FULL => Kind::Full,
-            FLAG_UNCHANGED => Kind::Unchanged,
-            0 => Kind::Delta(u32::from_le_bytes(bytes.array()?)),
-            found => return Err(Error::Unsupported { what: "payload flags", found: found.into() }),
+        let first = bytes.byte()?;
+        let kind = match first & 0xf0 {
+            DELTA => Kind::Delta(u16::from_le_bytes(bytes.array()?)),
+            UNCHANGED => Kind::Unchanged,
+            FULL => Kind::Full(bytes.varint()?),
+            found => return Err(Error::Unsupported { what: "payload kind", found: u64::from(found) >> 4 }),
         };
-        let result = u64::from_le_bytes(bytes.array()?);
-        Ok(Self { element, elements, kind, result })
+        let element = Element::from_code(first & 0x0f)?;
+        Ok(Self { element, kind, result: u64::from_le_bytes(bytes.array()?) })
     }
 
-    /// Refuses a payload for other elements or another length than the tensor at hand.
-    pub(crate) fn expect(&self, element: Element, elements: usize) -> Result<()> {
-        if self.element != element {
-            return Err(Error::ElementMismatch { expected: element, found: self.element });
+    /// Refuses a payload for other elements than the tensor's.
+    pub(crate) fn expect(&self, element: Element) -> Result<()> {
+        if self.element == element {
+            Ok(())
+        } else {
+            Err(Error::ElementMismatch { expected: element, found: self.element })
         }
-        if self.elements != elements as u64 {
-            return Err(Error::LengthMismatch {
-                what: "tensor",
-                expected: self.elements,
-                found: elements as u64,
-            });
-        }
-        Ok(())
     }
 }
 
@@ -85,6 +74,8 @@ pub(crate) enum Token {
     Raw(u64),
     /// A block of changes in so many bytes, in the classes of the table in force.
     Changes(u64),
+    /// A whole block in so many bytes, without reference to the base.
+    Entropy(u64),
     /// A coder table in so many bytes: in force from here on.
     Table(u64),
 }
@@ -96,6 +87,7 @@ impl Token {
             Self::Raw(blocks) => (1, blocks),
             Self::Changes(bytes) => (2, bytes),
             Self::Table(bytes) => (3, bytes),
+            Self::Entropy(bytes) => (4, bytes),
         };
         put_varint(out, value << 3 | mode);
     }
@@ -111,6 +103,7 @@ impl Token {
             1 => Self::Raw(value),
             2 => Self::Changes(value),
             3 => Self::Table(value),
+            4 => Self::Entropy(value),
             mode => return Err(Error::Unsupported { what: "block mode", found: mode }),
         })
     }

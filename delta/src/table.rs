@@ -48,9 +48,13 @@ impl Table {
         if !self.is_flat() {
             bits.put(self.first, 8);
         }
+        let inverts = self.classes.iter().any(|class| class.inverted);
+        bits.put(inverts.into(), 1);
         let mut before = BEFORE;
         for class in &self.classes {
-            bits.put(class.inverted.into(), 1);
+            if inverts {
+                bits.put(class.inverted.into(), 1);
+            }
             bits.near(class.run as i32 - before.run as i32 - 1);
             bits.near(class.large_run as i32 - before.large_run as i32);
             bits.near(class.rice as i32 - before.rice as i32);
@@ -68,10 +72,11 @@ impl Table {
         if count > 1 && (first + count - 1) << element.mantissa_bits() > element.mask() >> 1 {
             return Err(corrupt("classes lie beyond the largest exponent"));
         }
+        let inverts = bits.get(1) == 1;
         let mut classes = Vec::with_capacity(CLASSES_MAX);
         let mut before = BEFORE;
         for _ in 0..count {
-            let inverted = bits.get(1) == 1;
+            let inverted = inverts && bits.get(1) == 1;
             let mut parameter = |before: u32, max: u32| {
                 u32::try_from(before as i32 + bits.near()).ok().filter(|value| *value <= max)
             };

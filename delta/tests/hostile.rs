@@ -66,7 +66,7 @@ fn invented_bodies_behind_a_sound_header() {
         let mut patch = Patch::new();
         for _ in 0..300 {
             let length = random.next() as usize % 200;
-            let mut invented = payload[..17].to_vec();
+            let mut invented = payload[..11].to_vec();
             invented.extend(random_bytes(length, random.next()));
             assert!(decode(element, &base, &digests, &invented, &mut patch).is_err());
             assert_eq!((patch.changed(), patch.byte_runs().count()), (0, 0));

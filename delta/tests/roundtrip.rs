@@ -180,7 +180,7 @@ fn a_wrong_base_is_refused_first() {
     let short = DigestTable::of(Element::Bf16, &base[2..]).unwrap();
     assert!(matches!(
         decode(Element::Bf16, &base[2..], &short, &payload, &mut patch),
-        Err(Error::LengthMismatch { .. })
+        Err(Error::BaseMismatch { .. })
     ));
     let mut tensor = vec![0; 10];
     assert!(patch.apply_to(&mut tensor).is_err());

@@ -1,0 +1,271 @@
+//! The block coder for elements without a base: the byte that holds the exponent in a Huffman code, the rest as it is.
+//!
+//! An element is rotated left by one bit, so that sign and mantissa lie below and the exponent on top. The top byte is the symbol.
+//! For one-byte elements that is all of it; of bf16 and f32 it is exactly the exponent. Symbols go to [`STREAMS`] bit streams
+//! in quarters of the block, which a decoder can read side by side.
+
+use std::ops::Range;
+
+use crate::bits::{BitReader, BitWriter, ByteReader};
+use crate::{Element, Error, Result};
+
+/// Longest code. 2⁻¹¹ is rarer than any exponent worth its own length.
+const LENGTH_MAX: usize = 11;
+const STREAMS: usize = 4;
+
+/// Code lengths of all symbols; 0 where a symbol does not occur, or is the only one.
+type Lengths = [u8; 256];
+
+fn rotated(element: Element, bits: u32) -> u32 {
+    let width = element.bits();
+    ((bits << 1) | (bits >> (width - 1))) & element.mask()
+}
+
+fn unrotated(element: Element, bits: u32) -> u32 {
+    let width = element.bits();
+    ((bits >> 1) | (bits << (width - 1))) & element.mask()
+}
+
+/// Lengths of a Huffman code for these counts, none above [`LENGTH_MAX`]: counts are flattened until it holds.
+fn lengths(counts: &[u32; 256]) -> Lengths {
+    let mut weights = counts.map(u64::from);
+    loop {
+        let lengths = unlimited_lengths(&weights);
+        if lengths.iter().all(|length| usize::from(*length) <= LENGTH_MAX) {
+            return lengths;
+        }
+        weights.iter_mut().filter(|weight| **weight > 0).for_each(|weight| *weight = *weight / 2 + 1);
+    }
+}
+
+/// Huffman's algorithm with two queues: leaves by weight, and inner nodes, which come in ascending order by themselves.
+fn unlimited_lengths(weights: &[u64; 256]) -> Lengths {
+    let mut leaves: Vec<(u64, usize)> =
+        weights.iter().enumerate().filter(|(_, w)| **w > 0).map(|(symbol, w)| (*w, symbol)).collect();
+    leaves.sort_unstable();
+    let mut result = [0; 256];
+    // Nodes 0..n are the leaves in order, the others follow; each knows its parent.
+    let n = leaves.len();
+    let mut weight: Vec<u64> = leaves.iter().map(|leaf| leaf.0).collect();
+    let mut parent = vec![0; (2 * n).saturating_sub(1)];
+    let (mut leaf, mut inner) = (0, n);
+    for node in n..(2 * n).saturating_sub(1) {
+        let mut sum = 0;
+        for _ in 0..2 {
+            let take_leaf = leaf < n && (inner >= node || weight[leaf] <= weight[inner]);
+            let child = if take_leaf { &mut leaf } else { &mut inner };
+            sum += weight[*child];
+            parent[*child] = node;
+            *child += 1;
+        }
+        weight.push(sum);
+    }
+    let mut depth = vec![0_u8; parent.len()];
+    for node in (0..parent.len().saturating_sub(1)).rev() {
+        depth[node] = depth[parent[node]] + 1;
+    }
+    for ((_, symbol), depth) in leaves.iter().zip(depth) {
+        result[*symbol] = depth;
+    }
+    result
+}
+
+/// Canonical codes: by length, then by symbol; bit-reversed, because bits are read from the least significant up.
+fn codes(lengths: &Lengths) -> [u16; 256] {
+    let mut codes = [0; 256];
+    let mut next = 0_u16;
+    for length in 1..=LENGTH_MAX as u8 {
+        for symbol in (0..256).filter(|symbol| lengths[*symbol] == length) {
+            codes[symbol] = next.reverse_bits() >> (16 - length);
+            next += 1;
+        }
+        next <<= 1;
+    }
+    codes
+}
+
+/// The four parts of a block of `count` elements.
+fn quarters(count: usize) -> [Range<usize>; STREAMS] {
+    let quarter = count.div_ceil(STREAMS);
+    std::array::from_fn(|stream| (stream * quarter).min(count)..((stream + 1) * quarter).min(count))
+}
+
+/// Codes one block into `out`, unless that takes `limit` bytes or more.
+pub(crate) fn encode(element: Element, bytes: &[u8], limit: usize, out: &mut Vec<u8>) -> bool {
+    out.clear();
+    let size = element.size();
+    let low_bits = element.bits() - 8;
+    let symbols: Vec<u8> = (0..bytes.len() / size)
+        .map(|at| (rotated(element, element.load(bytes, at)) >> low_bits) as u8)
+        .collect();
+    let mut counts = [0_u32; 256];
+    symbols.iter().for_each(|symbol| counts[usize::from(*symbol)] += 1);
+    let (Some(first), Some(last)) = (counts.iter().position(|c| *c > 0), counts.iter().rposition(|c| *c > 0))
+    else {
+        return false;
+    };
+    let lengths = lengths(&counts);
+    let coded: usize =
+        counts.iter().zip(&lengths).map(|(count, length)| *count as usize * usize::from(*length)).sum();
+    if coded / 8 + symbols.len() * (size - 1) >= limit {
+        return false;
+    }
+    out.extend([first as u8, last as u8]);
+    if first < last {
+        let mut bits = BitWriter::new(out);
+        lengths[first..=last].iter().for_each(|length| bits.put(u32::from(*length), 4));
+        bits.finish();
+    }
+    for at in 0..symbols.len() {
+        let low = rotated(element, element.load(bytes, at)).to_le_bytes();
+        out.extend_from_slice(&low[..size - 1]);
+    }
+    let quarters = quarters(symbols.len()).map(|range| &symbols[range]);
+    for quarter in &quarters[..STREAMS - 1] {
+        let bits: usize = quarter.iter().map(|symbol| usize::from(lengths[usize::from(*symbol)])).sum();
+        out.extend((bits.div_ceil(8) as u32).to_le_bytes());
+    }
+    let codes = codes(&lengths);
+    for quarter in quarters {
+        let mut bits = BitWriter::new(out);
+        for symbol in quarter.iter().map(|symbol| usize::from(*symbol)) {
+            bits.put(codes[symbol].into(), lengths[symbol].into());
+        }
+        bits.finish();
+    }
+    out.len() < limit
+}
+
+/// One entry per next [`LENGTH_MAX`] bits: the symbol, and how many bits it takes.
+type Lookup = [(u8, u8); 1 << LENGTH_MAX];
+
+fn corrupt(why: &'static str) -> Error {
+    Error::Corrupt { what: "entropy block", offset: 0, why }
+}
+
+fn read_lookup(reader: &mut ByteReader<'_>) -> Result<Box<Lookup>> {
+    let [first, last] = reader.array()?;
+    if first >= last {
+        // One symbol, which takes no bits.
+        return if first == last {
+            Ok(Box::new([(first, 0); _]))
+        } else {
+            Err(corrupt("symbols do not ascend"))
+        };
+    }
+    let mut lengths = [0; 256];
+    let symbols = usize::from(first)..usize::from(last) + 1;
+    let mut bits = BitReader::new(reader.take(symbols.len().div_ceil(2))?);
+    lengths[symbols].iter_mut().for_each(|length| *length = bits.get(4) as u8);
+    bits.finish("entropy block")?;
+    let used = || lengths.iter().filter(|length| **length > 0);
+    if used().any(|length| usize::from(*length) > LENGTH_MAX)
+        || used().map(|length| 1 << (LENGTH_MAX - usize::from(*length))).sum::<usize>() != 1 << LENGTH_MAX
+    {
+        return Err(corrupt("code lengths do not form a complete prefix code"));
+    }
+    let mut lookup = Box::new([(0, 0); _]);
+    let codes = codes(&lengths);
+    for (symbol, (&length, &code)) in
+        lengths.iter().zip(&codes).enumerate().filter(|(_, (length, _))| **length > 0)
+    {
+        for entry in lookup[usize::from(code)..].iter_mut().step_by(1 << length) {
+            *entry = (symbol as u8, length);
+        }
+    }
+    Ok(lookup)
+}
+
+/// Decodes what [`encode`] wrote over all of `out`, one block.
+pub(crate) fn decode(element: Element, coded: &[u8], out: &mut [u8]) -> Result<()> {
+    let mut reader = ByteReader::new(coded, "entropy block");
+    let size = element.size();
+    let lookup = read_lookup(&mut reader)?;
+    let count = out.len() / size;
+    let low = reader.take(count * (size - 1))?;
+    let mut sizes = [0; STREAMS];
+    for size in &mut sizes[..STREAMS - 1] {
+        *size = u32::from_le_bytes(reader.array()?) as usize;
+    }
+    let known = sizes.iter().try_fold(0_usize, |sum, size| sum.checked_add(*size));
+    sizes[STREAMS - 1] = known
+        .and_then(|known| reader.rest().len().checked_sub(known))
+        .ok_or(reader.corrupt("bytes end too early"))?;
+    for (range, stream) in quarters(count).into_iter().zip(sizes) {
+        let mut bits = BitReader::new(reader.take(stream)?);
+        let low = &low[range.start * (size - 1)..range.end * (size - 1)];
+        join(element, &lookup, &mut bits, low, &mut out[range.start * size..range.end * size]);
+        if bits.finish("entropy block")? != stream {
+            return Err(corrupt("bytes follow the end of a stream"));
+        }
+    }
+    Ok(())
+}
+
+/// Joins symbols and low bytes to elements.
+fn join(element: Element, lookup: &Lookup, bits: &mut BitReader<'_>, low: &[u8], out: &mut [u8]) {
+    let size = element.size();
+    for (at, out) in out.chunks_exact_mut(size).enumerate() {
+        let (symbol, length) = lookup[(bits.peek() & ((1 << LENGTH_MAX) - 1)) as usize];
+        bits.skip(length.into());
+        let mut whole = [0; 4];
+        whole[..size - 1].copy_from_slice(&low[at * (size - 1)..(at + 1) * (size - 1)]);
+        whole[size - 1] = symbol;
+        out.copy_from_slice(&unrotated(element, u32::from_le_bytes(whole)).to_le_bytes()[..size]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::tests::ALL;
+
+    fn sample(element: Element, count: usize, spread: f32) -> Vec<u8> {
+        (0..count)
+            .flat_map(|i| {
+                let value = ((i as f32 * 0.7).sin() * spread).exp() * 0.01;
+                (value.to_bits() >> (32 - element.bits())).to_le_bytes().into_iter().take(element.size())
+            })
+            .collect()
+    }
+
+    #[test]
+    fn blocks_round_trip() {
+        for element in ALL {
+            for (count, spread) in
+                [(1, 1.0), (2, 9.0), (5, 2.0), (65_536, 1.0), (65_536, 30.0), (40_001, 0.0)]
+            {
+                let bytes = sample(element, count, spread);
+                let mut coded = Vec::new();
+                assert!(encode(element, &bytes, usize::MAX, &mut coded));
+                let mut out = vec![0xaa; bytes.len()];
+                decode(element, &coded, &mut out).unwrap();
+                assert!(out == bytes, "{element:?} {count} {spread}");
+                assert!(decode(element, &coded[..coded.len() - 1], &mut out).is_err());
+                let limit = coded.len();
+                assert!(!encode(element, &bytes, limit, &mut coded));
+            }
+        }
+    }
+
+    #[test]
+    fn lengths_are_limited_and_complete() {
+        let mut counts = [0; 256];
+        let (mut a, mut b) = (1_u32, 1_u32);
+        for count in &mut counts[..40] {
+            *count = a;
+            (a, b) = (b, a.saturating_add(b));
+        }
+        let lengths = lengths(&counts);
+        let sum: usize =
+            lengths.iter().filter(|l| **l > 0).map(|length| 1 << (LENGTH_MAX - usize::from(*length))).sum();
+        assert_eq!(sum, 1 << LENGTH_MAX);
+    }
+
+    #[test]
+    fn incomplete_codes_are_refused() {
+        for lengths in [&[0x01, 0x02, 0x21][..], &[0x01, 0x02, 0x11, 0x01], &[9, 3, 0], &[0, 1, 0xcc]] {
+            assert!(decode(Element::Bytes, lengths, &mut [0; 4]).is_err());
+        }
+    }
+}
