@@ -4,6 +4,7 @@ use crate::bits::{BitReader, ByteReader};
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, get_class};
 use crate::digest::{Changes, short};
 use crate::payload::{Header, Kind, Token, block_elements};
+use crate::scan::Path;
 use crate::table::Table;
 use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Result, entropy, scan};
 
@@ -107,6 +108,7 @@ pub fn decode_full(element: Element, payload: &[u8], out: &mut [u8]) -> Result<D
 /// State and scratch of one tensor.
 struct Decoder<'a> {
     element: Element,
+    path: Path,
     base: &'a [u8],
     table: Option<Table>,
     class_masks: Vec<u64>,
@@ -121,6 +123,7 @@ impl<'a> Decoder<'a> {
     fn new(element: Element, base: &'a [u8]) -> Self {
         Self {
             element,
+            path: Path::best(),
             base,
             table: None,
             class_masks: Vec::new(),
@@ -173,7 +176,7 @@ impl<'a> Decoder<'a> {
 
     /// Delivers all elements of a block.
     fn whole(&mut self, bytes: &[u8], block: usize, patch: &mut Patch) {
-        scan::changed(self.element, self.base_of(block), bytes, &mut self.changed);
+        self.path.changed(self.element, self.base_of(block), bytes, &mut self.changed);
         let changed = self.changed.iter().map(|mask| mask.count_ones()).sum();
         patch.push_block(block, bytes, changed);
         patch.set_digest(block, Digest::of(self.element, (block * BLOCK_ELEMENTS) as u64, bytes));
@@ -205,7 +208,7 @@ impl<'a> Decoder<'a> {
     /// Decodes all classes of a block into `self.changed` and `self.step_at`.
     fn classes(&mut self, bits: &mut BitReader<'_>, table: &Table, shift: i32, block: usize) -> Result<()> {
         let mut class_masks = std::mem::take(&mut self.class_masks);
-        scan::classes(self.element, self.base_of(block), table, &mut class_masks);
+        self.path.classes(self.element, self.base_of(block), table, &mut class_masks);
         let groups = class_masks.len() / table.classes.len();
         self.changed.clear();
         self.changed.resize(groups, 0);

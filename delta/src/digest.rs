@@ -22,6 +22,7 @@ use std::fmt;
 use std::ops::{Add, AddAssign, Sub, SubAssign};
 use std::str::FromStr;
 
+use crate::scan::Path;
 use crate::{BLOCK_ELEMENTS, Element, Error, Result};
 
 const STRIPE_WORDS: usize = 1024;
@@ -64,8 +65,13 @@ pub struct Digest {
 impl Digest {
     /// Digest of `bytes`, which begin at element `start` of their tensor.
     pub fn of(element: Element, start: u64, bytes: &[u8]) -> Self {
+        Path::best().run(|| Self::sum(start * element.size() as u64, bytes))
+    }
+
+    /// Digest of `bytes`, which begin at byte `at` of their tensor.
+    #[inline(always)]
+    fn sum(mut at: u64, bytes: &[u8]) -> Self {
         let mut digest = Self::default();
-        let mut at = start * element.size() as u64;
         let mut rest = bytes;
         while !at.is_multiple_of(4)
             && let Some((&byte, tail)) = rest.split_first()
@@ -125,6 +131,7 @@ pub(crate) fn short(check: u64) -> u16 {
 }
 
 /// Sums of one stripe, or the part of it that begins at word `first`, before the stripe's own key.
+#[inline(always)]
 fn stripe_sums(bytes: &[u8], first: usize) -> Digest {
     let words = bytes.chunks_exact(4);
     let mut last = [0; 4];

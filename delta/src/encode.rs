@@ -7,6 +7,7 @@ use crate::choose::Statistics;
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
 use crate::digest::Changes;
 use crate::payload::{Header, Kind, Token};
+use crate::scan::Path;
 use crate::table::Table;
 use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Result, entropy, scan};
 
@@ -156,6 +157,7 @@ struct ChangedBlock {
 /// State and scratch of one tensor.
 struct Encoder {
     element: Element,
+    path: Path,
     profile: Profile,
     changed: u64,
     digests: DigestTable,
@@ -177,6 +179,7 @@ impl Encoder {
     fn new(element: Element, profile: Profile, digests: DigestTable) -> Self {
         Self {
             element,
+            path: Path::best(),
             profile,
             changed: 0,
             digests,
@@ -241,7 +244,7 @@ impl Encoder {
     /// Gathers the changes of one block, its statistics and its digest.
     fn collect(&mut self, block: usize, base: &[u8], new: &[u8]) {
         let element = self.element;
-        scan::changed(element, base, new, &mut self.masks);
+        self.path.changed(element, base, new, &mut self.masks);
         let mut digest = Changes::new();
         for (group, &mask) in self.masks.iter().enumerate() {
             for bit in scan::ones(mask) {
@@ -280,7 +283,7 @@ impl Encoder {
             self.class_ranks.extend(positions.iter().map(|at| u32::from(*at)));
             put_class(&mut bits, element, class, shift, members, &self.class_ranks, steps);
         } else {
-            scan::classes(element, base, table, &mut self.class_masks);
+            self.path.classes(element, base, table, &mut self.class_masks);
             mark(positions, members, &mut self.masks);
             let groups = self.masks.len();
             let masks = || table.classes.iter().zip(self.class_masks.chunks_exact(groups));

@@ -1,0 +1,182 @@
+//! Passes over dense bytes: which elements changed, which class each belongs to. One bit per element, 64 to a group.
+//!
+//! [`scalar`] is the reference; the other paths are chosen at run time and do the same on whole groups.
+
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use crate::Element;
+use crate::table::Table;
+
+/// A way to do it that this machine has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Path {
+    Scalar,
+    #[cfg(target_arch = "x86_64")]
+    Avx2(x86::Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(x86::Avx512),
+}
+
+impl Path {
+    /// The widest path of this machine. The standard library remembers what it detected.
+    pub(crate) fn best() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if let Some(path) = x86::Avx512::detect() {
+                return Self::Avx512(path);
+            }
+            if let Some(path) = x86::Avx2::detect() {
+                return Self::Avx2(path);
+            }
+        }
+        Self::Scalar
+    }
+
+    /// Sets bit `i % 64` of `masks[i / 64]` where element `i` differs. The slices have one length.
+    pub(crate) fn changed(self, element: Element, base: &[u8], new: &[u8], masks: &mut Vec<u64>) {
+        masks.clear();
+        let group = 64 * element.size();
+        let (whole, tail) = base.split_at(base.len() / group * group);
+        let (whole_new, tail_new) = new.split_at(whole.len());
+        match self {
+            Self::Scalar => scalar::changed(element, whole, whole_new, masks),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(path) => path.changed(element.size(), whole, whole_new, masks),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(path) => path.changed(element.size(), whole, whole_new, masks),
+        }
+        scalar::changed(element, tail, tail_new, masks);
+    }
+
+    /// Masks of every class of `table`, class after class, as many words each as there are groups.
+    pub(crate) fn classes(self, element: Element, base: &[u8], table: &Table, masks: &mut Vec<u64>) {
+        let groups = (base.len() / element.size()).div_ceil(64);
+        masks.clear();
+        masks.resize(groups * table.classes.len(), 0);
+        let group = 64 * element.size();
+        let (whole, tail) = base.split_at(base.len() / group * group);
+        match self {
+            Self::Scalar => scalar::classes(element, whole, table, masks, groups, 0),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(path) => path.classes(element, whole, table, masks, groups),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(path) => path.classes(element, whole, table, masks, groups),
+        }
+        scalar::classes(element, tail, table, masks, groups, whole.len() / group);
+    }
+
+    /// Runs `work` compiled for the path's instructions as far as it is inlined here.
+    #[inline(always)]
+    pub(crate) fn run<R>(self, work: impl FnOnce() -> R) -> R {
+        match self {
+            Self::Scalar => work(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(path) => path.run(work),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(path) => path.run(work),
+        }
+    }
+}
+
+/// Positions of the set bits of `mask`, ascending.
+#[inline(always)]
+pub(crate) fn ones(mut mask: u64) -> impl Iterator<Item = u32> {
+    std::iter::from_fn(move || {
+        let at = mask.trailing_zeros();
+        (mask != 0).then(|| {
+            mask &= mask - 1;
+            at
+        })
+    })
+}
+
+/// Position of the `rank`-th set bit of `mask`, which has more than `rank`: halves the search six times.
+#[inline(always)]
+pub(crate) fn select(mask: u64, mut rank: u32) -> u32 {
+    let mut at = 0;
+    for width in [32, 16, 8, 4, 2, 1] {
+        let below = (mask >> at & ((1 << width) - 1)).count_ones();
+        if rank >= below {
+            rank -= below;
+            at += width;
+        }
+    }
+    at
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::tests::ALL;
+    use crate::table::Class;
+
+    /// Every path of this machine.
+    fn paths() -> Vec<Path> {
+        let mut paths = vec![Path::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        {
+            paths.extend(x86::Avx2::detect().map(Path::Avx2));
+            paths.extend(x86::Avx512::detect().map(Path::Avx512));
+        }
+        paths
+    }
+
+    fn sample(length: usize, seed: u32) -> Vec<u8> {
+        (0..length as u32).map(|i| ((i ^ seed).wrapping_mul(0x9e37_79b1) >> 19) as u8).collect()
+    }
+
+    #[test]
+    fn paths_see_the_same_changes() {
+        for element in ALL {
+            for count in [0, 1, 63, 64, 65, 128, 1000, 4099] {
+                let base = sample(count * element.size(), 1);
+                let mut new = base.clone();
+                (0..new.len()).filter(|at| at % 37 < at % 5).for_each(|at| new[at] ^= 1 << (at % 8));
+                let mut expected = Vec::new();
+                scalar::changed(element, &base, &new, &mut expected);
+                for path in paths() {
+                    let mut masks = vec![7];
+                    path.changed(element, &base, &new, &mut masks);
+                    assert_eq!(masks, expected, "{path:?} {element:?} {count}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn paths_see_the_same_classes() {
+        let class = Class { inverted: false, run: 0, large_run: 0, rice: 0 };
+        for element in ALL {
+            let exponents = element.exponent(element.mask()) + 1;
+            for (first, count) in
+                [(0, 1), (0, 2), (exponents / 2, 3), (exponents.saturating_sub(4), 4), (3, 16)]
+            {
+                if first + count > exponents {
+                    continue;
+                }
+                let table = Table { first, classes: vec![class; count as usize] };
+                let base = sample(4099 * element.size(), 2);
+                let mut expected = vec![0; 65 * count as usize];
+                scalar::classes(element, &base, &table, &mut expected, 65, 0);
+                for path in paths() {
+                    let mut masks = vec![7];
+                    path.classes(element, &base, &table, &mut masks);
+                    assert_eq!(masks, expected, "{path:?} {element:?} {table:?}");
+                }
+                let all = expected.iter().map(|mask| mask.count_ones()).sum::<u32>();
+                assert_eq!(all, 4099, "every element has one class");
+            }
+        }
+    }
+
+    #[test]
+    fn select_finds_every_bit() {
+        for mask in [1, u64::MAX, 1 << 63, 0x8000_0100_0001_0003, 0xdead_beef_cafe_f00d] {
+            for (rank, bit) in (0..).zip(ones(mask)) {
+                assert_eq!(select(mask, rank), bit);
+            }
+        }
+    }
+}
