@@ -34,7 +34,7 @@ impl Capabilities {
         for path in ["/pause_generation", "/continue_generation", "/update_weights_from_disk"] {
             if !client.has_post(path).await? {
                 let (expected, found) = ("a call of the engine".into(), "no such call".into());
-                return Err(Error::Refused { engine: client.engine().into(), what: path.into(), expected, found });
+                return Err(Error::Refused { engine: client.url().into(), what: path.into(), expected, found });
             }
         }
         let ready = client.ready().await?;

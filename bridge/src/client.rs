@@ -73,7 +73,7 @@ impl Client {
     }
 
     /// The engine's URL, as errors name it.
-    pub fn engine(&self) -> &str {
+    pub fn url(&self) -> &str {
         &self.connection.engine
     }
 
@@ -138,7 +138,7 @@ impl Client {
         let body = request.to_json();
         let call = self.post("/generate", Level::Normal, &body, self.deadlines.generate);
         let raw: RawGeneration = self.connection.json(call).await?;
-        raw.check(request, self.engine()).map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
+        raw.check(request, self.url()).map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
     }
 
     /// `POST /pause_generation`.

@@ -14,12 +14,15 @@ pub struct Engine {
 }
 
 /// What a look at an engine's live weights showed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LiveWeights {
     /// Every tensor's checksum equals the checkpoint's.
     Equal,
-    /// This engine's checksums cannot be computed here: more than one rank, or not on the CPU.
-    NotComparable,
+    /// This engine's checksums cannot be computed here.
+    Unchecked {
+        /// Why: more than one rank, or not on the CPU.
+        reason: String,
+    },
 }
 
 impl Engine {
@@ -31,9 +34,9 @@ impl Engine {
     pub async fn attach(client: Client, expected: &Expected) -> Result<Self> {
         let (model, server) = (client.model_info().await?, client.server_info().await?);
         let local = identity::local(&server)?;
-        let identity = identity::compare(client.engine(), expected, &model, &server, local.as_ref())?;
+        let identity = identity::compare(client.url(), expected, &model, &server, local.as_ref())?;
         let capabilities = Capabilities::probe(&client).await?;
-        tracing::info!(engine = client.engine(), ?identity, ?capabilities, "attached");
+        tracing::info!(engine = client.url(), ?identity, ?capabilities, "attached");
         Ok(Self { client, identity, capabilities, load_format: server.load_format })
     }
 
@@ -71,7 +74,8 @@ impl Engine {
     /// [`Error::LiveWeights`] when they differ; as every call of [`Client`].
     pub async fn check_live(&self, expected: &BTreeMap<String, String>) -> Result<LiveWeights> {
         if !self.identity.checksums_comparable() {
-            return Ok(LiveWeights::NotComparable);
+            let (tp, device) = (self.identity.tp, self.identity.device.as_deref().unwrap_or("an unknown device"));
+            return Ok(LiveWeights::Unchecked { reason: format!("checksums are known for one rank on the CPU, found {tp} on {device}") });
         }
         let ranks = self.client.checksums().await?;
         let empty = BTreeMap::new();
@@ -79,7 +83,7 @@ impl Engine {
         match difference(expected, found) {
             None => Ok(LiveWeights::Equal),
             Some((count, tensor, expected, found)) => {
-                Err(Error::LiveWeights { engine: self.client.engine().into(), count, tensor, expected, found })
+                Err(Error::LiveWeights { engine: self.client.url().into(), count, tensor, expected, found })
             }
         }
     }

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod activate;
 mod capabilities;
 mod checksums;
 mod client;
@@ -7,6 +8,7 @@ mod client;
 pub mod conformance;
 mod engine;
 mod error;
+mod fleet;
 mod generate;
 mod http;
 mod identity;
@@ -15,11 +17,13 @@ mod label;
 mod model;
 mod wire;
 
+pub use activate::{DiskActivator, DiskOptions};
 pub use capabilities::Capabilities;
 pub use checksums::checksums;
 pub use client::{Client, ClientOptions, Deadlines};
 pub use engine::{Engine, LiveWeights};
 pub use error::{Error, Result};
+pub use fleet::{EngineStatus, Fleet, FleetOptions, Route};
 pub use generate::{Finish, GenerateRequest, Generation, Rid, SamplingParams, VersionSpan};
 pub use identity::Identity;
 pub use keys::Keys;

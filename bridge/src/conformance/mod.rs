@@ -136,7 +136,7 @@ pub async fn run(subject: &Subject) -> Result<Report, Failure> {
 
 impl Report {
     fn take(&mut self, check: &'static str, subject: &Subject, outcome: Checked) -> Result<(), Failure> {
-        outcome.map_err(|error| Failure { check, engine: subject.client.engine().into(), reason: chain(error.as_ref()) })?;
+        outcome.map_err(|error| Failure { check, engine: subject.client.url().into(), reason: chain(error.as_ref()) })?;
         self.passed.push(check);
         Ok(())
     }

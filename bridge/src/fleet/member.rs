@@ -1,0 +1,126 @@
+//! One engine of a fleet: what is known of it, and how that is kept up to date.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::{Client, Engine, Error, Expected, Label, Result};
+
+/// Shortest time between two looks at an engine.
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// The right to look at an engine; inside, when the last look ended.
+type Turn = tokio::sync::OwnedMutexGuard<Option<Instant>>;
+
+/// An engine of the fleet.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) client: Client,
+    expected: Expected,
+    state: Mutex<State>,
+    looking: Arc<tokio::sync::Mutex<Option<Instant>>>,
+}
+
+/// What is known of an engine.
+#[derive(Debug, Clone)]
+pub(super) struct State {
+    pub(super) engine: Engine,
+    /// Whether it answered the last time it was asked anything.
+    pub(super) up: bool,
+    /// What it serves, as far as known.
+    pub(super) serving: Option<String>,
+    pub(super) in_flight: usize,
+    /// Why it did not do what it was asked, the last time that happened.
+    pub(super) failure: Option<String>,
+}
+
+impl Member {
+    pub(super) async fn attach(client: Client, expected: Expected) -> Result<Self> {
+        let engine = Engine::attach(client.clone(), &expected).await?;
+        let serving = engine.serving().await?;
+        let state = Mutex::new(State { engine, up: true, serving, in_flight: 0, failure: None });
+        Ok(Self { client, expected, state, looking: Arc::default() })
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing in here can be left half-changed by a panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the engine what it serves, unless somebody is at it or just did. One that was down is attached anew: it may have come back as
+    /// another.
+    pub(super) async fn look(&self) {
+        if let Some(turn) = self.turn() {
+            self.look_in(turn).await;
+        }
+    }
+
+    /// The same, without waiting for the answer.
+    pub(super) fn look_aside(self: Arc<Self>) {
+        if let Some(turn) = self.turn() {
+            tokio::spawn(async move { self.look_in(turn).await });
+        }
+    }
+
+    fn turn(&self) -> Option<Turn> {
+        let turn = self.looking.clone().try_lock_owned().ok()?;
+        turn.is_none_or(|last| last.elapsed() >= LOOK_EVERY).then_some(turn)
+    }
+
+    async fn look_in(&self, mut turn: Turn) {
+        let up = self.state().up;
+        match self.ask(up).await {
+            Ok((engine, serving)) => {
+                let mut state = self.state();
+                (state.up, state.serving) = (true, serving);
+                if let Some(engine) = engine {
+                    state.engine = engine;
+                }
+            }
+            Err(error) => self.failed(&error),
+        }
+        *turn = Some(Instant::now());
+    }
+
+    async fn ask(&self, up: bool) -> Result<(Option<Engine>, Option<String>)> {
+        let engine = if up { None } else { Some(Engine::attach(self.client.clone(), &self.expected).await?) };
+        Ok((engine, self.client.model_info().await?.weight_version))
+    }
+
+    /// Takes the engine out until it is attached again.
+    pub(super) fn failed(&self, error: &Error) {
+        let mut state = self.state();
+        if state.up {
+            tracing::warn!(engine = self.client.url(), %error, "engine is out");
+        }
+        state.up = false;
+        state.failure = Some(chain(error));
+    }
+}
+
+impl State {
+    /// Whether the engine serves this version or a later one of its run; any will do where none is asked for.
+    pub(super) fn serves(&self, minimum: Option<&Label>) -> bool {
+        minimum.is_none_or(|minimum| self.label().is_some_and(|label| label.at_least(minimum)))
+    }
+
+    fn label(&self) -> Option<Label> {
+        self.serving.as_deref()?.parse().ok()
+    }
+
+    /// What there is to say about an engine that does not do.
+    pub(super) fn describe(&self) -> String {
+        match (&self.failure, self.up) {
+            (Some(failure), false) => failure.clone(),
+            _ => format!("serves {}", self.serving.as_deref().unwrap_or("nothing known")),
+        }
+    }
+}
+
+fn chain(error: &Error) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}

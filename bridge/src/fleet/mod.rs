@@ -1,0 +1,216 @@
+//! Many engines: routing, a minimum version per request, retries, waiting for a version.
+
+mod lease;
+mod member;
+mod route;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::{Client, ClientOptions, Deadlines, Engine, Error, Expected, GenerateRequest, Generation, Keys, Label, Result, Rid};
+use lease::{Attempt, Lease};
+use member::{LOOK_EVERY, Member};
+pub use route::Route;
+use route::{View, choose};
+
+/// Longest wait for an engine to become free before the fleet is looked at again.
+const RECHECK: Duration = Duration::from_millis(100);
+
+/// Options of a [`Fleet`].
+#[derive(Debug, Clone)]
+pub struct FleetOptions {
+    /// Our requests under way on one engine at a time.
+    pub concurrency: usize,
+    /// From a call of [`Fleet::generate`] to its end: waiting for an engine, retries and pauses included.
+    pub deadline: Duration,
+    /// How requests find their engine.
+    pub route: Route,
+    /// Deadlines of single calls; that of a generation is cut to what is left of `deadline`.
+    pub calls: Deadlines,
+}
+
+impl Default for FleetOptions {
+    /// 64 requests per engine, 10 minutes, the least loaded engine, default deadlines.
+    fn default() -> Self {
+        Self { concurrency: 64, deadline: Duration::from_secs(600), route: Route::default(), calls: Deadlines::default() }
+    }
+}
+
+/// What is known of one engine of a fleet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EngineStatus {
+    /// Its URL.
+    pub url: String,
+    /// Whether it answered the last time it was asked anything.
+    pub up: bool,
+    /// The label it served then.
+    pub serving: Option<String>,
+    /// Our requests under way on it.
+    pub in_flight: usize,
+    /// Its last failure.
+    pub failure: Option<String>,
+}
+
+/// A set of engines that serve one model. Shared by reference between tasks.
+#[derive(Debug)]
+pub struct Fleet {
+    members: Vec<Arc<Member>>,
+    vocabulary: u64,
+    options: FleetOptions,
+    turn: AtomicUsize,
+    freed: Notify,
+}
+
+impl Fleet {
+    /// Attaches every engine, all at once; addresses are `host:port` or `http://host:port`.
+    ///
+    /// # Errors
+    /// Those of [`Engine::attach`], for the first address that fails; [`Error::Fleet`] for no address or one twice.
+    pub async fn attach(addresses: &[String], keys: &Keys, expected: &Expected, options: FleetOptions) -> Result<Self> {
+        let mut attaching = Vec::with_capacity(addresses.len());
+        let mut urls = std::collections::BTreeSet::new();
+        for address in addresses {
+            let client = ClientOptions { keys: keys.clone(), deadlines: options.calls, ..ClientOptions::default() };
+            let client = Client::new(address, client)?;
+            urls.insert(client.url().to_owned());
+            attaching.push(tokio::spawn(Member::attach(client, expected.clone())));
+        }
+        if addresses.is_empty() || urls.len() != addresses.len() {
+            return Err(Error::Fleet { found: addresses.to_vec() });
+        }
+        let mut members = Vec::with_capacity(attaching.len());
+        for member in attaching {
+            members.push(Arc::new(joined(member).await??));
+        }
+        Ok(Self { members, vocabulary: expected.config.vocabulary, options, turn: AtomicUsize::new(0), freed: Notify::new() })
+    }
+
+    /// The engines, as they were last attached.
+    pub fn engines(&self) -> Vec<Engine> {
+        self.members.iter().map(|member| member.state().engine.clone()).collect()
+    }
+
+    /// What is known of each engine, without asking it.
+    pub fn status(&self) -> Vec<EngineStatus> {
+        let status = |member: &Arc<Member>| {
+            let state = member.state().clone();
+            let url = member.client.url().to_owned();
+            EngineStatus { url, up: state.up, serving: state.serving, in_flight: state.in_flight, failure: state.failure }
+        };
+        self.members.iter().map(status).collect()
+    }
+
+    /// Generates one sample on some engine, all of it with weights of `minimum` or later versions of its run.
+    ///
+    /// An attempt whose tokens are older, or that somebody aborted, is thrown away; so is one on an engine that fails. The sample is then
+    /// tried again, elsewhere or once an engine has caught up, until the fleet's deadline. Dropping the future aborts the request on its engine.
+    ///
+    /// # Errors
+    /// [`Error::Exhausted`] with every engine's last failure; [`Error::Request`] and [`Error::Status`] for requests that no engine would take.
+    pub async fn generate(&self, mut request: GenerateRequest, minimum: Option<&Label>) -> Result<Generation> {
+        request.validate(Some(self.vocabulary))?;
+        let end = Instant::now() + self.options.deadline;
+        loop {
+            // Where the last attempt ended with the time, there is none for another.
+            let lease = tokio::time::timeout_at(end, self.lease(request.rid, minimum)).await;
+            let Some(lease) = lease.ok().filter(|_| Instant::now() < end) else {
+                return Err(self.exhausted(&request));
+            };
+            match lease.attempt(&request, minimum, end).await {
+                Attempt::Done(generation) => return Ok(generation),
+                Attempt::Refused(error) => return Err(error),
+                Attempt::Again(reason) => tracing::debug!(rid = %request.rid, reason, "attempt thrown away"),
+            }
+            request.rid = request.rid.next_attempt();
+        }
+    }
+
+    /// Waits until every engine serves `label` or a later version of its run.
+    ///
+    /// # Errors
+    /// [`Error::Behind`] after `deadline`, naming each engine that is not there and what it serves or why it does not answer.
+    pub async fn wait_for_label(&self, label: &Label, deadline: Duration) -> Result<()> {
+        let end = Instant::now() + deadline;
+        let waits = self.members.iter().map(|member| {
+            let (member, label) = (member.clone(), label.clone());
+            tokio::spawn(async move {
+                let reached = tokio::time::timeout_at(end, reach(&member, &label)).await.is_ok();
+                (!reached).then(|| format!("{} ({})", member.client.url(), member.state().describe()))
+            })
+        });
+        let mut laggards = Vec::new();
+        for wait in waits.collect::<Vec<_>>() {
+            laggards.extend(joined(wait).await?);
+        }
+        if laggards.is_empty() { Ok(()) } else { Err(Error::Behind { label: label.clone(), after: deadline, laggards }) }
+    }
+
+    /// Waits for an engine that may take the request and has room.
+    async fn lease(&self, rid: Rid, minimum: Option<&Label>) -> Lease<'_> {
+        loop {
+            if let Some(lease) = self.try_lease(rid, minimum) {
+                return lease;
+            }
+            for member in &self.members {
+                let lacking = { let state = member.state(); !state.up || !state.serves(minimum) };
+                if lacking {
+                    member.clone().look_aside();
+                }
+            }
+            // Somebody freeing a place wakes one of us; engines that catch up do not, hence the bound.
+            let _ = tokio::time::timeout(RECHECK, self.freed.notified()).await;
+        }
+    }
+
+    fn try_lease(&self, rid: Rid, minimum: Option<&Label>) -> Option<Lease<'_>> {
+        let view = |member: &Arc<Member>| {
+            let state = member.state();
+            View { eligible: state.up && state.serves(minimum), in_flight: state.in_flight }
+        };
+        let views: Vec<View> = self.members.iter().map(view).collect();
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let member = &self.members[choose(self.options.route, &views, self.options.concurrency.max(1), turn)?];
+        let mut state = member.state();
+        // Another task may have taken the last place since the view.
+        if state.in_flight >= self.options.concurrency.max(1) {
+            return None;
+        }
+        state.in_flight += 1;
+        Some(Lease::new(member.clone(), &self.freed, rid))
+    }
+
+    fn exhausted(&self, request: &GenerateRequest) -> Error {
+        let attempts = self.members.iter().map(|member| {
+            let state = member.state();
+            format!("{}: {}", member.client.url(), state.failure.clone().unwrap_or_else(|| state.describe()))
+        });
+        Error::Exhausted { rid: request.rid.to_string(), after: self.options.deadline, attempts: attempts.collect() }
+    }
+}
+
+/// Looks at an engine until it serves `label` or a later version.
+async fn reach(member: &Arc<Member>, label: &Label) {
+    loop {
+        member.look().await;
+        let there = { let state = member.state(); state.up && state.serves(Some(label)) };
+        if there {
+            return;
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// The result of a task of ours, which nobody cancels.
+async fn joined<T>(task: JoinHandle<T>) -> Result<T> {
+    match task.await {
+        Ok(value) => Ok(value),
+        Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
+        Err(error) => Err(Error::SetUp { what: "a task of the fleet", source: error.into() }),
+    }
+}
