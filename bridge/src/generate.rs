@@ -193,9 +193,11 @@ struct RawMeta {
     weight_versions: Option<Vec<VersionSpan>>,
     #[serde(default)]
     num_retractions: u64,
-    /// Entries are `[log-probability, token id, text or null]`.
-    output_token_logprobs: Option<Vec<(Option<f32>, i32, Option<String>)>>,
+    output_token_logprobs: Option<Vec<RawLogProb>>,
 }
+
+/// `[log-probability, token id, text or null]`.
+type RawLogProb = (Option<f32>, i32, Option<String>);
 
 #[derive(Debug, Deserialize)]
 struct RawFinish {
@@ -248,7 +250,7 @@ impl RawFinish {
     }
 }
 
-fn log_probs(ids: &[i32], entries: Option<Vec<(Option<f32>, i32, Option<String>)>>) -> Result<Vec<f32>, Mismatch> {
+fn log_probs(ids: &[i32], entries: Option<Vec<RawLogProb>>) -> Result<Vec<f32>, Mismatch> {
     let entries = entries.unwrap_or_default();
     if entries.len() != ids.len() {
         return Err((format!("{} entries of output_token_logprobs, one per output id", ids.len()), entries.len().to_string()));

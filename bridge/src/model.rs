@@ -138,7 +138,7 @@ impl ModelConfig {
             vocabulary: file.positive("vocab_size")?,
             tied: file.flag("tie_word_embeddings")?,
             dtype: file.dtype()?,
-            quantization: file.value.pointer("/quantization_config/quant_method").map(|method| text(method)),
+            quantization: file.value.pointer("/quantization_config/quant_method").map(text),
             architecture,
         };
         if config.layers > LAYERS_MAX {
