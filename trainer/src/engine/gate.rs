@@ -30,8 +30,9 @@ impl Gate {
 
     /// Waits until the engine is not paused, then enters as a reader.
     pub(super) async fn enter(&self) -> OwnedRwLockReadGuard<()> {
+        let mut paused = self.paused.subscribe();
         // The sender lives as long as `self`, so waiting cannot fail.
-        let _state = self.paused.subscribe().wait_for(|paused| !paused).await;
+        let _open = paused.wait_for(|paused| !paused).await.is_ok();
         Arc::clone(&self.lock).read_owned().await
     }
 

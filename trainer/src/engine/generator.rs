@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::sampler::{Row, sample};
 use super::sequence::{Finish, Sequence};
@@ -112,7 +112,9 @@ impl Generator {
         let batch = &self.running[first..];
         let lengths: Vec<usize> = batch.iter().map(|sequence| sequence.tokens.len()).collect();
         let slots: Vec<usize> = batch.iter().map(|sequence| sequence.slot).collect();
-        let hidden = self.extend(batch.iter().map(|sequence| sequence.tokens.as_slice()), &lengths, &slots)?;
+        let tokens = batch.iter().map(|sequence| sequence.tokens.as_slice());
+        let tokens = padded(tokens, &lengths, self.model.device())?;
+        let hidden = self.model.extend(&tokens, &lengths, &slots, &mut self.cache)?;
         let device = hidden.device();
         let rows = Tensor::f_arange(lengths.len() as i64, (Kind::Int64, device))?;
         let last: Vec<i64> = lengths.iter().map(|length| *length as i64 - 1).collect();
@@ -135,25 +137,11 @@ impl Generator {
         self.running.sort_unstable_by_key(|sequence| sequence.slot);
         let slots: Vec<usize> = self.running.iter().map(|sequence| sequence.slot).collect();
         let last = self.running.iter().map(|sequence| &sequence.tokens[sequence.tokens.len() - 1..]);
-        let hidden = self.extend(last, &vec![1; slots.len()], &slots)?;
+        let lengths = vec![1; slots.len()];
+        let tokens = padded(last, &lengths, self.model.device())?;
+        let hidden = self.model.extend(&tokens, &lengths, &slots, &mut self.cache)?;
         let logits = self.model.logits(&hidden.f_select(1, 0)?)?;
         self.take(0, &logits)
-    }
-
-    /// One forward pass over the cache; rows are padded with token 0.
-    fn extend<'a>(
-        &self,
-        rows: impl Iterator<Item = &'a [i64]>,
-        lengths: &[usize],
-        slots: &[usize],
-    ) -> Result<Tensor> {
-        let width = lengths.iter().copied().max().unwrap_or(0);
-        let mut tokens = vec![0_i64; width * lengths.len()];
-        for (place, row) in tokens.chunks_exact_mut(width.max(1)).zip(rows) {
-            place[..row.len()].copy_from_slice(row);
-        }
-        let tokens = Tensor::f_from_slice(&tokens)?.f_view([lengths.len() as i64, width as i64])?;
-        self.model.extend(&tokens.f_to_device(self.model.device())?, lengths, slots, &mut self.cache)
     }
 
     /// Samples the next token of `running[first..]`, and answers those that are done.
@@ -233,6 +221,17 @@ impl Generator {
         }
         self.row_tokens = 0;
     }
+}
+
+/// Rows of these lengths as `[R, T]` token ids, padded with 0.
+fn padded<'a>(rows: impl Iterator<Item = &'a [i64]>, lengths: &[usize], device: Device) -> Result<Tensor> {
+    let width = lengths.iter().copied().max().unwrap_or(1).max(1);
+    let mut tokens = vec![0_i64; width * lengths.len()];
+    for (place, row) in tokens.chunks_exact_mut(width).zip(rows) {
+        place[..row.len()].copy_from_slice(row);
+    }
+    let shape = [lengths.len() as i64, width as i64];
+    Ok(Tensor::f_from_slice(&tokens)?.f_view(shape)?.f_to_device(device)?)
 }
 
 /// `(log-probability, id)` of `prompt[from..]` given what stands before each, from the prompt's hidden states
