@@ -1,4 +1,5 @@
 //! What a publisher promises about versions, baselines and readers.
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! Every store keeps the same promises, bare and wrapped.
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 use std::ops::Range;
 use std::sync::Arc;

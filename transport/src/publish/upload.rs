@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use crate::manifest::{Object, Part};
@@ -63,10 +63,13 @@ pub(super) fn with_uploads<T>(
 ) -> Result<(T, Vec<Object>)> {
     let uploaded = Uploaded::default();
     let (sender, receiver) = sync_channel::<(usize, Vec<u8>)>(1);
-    let receiver = Mutex::new(receiver);
+    let receiver = Arc::new(Mutex::new(receiver));
     let encoded = thread::scope(|scope| {
+        let uploaded = &uploaded;
         for _ in 0..uploads {
-            scope.spawn(|| {
+            // Only the threads own the receiver: when all are gone, sending fails instead of waiting.
+            let receiver = receiver.clone();
+            scope.spawn(move || {
                 while let Some((index, bytes)) = next(&receiver) {
                     // After a failure the queue is only emptied, so that the encoder never waits for nobody.
                     if !uploaded.failed.load(Relaxed)

@@ -1,5 +1,6 @@
 //! Weights made of seeded random bits, and readers to compare them with.
 #![allow(dead_code, reason = "every test binary uses its own part")]
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 use std::borrow::Cow;
 use std::path::Path;

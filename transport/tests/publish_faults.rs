@@ -1,0 +1,221 @@
+//! A publisher whose store fails at any call: readers see the old version or the new one, and the next publication is right.
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
+use driftless_transport::wrap::{Fault, When};
+use driftless_transport::{
+    Dtype, Error, Key, Memory, Mode, Publisher, PublisherOptions, PutMode, Run, Start, Store, Version,
+};
+
+/// What happens to the publisher after the fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum After {
+    /// One call fails; the same publisher goes on.
+    Transient,
+    /// Every later call fails, and the process dies; a new one resumes with the same baseline.
+    Dead,
+    /// The same, and the baseline is lost with it.
+    DeadWithoutBaseline,
+}
+
+fn small_objects(start: Start, baseline: &Path) -> PublisherOptions {
+    let mut options = options(start, baseline);
+    options.object_bytes_max = 1 << 20;
+    options
+}
+
+/// The versions of the story: the second fills several objects.
+fn story() -> [Weights; 3] {
+    let mut random = Random(11);
+    let mut first = Weights::small(1);
+    first.set("x.large", Dtype::Bf16, &[1000, 600], |_| random.next() as u8);
+    let mut second = first.clone();
+    second.set("x.large", Dtype::Bf16, &[1000, 600], |_| random.next() as u8);
+    second.step(2, 10);
+    second.file("config.json", b"{\"hidden_size\": 64}");
+    let mut third = second.clone();
+    third.step(3, 10);
+    [first, second, third]
+}
+
+/// Publishes the second version with a fault at call `k`. Returns false if the publication ended before that call.
+fn survive(k: u64, when: When, after: After, story: &[Weights; 3], seen: &mut Vec<&'static str>) -> bool {
+    let [first, second, third] = story;
+    let dir = tempfile::tempdir().unwrap();
+    let (baseline, follower) = (dir.path().join("baseline"), dir.path().join("follower"));
+    let inner: Arc<dyn Store> = Arc::new(Memory::new());
+    let fault = Arc::new(Fault::new(inner.clone()));
+    let mut publisher = Publisher::open(fault.clone(), small_objects(Start::NewRun, &baseline)).unwrap();
+    publisher.publish(first, step(0), Mode::Delta).unwrap();
+    assert_reader(&inner, &follower, 0, first);
+
+    fault.arm(k, if after == After::Transient { 1 } else { u64::MAX }, when);
+    let before = fault.calls();
+    let published = publisher.publish(second, step(1), Mode::Delta);
+    let struck = fault.calls() - before > k;
+    fault.disarm();
+    let run = Run::open(inner.clone(), RUN).unwrap();
+    let newest = run.newest(MODEL).unwrap().unwrap().manifest.version;
+    match &published {
+        Ok(published) => {
+            assert_eq!(published.version, newest, "what is reported is committed");
+            seen.push("committed");
+        }
+        Err(Error::CommitUnknown { .. }) => seen.push("unknown"),
+        Err(error) => {
+            assert!(matches!(error, Error::Injected { .. }), "{error:?}");
+            assert_eq!(newest, Version(0), "what is reported to fail is not committed: {error:?}");
+            seen.push("failed");
+        }
+    }
+    assert_reader(&inner, &follower, newest.0, if newest.0 == 0 { first } else { second });
+
+    if after != After::Transient {
+        drop(publisher);
+        if after == After::DeadWithoutBaseline {
+            std::fs::remove_dir_all(&baseline).unwrap();
+        }
+        publisher = Publisher::open(inner.clone(), small_objects(Start::Resume, &baseline)).unwrap();
+    }
+    let next = publisher.publish(third, step(2), Mode::Delta).unwrap();
+    assert_eq!(next.version, newest.next(), "numbers have no gaps and no repeats");
+    assert_reader(&inner, &follower, next.version.0, third);
+    assert_reader(&inner, &dir.path().join("late"), next.version.0, third);
+    assert_eq!(orphans(&run), Vec::<String>::new(), "call {k} {when:?} {after:?}");
+    struck
+}
+
+fn at_every_call(when: When, after: After) -> Vec<&'static str> {
+    let (story, mut seen) = (story(), Vec::new());
+    let mut k = 0;
+    while survive(k, when, after, &story, &mut seen) {
+        k += 1;
+        assert!(k < 100, "a publication of a few objects takes a few calls");
+    }
+    assert!(k >= 6, "objects, manifest, head and the baseline's own fetches: {k}");
+    seen
+}
+
+#[test]
+fn a_call_that_fails_once() {
+    let seen = at_every_call(When::Before, After::Transient);
+    assert!(seen.contains(&"failed") && seen.contains(&"committed"), "{seen:?}");
+}
+
+#[test]
+fn a_call_whose_answer_is_lost() {
+    let seen = at_every_call(When::After, After::Transient);
+    assert!(seen.contains(&"failed") && seen.contains(&"committed"), "{seen:?}");
+}
+
+#[test]
+fn a_store_that_dies_at_a_call() {
+    at_every_call(When::Before, After::Dead);
+}
+
+#[test]
+fn a_store_that_dies_after_a_call() {
+    let seen = at_every_call(When::After, After::Dead);
+    assert!(seen.contains(&"unknown"), "the manifest is there and nobody can say so: {seen:?}");
+}
+
+#[test]
+fn a_machine_that_is_lost_at_a_call() {
+    at_every_call(When::After, After::DeadWithoutBaseline);
+}
+
+#[test]
+fn opening_a_run_can_be_repeated_whatever_failed() {
+    for when in [When::Before, When::After] {
+        for k in 0.. {
+            let dir = tempfile::tempdir().unwrap();
+            let inner: Arc<dyn Store> = Arc::new(Memory::new());
+            let fault = Arc::new(Fault::new(inner.clone()));
+            fault.arm(k, 1, when);
+            let opened = Publisher::open(fault.clone(), options(Start::NewRun, dir.path()));
+            if fault.calls() <= k {
+                assert!(k > 4, "the probe and the claim take some calls");
+                break;
+            }
+            drop(opened);
+            let again = match Publisher::open(inner.clone(), options(Start::NewRun, dir.path())) {
+                Err(Error::RunExists { .. }) => {
+                    Publisher::open(inner.clone(), options(Start::Resume, dir.path()))
+                }
+                again => again,
+            };
+            let mut publisher = again.unwrap();
+            publisher.publish(&Weights::small(1), step(0), Mode::Delta).unwrap();
+            assert_eq!(publisher.version(), Some(Version(0)));
+        }
+    }
+}
+
+#[test]
+fn a_claim_whose_answer_is_lost_is_still_ours() {
+    let fault = Arc::new(Fault::new(Arc::new(Memory::new())));
+    fault.arm(0, 1, When::After);
+    let run = Run::create(fault.clone(), RUN).unwrap();
+    assert_eq!(Run::open(fault, RUN).unwrap().id(), run.id());
+}
+
+#[test]
+fn a_baseline_that_cannot_follow_is_moved_before_the_next_version() {
+    let dir = tempfile::tempdir().unwrap();
+    let baseline = dir.path().join("baseline");
+    let inner: Arc<dyn Store> = Arc::new(Memory::new());
+    let fault = Arc::new(Fault::new(inner.clone()));
+    let mut publisher = Publisher::open(fault.clone(), options(Start::NewRun, &baseline)).unwrap();
+    let mut weights = Weights::small(1);
+    publisher.publish(&weights, step(0), Mode::Delta).unwrap();
+    weights.step(1, 10);
+    // One object, the manifest and the head pass; what the baseline fetches does not.
+    fault.arm(3, 1, When::Before);
+    let published = publisher.publish(&weights, step(1), Mode::Delta).unwrap();
+    assert_eq!((published.version, publisher.version()), (Version(1), Some(Version(0))));
+    weights.step(2, 10);
+    publisher.publish(&weights, step(2), Mode::Delta).unwrap();
+    assert_eq!(publisher.version(), Some(Version(2)));
+    assert_reader(&inner, &dir.path().join("follower"), 2, &weights);
+}
+
+#[test]
+fn a_version_that_appears_while_ours_is_unknown_fences_us() {
+    let dir = tempfile::tempdir().unwrap();
+    let inner: Arc<dyn Store> = Arc::new(Memory::new());
+    let fault = Arc::new(Fault::new(inner.clone()));
+    let mut publisher =
+        Publisher::open(fault.clone(), options(Start::NewRun, &dir.path().join("one"))).unwrap();
+    let mut weights = Weights::small(1);
+    publisher.publish(&weights, step(0), Mode::Delta).unwrap();
+    weights.step(1, 10);
+    fault.arm(1, u64::MAX, When::Before);
+    publisher.publish(&weights, step(1), Mode::Delta).unwrap_err();
+    fault.disarm();
+    let other = Publisher::open(inner, options(Start::Resume, &dir.path().join("two")));
+    let theirs = other.unwrap().publish(&weights, step(1), Mode::Delta).unwrap();
+    let error = publisher.publish(&weights, step(1), Mode::Delta).unwrap_err();
+    assert!(matches!(error, Error::LostRace { winner, .. } if winner == theirs.manifest_digest), "{error:?}");
+}
+
+#[test]
+fn what_others_keep_beside_a_version_is_not_swept() {
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let mut publisher = Publisher::open(store.clone(), options(Start::NewRun, dir.path())).unwrap();
+    publisher.publish(&Weights::small(1), step(0), Mode::Delta).unwrap();
+    let place = publisher.run().manifest_key(MODEL, Version(0)).unwrap();
+    let beside = |name: &str| Key::new(place.as_str().replace("manifest", name)).unwrap();
+    let (signature, orphan) = (beside("manifest.sig"), beside("0123456789abcdef-00000"));
+    store.put(&signature, b"signature", PutMode::Create).unwrap();
+    store.put(&orphan, b"orphan", PutMode::Create).unwrap();
+    drop(publisher);
+    Publisher::open(store.clone(), options(Start::Resume, dir.path())).unwrap();
+    assert!(store.head(&signature).is_ok());
+    assert!(matches!(store.head(&orphan), Err(Error::NotFound { .. })));
+}
