@@ -102,7 +102,7 @@ fn plan(sizes: &[u64], max: u64) -> Vec<Range<usize>> {
     let mut shards = Vec::new();
     let (mut start, mut bytes) = (0, 0u64);
     for (position, &size) in sizes.iter().enumerate() {
-        if position > start && bytes.saturating_add(size) > max {
+        if position > start && bytes.checked_add(size).is_none_or(|sum| sum > max) {
             shards.push(start..position);
             (start, bytes) = (position, 0);
         }

@@ -107,15 +107,16 @@ pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<St
     let tables =
         read_optional(&layout.digests())?.and_then(|bytes| digests_from_bytes(&bytes, &copy.manifest));
     let touched = stamps(&checkpoint)? != marker.weights;
-    let (tables, hashed) = match tables {
-        Some(tables) if !doubt && !touched => (tables, false),
-        tables => {
-            tracing::info!(dir = %dir.display(), doubt, touched, digests = tables.is_some(), "hashing the whole checkpoint");
-            (hash_all(&checkpoint, &copy.manifest)?, true)
+    let stale = touched || tables.is_none();
+    let tables = match tables {
+        Some(tables) if !doubt && !touched => tables,
+        _ => {
+            tracing::info!(dir = %dir.display(), doubt, touched, "hashing the whole checkpoint");
+            hash_all(&checkpoint, &copy.manifest)?
         }
     };
     let state = State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into() };
-    if hashed {
+    if stale {
         write_state(layout, &state, None)?;
     }
     Ok(Some(state))

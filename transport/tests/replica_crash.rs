@@ -1,0 +1,237 @@
+//! A replica interrupted at every step, and its journal damaged at every byte: afterwards it holds the old version or the new one.
+//!
+//! A crash is an error injected at a crash point, after which the replica is dropped and opened anew: what a killed process leaves, as the
+//! page cache outlives it. Crash points are global, so these tests have a binary of their own and take turns.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use common::{MODEL, RUN, Weights, assert_same, publisher, step};
+use driftless_transport::{
+    Checkpoint, Error, Memory, Mode, Replica, Result, Run, Start, Store, Version, write_checkpoint,
+};
+use fail::FailScenario;
+
+const POINTS: [&str; 4] = ["follow.fetch", "follow.journal", "follow.apply", "follow.marker"];
+
+/// A run whose version 1 is a delta that changes most tensors, a file, and removes and adds one; version 2 is another tensor table.
+struct Fixture {
+    run: Run,
+    versions: Vec<Weights>,
+    reference: PathBuf,
+    dir: tempfile::TempDir,
+    /// Keeps other tests from crash points, and clears them when the test ends.
+    _turn: FailScenario<'static>,
+}
+
+fn fixture() -> Fixture {
+    let turn = FailScenario::setup();
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let reference = dir.path().join("hf");
+    let base = Weights::small(1);
+    write_checkpoint(&reference, &base, 7000).unwrap();
+    let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
+    publisher.publish_reference(&reference, step(0)).unwrap();
+    let mut delta = base.clone();
+    delta.step(2, 20);
+    delta.file("config.json", b"{\"hidden_size\": 33}");
+    delta.file("vocab.json", b"{}");
+    delta.files.retain(|file| file.name() != "tokenizer.json");
+    publisher.publish(&delta, step(1), Mode::Delta).unwrap();
+    let mut full = Weights::small(5);
+    full.remove("g.up");
+    full.file("merges.txt", b"a b");
+    publisher.publish(&full, step(2), Mode::Full).unwrap();
+    let run = Run::open(store, RUN).unwrap();
+    Fixture { run, versions: vec![base, delta, full], reference, dir, _turn: turn }
+}
+
+impl Fixture {
+    fn advance(&self, replica: &mut Replica, to: u64) -> Result<()> {
+        replica.advance(&self.run, MODEL, Version(to), Some(&self.reference)).map(|_| ())
+    }
+
+    /// A replica at `version`, or one without any.
+    fn prepared(&self, name: &str, version: Option<u64>) -> PathBuf {
+        let dir = self.dir.path().join(name);
+        let mut replica = Replica::open(&dir).unwrap();
+        if let Some(version) = version {
+            self.advance(&mut replica, version).unwrap();
+        }
+        dir
+    }
+
+    /// Opens the replica and checks that it is at `version`, every bit and file of it.
+    fn assert_at(&self, dir: &Path, version: Option<u64>) {
+        let replica = Replica::open(dir).unwrap();
+        self.assert_holds(&replica, version);
+    }
+
+    fn assert_holds(&self, replica: &Replica, version: Option<u64>) {
+        assert_eq!(replica.applied().map(|applied| applied.version.0), version);
+        if let Some(version) = version {
+            let expected = &self.versions[version as usize];
+            assert_same(replica.checkpoint().unwrap(), expected);
+            assert_same(&Checkpoint::open(replica.dir()).unwrap(), expected);
+            replica.verify().unwrap();
+        }
+        let state = replica.dir().join(".driftless");
+        assert!(!state.join("journal").exists() && !state.join("next").exists());
+    }
+}
+
+/// What is tried: from where, to where.
+const MOVES: [(Option<u64>, u64); 4] = [(None, 0), (Some(0), 1), (Some(1), 2), (None, 2)];
+
+#[test]
+fn a_crash_at_every_step_leaves_the_old_or_the_new_version() {
+    let fixture = fixture();
+    for (from, to) in MOVES {
+        for point in POINTS {
+            let mut crashes = 0;
+            for passed in 0.. {
+                fail::remove(point);
+                let dir = fixture.prepared(&format!("{from:?}-{to}-{point}-{passed}"), from);
+                fail::cfg(point, &format!("{passed}*off->return")).unwrap();
+                let mut replica = Replica::open(&dir).unwrap();
+                let outcome = fixture.advance(&mut replica, to);
+                drop(replica);
+                fail::remove(point);
+                if outcome.is_ok() {
+                    break;
+                }
+                crashes += 1;
+                let committed = point != "follow.fetch";
+                fixture.assert_at(&dir, if committed { Some(to) } else { from });
+                let mut replica = Replica::open(&dir).unwrap();
+                fixture.advance(&mut replica, to).unwrap();
+                fixture.assert_holds(&replica, Some(to));
+                fs::remove_dir_all(&dir).unwrap();
+            }
+            let adopted = to == 0 && point == "follow.fetch";
+            assert!(crashes > 0 || adopted, "{point} was never reached from {from:?} to {to}");
+        }
+    }
+}
+
+#[test]
+fn a_recovery_that_crashes_too_is_recovered() {
+    let fixture = fixture();
+    for (from, to) in MOVES {
+        let dir = fixture.prepared(&format!("{from:?}-{to}"), from);
+        fail::cfg("follow.journal", "return").unwrap();
+        fixture.advance(&mut Replica::open(&dir).unwrap(), to).unwrap_err();
+        fail::remove("follow.journal");
+        for (point, passed) in
+            [("follow.apply", 0), ("follow.apply", 1), ("follow.marker", 0), ("follow.apply", 2)]
+        {
+            fail::cfg(point, &format!("{passed}*off->return")).unwrap();
+            let error = Replica::open(&dir).unwrap_err();
+            assert!(matches!(error, Error::Io { .. }), "{point}: {error:?}");
+            fail::remove(point);
+        }
+        fixture.assert_at(&dir, Some(to));
+    }
+}
+
+#[test]
+fn the_same_replica_finishes_what_it_could_not() {
+    let fixture = fixture();
+    for point in ["follow.journal", "follow.apply", "follow.marker"] {
+        let dir = fixture.prepared(point, Some(0));
+        let mut replica = Replica::open(&dir).unwrap();
+        fail::cfg(point, "return").unwrap();
+        fixture.advance(&mut replica, 1).unwrap_err();
+        assert!(matches!(replica.checkpoint(), Err(Error::NothingApplied { .. })), "between two versions");
+        fail::remove(point);
+        fixture.advance(&mut replica, 2).unwrap();
+        fixture.assert_holds(&replica, Some(2));
+    }
+}
+
+/// A replica at version 0 with the committed journal of `to` beside it, nothing of it carried out.
+fn with_journal(fixture: &Fixture, name: &str, to: u64) -> (PathBuf, Vec<u8>) {
+    let dir = fixture.prepared(name, Some(to - 1));
+    fail::cfg("follow.journal", "return").unwrap();
+    fixture.advance(&mut Replica::open(&dir).unwrap(), to).unwrap_err();
+    fail::remove("follow.journal");
+    let journal = fs::read(dir.join(".driftless/journal")).unwrap();
+    (dir, journal)
+}
+
+#[test]
+fn a_journal_torn_anywhere_was_never_committed() {
+    let fixture = fixture();
+    let (dir, whole) = with_journal(&fixture, "torn", 1);
+    let path = dir.join(".driftless/journal");
+    // Every length and every bit are tried on the journal alone, in its unit tests.
+    for length in (0..whole.len()).step_by(61).chain([whole.len() - 1]) {
+        fs::write(&path, &whole[..length]).unwrap();
+        let replica = Replica::open(&dir).unwrap();
+        assert_eq!(replica.applied().unwrap().version, Version(0), "cut at {length}");
+        assert!(!path.exists());
+        fixture.assert_holds(&replica, Some(0));
+    }
+    fs::write(&path, &whole).unwrap();
+    fixture.assert_at(&dir, Some(1));
+}
+
+#[test]
+fn a_journal_flipped_anywhere_is_not_believed() {
+    let fixture = fixture();
+    let (dir, whole) = with_journal(&fixture, "flipped", 1);
+    for index in (0..whole.len()).step_by(59) {
+        let mut flipped = whole.clone();
+        flipped[index] ^= 1 << (index % 8);
+        fs::write(dir.join(".driftless/journal"), flipped).unwrap();
+        let replica = Replica::open(&dir).unwrap();
+        assert_eq!(replica.applied().unwrap().version, Version(0), "byte {index}");
+    }
+    fixture.assert_at(&dir, Some(0));
+}
+
+#[test]
+fn a_journal_damaged_after_it_was_half_carried_out_is_told() {
+    let fixture = fixture();
+    let dir = fixture.prepared("half", Some(0));
+    // The first two steps are files; the third overwrites a tensor.
+    fail::cfg("follow.apply", "4*off->return").unwrap();
+    fixture.advance(&mut Replica::open(&dir).unwrap(), 1).unwrap_err();
+    fail::remove("follow.apply");
+    let path = dir.join(".driftless/journal");
+    let mut journal = fs::read(&path).unwrap();
+    let middle = journal.len() / 2;
+    journal[middle] ^= 1;
+    fs::write(&path, journal).unwrap();
+    let error = Replica::open(&dir).unwrap_err();
+    assert!(matches!(error, Error::DamagedReplica { .. }), "{error:?}");
+    fs::remove_dir_all(&dir).unwrap();
+    assert_eq!(fixture.prepared("half", Some(1)), dir);
+    fixture.assert_at(&dir, Some(1));
+}
+
+#[test]
+fn a_journal_copied_to_another_base_is_refused() {
+    let fixture = fixture();
+    let (_, journal) = with_journal(&fixture, "origin", 1);
+    let other = fixture.prepared("other", Some(2));
+    fs::write(other.join(".driftless/journal"), &journal).unwrap();
+    let error = Replica::open(&other).unwrap_err();
+    assert!(matches!(error, Error::DamagedReplica { .. }), "{error:?}");
+    fs::remove_file(other.join(".driftless/journal")).unwrap();
+    fixture.assert_at(&other, Some(2));
+}
+
+#[test]
+fn a_journal_that_reappears_after_its_version_is_harmless() {
+    let fixture = fixture();
+    let (dir, journal) = with_journal(&fixture, "again", 1);
+    fixture.assert_at(&dir, Some(1));
+    // Its removal was not synced when the power went.
+    fs::write(dir.join(".driftless/journal"), &journal).unwrap();
+    fixture.assert_at(&dir, Some(1));
+}
