@@ -18,7 +18,7 @@ impl<'a> BitWriter<'a> {
     }
 
     /// The low `count` bits of `value`, at most 32; the bits above must be zero.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn put(&mut self, value: u32, count: u32) {
         debug_assert!(count == 32 || value >> count == 0);
         self.pending |= u64::from(value) << self.held;
@@ -38,14 +38,25 @@ impl<'a> BitWriter<'a> {
         }
     }
 
+    /// `zeros` zeros, a one, and the low `count` bits of `value`.
+    #[inline(always)]
+    pub(crate) fn unary(&mut self, zeros: u32, value: u32, count: u32) {
+        if zeros + 1 + count <= 32 {
+            self.put(((value << 1) | 1) << zeros, zeros + 1 + count);
+        } else {
+            self.zeros(zeros);
+            self.put(1, 1);
+            self.put(value, count);
+        }
+    }
+
     /// `value` in Rice code with parameter `rice`: quotient in zeros closed by a one, then `rice` bits. Long quotients
     /// become [`ESCAPE`] zeros and `width` bits.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn rice(&mut self, value: u32, rice: u32, width: u32) {
         let quotient = value >> rice;
         if quotient < ESCAPE {
-            self.put(1 << quotient, quotient + 1);
-            self.put(value & ((1 << rice) - 1), rice);
+            self.unary(quotient, value & ((1 << rice) - 1), rice);
         } else {
             self.put(0, ESCAPE);
             self.put(value, width);
@@ -78,7 +89,7 @@ impl<'a> BitReader<'a> {
     }
 
     /// At least 57 bits from the current one on.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn peek(&self) -> u64 {
         let byte = self.at / 8;
         let word = match self.bytes.get(byte..).and_then(|rest| rest.first_chunk::<8>()) {
@@ -97,13 +108,13 @@ impl<'a> BitReader<'a> {
     }
 
     /// Whether more bits were asked for than there are.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn overrun(&self) -> bool {
         self.at > self.bytes.len() * 8
     }
 
     /// Up to 32 bits.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn get(&mut self, count: u32) -> u32 {
         let value = (self.peek() & ((1 << count) - 1)) as u32;
         self.at += count as usize;
@@ -111,14 +122,23 @@ impl<'a> BitReader<'a> {
     }
 
     /// Consumes bits that [`BitReader::peek`] showed.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn skip(&mut self, count: u32) {
         self.at += count as usize;
     }
 
     /// Zeros before the next one (which is consumed too), or `limit` if there are at least that many (then only those are consumed).
-    #[inline]
+    #[inline(always)]
     pub(crate) fn unary(&mut self, limit: u32) -> u32 {
+        let run = self.peek().trailing_zeros();
+        if run < 56 && run < limit {
+            self.at += run as usize + 1;
+            return run;
+        }
+        self.long_unary(limit)
+    }
+
+    fn long_unary(&mut self, limit: u32) -> u32 {
         let mut zeros = 0;
         loop {
             let run = self.peek().trailing_zeros().min(56);
@@ -136,7 +156,7 @@ impl<'a> BitReader<'a> {
     }
 
     /// The inverse of [`BitWriter::rice`].
-    #[inline]
+    #[inline(always)]
     pub(crate) fn rice(&mut self, rice: u32, width: u32) -> u32 {
         match self.unary(ESCAPE) {
             ESCAPE => self.get(width),

@@ -32,13 +32,14 @@ impl Tally {
 /// What changed in a segment, by exponent of the base.
 pub(crate) struct Statistics {
     element: Element,
-    tallies: Vec<Tally>,
+    profile: Profile,
+    tallies: Box<[Tally; 256]>,
     blocks: u32,
 }
 
 impl Statistics {
-    pub(crate) fn new(element: Element) -> Self {
-        Self { element, tallies: vec![Tally::ZERO; 256], blocks: 0 }
+    pub(crate) fn new(element: Element, profile: Profile) -> Self {
+        Self { element, profile, tallies: Box::new([Tally::ZERO; 256]), blocks: 0 }
     }
 
     pub(crate) fn clear(&mut self) {
@@ -46,26 +47,30 @@ impl Statistics {
         self.blocks = 0;
     }
 
-    #[inline]
-    pub(crate) fn change(&mut self, base: u32, step: i32) {
-        let tally = &mut self.tallies[self.element.exponent(base) as usize];
+    #[inline(always)]
+    pub(crate) fn change(&mut self, exponent: u32, step: i32) {
+        let tally = &mut self.tallies[exponent as usize & 0xff];
         tally.changed += 1;
         tally.sizes[(32 - step.unsigned_abs().leading_zeros()) as usize] += 1;
     }
 
     /// Counts the elements of a block that has changes; large blocks are sampled, a prime apart so that no column is favoured.
     pub(crate) fn block(&mut self, base: &[u8]) {
+        self.blocks += 1;
         let count = base.len() / self.element.size();
-        let apart = if count > 4096 { 13 } else { 1 };
+        if self.profile == Profile::Fast {
+            self.tallies[0].members += count as f64;
+            return;
+        }
+        let apart = if count > 4096 { 31 } else { 1 };
         for index in (0..count).step_by(apart) {
             let exponent = self.element.exponent(self.element.load(base, index));
             self.tallies[exponent as usize].members += apart as f64;
         }
-        self.blocks += 1;
     }
 
     /// The cheapest table found: classes are single exponents, those at both ends are merged while that saves bits.
-    pub(crate) fn table(&self, profile: Profile) -> Table {
+    pub(crate) fn table(&self) -> Table {
         let mut all = Tally::ZERO;
         self.tallies.iter().for_each(|tally| all.add(tally));
         let flat = self.best_class(&all);
@@ -74,7 +79,7 @@ impl Statistics {
             return flat_table;
         };
         let highest = self.tallies.iter().rposition(|tally| tally.members > 0.0).unwrap_or(lowest);
-        if profile == Profile::Fast || lowest == highest {
+        if self.profile == Profile::Fast || lowest == highest {
             return flat_table;
         }
         match self.best_cut(lowest, highest) {

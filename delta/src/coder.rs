@@ -14,19 +14,19 @@ pub(crate) const SHIFT_BITS: u32 = 3;
 pub(crate) const SHIFT_BIAS: i32 = 3;
 
 /// Marks `ranks` (ascending) among `members`.
+#[inline(always)]
 fn put_runs(bits: &mut BitWriter<'_>, run: u32, members: u32, ranks: impl Iterator<Item = u32>) {
     let mut next = 0;
     for rank in ranks {
         let gap = rank - next;
-        bits.zeros(gap >> run);
-        bits.put(1, 1);
-        bits.put(gap & ((1 << run) - 1), run);
+        bits.unary(gap >> run, gap & ((1 << run) - 1), run);
         next = rank + 1;
     }
     bits.zeros((members - next).div_ceil(1 << run));
 }
 
 /// Calls `mark` for every marked rank, ascending. All ranks are below `members`.
+#[inline(always)]
 fn get_runs(bits: &mut BitReader<'_>, run: u32, members: u32, mut mark: impl FnMut(u32)) -> Result<()> {
     let mut next = 0;
     while next < members {
@@ -55,6 +55,7 @@ fn shifted(class: &Class, shift: i32) -> u32 {
 }
 
 /// Writes the changes of one class: `steps[i]` at `ranks[i]`, ranks ascending and below `members`.
+#[inline(always)]
 pub(crate) fn put_class(
     bits: &mut BitWriter<'_>,
     element: Element,
@@ -88,6 +89,7 @@ pub(crate) fn put_class(
 }
 
 /// Reads what [`put_class`] wrote into `ranks` and `steps`, replacing what they held.
+#[inline(always)]
 pub(crate) fn get_class(
     bits: &mut BitReader<'_>,
     element: Element,

@@ -3,6 +3,7 @@
 use crate::bits::{BitReader, ByteReader};
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, get_class};
 use crate::digest::{Changes, short};
+use crate::element::with_constant;
 use crate::payload::{Header, Kind, Token, block_elements};
 use crate::scan::Path;
 use crate::table::Table;
@@ -187,65 +188,90 @@ impl<'a> Decoder<'a> {
         let table = self.table.take().ok_or(corrupt("no table before the first block"))?;
         let mut bits = BitReader::new(bytes);
         let shift = bits.get(SHIFT_BITS) as i32 - SHIFT_BIAS;
-        if let [class] = table.classes.as_slice() {
-            let members = (self.base_of(block).len() / self.element.size()) as u32;
-            get_class(&mut bits, self.element, class, shift, members, &mut self.ranks, &mut self.steps)?;
-            self.deliver(block, self.ranks.iter().zip(&self.steps).map(|(at, step)| (*at, *step)), patch);
+        let base = self.base_of(block);
+        let elements = base.len() / self.element.size();
+        let digest = if let [class] = table.classes.as_slice() {
+            self.path.run(|| {
+                let (ranks, steps) = (&mut self.ranks, &mut self.steps);
+                get_class(&mut bits, self.element, class, shift, elements as u32, ranks, steps)?;
+                let changes = ranks.iter().zip(steps.iter()).map(|(at, step)| (*at, *step));
+                Ok(with_constant!(self.element, e => deliver(e, block, base, changes, patch)))
+            })
         } else {
-            self.classes(&mut bits, &table, shift, block)?;
-            let positions = self.changed.iter().enumerate();
-            let positions =
-                positions.flat_map(|(group, mask)| scan::ones(*mask).map(move |bit| group as u32 * 64 + bit));
-            self.deliver(block, positions.map(|at| (at, self.step_at[at as usize])), patch);
-        }
-        if bits.finish("change block")? != bytes.len() {
-            return Err(corrupt("bytes follow the end"));
-        }
+            self.path.classes(self.element, base, &table, &mut self.class_masks);
+            self.path.run(|| {
+                self.classes(&mut bits, &table, shift, elements)?;
+                let groups = (0..).step_by(64).zip(&self.changed);
+                let positions =
+                    groups.flat_map(|(first, mask)| scan::ones(*mask).map(move |bit| first + bit));
+                let changes = positions.map(|at| (at, self.step_at[at as usize]));
+                Ok(with_constant!(self.element, e => deliver(e, block, base, changes, patch)))
+            })
+        }?;
+        patch.add_digest(block, digest);
         self.table = Some(table);
-        Ok(())
+        if bits.finish("change block")? == bytes.len() {
+            Ok(())
+        } else {
+            Err(corrupt("bytes follow the end"))
+        }
     }
 
-    /// Decodes all classes of a block into `self.changed` and `self.step_at`.
-    fn classes(&mut self, bits: &mut BitReader<'_>, table: &Table, shift: i32, block: usize) -> Result<()> {
-        let mut class_masks = std::mem::take(&mut self.class_masks);
-        self.path.classes(self.element, self.base_of(block), table, &mut class_masks);
-        let groups = class_masks.len() / table.classes.len();
+    /// Decodes all classes of a block of `elements` into `self.changed` and `self.step_at`.
+    #[inline(always)]
+    fn classes(
+        &mut self,
+        bits: &mut BitReader<'_>,
+        table: &Table,
+        shift: i32,
+        elements: usize,
+    ) -> Result<()> {
         self.changed.clear();
-        self.changed.resize(groups, 0);
+        self.changed.resize(elements.div_ceil(64), 0);
         self.step_at.resize(BLOCK_ELEMENTS, 0);
-        for (class, masks) in table.classes.iter().zip(class_masks.chunks_exact(groups)) {
+        let masks = self.class_masks.chunks_exact(scan::class_stride(elements));
+        for (class, masks) in table.classes.iter().zip(masks) {
             let members = masks.iter().map(|mask| mask.count_ones()).sum();
             get_class(bits, self.element, class, shift, members, &mut self.ranks, &mut self.steps)?;
             let (mut group, mut before) = (0, 0);
             for (rank, step) in self.ranks.iter().zip(&self.steps) {
-                while rank - before >= masks[group].count_ones() {
-                    before += masks[group].count_ones();
+                let mut inside = masks[group].count_ones();
+                while rank - before >= inside {
+                    before += inside;
                     group += 1;
+                    inside = masks[group].count_ones();
                 }
                 let bit = scan::select(masks[group], rank - before);
                 self.changed[group] |= 1 << bit;
                 self.step_at[group * 64 + bit as usize] = *step;
             }
         }
-        self.class_masks = class_masks;
         Ok(())
     }
+}
 
-    /// Turns steps into values: adds them to the patch and to the block's digest.
-    fn deliver(&self, block: usize, changes: impl Iterator<Item = (u32, i32)>, patch: &mut Patch) {
-        let base = self.base_of(block);
-        let mut digest = Changes::new();
-        patch.push_changes(
-            block,
-            changes.map(|(at, step)| {
-                let old = self.element.load(base, at as usize);
-                let new = self.element.stepped(old, step);
-                digest.push(self.element, (block * BLOCK_ELEMENTS) as u64 + u64::from(at), old, new);
-                (at as u16, new)
-            }),
-        );
-        patch.add_digest(block, digest.finish());
-    }
+/// Turns steps into values, adds them to the patch, and returns how they change the block's digest.
+#[inline(always)]
+fn deliver(
+    element: Element,
+    block: usize,
+    base: &[u8],
+    changes: impl Iterator<Item = (u32, i32)>,
+    patch: &mut Patch,
+) -> Digest {
+    let first = (block * BLOCK_ELEMENTS) as u64;
+    let mut digest = Changes::new();
+    patch.push_changes(
+        element,
+        block,
+        changes.map(|(at, step)| {
+            let old = element.load(base, at as usize);
+            let new = element.stepped(old, step);
+            digest.push(element, first + u64::from(at), old, new);
+            (at as u16, new)
+        }),
+    );
+    digest.finish()
 }
 
 fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> Result<&'a [u8]> {

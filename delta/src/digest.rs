@@ -164,7 +164,7 @@ impl Changes {
     }
 
     /// Element `index` of the tensor went from `old` to `new`.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn push(&mut self, element: Element, index: u64, old: u32, new: u32) {
         let at = index * element.size() as u64;
         let stripe = at / STRIPE_BYTES as u64;

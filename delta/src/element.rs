@@ -33,6 +33,7 @@ impl Element {
     }
 
     /// Bytes of one element.
+    #[inline(always)]
     pub const fn size(self) -> usize {
         match self {
             Self::Bytes | Self::F8E4M3 | Self::F8E5M2 => 1,
@@ -42,6 +43,7 @@ impl Element {
     }
 
     /// Bits of one element.
+    #[inline(always)]
     pub(crate) const fn bits(self) -> u32 {
         self.size() as u32 * 8
     }
@@ -71,6 +73,7 @@ impl Element {
     }
 
     /// Bits below the exponent field; opaque bytes have no exponent, their class is always 0.
+    #[inline(always)]
     pub(crate) const fn mantissa_bits(self) -> u32 {
         match self {
             Self::Bytes => 8,
@@ -83,26 +86,31 @@ impl Element {
     }
 
     /// All bits of an element set.
+    #[inline(always)]
     pub(crate) const fn mask(self) -> u32 {
         u32::MAX >> (32 - self.bits())
     }
 
+    #[inline(always)]
     const fn sign_bit(self) -> u32 {
         1 << (self.bits() - 1)
     }
 
     /// The bits without the sign: what classes are cut from.
+    #[inline(always)]
     pub(crate) const fn magnitude(self, bits: u32) -> u32 {
         bits & (self.mask() >> 1)
     }
 
     /// Exponent field, 0 for opaque bytes.
+    #[inline(always)]
     pub(crate) const fn exponent(self, bits: u32) -> u32 {
         self.magnitude(bits) >> self.mantissa_bits()
     }
 
     /// Position of a bit pattern in the monotone order of the float: neighbours differ by one ulp, −0 lies just below +0,
     /// NaNs lie beyond the infinities. A bijection on all patterns.
+    #[inline(always)]
     pub(crate) const fn ordered(self, bits: u32) -> u32 {
         match self {
             Self::Bytes => bits,
@@ -111,6 +119,7 @@ impl Element {
         }
     }
 
+    #[inline(always)]
     const fn unordered(self, rank: u32) -> u32 {
         match self {
             Self::Bytes => rank,
@@ -120,12 +129,14 @@ impl Element {
     }
 
     /// Signed distance from `base` to `new` in ulps, modulo the number of patterns.
+    #[inline(always)]
     pub(crate) const fn step(self, base: u32, new: u32) -> i32 {
         let unused = 32 - self.bits();
         ((self.ordered(new).wrapping_sub(self.ordered(base)) << unused) as i32) >> unused
     }
 
     /// The pattern `step` ulps away from `base`: the inverse of [`Element::step`].
+    #[inline(always)]
     pub(crate) const fn stepped(self, base: u32, step: i32) -> u32 {
         self.unordered(self.ordered(base).wrapping_add(step as u32) & self.mask())
     }
@@ -153,6 +164,39 @@ impl Element {
         }
     }
 }
+
+/// Evaluates `$work` with `$name` bound to `$element` as a constant, so that loops inside carry no dispatch.
+macro_rules! with_constant {
+    ($element:expr, $name:ident => $work:expr) => {
+        match $element {
+            Element::Bytes => {
+                let $name = Element::Bytes;
+                $work
+            }
+            Element::F8E4M3 => {
+                let $name = Element::F8E4M3;
+                $work
+            }
+            Element::F8E5M2 => {
+                let $name = Element::F8E5M2;
+                $work
+            }
+            Element::F16 => {
+                let $name = Element::F16;
+                $work
+            }
+            Element::Bf16 => {
+                let $name = Element::Bf16;
+                $work
+            }
+            Element::F32 => {
+                let $name = Element::F32;
+                $work
+            }
+        }
+    };
+}
+pub(crate) use with_constant;
 
 #[cfg(test)]
 pub(crate) mod tests {

@@ -6,9 +6,10 @@ use crate::bits::BitWriter;
 use crate::choose::Statistics;
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
 use crate::digest::Changes;
+use crate::element::with_constant;
 use crate::payload::{Header, Kind, Token};
 use crate::scan::Path;
-use crate::table::Table;
+use crate::table::{Class, Table};
 use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Result, entropy, scan};
 
 /// Blocks that share a coder table; also bounds what the encoder remembers of a tensor.
@@ -158,7 +159,6 @@ struct ChangedBlock {
 struct Encoder {
     element: Element,
     path: Path,
-    profile: Profile,
     changed: u64,
     digests: DigestTable,
     body: Body,
@@ -168,6 +168,7 @@ struct Encoder {
     steps: Vec<i32>,
     blocks: Vec<Option<ChangedBlock>>,
     masks: Vec<u64>,
+    steps_before: Vec<u32>,
     class_masks: Vec<u64>,
     class_ranks: Vec<u32>,
     class_steps: Vec<i32>,
@@ -180,15 +181,15 @@ impl Encoder {
         Self {
             element,
             path: Path::best(),
-            profile,
             changed: 0,
             digests,
             body: Body::default(),
-            statistics: Statistics::new(element),
+            statistics: Statistics::new(element, profile),
             positions: Vec::new(),
             steps: Vec::new(),
             blocks: Vec::new(),
             masks: Vec::new(),
+            steps_before: Vec::new(),
             class_masks: Vec::new(),
             class_ranks: Vec::new(),
             class_steps: Vec::new(),
@@ -214,7 +215,7 @@ impl Encoder {
             (0..self.blocks.len()).for_each(|_| self.body.same(out));
             return;
         }
-        let table = self.statistics.table(self.profile);
+        let table = self.statistics.table();
         self.coded.clear();
         table.write(&mut self.coded);
         self.body.token(Token::Table, &self.coded, out);
@@ -243,22 +244,12 @@ impl Encoder {
 
     /// Gathers the changes of one block, its statistics and its digest.
     fn collect(&mut self, block: usize, base: &[u8], new: &[u8]) {
-        let element = self.element;
-        self.path.changed(element, base, new, &mut self.masks);
-        let mut digest = Changes::new();
-        for (group, &mask) in self.masks.iter().enumerate() {
-            for bit in scan::ones(mask) {
-                let at = group * 64 + bit as usize;
-                let (old, new) = (element.load(base, at), element.load(new, at));
-                let step = element.step(old, new);
-                digest.push(element, (block * BLOCK_ELEMENTS + at) as u64, old, new);
-                self.statistics.change(old, step);
-                self.positions.push(at as u16);
-                self.steps.push(step);
-            }
-        }
-        let digest = digest.finish();
-        if digest != Digest::default() {
+        self.path.changed(self.element, base, new, &mut self.masks);
+        let before = self.positions.len();
+        let first = (block * BLOCK_ELEMENTS) as u64;
+        let digest =
+            self.path.run(|| with_constant!(self.element, e => self.collect_as(e, first, base, new)));
+        if self.positions.len() > before {
             self.statistics.block(base);
             if let Some(carried) = self.digests.blocks_mut().get_mut(block) {
                 *carried += digest;
@@ -266,46 +257,79 @@ impl Encoder {
         }
     }
 
+    /// Goes through the changes in `self.masks`; `first` is the element that the block begins with.
+    #[inline(always)]
+    fn collect_as(&mut self, element: Element, first: u64, base: &[u8], new: &[u8]) -> Digest {
+        let mut digest = Changes::new();
+        for (group, &mask) in self.masks.iter().enumerate() {
+            for bit in scan::ones(mask) {
+                let at = group * 64 + bit as usize;
+                let (old, new) = (element.load(base, at), element.load(new, at));
+                let step = element.step(old, new);
+                digest.push(element, first + at as u64, old, new);
+                self.statistics.change(element.exponent(old), step);
+                self.positions.push(at as u16);
+                self.steps.push(step);
+            }
+        }
+        digest.finish()
+    }
+
     /// Codes one block into `self.coded`.
     fn code(&mut self, table: &Table, base: &[u8], changes: Range<usize>) {
         self.coded.clear();
-        let element = self.element;
-        let members = (base.len() / element.size()) as u32;
-        let (positions, steps) = (&self.positions[changes.clone()], &self.steps[changes]);
-        let mut bits = BitWriter::new(&mut self.coded);
         if let [class] = table.classes.as_slice() {
-            let shift = best_shift(
-                f64::from(members) / 2_f64.powi(class.run as i32) * std::f64::consts::LN_2,
-                steps.len(),
-            );
-            bits.put((shift + SHIFT_BIAS) as u32, SHIFT_BITS);
-            self.class_ranks.clear();
-            self.class_ranks.extend(positions.iter().map(|at| u32::from(*at)));
-            put_class(&mut bits, element, class, shift, members, &self.class_ranks, steps);
+            self.path.run(|| self.code_flat(class, (base.len() / self.element.size()) as u32, changes));
         } else {
-            self.path.classes(element, base, table, &mut self.class_masks);
-            mark(positions, members, &mut self.masks);
-            let groups = self.masks.len();
-            let masks = || table.classes.iter().zip(self.class_masks.chunks_exact(groups));
-            let expected = masks().filter(|(class, _)| !class.inverted).map(|(class, masks)| {
-                let members: u32 = masks.iter().map(|mask| mask.count_ones()).sum();
-                f64::from(members) / 2_f64.powi(class.run as i32) * std::f64::consts::LN_2
-            });
-            let shift = best_shift(expected.sum(), steps.len());
-            bits.put((shift + SHIFT_BIAS) as u32, SHIFT_BITS);
-            for (class, class_masks) in masks() {
-                let members = rank_changes(
-                    class_masks,
-                    &self.masks,
-                    steps,
-                    &mut self.class_ranks,
-                    &mut self.class_steps,
-                );
-                put_class(&mut bits, element, class, shift, members, &self.class_ranks, &self.class_steps);
+            self.path.classes(self.element, base, table, &mut self.class_masks);
+            self.path.run(|| self.code_classes(table, base.len() / self.element.size(), changes));
+        }
+    }
+
+    #[inline(always)]
+    fn code_flat(&mut self, class: &Class, members: u32, changes: Range<usize>) {
+        let steps = &self.steps[changes.clone()];
+        let shift = best_shift(expected(class, members), steps.len());
+        let mut bits = BitWriter::new(&mut self.coded);
+        bits.put((shift + SHIFT_BIAS) as u32, SHIFT_BITS);
+        self.class_ranks.clear();
+        self.class_ranks.extend(self.positions[changes].iter().map(|at| u32::from(*at)));
+        put_class(&mut bits, self.element, class, shift, members, &self.class_ranks, steps);
+        bits.finish();
+    }
+
+    #[inline(always)]
+    fn code_classes(&mut self, table: &Table, elements: usize, changes: Range<usize>) {
+        let (positions, steps) = (&self.positions[changes.clone()], &self.steps[changes]);
+        mark(positions, elements, &mut self.masks, &mut self.steps_before);
+        let masks = || table.classes.iter().zip(self.class_masks.chunks_exact(scan::class_stride(elements)));
+        let expected = masks()
+            .filter(|(class, _)| !class.inverted)
+            .map(|(class, masks)| expected(class, masks.iter().map(|mask| mask.count_ones()).sum()));
+        let shift = best_shift(expected.sum(), steps.len());
+        let mut bits = BitWriter::new(&mut self.coded);
+        bits.put((shift + SHIFT_BIAS) as u32, SHIFT_BITS);
+        for (class, class_masks) in masks() {
+            self.class_ranks.clear();
+            self.class_steps.clear();
+            let mut members = 0;
+            for ((&mask, &changed), &before) in class_masks.iter().zip(&self.masks).zip(&self.steps_before) {
+                for bit in scan::ones(mask & changed) {
+                    let below = (1 << bit) - 1;
+                    self.class_ranks.push(members + (mask & below).count_ones());
+                    self.class_steps.push(steps[before as usize + (changed & below).count_ones() as usize]);
+                }
+                members += mask.count_ones();
             }
+            put_class(&mut bits, self.element, class, shift, members, &self.class_ranks, &self.class_steps);
         }
         bits.finish();
     }
+}
+
+/// Changes that a class of so many members has if its run parameter is right: a run is then as long as half of all gaps.
+fn expected(class: &Class, members: u32) -> f64 {
+    f64::from(members) * std::f64::consts::LN_2 / f64::from(1_u32 << class.run)
 }
 
 /// How much longer runs should be in a block with `found` changes than in one with `expected`: a power of two.
@@ -314,34 +338,17 @@ fn best_shift(expected: f64, found: usize) -> i32 {
     ratio.clamp(-SHIFT_BIAS, (1 << SHIFT_BITS) - 1 - SHIFT_BIAS)
 }
 
-/// One bit per element, set at `positions`.
-fn mark(positions: &[u16], elements: u32, masks: &mut Vec<u64>) {
+/// One bit per element, set at `positions`, and the number of positions before each group of 64.
+fn mark(positions: &[u16], elements: usize, masks: &mut Vec<u64>, before: &mut Vec<u32>) {
     masks.clear();
-    masks.resize(elements.div_ceil(64) as usize, 0);
+    masks.resize(elements.div_ceil(64), 0);
     for at in positions {
         masks[usize::from(*at) / 64] |= 1 << (at % 64);
     }
-}
-
-/// Ranks within a class, and steps, of the changes of a block that belong to the class. Returns the number of members.
-fn rank_changes(
-    class_masks: &[u64],
-    changed: &[u64],
-    steps: &[i32],
-    ranks: &mut Vec<u32>,
-    class_steps: &mut Vec<i32>,
-) -> u32 {
-    ranks.clear();
-    class_steps.clear();
-    let (mut members, mut first_step) = (0, 0);
-    for (&class, &changed) in class_masks.iter().zip(changed) {
-        for bit in scan::ones(class & changed) {
-            let below = (1 << bit) - 1;
-            ranks.push(members + (class & below).count_ones());
-            class_steps.push(steps[first_step + (changed & below).count_ones() as usize]);
-        }
-        members += class.count_ones();
-        first_step += changed.count_ones() as usize;
-    }
-    members
+    before.clear();
+    before.extend(masks.iter().scan(0, |sum, mask| {
+        let before = *sum;
+        *sum += mask.count_ones();
+        Some(before)
+    }));
 }

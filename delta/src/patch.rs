@@ -57,12 +57,17 @@ impl Patch {
     }
 
     /// Adds changes of `block`: `(position, new value)`, positions ascending. Blocks come in ascending order.
-    pub(crate) fn push_changes(&mut self, block: usize, changes: impl Iterator<Item = (u16, u32)>) {
+    #[inline(always)]
+    pub(crate) fn push_changes(
+        &mut self,
+        element: Element,
+        block: usize,
+        changes: impl Iterator<Item = (u16, u32)>,
+    ) {
         let before = self.positions.len();
-        let size = self.element.size();
         for (position, value) in changes {
             self.positions.push(position);
-            self.values.extend_from_slice(&value.to_le_bytes()[..size]);
+            self.values.extend_from_slice(&value.to_le_bytes()[..element.size()]);
         }
         let changed = (self.positions.len() - before) as u32;
         if changed > 0 {
