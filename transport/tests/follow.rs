@@ -1,0 +1,445 @@
+//! What a follower promises: the newest version on disk and on every engine, whatever engines and stores do.
+
+mod common;
+
+use std::collections::VecDeque;
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use common::{MODEL, RUN, Weights, assert_same, publisher, step};
+use driftless_transport::wrap::{Fault, When};
+use driftless_transport::{
+    Ack, Activate, Activated, BoxError, Checkpoint, Error, Follower, FollowerOptions, Memory, Mode,
+    Publisher, Run, Snapshot as _, Start, Status, Stop, Store, Target, Version, http, write_checkpoint,
+};
+
+/// How a fake engine reacts to its next activation.
+enum Mood {
+    Fail,
+    Panic,
+    /// Says that it is inside, then waits to be let out.
+    Hang(Sender<()>, Receiver<()>),
+}
+
+/// An engine's side that the test sees.
+#[derive(Clone, Default)]
+struct Engine(Arc<Mutex<EngineState>>);
+
+#[derive(Default)]
+struct EngineState {
+    serving: Option<String>,
+    /// Content of `g.up` as loaded, to notice torn reads.
+    loaded: Vec<u8>,
+    activations: Vec<String>,
+    moods: VecDeque<Mood>,
+    unreachable: bool,
+}
+
+struct Fake {
+    name: &'static str,
+    engine: Engine,
+}
+
+impl Activate for Fake {
+    fn name(&self) -> String {
+        self.name.to_owned()
+    }
+
+    fn serving(&mut self) -> Result<Option<String>, BoxError> {
+        let state = self.engine.0.lock().unwrap();
+        if state.unreachable { Err("connection refused".into()) } else { Ok(state.serving.clone()) }
+    }
+
+    fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
+        let mood = self.engine.0.lock().unwrap().moods.pop_front();
+        match mood {
+            Some(Mood::Fail) => return Err("flush refused".into()),
+            Some(Mood::Panic) => panic!("a bug in a driver"),
+            Some(Mood::Hang(inside, out)) => {
+                inside.send(())?;
+                out.recv()?;
+            }
+            None => {}
+        }
+        let position = target.checkpoint.position("g.up").ok_or("no g.up")?;
+        let mut state = self.engine.0.lock().unwrap();
+        state.loaded = target.checkpoint.bytes(position)?.into_owned();
+        state.serving = Some(target.label.to_owned());
+        state.activations.push(target.label.to_owned());
+        assert_eq!(target.manifest.label(), target.label);
+        Ok(Activated { pause: Duration::from_millis(7) })
+    }
+}
+
+impl Engine {
+    fn fake(&self, name: &'static str) -> Box<dyn Activate> {
+        Box::new(Fake { name, engine: self.clone() })
+    }
+
+    fn activations(&self) -> usize {
+        self.0.lock().unwrap().activations.len()
+    }
+
+    fn serving(&self) -> Option<String> {
+        self.0.lock().unwrap().serving.clone()
+    }
+
+    fn next(&self, mood: Mood) {
+        self.0.lock().unwrap().moods.push_back(mood);
+    }
+}
+
+struct Fixture {
+    store: Arc<dyn Store>,
+    fault: Arc<Fault>,
+    publisher: Publisher,
+    weights: Weights,
+    dir: tempfile::TempDir,
+}
+
+impl Fixture {
+    /// A run with version 0 in full.
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let store: Arc<dyn Store> = Arc::new(Memory::new());
+        let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
+        let weights = Weights::small(1);
+        publisher.publish(&weights, step(0), Mode::Full).unwrap();
+        Self { fault: Arc::new(Fault::new(store.clone())), store, publisher, weights, dir }
+    }
+
+    fn publish(&mut self) -> Version {
+        let number = self.publisher.version().unwrap().0 + 1;
+        self.weights.step(number, 40);
+        self.publisher.publish(&self.weights, step(number), Mode::Delta).unwrap().version
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("host")
+    }
+
+    fn options(&self) -> FollowerOptions {
+        let mut options = FollowerOptions::new(RUN, self.path(), "host-0");
+        options.poll = Duration::from_millis(1);
+        options.backoff_max = Duration::from_millis(4);
+        options
+    }
+
+    fn follower(&self, engines: Vec<Box<dyn Activate>>) -> Follower {
+        Follower::open(self.fault.clone(), self.options(), engines).unwrap()
+    }
+
+    fn label(&self, version: u64) -> String {
+        self.publisher.run().id().label(Version(version))
+    }
+
+    fn ack(&self) -> Ack {
+        let key = self.publisher.run().follower_key("host-0").unwrap();
+        serde_json::from_slice(&self.store.get(&key, None).unwrap()).unwrap()
+    }
+
+    fn assert_on_disk(&self) {
+        assert_same(&Checkpoint::open(self.path()).unwrap(), &self.weights);
+    }
+}
+
+#[test]
+fn prepare_and_activate_are_separate_and_acknowledged() {
+    let mut fixture = Fixture::new();
+    let engine = Engine::default();
+    let follower = fixture.follower(vec![engine.fake("http://a")]);
+    assert!(matches!(follower.activate(), Err(Error::NothingApplied { .. })));
+    let prepared = follower.prepare(None).unwrap();
+    assert_eq!((prepared.version, &prepared.label), (Version(0), &fixture.label(0)));
+    assert_eq!(engine.activations(), 0);
+    let ack = fixture.ack();
+    assert_eq!((ack.version, &ack.engines[0].label), (Version(0), &None));
+    assert!(ack.bytes > 0);
+
+    let status = follower.activate().unwrap();
+    assert_eq!(status.applied.as_ref(), Some(&fixture.ack()));
+    assert_eq!(fixture.ack().engines[0].label, Some(fixture.label(0)));
+    assert_eq!(fixture.ack().engines[0].pause_ms, Some(7));
+    assert_eq!(engine.serving(), Some(fixture.label(0)));
+    follower.activate().unwrap();
+    assert_eq!(engine.activations(), 1, "an engine that serves the version is left alone");
+
+    fixture.publish();
+    fixture.publish();
+    assert_eq!(follower.prepare(Some(Version(1))).unwrap().version, Version(1));
+    assert_eq!(engine.serving(), Some(fixture.label(0)), "a prepare does not touch engines");
+    assert_eq!(follower.status().newest, Some(Version(2)));
+    assert_eq!(follower.prepare(None).unwrap().advanced.links, 1);
+    assert_eq!(follower.prepare(None).unwrap().advanced.links, 0);
+    follower.activate().unwrap();
+    assert_eq!(engine.0.lock().unwrap().loaded, *fixture.weights.tensor_mut("g.up"));
+    fixture.assert_on_disk();
+}
+
+#[test]
+fn once_brings_everything_to_the_newest_version_or_says_why_not() {
+    let mut fixture = Fixture::new();
+    let [good, bad] = [Engine::default(), Engine::default()];
+    let follower = fixture.follower(vec![bad.fake("http://bad"), good.fake("http://good")]);
+    fixture.publish();
+    bad.next(Mood::Fail);
+    let error = follower.run_until(&Stop::new(), true).unwrap_err();
+    assert!(
+        matches!(&error, Error::Engine { engine, action: "activate", .. } if engine == "http://bad"),
+        "{error:?}"
+    );
+    assert_eq!(good.serving(), Some(fixture.label(1)), "one engine does not hold up the other");
+    let engines = fixture.ack().engines;
+    assert!(engines[0].error.as_ref().unwrap().contains("flush refused"), "{engines:?}");
+    assert_eq!((engines[0].label.as_ref(), engines[1].error.as_ref()), (None, None));
+
+    follower.run_until(&Stop::new(), true).unwrap();
+    assert_eq!(bad.serving(), Some(fixture.label(1)));
+    assert_eq!(good.activations(), 1);
+    assert_eq!(follower.status().error, None);
+
+    bad.0.lock().unwrap().unreachable = true;
+    let error = follower.run_until(&Stop::new(), true).unwrap_err();
+    assert!(matches!(error, Error::Engine { action: "report its version", .. }), "{error:?}");
+}
+
+#[test]
+fn an_engine_that_hangs_is_fenced_and_never_gets_torn_weights() {
+    let mut fixture = Fixture::new();
+    let [slow, good] = [Engine::default(), Engine::default()];
+    let (inside, entered) = channel();
+    let (release, out) = channel();
+    slow.next(Mood::Hang(inside, out));
+    let mut options = fixture.options();
+    options.activate_deadline = Duration::from_millis(50);
+    let engines = vec![slow.fake("http://slow"), good.fake("http://good")];
+    let follower = Follower::open(fixture.store.clone(), options, engines).unwrap();
+    follower.prepare(None).unwrap();
+    let before = fixture.weights.clone();
+    let error = follower.activate().unwrap_err();
+    assert!(matches!(&error, Error::EngineTimeout { engine, .. } if engine == "http://slow"), "{error:?}");
+    entered.recv().unwrap();
+    assert_eq!(good.serving(), Some(fixture.label(0)));
+
+    fixture.publish();
+    let error = follower.prepare(None).unwrap_err();
+    assert!(matches!(&error, Error::Busy { with, .. } if with.contains("http://slow")), "{error:?}");
+    assert!(matches!(follower.activate(), Err(Error::EngineTimeout { .. })));
+    assert_same(&Checkpoint::open(fixture.path()).unwrap(), &before);
+
+    release.send(()).unwrap();
+    let stop = Stop::new();
+    wait_for(|| follower.prepare(None).is_ok());
+    follower.run_until(&stop, true).unwrap();
+    assert_eq!(slow.serving(), Some(fixture.label(1)));
+    assert_eq!(slow.0.lock().unwrap().loaded, *fixture.weights.tensor_mut("g.up"));
+}
+
+/// Polls with a generous bound; what is waited for is an event of another thread, not a time.
+fn wait_for(mut done: impl FnMut() -> bool) {
+    let pause = Stop::new();
+    for _ in 0..20_000 {
+        if done() {
+            return;
+        }
+        assert!(!pause.wait(Duration::from_millis(1)));
+    }
+    panic!("waited in vain");
+}
+
+#[test]
+fn a_driver_that_panics_is_named_and_the_rest_goes_on() {
+    let fixture = Fixture::new();
+    let [bad, good] = [Engine::default(), Engine::default()];
+    bad.next(Mood::Panic);
+    let follower = fixture.follower(vec![bad.fake("http://bad"), good.fake("http://good")]);
+    follower.prepare(None).unwrap();
+    let error = follower.activate().unwrap_err();
+    assert!(matches!(&error, Error::Engine { engine, .. } if engine == "http://bad"), "{error:?}");
+    assert_eq!(good.serving(), Some(fixture.label(0)));
+}
+
+#[test]
+fn the_loop_follows_restarts_and_outages() {
+    let mut fixture = Fixture::new();
+    let engine = Engine::default();
+    engine.next(Mood::Fail);
+    engine.next(Mood::Fail);
+    let follower = fixture.follower(vec![engine.fake("http://a")]);
+    let stop = Stop::new();
+    let looping = std::thread::spawn({
+        let (follower, stop) = (follower.clone(), stop.clone());
+        move || follower.run_until(&stop, false)
+    });
+    wait_for(|| engine.serving() == Some(fixture.label(0)));
+
+    let version = fixture.publish();
+    wait_for(|| engine.serving() == Some(fixture.label(version.0)));
+
+    // The engine comes back with the weights it was launched with.
+    engine.0.lock().unwrap().serving = Some("default".into());
+    wait_for(|| engine.serving() == Some(fixture.label(version.0)));
+
+    fixture.fault.arm(0, u64::MAX, When::Before);
+    wait_for(|| follower.status().error.is_some());
+    assert_eq!(follower.status().applied.unwrap().version, version);
+    let next = fixture.publish();
+    fixture.fault.disarm();
+    wait_for(|| engine.serving() == Some(fixture.label(next.0)));
+    wait_for(|| follower.status().error.is_none());
+    wait_for(|| fixture.ack().engines[0].label == Some(fixture.label(next.0)));
+    stop.stop();
+    looping.join().unwrap().unwrap();
+    fixture.assert_on_disk();
+}
+
+#[test]
+fn a_follower_may_be_there_before_its_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let mut options = FollowerOptions::new(RUN, dir.path().join("host"), "early");
+    options.poll = Duration::from_millis(1);
+    let follower = Follower::open(store.clone(), options, vec![]).unwrap();
+    assert!(matches!(follower.prepare(None), Err(Error::NoSuchRun { .. })));
+    assert!(matches!(follower.run_until(&Stop::new(), true), Err(Error::NoSuchRun { .. })));
+    let stop = Stop::new();
+    let looping = std::thread::spawn({
+        let (follower, stop) = (follower.clone(), stop.clone());
+        move || follower.run_until(&stop, false)
+    });
+    let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
+    publisher.publish(&Weights::small(1), step(0), Mode::Full).unwrap();
+    wait_for(|| follower.status().applied.is_some_and(|ack| ack.version == Version(0)));
+    stop.stop();
+    looping.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_reference_starts_from_the_hosts_own_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let source = dir.path().join("hf");
+    let mut weights = Weights::small(1);
+    write_checkpoint(&source, &weights, 7000).unwrap();
+    let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
+    publisher.publish_reference(&source, step(0)).unwrap();
+    weights.step(1, 30);
+    publisher.publish(&weights, step(1), Mode::Delta).unwrap();
+    let mut options = FollowerOptions::new(RUN, dir.path().join("host"), "h");
+    let follower = Follower::open(store.clone(), options.clone(), vec![]).unwrap();
+    let error = follower.prepare(None).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
+    drop(follower);
+    options.hf_checkpoint = Some(source);
+    let follower = Follower::open(store, options, vec![]).unwrap();
+    assert_eq!(follower.prepare(None).unwrap().version, Version(1));
+    assert_same(&Checkpoint::open(dir.path().join("host")).unwrap(), &weights);
+}
+
+#[test]
+fn the_run_is_pinned_across_restarts() {
+    let fixture = Fixture::new();
+    fixture.follower(vec![]).prepare(None).unwrap();
+    // The trainer begins anew in an emptied store, under the same name.
+    let other = Fixture::new();
+    let follower = Follower::open(other.store.clone(), fixture.options(), vec![]).unwrap();
+    assert_eq!(follower.status().run_id, Some(fixture.publisher.run().id()));
+    let error = follower.run_until(&Stop::new(), false).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, Error::ForeignRun { .. }), "{text}");
+    for run in [fixture.publisher.run(), other.publisher.run()] {
+        assert!(text.contains(&run.id().to_string()), "{text}");
+    }
+    fixture.assert_on_disk();
+}
+
+#[test]
+fn bad_names_and_a_held_directory_are_refused_at_open() {
+    let fixture = Fixture::new();
+    let _holder = fixture.follower(vec![]);
+    assert!(matches!(
+        Follower::open(fixture.store.clone(), fixture.options(), vec![]),
+        Err(Error::Locked { .. })
+    ));
+    let mut options = fixture.options();
+    options.id = "a/b".into();
+    assert!(matches!(Follower::open(fixture.store.clone(), options, vec![]), Err(Error::BadName { .. })));
+}
+
+/// One HTTP exchange over a plain socket: status and body.
+fn exchange(addr: SocketAddr, method: &str, path: &str, token: Option<&str>, body: &str) -> (u16, String) {
+    let mut socket = TcpStream::connect(addr).unwrap();
+    let authorization = token.map_or(String::new(), |token| format!("Authorization: Bearer {token}\r\n"));
+    let length = body.len();
+    write!(
+        socket,
+        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{authorization}Content-Length: {length}\r\n\r\n{body}"
+    )
+    .unwrap();
+    let mut reply = String::new();
+    socket.read_to_string(&mut reply).unwrap();
+    let status = reply.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, reply.split_once("\r\n\r\n").unwrap().1.to_owned())
+}
+
+#[test]
+fn the_http_interface_does_what_the_calls_do() {
+    let mut fixture = Fixture::new();
+    let engine = Engine::default();
+    let follower = fixture.follower(vec![engine.fake("http://a")]);
+    let server = http::serve(follower.clone(), "127.0.0.1:0".parse().unwrap(), None).unwrap();
+    let call = |method: &str, path: &str, body: &str| exchange(server.addr(), method, path, None, body);
+    assert_eq!(call("GET", "/health", "").0, 200);
+    let (status, body) = call("POST", "/activate", "");
+    assert_eq!((status, body.contains("nothing_prepared")), (409, true), "{body}");
+    fixture.publish();
+    let (status, body) = call("POST", "/prepare", r#"{"version":0}"#);
+    let reply: http::PrepareReply = serde_json::from_str(&body).unwrap();
+    assert_eq!((status, reply.version, reply.links), (200, Version(0), 1));
+    let (status, body) = call("POST", "/prepare", "");
+    let reply: http::PrepareReply = serde_json::from_str(&body).unwrap();
+    assert_eq!((status, reply.version, reply.label), (200, Version(1), fixture.label(1)));
+    let (status, body) = call("POST", "/prepare", r#"{"version":0}"#);
+    assert_eq!((status, body.contains("rewind")), (409, true), "{body}");
+    let (status, body) = call("POST", "/prepare", r#"{"version":9}"#);
+    assert_eq!((status, body.contains("not_found")), (404, true), "{body}");
+    for bad in ["{", "[]", r#"{"version":-1}"#, r#"{"verison":1}"#] {
+        let (status, body) = call("POST", "/prepare", bad);
+        assert_eq!((status, body.contains("bad_request")), (400, true), "{body}");
+    }
+    engine.next(Mood::Fail);
+    let (status, body) = call("POST", "/activate", "");
+    assert_eq!((status, body.contains("flush refused")), (502, true), "{body}");
+    let (status, body) = call("POST", "/activate", "");
+    assert_eq!(status, 200, "{body}");
+    let (status, body) = call("GET", "/status", "");
+    let seen: Status = serde_json::from_str(&body).unwrap();
+    assert_eq!((status, &seen), (200, &follower.status()));
+    assert_eq!(seen.applied.unwrap().engines[0].label, Some(fixture.label(1)));
+    assert_eq!(call("GET", "/prepare", "").0, 405);
+    assert_eq!(call("GET", "/absent", "").0, 404);
+    assert_eq!(call("POST", "/prepare", &"x".repeat(100_000)).0, 413);
+}
+
+#[test]
+fn a_token_guards_everything_but_health_and_a_taken_port_is_an_error() {
+    let fixture = Fixture::new();
+    let follower = fixture.follower(vec![]);
+    let server =
+        http::serve(follower.clone(), "127.0.0.1:0".parse().unwrap(), Some("secret".into())).unwrap();
+    let call = |path: &str, token| exchange(server.addr(), "GET", path, token, "").0;
+    assert_eq!(call("/health", None), 200);
+    assert_eq!(call("/status", None), 401);
+    assert_eq!(call("/status", Some("Secret")), 401);
+    assert_eq!(call("/status", Some("secret")), 200);
+    let error = http::serve(follower.clone(), server.addr(), None).unwrap_err();
+    assert!(matches!(error, Error::Listen { .. }), "{error:?}");
+    let addr = server.addr();
+    drop(server);
+    http::serve(follower, addr, None).unwrap();
+    assert!(Run::open(fixture.store.clone(), RUN).unwrap().has(MODEL, Version(0)).unwrap());
+}
