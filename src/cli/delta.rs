@@ -2,7 +2,7 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
-use crate::cli::publish::DeltaProfile;
+use crate::cli::publish::{DeltaProfile, tensor_bytes};
 use driftless::delta::Patch;
 use driftless::delta::bundle::{self, Bundle, Summary, Tensor};
 use driftless::transport::{self, AuxFile, Checkpoint, Snapshot, TensorInfo, write_checkpoint};
@@ -65,7 +65,7 @@ fn encode(base: &Path, new: &Path, file: &Path, profile: DeltaProfile, output: O
     let partial = file.with_extension("partial");
     let write = || std::fs::write(&partial, &bytes).and_then(|()| std::fs::rename(&partial, file));
     write().map_err(|source| Error::Io { path: file.to_path_buf(), source })?;
-    let full_bytes = base.tensor_bytes();
+    let full_bytes = tensor_bytes(&base)?;
     let value = json!({
         "file": file, "bytes": bytes.len(), "full_bytes": full_bytes, "changed": summary.changed,
         "elements": summary.elements, "changed_tensors": summary.changed_tensors, "tensors": summary.tensors,
@@ -117,15 +117,15 @@ fn read(file: &Path) -> Result<Vec<u8>> {
 }
 
 fn tensors(checkpoint: &Checkpoint) -> Vec<Tensor<'_>> {
-    let tensor = |(index, info): (usize, &'_ TensorInfo)| Tensor {
-        name: info.name.as_str(),
-        dtype: info.dtype.name(),
-        shape: &info.shape,
-        bytes: checkpoint.tensor(index).unwrap_or_default(),
-    };
-    // Spelled out: the borrows are the checkpoint's, not the closure's.
-    let infos: &[TensorInfo] = checkpoint.tensors();
-    infos.iter().enumerate().map(tensor).collect()
+    let infos = checkpoint.tensors().iter().enumerate();
+    infos
+        .map(|(index, info)| Tensor {
+            name: &info.name,
+            dtype: info.dtype.name(),
+            shape: &info.shape,
+            bytes: checkpoint.tensor(index).unwrap_or_default(),
+        })
+        .collect()
 }
 
 /// A checkpoint with patches over it, patched tensor by tensor as it is read.

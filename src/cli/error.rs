@@ -46,8 +46,19 @@ impl Error {
                 | Transport::BrokenChain { .. }
                 | Transport::Codec { .. },
             ) => 3,
-            Error::Bridge(error) if error.is_deadline() => 4,
+            Error::Bridge(error) => bridge_code(error),
+            #[cfg(feature = "torch")]
+            Error::Trainer(driftless::trainer::Error::Bridge(error)) => bridge_code(error),
             _ => 1,
         }
+    }
+}
+
+/// Whether an engine was slow or away, or refused.
+fn bridge_code(error: &driftless::bridge::Error) -> u8 {
+    use driftless::bridge::Error as Bridge;
+    match error {
+        Bridge::Deadline { .. } | Bridge::Behind { .. } | Bridge::Exhausted { .. } | Bridge::Unreachable { .. } => 4,
+        _ => 1,
     }
 }

@@ -3,9 +3,8 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::keys;
 use crate::cli::output::Output;
-use driftless::bridge::{Client, ClientOptions, DiskActivator};
-use driftless::transport::follow::{Follower, FollowerOptions, Status, Stop};
-use driftless::transport::{Activate, http, open};
+use driftless::bridge::{ClientOptions, DiskActivator, DiskOptions, PauseMode};
+use driftless::transport::{Activate, Follower, FollowerOptions, Status, Stop, http, open};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -43,6 +42,10 @@ pub(crate) struct Args {
     /// The checkpoint directory as the engines see it, if their file system is another [default: --checkpoint-dir].
     #[arg(long, value_name = "DIR")]
     engine_checkpoint_dir: Option<PathBuf>,
+    /// What becomes of running requests while an engine loads: computed anew with the new weights, aborted, or continued on the
+    /// key-value cache of the old ones.
+    #[arg(long, value_enum, default_value_t = PauseGenerationMode::Retract)]
+    pause_generation_mode: PauseGenerationMode,
     /// Name of this follower in the store [default: the host's name].
     #[arg(long)]
     id: Option<String>,
@@ -62,7 +65,15 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
     #[command(flatten)]
-    keys: keys::Args,
+    keys: keys::KeyArgs,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum PauseGenerationMode {
+    Retract,
+    Abort,
+    #[value(name = "in_place")]
+    InPlace,
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
@@ -79,7 +90,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
     let server = args.listen.map(|address| http::serve(follower.clone(), address, token)).transpose()?;
     if let Some(server) = &server {
-        tracing::info!(address = %server.address(), "listening");
+        tracing::info!(address = %server.addr(), "listening");
     }
     let stop = Stop::new();
     stop_on_signals(&stop)?;
@@ -91,11 +102,18 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 }
 
 fn engines(args: &Args) -> Result<Vec<Box<dyn Activate>>> {
-    let keys = args.keys.read()?;
-    let path = args.engine_checkpoint_dir.as_ref();
+    let options = DiskOptions {
+        client: ClientOptions { keys: args.keys.read()?, ..ClientOptions::default() },
+        pause: match args.pause_generation_mode {
+            PauseGenerationMode::Retract => PauseMode::Retract,
+            PauseGenerationMode::Abort => PauseMode::Abort,
+            PauseGenerationMode::InPlace => PauseMode::InPlace,
+        },
+        engine_checkpoint_dir: args.engine_checkpoint_dir.clone(),
+        base: args.hf_checkpoint.clone(),
+    };
     let engine = |url: &String| -> Result<Box<dyn Activate>> {
-        let client = Client::new(url, &keys, ClientOptions::default())?;
-        Ok(Box::new(DiskActivator::new(client, path.cloned())?))
+        Ok(Box::new(DiskActivator::new(url, options.clone())?))
     };
     args.engine.iter().map(engine).collect()
 }

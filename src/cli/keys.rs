@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// Where the keys of engines come from.
 #[derive(Debug, Clone, Default, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct KeyArgs {
     /// File holding the engines' API key [default: the variable DRIFTLESS_API_KEY, if set].
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
@@ -15,12 +15,11 @@ pub(crate) struct Args {
     admin_api_key_file: Option<PathBuf>,
 }
 
-impl Args {
+impl KeyArgs {
     pub(crate) fn read(&self) -> Result<Keys> {
-        Ok(Keys {
-            api: secret(self.api_key_file.as_deref(), "DRIFTLESS_API_KEY")?,
-            admin: secret(self.admin_api_key_file.as_deref(), "DRIFTLESS_ADMIN_API_KEY")?,
-        })
+        let api = secret(self.api_key_file.as_deref(), "DRIFTLESS_API_KEY")?;
+        let admin = secret(self.admin_api_key_file.as_deref(), "DRIFTLESS_ADMIN_API_KEY")?;
+        Ok(Keys::new(api.as_deref(), admin.as_deref())?)
     }
 }
 

@@ -107,3 +107,11 @@ fn fail(error: &error::Error) -> ExitCode {
     }
     ExitCode::from(error.exit_code())
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_command_line_contradicts_itself_nowhere() {
+        <super::Cli as clap::CommandFactory>::command().debug_assert();
+    }
+}

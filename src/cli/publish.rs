@@ -4,8 +4,9 @@ use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
 use crate::cli::progress;
 use driftless::delta::Profile;
-use driftless::transport::publish::{Mode, Published, Publisher, PublisherOptions, Start, Step};
-use driftless::transport::{Checkpoint, open};
+use driftless::transport::{
+    Checkpoint, Mode, Published, Publisher, PublisherOptions, Snapshot, Start, Step, open,
+};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
@@ -94,7 +95,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.reference_dir = Some(args.checkpoint.clone()).filter(|_| args.by_reference);
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let mut publisher = Publisher::open(store, options)?;
-    let bar = progress::bytes(checkpoint.tensor_bytes(), "publish");
+    let bar = progress::bytes(tensor_bytes(&checkpoint)?, "publish");
     let shown = bar.clone();
     publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
     let step = Step { trainer_step: args.step, checkpoint: Some(args.checkpoint.display().to_string()) };
@@ -109,6 +110,11 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     };
     bar.finish_and_clear();
     show(&published, output)
+}
+
+/// Bytes of all tensors.
+pub(crate) fn tensor_bytes(checkpoint: &Checkpoint) -> Result<u64> {
+    checkpoint.tensors().iter().try_fold(0, |sum, tensor| Ok(sum + tensor.byte_len()?))
 }
 
 fn show(published: &Published, output: Output) -> Result<()> {

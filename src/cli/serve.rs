@@ -42,7 +42,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "0.5.23")]
     dialect: String,
     #[command(flatten)]
-    keys: keys::Args,
+    keys: keys::KeyArgs,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]

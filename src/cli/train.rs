@@ -119,7 +119,7 @@ struct RolloutArgs {
     #[arg(long)]
     debug_train_only: bool,
     #[command(flatten)]
-    keys: keys::Args,
+    keys: keys::KeyArgs,
 }
 
 #[derive(clap::Args)]

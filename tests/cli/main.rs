@@ -1,0 +1,224 @@
+//! The command as a script uses it: publish, follow, delta, inspect, with `--json` and exit codes. No engine, no libtorch.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+use common::{driftless, json, run};
+use driftless::transport::{AuxFile, Checkpoint, Dtype, Result, Snapshot, TensorInfo, write_checkpoint};
+use std::borrow::Cow;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A checkpoint made of numbers: two bf16 matrices and an f32 vector.
+struct Made {
+    tensors: Vec<TensorInfo>,
+    bytes: Vec<Vec<u8>>,
+    files: Vec<AuxFile>,
+}
+
+impl Made {
+    fn new() -> Made {
+        let info = |name: &str, dtype, shape: &[u64]| TensorInfo { name: name.into(), dtype, shape: shape.into() };
+        let tensors = vec![
+            info("a.weight", Dtype::Bf16, &[300, 256]),
+            info("b.weight", Dtype::Bf16, &[64, 64]),
+            info("c.bias", Dtype::F32, &[64]),
+        ];
+        let bytes = tensors.iter().map(|tensor| weights(tensor.byte_len().expect("small") as usize)).collect();
+        let files = vec![AuxFile::new("config.json", b"{\"model_type\": \"test\"}".to_vec()).expect("a name")];
+        Made { tensors, bytes, files }
+    }
+
+    /// Every `stride`-th element of the first tensor moves by one unit in the last place.
+    fn step(&mut self, stride: usize) {
+        for byte in self.bytes[0].iter_mut().step_by(2 * stride) {
+            *byte ^= 1;
+        }
+    }
+
+    fn write(&self, dir: &Path) -> PathBuf {
+        write_checkpoint(dir, self, 1 << 30).expect("a checkpoint");
+        dir.to_path_buf()
+    }
+}
+
+impl Snapshot for Made {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
+        Ok(Cow::Borrowed(&self.bytes[index]))
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        &self.files
+    }
+}
+
+/// Bytes that look like small weights: exponents near zero, mantissas that vary.
+fn weights(length: usize) -> Vec<u8> {
+    (0..length).map(|i| if i % 2 == 1 { 0x3c } else { (i * 37 % 251) as u8 }).collect()
+}
+
+/// A store, a run in it, and where its baseline is kept.
+struct Run {
+    dir: tempfile::TempDir,
+    made: Made,
+    published: u32,
+}
+
+impl Run {
+    fn new() -> Run {
+        Run { dir: tempfile::tempdir().expect("a directory"), made: Made::new(), published: 0 }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn command(&self, name: &str) -> Command {
+        let mut command = driftless();
+        command.arg(name).args(["--run", "test", "--store"]).arg(self.path("store"));
+        command
+    }
+
+    /// Publishes the checkpoint as it is and returns what the command reported.
+    fn publish(&mut self) -> serde_json::Value {
+        let checkpoint = self.made.write(&self.path("checkpoint"));
+        let mut command = self.command("publish");
+        command.arg("--checkpoint").arg(checkpoint).arg("--baseline-dir").arg(self.path("baseline"));
+        command.arg(if self.published == 0 { "--new-run" } else { "--resume" });
+        self.published += 1;
+        json(&mut command)
+    }
+
+    fn follow_once(&self) -> Command {
+        let mut command = self.command("follow");
+        command.args(["--once", "--id", "host", "--checkpoint-dir"]).arg(self.path("host"));
+        command
+    }
+
+    fn assert_host_is_current(&self) {
+        let host = Checkpoint::open(self.path("host")).expect("a checkpoint");
+        assert_eq!(host.tensors(), self.made.tensors());
+        for index in 0..self.made.bytes.len() {
+            assert!(host.bytes(index).expect("bytes") == self.made.bytes[index], "tensor {index}");
+        }
+        assert_eq!(host.files(), self.made.files());
+    }
+}
+
+#[test]
+fn a_host_follows_what_a_script_publishes() {
+    let mut run = Run::new();
+    let first = run.publish();
+    assert_eq!((&first["version"], &first["anchor"]), (&0.into(), &true.into()));
+    let status = json(&mut run.follow_once());
+    assert_eq!(status["applied"]["version"], 0);
+    run.assert_host_is_current();
+
+    run.made.step(100);
+    let second = run.publish();
+    assert_eq!(second["version"], 1);
+    assert!(second["publication_bytes"].as_u64() < Some(second["full_bytes"].as_u64().expect("bytes") / 10));
+    json(&mut run.follow_once());
+    run.assert_host_is_current();
+
+    let chain = json(&mut run.command("inspect"));
+    let kinds: Vec<_> = chain["chain"].as_array().expect("a chain").iter().map(|link| &link["kind"]).collect();
+    assert_eq!(kinds, ["full", "delta"]);
+    let manifest = json(run.command("inspect").args(["--version", "1"]));
+    assert_eq!(manifest["run_id"], chain["run_id"]);
+    let runs = json(driftless().args(["inspect", "--store"]).arg(run.path("store")));
+    assert_eq!(runs[0]["newest"], 1);
+}
+
+#[test]
+fn a_lost_baseline_is_rebuilt_from_the_store() {
+    let mut run = Run::new();
+    run.publish();
+    run.made.step(10);
+    run.publish();
+    std::fs::remove_dir_all(run.path("baseline")).expect("the baseline was there");
+    run.made.step(7);
+    assert_eq!(run.publish()["anchor"], false, "a delta, against the rebuilt baseline");
+    json(&mut run.follow_once());
+    run.assert_host_is_current();
+}
+
+#[test]
+fn damage_in_the_store_ends_with_3_and_leaves_the_host_alone() {
+    let mut run = Run::new();
+    run.publish();
+    json(&mut run.follow_once());
+    let before = Made { bytes: run.made.bytes.clone(), ..Made::new() };
+    run.made.step(10);
+    run.publish();
+    let object = newest_object(&run.path("store"));
+    let mut bytes = std::fs::read(&object).expect("an object");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    std::fs::write(&object, bytes).expect("writable");
+    let output = run.follow_once().output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{error}");
+    assert!(error.contains("v0000000001"), "the object is named: {error}");
+    run.made = before;
+    run.assert_host_is_current();
+}
+
+/// The object of version 1; it has one.
+fn newest_object(store: &Path) -> PathBuf {
+    let mut found = Vec::new();
+    let mut directories = vec![store.to_path_buf()];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).expect("a directory") {
+            let path = entry.expect("an entry").path();
+            if path.is_dir() {
+                directories.push(path);
+            } else if path.to_string_lossy().contains("v0000000001") && !path.ends_with("manifest") {
+                found.push(path);
+            }
+        }
+    }
+    assert_eq!(found.len(), 1, "{found:?}");
+    found.remove(0)
+}
+
+#[test]
+fn a_delta_file_carries_one_checkpoint_to_the_next() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let dir = dir.path();
+    let mut made = Made::new();
+    let base = made.write(&dir.join("base"));
+    made.step(50);
+    let new = made.write(&dir.join("new"));
+    let file = dir.join("step.delta");
+    let encoded = json(driftless().args(["delta", "encode"]).args([&base, &new]).arg("-o").arg(&file));
+    let stat = json(driftless().args(["delta", "stat"]).arg(&file));
+    assert_eq!(encoded["changed"], stat["changed"]);
+    assert_eq!(stat["changed"], 300 * 256 / 50);
+    run(driftless().args(["delta", "apply"]).args([&base, &file]).arg("-o").arg(dir.join("applied")));
+    let (applied, new) = (dir.join("applied/model.safetensors"), new.join("model.safetensors"));
+    assert!(std::fs::read(applied).expect("a file") == std::fs::read(new).expect("a file"));
+    // Applied to another base it has to refuse, with the code for foreign data.
+    let other = driftless().args(["delta", "apply"]).args([&dir.join("new"), &file]).arg("-o").arg(dir.join("x")).output();
+    assert_eq!(other.expect("it starts").status.code(), Some(3));
+    assert!(!dir.join("x").exists());
+}
+
+#[test]
+fn errors_have_their_documented_codes() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let code = |command: &mut Command| command.output().expect("it starts").status.code();
+    let garbage = dir.path().join("garbage");
+    std::fs::write(&garbage, b"not a delta at all").expect("a file");
+    assert_eq!(code(driftless().args(["delta", "stat"]).arg(&garbage)), Some(3));
+    assert_eq!(code(driftless().args(["inspect", "--manifest"]).arg(&garbage)), Some(3));
+    assert_eq!(code(driftless().args(["publish", "--store"]).arg(dir.path())), Some(2));
+    let mut missing = driftless();
+    missing.args(["follow", "--once", "--run", "none", "--store"]).arg(dir.path());
+    missing.arg("--checkpoint-dir").arg(dir.path().join("host"));
+    assert_eq!(code(&mut missing), Some(1));
+}
