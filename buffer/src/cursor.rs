@@ -91,27 +91,27 @@ fn read(storage: &dyn Storage, file: &str, identity: &Identity) -> Result<Option
 }
 
 /// All cursors by name; a damaged one has no position.
-pub(crate) fn all(storage: &dyn Storage) -> Vec<(String, Option<Position>)> {
-    let names = storage.names().unwrap_or_default();
-    let cursor = |file: &String| {
-        let name = file.strip_prefix(PREFIX)?.to_owned();
-        let position =
-            storage.read(file).ok().flatten().and_then(|bytes| decode(&bytes).map(|(position, _)| position));
-        Some((name, position))
-    };
-    let mut cursors: Vec<_> = names.iter().filter_map(cursor).collect();
+pub(crate) fn all(storage: &dyn Storage) -> Result<Vec<(String, Option<Position>)>> {
+    let names = storage.names().map_err(Error::io("list the cursors in", storage.path("")))?;
+    let mut cursors = Vec::new();
+    for file in names {
+        let Some(name) = file.strip_prefix(PREFIX) else { continue };
+        let bytes = storage.read(&file).map_err(Error::io("read", storage.path(&file)))?;
+        let position = bytes.and_then(|bytes| decode(&bytes).map(|(position, _)| position));
+        cursors.push((name.to_owned(), position));
+    }
     cursors.sort();
-    cursors
+    Ok(cursors)
 }
 
 /// The furthest position that any cursor names.
-pub(crate) fn newest(storage: &dyn Storage) -> u64 {
-    all(storage)
+pub(crate) fn newest(storage: &dyn Storage) -> Result<u64> {
+    Ok(all(storage)?
         .into_iter()
         .filter_map(|(_, position)| position)
         .map(|position| position.0)
         .max()
-        .unwrap_or(0)
+        .unwrap_or(0))
 }
 
 #[cfg(test)]

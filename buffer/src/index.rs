@@ -1,11 +1,12 @@
 //! What is in the log, without reading it: positions, groups, samples and where each record lies.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use crate::layout::segment::{Entry, EntryState, SegmentHeader};
 use crate::map::Map;
-use crate::sample::Kind;
+use crate::sample::{Kind, PromptState};
 
 /// A mapped segment.
 #[derive(Debug)]
@@ -41,12 +42,21 @@ pub(crate) struct Place {
     pub(crate) checked: Checked,
 }
 
+/// One sample of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Member {
+    /// Its newest record.
+    pub(crate) newest: u64,
+    /// Its first finished record, if there was one.
+    pub(crate) finished: Option<u64>,
+}
+
 /// All segments, by the number of their first record, and the records by their ids.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
     segments: BTreeMap<u64, Loaded>,
-    /// (rollout, group) → newest record of each sample.
-    groups: BTreeMap<(u64, u64), BTreeMap<u64, u64>>,
+    /// (rollout, group) → sample → its records.
+    groups: BTreeMap<(u64, u64), BTreeMap<u64, Member>>,
     /// Sample → its newest record.
     samples: HashMap<u64, u64>,
     /// Prompt → its newest record.
@@ -58,7 +68,6 @@ pub(crate) struct Index {
 impl Index {
     pub(crate) fn add_segment(&mut self, segment: Arc<Segment>) {
         let first = segment.header.first;
-        self.end = self.end.max(first);
         let loaded = Loaded { segment, entries: Vec::new(), checked: Vec::new(), sealed_us: None };
         self.segments.insert(first, loaded);
     }
@@ -76,7 +85,12 @@ impl Index {
         if entry.kind == Kind::Prompt.code() {
             self.prompts.insert(entry.sample, sequence);
         } else {
-            self.groups.entry((entry.rollout, entry.group)).or_default().insert(entry.sample, sequence);
+            let group = self.groups.entry((entry.rollout, entry.group)).or_default();
+            let member = group.entry(entry.sample).or_insert(Member { newest: sequence, finished: None });
+            member.newest = sequence;
+            if entry.kind == Kind::Sample.code() {
+                member.finished.get_or_insert(sequence);
+            }
             self.samples.insert(entry.sample, sequence);
         }
     }
@@ -105,7 +119,7 @@ impl Index {
     /// The first position at or after `sequence` that is filled in, with what is there.
     pub(crate) fn at_or_after(&self, sequence: u64) -> Option<(u64, Place)> {
         let before = self.segments.range(..=sequence).next_back();
-        let after = self.segments.range(sequence..).map(|(first, loaded)| (first, loaded));
+        let after = self.segments.range(sequence..);
         before.into_iter().chain(after).find_map(|(&first, loaded)| {
             let index = usize::try_from(sequence.saturating_sub(first)).ok()?;
             let entry = *loaded.entries.get(index)?;
@@ -124,9 +138,20 @@ impl Index {
         }
     }
 
-    /// The groups of a rollout, and in each the newest record of every sample.
-    pub(crate) fn groups(&self, rollout: u64) -> impl Iterator<Item = (u64, &BTreeMap<u64, u64>)> {
-        self.groups.range((rollout, 0)..=(rollout, u64::MAX)).map(|(&(_, group), samples)| (group, samples))
+    /// The groups of some rollouts: (rollout, group) and the samples of each.
+    pub(crate) fn groups(
+        &self,
+        rollouts: RangeInclusive<u64>,
+    ) -> impl Iterator<Item = ((u64, u64), &BTreeMap<u64, Member>)> {
+        let range = (*rollouts.start(), 0)..=(*rollouts.end(), u64::MAX);
+        let sane = rollouts.start() <= rollouts.end();
+        sane.then(|| self.groups.range(range)).into_iter().flatten().map(|(&ids, members)| (ids, members))
+    }
+
+    /// What stands at a position.
+    pub(crate) fn entry(&self, sequence: u64) -> Option<&Entry> {
+        let (&first, loaded) = self.segments.range(..=sequence).next_back()?;
+        loaded.entries.get(usize::try_from(sequence - first).ok()?)
     }
 
     /// The rollouts that have records.
@@ -141,14 +166,33 @@ impl Index {
         self.samples.get(&sample).copied()
     }
 
+    /// The newest record of every sample.
+    pub(crate) fn newest_samples(&self) -> impl Iterator<Item = u64> {
+        self.samples.values().copied()
+    }
+
     /// The newest record of every prompt, by prompt id.
     pub(crate) fn prompts(&self) -> impl Iterator<Item = u64> {
         self.prompts.values().copied()
     }
 
+    /// The first position of a segment that is needed to resume: the newest record of a prompt that is not done, or of a
+    /// sample that is not finished.
+    pub(crate) fn needed(&self, first: u64) -> Option<u64> {
+        let entries = &self.segments.get(&first)?.entries;
+        let needed = |(sequence, entry): &(u64, &Entry)| match (entry.state, Kind::from_code(entry.kind)) {
+            (EntryState::Record, Some(Kind::Prompt)) => {
+                entry.status != PromptState::Done.code() && self.prompts.get(&entry.sample) == Some(sequence)
+            }
+            (EntryState::Record, Some(Kind::Partial)) => self.samples.get(&entry.sample) == Some(sequence),
+            _ => false,
+        };
+        (first..).zip(entries).find(needed).map(|(sequence, _)| sequence)
+    }
+
     /// Forgets a segment and all its records.
-    pub(crate) fn remove_segment(&mut self, first: u64) {
-        let Some(loaded) = self.segments.remove(&first) else { return };
+    pub(crate) fn remove_segment(&mut self, first: u64) -> Option<Loaded> {
+        let loaded = self.segments.remove(&first)?;
         for (index, entry) in
             loaded.entries.iter().enumerate().filter(|(_, entry)| entry.state == EntryState::Record)
         {
@@ -164,7 +208,7 @@ impl Index {
             }
             let key = (entry.rollout, entry.group);
             if let Some(samples) = self.groups.get_mut(&key) {
-                if samples.get(&entry.sample) == Some(&sequence) {
+                if samples.get(&entry.sample).is_some_and(|member| member.newest == sequence) {
                     samples.remove(&entry.sample);
                 }
                 if samples.is_empty() {
@@ -172,5 +216,6 @@ impl Index {
                 }
             }
         }
+        Some(loaded)
     }
 }

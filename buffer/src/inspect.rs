@@ -82,7 +82,7 @@ pub fn stat(dir: impl AsRef<Path>) -> Result<Stat> {
     let root = dir.as_ref();
     let storage = Directory::new(root);
     let mode = read_mode(root);
-    let opened = recover::open(&storage, mode, None)?;
+    let opened = recover::read(&storage, mode)?;
     let mut stat = Stat {
         live: mode == Mode::Live,
         segments: opened.index.segments().count(),
@@ -90,7 +90,7 @@ pub fn stat(dir: impl AsRef<Path>) -> Result<Stat> {
         bytes: opened.bytes,
         oldest: Position(opened.index.oldest()),
         end: Position(opened.index.end()),
-        cursors: cursor::all(&storage),
+        cursors: cursor::all(&storage)?,
         ..Stat::default()
     };
     if let Some(identity) = opened.identity {
@@ -140,7 +140,7 @@ pub fn verify(dir: impl AsRef<Path>) -> Result<Report> {
 
 /// As [`verify`], on any storage.
 pub(crate) fn verify_on(storage: &dyn Storage, mode: Mode) -> Result<Report> {
-    let Opened { index, recovery, .. } = recover::open(storage, mode, None)?;
+    let Opened { index, recovery, .. } = recover::read(storage, mode)?;
     let mut report = Report { damage: recovery.damage, ..Report::default() };
     for loaded in index.segments() {
         let path = storage.path(&loaded.segment.name);
@@ -153,7 +153,7 @@ pub(crate) fn verify_on(storage: &dyn Storage, mode: Mode) -> Result<Report> {
             report.bytes += entry.bytes;
         }
     }
-    for (name, position) in cursor::all(storage) {
+    for (name, position) in cursor::all(storage)? {
         if position.is_none() {
             let path = storage.path(&format!("cursor-{name}"));
             let what = "cursor";

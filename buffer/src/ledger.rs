@@ -2,6 +2,9 @@
 //!
 //! A slot goes `Reserved → Committed → Durable`, or `Reserved → Void → Durable`. Slots leave from the front only, and only
 //! when durable, so what has left is a prefix of the log without gaps: that is what readers see.
+//!
+//! Of a void slot nothing but its header matters, and there any state that recovery can step over will do. So a reservation
+//! that is given up after a sync has stored its header counts as durable at once: nobody waits for another sync.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -20,6 +23,8 @@ enum State {
 #[derive(Debug, Clone)]
 struct Slot {
     state: State,
+    /// A sync has stored the header, in whatever state it was.
+    stored: bool,
     segment: u64,
     range: Range<usize>,
     entry: Entry,
@@ -42,6 +47,8 @@ pub(crate) struct Batch {
     /// Per segment (by its first record), the bytes to flush, oldest segment first.
     pub(crate) ranges: Vec<(u64, Range<usize>)>,
     sequences: Vec<u64>,
+    /// One past the last position that the ranges cover.
+    end: u64,
 }
 
 /// A slot that became visible.
@@ -89,7 +96,7 @@ impl Ledger {
     pub(crate) fn reserve(&mut self, segment: u64, range: Range<usize>, entry: Entry) -> u64 {
         let sequence = self.next();
         self.bytes += range.len();
-        self.slots.push_back(Slot { state: State::Reserved, segment, range, entry });
+        self.slots.push_back(Slot { state: State::Reserved, stored: false, segment, range, entry });
         sequence
     }
 
@@ -119,9 +126,9 @@ impl Ledger {
     /// Gives a reservation up and tells its segment and range. `None` when it was committed or given up before.
     pub(crate) fn void(&mut self, sequence: u64) -> Option<(u64, Range<usize>)> {
         let slot = self.slot(sequence).filter(|slot| slot.state == State::Reserved)?;
-        slot.state = State::Void;
-        let place = (slot.segment, slot.range.clone());
-        self.dirty += 1;
+        slot.state = if slot.stored { State::Durable } else { State::Void };
+        let (stored, place) = (slot.stored, (slot.segment, slot.range.clone()));
+        self.dirty += usize::from(!stored);
         Some(place)
     }
 
@@ -135,7 +142,7 @@ impl Ledger {
     /// The ranges begin at the oldest frame that is not durable, even if it is only reserved: recovery walks over its
     /// header to reach the ones behind it.
     pub(crate) fn batch(&self) -> Option<Batch> {
-        let mut batch = Batch { ranges: Vec::new(), sequences: Vec::new() };
+        let mut batch = Batch { ranges: Vec::new(), sequences: Vec::new(), end: self.next() };
         let pending = |slot: &&Slot| slot.state != State::Durable;
         for (index, slot) in self.slots.iter().enumerate().filter(|(_, slot)| pending(slot)) {
             match batch.ranges.last_mut() {
@@ -149,14 +156,25 @@ impl Ledger {
         (!batch.sequences.is_empty()).then_some(batch)
     }
 
-    /// The batch is on stable storage: returns what readers may see now, in order.
-    pub(crate) fn finish(&mut self, batch: &Batch) -> Vec<Published> {
+    /// The batch is on stable storage.
+    pub(crate) fn finish(&mut self, batch: &Batch) {
+        let covered = usize::try_from(batch.end.saturating_sub(self.first)).unwrap_or(usize::MAX);
+        self.slots.iter_mut().take(covered).for_each(|slot| slot.stored = true);
+        let given_up_meanwhile = |slot: &&mut Slot| slot.state == State::Void && slot.stored;
+        for slot in self.slots.iter_mut().take(covered).filter(given_up_meanwhile) {
+            slot.state = State::Durable;
+            self.dirty -= 1;
+        }
         for &sequence in &batch.sequences {
             if let Some(slot) = self.slot(sequence).filter(|slot| slot.state != State::Durable) {
                 slot.state = State::Durable;
                 self.dirty -= 1;
             }
         }
+    }
+
+    /// Takes what readers may see from now on, in order.
+    pub(crate) fn publish(&mut self) -> Vec<Published> {
         let mut published = Vec::new();
         while self.slots.front().is_some_and(|slot| slot.state == State::Durable) {
             if let Some(slot) = self.slots.pop_front() {
@@ -187,6 +205,23 @@ mod tests {
         ledger.reserve(0, at..at + 64, entry(EntryState::Void))
     }
 
+    fn finish(ledger: &mut Ledger, batch: &Batch) -> Vec<u64> {
+        ledger.finish(batch);
+        ledger.publish().iter().map(|slot| slot.sequence).collect()
+    }
+
+    #[test]
+    fn giving_up_a_stored_reservation_needs_no_sync() {
+        let mut ledger = Ledger::new(0);
+        let (a, b) = (reserve(&mut ledger, 0), reserve(&mut ledger, 64));
+        assert!(ledger.commit(b, entry(EntryState::Record)));
+        let batch = ledger.batch().unwrap();
+        assert!(finish(&mut ledger, &batch).is_empty());
+        assert!(ledger.void(a).is_some());
+        let published: Vec<u64> = ledger.publish().iter().map(|slot| slot.sequence).collect();
+        assert_eq!((published, ledger.dirty()), (vec![0, 1], 0));
+    }
+
     #[test]
     fn records_become_visible_in_order_and_acknowledged_out_of_it() {
         let mut ledger = Ledger::new(10);
@@ -195,14 +230,13 @@ mod tests {
         assert!(ledger.commit(b, entry(EntryState::Record)));
         let batch = ledger.batch().unwrap();
         assert_eq!(batch.ranges, [(0, 0..128)], "the open reservation's header goes along");
-        assert!(ledger.finish(&batch).is_empty());
+        assert!(finish(&mut ledger, &batch).is_empty());
         assert!(ledger.is_durable(b) && !ledger.is_durable(a));
         assert!(ledger.batch().is_none());
         assert!(ledger.commit(a, entry(EntryState::Record)));
         let batch = ledger.batch().unwrap();
         assert_eq!(batch.ranges, [(0, 0..64)]);
-        let published: Vec<u64> = ledger.finish(&batch).iter().map(|slot| slot.sequence).collect();
-        assert_eq!(published, [10, 11]);
+        assert_eq!(finish(&mut ledger, &batch), [10, 11]);
         assert_eq!((ledger.visible(), ledger.bytes()), (12, 0));
     }
 
@@ -215,7 +249,7 @@ mod tests {
         let batch = ledger.batch().unwrap();
         let b = reserve(&mut ledger, 64);
         assert!(ledger.commit(b, entry(EntryState::Record)));
-        assert_eq!(ledger.finish(&batch).len(), 1, "a later commit is not in an earlier batch");
+        assert_eq!(finish(&mut ledger, &batch), [0], "a later commit is not in an earlier batch");
         assert!(!ledger.is_durable(b));
         assert_eq!(ledger.dirty(), 1);
     }

@@ -17,10 +17,12 @@ mod log;
 mod map;
 mod options;
 mod position;
+mod query;
 mod reader;
 mod record;
 mod recover;
 mod reservation;
+mod retain;
 mod sample;
 mod scan;
 mod shared;
@@ -36,9 +38,11 @@ pub use inspect::{Report, Stat, stat, verify};
 pub use log::Log;
 pub use options::{Options, SyncPolicy};
 pub use position::{Identity, Position};
-pub use reader::{Group, Reader, Records};
+pub use query::{Group, GroupQuery, Order};
+pub use reader::{Reader, Records};
 pub use record::Record;
 pub use reservation::{Ack, Pending, Reservation};
+pub use retain::{Retention, Retired};
 pub use sample::{ColumnId, Element, Finish, Kind, PromptState, Sample, Scalars, Shape, VersionSpan};
 
 /// Unix time in microseconds, for information only: nothing is ever ordered by it.

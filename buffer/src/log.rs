@@ -10,8 +10,9 @@ use crate::layout::body::Plan;
 use crate::lock::LockFile;
 use crate::options::{Options, SyncPolicy};
 use crate::reader::Reader;
-use crate::recover::{self, Mode, SEGMENT_BYTES_MAX};
+use crate::recover::{self, SEGMENT_BYTES_MAX};
 use crate::reservation::{Ack, Pending, Reservation};
+use crate::retain::{Retention, Retired};
 use crate::sample::{ColumnId, Element, Kind, Sample, Shape};
 use crate::shared::Shared;
 use crate::storage::{Directory, Storage};
@@ -57,10 +58,8 @@ impl Log {
     ) -> Result<Self> {
         options.segment_bytes = options.segment_bytes.next_multiple_of(PAGE);
         check_options(&options)?;
-        let opened = recover::open(&*storage, Mode::Repair, Some(&options.identity))?;
-        // A position that a consumer has noted is never used again, even if damage has hidden what stood there.
-        let noted = cursor::newest(&*storage);
-        let shared = Arc::new(Shared::new(storage, root, options, opened, noted, lock));
+        let opened = recover::repair(&*storage, &options.identity, cursor::newest(&*storage)?)?;
+        let shared = Arc::new(Shared::new(storage, root, options, opened, lock));
         let flusher = match shared.options().sync {
             SyncPolicy::Within(bound) => Some(Arc::new(Flusher::start(Arc::clone(&shared), bound)?)),
             _ => None,
@@ -196,6 +195,16 @@ impl Log {
     /// file belongs to another run, [`Error::Io`].
     pub fn cursor(&self, name: &str) -> Result<Cursor> {
         Cursor::open(Arc::clone(&self.shared), name)
+    }
+
+    /// Removes old segments. Records that readers hold stay valid.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] for a retention without limit or cursor, [`Error::Poisoned`], [`Error::Io`] (what was not removed
+    /// is found again when the log is next opened).
+    pub fn retain(&self, retention: &Retention) -> Result<Retired> {
+        self.shared.retain(retention)
     }
 
     /// Syncs, seals the last segment, ends the log for all handles and lets another process write it. Readers keep

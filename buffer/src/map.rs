@@ -20,6 +20,9 @@ use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState, Peek};
 #[cfg(test)]
 use crate::tests::image::Image;
 
+/// What the kernel marks as written at once, or less.
+const PAGE: usize = 4096;
+
 /// The memory of one segment.
 #[derive(Debug)]
 pub(crate) struct Map {
@@ -106,11 +109,21 @@ impl Map {
             let word = self.word(at);
             if word.load(Ordering::Relaxed) != 0 {
                 word.store(0, Ordering::Relaxed);
+                self.written(at..at + 8);
             }
         }
     }
 
+    /// Tells the simulated medium which pages a store has made dirty; the kernel knows by itself.
+    fn written(&self, _range: Range<usize>) {
+        #[cfg(test)]
+        if let Memory::Image(image) = &self.memory {
+            image.written(_range);
+        }
+    }
+
     fn store(&self, offset: usize, bytes: &[u8]) {
+        self.written(offset..offset + bytes.len());
         for (index, word) in bytes.chunks_exact(8).enumerate() {
             let mut value = [0; 8];
             value.copy_from_slice(word);
@@ -131,9 +144,10 @@ impl Map {
     /// Marks every page of `range` as written, so that the next flush stores it even if an earlier, failed one left the
     /// page marked clean.
     pub(crate) fn touch(&mut self, range: Range<usize>) {
-        for at in range.step_by(4096) {
+        for at in range.step_by(PAGE) {
             let word = self.word(at);
             word.store(word.load(Ordering::Relaxed), Ordering::Relaxed);
+            self.written(at..at + 8);
         }
     }
 
@@ -150,6 +164,7 @@ impl Map {
         let mut last = [0; 8];
         last.copy_from_slice(&block[56..]);
         self.word(offset + 56).store(u64::from_ne_bytes(last), Ordering::Release);
+        self.written(offset..offset + FRAME_HEADER);
     }
 
     /// Reads the frame header at `offset`. A header caught in the middle of being written reads as invalid.
@@ -229,6 +244,7 @@ impl DerefMut for Exclusive {
     fn deref_mut(&mut self) -> &mut [u8] {
         let range = self.start + FRAME_HEADER..self.start + self.bytes;
         let bytes = range.len();
+        self.map.written(range.clone());
         let pointer = self.map.pointer(range);
         // SAFETY: as above, and `&mut self` makes this the only slice.
         unsafe { std::slice::from_raw_parts_mut(pointer, bytes) }

@@ -9,7 +9,6 @@ use crate::layout::segment::EntryState;
 use crate::lock::LockFile;
 use crate::record::Record;
 use crate::recover::{self, Mode};
-use crate::sample::Kind;
 use crate::shared::Shared;
 use crate::storage::{Directory, Storage};
 use crate::{Error, Identity, Position, Result};
@@ -46,17 +45,6 @@ impl std::fmt::Debug for Files {
     }
 }
 
-/// The samples of one prompt.
-#[derive(Debug, Clone)]
-pub struct Group {
-    /// The training step they were generated for.
-    pub rollout_id: u64,
-    /// The group.
-    pub group_id: u64,
-    /// The newest finished record of each sample, by sample id.
-    pub records: Vec<Record>,
-}
-
 impl Reader {
     pub(crate) fn live(shared: Arc<Shared>) -> Self {
         Self { source: Source::Live(shared) }
@@ -70,7 +58,7 @@ impl Reader {
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let root = dir.as_ref();
         let storage = Directory::new(root);
-        let opened = recover::open(&storage, read_mode(root), None)?;
+        let opened = recover::read(&storage, read_mode(root))?;
         let index = Mutex::new(opened.index);
         let files = Files { root: root.to_owned(), storage, identity: opened.identity, index };
         Ok(Self { source: Source::Files(Arc::new(files)) })
@@ -92,15 +80,20 @@ impl Reader {
     /// As [`Reader::open`].
     pub fn refresh(&self) -> Result<()> {
         if let Source::Files(files) = &self.source {
-            let opened = recover::open(&files.storage, read_mode(&files.root), None)?;
+            let opened = recover::read(&files.storage, read_mode(&files.root))?;
             *files.index.lock().unwrap_or_else(PoisonError::into_inner) = opened.index;
         }
         Ok(())
     }
 
-    fn with<T>(&self, query: impl FnOnce(&mut Index) -> T) -> T {
+    pub(crate) fn with<T>(&self, query: impl FnOnce(&mut Index) -> T) -> T {
         match &self.source {
-            Source::Live(shared) => query(&mut shared.lock().index),
+            Source::Live(shared) => {
+                let mut state = shared.lock();
+                // A producer that died may be all that hides the records behind its reservation.
+                shared.reclaim(&mut state);
+                query(&mut state.index)
+            }
             Source::Files(files) => query(&mut files.index.lock().unwrap_or_else(PoisonError::into_inner)),
         }
     }
@@ -190,8 +183,11 @@ impl Reader {
         match &self.source {
             Source::Live(shared) => {
                 let mut state = shared.lock();
+                shared.reclaim(&mut state);
                 while state.index.end() <= position.0 && Instant::now() < until {
-                    state = shared.wait(state, until);
+                    let wake = state.deadlines.front().map_or(until, |&(_, deadline)| until.min(deadline));
+                    state = shared.wait(state, wake);
+                    shared.reclaim(&mut state);
                 }
                 Ok(Position(state.index.end()))
             }
@@ -204,48 +200,6 @@ impl Reader {
                 }
                 std::thread::sleep(left.min(POLL));
             },
-        }
-    }
-
-    /// The groups of a rollout that have at least `samples` finished samples, by group id. Damaged records do not count.
-    ///
-    /// # Errors
-    ///
-    /// None of damage; [`Error::Io`] never: the signature leaves room for readers that fetch.
-    pub fn groups(&self, rollout_id: u64, samples: usize) -> Result<Vec<Group>> {
-        let found: Vec<(u64, Vec<u64>)> = self.with(|index| {
-            index
-                .groups(rollout_id)
-                .map(|(group, members)| (group, members.values().copied().collect()))
-                .collect()
-        });
-        let mut groups = Vec::new();
-        for (group_id, members) in found.into_iter().filter(|(_, members)| members.len() >= samples) {
-            let finished = |sequence: &u64| self.get(Position(*sequence)).ok().flatten();
-            let records: Vec<Record> =
-                members.iter().filter_map(finished).filter(|record| record.kind() == Kind::Sample).collect();
-            if records.len() >= samples {
-                groups.push(Group { rollout_id, group_id, records });
-            }
-        }
-        Ok(groups)
-    }
-
-    /// The rollout ids that have samples, ascending.
-    #[must_use]
-    pub fn rollouts(&self) -> Vec<u64> {
-        self.with(|index| index.rollouts())
-    }
-
-    /// The newest record of a sample.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Damaged`].
-    pub fn sample(&self, sample_id: u64) -> Result<Option<Record>> {
-        match self.with(|index| index.sample(sample_id)) {
-            Some(sequence) => self.get(Position(sequence)),
-            None => Ok(None),
         }
     }
 }

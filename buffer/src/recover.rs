@@ -39,6 +39,8 @@ pub(crate) struct Opened {
     pub(crate) recovery: Recovery,
     /// Number of the next record.
     pub(crate) next: u64,
+    /// No position before this one is given out again.
+    noted: u64,
     /// The identity in the newest segment.
     pub(crate) identity: Option<Identity>,
     /// Bytes of storage that the segments' data takes.
@@ -56,22 +58,31 @@ pub(crate) fn segment_first(name: &str) -> Option<u64> {
     (digits.len() == 20).then(|| digits.parse().ok())?
 }
 
-/// Opens every segment. With `identity`, refuses a log of another run, model or tokenizer before anything is written.
-pub(crate) fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>) -> Result<Opened> {
+/// Opens every segment to read it.
+pub(crate) fn read(storage: &dyn Storage, mode: Mode) -> Result<Opened> {
+    open(storage, mode, None, 0)
+}
+
+/// Opens every segment and seals those that a crash left open. Refuses a log of another run, model or tokenizer before
+/// anything is written. Positions before `noted` are never given out again, whatever became of their records.
+pub(crate) fn repair(storage: &dyn Storage, identity: &Identity, noted: u64) -> Result<Opened> {
+    open(storage, Mode::Repair, Some(identity), noted)
+}
+
+fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>, noted: u64) -> Result<Opened> {
     let names = storage.names().map_err(Error::io("list the segments in", storage.path("")))?;
     let mut firsts: Vec<u64> = names.iter().filter_map(|name| segment_first(name)).collect();
     firsts.sort_unstable();
-    let mut opened = Opened::default();
+    let mut opened = Opened { next: 0, noted, ..Opened::default() };
     if let Some(identity) = identity {
         for &first in &firsts {
             refuse_foreign(storage, first, identity)?;
         }
     }
-    let last = firsts.last().copied();
-    for first in firsts {
-        load(storage, mode, first, Some(first) == last, &mut opened)?;
+    for (index, &first) in firsts.iter().enumerate() {
+        load(storage, mode, first, firsts.get(index + 1).copied(), &mut opened)?;
     }
-    opened.next = opened.next.max(opened.index.end());
+    opened.next = opened.next.max(opened.index.end()).max(noted);
     let records = |loaded: &crate::index::Loaded| {
         loaded.entries.iter().filter(|e| e.state == EntryState::Record).count()
     };
@@ -105,8 +116,14 @@ fn read_header(storage: &dyn Storage, name: &str, map: &Map) -> Result<Option<(S
     }
 }
 
-/// Opens one segment and adds it, with what is wrong with it, to `opened`.
-fn load(storage: &dyn Storage, mode: Mode, first: u64, is_last: bool, opened: &mut Opened) -> Result<()> {
+/// Opens one segment and adds it, with what is wrong with it, to `opened`. `after` is where the segment behind it starts.
+fn load(
+    storage: &dyn Storage,
+    mode: Mode,
+    first: u64,
+    after: Option<u64>,
+    opened: &mut Opened,
+) -> Result<()> {
     let name = segment_name(first);
     let path = storage.path(&name);
     let mut found = Vec::new();
@@ -125,8 +142,9 @@ fn load(storage: &dyn Storage, mode: Mode, first: u64, is_last: bool, opened: &m
             Severity::Corrupt,
             "segment header: no copy is whole, its records cannot be read",
         );
-        // Its positions must not be used again; there cannot be more of them than frames have room.
-        opened.next = opened.next.max(first + (map.len() / ENTRY) as u64 + 1);
+        // Its positions must not be used again; there cannot be more of them than the largest segment has room for.
+        opened.next =
+            opened.next.max(after.unwrap_or(first.saturating_add(SEGMENT_BYTES_MAX / ENTRY as u64)));
         opened.recovery.damage.append(&mut found);
         return Ok(());
     };
@@ -145,8 +163,12 @@ fn load(storage: &dyn Storage, mode: Mode, first: u64, is_last: bool, opened: &m
         Table::Sealed(trailer, entries) => Part::sealed(map, &trailer, entries),
         table => {
             opened.recovery.scanned += 1;
-            let in_use = mode == Mode::Live && matches!(table, Table::Absent);
-            let part = walk(storage, mode, in_use, is_last, &name, &header, map)?;
+            // Somebody may be writing it, unless its end has been touched already.
+            let mode =
+                if matches!(table, Table::Absent) || mode == Mode::Repair { mode } else { Mode::Settled };
+            let Some(part) = walk(storage, mode, after, opened, &name, &header, map)? else {
+                return Ok(());
+            };
             for Fault { offset, sequence, state, what } in &part.faults {
                 let severity = if *state == EntryState::Corrupt { Severity::Corrupt } else { Severity::Torn };
                 damage(*offset, Some(*sequence), severity, what);
@@ -188,47 +210,66 @@ impl Part {
     }
 }
 
-/// Walks a segment without a table, and seals it when the mode is to repair.
+/// Walks a segment without a table. When the mode is to repair, seals it, or removes it if it was never used.
+///
+/// The segments before it are opened; the one behind it starts at `after`, if there is one yet.
 fn walk(
     storage: &dyn Storage,
     mode: Mode,
-    in_use: bool,
-    is_last: bool,
+    after: Option<u64>,
+    before: &Opened,
     name: &str,
     header: &SegmentHeader,
     mut map: Map,
-) -> Result<Part> {
+) -> Result<Option<Part>> {
     let start = Start { offset: HEADER_PAGE, sequence: header.first };
+    let (found, capacity) = (map.len(), header.capacity as usize);
+    let known = before.next == header.first;
     if mode == Mode::Repair {
-        let writable = storage.open(name, Some(header.capacity as usize));
-        map = writable.map_err(Error::io("map for repair", storage.path(name)))?;
+        map = storage.open(name, Some(capacity)).map_err(Error::io("map for repair", storage.path(name)))?;
     }
-    let scan =
-        if in_use { scan::live(&map, header, start) } else { scan::settled(&map, header, start, is_last) };
-    let next = header.first + scan.entries.len() as u64;
+    let mut scan = match mode {
+        Mode::Live => scan::live(&map, header, start),
+        Mode::Settled | Mode::Repair => scan::settled(&map, header, start, after.is_none()),
+    };
+    let mut next = after.unwrap_or(header.first + scan.entries.len() as u64);
     let mut sealed_us = None;
     if mode == Mode::Repair {
+        if scan.entries.is_empty() && found == capacity && known {
+            // The next segment will begin at the same position, and so have the same name.
+            storage.remove(name).map_err(Error::io("remove the empty segment", storage.path(name)))?;
+            return Ok(None);
+        }
+        if scan.entries.is_empty() {
+            // Only this file still tells how far positions have come: it stays, with one position given up.
+            scan.entries.push(Entry::empty(EntryState::Torn, HEADER_PAGE as u64, 0));
+            next += 1;
+        }
+        if after.is_none() {
+            // What was cut off may have held records: their positions stay theirs.
+            next = next.max(before.noted) + ((capacity - found.min(capacity)) / ENTRY) as u64;
+        }
         sealed_us =
-            Some(repair(&mut map, header, &scan, next).map_err(Error::io("seal", storage.path(name)))?);
+            Some(finish(&mut map, header, &scan, next).map_err(Error::io("seal", storage.path(name)))?);
         storage.release(name, unused(header, scan.end, scan.entries.len()));
     }
     let Scan { entries, faults, end } = scan;
-    Ok(Part { map, entries, faults, end, next, sealed_us, walked: true })
+    Ok(Some(Part { map, entries, faults, end, next, sealed_us, walked: true }))
 }
 
 /// What stands at the end of a segment.
 enum Table {
     Sealed(Trailer, Vec<Entry>),
     Absent,
-    BadTrailer,
-    BadTable,
+    DamagedTrailer,
+    Damaged,
 }
 
 impl Table {
     fn fault(&self) -> Option<&'static str> {
         match self {
-            Self::BadTrailer => Some("segment trailer; the segment was scanned instead"),
-            Self::BadTable => Some("index table; the segment was scanned instead"),
+            Self::DamagedTrailer => Some("segment trailer; the segment was scanned instead"),
+            Self::Damaged => Some("index table; the segment was scanned instead"),
             Self::Sealed(..) | Self::Absent => None,
         }
     }
@@ -245,17 +286,17 @@ fn read_table(map: &Map, header: &SegmentHeader) -> Table {
         return Table::Absent;
     }
     let Some(trailer) = Trailer::decode(&block, header.salt, header.capacity) else {
-        return Table::BadTrailer;
+        return Table::DamagedTrailer;
     };
     let table = trailer.table as usize..trailer.table as usize + trailer.count as usize * ENTRY;
     match decode_table(&map.copy(table), &trailer) {
         Some(entries) => Table::Sealed(trailer, entries),
-        None => Table::BadTable,
+        None => Table::Damaged,
     }
 }
 
 /// Makes a scanned segment durable as it was found, removes what lies behind its records, and seals it.
-fn repair(map: &mut Map, header: &SegmentHeader, scan: &Scan, next: u64) -> std::io::Result<u64> {
+fn finish(map: &mut Map, header: &SegmentHeader, scan: &Scan, next: u64) -> std::io::Result<u64> {
     map.limit(scan.end);
     map.touch(0..scan.end);
     map.flush(0..scan.end)?;

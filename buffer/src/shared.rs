@@ -30,6 +30,8 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     /// Told whenever records become durable, a reservation ends, or the log is poisoned.
     pub(crate) changed: Condvar,
+    /// Held while old segments are removed.
+    pub(crate) retaining: Mutex<()>,
 }
 
 pub(crate) struct State {
@@ -69,11 +71,10 @@ impl Shared {
         root: PathBuf,
         options: Options,
         opened: Opened,
-        noted: u64,
         lock: Option<LockFile>,
     ) -> Self {
         let state = State {
-            ledger: Ledger::new(opened.next.max(noted)),
+            ledger: Ledger::new(opened.next),
             index: opened.index,
             active: None,
             retiring: Vec::new(),
@@ -85,7 +86,7 @@ impl Shared {
             lock,
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        Self { storage, root, options, recovery: opened.recovery, state, changed }
+        Self { storage, root, options, recovery: opened.recovery, state, changed, retaining: Mutex::new(()) }
     }
 
     pub(crate) fn options(&self) -> &Options {
@@ -204,6 +205,10 @@ impl Shared {
                 body_crc: 0,
             };
             loaded.segment.map.set_header(range.start, &header.encode(loaded.segment.header.salt));
+            if state.ledger.dirty() > 0 {
+                state.dirty_since.get_or_insert_with(Instant::now);
+            }
+            state.publish();
             self.changed.notify_all();
         }
     }
@@ -212,24 +217,22 @@ impl Shared {
     fn allot(&self, state: &mut State, bytes: usize) -> Result<(Arc<Segment>, Exclusive)> {
         let capacity = self.options.segment_bytes as usize;
         // Room for the table with one spare entry, which recovery may need for a position lost at the end.
-        let limit = |count: usize| capacity - TRAILER - (count + 2) * ENTRY;
-        let max = limit(0) - HEADER_PAGE;
+        let limit = capacity - TRAILER - 2 * ENTRY;
+        let max = limit - HEADER_PAGE;
         if bytes > max {
             return Err(Error::TooLarge { bytes: bytes as u64, max: max as u64 });
         }
-        if let Some(active) = &mut state.active {
-            if let Some(body) = limit(0)
-                .checked_sub(active.count * ENTRY)
-                .and_then(|end| active.segment.map.allot(bytes, end))
-            {
-                active.count += 1;
-                return Ok((Arc::clone(&active.segment), body));
-            }
+        if let Some(active) = &mut state.active
+            && let Some(end) = limit.checked_sub(active.count * ENTRY)
+            && let Some(body) = active.segment.map.allot(bytes, end)
+        {
+            active.count += 1;
+            return Ok((Arc::clone(&active.segment), body));
         }
         let segment = self.create_segment(state.ledger.next())?;
         let body = segment
             .map
-            .allot(bytes, limit(0))
+            .allot(bytes, limit)
             .ok_or(Error::TooLarge { bytes: bytes as u64, max: max as u64 })?;
         state.index.add_segment(Arc::clone(&segment));
         if let Some(full) = state.active.replace(Active { segment: Arc::clone(&segment), count: 1 }) {

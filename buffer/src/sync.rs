@@ -19,6 +19,7 @@ impl Shared {
     pub(crate) fn sync_through(&self, sequence: u64) -> Result<()> {
         let until = Instant::now() + self.options().wait_deadline;
         let mut state = self.lock();
+        self.reclaim(&mut state);
         while !state.ledger.is_durable(sequence) {
             state = self.lead_or_wait(state, until)?;
         }
@@ -70,9 +71,8 @@ impl Shared {
         let mut state = self.lock();
         let mut full = Vec::new();
         if flushed.is_ok() {
-            for published in state.ledger.finish(&batch) {
-                state.index.push(published.segment, published.entry, Checked::Good);
-            }
+            state.ledger.finish(&batch);
+            state.publish();
             self.changed.notify_all();
             full = state.take_resolved();
         }
@@ -149,6 +149,13 @@ impl Shared {
 }
 
 impl State {
+    /// Shows readers what has become durable.
+    pub(crate) fn publish(&mut self) {
+        for published in self.ledger.publish() {
+            self.index.push(published.segment, published.entry, Checked::Good);
+        }
+    }
+
     /// The full segments of which every position is visible, for sealing.
     fn take_resolved(&mut self) -> Vec<(Arc<Segment>, Vec<Entry>)> {
         let (open, full): (Vec<u64>, Vec<u64>) =

@@ -30,7 +30,7 @@ pub(crate) fn sample(sample_id: u64, group_id: u64, rollout_id: u64) -> Owned {
         prompt_len,
         tokens: (0..prompt_len + response).map(|at| (seed as i32).wrapping_add(at as i32)).collect(),
         log_probs: (0..response).map(|at| -(at as f32) - seed as f32).collect(),
-        loss_mask: (0..response).map(|at| u8::from((at as u64 ^ seed) % 3 > 0)).collect(),
+        loss_mask: (0..response).map(|at| u8::from((at as u64 ^ seed) & 3 > 0)).collect(),
         spans: vec![VersionSpan { version: rollout_id, start: 0, end: response as u32 }],
         metadata: seed.to_le_bytes()[..(seed % 9) as usize].to_vec(),
     }

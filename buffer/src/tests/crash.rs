@@ -1,0 +1,86 @@
+//! The power goes at every call to the medium, and any subset of unsynced pages has reached it.
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::image::{Crash, Medium};
+use super::work::{Work, check, open};
+
+/// Up to this many open pages every subset is tried.
+const EXHAUSTIVE: usize = 8;
+/// Tries in all for the moments with more.
+const SEEDED: usize = 1200;
+
+/// Every state in which a crash at this moment may leave the medium, or `tries` random ones if there are too many.
+fn leavings(crash: &Crash, rng: &mut StdRng, tries: usize) -> Vec<Medium> {
+    let open = crash.open_pages();
+    let mut left = Vec::new();
+    if open <= EXHAUSTIVE {
+        let subset =
+            |bits: usize| crash.leave(|page, states| if bits >> page & 1 == 1 { states - 1 } else { 0 });
+        left.extend((0..1 << open).map(subset));
+    }
+    // Besides the newest state of a page, the kernel may have stored an older one.
+    left.extend((0..tries).map(|_| crash.leave(|_, states| rng.random_range(0..states))));
+    left
+}
+
+fn run(seed: u64, steps: usize) -> (Vec<Crash>, std::collections::BTreeMap<u64, u64>) {
+    let medium = Medium::new();
+    medium.record_crashes();
+    let log = open(&medium).unwrap();
+    let mut work = Work::new(&medium, seed);
+    for _ in 0..steps {
+        work.step(&log).unwrap();
+    }
+    let crashes = medium.crashes();
+    (crashes, work.abandon())
+}
+
+#[test]
+fn any_power_cut_leaves_what_was_acknowledged_and_whole_records() {
+    let (mut checked, mut sampled) = (0, 0);
+    for seed in 0..6 {
+        let (crashes, written) = run(seed, 90);
+        let mut rng = StdRng::seed_from_u64(seed);
+        let large = crashes.iter().filter(|crash| crash.open_pages() > EXHAUSTIVE).count().max(1);
+        for (index, crash) in crashes.iter().enumerate() {
+            let tries = if crash.open_pages() > EXHAUSTIVE { SEEDED / 6 / large + 1 } else { 4 };
+            sampled += tries;
+            for (subset, medium) in leavings(crash, &mut rng, tries).iter().enumerate() {
+                let what = format!("seed {seed}, crash {index} at {}, subset {subset}", crash.at);
+                check(medium, &written, &crash.promised, &what);
+                checked += 1;
+            }
+        }
+    }
+    println!("checked {checked} crash images, {sampled} of them drawn at random");
+    assert!(checked > 3000 && sampled >= 1000, "{checked} {sampled}");
+}
+
+#[test]
+fn a_power_cut_during_recovery_changes_nothing() {
+    let mut checked = 0;
+    for seed in 10..14 {
+        let (crashes, written) = run(seed, 60);
+        let mut rng = StdRng::seed_from_u64(seed);
+        for crash in crashes.iter().step_by(7) {
+            let left = crash.leave(|_, states| rng.random_range(0..states));
+            left.record_crashes();
+            drop(open(&left).unwrap());
+            for again in left.crashes() {
+                for medium in leavings(&again, &mut rng, 2) {
+                    check(
+                        &medium,
+                        &written,
+                        &crash.promised,
+                        &format!("seed {seed}, recovery cut at {}", again.at),
+                    );
+                    checked += 1;
+                }
+            }
+        }
+    }
+    println!("checked {checked} interrupted recoveries");
+    assert!(checked > 200, "{checked}");
+}
