@@ -287,6 +287,8 @@ fn the_loop_follows_restarts_and_outages() {
     fixture.fault.arm(0, u64::MAX, When::Before);
     wait_for(|| follower.status().error.is_some());
     assert_eq!(follower.status().applied.unwrap().version, version);
+    engine.0.lock().unwrap().serving = None;
+    wait_for(|| engine.serving() == Some(fixture.label(version.0)));
     let next = fixture.publish();
     fixture.fault.disarm();
     wait_for(|| engine.serving() == Some(fixture.label(next.0)));

@@ -161,7 +161,7 @@ impl Follower {
     pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
         let mut core = self.core()?;
         let prepared = self.prepare_in(&mut core, target);
-        self.note(prepared.as_ref().err());
+        self.status_mut().error = prepared.as_ref().err().map(|error| chain_text(error));
         prepared
     }
 
@@ -185,7 +185,6 @@ impl Follower {
     fn activate_where(&self, due: impl Fn(&Slot) -> bool) -> Result<()> {
         let mut core = self.core()?;
         let activated = self.activate_in(&mut core, due);
-        self.note(activated.as_ref().err());
         self.acknowledge(&mut core);
         activated
     }
@@ -204,10 +203,6 @@ impl Follower {
 
     fn status_mut(&self) -> MutexGuard<'_, Status> {
         self.shared.status.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn note(&self, error: Option<&Error>) {
-        self.status_mut().error = error.map(|error| chain_text(error));
     }
 
     fn prepare_in(&self, core: &mut Core, target: Option<Version>) -> Result<Prepared> {

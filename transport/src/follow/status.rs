@@ -50,7 +50,7 @@ pub struct Status {
     pub newest: Option<Version>,
     /// The version on disk and the engines, once there is one.
     pub applied: Option<Ack>,
-    /// Why the follower does not make progress, if it does not.
+    /// Why the last prepare failed, if it did; what is wrong with an engine stands beside the engine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }

@@ -42,7 +42,8 @@ impl Stop {
 
 impl Follower {
     /// Follows the run: polls for the newest version, prepares it, activates it, and activates again every engine that was restarted or
-    /// failed. Transient failures are retried, ever more slowly, and shown in [`Follower::status`]; the old version keeps serving meanwhile.
+    /// failed, each at its own pace. Transient failures are retried, ever more slowly, and shown in [`Follower::status`]; the old version
+    /// keeps serving meanwhile.
     ///
     /// With `once` it returns after the first round, with that round's error if there is one.
     ///
@@ -50,36 +51,35 @@ impl Follower {
     ///
     /// Those that no retry mends: another run or model under the pinned name, a rewind, a damaged replica, an unknown format or feature.
     pub fn run_until(&self, stop: &Stop, once: bool) -> Result<()> {
+        if once {
+            self.prepare(None)?;
+            return self.activate().map(|_| ());
+        }
         let mut failures = 0;
         while !stop.is_stopped() {
-            match self.round(once) {
-                Err(error) if once || is_final(&error) => return Err(error),
-                Ok(()) if once => return Ok(()),
-                Ok(()) => failures = 0,
+            match self.prepare(None) {
+                // Before the trainer's first publication, or while a coordinator's request is under way, nothing is wrong.
+                Ok(_) | Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => {
+                    failures = 0
+                }
+                Err(error) if is_final(&error) => return Err(error),
                 Err(error) => {
                     failures += 1;
-                    tracing::warn!(
-                        error = &error as &dyn std::error::Error,
-                        failures,
-                        "follower cannot make progress"
-                    );
+                    tracing::warn!(error = &error as &dyn std::error::Error, failures, "no progress");
                 }
+            }
+            // Also after a failure: an engine that was restarted during an outage of the store still gets what is here.
+            if let Err(error) = self.activate_due() {
+                tracing::debug!(
+                    error = &error as &dyn std::error::Error,
+                    "not every engine is on the version"
+                );
             }
             if stop.wait(backoff(self.options().poll, self.options().backoff_max, failures)) {
                 break;
             }
         }
         Ok(())
-    }
-
-    fn round(&self, all: bool) -> Result<()> {
-        match self.prepare(None) {
-            Ok(_) => {}
-            // The trainer has not begun: nothing is wrong, and the engines keep what they have.
-            Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. }) if !all => return Ok(()),
-            Err(error) => return Err(error),
-        }
-        if all { self.activate().map(|_| ()) } else { self.activate_due() }
     }
 }
 
