@@ -5,7 +5,7 @@ use crate::coder::{SHIFT_BIAS, SHIFT_BITS, get_class};
 use crate::digest::{Changes, short};
 use crate::element::with_constant;
 use crate::payload::{Header, Kind, Token, block_elements};
-use crate::scan::Path;
+use crate::scan::{Path, Work};
 use crate::table::Table;
 use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Result, entropy, scan};
 
@@ -190,24 +190,19 @@ impl<'a> Decoder<'a> {
         let shift = bits.get(SHIFT_BITS) as i32 - SHIFT_BIAS;
         let base = self.base_of(block);
         let elements = base.len() / self.element.size();
-        let digest = if let [class] = table.classes.as_slice() {
-            self.path.run(|| {
-                let (ranks, steps) = (&mut self.ranks, &mut self.steps);
-                get_class(&mut bits, self.element, class, shift, elements as u32, ranks, steps)?;
-                let changes = ranks.iter().zip(steps.iter()).map(|(at, step)| (*at, *step));
-                Ok(with_constant!(self.element, e => deliver(e, block, base, changes, patch)))
-            })
-        } else {
+        if !table.is_flat() {
             self.path.classes(self.element, base, &table, &mut self.class_masks);
-            self.path.run(|| {
-                self.classes(&mut bits, &table, shift, elements)?;
-                let groups = (0..).step_by(64).zip(&self.changed);
-                let positions =
-                    groups.flat_map(|(first, mask)| scan::ones(*mask).map(move |bit| first + bit));
-                let changes = positions.map(|at| (at, self.step_at[at as usize]));
-                Ok(with_constant!(self.element, e => deliver(e, block, base, changes, patch)))
-            })
-        }?;
+        }
+        let path = self.path;
+        let digest = path.run(Changed {
+            decoder: self,
+            bits: &mut bits,
+            table: &table,
+            shift,
+            block,
+            elements,
+            patch,
+        })?;
         patch.add_digest(block, digest);
         self.table = Some(table);
         if bits.finish("change block")? == bytes.len() {
@@ -250,6 +245,40 @@ impl<'a> Decoder<'a> {
     }
 }
 
+/// Decodes the changes of one block, and returns how they change its digest.
+struct Changed<'a, 'b, 'c> {
+    decoder: &'a mut Decoder<'b>,
+    bits: &'a mut BitReader<'c>,
+    table: &'a Table,
+    shift: i32,
+    block: usize,
+    elements: usize,
+    patch: &'a mut Patch,
+}
+
+impl Work for Changed<'_, '_, '_> {
+    type Output = Result<Digest>;
+
+    #[inline(always)]
+    fn run(self) -> Result<Digest> {
+        let Self { decoder, bits, table, shift, block, elements, patch } = self;
+        let (element, base) = (decoder.element, decoder.base_of(block));
+        if let [class] = table.classes.as_slice() {
+            let Decoder { ranks, steps, .. } = decoder;
+            get_class(bits, element, class, shift, elements as u32, ranks, steps)?;
+            let changes = ranks.iter().zip(steps.iter()).map(|(at, step)| (*at, *step));
+            Ok(with_constant!(element, e => deliver(e, block, base, changes, patch)))
+        } else {
+            decoder.classes(bits, table, shift, elements)?;
+            let Decoder { changed, step_at, .. } = decoder;
+            let groups = (0..).step_by(64).zip(changed.iter());
+            let positions = groups.flat_map(|(first, mask)| scan::ones(*mask).map(move |bit| first + bit));
+            let changes = positions.map(|at| (at, step_at[at as usize]));
+            Ok(with_constant!(element, e => deliver(e, block, base, changes, patch)))
+        }
+    }
+}
+
 /// Turns steps into values, adds them to the patch, and returns how they change the block's digest.
 #[inline(always)]
 fn deliver(
@@ -261,16 +290,14 @@ fn deliver(
 ) -> Digest {
     let first = (block * BLOCK_ELEMENTS) as u64;
     let mut digest = Changes::new();
-    patch.push_changes(
-        element,
-        block,
-        changes.map(|(at, step)| {
-            let old = element.load(base, at as usize);
-            let new = element.stepped(old, step);
-            digest.push(element, first + u64::from(at), old, new);
-            (at as u16, new)
-        }),
-    );
+    let before = patch.changes();
+    for (at, step) in changes {
+        let old = element.load(base, at as usize);
+        let new = element.stepped(old, step);
+        digest.push(element, first + u64::from(at), old, new);
+        patch.push_change(element, at as u16, new);
+    }
+    patch.end_block(block, before);
     digest.finish()
 }
 

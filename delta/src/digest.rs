@@ -22,7 +22,7 @@ use std::fmt;
 use std::ops::{Add, AddAssign, Sub, SubAssign};
 use std::str::FromStr;
 
-use crate::scan::Path;
+use crate::scan::{Path, Work};
 use crate::{BLOCK_ELEMENTS, Element, Error, Result};
 
 const STRIPE_WORDS: usize = 1024;
@@ -65,27 +65,7 @@ pub struct Digest {
 impl Digest {
     /// Digest of `bytes`, which begin at element `start` of their tensor.
     pub fn of(element: Element, start: u64, bytes: &[u8]) -> Self {
-        Path::best().run(|| Self::sum(start * element.size() as u64, bytes))
-    }
-
-    /// Digest of `bytes`, which begin at byte `at` of their tensor.
-    #[inline(always)]
-    fn sum(mut at: u64, bytes: &[u8]) -> Self {
-        let mut digest = Self::default();
-        let mut rest = bytes;
-        while !at.is_multiple_of(4)
-            && let Some((&byte, tail)) = rest.split_first()
-        {
-            digest += Self::of_word(at / 4, u32::from(byte) << (8 * (at % 4)));
-            (at, rest) = (at + 1, tail);
-        }
-        while !rest.is_empty() {
-            let inside = (at % STRIPE_BYTES as u64) as usize;
-            let (stripe, tail) = rest.split_at(rest.len().min(STRIPE_BYTES - inside));
-            digest += stripe_sums(stripe, inside / 4).scaled(at / STRIPE_BYTES as u64);
-            (at, rest) = (at + stripe.len() as u64, tail);
-        }
-        digest
+        Path::best().run(Sum { at: start * element.size() as u64, bytes })
     }
 
     fn of_word(word: u64, value: u32) -> Self {
@@ -122,6 +102,35 @@ impl Digest {
     /// The top of [`Digest::check`]: enough to name a wrong base, never to accept a result.
     pub(crate) fn short_check(self) -> u16 {
         short(self.check())
+    }
+}
+
+/// Digest of `bytes`, which begin at byte `at` of their tensor.
+struct Sum<'a> {
+    at: u64,
+    bytes: &'a [u8],
+}
+
+impl Work for Sum<'_> {
+    type Output = Digest;
+
+    #[inline(always)]
+    fn run(self) -> Digest {
+        let Self { mut at, bytes: mut rest } = self;
+        let mut digest = Digest::default();
+        while !at.is_multiple_of(4)
+            && let Some((&byte, tail)) = rest.split_first()
+        {
+            digest += Digest::of_word(at / 4, u32::from(byte) << (8 * (at % 4)));
+            (at, rest) = (at + 1, tail);
+        }
+        while !rest.is_empty() {
+            let inside = (at % STRIPE_BYTES as u64) as usize;
+            let (stripe, tail) = rest.split_at(rest.len().min(STRIPE_BYTES - inside));
+            digest += stripe_sums(stripe, inside / 4).scaled(at / STRIPE_BYTES as u64);
+            (at, rest) = (at + stripe.len() as u64, tail);
+        }
+        digest
     }
 }
 

@@ -112,19 +112,20 @@ impl Element {
     /// NaNs lie beyond the infinities. A bijection on all patterns.
     #[inline(always)]
     pub(crate) const fn ordered(self, bits: u32) -> u32 {
+        // No branch: signs are as good as random, and a wrong guess would wait for the memory that holds them.
+        let negative = (bits >> (self.bits() - 1)).wrapping_neg();
         match self {
             Self::Bytes => bits,
-            _ if bits & self.sign_bit() != 0 => !bits & self.mask(),
-            _ => bits | self.sign_bit(),
+            _ => bits ^ (negative & self.mask() | self.sign_bit()),
         }
     }
 
     #[inline(always)]
     const fn unordered(self, rank: u32) -> u32 {
+        let negative = (rank >> (self.bits() - 1)).wrapping_sub(1);
         match self {
             Self::Bytes => rank,
-            _ if rank & self.sign_bit() != 0 => rank & !self.sign_bit(),
-            _ => !rank & self.mask(),
+            _ => rank ^ (negative & self.mask() | self.sign_bit()),
         }
     }
 

@@ -8,7 +8,7 @@ use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
 use crate::digest::Changes;
 use crate::element::with_constant;
 use crate::payload::{Header, Kind, Token};
-use crate::scan::Path;
+use crate::scan::{Path, Work};
 use crate::table::{Class, Table};
 use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Result, entropy, scan};
 
@@ -247,8 +247,7 @@ impl Encoder {
         self.path.changed(self.element, base, new, &mut self.masks);
         let before = self.positions.len();
         let first = (block * BLOCK_ELEMENTS) as u64;
-        let digest =
-            self.path.run(|| with_constant!(self.element, e => self.collect_as(e, first, base, new)));
+        let digest = self.path.run(Collect { encoder: self, first, base, new });
         if self.positions.len() > before {
             self.statistics.block(base);
             if let Some(carried) = self.digests.blocks_mut().get_mut(block) {
@@ -257,7 +256,7 @@ impl Encoder {
         }
     }
 
-    /// Goes through the changes in `self.masks`; `first` is the element that the block begins with.
+    /// Goes through the changes in `self.masks`.
     #[inline(always)]
     fn collect_as(&mut self, element: Element, first: u64, base: &[u8], new: &[u8]) -> Digest {
         let mut digest = Changes::new();
@@ -278,12 +277,11 @@ impl Encoder {
     /// Codes one block into `self.coded`.
     fn code(&mut self, table: &Table, base: &[u8], changes: Range<usize>) {
         self.coded.clear();
-        if let [class] = table.classes.as_slice() {
-            self.path.run(|| self.code_flat(class, (base.len() / self.element.size()) as u32, changes));
-        } else {
+        if !table.is_flat() {
             self.path.classes(self.element, base, table, &mut self.class_masks);
-            self.path.run(|| self.code_classes(table, base.len() / self.element.size(), changes));
         }
+        let elements = base.len() / self.element.size();
+        self.path.run(Code { encoder: self, table, elements, changes });
     }
 
     #[inline(always)]
@@ -324,6 +322,45 @@ impl Encoder {
             put_class(&mut bits, self.element, class, shift, members, &self.class_ranks, &self.class_steps);
         }
         bits.finish();
+    }
+}
+
+/// Goes through the changes of a block.
+struct Collect<'a> {
+    encoder: &'a mut Encoder,
+    /// Element that the block begins with.
+    first: u64,
+    base: &'a [u8],
+    new: &'a [u8],
+}
+
+impl Work for Collect<'_> {
+    type Output = Digest;
+
+    #[inline(always)]
+    fn run(self) -> Digest {
+        let Self { encoder, first, base, new } = self;
+        with_constant!(encoder.element, e => encoder.collect_as(e, first, base, new))
+    }
+}
+
+/// Codes the changes of a block.
+struct Code<'a> {
+    encoder: &'a mut Encoder,
+    table: &'a Table,
+    elements: usize,
+    changes: Range<usize>,
+}
+
+impl Work for Code<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        match self.table.classes.as_slice() {
+            [class] => self.encoder.code_flat(class, self.elements as u32, self.changes),
+            _ => self.encoder.code_classes(self.table, self.elements, self.changes),
+        }
     }
 }
 

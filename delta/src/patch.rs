@@ -56,19 +56,20 @@ impl Patch {
         self.values.clear();
     }
 
-    /// Adds changes of `block`: `(position, new value)`, positions ascending. Blocks come in ascending order.
+    /// Single changes so far.
+    pub(crate) fn changes(&self) -> usize {
+        self.positions.len()
+    }
+
+    /// Adds a change at `position` of the block that [`Patch::end_block`] will name; positions ascend.
     #[inline(always)]
-    pub(crate) fn push_changes(
-        &mut self,
-        element: Element,
-        block: usize,
-        changes: impl Iterator<Item = (u16, u32)>,
-    ) {
-        let before = self.positions.len();
-        for (position, value) in changes {
-            self.positions.push(position);
-            self.values.extend_from_slice(&value.to_le_bytes()[..element.size()]);
-        }
+    pub(crate) fn push_change(&mut self, element: Element, position: u16, value: u32) {
+        self.positions.push(position);
+        self.values.extend_from_slice(&value.to_le_bytes()[..element.size()]);
+    }
+
+    /// The changes added since there were `before` belong to `block`. Blocks ascend.
+    pub(crate) fn end_block(&mut self, block: usize, before: usize) {
         let changed = (self.positions.len() - before) as u32;
         if changed > 0 {
             self.blocks.push(PatchBlock { block, changed, whole: false });

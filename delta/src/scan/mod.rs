@@ -67,17 +67,23 @@ impl Path {
         scalar::classes(element, tail, table, masks, groups, whole.len() / group);
     }
 
-    /// Runs `work` compiled for the path's instructions as far as it is inlined here.
-    #[inline(always)]
-    pub(crate) fn run<R>(self, work: impl FnOnce() -> R) -> R {
+    /// Does `work`, compiled for the path's instructions.
+    pub(crate) fn run<W: Work>(self, work: W) -> W::Output {
         match self {
-            Self::Scalar => work(),
+            Self::Scalar => work.run(),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(path) => path.run(work),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(path) => path.run(work),
+            Self::Avx512(path) => path.avx2().run(work),
         }
     }
+}
+
+/// A loop worth compiling for more than the least of processors. A closure would not do: only what is marked
+/// `#[inline(always)]` is sure to be compiled inside its caller, as `run` must be.
+pub(crate) trait Work {
+    type Output;
+    fn run(self) -> Self::Output;
 }
 
 /// Words between the masks of one class and the next: one per group, and a cache line that stays zero, because masks a power of two apart

@@ -7,6 +7,7 @@
 
 use std::arch::x86_64::*;
 
+use super::Work;
 use crate::Element;
 use crate::table::Table;
 
@@ -48,8 +49,7 @@ impl Avx2 {
         unsafe { classes_avx2(element, base, table, masks, groups) }
     }
 
-    #[inline(always)]
-    pub(super) fn run<R>(self, work: impl FnOnce() -> R) -> R {
+    pub(super) fn run<W: Work>(self, work: W) -> W::Output {
         // SAFETY: `self` proves the features.
         unsafe { run_avx2(work) }
     }
@@ -85,21 +85,15 @@ impl Avx512 {
         unsafe { classes_avx512(element, base, table, masks, groups) }
     }
 
-    #[inline(always)]
-    pub(super) fn run<R>(self, work: impl FnOnce() -> R) -> R {
-        // SAFETY: `self` proves the features.
-        unsafe { run_avx512(work) }
+    /// What [`Avx512::detect`] found too.
+    pub(super) fn avx2(self) -> Avx2 {
+        Avx2(())
     }
 }
 
 #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
-fn run_avx2<R>(work: impl FnOnce() -> R) -> R {
-    work()
-}
-
-#[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512dq,avx512vl")]
-fn run_avx512<R>(work: impl FnOnce() -> R) -> R {
-    work()
+fn run_avx2<W: Work>(work: W) -> W::Output {
+    work.run()
 }
 
 type Groups<'a> = std::iter::Zip<std::slice::ChunksExact<'a, u8>, std::slice::ChunksExact<'a, u8>>;
