@@ -12,7 +12,10 @@ use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
 use tokio::runtime::Runtime;
 
 use crate::checksums::check_tensors;
-use crate::{Client, ClientOptions, DiskUpdate, DiskUpdated, Engine, Error, Expected, Label, PauseMode, Result, checksums};
+use crate::{
+    Client, ClientOptions, DiskUpdate, DiskUpdated, Engine, Error, Expected, Label, PauseMode, Result,
+    checksums,
+};
 
 /// How often a flush or a continue is tried again, and how long apart. An engine answers a request slightly before it drops it, so the
 /// first flush after an abort may come too early.
@@ -36,7 +39,12 @@ pub struct DiskOptions {
 impl Default for DiskOptions {
     /// No keys, default deadlines, running requests go back to the queue, one path for both.
     fn default() -> Self {
-        Self { client: ClientOptions::default(), pause: PauseMode::Retract, engine_checkpoint_dir: None, base: None }
+        Self {
+            client: ClientOptions::default(),
+            pause: PauseMode::Retract,
+            engine_checkpoint_dir: None,
+            base: None,
+        }
     }
 }
 
@@ -68,7 +76,8 @@ impl DiskActivator {
     /// [`Error::Address`] for any other form of address; [`Error::SetUp`] when the runtime cannot be made.
     pub fn new(address: &str, options: DiskOptions) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(|error| Error::SetUp { what: "the engine client's runtime", source: error.into() })?;
+        let runtime = runtime
+            .map_err(|error| Error::SetUp { what: "the engine client's runtime", source: error.into() })?;
         let client = Client::new(address, options.client.clone())?;
         Ok(Self { runtime, client, options, engine: None, activated: None, resume_owed: true })
     }
@@ -117,7 +126,11 @@ impl Activate for DiskActivator {
         self.resume_owed = resumed.is_err();
         if let Err(source) = resumed {
             let first = outcome.err().map(|error| error.to_string());
-            return Err(Box::new(Error::LeftPaused { engine: self.client.url().into(), first, source: Box::new(source) }));
+            return Err(Box::new(Error::LeftPaused {
+                engine: self.client.url().into(),
+                first,
+                source: Box::new(source),
+            }));
         }
         let pause = outcome?;
         self.engine = Some(engine);
@@ -127,7 +140,13 @@ impl Activate for DiskActivator {
 }
 
 /// The engine as it was attached, or attached anew where it is no longer the process that served the last version.
-async fn attach(client: &Client, options: &DiskOptions, target: &Target<'_>, known: Option<Engine>, activated: Option<String>) -> Result<Engine> {
+async fn attach(
+    client: &Client,
+    options: &DiskOptions,
+    target: &Target<'_>,
+    known: Option<Engine>,
+    activated: Option<String>,
+) -> Result<Engine> {
     let serving = client.model_info().await?.weight_version;
     if let (Some(engine), true) = (known, activated.is_some() && serving == activated) {
         return Ok(engine);
@@ -144,7 +163,10 @@ async fn attach(client: &Client, options: &DiskOptions, target: &Target<'_>, kno
             engine: client.url().into(),
             what: "config.json of the model it was started with".into(),
             expected: format!("{:?}", expected.config),
-            found: other.map_or_else(|| "not readable here, and no base checkpoint given".into(), |base| format!("{:?}", base.config)),
+            found: other.map_or_else(
+                || "not readable here, and no base checkpoint given".into(),
+                |base| format!("{:?}", base.config),
+            ),
         }),
     }
 }
@@ -167,7 +189,8 @@ fn plan<'a>(engine: &Engine, options: &DiskOptions, target: &Target<'a>) -> Resu
 fn engine_path(options: &DiskOptions, checkpoint: &Checkpoint) -> Result<PathBuf> {
     match &options.engine_checkpoint_dir {
         Some(path) => Ok(path.clone()),
-        None => std::fs::canonicalize(checkpoint.dir()).map_err(|source| Error::Read { path: checkpoint.dir().into(), source }),
+        None => std::fs::canonicalize(checkpoint.dir())
+            .map_err(|source| Error::Read { path: checkpoint.dir().into(), source }),
     }
 }
 
@@ -177,7 +200,13 @@ async fn transact(engine: &Engine, mode: PauseMode, plan: &Plan<'_>) -> (Result<
     let outcome = load(engine, mode, plan).await;
     let resumed = resume(engine.client()).await;
     let pause = begin.elapsed();
-    tracing::info!(engine = engine.client().url(), label = plan.label, ?pause, failed = outcome.is_err(), "activation");
+    tracing::info!(
+        engine = engine.client().url(),
+        label = plan.label,
+        ?pause,
+        failed = outcome.is_err(),
+        "activation"
+    );
     (outcome.map(|()| pause), resumed)
 }
 
@@ -203,7 +232,11 @@ async fn look(engine: &Engine, plan: &Plan<'_>) -> Result<()> {
     let found = engine.serving().await?;
     if found.as_deref() != Some(plan.label) {
         let found = found.unwrap_or_else(|| "none".into());
-        return Err(Error::LabelMismatch { engine: engine.client().url().into(), expected: plan.label.into(), found });
+        return Err(Error::LabelMismatch {
+            engine: engine.client().url().into(),
+            expected: plan.label.into(),
+            found,
+        });
     }
     match &plan.sums {
         Some(sums) => engine.check_live(sums).await.map(drop),
@@ -224,7 +257,8 @@ async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
         }
         tokio::time::sleep(BETWEEN_TRIES).await;
     }
-    let (expected, found) = ("accepted once every request is aborted".into(), format!("refused {TRIES} times"));
+    let (expected, found) =
+        ("accepted once every request is aborted".into(), format!("refused {TRIES} times"));
     Err(Error::Refused { engine: client.url().into(), what: "flush_cache".into(), expected, found })
 }
 

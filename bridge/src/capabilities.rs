@@ -34,7 +34,12 @@ impl Capabilities {
         for path in ["/pause_generation", "/continue_generation", "/update_weights_from_disk"] {
             if !client.has_post(path).await? {
                 let (expected, found) = ("a call of the engine".into(), "no such call".into());
-                return Err(Error::Refused { engine: client.url().into(), what: path.into(), expected, found });
+                return Err(Error::Refused {
+                    engine: client.url().into(),
+                    what: path.into(),
+                    expected,
+                    found,
+                });
             }
         }
         let ready = client.ready().await?;
@@ -43,13 +48,16 @@ impl Capabilities {
             sessions: client.has_post("/begin_weight_update").await?,
             spans: if ready == Some(false) { None } else { spans(client).await? },
             ready: ready.is_some(),
-            survives_refused_flush: release.as_deref().is_some_and(|release| at_least(release, SURVIVES_REFUSED_FLUSH)),
+            survives_refused_flush: release
+                .as_deref()
+                .is_some_and(|release| at_least(release, SURVIVES_REFUSED_FLUSH)),
         })
     }
 }
 
 async fn spans(client: &Client) -> Result<Option<bool>> {
-    let sampling = SamplingParams { temperature: 0.0, max_new_tokens: 1, ignore_eos: true, ..SamplingParams::default() };
+    let sampling =
+        SamplingParams { temperature: 0.0, max_new_tokens: 1, ignore_eos: true, ..SamplingParams::default() };
     let request = GenerateRequest { rid: Rid::probe(), input_ids: vec![0], sampling };
     match tokio::time::timeout(PROBE_DEADLINE, client.generate(&request)).await {
         Ok(generation) => generation.map(|generation| Some(generation.spans_reported)),
@@ -70,7 +78,15 @@ mod tests {
 
     #[test]
     fn releases_compare_by_number() {
-        for (release, newer) in [("0.5.22", true), ("0.5.23.post1", true), ("0.6.0", true), ("0.5.9", false), ("0.5.21", false), ("", false), ("main", false)] {
+        for (release, newer) in [
+            ("0.5.22", true),
+            ("0.5.23.post1", true),
+            ("0.6.0", true),
+            ("0.5.9", false),
+            ("0.5.21", false),
+            ("", false),
+            ("main", false),
+        ] {
             assert_eq!(at_least(release, SURVIVES_REFUSED_FLUSH), newer, "{release:?}");
         }
     }

@@ -29,7 +29,8 @@ pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<Strin
         }
         if parameter.padding_rows > 0 {
             // Only the vocabulary's matrices are padded; a row of them has `hidden_size` elements.
-            let row = vec![0u8; usize::try_from(config.hidden_size * config.dtype.size()).unwrap_or_default()];
+            let row =
+                vec![0u8; usize::try_from(config.hidden_size * config.dtype.size()).unwrap_or_default()];
             (0..parameter.padding_rows).for_each(|_| hash.update(&row));
         }
         let digest = hash.finalize();
@@ -39,11 +40,17 @@ pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<Strin
 }
 
 /// Refuses a snapshot whose tensors are not exactly those of `config`, all of `dtype`. A tied output matrix may be there: engines skip it.
-pub(crate) fn check_tensors(snapshot: &dyn Snapshot, place: &Path, config: &ModelConfig, dtype: Dtype) -> Result<()> {
+pub(crate) fn check_tensors(
+    snapshot: &dyn Snapshot,
+    place: &Path,
+    config: &ModelConfig,
+    dtype: Dtype,
+) -> Result<()> {
     let fail = |tensor: &str, expected: String, found: String| {
         Err(Error::Checkpoint { path: place.into(), tensor: tensor.into(), expected, found })
     };
-    let mut wanted: BTreeMap<String, Vec<u64>> = config.parameters().into_iter().flat_map(|p| p.parts).collect();
+    let mut wanted: BTreeMap<String, Vec<u64>> =
+        config.parameters().into_iter().flat_map(|p| p.parts).collect();
     if config.tied && snapshot.tensors().iter().any(|info| info.name == "lm_head.weight") {
         wanted.insert("lm_head.weight".into(), vec![config.vocabulary, config.hidden_size]);
     }
@@ -51,7 +58,9 @@ pub(crate) fn check_tensors(snapshot: &dyn Snapshot, place: &Path, config: &Mode
         let found = format!("{} {:?}", info.dtype.name(), info.shape);
         match wanted.remove(&info.name) {
             None => return fail(&info.name, "absent".into(), found),
-            Some(shape) if shape != info.shape || dtype != info.dtype => return fail(&info.name, format!("{} {shape:?}", dtype.name()), found),
+            Some(shape) if shape != info.shape || dtype != info.dtype => {
+                return fail(&info.name, format!("{} {shape:?}", dtype.name()), found);
+            }
             Some(_) => {}
         }
     }
@@ -79,7 +88,8 @@ mod tests {
         fn new(config: &str) -> Self {
             let parsed = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
             let parts = parsed.parameters().into_iter().flat_map(|p| p.parts);
-            let mut tensors: Vec<_> = parts.map(|(name, shape)| TensorInfo { name, dtype: parsed.dtype, shape }).collect();
+            let mut tensors: Vec<_> =
+                parts.map(|(name, shape)| TensorInfo { name, dtype: parsed.dtype, shape }).collect();
             tensors.sort_by(|a, b| a.name.cmp(&b.name));
             Self { tensors, files: vec![AuxFile::new("config.json", config.into()).unwrap()] }
         }
@@ -116,7 +126,9 @@ mod tests {
             let mut snapshot = Zeros::new(CONFIG);
             harm(&mut snapshot.tensors);
             match checksums(&snapshot, Path::new("m")) {
-                Err(Error::Checkpoint { tensor, expected, found, .. }) => format!("{tensor}: {expected} / {found}"),
+                Err(Error::Checkpoint { tensor, expected, found, .. }) => {
+                    format!("{tensor}: {expected} / {found}")
+                }
                 other => panic!("{other:?}"),
             }
         };

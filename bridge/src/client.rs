@@ -8,7 +8,8 @@ use crate::generate::RawGeneration;
 use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::wire::{ChecksumReply, Loads, Outcome};
 use crate::{
-    DiskUpdate, DiskUpdated, Error, GenerateRequest, Generation, Keys, Load, ModelInfo, PauseMode, RankChecksums, Result, ServerInfo,
+    DiskUpdate, DiskUpdated, Error, GenerateRequest, Generation, Keys, Load, ModelInfo, PauseMode,
+    RankChecksums, Result, ServerInfo,
 };
 
 /// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later; earlier ones die instead).
@@ -33,7 +34,13 @@ impl Default for Deadlines {
     /// 5 s, 10 s, 60 s, 10 min and 10 min.
     fn default() -> Self {
         let seconds = Duration::from_secs;
-        Self { connect: seconds(5), info: seconds(10), control: seconds(60), load: seconds(600), generate: seconds(600) }
+        Self {
+            connect: seconds(5),
+            info: seconds(10),
+            control: seconds(60),
+            load: seconds(600),
+            generate: seconds(600),
+        }
     }
 }
 
@@ -68,7 +75,8 @@ impl Client {
     /// # Errors
     /// [`Error::Address`] for any other form of address.
     pub fn new(address: &str, options: ClientOptions) -> Result<Self> {
-        let connection = Connection::new(address, options.keys, options.deadlines.connect, options.reply_bytes_max)?;
+        let connection =
+            Connection::new(address, options.keys, options.deadlines.connect, options.reply_bytes_max)?;
         Ok(Self { connection, deadlines: options.deadlines })
     }
 
@@ -126,7 +134,8 @@ impl Client {
     /// # Errors
     /// As [`Client::model_info`].
     pub async fn loads(&self) -> Result<Vec<Load>> {
-        let loads: Loads = self.connection.json(self.get("/v1/loads?include=core", self.deadlines.info)).await?;
+        let loads: Loads =
+            self.connection.json(self.get("/v1/loads?include=core", self.deadlines.info)).await?;
         Ok(loads.loads)
     }
 
@@ -138,7 +147,8 @@ impl Client {
         let body = request.to_json();
         let call = self.post("/generate", Level::Normal, &body, self.deadlines.generate);
         let raw: RawGeneration = self.connection.json(call).await?;
-        raw.check(request, self.url()).map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
+        raw.check(request, self.url())
+            .map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
     }
 
     /// `POST /pause_generation`.
@@ -147,7 +157,9 @@ impl Client {
     /// As [`Client::model_info`].
     pub async fn pause(&self, mode: PauseMode) -> Result<()> {
         let body = json!({ "mode": mode.as_str() });
-        self.connection.ok(self.post("/pause_generation", Level::Control, &body, self.deadlines.control)).await
+        self.connection
+            .ok(self.post("/pause_generation", Level::Control, &body, self.deadlines.control))
+            .await
     }
 
     /// `POST /continue_generation`. Harmless when the engine is not paused.
@@ -156,7 +168,9 @@ impl Client {
     /// As [`Client::model_info`].
     pub async fn resume(&self) -> Result<()> {
         let body = json!({ "torch_empty_cache": false });
-        self.connection.ok(self.post("/continue_generation", Level::Control, &body, self.deadlines.control)).await
+        self.connection
+            .ok(self.post("/continue_generation", Level::Control, &body, self.deadlines.control))
+            .await
     }
 
     /// `POST /flush_cache`: drops the KV cache, or says false because requests still hold it. An engine that is paused with every request
@@ -185,7 +199,9 @@ impl Client {
         let reply = self.connection.send(call).await?;
         match self.outcome(call, &reply) {
             Ok(()) => Ok(DiskUpdated::Done),
-            Err(Error::Status { status: 400, body, .. }) if body.contains(UNFLUSHED) => Ok(DiskUpdated::Unflushed),
+            Err(Error::Status { status: 400, body, .. }) if body.contains(UNFLUSHED) => {
+                Ok(DiskUpdated::Unflushed)
+            }
             Err(error) => Err(error),
         }
     }
@@ -241,13 +257,16 @@ impl Client {
         let body = (method == "POST").then_some(body);
         let call = Call { method, path, level: Level::Control, body, deadline: self.deadlines.control };
         let reply = self.connection.send(call).await?;
-        let value = serde_json::from_slice(&reply.body).unwrap_or_else(|_| Value::String(excerpt(&reply.body)));
+        let value =
+            serde_json::from_slice(&reply.body).unwrap_or_else(|_| Value::String(excerpt(&reply.body)));
         Ok((reply.status, value))
     }
 
     async fn renamed<T: serde::de::DeserializeOwned>(&self, path: &str, older: &str) -> Result<T> {
         match self.connection.json(self.get(path, self.deadlines.info)).await {
-            Err(Error::Status { status: 404, .. }) => self.connection.json(self.get(older, self.deadlines.info)).await,
+            Err(Error::Status { status: 404, .. }) => {
+                self.connection.json(self.get(older, self.deadlines.info)).await
+            }
             result => result,
         }
     }
@@ -261,7 +280,11 @@ impl Client {
         if outcome.success {
             return Ok(());
         }
-        Err(self.connection.malformed(call, "success true with status 200", &excerpt(outcome.message.as_bytes())))
+        Err(self.connection.malformed(
+            call,
+            "success true with status 200",
+            &excerpt(outcome.message.as_bytes()),
+        ))
     }
 
     fn get<'a>(&self, path: &'a str, deadline: Duration) -> Call<'a> {

@@ -74,8 +74,11 @@ impl Engine {
     /// [`Error::LiveWeights`] when they differ; as every call of [`Client`].
     pub async fn check_live(&self, expected: &BTreeMap<String, String>) -> Result<LiveWeights> {
         if !self.identity.checksums_comparable() {
-            let (tp, device) = (self.identity.tp, self.identity.device.as_deref().unwrap_or("an unknown device"));
-            return Ok(LiveWeights::Unchecked { reason: format!("checksums are known for one rank on the CPU, found {tp} on {device}") });
+            let (tp, device) =
+                (self.identity.tp, self.identity.device.as_deref().unwrap_or("an unknown device"));
+            return Ok(LiveWeights::Unchecked {
+                reason: format!("checksums are known for one rank on the CPU, found {tp} on {device}"),
+            });
         }
         let ranks = self.client.checksums().await?;
         let empty = BTreeMap::new();
@@ -90,7 +93,10 @@ impl Engine {
 }
 
 /// How many entries differ, and the first of them: name, expected, found.
-fn difference(expected: &BTreeMap<String, String>, found: &BTreeMap<String, String>) -> Option<(usize, String, String, String)> {
+fn difference(
+    expected: &BTreeMap<String, String>,
+    found: &BTreeMap<String, String>,
+) -> Option<(usize, String, String, String)> {
     let show = |sum: Option<&String>| sum.map_or_else(|| "none".to_owned(), Clone::clone);
     let names: std::collections::BTreeSet<&String> = expected.keys().chain(found.keys()).collect();
     let mut differing = names.into_iter().filter(|name| expected.get(*name) != found.get(*name));
@@ -104,7 +110,9 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_named() {
-        let map = |entries: &[(&str, &str)]| entries.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<BTreeMap<_, _>>();
+        let map = |entries: &[(&str, &str)]| {
+            entries.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<BTreeMap<_, _>>()
+        };
         let base = map(&[("a", "1"), ("b", "2")]);
         assert_eq!(difference(&base, &base.clone()), None);
         let changed = difference(&base, &map(&[("a", "1"), ("b", "3")])).unwrap();

@@ -229,7 +229,10 @@ impl Error {
     /// the server's own failures (5xx), false for refusals and malformed requests.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Unreachable { .. } | Self::Deadline { .. } | Self::Reply { .. } | Self::ReplyTooLarge { .. } => true,
+            Self::Unreachable { .. }
+            | Self::Deadline { .. }
+            | Self::Reply { .. }
+            | Self::ReplyTooLarge { .. } => true,
             Self::Status { status, .. } => *status >= 500 || *status == 408 || *status == 429,
             _ => false,
         }

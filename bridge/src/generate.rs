@@ -68,7 +68,15 @@ pub struct SamplingParams {
 impl Default for SamplingParams {
     /// Plain sampling from the model's distribution, 128 tokens at most.
     fn default() -> Self {
-        Self { temperature: 1.0, top_p: 1.0, top_k: -1, max_new_tokens: 128, stop_token_ids: Vec::new(), ignore_eos: false, sampling_seed: None }
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: -1,
+            max_new_tokens: 128,
+            stop_token_ids: Vec::new(),
+            ignore_eos: false,
+            sampling_seed: None,
+        }
     }
 }
 
@@ -106,7 +114,9 @@ impl GenerateRequest {
     /// # Errors
     /// [`Error::Request`] for an empty prompt or an id that is negative or not below `vocabulary` (where known).
     pub fn validate(&self, vocabulary: Option<u64>) -> Result<()> {
-        let fail = |what, expected: String, found: String| Err(Error::Request { rid: self.rid.to_string(), what, expected, found });
+        let fail = |what, expected: String, found: String| {
+            Err(Error::Request { rid: self.rid.to_string(), what, expected, found })
+        };
         if self.input_ids.is_empty() {
             return fail("input_ids", "at least one token".into(), "none".into());
         }
@@ -222,7 +232,10 @@ impl RawGeneration {
         let finish = meta.finish_reason.check()?;
         let log_probs = log_probs(&self.output_ids, meta.output_token_logprobs)?;
         if self.output_ids.len() > request.sampling.max_new_tokens as usize {
-            return Err((format!("at most {} output_ids", request.sampling.max_new_tokens), self.output_ids.len().to_string()));
+            return Err((
+                format!("at most {} output_ids", request.sampling.max_new_tokens),
+                self.output_ids.len().to_string(),
+            ));
         }
         let spans_reported = meta.weight_versions.is_some();
         let spans = spans(self.output_ids.len(), meta.weight_versions, meta.weight_version)?;
@@ -253,7 +266,10 @@ impl RawFinish {
 fn log_probs(ids: &[i32], entries: Option<Vec<RawLogProb>>) -> Result<Vec<f32>, Mismatch> {
     let entries = entries.unwrap_or_default();
     if entries.len() != ids.len() {
-        return Err((format!("{} entries of output_token_logprobs, one per output id", ids.len()), entries.len().to_string()));
+        return Err((
+            format!("{} entries of output_token_logprobs, one per output id", ids.len()),
+            entries.len().to_string(),
+        ));
     }
     let mut out = Vec::with_capacity(ids.len());
     for (at, ((log_prob, id, _), sampled)) in entries.into_iter().zip(ids).enumerate() {
@@ -263,14 +279,24 @@ fn log_probs(ids: &[i32], entries: Option<Vec<RawLogProb>>) -> Result<Vec<f32>, 
         match log_prob {
             // A little above 0 is rounding of the engine's log-softmax.
             Some(value) if value.is_finite() && value <= 1e-3 => out.push(value.min(0.0)),
-            other => return Err((format!("output_token_logprobs[{at}] finite and not positive"), format!("{other:?}"))),
+            other => {
+                return Err((
+                    format!("output_token_logprobs[{at}] finite and not positive"),
+                    format!("{other:?}"),
+                ));
+            }
         }
     }
     Ok(out)
 }
 
-fn spans(tokens: usize, reported: Option<Vec<VersionSpan>>, label: Option<String>) -> Result<Vec<VersionSpan>, Mismatch> {
-    let tokens = u32::try_from(tokens).map_err(|_| ("fewer than 2^32 tokens".to_owned(), tokens.to_string()))?;
+fn spans(
+    tokens: usize,
+    reported: Option<Vec<VersionSpan>>,
+    label: Option<String>,
+) -> Result<Vec<VersionSpan>, Mismatch> {
+    let tokens =
+        u32::try_from(tokens).map_err(|_| ("fewer than 2^32 tokens".to_owned(), tokens.to_string()))?;
     let Some(mut spans) = reported else {
         let label = label.ok_or_else(|| ("meta_info.weight_version".to_owned(), "none".to_owned()))?;
         return Ok(if tokens == 0 { Vec::new() } else { vec![VersionSpan { label, start: 0, end: tokens }] });
@@ -279,7 +305,10 @@ fn spans(tokens: usize, reported: Option<Vec<VersionSpan>>, label: Option<String
     let mut next = 0;
     for span in &spans {
         if span.start != next || span.end < span.start {
-            return Err((format!("a weight_versions span from {next}"), format!("{}..{}", span.start, span.end)));
+            return Err((
+                format!("a weight_versions span from {next}"),
+                format!("{}..{}", span.start, span.end),
+            ));
         }
         next = span.end;
     }
@@ -294,11 +323,17 @@ mod tests {
     use super::*;
 
     fn request() -> GenerateRequest {
-        GenerateRequest { rid: Rid::new(1, 2), input_ids: vec![1], sampling: SamplingParams { max_new_tokens: 4, ..Default::default() } }
+        GenerateRequest {
+            rid: Rid::new(1, 2),
+            input_ids: vec![1],
+            sampling: SamplingParams { max_new_tokens: 4, ..Default::default() },
+        }
     }
 
     fn reply(meta: &str) -> Result<Generation, Mismatch> {
-        let text = format!(r#"{{"output_ids":[5,6],"meta_info":{{"finish_reason":{{"type":"length","length":2}},{meta}}}}}"#);
+        let text = format!(
+            r#"{{"output_ids":[5,6],"meta_info":{{"finish_reason":{{"type":"length","length":2}},{meta}}}}}"#
+        );
         serde_json::from_str::<RawGeneration>(&text).unwrap().check(&request(), "http://e:1")
     }
 
@@ -313,8 +348,10 @@ mod tests {
 
     #[test]
     fn a_good_reply_is_taken() {
-        let spans = r#""weight_versions":[{"version":"a","start":0,"end":1},{"version":"b","start":1,"end":2}]"#;
-        let generation = reply(&format!(r#""id":"{}","weight_version":"b",{LOGPROBS},{spans}"#, Rid::new(1, 2))).unwrap();
+        let spans =
+            r#""weight_versions":[{"version":"a","start":0,"end":1},{"version":"b","start":1,"end":2}]"#;
+        let generation =
+            reply(&format!(r#""id":"{}","weight_version":"b",{LOGPROBS},{spans}"#, Rid::new(1, 2))).unwrap();
         assert_eq!(generation.output_ids, [5, 6]);
         assert_eq!(generation.log_probs, [-0.5, -1.5]);
         assert_eq!(generation.spans[1], VersionSpan { label: "b".into(), start: 1, end: 2 });
@@ -334,11 +371,23 @@ mod tests {
         for (meta, word) in [
             (format!(r#""id":"{other}","weight_version":"a",{LOGPROBS}"#), "meta_info.id"),
             (r#""weight_version":"a","output_token_logprobs":[[-0.5,5,null]]"#.into(), "one per output id"),
-            (r#""weight_version":"a","output_token_logprobs":[[-0.5,5,null],[-1.5,7,null]]"#.into(), "of token 6"),
-            (r#""weight_version":"a","output_token_logprobs":[[-0.5,5,null],[null,6,null]]"#.into(), "finite"),
-            (r#""weight_version":"a","output_token_logprobs":[[-0.5,5,null],[0.5,6,null]]"#.into(), "not positive"),
+            (
+                r#""weight_version":"a","output_token_logprobs":[[-0.5,5,null],[-1.5,7,null]]"#.into(),
+                "of token 6",
+            ),
+            (
+                r#""weight_version":"a","output_token_logprobs":[[-0.5,5,null],[null,6,null]]"#.into(),
+                "finite",
+            ),
+            (
+                r#""weight_version":"a","output_token_logprobs":[[-0.5,5,null],[0.5,6,null]]"#.into(),
+                "not positive",
+            ),
             (LOGPROBS.into(), "weight_version"),
-            (format!(r#""weight_versions":[{{"version":"a","start":0,"end":1}}],{LOGPROBS}"#), "up to token 2"),
+            (
+                format!(r#""weight_versions":[{{"version":"a","start":0,"end":1}}],{LOGPROBS}"#),
+                "up to token 2",
+            ),
             (format!(r#""weight_versions":[{{"version":"a","start":1,"end":2}}],{LOGPROBS}"#), "span from 0"),
         ] {
             let (expected, _) = reply(&meta).unwrap_err();

@@ -72,7 +72,8 @@ impl Connection {
 
     /// Sends a call and reads the whole reply, whatever its status.
     pub(crate) async fn send(&self, call: Call<'_>) -> Result<Reply> {
-        let deadline = || Error::Deadline { engine: self.engine.clone(), call: call.name(), after: call.deadline };
+        let deadline =
+            || Error::Deadline { engine: self.engine.clone(), call: call.name(), after: call.deadline };
         tokio::time::timeout(call.deadline, self.exchange(call)).await.map_err(|_| deadline())?
     }
 
@@ -97,18 +98,32 @@ impl Connection {
     }
 
     pub(crate) fn malformed(&self, call: Call<'_>, expected: &str, found: &str) -> Error {
-        Error::Reply { engine: self.engine.clone(), call: call.name(), expected: expected.to_owned(), found: found.to_owned() }
+        Error::Reply {
+            engine: self.engine.clone(),
+            call: call.name(),
+            expected: expected.to_owned(),
+            found: found.to_owned(),
+        }
     }
 
     pub(crate) fn status_error(&self, call: Call<'_>, reply: &Reply) -> Error {
-        Error::Status { engine: self.engine.clone(), call: call.name(), status: reply.status, body: excerpt(&reply.body) }
+        Error::Status {
+            engine: self.engine.clone(),
+            call: call.name(),
+            status: reply.status,
+            body: excerpt(&reply.body),
+        }
     }
 
     async fn exchange(&self, call: Call<'_>) -> Result<Reply> {
         let lost = |source| Error::Unreachable { engine: self.engine.clone(), call: call.name(), source };
         let mut reply = self.request(call)?.send().await.map_err(lost)?;
         let status = reply.status().as_u16();
-        let too_large = || Error::ReplyTooLarge { engine: self.engine.clone(), call: call.name(), limit: self.reply_bytes_max };
+        let too_large = || Error::ReplyTooLarge {
+            engine: self.engine.clone(),
+            call: call.name(),
+            limit: self.reply_bytes_max,
+        };
         if reply.content_length().is_some_and(|length| length > self.reply_bytes_max as u64) {
             return Err(too_large());
         }
@@ -123,7 +138,10 @@ impl Connection {
     }
 
     fn request(&self, call: Call<'_>) -> Result<reqwest::RequestBuilder> {
-        let url = self.base.join(call.path).map_err(|error| Error::Address { url: call.path.into(), reason: error.to_string() })?;
+        let url = self
+            .base
+            .join(call.path)
+            .map_err(|error| Error::Address { url: call.path.into(), reason: error.to_string() })?;
         let method = if call.method == "POST" { Method::POST } else { Method::GET };
         let key = match call.level {
             Level::Normal => self.keys.normal(),
@@ -178,10 +196,14 @@ mod tests {
 
     #[test]
     fn addresses() {
-        let engine = |address: &str| Connection::new(address, Keys::default(), Duration::from_secs(1), 1).map(|c| c.engine);
+        let engine = |address: &str| {
+            Connection::new(address, Keys::default(), Duration::from_secs(1), 1).map(|c| c.engine)
+        };
         assert_eq!(engine("127.0.0.1:30000").unwrap(), "http://127.0.0.1:30000");
         assert_eq!(engine("http://[::1]:30000/").unwrap(), "http://[::1]:30000");
-        for bad in ["", "localhost", "https://a:1", "http://a:1/v1", "http://u:p@a:1", "a:99999", "http://a:1?x=1"] {
+        for bad in
+            ["", "localhost", "https://a:1", "http://a:1/v1", "http://u:p@a:1", "a:99999", "http://a:1?x=1"]
+        {
             assert!(matches!(engine(bad), Err(Error::Address { .. })), "{bad:?}");
         }
     }

@@ -8,7 +8,8 @@ use crate::model::torch_dtype;
 use crate::{Error, Expected, ModelInfo, Result, ServerInfo};
 
 /// The load formats whose engines can reload a safetensors directory.
-const LOAD_FORMATS: [&str; 6] = ["auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "dummy"];
+const LOAD_FORMATS: [&str; 6] =
+    ["auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "dummy"];
 
 /// What an engine said about itself, after it was accepted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,8 +51,13 @@ pub(crate) fn compare(
 ) -> Result<Identity> {
     let check = Check { engine };
     check.set_up(model, server)?;
-    check.equal("architectures", &[expected.config.architecture.as_str()].join(","), &model.architectures.clone().unwrap_or_default().join(","))?;
-    let quantization = server.quantization.clone().or_else(|| local.and_then(|local| local.config.quantization.clone()));
+    check.equal(
+        "architectures",
+        &[expected.config.architecture.as_str()].join(","),
+        &model.architectures.clone().unwrap_or_default().join(","),
+    )?;
+    let quantization =
+        server.quantization.clone().or_else(|| local.and_then(|local| local.config.quantization.clone()));
     check.equal("quantization", "none", quantization.as_deref().unwrap_or("none"))?;
     if let Some(local) = local {
         check.config(expected, local)?;
@@ -82,7 +88,9 @@ pub(crate) fn local(server: &ServerInfo) -> Result<Option<Expected>> {
     }
     let mut found = Expected::from_checkpoint(directory)?;
     match server.tokenizer_path.as_deref().map(Path::new) {
-        Some(path) if path != directory && path.join("config.json").is_file() => found.tokenizer = Expected::from_checkpoint(path)?.tokenizer,
+        Some(path) if path != directory && path.join("config.json").is_file() => {
+            found.tokenizer = Expected::from_checkpoint(path)?.tokenizer
+        }
         _ => {}
     }
     Ok(Some(found))
@@ -97,25 +105,44 @@ impl Check<'_> {
         if expected == found {
             return Ok(());
         }
-        Err(Error::Refused { engine: self.engine.into(), what: what.into(), expected: expected.into(), found: found.into() })
+        Err(Error::Refused {
+            engine: self.engine.into(),
+            what: what.into(),
+            expected: expected.into(),
+            found: found.into(),
+        })
     }
 
     /// The combinations that cannot be updated from disk as a whole, or that were never run here.
     fn set_up(&self, model: &ModelInfo, server: &ServerInfo) -> Result<()> {
         self.equal("frontend", "python", server.frontend.as_deref().unwrap_or("python"))?;
-        self.equal("is_generation", "true", if model.is_generation == Some(false) { "false" } else { "true" })?;
+        self.equal(
+            "is_generation",
+            "true",
+            if model.is_generation == Some(false) { "false" } else { "true" },
+        )?;
         for (what, size) in [("pp_size", server.pp_size), ("dp_size", server.dp_size)] {
             self.equal(what, "1", &size.unwrap_or(1).to_string())?;
         }
-        let role = server.disaggregation_mode.as_deref().or(model.disaggregation_mode.as_deref()).unwrap_or("null");
+        let role =
+            server.disaggregation_mode.as_deref().or(model.disaggregation_mode.as_deref()).unwrap_or("null");
         self.equal("disaggregation_mode", "null", role)?;
         self.equal("weight_cache_mode", "off", server.weight_cache_mode.as_deref().unwrap_or("off"))?;
-        let draft = server.speculative_draft_model_path.as_deref().or(server.speculative_algorithm.as_deref());
+        let draft =
+            server.speculative_draft_model_path.as_deref().or(server.speculative_algorithm.as_deref());
         self.equal("speculative_algorithm and its draft model", "none", draft.unwrap_or("none"))?;
         let overrides = server.json_model_override_args.as_deref().unwrap_or("{}");
-        self.equal("json_model_override_args", "{}", if overrides.trim().is_empty() { "{}" } else { overrides })?;
+        self.equal(
+            "json_model_override_args",
+            "{}",
+            if overrides.trim().is_empty() { "{}" } else { overrides },
+        )?;
         let format = server.load_format.as_deref().unwrap_or("auto");
-        if LOAD_FORMATS.contains(&format) { Ok(()) } else { self.equal("load_format", &LOAD_FORMATS.join(" or "), format) }
+        if LOAD_FORMATS.contains(&format) {
+            Ok(())
+        } else {
+            self.equal("load_format", &LOAD_FORMATS.join(" or "), format)
+        }
     }
 
     fn config(&self, expected: &Expected, local: &Expected) -> Result<()> {
@@ -147,7 +174,9 @@ impl Check<'_> {
         };
         match dtype {
             Some(dtype) if dtype == expected.config.dtype => Ok(dtype),
-            Some(dtype) => self.equal("dtype", expected.config.dtype.name(), &format!("{} (--dtype {name})", dtype.name())).map(|()| dtype),
+            Some(dtype) => self
+                .equal("dtype", expected.config.dtype.name(), &format!("{} (--dtype {name})", dtype.name()))
+                .map(|()| dtype),
             None => self.equal("dtype", expected.config.dtype.name(), name).map(|()| expected.config.dtype),
         }
     }
@@ -163,17 +192,27 @@ mod tests {
     fn expected(dtype: &str) -> Expected {
         let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
             "num_attention_heads": 2, "vocab_size": 70, "torch_dtype": dtype});
-        Expected { config: ModelConfig::parse(Path::new("c"), config.to_string().as_bytes()).unwrap(), tokenizer: Some("t".into()) }
+        Expected {
+            config: ModelConfig::parse(Path::new("c"), config.to_string().as_bytes()).unwrap(),
+            tokenizer: Some("t".into()),
+        }
     }
 
     fn run(server: Value, model: Value, dtype: &str) -> Result<Identity> {
         let mut base = json!({"model_path": "/m", "frontend": "python", "tp_size": 1, "pp_size": 1, "dp_size": 1, "dtype": "auto",
             "disaggregation_mode": "null", "weight_cache_mode": "off", "load_format": "auto", "json_model_override_args": "{}", "device": "cpu"});
-        let mut info = json!({"model_path": "/m", "architectures": ["Qwen3ForCausalLM"], "is_generation": true});
+        let mut info =
+            json!({"model_path": "/m", "architectures": ["Qwen3ForCausalLM"], "is_generation": true});
         base.as_object_mut().unwrap().extend(server.as_object().unwrap().clone());
         info.as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
         let want = expected(dtype);
-        compare("http://e:1", &want, &serde_json::from_value(info).unwrap(), &serde_json::from_value(base).unwrap(), Some(&expected(dtype)))
+        compare(
+            "http://e:1",
+            &want,
+            &serde_json::from_value(info).unwrap(),
+            &serde_json::from_value(base).unwrap(),
+            Some(&expected(dtype)),
+        )
     }
 
     #[test]
@@ -216,8 +255,10 @@ mod tests {
 
     #[test]
     fn another_size_or_tokenizer_is_refused() {
-        let (model, server) = (json!({"model_path": "/m", "architectures": ["Qwen3ForCausalLM"]}), json!({"model_path": "/m"}));
-        let (model, server) = (serde_json::from_value(model).unwrap(), serde_json::from_value(server).unwrap());
+        let (model, server) =
+            (json!({"model_path": "/m", "architectures": ["Qwen3ForCausalLM"]}), json!({"model_path": "/m"}));
+        let (model, server) =
+            (serde_json::from_value(model).unwrap(), serde_json::from_value(server).unwrap());
         let want = expected("bfloat16");
         let mut local = want.clone();
         local.config.hidden_size = 9;

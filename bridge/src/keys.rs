@@ -26,7 +26,10 @@ impl Keys {
     /// # Errors
     /// [`Error::Key`] when a key is empty or cannot be sent in a header.
     pub fn new(api: Option<&str>, admin: Option<&str>) -> Result<Self> {
-        Ok(Self { api: api.map(|key| bearer("api", key)).transpose()?, admin: admin.map(|key| bearer("admin", key)).transpose()? })
+        Ok(Self {
+            api: api.map(|key| bearer("api", key)).transpose()?,
+            admin: admin.map(|key| bearer("admin", key)).transpose()?,
+        })
     }
 
     /// Keys from files, one key each.
@@ -62,8 +65,10 @@ fn bearer(which: &'static str, key: &str) -> Result<HeaderValue> {
     if key.is_empty() {
         return Err(Error::Key { which, reason: "it is empty".into() });
     }
-    let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
-        .map_err(|_| Error::Key { which, reason: "it holds characters that an HTTP header cannot carry".into() })?;
+    let mut value = HeaderValue::from_str(&format!("Bearer {key}")).map_err(|_| Error::Key {
+        which,
+        reason: "it holds characters that an HTTP header cannot carry".into(),
+    })?;
     value.set_sensitive(true);
     Ok(value)
 }

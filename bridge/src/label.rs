@@ -24,7 +24,9 @@ impl Label {
     /// [`Error::Label`] when `run` has fewer than 12 digits or others than lower-case hex.
     pub fn new(run: &str, version: u64) -> Result<Self> {
         match run.get(..Self::RUN_DIGITS) {
-            Some(digits) if digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')) => Ok(Self { run: digits.into(), version }),
+            Some(digits) if digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')) => {
+                Ok(Self { run: digits.into(), version })
+            }
             _ => Err(Error::Label { found: run.into() }),
         }
     }
@@ -78,7 +80,16 @@ mod tests {
 
     #[test]
     fn foreign_labels_are_refused() {
-        for text in ["", "default", "3f0c9a12b7de", "3f0c9a12b7de:", "3f0c9a12b7d:1", "3F0C9A12B7DE:1", "3f0c9a12b7de:+1", "3f0c9a12b7de:01"] {
+        for text in [
+            "",
+            "default",
+            "3f0c9a12b7de",
+            "3f0c9a12b7de:",
+            "3f0c9a12b7d:1",
+            "3F0C9A12B7DE:1",
+            "3f0c9a12b7de:+1",
+            "3f0c9a12b7de:01",
+        ] {
             assert!(text.parse::<Label>().is_err(), "{text:?}");
         }
     }

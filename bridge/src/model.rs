@@ -17,7 +17,8 @@ const LAYERS_MAX: u64 = 4096;
 /// Engines pad the vocabulary's rows to a multiple of this, with zeros (`DEFAULT_VOCAB_PADDING_SIZE`).
 const VOCABULARY_PADDING: u64 = 64;
 /// The files that decide which text a token id stands for, in the order that the digest takes them.
-const TOKENIZER_FILES: [&str; 5] = ["added_tokens.json", "merges.txt", "tokenizer.json", "tokenizer.model", "vocab.json"];
+const TOKENIZER_FILES: [&str; 5] =
+    ["added_tokens.json", "merges.txt", "tokenizer.json", "tokenizer.model", "vocab.json"];
 
 /// The dense architectures whose tensors are known here. Adding one means its tensor table, below, and a run against the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,7 +74,10 @@ impl Expected {
     pub fn from_checkpoint(directory: &Path) -> Result<Self> {
         let config = directory.join("config.json");
         let bytes = read(&config, CONFIG_BYTES_MAX)?;
-        let bytes = bytes.ok_or_else(|| Error::Read { path: config.clone(), source: std::io::ErrorKind::NotFound.into() })?;
+        let bytes = bytes.ok_or_else(|| Error::Read {
+            path: config.clone(),
+            source: std::io::ErrorKind::NotFound.into(),
+        })?;
         Self::build(&config, &bytes, |name| read(&directory.join(name), TOKENIZER_BYTES_MAX))
     }
 
@@ -84,11 +88,18 @@ impl Expected {
     pub fn from_snapshot(snapshot: &dyn Snapshot, place: &Path) -> Result<Self> {
         let find = |name: &str| snapshot.files().iter().find(|file| file.name() == name).map(AuxFile::bytes);
         let config = place.join("config.json");
-        let bytes = find("config.json").ok_or_else(|| Error::Read { path: config.clone(), source: std::io::ErrorKind::NotFound.into() })?;
+        let bytes = find("config.json").ok_or_else(|| Error::Read {
+            path: config.clone(),
+            source: std::io::ErrorKind::NotFound.into(),
+        })?;
         Self::build(&config, bytes, |name| Ok(find(name).map(<[u8]>::to_vec)))
     }
 
-    fn build(path: &Path, config: &[u8], mut file: impl FnMut(&str) -> Result<Option<Vec<u8>>>) -> Result<Self> {
+    fn build(
+        path: &Path,
+        config: &[u8],
+        mut file: impl FnMut(&str) -> Result<Option<Vec<u8>>>,
+    ) -> Result<Self> {
         let mut hash = Sha256::new();
         let mut any = false;
         for name in TOKENIZER_FILES {
@@ -120,10 +131,19 @@ impl ModelConfig {
     /// # Errors
     /// [`Error::Config`] with the field, what would do and what it holds.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
-        let file = Fields { path, value: serde_json::from_slice(bytes).map_err(|error| Fields::error(path, "the file", "JSON", error.to_string()))? };
+        let file = Fields {
+            path,
+            value: serde_json::from_slice(bytes)
+                .map_err(|error| Fields::error(path, "the file", "JSON", error.to_string()))?,
+        };
         let architecture = file.architecture()?;
         let family = family(&architecture).ok_or_else(|| {
-            Fields::error(path, "architectures", "Qwen3ForCausalLM, Qwen2ForCausalLM or LlamaForCausalLM", architecture.clone())
+            Fields::error(
+                path,
+                "architectures",
+                "Qwen3ForCausalLM, Qwen2ForCausalLM or LlamaForCausalLM",
+                architecture.clone(),
+            )
         })?;
         file.no_biases(family)?;
         let heads = file.positive("num_attention_heads")?;
@@ -133,7 +153,11 @@ impl ModelConfig {
             intermediate_size: file.positive("intermediate_size")?,
             layers: file.positive("num_hidden_layers")?,
             heads,
-            kv_heads: if file.absent("num_key_value_heads") { heads } else { file.positive("num_key_value_heads")? },
+            kv_heads: if file.absent("num_key_value_heads") {
+                heads
+            } else {
+                file.positive("num_key_value_heads")?
+            },
             head_dim: if file.absent("head_dim") { hidden_size / heads } else { file.positive("head_dim")? },
             vocabulary: file.positive("vocab_size")?,
             tied: file.flag("tie_word_embeddings")?,
@@ -168,7 +192,11 @@ impl ModelConfig {
         let attention = format!("{prefix}self_attn.");
         let qkv = |kind: &str, shape: &dyn Fn(u64) -> Vec<u64>| {
             let part = |name: &str, rows: u64| (format!("{attention}{name}_proj.{kind}"), shape(rows));
-            Parameter { name: format!("{attention}qkv_proj.{kind}"), parts: vec![part("q", q), part("k", kv), part("v", kv)], padding_rows: 0 }
+            Parameter {
+                name: format!("{attention}qkv_proj.{kind}"),
+                parts: vec![part("q", q), part("k", kv), part("v", kv)],
+                padding_rows: 0,
+            }
         };
         out.push(qkv("weight", &|rows| vec![rows, hidden]));
         if family == Some(Family::Qwen2) {
@@ -180,7 +208,11 @@ impl ModelConfig {
             out.push(single(format!("{attention}k_norm.weight"), vec![self.head_dim]));
         }
         let mlp = |name: &str| (format!("{prefix}mlp.{name}_proj.weight"), vec![inner, hidden]);
-        out.push(Parameter { name: format!("{prefix}mlp.gate_up_proj.weight"), parts: vec![mlp("gate"), mlp("up")], padding_rows: 0 });
+        out.push(Parameter {
+            name: format!("{prefix}mlp.gate_up_proj.weight"),
+            parts: vec![mlp("gate"), mlp("up")],
+            padding_rows: 0,
+        });
         out.push(single(format!("{prefix}mlp.down_proj.weight"), vec![hidden, inner]));
         out.push(single(format!("{prefix}input_layernorm.weight"), vec![hidden]));
         out.push(single(format!("{prefix}post_attention_layernorm.weight"), vec![hidden]));
@@ -226,8 +258,11 @@ impl Fields<'_> {
     }
 
     fn positive(&self, name: &str) -> Result<u64> {
-        let number = self.value.get(name).and_then(Value::as_u64).filter(|n| (1..=u64::from(u32::MAX)).contains(n));
-        number.ok_or_else(|| Self::error(self.path, name, "a whole number from 1 to 2^32 - 1", self.found(name)))
+        let number =
+            self.value.get(name).and_then(Value::as_u64).filter(|n| (1..=u64::from(u32::MAX)).contains(n));
+        number.ok_or_else(|| {
+            Self::error(self.path, name, "a whole number from 1 to 2^32 - 1", self.found(name))
+        })
     }
 
     fn flag(&self, name: &str) -> Result<bool> {
@@ -241,7 +276,12 @@ impl Fields<'_> {
     fn architecture(&self) -> Result<String> {
         match self.value.get("architectures").and_then(Value::as_array).map(Vec::as_slice) {
             Some([Value::String(name)]) => Ok(name.clone()),
-            _ => Err(Self::error(self.path, "architectures", "a list of one name", self.found("architectures"))),
+            _ => Err(Self::error(
+                self.path,
+                "architectures",
+                "a list of one name",
+                self.found("architectures"),
+            )),
         }
     }
 
@@ -287,9 +327,12 @@ fn read(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     match std::fs::metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(fail(error)),
-        Ok(found) if found.len() > limit => {
-            Err(Error::Config { path: path.to_owned(), what: "the file".into(), expected: format!("at most {limit} bytes"), found: format!("{}", found.len()) })
-        }
+        Ok(found) if found.len() > limit => Err(Error::Config {
+            path: path.to_owned(),
+            what: "the file".into(),
+            expected: format!("at most {limit} bytes"),
+            found: format!("{}", found.len()),
+        }),
         Ok(_) => std::fs::read(path).map(Some).map_err(fail),
     }
 }
@@ -321,7 +364,10 @@ mod tests {
     #[test]
     fn families_differ_in_norms_and_biases() {
         let qwen2 = parse(&QWEN3.replace("Qwen3", "Qwen2").replace("true", "false")).unwrap().parameters();
-        assert!(qwen2.iter().any(|p| p.name.ends_with("qkv_proj.bias")) && qwen2.iter().any(|p| p.name == "lm_head.weight"));
+        assert!(
+            qwen2.iter().any(|p| p.name.ends_with("qkv_proj.bias"))
+                && qwen2.iter().any(|p| p.name == "lm_head.weight")
+        );
         let llama = parse(&QWEN3.replace("Qwen3", "Llama")).unwrap().parameters();
         assert!(!llama.iter().any(|p| p.name.contains("bias") || p.name.contains("q_norm")));
     }

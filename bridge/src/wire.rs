@@ -158,7 +158,9 @@ mod tests {
     fn older_engines_lack_fields() {
         let info: ModelInfo = serde_json::from_str(r#"{"model_path":"/m","is_generation":true}"#).unwrap();
         assert_eq!(info.weight_version, None);
-        let server: ServerInfo = serde_json::from_str(r#"{"model_path":"/m","tp_size":1,"quantization":null,"other":[]}"#).unwrap();
+        let server: ServerInfo =
+            serde_json::from_str(r#"{"model_path":"/m","tp_size":1,"quantization":null,"other":[]}"#)
+                .unwrap();
         assert_eq!((server.tp_size, server.quantization), (Some(1), None));
         assert!(serde_json::from_str::<ServerInfo>(r#"{"model_path":"/m","tp_size":"one"}"#).is_err());
     }

@@ -10,7 +10,8 @@ use driftless_bridge::{Client, ClientOptions};
 /// The engine that the environment names, or the reason why there is none.
 fn subject() -> Result<Subject, String> {
     let variable = |name: &str| std::env::var(name).map_err(|_| format!("{name} is not set"));
-    let client = Client::new(&variable("DRIFTLESS_SGLANG")?, ClientOptions::default()).map_err(|error| error.to_string())?;
+    let client = Client::new(&variable("DRIFTLESS_SGLANG")?, ClientOptions::default())
+        .map_err(|error| error.to_string())?;
     Ok(Subject {
         client,
         first: PathBuf::from(variable("DRIFTLESS_SGLANG_FIRST")?),

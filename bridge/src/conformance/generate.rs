@@ -7,8 +7,12 @@ use crate::{Error, Finish, GenerateRequest, Rid, SamplingParams};
 
 pub(super) async fn greedy(subject: &Subject) -> Checked {
     let (first, second) = (subject.signature().await?, subject.signature().await?);
-    ensure(first.output_ids == second.output_ids, || format!("{:?} expected again, found {:?}", first.output_ids, second.output_ids))?;
-    ensure(first.output_ids.len() == 8 && first.finish == Finish::Length, || format!("8 tokens and finish length expected: {first:?}"))?;
+    ensure(first.output_ids == second.output_ids, || {
+        format!("{:?} expected again, found {:?}", first.output_ids, second.output_ids)
+    })?;
+    ensure(first.output_ids.len() == 8 && first.finish == Finish::Length, || {
+        format!("8 tokens and finish length expected: {first:?}")
+    })?;
     let vocabulary = subject.expected()?.config.vocabulary;
     let inside = first.output_ids.iter().all(|id| u64::try_from(*id).is_ok_and(|id| id < vocabulary));
     ensure(inside, || format!("ids below {vocabulary} expected: {:?}", first.output_ids))?;
@@ -16,19 +20,25 @@ pub(super) async fn greedy(subject: &Subject) -> Checked {
     // The second run reads the prompt from the prefix cache, which may group sums differently.
     ensure(gap < 0.05, || format!("log-probabilities repeat within 0.05 expected, found {gap}"))?;
     let label = subject.client.model_info().await?.weight_version.unwrap_or_default();
-    ensure(first.spans.len() == 1 && first.spans[0].label == label, || format!("one span of {label} expected: {:?}", first.spans))
+    ensure(first.spans.len() == 1 && first.spans[0].label == label, || {
+        format!("one span of {label} expected: {:?}", first.spans)
+    })
 }
 
 pub(super) async fn stop_token(subject: &Subject) -> Checked {
     let free = subject.signature().await?;
     // The first output token that did not occur before it: a stop token ends the output at its first occurrence.
-    let at = (1..free.output_ids.len()).find(|at| !free.output_ids[..*at].contains(&free.output_ids[*at])).unwrap_or(0);
+    let at = (1..free.output_ids.len())
+        .find(|at| !free.output_ids[..*at].contains(&free.output_ids[*at]))
+        .unwrap_or(0);
     let mut request = subject.request(8);
     request.sampling.stop_token_ids = vec![free.output_ids[at]];
     request.sampling.ignore_eos = false;
     let stopped = subject.client.generate(&request).await?;
     let expected = &free.output_ids[..=at];
-    ensure(stopped.output_ids == expected, || format!("{expected:?}, the stop token included, expected: {stopped:?}"))?;
+    ensure(stopped.output_ids == expected, || {
+        format!("{expected:?}, the stop token included, expected: {stopped:?}")
+    })?;
     ensure(stopped.finish == Finish::Stop, || format!("finish stop expected: {:?}", stopped.finish))
 }
 
@@ -40,21 +50,36 @@ pub(super) async fn temperature(subject: &Subject) -> Checked {
     let cold = draws(subject, 0.5).await?;
     if let Some(whole) = warm.iter().find(|(id, _)| *id == greedy.output_ids[0]) {
         let gap = (whole.1 - greedy.log_probs[0]).abs();
-        ensure(gap < 0.05, || format!("the log-probability {} over the whole vocabulary expected, found {}", greedy.log_probs[0], whole.1))?;
+        ensure(gap < 0.05, || {
+            format!(
+                "the log-probability {} over the whole vocabulary expected, found {}",
+                greedy.log_probs[0], whole.1
+            )
+        })?;
     }
-    let mut common = cold.iter().filter_map(|(id, at_half)| warm.iter().find(|(other, _)| other == id).map(|(_, at_one)| (*at_half, *at_one)));
+    let mut common = cold.iter().filter_map(|(id, at_half)| {
+        warm.iter().find(|(other, _)| other == id).map(|(_, at_one)| (*at_half, *at_one))
+    });
     let (Some(a), Some(b)) = (common.next(), common.next()) else {
         return ensure(true, String::new);
     };
     let (half, one) = (a.0 - b.0, a.1 - b.1);
-    ensure((half - 2.0 * one).abs() < 0.1, || format!("a difference of {} at temperature 0.5 expected, found {half}", 2.0 * one))
+    ensure((half - 2.0 * one).abs() < 0.1, || {
+        format!("a difference of {} at temperature 0.5 expected, found {half}", 2.0 * one)
+    })
 }
 
 /// First tokens drawn from the three likeliest, each once: id and log-probability.
 async fn draws(subject: &Subject, temperature: f64) -> Checked<Vec<(i32, f32)>> {
     let mut found: Vec<(i32, f32)> = Vec::new();
     for _ in 0..12 {
-        let sampling = SamplingParams { temperature, top_k: 3, max_new_tokens: 1, ignore_eos: true, ..SamplingParams::default() };
+        let sampling = SamplingParams {
+            temperature,
+            top_k: 3,
+            max_new_tokens: 1,
+            ignore_eos: true,
+            ..SamplingParams::default()
+        };
         let request = GenerateRequest { rid: Rid::probe(), input_ids: vec![1, 2, 3], sampling };
         let drawn = subject.client.generate(&request).await?;
         let (id, log_prob) = (drawn.output_ids[0], drawn.log_probs[0]);

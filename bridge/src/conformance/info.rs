@@ -8,18 +8,32 @@ use crate::{Capabilities, Engine, Error};
 pub(super) async fn model_info(subject: &Subject) -> Checked {
     let info = subject.client.model_info().await?;
     let architecture = subject.expected()?.config.architecture;
-    ensure(info.architectures.as_deref() == Some(&[architecture.clone()][..]), || format!("architectures {architecture} expected: {info:?}"))?;
+    ensure(info.architectures.as_deref() == Some(&[architecture.clone()][..]), || {
+        format!("architectures {architecture} expected: {info:?}")
+    })?;
     ensure(info.is_generation == Some(true), || format!("is_generation true expected: {info:?}"))?;
-    ensure(info.weight_version.is_some() && info.load_format.is_some(), || format!("weight_version and load_format expected: {info:?}"))?;
-    ensure(info.model_path == subject.first.to_string_lossy(), || format!("model_path of the last update expected: {info:?}"))
+    ensure(info.weight_version.is_some() && info.load_format.is_some(), || {
+        format!("weight_version and load_format expected: {info:?}")
+    })?;
+    ensure(info.model_path == subject.first.to_string_lossy(), || {
+        format!("model_path of the last update expected: {info:?}")
+    })
 }
 
 pub(super) async fn server_info(subject: &Subject) -> Checked {
     let info = subject.client.server_info().await?;
-    ensure((info.tp_size, info.pp_size, info.dp_size) == (Some(1), Some(1), Some(1)), || format!("sizes of 1 expected: {info:?}"))?;
-    ensure(info.frontend.as_deref().is_none_or(|frontend| frontend == "python"), || format!("frontend python expected: {info:?}"))?;
-    ensure(info.dtype.is_some() && info.load_format.is_some() && info.version.is_some(), || format!("dtype, load_format, version expected: {info:?}"))?;
-    ensure(info.disaggregation_mode.as_deref().unwrap_or("null") == "null", || format!("disaggregation_mode null expected: {info:?}"))?;
+    ensure((info.tp_size, info.pp_size, info.dp_size) == (Some(1), Some(1), Some(1)), || {
+        format!("sizes of 1 expected: {info:?}")
+    })?;
+    ensure(info.frontend.as_deref().is_none_or(|frontend| frontend == "python"), || {
+        format!("frontend python expected: {info:?}")
+    })?;
+    ensure(info.dtype.is_some() && info.load_format.is_some() && info.version.is_some(), || {
+        format!("dtype, load_format, version expected: {info:?}")
+    })?;
+    ensure(info.disaggregation_mode.as_deref().unwrap_or("null") == "null", || {
+        format!("disaggregation_mode null expected: {info:?}")
+    })?;
     ensure(info.device.is_some(), || format!("device expected: {info:?}"))
 }
 

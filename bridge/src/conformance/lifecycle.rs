@@ -9,7 +9,9 @@ pub(super) async fn abort(subject: &Subject) -> Checked {
     let running = subject.start_long().await?;
     subject.client.abort(&running.rid).await?;
     let reply = running.finish().await?;
-    ensure(matches!(reply.finish, Finish::Abort { .. }), || format!("finish abort expected: {:?}", reply.finish))?;
+    ensure(matches!(reply.finish, Finish::Abort { .. }), || {
+        format!("finish abort expected: {:?}", reply.finish)
+    })?;
     let partial = reply.output_ids.len() < subject.long_tokens as usize;
     ensure(partial, || format!("fewer than {} tokens expected", subject.long_tokens))
 }
@@ -28,7 +30,9 @@ pub(super) async fn abort_prefix(subject: &Subject) -> Checked {
     for reply in both {
         let (status, reply) = reply.await??;
         let kind = reply.pointer("/meta_info/finish_reason/type").and_then(Value::as_str);
-        ensure(status == 200 && kind == Some("abort"), || format!("200 and finish abort expected, found {status}: {kind:?}"))?;
+        ensure(status == 200 && kind == Some("abort"), || {
+            format!("200 and finish abort expected, found {status}: {kind:?}")
+        })?;
     }
     Ok(())
 }

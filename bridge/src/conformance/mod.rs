@@ -14,7 +14,9 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::{Client, DiskUpdate, DiskUpdated, Expected, GenerateRequest, Generation, PauseMode, Rid, SamplingParams};
+use crate::{
+    Client, DiskUpdate, DiskUpdated, Expected, GenerateRequest, Generation, PauseMode, Rid, SamplingParams,
+};
 
 /// Outcome of one check; any error fails it.
 type Checked<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -136,7 +138,11 @@ pub async fn run(subject: &Subject) -> Result<Report, Failure> {
 
 impl Report {
     fn take(&mut self, check: &'static str, subject: &Subject, outcome: Checked) -> Result<(), Failure> {
-        outcome.map_err(|error| Failure { check, engine: subject.client.url().into(), reason: chain(error.as_ref()) })?;
+        outcome.map_err(|error| Failure {
+            check,
+            engine: subject.client.url().into(),
+            reason: chain(error.as_ref()),
+        })?;
         self.passed.push(check);
         Ok(())
     }
@@ -160,7 +166,12 @@ impl Subject {
     }
 
     fn request(&self, max_new_tokens: u32) -> GenerateRequest {
-        let sampling = SamplingParams { temperature: 0.0, max_new_tokens, ignore_eos: true, ..SamplingParams::default() };
+        let sampling = SamplingParams {
+            temperature: 0.0,
+            max_new_tokens,
+            ignore_eos: true,
+            ..SamplingParams::default()
+        };
         GenerateRequest { rid: Rid::probe(), input_ids: vec![1, 2, 3], sampling }
     }
 
@@ -187,7 +198,9 @@ impl Subject {
             if running >= count {
                 return Ok(());
             }
-            ensure(tokio::time::Instant::now() < end, || format!("waited {SETTLE:?} for {count} running requests, found {running}"))?;
+            ensure(tokio::time::Instant::now() < end, || {
+                format!("waited {SETTLE:?} for {count} running requests, found {running}")
+            })?;
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -214,13 +227,17 @@ impl Subject {
 
     async fn serves(&self, label: &str) -> Checked {
         let found = self.client.model_info().await?.weight_version;
-        ensure(found.as_deref() == Some(label), || format!("model_info.weight_version {label} expected, found {found:?}"))
+        ensure(found.as_deref() == Some(label), || {
+            format!("model_info.weight_version {label} expected, found {found:?}")
+        })
     }
 
     /// Expects a status from a call the client has no method for, or would not send.
     async fn status(&self, method: &str, path: &str, body: Value, expected: &[u16]) -> Checked<Value> {
         let (status, reply) = self.client.raw(method, path, &body).await?;
-        ensure(expected.contains(&status), || format!("{method} {path} {body}: one of {expected:?} expected, found {status}: {reply}"))?;
+        ensure(expected.contains(&status), || {
+            format!("{method} {path} {body}: one of {expected:?} expected, found {status}: {reply}")
+        })?;
         Ok(reply)
     }
 }
@@ -238,7 +255,12 @@ impl Running {
 }
 
 fn update_of(directory: &Path, label: &str, flush_cache: bool) -> DiskUpdate {
-    DiskUpdate { model_path: directory.into(), load_format: Some("auto".into()), weight_version: Some(label.into()), flush_cache }
+    DiskUpdate {
+        model_path: directory.into(),
+        load_format: Some("auto".into()),
+        weight_version: Some(label.into()),
+        flush_cache,
+    }
 }
 
 /// Body of a raw long generation under an id of the caller's.

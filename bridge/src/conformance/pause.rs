@@ -14,7 +14,9 @@ pub(super) async fn holds_requests(subject: &Subject) -> Checked {
     for mode in [PauseMode::Retract, PauseMode::InPlace, PauseMode::Abort] {
         subject.client.pause(mode).await?;
         if subject.dialect.ready {
-            ensure(subject.client.ready().await? == Some(false), || format!("ready false expected while paused ({mode:?})"))?;
+            ensure(subject.client.ready().await? == Some(false), || {
+                format!("ready false expected while paused ({mode:?})")
+            })?;
         }
         let (client, request) = (subject.client.clone(), subject.request(2));
         let mut held = tokio::spawn(async move { client.generate(&request).await });
@@ -22,7 +24,9 @@ pub(super) async fn holds_requests(subject: &Subject) -> Checked {
         ensure(early.is_err(), || format!("no answer expected while paused ({mode:?}), found {early:?}"))?;
         subject.client.resume().await?;
         let reply = held.await??;
-        ensure(reply.finish == Finish::Length && reply.output_ids.len() == 2, || format!("the held request's 2 tokens expected: {reply:?}"))?;
+        ensure(reply.finish == Finish::Length && reply.output_ids.len() == 2, || {
+            format!("the held request's 2 tokens expected: {reply:?}")
+        })?;
     }
     Ok(())
 }
@@ -33,7 +37,9 @@ pub(super) async fn retract(subject: &Subject) -> Checked {
     subject.client.resume().await?;
     let reply = running.finish().await?;
     ensure(reply.retractions >= 1, || "num_retractions of 1 or more expected, found 0".into())?;
-    ensure(reply.output_ids.len() == subject.long_tokens as usize, || format!("all tokens expected, found {}", reply.output_ids.len()))
+    ensure(reply.output_ids.len() == subject.long_tokens as usize, || {
+        format!("all tokens expected, found {}", reply.output_ids.len())
+    })
 }
 
 pub(super) async fn in_place(subject: &Subject) -> Checked {
@@ -42,7 +48,9 @@ pub(super) async fn in_place(subject: &Subject) -> Checked {
     subject.client.resume().await?;
     let reply = running.finish().await?;
     ensure(reply.retractions == 0, || format!("num_retractions 0 expected, found {}", reply.retractions))?;
-    ensure(reply.output_ids.len() == subject.long_tokens as usize, || format!("all tokens expected, found {}", reply.output_ids.len()))
+    ensure(reply.output_ids.len() == subject.long_tokens as usize, || {
+        format!("all tokens expected, found {}", reply.output_ids.len())
+    })
 }
 
 pub(super) async fn abort(subject: &Subject) -> Checked {
@@ -50,7 +58,9 @@ pub(super) async fn abort(subject: &Subject) -> Checked {
     subject.client.pause(PauseMode::Abort).await?;
     subject.client.resume().await?;
     let reply = running.finish().await?;
-    ensure(matches!(reply.finish, Finish::Abort { .. }), || format!("finish abort expected: {:?}", reply.finish))
+    ensure(matches!(reply.finish, Finish::Abort { .. }), || {
+        format!("finish abort expected: {:?}", reply.finish)
+    })
 }
 
 /// Activation depends on this, and on what it does where the flush is refused: a second pause in abort mode empties the queue.
@@ -62,7 +72,9 @@ pub(super) async fn flush_retracted(subject: &Subject) -> Checked {
     ensure(flushed == expected, || format!("flush {expected} expected while retracted, found {flushed}"))?;
     subject.client.pause(PauseMode::Abort).await?;
     let reply = running.finish().await?;
-    ensure(matches!(reply.finish, Finish::Abort { .. }), || format!("finish abort expected: {:?}", reply.finish))?;
+    ensure(matches!(reply.finish, Finish::Abort { .. }), || {
+        format!("finish abort expected: {:?}", reply.finish)
+    })?;
     ensure(subject.client.flush_cache().await?, || "the emptied engine should flush".into())
 }
 

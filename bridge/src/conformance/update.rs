@@ -22,13 +22,18 @@ pub(super) async fn missing(subject: &Subject) -> Checked {
     subject.settle().await?;
     let nowhere = Path::new("/driftless/no/such/checkpoint");
     match subject.client.update_weights_from_disk(&update_of(nowhere, SECOND, false)).await {
-        Err(Error::Status { status: 400, body, .. }) if body.contains("success") && body.contains("message") => {}
+        Err(Error::Status { status: 400, body, .. })
+            if body.contains("success") && body.contains("message") => {}
         other => return Err(format!("400 with success and message expected, found {other:?}").into()),
     }
-    subject.status("POST", "/update_weights_from_disk", json!({"weight_version": SECOND}), &[400, 422]).await?;
+    subject
+        .status("POST", "/update_weights_from_disk", json!({"weight_version": SECOND}), &[400, 422])
+        .await?;
     subject.serves(FIRST).await?;
     let after = subject.signature().await?;
-    ensure(after.output_ids == before.output_ids, || format!("the old weights expected, found {:?}", after.output_ids))
+    ensure(after.output_ids == before.output_ids, || {
+        format!("the old weights expected, found {:?}", after.output_ids)
+    })
 }
 
 pub(super) async fn paused(subject: &Subject) -> Checked {
@@ -41,11 +46,15 @@ pub(super) async fn paused(subject: &Subject) -> Checked {
     let reply = running.finish().await?;
     if subject.dialect.spans {
         let labels: Vec<_> = reply.spans.iter().map(|span| span.label.as_str()).collect();
-        ensure(labels == [FIRST, SECOND], || format!("spans of {FIRST} and {SECOND} expected: {:?}", reply.spans))?;
+        ensure(labels == [FIRST, SECOND], || {
+            format!("spans of {FIRST} and {SECOND} expected: {:?}", reply.spans)
+        })?;
     }
     subject.serves(SECOND).await?;
     let path = subject.client.model_info().await?.model_path;
-    ensure(Path::new(&path) == subject.second, || format!("model_path of the update expected, found {path}"))?;
+    ensure(Path::new(&path) == subject.second, || {
+        format!("model_path of the update expected, found {path}")
+    })?;
     subject.settle().await?;
     let after = subject.signature().await?;
     ensure(after.output_ids != before.output_ids, || "another output expected of other weights".into())?;
@@ -77,7 +86,9 @@ pub(super) async fn spans(subject: &Subject) -> Checked {
     subject.client.resume().await?;
     ensure(done == DiskUpdated::Done, || format!("{done:?}"))?;
     let reply = running.finish().await?;
-    ensure(reply.spans_reported == subject.dialect.spans, || format!("spans reported: {} expected", subject.dialect.spans))?;
+    ensure(reply.spans_reported == subject.dialect.spans, || {
+        format!("spans reported: {} expected", subject.dialect.spans)
+    })?;
     let labels: Vec<_> = reply.spans.iter().map(|span| span.label.as_str()).collect();
     let expected: &[&str] = if subject.dialect.spans { &[FIRST, SECOND] } else { &[SECOND] };
     ensure(labels == expected, || format!("spans of {expected:?} expected: {:?}", reply.spans))
@@ -110,7 +121,9 @@ pub(super) async fn relabel(subject: &Subject) -> Checked {
     subject.client.set_weight_version(SECOND).await?;
     subject.serves(SECOND).await?;
     let reply = running.finish().await?;
-    ensure(reply.output_ids.len() == subject.long_tokens as usize, || format!("no abort expected, found {:?}", reply.finish))?;
+    ensure(reply.output_ids.len() == subject.long_tokens as usize, || {
+        format!("no abort expected, found {:?}", reply.finish)
+    })?;
     subject.status("POST", "/update_weight_version", json!({}), &[400, 422]).await?;
     subject.serves(SECOND).await
 }

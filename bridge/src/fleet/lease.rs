@@ -35,7 +35,12 @@ impl<'a> Lease<'a> {
         Self { member, freed, rid, unanswered: false }
     }
 
-    pub(super) async fn attempt(mut self, request: &GenerateRequest, minimum: Option<&Label>, end: Instant) -> Attempt {
+    pub(super) async fn attempt(
+        mut self,
+        request: &GenerateRequest,
+        minimum: Option<&Label>,
+        end: Instant,
+    ) -> Attempt {
         self.unanswered = true;
         let Ok(outcome) = tokio::time::timeout_at(end, self.generate(request)).await else {
             return self.again("gave no whole reply before the fleet's deadline".into());
@@ -105,11 +110,17 @@ fn unusable(generation: &Generation, before: Option<&str>, minimum: Option<&Labe
     if !generation.spans_reported {
         let crossed = generation.spans.iter().find(|span| Some(span.label.as_str()) != before);
         if let Some(span) = crossed {
-            return Some(format!("weights changed in mid-reply, to {}, on an engine that reports no spans", span.label));
+            return Some(format!(
+                "weights changed in mid-reply, to {}, on an engine that reports no spans",
+                span.label
+            ));
         }
     }
     let minimum = minimum?;
-    let old = generation.spans.iter().find(|span| !span.label.parse::<Label>().is_ok_and(|label| label.at_least(minimum)))?;
+    let old = generation
+        .spans
+        .iter()
+        .find(|span| !span.label.parse::<Label>().is_ok_and(|label| label.at_least(minimum)))?;
     Some(format!("tokens of {} where {minimum} or later was asked for", old.label))
 }
 
@@ -119,7 +130,11 @@ mod tests {
     use crate::VersionSpan;
 
     fn generation(labels: &[&str], spans_reported: bool) -> Generation {
-        let span = |(at, label): (usize, &&str)| VersionSpan { label: (*label).to_owned(), start: at as u32, end: at as u32 + 1 };
+        let span = |(at, label): (usize, &&str)| VersionSpan {
+            label: (*label).to_owned(),
+            start: at as u32,
+            end: at as u32 + 1,
+        };
         Generation {
             rid: Rid::new(0, 0),
             engine: "e".into(),
@@ -150,7 +165,8 @@ mod tests {
 
     #[test]
     fn aborted_replies_are_not_samples() {
-        let aborted = Generation { finish: Finish::Abort { message: "x".into() }, ..generation(&["a"], true) };
+        let aborted =
+            Generation { finish: Finish::Abort { message: "x".into() }, ..generation(&["a"], true) };
         assert!(unusable(&aborted, None, None).is_some());
     }
 }

@@ -12,7 +12,10 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::{Client, ClientOptions, Deadlines, Engine, Error, Expected, GenerateRequest, Generation, Keys, Label, Result, Rid};
+use crate::{
+    Client, ClientOptions, Deadlines, Engine, Error, Expected, GenerateRequest, Generation, Keys, Label,
+    Result, Rid,
+};
 use lease::{Attempt, Lease};
 use member::{LOOK_EVERY, Member};
 pub use route::Route;
@@ -37,7 +40,12 @@ pub struct FleetOptions {
 impl Default for FleetOptions {
     /// 64 requests per engine, 10 minutes, the least loaded engine, default deadlines.
     fn default() -> Self {
-        Self { concurrency: 64, deadline: Duration::from_secs(600), route: Route::default(), calls: Deadlines::default() }
+        Self {
+            concurrency: 64,
+            deadline: Duration::from_secs(600),
+            route: Route::default(),
+            calls: Deadlines::default(),
+        }
     }
 }
 
@@ -72,11 +80,17 @@ impl Fleet {
     ///
     /// # Errors
     /// Those of [`Engine::attach`], for the first address that fails; [`Error::Fleet`] for no address or one twice.
-    pub async fn attach(addresses: &[String], keys: &Keys, expected: &Expected, options: FleetOptions) -> Result<Self> {
+    pub async fn attach(
+        addresses: &[String],
+        keys: &Keys,
+        expected: &Expected,
+        options: FleetOptions,
+    ) -> Result<Self> {
         let mut attaching = Vec::with_capacity(addresses.len());
         let mut urls = std::collections::BTreeSet::new();
         for address in addresses {
-            let client = ClientOptions { keys: keys.clone(), deadlines: options.calls, ..ClientOptions::default() };
+            let client =
+                ClientOptions { keys: keys.clone(), deadlines: options.calls, ..ClientOptions::default() };
             let client = Client::new(address, client)?;
             urls.insert(client.url().to_owned());
             attaching.push(tokio::spawn(Member::attach(client, expected.clone())));
@@ -88,7 +102,13 @@ impl Fleet {
         for member in attaching {
             members.push(Arc::new(joined(member).await??));
         }
-        Ok(Self { members, vocabulary: expected.config.vocabulary, options, turn: AtomicUsize::new(0), freed: Notify::new() })
+        Ok(Self {
+            members,
+            vocabulary: expected.config.vocabulary,
+            options,
+            turn: AtomicUsize::new(0),
+            freed: Notify::new(),
+        })
     }
 
     /// The engines, as they were last attached.
@@ -101,7 +121,13 @@ impl Fleet {
         let status = |member: &Arc<Member>| {
             let state = member.state().clone();
             let url = member.client.url().to_owned();
-            EngineStatus { url, up: state.up, serving: state.serving, in_flight: state.in_flight, failure: state.failure }
+            EngineStatus {
+                url,
+                up: state.up,
+                serving: state.serving,
+                in_flight: state.in_flight,
+                failure: state.failure,
+            }
         };
         self.members.iter().map(status).collect()
     }
@@ -113,7 +139,11 @@ impl Fleet {
     ///
     /// # Errors
     /// [`Error::Exhausted`] with every engine's last failure; [`Error::Request`] and [`Error::Status`] for requests that no engine would take.
-    pub async fn generate(&self, mut request: GenerateRequest, minimum: Option<&Label>) -> Result<Generation> {
+    pub async fn generate(
+        &self,
+        mut request: GenerateRequest,
+        minimum: Option<&Label>,
+    ) -> Result<Generation> {
         request.validate(Some(self.vocabulary))?;
         let end = Instant::now() + self.options.deadline;
         loop {
@@ -148,7 +178,11 @@ impl Fleet {
         for wait in waits.collect::<Vec<_>>() {
             laggards.extend(joined(wait).await?);
         }
-        if laggards.is_empty() { Ok(()) } else { Err(Error::Behind { label: label.clone(), after: deadline, laggards }) }
+        if laggards.is_empty() {
+            Ok(())
+        } else {
+            Err(Error::Behind { label: label.clone(), after: deadline, laggards })
+        }
     }
 
     /// Waits for an engine that may take the request and has room.
@@ -158,7 +192,10 @@ impl Fleet {
                 return lease;
             }
             for member in &self.members {
-                let lacking = { let state = member.state(); !state.up || !state.serves(minimum) };
+                let lacking = {
+                    let state = member.state();
+                    !state.up || !state.serves(minimum)
+                };
                 if lacking {
                     member.clone().look_aside();
                 }
@@ -175,7 +212,8 @@ impl Fleet {
         };
         let views: Vec<View> = self.members.iter().map(view).collect();
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let member = &self.members[choose(self.options.route, &views, self.options.concurrency.max(1), turn)?];
+        let member =
+            &self.members[choose(self.options.route, &views, self.options.concurrency.max(1), turn)?];
         let mut state = member.state();
         // Another task may have taken the last place since the view.
         if state.in_flight >= self.options.concurrency.max(1) {
@@ -190,7 +228,11 @@ impl Fleet {
             let state = member.state();
             format!("{}: {}", member.client.url(), state.failure.clone().unwrap_or_else(|| state.describe()))
         });
-        Error::Exhausted { rid: request.rid.to_string(), after: self.options.deadline, attempts: attempts.collect() }
+        Error::Exhausted {
+            rid: request.rid.to_string(),
+            after: self.options.deadline,
+            attempts: attempts.collect(),
+        }
     }
 }
 
@@ -198,7 +240,10 @@ impl Fleet {
 async fn reach(member: &Arc<Member>, label: &Label) {
     loop {
         member.look().await;
-        let there = { let state = member.state(); state.up && state.serves(Some(label)) };
+        let there = {
+            let state = member.state();
+            state.up && state.serves(Some(label))
+        };
         if there {
             return;
         }

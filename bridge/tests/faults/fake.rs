@@ -1,0 +1,362 @@
+//! An engine in this process that speaks just enough of SGLang, and misbehaves where it is told to.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, VecDeque};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{HeaderMap, Method, StatusCode, Uri};
+use axum::response::{IntoResponse, Response};
+use driftless_bridge::{ClientOptions, Deadlines, checksums};
+use driftless_transport::{AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo, write_checkpoint};
+use serde_json::{Value, json};
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+
+/// What a call does instead of what it should.
+#[derive(Debug, Clone)]
+pub enum Fault {
+    /// No answer, ever.
+    Hang,
+    /// This status and body.
+    Answer(u16, String),
+    /// The engine ends, and with it the connection.
+    Die,
+    /// The body of `/generate` replies is changed.
+    Label(&'static str),
+    /// One checksum is wrong.
+    WrongSum,
+    /// The update loads, but the label stays.
+    KeepLabel,
+    /// The update loads and says that it could not flush.
+    Unflushed,
+}
+
+/// What the engine is and has seen.
+#[derive(Debug)]
+pub struct Engine {
+    pub model_path: PathBuf,
+    pub started_with: PathBuf,
+    pub label: String,
+    pub load_format: String,
+    pub paused: bool,
+    pub spans: bool,
+    pub release: &'static str,
+    /// Path and body of every call that changes something.
+    pub calls: Vec<(String, Value)>,
+    /// Authorization headers seen, by path.
+    pub keys: Vec<(String, Option<String>)>,
+    /// Faults by `METHOD path`: the next calls of it meet them, one each.
+    pub faults: BTreeMap<&'static str, VecDeque<Fault>>,
+    pub generating: usize,
+    pub most_generating: usize,
+}
+
+/// The engine and the runtime it lives on.
+pub struct Fake {
+    pub address: SocketAddr,
+    engine: Arc<Mutex<Engine>>,
+    runtime: Arc<Runtime>,
+    server: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Fake {
+    /// Starts an engine with this checkpoint on a port of the system's choice.
+    pub fn start(checkpoint: &Path) -> Self {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let engine = Engine {
+            model_path: checkpoint.into(),
+            started_with: checkpoint.into(),
+            label: "default".into(),
+            load_format: "auto".into(),
+            paused: false,
+            spans: true,
+            release: "0.5.23",
+            calls: Vec::new(),
+            keys: Vec::new(),
+            faults: BTreeMap::new(),
+            generating: 0,
+            most_generating: 0,
+        };
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let fake = Self {
+            address,
+            engine: Arc::new(Mutex::new(engine)),
+            runtime: Arc::new(runtime),
+            server: Mutex::default(),
+        };
+        fake.serve(listener);
+        fake
+    }
+
+    pub fn engine(&self) -> MutexGuard<'_, Engine> {
+        self.engine.lock().unwrap()
+    }
+
+    pub fn fault(&self, call: &'static str, fault: Fault) {
+        self.engine().faults.entry(call).or_default().push_back(fault);
+    }
+
+    /// Paths of the calls that change something, in order.
+    pub fn changes(&self) -> Vec<String> {
+        self.engine().calls.iter().map(|(path, _)| path.clone()).collect()
+    }
+
+    /// Ends the engine, connections included, as a kill would.
+    pub fn kill(&self) {
+        if let Some(server) = self.server.lock().unwrap().take() {
+            server.abort();
+            let _ = self.runtime.block_on(server);
+        }
+    }
+
+    /// Starts it again at the same address as a new process would be: with its first weights, not paused.
+    pub fn restart(&self) {
+        self.kill();
+        let mut engine = self.engine();
+        (engine.model_path, engine.label, engine.paused) =
+            (engine.started_with.clone(), "default".into(), false);
+        drop(engine);
+        let listener = std::net::TcpListener::bind(self.address).unwrap();
+        self.serve(listener);
+    }
+
+    fn serve(&self, listener: std::net::TcpListener) {
+        listener.set_nonblocking(true).unwrap();
+        let app = Router::new().fallback(answer).with_state(self.engine.clone());
+        let server = self.runtime.spawn(async move {
+            let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+            // Connections live in tasks of this set, so that aborting it resets them all.
+            let mut connections = tokio::task::JoinSet::new();
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let app = app.clone();
+                connections.spawn(async move { serve_one(stream, app).await });
+            }
+        });
+        *self.server.lock().unwrap() = Some(server);
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Serves one connection; a handler that wants to die ends it without an answer.
+async fn serve_one(stream: tokio::net::TcpStream, app: Router) {
+    let listener = One(Some(stream));
+    let _ = axum::serve(listener, app).await;
+}
+
+/// A listener of one connection.
+struct One(Option<tokio::net::TcpStream>);
+
+impl axum::serve::Listener for One {
+    type Io = tokio::net::TcpStream;
+    type Addr = ();
+
+    async fn accept(&mut self) -> (Self::Io, ()) {
+        match self.0.take() {
+            Some(stream) => (stream, ()),
+            None => std::future::pending().await,
+        }
+    }
+
+    fn local_addr(&self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+type Shared = Arc<Mutex<Engine>>;
+
+async fn answer(
+    State(engine): State<Shared>,
+    method: Method,
+    uri: Uri,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response {
+    let path = uri.path().to_owned();
+    let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let fault = {
+        let mut engine = engine.lock().unwrap();
+        let key = headers.get("authorization").map(|key| key.to_str().unwrap().to_owned());
+        engine.keys.push((path.clone(), key));
+        if method == Method::POST && path != "/generate" && path != "/weights_checker" {
+            engine.calls.push((path.clone(), body.clone()));
+        }
+        engine.faults.get_mut(format!("{method} {path}").as_str()).and_then(VecDeque::pop_front)
+    };
+    match fault {
+        Some(Fault::Hang) => std::future::pending().await,
+        Some(Fault::Answer(status, text)) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
+        Some(Fault::Die) => panic!("the engine dies here, as the test wants"),
+        fault => respond(engine, &method, &path, body, fault).await,
+    }
+}
+
+async fn respond(engine: Shared, method: &Method, path: &str, body: Value, fault: Option<Fault>) -> Response {
+    let ok = |value: Value| axum::Json(value).into_response();
+    match (method.as_str(), path) {
+        ("GET", "/model_info") => ok(model_info(&engine.lock().unwrap())),
+        ("GET", "/server_info") => ok(server_info(&engine.lock().unwrap())),
+        ("GET", "/ready") => {
+            if engine.lock().unwrap().paused { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK }
+                .into_response()
+        }
+        ("GET", "/v1/loads") => {
+            ok(json!({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}]}))
+        }
+        (
+            "GET",
+            "/pause_generation"
+            | "/continue_generation"
+            | "/update_weights_from_disk"
+            | "/begin_weight_update",
+        ) => StatusCode::METHOD_NOT_ALLOWED.into_response(),
+        ("POST", "/pause_generation") => {
+            engine.lock().unwrap().paused = true;
+            ok(json!({"status": "ok"}))
+        }
+        ("POST", "/continue_generation") => {
+            engine.lock().unwrap().paused = false;
+            ok(json!({"status": "ok"}))
+        }
+        ("POST", "/flush_cache" | "/abort_request") => StatusCode::OK.into_response(),
+        ("POST", "/update_weight_version") => {
+            engine.lock().unwrap().label = body["new_version"].as_str().unwrap().to_owned();
+            ok(json!({"success": true, "message": ""}))
+        }
+        ("POST", "/update_weights_from_disk") => update(&mut engine.lock().unwrap(), &body, fault),
+        ("POST", "/weights_checker") => ok(sums(&engine.lock().unwrap(), fault)),
+        ("POST", "/generate") => generate(engine, body, fault).await,
+        _ => StatusCode::NOT_FOUND.into_response(),
+    }
+}
+
+fn model_info(engine: &Engine) -> Value {
+    json!({"model_path": engine.model_path, "tokenizer_path": engine.started_with, "weight_version": engine.label, "is_generation": true,
+        "load_format": engine.load_format, "disaggregation_mode": "null", "architectures": ["Qwen3ForCausalLM"]})
+}
+
+fn server_info(engine: &Engine) -> Value {
+    json!({"version": engine.release, "frontend": "python", "model_path": engine.started_with, "tokenizer_path": engine.started_with,
+        "tp_size": 1, "pp_size": 1, "dp_size": 1, "device": "cpu", "dtype": "auto", "quantization": null, "load_format": engine.load_format,
+        "disaggregation_mode": "null", "weight_cache_mode": "off", "speculative_algorithm": null, "json_model_override_args": "{}"})
+}
+
+fn update(engine: &mut Engine, body: &Value, fault: Option<Fault>) -> Response {
+    engine.model_path = body["model_path"].as_str().unwrap().into();
+    let label = body["weight_version"].as_str().unwrap().to_owned();
+    match fault {
+        Some(Fault::KeepLabel) => {}
+        Some(Fault::Unflushed) => {
+            let message = "Weights were updated, but the cache was not flushed because requests are still running or queued.";
+            return (StatusCode::BAD_REQUEST, axum::Json(json!({"success": false, "message": message})))
+                .into_response();
+        }
+        _ => engine.label = label,
+    }
+    axum::Json(json!({"success": true, "message": "", "num_paused_requests": 0})).into_response()
+}
+
+fn sums(engine: &Engine, fault: Option<Fault>) -> Value {
+    let mut sums = checksums(&Checkpoint::open(&engine.model_path).unwrap(), &engine.model_path).unwrap();
+    if matches!(fault, Some(Fault::WrongSum)) {
+        sums.insert("model.norm.weight".into(), "0".repeat(16));
+    }
+    json!({"success": true, "message": "", "ranks": [{"checksums": sums}]})
+}
+
+async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response {
+    {
+        let mut engine = engine.lock().unwrap();
+        engine.generating += 1;
+        engine.most_generating = engine.most_generating.max(engine.generating);
+    }
+    while engine.lock().unwrap().paused {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    // Lets requests that were sent together be under way together.
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    let mut engine = engine.lock().unwrap();
+    engine.generating -= 1;
+    let label = if let Some(Fault::Label(label)) = fault { label.to_owned() } else { engine.label.clone() };
+    let mut meta = json!({"id": body["rid"], "finish_reason": {"type": "length", "length": 1}, "weight_version": label, "num_retractions": 0,
+        "output_token_logprobs": [[-0.25, 7, null]]});
+    if engine.spans {
+        meta["weight_versions"] = json!([{"version": label, "start": 0, "end": 1}]);
+    }
+    axum::Json(json!({"output_ids": [7], "meta_info": meta})).into_response()
+}
+
+/// A Qwen3 checkpoint of a few hundred bytes; another seed gives other weights, another size other shapes.
+pub fn checkpoint(directory: &Path, seed: u8, hidden: u64) -> PathBuf {
+    let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden, "intermediate_size": 6, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 10, "tie_word_embeddings": true,
+        "torch_dtype": "bfloat16"});
+    write(directory, seed, hidden, &config)
+}
+
+/// The same, with a config that need not fit.
+pub fn write(directory: &Path, seed: u8, hidden: u64, config: &Value) -> PathBuf {
+    let layer = |name: &str| format!("model.layers.0.{name}.weight");
+    let mut shapes = vec![
+        ("model.embed_tokens.weight".to_owned(), vec![10, hidden]),
+        ("model.norm.weight".to_owned(), vec![hidden]),
+        (layer("input_layernorm"), vec![hidden]),
+        (layer("post_attention_layernorm"), vec![hidden]),
+        (layer("self_attn.q_proj"), vec![4, hidden]),
+        (layer("self_attn.k_proj"), vec![2, hidden]),
+        (layer("self_attn.v_proj"), vec![2, hidden]),
+        (layer("self_attn.o_proj"), vec![hidden, 4]),
+        (layer("self_attn.q_norm"), vec![2]),
+        (layer("self_attn.k_norm"), vec![2]),
+        (layer("mlp.gate_proj"), vec![6, hidden]),
+        (layer("mlp.up_proj"), vec![6, hidden]),
+        (layer("mlp.down_proj"), vec![hidden, 6]),
+    ];
+    shapes.sort();
+    let tensors =
+        shapes.into_iter().map(|(name, shape)| TensorInfo { name, dtype: Dtype::Bf16, shape }).collect();
+    let files = vec![AuxFile::new("config.json", config.to_string().into_bytes()).unwrap()];
+    write_checkpoint(directory, &Constant { seed, tensors, files }, 1 << 20).unwrap();
+    std::fs::canonicalize(directory).unwrap()
+}
+
+/// Tensors all of one byte.
+struct Constant {
+    seed: u8,
+    tensors: Vec<TensorInfo>,
+    files: Vec<AuxFile>,
+}
+
+impl Snapshot for Constant {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    fn bytes(&self, index: usize) -> driftless_transport::Result<Cow<'_, [u8]>> {
+        Ok(vec![self.seed; self.tensors[index].byte_len()? as usize].into())
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        &self.files
+    }
+}
+
+/// Deadlines short enough for tests that wait for them to pass.
+pub fn short() -> ClientOptions {
+    let (brief, long) = (Duration::from_millis(400), Duration::from_secs(20));
+    let deadlines = Deadlines { connect: long, info: brief, control: brief, load: brief, generate: brief };
+    ClientOptions { deadlines, ..ClientOptions::default() }
+}

@@ -1,0 +1,246 @@
+//! A fleet of engines of which some are slow to learn, and some fail.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use driftless_bridge::{
+    Error, Expected, Fleet, FleetOptions, GenerateRequest, Keys, Label, Rid, SamplingParams,
+};
+use tokio::runtime::Runtime;
+
+use crate::fake::{Fake, Fault, checkpoint, short};
+
+const OLD: &str = "3f0c9a12b7de:1";
+const NEW: &str = "3f0c9a12b7de:2";
+
+struct Scene {
+    fakes: Vec<Fake>,
+    fleet: Arc<Fleet>,
+    runtime: Runtime,
+    _dir: tempfile::TempDir,
+}
+
+fn scene(engines: usize, options: FleetOptions) -> Scene {
+    scene_with(engines, options, |_| {})
+}
+
+fn scene_with(engines: usize, options: FleetOptions, change: impl Fn(&Fake)) -> Scene {
+    let dir = tempfile::tempdir().unwrap();
+    let path = checkpoint(&dir.path().join("a"), 1, 4);
+    let fakes: Vec<Fake> = (0..engines).map(|_| Fake::start(&path)).collect();
+    for fake in &fakes {
+        fake.engine().label = OLD.into();
+        change(fake);
+    }
+    let addresses: Vec<String> = fakes.iter().map(|fake| fake.address.to_string()).collect();
+    let runtime = Runtime::new().unwrap();
+    let expected = Expected::from_checkpoint(&path).unwrap();
+    let fleet = runtime.block_on(Fleet::attach(&addresses, &Keys::default(), &expected, options)).unwrap();
+    Scene { fakes, fleet: Arc::new(fleet), runtime, _dir: dir }
+}
+
+/// Enough for what should succeed, whatever the machine is doing.
+fn patient() -> FleetOptions {
+    FleetOptions { deadline: Duration::from_secs(60), calls: short().deadlines, ..FleetOptions::default() }
+}
+
+/// Little, for what should not.
+fn hasty() -> FleetOptions {
+    FleetOptions { deadline: Duration::from_millis(900), calls: short().deadlines, ..FleetOptions::default() }
+}
+
+fn request(sample: u64) -> GenerateRequest {
+    let sampling = SamplingParams { max_new_tokens: 1, ..SamplingParams::default() };
+    GenerateRequest { rid: Rid::new(1, sample), input_ids: vec![1, 2], sampling }
+}
+
+fn label(text: &str) -> Label {
+    text.parse().unwrap()
+}
+
+#[test]
+fn only_engines_that_are_new_enough_are_asked() {
+    let scene = scene(2, patient());
+    scene.fakes[1].engine().label = NEW.into();
+    for sample in 0..4 {
+        let generation =
+            scene.runtime.block_on(scene.fleet.generate(request(sample), Some(&label(NEW)))).unwrap();
+        assert!(generation.engine.contains(&scene.fakes[1].address.to_string()));
+        assert_eq!(generation.spans[0].label, NEW);
+    }
+}
+
+#[test]
+fn older_tokens_are_discarded_and_asked_for_again() {
+    let scene = scene(1, patient());
+    scene.fakes[0].engine().label = NEW.into();
+    // The engine was updated, but this request had been drawn from the old weights.
+    scene.fakes[0].fault("POST /generate", Fault::Label(OLD));
+    let generation = scene.runtime.block_on(scene.fleet.generate(request(0), Some(&label(NEW)))).unwrap();
+    assert_eq!(generation.spans[0].label, NEW);
+    assert_eq!(generation.rid, Rid::new(1, 0).next_attempt());
+}
+
+#[test]
+fn a_sample_waits_until_an_engine_has_caught_up() {
+    let scene = scene(1, patient());
+    let fleet = scene.fleet.clone();
+    let waiting = scene.runtime.spawn(async move { fleet.generate(request(0), Some(&label(NEW))).await });
+    scene.runtime.block_on(scene.fleet.wait_for_label(&label(OLD), Duration::from_secs(60))).unwrap();
+    assert!(!waiting.is_finished());
+    scene.fakes[0].engine().label = NEW.into();
+    assert_eq!(scene.runtime.block_on(waiting).unwrap().unwrap().spans[0].label, NEW);
+}
+
+#[test]
+fn a_failing_engine_is_replaced_by_another() {
+    for fault in
+        [Fault::Answer(500, "broken".into()), Fault::Hang, Fault::Die, Fault::Answer(200, "{}".into())]
+    {
+        let scene = scene(2, patient());
+        for fake in &scene.fakes {
+            // One of the two is asked first, and fails; the other may fail once as well.
+            fake.fault("POST /generate", fault.clone());
+        }
+        let generation = scene.runtime.block_on(scene.fleet.generate(request(0), None)).unwrap();
+        assert_ne!(generation.rid, Rid::new(1, 0), "{fault:?}");
+    }
+}
+
+#[test]
+fn when_every_engine_is_down_the_error_names_them() {
+    let scene = scene(2, hasty());
+    scene.fakes.iter().for_each(Fake::kill);
+    match scene.runtime.block_on(scene.fleet.generate(request(0), None)) {
+        Err(Error::Exhausted { attempts, .. }) => {
+            for fake in &scene.fakes {
+                assert!(attempts.iter().any(|text| text.contains(&fake.address.to_string())), "{attempts:?}");
+            }
+        }
+        other => panic!("{other:?}"),
+    }
+    let status = scene.fleet.status();
+    assert!(
+        status.iter().all(|engine| engine.in_flight == 0) && status.iter().any(|engine| !engine.up),
+        "{status:?}"
+    );
+}
+
+#[test]
+fn a_restarted_engine_is_attached_again_and_not_asked_before_it_is_in_step() {
+    let scene = scene(1, patient());
+    scene.fakes[0].kill();
+    let fleet = scene.fleet.clone();
+    let waiting = scene.runtime.spawn(async move { fleet.generate(request(0), Some(&label(OLD))).await });
+    scene.fakes[0].restart();
+    let failed = scene.runtime.block_on(scene.fleet.wait_for_label(&label(OLD), Duration::from_millis(500)));
+    assert!(
+        matches!(&failed, Err(Error::Behind { laggards, .. }) if laggards[0].contains("serves default")),
+        "{failed:?}"
+    );
+    assert!(!waiting.is_finished());
+    scene.fakes[0].engine().label = OLD.into();
+    assert_eq!(scene.runtime.block_on(waiting).unwrap().unwrap().spans[0].label, OLD);
+}
+
+#[test]
+fn requests_that_no_engine_would_take_are_not_tried_again() {
+    let scene = scene(1, patient());
+    scene.fakes[0].fault("POST /generate", Fault::Answer(400, "unknown field".into()));
+    assert!(matches!(
+        scene.runtime.block_on(scene.fleet.generate(request(0), None)),
+        Err(Error::Status { status: 400, .. })
+    ));
+    let mut outside = request(1);
+    outside.input_ids = vec![10];
+    assert!(matches!(
+        scene.runtime.block_on(scene.fleet.generate(outside, None)),
+        Err(Error::Request { .. })
+    ));
+}
+
+#[test]
+fn an_id_still_in_use_is_replaced_by_the_next_attempt() {
+    let scene = scene(1, patient());
+    scene.fakes[0].fault("POST /generate", Fault::Answer(400, "Duplicate request ID detected: 0".into()));
+    let generation = scene.runtime.block_on(scene.fleet.generate(request(0), None)).unwrap();
+    assert_eq!(generation.rid, Rid::new(1, 0).next_attempt());
+}
+
+#[test]
+fn laggards_are_named_with_what_they_serve() {
+    let scene = scene(2, patient());
+    scene.fakes[0].engine().label = NEW.into();
+    match scene.runtime.block_on(scene.fleet.wait_for_label(&label(NEW), Duration::from_millis(300))) {
+        Err(Error::Behind { laggards, .. }) => {
+            assert_eq!(laggards, [format!("http://{} (serves {OLD})", scene.fakes[1].address)]);
+        }
+        other => panic!("{other:?}"),
+    }
+    scene.fakes[1].engine().label = "3f0c9a12b7de:3".into();
+    scene.runtime.block_on(scene.fleet.wait_for_label(&label(NEW), Duration::from_secs(60))).unwrap();
+}
+
+#[test]
+fn concurrency_is_bounded_per_engine() {
+    let scene = scene(2, FleetOptions { concurrency: 3, ..patient() });
+    scene.runtime.block_on(async {
+        let mut all = tokio::task::JoinSet::new();
+        for sample in 0..40 {
+            let fleet = scene.fleet.clone();
+            all.spawn(async move { fleet.generate(request(sample), None).await.unwrap() });
+        }
+        assert_eq!(all.join_all().await.len(), 40);
+    });
+    for fake in &scene.fakes {
+        let most = fake.engine().most_generating;
+        assert!((1..=3).contains(&most), "{most}");
+    }
+}
+
+#[test]
+fn an_abandoned_request_is_aborted_on_its_engine() {
+    let scene = scene(1, patient());
+    scene.fakes[0].fault("POST /generate", Fault::Hang);
+    let fleet = scene.fleet.clone();
+    let abandoned = scene.runtime.spawn(async move { fleet.generate(request(5), None).await });
+    while scene.fleet.status()[0].in_flight == 0 {
+        std::thread::yield_now();
+    }
+    abandoned.abort();
+    let aborted = || {
+        scene.fakes[0]
+            .engine()
+            .calls
+            .iter()
+            .find(|(path, _)| path == "/abort_request")
+            .map(|(_, body)| body.clone())
+    };
+    let body = loop {
+        match aborted() {
+            Some(body) => break body,
+            None => std::thread::yield_now(),
+        }
+    };
+    assert_eq!(body["rid"], Rid::new(1, 5).to_string());
+    assert_eq!(body["abort_all"], false);
+}
+
+#[test]
+fn without_spans_a_change_of_weights_in_mid_reply_is_noticed() {
+    let scene = scene_with(1, patient(), |fake| fake.engine().spans = false);
+    scene.fakes[0].fault("POST /generate", Fault::Label(NEW));
+    let generation = scene.runtime.block_on(scene.fleet.generate(request(0), Some(&label(OLD)))).unwrap();
+    assert_eq!((generation.spans[0].label.as_str(), generation.rid), (OLD, Rid::new(1, 0).next_attempt()));
+}
+
+#[test]
+fn a_fleet_needs_each_engine_once() {
+    let scene = scene(1, patient());
+    let address = scene.fakes[0].address.to_string();
+    let expected = Expected::from_checkpoint(&scene.fakes[0].engine().started_with.clone()).unwrap();
+    for addresses in [vec![], vec![address.clone(), format!("http://{address}/")]] {
+        let found = scene.runtime.block_on(Fleet::attach(&addresses, &Keys::default(), &expected, patient()));
+        assert!(matches!(found, Err(Error::Fleet { .. })), "{addresses:?}");
+    }
+}
