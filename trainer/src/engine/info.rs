@@ -45,10 +45,10 @@ pub(super) fn model_info(facts: &Facts, shown: &Shown) -> Value {
         "has_audio_understanding": false,
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
+        "load_format": shown.load_format,
     });
     if facts.dialect >= Dialect::V0_5_23 {
         info["served_model_name"] = json!(shown.model_path);
-        info["load_format"] = json!(shown.load_format);
         info["reasoning_parser"] = json!(null);
         info["tool_call_parser"] = json!(null);
         info["disaggregation_mode"] = json!("null");

@@ -65,14 +65,18 @@ fn truncated(probs: &Tensor, rows: &[Row]) -> Result<Tensor> {
     let (sorted, ids) = probs.f_sort(-1, true)?;
     let before = sorted.f_cumsum(-1, Kind::Float)?.f_sub(&sorted)?;
     let rank = Tensor::f_arange(sorted.size()[1], (Kind::Int64, probs.device()))?;
+    // A sum of all probabilities may round to more than 1.
+    let nucleus = |row: &Row| if row.top_p < 1.0 { row.top_p as f32 } else { f32::INFINITY };
     let dropped = before
-        .f_gt_tensor(&column(rows, probs, |row| row.top_p as f32)?)?
+        .f_gt_tensor(&column(rows, probs, nucleus)?)?
         .f_logical_or(&rank.f_ge_tensor(&column(rows, probs, |row| row.top_k)?)?)?
         .f_logical_or(&sorted.f_lt_tensor(
             &sorted.f_narrow(1, 0, 1)?.f_mul(&column(rows, probs, |row| row.min_p as f32)?)?,
         )?)?;
-    let place = draw(&sorted.f_masked_fill(&dropped, 0.0)?, rows)?;
-    Ok(ids.f_gather(-1, &place, false)?)
+    // Drawn in the order of the ids, as without truncation: the same number then means the same token
+    // whichever way the batch as a whole is sampled.
+    let kept = probs.f_zeros_like()?.f_scatter(-1, &ids, &sorted.f_masked_fill(&dropped, 0.0)?)?;
+    draw(&kept, rows)
 }
 
 /// A `[R, 1]` tensor of one number per row, beside `like`.
@@ -126,7 +130,7 @@ mod tests {
             high,
         ];
         let (ids, log_probs) = sample(&logits(rows.len()), &rows).unwrap();
-        assert_eq!(ids, [2, 1, 2, 2, 1, 0]);
+        assert_eq!(ids, [2, 1, 2, 2, 1, 3]);
         assert!((log_probs[1] - 0.4_f32.ln()).abs() < 1e-6, "not renormalised");
     }
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
 
+use driftless_transport::Checkpoint;
 use tokio::sync::oneshot;
 
 use super::checksum::{Checksums, checksums};
@@ -10,7 +11,6 @@ use super::dialect::Dialect;
 use super::generator::Generator;
 use super::sequence::{Finish, Job, Sequence};
 use crate::error::Error;
-use crate::models::Weights;
 
 /// Where the answer of a command goes.
 pub(super) type Answer<T> = oneshot::Sender<T>;
@@ -212,7 +212,7 @@ impl Worker {
     }
 
     fn load(&mut self, update: &Update) -> Result<(), Error> {
-        let weights = Weights::open(&update.path)?;
+        let weights = Checkpoint::open(&update.path)?;
         let loaded = self.generator.model.load_from(&weights);
         match &loaded {
             // Everything that can be wrong with a checkpoint is found before the first weight is written;

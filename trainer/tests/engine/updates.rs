@@ -147,7 +147,7 @@ fn a_bad_checkpoint_is_refused_and_the_old_weights_keep_serving() {
     };
     let cases = [
         ("missing", json!({"model_path": "/nonexistent"}), "nonexistent"),
-        ("empty", broken(&fixture, "empty", |dir| std::fs::remove_file(weights(dir)).unwrap()), "nothing"),
+        ("empty", broken(&fixture, "empty", |dir| std::fs::remove_file(weights(dir)).unwrap()), "no such file"),
         (
             "truncated",
             broken(&fixture, "truncated", |dir| {

@@ -1,0 +1,37 @@
+//! The bridge's own suite, which SGLang passes too, in every dialect.
+
+use driftless_bridge::conformance::{self, Subject};
+use driftless_bridge::{Client, ClientOptions};
+use driftless_trainer::engine::Dialect;
+
+use crate::model::Fixture;
+
+fn run(dialect: Dialect, release: u32) {
+    let fixture = Fixture::of(dialect);
+    let client = Client::new(&fixture.server.url(), ClientOptions::default()).unwrap();
+    let subject = Subject {
+        client,
+        first: fixture.dir.path().join("a"),
+        second: fixture.dir.path().join("b"),
+        dialect: conformance::Dialect::of_release(release),
+        long_tokens: 1800,
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let report = runtime.block_on(conformance::run(&subject)).unwrap_or_else(|failure| panic!("{failure}"));
+    assert!(report.passed.len() > 20, "{:?}", report.passed);
+}
+
+#[test]
+fn speaks_0_5_23() {
+    run(Dialect::V0_5_23, 23);
+}
+
+#[test]
+fn speaks_0_5_17() {
+    run(Dialect::V0_5_17, 17);
+}
+
+#[test]
+fn speaks_0_5_12() {
+    run(Dialect::V0_5_12, 12);
+}
