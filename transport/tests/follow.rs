@@ -1,4 +1,5 @@
 //! What a follower promises: the newest version on disk and on every engine, whatever engines and stores do.
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! What a replica promises: the newest version bit for bit, or the old one and a reason.
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
 

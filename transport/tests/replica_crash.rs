@@ -2,6 +2,7 @@
 //!
 //! A crash is an error injected at a crash point, after which the replica is dropped and opened anew: what a killed process leaves, as the
 //! page cache outlives it. Crash points are global, so these tests have a binary of their own and take turns.
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
 
