@@ -192,6 +192,7 @@ fn version_0_by_reference_carries_no_bytes() {
     let published = publisher.publish_reference(&reference, step(0)).unwrap();
     assert_eq!((published.kind, published.version, published.anchor), (Kind::Reference, Version(0), false));
     assert!(publisher.run().get(MODEL, Version(0)).unwrap().manifest.objects.is_empty());
+    publisher.wait().unwrap();
     assert_same(&Checkpoint::open(&baseline).unwrap(), &weights);
     let again = publisher.publish_reference(&reference, step(0)).unwrap_err();
     assert!(matches!(again, Error::Unsupported { .. }), "{again:?}");

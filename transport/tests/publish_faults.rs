@@ -52,11 +52,14 @@ fn survive(k: u64, when: When, after: After, story: &[Weights; 3], seen: &mut Ve
     let fault = Arc::new(Fault::new(inner.clone()));
     let mut publisher = Publisher::open(fault.clone(), small_objects(Start::NewRun, &baseline)).unwrap();
     publisher.publish(first, step(0), Mode::Delta).unwrap();
+    publisher.wait().unwrap();
     assert_reader(&inner, &follower, 0, first);
 
     fault.arm(k, if after == After::Transient { 1 } else { u64::MAX }, when);
     let before = fault.calls();
     let published = publisher.publish(second, step(1), Mode::Delta);
+    let moved = publisher.wait();
+    assert!(moved.is_ok() || after != After::Transient || published.is_ok(), "{moved:?}");
     let struck = fault.calls() - before > k;
     fault.disarm();
     let run = Run::open(inner.clone(), RUN).unwrap();
@@ -173,11 +176,14 @@ fn a_baseline_that_cannot_follow_is_moved_before_the_next_version() {
     let mut publisher = Publisher::open(fault.clone(), options(Start::NewRun, &baseline)).unwrap();
     let mut weights = Weights::small(1);
     publisher.publish(&weights, step(0), Mode::Delta).unwrap();
+    publisher.wait().unwrap();
     weights.step(1, 10);
     // One object, the manifest and the head pass; what the baseline fetches does not.
     fault.arm(3, 1, When::Before);
     let published = publisher.publish(&weights, step(1), Mode::Delta).unwrap();
-    assert_eq!((published.version, publisher.version()), (Version(1), Some(Version(0))));
+    assert_eq!((published.version, publisher.version()), (Version(1), Some(Version(1))));
+    let error = publisher.wait().unwrap_err();
+    assert!(matches!(error, Error::Injected { operation: "get", .. }), "{error:?}");
     weights.step(2, 10);
     publisher.publish(&weights, step(2), Mode::Delta).unwrap();
     assert_eq!(publisher.version(), Some(Version(2)));
@@ -193,6 +199,7 @@ fn a_version_that_appears_while_ours_is_unknown_fences_us() {
         Publisher::open(fault.clone(), options(Start::NewRun, &dir.path().join("one"))).unwrap();
     let mut weights = Weights::small(1);
     publisher.publish(&weights, step(0), Mode::Delta).unwrap();
+    publisher.wait().unwrap();
     weights.step(1, 10);
     fault.arm(1, u64::MAX, When::Before);
     publisher.publish(&weights, step(1), Mode::Delta).unwrap_err();

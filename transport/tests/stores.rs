@@ -41,6 +41,15 @@ fn two_handles_on_one_directory_are_one_store() {
     one.put(&key, b"x", PutMode::Create).unwrap();
     assert!(matches!(other.put(&key, b"y", PutMode::Create), Err(Error::AlreadyExists { .. })));
     assert_eq!(other.get(&key, None).unwrap(), b"x");
+
+    let below = Key::new("a/b/c").unwrap();
+    assert!(matches!(one.get(&below, None), Err(Error::NotFound { .. })), "nothing lies under an object");
+    assert!(matches!(one.head(&below), Err(Error::NotFound { .. })));
+    one.delete(&below).unwrap();
+    assert!(
+        matches!(one.get(&Key::new("a").unwrap(), None), Err(Error::NotFound { .. })),
+        "a directory is no object"
+    );
 }
 
 #[test]

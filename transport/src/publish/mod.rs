@@ -1,5 +1,6 @@
 //! Publishing versions of a model: encode, store, commit, and keep the baseline of the next delta.
 
+mod baseline;
 mod encode;
 mod options;
 mod plan;
@@ -19,6 +20,7 @@ use crate::run::{Committed, Run};
 use crate::{
     Checkpoint, ContentDigest, Error, Key, Replica, Result, Snapshot, Store, Version, probe_conditional_put,
 };
+use baseline::Baseline;
 use encode::{BaseView, Encoder, Tables};
 use plan::Plan;
 
@@ -26,12 +28,15 @@ pub use options::{Mode, Progress, ProgressFn, Published, PublisherOptions, Start
 
 /// Publishes the versions of one model of one run, one after the other.
 ///
-/// The baseline, a [`Replica`] of the newest committed version, is what deltas start from. It moves only after a manifest
-/// is committed; a publication that fails leaves it alone, and the next one starts from it again.
+/// The baseline, a [`Replica`](crate::Replica) of the newest committed version, is what deltas start from. It moves only
+/// after a manifest is committed, on a thread of its own; a publication that fails leaves it alone, and the next one starts
+/// from it again. Dropping the publisher waits for that thread.
 pub struct Publisher {
     run: Run,
     options: PublisherOptions,
-    replica: Replica,
+    baseline: Baseline,
+    /// The newest version that is known to be committed.
+    newest: Option<Base>,
     standing: Standing,
     /// Whether an earlier attempt may have left objects behind that no manifest names.
     sweep_due: bool,
@@ -41,7 +46,7 @@ pub struct Publisher {
 /// What is known about the store beyond the baseline.
 #[derive(Debug, Clone)]
 enum Standing {
-    /// The baseline is the newest version.
+    /// The baseline is at the newest version, or on its way there.
     Level,
     /// The store may hold this version, which is ours, and the baseline does not yet.
     Behind(Base),
@@ -71,12 +76,12 @@ impl Publisher {
     pub fn open(store: Arc<dyn Store>, options: PublisherOptions) -> Result<Self> {
         options.check()?;
         probe_conditional_put(&*store)?;
-        let replica = Replica::open(&options.baseline_dir)?;
+        let mut baseline = Baseline::open(&options.baseline_dir)?;
         let run = match options.start {
             Start::Resume => Run::open(store, &options.run)?,
             Start::NewRun => {
                 // Before the name is claimed: a run that cannot be published to should not exist.
-                if let Some(applied) = replica.applied() {
+                if let Some(applied) = baseline.replica()?.applied() {
                     return Err(Error::BadSetting {
                         name: "baseline_dir",
                         expected: "a directory without a version, for a new run".to_owned(),
@@ -87,8 +92,9 @@ impl Publisher {
             }
         };
         let sweep_due = options.start == Start::Resume;
+        let standing = Standing::Level;
         let mut publisher =
-            Self { run, options, replica, standing: Standing::Level, sweep_due, progress: None };
+            Self { run, options, baseline, newest: None, standing, sweep_due, progress: None };
         publisher.restore_baseline()?;
         Ok(publisher)
     }
@@ -99,10 +105,23 @@ impl Publisher {
         &self.run
     }
 
-    /// The version that the baseline holds: the newest that this publisher knows to be committed.
+    /// The newest version that this publisher knows to be committed.
     #[must_use]
     pub fn version(&self) -> Option<Version> {
-        self.replica.identity().map(|base| base.version)
+        self.newest.map(|newest| newest.version)
+    }
+
+    /// Waits until the baseline holds [`Publisher::version`]. Nobody has to: the next publication does.
+    ///
+    /// # Errors
+    /// What kept the baseline from moving; the next publication tries again.
+    pub fn wait(&mut self) -> Result<()> {
+        let moved = self.baseline.wait();
+        if let (Err(error), Standing::Level, Some(newest)) = (&moved, &self.standing, self.newest) {
+            tracing::warn!(version = %newest.version, %error, "the baseline lags; the next publication moves it first");
+            self.standing = Standing::Behind(newest);
+        }
+        moved
     }
 
     /// Has `progress` called after every tensor of a publication, on the publishing thread.
@@ -129,10 +148,9 @@ impl Publisher {
         let manifest = self.manifest(Kind::Reference, &checkpoint, step, tables, Vec::new())?;
         let encode = begin.elapsed();
         let committed = self.commit(manifest)?;
-        if let Err(error) = self.replica.adopt(dir, &committed) {
-            self.lag(&committed, &error);
-            self.options.reference_dir = Some(dir.to_path_buf());
-        }
+        self.options.reference_dir = Some(dir.to_path_buf());
+        let (dir, link) = (dir.to_path_buf(), committed.clone());
+        self.move_baseline(&committed, move |replica| replica.adopt(&dir, &link));
         self.report(&committed, encode, begin.elapsed())
     }
 
@@ -159,7 +177,10 @@ impl Publisher {
         let encode = begin.elapsed();
         let manifest = self.manifest(plan.kind, snapshot, step, tables, objects)?;
         let committed = self.commit(manifest)?;
-        self.advance_baseline(&committed);
+        let (run, link) = (self.run.clone(), committed.clone());
+        self.move_baseline(&committed, move |replica| {
+            replica.advance_with(&link, &mut |object| run.object(object)).map(drop)
+        });
         self.report(&committed, encode, begin.elapsed())
     }
 
@@ -184,27 +205,20 @@ impl Publisher {
         let unique = plan::unique_tensors(snapshot)?;
         let tensors: Vec<_> = unique.iter().map(|&index| &snapshot.tensors()[index]).collect();
         let representation = self.representation(snapshot);
-        let base = self.replica.manifest();
-        let wish = (mode == Mode::Delta, self.options.anchor_every);
-        let plan = plan::plan(base, &tensors, &representation, wish, version);
-        let checkpoint = match plan.kind {
-            Kind::Delta => Some(self.replica.checkpoint()?),
+        let Self { run, options, baseline, progress, .. } = self;
+        let replica = &*baseline.replica()?;
+        let wish = (mode == Mode::Delta, options.anchor_every);
+        let plan = plan::plan(replica.manifest(), &tensors, &representation, wish, version);
+        let base = match (plan.kind, replica.manifest()) {
+            (Kind::Delta, Some(manifest)) => Some(BaseView::new(manifest, replica, replica.checkpoint()?)),
             _ => None,
         };
-        let base = base.zip(checkpoint.as_ref());
-        let object_bytes_max = self.options.object_bytes_max as usize;
-        let encoder = Encoder {
-            snapshot,
-            base: base.map(|(manifest, checkpoint)| BaseView::new(manifest, &self.replica, checkpoint)),
-            plan,
-            profile: self.options.profile,
-            object_bytes_max,
-        };
-        let progress = self.progress.as_deref_mut();
+        let object_bytes_max = options.object_bytes_max as usize;
+        let encoder = Encoder { snapshot, base, plan, profile: options.profile, object_bytes_max };
         let (tables, objects) = upload::with_uploads(
-            (&**self.run.store(), root, attempt),
-            (self.options.uploads, object_bytes_max),
-            |packer| encoder.run(&unique, packer, progress),
+            (&**run.store(), root, attempt),
+            (options.uploads, object_bytes_max),
+            |packer| encoder.run(&unique, packer, progress.as_deref_mut()),
         )?;
         Ok((plan, tables, objects))
     }
@@ -229,7 +243,7 @@ impl Publisher {
             version: self.next_version()?,
             kind,
             representation: self.representation(snapshot),
-            base: self.replica.identity(),
+            base: self.newest,
             trainer_step: step.trainer_step,
             checkpoint: step.checkpoint,
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
@@ -251,6 +265,7 @@ impl Publisher {
         if let Err(error) = self.run.commit(&self.options.model, version, &bytes) {
             self.settle(&committed, error)?;
         }
+        self.newest = Some(committed.identity());
         fail::fail_point!("publish.committed");
         tracing::info!(run = %self.run.id(), model = self.options.model, %version, "committed");
         if let Err(error) = self.run.set_head(&self.options.model, committed.identity()) {
@@ -300,27 +315,30 @@ impl Publisher {
         }
     }
 
-    /// Moves the baseline to a version just committed. The version stands whether that succeeds or not.
-    fn advance_baseline(&mut self, committed: &Committed) {
-        let run = &self.run;
-        if let Err(error) = self.replica.advance_with(committed, &mut |object| run.object(object)) {
-            self.lag(committed, &error);
+    /// Begins to move the baseline to a version just committed, which stands whether that succeeds or not.
+    fn move_baseline(
+        &mut self,
+        committed: &Committed,
+        change: impl FnOnce(&mut Replica) -> Result<()> + Send + 'static,
+    ) {
+        if let Err(error) = self.baseline.begin(change) {
+            let version = committed.manifest.version;
+            tracing::warn!(%version, %error, "the baseline lags; the next publication moves it first");
+            self.standing = Standing::Behind(committed.identity());
         }
-    }
-
-    fn lag(&mut self, committed: &Committed, error: &Error) {
-        tracing::warn!(version = %committed.manifest.version, %error, "the baseline lags; the next publication moves it first");
-        self.standing = Standing::Behind(committed.identity());
     }
 
     /// Brings the baseline to the newest version before another one is made.
     fn catch_up(&mut self) -> Result<()> {
+        // An error of the last move is in the standing now.
+        let _ = self.wait();
         match self.standing {
             Standing::Level => Ok(()),
             Standing::Lost(winner) => Err(self.lost(winner)),
             Standing::Behind(ours) => {
                 let newest = self.run.newest(&self.options.model)?;
-                match newest.filter(|newest| Some(newest.manifest.version) > self.version()) {
+                let have = self.baseline.replica()?.identity().map(|base| base.version);
+                match newest.filter(|newest| Some(newest.manifest.version) > have) {
                     Some(newest) if newest.identity() != ours => {
                         self.standing = Standing::Lost(newest.identity());
                         return Err(self.lost(newest.identity()));
@@ -338,7 +356,8 @@ impl Publisher {
     fn restore_baseline(&mut self) -> Result<()> {
         let model = self.options.model.as_str();
         let subject = || format!("the baseline `{}`", self.options.baseline_dir.display());
-        let applied = self.replica.applied().cloned();
+        let replica = self.baseline.replica()?;
+        let applied = replica.applied().cloned();
         if let Some(applied) = &applied {
             self.run.check_id(subject(), applied.run_id)?;
             if applied.model != model {
@@ -357,7 +376,8 @@ impl Publisher {
             };
         };
         let reference = self.options.reference_dir.as_deref();
-        self.replica.advance(&self.run, model, newest.manifest.version, reference)?;
+        replica.advance(&self.run, model, newest.manifest.version, reference)?;
+        self.newest = Some(newest.identity());
         if self.sweep_due {
             self.sweep(&newest);
         }

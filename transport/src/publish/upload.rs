@@ -80,8 +80,8 @@ pub(super) fn with_uploads<T>(
                 }
             });
         }
-        let mut packer =
-            Packer { current: Vec::new(), index: 0, object_bytes_max, sender, uploaded: &uploaded };
+        drop(receiver);
+        let mut packer = Packer { current: Vec::new(), index: 0, object_bytes_max, sender, uploaded };
         let encoded = encode(&mut packer)?;
         packer.finish()?;
         Ok(encoded)

@@ -37,7 +37,7 @@ impl Disk {
     }
 
     fn error(&self, action: &'static str, key: &Key, source: io::Error) -> Error {
-        if source.kind() == io::ErrorKind::NotFound {
+        if absent(&source) {
             return Error::NotFound { key: key.clone(), store: self.to_string() };
         }
         Error::io(action, self.path(key), source)
@@ -57,7 +57,7 @@ impl Disk {
     fn collect(&self, directory: &Path, prefix: &str, entries: &mut Vec<Entry>) -> Result<()> {
         let read = match fs::read_dir(directory) {
             // A prefix that is an object or nothing at all has nothing under it.
-            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Err(error) if absent(&error) => {
                 return Ok(());
             }
             read => read.map_err(|source| Error::io("list", directory, source))?,
@@ -156,7 +156,7 @@ impl Store for Disk {
 
     fn delete(&self, key: &Key) -> Result<()> {
         match fs::remove_file(self.path(key)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) if absent(&error) => Ok(()),
             removed => removed.map_err(|source| Error::io("delete", self.path(key), source)),
         }
     }
@@ -205,6 +205,11 @@ fn sweep(directory: &Path) {
             let _ = fs::remove_file(&path);
         }
     }
+}
+
+/// True if an error says that there is no such file; a file where the path needs a directory says so as well.
+fn absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
 /// Renames without replacing, in one step: of many callers one succeeds.

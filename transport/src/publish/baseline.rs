@@ -1,0 +1,77 @@
+//! The publisher's copy of the newest version, moved beside whatever the trainer does next.
+
+use std::path::{Path, PathBuf};
+use std::thread::{self, JoinHandle};
+
+use crate::{Error, Replica, Result};
+
+/// A replica that one move at a time is made on, on a thread of its own.
+#[derive(Debug)]
+pub(super) struct Baseline {
+    dir: PathBuf,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    Here(Box<Replica>),
+    Moving(JoinHandle<(Box<Replica>, Result<()>)>),
+    /// The thread that had it is gone; its journal tells the next one what to do.
+    Gone,
+}
+
+impl Baseline {
+    /// Opens the replica in `dir`.
+    pub(super) fn open(dir: &Path) -> Result<Self> {
+        Ok(Self { dir: dir.to_path_buf(), state: State::Here(Box::new(Replica::open(dir)?)) })
+    }
+
+    /// Begins a move; the next call of anything else waits for it.
+    pub(super) fn begin(
+        &mut self,
+        change: impl FnOnce(&mut Replica) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        self.wait()?;
+        let State::Here(mut replica) = std::mem::replace(&mut self.state, State::Gone) else { return Ok(()) };
+        let spawned = thread::Builder::new().name("driftless-baseline".to_owned()).spawn(move || {
+            let moved = change(&mut replica);
+            (replica, moved)
+        });
+        self.state =
+            State::Moving(spawned.map_err(|source| Error::io("start a thread for", &self.dir, source))?);
+        Ok(())
+    }
+
+    /// Waits until no move is under way, and returns how the last one ended. After an error the replica is as the move
+    /// left it: at a version it had before.
+    pub(super) fn wait(&mut self) -> Result<()> {
+        match std::mem::replace(&mut self.state, State::Gone) {
+            State::Here(replica) => self.state = State::Here(replica),
+            State::Moving(thread) => {
+                let (replica, moved) =
+                    thread.join().map_err(|_| Error::Cancelled { what: "moving the baseline" })?;
+                self.state = State::Here(replica);
+                return moved;
+            }
+            State::Gone => self.state = State::Here(Box::new(Replica::open(&self.dir)?)),
+        }
+        Ok(())
+    }
+
+    /// The replica, at rest.
+    pub(super) fn replica(&mut self) -> Result<&mut Replica> {
+        self.wait()?;
+        match &mut self.state {
+            State::Here(replica) => Ok(replica),
+            State::Moving(_) | State::Gone => Err(Error::NothingApplied { path: self.dir.clone() }),
+        }
+    }
+}
+
+impl Drop for Baseline {
+    fn drop(&mut self) {
+        if let Err(error) = self.wait() {
+            tracing::warn!(dir = %self.dir.display(), %error, "the baseline lags; resuming the run moves it");
+        }
+    }
+}
