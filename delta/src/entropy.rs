@@ -7,6 +7,8 @@
 use std::ops::Range;
 
 use crate::bits::{BitReader, BitWriter, ByteReader};
+use crate::element::with_constant;
+use crate::scan::{Path, Work};
 use crate::{Element, Error, Result};
 
 /// Longest code. 2⁻¹¹ is rarer than any exponent worth its own length.
@@ -16,11 +18,13 @@ const STREAMS: usize = 4;
 /// Code lengths of all symbols; 0 where a symbol does not occur, or is the only one.
 type Lengths = [u8; 256];
 
+#[inline(always)]
 fn rotated(element: Element, bits: u32) -> u32 {
     let width = element.bits();
     ((bits << 1) | (bits >> (width - 1))) & element.mask()
 }
 
+#[inline(always)]
 fn unrotated(element: Element, bits: u32) -> u32 {
     let width = element.bits();
     ((bits >> 1) | (bits << (width - 1))) & element.mask()
@@ -90,14 +94,24 @@ fn quarters(count: usize) -> [Range<usize>; STREAMS] {
     std::array::from_fn(|stream| (stream * quarter).min(count)..((stream + 1) * quarter).min(count))
 }
 
+/// Parts each element into its symbol and the low bytes.
+#[inline(always)]
+fn part(element: Element, bytes: &[u8], symbols: &mut [u8], low: &mut [u8]) {
+    let size = element.size();
+    for (at, symbol) in symbols.iter_mut().enumerate() {
+        let whole = rotated(element, element.load(bytes, at)).to_le_bytes();
+        *symbol = whole[size - 1];
+        low[at * (size - 1)..(at + 1) * (size - 1)].copy_from_slice(&whole[..size - 1]);
+    }
+}
+
 /// Codes one block into `out`, unless that takes `limit` bytes or more.
 pub(crate) fn encode(element: Element, bytes: &[u8], limit: usize, out: &mut Vec<u8>) -> bool {
     out.clear();
     let size = element.size();
-    let low_bits = element.bits() - 8;
-    let symbols: Vec<u8> = (0..bytes.len() / size)
-        .map(|at| (rotated(element, element.load(bytes, at)) >> low_bits) as u8)
-        .collect();
+    let count = bytes.len() / size;
+    let (mut symbols, mut low) = (vec![0; count], vec![0; count * (size - 1)]);
+    with_constant!(element, e => part(e, bytes, &mut symbols, &mut low));
     let mut counts = [0_u32; 256];
     symbols.iter().for_each(|symbol| counts[usize::from(*symbol)] += 1);
     let (Some(first), Some(last)) = (counts.iter().position(|c| *c > 0), counts.iter().rposition(|c| *c > 0))
@@ -107,7 +121,7 @@ pub(crate) fn encode(element: Element, bytes: &[u8], limit: usize, out: &mut Vec
     let lengths = lengths(&counts);
     let coded: usize =
         counts.iter().zip(&lengths).map(|(count, length)| *count as usize * usize::from(*length)).sum();
-    if coded / 8 + symbols.len() * (size - 1) >= limit {
+    if coded / 8 + low.len() >= limit {
         return false;
     }
     out.extend([first as u8, last as u8]);
@@ -116,11 +130,8 @@ pub(crate) fn encode(element: Element, bytes: &[u8], limit: usize, out: &mut Vec
         lengths[first..=last].iter().for_each(|length| bits.put(u32::from(*length), 4));
         bits.finish();
     }
-    for at in 0..symbols.len() {
-        let low = rotated(element, element.load(bytes, at)).to_le_bytes();
-        out.extend_from_slice(&low[..size - 1]);
-    }
-    let quarters = quarters(symbols.len()).map(|range| &symbols[range]);
+    out.extend_from_slice(&low);
+    let quarters = quarters(count).map(|range| &symbols[range]);
     for quarter in &quarters[..STREAMS - 1] {
         let bits: usize = quarter.iter().map(|symbol| usize::from(lengths[usize::from(*symbol)])).sum();
         out.extend((bits.div_ceil(8) as u32).to_le_bytes());
@@ -191,27 +202,71 @@ pub(crate) fn decode(element: Element, coded: &[u8], out: &mut [u8]) -> Result<(
     sizes[STREAMS - 1] = known
         .and_then(|known| reader.rest().len().checked_sub(known))
         .ok_or(reader.corrupt("bytes end too early"))?;
-    for (range, stream) in quarters(count).into_iter().zip(sizes) {
-        let mut bits = BitReader::new(reader.take(stream)?);
-        let low = &low[range.start * (size - 1)..range.end * (size - 1)];
-        join(element, &lookup, &mut bits, low, &mut out[range.start * size..range.end * size]);
-        if bits.finish("entropy block")? != stream {
-            return Err(corrupt("bytes follow the end of a stream"));
-        }
+    let mut streams = [&[][..]; STREAMS];
+    for (stream, size) in streams.iter_mut().zip(sizes) {
+        *stream = reader.take(size)?;
     }
-    Ok(())
+    Path::best().run(Join { element, lookup: &lookup, streams, low, out })
 }
 
-/// Joins symbols and low bytes to elements.
-fn join(element: Element, lookup: &Lookup, bits: &mut BitReader<'_>, low: &[u8], out: &mut [u8]) {
-    let size = element.size();
-    for (at, out) in out.chunks_exact_mut(size).enumerate() {
-        let (symbol, length) = lookup[(bits.peek() & ((1 << LENGTH_MAX) - 1)) as usize];
-        bits.skip(length.into());
-        let mut whole = [0; 4];
-        whole[..size - 1].copy_from_slice(&low[at * (size - 1)..(at + 1) * (size - 1)]);
-        whole[size - 1] = symbol;
-        out.copy_from_slice(&unrotated(element, u32::from_le_bytes(whole)).to_le_bytes()[..size]);
+/// Decodes the four streams side by side and joins symbols and low bytes to elements.
+struct Join<'a> {
+    element: Element,
+    lookup: &'a Lookup,
+    streams: [&'a [u8]; STREAMS],
+    low: &'a [u8],
+    out: &'a mut [u8],
+}
+
+impl Work for Join<'_> {
+    type Output = Result<()>;
+
+    #[inline(always)]
+    fn run(self) -> Result<()> {
+        with_constant!(self.element, e => self.run_as(e))
+    }
+}
+
+impl Join<'_> {
+    #[inline(always)]
+    fn run_as(self, element: Element) -> Result<()> {
+        let Self { lookup, streams, low, out, .. } = self;
+        let ranges = quarters(out.len() / element.size());
+        let mut readers = streams.map(BitReader::new);
+        let mut put = |at: usize, symbol: u8| {
+            let size = element.size();
+            let mut whole = [0; 4];
+            whole[..size - 1].copy_from_slice(&low[at * (size - 1)..(at + 1) * (size - 1)]);
+            whole[size - 1] = symbol;
+            let element = unrotated(element, u32::from_le_bytes(whole)).to_le_bytes();
+            out[at * size..(at + 1) * size].copy_from_slice(&element[..size]);
+        };
+        // Five codes fit into what one look into a stream shows; four divide evenly.
+        let together = ranges[STREAMS - 1].len() / 4 * 4;
+        for step in (0..together).step_by(4) {
+            for (bits, range) in readers.iter_mut().zip(&ranges) {
+                let mut ahead = bits.peek();
+                let mut taken = 0;
+                for at in 0..4 {
+                    let (symbol, length) = lookup[ahead as usize % lookup.len()];
+                    ahead >>= length;
+                    taken += u32::from(length);
+                    put(range.start + step + at, symbol);
+                }
+                bits.skip(taken);
+            }
+        }
+        for ((mut bits, range), stream) in readers.into_iter().zip(ranges).zip(streams) {
+            for at in range.start + together..range.end {
+                let (symbol, length) = lookup[bits.peek() as usize % lookup.len()];
+                bits.skip(length.into());
+                put(at, symbol);
+            }
+            if bits.finish("entropy block")? != stream.len() {
+                return Err(corrupt("bytes follow the end of a stream"));
+            }
+        }
+        Ok(())
     }
 }
 
