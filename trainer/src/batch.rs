@@ -140,7 +140,13 @@ impl Batch {
     }
 }
 
-impl Sample<'_> {
+impl<'a> Sample<'a> {
+    /// A sample to be imitated: every token after the prompt is trained on.
+    #[must_use]
+    pub fn supervised(tokens: &'a [i32], prompt_len: usize, rollout_id: u64) -> Sample<'a> {
+        Sample { tokens, prompt_len, loss_mask: &[], log_probs: &[], rollout_id, advantage: 0.0 }
+    }
+
     fn response_len(&self) -> usize {
         self.tokens.len().saturating_sub(self.prompt_len)
     }

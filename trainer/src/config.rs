@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use tch::Kind;
 
 use crate::error::{Error, Result, io};
 
@@ -100,11 +101,32 @@ impl Config {
     /// # Errors
     /// [`Error::Io`], [`Error::Json`], or [`Error::Config`] naming the field.
     pub fn open(checkpoint_dir: &Path) -> Result<Config> {
-        let path = checkpoint_dir.join("config.json");
-        let text = std::fs::read(&path).map_err(io("read", &path))?;
-        let json = |source| Error::Json { path: path.clone(), source };
-        let value: Value = serde_json::from_slice(&text).map_err(json)?;
-        Config::from_value(&value, &path)
+        Config::read(&checkpoint_dir.join("config.json"))
+    }
+
+    /// Reads and checks a `config.json` of any name.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::Json`], or [`Error::Config`] naming the field.
+    pub fn read(path: &Path) -> Result<Config> {
+        Config::from_value(&read_json(path)?, path)
+    }
+
+    /// The kind of the weights that a checkpoint directory says it holds: `BFloat16` or `Float`.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::Json`], or [`Error::Config`] for another dtype.
+    pub fn published_kind(checkpoint_dir: &Path) -> Result<Kind> {
+        let value = read_json(&checkpoint_dir.join("config.json"))?;
+        // transformers 5 writes `dtype`, 4 wrote `torch_dtype`.
+        match value.get("dtype").or(value.get("torch_dtype")) {
+            Some(Value::String(name)) if name == "bfloat16" => Ok(Kind::BFloat16),
+            Some(Value::String(name)) if name == "float32" => Ok(Kind::Float),
+            other => {
+                let found = other.map_or("nothing".to_owned(), Value::to_string);
+                Err(unsupported("torch_dtype", "bfloat16 or float32", found))
+            }
+        }
     }
 
     fn from_value(value: &Value, path: &Path) -> Result<Config> {
@@ -190,9 +212,9 @@ impl Config {
         Ok(())
     }
 
-    /// The `config.json` that `transformers` (4 and 5) and SGLang read; `dtype` is `bfloat16` or `float32`.
+    /// The `config.json` that `transformers` (4 and 5) and SGLang read, for weights of `kind` (`BFloat16` or `Float`).
     #[must_use]
-    pub fn to_json(&self, dtype: &str) -> Value {
+    pub fn to_json(&self, kind: Kind) -> Value {
         let mut object = Map::new();
         let mut set = |key: &str, value: Value| object.insert(key.to_owned(), value);
         set("architectures", json!(["Qwen3ForCausalLM"]));
@@ -216,7 +238,7 @@ impl Config {
         set("bos_token_id", json!(self.bos_token_id));
         set("eos_token_id", self.eos_json());
         set("pad_token_id", json!(self.pad_token_id));
-        set("torch_dtype", json!(dtype));
+        set("torch_dtype", json!(if kind == Kind::BFloat16 { "bfloat16" } else { "float32" }));
         Value::Object(object)
     }
 
@@ -269,6 +291,11 @@ impl Config {
     pub fn elements(&self) -> i64 {
         self.tensors().iter().map(|(_, shape)| shape.iter().product::<i64>()).sum()
     }
+}
+
+fn read_json(path: &Path) -> Result<Value> {
+    let text = std::fs::read(path).map_err(io("read", path))?;
+    serde_json::from_slice(&text).map_err(|source| Error::Json { path: path.to_path_buf(), source })
 }
 
 /// Refuses the options of `Qwen3Config` that would change the computation and are not implemented.
@@ -333,12 +360,12 @@ mod tests {
     #[test]
     fn json_round_trip() {
         let config = tiny();
-        assert_eq!(read(&config.to_json("bfloat16")).unwrap(), config);
+        assert_eq!(read(&config.to_json(Kind::BFloat16)).unwrap(), config);
     }
 
     #[test]
     fn transformers_5_spelling() {
-        let mut value = tiny().to_json("bfloat16");
+        let mut value = tiny().to_json(Kind::BFloat16);
         let object = value.as_object_mut().unwrap();
         object.remove("rope_theta");
         object.insert("rope_parameters".into(), json!({"rope_theta": 5e5, "rope_type": "default"}));
@@ -362,14 +389,14 @@ mod tests {
             ("rms_norm_eps", json!(-1.0)),
         ];
         for (name, wrong) in cases {
-            let mut value = tiny().to_json("bfloat16");
+            let mut value = tiny().to_json(Kind::BFloat16);
             value[name] = wrong;
             match read(&value) {
                 Err(Error::Config { field, .. }) => assert_eq!(field, name),
                 other => panic!("{name}: {other:?}"),
             }
         }
-        let mut value = tiny().to_json("bfloat16");
+        let mut value = tiny().to_json(Kind::BFloat16);
         value["eos_token_id"] = json!([1, 99]);
         assert!(matches!(read(&value), Err(Error::Config { .. })));
     }

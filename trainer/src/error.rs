@@ -44,14 +44,6 @@ pub enum Error {
         /// What the checkpoint holds.
         found: String,
     },
-    /// A safetensors file is damaged.
-    #[error("{path} is not a readable safetensors file")]
-    Safetensors {
-        /// The file.
-        path: PathBuf,
-        /// Where and why.
-        source: safetensors::SafeTensorError,
-    },
     /// An argument is outside what the function can work with.
     #[error("{what}: expected {expected}, found {found}")]
     Input {
@@ -92,6 +84,55 @@ pub enum Error {
         /// What the checkpoint has.
         found: String,
     },
+    /// The embedded engine cannot start.
+    #[error("the engine cannot {action}")]
+    EngineStart {
+        /// What was attempted: `listen on 127.0.0.1:30000` …
+        action: String,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// The embedded engine's generating thread ended while it was serving; the log says why. Restart the engine.
+    #[error("the engine's generating thread ended; restart the engine")]
+    EngineEnded,
+    /// A checkpoint, publication or store answered with an error.
+    #[error(transparent)]
+    Transport(#[from] driftless_transport::Error),
+    /// The rollout log answered with an error.
+    #[error(transparent)]
+    Buffer(#[from] driftless_buffer::Error),
+    /// An engine, or the client of it, answered with an error.
+    #[error(transparent)]
+    Bridge(#[from] driftless_bridge::Error),
+    /// The state directory belongs to another run.
+    #[error("the state in {path} is of run `{found}`, not `{expected}`; give each run a directory of its own")]
+    OtherRun {
+        /// The state directory.
+        path: PathBuf,
+        /// The run asked for.
+        expected: String,
+        /// The run it belongs to.
+        found: String,
+    },
+    /// A rollout that is to be learned from is not whole in the log.
+    #[error("rollout {rollout} has {found} complete groups in the log, expected {expected}; generate it first, or train with the batch and group sizes it was generated with")]
+    IncompleteRollout {
+        /// The rollout.
+        rollout: u64,
+        /// Groups that it should have.
+        expected: u64,
+        /// Groups with enough samples.
+        found: u64,
+    },
+    /// The engine's checksums say nothing about the weights here, so that an equality that was asked for cannot be checked.
+    #[error("engine {engine} holds its weights in a form whose checksums cannot be computed here; leave out --check-weight-update-equal")]
+    NotComparable {
+        /// URL of the engine.
+        engine: String,
+    },
+    /// A part of the loop was asked for what this mode does not have, or was stopped.
+    #[error("the loop was stopped while it waited")]
+    Cancelled,
     /// libtorch refused an operation (out of memory, a shape, a missing kernel).
     #[error("libtorch")]
     Torch(#[from] tch::TchError),

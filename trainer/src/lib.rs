@@ -5,21 +5,35 @@
 
 mod advantage;
 mod batch;
+pub mod checkpoint;
 mod config;
+pub mod engine;
 mod error;
 mod loss;
+pub mod metrics;
 mod models;
 mod optimizer;
 mod policy;
+mod schedule;
+mod sft;
+mod snapshot;
 pub mod tasks;
 mod torch;
+mod train;
 
 pub use advantage::{grpo, reinforce_plus_plus_baseline};
 pub use batch::{Batch, Reduction, Sample, micro_batches, token_weights};
 pub use config::Config;
 pub use error::{Error, Result};
 pub use loss::{Kl, PolicyLoss, PolicyTerms, entropy, kl, log_probs, policy_loss, sft_loss};
-pub use models::{KvCache, Parameter, Qwen3, Weights};
+pub use models::{KvCache, Parameter, Qwen3};
 pub use optimizer::{AdamW, AdamWOptions};
 pub use policy::{Policy, StepStats};
+pub use schedule::{Mode, Schedule};
+pub use sft::{SftOptions, SftSummary, sft};
+pub use snapshot::PolicySnapshot;
+pub use tch::Kind;
 pub use torch::{Borrowed, Column, borrow, device, set_threads};
+pub use train::{
+    Debug, Estimator, Event, LearnOptions, Observer, Outcome, TrainOptions, UpdateWeightMode, train,
+};

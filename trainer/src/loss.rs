@@ -45,6 +45,8 @@ pub struct PolicyTerms {
     pub entropy: f64,
     /// Mean of |log-prob here − log-prob recorded by the engine|.
     pub log_prob_difference: f64,
+    /// The largest of those differences.
+    pub log_prob_difference_max: f64,
 }
 
 /// Log-probabilities `[B, T]` of `labels` `[B, T]` under `logits` `[B, T, V]` divided by `temperature`.
@@ -104,12 +106,14 @@ pub fn policy_loss(logits: &Tensor, batch: &Batch, options: &PolicyLoss) -> Resu
     };
     let loss = weighted(&losses, &batch.weights)?;
     tch::no_grad(|| {
+        let distance = difference.f_abs()?;
         let mean = |x: &Tensor| Ok::<_, Error>(f64::try_from(weighted(x, &batch.weights)?)?);
         Ok(PolicyTerms {
             clipped: mean(&clipped_gain.f_lt_tensor(&gain)?)?,
             behaviour_kl: mean(&kl(Kl::K3, &batch.old_log_probs, &new)?)?,
             entropy: mean(&entropy)?,
-            log_prob_difference: mean(&difference.f_abs()?)?,
+            log_prob_difference: mean(&distance)?,
+            log_prob_difference_max: f64::try_from(trained(&distance, &batch.weights)?.f_max()?)?,
             loss,
         })
     })
@@ -135,10 +139,14 @@ fn scaled(logits: &Tensor, temperature: f64) -> Result<Tensor> {
     Ok(if temperature == 1.0 { logits.shallow_clone() } else { logits.f_div_scalar(temperature)? })
 }
 
-/// Sum of `values × weights`; a value whose weight is 0 does not count even if it is infinite.
+/// Sum of `values × weights`.
 fn weighted(values: &Tensor, weights: &Tensor) -> Result<Tensor> {
-    let used = values.f_to_kind(Kind::Float)?.f_masked_fill(&weights.f_eq(0.0)?, 0.0)?;
-    Ok(used.f_mul(weights)?.f_sum(Kind::Float)?)
+    Ok(trained(values, weights)?.f_mul(weights)?.f_sum(Kind::Float)?)
+}
+
+/// `values` as f32 where the weight is not 0, else 0 (also in place of infinities).
+fn trained(values: &Tensor, weights: &Tensor) -> Result<Tensor> {
+    Ok(values.f_to_kind(Kind::Float)?.f_masked_fill(&weights.f_eq(0)?, 0.0)?)
 }
 
 fn missing(what: &'static str) -> Error {

@@ -11,8 +11,8 @@ use crate::optimizer::{AdamW, AdamWOptions};
 /// A model with the optimizer that moves it.
 #[derive(Debug)]
 pub struct Policy {
-    pub(crate) model: Qwen3,
-    pub(crate) optimizer: AdamW,
+    model: Qwen3,
+    optimizer: AdamW,
 }
 
 /// What one optimizer step was like.
@@ -30,6 +30,8 @@ pub struct StepStats {
     pub entropy: f64,
     /// Mean of |trainer's log-prob − engine's log-prob| over trained tokens.
     pub log_prob_difference: f64,
+    /// The largest of those differences.
+    pub log_prob_difference_max: f64,
 }
 
 impl Policy {
@@ -53,6 +55,11 @@ impl Policy {
     #[must_use]
     pub fn optimizer(&self) -> &AdamW {
         &self.optimizer
+    }
+
+    /// Puts a saved optimizer state in place; see [`AdamW::restore`].
+    pub(crate) fn restore(&mut self, steps: u64, states: &[[Tensor; 3]]) -> Result<()> {
+        self.optimizer.restore(&mut self.model, steps, states)
     }
 
     /// One supervised step over micro-batches that together are the batch.
@@ -87,6 +94,7 @@ impl Policy {
             stats.behaviour_kl += terms.behaviour_kl;
             stats.entropy += terms.entropy;
             stats.log_prob_difference += terms.log_prob_difference;
+            stats.log_prob_difference_max = stats.log_prob_difference_max.max(terms.log_prob_difference_max);
         }
         stats.grad_norm = self.optimizer.step(&mut self.model, lr)?;
         Ok(stats)

@@ -3,8 +3,6 @@
 mod cache;
 mod qwen3;
 mod rope;
-mod weights;
 
 pub use cache::KvCache;
 pub use qwen3::{Parameter, Qwen3};
-pub use weights::Weights;

@@ -7,11 +7,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use driftless_transport::{Checkpoint, Dtype, Snapshot, TensorInfo};
 use tch::{Device, Kind, Tensor};
 
 use super::cache::{KvCache, Window};
 use super::rope::{Angles, Rope};
-use super::weights::Weights;
 use crate::config::Config;
 use crate::error::{Error, Result, input};
 use crate::torch::tensor_of;
@@ -81,14 +81,15 @@ impl Qwen3 {
     /// [`Error::Config`], [`Error::Input`] for another kind, or [`Error::Torch`] when the memory is not there.
     pub fn fresh(config: Config, seed: i64, kind: Kind, device: Device) -> Result<Qwen3> {
         tch::manual_seed(seed);
-        let range = config.initializer_range;
-        Qwen3::build(config, kind, device, |_, shape| {
+        let (tensors, range) = (config.tensors(), config.initializer_range);
+        let weights = tensors.iter().map(|(_, shape)| {
             let float = (Kind::Float, Device::Cpu);
-            Ok(match shape {
+            Ok(match shape.as_slice() {
                 [_] => Tensor::f_ones(shape, float)?,
                 _ => Tensor::f_randn(shape, float)?.f_mul_scalar(range)?,
             })
-        })
+        });
+        Qwen3::build(config, kind, device, weights)
     }
 
     /// Loads a checkpoint directory: `config.json` and safetensors of dtype F32, BF16 or F16.
@@ -97,9 +98,9 @@ impl Qwen3 {
     /// [`Error::Config`] for an unsupported model, [`Error::Tensor`] naming the first tensor that does not fit.
     pub fn open(checkpoint_dir: &Path, kind: Kind, device: Device) -> Result<Qwen3> {
         let config = Config::open(checkpoint_dir)?;
-        let weights = Weights::open(checkpoint_dir)?;
-        check(&config, &weights)?;
-        Qwen3::build(config, kind, device, |name, _| read(&weights, name))
+        let checkpoint = Checkpoint::open(checkpoint_dir)?;
+        let places = locate(&config, &checkpoint)?;
+        Qwen3::build(config, kind, device, places.iter().map(|&index| read(&checkpoint, index)))
     }
 
     /// Overwrites every weight in place. Checks all names, shapes and dtypes first: after an error that names a
@@ -107,30 +108,31 @@ impl Qwen3 {
     ///
     /// # Errors
     /// [`Error::Tensor`] naming the first tensor that does not fit.
-    pub fn load_from(&mut self, weights: &Weights) -> Result<()> {
-        check(&self.config, weights)?;
+    pub fn load_from(&mut self, weights: &dyn Snapshot) -> Result<()> {
+        let places = locate(&self.config, weights)?;
         tch::no_grad(|| {
-            for parameter in &mut self.parameters {
+            for (parameter, index) in self.parameters.iter_mut().zip(places) {
                 fail::fail_point!("engine.load");
-                parameter.tensor.f_copy_(&read(weights, &parameter.name)?)?;
+                parameter.tensor.f_copy_(&read(weights, index)?)?;
             }
             Ok(())
         })
     }
 
+    /// Takes the weights in the order of [`Config::tensors`].
     fn build(
         config: Config,
         kind: Kind,
         device: Device,
-        mut weight: impl FnMut(&str, &[i64]) -> Result<Tensor>,
+        weights: impl Iterator<Item = Result<Tensor>>,
     ) -> Result<Qwen3> {
         config.check()?;
         if !matches!(kind, Kind::Float | Kind::BFloat16) {
             return Err(input("model kind", "Float or BFloat16", format!("{kind:?}")));
         }
         let mut parameters = Vec::new();
-        for (name, shape) in config.tensors() {
-            let tensor = weight(&name, &shape)?.f_to_device(device)?.f_to_kind(kind)?;
+        for ((name, _), weight) in config.tensors().into_iter().zip(weights) {
+            let tensor = weight?.f_to_device(device)?.f_to_kind(kind)?;
             parameters.push(Parameter { name, tensor });
         }
         let by_name: BTreeMap<&str, &Tensor> =
@@ -352,34 +354,49 @@ fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor, tch::TchError> {
     x.f_linear::<&Tensor>(weight, None)
 }
 
-/// Checks that `weights` are exactly the model's: every name, shape and dtype. A tied model may come with its
-/// head spelled out, as Hugging Face tolerates.
-fn check(config: &Config, weights: &Weights) -> Result<()> {
-    let wrong = |name: &str, expected: String, found: String| {
-        Err(Error::Tensor { name: name.to_owned(), expected, found })
-    };
-    let tensors: BTreeMap<String, Vec<i64>> = config.tensors().into_iter().collect();
-    for (name, shape) in &tensors {
-        match weights.get(name) {
-            Some((_, found, _)) if found == shape => {}
-            Some((_, found, _)) => return wrong(name, format!("{shape:?}"), format!("{found:?}")),
-            None => return wrong(name, format!("{shape:?}"), "nothing".to_owned()),
+/// Finds the model's tensors, in the order of [`Config::tensors`], after checking that `weights` are exactly the
+/// model's: every name, shape and dtype. A tied model may come with its head spelled out, as Hugging Face tolerates.
+fn locate(config: &Config, weights: &dyn Snapshot) -> Result<Vec<usize>> {
+    let wrong = |name: &str, expected: String, found: String| Error::Tensor { name: name.to_owned(), expected, found };
+    let mut found: BTreeMap<&str, usize> =
+        weights.tensors().iter().enumerate().map(|(index, tensor)| (tensor.name.as_str(), index)).collect();
+    let mut places = Vec::new();
+    for (name, shape) in config.tensors() {
+        let expected = || format!("{shape:?} of F32, BF16 or F16");
+        let index = found.remove(name.as_str());
+        let index = index.ok_or_else(|| wrong(&name, expected(), "nothing".to_owned()))?;
+        let tensor = &weights.tensors()[index];
+        if kind_of(tensor.dtype).is_none() || shape_of(tensor) != shape {
+            return Err(wrong(&name, expected(), format!("{:?} of {}", tensor.shape, tensor.dtype)));
         }
+        places.push(index);
     }
-    let tied_head = |name: &str| config.tie_word_embeddings && name == "lm_head.weight";
-    match weights.names().find(|name| !tensors.contains_key(*name) && !tied_head(name)) {
-        Some(surplus) => wrong(surplus, "no such tensor".to_owned(), "one".to_owned()),
-        None => Ok(()),
+    if config.tie_word_embeddings {
+        found.remove("lm_head.weight");
+    }
+    match found.first_key_value() {
+        Some((surplus, _)) => Err(wrong(surplus, "no such tensor".to_owned(), "one".to_owned())),
+        None => Ok(places),
     }
 }
 
-fn read(weights: &Weights, name: &str) -> Result<Tensor> {
-    match weights.get(name) {
-        Some((kind, shape, bytes)) => tensor_of(bytes, shape, kind),
-        None => Err(Error::Tensor {
-            name: name.to_owned(),
-            expected: "a tensor".to_owned(),
-            found: "nothing".to_owned(),
-        }),
+/// Reads a tensor that [`locate`] has checked.
+fn read(weights: &dyn Snapshot, index: usize) -> Result<Tensor> {
+    let tensor = &weights.tensors()[index];
+    let kind = kind_of(tensor.dtype).ok_or_else(|| input("dtype", "F32, BF16 or F16", tensor.dtype))?;
+    tensor_of(&weights.bytes(index)?, &shape_of(tensor), kind)
+}
+
+fn kind_of(dtype: Dtype) -> Option<Kind> {
+    match dtype {
+        Dtype::F32 => Some(Kind::Float),
+        Dtype::Bf16 => Some(Kind::BFloat16),
+        Dtype::F16 => Some(Kind::Half),
+        _ => None,
     }
+}
+
+/// Extents as libtorch counts them. One beyond its range equals no extent of a model.
+fn shape_of(tensor: &TensorInfo) -> Vec<i64> {
+    tensor.shape.iter().map(|&extent| i64::try_from(extent).unwrap_or(-1)).collect()
 }

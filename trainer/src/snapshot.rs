@@ -1,0 +1,60 @@
+//! A policy as a version to be published.
+
+use std::borrow::Cow;
+use std::path::Path;
+
+use driftless_transport::{self as transport, AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo};
+use tch::Kind;
+
+use crate::error::Result;
+use crate::policy::Policy;
+use crate::torch::bytes_of;
+
+/// The weights of a [`Policy`] at one moment, rounded to the dtype that is published, with the auxiliary files of the
+/// model: what a publisher takes, and what [`driftless_transport::write_checkpoint`] makes a Hugging Face checkpoint of.
+///
+/// Holds a copy in host memory: the policy may go on training while this is published.
+#[derive(Debug)]
+pub struct PolicySnapshot {
+    tensors: Vec<TensorInfo>,
+    bytes: Vec<Vec<u8>>,
+    files: Vec<AuxFile>,
+}
+
+impl PolicySnapshot {
+    /// Copies the policy's weights; `config.json`, tokenizer and whatever else belongs to the model are those of
+    /// the checkpoint directory `hf_checkpoint`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Transport`] if that directory cannot be read, [`crate::Error::Torch`] if libtorch cannot copy.
+    pub fn new(policy: &Policy, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
+        PolicySnapshot::with_files(policy, Checkpoint::open(hf_checkpoint)?.files().to_vec())
+    }
+
+    /// The same with files that are not on disk yet, sorted by name.
+    pub(crate) fn with_files(policy: &Policy, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
+        let kind = policy.optimizer().rounded();
+        let dtype = if kind == Kind::BFloat16 { Dtype::Bf16 } else { Dtype::F32 };
+        let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
+        for state in policy.optimizer().states() {
+            let shape = state.master.size().into_iter().map(i64::unsigned_abs).collect();
+            tensors.push(TensorInfo { name: state.name.clone(), dtype, shape });
+            bytes.push(bytes_of(&state.master.f_to_kind(kind)?)?);
+        }
+        Ok(PolicySnapshot { tensors, bytes, files })
+    }
+}
+
+impl Snapshot for PolicySnapshot {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    fn bytes(&self, index: usize) -> transport::Result<Cow<'_, [u8]>> {
+        Ok(Cow::Borrowed(&self.bytes[index]))
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        &self.files
+    }
+}

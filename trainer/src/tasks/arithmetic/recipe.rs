@@ -1,0 +1,60 @@
+//! What makes a small model learn the task in minutes on two cores.
+
+use super::tokenizer::VOCABULARY;
+use super::{BOS, EOS, PAD};
+use crate::config::Config;
+
+/// Model, cold start and RL settings of the demo.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Recipe {
+    /// Shape of the model.
+    pub config: Config,
+    /// Optimizer steps of the cold start. Few: it is to end where about a third of the answers are right.
+    pub sft_steps: u64,
+    /// Problems of one of them.
+    pub sft_batch_size: u64,
+    /// Their peak learning rate.
+    pub sft_lr: f64,
+    /// Steps of RL.
+    pub rl_steps: u64,
+    /// Learning rate of RL.
+    pub rl_lr: f64,
+    /// Prompts of a step of RL.
+    pub rollout_batch_size: u64,
+    /// Samples of a prompt.
+    pub n_samples_per_prompt: u64,
+    /// Longest answer, its end mark included.
+    pub rollout_max_response_len: u32,
+}
+
+impl Default for Recipe {
+    fn default() -> Self {
+        Recipe {
+            config: Config {
+                vocab_size: VOCABULARY.len() as i64,
+                hidden_size: 128,
+                intermediate_size: 384,
+                num_hidden_layers: 6,
+                num_attention_heads: 4,
+                num_key_value_heads: 2,
+                head_dim: 32,
+                rms_norm_eps: 1e-6,
+                rope_theta: 10_000.0,
+                max_position_embeddings: 64,
+                tie_word_embeddings: true,
+                initializer_range: 0.05,
+                bos_token_id: Some(i64::from(BOS)),
+                eos_token_ids: vec![i64::from(EOS)],
+                pad_token_id: Some(i64::from(PAD)),
+            },
+            sft_steps: 70,
+            sft_batch_size: 256,
+            sft_lr: 1e-3,
+            rl_steps: 80,
+            rl_lr: 2e-4,
+            rollout_batch_size: 256,
+            n_samples_per_prompt: 4,
+            rollout_max_response_len: 4,
+        }
+    }
+}
