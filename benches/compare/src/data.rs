@@ -42,7 +42,7 @@ fn bf16(value: f32) -> u16 {
 /// One optimiser step as AdamW makes it: f32 masters around eight weight scales, a step of `rate` times a clipped normal, both
 /// rounded to bf16. `rate` is searched so that about `density` of the elements change.
 pub fn synthetic(shape: Shape, density: f64, seed: u64) -> Pairs {
-    let probe = Shape { tensors: 8, elements: 50_000 };
+    let probe = Shape { tensors: shape.tensors.min(8), elements: 50_000 };
     let (mut low, mut high) = (1e-9_f32, 1e-1_f32);
     for _ in 0..24 {
         let rate = (low * high).sqrt();
