@@ -1,38 +1,34 @@
 #![doc = include_str!("../README.md")]
 
+mod activate;
+mod checkpoint;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+mod dtype;
 mod error;
+mod follow;
+pub mod http;
 mod ids;
 mod key;
 pub mod manifest;
 mod publish;
+mod replica;
 mod run;
+mod snapshot;
 mod store;
 pub mod wrap;
 
-// Replica side.
-mod activate;
-mod checkpoint;
-mod dtype;
-mod follow;
-pub mod http;
-mod replica;
-mod snapshot;
-
+pub use activate::{Activate, Activated, Target};
+pub use checkpoint::{Checkpoint, Place, write_checkpoint};
+pub use driftless_delta::Profile;
+pub use dtype::Dtype;
 pub use error::{BoxError, Error, Result};
+pub use follow::{Ack, EngineStatus, Follower, FollowerOptions, Prepared, Status, Stop};
 pub use ids::{ContentDigest, RunId, Version};
 pub use key::Key;
 pub use manifest::Manifest;
-pub use publish::{
-    Mode, Progress, ProgressFn, Published, Publisher, PublisherOptions, Start, Step,
-};
-pub use run::{Chain, Committed, Run};
-pub use store::{Disk, Entry, Memory, PutMode, Store, open, probe_conditional_put};
-
-pub use activate::{Activate, Activated, Target};
-pub use checkpoint::{Checkpoint, Place, write_checkpoint};
-pub use dtype::Dtype;
-pub use follow::{Ack, EngineStatus, Follower, FollowerOptions, Prepared, Status, Stop};
+pub use publish::{Mode, Progress, ProgressFn, Published, Publisher, PublisherOptions, Start, Step};
 pub use replica::{Advanced, Applied, FetchObject, Replica};
+pub use run::{Chain, Committed, Run};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};
+pub use store::{Disk, Entry, Memory, PutMode, Store, open, probe_conditional_put};

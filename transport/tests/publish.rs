@@ -109,7 +109,8 @@ fn a_changed_table_is_published_in_full() {
     let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
     let mut weights = Weights::small(1);
     publisher.publish(&weights, step(0), Mode::Delta).unwrap();
-    let changes: [(&str, fn(&mut Weights)); 4] = [
+    type Change = fn(&mut Weights);
+    let changes: [(&str, Change); 4] = [
         ("added", |weights| weights.set("h.new", Dtype::F16, &[3], |i| i as u8)),
         ("removed", |weights| weights.remove("f.ids")),
         ("reshaped", |weights| weights.set("g.up", Dtype::F32, &[48, 64], |i| i as u8)),
@@ -356,8 +357,13 @@ fn a_snapshot_that_contradicts_itself_is_refused_and_the_next_one_is_not() {
     let Error::TensorMismatch { tensor, expected, found, .. } = &error else { panic!("{error:?}") };
     assert_eq!((tensor.as_str(), expected.as_str(), found.as_str()), ("g.up", "12288", "12287"));
 
-    assert_eq!(common::orphans(publisher.run()), Vec::<String>::new());
+    let mut unnamed = weights.clone();
+    unnamed.infos[6].name = "g.\n".to_owned();
+    let error = publisher.publish(&unnamed, step(2), Mode::Full).unwrap_err();
+    assert!(matches!(error, Error::BadName { what: "tensor", .. }), "{error:?}");
+
     publisher.publish(&weights, step(2), Mode::Delta).unwrap();
+    assert_eq!(common::orphans(publisher.run()), Vec::<String>::new());
     assert_reader(&store, &dir.path().join("follower"), 2, &weights);
 }
 

@@ -258,7 +258,8 @@ impl Publisher {
 
     /// Creates the manifest, and finds out what became of it if the store does not say.
     fn commit(&mut self, manifest: Manifest) -> Result<Committed> {
-        let bytes = manifest.to_bytes()?;
+        // Until the manifest is known to be there, its objects belong to nothing.
+        let bytes = manifest.to_bytes().inspect_err(|_| self.sweep_due = true)?;
         let committed = Committed::new(manifest, ContentDigest::of(&bytes));
         let version = committed.manifest.version;
         fail::fail_point!("publish.manifest");
