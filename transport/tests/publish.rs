@@ -3,13 +3,15 @@
 
 mod common;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
+use std::thread;
 
 use common::{MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step};
 use driftless_transport::manifest::Kind;
 use driftless_transport::wrap::Count;
 use driftless_transport::{
-    Checkpoint, Dtype, Error, Memory, Mode, Publisher, Replica, Run, Start, Store, Version, write_checkpoint,
+    Checkpoint, Disk, Dtype, Error, Memory, Mode, Publisher, Replica, Run, Start, Store, Version,
+    write_checkpoint,
 };
 
 fn store() -> Arc<dyn Store> {
@@ -270,6 +272,40 @@ fn the_loser_of_two_publishers_is_told_and_fenced() {
     let mut resumed = publisher(&store, Start::Resume, &dir.path().join("loser"));
     resumed.publish(&others, step(2), Mode::Delta).unwrap();
     assert_reader(&store, &dir.path().join("follower"), 2, &others);
+}
+
+#[test]
+fn of_publishers_at_the_same_moment_one_commits() {
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
+    publisher(&store, Start::NewRun, &dir.path().join("first"))
+        .publish(&Weights::small(1), step(0), Mode::Delta)
+        .unwrap();
+    for version in 1..4 {
+        let start = Barrier::new(3);
+        let outcomes: Vec<_> = thread::scope(|scope| {
+            let race = |racer: u64| {
+                let mut weights = Weights::small(1);
+                weights.step(10 * version + racer, 20);
+                let mut publisher = publisher(&store, Start::Resume, &dir.path().join(racer.to_string()));
+                start.wait();
+                let published = publisher.publish(&weights, step(version), Mode::Delta);
+                (weights, published)
+            };
+            let racers: Vec<_> = (0..3).map(|racer| scope.spawn(move || race(racer))).collect();
+            racers.into_iter().map(|racer| racer.join().unwrap()).collect()
+        });
+        let (won, lost): (Vec<_>, Vec<_>) =
+            outcomes.into_iter().partition(|(_, published)| published.is_ok());
+        assert_eq!((won.len(), lost.len()), (1, 2), "version {version}");
+        let identity = won[0].1.as_ref().unwrap().manifest_digest;
+        for (_, error) in lost {
+            let error = error.unwrap_err();
+            assert!(matches!(error, Error::LostRace { winner, .. } if winner == identity), "{error:?}");
+        }
+        assert_reader(&store, &dir.path().join("follower"), version, &won[0].0);
+    }
+    assert_eq!(common::orphans(&Run::open(store, RUN).unwrap()), Vec::<String>::new());
 }
 
 #[test]
