@@ -26,13 +26,14 @@ pub struct Activated {
 
 /// One inference engine, as a follower drives it: blocking calls from a thread of its own.
 ///
-/// A call should end within a deadline of its own. The follower stops waiting after its deadline and records a failure, but it does not
-/// overwrite the checkpoint before the call has returned.
+/// A call should end within a deadline of its own. The follower stops waiting after its deadline and records
+/// a failure, but it does not overwrite the checkpoint before the call has returned.
 pub trait Activate: Send {
     /// How the engine is named in status, acknowledgements and errors: its URL.
     fn name(&self) -> String;
 
-    /// The version label that the engine serves now, `None` if it serves something that no follower gave it (it was restarted).
+    /// The version label that the engine serves now, `None` if it serves something that no follower gave it
+    /// (it was restarted).
     ///
     /// # Errors
     ///

@@ -10,7 +10,8 @@ use crate::error::{Error, Result};
 
 /// Element type of a tensor, with the name that safetensors headers use.
 ///
-/// Types narrower than a byte (`F4`, `F6_E2M3`, …) are refused when a header is read: such tensors are published as `U8`.
+/// Types narrower than a byte (`F4`, `F6_E2M3`, …) are refused when a header is read: such tensors are
+/// published as `U8`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "&'static str", try_from = "String")]
 pub enum Dtype {

@@ -1,5 +1,5 @@
-//! The follower's HTTP interface, for a coordinator that moves a fleet and for whoever looks after it. The wire format is documented in
-//! `docs/wire/follower.md`.
+//! The follower's HTTP interface, for a coordinator that moves a fleet and for whoever looks after it. The
+//! wire format is documented in `docs/wire/follower.md`.
 
 use std::net::SocketAddr;
 use std::thread;
@@ -56,13 +56,15 @@ impl Drop for Server {
     }
 }
 
-/// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `GET /status`, `GET /health`.
+/// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `GET /status`,
+/// `GET /health`.
 ///
 /// With a `token`, every request but `GET /health` needs `Authorization: Bearer <token>`.
 ///
 /// # Errors
 ///
-/// [`Error::BadSetting`] for an address other than loopback without a token, or an empty token; [`Error::Listen`] if the address cannot be had.
+/// [`Error::BadSetting`] for an address other than loopback without a token, or an empty token;
+/// [`Error::Listen`] if the address cannot be had.
 pub fn serve(follower: Follower, addr: SocketAddr, token: Option<String>) -> Result<Server> {
     check_exposure(addr, token.as_deref())?;
     let listen = |source| Error::Listen { addr, source };
@@ -80,7 +82,9 @@ pub fn serve(follower: Follower, addr: SocketAddr, token: Option<String>) -> Res
         .spawn(move || {
             runtime.block_on(async {
                 tokio::select! {
-                    ended = axum::serve(listener, router(follower, token)) => tracing::error!(?ended, "the HTTP server ended"),
+                    ended = axum::serve(listener, router(follower, token)) => {
+                        tracing::error!(?ended, "the HTTP server ended");
+                    }
                     _ = stopped => {}
                 }
             });

@@ -63,8 +63,8 @@ impl AuxFile {
     ///
     /// # Errors
     ///
-    /// [`Error::BadFileName`] for a name that is not one plain, visible path component, or that a weight file would have;
-    /// [`Error::TooLarge`] above [`AUX_FILE_BYTES_MAX`].
+    /// [`Error::BadFileName`] for a name that is not one plain, visible path component, or that a weight file
+    /// would have; [`Error::TooLarge`] above [`AUX_FILE_BYTES_MAX`].
     pub fn new(name: impl Into<String>, bytes: Vec<u8>) -> Result<Self> {
         let name = name.into();
         if !is_aux_name(&name) {
@@ -94,7 +94,8 @@ impl AuxFile {
 
 /// All tensors and auxiliary files of one version, readable one tensor at a time.
 ///
-/// Tensors are sorted by name and names are unique; the bytes of a tensor are row-major, little-endian and without padding.
+/// Tensors are sorted by name and names are unique; the bytes of a tensor are row-major, little-endian and
+/// without padding.
 pub trait Snapshot {
     /// The tensors, sorted by name.
     fn tensors(&self) -> &[TensorInfo];
@@ -110,7 +111,8 @@ pub trait Snapshot {
     fn files(&self) -> &[AuxFile];
 }
 
-/// Whether `name` is one plain path component that is safe to create in a directory: no separator, not hidden, printable, ≤ 255 bytes.
+/// Whether `name` is one plain path component that is safe to create in a directory: no separator, not
+/// hidden, printable, ≤ 255 bytes.
 pub(crate) fn is_plain_name(name: &str) -> bool {
     !name.is_empty()
         && name.len() <= 255
@@ -118,8 +120,8 @@ pub(crate) fn is_plain_name(name: &str) -> bool {
         && !name.chars().any(|c| c == '/' || c == '\\' || c.is_control())
 }
 
-/// Whether a file of this name in a checkpoint directory is auxiliary. Other weight formats are left out on purpose:
-/// they would go stale with the first delta, and engines glob for them.
+/// Whether a file of this name in a checkpoint directory is auxiliary. Other weight formats are left out on
+/// purpose: they would go stale with the first delta, and engines glob for them.
 pub(crate) fn is_aux_name(name: &str) -> bool {
     const WEIGHTS: [&str; 10] = [
         ".safetensors",

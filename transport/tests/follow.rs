@@ -164,7 +164,7 @@ fn prepare_and_activate_are_separate_and_acknowledged() {
     let status = follower.activate().unwrap();
     assert_eq!(status.applied.as_ref(), Some(&fixture.ack()));
     assert_eq!(fixture.ack().engines[0].label, Some(fixture.label(0)));
-    assert_eq!(fixture.ack().engines[0].pause_ms, Some(7));
+    assert_eq!(fixture.ack().engines[0].pause_ms, Some(7.0));
     assert_eq!(engine.serving(), Some(fixture.label(0)));
     follower.activate().unwrap();
     assert_eq!(engine.activations(), 1, "an engine that serves the version is left alone");

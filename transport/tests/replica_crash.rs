@@ -1,7 +1,9 @@
-//! A replica interrupted at every step, and its journal damaged at every byte: afterwards it holds the old version or the new one.
+//! A replica interrupted at every step, and its journal damaged at every byte: afterwards it holds the old
+//! version or the new one.
 //!
-//! A crash is an error injected at a crash point, after which the replica is dropped and opened anew: what a killed process leaves, as the
-//! page cache outlives it. Crash points are global, so these tests have a binary of their own and take turns.
+//! A crash is an error injected at a crash point, after which the replica is dropped and opened anew: what a
+//! killed process leaves, as the page cache outlives it. Crash points are global, so these tests have a
+//! binary of their own and take turns.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -18,7 +20,8 @@ use fail::FailScenario;
 
 const POINTS: [&str; 4] = ["follow.fetch", "follow.journal", "follow.apply", "follow.marker"];
 
-/// A run whose version 1 is a delta that changes most tensors, a file, and removes and adds one; version 2 is another tensor table.
+/// A run whose version 1 is a delta that changes most tensors, a file, and removes and adds one; version 2 is
+/// another tensor table.
 struct Fixture {
     run: Run,
     versions: Vec<Weights>,

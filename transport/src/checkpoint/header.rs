@@ -1,7 +1,8 @@
 //! Reading and laying out the header of one safetensors file.
 //!
-//! The format: `u64` header length, that many bytes of JSON (`{"name": {"dtype", "shape", "data_offsets"}, …}`, padded with spaces), data.
-//! Parsed here and not with the `safetensors` crate, because every refusal has to name the file, the tensor, and what was expected and found.
+//! The format: `u64` header length, that many bytes of JSON (`{"name": {"dtype", "shape", "data_offsets"},
+//! …}`, padded with spaces), data. Parsed here and not with the `safetensors` crate, because every refusal
+//! has to name the file, the tensor, and what was expected and found.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -42,7 +43,8 @@ pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// The header's bytes for `tensors` stored back to back in this order, padded so that data starts at a multiple of 8.
+/// The header's bytes for `tensors` stored back to back in this order, padded so that data starts at a
+/// multiple of 8.
 pub(super) fn compose(tensors: &[&TensorInfo]) -> Result<Vec<u8>> {
     let mut header = serde_json::Map::new();
     header.insert(METADATA.into(), serde_json::json!({ "format": "pt" }));

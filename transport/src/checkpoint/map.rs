@@ -1,9 +1,10 @@
 //! Memory maps of weight files.
 //!
-//! A map is only sound while nobody truncates the file and nobody writes to it behind a live `&[u8]`. Both are kept here by ownership:
-//! readers borrow from a [`Checkpoint`](super::Checkpoint), and the one writer of this crate, the replica, needs itself mutably, so that
-//! no reader can be alive. Against other processes the replica holds a lock on its directory; a checkpoint directory given by the
-//! user must not be rewritten in place while it is being read, as its documentation says.
+//! A map is only sound while nobody truncates the file and nobody writes to it behind a live `&[u8]`. Both
+//! are kept here by ownership: readers borrow from a [`Checkpoint`](super::Checkpoint), and the one writer of
+//! this crate, the replica, needs itself mutably, so that no reader can be alive. Against other processes the
+//! replica holds a lock on its directory; a checkpoint directory given by the user must not be rewritten in
+//! place while it is being read, as its documentation says.
 #![expect(unsafe_code, reason = "memory maps of files")]
 
 use std::fs::File;
@@ -21,7 +22,8 @@ pub(crate) fn map(path: &Path, file: &File) -> Result<Mmap> {
 
 /// Maps a whole file for reading and writing, shared with every other map and reader of it.
 pub(crate) fn map_mut(path: &Path, file: &File) -> Result<MmapMut> {
-    // SAFETY: as above; the caller holds the replica mutably, so no shared slice of the same file is alive in this process.
+    // SAFETY: as above; the caller holds the replica mutably, so no shared slice of the same file is alive in
+    // this process.
     unsafe { MmapMut::map_mut(file) }.map_err(|source| Error::io("map for writing", path, source))
 }
 

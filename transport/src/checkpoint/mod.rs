@@ -26,10 +26,12 @@ const SINGLE: &str = "model.safetensors";
 /// The list of shards of a large one.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// A checkpoint directory, open for reading: `model.safetensors`, or shards and `model.safetensors.index.json`, plus auxiliary files.
+/// A checkpoint directory, open for reading: `model.safetensors`, or shards and
+/// `model.safetensors.index.json`, plus auxiliary files.
 ///
-/// Weight files are memory-mapped. They must not be rewritten in place or truncated by anybody else while this value lives: readers would see
-/// torn bytes or be killed. Replacing a file by rename is harmless, the old content stays readable.
+/// Weight files are memory-mapped. They must not be rewritten in place or truncated by anybody else while
+/// this value lives: readers would see torn bytes or be killed. Replacing a file by rename is harmless, the
+/// old content stays readable.
 pub struct Checkpoint {
     dir: PathBuf,
     tensors: Vec<TensorInfo>,
@@ -57,15 +59,17 @@ pub struct Place<'a> {
 impl Checkpoint {
     /// Opens and validates a checkpoint directory. Every weight file's header is read, no tensor is.
     ///
-    /// With an index, its files are the checkpoint and must hold exactly the tensors it lists; without one, `model.safetensors` is.
-    /// Symbolic links are followed, as the Hugging Face cache consists of them. Hidden files, other weight formats and files above
-    /// [`AUX_FILE_BYTES_MAX`] are left out of the auxiliary files.
+    /// With an index, its files are the checkpoint and must hold exactly the tensors it lists; without one,
+    /// `model.safetensors` is. Symbolic links are followed, as the Hugging Face cache consists of them.
+    /// Hidden files, other weight formats and files above [`AUX_FILE_BYTES_MAX`] are left out of the
+    /// auxiliary files.
     ///
     /// # Errors
     ///
-    /// [`Error::Corrupt`] or [`Error::Parse`] name the file and tensor for: a missing shard, a truncated file, a header that
-    /// contradicts its file, overlaps, gaps, a tensor twice, an index that disagrees with the shards. [`Error::Unsupported`] for a
-    /// sub-byte element type, [`Error::Io`] and [`Error::PermissionDenied`] for the file system's refusals.
+    /// [`Error::Corrupt`] or [`Error::Parse`] name the file and tensor for: a missing shard, a truncated
+    /// file, a header that contradicts its file, overlaps, gaps, a tensor twice, an index that disagrees with
+    /// the shards. [`Error::Unsupported`] for a sub-byte element type, [`Error::Io`] and
+    /// [`Error::PermissionDenied`] for the file system's refusals.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
         let dir = dir.into();
         let weight_map = index::read(&dir)?;
@@ -218,7 +222,7 @@ fn read_files(dir: &Path) -> Result<Vec<AuxFile>> {
             continue;
         }
         if metadata.len() > AUX_FILE_BYTES_MAX {
-            tracing::warn!(path = %path.display(), bytes = metadata.len(), "auxiliary file is too large to travel with a version");
+            tracing::warn!(path = %path.display(), bytes = metadata.len(), "leaving out an auxiliary file: too large");
             continue;
         }
         let bytes = fs::read(&path).map_err(|source| Error::io("read", &path, source))?;

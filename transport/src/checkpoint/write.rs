@@ -15,16 +15,19 @@ use crate::snapshot::{Snapshot, TensorInfo};
 /// Names of the weight files written, the index last where there is one.
 pub(crate) type WeightFiles = Vec<String>;
 
-/// Writes `snapshot` as a Hugging Face checkpoint directory: `model.safetensors` when it fits in `max_shard_bytes` of tensor data, else
-/// shards and an index (a tensor larger than that gets a file of its own), plus the auxiliary files.
+/// Writes `snapshot` as a Hugging Face checkpoint directory: `model.safetensors` when it fits in
+/// `max_shard_bytes` of tensor data, else shards and an index (a tensor larger than that gets a file of its
+/// own), plus the auxiliary files.
 ///
-/// Everything is written and synced beside `dir`, which is then created or exchanged by one rename, so that a reader or a crash sees the
-/// old directory or the new one. A directory that holds another checkpoint is replaced whole; one that holds anything else is refused.
+/// Everything is written and synced beside `dir`, which is then created or exchanged by one rename, so that a
+/// reader or a crash sees the old directory or the new one. A directory that holds another checkpoint is
+/// replaced whole; one that holds anything else is refused.
 ///
 /// # Errors
 ///
-/// [`Error::BadSetting`] when `dir` is in use for something else, [`Error::NoSpace`] and the other file system errors,
-/// [`Error::DuplicateTensor`] and [`Error::TensorMismatch`] for a snapshot that contradicts itself. `dir` is untouched then.
+/// [`Error::BadSetting`] when `dir` is in use for something else, [`Error::NoSpace`] and the other file
+/// system errors, [`Error::DuplicateTensor`] and [`Error::TensorMismatch`] for a snapshot that contradicts
+/// itself. `dir` is untouched then.
 pub fn write_checkpoint(dir: impl AsRef<Path>, snapshot: &dyn Snapshot, max_shard_bytes: u64) -> Result<()> {
     let dir = dir.as_ref();
     let replace = replaceable(dir)?;
@@ -40,7 +43,8 @@ pub fn write_checkpoint(dir: impl AsRef<Path>, snapshot: &dyn Snapshot, max_shar
     written
 }
 
-/// Writes the weight files of `snapshot` into the existing directory `dir` and syncs each; not the directory itself.
+/// Writes the weight files of `snapshot` into the existing directory `dir` and syncs each; not the directory
+/// itself.
 pub(crate) fn write_weights(
     dir: &Path,
     snapshot: &dyn Snapshot,
@@ -135,7 +139,8 @@ fn write_shard(path: &Path, snapshot: &dyn Snapshot, shard: Range<usize>) -> Res
     let tensors = snapshot.tensors();
     let mut order: Vec<(usize, &TensorInfo)> =
         tensors.iter().enumerate().skip(shard.start).take(shard.len()).collect();
-    // Wide types first keeps every tensor aligned to its element size; the sort is stable, so names stay in order within a width.
+    // Wide types first keeps every tensor aligned to its element size; the sort is stable, so names stay in
+    // order within a width.
     order.sort_by_key(|(_, info)| std::cmp::Reverse(info.dtype.size()));
     let header = header::compose(&order.iter().map(|(_, info)| *info).collect::<Vec<_>>())?;
     let io = |source| Error::io("write", path, source);
@@ -202,7 +207,8 @@ fn partial_name(dir: &Path) -> Result<PathBuf> {
 fn install(partial: &Path, dir: &Path, replace: bool) -> Result<()> {
     let io = |source: std::io::Error| Error::io("install", dir, source);
     if replace {
-        // Afterwards `partial` holds the old checkpoint. Every Linux file system that holds checkpoints can exchange.
+        // Afterwards `partial` holds the old checkpoint. Every Linux file system that holds checkpoints can
+        // exchange.
         renameat_with(CWD, partial, CWD, dir, RenameFlags::EXCHANGE).map_err(|errno| io(errno.into()))?;
         sync_parent(dir)?;
         return remove_dir(partial);

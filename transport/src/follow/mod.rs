@@ -43,8 +43,8 @@ pub struct FollowerOptions {
 }
 
 impl FollowerOptions {
-    /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, back off to 30 s, 10 s for a look at an engine,
-    /// 10 minutes for an activation.
+    /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, back off to 30 s, 10
+    /// s for a look at an engine, 10 minutes for an activation.
     #[must_use]
     pub fn new(run: impl Into<String>, checkpoint_dir: impl Into<PathBuf>, id: impl Into<String>) -> Self {
         Self {
@@ -73,8 +73,8 @@ pub struct Prepared {
     pub advanced: Advanced,
 }
 
-/// Keeps one host on the newest version of a model: the checkpoint directory first ([`Follower::prepare`]), then the engines that load it
-/// ([`Follower::activate`]). A handle; clones share the follower.
+/// Keeps one host on the newest version of a model: the checkpoint directory first ([`Follower::prepare`]),
+/// then the engines that load it ([`Follower::activate`]). A handle; clones share the follower.
 ///
 /// The replica's directory pins the run: once it holds a version of a run, versions of any other are refused.
 #[derive(Clone)]
@@ -106,12 +106,13 @@ struct Slot {
 }
 
 impl Follower {
-    /// Opens the replica, finishing an interrupted apply, and takes over the engines. The run need not exist yet.
+    /// Opens the replica, finishing an interrupted apply, and takes over the engines. The run need not exist
+    /// yet.
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] if another follower has the directory, [`Error::DamagedReplica`], [`Error::BadName`] for an `id` that cannot be a
-    /// key, [`Error::ForeignModel`] if the directory holds another model.
+    /// [`Error::Locked`] if another follower has the directory, [`Error::DamagedReplica`], [`Error::BadName`]
+    /// for an `id` that cannot be a key, [`Error::ForeignModel`] if the directory holds another model.
     pub fn open(
         store: Arc<dyn Store>,
         options: FollowerOptions,
@@ -152,12 +153,14 @@ impl Follower {
         self.status_mut().clone()
     }
 
-    /// Brings the checkpoint directory to `target`, or to the newest version. Engines go on with what they serve.
+    /// Brings the checkpoint directory to `target`, or to the newest version. Engines go on with what they
+    /// serve.
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchRun`] or [`Error::NoSuchVersion`] before the first publication; [`Error::Busy`] during another prepare or activate,
-    /// and while an engine still loads; those of [`Replica::advance`]. The version before stays in place.
+    /// [`Error::NoSuchRun`] or [`Error::NoSuchVersion`] before the first publication; [`Error::Busy`] during
+    /// another prepare or activate, and while an engine still loads; those of [`Replica::advance`]. The
+    /// version before stays in place.
     pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
         let mut core = self.core()?;
         let prepared = self.prepare_in(&mut core, target);
@@ -165,12 +168,13 @@ impl Follower {
         prepared
     }
 
-    /// Makes every engine serve the prepared version; those that do already are left alone. All are tried, each within its deadline.
+    /// Makes every engine serve the prepared version; those that do already are left alone. All are tried,
+    /// each within its deadline.
     ///
     /// # Errors
     ///
-    /// [`Error::NothingApplied`] before the first prepare; [`Error::Busy`]; else the first engine's failure, with all of them in
-    /// [`Follower::status`].
+    /// [`Error::NothingApplied`] before the first prepare; [`Error::Busy`]; else the first engine's failure,
+    /// with all of them in [`Follower::status`].
     pub fn activate(&self) -> Result<Status> {
         self.activate_where(|_| true)?;
         Ok(self.status())
@@ -192,7 +196,8 @@ impl Follower {
     fn core(&self) -> Result<MutexGuard<'_, Core>> {
         match self.shared.core.try_lock() {
             Ok(core) => Ok(core),
-            // Every step of a replica is guarded by its journal, so a panic in one leaves nothing that the next cannot handle.
+            // Every step of a replica is guarded by its journal, so a panic in one leaves nothing that the
+            // next cannot handle.
             Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => Err(Error::Busy {
                 what: format!("follower `{}`", self.shared.options.id),
@@ -258,11 +263,8 @@ impl Follower {
         let label = manifest.label();
         let due: Vec<bool> = engines.iter().map(due).collect();
 
-        let serving = ask_all(engines, &due, "report its version", options.serving_deadline, || Job::Serving);
-        let stale: Vec<bool> = serving
-            .iter()
-            .map(|answer| matches!(answer, Some(Ok(Answer::Serving(serving))) if serving.as_deref() != Some(label.as_str())))
-            .collect();
+        let served = ask_all(engines, &due, "report its version", options.serving_deadline, || Job::Serving);
+        let stale: Vec<bool> = served.iter().map(|answer| serves_another(answer.as_ref(), &label)).collect();
         if stale.contains(&true) {
             crash_point("follow.activate")?;
         }
@@ -272,47 +274,51 @@ impl Follower {
         });
 
         let mut first_failure = None;
-        for (index, (served, activated)) in serving.into_iter().zip(activated).enumerate() {
+        for (index, (slot, (served, activated))) in
+            engines.iter_mut().zip(served.into_iter().zip(activated)).enumerate()
+        {
             let Some(outcome) = activated.or(served) else { continue };
-            let Some(slot) = engines.get_mut(index) else { continue };
-            let mut status = self.status_mut();
-            let Some(entry) = status.applied.as_mut().and_then(|ack| ack.engines.get_mut(index)) else {
-                continue;
-            };
-            match outcome {
-                Ok(answer) => {
-                    entry.label = Some(label.clone());
-                    entry.error = None;
-                    if let Answer::Activated(activated) = answer {
-                        entry.pause_ms = Some(millis(activated.pause));
-                        tracing::info!(
-                            engine = slot.worker.name(),
-                            label,
-                            pause_ms = entry.pause_ms,
-                            "activated"
-                        );
-                    }
-                    (slot.failures, slot.not_before) = (0, Instant::now());
-                }
-                Err(error) => {
-                    entry.label = None;
-                    entry.error = Some(chain_text(&error));
-                    slot.failures += 1;
-                    slot.not_before =
-                        Instant::now() + watch::backoff(options.poll, options.backoff_max, slot.failures);
-                    tracing::warn!(
-                        error = &error as &dyn std::error::Error,
-                        failures = slot.failures,
-                        "engine is not on {label}"
-                    );
-                    first_failure.get_or_insert(error);
-                }
+            if let Err(error) = self.record(index, slot, &label, outcome) {
+                first_failure.get_or_insert(error);
             }
         }
         first_failure.map_or(Ok(()), Err)
     }
 
-    /// Tells the store what is here, if that changed. A store that does not take it is told with the next change or round.
+    /// Notes what became of one engine, and when to ask it again if it failed.
+    fn record(&self, index: usize, slot: &mut Slot, label: &str, outcome: Result<Answer>) -> Result<()> {
+        let options = &self.shared.options;
+        let mut status = self.status_mut();
+        let entry = status.applied.as_mut().and_then(|ack| ack.engines.get_mut(index));
+        let (serving, pause, error) = match &outcome {
+            Ok(Answer::Serving(_)) => (Some(label.to_owned()), None, None),
+            Ok(Answer::Activated(activated)) => (Some(label.to_owned()), Some(millis(activated.pause)), None),
+            Err(error) => (None, None, Some(chain_text(error))),
+        };
+        if let Some(pause_ms) = pause {
+            tracing::info!(engine = slot.worker.name(), label, pause_ms, "activated");
+        }
+        if let Some(entry) = entry {
+            (entry.label, entry.error) = (serving, error);
+            entry.pause_ms = pause.or(entry.pause_ms);
+        }
+        slot.failures = if outcome.is_ok() { 0 } else { slot.failures + 1 };
+        let wait = match slot.failures {
+            0 => Duration::ZERO,
+            failures => watch::backoff(options.poll, options.backoff_max, failures),
+        };
+        slot.not_before = Instant::now() + wait;
+        outcome.map(|_| ()).inspect_err(|error| {
+            tracing::warn!(
+                error = error as &dyn std::error::Error,
+                failures = slot.failures,
+                "engine is not on {label}"
+            );
+        })
+    }
+
+    /// Tells the store what is here, if that changed. A store that does not take it is told with the next
+    /// change or round.
     fn acknowledge(&self, core: &mut Core) {
         let Some(ack) = self.status().applied else { return };
         let (Some(run), true) = (&core.run, core.acknowledged.as_ref() != Some(&ack)) else { return };
@@ -338,7 +344,13 @@ impl std::fmt::Debug for Follower {
     }
 }
 
-/// Asks the chosen engines at once and waits for each until the common deadline; `None` for those that were not asked.
+/// Whether an engine answered that it serves anything but `label`.
+fn serves_another(answer: Option<&Result<Answer>>, label: &str) -> bool {
+    matches!(answer, Some(Ok(Answer::Serving(serving))) if serving.as_deref() != Some(label))
+}
+
+/// Asks the chosen engines at once and waits for each until the common deadline; `None` for those that were
+/// not asked.
 fn ask_all(
     engines: &mut [Slot],
     chosen: &[bool],
@@ -379,8 +391,8 @@ fn record_applied(status: &mut Status, replica: &Replica, engines: &[Slot], prep
     });
 }
 
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
 }
 
 /// An error and its sources in one line.

@@ -5,21 +5,22 @@ use serde::{Deserialize, Serialize};
 use crate::ids::{ContentDigest, RunId, Version};
 
 /// One engine, as its follower last saw it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EngineStatus {
     /// The engine's name, its URL.
     pub url: String,
     /// The version label it serves; `None` if unknown or not one of ours.
     pub label: Option<String>,
     /// How long the last activation kept it from generating, in milliseconds.
-    pub pause_ms: Option<u64>,
+    pub pause_ms: Option<f64>,
     /// Why it does not serve the follower's version, if it does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// What a follower leaves in the store under `<run_id>/followers/<id>` after each change: which version it holds, and who serves it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// What a follower leaves in the store under `<run_id>/followers/<id>` after each change: which version it
+/// holds, and who serves it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Ack {
     /// The version on the host's disk.
     pub version: Version,
@@ -28,7 +29,7 @@ pub struct Ack {
     /// Its identity.
     pub manifest_digest: ContentDigest,
     /// Milliseconds of the prepare that led to it: fetch, verify, apply, sync; 0 after a restart.
-    pub prepare_ms: u64,
+    pub prepare_ms: f64,
     /// Bytes fetched by that prepare.
     pub bytes: u64,
     /// The engines beside the follower.
@@ -36,7 +37,7 @@ pub struct Ack {
 }
 
 /// A follower's whole status.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The follower's name.
     pub id: String,

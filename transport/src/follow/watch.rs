@@ -41,15 +41,16 @@ impl Stop {
 }
 
 impl Follower {
-    /// Follows the run: polls for the newest version, prepares it, activates it, and activates again every engine that was restarted or
-    /// failed, each at its own pace. Transient failures are retried, ever more slowly, and shown in [`Follower::status`]; the old version
-    /// keeps serving meanwhile.
+    /// Follows the run: polls for the newest version, prepares it, activates it, and activates again every
+    /// engine that was restarted or failed, each at its own pace. Transient failures are retried, ever more
+    /// slowly, and shown in [`Follower::status`]; the old version keeps serving meanwhile.
     ///
     /// With `once` it returns after the first round, with that round's error if there is one.
     ///
     /// # Errors
     ///
-    /// Those that no retry mends: another run or model under the pinned name, a rewind, a damaged replica, an unknown format or feature.
+    /// Those that no retry mends: another run or model under the pinned name, a rewind, a damaged replica, an
+    /// unknown format or feature.
     pub fn run_until(&self, stop: &Stop, once: bool) -> Result<()> {
         if once {
             self.prepare(None)?;
@@ -58,7 +59,8 @@ impl Follower {
         let mut failures = 0;
         while !stop.is_stopped() {
             match self.prepare(None) {
-                // Before the trainer's first publication, or while a coordinator's request is under way, nothing is wrong.
+                // Before the trainer's first publication, or while a coordinator's request is under way,
+                // nothing is wrong.
                 Ok(_) | Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => {
                     failures = 0
                 }
@@ -68,7 +70,8 @@ impl Follower {
                     tracing::warn!(error = &error as &dyn std::error::Error, failures, "no progress");
                 }
             }
-            // Also after a failure: an engine that was restarted during an outage of the store still gets what is here.
+            // Also after a failure: an engine that was restarted during an outage of the store still gets
+            // what is here.
             if let Err(error) = self.activate_due() {
                 tracing::debug!(
                     error = &error as &dyn std::error::Error,

@@ -24,7 +24,8 @@ pub(super) enum Answer {
 
 type Reply = (&'static str, Result<Answer, BoxError>);
 
-/// An engine and its thread. There is at most one job under way; an answer that came after its deadline is thrown away.
+/// An engine and its thread. There is at most one job under way; an answer that came after its deadline is
+/// thrown away.
 pub(super) struct Worker {
     name: String,
     jobs: SyncSender<Job>,

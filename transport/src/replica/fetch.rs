@@ -23,7 +23,8 @@ const SHARD_BYTES: u64 = 5_000_000_000;
 /// Gives the bytes of one object, already checked against its digest.
 pub type FetchObject<'a> = dyn FnMut(&Object) -> Result<Vec<u8>> + 'a;
 
-/// The objects of one publication, fetched in the order of use; the last one is kept, as its neighbours need it next.
+/// The objects of one publication, fetched in the order of use; the last one is kept, as its neighbours need
+/// it next.
 pub(super) struct Objects<'a, 'f> {
     manifest: &'a Manifest,
     fetch: &'a mut FetchObject<'f>,
@@ -119,8 +120,8 @@ pub(super) fn journal_delta(
     seal(journal, link, &tables)
 }
 
-/// The base's digests of a tensor. Tensors may become tied or part from one version to the next; one delta serves several
-/// names only where their bases are the same.
+/// The base's digests of a tensor. Tensors may become tied or part from one version to the next; one delta
+/// serves several names only where their bases are the same.
 fn base_table<'a>(
     base: &'a State,
     main_names: &BTreeMap<&str, &str>,
@@ -149,7 +150,8 @@ fn base_table<'a>(
     Ok(table)
 }
 
-/// Writes the full tensors of `link` into `staging`, and seals the journal that installs them. Returns the bytes fetched.
+/// Writes the full tensors of `link` into `staging`, and seals the journal that installs them. Returns the
+/// bytes fetched.
 ///
 /// `stale` are the weight files now in the directory.
 pub(super) fn journal_full(
@@ -228,7 +230,8 @@ fn patch_tensor(
         journal.push(Record::Patch { tensor: &tensor.name, offset: 0, bytes: &patch.to_bytes() })?;
         return Ok(patch.digests().clone());
     }
-    // Pieces of several publishers may be cut anywhere, so their digests are not those of the tensor's blocks: hash again.
+    // Pieces of several publishers may be cut anywhere, so their digests are not those of the tensor's
+    // blocks: hash again.
     let mut result = bytes.to_vec();
     for piece in pieces {
         let range = piece_range(tensor, piece, bytes.len())?;
@@ -262,7 +265,8 @@ fn piece_range(tensor: &Tensor, piece: &Piece, length: usize) -> Result<std::ops
     }
 }
 
-/// A full publication read as a snapshot: each tensor is fetched, decoded and checked when its bytes are asked for.
+/// A full publication read as a snapshot: each tensor is fetched, decoded and checked when its bytes are
+/// asked for.
 struct Fetched<'a, 'f> {
     tensors: Vec<TensorInfo>,
     entries: Vec<&'a Tensor>,
@@ -336,7 +340,8 @@ fn zeroed(tensor: &Tensor) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Refuses a delta whose representation or tensor table is not the base's: adding, removing or reshaping a tensor needs a full publication.
+/// Refuses a delta whose representation or tensor table is not the base's: adding, removing or reshaping a
+/// tensor needs a full publication.
 pub(super) fn check_same_form(base: &Manifest, new: &Manifest) -> Result<()> {
     if base.representation != new.representation {
         return Err(Error::Corrupt {

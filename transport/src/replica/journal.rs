@@ -1,7 +1,9 @@
-//! The redo log of one apply: everything needed to finish it, written and synced before the first byte of the checkpoint changes.
+//! The redo log of one apply: everything needed to finish it, written and synced before the first byte of the
+//! checkpoint changes.
 //!
-//! Layout (little-endian): magic, then records of `kind: u32, name length: u32, number: u64, body length: u64, name, body`. The last is a commit
-//! whose body is BLAKE3-256 of all bytes in front of it. A file without a valid commit at its very end was never committed.
+//! Layout (little-endian): magic, then records of `kind: u32, name length: u32, number: u64, body length:
+//! u64, name, body`. The last is a commit whose body is BLAKE3-256 of all bytes in front of it. A file
+//! without a valid commit at its very end was never committed.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, ErrorKind, Write};

@@ -29,13 +29,16 @@ pub use state::Applied;
 /// Directory inside a replica that holds its state.
 pub(crate) const STATE_DIR: &str = ".driftless";
 
-/// A plain Hugging Face checkpoint directory that holds one version of a model and can be moved to later ones.
+/// A plain Hugging Face checkpoint directory that holds one version of a model and can be moved to later
+/// ones.
 ///
-/// Its state lies in `.driftless/` inside. An apply is a redo log: decode to absolute changes, write and sync the journal (now the new
-/// version is committed), overwrite in place, sync, move the marker, drop the journal. A crash anywhere leaves, after [`Replica::open`],
-/// the old or the new version exactly. The base is checked before anything is written.
+/// Its state lies in `.driftless/` inside. An apply is a redo log: decode to absolute changes, write and sync
+/// the journal (now the new version is committed), overwrite in place, sync, move the marker, drop the
+/// journal. A crash anywhere leaves, after [`Replica::open`], the old or the new version exactly. The base is
+/// checked before anything is written.
 ///
-/// The directory belongs to one `Replica` at a time (a lock says so); engines may read it, nobody else may write it.
+/// The directory belongs to one `Replica` at a time (a lock says so); engines may read it, nobody else may
+/// write it.
 #[derive(Debug)]
 pub struct Replica {
     dir: PathBuf,
@@ -72,8 +75,8 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] if another process has it; [`Error::DamagedReplica`] if the directory does not hold what its state says and the
-    /// journal cannot repair that; the file system's errors.
+    /// [`Error::Locked`] if another process has it; [`Error::DamagedReplica`] if the directory does not hold
+    /// what its state says and the journal cannot repair that; the file system's errors.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
         let dir = dir.into();
         let layout = Layout::new(&dir);
@@ -90,7 +93,8 @@ impl Replica {
         &self.dir
     }
 
-    /// The version that the directory holds, or `None` before the first. While an apply is unfinished, the version before it.
+    /// The version that the directory holds, or `None` before the first. While an apply is unfinished, the
+    /// version before it.
     #[must_use]
     pub fn applied(&self) -> Option<&Applied> {
         self.state.as_ref().map(|state| &state.applied)
@@ -113,8 +117,8 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// [`Error::NothingApplied`] before the first version, and while a committed apply could not be finished (a full disk): call
-    /// [`Replica::advance`] again or open the replica anew.
+    /// [`Error::NothingApplied`] before the first version, and while a committed apply could not be finished
+    /// (a full disk): call [`Replica::advance`] again or open the replica anew.
     pub fn checkpoint(&self) -> Result<&Checkpoint> {
         match &self.state {
             Some(state) if !self.unfinished => Ok(&state.checkpoint),
@@ -136,13 +140,15 @@ impl Replica {
         self.state.as_ref()?.tables.get(tensor)
     }
 
-    /// Takes the version of `link` from a checkpoint directory that is already here: version 0 by reference. Copies `source` (unless it is
-    /// this directory itself) and checks the digest of every tensor and file. Does nothing if that version is applied.
+    /// Takes the version of `link` from a checkpoint directory that is already here: version 0 by reference.
+    /// Copies `source` (unless it is this directory itself) and checks the digest of every tensor and file.
+    /// Does nothing if that version is applied.
     ///
     /// # Errors
     ///
-    /// [`Error::TensorMismatch`] and [`Error::DigestMismatch`] name what differs from the manifest; [`Error::Rewind`] or
-    /// [`Error::ForeignRun`] if another version is applied; [`Error::BadSetting`] if the directory holds other weights.
+    /// [`Error::TensorMismatch`] and [`Error::DigestMismatch`] name what differs from the manifest;
+    /// [`Error::Rewind`] or [`Error::ForeignRun`] if another version is applied; [`Error::BadSetting`] if the
+    /// directory holds other weights.
     pub fn adopt(&mut self, source: &Path, link: &Committed) -> Result<()> {
         self.finish()?;
         if self.check_forward(&link.manifest)? && self.identity() == Some(link.identity()) {
@@ -152,17 +158,19 @@ impl Replica {
         self.carry_out(sealed).map(|_| ())
     }
 
-    /// Moves to version `to` of `model`: fetches what is missing, checks every object and every link of the chain, applies.
+    /// Moves to version `to` of `model`: fetches what is missing, checks every object and every link of the
+    /// chain, applies.
     ///
-    /// Follows the deltas, or starts over at an anchor where that is cheaper or the only way. A replica without a version starts at the
-    /// newest anchor, or adopts `reference` (a checkpoint directory) when the run begins by reference. Links that were applied before an
-    /// error stay applied.
+    /// Follows the deltas, or starts over at an anchor where that is cheaper or the only way. A replica
+    /// without a version starts at the newest anchor, or adopts `reference` (a checkpoint directory) when the
+    /// run begins by reference. Links that were applied before an error stay applied.
     ///
     /// # Errors
     ///
-    /// [`Error::Rewind`], [`Error::ForeignRun`], [`Error::ForeignModel`] with both identities; [`Error::BrokenChain`];
-    /// [`Error::Corrupt`], [`Error::DigestMismatch`], [`Error::Codec`] for bytes that are not what they must be;
-    /// [`Error::Unsupported`] when a reference is needed and `reference` is `None`; the store's and the file system's errors.
+    /// [`Error::Rewind`], [`Error::ForeignRun`], [`Error::ForeignModel`] with both identities;
+    /// [`Error::BrokenChain`]; [`Error::Corrupt`], [`Error::DigestMismatch`], [`Error::Codec`] for bytes that
+    /// are not what they must be; [`Error::Unsupported`] when a reference is needed and `reference` is
+    /// `None`; the store's and the file system's errors.
     pub fn advance(
         &mut self,
         run: &Run,
@@ -214,11 +222,13 @@ impl Replica {
         Ok(Advanced { links: 1, bytes, changed, journal, overwrite: times.overwrite, sync: times.sync })
     }
 
-    /// Hashes every tensor and file of the directory and compares with the manifest: a scrub, never needed per step.
+    /// Hashes every tensor and file of the directory and compares with the manifest: a scrub, never needed
+    /// per step.
     ///
     /// # Errors
     ///
-    /// [`Error::TensorMismatch`] or [`Error::DigestMismatch`] name the first difference; [`Error::NothingApplied`].
+    /// [`Error::TensorMismatch`] or [`Error::DigestMismatch`] name the first difference;
+    /// [`Error::NothingApplied`].
     pub fn verify(&self) -> Result<()> {
         let manifest = self.manifest().ok_or_else(|| Error::NothingApplied { path: self.dir.clone() })?;
         // Opened anew, so that replaced files are seen.
@@ -228,7 +238,8 @@ impl Replica {
         redo::hash_all(&checkpoint, manifest).map(|_| ())
     }
 
-    /// Finishes a committed journal, if one waits. Refuses while the checkpoint is shared: nothing may change behind a reader's map.
+    /// Finishes a committed journal, if one waits. Refuses while the checkpoint is shared: nothing may change
+    /// behind a reader's map.
     fn finish(&mut self) -> Result<()> {
         if self.state.as_ref().is_some_and(|state| Arc::strong_count(&state.checkpoint) > 1) {
             return Err(Error::Busy { what: format!("`{}`", self.dir.display()), with: "a reader".into() });

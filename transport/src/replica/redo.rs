@@ -1,6 +1,7 @@
 //! Carrying out a committed journal, and reading back what a directory holds.
 //!
-//! Every step is idempotent and the marker moves last, so that a crash anywhere is followed by the same steps again.
+//! Every step is idempotent and the marker moves last, so that a crash anywhere is followed by the same steps
+//! again.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -31,7 +32,8 @@ pub(super) struct Times {
     pub(super) sync: Duration,
 }
 
-/// Finishes the committed journal of `dir`; `None` if there is none, or one that was never committed, which is removed.
+/// Finishes the committed journal of `dir`; `None` if there is none, or one that was never committed, which
+/// is removed.
 pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<(State, Times)>> {
     let path = layout.journal();
     let file = match File::open(&path) {
@@ -41,7 +43,7 @@ pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<(State, Times)>
     };
     let bytes = map::map(&path, &file)?;
     let Some(records) = journal::committed(&bytes) else {
-        tracing::warn!(path = %path.display(), "a journal that was never committed is dropped; the version before it stays");
+        tracing::warn!(path = %path.display(), "dropping a journal that was never committed");
         return Ok(None);
     };
     let copy = find(

@@ -1,4 +1,5 @@
-//! What a replica knows about its directory: the marker (`state.json`), the applied manifest, and the digest tables.
+//! What a replica knows about its directory: the marker (`state.json`), the applied manifest, and the digest
+//! tables.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -70,8 +71,9 @@ pub(super) struct Marker {
     pub(super) weights: Vec<Stamp>,
 }
 
-/// The content of the `manifest` file: the applied version's manifest as this build understood it, and its digest in the store.
-/// The store's bytes may say more (a newer writer's optional fields), so the digest is kept beside it and not computed from it.
+/// The content of the `manifest` file: the applied version's manifest as this build understood it, and its
+/// digest in the store. The store's bytes may say more (a newer writer's optional fields), so the digest is
+/// kept beside it and not computed from it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Copy {
     pub(super) digest: ContentDigest,
@@ -204,7 +206,8 @@ pub(super) fn stamps(checkpoint: &Checkpoint) -> Result<Vec<Stamp>> {
         .collect()
 }
 
-/// The digest file: magic, per tensor `name length: u32, blocks: u32, name, 16 bytes per block`, BLAKE3-256 of all before it.
+/// The digest file: magic, per tensor `name length: u32, blocks: u32, name, 16 bytes per block`, BLAKE3-256
+/// of all before it.
 pub(super) fn digests_to_bytes(tables: &Tables) -> Vec<u8> {
     let mut bytes = DIGESTS_MAGIC.to_vec();
     for (name, table) in tables {
@@ -218,7 +221,8 @@ pub(super) fn digests_to_bytes(tables: &Tables) -> Vec<u8> {
     bytes
 }
 
-/// Reads a digest file for `manifest`; `None` if it is damaged or of another version, then the tensors have to be hashed again.
+/// Reads a digest file for `manifest`; `None` if it is damaged or of another version, then the tensors have
+/// to be hashed again.
 pub(super) fn digests_from_bytes(bytes: &[u8], manifest: &Manifest) -> Option<Tables> {
     let (content, seal) = bytes.split_at_checked(bytes.len().checked_sub(SEAL_BYTES)?)?;
     if *blake3::hash(content).as_bytes() != *seal {
