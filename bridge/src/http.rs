@@ -9,6 +9,9 @@ use serde_json::Value;
 
 use crate::{Error, Keys, Result};
 
+/// How long an unused connection is kept. The engine's HTTP server closes it after 5 s, and a call sent on it just then would be lost.
+const IDLE: Duration = Duration::from_secs(2);
+
 /// Longest part of a foreign body that goes into an error.
 const EXCERPT_CHARS: usize = 600;
 
@@ -61,6 +64,7 @@ impl Connection {
         let base = parse(address)?;
         let http = reqwest::Client::builder()
             .connect_timeout(connect)
+            .pool_idle_timeout(IDLE)
             // Proxies come from the environment, which libraries do not read; a redirect would carry the key elsewhere.
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())

@@ -1,34 +1,132 @@
-//! The conformance suite against a running engine. Set `DRIFTLESS_SGLANG` to its URL, and `DRIFTLESS_SGLANG_FIRST` and
-//! `DRIFTLESS_SGLANG_SECOND` to two checkpoint directories of one shape, the first of them the one it was started with.
+//! The bridge against a running engine. Set `DRIFTLESS_SGLANG` to its URL, and `DRIFTLESS_SGLANG_FIRST` and `DRIFTLESS_SGLANG_SECOND` to
+//! two checkpoint directories of one shape, the first of them the one it was started with.
 #![cfg(feature = "conformance")]
 
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use driftless_bridge::conformance::{self, Dialect, Subject};
-use driftless_bridge::{Client, ClientOptions};
+use driftless_bridge::{
+    Client, ClientOptions, DiskActivator, DiskOptions, Error, Expected, Fleet, FleetOptions, GenerateRequest,
+    Keys, Label, LiveWeights, PauseMode, Rid, SamplingParams, checksums,
+};
+use driftless_transport::{
+    Activate, Checkpoint, Manifest, Memory, Mode, Publisher, PublisherOptions, Start, Step, Target,
+};
+use tokio::runtime::Runtime;
 
-/// The engine that the environment names, or the reason why there is none.
-fn subject() -> Result<Subject, String> {
-    let variable = |name: &str| std::env::var(name).map_err(|_| format!("{name} is not set"));
-    let client = Client::new(&variable("DRIFTLESS_SGLANG")?, ClientOptions::default())
-        .map_err(|error| error.to_string())?;
-    Ok(Subject {
-        client,
+/// The engine belongs to one test at a time.
+static ENGINE: Mutex<()> = Mutex::new(());
+
+/// The engine that the environment names; says so where there is none.
+fn subject() -> Option<Subject> {
+    let variable =
+        |name: &str| std::env::var(name).inspect_err(|_| println!("skipped: {name} is not set")).ok();
+    Some(Subject {
+        client: Client::new(&variable("DRIFTLESS_SGLANG")?, ClientOptions::default()).unwrap(),
         first: PathBuf::from(variable("DRIFTLESS_SGLANG_FIRST")?),
         second: PathBuf::from(variable("DRIFTLESS_SGLANG_SECOND")?),
         dialect: Dialect::of_release(23),
-        long_tokens: 400,
+        long_tokens: 150,
     })
 }
 
-#[tokio::test]
-async fn sglang_passes_the_conformance_suite() {
-    let subject = match subject() {
-        Ok(subject) => subject,
-        Err(reason) => return eprintln!("skipped: {reason}"),
-    };
-    match conformance::run(&subject).await {
+#[test]
+fn the_conformance_suite() {
+    let Some(subject) = subject() else { return };
+    let _turn = ENGINE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    match Runtime::new().unwrap().block_on(conformance::run(&subject)) {
         Ok(report) => println!("{} checks passed", report.passed.len()),
         Err(failure) => panic!("{failure}"),
     }
+}
+
+/// A run of which the two checkpoints are versions 0 and 1.
+fn manifests(checkpoints: &[Checkpoint; 2], directory: &std::path::Path) -> [Manifest; 2] {
+    let options = PublisherOptions::new("test", Start::NewRun, directory.join("baseline"));
+    let mut publisher = Publisher::open(Arc::new(Memory::new()), options).unwrap();
+    let first = publisher.publish_reference(checkpoints[0].dir(), Step::default()).unwrap();
+    let second = publisher.publish(&checkpoints[1], Step::default(), Mode::Delta).unwrap();
+    [first, second].map(|published| publisher.run().get("policy", published.version).unwrap().manifest)
+}
+
+/// A fleet of the one engine.
+fn fleet(runtime: &Runtime, subject: &Subject) -> Arc<Fleet> {
+    let expected = Expected::from_checkpoint(&subject.first).unwrap();
+    let (addresses, keys) = ([subject.client.url().to_owned()], Keys::default());
+    Arc::new(runtime.block_on(Fleet::attach(&addresses, &keys, &expected, FleetOptions::default())).unwrap())
+}
+
+#[test]
+fn activation_under_load() {
+    let Some(subject) = subject() else { return };
+    let _turn = ENGINE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let directory = tempfile::tempdir().unwrap();
+    let checkpoints = [&subject.first, &subject.second].map(|path| Checkpoint::open(path).unwrap());
+    let manifests = manifests(&checkpoints, directory.path());
+    let runtime = Runtime::new().unwrap();
+    let fleet = fleet(&runtime, &subject);
+
+    for mode in [PauseMode::Retract, PauseMode::InPlace, PauseMode::Abort] {
+        let options = DiskOptions { pause: mode, ..DiskOptions::default() };
+        let mut activator = DiskActivator::new(subject.client.url(), options).unwrap();
+        for (sample, (manifest, checkpoint)) in manifests.iter().zip(&checkpoints).enumerate() {
+            let sampling =
+                SamplingParams { max_new_tokens: 30, ignore_eos: true, ..SamplingParams::default() };
+            let request =
+                GenerateRequest { rid: Rid::new(7, sample as u64), input_ids: vec![1, 2, 3], sampling };
+            let busy = runtime.spawn({
+                let fleet = fleet.clone();
+                async move { fleet.generate(request, None).await }
+            });
+            let label = manifest.label();
+            let target = Target { checkpoint, label: &label, manifest };
+            let activated = activator.activate(&target).unwrap();
+            println!("{mode:?}: {label} paused {:?}", activated.pause);
+            assert_eq!(activator.serving().unwrap().as_deref(), Some(label.as_str()));
+
+            let parsed: Label = label.parse().unwrap();
+            runtime.block_on(fleet.wait_for_label(&parsed, Duration::from_secs(10))).unwrap();
+            let sums = checksums(checkpoint, checkpoint.dir()).unwrap();
+            let live = runtime.block_on(fleet.engines()[0].check_live(&sums)).unwrap();
+            assert_eq!(live, LiveWeights::Equal);
+            assert_eq!(runtime.block_on(busy).unwrap().unwrap().output_ids.len(), 30);
+        }
+    }
+}
+
+#[test]
+fn what_would_end_the_server_is_refused_and_it_lives_on() {
+    let Some(subject) = subject() else { return };
+    let _turn = ENGINE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let directory = tempfile::tempdir().unwrap();
+    let checkpoints = [&subject.first, &subject.second].map(|path| Checkpoint::open(path).unwrap());
+    let manifests = manifests(&checkpoints, directory.path());
+    // The same tensors under a config that says otherwise, and a token that the embedding does not have.
+    let lying = directory.path().join("lying");
+    std::fs::create_dir(&lying).unwrap();
+    std::fs::copy(subject.first.join("model.safetensors"), lying.join("model.safetensors")).unwrap();
+    let config = std::fs::read_to_string(subject.first.join("config.json")).unwrap();
+    let layers = "\"num_hidden_layers\": 2";
+    assert!(config.contains(layers), "the test's checkpoints have two layers");
+    std::fs::write(lying.join("config.json"), config.replace(layers, "\"num_hidden_layers\": 3")).unwrap();
+    let lying = Checkpoint::open(&lying).unwrap();
+    let mut activator = DiskActivator::new(subject.client.url(), DiskOptions::default()).unwrap();
+    let label = manifests[0].label();
+    let target = Target { checkpoint: &lying, label: &label, manifest: &manifests[0] };
+    let refused = *activator.activate(&target).unwrap_err().downcast::<Error>().unwrap();
+    assert!(matches!(&refused, Error::Refused { what, .. } if what == "num_hidden_layers"), "{refused}");
+
+    let runtime = Runtime::new().unwrap();
+    let fleet = fleet(&runtime, &subject);
+    let expected = Expected::from_checkpoint(&subject.first).unwrap();
+    let outside = i32::try_from(expected.config.vocabulary).unwrap();
+    let request = GenerateRequest {
+        rid: Rid::new(8, 0),
+        input_ids: vec![outside],
+        sampling: SamplingParams::default(),
+    };
+    assert!(matches!(runtime.block_on(fleet.generate(request, None)), Err(Error::Request { .. })));
+    runtime.block_on(subject.client.health()).unwrap();
 }

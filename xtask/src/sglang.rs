@@ -59,7 +59,17 @@ fn install_locked(cache: &Path) -> Result<PathBuf> {
     println!("sglang: 1/3 virtual environment in {}", home.display());
     step("python3 -m venv", Command::new("python3").args(["-m", "venv"]).arg(&home))?;
     println!("sglang: 2/3 uv");
-    step("pip install uv", Command::new(python(cache)).args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"]))?;
+    step(
+        "pip install uv",
+        Command::new(python(cache)).args([
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "uv",
+        ]),
+    )?;
     println!("sglang: 3/3 sglang {VERSION} and some 200 packages (10 GB)");
     let mut uv = Command::new(home.join("bin/uv"));
     uv.args(["pip", "install", "--quiet", "--python"]).arg(python(cache)).arg(format!("sglang=={VERSION}"));
@@ -92,7 +102,14 @@ fn home(cache: &Path) -> PathBuf {
 pub(crate) fn serve_command(cache: &Path, model: &Path, port: u16, extra: &[&str]) -> Command {
     let mut command = Command::new(python(cache));
     command.env("PYTHONPATH", python_path()).env("SGLANG_USE_CPU_ENGINE", "1").env("HF_HUB_OFFLINE", "1");
-    command.args(["-m", "sglang.launch_server", "--device", "cpu", "--skip-tokenizer-init", "--disable-overlap-schedule"]);
+    command.args([
+        "-m",
+        "sglang.launch_server",
+        "--device",
+        "cpu",
+        "--skip-tokenizer-init",
+        "--disable-overlap-schedule",
+    ]);
     // Without --sleep-on-idle the scheduler spins on a core while it has nothing to do.
     command.args(["--max-total-tokens", "65536", "--sleep-on-idle", "--model-path"]).arg(model);
     command.args(["--port", &port.to_string()]).args(extra);
@@ -141,7 +158,10 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         // Both fail only when the processes are gone, which is what is wanted.
-        let _ = Command::new("kill").args(["-KILL", "--", &format!("-{}", self.child.id())]).stderr(Stdio::null()).status();
+        let _ = Command::new("kill")
+            .args(["-KILL", "--", &format!("-{}", self.child.id())])
+            .stderr(Stdio::null())
+            .status();
         let _ = self.child.wait();
     }
 }
@@ -152,14 +172,27 @@ pub(crate) fn conformance(cache: &Path, work: &Path, port: u16) -> Result<()> {
         let directory = work.join(format!("checkpoint-{seed}"));
         fs::create_dir_all(&directory).map_err(|source| io_error(&directory, source))?;
         let mut make = Command::new(python(cache));
-        step("make_checkpoint.py", make.arg(python_path().join("make_checkpoint.py")).arg(&directory).arg(seed))?;
+        step(
+            "make_checkpoint.py",
+            make.arg(python_path().join("make_checkpoint.py")).arg(&directory).arg(seed),
+        )?;
         fs::canonicalize(&directory).map_err(|source| io_error(&directory, source))
     };
     let (first, second) = (checkpoint("0")?, checkpoint("1")?);
     let mut server = Server::start(cache, &first, port, &work.join("sglang.log"))?;
     server.wait_ready()?;
     let mut test = Command::new("cargo");
-    test.current_dir(crate::workspace()).args(["test", "-p", "driftless-bridge", "--features", "conformance", "--test", "sglang", "--", "--nocapture"]);
+    test.current_dir(crate::workspace()).args([
+        "test",
+        "-p",
+        "driftless-bridge",
+        "--features",
+        "conformance",
+        "--test",
+        "sglang",
+        "--",
+        "--nocapture",
+    ]);
     test.env("DRIFTLESS_SGLANG", format!("http://127.0.0.1:{port}"));
     test.env("DRIFTLESS_SGLANG_FIRST", &first).env("DRIFTLESS_SGLANG_SECOND", &second);
     step("the conformance suite", &mut test)
