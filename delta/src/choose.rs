@@ -35,16 +35,24 @@ pub(crate) struct Statistics {
     profile: Profile,
     tallies: Box<[Tally; 256]>,
     blocks: u32,
+    /// One element of so many is counted: a prime, so that no column is favoured.
+    apart: usize,
 }
 
 impl Statistics {
     pub(crate) fn new(element: Element, profile: Profile) -> Self {
-        Self { element, profile, tallies: Box::new([Tally::ZERO; 256]), blocks: 0 }
+        Self { element, profile, tallies: Box::new([Tally::ZERO; 256]), blocks: 0, apart: 1 }
     }
 
-    pub(crate) fn clear(&mut self) {
+    /// Starts over for a segment of so many bytes.
+    pub(crate) fn begin(&mut self, segment_bytes: usize) {
         self.tallies.fill(Tally::ZERO);
         self.blocks = 0;
+        self.apart = match segment_bytes / self.element.size() {
+            0..4096 => 1,
+            4096..0x8_0000 => 5,
+            _ => 31,
+        };
     }
 
     #[inline(always)]
@@ -54,7 +62,7 @@ impl Statistics {
         tally.sizes[(32 - step.unsigned_abs().leading_zeros()) as usize] += 1;
     }
 
-    /// Counts the elements of a block that has changes; large blocks are sampled, a prime apart so that no column is favoured.
+    /// Counts the elements of a block that has changes.
     pub(crate) fn block(&mut self, base: &[u8]) {
         self.blocks += 1;
         let count = base.len() / self.element.size();
@@ -62,10 +70,9 @@ impl Statistics {
             self.tallies[0].members += count as f64;
             return;
         }
-        let apart = if count > 4096 { 31 } else { 1 };
-        for index in (0..count).step_by(apart) {
+        for index in (0..count).step_by(self.apart) {
             let exponent = self.element.exponent(self.element.load(base, index));
-            self.tallies[exponent as usize].members += apart as f64;
+            self.tallies[exponent as usize].members += self.apart as f64;
         }
     }
 
@@ -123,9 +130,11 @@ impl Statistics {
     /// Best parameters for a class with these counts, and the bits they will take.
     fn best_class(&self, tally: &Tally) -> (Class, f64) {
         let changed = f64::from(tally.changed);
-        let density = (changed / tally.members.max(changed).max(1.0)).min(1.0);
+        // Half a sample more keeps a thin sample from looking certain.
+        let members = tally.members.max(changed) + (self.apart - 1) as f64 / 2.0;
+        let density = (changed / members.max(1.0)).min(1.0);
         let inverted = density > 0.5;
-        let marked = if inverted { tally.members.max(changed) - changed } else { changed };
+        let marked = if inverted { members - changed } else { changed };
         let (run, per_mark) = best_run(if inverted { 1.0 - density } else { density }, RUN_MAX);
         let (large_run, rice, steps) = self.best_steps(tally);
         let fixed = CLASS_COST + CLASS_COST_PER_BLOCK * f64::from(self.blocks);

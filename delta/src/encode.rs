@@ -199,7 +199,7 @@ impl Encoder {
     }
 
     fn segment(&mut self, first_block: usize, base: &[u8], new: &[u8], out: &mut Vec<u8>) {
-        self.statistics.clear();
+        self.statistics.begin(base.len());
         self.positions.clear();
         self.steps.clear();
         self.blocks.clear();
