@@ -310,6 +310,29 @@ fn weights_touched_by_others_are_noticed_at_open() {
 }
 
 #[test]
+fn weights_touched_by_others_are_noticed_before_the_next_delta() {
+    let fixture = Fixture::new();
+    let mut replica = fixture.replica("r", 1);
+    let path = replica.dir().join("model.safetensors");
+    let honest = fs::read(&path).unwrap();
+    let mut flipped = honest.clone();
+    *flipped.last_mut().unwrap() ^= 1;
+    // Replaced by rename: an engine's map of the old file stays whole.
+    let replace = |bytes: &[u8]| {
+        fs::write(fixture.path("new"), bytes).unwrap();
+        fs::rename(fixture.path("new"), &path).unwrap();
+    };
+    replace(&flipped);
+    let error = replica.advance(&fixture.run, MODEL, Version(2), None).unwrap_err();
+    assert!(matches!(error, Error::DamagedReplica { .. }), "{error:?}");
+    assert_eq!(fs::read(&path).unwrap(), flipped, "nothing was applied on top");
+    assert!(matches!(replica.checkpoint(), Err(Error::NothingApplied { .. })));
+    replace(&honest);
+    replica.advance(&fixture.run, MODEL, Version(2), None).unwrap();
+    fixture.assert_at(&replica, 2);
+}
+
+#[test]
 fn no_flipped_byte_of_the_state_goes_unnoticed() {
     let fixture = Fixture::new();
     drop(fixture.replica("r", 1));

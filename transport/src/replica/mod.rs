@@ -209,6 +209,11 @@ impl Replica {
         if self.check_forward(&link.manifest)? && self.identity() == Some(link.identity()) {
             return Ok(Advanced::default());
         }
+        if self.state.as_ref().is_some_and(State::is_touched) {
+            // Hashes everything, and refuses the directory if it is not what it was; nothing is served until it is.
+            self.unfinished = true;
+            self.recover()?;
+        }
         let started = Instant::now();
         let sealed = self.journal_publication(link, fetch);
         let journal = started.elapsed();

@@ -15,7 +15,8 @@ use memmap2::MmapMut;
 use super::fetch::check_digest;
 use super::journal::{self, Record};
 use super::state::{
-    Applied, Copy, Layout, Marker, State, Tables, digests_from_bytes, digests_to_bytes, read_optional, stamps,
+    Applied, Copy, Layout, Marker, Stamp, State, Tables, digests_from_bytes, digests_to_bytes, read_optional,
+    stamps,
 };
 use crate::checkpoint::{Checkpoint, map, remove_dir, sync_dir};
 use crate::error::{Error, Result};
@@ -72,8 +73,8 @@ pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<(State, Times)>
     let times = Times { overwrite: overwritten, sync: started.elapsed() - overwritten };
 
     super::crash_point("follow.marker")?;
-    let state = adopt(checkpoint, parsed, digests)?;
-    write_state(layout, &state, Some((copy, digests)))?;
+    let mut state = adopt(checkpoint, parsed, digests)?;
+    state.weights = write_state(layout, &state, Some((copy, digests)))?;
     drop_journal(layout)?;
     Ok(Some((state, times)))
 }
@@ -108,7 +109,8 @@ pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<St
     check_files(&checkpoint, &copy.manifest)?;
     let tables =
         read_optional(&layout.digests())?.and_then(|bytes| digests_from_bytes(&bytes, &copy.manifest));
-    let touched = stamps(&checkpoint)? != marker.weights;
+    let weights = stamps(&checkpoint)?;
+    let touched = weights != marker.weights;
     let stale = touched || tables.is_none();
     let tables = match tables {
         Some(tables) if !doubt && !touched => tables,
@@ -117,7 +119,7 @@ pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<St
             hash_all(&checkpoint, &copy.manifest)?
         }
     };
-    let state = State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into() };
+    let state = State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into(), weights };
     if stale {
         write_state(layout, &state, None)?;
     }
@@ -313,11 +315,11 @@ fn adopt(checkpoint: Checkpoint, copy: Copy, digests: &[u8]) -> Result<State> {
     })?;
     check_files(&checkpoint, &copy.manifest)?;
     let applied = Applied::of(&copy.manifest, copy.digest);
-    Ok(State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into() })
+    Ok(State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into(), weights: Vec::new() })
 }
 
-/// Writes digests, manifest and, last of all, the marker.
-fn write_state(layout: &Layout, state: &State, bytes: Option<(&[u8], &[u8])>) -> Result<()> {
+/// Writes digests, manifest and, last of all, the marker. Returns the weight files' stamps that it holds.
+fn write_state(layout: &Layout, state: &State, bytes: Option<(&[u8], &[u8])>) -> Result<Vec<Stamp>> {
     let (copy, digests) = match bytes {
         Some((copy, digests)) => (copy.to_vec(), digests.to_vec()),
         None => {
@@ -329,5 +331,6 @@ fn write_state(layout: &Layout, state: &State, bytes: Option<(&[u8], &[u8])>) ->
     layout.replace(&layout.manifest(), &copy)?;
     let marker = Marker::new(state.applied.clone(), ContentDigest::of(&copy), stamps(&state.checkpoint)?);
     layout.replace(&layout.marker(), &marker.to_bytes()?)?;
-    layout.sync()
+    layout.sync()?;
+    Ok(marker.weights)
 }

@@ -102,6 +102,16 @@ pub(super) struct State {
     pub(super) manifest: Manifest,
     pub(super) tables: Tables,
     pub(super) checkpoint: Arc<Checkpoint>,
+    /// The weight files as this crate left them.
+    pub(super) weights: Vec<Stamp>,
+}
+
+impl State {
+    /// Whether somebody else wrote to a weight file, as far as its size and time tell. The delta codec takes the
+    /// digest tables at their word, so this is what stands between such a write and the next apply.
+    pub(super) fn is_touched(&self) -> bool {
+        stamps(&self.checkpoint).map_or(true, |now| now != self.weights)
+    }
 }
 
 /// Digest table of every tensor, by its main name.
