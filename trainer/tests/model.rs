@@ -91,7 +91,7 @@ fn a_cache_changes_nothing() {
 fn a_freed_slot_holds_nothing_of_its_past() {
     let (model, _guard) = (model(), tch::no_grad_guard());
     let mut cache = model.cache(1).unwrap();
-    model.extend(&tokens(&[&[9, 9, 9, 9]]), &[4], &[0], &mut cache).unwrap();
+    let _ = model.extend(&tokens(&[&[9, 9, 9, 9]]), &[4], &[0], &mut cache).unwrap();
     cache.truncate(0, 0);
     let hidden = model.extend(&tokens(&[&[5, 6]]), &[2], &[0], &mut cache).unwrap();
     assert!(difference(&model.logits(&hidden).unwrap().get(0), &alone(&model, &[5, 6])) < 1e-5);

@@ -1,0 +1,111 @@
+//! A run that was interrupted goes on bit for bit.
+
+use std::path::Path;
+
+use driftless_trainer::checkpoint::{self, Progress};
+use driftless_trainer::{AdamWOptions, Batch, Config, Error, Policy, Qwen3, Sample};
+use tch::{Device, Kind};
+
+const SEED: i64 = 5;
+
+fn config() -> Config {
+    Config {
+        vocab_size: 16,
+        hidden_size: 16,
+        intermediate_size: 24,
+        num_hidden_layers: 2,
+        num_attention_heads: 2,
+        num_key_value_heads: 1,
+        head_dim: 8,
+        rms_norm_eps: 1e-6,
+        rope_theta: 10_000.0,
+        max_position_embeddings: 32,
+        tie_word_embeddings: true,
+        initializer_range: 0.1,
+        bos_token_id: None,
+        eos_token_ids: vec![2],
+        pad_token_id: Some(0),
+    }
+}
+
+fn policy(config: Config, seed: i64) -> Policy {
+    let model = Qwen3::fresh(config, seed, Kind::Float, Device::Cpu).unwrap();
+    Policy::new(model, Kind::BFloat16, AdamWOptions { weight_decay: 0.1, ..AdamWOptions::default() }).unwrap()
+}
+
+/// One step on data that depends on the step's number alone.
+fn train(policy: &mut Policy, step: i32) {
+    let rows: Vec<Vec<i32>> = (0..4).map(|row| (0..6 + row).map(|i| (i * 3 + row + step) % 16).collect()).collect();
+    let samples: Vec<_> = rows.iter().map(|row| Sample::supervised(row, 2, 0)).collect();
+    let batch = Batch::new(&samples, &[0.05; 4], 16, Device::Cpu).unwrap();
+    policy.sft_step(&[batch], 1e-3).unwrap();
+}
+
+fn progress(step: u64) -> Progress {
+    Progress { step, seed: SEED as u64, metrics: None }
+}
+
+/// Every bit of the trainer's state, as a checkpoint holds it.
+fn state(policy: &Policy, dir: &Path) -> Vec<u8> {
+    checkpoint::save(dir, policy, &progress(99), 1).unwrap();
+    std::fs::read(dir.join("step-00000099/model.safetensors")).unwrap()
+}
+
+fn weights(policy: &Policy) -> Vec<f32> {
+    let flat = |parameter: &driftless_trainer::Parameter| Vec::<f32>::try_from(parameter.tensor.detach().flatten(0, -1)).unwrap();
+    policy.model().parameters().iter().flat_map(flat).collect()
+}
+
+#[test]
+fn two_steps_a_restart_and_two_steps_are_four_steps() {
+    tch::set_num_threads(1);
+    let dir = tempfile::tempdir().unwrap();
+    let mut straight = policy(config(), SEED);
+    (0..4).for_each(|step| train(&mut straight, step));
+
+    let mut first = policy(config(), SEED);
+    (0..2).for_each(|step| train(&mut first, step));
+    checkpoint::save(&dir.path().join("run"), &first, &progress(2), 2).unwrap();
+    drop(first);
+    // Other weights, all of which must be replaced.
+    let mut second = policy(config(), SEED + 1);
+    assert_eq!(checkpoint::load(&dir.path().join("run"), &mut second).unwrap(), Some(progress(2)));
+    assert_eq!(second.optimizer().steps(), 2);
+    (2..4).for_each(|step| train(&mut second, step));
+
+    assert_eq!(state(&second, &dir.path().join("a")), state(&straight, &dir.path().join("b")));
+    assert_eq!(weights(&second), weights(&straight));
+    assert_ne!(weights(&straight), weights(&policy(config(), SEED)));
+}
+
+#[test]
+fn the_newest_is_loaded_and_the_oldest_are_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut policy = policy(config(), SEED);
+    assert_eq!(checkpoint::load(dir.path(), &mut policy).unwrap(), None);
+    for step in [1, 2, 10] {
+        checkpoint::save(dir.path(), &policy, &progress(step), 2).unwrap();
+    }
+    // What a crash in the middle of saving leaves.
+    std::fs::create_dir(dir.path().join("partial-step-00000011")).unwrap();
+    let mut names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["partial-step-00000011", "step-00000002", "step-00000010"]);
+    assert_eq!(checkpoint::load(dir.path(), &mut policy).unwrap(), Some(progress(10)));
+}
+
+#[test]
+fn foreign_and_damaged_checkpoints_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    checkpoint::save(dir.path(), &policy(config(), SEED), &progress(1), 1).unwrap();
+    let mut other = policy(Config { num_hidden_layers: 1, ..config() }, SEED);
+    let before = weights(&other);
+    assert!(matches!(checkpoint::load(dir.path(), &mut other), Err(Error::Resume { what: "model", .. })));
+    assert_eq!(weights(&other), before);
+
+    let file = dir.path().join("step-00000001/model.safetensors");
+    let bytes = std::fs::read(&file).unwrap();
+    std::fs::write(&file, &bytes[..bytes.len() - 4]).unwrap();
+    let mut same = policy(config(), SEED);
+    assert!(matches!(checkpoint::load(dir.path(), &mut same), Err(Error::Transport(_))));
+}
