@@ -13,6 +13,7 @@ mod inspect;
 mod layout;
 mod ledger;
 mod lock;
+mod locks;
 mod log;
 mod map;
 mod options;

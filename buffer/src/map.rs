@@ -158,6 +158,14 @@ impl Map {
         Some(Exclusive { map: Arc::clone(self), start, bytes })
     }
 
+    /// Makes the kernel back the page at `offset` for writing now, whatever else is done to it meanwhile.
+    pub(crate) fn prefault(&self, offset: usize) {
+        if offset + 8 <= self.bytes {
+            self.word(offset).fetch_or(0, Ordering::Relaxed);
+            self.written(offset..offset + 8);
+        }
+    }
+
     /// Writes a frame header. The last word, which holds the CRC, goes last and releases the body.
     pub(crate) fn set_header(&self, offset: usize, block: &[u8; FRAME_HEADER]) {
         self.store(offset, &block[..56]);

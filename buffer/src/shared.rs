@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use fail::fail_point;
@@ -14,6 +14,7 @@ use crate::layout::frame::{FrameHeader, FrameState};
 use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, SegmentHeader, TRAILER};
 use crate::ledger::Ledger;
 use crate::lock::LockFile;
+use crate::locks::{Condvar, Mutex, MutexGuard};
 use crate::map::Exclusive;
 use crate::options::{Options, SyncPolicy};
 use crate::recover::{self, Opened};
@@ -146,6 +147,9 @@ impl Shared {
         };
         segment.map.set_header(offset, &header.encode(segment.header.salt));
         state.deadlines.push_back((sequence, Instant::now() + self.options.reservation_deadline));
+        drop(state);
+        // The next header lies right behind this frame. Its page fault is taken here, and not under the lock.
+        segment.map.prefault(offset + plan.frame);
         Ok((segment, sequence, body))
     }
 

@@ -1,12 +1,13 @@
 //! Bringing committed records to stable storage: one thread flushes for all that wait.
 
 use std::ops::Range;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::index::{Checked, Segment};
 use crate::layout::segment::{Entry, HEADER_PAGE};
+use crate::locks::MutexGuard;
 use crate::recover;
 use crate::shared::{Shared, State};
 use crate::{Error, Position, Result};

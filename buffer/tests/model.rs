@@ -152,8 +152,7 @@ impl Run {
 
 fn open(dir: &tempfile::TempDir) -> Log {
     let options = Options { segment_bytes: 64 << 10, sync: SyncPolicy::Manual, ..options() };
-    let log = Log::open(dir.path(), options).unwrap();
-    log
+    Log::open(dir.path(), options).unwrap()
 }
 
 proptest! {

@@ -7,15 +7,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::image::Medium;
-use crate::{
-    Error, Identity, Log, Options, Pending, Position, Reservation, Result, Sample, Scalars, Severity, Shape,
-    SyncPolicy,
-};
-
-pub(super) fn options() -> Options {
-    let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [1; 32] };
-    Options { segment_bytes: 64 << 10, sync: SyncPolicy::Manual, ..Options::new(identity) }
-}
+use super::options;
+use crate::{Error, Log, Pending, Position, Reservation, Result, Sample, Scalars, Severity, Shape};
 
 pub(super) fn open(medium: &Medium) -> Result<Log> {
     Log::open_on(Box::new(medium.clone()), PathBuf::from("medium"), options(), None)
