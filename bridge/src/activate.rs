@@ -213,6 +213,8 @@ async fn transact(engine: &Engine, mode: PauseMode, plan: &Plan<'_>) -> (Result<
 async fn load(engine: &Engine, mode: PauseMode, plan: &Plan<'_>) -> Result<()> {
     let client = engine.client();
     client.pause(mode).await?;
+    // A follower that dies here leaves the engine paused, for the next one to find.
+    fail::fail_point!("activate.paused");
     empty_cache(client, mode).await?;
     if client.update_weights_from_disk(&plan.update).await? == DiskUpdated::Unflushed {
         // Applied all the same: the label and the flush are what is missing.

@@ -1,5 +1,6 @@
 //! The bridge against a running engine. Set `DRIFTLESS_SGLANG` to its URL, and `DRIFTLESS_SGLANG_FIRST` and `DRIFTLESS_SGLANG_SECOND` to
 //! two checkpoint directories of one shape, the first of them the one it was started with.
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 #![cfg(feature = "conformance")]
 
 use std::path::PathBuf;

@@ -20,7 +20,7 @@ use tokio::task::JoinHandle;
 
 /// What a call does instead of what it should.
 #[derive(Debug, Clone)]
-pub enum Fault {
+pub(crate) enum Fault {
     /// No answer, ever.
     Hang,
     /// This status and body.
@@ -39,27 +39,27 @@ pub enum Fault {
 
 /// What the engine is and has seen.
 #[derive(Debug)]
-pub struct Engine {
-    pub model_path: PathBuf,
-    pub started_with: PathBuf,
-    pub label: String,
-    pub load_format: String,
-    pub paused: bool,
-    pub spans: bool,
-    pub release: &'static str,
+pub(crate) struct Engine {
+    pub(crate) model_path: PathBuf,
+    pub(crate) started_with: PathBuf,
+    pub(crate) label: String,
+    pub(crate) load_format: String,
+    pub(crate) paused: bool,
+    pub(crate) spans: bool,
+    pub(crate) release: &'static str,
     /// Path and body of every call that changes something.
-    pub calls: Vec<(String, Value)>,
+    pub(crate) calls: Vec<(String, Value)>,
     /// Authorization headers seen, by path.
-    pub keys: Vec<(String, Option<String>)>,
+    pub(crate) keys: Vec<(String, Option<String>)>,
     /// Faults by `METHOD path`: the next calls of it meet them, one each.
-    pub faults: BTreeMap<&'static str, VecDeque<Fault>>,
-    pub generating: usize,
-    pub most_generating: usize,
+    pub(crate) faults: BTreeMap<&'static str, VecDeque<Fault>>,
+    pub(crate) generating: usize,
+    pub(crate) most_generating: usize,
 }
 
 /// The engine and the runtime it lives on.
-pub struct Fake {
-    pub address: SocketAddr,
+pub(crate) struct Fake {
+    pub(crate) address: SocketAddr,
     engine: Arc<Mutex<Engine>>,
     runtime: Arc<Runtime>,
     server: Mutex<Option<JoinHandle<()>>>,
@@ -67,7 +67,7 @@ pub struct Fake {
 
 impl Fake {
     /// Starts an engine with this checkpoint on a port of the system's choice.
-    pub fn start(checkpoint: &Path) -> Self {
+    pub(crate) fn start(checkpoint: &Path) -> Self {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let engine = Engine {
@@ -96,21 +96,21 @@ impl Fake {
         fake
     }
 
-    pub fn engine(&self) -> MutexGuard<'_, Engine> {
+    pub(crate) fn engine(&self) -> MutexGuard<'_, Engine> {
         self.engine.lock().unwrap()
     }
 
-    pub fn fault(&self, call: &'static str, fault: Fault) {
+    pub(crate) fn fault(&self, call: &'static str, fault: Fault) {
         self.engine().faults.entry(call).or_default().push_back(fault);
     }
 
     /// Paths of the calls that change something, in order.
-    pub fn changes(&self) -> Vec<String> {
+    pub(crate) fn changes(&self) -> Vec<String> {
         self.engine().calls.iter().map(|(path, _)| path.clone()).collect()
     }
 
     /// Ends the engine, connections included, as a kill would.
-    pub fn kill(&self) {
+    pub(crate) fn kill(&self) {
         if let Some(server) = self.server.lock().unwrap().take() {
             server.abort();
             let _ = self.runtime.block_on(server);
@@ -118,7 +118,7 @@ impl Fake {
     }
 
     /// Starts it again at the same address as a new process would be: with its first weights, not paused.
-    pub fn restart(&self) {
+    pub(crate) fn restart(&self) {
         self.kill();
         let mut engine = self.engine();
         (engine.model_path, engine.label, engine.paused) =
@@ -300,7 +300,7 @@ async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response
 }
 
 /// A Qwen3 checkpoint of a few hundred bytes; another seed gives other weights, another size other shapes.
-pub fn checkpoint(directory: &Path, seed: u8, hidden: u64) -> PathBuf {
+pub(crate) fn checkpoint(directory: &Path, seed: u8, hidden: u64) -> PathBuf {
     let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden, "intermediate_size": 6, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 10, "tie_word_embeddings": true,
         "torch_dtype": "bfloat16"});
@@ -308,7 +308,7 @@ pub fn checkpoint(directory: &Path, seed: u8, hidden: u64) -> PathBuf {
 }
 
 /// The same, with a config that need not fit.
-pub fn write(directory: &Path, seed: u8, hidden: u64, config: &Value) -> PathBuf {
+pub(crate) fn write(directory: &Path, seed: u8, hidden: u64, config: &Value) -> PathBuf {
     let layer = |name: &str| format!("model.layers.0.{name}.weight");
     let mut shapes = vec![
         ("model.embed_tokens.weight".to_owned(), vec![10, hidden]),
@@ -355,7 +355,7 @@ impl Snapshot for Constant {
 }
 
 /// Deadlines short enough for tests that wait for them to pass.
-pub fn short() -> ClientOptions {
+pub(crate) fn short() -> ClientOptions {
     let (brief, long) = (Duration::from_millis(400), Duration::from_secs(20));
     let deadlines = Deadlines { connect: long, info: brief, control: brief, load: brief, generate: brief };
     ClientOptions { deadlines, ..ClientOptions::default() }
