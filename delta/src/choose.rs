@@ -154,8 +154,9 @@ impl Statistics {
     /// Best Rice parameter for sizes from `least` up, and its bits. Sizes of one bit length are taken as their middle.
     fn best_rice(&self, tally: &Tally, least: u32) -> (u32, f64) {
         let width = self.element.bits();
+        let longest = tally.sizes.iter().rposition(|count| *count > 0).unwrap_or(0) as u32;
         let cost = |rice: u32| -> f64 {
-            (least..=width)
+            (least..=longest)
                 .map(|length| {
                     let middle = (3_u64 << (length - 1)) / 2 - u64::from(least);
                     let quotient = (middle >> rice) as u32;
@@ -164,7 +165,10 @@ impl Statistics {
                 })
                 .sum()
         };
-        (0..width).map(|rice| (rice, cost(rice))).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 0.0))
+        (0..longest.max(1))
+            .map(|rice| (rice, cost(rice)))
+            .min_by(|a, b| a.1.total_cmp(&b.1))
+            .unwrap_or((0, 0.0))
     }
 }
 
@@ -177,5 +181,10 @@ fn best_run(density: f64, max: u32) -> (u32, f64) {
         let full = (1.0 - density).powi(1 << run);
         f64::from(run) + 1.0 / (1.0 - full).max(f64::MIN_POSITIVE)
     };
-    (0..=max).map(|run| (run, bits(run))).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 1.0))
+    // A run as long as half of the gaps is near the best; so is one of its neighbours.
+    let near = (std::f64::consts::LN_2 / density).log2().floor().clamp(0.0, f64::from(max)) as u32;
+    (near.saturating_sub(1)..=max.min(near + 1))
+        .map(|run| (run, bits(run)))
+        .min_by(|a, b| a.1.total_cmp(&b.1))
+        .unwrap_or((0, 1.0))
 }
