@@ -1,6 +1,6 @@
 //! `driftless serve`.
 
-use crate::cli::error::{Error, Result};
+use crate::cli::error::Result;
 use crate::cli::keys;
 use crate::cli::output::Output;
 use driftless::trainer::engine::{self, Dialect, EngineOptions};
@@ -52,7 +52,6 @@ enum Dtype {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
-    let keys = args.keys.read()?;
     let dialect: Dialect = args.dialect.parse()?;
     let mut options = EngineOptions::new(&args.model_path);
     options.host = args.host;
@@ -64,8 +63,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         None => driftless::trainer::Config::published_kind(&args.model_path)?,
     };
     options.device = device(&args.device)?;
-    options.api_key = keys.api;
-    options.admin_key = keys.admin;
+    (options.api_key, options.admin_key) = args.keys.secrets()?;
     options.seed = args.random_seed;
     options.threads = args.num_threads;
     options.max_running_requests = args.max_running_requests;

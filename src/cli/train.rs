@@ -86,14 +86,14 @@ struct RolloutArgs {
     #[arg(long, value_name = "ADDR", num_args = 1..)]
     rollout_external_engine_addrs: Vec<String>,
     /// Prompts of a step.
-    #[arg(long, default_value_t = 64)]
-    rollout_batch_size: u64,
+    #[arg(long)]
+    rollout_batch_size: Option<u64>,
     /// Samples of a prompt.
-    #[arg(long, default_value_t = 8)]
-    n_samples_per_prompt: u64,
+    #[arg(long)]
+    n_samples_per_prompt: Option<u64>,
     /// Tokens a response may have.
-    #[arg(long, default_value_t = 8)]
-    rollout_max_response_len: u32,
+    #[arg(long)]
+    rollout_max_response_len: Option<u32>,
     /// Sampling temperature.
     #[arg(long, default_value_t = 1.0)]
     rollout_temperature: f64,
@@ -314,9 +314,9 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         mode: if rollout.train_async { Mode::OneStepOff } else { Mode::Synchronous },
         debug,
         num_rollout: args.num_rollout.unwrap_or(recipe.rl_steps),
-        rollout_batch_size: rollout.rollout_batch_size,
-        n_samples_per_prompt: rollout.n_samples_per_prompt,
-        rollout_max_response_len: rollout.rollout_max_response_len,
+        rollout_batch_size: rollout.rollout_batch_size.unwrap_or(recipe.rollout_batch_size),
+        n_samples_per_prompt: rollout.n_samples_per_prompt.unwrap_or(recipe.n_samples_per_prompt),
+        rollout_max_response_len: rollout.rollout_max_response_len.unwrap_or(recipe.rollout_max_response_len),
         rollout_temperature: rollout.rollout_temperature,
         server_concurrency: rollout.sglang_server_concurrency,
         update_weight_mode: match update.update_weight_mode {

@@ -125,10 +125,12 @@ pub enum Error {
         found: u64,
     },
     /// The engine's checksums say nothing about the weights here, so that an equality that was asked for cannot be checked.
-    #[error("engine {engine} holds its weights in a form whose checksums cannot be computed here; leave out --check-weight-update-equal")]
+    #[error("the checksums of engine {engine} cannot be compared: {reason}; leave out --check-weight-update-equal")]
     NotComparable {
         /// URL of the engine.
         engine: String,
+        /// Why not.
+        reason: String,
     },
     /// A part of the loop was asked for what this mode does not have, or was stopped.
     #[error("the loop was stopped while it waited")]

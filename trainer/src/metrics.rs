@@ -1,6 +1,6 @@
 //! What a step did, one JSON line a step: the data of the final table and of the report's plots.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, io};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -19,6 +19,8 @@ pub struct StepMetrics {
     pub loss: f64,
     /// Gradient norm before clipping.
     pub grad_norm: f64,
+    /// Mean entropy of the policy at the trained tokens, in nats.
+    pub entropy: f64,
     /// Mean absolute difference between the trainer's and the engines' log-probs of the same tokens.
     pub log_prob_diff_mean: f64,
     /// Largest such difference.
@@ -86,14 +88,13 @@ impl MetricsFile {
     pub fn open(path: &Path, resume_at: u64) -> Result<Self> {
         let mut text = String::new();
         for step in read(path)?.iter().filter(|step| step.rollout_id < resume_at) {
-            text.push_str(&line(step)?);
+            text.push_str(&line(step, path)?);
             text.push('\n');
         }
         let fresh = path.with_extension("new");
-        std::fs::write(&fresh, text).map_err(|source| Error::io(&fresh, source))?;
-        let io = |source| Error::io(path, source);
-        std::fs::rename(&fresh, path).map_err(io)?;
-        let file = File::options().append(true).open(path).map_err(io)?;
+        std::fs::write(&fresh, text).map_err(io("write", &fresh))?;
+        std::fs::rename(&fresh, path).map_err(io("replace", path))?;
+        let file = File::options().append(true).open(path).map_err(io("open", path))?;
         Ok(MetricsFile { path: path.to_path_buf(), file })
     }
 
@@ -102,7 +103,7 @@ impl MetricsFile {
     /// # Errors
     /// [`Error::Io`] with the path.
     pub fn append(&mut self, step: &StepMetrics) -> Result<()> {
-        writeln!(self.file, "{}", line(step)?).map_err(|source| Error::io(&self.path, source))
+        writeln!(self.file, "{}", line(step, &self.path)?).map_err(io("write", &self.path))
     }
 }
 
@@ -114,11 +115,11 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(source) => return Err(Error::io(path, source)),
+        Err(source) => return Err(io("open", path)(source)),
     };
     let mut steps = Vec::new();
     for line in BufReader::new(file).lines() {
-        let line = line.map_err(|source| Error::io(path, source))?;
+        let line = line.map_err(io("read", path))?;
         match serde_json::from_str(&line) {
             Ok(step) => steps.push(step),
             Err(_) => break,
@@ -127,6 +128,6 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     Ok(steps)
 }
 
-fn line(step: &StepMetrics) -> Result<String> {
-    serde_json::to_string(step).map_err(|source| Error::Json { what: "step metrics", source })
+fn line(step: &StepMetrics, path: &Path) -> Result<String> {
+    serde_json::to_string(step).map_err(|source| Error::Json { path: path.to_path_buf(), source })
 }

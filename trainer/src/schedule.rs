@@ -30,17 +30,14 @@ impl Schedule {
         }
     }
 
-    /// The oldest step weights that may generate `rollout`; an engine that serves older ones gets none of its requests.
-    pub fn oldest_weights(&self, rollout: u64) -> u64 {
-        rollout.saturating_sub(self.staleness_max())
-    }
-
-    /// The largest number of steps between the weights that generated a token and those that learn from it.
-    pub fn staleness_max(&self) -> u64 {
-        match self.mode {
+    /// The largest number of steps between the weights that generated a token and those that learn from it, when every
+    /// `interval`-th step is published.
+    pub fn staleness_max(&self, interval: u64) -> u64 {
+        let ahead = match self.mode {
             Mode::Synchronous => 0,
             Mode::OneStepOff => 1,
-        }
+        };
+        ahead + interval.saturating_sub(1)
     }
 }
 
@@ -49,7 +46,7 @@ mod tests {
     use super::*;
 
     /// Walks a run as the loop does and returns (generated, weights it was generated with) in order.
-    fn walk(schedule: Schedule) -> Vec<(u64, u64)> {
+    fn walk(schedule: Schedule, interval: u64) -> Vec<(u64, u64)> {
         let (mut weights, mut generated) = (0, Vec::new());
         let mut ready = None;
         for rollout in 0..schedule.rollouts {
@@ -60,7 +57,9 @@ mod tests {
             if let Some(next) = ready {
                 generated.push((next, weights));
             }
-            weights = rollout + 1;
+            if (rollout + 1) % interval == 0 {
+                weights = rollout + 1;
+            }
         }
         generated
     }
@@ -69,7 +68,7 @@ mod tests {
     fn every_rollout_is_generated_once_and_in_order() {
         for mode in [Mode::Synchronous, Mode::OneStepOff] {
             for rollouts in 0..5 {
-                let walked = walk(Schedule { mode, rollouts });
+                let walked = walk(Schedule { mode, rollouts }, 1);
                 let ids: Vec<_> = walked.iter().map(|(id, _)| *id).collect();
                 assert_eq!(ids, (0..rollouts).collect::<Vec<_>>(), "{mode:?}");
             }
@@ -79,10 +78,10 @@ mod tests {
     #[test]
     fn weights_are_never_older_than_the_mode_allows() {
         for mode in [Mode::Synchronous, Mode::OneStepOff] {
-            let schedule = Schedule { mode, rollouts: 6 };
-            for (rollout, weights) in walk(schedule) {
-                assert!(weights >= schedule.oldest_weights(rollout), "{mode:?} {rollout}");
-                assert!(rollout - weights <= schedule.staleness_max(), "{mode:?} {rollout}");
+            for interval in 1..4 {
+                let schedule = Schedule { mode, rollouts: 9 };
+                let stale: Vec<_> = walk(schedule, interval).iter().map(|(id, weights)| id - weights).collect();
+                assert_eq!(stale.iter().max(), Some(&schedule.staleness_max(interval)), "{mode:?} {interval}");
             }
         }
     }

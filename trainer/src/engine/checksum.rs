@@ -10,10 +10,11 @@ use crate::models::Qwen3;
 use crate::torch::bytes_of;
 
 /// Parameters that SGLang keeps as one: `(part of the fused name, its parts in order)`.
-const FUSED: [(&str, &[&str]); 2] = [
-    ("qkv_proj", &["q_proj", "k_proj", "v_proj"]),
-    ("gate_up_proj", &["gate_proj", "up_proj"]),
-];
+const FUSED: [(&str, &[&str]); 2] =
+    [("qkv_proj", &["q_proj", "k_proj", "v_proj"]), ("gate_up_proj", &["gate_proj", "up_proj"])];
+
+/// SGLang rounds the rows of the embedding and the head up to a multiple of this (`DEFAULT_VOCAB_PADDING_SIZE`).
+const VOCABULARY_PADDING: u64 = 64;
 
 /// Checksum by runtime name.
 pub(super) type Checksums = BTreeMap<String, String>;
@@ -40,10 +41,21 @@ pub(super) fn checksums(model: &Qwen3, skip: &[String]) -> Result<Checksums> {
         }
         if parts.is_empty() {
             hash.update(bytes_of(tensor)?);
+            hash.update(padding(&runtime, tensor, model.config().vocab_size));
         }
         sums.insert(runtime, hex(&hash.finalize()[..8]));
     }
     Ok(sums)
+}
+
+/// The rows of zeros that SGLang appends to the matrices of the vocabulary.
+fn padding(name: &str, tensor: &Tensor, vocab_size: i64) -> Vec<u8> {
+    if !matches!(name, "model.embed_tokens.weight" | "lm_head.weight") {
+        return Vec::new();
+    }
+    let rows = vocab_size.unsigned_abs().next_multiple_of(VOCABULARY_PADDING) - vocab_size.unsigned_abs();
+    let row = tensor.size().get(1).map_or(0, |width| width.unsigned_abs() as usize * tensor.kind().elt_size_in_bytes());
+    vec![0; rows as usize * row]
 }
 
 /// One digest of many sums: SHA-256 over names and sums, sorted by name.
@@ -85,7 +97,10 @@ mod tests {
         let (name, parts) = runtime_name("model.layers.3.self_attn.k_proj.weight");
         assert_eq!(name, "model.layers.3.self_attn.qkv_proj.weight");
         assert_eq!(parts[2], "model.layers.3.self_attn.v_proj.weight");
-        assert_eq!(runtime_name("model.layers.3.mlp.up_proj.weight").0, "model.layers.3.mlp.gate_up_proj.weight");
+        assert_eq!(
+            runtime_name("model.layers.3.mlp.up_proj.weight").0,
+            "model.layers.3.mlp.gate_up_proj.weight"
+        );
         assert_eq!(runtime_name("model.layers.3.self_attn.o_proj.weight").1.len(), 0);
         assert_eq!(runtime_name("lm_head.weight").0, "lm_head.weight");
     }

@@ -81,16 +81,27 @@ pub struct LearnOptions {
     pub adam_beta2: f64,
     /// Gradient norm to clip to.
     pub clip_grad: f64,
-    /// Lower and upper clip of the probability ratio.
-    pub eps_clip: (f64, f64),
+    /// Lower clip of the probability ratio.
+    pub eps_clip: f64,
+    /// Upper clip of the probability ratio.
+    pub eps_clip_high: f64,
     /// Weight of the entropy bonus.
     pub entropy_coef: f64,
     /// How rewards become advantages.
-    pub advantage_estimator: crate::Estimator,
+    pub advantage_estimator: Estimator,
     /// Divide by the group's standard deviation (`grpo`).
     pub grpo_std_normalization: bool,
-    /// Samples of one forward and backward pass.
-    pub micro_batch_size: usize,
+    /// Padded tokens of one forward and backward pass.
+    pub max_tokens_per_gpu: usize,
+}
+
+/// How rewards become advantages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Estimator {
+    /// The reward against its group's mean.
+    Grpo,
+    /// The same, then normalised over the tokens of the batch.
+    ReinforcePlusPlusBaseline,
 }
 
 /// Whether versions are published in full or as deltas.
