@@ -71,7 +71,10 @@ mod tests {
         assert!(api.allows(&get, "/health", None) && api.allows(&get, "/ready", None));
 
         let both = access(Some("k"), Some("a"));
-        assert!(!both.allows(&post, "/pause_generation", Some("Bearer k")), "the admin key replaces the other");
+        assert!(
+            !both.allows(&post, "/pause_generation", Some("Bearer k")),
+            "the admin key replaces the other"
+        );
         assert!(both.allows(&post, "/pause_generation", Some("Bearer a")));
         assert!(!both.allows(&post, "/generate", Some("Bearer a")));
 

@@ -40,7 +40,12 @@ pub(super) struct Generator {
 }
 
 impl Generator {
-    pub(super) fn new(model: Qwen3, version: String, limits: Limits, stop_beats_length: bool) -> Result<Self> {
+    pub(super) fn new(
+        model: Qwen3,
+        version: String,
+        limits: Limits,
+        stop_beats_length: bool,
+    ) -> Result<Self> {
         let cache = model.cache(0)?;
         let (running, waiting, free) = (Vec::new(), VecDeque::new(), BTreeSet::new());
         Ok(Self { model, running, waiting, version, cache, row_tokens: 0, free, limits, stop_beats_length })
@@ -216,7 +221,8 @@ impl Generator {
 
     /// Answers every request with a failure, and starts over with an empty cache.
     pub(super) fn fail_all(&mut self, reason: &str) {
-        for sequence in std::mem::take(&mut self.running).into_iter().chain(std::mem::take(&mut self.waiting)) {
+        for sequence in std::mem::take(&mut self.running).into_iter().chain(std::mem::take(&mut self.waiting))
+        {
             sequence.finish(Finish::Failed(reason.to_owned()), &self.version);
         }
         self.row_tokens = 0;
@@ -242,7 +248,9 @@ fn prompt_log_probs(
     prompt: &[i64],
     from: usize,
 ) -> Result<Vec<(Option<f32>, i64)>> {
-    let Some((first, rest)) = prompt.get(from..).and_then(<[i64]>::split_first) else { return Ok(Vec::new()) };
+    let Some((first, rest)) = prompt.get(from..).and_then(<[i64]>::split_first) else {
+        return Ok(Vec::new());
+    };
     let mut entries = vec![(None, *first)];
     if !rest.is_empty() {
         let logits = model.logits(&hidden.f_narrow(0, from as i64, rest.len() as i64)?)?;

@@ -174,7 +174,12 @@ fn listen(options: &EngineOptions) -> Result<(TcpListener, SocketAddr)> {
     Ok((listener, address))
 }
 
-fn shared(options: EngineOptions, config: &Config, address: SocketAddr, commands: SyncSender<Command>) -> Shared {
+fn shared(
+    options: EngineOptions,
+    config: &Config,
+    address: SocketAddr,
+    commands: SyncSender<Command>,
+) -> Shared {
     let context = usize::try_from(config.max_position_embeddings).unwrap_or(usize::MAX);
     let model_path = options.model_path.display().to_string();
     let facts = Facts {
@@ -189,8 +194,7 @@ fn shared(options: EngineOptions, config: &Config, address: SocketAddr, commands
         max_total_tokens: options.max_total_tokens,
         seed: options.seed,
     };
-    let shown =
-        Shown { model_path, load_format: "auto".to_owned(), weight_version: options.weight_version };
+    let shown = Shown { model_path, load_format: "auto".to_owned(), weight_version: options.weight_version };
     Shared {
         commands,
         gate: Gate::new(),
@@ -212,7 +216,8 @@ fn shared(options: EngineOptions, config: &Config, address: SocketAddr, commands
 fn start_http(listener: TcpListener, shared: Arc<Shared>) -> Result<Runtime> {
     let failed = |source| Error::EngineStart { action: "start its HTTP server".to_owned(), source };
     let mut builder = tokio::runtime::Builder::new_multi_thread();
-    let runtime = builder.worker_threads(1).thread_name("engine-http").enable_all().build().map_err(failed)?;
+    let runtime =
+        builder.worker_threads(1).thread_name("engine-http").enable_all().build().map_err(failed)?;
     let listener = {
         let _inside = runtime.enter();
         tokio::net::TcpListener::from_std(listener).map_err(failed)?

@@ -88,7 +88,9 @@ pub(super) fn generated(
     let finish = match &outcome.finish {
         Finish::Stop(token) => json!({"type": "stop", "matched": token}),
         Finish::Length => json!({"type": "length", "length": outcome.max_new_tokens}),
-        Finish::Aborted => json!({"type": "abort", "message": "Aborted", "status_code": null, "err_type": null}),
+        Finish::Aborted => {
+            json!({"type": "abort", "message": "Aborted", "status_code": null, "err_type": null})
+        }
         Finish::AbortedWaiting => json!({"type": "abort", "message": "Abort in waiting queue"}),
         Finish::Failed(reason) => return Err(Refusal::message(StatusCode::INTERNAL_SERVER_ERROR, reason)),
     };
@@ -99,9 +101,11 @@ pub(super) fn generated(
     if !waiting {
         meta.insert("prompt_tokens".into(), json!(outcome.prompt_tokens));
         meta.insert("num_retractions".into(), json!(outcome.retractions));
-        for (name, value) in
-            [("reasoning_tokens", json!(0)), ("cached_tokens", json!(0)), ("cached_tokens_details", json!(null))]
-        {
+        for (name, value) in [
+            ("reasoning_tokens", json!(0)),
+            ("cached_tokens", json!(0)),
+            ("cached_tokens_details", json!(null)),
+        ] {
             meta.insert(name.into(), value);
         }
         meta.insert("dp_rank".into(), json!(null));
@@ -143,9 +147,11 @@ pub(super) fn updated(updated: &Updated, version: Option<&str>) -> Response {
             }
             None => "Succeeded to update model weights.".to_owned(),
         },
-        Updated::NotFlushed => "Weights were updated, but the cache was not flushed because requests are still \
+        Updated::NotFlushed => {
+            "Weights were updated, but the cache was not flushed because requests are still \
              running or queued. Retract or finish them, then call /flush_cache."
-            .to_owned(),
+                .to_owned()
+        }
         Updated::WouldEnd => "Cache flush failed after updating weights: requests are running or queued. \
              SGLang of this version would have ended here; nothing was changed."
             .to_owned(),

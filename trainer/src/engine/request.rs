@@ -122,7 +122,10 @@ pub(super) fn parse(body: &[u8], dialect: Dialect, bounds: &Bounds) -> Result<Ca
         Some(OneOrMany::Many(prompts)) => (prompts, true),
     };
     if prompts.is_empty() || prompts.len() > BATCH_MAX {
-        return Err(Refusal::invalid(format!("input_ids must hold 1..={BATCH_MAX} prompts, got {}", prompts.len())));
+        return Err(Refusal::invalid(format!(
+            "input_ids must hold 1..={BATCH_MAX} prompts, got {}",
+            prompts.len()
+        )));
     }
     let params = each(body.sampling_params, prompts.len(), "sampling_params")?;
     let rids = rids(body.rid, prompts.len(), is_list)?;
@@ -210,7 +213,9 @@ fn read_params(value: Value, dialect: Dialect) -> Result<Params, Refusal> {
             true => Refusal::contract(error.to_string()),
             false => Refusal::internal(),
         }),
-        other => Err(Refusal::malformed(format!("sampling_params: Input should be a valid dictionary, got {other}"))),
+        other => Err(Refusal::malformed(format!(
+            "sampling_params: Input should be a valid dictionary, got {other}"
+        ))),
     }
 }
 
@@ -378,12 +383,14 @@ mod tests {
         assert_eq!((sampling.max_new_tokens, sampling.top_k, &sampling.stop), (128, TOP_K_ALL, &vec![7]));
         assert_eq!(call.requests[0].rid.len(), 32);
         let params = json!({"max_new_tokens": null, "temperature": 0, "stop_token_ids": [3]});
-        let call = parse_with(Dialect::default(), &json!({"input_ids": [1], "sampling_params": params})).unwrap();
+        let call =
+            parse_with(Dialect::default(), &json!({"input_ids": [1], "sampling_params": params})).unwrap();
         let sampling = &call.requests[0].sampling;
         assert_eq!((sampling.max_new_tokens, sampling.top_k), (1023, 1));
         assert_eq!((sampling.temperature, &sampling.stop), (1.0, &vec![3, 7]));
         let params = json!({"stop_token_ids": [3], "ignore_eos": true});
-        let call = parse_with(Dialect::default(), &json!({"input_ids": [1], "sampling_params": params})).unwrap();
+        let call =
+            parse_with(Dialect::default(), &json!({"input_ids": [1], "sampling_params": params})).unwrap();
         assert!(call.requests[0].sampling.stop.is_empty());
     }
 
@@ -418,7 +425,9 @@ mod tests {
         );
         let (status, body) = refusal(json!({"bogus": 1}));
         assert_eq!(status, 400);
-        assert!(body.starts_with(r#"{"error":"unknown field `bogus`, expected one of `max_new_tokens`, `stop`"#));
+        assert!(
+            body.starts_with(r#"{"error":"unknown field `bogus`, expected one of `max_new_tokens`, `stop`"#)
+        );
         assert!(body.ends_with(r#"`beam_width`, `watermark`, `choice`"}"#));
         let (_, body) = refusal(json!({"max_new_tokens": 2046}));
         assert!(body.contains("You requested a total of 2049 tokens: 3 tokens from"), "{body}");

@@ -70,9 +70,11 @@ fn truncated(probs: &Tensor, rows: &[Row]) -> Result<Tensor> {
     let dropped = before
         .f_gt_tensor(&column(rows, probs, nucleus)?)?
         .f_logical_or(&rank.f_ge_tensor(&column(rows, probs, |row| row.top_k)?)?)?
-        .f_logical_or(&sorted.f_lt_tensor(
-            &sorted.f_narrow(1, 0, 1)?.f_mul(&column(rows, probs, |row| row.min_p as f32)?)?,
-        )?)?;
+        .f_logical_or(&sorted.f_lt_tensor(&sorted.f_narrow(1, 0, 1)?.f_mul(&column(
+            rows,
+            probs,
+            |row| row.min_p as f32,
+        )?)?)?)?;
     // Drawn in the order of the ids, as without truncation: the same number then means the same token
     // whichever way the batch as a whole is sampled.
     let kept = probs.f_zeros_like()?.f_scatter(-1, &ids, &sorted.f_masked_fill(&dropped, 0.0)?)?;

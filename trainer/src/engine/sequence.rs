@@ -224,7 +224,10 @@ mod tests {
         let new = || {
             let (reply, _) = oneshot::channel();
             let (rid, prompt) = ("r".to_owned(), vec![1]);
-            Sequence::new(Job { rid, prompt, sampling: sampling.clone(), prompt_log_probs_from: None, reply }, 0)
+            Sequence::new(
+                Job { rid, prompt, sampling: sampling.clone(), prompt_log_probs_from: None, reply },
+                0,
+            )
         };
         for (stop_beats_length, expected) in [(true, Finish::Stop(9)), (false, Finish::Length)] {
             let mut sequence = new();

@@ -85,7 +85,12 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn new(generator: Generator, commands: Receiver<Command>, dialect: Dialect, seed: i64) -> Self {
+    pub(super) fn new(
+        generator: Generator,
+        commands: Receiver<Command>,
+        dialect: Dialect,
+        seed: i64,
+    ) -> Self {
         Worker { generator, commands, dialect, paused: false, in_session: false, next_seed: seed, torn: None }
     }
 

@@ -47,7 +47,8 @@ fn an_in_place_pause_keeps_the_cache_and_splits_the_spans() {
     let reply = running.join().unwrap().json;
     let split = reply["meta_info"]["weight_versions"][0]["end"].as_u64().unwrap() as usize;
     assert!((1..1500).contains(&split));
-    let spans = json!([{"version": "a", "start": 0, "end": split}, {"version": "b", "start": split, "end": 1500}]);
+    let spans =
+        json!([{"version": "a", "start": 0, "end": split}, {"version": "b", "start": split, "end": 1500}]);
     assert_eq!(reply["meta_info"]["weight_versions"], spans);
     assert_eq!(reply["meta_info"]["weight_version"], "b");
     assert_eq!(reply["meta_info"]["num_retractions"], 0);

@@ -1,11 +1,11 @@
 //! Small random checkpoints, and engines that serve them.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
 use std::path::Path;
 
 use driftless_trainer::engine::{Dialect, EngineOptions, Server, serve};
-use driftless_trainer::{Config, Qwen3};
-use safetensors::tensor::{Dtype, TensorView};
+use driftless_trainer::{Config, Parameter, Qwen3};
+use driftless_transport::{AuxFile, Dtype, Snapshot, TensorInfo};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
@@ -26,24 +26,42 @@ pub(crate) fn config() -> Value {
     })
 }
 
+/// Fresh f32 weights, as a snapshot.
+struct Fresh {
+    tensors: Vec<TensorInfo>,
+    bytes: Vec<Vec<u8>>,
+    files: [AuxFile; 1],
+}
+
+impl Snapshot for Fresh {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    fn bytes(&self, index: usize) -> driftless_transport::Result<Cow<'_, [u8]>> {
+        Ok(Cow::Borrowed(&self.bytes[index]))
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        &self.files
+    }
+}
+
 /// Writes a checkpoint with fresh f32 weights of a seed.
 pub(crate) fn write_checkpoint(dir: &Path, config: &Value, seed: i64) {
-    std::fs::create_dir_all(dir).unwrap();
-    std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
-    let model = Qwen3::fresh(Config::open(dir).unwrap(), seed, Kind::Float, Device::Cpu).unwrap();
-    let tensors: Vec<(String, Vec<usize>, Vec<u8>)> = model
-        .parameters()
-        .iter()
-        .map(|parameter| {
-            let shape = parameter.tensor.size().iter().map(|size| *size as usize).collect();
-            (parameter.name.clone(), shape, bytes(&parameter.tensor))
-        })
-        .collect();
-    let views: BTreeMap<&str, TensorView<'_>> = tensors
-        .iter()
-        .map(|(name, shape, data)| (name.as_str(), TensorView::new(Dtype::F32, shape.clone(), data).unwrap()))
-        .collect();
-    std::fs::write(dir.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    let scratch = tempfile::tempdir().unwrap();
+    std::fs::write(scratch.path().join("config.json"), config.to_string()).unwrap();
+    let model = Qwen3::fresh(Config::open(scratch.path()).unwrap(), seed, Kind::Float, Device::Cpu).unwrap();
+    let info = |parameter: &Parameter| {
+        let shape = parameter.tensor.size().iter().map(|size| *size as u64).collect();
+        TensorInfo { name: parameter.name.clone(), dtype: Dtype::F32, shape }
+    };
+    let fresh = Fresh {
+        tensors: model.parameters().iter().map(info).collect(),
+        bytes: model.parameters().iter().map(|parameter| bytes(&parameter.tensor)).collect(),
+        files: [AuxFile::new("config.json", config.to_string().into_bytes()).unwrap()],
+    };
+    driftless_transport::write_checkpoint(dir, &fresh, u64::MAX).unwrap();
 }
 
 /// Little-endian bytes of a tensor.

@@ -15,7 +15,10 @@ fn information_routes_have_what_clients_read() {
     let client = &fixture.client;
     let info = client.get("/model_info").json;
     assert_eq!(info, client.get("/get_model_info").json);
-    assert_eq!((&info["model_type"], &info["architectures"]), (&json!("qwen3"), &json!(["Qwen3ForCausalLM"])));
+    assert_eq!(
+        (&info["model_type"], &info["architectures"]),
+        (&json!("qwen3"), &json!(["Qwen3ForCausalLM"]))
+    );
     assert_eq!((&info["weight_version"], &info["load_format"]), (&json!("a"), &json!("auto")));
     let info = client.get("/server_info").json;
     assert_eq!(info, client.get("/get_server_info").json);
@@ -76,7 +79,8 @@ fn garbage_is_answered_and_the_engine_lives() {
     for path in paths {
         for body in ["", "{bad json", "[]", "{\"mode\": \"bogus\", \"rid\": 5, \"selector\": 1}"] {
             let status = finish(client.start("POST", path, body)).status;
-            let ignored = body.starts_with("{\"mode") && matches!(path, "/continue_generation" | "/end_weight_update");
+            let ignored =
+                body.starts_with("{\"mode") && matches!(path, "/continue_generation" | "/end_weight_update");
             assert!(status == 400 || ignored, "{path} {body}: {status}");
         }
     }
@@ -84,7 +88,9 @@ fn garbage_is_answered_and_the_engine_lives() {
         assert_eq!(client.post("/weights_checker", &body).status, 400, "{body}");
     }
     // Not HTTP at all, and half a request.
-    for bytes in [&b"\x00\xff\x13 nonsense\r\n\r\n"[..], b"POST /generate HTTP/1.1\r\nContent-Length: 99\r\n\r\n{"] {
+    for bytes in
+        [&b"\x00\xff\x13 nonsense\r\n\r\n"[..], b"POST /generate HTTP/1.1\r\nContent-Length: 99\r\n\r\n{"]
+    {
         let mut stream = TcpStream::connect(fixture.server.address()).unwrap();
         stream.write_all(bytes).unwrap();
     }

@@ -6,7 +6,9 @@ use driftless_trainer::engine::{Dialect, EngineOptions, serve};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::model::{Fixture, assert_close, bytes, config, expected, greedy, ids, log_probs, write_checkpoint};
+use crate::model::{
+    Fixture, assert_close, bytes, config, expected, greedy, ids, log_probs, write_checkpoint,
+};
 
 fn sum(parts: &[Vec<u8>]) -> String {
     let mut hash = Sha256::new();
@@ -23,7 +25,10 @@ fn an_update_changes_the_weights_and_the_names() {
     assert_eq!(reply, json!({"success": true, "message": message, "num_paused_requests": 0}));
     let info = client.get("/model_info").json;
     assert_eq!((&info["weight_version"], &info["model_path"]), (&json!("b"), &json!(fixture.path("b"))));
-    assert_eq!((&info["served_model_name"], &info["tokenizer_path"]), (&json!(fixture.path("b")), &json!(fixture.path("a"))));
+    assert_eq!(
+        (&info["served_model_name"], &info["tokenizer_path"]),
+        (&json!(fixture.path("b")), &json!(fixture.path("a")))
+    );
     assert_eq!(client.get("/server_info").json["weight_version"], "a", "stale, as in SGLang");
     let reply = client.ok("/generate", &greedy(&[4, 5], 10));
     assert_close(&log_probs(&reply), &expected(&fixture.reference("b"), &[4, 5], &ids(&reply), 1.0));
@@ -55,7 +60,10 @@ fn checksums_are_those_of_the_fused_bytes() {
     assert_eq!(reply["per_engine_checksum"].as_str().unwrap().len(), 64);
     fixture.client.ok("/update_weights_from_disk", &fixture.update("b"));
     let changed = fixture.client.get("/weights_checker").json;
-    assert_ne!(changed["ranks"][0]["checksums"]["model.embed_tokens.weight"], sums["model.embed_tokens.weight"]);
+    assert_ne!(
+        changed["ranks"][0]["checksums"]["model.embed_tokens.weight"],
+        sums["model.embed_tokens.weight"]
+    );
     let skipped = fixture.client.ok("/weights_checker", &json!({"skip_tensor_list": ["layers", "norm"]}));
     assert_eq!(skipped["ranks"][0]["checksums"].as_object().unwrap().len(), 1);
 }
@@ -92,7 +100,9 @@ fn a_refused_flush_leaves_the_new_weights_and_the_shown_label() {
     client.ok("/pause_generation", &json!({"mode": "in_place"}));
     let reply = client.post("/update_weights_from_disk", &fixture.update("b"));
     assert_eq!((reply.status, &reply.json["success"]), (400, &json!(false)));
-    assert!(reply.json["message"].as_str().unwrap().starts_with("Weights were updated, but the cache was not"));
+    assert!(
+        reply.json["message"].as_str().unwrap().starts_with("Weights were updated, but the cache was not")
+    );
     assert_eq!(client.get("/model_info").json["weight_version"], "a");
     client.ok("/update_weight_version", &json!({"new_version": "b", "abort_all_requests": false}));
     assert_eq!(client.get("/model_info").json["weight_version"], "b");
@@ -147,7 +157,11 @@ fn a_bad_checkpoint_is_refused_and_the_old_weights_keep_serving() {
     };
     let cases = [
         ("missing", json!({"model_path": "/nonexistent"}), "nonexistent"),
-        ("empty", broken(&fixture, "empty", |dir| std::fs::remove_file(weights(dir)).unwrap()), "no such file"),
+        (
+            "empty",
+            broken(&fixture, "empty", |dir| std::fs::remove_file(weights(dir)).unwrap()),
+            "no such file",
+        ),
         (
             "truncated",
             broken(&fixture, "truncated", |dir| {
