@@ -259,17 +259,18 @@ impl Encoder {
     /// Goes through the changes in `self.masks`.
     #[inline(always)]
     fn collect_as(&mut self, element: Element, first: u64, base: &[u8], new: &[u8]) -> Digest {
+        let before = self.positions.len();
+        scan::positions(&self.masks, &mut self.positions);
+        let positions = &self.positions[before..];
         let mut digest = Changes::new();
-        for (group, &mask) in self.masks.iter().enumerate() {
-            for bit in scan::ones(mask) {
-                let at = group * 64 + bit as usize;
-                let (old, new) = (element.load(base, at), element.load(new, at));
-                let step = element.step(old, new);
-                digest.push(element, first + at as u64, old, new);
-                self.statistics.change(element.exponent(old), step);
-                self.positions.push(at as u16);
-                self.steps.push(step);
-            }
+        self.steps.reserve(positions.len());
+        for &at in positions {
+            let at = usize::from(at);
+            let (old, new) = (element.load(base, at), element.load(new, at));
+            let step = element.step(old, new);
+            digest.push(element, first + at as u64, old, new);
+            self.statistics.change(element.exponent(old), step);
+            self.steps.push(step);
         }
         digest.finish()
     }

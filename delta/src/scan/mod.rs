@@ -104,6 +104,30 @@ pub(crate) fn ones(mut mask: u64) -> impl Iterator<Item = u32> {
     })
 }
 
+/// Appends the positions of the set bits of all masks of a block.
+#[inline(always)]
+pub(crate) fn positions(masks: &[u64], out: &mut Vec<u16>) {
+    // Four positions are written whether there are as many or not: how many there are cannot be guessed, and
+    // a wrong guess costs more.
+    const AT_ONCE: usize = 4;
+    let count: u32 = masks.iter().map(|mask| mask.count_ones()).sum();
+    let mut end = out.len();
+    out.resize(end + count as usize + AT_ONCE, 0);
+    for (group, &mask) in masks.iter().enumerate() {
+        let position = |bit: u32| (group as u32 * 64 + bit) as u16;
+        let mut rest = mask;
+        for slot in &mut out[end..end + AT_ONCE] {
+            *slot = position(rest.trailing_zeros());
+            rest &= rest.wrapping_sub(1);
+        }
+        if rest != 0 {
+            out[end + AT_ONCE..].iter_mut().zip(ones(rest)).for_each(|(slot, bit)| *slot = position(bit));
+        }
+        end += mask.count_ones() as usize;
+    }
+    out.truncate(end);
+}
+
 /// Position of the `rank`-th set bit of `mask`, which has more than `rank`: halves the search six times.
 #[inline(always)]
 pub(crate) fn select(mask: u64, mut rank: u32) -> u32 {
@@ -181,6 +205,22 @@ mod tests {
                 assert_eq!(all, 4099, "every element has one class");
             }
         }
+    }
+
+    #[test]
+    fn positions_are_those_of_the_bits() {
+        let masks = [0, 1, 0b1011, u64::MAX, 0, 1 << 63, 0xf0f0, 0, 0b11111];
+        let mut out = vec![9];
+        positions(&masks, &mut out);
+        let expected: Vec<u16> = (0..)
+            .step_by(64)
+            .zip(masks)
+            .flat_map(|(at, mask)| ones(mask).map(move |bit| at + bit as u16))
+            .collect();
+        assert_eq!(out[1..], expected);
+        let mut all = Vec::new();
+        positions(&[u64::MAX; 1024], &mut all);
+        assert!(all.iter().copied().eq(0..=u16::MAX));
     }
 
     #[test]
