@@ -1,8 +1,9 @@
 //! What the whole-product tests share: the command as a child process, ports, deadlines, a tiny model.
-#![allow(dead_code, reason = "every test binary uses its own part of this")]
+#![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part of this")]
 
 use std::fs::File;
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -43,7 +44,8 @@ impl Process {
         let log = dir.join(format!("{name}.log"));
         let out = File::options().create(true).append(true).open(&log).expect("a log");
         let err = out.try_clone().expect("a log");
-        let child = command.stdin(Stdio::null()).stdout(out).stderr(err).spawn();
+        // A group of its own: SGLang's workers outlive a server that is merely killed.
+        let child = command.process_group(0).stdin(Stdio::null()).stdout(out).stderr(err).spawn();
         Process { name: name.to_owned(), log, child: child.expect("the program starts") }
     }
 
@@ -94,7 +96,10 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let _ = self.child.kill();
+        if let Some(group) = rustix::process::Pid::from_raw(self.child.id() as i32) {
+            // Fails only when the whole group is gone.
+            let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        }
         let _ = self.child.wait();
     }
 }

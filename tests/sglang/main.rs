@@ -8,6 +8,7 @@
 mod common;
 
 use common::{Process, driftless, free_port, run};
+use driftless::bridge::{Client, ClientOptions};
 use std::path::Path;
 use std::process::Command;
 
@@ -35,8 +36,8 @@ fn five_steps(dtype: &str, log_prob_diff_mean_max: f64) {
     let dir = dir.path();
     let model = cold_start(dir, dtype);
     let port = free_port();
-    let mut server = serve(Path::new(&python), dir, &model, port);
-    server.listening(port);
+    let mut server = serve(Path::new(&python), dir, &model, port, dtype);
+    ready(&mut server, port);
     let mut follower = follow(dir, &model, port);
     train(dir, &model, port);
     assert!(follower.ended().is_none(), "the follower ended:\n{}", follower.output());
@@ -60,18 +61,31 @@ fn cold_start(dir: &Path, dtype: &str) -> std::path::PathBuf {
     model
 }
 
-fn serve(python: &Path, dir: &Path, model: &Path, port: u16) -> Process {
+fn serve(python: &Path, dir: &Path, model: &Path, port: u16, dtype: &str) -> Process {
     let placeholders = std::env::var_os("DRIFTLESS_SGLANG_PYTHONPATH").expect("set beside DRIFTLESS_SGLANG_PYTHON");
     let mut command = Command::new(python);
     command
         .args(["-m", "sglang.launch_server", "--device", "cpu", "--skip-tokenizer-init"])
-        .args(["--disable-overlap-schedule", "--max-total-tokens", "65536", "--port", &port.to_string()])
+        .args(["--disable-overlap-schedule", "--max-total-tokens", "65536", "--sleep-on-idle"])
+        // `auto` would load an f32 model in f16.
+        .args(["--dtype", dtype, "--port", &port.to_string()])
         .arg("--model-path")
         .arg(model)
         .env("PYTHONPATH", placeholders)
         .env("SGLANG_USE_CPU_ENGINE", "1")
         .env("HF_HUB_OFFLINE", "1");
     Process::start("sglang", dir, &mut command)
+}
+
+/// Waits until it answers a request with a token.
+fn ready(server: &mut Process, port: u16) {
+    let client = Client::new(&format!("127.0.0.1:{port}"), ClientOptions::default()).expect("an address");
+    let runtime = tokio::runtime::Runtime::new().expect("threads");
+    server.until("a healthy server", |process| {
+        let ended = process.ended();
+        assert!(ended.is_none(), "the server ended with {ended:?}:\n{}", process.output());
+        runtime.block_on(client.health()).ok()
+    });
 }
 
 fn follow(dir: &Path, model: &Path, port: u16) -> Process {
@@ -93,7 +107,8 @@ fn train(dir: &Path, model: &Path, port: u16) {
     command
         .args(["train", "--run", "test", "--seed", "7", "--num-rollout", &STEPS.to_string()])
         .args(["--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"])
-        .args(["--lr", "1e-3", "--update-weight-mode", "delta", "--check-weight-update-equal"])
+        // The entropy term moves the weights also where all rewards are equal.
+        .args(["--lr", "1e-3", "--entropy-coef", "0.01", "--update-weight-mode", "delta", "--check-weight-update-equal"])
         .args(["--rollout-external-engine-addrs", &format!("127.0.0.1:{port}")])
         .arg("--hf-checkpoint")
         .arg(model)
@@ -122,6 +137,7 @@ fn check(dir: &Path, log_prob_diff_mean_max: f64) {
             step["log_prob_diff_max"].as_f64().expect("a maximum"),
         );
         assert_eq!(publication["version"], index as u64 + 1);
+        assert!(publication["density"].as_f64() > Some(0.0), "the weights moved");
         assert_eq!(publication["engines_checked"], 1, "checksums were compared on the one engine");
         assert_eq!(step["staleness_max"], 0, "every token's span names the newest version");
         assert!(step["log_prob_diff_mean"].as_f64().expect("a mean") <= log_prob_diff_mean_max);

@@ -1,8 +1,8 @@
 //! The demo: SFT, then GRPO with two engine processes, each with its follower, through a disk store.
 
 use crate::error::{Error, Result};
-use crate::process::{self, Background};
 use crate::libtorch;
+use crate::process::{self, Background};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -51,12 +51,7 @@ impl Demo {
     fn new(options: &Options) -> Result<Self> {
         let name = if options.smoke { "smoke".to_owned() } else { format!("seed-{}", options.seed) };
         let dir = options.dir.clone().unwrap_or_else(|| crate::workspace().join("target/demo").join(name));
-        Ok(Demo {
-            program: build(options.smoke)?,
-            dir,
-            seed: options.seed,
-            smoke: options.smoke,
-        })
+        Ok(Demo { program: build(options.smoke)?, dir, seed: options.seed, smoke: options.smoke })
     }
 
     /// Clears a finished run away; an interrupted one stays and is continued.
@@ -99,10 +94,9 @@ impl Demo {
         if self.smoke {
             command.args(["--num-rollout", "3", "--rollout-batch-size", "8"]);
         }
-        let mut trainer = command.spawn().map_err(|source| Error::Start {
-            program: self.program.display().to_string(),
-            source,
-        })?;
+        let mut trainer = command
+            .spawn()
+            .map_err(|source| Error::Start { program: self.program.display().to_string(), source })?;
         let outcome = fleet.keep_alive(&mut trainer);
         if outcome.is_err() {
             // The fleet is lost; a trainer that waits for it is of no use. It may be gone already.
@@ -216,12 +210,7 @@ impl Supervised {
     fn start(name: &str, dir: &Path, command: impl FnOnce() -> Command) -> Result<Self> {
         let mut command = command();
         let log = dir.join(format!("{name}.log"));
-        Ok(Supervised {
-            running: Background::start(name, &mut command, &log)?,
-            command,
-            log,
-            restarts: 0,
-        })
+        Ok(Supervised { running: Background::start(name, &mut command, &log)?, command, log, restarts: 0 })
     }
 
     fn wait_listening(&mut self, port: u16) -> Result<()> {

@@ -13,42 +13,25 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     if status.success() {
         return Ok(());
     }
-    Err(Error::Failed {
-        command: shown(command),
-        status: status.to_string(),
-        log: None,
-    })
+    Err(Error::Failed { command: shown(command), status: status.to_string(), log: None })
 }
 
 /// Runs `command` with its output appended to `log`.
 pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
-    let status = to_log(command, log)?
-        .status()
-        .map_err(|source| start(command, source))?;
+    let status = to_log(command, log)?.status().map_err(|source| start(command, source))?;
     if status.success() {
         return Ok(());
     }
-    Err(Error::Failed {
-        command: shown(command),
-        status: status.to_string(),
-        log: Some(log.to_path_buf()),
-    })
+    Err(Error::Failed { command: shown(command), status: status.to_string(), log: Some(log.to_path_buf()) })
 }
 
 /// The standard output of `command`.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
-    let output = command
-        .stderr(Stdio::inherit())
-        .output()
-        .map_err(|source| start(command, source))?;
+    let output = command.stderr(Stdio::inherit()).output().map_err(|source| start(command, source))?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    Err(Error::Failed {
-        command: shown(command),
-        status: output.status.to_string(),
-        log: None,
-    })
+    Err(Error::Failed { command: shown(command), status: output.status.to_string(), log: None })
 }
 
 /// A background process that is killed when this is dropped.
@@ -59,14 +42,9 @@ pub(crate) struct Background {
 
 impl Background {
     pub(crate) fn start(name: &str, command: &mut Command, log: &Path) -> Result<Self> {
-        let child = to_log(command, log)?
-            .stdin(Stdio::null())
-            .spawn()
-            .map_err(|source| start(command, source))?;
-        Ok(Background {
-            name: name.to_owned(),
-            child,
-        })
+        let child =
+            to_log(command, log)?.stdin(Stdio::null()).spawn().map_err(|source| start(command, source))?;
+        Ok(Background { name: name.to_owned(), child })
     }
 
     /// How the process ended, if it has.
@@ -89,11 +67,8 @@ impl Drop for Background {
 
 /// A port that was free a moment ago.
 pub(crate) fn free_port() -> Result<u16> {
-    let listener =
-        TcpListener::bind("127.0.0.1:0").map_err(|source| Error::io("127.0.0.1", source))?;
-    let address = listener
-        .local_addr()
-        .map_err(|source| Error::io("127.0.0.1", source))?;
+    let listener = TcpListener::bind("127.0.0.1:0").map_err(|source| Error::io("127.0.0.1", source))?;
+    let address = listener.local_addr().map_err(|source| Error::io("127.0.0.1", source))?;
     Ok(address.port())
 }
 
@@ -153,8 +128,5 @@ fn to_log<'c>(command: &'c mut Command, log: &Path) -> Result<&'c mut Command> {
 }
 
 fn start(command: &Command, source: std::io::Error) -> Error {
-    Error::Start {
-        program: PathBuf::from(command.get_program()).display().to_string(),
-        source,
-    }
+    Error::Start { program: PathBuf::from(command.get_program()).display().to_string(), source }
 }

@@ -41,12 +41,7 @@ struct Context {
 }
 
 const LANES: &[Lane] = &[
-    Lane {
-        name: "fmt",
-        what: "formatting",
-        needs: &[],
-        run: |c| c.cargo(&["fmt", "--all", "--check"]),
-    },
+    Lane { name: "fmt", what: "formatting", needs: &[], run: |c| c.cargo(&["fmt", "--all", "--check"]) },
     Lane {
         name: "leak",
         what: "the light build pulls in no torch, CUDA, TLS, reqwest or bindgen crate",
@@ -64,17 +59,10 @@ const LANES: &[Lane] = &[
         what: "lints, all features",
         needs: &[Need::Libtorch],
         run: |c| {
-            c.cargo(&[
-                "clippy", "--workspace", "--all-targets", "--features", ALL, "--", "-D", "warnings",
-            ])
+            c.cargo(&["clippy", "--workspace", "--all-targets", "--features", ALL, "--", "-D", "warnings"])
         },
     },
-    Lane {
-        name: "doc",
-        what: "documentation without a broken link",
-        needs: &[Need::Libtorch],
-        run: doc,
-    },
+    Lane { name: "doc", what: "documentation without a broken link", needs: &[Need::Libtorch], run: doc },
     Lane {
         name: "torch",
         what: "models, losses, exact resume, the embedded engine in every dialect",
@@ -87,24 +75,14 @@ const LANES: &[Lane] = &[
         needs: &[Need::Libtorch, Need::Sglang],
         run: with_sglang,
     },
-    Lane {
-        name: "crash",
-        what: "kill -9 at every named point",
-        needs: &[Need::Libtorch],
-        run: crash,
-    },
+    Lane { name: "crash", what: "kill -9 at every named point", needs: &[Need::Libtorch], run: crash },
     Lane {
         name: "demo",
         what: "the demo, shortened",
         needs: &[Need::Libtorch],
         run: |c| c.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"])),
     },
-    Lane {
-        name: "fuzz",
-        what: "fuzzing, 30 s a target",
-        needs: &[Need::CargoFuzz],
-        run: fuzz,
-    },
+    Lane { name: "fuzz", what: "fuzzing, 30 s a target", needs: &[Need::CargoFuzz], run: fuzz },
 ];
 
 /// Features of the facade that the torch lanes build, one set so that everything is built once.
@@ -112,7 +90,16 @@ pub(crate) const ALL: &str = "driftless/torch,driftless/failpoints";
 
 /// Crates that must not be in the light build.
 const HEAVY: &[&str] = &[
-    "tch", "torch-sys", "cudarc", "reqwest", "rustls", "native-tls", "openssl", "ring", "aws-lc-rs", "bindgen",
+    "tch",
+    "torch-sys",
+    "cudarc",
+    "reqwest",
+    "rustls",
+    "native-tls",
+    "openssl",
+    "ring",
+    "aws-lc-rs",
+    "bindgen",
 ];
 
 pub(crate) fn run(options: &Options) -> Result<()> {
@@ -173,11 +160,7 @@ fn run_lane(lane: &Lane, root: &Path, long: bool) -> Outcome {
     let _ = std::fs::remove_file(&log);
     println!("{:8} {} ...", lane.name, lane.what);
     let start = Instant::now();
-    let context = Context {
-        root: root.to_path_buf(),
-        log: log.clone(),
-        long,
-    };
+    let context = Context { root: root.to_path_buf(), log: log.clone(), long };
     match (lane.run)(&context) {
         Ok(()) => {
             println!("{:8} ok, {:.0} s", lane.name, start.elapsed().as_secs_f64());
@@ -202,7 +185,12 @@ fn summarise(report: &[(&Lane, Outcome)], ci: bool) -> Result<()> {
             }
             Outcome::Failed(time) => {
                 failed += 1;
-                println!("{:8} {:5.0} s  FAILED, see target/lanes/{}.log", lane.name, time.as_secs_f64(), lane.name);
+                println!(
+                    "{:8} {:5.0} s  FAILED, see target/lanes/{}.log",
+                    lane.name,
+                    time.as_secs_f64(),
+                    lane.name
+                );
             }
             Outcome::Skipped(why) => {
                 skipped += 1;
@@ -220,14 +208,12 @@ impl Need {
     /// What is missing and how to get it, or `None`.
     fn missing(self) -> Option<String> {
         match self {
-            Need::Libtorch => libtorch::present()
-                .is_none()
-                .then(|| "libtorch 2.11 (cargo xtask setup)".to_owned()),
+            Need::Libtorch => {
+                libtorch::present().is_none().then(|| "libtorch 2.11 (cargo xtask setup)".to_owned())
+            }
             Need::Sglang => {
                 let found = crate::cache_dir().ok().and_then(|cache| sglang::present(&cache));
-                found
-                    .is_none()
-                    .then(|| "SGLang 0.5.23, 10 GB (cargo xtask setup --sglang)".to_owned())
+                found.is_none().then(|| "SGLang 0.5.23, 10 GB (cargo xtask setup --sglang)".to_owned())
             }
             Need::CargoFuzz => {
                 let version = Command::new("cargo").args(["fuzz", "--version"]).output();
@@ -265,7 +251,14 @@ fn leak(context: &Context) -> Result<()> {
             found: found.join(", "),
         });
     }
-    context.cargo(&["check", "-p", "driftless", "--no-default-features", "--features", "delta,transport,buffer"])
+    context.cargo(&[
+        "check",
+        "-p",
+        "driftless",
+        "--no-default-features",
+        "--features",
+        "delta,transport,buffer",
+    ])
 }
 
 fn unit(context: &Context) -> Result<()> {
@@ -286,6 +279,8 @@ fn torch(context: &Context) -> Result<()> {
 
 fn with_sglang(context: &Context) -> Result<()> {
     let cache = crate::cache_dir()?;
+    let work = context.root.join("target/lanes/sglang");
+    sglang::conformance(&cache, &work, process::free_port()?)?;
     context.logged(
         Command::new("cargo")
             .args(["test", "-p", "driftless", "--features", ALL, "--test", "sglang", "--", "--nocapture"])
@@ -304,9 +299,8 @@ fn crash(context: &Context) -> Result<()> {
 }
 
 fn fuzz(context: &Context) -> Result<()> {
-    let targets = process::output(
-        Command::new("cargo").current_dir(&context.root).args(["+nightly", "fuzz", "list"]),
-    )?;
+    let targets =
+        process::output(Command::new("cargo").current_dir(&context.root).args(["+nightly", "fuzz", "list"]))?;
     let seconds = if context.long { 1800 } else { 30 };
     for target in targets.lines() {
         let limit = format!("-max_total_time={seconds}");
