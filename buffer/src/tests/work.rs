@@ -8,6 +8,8 @@ use rand::{Rng, SeedableRng};
 
 use super::image::Medium;
 use super::options;
+use crate::inspect::verify_on;
+use crate::recover::Mode;
 use crate::{Error, Log, Pending, Position, Reservation, Result, Sample, Scalars, Severity, Shape};
 
 pub(super) fn open(medium: &Medium) -> Result<Log> {
@@ -120,6 +122,8 @@ pub(super) fn check(medium: &Medium, written: &BTreeMap<u64, u64>, promised: &[u
     let mut again = contents(&log, what);
     assert_eq!(again.remove(&ack.position().0), Some(u64::MAX), "{what}");
     assert_eq!(again, found, "{what}: a second recovery differs from the first");
+    let report = verify_on(medium, Mode::Settled).unwrap();
+    assert!(report.damage.is_empty(), "{what}: recovery leaves {:?}", report.damage);
 }
 
 fn contents(log: &Log, what: &str) -> BTreeMap<u64, u64> {
