@@ -55,6 +55,11 @@ fn whichever_call_fails_nothing_acknowledged_is_lost() {
     }
 }
 
+/// Records that can be read.
+fn whole(log: &crate::Log) -> usize {
+    log.reader().iter(crate::Position(0)).filter(Result::is_ok).count()
+}
+
 #[test]
 fn a_failed_sync_poisons_the_log_until_it_is_opened_again() {
     let medium = Medium::new();
@@ -70,14 +75,10 @@ fn a_failed_sync_poisons_the_log_until_it_is_opened_again() {
     assert_eq!(log.reader().end().0, 1, "what was durable can still be read");
     drop(log);
     let log = open(&medium).unwrap();
-    assert_eq!(log.reader().end().0, 2, "the page cache still had the record");
+    assert_eq!(whole(&log), 2, "the page cache still had the record");
     drop(log);
     let log = open(&medium.crash().leave(|_, _| 0)).unwrap();
-    assert_eq!(
-        log.reader().end().0,
-        2,
-        "and recovery stored it, though the failed sync had marked its page clean"
-    );
+    assert_eq!(whole(&log), 2, "and recovery stored it, though the failed sync had marked its pages clean");
 }
 
 #[test]
