@@ -349,6 +349,17 @@ mod tests {
                 changes.push(element, index as u64, element.load(&old, index), element.load(&new, index));
             }
             assert_eq!(Digest::of(element, 0, &old) + changes.finish(), Digest::of(element, 0, &new));
+            // The same far beyond 4 GiB.
+            let far = (7 << 32) + 1;
+            let (at, size) = (far + 1000, element.size());
+            let mut changes = Changes::new();
+            for inside in [1023, 1024] {
+                let (old, new) = (element.load(&old, inside), element.load(&new, inside));
+                changes.push(element, at - 1000 + inside as u64, old, new);
+            }
+            let piece = 1000 * size..1025 * size;
+            let [old, new] = [&old, &new].map(|bytes| Digest::of(element, at, &bytes[piece.clone()]));
+            assert_eq!(old + changes.finish(), new);
         }
     }
 

@@ -249,3 +249,29 @@ fn read_blocks(
     }
     Ok((blocks, singles, values))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offsets_beyond_4_gib() {
+        let elements = 3 << 31;
+        let blocks = elements / BLOCK_ELEMENTS;
+        let digests = DigestTable::from_bytes(&vec![1; blocks * 16]).unwrap();
+        let mut patch = Patch::new();
+        patch.reset(Element::Bf16, elements, &digests);
+        for position in [3, 4, 65_535] {
+            patch.push_change(Element::Bf16, position, 0xabcd);
+        }
+        patch.end_block(blocks - 2, 0);
+        patch.push_block(blocks - 1, &vec![7; BLOCK_ELEMENTS * 2], 5);
+        assert_eq!(patch.changed(), 8);
+        let patch = Patch::from_bytes(&patch.to_bytes()).unwrap();
+        let block = (BLOCK_ELEMENTS * 2) as u64;
+        let start = patch.tensor_bytes() - 2 * block;
+        let runs: Vec<_> = patch.byte_runs().map(|(offset, bytes)| (offset, bytes.len())).collect();
+        assert_eq!(runs, [(start + 6, 4), (start + 131_070, 2), (start + block, 131_072)]);
+        assert!(start > 1 << 33);
+    }
+}
