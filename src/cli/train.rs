@@ -364,7 +364,7 @@ fn show(bar: &ProgressBar, event: &Event<'_>) {
     match event {
         Event::Begin { step, of } => {
             if *step > 0 {
-                bar.println(format!("rl: going on at step {step} of {of}"));
+                progress::line(bar, &format!("rl: going on at step {step} of {of}"));
             }
             bar.set_position(*step);
         }
@@ -372,10 +372,13 @@ fn show(bar: &ProgressBar, event: &Event<'_>) {
         Event::Generating { rollout, done, total } => {
             bar.set_message(format!("rollout {rollout}: {done} of {total} samples"));
         }
-        Event::Evaluated { step, eval } => bar.println(format!(
-            "rl: step {step}: {:.3} of {} held-out problems solved ({:.3} greedily)",
-            eval.sampled, eval.problems, eval.greedy
-        )),
+        Event::Evaluated { step, eval } => progress::line(
+            bar,
+            &format!(
+                "rl: step {step}: {:.3} of {} held-out problems solved ({:.3} greedily)",
+                eval.sampled, eval.problems, eval.greedy
+            ),
+        ),
         Event::Step(step) => {
             bar.set_position(step.rollout_id + 1);
             bar.set_message(format!("reward {:.3}", step.reward));

@@ -51,6 +51,8 @@ const KILLS: &[(Victim, &str, u32)] = &[
     (Victim::Follower, "follow.marker", 3),
     (Victim::Follower, "follow.activate", 1),
     (Victim::Follower, "follow.activate", 3),
+    (Victim::Follower, "activate.paused", 1),
+    (Victim::Follower, "activate.paused", 3),
     (Victim::Engine, "engine.generate", 1),
     (Victim::Engine, "engine.generate", 9),
     (Victim::Engine, "engine.load", 1),
@@ -128,7 +130,8 @@ impl Stage {
                 command.args(["train", "--run", "crash", "--seed", "3", "--num-rollout", &STEPS.to_string()]);
                 command.args(["--rollout-batch-size", &GROUPS.to_string()]);
                 command.args(["--n-samples-per-prompt", &SAMPLES.to_string()]);
-                command.args(["--lr", "1e-3", "--n-eval-prompts", "4", "--num-threads", "1"]);
+                // The entropy term moves the weights also where all rewards are equal.
+                command.args(["--lr", "1e-3", "--entropy-coef", "0.01", "--n-eval-prompts", "4", "--num-threads", "1"]);
                 command.args(["--check-weight-update-equal"]);
                 command.args(["--rollout-external-engine-addrs", &format!("127.0.0.1:{}", self.port)]);
                 command.arg("--hf-checkpoint").arg(&self.model);

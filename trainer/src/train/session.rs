@@ -3,18 +3,20 @@
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftless_bridge::{Expected, Fleet, FleetOptions};
 use driftless_buffer::{self as buffer, Group, Identity, Log, Reader};
-use driftless_transport::{self as transport, Published, Publisher, PublisherOptions, Run, RunId, Start, Store};
+use driftless_transport::{
+    self as transport, Published, Publisher, PublisherOptions, Run, RunId, Start, Store,
+};
 use serde::{Deserialize, Serialize};
 use tch::Kind;
 use tokio::runtime::Runtime;
 
 use super::rollouts::Rollouts;
 use super::update::{self, Updates};
-use super::{Debug, MODEL, Observer, TrainOptions};
+use super::{Debug, Event, MODEL, Observer, TrainOptions};
 use crate::checkpoint::{self, Progress};
 use crate::config::Config;
 use crate::error::{Error, Result, io};
@@ -24,6 +26,9 @@ use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::snapshot::PolicySnapshot;
 use crate::torch;
+
+/// Time between two attempts to attach engines that do not answer.
+const ATTACH_AGAIN: Duration = Duration::from_millis(200);
 
 /// A run in progress.
 pub(super) struct Session<'o> {
@@ -64,7 +69,9 @@ impl RunRecord {
     fn read(save: &Path) -> Result<Option<Self>> {
         let path = Self::path(save);
         match std::fs::read(&path) {
-            Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|source| Error::Json { path, source }),
+            Ok(bytes) => {
+                serde_json::from_slice(&bytes).map(Some).map_err(|source| Error::Json { path, source })
+            }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
             Err(source) => Err(Error::Io { action: "read", path, source }),
         }
@@ -72,7 +79,8 @@ impl RunRecord {
 
     pub(super) fn write(&self, save: &Path) -> Result<()> {
         let path = Self::path(save);
-        let bytes = serde_json::to_vec_pretty(self).map_err(|source| Error::Json { path: path.clone(), source })?;
+        let bytes =
+            serde_json::to_vec_pretty(self).map_err(|source| Error::Json { path: path.clone(), source })?;
         checkpoint::write_atomically(&path, &bytes)
     }
 }
@@ -125,8 +133,21 @@ impl<'o> Session<'o> {
             ..FleetOptions::default()
         };
         let addresses = &options.rollout_external_engine_addrs;
-        let fleet = Fleet::attach(addresses, &options.keys, &expected, fleet_options);
-        let fleet = Arc::new(self.runtime.block_on(fleet)?);
+        self.tell(Event::Waiting { what: "the engines to answer" });
+        let fleet = self.runtime.block_on(async {
+            let end = Instant::now() + options.update_deadline;
+            loop {
+                match Fleet::attach(addresses, &options.keys, &expected, fleet_options.clone()).await {
+                    // It may still be starting, or be started again by its supervisor.
+                    Err(error) if error.is_transient() && Instant::now() < end => {
+                        tracing::info!(%error, "an engine does not answer yet");
+                        tokio::time::sleep(ATTACH_AGAIN).await;
+                    }
+                    attached => return attached,
+                }
+            }
+        });
+        let fleet = Arc::new(fleet?);
         Ok(Arc::new(Rollouts {
             fleet,
             scope: scope(log.identity()),
@@ -202,7 +223,8 @@ fn checkpoints(options: &TrainOptions) -> PathBuf {
 fn open_run(options: &TrainOptions) -> Result<(RunRecord, Option<Updates>)> {
     let recorded = RunRecord::read(&options.save)?;
     if options.debug != Debug::Off {
-        let mut record = recorded.unwrap_or_else(|| RunRecord { run: options.run.clone(), ..RunRecord::default() });
+        let mut record =
+            recorded.unwrap_or_else(|| RunRecord { run: options.run.clone(), ..RunRecord::default() });
         record.run_id.get_or_insert_with(RunId::random);
         record.write(&options.save)?;
         return Ok((record, None));
@@ -220,7 +242,8 @@ fn open_run(options: &TrainOptions) -> Result<(RunRecord, Option<Updates>)> {
         _ => Start::NewRun,
     };
     // Written before the name is claimed, so that a claim without a recorded identity is known to be ours.
-    let mut record = recorded.unwrap_or_else(|| RunRecord { run: options.run.clone(), ..RunRecord::default() });
+    let mut record =
+        recorded.unwrap_or_else(|| RunRecord { run: options.run.clone(), ..RunRecord::default() });
     record.write(&options.save)?;
     let mut publisher = PublisherOptions::new(&options.run, start, options.save.join("baseline"));
     publisher.anchor_every = options.anchor_every;
