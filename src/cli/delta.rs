@@ -73,7 +73,10 @@ fn encode(base: &Path, new: &Path, file: &Path, profile: DeltaProfile, output: O
     });
     output.print(&value, |_| {
         let ratio = full_bytes as f64 / bytes.len().max(1) as f64;
-        format!("{}\n{ratio:.1}x smaller than the {full_bytes} bytes in full, {elapsed_ms:.0} ms", describe(&summary, bytes.len()))
+        format!(
+            "{}\n{ratio:.1}x smaller than the {full_bytes} bytes in full, {elapsed_ms:.0} ms",
+            describe(&summary, bytes.len())
+        )
     })
 }
 

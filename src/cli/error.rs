@@ -58,7 +58,10 @@ impl Error {
 fn bridge_code(error: &driftless::bridge::Error) -> u8 {
     use driftless::bridge::Error as Bridge;
     match error {
-        Bridge::Deadline { .. } | Bridge::Behind { .. } | Bridge::Exhausted { .. } | Bridge::Unreachable { .. } => 4,
+        Bridge::Deadline { .. }
+        | Bridge::Behind { .. }
+        | Bridge::Exhausted { .. }
+        | Bridge::Unreachable { .. } => 4,
         _ => 1,
     }
 }

@@ -122,7 +122,8 @@ fn text(status: &Status) -> String {
     match &status.applied {
         None => format!("{}: nothing applied", status.id),
         Some(ack) => {
-            let mut lines = vec![format!("{} ({}), {} ms to prepare", ack.label, ack.manifest_digest, ack.prepare_ms)];
+            let mut lines =
+                vec![format!("{} ({}), {} ms to prepare", ack.label, ack.manifest_digest, ack.prepare_ms)];
             lines.extend(ack.engines.iter().map(|engine| {
                 let label = engine.label.as_deref().unwrap_or("none of ours");
                 format!("{}: {label}, paused for {} ms", engine.url, engine.pause_ms.unwrap_or_default())

@@ -70,8 +70,11 @@ fn runs(store: &Arc<dyn Store>, output: Output) -> Result<()> {
         }
     }
     output.print(&runs, |runs| {
-        let text = |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-        let row = |run: &serde_json::Value| ["run", "run_id", "model", "newest"].map(|key| text(&run[key])).to_vec();
+        let text =
+            |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let row = |run: &serde_json::Value| {
+            ["run", "run_id", "model", "newest"].map(|key| text(&run[key])).to_vec()
+        };
         table(&["run", "run_id", "model", "newest"], &runs.iter().map(row).collect::<Vec<_>>())
     })
 }

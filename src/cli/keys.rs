@@ -34,7 +34,7 @@ pub(crate) fn secret(file: Option<&Path>, variable: &str) -> Result<Option<Strin
     let Some(path) = file else {
         return Ok(std::env::var(variable).ok().filter(|value| !value.is_empty()));
     };
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+    let text =
+        std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
     Ok(Some(text.trim_end().to_owned()))
 }

@@ -45,17 +45,30 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 
 fn stat(dir: &Path, output: Output) -> Result<()> {
     output.print(&buffer::stat(dir)?, |stat| {
-        let range = |range: Option<(u64, u64)>| range.map_or_else(|| "none".to_owned(), |(a, b)| format!("{a} to {b}"));
+        let range = |range: Option<(u64, u64)>| {
+            range.map_or_else(|| "none".to_owned(), |(a, b)| format!("{a} to {b}"))
+        };
         format!(
             "run {}, model {}\n\
              positions {} to {}: {} samples, {} partial, {} prompts, {} empty, {} corrupt\n\
              {} tokens, {} bytes in {} segments ({} sealed){}\n\
              rollouts {}, versions {}",
-            stat.run_id, stat.model,
-            stat.oldest, stat.end, stat.samples, stat.partials, stat.prompts, stat.empty, stat.corrupt,
-            stat.tokens, stat.bytes, stat.segments, stat.sealed,
+            stat.run_id,
+            stat.model,
+            stat.oldest,
+            stat.end,
+            stat.samples,
+            stat.partials,
+            stat.prompts,
+            stat.empty,
+            stat.corrupt,
+            stat.tokens,
+            stat.bytes,
+            stat.segments,
+            stat.sealed,
             if stat.live { ", being written" } else { "" },
-            range(stat.rollouts), range(stat.versions),
+            range(stat.rollouts),
+            range(stat.versions),
         )
     })
 }
@@ -66,7 +79,15 @@ fn verify(dir: &Path, output: Output) -> Result<()> {
         let mut lines: Vec<_> = report
             .damage
             .iter()
-            .map(|damage| format!("{}:{}: {} ({:?})", damage.path.display(), damage.offset, damage.what, damage.severity))
+            .map(|damage| {
+                format!(
+                    "{}:{}: {} ({:?})",
+                    damage.path.display(),
+                    damage.offset,
+                    damage.what,
+                    damage.severity
+                )
+            })
             .collect();
         lines.push(format!("{} records, {} bytes checked", report.records, report.bytes));
         lines.join("\n")
@@ -98,7 +119,8 @@ fn tail(dir: &Path, lines: u64, follow: bool, output: Output) -> Result<()> {
 
 fn fields(record: &Record) -> Value {
     let scalars = record.scalars();
-    let spans: Vec<_> = record.spans().iter().map(|span| json!([span.version, span.start, span.end])).collect();
+    let spans: Vec<_> =
+        record.spans().iter().map(|span| json!([span.version, span.start, span.end])).collect();
     json!({
         "position": record.position(),
         "kind": format!("{:?}", record.kind()).to_lowercase(),

@@ -14,7 +14,8 @@ impl Output {
     /// Prints `value` as JSON, or what `text` makes of it.
     pub(crate) fn print<T: Serialize>(self, value: &T, text: impl FnOnce(&T) -> String) -> Result<()> {
         let line = if self.json {
-            serde_json::to_string(value).map_err(|source| Error::Json { what: "result".to_owned(), source })?
+            serde_json::to_string(value)
+                .map_err(|source| Error::Json { what: "result".to_owned(), source })?
         } else {
             text(value)
         };
@@ -27,10 +28,13 @@ impl Output {
 pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     let cell = |row: &[String], column: usize| row.get(column).map_or(0, |text| text.chars().count());
     let widths: Vec<usize> = (0..header.len())
-        .map(|column| rows.iter().map(|row| cell(row, column)).chain([header[column].len()]).max().unwrap_or(0))
+        .map(|column| {
+            rows.iter().map(|row| cell(row, column)).chain([header[column].len()]).max().unwrap_or(0)
+        })
         .collect();
     let line = |cells: Vec<&str>| {
-        let padded: Vec<_> = cells.iter().zip(&widths).map(|(text, width)| format!("{text:width$}")).collect();
+        let padded: Vec<_> =
+            cells.iter().zip(&widths).map(|(text, width)| format!("{text:width$}")).collect();
         padded.join("  ").trim_end().to_owned()
     };
     let mut lines = vec![line(header.to_vec())];

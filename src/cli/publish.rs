@@ -155,5 +155,9 @@ fn default_baseline(store: &str, args: &Args) -> Result<PathBuf> {
     })?;
     // Escaped, so that every store and name is one path component of its own.
     let escape = |text: &str| text.replace('%', "%25").replace('/', "%2F");
-    Ok(cache.join("driftless/baselines").join(escape(store)).join(escape(&args.run)).join(escape(&args.model)))
+    Ok(cache
+        .join("driftless/baselines")
+        .join(escape(store))
+        .join(escape(&args.run))
+        .join(escape(&args.model)))
 }

@@ -64,20 +64,36 @@ impl Summary {
     pub(crate) fn rows(&self) -> Vec<(&'static str, String)> {
         let mut rows = Vec::new();
         if let (Some(start), Some(end)) = (&self.eval_start, &self.eval_end) {
-            rows.push(("success, sampled", format!("{:.3} -> {:.3}  ({} held-out problems)", start.sampled, end.sampled, end.problems)));
+            rows.push((
+                "success, sampled",
+                format!("{:.3} -> {:.3}  ({} held-out problems)", start.sampled, end.sampled, end.problems),
+            ));
             rows.push(("success, greedy", format!("{:.3} -> {:.3}", start.greedy, end.greedy)));
         }
         let ratio = self.full_bytes as f64 / self.publication_bytes.max(1) as f64;
         rows.extend([
             ("steps, versions", format!("{}, {}", self.steps, self.versions)),
-            ("bytes published", format!("{} against {} in full, {ratio:.1}x fewer", bytes(self.publication_bytes), bytes(self.full_bytes))),
+            (
+                "bytes published",
+                format!(
+                    "{} against {} in full, {ratio:.1}x fewer",
+                    bytes(self.publication_bytes),
+                    bytes(self.full_bytes)
+                ),
+            ),
             ("density", format!("{:.1} % of the elements changed, mean", 100.0 * self.density_mean)),
             ("encode+publish", format!("{:.1} ms median", self.encode_publish_ms_median)),
             ("prepare", format!("{:.1} ms median", self.prepare_ms_median)),
             ("pause", format!("{:.1} ms median, {:.1} ms longest", self.pause_ms_median, self.pause_ms_max)),
             ("convergence", format!("{:.1} ms median", self.convergence_ms_median)),
             ("staleness", format!("{:.2} steps mean, {} at most", self.staleness_mean, self.staleness_max)),
-            ("log-prob difference", format!("{:.1e} mean, {:.1e} at most (trainer against engines)", self.log_prob_diff_mean, self.log_prob_diff_max)),
+            (
+                "log-prob difference",
+                format!(
+                    "{:.1e} mean, {:.1e} at most (trainer against engines)",
+                    self.log_prob_diff_mean, self.log_prob_diff_max
+                ),
+            ),
         ]);
         rows
     }
@@ -171,7 +187,10 @@ fn plots<'a>(steps: &[StepMetrics], summary: &Summary) -> [Plot<'a>; 4] {
             title: "pause and prepare",
             unit: "ms",
             top: None,
-            series: vec![("pause", BLUE, published(|p| p.pause_ms)), ("prepare", GREEN, published(|p| p.prepare_ms))],
+            series: vec![
+                ("pause", BLUE, published(|p| p.pause_ms)),
+                ("prepare", GREEN, published(|p| p.prepare_ms)),
+            ],
         },
     ]
 }
@@ -193,11 +212,17 @@ fn draw_plot(area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>, plot: &
         let drawn = chart.draw_series(line)?;
         if !name.is_empty() {
             let colour = *colour;
-            drawn.label(*name).legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2)));
+            drawn
+                .label(*name)
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2)));
         }
     }
     if plot.series.len() > 1 {
-        chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK.mix(0.2)).draw()?;
+        chart
+            .configure_series_labels()
+            .background_style(WHITE.mix(0.8))
+            .border_style(BLACK.mix(0.2))
+            .draw()?;
     }
     Ok(())
 }

@@ -6,8 +6,8 @@ use crate::cli::report::{self, Summary};
 use crate::cli::{keys, progress};
 use driftless::trainer::tasks::arithmetic::Recipe;
 use driftless::trainer::{
-    Config, Debug, Estimator, Event, Kind, LearnOptions, Mode, Observer, SftOptions, TrainOptions, UpdateWeightMode,
-    sft, train,
+    Config, Debug, Estimator, Event, Kind, LearnOptions, Mode, Observer, SftOptions, TrainOptions,
+    UpdateWeightMode, sft, train,
 };
 use indicatif::ProgressBar;
 use serde_json::json;
@@ -247,6 +247,7 @@ fn cold_start(args: Args, output: Output) -> Result<()> {
             SaveDtype::Float32 => Kind::Float,
         },
         steps,
+        stop_loss: args.num_rollout.is_none().then_some(recipe.sft_stop_loss),
         batch_size: recipe.sft_batch_size,
         lr: args.lr.unwrap_or(recipe.sft_lr),
         seed: args.seed,
@@ -260,12 +261,15 @@ fn cold_start(args: Args, output: Output) -> Result<()> {
     })?;
     bar.finish();
     let value = json!({
-        "steps": steps, "loss": summary.loss, "parameters": summary.parameters, "hf_checkpoint": options.save_hf,
+        "steps": summary.steps, "loss": summary.loss, "parameters": summary.parameters, "hf_checkpoint": options.save_hf,
         "seed": options.seed,
     });
     output.print(&value, |_| {
         let place = options.save_hf.display();
-        format!("sft: {} parameters, {steps} steps, loss {:.3}, seed {}: {place}", summary.parameters, summary.loss, options.seed)
+        format!(
+            "sft: {} parameters, {} steps, loss {:.3}, seed {}: {place}",
+            summary.parameters, summary.steps, summary.loss, options.seed
+        )
     })
 }
 

@@ -1,5 +1,7 @@
 //! The command as a script uses it: publish, follow, delta, inspect, with `--json` and exit codes. No engine, no libtorch.
 
+#![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
+
 #[path = "../common/mod.rs"]
 mod common;
 
@@ -18,14 +20,17 @@ struct Made {
 
 impl Made {
     fn new() -> Made {
-        let info = |name: &str, dtype, shape: &[u64]| TensorInfo { name: name.into(), dtype, shape: shape.into() };
+        let info =
+            |name: &str, dtype, shape: &[u64]| TensorInfo { name: name.into(), dtype, shape: shape.into() };
         let tensors = vec![
             info("a.weight", Dtype::Bf16, &[300, 256]),
             info("b.weight", Dtype::Bf16, &[64, 64]),
             info("c.bias", Dtype::F32, &[64]),
         ];
-        let bytes = tensors.iter().map(|tensor| weights(tensor.byte_len().expect("small") as usize)).collect();
-        let files = vec![AuxFile::new("config.json", b"{\"model_type\": \"test\"}".to_vec()).expect("a name")];
+        let bytes =
+            tensors.iter().map(|tensor| weights(tensor.byte_len().expect("small") as usize)).collect();
+        let files =
+            vec![AuxFile::new("config.json", b"{\"model_type\": \"test\"}".to_vec()).expect("a name")];
         Made { tensors, bytes, files }
     }
 
@@ -126,7 +131,8 @@ fn a_host_follows_what_a_script_publishes() {
     run.assert_host_is_current();
 
     let chain = json(&mut run.command("inspect"));
-    let kinds: Vec<_> = chain["chain"].as_array().expect("a chain").iter().map(|link| &link["kind"]).collect();
+    let kinds: Vec<_> =
+        chain["chain"].as_array().expect("a chain").iter().map(|link| &link["kind"]).collect();
     assert_eq!(kinds, ["full", "delta"]);
     let manifest = json(run.command("inspect").args(["--version", "1"]));
     assert_eq!(manifest["run_id"], chain["run_id"]);
@@ -203,7 +209,12 @@ fn a_delta_file_carries_one_checkpoint_to_the_next() {
     let (applied, new) = (dir.join("applied/model.safetensors"), new.join("model.safetensors"));
     assert!(std::fs::read(applied).expect("a file") == std::fs::read(new).expect("a file"));
     // Applied to another base it has to refuse, with the code for foreign data.
-    let other = driftless().args(["delta", "apply"]).args([&dir.join("new"), &file]).arg("-o").arg(dir.join("x")).output();
+    let other = driftless()
+        .args(["delta", "apply"])
+        .args([&dir.join("new"), &file])
+        .arg("-o")
+        .arg(dir.join("x"))
+        .output();
     assert_eq!(other.expect("it starts").status.code(), Some(3));
     assert!(!dir.join("x").exists());
 }

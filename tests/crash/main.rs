@@ -2,6 +2,8 @@
 //! and the run has to end as if nothing had happened: every step once, every acknowledged record in the log, the fleet on
 //! the newest version, all digests equal.
 
+#![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
+
 #[path = "../common/mod.rs"]
 mod common;
 
@@ -131,7 +133,16 @@ impl Stage {
                 command.args(["--rollout-batch-size", &GROUPS.to_string()]);
                 command.args(["--n-samples-per-prompt", &SAMPLES.to_string()]);
                 // The entropy term moves the weights also where all rewards are equal.
-                command.args(["--lr", "1e-3", "--entropy-coef", "0.01", "--n-eval-prompts", "4", "--num-threads", "1"]);
+                command.args([
+                    "--lr",
+                    "1e-3",
+                    "--entropy-coef",
+                    "0.01",
+                    "--n-eval-prompts",
+                    "4",
+                    "--num-threads",
+                    "1",
+                ]);
                 command.args(["--check-weight-update-equal"]);
                 command.args(["--rollout-external-engine-addrs", &format!("127.0.0.1:{}", self.port)]);
                 command.arg("--hf-checkpoint").arg(&self.model);
@@ -208,7 +219,9 @@ impl Stage {
 
     fn check(&self, acknowledged: &BTreeMap<u64, Vec<i32>>) {
         let text = std::fs::read_to_string(self.dir.join("rl/metrics.jsonl")).expect("metrics");
-        let step = |line: &str| serde_json::from_str::<serde_json::Value>(line).expect("a step")["rollout_id"].as_u64();
+        let step = |line: &str| {
+            serde_json::from_str::<serde_json::Value>(line).expect("a step")["rollout_id"].as_u64()
+        };
         let steps: Vec<_> = text.lines().map(step).collect();
         assert_eq!(steps, (0..STEPS).map(Some).collect::<Vec<_>>(), "every step once, in order");
         self.check_log(acknowledged);
@@ -220,9 +233,16 @@ impl Stage {
         let report = buffer::verify(&log).expect("a log");
         assert!(report.is_clean(), "{:?}", report.damage);
         let now = self.acknowledged();
-        assert_eq!(now.keys().copied().collect::<Vec<_>>(), (0..STEPS * GROUPS * SAMPLES).collect::<Vec<_>>());
+        assert_eq!(
+            now.keys().copied().collect::<Vec<_>>(),
+            (0..STEPS * GROUPS * SAMPLES).collect::<Vec<_>>()
+        );
         for (sample, tokens) in acknowledged {
-            assert_eq!(now.get(sample), Some(tokens), "sample {sample} was acknowledged and is not what it was");
+            assert_eq!(
+                now.get(sample),
+                Some(tokens),
+                "sample {sample} was acknowledged and is not what it was"
+            );
         }
     }
 
@@ -239,9 +259,13 @@ impl Stage {
         let host = Checkpoint::open(self.dir.join("host")).expect("the host's checkpoint");
         assert_eq!(policy.tensors(), host.tensors());
         for index in 0..policy.tensors().len() {
-            assert!(policy.bytes(index).expect("bytes") == host.bytes(index).expect("bytes"), "tensor {index}");
+            assert!(
+                policy.bytes(index).expect("bytes") == host.bytes(index).expect("bytes"),
+                "tensor {index}"
+            );
         }
-        let client = Client::new(&format!("127.0.0.1:{}", self.port), ClientOptions::default()).expect("an address");
+        let client =
+            Client::new(&format!("127.0.0.1:{}", self.port), ClientOptions::default()).expect("an address");
         let runtime = tokio::runtime::Runtime::new().expect("threads");
         let label = runtime.block_on(client.model_info()).expect("the engine answers").weight_version;
         assert_eq!(label, Some(newest.manifest.label()));

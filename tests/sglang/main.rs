@@ -4,6 +4,8 @@
 //!
 //! `cargo xtask test sglang` installs SGLang and passes its interpreter in DRIFTLESS_SGLANG_PYTHON.
 
+#![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
+
 #[path = "../common/mod.rs"]
 mod common;
 
@@ -62,7 +64,8 @@ fn cold_start(dir: &Path, dtype: &str) -> std::path::PathBuf {
 }
 
 fn serve(python: &Path, dir: &Path, model: &Path, port: u16, dtype: &str) -> Process {
-    let placeholders = std::env::var_os("DRIFTLESS_SGLANG_PYTHONPATH").expect("set beside DRIFTLESS_SGLANG_PYTHON");
+    let placeholders =
+        std::env::var_os("DRIFTLESS_SGLANG_PYTHONPATH").expect("set beside DRIFTLESS_SGLANG_PYTHON");
     let mut command = Command::new(python);
     command
         .args(["-m", "sglang.launch_server", "--device", "cpu", "--skip-tokenizer-init"])
@@ -108,7 +111,15 @@ fn train(dir: &Path, model: &Path, port: u16) {
         .args(["train", "--run", "test", "--seed", "7", "--num-rollout", &STEPS.to_string()])
         .args(["--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"])
         // The entropy term moves the weights also where all rewards are equal.
-        .args(["--lr", "1e-3", "--entropy-coef", "0.01", "--update-weight-mode", "delta", "--check-weight-update-equal"])
+        .args([
+            "--lr",
+            "1e-3",
+            "--entropy-coef",
+            "0.01",
+            "--update-weight-mode",
+            "delta",
+            "--check-weight-update-equal",
+        ])
         .args(["--rollout-external-engine-addrs", &format!("127.0.0.1:{port}")])
         .arg("--hf-checkpoint")
         .arg(model)
