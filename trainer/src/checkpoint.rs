@@ -14,7 +14,9 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use driftless_transport::{self as transport, AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo, write_checkpoint};
+use driftless_transport::{
+    self as transport, AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo, write_checkpoint,
+};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
@@ -105,7 +107,8 @@ pub fn load(dir: &Path, policy: &mut Policy) -> Result<Option<Progress>> {
                 let info = &checkpoint.tensors()[index];
                 info.dtype == Dtype::F32 && info.shape == expected
             });
-            let index = index.ok_or_else(|| other("tensors", format!("{name} {shape:?}"), "another".to_owned()))?;
+            let index =
+                index.ok_or_else(|| other("tensors", format!("{name} {shape:?}"), "another".to_owned()))?;
             tensor_of(&checkpoint.bytes(index)?, &shape, Kind::Float)
         };
         let [master, mean, square] = PARTS.map(part);

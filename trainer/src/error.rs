@@ -105,7 +105,9 @@ pub enum Error {
     #[error(transparent)]
     Bridge(#[from] driftless_bridge::Error),
     /// The state directory belongs to another run.
-    #[error("the state in {path} is of run `{found}`, not `{expected}`; give each run a directory of its own")]
+    #[error(
+        "the state in {path} is of run `{found}`, not `{expected}`; give each run a directory of its own"
+    )]
     OtherRun {
         /// The state directory.
         path: PathBuf,
@@ -115,7 +117,9 @@ pub enum Error {
         found: String,
     },
     /// A rollout that is to be learned from is not whole in the log.
-    #[error("rollout {rollout} has {found} complete groups in the log, expected {expected}; generate it first, or train with the batch and group sizes it was generated with")]
+    #[error(
+        "rollout {rollout} has {found} complete groups in the log, expected {expected}; generate it first, or train with the batch and group sizes it was generated with"
+    )]
     IncompleteRollout {
         /// The rollout.
         rollout: u64,
@@ -125,7 +129,9 @@ pub enum Error {
         found: u64,
     },
     /// The engine's checksums say nothing about the weights here, so that an equality that was asked for cannot be checked.
-    #[error("the checksums of engine {engine} cannot be compared: {reason}; leave out --check-weight-update-equal")]
+    #[error(
+        "the checksums of engine {engine} cannot be compared: {reason}; leave out --check-weight-update-equal"
+    )]
     NotComparable {
         /// URL of the engine.
         engine: String,

@@ -131,12 +131,7 @@ impl AdamW {
     }
 
     /// Replaces the state: per parameter (master, mean, square) as f32 in the order of [`Qwen3::parameters`].
-    pub(crate) fn restore(
-        &mut self,
-        model: &mut Qwen3,
-        step: u64,
-        states: &[[Tensor; 3]],
-    ) -> Result<()> {
+    pub(crate) fn restore(&mut self, model: &mut Qwen3, step: u64, states: &[[Tensor; 3]]) -> Result<()> {
         tch::no_grad(|| {
             for (state, [master, mean, square]) in self.states.iter_mut().zip(states) {
                 state.master.f_copy_(master)?;

@@ -80,8 +80,13 @@ mod tests {
         for mode in [Mode::Synchronous, Mode::OneStepOff] {
             for interval in 1..4 {
                 let schedule = Schedule { mode, rollouts: 9 };
-                let stale: Vec<_> = walk(schedule, interval).iter().map(|(id, weights)| id - weights).collect();
-                assert_eq!(stale.iter().max(), Some(&schedule.staleness_max(interval)), "{mode:?} {interval}");
+                let stale: Vec<_> =
+                    walk(schedule, interval).iter().map(|(id, weights)| id - weights).collect();
+                assert_eq!(
+                    stale.iter().max(),
+                    Some(&schedule.staleness_max(interval)),
+                    "{mode:?} {interval}"
+                );
             }
         }
     }

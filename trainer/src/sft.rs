@@ -17,6 +17,10 @@ use crate::torch;
 
 /// The learning rate rises linearly over so many steps.
 const WARMUP_STEPS: u64 = 20;
+/// Steps over which the loss is averaged before it is compared with the one to stop at.
+const LOSS_WINDOW: usize = 5;
+/// Decay of AdamW's first moment: gradients turn quickly in so short a training.
+const BETA1: f64 = 0.8;
 /// Tensor data per file of the checkpoint.
 const SHARD_BYTES_MAX: u64 = 5 << 30;
 
@@ -31,8 +35,10 @@ pub struct SftOptions {
     pub save_hf: PathBuf,
     /// Kind of the weights that are written: `BFloat16` or `Float`; with `hf_checkpoint` it is that checkpoint's.
     pub published: Kind,
-    /// Optimizer steps.
+    /// Optimizer steps, at most.
     pub steps: u64,
+    /// Stop as soon as the mean loss of the last five steps is down to this.
+    pub stop_loss: Option<f64>,
     /// Problems of a step.
     pub batch_size: u64,
     /// Peak learning rate.
@@ -48,6 +54,8 @@ pub struct SftOptions {
 /// What came of a cold start.
 #[derive(Clone, Copy, Debug)]
 pub struct SftSummary {
+    /// Optimizer steps done.
+    pub steps: u64,
     /// Loss of the last step.
     pub loss: f64,
     /// Weights of the model.
@@ -72,17 +80,31 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
             (model, options.published, arithmetic::files(&options.config, options.published)?)
         }
     };
-    let mut policy = Policy::new(model, published, AdamWOptions::default())?;
-    let mut loss = f64::NAN;
+    let mut policy = Policy::new(model, published, AdamWOptions { beta1: BETA1, ..AdamWOptions::default() })?;
+    let mut losses = Vec::new();
     for step in 0..options.steps {
         let batch = batch(options, step, policy.model().config().vocab_size, device)?;
         let warmed = ((step + 1) as f64 / WARMUP_STEPS as f64).min(1.0);
-        loss = policy.sft_step(&[batch], options.lr * warmed)?.loss;
+        let loss = policy.sft_step(&[batch], options.lr * warmed)?.loss;
+        losses.push(loss);
         observe(step + 1, loss);
+        if options.stop_loss.is_some_and(|target| recent_mean(&losses).is_some_and(|mean| mean <= target)) {
+            break;
+        }
     }
     let snapshot = PolicySnapshot::with_files(&policy, files)?;
     write_checkpoint(&options.save_hf, &snapshot, SHARD_BYTES_MAX)?;
-    Ok(SftSummary { loss, parameters: policy.model().config().elements() })
+    Ok(SftSummary {
+        steps: losses.len() as u64,
+        loss: losses.last().copied().unwrap_or(f64::NAN),
+        parameters: policy.model().config().elements(),
+    })
+}
+
+/// Mean of the last [`LOSS_WINDOW`] losses, once there are so many.
+fn recent_mean(losses: &[f64]) -> Option<f64> {
+    let recent = losses.last_chunk::<LOSS_WINDOW>()?;
+    Some(recent.iter().sum::<f64>() / LOSS_WINDOW as f64)
 }
 
 fn batch(options: &SftOptions, step: u64, vocab_size: i64, device: Device) -> Result<Batch> {
@@ -91,6 +113,8 @@ fn batch(options: &SftOptions, step: u64, vocab_size: i64, device: Device) -> Re
     let texts: Vec<_> = problems.map(|problem| (problem.prompt(), problem.answer())).collect();
     let tokens: Vec<_> = texts.iter().map(|(prompt, answer)| [prompt.as_slice(), answer].concat()).collect();
     let samples = texts.iter().zip(&tokens).zip(0..);
-    let samples: Vec<_> = samples.map(|(((prompt, _), tokens), index)| Sample::supervised(tokens, prompt.len(), index)).collect();
+    let samples: Vec<_> = samples
+        .map(|(((prompt, _), tokens), index)| Sample::supervised(tokens, prompt.len(), index))
+        .collect();
     Batch::new(&samples, &token_weights(&samples, Reduction::PerToken), vocab_size, device)
 }

@@ -1,5 +1,7 @@
 //! A run that was interrupted goes on bit for bit.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::path::Path;
 
 use driftless_trainer::checkpoint::{self, Progress};
@@ -35,7 +37,8 @@ fn policy(config: Config, seed: i64) -> Policy {
 
 /// One step on data that depends on the step's number alone.
 fn train(policy: &mut Policy, step: i32) {
-    let rows: Vec<Vec<i32>> = (0..4).map(|row| (0..6 + row).map(|i| (i * 3 + row + step) % 16).collect()).collect();
+    let rows: Vec<Vec<i32>> =
+        (0..4).map(|row| (0..6 + row).map(|i| (i * 3 + row + step) % 16).collect()).collect();
     let samples: Vec<_> = rows.iter().map(|row| Sample::supervised(row, 2, 0)).collect();
     let batch = Batch::new(&samples, &[0.05; 4], 16, Device::Cpu).unwrap();
     policy.sft_step(&[batch], 1e-3).unwrap();
@@ -52,7 +55,9 @@ fn state(policy: &Policy, dir: &Path) -> Vec<u8> {
 }
 
 fn weights(policy: &Policy) -> Vec<f32> {
-    let flat = |parameter: &driftless_trainer::Parameter| Vec::<f32>::try_from(parameter.tensor.detach().flatten(0, -1)).unwrap();
+    let flat = |parameter: &driftless_trainer::Parameter| {
+        Vec::<f32>::try_from(parameter.tensor.detach().flatten(0, -1)).unwrap()
+    };
     policy.model().parameters().iter().flat_map(flat).collect()
 }
 
@@ -88,7 +93,8 @@ fn the_newest_is_loaded_and_the_oldest_are_deleted() {
     }
     // What a crash in the middle of saving leaves.
     std::fs::create_dir(dir.path().join("partial-step-00000011")).unwrap();
-    let mut names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let mut names: Vec<_> =
+        std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["partial-step-00000011", "step-00000002", "step-00000010"]);
     assert_eq!(checkpoint::load(dir.path(), &mut policy).unwrap(), Some(progress(10)));

@@ -1,7 +1,10 @@
 //! Losses against numbers worked out by hand, and gradients against differences.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use driftless_trainer::{
-    Batch, Error, Kl, PolicyLoss, Reduction, Sample, entropy, kl, log_probs, policy_loss, sft_loss, token_weights,
+    Batch, Error, Kl, PolicyLoss, Reduction, Sample, entropy, kl, log_probs, policy_loss, sft_loss,
+    token_weights,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -25,8 +28,14 @@ fn logits() -> Tensor {
 /// Prompt `0`, response `0 1`, so that the labels' probabilities are 1/2 and 1/4.
 fn batch(log_probs: [f64; 2], advantage: f32) -> Batch {
     let log_probs = log_probs.map(|p| p as f32);
-    let sample =
-        Sample { tokens: &[0, 0, 1], prompt_len: 1, loss_mask: &[], log_probs: &log_probs, rollout_id: 0, advantage };
+    let sample = Sample {
+        tokens: &[0, 0, 1],
+        prompt_len: 1,
+        loss_mask: &[],
+        log_probs: &log_probs,
+        rollout_id: 0,
+        advantage,
+    };
     let weights = token_weights(&[sample], Reduction::PerRollout);
     Batch::new(&[sample], &weights, 3, Device::Cpu).unwrap()
 }
@@ -107,7 +116,10 @@ fn gradients_are_those_of_the_loss() {
         let _ = step.get(index).fill_(1e-2);
         let step = step.view([1, 2, 3]);
         let slope = (number(&loss_at(&(logits() + &step))) - number(&loss_at(&(logits() - &step)))) / 2e-2;
-        assert!((slope - gradient.double_value(&[index])).abs() < 1e-3, "logit {index}: {slope} {gradient:?}");
+        assert!(
+            (slope - gradient.double_value(&[index])).abs() < 1e-3,
+            "logit {index}: {slope} {gradient:?}"
+        );
     }
 }
 

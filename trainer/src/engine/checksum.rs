@@ -54,7 +54,10 @@ fn padding(name: &str, tensor: &Tensor, vocab_size: i64) -> Vec<u8> {
         return Vec::new();
     }
     let rows = vocab_size.unsigned_abs().next_multiple_of(VOCABULARY_PADDING) - vocab_size.unsigned_abs();
-    let row = tensor.size().get(1).map_or(0, |width| width.unsigned_abs() as usize * tensor.kind().elt_size_in_bytes());
+    let row = tensor
+        .size()
+        .get(1)
+        .map_or(0, |width| width.unsigned_abs() as usize * tensor.kind().elt_size_in_bytes());
     vec![0; rows as usize * row]
 }
 

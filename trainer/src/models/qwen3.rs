@@ -357,7 +357,11 @@ fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor, tch::TchError> {
 /// Finds the model's tensors, in the order of [`Config::tensors`], after checking that `weights` are exactly the
 /// model's: every name, shape and dtype. A tied model may come with its head spelled out, as Hugging Face tolerates.
 fn locate(config: &Config, weights: &dyn Snapshot) -> Result<Vec<usize>> {
-    let wrong = |name: &str, expected: String, found: String| Error::Tensor { name: name.to_owned(), expected, found };
+    let wrong = |name: &str, expected: String, found: String| Error::Tensor {
+        name: name.to_owned(),
+        expected,
+        found,
+    };
     let mut found: BTreeMap<&str, usize> =
         weights.tensors().iter().enumerate().map(|(index, tensor)| (tensor.name.as_str(), index)).collect();
     let mut places = Vec::new();

@@ -56,7 +56,8 @@ pub(super) fn learn(
 /// What can be said of a rollout without learning from it.
 pub(super) fn describe(groups: &[Group]) -> StepMetrics {
     let records: Vec<&Record> = groups.iter().flat_map(|group| &group.records).collect();
-    let mean = |of: fn(&Record) -> f64| records.iter().map(|r| of(r)).sum::<f64>() / records.len().max(1) as f64;
+    let mean =
+        |of: fn(&Record) -> f64| records.iter().map(|r| of(r)).sum::<f64>() / records.len().max(1) as f64;
     StepMetrics {
         reward: mean(|record| f64::from(record.scalars().reward)),
         response_length: mean(|record| record.response().len() as f64),

@@ -174,7 +174,8 @@ impl Session<'_> {
             Some(updates) => Ok(rollout.saturating_sub(updates.step_of(version)?)),
             None => Ok(0),
         };
-        let learned = learn::learn(policy, &groups, &self.options.learn, self.options.rollout_temperature, staleness)?;
+        let learned =
+            learn::learn(policy, &groups, &self.options.learn, self.options.rollout_temperature, staleness)?;
         fail::fail_point!("train.step");
         self.step = rollout + 1;
         Ok(StepMetrics { rollout_id: rollout, train_ms: milliseconds(begin.elapsed()), ..learned })
@@ -200,17 +201,22 @@ impl Session<'_> {
         let Some(updates) = &mut self.updates else {
             return Ok(None);
         };
-        if updates.newest()?.is_some_and(|(_, step)| step == self.step) {
+        if let Some((version, step)) = updates.newest()?
+            && step == self.step
+        {
+            // A crash came between the commit and the record of it.
+            let recorded = updates.recorded(version)?;
             let label = self.label()?.ok_or(Error::Cancelled)?;
             self.block_on(self.fleet()?.wait_for_label(&label, self.options.update_deadline))?;
-            return Ok(None);
+            return Ok(Some(recorded));
         }
         let snapshot = self.snapshot()?;
         let mode = match self.options.update_weight_mode {
             UpdateWeightMode::Full => Mode::Full,
             UpdateWeightMode::Delta => Mode::Delta,
         };
-        let step = Step { trainer_step: self.step, checkpoint: Some(self.options.save.display().to_string()) };
+        let step =
+            Step { trainer_step: self.step, checkpoint: Some(self.options.save.display().to_string()) };
         let updates = self.updates.as_mut().ok_or(Error::Cancelled)?;
         let published = updates.publish(&snapshot, step, mode)?;
         let mut metrics = self.converge(&published)?;

@@ -65,7 +65,11 @@ impl Rollouts {
     }
 
     /// Success rates on held-out problems, sampled as the rollouts are and greedily. Nothing is logged.
-    pub(super) async fn evaluate(self: Arc<Self>, problems: u64, minimum: Option<Label>) -> Result<EvalMetrics> {
+    pub(super) async fn evaluate(
+        self: Arc<Self>,
+        problems: u64,
+        minimum: Option<Label>,
+    ) -> Result<EvalMetrics> {
         let held_out: Vec<_> = Problem::all(Split::HeldOut).into_iter().take(problems as usize).collect();
         let mut solved = [0.0; 2];
         for (temperature, solved) in [self.temperature, 0.0].into_iter().zip(&mut solved) {
@@ -84,7 +88,11 @@ impl Rollouts {
             }
         }
         let share = |solved: f64| solved / held_out.len().max(1) as f64;
-        Ok(EvalMetrics { problems: held_out.len() as u64, sampled: share(solved[0]), greedy: share(solved[1]) })
+        Ok(EvalMetrics {
+            problems: held_out.len() as u64,
+            sampled: share(solved[0]),
+            greedy: share(solved[1]),
+        })
     }
 
     /// The samples of `rollout` that are not in the log.
@@ -116,7 +124,8 @@ impl Rollouts {
     fn append(&self, rollout: u64, arrived: &[(Wanted, Generation)]) -> Result<()> {
         let columns = arrived.iter().map(|(wanted, generation)| Columns::of(wanted, generation));
         let columns = columns.collect::<Result<Vec<_>>>()?;
-        let records: Vec<_> = arrived.iter().zip(&columns).map(|(arrived, columns)| columns.record(rollout, arrived)).collect();
+        let records: Vec<_> =
+            arrived.iter().zip(&columns).map(|(arrived, columns)| columns.record(rollout, arrived)).collect();
         self.log.append_all(&records)?;
         Ok(())
     }
@@ -137,10 +146,18 @@ impl Columns {
             let label: Label = span.label.parse()?;
             Ok(buffer::VersionSpan { version: label.version(), start: span.start, end: span.end })
         });
-        Ok(Columns { tokens, loss_mask: vec![1; generation.output_ids.len()], spans: spans.collect::<Result<_>>()? })
+        Ok(Columns {
+            tokens,
+            loss_mask: vec![1; generation.output_ids.len()],
+            spans: spans.collect::<Result<_>>()?,
+        })
     }
 
-    fn record<'a>(&'a self, rollout: u64, (wanted, generation): &'a (Wanted, Generation)) -> buffer::Sample<'a> {
+    fn record<'a>(
+        &'a self,
+        rollout: u64,
+        (wanted, generation): &'a (Wanted, Generation),
+    ) -> buffer::Sample<'a> {
         let finish = match generation.finish {
             Finish::Stop => buffer::Finish::Stop,
             Finish::Length => buffer::Finish::Length,

@@ -61,6 +61,18 @@ impl Updates {
         Ok(self.publisher.publish(snapshot, step, mode)?)
     }
 
+    /// What the store still tells of the newest version: its sizes, not the times it took.
+    pub(super) fn recorded(&self, version: Version) -> Result<PublicationMetrics> {
+        let manifest = self.run().get(super::MODEL, version)?.manifest;
+        Ok(PublicationMetrics {
+            version: version.0,
+            publication_bytes: manifest.object_bytes() + manifest.to_bytes()?.len() as u64,
+            full_bytes: manifest.tensor_bytes(),
+            density: manifest.changed as f64 / manifest.elements().max(1) as f64,
+            ..PublicationMetrics::default()
+        })
+    }
+
     /// What the followers wrote about `version`: the slowest prepare and the longest pause, in milliseconds.
     pub(super) fn acknowledged(&self, version: Version) -> Result<(f64, f64)> {
         let (mut prepare, mut pause) = (0.0_f64, 0.0_f64);

@@ -1,0 +1,130 @@
+//! A cold start leaves a checkpoint that this crate, and Hugging Face's `transformers`, read alike.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::Path;
+use std::process::Command;
+
+use driftless_trainer::tasks::arithmetic::{Problem, Recipe, Split};
+use driftless_trainer::{Config, Kind, Policy, PolicySnapshot, Qwen3, SftOptions, sft};
+use driftless_transport::{Checkpoint, Snapshot};
+use tch::{Device, Tensor};
+
+const SEED: u64 = 3;
+/// The tokens that the logits are compared on: two prompts of the task.
+const TOKENS: [[i64; 7]; 2] = [[1, 6, 7, 13, 8, 11, 14], [1, 12, 12, 13, 4, 3, 14]];
+
+fn cold_start(dir: &Path, published: Kind, steps: u64) -> SftOptions {
+    let config = Config { num_hidden_layers: 2, ..Recipe::default().config };
+    SftOptions {
+        config,
+        hf_checkpoint: None,
+        save_hf: dir.to_owned(),
+        published,
+        steps,
+        stop_loss: None,
+        batch_size: 64,
+        lr: 1e-3,
+        seed: SEED,
+        num_threads: 1,
+        device: "cpu".to_owned(),
+    }
+}
+
+fn logits(dir: &Path) -> Vec<f32> {
+    let _guard = tch::no_grad_guard();
+    let model = Qwen3::open(dir, Kind::Float, Device::Cpu).unwrap();
+    let tokens = Tensor::from_slice2(&TOKENS);
+    Vec::try_from(model.forward(&tokens).unwrap().flatten(0, -1)).unwrap()
+}
+
+#[test]
+fn the_demo_model_has_a_million_parameters() {
+    let recipe = Recipe::default();
+    recipe.config.check().unwrap();
+    assert!(recipe.config.elements() >= 1_000_000);
+    assert!(recipe.config.num_attention_heads > recipe.config.num_key_value_heads);
+}
+
+#[test]
+fn a_cold_start_learns_and_is_a_function_of_its_seed() {
+    let dir = tempfile::tempdir().unwrap();
+    let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
+    let mut losses = Vec::new();
+    let summary = sft(&cold_start(&a, Kind::BFloat16, 15), |_, loss| losses.push(loss)).unwrap();
+    sft(&cold_start(&b, Kind::BFloat16, 15), |_, _| {}).unwrap();
+    println!("seed {SEED}, losses {losses:?}");
+    assert_eq!(losses.len(), 15);
+    assert!(summary.loss < 0.8 * losses[0]);
+    for file in ["model.safetensors", "config.json", "tokenizer.json"] {
+        assert_eq!(std::fs::read(a.join(file)).unwrap(), std::fs::read(b.join(file)).unwrap(), "{file}");
+    }
+    assert_eq!(Config::published_kind(&a).unwrap(), Kind::BFloat16);
+    // From there on: the same weights, and the same files beside them.
+    let model = Qwen3::open(&a, Kind::Float, Device::Cpu).unwrap();
+    let policy = Policy::new(model, Kind::BFloat16, Default::default()).unwrap();
+    let snapshot = PolicySnapshot::new(&policy, &a).unwrap();
+    let checkpoint = Checkpoint::open(&a).unwrap();
+    assert_eq!(snapshot.tensors(), checkpoint.tensors());
+    assert_eq!(snapshot.files(), checkpoint.files());
+    for index in 0..snapshot.tensors().len() {
+        assert_eq!(snapshot.bytes(index).unwrap(), checkpoint.bytes(index).unwrap());
+    }
+}
+
+#[test]
+fn a_cold_start_stops_at_the_loss_that_is_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = SftOptions { stop_loss: Some(2.3), ..cold_start(&dir.path().join("hf"), Kind::Float, 100) };
+    let mut losses = Vec::new();
+    let summary = sft(&options, |_, loss| losses.push(loss)).unwrap();
+    let mean = |last: &[f64]| last.iter().sum::<f64>() / 5.0;
+    println!("seed {SEED}, losses {losses:?}");
+    assert_eq!(summary.steps, losses.len() as u64);
+    assert!(losses.len() < 100);
+    let reached: Vec<bool> = losses.windows(5).map(|window| mean(window) <= 2.3).collect();
+    assert_eq!(reached.iter().position(|&reached| reached), Some(reached.len() - 1));
+}
+
+#[test]
+fn transformers_computes_the_same() {
+    const PYTHON: &str = "DRIFTLESS_TRANSFORMERS_PYTHON";
+    let Ok(python) = std::env::var(PYTHON) else {
+        println!("skipped: {PYTHON} names no Python interpreter that has torch and transformers");
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    for (name, tied) in [("tied", true), ("untied", false)] {
+        let dir = dir.path().join(name);
+        let mut options = cold_start(&dir, Kind::Float, 3);
+        options.config.tie_word_embeddings = tied;
+        sft(&options, |_, _| {}).unwrap();
+        let problem = Problem::draw(Split::Sft, 0, SEED);
+        let script = format!(
+            "import json, sys, torch\n\
+             from transformers import AutoModelForCausalLM, AutoTokenizer\n\
+             model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, attn_implementation='eager')\n\
+             tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n\
+             logits = model(torch.tensor({TOKENS:?})).logits.flatten().tolist()\n\
+             print(json.dumps([logits, tokenizer('34+58=')['input_ids'], tokenizer.decode({:?})]))\n",
+            problem.prompt()
+        );
+        let output = Command::new(&python)
+            .arg("-c")
+            .arg(script)
+            .arg(&dir)
+            .env("HF_HUB_OFFLINE", "1")
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let (theirs, ids, text): (Vec<f32>, Vec<i32>, String) =
+            serde_json::from_slice(&output.stdout).unwrap();
+        let ours = logits(&dir);
+        assert_eq!(ours.len(), theirs.len());
+        let difference = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        println!("{name}: largest difference of logits {difference}");
+        assert!(difference < 1e-5, "{difference}");
+        assert_eq!(ids, [1, 6, 7, 13, 8, 11, 14]);
+        assert!(text.starts_with("<bos>") && text.ends_with('='), "{text}");
+    }
+}
