@@ -6,59 +6,51 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/stage.rs"]
+mod stage;
 
-use common::{Process, driftless, free_port, run};
+use common::Process;
 use driftless::bridge::{Client, ClientOptions, checksums};
 use driftless::buffer::{self, Reader};
 use driftless::transport::{Checkpoint, Run, Snapshot, Version, open};
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
-const STEPS: u64 = 3;
-const GROUPS: u64 = 4;
-const SAMPLES: u64 = 2;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Victim {
-    Trainer,
-    Follower,
-    Engine,
-}
+use stage::{GROUPS, Role, SAMPLES, STEPS, Stage, cold_start};
 
 /// Who is killed, where, and at which passage of that point. The trainer's baseline and the follower's checkpoint are
 /// the same kind of replica, so both pass the points of an apply.
-const KILLS: &[(Victim, &str, u32)] = &[
-    (Victim::Trainer, "publish.encode", 2),
-    (Victim::Trainer, "publish.upload", 1),
-    (Victim::Trainer, "publish.manifest", 1),
-    (Victim::Trainer, "publish.manifest", 2),
-    (Victim::Trainer, "publish.committed", 1),
-    (Victim::Trainer, "publish.committed", 3),
-    (Victim::Trainer, "follow.journal", 2),
-    (Victim::Trainer, "follow.apply", 2),
-    (Victim::Trainer, "follow.marker", 1),
-    (Victim::Trainer, "follow.marker", 2),
-    (Victim::Trainer, "log.append", 1),
-    (Victim::Trainer, "log.append", 11),
-    (Victim::Trainer, "log.commit", 12),
-    (Victim::Trainer, "train.step", 2),
-    (Victim::Trainer, "train.checkpoint", 1),
-    (Victim::Trainer, "train.checkpoint", 3),
-    (Victim::Follower, "follow.fetch", 1),
-    (Victim::Follower, "follow.journal", 2),
-    (Victim::Follower, "follow.apply", 2),
-    (Victim::Follower, "follow.marker", 1),
-    (Victim::Follower, "follow.marker", 3),
-    (Victim::Follower, "follow.activate", 1),
-    (Victim::Follower, "follow.activate", 3),
-    (Victim::Follower, "activate.paused", 1),
-    (Victim::Follower, "activate.paused", 3),
-    (Victim::Engine, "engine.generate", 1),
-    (Victim::Engine, "engine.generate", 9),
-    (Victim::Engine, "engine.load", 1),
-    (Victim::Engine, "engine.load", 3),
+const KILLS: &[(Role, &str, u32)] = &[
+    (Role::Trainer, "publish.encode", 2),
+    (Role::Trainer, "publish.upload", 1),
+    (Role::Trainer, "publish.manifest", 1),
+    (Role::Trainer, "publish.manifest", 2),
+    (Role::Trainer, "publish.committed", 1),
+    (Role::Trainer, "publish.committed", 3),
+    (Role::Trainer, "follow.journal", 2),
+    (Role::Trainer, "follow.apply", 2),
+    (Role::Trainer, "follow.marker", 1),
+    (Role::Trainer, "follow.marker", 2),
+    (Role::Trainer, "log.append", 1),
+    (Role::Trainer, "log.append", 11),
+    (Role::Trainer, "log.commit", 12),
+    (Role::Trainer, "train.step", 2),
+    (Role::Trainer, "train.checkpoint", 1),
+    (Role::Trainer, "train.checkpoint", 3),
+    (Role::Follower, "follow.fetch", 1),
+    (Role::Follower, "follow.journal", 2),
+    (Role::Follower, "follow.apply", 2),
+    (Role::Follower, "follow.marker", 1),
+    (Role::Follower, "follow.marker", 3),
+    (Role::Follower, "follow.activate", 1),
+    (Role::Follower, "follow.activate", 3),
+    (Role::Follower, "activate.paused", 1),
+    (Role::Follower, "activate.paused", 3),
+    (Role::Engine, "engine.generate", 1),
+    (Role::Engine, "engine.generate", 9),
+    (Role::Engine, "engine.load", 1),
+    (Role::Engine, "engine.load", 3),
 ];
 
 #[test]
@@ -83,109 +75,30 @@ fn every_kill_ends_in_a_whole_run() {
     for (point, [trainer, follower, engine]) in &table {
         println!("{point:18} {trainer:7} {follower:8} {engine:6}");
     }
-    let hit = |point: &str, victim: Victim| table.get(point).is_some_and(|kills| kills[victim as usize] > 0);
+    let hit = |point: &str, victim: Role| table.get(point).is_some_and(|kills| kills[victim as usize] > 0);
     assert!(KILLS.iter().all(|(victim, point, _)| hit(point, *victim)), "every point was hit");
 }
 
-fn cold_start(dir: &Path) -> PathBuf {
-    let config = dir.join("config.json");
-    std::fs::write(&config, common::TINY_CONFIG).expect("a config");
-    let model = dir.join("model");
-    run(driftless()
-        .args(["train", "--loss-type", "sft_loss", "--num-rollout", "5", "--seed", "3"])
-        .arg("--model-config")
-        .arg(&config)
-        .arg("--save")
-        .arg(dir.join("sft"))
-        .arg("--save-hf")
-        .arg(&model));
-    model
-}
-
-/// One run: a trainer, an engine, a follower, and the directories they share.
-struct Stage {
-    dir: PathBuf,
-    model: PathBuf,
-    port: u16,
-}
-
 impl Stage {
-    fn new(dir: &Path, model: &Path) -> Stage {
-        Stage { dir: dir.to_path_buf(), model: model.to_path_buf(), port: free_port() }
-    }
-
-    fn command(&self, who: Victim) -> Command {
-        let mut command = driftless();
-        match who {
-            Victim::Engine => {
-                command.args(["serve", "--port", &self.port.to_string(), "--num-threads", "1"]);
-                command.arg("--model-path").arg(&self.model);
-            }
-            Victim::Follower => {
-                command.args(["follow", "--run", "crash", "--id", "host-0", "--poll-ms", "20"]);
-                command.args(["--engine", &format!("http://127.0.0.1:{}", self.port)]);
-                command.arg("--store").arg(self.dir.join("store"));
-                command.arg("--checkpoint-dir").arg(self.dir.join("host"));
-                command.arg("--hf-checkpoint").arg(&self.model);
-            }
-            Victim::Trainer => {
-                command.args(["train", "--run", "crash", "--seed", "3", "--num-rollout", &STEPS.to_string()]);
-                command.args(["--rollout-batch-size", &GROUPS.to_string()]);
-                command.args(["--n-samples-per-prompt", &SAMPLES.to_string()]);
-                // The entropy term moves the weights also where all rewards are equal.
-                command.args([
-                    "--lr",
-                    "1e-3",
-                    "--entropy-coef",
-                    "0.01",
-                    "--n-eval-prompts",
-                    "4",
-                    "--num-threads",
-                    "1",
-                ]);
-                command.args(["--check-weight-update-equal"]);
-                command.args(["--rollout-external-engine-addrs", &format!("127.0.0.1:{}", self.port)]);
-                command.arg("--hf-checkpoint").arg(&self.model);
-                command.arg("--store").arg(self.dir.join("store"));
-                command.arg("--save").arg(self.dir.join("rl"));
-                command.arg("--save-hf").arg(self.dir.join("final"));
-            }
-        }
-        command
-    }
-
-    fn start(&self, who: Victim, kill_at: Option<&str>) -> Process {
-        let mut command = self.command(who);
-        if let Some(point) = kill_at {
-            command.env("DRIFTLESS_KILL_AT", point);
-        }
-        let name = format!("{who:?}").to_lowercase();
-        let mut process = Process::start(&name, &self.dir, &mut command);
-        if who == Victim::Engine && kill_at.is_none() {
-            process.listening(self.port);
-        }
-        process
-    }
-
     /// Runs it with one kill; false if the run was over before the point was passed that often.
-    fn play(&self, victim: Victim, point: &str, passage: u32) -> bool {
+    fn play(&self, victim: Role, point: &str, passage: u32) -> bool {
         let kill_at = format!("{point}:{passage}");
         let arm = |who| (who == victim).then_some(kill_at.as_str());
-        let mut engine = self.start(Victim::Engine, arm(Victim::Engine));
+        let mut engine = self.start(Role::Engine, arm(Role::Engine));
         engine.listening(self.port);
-        let mut follower = self.start(Victim::Follower, arm(Victim::Follower));
-        let mut trainer = self.start(Victim::Trainer, arm(Victim::Trainer));
+        let mut follower = self.start(Role::Follower, arm(Role::Follower));
+        let mut trainer = self.start(Role::Trainer, arm(Role::Trainer));
         let doomed = match victim {
-            Victim::Trainer => &mut trainer,
-            Victim::Follower => &mut follower,
-            Victim::Engine => &mut engine,
+            Role::Trainer => &mut trainer,
+            Role::Follower => &mut follower,
+            Role::Engine => &mut engine,
         };
         let killed = self.await_kill(doomed, victim);
         let acknowledged = self.acknowledged();
         match victim {
-            Victim::Trainer if killed => trainer = self.start(victim, None),
-            Victim::Follower if killed => follower = self.start(victim, None),
-            Victim::Engine if killed => engine = self.start(victim, None),
+            Role::Trainer if killed => trainer = self.start(victim, None),
+            Role::Follower if killed => follower = self.start(victim, None),
+            Role::Engine if killed => engine = self.start(victim, None),
             _ => {}
         }
         trainer.succeed();
@@ -196,10 +109,10 @@ impl Stage {
     }
 
     /// Waits for the victim's death by SIGKILL, or for the end of the run.
-    fn await_kill(&self, doomed: &mut Process, victim: Victim) -> bool {
+    fn await_kill(&self, doomed: &mut Process, victim: Role) -> bool {
         let over = self.dir.join("final/config.json");
         doomed.until("the kill", |process| match process.ended() {
-            Some(status) if victim == Victim::Trainer && status.success() => Some(false),
+            Some(status) if victim == Role::Trainer && status.success() => Some(false),
             Some(status) => {
                 assert_eq!(status.signal(), Some(9), "{victim:?} ended with {status}:\n{}", process.output());
                 Some(true)
@@ -249,7 +162,7 @@ impl Stage {
     /// Trainer, store, host and engine hold the same newest version.
     fn check_fleet(&self) {
         let store = open(&self.dir.join("store").to_string_lossy()).expect("a store");
-        let run = Run::open(store, "crash").expect("the run");
+        let run = Run::open(store, "test").expect("the run");
         let newest = run.newest("policy").expect("a chain").expect("a version");
         assert_eq!(newest.manifest.trainer_step, STEPS);
         for version in 0..=newest.manifest.version.0 {

@@ -65,22 +65,28 @@ const LANES: &[Lane] = &[
     Lane { name: "doc", what: "documentation without a broken link", needs: &[Need::Libtorch], run: doc },
     Lane {
         name: "torch",
-        what: "models, losses, exact resume, the embedded engine in every dialect",
+        what: "models, losses, exact resume, the embedded engine in every dialect, the loop's modes",
         needs: &[Need::Libtorch],
         run: torch,
     },
     Lane {
         name: "sglang",
-        what: "the loop against unmodified SGLang 0.5.23",
+        what: "the loop and the engine suite against unmodified SGLang 0.5.23, our logits against transformers",
         needs: &[Need::Libtorch, Need::Sglang],
         run: with_sglang,
     },
     Lane { name: "crash", what: "kill -9 at every named point", needs: &[Need::Libtorch], run: crash },
     Lane {
         name: "demo",
-        what: "the demo, shortened",
+        what: "the demo, a few steps of it",
         needs: &[Need::Libtorch],
         run: |c| c.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"])),
+    },
+    Lane {
+        name: "loom",
+        what: "the log's reservations and commits in every order of threads",
+        needs: &[],
+        run: loom,
     },
     Lane { name: "fuzz", what: "fuzzing, 30 s a target", needs: &[Need::CargoFuzz], run: fuzz },
 ];
@@ -274,13 +280,19 @@ fn doc(context: &Context) -> Result<()> {
 }
 
 fn torch(context: &Context) -> Result<()> {
-    context.cargo(&["test", "-p", "driftless-trainer"])
+    context.cargo(&["test", "-p", "driftless-trainer"])?;
+    context.cargo(&["test", "-p", "driftless", "--features", ALL, "--test", "train"])
 }
 
 fn with_sglang(context: &Context) -> Result<()> {
     let cache = crate::cache_dir()?;
     let work = context.root.join("target/lanes/sglang");
     sglang::conformance(&cache, &work, process::free_port()?)?;
+    context.logged(
+        Command::new("cargo")
+            .args(["test", "-p", "driftless-trainer", "--test", "task"])
+            .env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache)),
+    )?;
     context.logged(
         Command::new("cargo")
             .args(["test", "-p", "driftless", "--features", ALL, "--test", "sglang", "--", "--nocapture"])
@@ -296,6 +308,16 @@ fn crash(context: &Context) -> Result<()> {
         command.env("DRIFTLESS_LONG", "1");
     }
     context.logged(&mut command)
+}
+
+fn loom(context: &Context) -> Result<()> {
+    context.logged(
+        Command::new("cargo")
+            .args(["test", "-p", "driftless-buffer", "--lib", "interleavings"])
+            .env("RUSTFLAGS", "--cfg loom")
+            // Another cfg is another build of every dependency.
+            .env("CARGO_TARGET_DIR", context.root.join("target/loom")),
+    )
 }
 
 fn fuzz(context: &Context) -> Result<()> {

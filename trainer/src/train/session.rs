@@ -20,7 +20,7 @@ use super::{Debug, Event, MODEL, Observer, TrainOptions};
 use crate::checkpoint::{self, Progress};
 use crate::config::Config;
 use crate::error::{Error, Result, io};
-use crate::metrics::{EvalMetrics, MetricsFile, PublicationMetrics, StepMetrics};
+use crate::metrics::{self, EvalMetrics, MetricsFile, PublicationMetrics, StepMetrics};
 use crate::models::Qwen3;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
@@ -97,13 +97,10 @@ impl<'o> Session<'o> {
         let (policy, progress) = open_policy(options)?;
         let step = progress.as_ref().map_or(0, |progress| progress.step);
         let metrics_path = options.save.join("metrics.jsonl");
-        let unfinished = match progress.and_then(|progress| progress.metrics) {
-            // Its line is rewritten: whether it was published shows only in the store.
-            Some(last) if step > 0 => Some(last),
-            _ => None,
-        };
-        let recorded = step - u64::from(unfinished.is_some());
-        let metrics = MetricsFile::open(&metrics_path, recorded)?;
+        // The line of a step is its last trace: without it, the step may not have been published.
+        let recorded = metrics::read(&metrics_path)?.iter().any(|last| last.rollout_id + 1 == step);
+        let unfinished = progress.and_then(|progress| progress.metrics).filter(|_| !recorded);
+        let metrics = MetricsFile::open(&metrics_path, step)?;
         let mut session = Session {
             options,
             observer,
@@ -303,6 +300,15 @@ fn open_policy(options: &TrainOptions) -> Result<(Option<Policy>, Option<Progres
     let published = Config::published_kind(&options.hf_checkpoint)?;
     let mut policy = Policy::new(model, published, adamw)?;
     let progress = checkpoint::load(&checkpoints(options), &mut policy)?;
+    if let Some(progress) = progress.as_ref().filter(|progress| progress.seed != options.seed) {
+        // Its rollouts were drawn with the other seed: going on would mix two runs.
+        return Err(Error::Resume {
+            path: checkpoints(options),
+            what: "seed",
+            expected: options.seed.to_string(),
+            found: progress.seed.to_string(),
+        });
+    }
     Ok((Some(policy), progress))
 }
 

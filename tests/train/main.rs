@@ -1,0 +1,116 @@
+//! The loop's modes: one step off, the two debugging modes, a longer run after a finished one, and what it refuses.
+
+#![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../common/stage.rs"]
+mod stage;
+
+use common::{Process, driftless, run};
+use serde_json::Value;
+use stage::{GROUPS, Role, SAMPLES, STEPS, Stage, cold_start};
+use std::path::Path;
+
+/// The recorded steps.
+fn steps(stage: &Stage) -> Vec<Value> {
+    let text = std::fs::read_to_string(stage.dir.join("rl/metrics.jsonl")).expect("metrics");
+    text.lines().map(|line| serde_json::from_str(line).expect("a step")).collect()
+}
+
+/// Runs a trainer with more flags to its end.
+fn train(stage: &Stage, flags: &[&str]) {
+    let mut command = stage.command(Role::Trainer);
+    Process::start("trainer", &stage.dir, command.args(flags)).succeed();
+}
+
+#[test]
+fn one_step_off_trains_on_samples_one_step_old() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    let _engine = stage.start(Role::Engine, None);
+    let _follower = stage.start(Role::Follower, None);
+    train(&stage, &["--train-async"]);
+    let stale: Vec<_> = steps(&stage).iter().map(|step| step["staleness_max"].as_u64()).collect();
+    assert_eq!(stale[0], Some(0), "the first rollout has nobody to lag behind");
+    assert!(stale[1..].iter().all(|age| *age <= Some(1)), "{stale:?}");
+    assert!(stale[1..].contains(&Some(1)), "generation and training overlapped: {stale:?}");
+}
+
+#[test]
+fn a_finished_run_goes_on_when_more_steps_are_asked_for() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    let _engine = stage.start(Role::Engine, None);
+    let _follower = stage.start(Role::Follower, None);
+    train(&stage, &[]);
+    let first = steps(&stage);
+    stage.steps = STEPS + 2;
+    train(&stage, &[]);
+    let second = steps(&stage);
+    assert_eq!(second.len() as u64, STEPS + 2);
+    assert_eq!(second[..first.len()], first, "what was recorded stays");
+    assert_eq!(second[STEPS as usize]["publication"]["version"], STEPS + 1);
+}
+
+#[test]
+fn rollouts_alone_can_be_trained_on_later() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    let engine = stage.start(Role::Engine, None);
+    train(&stage, &["--debug-rollout-only"]);
+    assert_eq!(steps(&stage).len() as u64, STEPS);
+    assert!(!stage.dir.join("store").exists(), "nothing is published");
+    drop(engine);
+    train(&stage, &["--debug-train-only"]);
+    let trained = steps(&stage);
+    assert!(trained.iter().all(|step| step["grad_norm"].as_f64() > Some(0.0)), "{trained:?}");
+    assert!(stage.dir.join("final/model.safetensors").exists());
+    let stat = common::json(driftless().args(["log", "stat"]).arg(stage.dir.join("rl/log")));
+    assert_eq!(stat["samples"], STEPS * GROUPS * SAMPLES);
+}
+
+#[test]
+fn an_engine_of_another_model_is_refused_by_name() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    let _engine = stage.start(Role::Engine, None);
+    let other = other_model(&dir.path().join("other"));
+    let mut command = stage.command(Role::Trainer);
+    let output = command.arg("--debug-rollout-only").output().expect("it starts");
+    assert!(output.status.success(), "its own model it takes");
+    let wrong = Stage { dir: dir.path().join("wrong"), model: other, ..stage };
+    std::fs::create_dir_all(&wrong.dir).expect("a directory");
+    let output = wrong.command(Role::Trainer).arg("--debug-rollout-only").output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("hidden_size") && error.contains(&wrong.port.to_string()), "{error}");
+}
+
+/// A model of another width.
+fn other_model(dir: &Path) -> std::path::PathBuf {
+    std::fs::create_dir_all(dir).expect("a directory");
+    let config = dir.join("config.json");
+    std::fs::write(&config, common::TINY_CONFIG.replace("\"hidden_size\": 64", "\"hidden_size\": 96"))
+        .expect("a config");
+    let model = dir.join("model");
+    run(driftless()
+        .args(["train", "--loss-type", "sft_loss", "--num-rollout", "1", "--save"])
+        .arg(dir)
+        .arg("--model-config")
+        .arg(&config)
+        .arg("--save-hf")
+        .arg(&model));
+    model
+}
+
+#[test]
+fn a_port_in_use_is_told_as_such() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    let _engine = stage.start(Role::Engine, None);
+    let output = stage.command(Role::Engine).output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains(&format!("listen on 127.0.0.1:{}", stage.port)), "{error}");
+}
