@@ -42,6 +42,9 @@ struct Cli {
     /// Print results as JSON, for scripts.
     #[arg(long, global = true)]
     json: bool,
+    /// End with SIGKILL when the process that started this one ends, however it ends; for supervisors (Linux).
+    #[arg(long, global = true)]
+    die_with_parent: bool,
 }
 
 #[derive(Subcommand)]
@@ -79,6 +82,9 @@ pub(crate) fn main() -> ExitCode {
         Ok(scenario) => scenario,
         Err(error) => return fail(&error),
     };
+    if cli.die_with_parent {
+        die_with_parent();
+    }
     let output = Output { json: cli.json };
     let outcome = match cli.command {
         #[cfg(feature = "torch")]
@@ -94,6 +100,16 @@ pub(crate) fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(&error),
+    }
+}
+
+/// Otherwise a supervisor that is killed would leave processes behind that hold its directories.
+fn die_with_parent() {
+    let parent = rustix::process::getppid();
+    let asked = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+    // It may have ended before it was asked about; then nobody is left to end with.
+    if asked.is_err() || rustix::process::getppid() != parent {
+        tracing::warn!("the parent process cannot be watched");
     }
 }
 

@@ -85,7 +85,7 @@ impl Demo {
 
     fn learn(&self, fleet: &mut Fleet) -> Result<()> {
         let mut command = Command::new(&self.program);
-        command.args(["train", "--seed", &self.seed.to_string(), "--run", "demo"]);
+        command.args(["train", "--die-with-parent", "--seed", &self.seed.to_string(), "--run", "demo"]);
         command.arg("--hf-checkpoint").arg(self.sft());
         command.arg("--store").arg(self.store());
         command.arg("--save").arg(self.dir.join("rl"));
@@ -180,14 +180,18 @@ impl Host {
         let dir = demo.dir.join(format!("host-{index}"));
         let mut engine = Supervised::start(&format!("engine-{index}"), &dir, || {
             let mut command = Command::new(&demo.program);
-            command.arg("serve").arg("--model-path").arg(demo.sft());
+            command.args(["serve", "--die-with-parent"]).arg("--model-path").arg(demo.sft());
             command.args(["--port", &port.to_string(), "--num-threads", "1"]);
             command
         })?;
         engine.wait_listening(port)?;
         let follower = Supervised::start(&format!("follower-{index}"), &dir, || {
             let mut command = Command::new(&demo.program);
-            command.arg("follow").arg("--store").arg(demo.store()).args(["--run", "demo"]);
+            command
+                .args(["follow", "--die-with-parent"])
+                .arg("--store")
+                .arg(demo.store())
+                .args(["--run", "demo"]);
             command.arg("--checkpoint-dir").arg(dir.join("checkpoint"));
             command.arg("--hf-checkpoint").arg(demo.sft());
             command.args(["--engine", &format!("http://127.0.0.1:{port}")]);

@@ -222,9 +222,9 @@ impl Need {
                 found.is_none().then(|| "SGLang 0.5.23, 10 GB (cargo xtask setup --sglang)".to_owned())
             }
             Need::CargoFuzz => {
-                let version = Command::new("cargo").args(["fuzz", "--version"]).output();
+                let version = Command::new("cargo").args(["+nightly", "fuzz", "--version"]).output();
                 let found = version.is_ok_and(|output| output.status.success());
-                (!found).then(|| "cargo-fuzz (cargo install --locked cargo-fuzz)".to_owned())
+                (!found).then(|| "cargo-fuzz on a nightly toolchain (cargo install --locked cargo-fuzz; rustup toolchain install nightly)".to_owned())
             }
         }
     }
