@@ -45,7 +45,9 @@ fn download(home: &Path) -> Result<()> {
             .args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"])
             .arg(&partial)
             .arg(format!("torch=={VERSION}"))
-            .args(["nvidia-cuda-runtime==13.0.*", "nvidia-cuda-cupti==13.0.*"]),
+            .args(["nvidia-cuda-runtime==13.0.*", "nvidia-cuda-cupti==13.0.*"])
+            // It warns of installing as root into the system; this goes into a directory of ours.
+            .env("PIP_ROOT_USER_ACTION", "ignore"),
     )?;
     match std::fs::rename(&partial, home) {
         Ok(()) => Ok(()),
