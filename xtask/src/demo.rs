@@ -74,7 +74,14 @@ impl Demo {
             return Ok(());
         }
         let mut command = Command::new(&self.program);
-        command.args(["train", "--loss-type", "sft_loss", "--seed", &self.seed.to_string()]);
+        command.args([
+            "train",
+            "--die-with-parent",
+            "--loss-type",
+            "sft_loss",
+            "--seed",
+            &self.seed.to_string(),
+        ]);
         command.arg("--save").arg(self.dir.join("sft"));
         command.arg("--save-hf").arg(self.sft());
         if self.smoke {
