@@ -114,6 +114,8 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
     let links = links.collect::<Result<Vec<_>>>()?;
     let shown = json!({"run": run.name(), "run_id": run.id(), "model": model, "chain": links});
     output.print(&shown, |_| {
+        // A reference stores nothing that could be compared with anything.
+        let stored = |link: &Link, text: String| if link.kind == "reference" { "-".to_owned() } else { text };
         let row = |link: &Link| {
             vec![
                 link.version.to_string(),
@@ -121,8 +123,8 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
                 link.base.map_or_else(|| "-".to_owned(), |base| base.to_string()),
                 link.trainer_step.to_string(),
                 link.bytes.to_string(),
-                format!("{:.1}x", link.full_bytes as f64 / link.bytes.max(1) as f64),
-                format!("{:.3} %", 100.0 * link.density),
+                stored(link, format!("{:.1}x", link.full_bytes as f64 / link.bytes.max(1) as f64)),
+                stored(link, format!("{:.3} %", 100.0 * link.density)),
                 link.manifest_digest.chars().take(16).collect(),
             ]
         };
