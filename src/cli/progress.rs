@@ -23,11 +23,6 @@ pub(crate) fn bytes(total: u64, what: &str) -> ProgressBar {
     bar
 }
 
-/// A line above the bar; plain where there is no bar to be seen.
-pub(crate) fn line(bar: &ProgressBar, text: &str) {
-    if bar.is_hidden() { eprintln!("{text}") } else { bar.println(text) }
-}
-
 fn target() -> ProgressDrawTarget {
     if std::io::stderr().is_terminal() {
         ProgressDrawTarget::stderr_with_hz(8)

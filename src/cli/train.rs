@@ -368,7 +368,7 @@ fn show(bar: &ProgressBar, event: &Event<'_>) {
     match event {
         Event::Begin { step, of } => {
             if *step > 0 {
-                progress::line(bar, &format!("rl: going on at step {step} of {of}"));
+                line(bar, &format!("rl: going on at step {step} of {of}"));
             }
             bar.set_position(*step);
         }
@@ -376,7 +376,7 @@ fn show(bar: &ProgressBar, event: &Event<'_>) {
         Event::Generating { rollout, done, total } => {
             bar.set_message(format!("rollout {rollout}: {done} of {total} samples"));
         }
-        Event::Evaluated { step, eval } => progress::line(
+        Event::Evaluated { step, eval } => line(
             bar,
             &format!(
                 "rl: step {step}: {:.3} of {} held-out problems solved ({:.3} greedily)",
@@ -389,4 +389,9 @@ fn show(bar: &ProgressBar, event: &Event<'_>) {
         }
         _ => {}
     }
+}
+
+/// A line above the bar; plain where there is no bar to be seen.
+fn line(bar: &ProgressBar, text: &str) {
+    if bar.is_hidden() { eprintln!("{text}") } else { bar.println(text) }
 }

@@ -56,9 +56,10 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "clippy",
-        what: "lints, all features",
+        what: "lints, with and without libtorch",
         needs: &[Need::Libtorch],
         run: |c| {
+            c.cargo(&["clippy", "--all-targets", "--", "-D", "warnings"])?;
             c.cargo(&["clippy", "--workspace", "--all-targets", "--features", ALL, "--", "-D", "warnings"])
         },
     },
