@@ -1,4 +1,18 @@
-//! Facade.
+//! driftless keeps a fleet of inference engines in step with an RL trainer: lossless weight deltas, crash-safe
+//! publications, a durable rollout log.
+//!
+//! This package re-exports the crates of the workspace, each behind the feature of its name:
+//!
+//! | Feature | Module | What it is | Default |
+//! |---|---|---|---|
+//! | `delta` | [`delta`] | the codec: bytes in, bytes out | yes |
+//! | `transport` | [`transport`] | publications: stores, manifests, publish, follow | yes |
+//! | `buffer` | [`buffer`] | the rollout log | yes |
+//! | `bridge` | [`bridge`] | inference engines: attach, generate, activate | yes |
+//! | `cli` | – | the `driftless` command | yes |
+//! | `torch` | `trainer` | models, losses, the loop, the embedded engine; links libtorch 2.11 | no |
+//! | `failpoints` | – | crash points, for kill tests | no |
+
 #[cfg(feature = "bridge")]
 pub use driftless_bridge as bridge;
 #[cfg(feature = "buffer")]

@@ -127,7 +127,7 @@ impl fmt::Debug for EngineOptions {
 /// Loads the model, listens, and serves on threads of its own; returns once requests are accepted.
 ///
 /// # Errors
-/// [`Error::Config`], [`Error::Tensor`], [`Error::Safetensors`] or [`Error::Io`] for a checkpoint that cannot
+/// [`Error::Config`], [`Error::Tensor`], [`Error::Transport`] or [`Error::Io`] for a checkpoint that cannot
 /// be served, [`Error::EngineStart`] for an address that cannot be had, [`Error::Input`] for a limit of 0.
 pub fn serve(options: EngineOptions) -> Result<Server> {
     for (what, limit) in [
