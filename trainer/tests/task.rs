@@ -57,7 +57,8 @@ fn a_cold_start_learns_and_is_a_function_of_its_seed() {
     assert_eq!(losses.len(), 15);
     assert!(summary.loss < 0.8 * losses[0]);
     for file in ["model.safetensors", "config.json", "tokenizer.json"] {
-        assert_eq!(std::fs::read(a.join(file)).unwrap(), std::fs::read(b.join(file)).unwrap(), "{file}");
+        // Not `assert_eq`: nobody wants to read a megabyte of weights.
+        assert!(std::fs::read(a.join(file)).unwrap() == std::fs::read(b.join(file)).unwrap(), "{file}");
     }
     assert_eq!(Config::published_kind(&a).unwrap(), Kind::BFloat16);
     // From there on: the same weights, and the same files beside them.

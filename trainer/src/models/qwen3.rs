@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use driftless_transport::{Checkpoint, Dtype, Snapshot, TensorInfo};
 use tch::{Device, Kind, Tensor};
@@ -80,6 +81,9 @@ impl Qwen3 {
     /// # Errors
     /// [`Error::Config`], [`Error::Input`] for another kind, or [`Error::Torch`] when the memory is not there.
     pub fn fresh(config: Config, seed: i64, kind: Kind, device: Device) -> Result<Qwen3> {
+        // The generator is the process's: of two models that are made at once, each would disturb the other's draws.
+        static GENERATOR: Mutex<()> = Mutex::new(());
+        let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
         tch::manual_seed(seed);
         let (tensors, range) = (config.tensors(), config.initializer_range);
         let weights = tensors.iter().map(|(_, shape)| {
