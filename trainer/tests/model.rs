@@ -120,3 +120,18 @@ fn refused_rows_leave_the_cache_alone() {
     assert!(matches!(model.forward(&long), Err(Error::Input { .. })));
     assert_eq!(cache.length(0), 0);
 }
+
+#[test]
+fn models_made_at_once_are_the_ones_their_seeds_name() {
+    let alone = Qwen3::fresh(config(), SEED, Kind::Float, Device::Cpu).unwrap();
+    let made = || Qwen3::fresh(config(), SEED, Kind::Float, Device::Cpu).unwrap();
+    let together = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(made)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    for model in &together {
+        for (a, b) in alone.parameters().iter().zip(model.parameters()) {
+            assert!(a.tensor.equal(&b.tensor), "{}", a.name);
+        }
+    }
+}
