@@ -36,7 +36,7 @@ pub enum Error {
         found: String,
     },
     /// Another process (or another handle of this one) has the log open for writing.
-    #[error("{path} is being written by {holder}; a log has one writing process: stop that one first", path = path.display(), holder = holder.map_or("a process that left no pid".to_owned(), |pid| format!("process {pid}")))]
+    #[error("{path} is being written by {holder}; a log has one owner: stop that one first, or write through it as a `Producer`", path = path.display(), holder = holder.map_or("a process that left no pid".to_owned(), |pid| format!("process {pid}")))]
     Locked {
         /// The lock file.
         path: PathBuf,
@@ -89,6 +89,14 @@ pub enum Error {
         /// The log's directory.
         path: PathBuf,
         /// The failure that poisoned the handle.
+        cause: String,
+    },
+    /// The process that owns the log does not answer, or is gone. What it had not acknowledged is in the log or not.
+    #[error("the process that owns the log at {path}: {cause}; connect again when one serves it", path = path.display())]
+    Owner {
+        /// The log's directory.
+        path: PathBuf,
+        /// What happened.
         cause: String,
     },
     /// A reservation was held longer than its deadline and has been given up.

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use crate::damage::{Damage, Severity};
+use crate::files::read_mode;
 use crate::index::{Loaded, Segment};
 use crate::layout::frame::{FrameState, Peek};
 use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, TRAILER};
 use crate::position::hex;
-use crate::reader::read_mode;
 use crate::recover::{self, Mode, Opened};
 use crate::sample::Kind;
 use crate::storage::{Directory, Storage};
@@ -84,7 +84,7 @@ pub fn stat(dir: impl AsRef<Path>) -> Result<Stat> {
     let mode = read_mode(root);
     let opened = recover::read(&storage, mode)?;
     let mut stat = Stat {
-        live: mode == Mode::Live,
+        live: matches!(mode, Mode::Live { .. }),
         segments: opened.index.segments().count(),
         sealed: opened.index.segments().filter(|loaded| loaded.sealed_us.is_some()).count(),
         bytes: opened.bytes,

@@ -5,9 +5,12 @@ compile_error!(
     "driftless-buffer hands out little-endian columns without copying them and needs a little-endian machine"
 );
 
+mod append;
+mod beacon;
 mod cursor;
 mod damage;
 mod error;
+mod files;
 mod index;
 mod inspect;
 mod layout;
@@ -18,6 +21,7 @@ mod log;
 mod map;
 mod options;
 mod position;
+mod producer;
 mod query;
 mod reader;
 mod record;
@@ -26,11 +30,13 @@ mod reservation;
 mod retain;
 mod sample;
 mod scan;
+mod serve;
 mod shared;
 mod storage;
 mod sync;
 #[cfg(test)]
 mod tests;
+mod wire;
 
 pub use cursor::Cursor;
 pub use damage::{Damage, Recovery, Severity};
@@ -39,6 +45,7 @@ pub use inspect::{Report, Stat, stat, verify};
 pub use log::Log;
 pub use options::{Options, SyncPolicy};
 pub use position::{Identity, Position};
+pub use producer::{Producer, Producers};
 pub use query::{Group, GroupQuery, Order};
 pub use reader::{Reader, Records};
 pub use record::Record;

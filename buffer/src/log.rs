@@ -4,16 +4,18 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::append;
+use crate::beacon::Beacon;
 use crate::cursor::{self, Cursor};
 use crate::damage::Recovery;
-use crate::layout::body::Plan;
 use crate::lock::LockFile;
 use crate::options::{Options, SyncPolicy};
+use crate::producer::Producers;
 use crate::reader::Reader;
 use crate::recover::{self, SEGMENT_BYTES_MAX};
-use crate::reservation::{Ack, Pending, Reservation};
+use crate::reservation::{Ack, Home, Pending, Reservation};
 use crate::retain::{Retention, Retired};
-use crate::sample::{ColumnId, Element, Kind, Sample, Shape};
+use crate::sample::{Sample, Shape};
 use crate::shared::Shared;
 use crate::storage::{Directory, Storage};
 use crate::sync::Flusher;
@@ -46,7 +48,12 @@ impl Log {
         let root = dir.as_ref();
         fs::create_dir_all(root).map_err(Error::io("create", root))?;
         let lock = LockFile::take(root)?;
-        Self::open_on(Box::new(Directory::new(root)), root.to_owned(), options, Some(lock))
+        let log = Self::open_on(Box::new(Directory::new(root)), root.to_owned(), options, Some(lock))?;
+        {
+            let mut state = log.shared.lock();
+            state.beacon = Some(Beacon::light(root, state.ledger.visible())?);
+        }
+        Ok(log)
     }
 
     /// As [`Log::open`], on any storage.
@@ -87,17 +94,10 @@ impl Log {
     /// longer than `wait_deadline`, [`Error::Poisoned`], [`Error::Io`] when a new segment cannot be made (the log stays
     /// usable: a full disk may have room later).
     pub fn reserve(&self, shape: &Shape) -> Result<Reservation> {
-        let plan = plan(shape)?;
-        let (segment, sequence, body) = self.shared.reserve(shape.kind, &plan)?;
-        Ok(Reservation::new(
-            Arc::clone(&self.shared),
-            segment,
-            sequence,
-            body,
-            plan,
-            shape.kind,
-            shape.prompt,
-        ))
+        let plan = append::plan(shape)?;
+        let (segment, sequence, body) = self.shared.reserve(shape.kind, plan.frame)?;
+        let home = Home::Here { shared: Arc::clone(&self.shared), segment };
+        Ok(Reservation::new(home, sequence, body, plan, shape))
     }
 
     /// Copies a record into the log: `reserve`, write, `commit`.
@@ -106,55 +106,7 @@ impl Log {
     ///
     /// As [`Log::reserve`] and [`Reservation::commit`].
     pub fn append(&self, sample: &Sample<'_>) -> Result<Pending> {
-        let response = sample.tokens.len().checked_sub(sample.prompt_len).ok_or_else(|| Error::Invalid {
-            what: "prompt length",
-            expected: format!("at most {} tokens", sample.tokens.len()),
-            found: sample.prompt_len.to_string(),
-        })?;
-        let fits = |length: usize| length == response || sample.kind == Kind::Prompt && length == 0;
-        for (what, length) in [("log-probs", sample.log_probs.len()), ("loss mask", sample.loss_mask.len())] {
-            if !fits(length) {
-                let expected = format!("one for each of {response} response tokens");
-                return Err(Error::Invalid { what, expected, found: length.to_string() });
-            }
-        }
-        let shape = Shape {
-            kind: sample.kind,
-            prompt: sample.prompt_len,
-            response,
-            spans: sample.spans.len(),
-            engine: sample.engine.len(),
-            metadata: sample.metadata.len(),
-            extra: sample
-                .extra
-                .iter()
-                .map(|(id, element, bytes)| (*id, *element, bytes.len() / element.size()))
-                .collect(),
-        };
-        for (_, element, bytes) in sample.extra {
-            if !bytes.len().is_multiple_of(element.size()) {
-                let expected = format!("whole elements of {} bytes", element.size());
-                return Err(Error::Invalid {
-                    what: "extra column",
-                    expected,
-                    found: format!("{} bytes", bytes.len()),
-                });
-            }
-        }
-        let mut space = self.reserve(&shape)?;
-        space.set_scalars(sample.scalars);
-        space.tokens_mut().copy_from_slice(sample.tokens);
-        if sample.kind != Kind::Prompt {
-            space.log_probs_mut().copy_from_slice(sample.log_probs);
-            space.loss_mask_mut().copy_from_slice(sample.loss_mask);
-        }
-        space.spans_mut().copy_from_slice(sample.spans);
-        space.engine_mut().copy_from_slice(sample.engine.as_bytes());
-        space.metadata_mut().copy_from_slice(sample.metadata);
-        for (id, _, bytes) in sample.extra {
-            space.column_mut(*id).copy_from_slice(bytes);
-        }
-        space.commit()
+        append::fill(self.reserve(&append::shape(sample)?)?, sample)
     }
 
     /// Appends several records and makes them durable together. The answer has one [`Ack`] per record, in order.
@@ -163,12 +115,7 @@ impl Log {
     ///
     /// As [`Log::append`]; the records before the one that failed are in the log, unacknowledged.
     pub fn append_all(&self, samples: &[Sample<'_>]) -> Result<Vec<Ack>> {
-        let pending: Vec<Pending> =
-            samples.iter().map(|sample| self.append(sample)).collect::<Result<_>>()?;
-        // The last one first: its sync covers the others.
-        let mut acks: Vec<Ack> = pending.into_iter().rev().map(Pending::wait).collect::<Result<_>>()?;
-        acks.reverse();
-        Ok(acks)
+        append::all(samples, |sample| self.append(sample))
     }
 
     /// Brings every record committed so far to stable storage. Returns the end of what readers see.
@@ -179,6 +126,15 @@ impl Log {
     /// knows what a failed sync has left behind. [`Error::Full`] when another thread's sync does not finish in time.
     pub fn sync(&self) -> Result<Position> {
         self.shared.sync()
+    }
+
+    /// Lets other processes write to this log through [`crate::Producer`], until the answer is dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] when it does so already, [`Error::Io`].
+    pub fn serve(&self) -> Result<Producers> {
+        Producers::start(Arc::clone(&self.shared))
     }
 
     /// Reads what is on stable storage, including everything appended later.
@@ -237,32 +193,4 @@ fn check_options(options: &Options) -> Result<()> {
         return invalid("sync policy", "at least 1 record".into(), "0".into());
     }
     Ok(())
-}
-
-fn plan(shape: &Shape) -> Result<Plan> {
-    let invalid = |found: String| Error::Invalid {
-        what: "record shape",
-        expected: "sizes that fit a segment".into(),
-        found,
-    };
-    let tokens = shape.prompt.checked_add(shape.response).ok_or_else(|| invalid(format!("{shape:?}")))?;
-    if u32::try_from(tokens).is_err() {
-        return Err(invalid(format!("{tokens} tokens")));
-    }
-    let scored = if shape.kind == Kind::Prompt { 0 } else { shape.response };
-    let mut sizes = vec![
-        (ColumnId::TOKENS, Element::I32, tokens),
-        (ColumnId::LOG_PROBS, Element::F32, scored),
-        (ColumnId::LOSS_MASK, Element::U8, scored),
-        (ColumnId::SPANS, Element::Span, shape.spans),
-        (ColumnId::ENGINE, Element::U8, shape.engine),
-        (ColumnId::METADATA, Element::U8, shape.metadata),
-    ];
-    for &(id, element, count) in &shape.extra {
-        if sizes.iter().any(|&(other, ..)| other == id) {
-            return Err(invalid(format!("column {} twice", id.0)));
-        }
-        sizes.push((id, element, count));
-    }
-    Plan::new(&sizes).ok_or_else(|| invalid(format!("{shape:?}")))
 }

@@ -12,10 +12,11 @@
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
 use memmap2::MmapRaw;
 
+use crate::layout::ALIGN;
 use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState, Peek};
 #[cfg(test)]
 use crate::tests::image::Image;
@@ -76,12 +77,20 @@ impl Map {
         unsafe { self.base().add(range.start) }
     }
 
-    fn word(&self, offset: usize) -> &AtomicU64 {
+    pub(crate) fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8));
         let pointer = self.pointer(offset..offset + 8).cast();
         // SAFETY: inside the map, which lives as long as `self`; maps start at a page, so the word is aligned. Read-only
         // maps are only loaded from, relaxed, which std's atomics allow on read-only memory.
         unsafe { AtomicU64::from_ptr(pointer) }
+    }
+
+    /// A word of 4 bytes; nothing else may be done with its place.
+    pub(crate) fn counter(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4));
+        let pointer = self.pointer(offset..offset + 4).cast();
+        // SAFETY: as in `word`.
+        unsafe { AtomicU32::from_ptr(pointer) }
     }
 
     /// Copies `range` (multiples of 8) out through atomic loads, whoever may be writing it.
@@ -156,6 +165,13 @@ impl Map {
         let fits = |start: usize| start.checked_add(bytes).filter(|&end| end <= limit.min(self.bytes));
         let start = self.tail.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
         Some(Exclusive { map: Arc::clone(self), start, bytes })
+    }
+
+    /// A frame that the process which owns the log has given to this one alone; `None` when it lies outside the map.
+    pub(crate) fn granted(self: &Arc<Self>, start: usize, bytes: usize) -> Option<Exclusive> {
+        let end = start.checked_add(bytes)?;
+        let sane = bytes >= FRAME_HEADER && start.is_multiple_of(ALIGN) && end <= self.bytes;
+        sane.then(|| Exclusive { map: Arc::clone(self), start, bytes })
     }
 
     /// Makes the kernel back the page at `offset` for writing now, whatever else is done to it meanwhile.

@@ -1,26 +1,20 @@
 //! The reading side of a log.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::files::Files;
 use crate::index::{Checked, Index, Place};
 use crate::layout::segment::EntryState;
-use crate::lock::LockFile;
 use crate::record::Record;
-use crate::recover::{self, Mode};
 use crate::shared::Shared;
-use crate::storage::{Directory, Storage};
 use crate::{Error, Identity, Position, Result};
-
-/// How often a reader beside another process's writer looks for new records while it waits.
-const POLL: Duration = Duration::from_millis(50);
 
 /// Reads a log in place. Clones share everything.
 ///
-/// From [`crate::Log::reader`] it sees exactly the records that are on stable storage, as they become so. From
-/// [`Reader::open`] it sees a directory, possibly beside a writing process, as of the last [`Reader::refresh`]; there, records
-/// at the very end may be committed without being durable yet.
+/// It sees exactly the records that are on stable storage: from [`crate::Log::reader`] as they become so, from
+/// [`Reader::open`], possibly beside a writing process, as of the last [`Reader::refresh`] or [`Reader::wait`].
 #[derive(Debug, Clone)]
 pub struct Reader {
     source: Source,
@@ -30,19 +24,6 @@ pub struct Reader {
 enum Source {
     Live(Arc<Shared>),
     Files(Arc<Files>),
-}
-
-struct Files {
-    root: std::path::PathBuf,
-    storage: Directory,
-    identity: Option<Identity>,
-    index: Mutex<Index>,
-}
-
-impl std::fmt::Debug for Files {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Files").field("root", &self.root).finish_non_exhaustive()
-    }
 }
 
 impl Reader {
@@ -56,12 +37,7 @@ impl Reader {
     ///
     /// [`Error::Unsupported`] when a newer program wrote it, [`Error::Io`].
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
-        let root = dir.as_ref();
-        let storage = Directory::new(root);
-        let opened = recover::read(&storage, read_mode(root))?;
-        let index = Mutex::new(opened.index);
-        let files = Files { root: root.to_owned(), storage, identity: opened.identity, index };
-        Ok(Self { source: Source::Files(Arc::new(files)) })
+        Ok(Self { source: Source::Files(Arc::new(Files::open(dir.as_ref())?)) })
     }
 
     /// What the log belongs to; `None` for a directory without segments.
@@ -69,21 +45,21 @@ impl Reader {
     pub fn identity(&self) -> Option<&Identity> {
         match &self.source {
             Source::Live(shared) => Some(&shared.options().identity),
-            Source::Files(files) => files.identity.as_ref(),
+            Source::Files(files) => files.identity(),
         }
     }
 
-    /// Looks for records that another process has appended. Nothing to do for a reader of [`crate::Log::reader`].
+    /// Looks for records that another process has appended; what is known already is not read again. Nothing to do for a
+    /// reader of [`crate::Log::reader`].
     ///
     /// # Errors
     ///
     /// As [`Reader::open`].
     pub fn refresh(&self) -> Result<()> {
-        if let Source::Files(files) = &self.source {
-            let opened = recover::read(&files.storage, read_mode(&files.root))?;
-            *files.index.lock().unwrap_or_else(PoisonError::into_inner) = opened.index;
+        match &self.source {
+            Source::Live(_) => Ok(()),
+            Source::Files(files) => files.refresh(),
         }
-        Ok(())
     }
 
     pub(crate) fn with<T>(&self, query: impl FnOnce(&mut Index) -> T) -> T {
@@ -94,7 +70,7 @@ impl Reader {
                 shared.reclaim(&mut state);
                 query(&mut state.index)
             }
-            Source::Files(files) => query(&mut files.index.lock().unwrap_or_else(PoisonError::into_inner)),
+            Source::Files(files) => files.with(query),
         }
     }
 
@@ -162,7 +138,7 @@ impl Reader {
     fn path(&self, name: &str) -> std::path::PathBuf {
         match &self.source {
             Source::Live(shared) => shared.storage.path(name),
-            Source::Files(files) => files.storage.path(name),
+            Source::Files(files) => files.path(name),
         }
     }
 
@@ -173,7 +149,7 @@ impl Reader {
     }
 
     /// Waits until something can be read at or after `position`, at most for `deadline`. Returns the end, which is at or
-    /// before `position` when the deadline passed.
+    /// before `position` when the deadline passed. The writer, in this process or another, wakes it: it does not poll.
     ///
     /// # Errors
     ///
@@ -191,22 +167,9 @@ impl Reader {
                 }
                 Ok(Position(state.index.end()))
             }
-            Source::Files(_) => loop {
-                self.refresh()?;
-                let end = self.end();
-                let left = until.saturating_duration_since(Instant::now());
-                if end > position || left.is_zero() {
-                    return Ok(end);
-                }
-                std::thread::sleep(left.min(POLL));
-            },
+            Source::Files(files) => files.wait(position, until),
         }
     }
-}
-
-/// Settled when no process writes: then what a crash left is told apart from what is being written.
-pub(crate) fn read_mode(root: &Path) -> Mode {
-    if LockFile::is_taken(root) { Mode::Live } else { Mode::Settled }
 }
 
 /// Iterator over records, from [`Reader::iter`].

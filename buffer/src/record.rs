@@ -22,24 +22,9 @@ pub struct Record {
 impl Record {
     /// Checks a body whose CRC is right. The error says what does not fit.
     pub(crate) fn new(header: &FrameHeader, body: Bytes) -> Result<Self, &'static str> {
-        let (fixed, plan) = body::decode(&body)?;
         let kind = Kind::from_code(header.kind).ok_or("record of an unknown kind")?;
-        let types = [
-            (ColumnId::TOKENS, Element::I32),
-            (ColumnId::LOG_PROBS, Element::F32),
-            (ColumnId::LOSS_MASK, Element::U8),
-            (ColumnId::SPANS, Element::Span),
-            (ColumnId::ENGINE, Element::U8),
-            (ColumnId::METADATA, Element::U8),
-        ];
-        if types.iter().any(|&(id, element)| plan.column(id).is_some_and(|column| column.element != element))
-        {
-            return Err("record with a column of the wrong type");
-        }
-        let record = Self { position: Position(header.sequence), kind, fixed, plan, body };
-        let lengths = [record.tokens().len(), record.log_probs().len(), record.loss_mask().len()];
-        body::check(kind, record.prompt_len(), lengths, record.spans()).map_err(|(what, ..)| what)?;
-        Ok(record)
+        let (fixed, plan) = body::accept(kind, &body)?;
+        Ok(Self { position: Position(header.sequence), kind, fixed, plan, body })
     }
 
     /// Its number in the log.

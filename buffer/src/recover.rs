@@ -28,8 +28,9 @@ pub(crate) enum Mode {
     Repair,
     /// Change nothing; nobody writes.
     Settled,
-    /// Change nothing; somebody may be writing.
-    Live,
+    /// Change nothing; somebody is writing, and tells that everything before this position is durable (`u64::MAX`: does not
+    /// tell).
+    Live { durable: u64 },
 }
 
 /// An opened log.
@@ -70,9 +71,7 @@ pub(crate) fn repair(storage: &dyn Storage, identity: &Identity, noted: u64) -> 
 }
 
 fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>, noted: u64) -> Result<Opened> {
-    let names = storage.names().map_err(Error::io("list the segments in", storage.path("")))?;
-    let mut firsts: Vec<u64> = names.iter().filter_map(|name| segment_first(name)).collect();
-    firsts.sort_unstable();
+    let firsts = firsts(storage)?;
     let mut opened = Opened { next: 0, noted, ..Opened::default() };
     if let Some(identity) = identity {
         for &first in &firsts {
@@ -88,6 +87,14 @@ fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>, noted: u
     };
     opened.recovery.records = opened.index.segments().map(|loaded| records(loaded) as u64).sum();
     Ok(opened)
+}
+
+/// The first positions of all segments, ascending.
+pub(crate) fn firsts(storage: &dyn Storage) -> Result<Vec<u64>> {
+    let names = storage.names().map_err(Error::io("list the segments in", storage.path("")))?;
+    let mut firsts: Vec<u64> = names.iter().filter_map(|name| segment_first(name)).collect();
+    firsts.sort_unstable();
+    Ok(firsts)
 }
 
 fn refuse_foreign(storage: &dyn Storage, first: u64, identity: &Identity) -> Result<()> {
@@ -117,7 +124,7 @@ fn read_header(storage: &dyn Storage, name: &str, map: &Map) -> Result<Option<(S
 }
 
 /// Opens one segment and adds it, with what is wrong with it, to `opened`. `after` is where the segment behind it starts.
-fn load(
+pub(crate) fn load(
     storage: &dyn Storage,
     mode: Mode,
     first: u64,
@@ -229,7 +236,7 @@ fn walk(
         map = storage.open(name, Some(capacity)).map_err(Error::io("map for repair", storage.path(name)))?;
     }
     let mut scan = match mode {
-        Mode::Live => scan::live(&map, header, start),
+        Mode::Live { durable } => scan::live(&map, header, start, durable),
         Mode::Settled | Mode::Repair => scan::settled(&map, header, start, after.is_none()),
     };
     let mut next = after.unwrap_or(header.first + scan.entries.len() as u64);
@@ -258,7 +265,7 @@ fn walk(
 }
 
 /// What stands at the end of a segment.
-enum Table {
+pub(crate) enum Table {
     Sealed(Trailer, Vec<Entry>),
     Absent,
     DamagedTrailer,
@@ -275,7 +282,7 @@ impl Table {
     }
 }
 
-fn read_table(map: &Map, header: &SegmentHeader) -> Table {
+pub(crate) fn read_table(map: &Map, header: &SegmentHeader) -> Table {
     let capacity = header.capacity as usize;
     if map.len() < capacity {
         return Table::Absent;

@@ -6,11 +6,12 @@ use fail::fail_point;
 
 use crate::index::Segment;
 use crate::layout::body::{self, Fixed, Plan};
-use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState};
+use crate::layout::frame::FRAME_HEADER;
 use crate::map::Exclusive;
-use crate::sample::{ColumnId, Kind, Scalars, VersionSpan};
+use crate::producer::Connection;
+use crate::sample::{ColumnId, Kind, Scalars, Shape, VersionSpan};
 use crate::shared::Shared;
-use crate::{Error, Position, Result, scan};
+use crate::{Error, Position, Result};
 
 /// Space for one record in the log, to be filled in place and committed.
 ///
@@ -27,26 +28,27 @@ pub struct Reservation {
     ticket: Ticket,
 }
 
+/// Where the bookkeeping of a reservation is.
+#[derive(Debug, Clone)]
+pub(crate) enum Home {
+    /// In this process.
+    Here { shared: Arc<Shared>, segment: Arc<Segment> },
+    /// In the process at the other end.
+    There(Arc<Connection>),
+}
+
 /// The number of a reservation; gives it up when dropped.
 #[derive(Debug)]
 struct Ticket {
-    shared: Arc<Shared>,
-    segment: Arc<Segment>,
+    home: Home,
     sequence: u64,
     done: bool,
 }
 
 impl Reservation {
-    pub(crate) fn new(
-        shared: Arc<Shared>,
-        segment: Arc<Segment>,
-        sequence: u64,
-        body: Exclusive,
-        plan: Plan,
-        kind: Kind,
-        prompt_len: usize,
-    ) -> Self {
-        let ticket = Ticket { shared, segment, sequence, done: false };
+    pub(crate) fn new(home: Home, sequence: u64, body: Exclusive, plan: Plan, shape: &Shape) -> Self {
+        let (kind, prompt_len) = (shape.kind, shape.prompt);
+        let ticket = Ticket { home, sequence, done: false };
         Self { body, plan, kind, prompt_len, scalars: Scalars::default(), ticket }
     }
 
@@ -116,37 +118,36 @@ impl Reservation {
         let lengths = [self.tokens_mut().len(), self.log_probs_mut().len(), self.loss_mask_mut().len()];
         body::check(self.kind, self.prompt_len, lengths, &spans)
             .map_err(|(what, expected, found)| Error::Invalid { what, expected, found })?;
-        let versions = spans.iter().map(|span| span.version);
         let fixed = Fixed {
             scalars: self.scalars,
             prompt_len: u32::try_from(self.prompt_len).unwrap_or(u32::MAX),
-            versions: versions.clone().min().zip(versions.max()),
+            versions: body::versions(&spans),
         };
         let Self { mut body, plan, kind, mut ticket, .. } = self;
         body::encode(&mut body, &fixed, &plan);
-        let header = FrameHeader {
-            kind: kind.code(),
-            state: FrameState::Committed,
-            offset: body.offset() as u64,
-            bytes: plan.frame as u64,
-            sequence: ticket.sequence,
-            durable: 0,
-            body_crc: crc32c::crc32c(&body),
-        };
         fail_point!("log.append");
-        // From here on the bytes may be handed to readers.
-        drop(body);
         ticket.done = true;
-        let entry = scan::describe(&header, &fixed, &plan);
-        ticket.shared.commit(&ticket.segment, header, entry)?;
-        Ok(Pending { shared: Arc::clone(&ticket.shared), position: Position(ticket.sequence) })
+        let sequence = ticket.sequence;
+        match &ticket.home {
+            Home::Here { shared, segment } => {
+                shared.commit_body(segment, kind, sequence, body, &fixed, &plan)?;
+            }
+            Home::There(connection) => {
+                // The owner reads it next.
+                drop(body);
+                connection.commit(sequence)?;
+            }
+        }
+        Ok(Pending { home: ticket.home.clone(), position: Position(sequence) })
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        if !self.done {
-            self.shared.give_up(self.sequence);
+        match &self.home {
+            _ if self.done => {}
+            Home::Here { shared, .. } => shared.give_up(self.sequence),
+            Home::There(connection) => connection.give_up(self.sequence),
         }
     }
 }
@@ -155,7 +156,7 @@ impl Drop for Ticket {
 #[derive(Debug)]
 #[must_use = "a record is safe only once `wait` has returned its `Ack`"]
 pub struct Pending {
-    shared: Arc<Shared>,
+    home: Home,
     position: Position,
 }
 
@@ -172,7 +173,10 @@ impl Pending {
     ///
     /// As [`crate::Log::sync`].
     pub fn wait(self) -> Result<Ack> {
-        self.shared.sync_through(self.position.0)?;
+        match &self.home {
+            Home::Here { shared, .. } => shared.sync_through(self.position.0)?,
+            Home::There(connection) => connection.wait(self.position.0)?,
+        }
         Ok(Ack { position: self.position })
     }
 }

@@ -47,7 +47,7 @@ pub(crate) fn frames_end(map: &Map, header: &SegmentHeader) -> usize {
 /// `is_last`: no segment follows, so a position lost behind the last record may still be accounted for.
 pub(crate) fn settled(map: &Map, header: &SegmentHeader, start: Start, is_last: bool) -> Scan {
     let limit = frames_end(map, header);
-    let (frames, rubbish) = walk(map, header, start, limit);
+    let (frames, rubbish) = walk(map, header, start, limit, u64::MAX);
     let attested = frames.iter().map(|frame| frame.durable).max().unwrap_or(0);
     let mut scan = judge(map, header, start, &frames, attested);
     if let Some(offset) = rubbish.filter(|&offset| offset >= scan.end) {
@@ -66,16 +66,21 @@ pub(crate) fn settled(map: &Map, header: &SegmentHeader, start: Start, is_last: 
     scan
 }
 
-/// Walks a segment beside its writer: stops at the first frame that may still be in the making.
-pub(crate) fn live(map: &Map, header: &SegmentHeader, start: Start) -> Scan {
+/// Walks a segment beside its writer: stops at the first frame that may still be in the making, and before position `durable`
+/// (`u64::MAX` when the writer does not tell).
+pub(crate) fn live(map: &Map, header: &SegmentHeader, start: Start, durable: u64) -> Scan {
     let limit = frames_end(map, header);
-    let nothing_yet =
-        start.offset + FRAME_HEADER > limit || map.header(start.offset, header.salt, limit) == Peek::Empty;
+    let nothing_yet = start.sequence >= durable
+        || start.offset + FRAME_HEADER > limit
+        || map.header(start.offset, header.salt, limit) == Peek::Empty;
     if nothing_yet {
         return Scan { end: start.offset, ..Scan::default() };
     }
-    let (frames, _) = walk(map, header, start, limit);
-    let attested = frames.iter().map(|frame| frame.durable).max().unwrap_or(0);
+    let (frames, _) = walk(map, header, start, limit, durable);
+    let attested = match durable {
+        u64::MAX => frames.iter().map(|frame| frame.durable).max().unwrap_or(0),
+        told => told,
+    };
     let mut scan = judge(map, header, start, &frames, attested);
     if let Some(open) = scan.entries.iter().position(|entry| entry.state == EntryState::Torn) {
         scan.end = scan.entries[open].offset as usize;
@@ -85,12 +90,19 @@ pub(crate) fn live(map: &Map, header: &SegmentHeader, start: Start) -> Scan {
     scan
 }
 
-/// All valid frame headers in ascending order, and the first place behind the last of them that is not zero.
-fn walk(map: &Map, header: &SegmentHeader, start: Start, limit: usize) -> (Vec<FrameHeader>, Option<usize>) {
+/// All valid frame headers before position `until` in ascending order, and the first place behind the last of them that is
+/// not zero.
+fn walk(
+    map: &Map,
+    header: &SegmentHeader,
+    start: Start,
+    limit: usize,
+    until: u64,
+) -> (Vec<FrameHeader>, Option<usize>) {
     let mut frames: Vec<FrameHeader> = Vec::new();
     let mut rubbish = None;
     let (mut offset, mut sequence) = (start.offset, start.sequence);
-    while offset + FRAME_HEADER <= limit {
+    while offset + FRAME_HEADER <= limit && sequence < until {
         match map.header(offset, header.salt, limit) {
             Peek::Frame(frame) if plausible(&frame, sequence, header) => {
                 offset += frame.bytes as usize;

@@ -7,9 +7,10 @@ use std::time::Instant;
 
 use fail::fail_point;
 
+use crate::beacon::Beacon;
 use crate::damage::Recovery;
 use crate::index::{Index, Segment};
-use crate::layout::body::Plan;
+use crate::layout::body::{Fixed, Plan};
 use crate::layout::frame::{FrameHeader, FrameState};
 use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, SegmentHeader, TRAILER};
 use crate::ledger::Ledger;
@@ -20,7 +21,7 @@ use crate::options::{Options, SyncPolicy};
 use crate::recover::{self, Opened};
 use crate::sample::Kind;
 use crate::storage::Storage;
-use crate::{Error, Position, Result};
+use crate::{Error, Position, Result, scan};
 
 /// An open log.
 pub(crate) struct Shared {
@@ -51,6 +52,10 @@ pub(crate) struct State {
     pub(crate) closing: bool,
     /// Held until the log is closed or its last handle, reservation and reader are gone.
     pub(crate) lock: Option<LockFile>,
+    /// Shows readers of other processes what is durable.
+    pub(crate) beacon: Option<Beacon>,
+    /// Producers of other processes are served.
+    pub(crate) serving: bool,
 }
 
 /// The segment that takes reservations.
@@ -85,6 +90,8 @@ impl Shared {
             poison: None,
             closing: false,
             lock,
+            beacon: None,
+            serving: false,
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         Self { storage, root, options, recovery: opened.recovery, state, changed, retaining: Mutex::new(()) }
@@ -129,18 +136,24 @@ impl Shared {
         self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    pub(crate) fn reserve(&self, kind: Kind, plan: &Plan) -> Result<(Arc<Segment>, u64, Exclusive)> {
-        let mut state = self.room(plan.frame)?;
-        let (segment, body) = self.allot(&mut state, plan.frame)?;
+    /// Takes a frame of so many bytes.
+    pub(crate) fn reserve(&self, kind: Kind, frame: usize) -> Result<(Arc<Segment>, u64, Exclusive)> {
+        // Before it is counted with anything else: a number from outside may be any.
+        let max = self.frame_limit() - HEADER_PAGE;
+        if frame > max {
+            return Err(Error::TooLarge { bytes: frame as u64, max: max as u64 });
+        }
+        let mut state = self.room(frame)?;
+        let (segment, body) = self.allot(&mut state, frame)?;
         let offset = body.offset();
-        let range = offset..offset + plan.frame;
-        let given_up = Entry::empty(EntryState::Void, offset as u64, plan.frame as u64);
+        let range = offset..offset + frame;
+        let given_up = Entry::empty(EntryState::Void, offset as u64, frame as u64);
         let sequence = state.ledger.reserve(segment.header.first, range, given_up);
         let header = FrameHeader {
             kind: kind.code(),
             state: FrameState::Reserved,
             offset: offset as u64,
-            bytes: plan.frame as u64,
+            bytes: frame as u64,
             sequence,
             durable: state.ledger.visible(),
             body_crc: 0,
@@ -149,7 +162,7 @@ impl Shared {
         state.deadlines.push_back((sequence, Instant::now() + self.options.reservation_deadline));
         drop(state);
         // The next header lies right behind this frame. Its page fault is taken here, and not under the lock.
-        segment.map.prefault(offset + plan.frame);
+        segment.map.prefault(offset + frame);
         Ok((segment, sequence, body))
     }
 
@@ -217,15 +230,15 @@ impl Shared {
         }
     }
 
+    /// Where the first frame of a segment must end.
+    fn frame_limit(&self) -> usize {
+        // Room for the table with one spare entry, which recovery may need for a position lost at the end.
+        self.options.segment_bytes as usize - TRAILER - 2 * ENTRY
+    }
+
     /// Takes `bytes` of the active segment, or of a new one.
     fn allot(&self, state: &mut State, bytes: usize) -> Result<(Arc<Segment>, Exclusive)> {
-        let capacity = self.options.segment_bytes as usize;
-        // Room for the table with one spare entry, which recovery may need for a position lost at the end.
-        let limit = capacity - TRAILER - 2 * ENTRY;
-        let max = limit - HEADER_PAGE;
-        if bytes > max {
-            return Err(Error::TooLarge { bytes: bytes as u64, max: max as u64 });
-        }
+        let limit = self.frame_limit();
         if let Some(active) = &mut state.active
             && let Some(end) = limit.checked_sub(active.count * ENTRY)
             && let Some(body) = active.segment.map.allot(bytes, end)
@@ -237,7 +250,7 @@ impl Shared {
         let body = segment
             .map
             .allot(bytes, limit)
-            .ok_or(Error::TooLarge { bytes: bytes as u64, max: max as u64 })?;
+            .ok_or(Error::TooLarge { bytes: bytes as u64, max: limit as u64 })?;
         state.index.add_segment(Arc::clone(&segment));
         if let Some(full) = state.active.replace(Active { segment: Arc::clone(&segment), count: 1 }) {
             state.retiring.push(full.segment.header.first);
@@ -262,7 +275,30 @@ impl Shared {
         Ok(Arc::new(Segment { name, header, map: Arc::new(map) }))
     }
 
-    pub(crate) fn commit(&self, segment: &Segment, mut header: FrameHeader, entry: Entry) -> Result<()> {
+    /// Commits a complete body. From here on its bytes may be handed to readers.
+    pub(crate) fn commit_body(
+        &self,
+        segment: &Segment,
+        kind: Kind,
+        sequence: u64,
+        body: Exclusive,
+        fixed: &Fixed,
+        plan: &Plan,
+    ) -> Result<()> {
+        let header = FrameHeader {
+            kind: kind.code(),
+            state: FrameState::Committed,
+            offset: body.offset() as u64,
+            bytes: plan.frame as u64,
+            sequence,
+            durable: 0,
+            body_crc: crc32c::crc32c(&body),
+        };
+        drop(body);
+        self.commit(segment, header, scan::describe(&header, fixed, plan))
+    }
+
+    fn commit(&self, segment: &Segment, mut header: FrameHeader, entry: Entry) -> Result<()> {
         let sequence = header.sequence;
         let mut state = self.lock();
         self.check(&state)?;

@@ -125,6 +125,7 @@ impl Shared {
         let sealed = self.seal(full)?;
         let mut state = self.lock();
         state.note_sealed(&sealed);
+        state.beacon = None;
         state.lock = None;
         Ok(())
     }
@@ -152,8 +153,13 @@ impl Shared {
 impl State {
     /// Shows readers what has become durable.
     pub(crate) fn publish(&mut self) {
-        for published in self.ledger.publish() {
+        let published = self.ledger.publish();
+        let news = !published.is_empty();
+        for published in published {
             self.index.push(published.segment, published.entry, Checked::Good);
+        }
+        if let Some(beacon) = self.beacon.as_ref().filter(|_| news) {
+            beacon.set(self.ledger.visible());
         }
     }
 

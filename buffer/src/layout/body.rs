@@ -131,6 +131,40 @@ fn decode_column(entry: &[u8]) -> Option<Column> {
     bytes.is_multiple_of(element.size()).then_some(column)
 }
 
+/// Reads a whole body and checks everything that its readers rely on.
+pub(crate) fn accept(kind: Kind, body: &[u8]) -> Result<(Fixed, Plan), &'static str> {
+    let (fixed, plan) = decode(body)?;
+    let types = [
+        (ColumnId::TOKENS, Element::I32),
+        (ColumnId::LOG_PROBS, Element::F32),
+        (ColumnId::LOSS_MASK, Element::U8),
+        (ColumnId::SPANS, Element::Span),
+        (ColumnId::ENGINE, Element::U8),
+        (ColumnId::METADATA, Element::U8),
+    ];
+    let count = |id| plan.column(id).map_or(0, |column| column.bytes / column.element.size());
+    if types.iter().any(|&(id, element)| plan.column(id).is_some_and(|column| column.element != element)) {
+        return Err("record with a column of the wrong type");
+    }
+    let place = |column: Column| body.get(column.offset - FRAME_HEADER..)?.get(..column.bytes);
+    let spans = plan.column(ColumnId::SPANS).and_then(place).unwrap_or_default();
+    // A copy of a few bytes, because a body in plain memory need not be aligned.
+    let spans = spans.chunks_exact(size_of::<VersionSpan>()).map(bytemuck::pod_read_unaligned);
+    let spans: Vec<VersionSpan> = spans.collect();
+    let lengths = [count(ColumnId::TOKENS), count(ColumnId::LOG_PROBS), count(ColumnId::LOSS_MASK)];
+    check(kind, fixed.prompt_len as usize, lengths, &spans).map_err(|(what, ..)| what)?;
+    if fixed.versions != versions(&spans) {
+        return Err("record with other versions than its spans");
+    }
+    Ok((fixed, plan))
+}
+
+/// Oldest and newest version among the spans.
+pub(crate) fn versions(spans: &[VersionSpan]) -> Option<(u64, u64)> {
+    let versions = spans.iter().map(|span| span.version);
+    versions.clone().min().zip(versions.max())
+}
+
 /// What every record must satisfy beyond its layout. Checked before a commit and again when a record is read.
 ///
 /// The error is (what, expected, found).

@@ -1,0 +1,98 @@
+//! From a record in the producer's memory to one in the log, whichever process owns the log.
+
+use crate::layout::body::Plan;
+use crate::reservation::{Ack, Pending, Reservation};
+use crate::sample::{ColumnId, Element, Kind, Sample, Shape};
+use crate::{Error, Result};
+
+/// The shape that a record needs.
+pub(crate) fn shape(sample: &Sample<'_>) -> Result<Shape> {
+    let response = sample.tokens.len().checked_sub(sample.prompt_len).ok_or_else(|| Error::Invalid {
+        what: "prompt length",
+        expected: format!("at most {} tokens", sample.tokens.len()),
+        found: sample.prompt_len.to_string(),
+    })?;
+    let fits = |length: usize| length == response || sample.kind == Kind::Prompt && length == 0;
+    for (what, length) in [("log-probs", sample.log_probs.len()), ("loss mask", sample.loss_mask.len())] {
+        if !fits(length) {
+            let expected = format!("one for each of {response} response tokens");
+            return Err(Error::Invalid { what, expected, found: length.to_string() });
+        }
+    }
+    for (_, element, bytes) in sample.extra {
+        if !bytes.len().is_multiple_of(element.size()) {
+            let expected = format!("whole elements of {} bytes", element.size());
+            let found = format!("{} bytes", bytes.len());
+            return Err(Error::Invalid { what: "extra column", expected, found });
+        }
+    }
+    let extra =
+        |(id, element, bytes): &(ColumnId, Element, &[u8])| (*id, *element, bytes.len() / element.size());
+    Ok(Shape {
+        kind: sample.kind,
+        prompt: sample.prompt_len,
+        response,
+        spans: sample.spans.len(),
+        engine: sample.engine.len(),
+        metadata: sample.metadata.len(),
+        extra: sample.extra.iter().map(extra).collect(),
+    })
+}
+
+/// Copies a record into space of its shape and commits it.
+pub(crate) fn fill(mut space: Reservation, sample: &Sample<'_>) -> Result<Pending> {
+    space.set_scalars(sample.scalars);
+    space.tokens_mut().copy_from_slice(sample.tokens);
+    if sample.kind != Kind::Prompt {
+        space.log_probs_mut().copy_from_slice(sample.log_probs);
+        space.loss_mask_mut().copy_from_slice(sample.loss_mask);
+    }
+    space.spans_mut().copy_from_slice(sample.spans);
+    space.engine_mut().copy_from_slice(sample.engine.as_bytes());
+    space.metadata_mut().copy_from_slice(sample.metadata);
+    for (id, _, bytes) in sample.extra {
+        space.column_mut(*id).copy_from_slice(bytes);
+    }
+    space.commit()
+}
+
+/// Appends several records and waits for all of them.
+pub(crate) fn all(
+    samples: &[Sample<'_>],
+    append: impl FnMut(&Sample<'_>) -> Result<Pending>,
+) -> Result<Vec<Ack>> {
+    let pending: Vec<Pending> = samples.iter().map(append).collect::<Result<_>>()?;
+    // The last one first: its sync covers the others.
+    let mut acks: Vec<Ack> = pending.into_iter().rev().map(Pending::wait).collect::<Result<_>>()?;
+    acks.reverse();
+    Ok(acks)
+}
+
+/// Where the columns of a record of this shape go.
+pub(crate) fn plan(shape: &Shape) -> Result<Plan> {
+    let invalid = |found: String| Error::Invalid {
+        what: "record shape",
+        expected: "sizes that fit a segment".into(),
+        found,
+    };
+    let tokens = shape.prompt.checked_add(shape.response).ok_or_else(|| invalid(format!("{shape:?}")))?;
+    if u32::try_from(tokens).is_err() {
+        return Err(invalid(format!("{tokens} tokens")));
+    }
+    let scored = if shape.kind == Kind::Prompt { 0 } else { shape.response };
+    let mut sizes = vec![
+        (ColumnId::TOKENS, Element::I32, tokens),
+        (ColumnId::LOG_PROBS, Element::F32, scored),
+        (ColumnId::LOSS_MASK, Element::U8, scored),
+        (ColumnId::SPANS, Element::Span, shape.spans),
+        (ColumnId::ENGINE, Element::U8, shape.engine),
+        (ColumnId::METADATA, Element::U8, shape.metadata),
+    ];
+    for &(id, element, count) in &shape.extra {
+        if sizes.iter().any(|&(other, ..)| other == id) {
+            return Err(invalid(format!("column {} twice", id.0)));
+        }
+        sizes.push((id, element, count));
+    }
+    Plan::new(&sizes).ok_or_else(|| invalid(format!("{shape:?}")))
+}
