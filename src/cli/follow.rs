@@ -1,10 +1,10 @@
 //! `driftless follow`.
 
 use crate::cli::error::{Error, Result};
-use crate::cli::keys;
 use crate::cli::output::Output;
+use crate::cli::{keys, store};
 use driftless::bridge::{ClientOptions, DiskActivator, DiskOptions, PauseMode};
-use driftless::transport::{Activate, Follower, FollowerOptions, Status, Stop, http, open};
+use driftless::transport::{Activate, Follower, FollowerOptions, Status, Stop, http};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,12 +16,14 @@ Examples:
         --hf-checkpoint /models/start --engine http://127.0.0.1:30000
 
   Only materialise the newest version, once:
-    driftless follow --store file:///shared/store --run my-run --checkpoint-dir out/newest --once";
+    driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir out/newest --once
+
+Credentials, region and endpoint of an object store come from the environment, as its own tools have them: AWS_…, GOOGLE_…, AZURE_….";
 
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Store to follow: file:///dir or a path.
+    /// Store to follow: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
     #[arg(long, value_name = "URL")]
     store: String,
     /// Name of the run; it need not have begun.
@@ -86,7 +88,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     // An engine that was started again should not wait long for its weights.
     options.backoff_max = options.poll.max(Duration::from_secs(2));
     options.activate_deadline = Duration::from_secs(args.activate_deadline);
-    let follower = Follower::open(open(&args.store)?, options, engines)?;
+    let follower = Follower::open(store::open(&args.store)?, options, engines)?;
     let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
     let server = args.listen.map(|address| http::serve(follower.clone(), address, token)).transpose()?;
     if let Some(server) = &server {

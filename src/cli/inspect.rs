@@ -2,8 +2,9 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
+use crate::cli::store;
 use driftless::transport::manifest::Kind;
-use driftless::transport::{Committed, Manifest, Run, Store, Version, open};
+use driftless::transport::{Committed, Manifest, Run, Store, Version};
 use serde::Serialize;
 use serde_json::json;
 use std::path::PathBuf;
@@ -12,17 +13,20 @@ use std::sync::Arc;
 /// What to show, from the whole store down to one manifest.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Store to look into: file:///dir or a path.
-    #[arg(long, value_name = "URL", required_unless_present = "manifest")]
+    /// A run by the URL of its store and its name: s3://bucket/prefix/my-run.
+    #[arg(value_name = "URL", group = "named", conflicts_with_all = ["store", "manifest"])]
+    url: Option<String>,
+    /// Store to look into: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
+    #[arg(long, value_name = "URL", required_unless_present_any = ["manifest", "url"])]
     store: Option<String>,
     /// Run whose chain to show; without it, all runs of the store.
-    #[arg(long, value_name = "NAME", requires = "store")]
+    #[arg(long, value_name = "NAME", group = "named", requires = "store")]
     run: Option<String>,
     /// Model of the run [default: the only one].
-    #[arg(long, requires = "run")]
+    #[arg(long, requires = "named")]
     model: Option<String>,
     /// One version, with its tensors.
-    #[arg(long, requires = "run")]
+    #[arg(long, requires = "named")]
     version: Option<u64>,
     /// A manifest in a file.
     #[arg(long, value_name = "FILE", conflicts_with = "store")]
@@ -34,8 +38,12 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.clone(), source })?;
         return version(&Manifest::parse(&bytes)?, output);
     }
-    let store = open(args.store.as_deref().unwrap_or_default())?;
-    let Some(name) = &args.run else {
+    let (url, name) = match &args.url {
+        Some(url) => place(url)?,
+        None => (args.store.unwrap_or_default(), args.run),
+    };
+    let store = store::open(&url)?;
+    let Some(name) = &name else {
         return runs(&store, output);
     };
     let run = Run::open(store, name)?;
@@ -43,6 +51,23 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     match args.version {
         Some(number) => version(&run.get(&model, Version(number))?.manifest, output),
         None => chain(&run, &model, output),
+    }
+}
+
+/// The store and the run that a run's URL names: its last segment is the run.
+fn place(url: &str) -> Result<(String, Option<String>)> {
+    let (path, parameters) = url.split_at(url.find('?').unwrap_or(url.len()));
+    match path.trim_end_matches('/').rsplit_once('/') {
+        // Without a path there is a bucket and no run.
+        Some((store, run)) if !store.ends_with('/') => {
+            Ok((format!("{store}{parameters}"), Some(run.to_owned())))
+        }
+        _ => Err(Error::Usage {
+            what: "URL of a run".to_owned(),
+            expected: "a store and a run's name, as s3://bucket/prefix/my-run, or --store and --run"
+                .to_owned(),
+            found: url.to_owned(),
+        }),
     }
 }
 
@@ -174,4 +199,22 @@ fn kind(manifest: &Manifest) -> &'static str {
 /// Changed elements / all elements.
 fn density(manifest: &Manifest) -> f64 {
     manifest.changed as f64 / manifest.elements().max(1) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_run_is_the_last_segment_of_its_url() {
+        for (url, store, run) in [
+            ("s3://bucket/root/my-run", "s3://bucket/root", "my-run"),
+            ("s3://bucket/my-run/?endpoint=http://h/x", "s3://bucket?endpoint=http://h/x", "my-run"),
+            ("file:///srv/store/r", "file:///srv/store", "r"),
+            ("store/r", "store", "r"),
+        ] {
+            assert_eq!(super::place(url).unwrap(), (store.to_owned(), Some(run.to_owned())), "{url}");
+        }
+        for url in ["s3://bucket", "run", "s3://bucket/?region=x/y"] {
+            assert!(super::place(url).is_err(), "{url}");
+        }
+    }
 }

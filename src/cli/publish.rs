@@ -2,18 +2,18 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
-use crate::cli::progress;
+use crate::cli::{progress, store};
 use driftless::delta::Profile;
-use driftless::transport::{
-    Checkpoint, Mode, Published, Publisher, PublisherOptions, Snapshot, Start, Step, open,
-};
+use driftless::transport::{Checkpoint, Mode, Published, Publisher, PublisherOptions, Snapshot, Start, Step};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 Examples:
   driftless publish --store file:///shared/store --run my-run --new-run --checkpoint out/step-0
-  driftless publish --store file:///shared/store --run my-run --resume --checkpoint out/step-1 --step 1
+  driftless publish --store s3://bucket/prefix --run my-run --resume --checkpoint out/step-1 --step 1
+
+Credentials, region and endpoint of an object store come from the environment, as its own tools have them: AWS_…, GOOGLE_…, AZURE_….
 
 The baseline is a copy of the newest version that the next delta starts from. The command keeps it; if it is not there it is
 fetched from the store and verified.";
@@ -21,7 +21,7 @@ fetched from the store and verified.";
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES, group = clap::ArgGroup::new("start").required(true))]
 pub(crate) struct Args {
-    /// Store to publish to: file:///dir or a path.
+    /// Store to publish to: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
     #[arg(long, value_name = "URL")]
     store: String,
     /// Name of the run in the store.
@@ -82,7 +82,7 @@ impl From<DeltaProfile> for Profile {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
-    let store = open(&args.store)?;
+    let store = store::open(&args.store)?;
     let baseline_dir = match &args.baseline_dir {
         Some(dir) => dir.clone(),
         None => default_baseline(&store.to_string(), &args)?,

@@ -3,7 +3,7 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
 use crate::cli::report::{self, Summary};
-use crate::cli::{keys, progress};
+use crate::cli::{keys, progress, store};
 use driftless::trainer::tasks::arithmetic::Recipe;
 use driftless::trainer::{
     Config, Debug, Estimator, Event, Kind, LearnOptions, Mode, Observer, SftOptions, TrainOptions,
@@ -125,7 +125,7 @@ struct RolloutArgs {
 #[derive(clap::Args)]
 #[command(next_help_heading = "Weight updates")]
 struct UpdateArgs {
-    /// Store of the publications: file:///dir or a path.
+    /// Store of the publications: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
     #[arg(long, value_name = "URL", conflicts_with = "update_weight_disk_dir")]
     store: Option<String>,
     /// The same as --store file://DIR.
@@ -311,7 +311,8 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         hf_checkpoint: args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?,
         save: args.save,
         save_hf: args.save_hf,
-        store: store.unwrap_or_default(),
+        // Debugging leaves it alone.
+        store: store::open(store.as_deref().unwrap_or("memory:"))?,
         run: update.run,
         rollout_external_engine_addrs: rollout.rollout_external_engine_addrs,
         keys: rollout.keys.read()?,

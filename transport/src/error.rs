@@ -88,10 +88,41 @@ pub enum Error {
         feature: String,
     },
     /// A store accepted two creates of one key, so that its publications could overwrite one another.
-    #[error("{store} ignores create-if-absent, two publishers would overwrite each other; use another store")]
+    #[error(
+        "{store} ignores create-if-absent (If-None-Match on a put): two publishers would overwrite each other; \
+         use a server that honours it, or a directory that all hosts share"
+    )]
     ConditionalPutIgnored {
         /// The store, as it displays itself.
         store: String,
+    },
+    /// An object store did not do what it was asked before the deadline, however often it was asked.
+    #[error("{store} did not {action} `{key}` within {waited:.1?}, tried {attempts} times")]
+    Unreachable {
+        /// The store, as it displays itself.
+        store: String,
+        /// What it was asked to do.
+        action: &'static str,
+        /// With which key.
+        key: Key,
+        /// How long it was asked.
+        waited: Duration,
+        /// How often.
+        attempts: u32,
+        /// What the last try ended with.
+        source: BoxError,
+    },
+    /// An object store said no, and would say it again.
+    #[error("{store} refuses to {action} `{key}`")]
+    Refused {
+        /// The store, as it displays itself.
+        store: String,
+        /// What it was asked to do.
+        action: &'static str,
+        /// With which key.
+        key: Key,
+        /// What it said.
+        source: BoxError,
     },
     /// The file system is full.
     #[error("no space left for `{path}` while trying to {action}", path = path.display())]
@@ -401,6 +432,7 @@ impl Error {
             Self::Io { .. }
                 | Self::NoSpace { .. }
                 | Self::Injected { .. }
+                | Self::Unreachable { .. }
                 | Self::CommitUnknown { .. }
                 | Self::Busy { .. }
                 | Self::Engine { .. }

@@ -31,4 +31,4 @@ pub use publish::{Mode, Progress, ProgressFn, Published, Publisher, PublisherOpt
 pub use replica::{Advanced, Applied, FetchObject, Replica};
 pub use run::{Chain, Committed, Run};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};
-pub use store::{Disk, Entry, Memory, PutMode, Store, open, probe_conditional_put};
+pub use store::{Disk, Entry, Memory, PutMode, Store, open, open_with, probe_conditional_put};

@@ -2,7 +2,9 @@
 
 use crate::schedule::Mode;
 use driftless_bridge::Keys;
+use driftless_transport::Store;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Settings of a run of the RL loop. Field names follow the flags of `driftless train`, which follow slime's.
@@ -14,8 +16,8 @@ pub struct TrainOptions {
     pub save: PathBuf,
     /// Where the final policy goes as a Hugging Face checkpoint.
     pub save_hf: Option<PathBuf>,
-    /// URL of the store that publications go to.
-    pub store: String,
+    /// The store that publications go to.
+    pub store: Arc<dyn Store>,
     /// Name of the run in the store.
     pub run: String,
     /// Engines, as `host:port` or URLs.

@@ -226,7 +226,7 @@ fn open_run(options: &TrainOptions) -> Result<(RunRecord, Option<Updates>)> {
         record.write(&options.save)?;
         return Ok((record, None));
     }
-    let store = transport::open(&options.store)?;
+    let store = options.store.clone();
     let start = match &recorded {
         Some(record) if record.run != options.run => {
             return Err(Error::OtherRun {

@@ -1,0 +1,224 @@
+//! A small S3 server in this process that errs on command.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use tokio::runtime::Runtime;
+
+/// Keys in one page of a listing.
+const PAGE: usize = 2;
+
+/// What goes wrong with one request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// Nothing.
+    None,
+    /// It has no effect and gets this status.
+    Before(u16),
+    /// It takes effect and gets this status.
+    After(u16),
+    /// It takes effect and gets no answer.
+    Silence,
+    /// The answer ends in the middle.
+    Cut,
+    /// The object is another one from here on.
+    Replaced,
+}
+
+#[derive(Default)]
+pub(super) struct Bucket {
+    pub(super) objects: BTreeMap<String, (Bytes, u64)>,
+    pub(super) uploads: BTreeMap<String, BTreeMap<usize, Bytes>>,
+    /// Requests so far, as `METHOD`, or `METHOD part` for one part of an upload.
+    pub(super) requests: Vec<String>,
+    /// The next request of this kind meets this fault.
+    pub(super) faults: VecDeque<(&'static str, Fault)>,
+    /// Takes conditions and ignores them.
+    pub(super) careless: bool,
+    next: u64,
+}
+
+/// The server; it ends with this value.
+pub(super) struct Server {
+    pub(super) addr: SocketAddr,
+    pub(super) bucket: Arc<Mutex<Bucket>>,
+    _runtime: Runtime,
+}
+
+impl Server {
+    pub(super) fn start() -> Self {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let bucket = Arc::new(Mutex::new(Bucket::default()));
+        let router = Router::new().fallback(answer).with_state(bucket.clone());
+        let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
+        let addr = listener.local_addr().unwrap();
+        runtime.spawn(async move { axum::serve(listener, router).await });
+        Self { addr, bucket, _runtime: runtime }
+    }
+
+    pub(super) fn with<T>(&self, f: impl FnOnce(&mut Bucket) -> T) -> T {
+        f(&mut self.bucket.lock().unwrap())
+    }
+}
+
+async fn answer(State(bucket): State<Arc<Mutex<Bucket>>>, request: Request) -> Response {
+    let (parts, body) = request.into_parts();
+    let body = axum::body::to_bytes(body, 1 << 30).await.unwrap();
+    let query: BTreeMap<String, String> =
+        url::form_urlencoded::parse(parts.uri.query().unwrap_or_default().as_bytes()).into_owned().collect();
+    let path = percent(parts.uri.path());
+    let key = path.strip_prefix("/bucket").unwrap_or_default().trim_start_matches('/').to_owned();
+    let kind = if query.contains_key("partNumber") { "PUT part" } else { parts.method.as_str() };
+    let (fault, response) = {
+        let mut bucket = bucket.lock().unwrap();
+        bucket.requests.push(kind.to_owned());
+        let fault = bucket.faults.iter().position(|(of, _)| *of == kind);
+        let fault = fault.and_then(|index| bucket.faults.remove(index)).map(|(_, fault)| fault);
+        if let Some(Fault::Before(status)) = fault {
+            return refuse(status, "Injected");
+        }
+        if fault == Some(Fault::Replaced) {
+            let (bytes, tag) = bucket.objects[&key].clone();
+            let other = bytes.iter().map(|byte| byte ^ 0xff).collect::<Vec<_>>();
+            bucket.objects.insert(key.clone(), (other.into(), tag + 1000));
+        }
+        (fault, bucket.carry_out(&parts.method, &key, &query, &parts.headers, body))
+    };
+    match fault {
+        Some(Fault::After(status)) => refuse(status, "Injected"),
+        Some(Fault::Silence) => std::future::pending().await,
+        Some(Fault::Cut) => {
+            let (parts, body) = response.into_parts();
+            let bytes = axum::body::to_bytes(body, 1 << 30).await.unwrap();
+            let half = bytes.slice(..bytes.len() / 2);
+            let torn = futures_util::stream::iter([Ok(half), Err(std::io::Error::other("cut"))]);
+            Response::from_parts(parts, Body::from_stream(torn))
+        }
+        _ => response,
+    }
+}
+
+impl Bucket {
+    fn carry_out(
+        &mut self,
+        method: &Method,
+        key: &str,
+        query: &BTreeMap<String, String>,
+        headers: &HeaderMap,
+        body: Bytes,
+    ) -> Response {
+        let id = query.get("uploadId");
+        match (method.as_str(), id) {
+            ("GET", _) if key.is_empty() => self.list(query),
+            ("PUT", Some(id)) => {
+                let number = query["partNumber"].parse().unwrap();
+                let Some(parts) = self.uploads.get_mut(id) else { return refuse(404, "NoSuchUpload") };
+                parts.insert(number, body);
+                ([(header::ETAG, format!("\"{number}\""))], "").into_response()
+            }
+            ("PUT", None) => {
+                let taken = headers.contains_key(header::IF_NONE_MATCH) && self.objects.contains_key(key);
+                if taken && !self.careless {
+                    return refuse(412, "PreconditionFailed");
+                }
+                self.store(key, body)
+            }
+            ("POST", None) => {
+                self.next += 1;
+                let id = format!("upload{}", self.next);
+                self.uploads.insert(id.clone(), BTreeMap::new());
+                format!(
+                    "<InitiateMultipartUploadResult><UploadId>{id}</UploadId></InitiateMultipartUploadResult>"
+                )
+                .into_response()
+            }
+            ("POST", Some(id)) => {
+                let Some(parts) = self.uploads.remove(id) else { return refuse(404, "NoSuchUpload") };
+                let whole: Vec<u8> = parts.into_values().flatten().collect();
+                self.store(key, whole.into());
+                let tag = self.next;
+                format!("<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>")
+                    .into_response()
+            }
+            ("DELETE", Some(id)) => {
+                self.uploads.remove(id);
+                StatusCode::NO_CONTENT.into_response()
+            }
+            ("DELETE", None) => {
+                self.objects.remove(key);
+                StatusCode::NO_CONTENT.into_response()
+            }
+            _ => self.get(key, headers),
+        }
+    }
+
+    fn store(&mut self, key: &str, body: Bytes) -> Response {
+        self.next += 1;
+        self.objects.insert(key.to_owned(), (body, self.next));
+        ([(header::ETAG, format!("\"{}\"", self.next))], "").into_response()
+    }
+
+    fn get(&self, key: &str, headers: &HeaderMap) -> Response {
+        let Some((bytes, tag)) = self.objects.get(key) else { return refuse(404, "NoSuchKey") };
+        let common = [
+            (header::ETAG, format!("\"{tag}\"")),
+            (header::LAST_MODIFIED, "Sat, 21 Nov 2026 13:00:00 GMT".to_owned()),
+        ];
+        let Some(range) = headers.get(header::RANGE) else { return (common, bytes.clone()).into_response() };
+        let (start, end) = range.to_str().unwrap().strip_prefix("bytes=").unwrap().split_once('-').unwrap();
+        let (start, end): (usize, usize) = (start.parse().unwrap(), end.parse().unwrap());
+        if start >= bytes.len() {
+            return refuse(416, "InvalidRange");
+        }
+        let end = bytes.len().min(end + 1);
+        let place = [(header::CONTENT_RANGE, format!("bytes {start}-{}/{}", end - 1, bytes.len()))];
+        (StatusCode::PARTIAL_CONTENT, common, place, bytes.slice(start..end)).into_response()
+    }
+
+    fn list(&self, query: &BTreeMap<String, String>) -> Response {
+        let after = query.get("continuation-token").cloned().unwrap_or_default();
+        let prefix = query.get("prefix").cloned().unwrap_or_default();
+        let mut found = self.objects.iter().filter(|(key, _)| **key > after && key.starts_with(&prefix));
+        let mut xml = "<ListBucketResult>".to_owned();
+        let mut last = String::new();
+        for (key, (bytes, tag)) in found.by_ref().take(PAGE) {
+            let size = bytes.len();
+            xml += &format!(
+                "<Contents><Key>{key}</Key><Size>{size}</Size><ETag>{tag}</ETag><LastModified>2026-11-21T13:00:00Z</LastModified></Contents>"
+            );
+            last = key.clone();
+        }
+        if found.next().is_some() {
+            xml += &format!("<NextContinuationToken>{last}</NextContinuationToken>");
+        }
+        (xml + "</ListBucketResult>").into_response()
+    }
+}
+
+fn refuse(status: u16, code: &str) -> Response {
+    let said = format!("<Error><Code>{code}</Code><Message>said the fake</Message></Error>");
+    (StatusCode::from_u16(status).unwrap(), said).into_response()
+}
+
+/// A path without its escapes.
+fn percent(path: &str) -> String {
+    let mut bytes = Vec::new();
+    let mut rest = path.as_bytes();
+    while let Some((&byte, tail)) = rest.split_first() {
+        if byte == b'%' {
+            bytes.push(u8::from_str_radix(std::str::from_utf8(&tail[..2]).unwrap(), 16).unwrap());
+            rest = &tail[2..];
+        } else {
+            bytes.push(byte);
+            rest = tail;
+        }
+    }
+    String::from_utf8(bytes).unwrap()
+}

@@ -1,0 +1,377 @@
+//! Publications in an object store: S3, Google Cloud Storage and Azure Blob Storage, over the crate `object_store`.
+//!
+//! The crate signs, sends and parses. Around it stand, in this directory: the names of stores (`url`), requests with retries and
+//! a deadline (`ask`), what refusals mean (`service`); and here, the promises of a [`Store`]: objects read whole although they
+//! come in parts, and creates that know their own work again after a lost answer.
+
+mod ask;
+mod service;
+mod url;
+
+use std::fmt;
+use std::future::Future;
+use std::ops::Range;
+use std::sync::{Arc, mpsc};
+use std::time::SystemTime;
+
+use bytes::Bytes;
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path;
+use object_store::{GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutOptions};
+use tokio::runtime::{self, Runtime};
+use tokio::sync::Semaphore;
+
+use super::{Entry, PutMode, Store};
+use crate::{Error, Key, Result};
+use ask::{Action, Asked, cause};
+
+pub(super) use url::open;
+
+/// Threads that send and receive; signing and TLS are their only work.
+const THREADS: usize = 2;
+/// Threads that look up names.
+const BLOCKING_THREADS: usize = 4;
+/// How often a read begins again because the object was replaced meanwhile.
+const REPLACED_MAX: usize = 8;
+
+/// What this needs of `object_store`.
+trait Backend: ObjectStore + MultipartStore {}
+
+impl<T: ObjectStore + MultipartStore> Backend for T {}
+
+/// Sizes, bounds and times of requests.
+#[derive(Debug, Clone)]
+struct Limits {
+    /// Longer reads and writes are split into requests of this many bytes; S3 takes no parts below 5 MiB.
+    part_bytes: usize,
+    /// Parts of one object under way at once.
+    parts: usize,
+    /// Requests under way at once.
+    requests: usize,
+    /// How long one try may take, and how many bytes a second are added to that.
+    attempt: std::time::Duration,
+    bytes_per_second_min: u64,
+    /// After this long no further try is made.
+    deadline: std::time::Duration,
+    /// The first pause between two tries; it doubles up to the second.
+    pause: [std::time::Duration; 2],
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        use std::time::Duration;
+        Self {
+            part_bytes: 8 << 20,
+            parts: 4,
+            requests: 16,
+            attempt: Duration::from_secs(20),
+            bytes_per_second_min: 128 << 10,
+            deadline: Duration::from_secs(120),
+            pause: [Duration::from_millis(100), Duration::from_secs(5)],
+        }
+    }
+}
+
+/// A store in a bucket or container.
+///
+/// It has a runtime of its own, and its calls may be made from any thread, those of another runtime included.
+pub(super) struct Bucket {
+    remote: Arc<Remote>,
+    /// There until this is dropped.
+    runtime: Option<Runtime>,
+}
+
+/// What requests need.
+struct Remote {
+    backend: Box<dyn Backend>,
+    prefix: String,
+    name: String,
+    limits: Limits,
+    slots: Semaphore,
+}
+
+impl Bucket {
+    fn new(backend: Box<dyn Backend>, prefix: &str, name: String, limits: Limits) -> Result<Self> {
+        let runtime = runtime::Builder::new_multi_thread()
+            .worker_threads(THREADS)
+            .max_blocking_threads(BLOCKING_THREADS)
+            .thread_name("object-store")
+            .enable_all()
+            .build()
+            .map_err(|source| Error::io("start the threads of", &name, source))?;
+        let slots = Semaphore::new(limits.requests);
+        let remote = Remote { backend, prefix: prefix.to_owned(), name, limits, slots };
+        Ok(Self { remote: Arc::new(remote), runtime: Some(runtime) })
+    }
+
+    /// Runs a call on the runtime and waits for it. Every request in it has a deadline.
+    fn wait<T, F>(&self, call: impl FnOnce(Arc<Remote>) -> F) -> Result<T>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T>> + Send + 'static,
+    {
+        const ENDED: Error = Error::Cancelled { what: "a request to the object store" };
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let call = call(self.remote.clone());
+        self.runtime.as_ref().ok_or(ENDED)?.spawn(async move {
+            // The receiver waits below.
+            let _ = sender.send(call.await);
+        });
+        // Without an answer the task has panicked.
+        receiver.recv().unwrap_or(Err(ENDED))
+    }
+}
+
+impl Drop for Bucket {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // Waiting here would panic on a thread of another runtime; no call is under way.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl fmt::Display for Bucket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.remote.name)
+    }
+}
+
+impl fmt::Debug for Bucket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The backend's own form would show its credentials.
+        f.debug_struct("Bucket").field("name", &self.remote.name).finish_non_exhaustive()
+    }
+}
+
+impl Store for Bucket {
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
+        let (key, bytes) = (key.clone(), Bytes::copy_from_slice(bytes));
+        self.wait(|remote| async move {
+            match mode {
+                PutMode::Create => remote.create(&key, bytes).await,
+                PutMode::Overwrite if bytes.len() <= remote.limits.part_bytes => {
+                    remote.put(&key, bytes, PutMode::Overwrite).await.result
+                }
+                PutMode::Overwrite => remote.put_parts(&key, bytes).await,
+            }
+        })
+    }
+
+    fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
+        let key = key.clone();
+        self.wait(|remote| async move { remote.get(&key, range).await })
+    }
+
+    fn head(&self, key: &Key) -> Result<Entry> {
+        let key = key.clone();
+        self.wait(|remote| async move { remote.head(&key).await })
+    }
+
+    fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
+        let prefix = prefix.clone();
+        self.wait(|remote| async move { remote.list(&prefix).await })
+    }
+
+    fn delete(&self, key: &Key) -> Result<()> {
+        let key = key.clone();
+        self.wait(|remote| async move { remote.delete(&key).await })
+    }
+}
+
+/// A range of an object, and which object it was.
+struct Part {
+    bytes: Bytes,
+    size: u64,
+    identity: (Option<String>, SystemTime),
+}
+
+impl Remote {
+    fn path(&self, key: &Key) -> Path {
+        // Keys and checked prefixes have nothing that would need an escape.
+        if self.prefix.is_empty() {
+            Path::from(key.as_str())
+        } else {
+            Path::from(format!("{}/{key}", self.prefix))
+        }
+    }
+
+    async fn put(&self, key: &Key, bytes: Bytes, mode: PutMode) -> Asked<()> {
+        let path = self.path(key);
+        let options = || match mode {
+            PutMode::Create => PutOptions::from(object_store::PutMode::Create),
+            PutMode::Overwrite => PutOptions::default(),
+        };
+        self.ask(Action("put", key), bytes.len(), || async {
+            self.backend.put_opts(&path, bytes.clone().into(), options()).await.map(drop)
+        })
+        .await
+    }
+
+    /// Creates an object, always in one request: only that has the condition.
+    async fn create(&self, key: &Key, bytes: Bytes) -> Result<()> {
+        let asked = self.put(key, bytes.clone(), PutMode::Create).await;
+        match asked.result {
+            Err(Error::AlreadyExists { .. }) if asked.attempts > 1 && self.holds(key, &bytes).await? => {
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Whether these bytes are what is stored: an earlier try took effect and its answer was lost.
+    async fn holds(&self, key: &Key, bytes: &Bytes) -> Result<bool> {
+        match self.get(key, Some(0..bytes.len() as u64 + 1)).await {
+            Err(Error::NotFound { .. }) => Ok(false),
+            found => Ok(found? == *bytes),
+        }
+    }
+
+    async fn put_parts(&self, key: &Key, bytes: Bytes) -> Result<()> {
+        let path = self.path(key);
+        let begun =
+            self.ask(Action("begin the upload of", key), 0, || self.backend.create_multipart(&path)).await;
+        let id = begun.result?;
+        let part = |(index, start): (usize, usize)| {
+            let part = bytes.slice(start..bytes.len().min(start + self.limits.part_bytes));
+            let (path, id) = (&path, &id);
+            async move {
+                let put = || self.backend.put_part(path, id, index, part.clone().into());
+                self.ask(Action("put a part of", key), part.len(), put).await.result
+            }
+        };
+        let starts = (0..bytes.len()).step_by(self.limits.part_bytes).enumerate();
+        let parts: Result<Vec<PartId>> =
+            stream::iter(starts.map(part)).buffered(self.limits.parts).try_collect().await;
+        let completed = match parts {
+            Ok(parts) => self.complete(key, &path, &id, &parts, &bytes).await,
+            Err(error) => Err(error),
+        };
+        if completed.is_err() {
+            let aborted = self
+                .ask(Action("abort the upload of", key), 0, || self.backend.abort_multipart(&path, &id))
+                .await;
+            if let Err(error) = aborted.result {
+                tracing::warn!(%key, %error, "parts of an upload stay behind until the store removes them");
+            }
+        }
+        completed
+    }
+
+    async fn complete(
+        &self,
+        key: &Key,
+        path: &Path,
+        id: &String,
+        parts: &[PartId],
+        bytes: &Bytes,
+    ) -> Result<()> {
+        let complete = || async { self.backend.complete_multipart(path, id, parts.to_vec()).await.map(drop) };
+        let asked = self.ask(Action("complete the upload of", key), 0, complete).await;
+        match asked.result {
+            // An upload that is complete is gone.
+            Err(Error::NotFound { .. }) if asked.attempts > 1 && self.holds(key, bytes).await? => Ok(()),
+            result => result,
+        }
+    }
+
+    async fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
+        let wanted = range.clone().unwrap_or(0..u64::MAX);
+        let step = self.limits.part_bytes as u64;
+        for _ in 0..REPLACED_MAX {
+            let first = wanted.start..wanted.end.min(wanted.start.saturating_add(step));
+            if first.is_empty() {
+                return super::clamp(key, range, self.head(key).await?.size).map(|_| Vec::new());
+            }
+            let first = match self.part(key, first).await {
+                // Ranges behind the end are answered in as many ways as there are servers.
+                Err(refused @ Error::Refused { .. }) => {
+                    let Ok(entry) = self.head(key).await else { return Err(refused) };
+                    let found = super::clamp(key, range, entry.size)?;
+                    return if found.is_empty() { Ok(Vec::new()) } else { Err(refused) };
+                }
+                first => first?,
+            };
+            if let Some(bytes) = self.rest(key, wanted.clone(), first).await? {
+                return Ok(bytes);
+            }
+        }
+        Err(Error::Busy {
+            what: format!("`{key}` in {}", self.name),
+            with: "somebody who replaces it".to_owned(),
+        })
+    }
+
+    /// The whole range whose first part is here; `None` if the object was replaced meanwhile.
+    async fn rest(&self, key: &Key, wanted: Range<u64>, first: Part) -> Result<Option<Vec<u8>>> {
+        let end = wanted.end.min(first.size);
+        let mut bytes = Vec::new();
+        let length = usize::try_from(end - wanted.start).unwrap_or(usize::MAX);
+        bytes.try_reserve_exact(length).map_err(|_| Error::TooLarge {
+            what: format!("memory for `{key}` from {}", self.name),
+            max: length as u64,
+        })?;
+        bytes.extend_from_slice(&first.bytes);
+        let step = self.limits.part_bytes;
+        let starts = (wanted.start + bytes.len() as u64..end).step_by(step);
+        let rest = starts.map(|start| self.part(key, start..end.min(start + step as u64)));
+        let mut rest = stream::iter(rest).buffered(self.limits.parts);
+        while let Some(part) = rest.next().await {
+            let part = part?;
+            if (part.size, &part.identity) != (first.size, &first.identity) {
+                return Ok(None);
+            }
+            bytes.extend_from_slice(&part.bytes);
+        }
+        Ok(Some(bytes))
+    }
+
+    async fn part(&self, key: &Key, range: Range<u64>) -> Result<Part> {
+        let path = self.path(key);
+        let length = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+        let get = || async {
+            let options = GetOptions { range: Some(range.clone().into()), ..GetOptions::default() };
+            let found = self.backend.get_opts(&path, options).await?;
+            let (size, identity) =
+                (found.meta.size, (found.meta.e_tag.clone(), found.meta.last_modified.into()));
+            Ok(Part { bytes: found.bytes().await?, size, identity })
+        };
+        self.ask(Action("get", key), length, get).await.result
+    }
+
+    async fn head(&self, key: &Key) -> Result<Entry> {
+        let path = self.path(key);
+        let found = self.ask(Action("look at", key), 0, || self.backend.head(&path)).await.result?;
+        Ok(Entry::new(key.clone(), found.size, Some(found.last_modified.into())))
+    }
+
+    async fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
+        let path = self.path(prefix);
+        let list = || self.backend.list(Some(&path)).try_collect::<Vec<ObjectMeta>>();
+        let found = self.ask(Action("list", prefix), 0, list).await.result?;
+        let mut entries: Vec<Entry> = found
+            .into_iter()
+            // Anything that is not a key was not put here by a store.
+            .filter_map(|meta| {
+                let name = meta.location.as_ref().strip_prefix(&self.prefix)?.trim_start_matches('/');
+                Some(Entry::new(Key::new(name).ok()?, meta.size, Some(meta.last_modified.into())))
+            })
+            .collect();
+        entries.sort_unstable_by(|a, b| a.key.cmp(&b.key));
+        Ok(entries)
+    }
+
+    async fn delete(&self, key: &Key) -> Result<()> {
+        let path = self.path(key);
+        match self.ask(Action("delete", key), 0, || self.backend.delete(&path)).await.result {
+            Err(Error::NotFound { .. }) => Ok(()),
+            result => result,
+        }
+    }
+}
+
+#[cfg(test)]
+mod fake;
+#[cfg(test)]
+mod tests;
