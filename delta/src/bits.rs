@@ -192,6 +192,11 @@ pub(crate) fn put_varint(out: &mut Vec<u8>, mut value: u64) {
     out.push(value as u8);
 }
 
+/// Bytes that [`put_varint`] writes.
+pub(crate) fn varint_bytes(value: u64) -> usize {
+    (64 - (value | 1).leading_zeros()).div_ceil(7) as usize
+}
+
 /// Reads bytes of a payload front to back; says what and where when they end.
 pub(crate) struct ByteReader<'a> {
     bytes: &'a [u8],
@@ -202,6 +207,11 @@ pub(crate) struct ByteReader<'a> {
 impl<'a> ByteReader<'a> {
     pub(crate) fn new(bytes: &'a [u8], what: &'static str) -> Self {
         Self { bytes, at: 0, what }
+    }
+
+    /// Reads the bytes from `at` on.
+    pub(crate) fn starting(bytes: &'a [u8], at: usize, what: &'static str) -> Self {
+        Self { bytes, at: at.min(bytes.len()), what }
     }
 
     pub(crate) fn corrupt(&self, why: &'static str) -> Error {
@@ -298,6 +308,7 @@ mod tests {
             let mut bytes = Vec::new();
             put_varint(&mut bytes, value);
             assert_eq!(ByteReader::new(&bytes, "test").varint(), Ok(value));
+            assert_eq!(varint_bytes(value), bytes.len());
         }
         assert!(ByteReader::new(&[0xff; 10], "test").varint().is_err());
         assert!(ByteReader::new(&[0x80], "test").varint().is_err());

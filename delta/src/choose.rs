@@ -39,16 +39,20 @@ pub(crate) struct Statistics {
     apart: usize,
 }
 
-impl Statistics {
-    pub(crate) fn new(element: Element, profile: Profile) -> Self {
-        Self { element, profile, tallies: Box::new([Tally::ZERO; 256]), blocks: 0, apart: 1 }
+impl Default for Statistics {
+    fn default() -> Self {
+        let tallies = Box::new([Tally::ZERO; 256]);
+        Self { element: Element::Bytes, profile: Profile::Fast, tallies, blocks: 0, apart: 1 }
     }
+}
 
+impl Statistics {
     /// Starts over for a segment of so many bytes.
-    pub(crate) fn begin(&mut self, segment_bytes: usize) {
+    pub(crate) fn begin(&mut self, element: Element, profile: Profile, segment_bytes: usize) {
+        (self.element, self.profile) = (element, profile);
         self.tallies.fill(Tally::ZERO);
         self.blocks = 0;
-        self.apart = match segment_bytes / self.element.size() {
+        self.apart = match segment_bytes / element.size() {
             0..4096 => 1,
             4096..0x8_0000 => 5,
             _ => 31,
@@ -81,7 +85,7 @@ impl Statistics {
         let mut all = Tally::ZERO;
         self.tallies.iter().for_each(|tally| all.add(tally));
         let flat = self.best_class(&all);
-        let flat_table = Table { first: 0, classes: vec![flat.0] };
+        let flat_table = Table::new(0, [flat.0]);
         let Some(lowest) = self.tallies.iter().position(|tally| tally.members > 0.0) else {
             return flat_table;
         };
@@ -124,7 +128,7 @@ impl Statistics {
         let (cost, from, to) = best?;
         let classes =
             [low[from].0].into_iter().chain(single[from + 1..to].iter().map(|c| c.0)).chain([high[to].0]);
-        Some((cost, Table { first: (lowest + from) as u32, classes: classes.collect() }))
+        Some((cost, Table::new((lowest + from) as u32, classes)))
     }
 
     /// Best parameters for a class with these counts, and the bits they will take.

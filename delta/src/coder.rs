@@ -62,15 +62,15 @@ pub(crate) fn put_class(
     class: &Class,
     shift: i32,
     members: u32,
-    ranks: &[u32],
+    ranks: &[u16],
     steps: &[i32],
 ) {
     let run = shifted(class, shift);
     if class.inverted {
-        let mut changed = ranks.iter().copied().peekable();
+        let mut changed = ranks.iter().map(|rank| u32::from(*rank)).peekable();
         put_runs(bits, run, members, (0..members).filter(|rank| changed.next_if_eq(rank).is_none()));
     } else {
-        put_runs(bits, run, members, ranks.iter().copied());
+        put_runs(bits, run, members, ranks.iter().map(|rank| u32::from(*rank)));
     }
     let explicit = class.large_run == EXPLICIT;
     let least = if explicit { 1 } else { 2 };
@@ -96,7 +96,7 @@ pub(crate) fn get_class(
     class: &Class,
     shift: i32,
     members: u32,
-    ranks: &mut Vec<u32>,
+    ranks: &mut Vec<u16>,
     steps: &mut Vec<i32>,
 ) -> Result<()> {
     ranks.clear();
@@ -105,12 +105,12 @@ pub(crate) fn get_class(
     if class.inverted {
         let mut next = 0;
         get_runs(bits, run, members, |rank| {
-            ranks.extend(next..rank);
+            ranks.extend((next..rank).map(|rank| rank as u16));
             next = rank + 1;
         })?;
-        ranks.extend(next..members);
+        ranks.extend((next..members).map(|rank| rank as u16));
     } else {
-        get_runs(bits, run, members, |rank| ranks.push(rank))?;
+        get_runs(bits, run, members, |rank| ranks.push(rank as u16))?;
     }
     let count = ranks.len();
     if class.large_run == EXPLICIT {
@@ -151,10 +151,10 @@ mod tests {
 
     #[test]
     fn classes_round_trip() {
-        let sets: [(u32, Vec<u32>); 5] = [
+        let sets: [(u32, Vec<u16>); 5] = [
             (0, vec![]),
             (1, vec![0]),
-            (65_536, (0..65_536).collect()),
+            (65_536, (0..=65_535).collect()),
             (65_536, vec![65_535]),
             (1000, (0..1000).filter(|i| i % 7 != 3).collect()),
         ];

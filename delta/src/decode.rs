@@ -1,26 +1,28 @@
-//! Decoding: checks the base, reads the tokens, and delivers absolute changes whose digest is the promised one.
+//! Decoding: checks the base, cuts the payload into spans of tokens, and has each turned into absolute changes whose digest is the promised one.
+
+use std::ops::Range;
 
 use crate::bits::{BitReader, ByteReader};
+use crate::classes::Classes;
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, get_class};
 use crate::digest::{Changes, short};
 use crate::element::with_constant;
+use crate::patch::Part;
 use crate::payload::{Header, Kind, Token, block_elements};
-use crate::scan::{Path, Work};
+use crate::pool::{Jobs, Pool, Serial};
+use crate::scan::{GROUP, Path, Work};
 use crate::table::Table;
-use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Result, entropy, scan};
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Result, Source, entropy, scan};
 
 const WHAT: &str = "delta payload";
 
-/// Decodes one payload of [`encode`](crate::encode) into `patch`; `base` is read, never written.
-///
-/// `base_digests` must be the table of `base`: it is taken at its word, because a rehash per step would cost more than the step.
-/// (Digests are linear, so a base that silently differs from its table shifts base and result alike and is not noticed here; compare
-/// with [`DigestTable::of`] after an unclean stop and as a scrub.) The base's check is compared before anything is decoded, the result's check before
-/// the patch is handed out. Memory is bounded by the size of the base, whatever the payload says.
+/// Coded blocks after which a span ends: enough to be worth a job.
+const SPAN_BLOCKS: u64 = 16;
+
+/// [`Decoder::decode`] with memory of its own, on this thread.
 ///
 /// # Errors
-/// [`Error::BaseMismatch`] for another base, [`Error::ResultMismatch`] if the result is not the promised one, [`Error::Corrupt`] for bytes that no encoder
-/// writes, [`Error::Unsupported`] for a later format, and mismatches of element type, length or kind. The patch then does nothing.
+/// As [`Decoder::decode`].
 pub fn decode(
     element: Element,
     base: &[u8],
@@ -28,40 +30,203 @@ pub fn decode(
     payload: &[u8],
     patch: &mut Patch,
 ) -> Result<()> {
-    let elements = element.count("base", base.len())?;
-    base_digests.expect_elements(elements)?;
-    patch.reset(element, elements, base_digests);
-    let decoded = decode_into(element, base, base_digests, payload, patch);
-    if decoded.is_err() {
-        patch.reset(element, elements, base_digests);
-    }
-    decoded
+    Decoder::new().decode(&Serial, Source { element, bytes: base, digests: base_digests }, payload, patch)
 }
 
-fn decode_into(
-    element: Element,
-    base: &[u8],
-    base_digests: &DigestTable,
-    payload: &[u8],
-    patch: &mut Patch,
-) -> Result<()> {
-    let mut reader = ByteReader::new(payload, WHAT);
-    let header = Header::read(&mut reader)?;
-    header.expect(element)?;
-    let base_total = base_digests.total();
-    let mismatch = |expected| Err(Error::BaseMismatch { expected, found: base_total.short_check() });
-    match header.kind {
-        Kind::Full(_) => return Err(Error::KindMismatch { expected: "a delta", found: "full" }),
-        Kind::Unchanged if header.result != base_total.check() => {
-            return mismatch(short(header.result));
-        }
-        Kind::Unchanged => return reader.finish(),
-        Kind::Delta(check) if check != base_total.short_check() => return mismatch(check),
-        Kind::Delta(_) => {}
+/// [`Decoder::decode_full`] with memory of its own, on this thread.
+///
+/// # Errors
+/// As [`Decoder::decode_full`].
+pub fn decode_full(element: Element, payload: &[u8], out: &mut [u8]) -> Result<DigestTable> {
+    Decoder::new().decode_full(&Serial, element, payload, out)
+}
+
+/// Decodes payloads one after the other; once it has seen its largest, it allocates no more.
+#[derive(Default)]
+pub struct Decoder {
+    spans: Vec<Span>,
+    jobs: Jobs<Scratch, Part>,
+}
+
+/// Tokens of a payload that can be decoded on their own.
+struct Span {
+    first_block: usize,
+    tokens: Range<usize>,
+    /// The coder table in force at their beginning.
+    table: Option<Range<usize>>,
+}
+
+impl Decoder {
+    /// One that holds no memory yet.
+    pub fn new() -> Self {
+        Self::default()
     }
-    Decoder::new(element, base).body(&mut reader, base_digests.blocks().len(), patch)?;
-    reader.finish()?;
-    expect_result(header.result, patch.digests())
+
+    /// Decodes one payload of [`Encoder::encode`](crate::Encoder::encode) into `patch`; `base` is read, never written.
+    ///
+    /// The base's digests are taken at their word, because a rehash per step would cost more than the step.
+    /// (Digests are linear, so a base that silently differs from them shifts base and result alike and is not noticed here; compare
+    /// with [`DigestTable::verify`] after an unclean stop and as a scrub.) The base's check is compared before anything is decoded, the result's
+    /// before the patch is handed out. Memory is bounded by the size of the base, whatever the payload says.
+    ///
+    /// # Errors
+    /// [`Error::BaseMismatch`] for another base, [`Error::ResultMismatch`] if the result is not the promised one, [`Error::Corrupt`] for bytes that no encoder
+    /// writes, [`Error::Unsupported`] for a later format, and mismatches of element type, length or kind. The patch then does nothing.
+    pub fn decode(
+        &mut self,
+        pool: &dyn Pool,
+        base: Source<'_>,
+        payload: &[u8],
+        patch: &mut Patch,
+    ) -> Result<()> {
+        let elements = base.elements()?;
+        patch.reset(base.element, elements, base.digests);
+        let decoded = self.decode_into(pool, base, elements, payload, patch);
+        if decoded.is_err() {
+            patch.reset(base.element, elements, base.digests);
+        }
+        decoded
+    }
+
+    fn decode_into(
+        &mut self,
+        pool: &dyn Pool,
+        base: Source<'_>,
+        elements: usize,
+        payload: &[u8],
+        patch: &mut Patch,
+    ) -> Result<()> {
+        let mut reader = ByteReader::new(payload, WHAT);
+        let header = Header::read(&mut reader)?;
+        header.expect(base.element)?;
+        let base_total = base.digests.total();
+        let mismatch = |expected| Err(Error::BaseMismatch { expected, found: base_total.short_check() });
+        match header.kind {
+            Kind::Full(_) => return Err(Error::KindMismatch { expected: "a delta", found: "full" }),
+            Kind::Unchanged if header.result != base_total.check() => {
+                return mismatch(short(header.result));
+            }
+            Kind::Unchanged => return reader.finish(),
+            Kind::Delta(check) if check != base_total.short_check() => return mismatch(check),
+            Kind::Delta(_) => {}
+        }
+        self.cut(reader, base.element, elements)?;
+        let Self { spans, jobs } = self;
+        let work = |span: usize, scratch: &mut Scratch, part: &mut Part| {
+            part.clear();
+            let span = &spans[span];
+            part.error = Decode { base, elements, payload }.span(span, scratch, part).err();
+        };
+        jobs.run(pool, spans.len(), work, |part| match part.error.take() {
+            Some(error) => Err(error),
+            None => {
+                patch.append(part);
+                Ok(())
+            }
+        })?;
+        expect_result(header.result, patch.digests())
+    }
+
+    /// Decodes one payload of [`Encoder::encode_full`](crate::Encoder::encode_full) over all of `out`; returns the digests of the result.
+    ///
+    /// # Errors
+    /// As [`Decoder::decode`], without a base. `out` may be partly overwritten then.
+    pub fn decode_full(
+        &mut self,
+        pool: &dyn Pool,
+        element: Element,
+        payload: &[u8],
+        out: &mut [u8],
+    ) -> Result<DigestTable> {
+        let elements = element.count("target", out.len())?;
+        let mut reader = ByteReader::new(payload, WHAT);
+        let header = Header::read(&mut reader)?;
+        header.expect(element)?;
+        match header.kind {
+            Kind::Full(expected) if expected != elements as u64 => {
+                return Err(Error::LengthMismatch { what: "target", expected, found: elements as u64 });
+            }
+            Kind::Full(_) => {}
+            _ => return Err(Error::KindMismatch { expected: "full", found: "a delta" }),
+        }
+        self.cut(reader, element, elements)?;
+        let mut digests = DigestTable::default();
+        digests.reset(elements);
+        let Self { spans, jobs } = self;
+        let work = |span: usize, _: &mut Scratch, part: &mut Part| {
+            part.clear();
+            part.error = full_span(element, elements, payload, &spans[span], part).err();
+        };
+        let (mut at, mut block) = (0, 0);
+        jobs.run(pool, spans.len(), work, |part| {
+            if let Some(error) = part.error.take() {
+                return Err(error);
+            }
+            out[at..at + part.values.len()].copy_from_slice(&part.values);
+            at += part.values.len();
+            for digest in &part.digests {
+                digests.blocks_mut()[block] = *digest;
+                block += 1;
+            }
+            Ok(())
+        })?;
+        expect_result(header.result, &digests)?;
+        Ok(digests)
+    }
+
+    /// Cuts what `reader` still holds, the body of a payload, into spans. After this, the tokens are known to cover the tensor's
+    /// blocks, once each, and to lie within the payload.
+    fn cut(&mut self, mut reader: ByteReader<'_>, element: Element, elements: usize) -> Result<()> {
+        self.spans.clear();
+        let blocks = elements.div_ceil(BLOCK_ELEMENTS);
+        let (mut block, mut coded, mut table) = (0, 0, None);
+        let mut span = Span { first_block: 0, tokens: reader.at()..reader.at(), table: None };
+        while block < blocks {
+            if coded >= SPAN_BLOCKS {
+                let next =
+                    Span { first_block: block, tokens: reader.at()..reader.at(), table: table.clone() };
+                self.spans.push(std::mem::replace(&mut span, next));
+                coded = 0;
+            }
+            let left = (blocks - block) as u64;
+            match Token::read(&mut reader)? {
+                Token::Same(run) | Token::Raw(run) if run > left => {
+                    return Err(reader.corrupt("more blocks than the tensor has"));
+                }
+                Token::Same(run) => block += run as usize,
+                Token::Raw(run) => {
+                    reader.take(range_of(elements, block, run as usize).len() * element.size())?;
+                    block += run as usize;
+                    coded += run;
+                }
+                Token::Changes(bytes) | Token::Entropy(bytes) => {
+                    take(&mut reader, bytes)?;
+                    block += 1;
+                    coded += 1;
+                }
+                Token::Table(bytes) => {
+                    let start = reader.at();
+                    take(&mut reader, bytes)?;
+                    table = Some(start..reader.at());
+                }
+            }
+            span.tokens.end = reader.at();
+        }
+        if !span.tokens.is_empty() {
+            self.spans.push(span);
+        }
+        reader.finish()
+    }
+}
+
+fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> Result<&'a [u8]> {
+    reader.take(usize::try_from(bytes).unwrap_or(usize::MAX))
+}
+
+/// Elements of a run of blocks that a tensor of so many elements has.
+fn range_of(elements: usize, block: usize, run: usize) -> Range<usize> {
+    let start = block * BLOCK_ELEMENTS;
+    start..elements.min(start + run * BLOCK_ELEMENTS)
 }
 
 fn expect_result(expected: u64, digests: &DigestTable) -> Result<()> {
@@ -69,238 +234,219 @@ fn expect_result(expected: u64, digests: &DigestTable) -> Result<()> {
     if expected == found { Ok(()) } else { Err(Error::ResultMismatch { expected, found }) }
 }
 
-/// Decodes one payload of [`encode_full`](crate::encode_full) over all of `out`; returns the digests of the result.
-///
-/// # Errors
-/// As [`decode`], without a base. `out` may be partly overwritten then.
-pub fn decode_full(element: Element, payload: &[u8], out: &mut [u8]) -> Result<DigestTable> {
-    let elements = element.count("target", out.len())?;
-    let mut reader = ByteReader::new(payload, WHAT);
-    let header = Header::read(&mut reader)?;
-    header.expect(element)?;
-    match header.kind {
-        Kind::Full(expected) if expected != elements as u64 => {
-            return Err(Error::LengthMismatch { what: "target", expected, found: elements as u64 });
-        }
-        Kind::Full(_) => {}
-        _ => return Err(Error::KindMismatch { expected: "full", found: "a delta" }),
-    }
-    let block_bytes = BLOCK_ELEMENTS * element.size();
-    let mut rest = &mut *out;
-    while !rest.is_empty() {
-        match Token::read(&mut reader)? {
-            Token::Raw(blocks) if blocks <= rest.len().div_ceil(block_bytes) as u64 => {
-                let bytes = (blocks as usize).saturating_mul(block_bytes).min(rest.len());
-                rest.split_off_mut(..bytes).unwrap_or_default().copy_from_slice(reader.take(bytes)?);
+/// Decodes a span of a full payload: the blocks' bytes and digests.
+fn full_span(element: Element, elements: usize, payload: &[u8], span: &Span, part: &mut Part) -> Result<()> {
+    let mut reader = ByteReader::starting(&payload[..span.tokens.end], span.tokens.start, WHAT);
+    let mut block = span.first_block;
+    while reader.at() < span.tokens.end {
+        let start = part.values.len();
+        let run = match Token::read(&mut reader)? {
+            Token::Raw(run) => {
+                let bytes = range_of(elements, block, run as usize).len() * element.size();
+                part.values.extend_from_slice(reader.take(bytes)?);
+                run as usize
             }
             Token::Entropy(bytes) => {
-                let block = rest.split_off_mut(..block_bytes.min(rest.len())).unwrap_or_default();
-                entropy::decode(element, take(&mut reader, bytes)?, block)?;
+                part.values.resize(start + block_elements(elements, block) * element.size(), 0);
+                entropy::decode(element, take(&mut reader, bytes)?, &mut part.values[start..])?;
+                1
             }
-            _ => return Err(reader.corrupt("a full payload refers to a base or to more blocks than it has")),
+            _ => return Err(reader.corrupt("a full payload refers to a base")),
+        };
+        for (index, bytes) in part.values[start..].chunks(BLOCK_ELEMENTS * element.size()).enumerate() {
+            part.digests.push(Digest::of(element, ((block + index) * BLOCK_ELEMENTS) as u64, bytes));
         }
+        block += run;
     }
-    reader.finish()?;
-    let digests = DigestTable::of(element, out)?;
-    expect_result(header.result, &digests)?;
-    Ok(digests)
+    Ok(())
 }
 
-/// State and scratch of one tensor.
-struct Decoder<'a> {
-    element: Element,
-    path: Path,
-    base: &'a [u8],
-    table: Option<Table>,
-    class_masks: Vec<u64>,
-    ranks: Vec<u32>,
+/// Memory that decoding needs; it is kept for the next span.
+#[derive(Default)]
+struct Scratch {
+    classes: Classes,
+    ranks: Vec<u16>,
     steps: Vec<i32>,
-    /// Changed elements of the block, one bit each, and their steps by position.
+    /// Changed elements of the block, one bit each; their positions; and their steps by position.
     changed: Vec<u64>,
+    positions: Vec<u16>,
     step_at: Vec<i32>,
+    values: Vec<u8>,
 }
 
-impl<'a> Decoder<'a> {
-    fn new(element: Element, base: &'a [u8]) -> Self {
-        Self {
-            element,
-            path: Path::best(),
-            base,
-            table: None,
-            class_masks: Vec::new(),
-            ranks: Vec::new(),
-            steps: Vec::new(),
-            changed: Vec::new(),
-            step_at: Vec::new(),
-        }
-    }
+/// What all spans of a delta share.
+struct Decode<'a> {
+    base: Source<'a>,
+    elements: usize,
+    payload: &'a [u8],
+}
 
-    fn body(&mut self, reader: &mut ByteReader<'_>, blocks: usize, patch: &mut Patch) -> Result<()> {
-        let mut block = 0;
-        while block < blocks {
-            let left = (blocks - block) as u64;
-            match Token::read(reader)? {
-                Token::Same(run) | Token::Raw(run) if run > left => {
-                    return Err(reader.corrupt("more blocks than the tensor has"));
-                }
+impl<'a> Decode<'a> {
+    fn span(&self, span: &Span, scratch: &mut Scratch, part: &mut Part) -> Result<()> {
+        let element = self.base.element;
+        let mut table = match span.table.clone() {
+            Some(range) => Some(Table::read(element, &self.payload[range.clone()], range.start)?),
+            None => None,
+        };
+        let mut reader = ByteReader::starting(&self.payload[..span.tokens.end], span.tokens.start, WHAT);
+        let mut block = span.first_block;
+        while reader.at() < span.tokens.end {
+            match Token::read(&mut reader)? {
                 Token::Same(run) => block += run as usize,
                 Token::Raw(run) => {
                     for block in block..block + run as usize {
-                        self.whole(reader.take(self.base_of(block).len())?, block, patch);
+                        self.whole(reader.take(self.block(block).len())?, block, scratch, part);
                     }
                     block += run as usize;
                 }
                 Token::Changes(bytes) => {
-                    self.changes(take(reader, bytes)?, block, patch)?;
+                    let coded = take(&mut reader, bytes)?;
+                    let table = table.as_ref().ok_or(corrupt("no table before the first block"))?;
+                    self.changes(coded, table, block, scratch, part)?;
                     block += 1;
                 }
                 Token::Entropy(bytes) => {
-                    let mut values = vec![0; self.base_of(block).len()];
-                    entropy::decode(self.element, take(reader, bytes)?, &mut values)?;
-                    self.whole(&values, block, patch);
+                    let mut values = std::mem::take(&mut scratch.values);
+                    values.resize(self.block(block).len(), 0);
+                    entropy::decode(element, take(&mut reader, bytes)?, &mut values)?;
+                    self.whole(&values, block, scratch, part);
+                    scratch.values = values;
                     block += 1;
                 }
                 Token::Table(bytes) => {
                     let offset = reader.at();
-                    self.table = Some(Table::read(self.element, take(reader, bytes)?, offset)?);
+                    table = Some(Table::read(element, take(&mut reader, bytes)?, offset)?);
                 }
             }
         }
         Ok(())
     }
 
-    fn base_of(&self, block: usize) -> &'a [u8] {
-        let size = self.element.size();
-        let inside = block_elements(self.base.len() / size, block);
-        &self.base[block * BLOCK_ELEMENTS * size..][..inside * size]
+    /// The base's bytes of a block.
+    fn block(&self, block: usize) -> &'a [u8] {
+        let range = range_of(self.elements, block, 1);
+        let size = self.base.element.size();
+        &self.base.bytes[range.start * size..range.end * size]
     }
 
     /// Delivers all elements of a block.
-    fn whole(&mut self, bytes: &[u8], block: usize, patch: &mut Patch) {
-        self.path.changed(self.element, self.base_of(block), bytes, &mut self.changed);
-        let changed = self.changed.iter().map(|mask| mask.count_ones()).sum();
-        patch.push_block(block, bytes, changed);
-        patch.set_digest(block, Digest::of(self.element, (block * BLOCK_ELEMENTS) as u64, bytes));
+    fn whole(&self, bytes: &[u8], block: usize, scratch: &mut Scratch, part: &mut Part) {
+        let element = self.base.element;
+        scratch.changed.resize(block_elements(self.elements, block).div_ceil(GROUP), 0);
+        Path::best().changed(element, self.block(block), bytes, &mut scratch.changed);
+        let changed = scratch.changed.iter().map(|mask| mask.count_ones()).sum();
+        let digest = Digest::of(element, (block * BLOCK_ELEMENTS) as u64, bytes);
+        part.push_whole(block, bytes, changed, digest - self.base.digests.blocks()[block]);
     }
 
-    fn changes(&mut self, bytes: &[u8], block: usize, patch: &mut Patch) -> Result<()> {
-        let corrupt = |why| Error::Corrupt { what: "change block", offset: 0, why };
-        let table = self.table.take().ok_or(corrupt("no table before the first block"))?;
-        let mut bits = BitReader::new(bytes);
-        let shift = bits.get(SHIFT_BITS) as i32 - SHIFT_BIAS;
-        let base = self.base_of(block);
-        let elements = base.len() / self.element.size();
+    fn changes(
+        &self,
+        coded: &[u8],
+        table: &Table,
+        block: usize,
+        scratch: &mut Scratch,
+        part: &mut Part,
+    ) -> Result<()> {
+        let mut bits = BitReader::new(coded);
+        let base = self.block(block);
+        let path = Path::best();
+        let element = self.base.element;
         if !table.is_flat() {
-            self.path.classes(self.element, base, &table, &mut self.class_masks);
+            scratch.classes.fill(path, element, base, table);
         }
-        let path = self.path;
-        let digest = path.run(Changed {
-            decoder: self,
-            bits: &mut bits,
-            table: &table,
-            shift,
-            block,
-            elements,
-            patch,
-        })?;
-        patch.add_digest(block, digest);
-        self.table = Some(table);
-        if bits.finish("change block")? == bytes.len() {
+        path.run(Changed { element, base, block, table, bits: &mut bits, scratch, part })?;
+        if bits.finish("change block")? == coded.len() {
             Ok(())
         } else {
             Err(corrupt("bytes follow the end"))
         }
     }
+}
 
-    /// Decodes all classes of a block of `elements` into `self.changed` and `self.step_at`.
+fn corrupt(why: &'static str) -> Error {
+    Error::Corrupt { what: "change block", offset: 0, why }
+}
+
+/// Decodes the changes of one block.
+struct Changed<'a, 'b, 'c> {
+    element: Element,
+    base: &'a [u8],
+    block: usize,
+    table: &'a Table,
+    bits: &'b mut BitReader<'c>,
+    scratch: &'b mut Scratch,
+    part: &'b mut Part,
+}
+
+impl Work for Changed<'_, '_, '_> {
+    type Output = Result<()>;
+
     #[inline(always)]
-    fn classes(
-        &mut self,
-        bits: &mut BitReader<'_>,
-        table: &Table,
-        shift: i32,
-        elements: usize,
-    ) -> Result<()> {
-        self.changed.clear();
-        self.changed.resize(elements.div_ceil(64), 0);
-        self.step_at.resize(BLOCK_ELEMENTS, 0);
-        let masks = self.class_masks.chunks_exact(scan::class_stride(elements));
-        for (class, masks) in table.classes.iter().zip(masks) {
-            let members = masks.iter().map(|mask| mask.count_ones()).sum();
-            get_class(bits, self.element, class, shift, members, &mut self.ranks, &mut self.steps)?;
-            let (mut group, mut before) = (0, 0);
-            for (rank, step) in self.ranks.iter().zip(&self.steps) {
-                let mut inside = masks[group].count_ones();
-                while rank - before >= inside {
-                    before += inside;
-                    group += 1;
-                    inside = masks[group].count_ones();
-                }
-                let bit = scan::select(masks[group], rank - before);
-                self.changed[group] |= 1 << bit;
-                self.step_at[group * 64 + bit as usize] = *step;
-            }
+    fn run(self) -> Result<()> {
+        let Self { element, base, block, table, bits, scratch, part } = self;
+        let elements = base.len() / element.size();
+        let shift = bits.get(SHIFT_BITS) as i32 - SHIFT_BIAS;
+        if let [class] = table.classes() {
+            let Scratch { ranks, steps, .. } = scratch;
+            get_class(bits, element, class, shift, elements as u32, ranks, steps)?;
+            with_constant!(element, e => deliver(e, block, base, ranks, steps.iter().copied(), part));
+        } else {
+            classes(element, elements, table, shift, bits, scratch)?;
+            let Scratch { changed, positions, step_at, .. } = scratch;
+            positions.clear();
+            scan::positions(0, changed, positions);
+            let steps = positions.iter().map(|at| step_at[usize::from(*at)]);
+            with_constant!(element, e => deliver(e, block, base, positions, steps, part));
         }
         Ok(())
     }
 }
 
-/// Decodes the changes of one block, and returns how they change its digest.
-struct Changed<'a, 'b, 'c> {
-    decoder: &'a mut Decoder<'b>,
-    bits: &'a mut BitReader<'c>,
-    table: &'a Table,
-    shift: i32,
-    block: usize,
+/// Decodes all classes of a block of `elements` into the scratch's `changed` and `step_at`.
+#[inline(always)]
+fn classes(
+    element: Element,
     elements: usize,
-    patch: &'a mut Patch,
-}
-
-impl Work for Changed<'_, '_, '_> {
-    type Output = Result<Digest>;
-
-    #[inline(always)]
-    fn run(self) -> Result<Digest> {
-        let Self { decoder, bits, table, shift, block, elements, patch } = self;
-        let (element, base) = (decoder.element, decoder.base_of(block));
-        if let [class] = table.classes.as_slice() {
-            let Decoder { ranks, steps, .. } = decoder;
-            get_class(bits, element, class, shift, elements as u32, ranks, steps)?;
-            let changes = ranks.iter().zip(steps.iter()).map(|(at, step)| (*at, *step));
-            Ok(with_constant!(element, e => deliver(e, block, base, changes, patch)))
-        } else {
-            decoder.classes(bits, table, shift, elements)?;
-            let Decoder { changed, step_at, .. } = decoder;
-            let groups = (0..).step_by(64).zip(changed.iter());
-            let positions = groups.flat_map(|(first, mask)| scan::ones(*mask).map(move |bit| first + bit));
-            let changes = positions.map(|at| (at, step_at[at as usize]));
-            Ok(with_constant!(element, e => deliver(e, block, base, changes, patch)))
+    table: &Table,
+    shift: i32,
+    bits: &mut BitReader<'_>,
+    scratch: &mut Scratch,
+) -> Result<()> {
+    let Scratch { classes, ranks, steps, changed, step_at, .. } = scratch;
+    changed.clear();
+    changed.resize(elements.div_ceil(GROUP), 0);
+    if step_at.len() < elements {
+        step_at.resize(elements, 0);
+    }
+    for (index, (class, members)) in table.classes().iter().zip(classes.members()).enumerate() {
+        get_class(bits, element, class, shift, *members, ranks, steps)?;
+        for (rank, step) in ranks.iter().zip(steps.iter()) {
+            let at = classes.position(index, u32::from(*rank)) as usize;
+            changed[at / GROUP] |= 1 << (at % GROUP);
+            step_at[at] = *step;
         }
     }
+    Ok(())
 }
 
-/// Turns steps into values, adds them to the patch, and returns how they change the block's digest.
+/// Turns steps into values and adds them to the part.
 #[inline(always)]
 fn deliver(
     element: Element,
     block: usize,
     base: &[u8],
-    changes: impl Iterator<Item = (u32, i32)>,
-    patch: &mut Patch,
-) -> Digest {
+    positions: &[u16],
+    steps: impl Iterator<Item = i32>,
+    part: &mut Part,
+) {
     let first = (block * BLOCK_ELEMENTS) as u64;
     let mut digest = Changes::new();
-    let before = patch.changes();
-    for (at, step) in changes {
-        let old = element.load(base, at as usize);
+    let values = part.push_changes(element, positions);
+    for ((at, step), value) in positions.iter().zip(steps).zip(values.chunks_exact_mut(element.size())) {
+        let old = element.load(base, usize::from(*at));
         let new = element.stepped(old, step);
-        digest.push(element, first + u64::from(at), old, new);
-        patch.push_change(element, at as u16, new);
+        digest.push(element, first + u64::from(*at), old, new);
+        value.copy_from_slice(&new.to_le_bytes()[..element.size()]);
     }
-    patch.end_block(block, before);
-    digest.finish()
-}
-
-fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> Result<&'a [u8]> {
-    reader.take(usize::try_from(bytes).unwrap_or(usize::MAX))
+    part.end_block(block, positions.len() as u32, digest.finish());
 }

@@ -284,6 +284,12 @@ impl DigestTable {
         &self.blocks
     }
 
+    /// Digests of nothing, for a tensor of so many elements.
+    pub(crate) fn reset(&mut self, elements: usize) {
+        self.blocks.clear();
+        self.blocks.resize(elements.div_ceil(BLOCK_ELEMENTS), Digest::default());
+    }
+
     pub(crate) fn blocks_mut(&mut self) -> &mut Vec<Digest> {
         &mut self.blocks
     }

@@ -44,28 +44,30 @@ fn lengths(counts: &[u32; 256]) -> Lengths {
 
 /// Huffman's algorithm with two queues: leaves by weight, and inner nodes, which come in ascending order by themselves.
 fn unlimited_lengths(weights: &[u64; 256]) -> Lengths {
-    let mut leaves: Vec<(u64, usize)> =
-        weights.iter().enumerate().filter(|(_, w)| **w > 0).map(|(symbol, w)| (*w, symbol)).collect();
+    let mut leaves = [(0, 0); 256];
+    let mut n = 0;
+    for (symbol, &weight) in weights.iter().enumerate().filter(|(_, weight)| **weight > 0) {
+        leaves[n] = (weight, symbol);
+        n += 1;
+    }
+    let leaves = &mut leaves[..n];
     leaves.sort_unstable();
     let mut result = [0; 256];
     // Nodes 0..n are the leaves in order, the others follow; each knows its parent.
-    let n = leaves.len();
-    let mut weight: Vec<u64> = leaves.iter().map(|leaf| leaf.0).collect();
-    let mut parent = vec![0; (2 * n).saturating_sub(1)];
+    let nodes = (2 * n).saturating_sub(1);
+    let (mut weight, mut parent, mut depth) = ([0; 511], [0; 511], [0_u8; 511]);
+    weight.iter_mut().zip(&*leaves).for_each(|(weight, leaf)| *weight = leaf.0);
     let (mut leaf, mut inner) = (0, n);
-    for node in n..(2 * n).saturating_sub(1) {
-        let mut sum = 0;
+    for node in n..nodes {
         for _ in 0..2 {
             let take_leaf = leaf < n && (inner >= node || weight[leaf] <= weight[inner]);
             let child = if take_leaf { &mut leaf } else { &mut inner };
-            sum += weight[*child];
+            weight[node] += weight[*child];
             parent[*child] = node;
             *child += 1;
         }
-        weight.push(sum);
     }
-    let mut depth = vec![0_u8; parent.len()];
-    for node in (0..parent.len().saturating_sub(1)).rev() {
+    for node in (0..nodes.saturating_sub(1)).rev() {
         depth[node] = depth[parent[node]] + 1;
     }
     for ((_, symbol), depth) in leaves.iter().zip(depth) {
@@ -105,13 +107,28 @@ fn part(element: Element, bytes: &[u8], symbols: &mut [u8], low: &mut [u8]) {
     }
 }
 
+/// Memory that [`encode`] needs; it is kept for the next block.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    symbols: Vec<u8>,
+    low: Vec<u8>,
+}
+
 /// Codes one block into `out`, unless that takes `limit` bytes or more.
-pub(crate) fn encode(element: Element, bytes: &[u8], limit: usize, out: &mut Vec<u8>) -> bool {
+pub(crate) fn encode(
+    element: Element,
+    bytes: &[u8],
+    limit: usize,
+    scratch: &mut Scratch,
+    out: &mut Vec<u8>,
+) -> bool {
     out.clear();
     let size = element.size();
     let count = bytes.len() / size;
-    let (mut symbols, mut low) = (vec![0; count], vec![0; count * (size - 1)]);
-    with_constant!(element, e => part(e, bytes, &mut symbols, &mut low));
+    let Scratch { symbols, low } = scratch;
+    symbols.resize(count, 0);
+    low.resize(count * (size - 1), 0);
+    with_constant!(element, e => part(e, bytes, symbols, low));
     let mut counts = [0_u32; 256];
     symbols.iter().for_each(|symbol| counts[usize::from(*symbol)] += 1);
     let (Some(first), Some(last)) = (counts.iter().position(|c| *c > 0), counts.iter().rposition(|c| *c > 0))
@@ -130,7 +147,7 @@ pub(crate) fn encode(element: Element, bytes: &[u8], limit: usize, out: &mut Vec
         lengths[first..=last].iter().for_each(|length| bits.put(u32::from(*length), 4));
         bits.finish();
     }
-    out.extend_from_slice(&low);
+    out.extend_from_slice(low);
     let quarters = quarters(count).map(|range| &symbols[range]);
     for quarter in &quarters[..STREAMS - 1] {
         let bits: usize = quarter.iter().map(|symbol| usize::from(lengths[usize::from(*symbol)])).sum();
@@ -154,15 +171,11 @@ fn corrupt(why: &'static str) -> Error {
     Error::Corrupt { what: "entropy block", offset: 0, why }
 }
 
-fn read_lookup(reader: &mut ByteReader<'_>) -> Result<Box<Lookup>> {
+fn read_lookup(reader: &mut ByteReader<'_>) -> Result<Lookup> {
     let [first, last] = reader.array()?;
     if first >= last {
         // One symbol, which takes no bits.
-        return if first == last {
-            Ok(Box::new([(first, 0); _]))
-        } else {
-            Err(corrupt("symbols do not ascend"))
-        };
+        return if first == last { Ok([(first, 0); _]) } else { Err(corrupt("symbols do not ascend")) };
     }
     let mut lengths = [0; 256];
     let symbols = usize::from(first)..usize::from(last) + 1;
@@ -175,7 +188,7 @@ fn read_lookup(reader: &mut ByteReader<'_>) -> Result<Box<Lookup>> {
     {
         return Err(corrupt("code lengths do not form a complete prefix code"));
     }
-    let mut lookup = Box::new([(0, 0); _]);
+    let mut lookup = [(0, 0); _];
     let codes = codes(&lengths);
     for (symbol, (&length, &code)) in
         lengths.iter().zip(&codes).enumerate().filter(|(_, (length, _))| **length > 0)
@@ -291,14 +304,14 @@ mod tests {
                 [(1, 1.0), (2, 9.0), (5, 2.0), (65_536, 1.0), (65_536, 30.0), (40_001, 0.0)]
             {
                 let bytes = sample(element, count, spread);
-                let mut coded = Vec::new();
-                assert!(encode(element, &bytes, usize::MAX, &mut coded));
+                let (mut coded, mut scratch) = (Vec::new(), Scratch::default());
+                assert!(encode(element, &bytes, usize::MAX, &mut scratch, &mut coded));
                 let mut out = vec![0xaa; bytes.len()];
                 decode(element, &coded, &mut out).unwrap();
                 assert!(out == bytes, "{element:?} {count} {spread}");
                 assert!(decode(element, &coded[..coded.len() - 1], &mut out).is_err());
                 let limit = coded.len();
-                assert!(!encode(element, &bytes, limit, &mut coded));
+                assert!(!encode(element, &bytes, limit, &mut scratch, &mut coded));
             }
         }
     }

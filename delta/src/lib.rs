@@ -32,6 +32,7 @@
 mod bits;
 pub mod bundle;
 mod choose;
+mod classes;
 mod coder;
 mod decode;
 mod digest;
@@ -41,15 +42,18 @@ mod entropy;
 mod error;
 mod patch;
 mod payload;
+mod pool;
 mod scan;
+mod segment;
 mod table;
 
 /// Elements of a block, whatever their type. Blocks do not depend on each other.
 pub const BLOCK_ELEMENTS: usize = 65_536;
 
-pub use decode::{decode, decode_full};
+pub use decode::{Decoder, decode, decode_full};
 pub use digest::{Digest, DigestTable};
 pub use element::Element;
-pub use encode::{Encoded, Profile, encode, encode_full};
+pub use encode::{Encoded, Encoder, Profile, Source, encode, encode_full};
 pub use error::{Error, Result};
 pub use patch::Patch;
+pub use pool::{Pool, Serial};

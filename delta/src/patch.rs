@@ -1,6 +1,7 @@
 //! Absolute changes of one tensor: what a decoded delta does, in a form that can be journaled and applied twice.
 
 use crate::bits::{ByteReader, put_varint};
+use crate::element::with_constant;
 use crate::payload::block_elements;
 use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Result};
 
@@ -27,6 +28,52 @@ pub struct Patch {
     positions: Vec<u16>,
     /// Values of the single changes and bytes of the whole blocks, in order.
     values: Vec<u8>,
+}
+
+/// What changes in some blocks of a tensor, in ascending order.
+#[derive(Debug, Default)]
+pub(crate) struct Part {
+    /// Why there is no more.
+    pub(crate) error: Option<Error>,
+    blocks: Vec<PatchBlock>,
+    /// How the digest of each of `blocks` changes (in a full payload: the digest of each block).
+    pub(crate) digests: Vec<Digest>,
+    positions: Vec<u16>,
+    pub(crate) values: Vec<u8>,
+}
+
+impl Part {
+    pub(crate) fn clear(&mut self) {
+        self.error = None;
+        self.blocks.clear();
+        self.digests.clear();
+        self.positions.clear();
+        self.values.clear();
+    }
+
+    /// Adds single changes at ascending `positions` of the block that [`Part::end_block`] will name. Returns the place for their values.
+    #[inline(always)]
+    pub(crate) fn push_changes(&mut self, element: Element, positions: &[u16]) -> &mut [u8] {
+        self.positions.extend_from_slice(positions);
+        let start = self.values.len();
+        self.values.resize(start + positions.len() * element.size(), 0);
+        &mut self.values[start..]
+    }
+
+    /// The last `changed` single changes belong to `block`, whose digest changes by `digest`.
+    pub(crate) fn end_block(&mut self, block: usize, changed: u32, digest: Digest) {
+        if changed > 0 {
+            self.blocks.push(PatchBlock { block, changed, whole: false });
+            self.digests.push(digest);
+        }
+    }
+
+    /// Adds all bytes of `block`, of which `changed` elements differ from the base, and whose digest changes by `digest`.
+    pub(crate) fn push_whole(&mut self, block: usize, bytes: &[u8], changed: u32, digest: Digest) {
+        self.values.extend_from_slice(bytes);
+        self.blocks.push(PatchBlock { block, changed, whole: true });
+        self.digests.push(digest);
+    }
 }
 
 impl Default for Patch {
@@ -56,42 +103,16 @@ impl Patch {
         self.values.clear();
     }
 
-    /// Single changes so far.
-    pub(crate) fn changes(&self) -> usize {
-        self.positions.len()
-    }
-
-    /// Adds a change at `position` of the block that [`Patch::end_block`] will name; positions ascend.
-    #[inline(always)]
-    pub(crate) fn push_change(&mut self, element: Element, position: u16, value: u32) {
-        self.positions.push(position);
-        self.values.extend_from_slice(&value.to_le_bytes()[..element.size()]);
-    }
-
-    /// The changes added since there were `before` belong to `block`. Blocks ascend.
-    pub(crate) fn end_block(&mut self, block: usize, before: usize) {
-        let changed = (self.positions.len() - before) as u32;
-        if changed > 0 {
-            self.blocks.push(PatchBlock { block, changed, whole: false });
+    /// Adds what changes in blocks beyond those that the patch has.
+    pub(crate) fn append(&mut self, part: &Part) {
+        for (block, change) in part.blocks.iter().zip(&part.digests) {
+            if let Some(digest) = self.digests.blocks_mut().get_mut(block.block) {
+                *digest += *change;
+            }
         }
-    }
-
-    /// Adds all bytes of `block`, of which `changed` elements differ from the base.
-    pub(crate) fn push_block(&mut self, block: usize, bytes: &[u8], changed: u32) {
-        self.values.extend_from_slice(bytes);
-        self.blocks.push(PatchBlock { block, changed, whole: true });
-    }
-
-    pub(crate) fn set_digest(&mut self, block: usize, digest: Digest) {
-        if let Some(old) = self.digests.blocks_mut().get_mut(block) {
-            *old = digest;
-        }
-    }
-
-    pub(crate) fn add_digest(&mut self, block: usize, change: Digest) {
-        if let Some(old) = self.digests.blocks_mut().get_mut(block) {
-            *old += change;
-        }
+        self.blocks.extend_from_slice(&part.blocks);
+        self.positions.extend_from_slice(&part.positions);
+        self.values.extend_from_slice(&part.values);
     }
 
     /// Number of elements that differ from the base.
@@ -118,11 +139,31 @@ impl Patch {
         if expected != found {
             return Err(Error::LengthMismatch { what: "tensor", expected, found });
         }
-        for (offset, bytes) in self.byte_runs() {
-            let offset = offset as usize;
-            tensor[offset..offset + bytes.len()].copy_from_slice(bytes);
-        }
+        with_constant!(self.element, e => self.apply_as(e, tensor));
         Ok(())
+    }
+
+    /// As if for each of [`Patch::byte_runs`], but single changes cost less on their own than to be found in runs.
+    #[inline(always)]
+    fn apply_as(&self, element: Element, tensor: &mut [u8]) {
+        let block_bytes = BLOCK_ELEMENTS * element.size();
+        let (mut positions, mut values) = (self.positions.as_slice(), self.values.as_slice());
+        for block in &self.blocks {
+            let start = block.block * block_bytes;
+            let end = tensor.len().min(start + block_bytes);
+            let target = &mut tensor[start..end];
+            let elements = if block.whole { target.len() / element.size() } else { block.changed as usize };
+            let new = values.split_off(..elements * element.size()).unwrap_or_default();
+            if block.whole {
+                target.copy_from_slice(new);
+                continue;
+            }
+            let own = positions.split_off(..elements).unwrap_or_default();
+            for (at, new) in own.iter().zip(new.chunks_exact(element.size())) {
+                let at = usize::from(*at) * element.size();
+                target[at..at + element.size()].copy_from_slice(new);
+            }
+        }
     }
 
     /// Runs of consecutive changed bytes: byte offset in the tensor and new bytes, ascending and disjoint.
@@ -261,11 +302,11 @@ mod tests {
         let digests = DigestTable::from_bytes(&vec![1; blocks * 16]).unwrap();
         let mut patch = Patch::new();
         patch.reset(Element::Bf16, elements, &digests);
-        for position in [3, 4, 65_535] {
-            patch.push_change(Element::Bf16, position, 0xabcd);
-        }
-        patch.end_block(blocks - 2, 0);
-        patch.push_block(blocks - 1, &vec![7; BLOCK_ELEMENTS * 2], 5);
+        let mut part = Part::default();
+        part.push_changes(Element::Bf16, &[3, 4, 65_535]).fill(0xcd);
+        part.end_block(blocks - 2, 3, Digest::default());
+        part.push_whole(blocks - 1, &vec![7; BLOCK_ELEMENTS * 2], 5, Digest::default());
+        patch.append(&part);
         assert_eq!(patch.changed(), 8);
         let patch = Patch::from_bytes(&patch.to_bytes()).unwrap();
         let block = (BLOCK_ELEMENTS * 2) as u64;

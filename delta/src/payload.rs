@@ -1,6 +1,6 @@
 //! Frame of a payload: the header, and the tokens that say how each run of blocks is coded.
 
-use crate::bits::{ByteReader, put_varint};
+use crate::bits::{ByteReader, put_varint, varint_bytes};
 use crate::{BLOCK_ELEMENTS, Element, Error, Result};
 
 /// Upper half of the first byte: format version 1 in its three kinds. Later versions take other numbers.
@@ -41,6 +41,16 @@ impl Header {
             }
         }
         out.extend(self.result.to_le_bytes());
+    }
+
+    /// Fills in the result of a header that was written to `out` without it.
+    pub(crate) fn write_result(&self, out: &mut [u8]) {
+        let at = match self.kind {
+            Kind::Delta(_) => 3,
+            Kind::Unchanged => 1,
+            Kind::Full(elements) => 1 + varint_bytes(elements),
+        };
+        out[at..at + 8].copy_from_slice(&self.result.to_le_bytes());
     }
 
     pub(crate) fn read(bytes: &mut ByteReader<'_>) -> Result<Self> {
@@ -90,6 +100,14 @@ impl Token {
             Self::Entropy(bytes) => (4, bytes),
         };
         put_varint(out, value << 3 | mode);
+    }
+
+    /// Ends a run of so many unchanged blocks, if there are any.
+    pub(crate) fn run_of_same(blocks: &mut u64, out: &mut Vec<u8>) {
+        let blocks = std::mem::take(blocks);
+        if blocks > 0 {
+            Self::Same(blocks).write(out);
+        }
     }
 
     pub(crate) fn read(bytes: &mut ByteReader<'_>) -> Result<Self> {

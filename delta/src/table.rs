@@ -30,28 +30,44 @@ pub(crate) struct Class {
 const BEFORE: Class = Class { inverted: false, run: 5, large_run: 3, rice: 0 };
 
 /// Classes of one segment. Class 0 holds the base exponents up to `first`, each further class one exponent more, the last one all above.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Table {
     pub(crate) first: u32,
-    pub(crate) classes: Vec<Class>,
+    /// As many as `count`, then [`BEFORE`].
+    classes: [Class; CLASSES_MAX],
+    count: usize,
 }
 
 impl Table {
+    /// A table with 1 to [`CLASSES_MAX`] classes; what is beyond that is left out.
+    pub(crate) fn new(first: u32, classes: impl IntoIterator<Item = Class>) -> Self {
+        let mut table = Self { first, classes: [BEFORE; CLASSES_MAX], count: 0 };
+        for (slot, class) in table.classes.iter_mut().zip(classes) {
+            *slot = class;
+            table.count += 1;
+        }
+        table
+    }
+
+    pub(crate) fn classes(&self) -> &[Class] {
+        &self.classes[..self.count]
+    }
+
     /// Whether positions can be decoded without looking at the base.
     pub(crate) fn is_flat(&self) -> bool {
-        self.classes.len() == 1
+        self.count == 1
     }
 
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
         let mut bits = BitWriter::new(out);
-        bits.put(self.classes.len() as u32 - 1, 4);
+        bits.put(self.count as u32 - 1, 4);
         if !self.is_flat() {
             bits.put(self.first, 8);
         }
-        let inverts = self.classes.iter().any(|class| class.inverted);
+        let inverts = self.classes().iter().any(|class| class.inverted);
         bits.put(inverts.into(), 1);
         let mut before = BEFORE;
-        for class in &self.classes {
+        for class in self.classes() {
             if inverts {
                 bits.put(class.inverted.into(), 1);
             }
@@ -73,9 +89,9 @@ impl Table {
             return Err(corrupt("classes lie beyond the largest exponent"));
         }
         let inverts = bits.get(1) == 1;
-        let mut classes = Vec::with_capacity(CLASSES_MAX);
+        let mut table = Self { first, classes: [BEFORE; CLASSES_MAX], count: count as usize };
         let mut before = BEFORE;
-        for _ in 0..count {
+        for slot in &mut table.classes[..count as usize] {
             let inverted = inverts && bits.get(1) == 1;
             let mut parameter = |before: u32, max: u32| {
                 u32::try_from(before as i32 + bits.near()).ok().filter(|value| *value <= max)
@@ -89,10 +105,10 @@ impl Table {
                 return Err(corrupt("parameter out of range"));
             };
             before = Class { inverted, run, large_run, rice };
-            classes.push(before);
+            *slot = before;
         }
         if bits.finish("coder table")? == bytes.len() {
-            Ok(Self { first, classes })
+            Ok(table)
         } else {
             Err(corrupt("bytes follow the end"))
         }
@@ -106,18 +122,16 @@ mod tests {
     #[test]
     fn tables_round_trip() {
         for count in 1..=CLASSES_MAX as u32 {
-            let classes = (0..count)
-                .map(|i| Class {
-                    inverted: i % 5 == 4,
-                    run: (i * 7) % 17,
-                    large_run: (i * 3) % 8,
-                    rice: (i * 11) % 32,
-                })
-                .collect();
-            let table = Table { first: if count > 1 { 100 } else { 0 }, classes };
+            let classes = (0..count).map(|i| Class {
+                inverted: i % 5 == 4,
+                run: (i * 7) % 17,
+                large_run: (i * 3) % 8,
+                rice: (i * 11) % 32,
+            });
+            let table = Table::new(if count > 1 { 100 } else { 0 }, classes);
             let mut bytes = Vec::new();
             table.write(&mut bytes);
-            assert_eq!(Table::read(Element::Bf16, &bytes, 0), Ok(table.clone()));
+            assert_eq!(Table::read(Element::Bf16, &bytes, 0), Ok(table));
             assert!(Table::read(Element::Bf16, &bytes[..bytes.len() - 1], 0).is_err());
             if count > 1 {
                 assert!(Table::read(Element::F8E5M2, &bytes, 0).is_err(), "exponent 100 in five bits");

@@ -7,7 +7,11 @@ mod scalar;
 mod x86;
 
 use crate::Element;
+use crate::classes::Planes;
 use crate::table::Table;
+
+/// Elements of a group.
+pub(crate) const GROUP: usize = 64;
 
 /// A way to do it that this machine has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,37 +38,36 @@ impl Path {
         Self::Scalar
     }
 
-    /// Sets bit `i % 64` of `masks[i / 64]` where element `i` differs. The slices have one length.
-    pub(crate) fn changed(self, element: Element, base: &[u8], new: &[u8], masks: &mut Vec<u64>) {
-        masks.clear();
-        let group = 64 * element.size();
+    /// Sets bit `i % 64` of `masks[i / 64]` where element `i` differs, clears all others, and says whether any is set. `base` and `new`
+    /// have one length, of as many groups as there are masks.
+    pub(crate) fn changed(self, element: Element, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
+        let group = GROUP * element.size();
         let (whole, tail) = base.split_at(base.len() / group * group);
         let (whole_new, tail_new) = new.split_at(whole.len());
-        match self {
+        let (masks, last) = masks.split_at_mut(whole.len() / group);
+        let any = match self {
             Self::Scalar => scalar::changed(element, whole, whole_new, masks),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(path) => path.changed(element.size(), whole, whole_new, masks),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(path) => path.changed(element.size(), whole, whole_new, masks),
-        }
-        scalar::changed(element, tail, tail_new, masks);
+        };
+        any | scalar::changed(element, tail, tail_new, last)
     }
 
-    /// Masks of every class of `table`, class after class, [`class_stride`] words each.
-    pub(crate) fn classes(self, element: Element, base: &[u8], table: &Table, masks: &mut Vec<u64>) {
-        let groups = class_stride(base.len() / element.size());
-        masks.clear();
-        masks.resize(groups * table.classes.len(), 0);
-        let group = 64 * element.size();
+    /// Bit planes of the class of each element: as many rows as `base` has groups.
+    pub(crate) fn planes(self, element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
+        let group = GROUP * element.size();
         let (whole, tail) = base.split_at(base.len() / group * group);
+        let (rows, last) = rows.split_at_mut(whole.len() / group);
         match self {
-            Self::Scalar => scalar::classes(element, whole, table, masks, groups, 0),
+            Self::Scalar => scalar::planes(element, whole, table, rows),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2(path) => path.classes(element, whole, table, masks, groups),
+            Self::Avx2(path) => path.planes(element, whole, table, rows),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(path) => path.classes(element, whole, table, masks, groups),
+            Self::Avx512(path) => path.planes(element, whole, table, rows),
         }
-        scalar::classes(element, tail, table, masks, groups, whole.len() / group);
+        scalar::planes(element, tail, table, last);
     }
 
     /// Does `work`, compiled for the path's instructions.
@@ -74,7 +77,7 @@ impl Path {
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(path) => path.run(work),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(path) => path.avx2().run(work),
+            Self::Avx512(path) => path.run(work),
         }
     }
 }
@@ -84,12 +87,6 @@ impl Path {
 pub(crate) trait Work {
     type Output;
     fn run(self) -> Self::Output;
-}
-
-/// Words between the masks of one class and the next: one per group, and a cache line that stays zero, because masks a power of two apart
-/// would fight for the same lines of the cache.
-pub(crate) fn class_stride(elements: usize) -> usize {
-    elements.div_ceil(64) + 8
 }
 
 /// Positions of the set bits of `mask`, ascending.
@@ -104,9 +101,9 @@ pub(crate) fn ones(mut mask: u64) -> impl Iterator<Item = u32> {
     })
 }
 
-/// Appends the positions of the set bits of all masks of a block.
+/// Appends the positions of the set bits of masks, which stand for the elements of a block from `start` on.
 #[inline(always)]
-pub(crate) fn positions(masks: &[u64], out: &mut Vec<u16>) {
+pub(crate) fn positions(start: usize, masks: &[u64], out: &mut Vec<u16>) {
     // Four positions are written whether there are as many or not: how many there are cannot be guessed, and
     // a wrong guess costs more.
     const AT_ONCE: usize = 4;
@@ -114,7 +111,7 @@ pub(crate) fn positions(masks: &[u64], out: &mut Vec<u16>) {
     let mut end = out.len();
     out.resize(end + count as usize + AT_ONCE, 0);
     for (group, &mask) in masks.iter().enumerate() {
-        let position = |bit: u32| (group as u32 * 64 + bit) as u16;
+        let position = |bit: u32| (start + group * GROUP) as u16 + bit as u16;
         let mut rest = mask;
         for slot in &mut out[end..end + AT_ONCE] {
             *slot = position(rest.trailing_zeros());
@@ -143,13 +140,13 @@ pub(crate) fn select(mask: u64, mut rank: u32) -> u32 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::element::tests::ALL;
     use crate::table::Class;
 
     /// Every path of this machine.
-    fn paths() -> Vec<Path> {
+    pub(crate) fn paths() -> Vec<Path> {
         let mut paths = vec![Path::Scalar];
         #[cfg(target_arch = "x86_64")]
         {
@@ -159,7 +156,7 @@ mod tests {
         paths
     }
 
-    fn sample(length: usize, seed: u32) -> Vec<u8> {
+    pub(crate) fn sample(length: usize, seed: u32) -> Vec<u8> {
         (0..length as u32).map(|i| ((i ^ seed).wrapping_mul(0x9e37_79b1) >> 19) as u8).collect()
     }
 
@@ -170,12 +167,14 @@ mod tests {
                 let base = sample(count * element.size(), 1);
                 let mut new = base.clone();
                 (0..new.len()).filter(|at| at % 37 < at % 5).for_each(|at| new[at] ^= 1 << (at % 8));
-                let mut expected = Vec::new();
-                scalar::changed(element, &base, &new, &mut expected);
+                let mut expected = vec![7; count.div_ceil(GROUP)];
+                let any = scalar::changed(element, &base, &new, &mut expected);
+                assert_eq!(any, base != new);
                 for path in paths() {
-                    let mut masks = vec![7];
-                    path.changed(element, &base, &new, &mut masks);
+                    let mut masks = vec![9; expected.len()];
+                    assert_eq!(path.changed(element, &base, &new, &mut masks), any);
                     assert_eq!(masks, expected, "{path:?} {element:?} {count}");
+                    assert!(!path.changed(element, &base, &base, &mut masks));
                 }
             }
         }
@@ -186,23 +185,19 @@ mod tests {
         let class = Class { inverted: false, run: 0, large_run: 0, rice: 0 };
         for element in ALL {
             let exponents = element.exponent(element.mask()) + 1;
-            for (first, count) in
-                [(0, 1), (0, 2), (exponents / 2, 3), (exponents.saturating_sub(4), 4), (3, 16)]
-            {
+            for (first, count) in [(0, 2), (exponents / 2, 3), (exponents.saturating_sub(4), 4), (3, 16)] {
                 if first + count > exponents {
                     continue;
                 }
-                let table = Table { first, classes: vec![class; count as usize] };
+                let table = Table::new(first, vec![class; count as usize]);
                 let base = sample(4099 * element.size(), 2);
-                let mut expected = vec![0; 73 * count as usize];
-                scalar::classes(element, &base, &table, &mut expected, 73, 0);
+                let mut expected = [[7; 4]; 65];
+                scalar::planes(element, &base, &table, &mut expected);
                 for path in paths() {
-                    let mut masks = vec![7];
-                    path.classes(element, &base, &table, &mut masks);
-                    assert_eq!(masks, expected, "{path:?} {element:?} {table:?}");
+                    let mut rows = [[9; 4]; 65];
+                    path.planes(element, &base, &table, &mut rows);
+                    assert_eq!(rows, expected, "{path:?} {element:?} {table:?}");
                 }
-                let all = expected.iter().map(|mask| mask.count_ones()).sum::<u32>();
-                assert_eq!(all, 4099, "every element has one class");
             }
         }
     }
@@ -211,15 +206,15 @@ mod tests {
     fn positions_are_those_of_the_bits() {
         let masks = [0, 1, 0b1011, u64::MAX, 0, 1 << 63, 0xf0f0, 0, 0b11111];
         let mut out = vec![9];
-        positions(&masks, &mut out);
-        let expected: Vec<u16> = (0..)
+        positions(64, &masks, &mut out);
+        let expected: Vec<u16> = (64..)
             .step_by(64)
             .zip(masks)
             .flat_map(|(at, mask)| ones(mask).map(move |bit| at + bit as u16))
             .collect();
         assert_eq!(out[1..], expected);
         let mut all = Vec::new();
-        positions(&[u64::MAX; 1024], &mut all);
+        positions(0, &[u64::MAX; 1024], &mut all);
         assert!(all.iter().copied().eq(0..=u16::MAX));
     }
 

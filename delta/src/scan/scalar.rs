@@ -1,34 +1,33 @@
 //! The reference: element by element.
 
+use super::GROUP;
 use crate::Element;
+use crate::classes::Planes;
 use crate::table::Table;
 
-pub(super) fn changed(element: Element, base: &[u8], new: &[u8], masks: &mut Vec<u64>) {
-    let group = 64 * element.size();
-    masks.extend(base.chunks(group).zip(new.chunks(group)).map(|(base, new)| {
-        if base == new {
-            return 0;
+pub(super) fn changed(element: Element, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
+    let group = GROUP * element.size();
+    let mut any = false;
+    for (mask, (base, new)) in masks.iter_mut().zip(base.chunks(group).zip(new.chunks(group))) {
+        *mask = 0;
+        if base != new {
+            any = true;
+            (0..base.len() / element.size())
+                .for_each(|i| *mask |= u64::from(element.load(base, i) != element.load(new, i)) << i);
         }
-        (0..base.len() / element.size())
-            .fold(0, |mask, i| mask | (u64::from(element.load(base, i) != element.load(new, i)) << i))
-    }));
+    }
+    any
 }
 
-/// Fills the masks from group `first` on; they are zero before.
-pub(super) fn classes(
-    element: Element,
-    base: &[u8],
-    table: &Table,
-    masks: &mut [u64],
-    groups: usize,
-    first: usize,
-) {
-    let last = table.classes.len() - 1;
-    for (group, base) in (first..).zip(base.chunks(64 * element.size())) {
+/// Fills the rows of `base`, whose elements beyond its end count as class 0.
+pub(super) fn planes(element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
+    let last = table.classes().len() as u32 - 1;
+    for (row, base) in rows.iter_mut().zip(base.chunks(GROUP * element.size())) {
+        *row = [0; 4];
         for i in 0..base.len() / element.size() {
             let exponent = element.exponent(element.load(base, i));
-            let class = (exponent.saturating_sub(table.first) as usize).min(last);
-            masks[class * groups + group] |= 1 << i;
+            let class = exponent.saturating_sub(table.first).min(last);
+            (0..4).for_each(|bit| row[bit] |= u64::from(class >> bit & 1) << i);
         }
     }
 }

@@ -9,13 +9,14 @@ use std::arch::x86_64::*;
 
 use super::Work;
 use crate::Element;
+use crate::classes::Planes;
 use crate::table::Table;
 
 /// Proof that AVX2, BMI and POPCNT are there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Avx2(());
 
-/// Proof that AVX-512 F, BW, DQ and VL are there, and all of [`Avx2`].
+/// Proof that AVX-512 F, BW, DQ, VL and VPOPCNTDQ are there, and all of [`Avx2`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Avx512(());
 
@@ -30,23 +31,16 @@ impl Avx2 {
     }
 
     /// `base` and `new` are whole groups.
-    pub(super) fn changed(self, size: usize, base: &[u8], new: &[u8], masks: &mut Vec<u64>) {
+    pub(super) fn changed(self, size: usize, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
         let groups = base.chunks_exact(64 * size).zip(new.chunks_exact(64 * size));
         // SAFETY: `self` proves the features.
         unsafe { changed_avx2(size, groups, masks) }
     }
 
-    /// `base` is whole groups; `masks` has `groups` zeroed words for each class.
-    pub(super) fn classes(
-        self,
-        element: Element,
-        base: &[u8],
-        table: &Table,
-        masks: &mut [u64],
-        groups: usize,
-    ) {
+    /// `base` is as many whole groups as there are `rows`.
+    pub(super) fn planes(self, element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
         // SAFETY: `self` proves the features.
-        unsafe { classes_avx2(element, base, table, masks, groups) }
+        unsafe { planes_avx2(element, base, table, rows) }
     }
 
     pub(super) fn run<W: Work>(self, work: W) -> W::Output {
@@ -61,38 +55,37 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl");
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vpopcntdq");
         found.then_some(Self(()))
     }
 
     /// As [`Avx2::changed`].
-    pub(super) fn changed(self, size: usize, base: &[u8], new: &[u8], masks: &mut Vec<u64>) {
+    pub(super) fn changed(self, size: usize, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
         let groups = base.chunks_exact(64 * size).zip(new.chunks_exact(64 * size));
         // SAFETY: `self` proves the features.
         unsafe { changed_avx512(size, groups, masks) }
     }
 
-    /// As [`Avx2::classes`].
-    pub(super) fn classes(
-        self,
-        element: Element,
-        base: &[u8],
-        table: &Table,
-        masks: &mut [u64],
-        groups: usize,
-    ) {
+    /// As [`Avx2::planes`].
+    pub(super) fn planes(self, element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
         // SAFETY: `self` proves the features.
-        unsafe { classes_avx512(element, base, table, masks, groups) }
+        unsafe { planes_avx512(element, base, table, rows) }
     }
 
-    /// What [`Avx512::detect`] found too.
-    pub(super) fn avx2(self) -> Avx2 {
-        Avx2(())
+    pub(super) fn run<W: Work>(self, work: W) -> W::Output {
+        // SAFETY: `self` proves the features.
+        unsafe { run_avx512(work) }
     }
 }
 
 #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
 fn run_avx2<W: Work>(work: W) -> W::Output {
+    work.run()
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,bmi1,bmi2,lzcnt,popcnt")]
+fn run_avx512<W: Work>(work: W) -> W::Output {
     work.run()
 }
 
@@ -126,8 +119,9 @@ fn bits_of_words(low: __m256i, high: __m256i) -> u64 {
 }
 
 #[target_feature(enable = "avx2")]
-fn changed_avx2(size: usize, groups: Groups<'_>, masks: &mut Vec<u64>) {
-    masks.extend(groups.map(|(base, new)| {
+fn changed_avx2(size: usize, groups: Groups<'_>, masks: &mut [u64]) -> bool {
+    let mut any = 0;
+    for ((base, new), mask) in groups.zip(masks) {
         let equal: u64 = match size {
             1 => (0..2).fold(0, |mask, i| {
                 let equal = _mm256_cmpeq_epi8(load256(base, i), load256(new, i));
@@ -143,105 +137,166 @@ fn changed_avx2(size: usize, groups: Groups<'_>, masks: &mut Vec<u64>) {
                 mask | (_mm256_movemask_ps(_mm256_castsi256_ps(equal)) as u64) << (8 * i)
             }),
         };
-        !equal
-    }));
+        *mask = !equal;
+        any |= !equal;
+    }
+    any != 0
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]
-fn changed_avx512(size: usize, groups: Groups<'_>, masks: &mut Vec<u64>) {
-    masks.extend(groups.map(|(base, new)| match size {
-        1 => _mm512_cmpneq_epi8_mask(load512(base, 0), load512(new, 0)),
-        2 => (0..2).fold(0, |mask, i| {
-            mask | u64::from(_mm512_cmpneq_epi16_mask(load512(base, i), load512(new, i))) << (32 * i)
-        }),
-        _ => (0..4).fold(0, |mask, i| {
-            mask | u64::from(_mm512_cmpneq_epi32_mask(load512(base, i), load512(new, i))) << (16 * i)
-        }),
-    }));
+fn changed_avx512(size: usize, groups: Groups<'_>, masks: &mut [u64]) -> bool {
+    let mut any = 0;
+    for ((base, new), mask) in groups.zip(masks) {
+        *mask = match size {
+            1 => _mm512_cmpneq_epi8_mask(load512(base, 0), load512(new, 0)),
+            2 => (0..2).fold(0, |mask, i| {
+                mask | u64::from(_mm512_cmpneq_epi16_mask(load512(base, i), load512(new, i))) << (32 * i)
+            }),
+            _ => (0..4).fold(0, |mask, i| {
+                mask | u64::from(_mm512_cmpneq_epi32_mask(load512(base, i), load512(new, i))) << (16 * i)
+            }),
+        };
+        any |= *mask;
+    }
+    any != 0
 }
 
-/// Turns masks of "beyond class i" for i = 0, 1, … into masks of the classes.
-#[inline(always)]
-fn split(masks: &mut [u64], group: usize, groups: usize, beyond: impl Fn(u32) -> u64) {
-    let classes = masks.len() / groups;
-    let mut rest = u64::MAX;
-    for class in 0..classes - 1 {
-        let next = beyond(class as u32);
-        masks[class * groups + group] = rest & !next;
-        rest = next;
-    }
-    masks[(classes - 1) * groups + group] = rest;
+/// Calls the function for the mantissa of `element`: shifts of vectors want a constant.
+macro_rules! with_mantissa {
+    ($element:expr, $one:ident, $two:ident, $four:ident, $($argument:expr),*) => {
+        match $element {
+            // Opaque bytes have one class, which no coder asks for.
+            Element::Bytes => $one::<7>($($argument),*),
+            Element::F8E4M3 => $one::<3>($($argument),*),
+            Element::F8E5M2 => $one::<2>($($argument),*),
+            Element::F16 => $two::<10>($($argument),*),
+            Element::Bf16 => $two::<7>($($argument),*),
+            Element::F32 => $four::<23>($($argument),*),
+        }
+    };
 }
 
 #[target_feature(enable = "avx2")]
-fn classes_avx2(element: Element, base: &[u8], table: &Table, masks: &mut [u64], groups: usize) {
-    // Magnitudes have no sign bit, so signed comparisons order them.
-    let last_of = |class: u32| ((table.first + 1 + class) << element.mantissa_bits()) - 1;
-    for (group, base) in base.chunks_exact(64 * element.size()).enumerate() {
-        match element.size() {
-            1 => {
-                let magnitude = |i| _mm256_and_si256(load256(base, i), _mm256_set1_epi8(0x7f));
-                let lanes = [magnitude(0), magnitude(1)];
-                split(masks, group, groups, |class| {
-                    let last = _mm256_set1_epi8(last_of(class) as i8);
-                    let bits = |lane| u64::from(_mm256_movemask_epi8(_mm256_cmpgt_epi8(lane, last)) as u32);
-                    bits(lanes[0]) | bits(lanes[1]) << 32
-                });
-            }
-            2 => {
-                let magnitude = |i| _mm256_and_si256(load256(base, i), _mm256_set1_epi16(0x7fff));
-                let lanes = [magnitude(0), magnitude(1), magnitude(2), magnitude(3)];
-                split(masks, group, groups, |class| {
-                    let last = _mm256_set1_epi16(last_of(class) as i16);
-                    let beyond = lanes.map(|lane| _mm256_cmpgt_epi16(lane, last));
-                    bits_of_words(beyond[0], beyond[1]) | bits_of_words(beyond[2], beyond[3]) << 32
-                });
-            }
-            _ => {
-                let sign = _mm256_set1_epi32(i32::MAX);
-                let lanes: [__m256i; 8] = std::array::from_fn(|i| _mm256_and_si256(load256(base, i), sign));
-                split(masks, group, groups, |class| {
-                    let last = _mm256_set1_epi32(last_of(class) as i32);
-                    (0..8).fold(0, |mask, i| {
-                        let beyond = _mm256_castsi256_ps(_mm256_cmpgt_epi32(lanes[i], last));
-                        mask | (_mm256_movemask_ps(beyond) as u64) << (8 * i)
-                    })
-                });
-            }
-        }
+fn planes_avx2(element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
+    let last = table.classes().len() as u32 - 1;
+    with_mantissa!(element, bytes_avx2, words_avx2, dwords_avx2, base, table.first, last, rows);
+}
+
+/// Bit planes of 64 bytes below 16.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn planes256(low: __m256i, high: __m256i) -> Planes {
+    let join = |low, high| {
+        let [low, high] = [low, high].map(|bytes| u64::from(_mm256_movemask_epi8(bytes) as u32));
+        low | high << 32
+    };
+    [
+        join(_mm256_slli_epi16::<7>(low), _mm256_slli_epi16::<7>(high)),
+        join(_mm256_slli_epi16::<6>(low), _mm256_slli_epi16::<6>(high)),
+        join(_mm256_slli_epi16::<5>(low), _mm256_slli_epi16::<5>(high)),
+        join(_mm256_slli_epi16::<4>(low), _mm256_slli_epi16::<4>(high)),
+    ]
+}
+
+#[target_feature(enable = "avx2")]
+fn bytes_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+    let (first, last) = (_mm256_set1_epi8(first as i8), _mm256_set1_epi8(last as i8));
+    let exponents = _mm256_set1_epi8(0x7f >> MANTISSA);
+    for (base, row) in base.chunks_exact(64).zip(rows) {
+        let class = |i| {
+            let exponent = _mm256_and_si256(_mm256_srli_epi16::<MANTISSA>(load256(base, i)), exponents);
+            _mm256_min_epu8(_mm256_subs_epu8(exponent, first), last)
+        };
+        *row = planes256(class(0), class(1));
+    }
+}
+
+#[target_feature(enable = "avx2")]
+fn words_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+    let (first, last) = (_mm256_set1_epi16(first as i16), _mm256_set1_epi16(last as i16));
+    let magnitude = _mm256_set1_epi16(0x7fff);
+    for (base, row) in base.chunks_exact(128).zip(rows) {
+        let class = |i| {
+            let exponent = _mm256_srli_epi16::<MANTISSA>(_mm256_and_si256(load256(base, i), magnitude));
+            _mm256_min_epu16(_mm256_subs_epu16(exponent, first), last)
+        };
+        // Packing interleaves the 128-bit halves; the permutation puts them in order.
+        let pack = |low, high| _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi16(low, high));
+        *row = planes256(pack(class(0), class(1)), pack(class(2), class(3)));
+    }
+}
+
+#[target_feature(enable = "avx2")]
+fn dwords_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+    let (first, last) = (_mm256_set1_epi32(first as i32), _mm256_set1_epi32(last as i32));
+    let magnitude = _mm256_set1_epi32(i32::MAX);
+    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (base, row) in base.chunks_exact(256).zip(rows) {
+        let class = |i| {
+            let exponent = _mm256_srli_epi32::<MANTISSA>(_mm256_and_si256(load256(base, i), magnitude));
+            _mm256_min_epu32(_mm256_sub_epi32(_mm256_max_epu32(exponent, first), first), last)
+        };
+        // Packing twice leaves four bytes of each vector, first the low halves of all, then the high ones.
+        let pack = |i| {
+            let low = _mm256_packus_epi32(class(i), class(i + 1));
+            let high = _mm256_packus_epi32(class(i + 2), class(i + 3));
+            _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order)
+        };
+        *row = planes256(pack(0), pack(4));
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]
-fn classes_avx512(element: Element, base: &[u8], table: &Table, masks: &mut [u64], groups: usize) {
-    let last_of = |class: u32| ((table.first + 1 + class) << element.mantissa_bits()) - 1;
-    for (group, base) in base.chunks_exact(64 * element.size()).enumerate() {
-        match element.size() {
-            1 => {
-                let lanes = _mm512_and_si512(load512(base, 0), _mm512_set1_epi8(0x7f));
-                split(masks, group, groups, |class| {
-                    _mm512_cmpgt_epi8_mask(lanes, _mm512_set1_epi8(last_of(class) as i8))
-                });
-            }
-            2 => {
-                let magnitude = |i| _mm512_and_si512(load512(base, i), _mm512_set1_epi16(0x7fff));
-                let lanes = [magnitude(0), magnitude(1)];
-                split(masks, group, groups, |class| {
-                    let last = _mm512_set1_epi16(last_of(class) as i16);
-                    let bits = |lane| u64::from(_mm512_cmpgt_epi16_mask(lane, last));
-                    bits(lanes[0]) | bits(lanes[1]) << 32
-                });
-            }
-            _ => {
-                let sign = _mm512_set1_epi32(i32::MAX);
-                let lanes: [__m512i; 4] = std::array::from_fn(|i| _mm512_and_si512(load512(base, i), sign));
-                split(masks, group, groups, |class| {
-                    let last = _mm512_set1_epi32(last_of(class) as i32);
-                    (0..4).fold(0, |mask, i| {
-                        mask | u64::from(_mm512_cmpgt_epi32_mask(lanes[i], last)) << (16 * i)
-                    })
-                });
-            }
-        }
+fn planes_avx512(element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
+    let last = table.classes().len() as u32 - 1;
+    with_mantissa!(element, bytes_avx512, words_avx512, dwords_avx512, base, table.first, last, rows);
+}
+
+/// Bit planes of 64 bytes below 16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn planes512(classes: __m512i) -> Planes {
+    [1, 2, 4, 8].map(|bit| _mm512_test_epi8_mask(classes, _mm512_set1_epi8(bit)))
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+fn bytes_avx512<const MANTISSA: u32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+    let (first, last) = (_mm512_set1_epi8(first as i8), _mm512_set1_epi8(last as i8));
+    let exponents = _mm512_set1_epi8(0x7f >> MANTISSA);
+    for (base, row) in base.chunks_exact(64).zip(rows) {
+        let exponent = _mm512_and_si512(_mm512_srli_epi16::<MANTISSA>(load512(base, 0)), exponents);
+        *row = planes512(_mm512_min_epu8(_mm512_subs_epu8(exponent, first), last));
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+fn words_avx512<const MANTISSA: u32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+    let (first, last) = (_mm512_set1_epi16(first as i16), _mm512_set1_epi16(last as i16));
+    let magnitude = _mm512_set1_epi16(0x7fff);
+    // Packing interleaves the 128-bit quarters; this puts them in order.
+    let order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    for (base, row) in base.chunks_exact(128).zip(rows) {
+        let class = |i| {
+            let exponent = _mm512_srli_epi16::<MANTISSA>(_mm512_and_si512(load512(base, i), magnitude));
+            _mm512_min_epu16(_mm512_subs_epu16(exponent, first), last)
+        };
+        *row = planes512(_mm512_permutexvar_epi64(order, _mm512_packus_epi16(class(0), class(1))));
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+fn dwords_avx512<const MANTISSA: u32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+    let (first, last) = (_mm512_set1_epi32(first as i32), _mm512_set1_epi32(last as i32));
+    let magnitude = _mm512_set1_epi32(i32::MAX);
+    // Packing twice leaves in each quarter four bytes of each vector.
+    let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (base, row) in base.chunks_exact(256).zip(rows) {
+        let class = |i| {
+            let exponent = _mm512_srli_epi32::<MANTISSA>(_mm512_and_si512(load512(base, i), magnitude));
+            _mm512_min_epu32(_mm512_sub_epi32(_mm512_max_epu32(exponent, first), first), last)
+        };
+        let low = _mm512_packus_epi32(class(0), class(1));
+        let high = _mm512_packus_epi32(class(2), class(3));
+        *row = planes512(_mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)));
     }
 }
