@@ -1,6 +1,8 @@
 //! Chooses the coder table of a segment from what changed in it. Only the encoder does this: any table decodes.
 
 use crate::bits::ESCAPE;
+use crate::classes::Sample;
+use crate::scan::{GROUP, Path};
 use crate::table::{CLASSES_MAX, Class, EXPLICIT, RUN_MAX, Table};
 use crate::{Element, Profile};
 
@@ -20,6 +22,10 @@ struct Tally {
 impl Tally {
     const ZERO: Self = Self { members: 0.0, changed: 0, sizes: [0; 33] };
 
+    fn is_empty(&self) -> bool {
+        self.members == 0.0 && self.changed == 0
+    }
+
     fn add(&mut self, other: &Self) {
         self.members += other.members;
         self.changed += other.changed;
@@ -29,20 +35,25 @@ impl Tally {
     }
 }
 
-/// What changed in a segment, by exponent of the base.
+/// Samples from which the exponents that matter are guessed.
+const SAMPLES: usize = 1024;
+
+/// What changed in a segment, by class of the base: its exponent less that of the first class, within 0 to 15.
 pub(crate) struct Statistics {
     element: Element,
     profile: Profile,
-    tallies: Box<[Tally; 256]>,
+    /// Exponent of the first class, once something changed; it stays unknown where there is one class only.
+    first: Option<u32>,
+    tallies: [Tally; CLASSES_MAX],
     blocks: u32,
-    /// One element of so many is counted: a prime, so that no column is favoured.
+    /// One row of so many is counted.
     apart: usize,
 }
 
 impl Default for Statistics {
     fn default() -> Self {
-        let tallies = Box::new([Tally::ZERO; 256]);
-        Self { element: Element::Bytes, profile: Profile::Fast, tallies, blocks: 0, apart: 1 }
+        let (element, profile) = (Element::Bytes, Profile::Fast);
+        Self { element, profile, first: None, tallies: [Tally::ZERO; CLASSES_MAX], blocks: 0, apart: 1 }
     }
 }
 
@@ -50,33 +61,58 @@ impl Statistics {
     /// Starts over for a segment of so many bytes.
     pub(crate) fn begin(&mut self, element: Element, profile: Profile, segment_bytes: usize) {
         (self.element, self.profile) = (element, profile);
+        (self.first, self.blocks) = (None, 0);
         self.tallies.fill(Tally::ZERO);
-        self.blocks = 0;
-        self.apart = match segment_bytes / element.size() {
-            0..4096 => 1,
-            4096..0x8_0000 => 5,
-            _ => 31,
-        };
+        self.apart = if segment_bytes / element.size() < 0x8_0000 { 1 } else { 4 };
+    }
+
+    /// Exponent of the first class; `None` if there is only one class, or nothing changed so far.
+    pub(crate) fn first(&self) -> Option<u32> {
+        self.first
+    }
+
+    /// Chooses the exponents that classes may tell apart, before the first change, from samples of the segment.
+    pub(crate) fn see(&mut self, base: &[u8]) {
+        if self.first.is_some() || self.profile == Profile::Fast || self.element == Element::Bytes {
+            return;
+        }
+        let mut counts = [0_u32; 256];
+        let elements = base.len() / self.element.size();
+        for index in (0..elements).step_by((elements / SAMPLES) | 1) {
+            counts[self.element.exponent(self.element.load(base, index)) as usize & 0xff] += 1;
+        }
+        // The highest place that covers the most, but for one exponent above: weights are many near the largest, and rare beyond.
+        let highest = counts.iter().rposition(|count| *count > 0).unwrap_or(0);
+        let top = (highest + 1).min(self.element.exponent(self.element.mask()) as usize);
+        let covered = |first: usize| counts[first + 1..256.min(first + CLASSES_MAX)].iter().sum::<u32>();
+        let first = (0..=top.saturating_sub(CLASSES_MAX - 1)).max_by_key(|first| covered(*first));
+        self.first = first.map(|first| first as u32);
     }
 
     #[inline(always)]
-    pub(crate) fn change(&mut self, exponent: u32, step: i32) {
-        let tally = &mut self.tallies[exponent as usize & 0xff];
+    pub(crate) fn change(&mut self, base: u32, step: i32) {
+        // Without a first exponent there is one class: nothing is above `u32::MAX`.
+        let class = self.element.exponent(base).saturating_sub(self.first.unwrap_or(u32::MAX));
+        let tally = &mut self.tallies[class.min(CLASSES_MAX as u32 - 1) as usize];
         tally.changed += 1;
         tally.sizes[(32 - step.unsigned_abs().leading_zeros()) as usize] += 1;
     }
 
-    /// Counts the elements of a block that has changes.
-    pub(crate) fn block(&mut self, base: &[u8]) {
+    /// Counts the elements of a block that has changes, whose classes `planes` holds.
+    pub(crate) fn block(&mut self, path: Path, elements: usize, planes: &[u64]) {
         self.blocks += 1;
-        let count = base.len() / self.element.size();
-        if self.profile == Profile::Fast {
-            self.tallies[0].members += count as f64;
+        if self.first.is_none() {
+            self.tallies[0].members += elements as f64;
             return;
         }
-        for index in (0..count).step_by(self.apart) {
-            let exponent = self.element.exponent(self.element.load(base, index));
-            self.tallies[exponent as usize].members += self.apart as f64;
+        let mut counts = path.run(Sample { planes, apart: self.apart });
+        let rows = elements.div_ceil(GROUP);
+        if (rows - 1).is_multiple_of(self.apart) {
+            // What the last row lacks was counted for class 0.
+            counts[0] -= (rows * GROUP - elements) as u64;
+        }
+        for (tally, count) in self.tallies.iter_mut().zip(counts) {
+            tally.members += (count * self.apart as u64) as f64;
         }
     }
 
@@ -86,20 +122,22 @@ impl Statistics {
         self.tallies.iter().for_each(|tally| all.add(tally));
         let flat = self.best_class(&all);
         let flat_table = Table::new(0, [flat.0]);
-        let Some(lowest) = self.tallies.iter().position(|tally| tally.members > 0.0) else {
+        let used = |tally: &Tally| !tally.is_empty();
+        let (Some(first), Some(lowest), Some(highest)) =
+            (self.first, self.tallies.iter().position(used), self.tallies.iter().rposition(used))
+        else {
             return flat_table;
         };
-        let highest = self.tallies.iter().rposition(|tally| tally.members > 0.0).unwrap_or(lowest);
-        if self.profile == Profile::Fast || lowest == highest {
+        if lowest == highest {
             return flat_table;
         }
-        match self.best_cut(lowest, highest) {
+        match self.best_cut(first, lowest, highest) {
             Some((cost, table)) if cost < flat.1 => table,
             _ => flat_table,
         }
     }
 
-    fn best_cut(&self, lowest: usize, highest: usize) -> Option<(f64, Table)> {
+    fn best_cut(&self, first: u32, lowest: usize, highest: usize) -> Option<(f64, Table)> {
         let range = &self.tallies[lowest..=highest];
         let merged = |order: &mut dyn Iterator<Item = &Tally>| -> Vec<(Class, f64)> {
             let mut sum = Tally::ZERO;
@@ -128,7 +166,7 @@ impl Statistics {
         let (cost, from, to) = best?;
         let classes =
             [low[from].0].into_iter().chain(single[from + 1..to].iter().map(|c| c.0)).chain([high[to].0]);
-        Some((cost, Table::new((lowest + from) as u32, classes)))
+        Some((cost, Table::new(first + (lowest + from) as u32, classes)))
     }
 
     /// Best parameters for a class with these counts, and the bits they will take.

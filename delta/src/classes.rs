@@ -1,21 +1,25 @@
 //! Where each class of a block has its members: from position to rank, and back.
 //!
-//! The class of an element is a number of four bits, kept as four bit planes of 64 elements: one row of a block. From them
-//! the mask of any class in any row is three operations away, so that rows in which nothing changed cost a count only.
+//! The class of an element is a number of four bits, kept as four bit planes; a row is a word of each, for 64 elements. From
+//! them the mask of any class in any row is three operations away, so that rows in which nothing changed cost a count only.
 
+use crate::BLOCK_ELEMENTS;
 use crate::element::Element;
-use crate::scan::{Path, Work, select};
+use crate::scan::{GROUP, Path, Work, select};
 use crate::table::{CLASSES_MAX, Table};
 
-/// Bit `k` of the classes of 64 elements, for k = 0 to 3.
-pub(crate) type Planes = [u64; 4];
+/// Bits of a class.
+pub(crate) const PLANES: usize = 4;
+
+/// Rows of a block.
+const ROWS: usize = BLOCK_ELEMENTS / GROUP;
 
 /// Which bits of each class are 0: all ones there.
-const INVERT: [[u64; CLASSES_MAX]; 4] = {
-    let mut invert = [[0; CLASSES_MAX]; 4];
+const INVERT: [[u64; CLASSES_MAX]; PLANES] = {
+    let mut invert = [[0; CLASSES_MAX]; PLANES];
     let mut at = 0;
-    while at < 4 * CLASSES_MAX {
-        let (bit, class) = (at % 4, at / 4);
+    while at < PLANES * CLASSES_MAX {
+        let (bit, class) = (at % PLANES, at / PLANES);
         if class >> bit & 1 == 0 {
             invert[bit][class] = u64::MAX;
         }
@@ -25,26 +29,44 @@ const INVERT: [[u64; CLASSES_MAX]; 4] = {
 };
 
 /// The classes of one block.
-#[derive(Debug, Default)]
 pub(crate) struct Classes {
-    rows: Vec<Planes>,
-    /// Members of each class in the rows before; the last row is filled up to a power of two with rows beyond any rank.
-    before: Vec<[u16; CLASSES_MAX]>,
+    /// One plane after the other.
+    planes: Vec<u64>,
+    rows: usize,
+    /// Members of each class in the rows before; after the last row, up to a power of two, more than any rank.
+    before: Box<[[u16; CLASSES_MAX]; ROWS]>,
     members: [u32; CLASSES_MAX],
+}
+
+impl Default for Classes {
+    fn default() -> Self {
+        let before = Box::new([[0; CLASSES_MAX]; ROWS]);
+        Self { planes: Vec::new(), rows: 0, before, members: [0; CLASSES_MAX] }
+    }
 }
 
 impl Classes {
     /// Sorts the elements of a block, `base`, into the classes of `table`.
     pub(crate) fn fill(&mut self, path: Path, element: Element, base: &[u8], table: &Table) {
         let elements = base.len() / element.size();
-        let rows = elements.div_ceil(64);
-        self.rows.resize(rows, [0; 4]);
-        self.before.resize(rows.next_power_of_two(), [u16::MAX; CLASSES_MAX]);
-        self.before[rows..].fill([u16::MAX; CLASSES_MAX]);
-        path.planes(element, base, table, &mut self.rows);
-        self.members = path.run(Count { rows: &self.rows, before: &mut self.before });
+        self.planes.resize(elements.div_ceil(GROUP) * PLANES, 0);
+        path.planes(element, base, table.first, table.last(), &mut self.planes);
+        self.count(path, elements);
+    }
+
+    /// The same from planes that hold finer classes, those of [`Path::planes`] from exponent `first` on. The table's classes lie within them.
+    pub(crate) fn fill_from(&mut self, path: Path, fine: &[u64], first: u32, elements: usize, table: &Table) {
+        self.planes.resize(fine.len(), 0);
+        path.run(Merge { fine, less: table.first - first, last: table.last(), planes: &mut self.planes });
+        self.count(path, elements);
+    }
+
+    fn count(&mut self, path: Path, elements: usize) {
+        self.rows = self.planes.len() / PLANES;
+        self.before[self.rows..self.rows.next_power_of_two()].fill([u16::MAX; CLASSES_MAX]);
+        self.members = path.run(Count { planes: &self.planes, before: &mut self.before[..self.rows] });
         // What the last row lacks counts for class 0, behind all that are there.
-        self.members[0] -= (rows * 64 - elements) as u32;
+        self.members[0] -= (self.rows * GROUP - elements) as u32;
     }
 
     /// Members of all classes.
@@ -54,38 +76,58 @@ impl Classes {
 
     #[inline(always)]
     fn mask(&self, row: usize, class: usize) -> u64 {
-        let planes = &self.rows[row];
-        (0..4).fold(u64::MAX, |mask, bit| mask & (planes[bit] ^ INVERT[bit][class]))
+        (0..PLANES)
+            .fold(u64::MAX, |mask, bit| mask & (self.planes[bit * self.rows + row] ^ INVERT[bit][class]))
     }
 
     /// The class of the element at `position`, and how many of its class stand before it.
     #[inline(always)]
     pub(crate) fn rank(&self, position: u16) -> (usize, u32) {
-        let (row, bit) = (usize::from(position) / 64, position % 64);
-        let class = (0..4).fold(0, |class, k| class | (self.rows[row][k] >> bit & 1) << k) as usize;
-        let below = self.mask(row, class) & ((1 << bit) - 1);
-        (class, u32::from(self.before[row][class]) + below.count_ones())
+        let (row, bit) = (usize::from(position) / GROUP, usize::from(position) % GROUP);
+        let class =
+            (0..PLANES).fold(0, |class, k| class | (self.planes[k * self.rows + row] >> bit & 1) << k);
+        let below = self.mask(row, class as usize) & ((1 << bit) - 1);
+        (class as usize, u32::from(self.before[row][class as usize]) + below.count_ones())
     }
 
     /// The position of the member of `class` with `rank`, which is below the class's number of members.
     #[inline(always)]
     pub(crate) fn position(&self, class: usize, rank: u32) -> u32 {
-        // No branch: which way a search goes cannot be guessed.
+        // Computed, because a branch would be as good as random: the sign of a difference says which way to go.
         let mut row = 0;
-        let mut half = self.before.len() / 2;
-        while half > 0 {
-            let there = u32::from(self.before[row + half][class]) <= rank;
-            row += half * usize::from(there);
-            half /= 2;
+        for level in (0..self.rows.next_power_of_two().trailing_zeros()).rev() {
+            let before = u32::from(self.before[(row + (1 << level)) % ROWS][class]);
+            row += ((before.wrapping_sub(rank + 1) >> 31) as usize) << level;
         }
+        row %= ROWS;
         let inside = rank - u32::from(self.before[row][class]);
-        row as u32 * 64 + select(self.mask(row, class), inside)
+        (row * GROUP) as u32 + select(self.mask(row, class), inside)
+    }
+}
+
+/// The rows of `planes`.
+#[inline(always)]
+fn rows(planes: &[u64]) -> impl Iterator<Item = [u64; PLANES]> {
+    let (low, high) = planes.split_at(planes.len() / 2);
+    let ((a, b), (c, d)) = (low.split_at(low.len() / 2), high.split_at(high.len() / 2));
+    a.iter().zip(b).zip(c).zip(d).map(|(((a, b), c), d)| [*a, *b, *c, *d])
+}
+
+/// Adds the members of each class in a row to `sums`.
+#[inline(always)]
+fn add(sums: &mut [u64; CLASSES_MAX], row: [u64; PLANES]) {
+    for class in 0..CLASSES_MAX {
+        let mask = (row[0] ^ INVERT[0][class])
+            & (row[1] ^ INVERT[1][class])
+            & (row[2] ^ INVERT[2][class])
+            & (row[3] ^ INVERT[3][class]);
+        sums[class] += u64::from(mask.count_ones());
     }
 }
 
 /// Counts the members of each class: `before` each row, and in all.
 struct Count<'a> {
-    rows: &'a [Planes],
+    planes: &'a [u64],
     before: &'a mut [[u16; CLASSES_MAX]],
 }
 
@@ -94,18 +136,67 @@ impl Work for Count<'_> {
 
     #[inline(always)]
     fn run(self) -> Self::Output {
-        let mut sums = [0_u64; CLASSES_MAX];
-        for (planes, before) in self.rows.iter().zip(self.before) {
-            for class in 0..CLASSES_MAX {
-                before[class] = sums[class] as u16;
-                let mask = (planes[0] ^ INVERT[0][class])
-                    & (planes[1] ^ INVERT[1][class])
-                    & (planes[2] ^ INVERT[2][class])
-                    & (planes[3] ^ INVERT[3][class]);
-                sums[class] += u64::from(mask.count_ones());
-            }
+        let mut sums = [0; CLASSES_MAX];
+        for (row, before) in rows(self.planes).zip(self.before) {
+            *before = sums.map(|sum| sum as u16);
+            add(&mut sums, row);
         }
         sums.map(|sum| sum as u32)
+    }
+}
+
+/// Counts the members of each class in every `apart`-th row.
+pub(crate) struct Sample<'a> {
+    pub(crate) planes: &'a [u64],
+    pub(crate) apart: usize,
+}
+
+impl Work for Sample<'_> {
+    type Output = [u64; CLASSES_MAX];
+
+    #[inline(always)]
+    fn run(self) -> Self::Output {
+        let mut sums = [0; CLASSES_MAX];
+        rows(self.planes).step_by(self.apart).for_each(|row| add(&mut sums, row));
+        sums
+    }
+}
+
+/// Makes classes of finer ones: each less by `less`, at least 0 and at most `last`.
+struct Merge<'a> {
+    fine: &'a [u64],
+    less: u32,
+    last: u32,
+    planes: &'a mut [u64],
+}
+
+impl Work for Merge<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let all =
+            |number: u32| [0, 1, 2, 3].map(|bit| (number >> bit & 1).wrapping_neg() as i32 as i64 as u64);
+        let (less, last) = (all(self.less), all(self.last));
+        let majority = |a: u64, b: u64, c: u64| (a & b) | (c & (a | b));
+        let (low, high) = self.planes.split_at_mut(self.planes.len() / 2);
+        let ((a, b), (c, d)) = (low.split_at_mut(low.len() / 2), high.split_at_mut(high.len() / 2));
+        for ((((row, a), b), c), d) in rows(self.fine).zip(a).zip(b).zip(c).zip(d) {
+            // All 64 numbers of the row at once, bit by bit: the difference, with a borrow, and then whether `last` is smaller.
+            let (mut difference, mut borrow) = ([0; PLANES], 0);
+            for bit in 0..PLANES {
+                difference[bit] = row[bit] ^ less[bit] ^ borrow;
+                borrow = majority(!row[bit], less[bit], borrow);
+            }
+            let mut beyond = 0;
+            for bit in 0..PLANES {
+                difference[bit] &= !borrow;
+                beyond = majority(difference[bit], !last[bit], beyond);
+            }
+            for (bit, plane) in [a, b, c, d].into_iter().enumerate() {
+                *plane = (difference[bit] & !beyond) | (last[bit] & beyond);
+            }
+        }
     }
 }
 
@@ -143,6 +234,14 @@ mod tests {
                         seen[expected] += 1;
                     }
                     assert_eq!(*classes.members(), seen);
+                    let mut finer = vec![0; elements.div_ceil(GROUP) * PLANES];
+                    for less in (0..3).filter(|less| less + count <= 16) {
+                        path.planes(element, &base, middle - less, 15, &mut finer);
+                        let mut merged = Classes::default();
+                        merged.fill_from(path, &finer, middle - less, elements, &table);
+                        assert_eq!(merged.planes, classes.planes, "{path:?} {element:?} {table:?}");
+                        assert_eq!(merged.members, classes.members);
+                    }
                 }
             }
         }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::bits::BitWriter;
 use crate::choose::Statistics;
-use crate::classes::Classes;
+use crate::classes::{Classes, PLANES};
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
 use crate::digest::Changes;
 use crate::element::with_constant;
@@ -77,6 +77,8 @@ pub(crate) struct Scratch {
     steps: Vec<i32>,
     /// Changes of each block.
     blocks: Vec<Range<usize>>,
+    /// Classes of the blocks with changes, by exponent alone: the base is not read again once a table is chosen.
+    planes: Vec<u64>,
     classes: Classes,
     sorted: Sorted,
     coded: Vec<u8>,
@@ -96,10 +98,10 @@ impl Scratch {
         let pairs = input.base.chunks(block_bytes).zip(input.new.chunks(block_bytes));
         for (block, (base, new)) in (input.first_block..).zip(pairs.clone()) {
             let before = self.positions.len();
-            out.digests.push(self.collect(input.element, (block * BLOCK_ELEMENTS) as u64, base, new));
+            out.digests.push(self.collect(input, (block * BLOCK_ELEMENTS) as u64, base, new));
             self.blocks.push(before..self.positions.len());
             if self.positions.len() > before {
-                self.statistics.block(base);
+                self.count(input, block - input.first_block, base);
             }
         }
         out.changed = self.positions.len() as u64;
@@ -119,7 +121,7 @@ impl Scratch {
                 out.after += 1;
                 continue;
             }
-            self.code(input.element, &table, base, changes);
+            self.code(input.element, &table, block, base.len() / input.element.size(), changes);
             // A block that costs this much is hardly related to its base: it may be cheaper on its own.
             let limit = self.coded.len().min(new.len());
             if limit > new.len() / 2
@@ -159,8 +161,8 @@ impl Scratch {
     }
 
     /// Gathers the changes of one block and their statistics; returns how they change its digest.
-    fn collect(&mut self, element: Element, first: u64, base: &[u8], new: &[u8]) -> Digest {
-        let path = Path::best();
+    fn collect(&mut self, input: &Input<'_>, first: u64, base: &[u8], new: &[u8]) -> Digest {
+        let (path, element) = (Path::best(), input.element);
         let chunk_bytes = CHUNK_ELEMENTS * element.size();
         let mut masks = [0; CHUNK_ELEMENTS / GROUP];
         let mut digest = Digest::default();
@@ -169,22 +171,48 @@ impl Scratch {
         {
             let masks = &mut masks[..(base.len() / element.size()).div_ceil(GROUP)];
             if path.changed(element, base, new, masks) {
+                self.statistics.see(input.base);
                 digest += path.run(Collect { scratch: self, element, first, start, masks, base, new });
             }
         }
         digest
     }
 
-    /// Codes one block into `self.coded`.
-    fn code(&mut self, element: Element, table: &Table, base: &[u8], changes: Range<usize>) {
+    /// Counts the elements of a block with changes, and keeps their classes.
+    fn count(&mut self, input: &Input<'_>, block: usize, base: &[u8]) {
+        let (path, elements) = (Path::best(), base.len() / input.element.size());
+        let planes = planes_of(block, elements);
+        if let Some(first) = self.statistics.first() {
+            if self.planes.len() < planes.end {
+                self.planes.resize(planes.end, 0);
+            }
+            path.planes(input.element, base, first, CLASSES_MAX as u32 - 1, &mut self.planes[planes.clone()]);
+        }
+        self.statistics.block(path, elements, self.planes.get(planes).unwrap_or_default());
+    }
+
+    /// Codes the changes of one block into `self.coded`.
+    fn code(
+        &mut self,
+        element: Element,
+        table: &Table,
+        block: usize,
+        elements: usize,
+        changes: Range<usize>,
+    ) {
         self.coded.clear();
         let path = Path::best();
-        if !table.is_flat() {
-            self.classes.fill(path, element, base, table);
+        if let (false, Some(first)) = (table.is_flat(), self.statistics.first()) {
+            self.classes.fill_from(path, &self.planes[planes_of(block, elements)], first, elements, table);
         }
-        let elements = (base.len() / element.size()) as u32;
-        path.run(Code { scratch: self, element, table, elements, changes });
+        path.run(Code { scratch: self, element, table, elements: elements as u32, changes });
     }
+}
+
+/// Where the planes of a block of a segment are.
+fn planes_of(block: usize, elements: usize) -> Range<usize> {
+    let start = block * BLOCK_ELEMENTS / GROUP * PLANES;
+    start..start + elements.div_ceil(GROUP) * PLANES
 }
 
 /// Goes through the changes of a chunk.
@@ -229,7 +257,7 @@ impl Collect<'_> {
             let (old, new) = (element.load(base, inside), element.load(new, inside));
             let step = element.step(old, new);
             digest.push(element, first + u64::from(at), old, new);
-            statistics.change(element.exponent(old), step);
+            statistics.change(old, step);
             step
         }));
         digest.finish()

@@ -53,6 +53,11 @@ impl Table {
         &self.classes[..self.count]
     }
 
+    /// Number of the last class.
+    pub(crate) fn last(&self) -> u32 {
+        self.count as u32 - 1
+    }
+
     /// Whether positions can be decoded without looking at the base.
     pub(crate) fn is_flat(&self) -> bool {
         self.count == 1

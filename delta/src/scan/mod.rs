@@ -7,8 +7,6 @@ mod scalar;
 mod x86;
 
 use crate::Element;
-use crate::classes::Planes;
-use crate::table::Table;
 
 /// Elements of a group.
 pub(crate) const GROUP: usize = 64;
@@ -55,19 +53,19 @@ impl Path {
         any | scalar::changed(element, tail, tail_new, last)
     }
 
-    /// Bit planes of the class of each element: as many rows as `base` has groups.
-    pub(crate) fn planes(self, element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
+    /// Bit planes of the class of each element, one plane after the other: its exponent less `first`, at least 0 and at most `last`,
+    /// which is below 16. There are as many rows as `base` has groups.
+    pub(crate) fn planes(self, element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
         let group = GROUP * element.size();
         let (whole, tail) = base.split_at(base.len() / group * group);
-        let (rows, last) = rows.split_at_mut(whole.len() / group);
         match self {
-            Self::Scalar => scalar::planes(element, whole, table, rows),
+            Self::Scalar => scalar::planes(element, whole, first, last, planes, 0),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2(path) => path.planes(element, whole, table, rows),
+            Self::Avx2(path) => path.planes(element, whole, first, last, planes),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(path) => path.planes(element, whole, table, rows),
+            Self::Avx512(path) => path.planes(element, whole, first, last, planes),
         }
-        scalar::planes(element, tail, table, last);
+        scalar::planes(element, tail, first, last, planes, whole.len() / group);
     }
 
     /// Does `work`, compiled for the path's instructions.
@@ -143,7 +141,6 @@ pub(crate) fn select(mask: u64, mut rank: u32) -> u32 {
 pub(crate) mod tests {
     use super::*;
     use crate::element::tests::ALL;
-    use crate::table::Class;
 
     /// Every path of this machine.
     pub(crate) fn paths() -> Vec<Path> {
@@ -182,21 +179,20 @@ pub(crate) mod tests {
 
     #[test]
     fn paths_see_the_same_classes() {
-        let class = Class { inverted: false, run: 0, large_run: 0, rice: 0 };
         for element in ALL {
             let exponents = element.exponent(element.mask()) + 1;
-            for (first, count) in [(0, 2), (exponents / 2, 3), (exponents.saturating_sub(4), 4), (3, 16)] {
-                if first + count > exponents {
-                    continue;
-                }
-                let table = Table::new(first, vec![class; count as usize]);
-                let base = sample(4099 * element.size(), 2);
-                let mut expected = [[7; 4]; 65];
-                scalar::planes(element, &base, &table, &mut expected);
-                for path in paths() {
-                    let mut rows = [[9; 4]; 65];
-                    path.planes(element, &base, &table, &mut rows);
-                    assert_eq!(rows, expected, "{path:?} {element:?} {table:?}");
+            for (first, last) in
+                [(0, 1), (0, 15), (exponents / 2, 2), (exponents.saturating_sub(4), 3), (3, 15)]
+            {
+                for count in [63, 64, 4099] {
+                    let base = sample(count * element.size(), 2);
+                    let mut expected = vec![7; 4 * count.div_ceil(GROUP)];
+                    scalar::planes(element, &base, first, last, &mut expected, 0);
+                    for path in paths() {
+                        let mut planes = vec![9; expected.len()];
+                        path.planes(element, &base, first, last, &mut planes);
+                        assert_eq!(planes, expected, "{path:?} {element:?} {first} {last}");
+                    }
                 }
             }
         }

@@ -2,8 +2,7 @@
 
 use super::GROUP;
 use crate::Element;
-use crate::classes::Planes;
-use crate::table::Table;
+use crate::classes::PLANES;
 
 pub(super) fn changed(element: Element, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
     let group = GROUP * element.size();
@@ -19,15 +18,21 @@ pub(super) fn changed(element: Element, base: &[u8], new: &[u8], masks: &mut [u6
     any
 }
 
-/// Fills the rows of `base`, whose elements beyond its end count as class 0.
-pub(super) fn planes(element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
-    let last = table.classes().len() as u32 - 1;
-    for (row, base) in rows.iter_mut().zip(base.chunks(GROUP * element.size())) {
-        *row = [0; 4];
+/// Fills rows from `first_row` on; elements beyond the end of `base` count as class 0.
+pub(super) fn planes(
+    element: Element,
+    base: &[u8],
+    first: u32,
+    last: u32,
+    planes: &mut [u64],
+    first_row: usize,
+) {
+    let rows = planes.len() / PLANES;
+    for (row, base) in (first_row..).zip(base.chunks(GROUP * element.size())) {
+        (0..PLANES).for_each(|bit| planes[bit * rows + row] = 0);
         for i in 0..base.len() / element.size() {
-            let exponent = element.exponent(element.load(base, i));
-            let class = exponent.saturating_sub(table.first).min(last);
-            (0..4).for_each(|bit| row[bit] |= u64::from(class >> bit & 1) << i);
+            let class = element.exponent(element.load(base, i)).saturating_sub(first).min(last);
+            (0..PLANES).for_each(|bit| planes[bit * rows + row] |= u64::from(class >> bit & 1) << i);
         }
     }
 }

@@ -9,8 +9,7 @@ use std::arch::x86_64::*;
 
 use super::Work;
 use crate::Element;
-use crate::classes::Planes;
-use crate::table::Table;
+use crate::classes::PLANES;
 
 /// Proof that AVX2, BMI and POPCNT are there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,10 +36,10 @@ impl Avx2 {
         unsafe { changed_avx2(size, groups, masks) }
     }
 
-    /// `base` is as many whole groups as there are `rows`.
-    pub(super) fn planes(self, element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
+    /// `base` is whole groups, no more than there are rows.
+    pub(super) fn planes(self, element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
         // SAFETY: `self` proves the features.
-        unsafe { planes_avx2(element, base, table, rows) }
+        unsafe { planes_avx2(element, base, first, last, planes) }
     }
 
     pub(super) fn run<W: Work>(self, work: W) -> W::Output {
@@ -68,9 +67,9 @@ impl Avx512 {
     }
 
     /// As [`Avx2::planes`].
-    pub(super) fn planes(self, element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
+    pub(super) fn planes(self, element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
         // SAFETY: `self` proves the features.
-        unsafe { planes_avx512(element, base, table, rows) }
+        unsafe { planes_avx512(element, base, first, last, planes) }
     }
 
     pub(super) fn run<W: Work>(self, work: W) -> W::Output {
@@ -177,15 +176,19 @@ macro_rules! with_mantissa {
 }
 
 #[target_feature(enable = "avx2")]
-fn planes_avx2(element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
-    let last = table.classes().len() as u32 - 1;
-    with_mantissa!(element, bytes_avx2, words_avx2, dwords_avx2, base, table.first, last, rows);
+fn planes_avx2(element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
+    with_mantissa!(element, bytes_avx2, words_avx2, dwords_avx2, base, first, last, planes);
+}
+
+#[inline(always)]
+fn store(planes: &mut [u64], rows: usize, row: usize, words: [u64; PLANES]) {
+    (0..PLANES).for_each(|bit| planes[bit * rows + row] = words[bit]);
 }
 
 /// Bit planes of 64 bytes below 16.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn planes256(low: __m256i, high: __m256i) -> Planes {
+fn planes256(low: __m256i, high: __m256i) -> [u64; PLANES] {
     let join = |low, high| {
         let [low, high] = [low, high].map(|bytes| u64::from(_mm256_movemask_epi8(bytes) as u32));
         low | high << 32
@@ -199,39 +202,42 @@ fn planes256(low: __m256i, high: __m256i) -> Planes {
 }
 
 #[target_feature(enable = "avx2")]
-fn bytes_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+fn bytes_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
     let (first, last) = (_mm256_set1_epi8(first as i8), _mm256_set1_epi8(last as i8));
     let exponents = _mm256_set1_epi8(0x7f >> MANTISSA);
-    for (base, row) in base.chunks_exact(64).zip(rows) {
+    let rows = planes.len() / PLANES;
+    for (row, base) in base.chunks_exact(64).enumerate() {
         let class = |i| {
             let exponent = _mm256_and_si256(_mm256_srli_epi16::<MANTISSA>(load256(base, i)), exponents);
             _mm256_min_epu8(_mm256_subs_epu8(exponent, first), last)
         };
-        *row = planes256(class(0), class(1));
+        store(planes, rows, row, planes256(class(0), class(1)));
     }
 }
 
 #[target_feature(enable = "avx2")]
-fn words_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+fn words_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
     let (first, last) = (_mm256_set1_epi16(first as i16), _mm256_set1_epi16(last as i16));
     let magnitude = _mm256_set1_epi16(0x7fff);
-    for (base, row) in base.chunks_exact(128).zip(rows) {
+    let rows = planes.len() / PLANES;
+    for (row, base) in base.chunks_exact(128).enumerate() {
         let class = |i| {
             let exponent = _mm256_srli_epi16::<MANTISSA>(_mm256_and_si256(load256(base, i), magnitude));
             _mm256_min_epu16(_mm256_subs_epu16(exponent, first), last)
         };
         // Packing interleaves the 128-bit halves; the permutation puts them in order.
         let pack = |low, high| _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi16(low, high));
-        *row = planes256(pack(class(0), class(1)), pack(class(2), class(3)));
+        store(planes, rows, row, planes256(pack(class(0), class(1)), pack(class(2), class(3))));
     }
 }
 
 #[target_feature(enable = "avx2")]
-fn dwords_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+fn dwords_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
     let (first, last) = (_mm256_set1_epi32(first as i32), _mm256_set1_epi32(last as i32));
     let magnitude = _mm256_set1_epi32(i32::MAX);
     let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    for (base, row) in base.chunks_exact(256).zip(rows) {
+    let rows = planes.len() / PLANES;
+    for (row, base) in base.chunks_exact(256).enumerate() {
         let class = |i| {
             let exponent = _mm256_srli_epi32::<MANTISSA>(_mm256_and_si256(load256(base, i), magnitude));
             _mm256_min_epu32(_mm256_sub_epi32(_mm256_max_epu32(exponent, first), first), last)
@@ -242,61 +248,68 @@ fn dwords_avx2<const MANTISSA: i32>(base: &[u8], first: u32, last: u32, rows: &m
             let high = _mm256_packus_epi32(class(i + 2), class(i + 3));
             _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order)
         };
-        *row = planes256(pack(0), pack(4));
+        store(planes, rows, row, planes256(pack(0), pack(4)));
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]
-fn planes_avx512(element: Element, base: &[u8], table: &Table, rows: &mut [Planes]) {
-    let last = table.classes().len() as u32 - 1;
-    with_mantissa!(element, bytes_avx512, words_avx512, dwords_avx512, base, table.first, last, rows);
+fn planes_avx512(element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
+    with_mantissa!(element, bytes_avx512, words_avx512, dwords_avx512, base, first, last, planes);
 }
 
 /// Bit planes of 64 bytes below 16.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn planes512(classes: __m512i) -> Planes {
+fn planes512(classes: __m512i) -> [u64; PLANES] {
     [1, 2, 4, 8].map(|bit| _mm512_test_epi8_mask(classes, _mm512_set1_epi8(bit)))
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]
-fn bytes_avx512<const MANTISSA: u32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+fn bytes_avx512<const MANTISSA: u32>(base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
     let (first, last) = (_mm512_set1_epi8(first as i8), _mm512_set1_epi8(last as i8));
     let exponents = _mm512_set1_epi8(0x7f >> MANTISSA);
-    for (base, row) in base.chunks_exact(64).zip(rows) {
+    let rows = planes.len() / PLANES;
+    for (row, base) in base.chunks_exact(64).enumerate() {
         let exponent = _mm512_and_si512(_mm512_srli_epi16::<MANTISSA>(load512(base, 0)), exponents);
-        *row = planes512(_mm512_min_epu8(_mm512_subs_epu8(exponent, first), last));
+        store(planes, rows, row, planes512(_mm512_min_epu8(_mm512_subs_epu8(exponent, first), last)));
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]
-fn words_avx512<const MANTISSA: u32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+fn words_avx512<const MANTISSA: u32>(base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
     let (first, last) = (_mm512_set1_epi16(first as i16), _mm512_set1_epi16(last as i16));
     let magnitude = _mm512_set1_epi16(0x7fff);
     // Packing interleaves the 128-bit quarters; this puts them in order.
     let order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-    for (base, row) in base.chunks_exact(128).zip(rows) {
+    let rows = planes.len() / PLANES;
+    for (row, base) in base.chunks_exact(128).enumerate() {
         let class = |i| {
             let exponent = _mm512_srli_epi16::<MANTISSA>(_mm512_and_si512(load512(base, i), magnitude));
             _mm512_min_epu16(_mm512_subs_epu16(exponent, first), last)
         };
-        *row = planes512(_mm512_permutexvar_epi64(order, _mm512_packus_epi16(class(0), class(1))));
+        store(
+            planes,
+            rows,
+            row,
+            planes512(_mm512_permutexvar_epi64(order, _mm512_packus_epi16(class(0), class(1)))),
+        );
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]
-fn dwords_avx512<const MANTISSA: u32>(base: &[u8], first: u32, last: u32, rows: &mut [Planes]) {
+fn dwords_avx512<const MANTISSA: u32>(base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
     let (first, last) = (_mm512_set1_epi32(first as i32), _mm512_set1_epi32(last as i32));
     let magnitude = _mm512_set1_epi32(i32::MAX);
     // Packing twice leaves in each quarter four bytes of each vector.
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    for (base, row) in base.chunks_exact(256).zip(rows) {
+    let rows = planes.len() / PLANES;
+    for (row, base) in base.chunks_exact(256).enumerate() {
         let class = |i| {
             let exponent = _mm512_srli_epi32::<MANTISSA>(_mm512_and_si512(load512(base, i), magnitude));
             _mm512_min_epu32(_mm512_sub_epi32(_mm512_max_epu32(exponent, first), first), last)
         };
         let low = _mm512_packus_epi32(class(0), class(1));
         let high = _mm512_packus_epi32(class(2), class(3));
-        *row = planes512(_mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)));
+        store(planes, rows, row, planes512(_mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high))));
     }
 }
