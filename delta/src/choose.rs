@@ -139,23 +139,22 @@ impl Statistics {
 
     fn best_cut(&self, first: u32, lowest: usize, highest: usize) -> Option<(f64, Table)> {
         let range = &self.tallies[lowest..=highest];
-        let merged = |order: &mut dyn Iterator<Item = &Tally>| -> Vec<(Class, f64)> {
-            let mut sum = Tally::ZERO;
-            order
-                .map(|tally| {
-                    sum.add(tally);
-                    self.best_class(&sum)
-                })
-                .collect()
-        };
-        let single: Vec<_> = range.iter().map(|tally| self.best_class(tally)).collect();
-        let low = merged(&mut range.iter());
-        let mut high = merged(&mut range.iter().rev());
-        high.reverse();
+        let none = (Class::UNUSED, 0.0);
+        let (mut single, mut low, mut high) = ([none; CLASSES_MAX], [none; CLASSES_MAX], [none; CLASSES_MAX]);
+        let (mut below, mut above) = (Tally::ZERO, Tally::ZERO);
+        for (at, tally) in range.iter().enumerate() {
+            single[at] = self.best_class(tally);
+            below.add(tally);
+            low[at] = self.best_class(&below);
+        }
+        for (at, tally) in range.iter().enumerate().rev() {
+            above.add(tally);
+            high[at] = self.best_class(&above);
+        }
         let mut best: Option<(f64, usize, usize)> = None;
-        for (from, (_, low_cost)) in low.iter().enumerate() {
+        for (from, (_, low_cost)) in low[..range.len()].iter().enumerate() {
             let mut cost = *low_cost;
-            for to in from + 1..range.len().min(from + CLASSES_MAX) {
+            for to in from + 1..range.len() {
                 let total = cost + high[to].1 + 8.0;
                 if best.is_none_or(|best| total < best.0) {
                     best = Some((total, from, to));

@@ -274,6 +274,24 @@ impl DigestTable {
         Ok(Self { blocks })
     }
 
+    /// Compares all of `bytes` with the table: reads every byte, as [`DigestTable::of`] does. This is the check that a delta leaves out.
+    ///
+    /// # Errors
+    /// [`Error::BlockMismatch`] for the first block that has another digest, [`Error::OddLength`] and [`Error::LengthMismatch`] if the
+    /// table cannot be that of `bytes`.
+    pub fn verify(&self, element: Element, bytes: &[u8]) -> Result<()> {
+        self.expect_elements(element.count("tensor", bytes.len())?)?;
+        for ((block, bytes), expected) in
+            bytes.chunks(BLOCK_ELEMENTS * element.size()).enumerate().zip(&self.blocks)
+        {
+            let found = Digest::of(element, (block * BLOCK_ELEMENTS) as u64, bytes);
+            if found != *expected {
+                return Err(Error::BlockMismatch { block: block as u64, expected: *expected, found });
+            }
+        }
+        Ok(())
+    }
+
     /// Digest of the whole tensor: the sum over its blocks.
     pub fn total(&self) -> Digest {
         self.blocks.iter().fold(Digest::default(), |sum, block| sum + *block)
@@ -288,6 +306,11 @@ impl DigestTable {
     pub(crate) fn reset(&mut self, elements: usize) {
         self.blocks.clear();
         self.blocks.resize(elements.div_ceil(BLOCK_ELEMENTS), Digest::default());
+    }
+
+    /// Becomes a copy of `other` in the memory it has, which the derived `clone_from` would give up.
+    pub(crate) fn copy_from(&mut self, other: &Self) {
+        self.blocks.clone_from(&other.blocks);
     }
 
     pub(crate) fn blocks_mut(&mut self) -> &mut Vec<Digest> {

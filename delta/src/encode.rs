@@ -113,7 +113,7 @@ impl Encoder {
                 found: new.len() as u64,
             });
         }
-        self.digests.clone_from(digests);
+        self.digests.copy_from(digests);
         let mut header = Header { element, kind: Kind::Delta(digests.total().short_check()), result: 0 };
         let start = out.len();
         header.write(out);

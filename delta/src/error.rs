@@ -48,6 +48,16 @@ pub enum Error {
         /// Check of what was decoded.
         found: u64,
     },
+    /// The bytes of a block are not those its digest was made of: fetch the tensor again.
+    #[error("block {block} (of 65536 elements) has digest {found}, expected {expected}")]
+    BlockMismatch {
+        /// Number of the block in its tensor.
+        block: u64,
+        /// The digest in the table.
+        expected: crate::Digest,
+        /// The digest of the bytes.
+        found: crate::Digest,
+    },
     /// A full payload was given where a delta is needed, or the reverse.
     #[error("payload is {found}, expected {expected}")]
     KindMismatch {

@@ -97,7 +97,7 @@ impl Patch {
 
     pub(crate) fn reset(&mut self, element: Element, elements: usize, digests: &DigestTable) {
         (self.element, self.elements) = (element, elements);
-        self.digests.clone_from(digests);
+        self.digests.copy_from(digests);
         self.blocks.clear();
         self.positions.clear();
         self.values.clear();

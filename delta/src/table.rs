@@ -26,6 +26,11 @@ pub(crate) struct Class {
     pub(crate) rice: u32,
 }
 
+impl Class {
+    /// No class in particular.
+    pub(crate) const UNUSED: Self = BEFORE;
+}
+
 /// What stands before the first class: parameters are written as differences.
 const BEFORE: Class = Class { inverted: false, run: 5, large_run: 3, rice: 0 };
 

@@ -118,6 +118,74 @@ fn empty_and_single() {
 }
 
 #[test]
+fn blocks_end_where_they_like() {
+    for element in ALL {
+        for elements in [2, 3, 63, 64, 65, 4095, 4096, 4097, 65_535, 65_536, 65_537, 131_071, 131_073] {
+            let (base, new) = noisy(element, elements, 0.003, 7);
+            // The ends of blocks change whatever the noise did.
+            let mut new = new;
+            for at in [0, elements - 1, elements.min(65_536) - 1, elements.min(65_537) - 1] {
+                new[at * element.size()] ^= 2;
+            }
+            for profile in PROFILES {
+                round_trip(element, &base, &new, profile);
+            }
+        }
+    }
+}
+
+#[test]
+fn beyond_4_gib() {
+    // Zeros that the system hands out without memory behind them; their digests are those of nothing.
+    let (element, bytes) = (Element::F32, (4_usize << 30) + (9 << 18) + 4);
+    let (mut base, mut new) = (vec![0; bytes], vec![0; bytes]);
+    let digests = DigestTable::from_bytes(&vec![0; bytes.div_ceil(BLOCK_ELEMENTS * 4) * 16]).unwrap();
+    for at in [0, 1 << 31, (4 << 30) - 1, 4 << 30, (4 << 30) + 5, bytes - 1] {
+        new[at] = 0x5a;
+    }
+    let mut payload = Vec::new();
+    let encoded = encode(element, &base, &new, &digests, Profile::Wire, &mut payload).unwrap();
+    assert_eq!(encoded.changed, 6);
+    let mut patch = Patch::new();
+    decode(element, &base, &digests, &payload, &mut patch).unwrap();
+    patch.apply_to(&mut base).unwrap();
+    let runs: Vec<_> = patch.byte_runs().map(|(offset, bytes)| (offset, bytes.len())).collect();
+    let last = (bytes - 4) as u64;
+    assert_eq!(runs, [(0, 4), (1 << 31, 4), ((4 << 30) - 4, 4), (4 << 30, 8), (last, 4)], "blocks end runs");
+    assert!(runs.iter().all(|(at, length)| {
+        let range = *at as usize..*at as usize + length;
+        base[range.clone()] == new[range]
+    }));
+    for block in [0, 8192, 16_384, digests.blocks().len() - 1] {
+        let start = block * BLOCK_ELEMENTS * 4;
+        let bytes = &new[start..bytes.min(start + BLOCK_ELEMENTS * 4)];
+        let digest = Digest::of(element, (block * BLOCK_ELEMENTS) as u64, bytes);
+        assert_eq!(encoded.digests.blocks()[block], digest);
+    }
+}
+
+#[test]
+fn a_table_verifies_its_bytes_alone() {
+    for element in ALL {
+        let (base, _) = noisy(element, 3 * BLOCK_ELEMENTS + 10, 0.0, 8);
+        let table = DigestTable::of(element, &base).unwrap();
+        assert_eq!(table.verify(element, &base), Ok(()));
+        for at in [0, BLOCK_ELEMENTS * element.size(), base.len() - 1] {
+            let mut damaged = base.clone();
+            damaged[at] ^= 0x40;
+            let block = (at / (BLOCK_ELEMENTS * element.size())) as u64;
+            let found = table.verify(element, &damaged);
+            assert!(
+                matches!(found, Err(Error::BlockMismatch { block: found, .. }) if found == block),
+                "{found:?}"
+            );
+        }
+        let short = table.verify(element, &base[..BLOCK_ELEMENTS * element.size()]);
+        assert!(matches!(short, Err(Error::LengthMismatch { .. })));
+    }
+}
+
+#[test]
 fn odd_lengths_are_refused() {
     let table = DigestTable::of(Element::Bf16, &[0; 4]).unwrap();
     let mut out = vec![1];

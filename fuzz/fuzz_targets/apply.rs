@@ -1,11 +1,25 @@
 //! What was encoded comes back bit for bit, through the journal too: base and new are the two halves of the input, or the base with edits.
 #![no_main]
 
-use driftless_delta::{DigestTable, Element, Patch, Profile, decode, decode_full, encode, encode_full};
+use std::cell::RefCell;
+
+use driftless_delta::{Decoder, DigestTable, Element, Encoder, Patch, Profile, Serial, Source};
 use libfuzzer_sys::fuzz_target;
 
 const ELEMENTS: [Element; 6] =
     [Element::Bytes, Element::F8E4M3, Element::F8E5M2, Element::F16, Element::Bf16, Element::F32];
+
+#[derive(Default)]
+struct Reused {
+    encoder: Encoder,
+    decoder: Decoder,
+    payload: Vec<u8>,
+    patch: Patch,
+}
+
+thread_local! {
+    static REUSED: RefCell<Reused> = RefCell::default();
+}
 
 fuzz_target!(|data: &[u8]| {
     let Some((&first, data)) = data.split_first() else { return };
@@ -22,17 +36,22 @@ fuzz_target!(|data: &[u8]| {
         }
     }
     let digests = DigestTable::of(element, base).expect("whole elements");
-    let mut payload = Vec::new();
-    let encoded = encode(element, base, &new, &digests, profile, &mut payload).expect("equal lengths");
-    let mut patch = Patch::new();
-    decode(element, base, &digests, &payload, &mut patch).expect("own payload");
-    let mut tensor = base.to_vec();
-    Patch::from_bytes(&patch.to_bytes()).and_then(|patch| patch.apply_to(&mut tensor)).expect("own patch");
-    assert_eq!(tensor, new);
-    assert_eq!(encoded.digests, DigestTable::of(element, &new).expect("whole elements"));
-    payload.clear();
-    encode_full(element, &new, &mut payload).expect("whole elements");
-    tensor.fill(0x55);
-    decode_full(element, &payload, &mut tensor).expect("own payload");
-    assert_eq!(tensor, new);
+    let source = Source { element, bytes: base, digests: &digests };
+    REUSED.with_borrow_mut(|Reused { encoder, decoder, payload, patch }| {
+        payload.clear();
+        encoder.encode(&Serial, source, &new, profile, payload).expect("equal lengths");
+        assert_eq!(*encoder.digests(), DigestTable::of(element, &new).expect("whole elements"));
+        decoder.decode(&Serial, source, payload, patch).expect("own payload");
+        let mut tensor = base.to_vec();
+        patch.apply_to(&mut tensor).expect("same length");
+        assert_eq!(tensor, new);
+        tensor.copy_from_slice(base);
+        Patch::from_bytes(&patch.to_bytes()).and_then(|patch| patch.apply_to(&mut tensor)).expect("own patch");
+        assert_eq!(tensor, new);
+        payload.clear();
+        encoder.encode_full(&Serial, element, &new, payload).expect("whole elements");
+        tensor.fill(0x55);
+        decoder.decode_full(&Serial, element, payload, &mut tensor).expect("own payload");
+        assert_eq!(tensor, new);
+    });
 });

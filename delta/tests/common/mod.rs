@@ -1,7 +1,9 @@
 //! Shared by the tests of the crate: seeded data.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
-use driftless_delta::{DigestTable, Element, Patch, Profile, Result, decode};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use driftless_delta::{DigestTable, Element, Patch, Pool, Profile, Result, decode};
 
 pub(crate) const ALL: [Element; 6] =
     [Element::Bytes, Element::F8E4M3, Element::F8E5M2, Element::F16, Element::Bf16, Element::F32];
@@ -63,4 +65,36 @@ pub(crate) fn apply(element: Element, base: &[u8], payload: &[u8]) -> Result<(Pa
     let mut tensor = base.to_vec();
     patch.apply_to(&mut tensor)?;
     Ok((patch, tensor))
+}
+
+/// Pools, some of which do not do what they should.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Pools {
+    /// On this thread, the last job first.
+    Backwards,
+    Threads(usize),
+    /// Leaves out every other job.
+    Lazy,
+    /// Does jobs twice, and some that do not exist.
+    Wild,
+}
+
+impl Pool for Pools {
+    fn threads(&self) -> usize {
+        if let Self::Threads(threads) = self { *threads } else { 2 }
+    }
+
+    fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync)) {
+        match self {
+            Self::Backwards => (0..jobs).rev().for_each(job),
+            Self::Threads(threads) => {
+                let next = AtomicUsize::new(0);
+                let take = || next.fetch_add(1, Ordering::Relaxed);
+                let work = || std::iter::repeat_with(take).take_while(|at| *at < jobs).for_each(job);
+                std::thread::scope(|scope| (0..*threads).for_each(|_| drop(scope.spawn(work))));
+            }
+            Self::Lazy => (0..jobs).step_by(2).for_each(job),
+            Self::Wild => (0..jobs + 3).chain(0..jobs).chain([usize::MAX]).for_each(job),
+        }
+    }
 }
