@@ -5,9 +5,10 @@ use crate::cli::output::Output;
 use crate::cli::report::{self, Summary};
 use crate::cli::{keys, progress, store};
 use driftless::trainer::tasks::arithmetic::Recipe;
+use driftless::trainer::tasks::text::{self, Text};
 use driftless::trainer::{
-    Config, Debug, Estimator, Event, Kind, LearnOptions, Mode, Observer, SftOptions, TrainOptions,
-    UpdateWeightMode, sft, train,
+    Config, Debug, Estimator, Event, Kind, LearnOptions, Mode, Observer, SftOptions, SftTask, TrainOptions,
+    UpdateWeightMode, checkpoint, sft, train,
 };
 use indicatif::ProgressBar;
 use serde_json::json;
@@ -39,7 +40,8 @@ pub(crate) struct Args {
     /// Directory of the run's state: training checkpoints, rollout log, baseline, metrics, report.
     #[arg(long, value_name = "DIR")]
     save: PathBuf,
-    /// Write the final policy there as a Hugging Face checkpoint.
+    /// Write the final policy there as a Hugging Face checkpoint. For SFT: `{rollout_id}` in the name writes one after
+    /// each step, named by the steps done.
     #[arg(long, value_name = "DIR")]
     save_hf: Option<PathBuf>,
     /// Steps of the run; for SFT, optimiser steps.
@@ -71,7 +73,13 @@ pub(crate) struct Args {
 #[derive(clap::Args)]
 #[command(next_help_heading = "SFT")]
 struct SftArgs {
-    /// `config.json` of the fresh model [default: a Qwen3 of 1.2 M parameters].
+    /// Learn to predict this text byte by byte, instead of the arithmetic task.
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// State directory of an earlier SFT to go on from: its weights, moments and steps.
+    #[arg(long, value_name = "DIR")]
+    load: Option<PathBuf>,
+    /// `config.json` of the fresh model [default: a Qwen3 of 1.2 M parameters; with --text, of 21 M].
     #[arg(long, value_name = "FILE", conflicts_with = "hf_checkpoint")]
     model_config: Option<PathBuf>,
     /// dtype of the checkpoint that is written.
@@ -85,7 +93,7 @@ struct RolloutArgs {
     /// Running engines to attach, as host:port.
     #[arg(long, value_name = "ADDR", num_args = 1..)]
     rollout_external_engine_addrs: Vec<String>,
-    /// Prompts of a step.
+    /// Prompts of a step; for SFT, examples.
     #[arg(long)]
     rollout_batch_size: Option<u64>,
     /// Samples of a prompt.
@@ -232,37 +240,18 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 }
 
 fn cold_start(args: Args, output: Output) -> Result<()> {
-    let recipe = Recipe::default();
-    let config = match &args.sft.model_config {
-        Some(path) => Config::read(path)?,
-        None => recipe.config.clone(),
-    };
-    let steps = args.num_rollout.unwrap_or(recipe.sft_steps);
-    let options = SftOptions {
-        config,
-        hf_checkpoint: args.hf_checkpoint,
-        save_hf: args.save_hf.unwrap_or_else(|| args.save.join("hf")),
-        published: match args.sft.dtype {
-            SaveDtype::Bfloat16 => Kind::BFloat16,
-            SaveDtype::Float32 => Kind::Float,
-        },
-        steps,
-        stop_loss: args.num_rollout.is_none().then_some(recipe.sft_stop_loss),
-        batch_size: recipe.sft_batch_size,
-        lr: args.lr.unwrap_or(recipe.sft_lr),
-        seed: args.seed,
-        num_threads: args.num_threads,
-        device: args.device,
-    };
-    let bar = progress::bar(steps, "sft");
+    let options = sft_options(args)?;
+    let bar = progress::bar(options.steps, "sft");
+    let mut losses = Vec::new();
     let summary = sft(&options, |step, loss| {
+        losses.push(loss);
         bar.set_position(step);
         bar.set_message(format!("loss {loss:.3}"));
     })?;
     bar.finish();
     let value = json!({
-        "steps": summary.steps, "loss": summary.loss, "parameters": summary.parameters, "hf_checkpoint": options.save_hf,
-        "seed": options.seed,
+        "steps": summary.steps, "loss": summary.loss, "losses": losses, "parameters": summary.parameters,
+        "hf_checkpoint": options.save_hf, "seed": options.seed,
     });
     output.print(&value, |_| {
         let place = options.save_hf.display();
@@ -270,6 +259,37 @@ fn cold_start(args: Args, output: Output) -> Result<()> {
             "sft: {} parameters, {} steps, loss {:.3}, seed {}: {place}",
             summary.parameters, summary.steps, summary.loss, options.seed
         )
+    })
+}
+
+/// Sequences of text in one step, unless told.
+const TEXT_BATCH_SIZE: u64 = 16;
+
+fn sft_options(args: Args) -> Result<SftOptions> {
+    let recipe = Recipe::default();
+    let (task, config, batch_size) = match &args.sft.text {
+        Some(path) => (SftTask::Text(Text::open(path)?), text::config(), TEXT_BATCH_SIZE),
+        None => (SftTask::Arithmetic, recipe.config, recipe.sft_batch_size),
+    };
+    let until_solved = args.num_rollout.is_none() && task == SftTask::Arithmetic;
+    Ok(SftOptions {
+        task,
+        config: args.sft.model_config.as_deref().map_or(Ok(config), Config::read)?,
+        hf_checkpoint: args.hf_checkpoint,
+        load: args.sft.load.as_deref().map(checkpoint::dir),
+        save: Some(checkpoint::dir(&args.save)),
+        save_hf: args.save_hf.unwrap_or_else(|| args.save.join("hf")),
+        published: match args.sft.dtype {
+            SaveDtype::Bfloat16 => Kind::BFloat16,
+            SaveDtype::Float32 => Kind::Float,
+        },
+        steps: args.num_rollout.unwrap_or(recipe.sft_steps),
+        stop_loss: until_solved.then_some(recipe.sft_stop_loss),
+        batch_size: args.rollout.rollout_batch_size.unwrap_or(batch_size),
+        lr: args.lr.unwrap_or(recipe.sft_lr),
+        seed: args.seed,
+        num_threads: args.num_threads,
+        device: args.device,
     })
 }
 

@@ -25,6 +25,23 @@ pub fn driftless() -> Command {
     Command::new(env!("CARGO_BIN_EXE_driftless"))
 }
 
+/// A checkpoint of the tiny model that our trainer saved after a few steps.
+pub fn cold_start(dir: &Path, steps: u64, dtype: &str) -> PathBuf {
+    let config = dir.join("config.json");
+    std::fs::write(&config, TINY_CONFIG).expect("a config");
+    let model = dir.join("model");
+    run(driftless()
+        .args(["train", "--loss-type", "sft_loss", "--seed", "3", "--dtype", dtype])
+        .args(["--num-rollout", &steps.to_string()])
+        .arg("--model-config")
+        .arg(&config)
+        .arg("--save")
+        .arg(dir.join("sft"))
+        .arg("--save-hf")
+        .arg(&model));
+    model
+}
+
 /// A port that was free a moment ago.
 pub fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");

@@ -1,7 +1,7 @@
 //! A whole run on one machine: a trainer, an engine with its follower, and the directories they share.
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part of this")]
 
-use crate::common::{self, Process, driftless, free_port, run};
+use crate::common::{self, Process, driftless, free_port};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -19,18 +19,7 @@ pub enum Role {
 
 /// A model of fresh weights, trained for a moment.
 pub fn cold_start(dir: &Path) -> PathBuf {
-    let config = dir.join("config.json");
-    std::fs::write(&config, common::TINY_CONFIG).expect("a config");
-    let model = dir.join("model");
-    run(driftless()
-        .args(["train", "--loss-type", "sft_loss", "--num-rollout", "5", "--seed", "3"])
-        .arg("--model-config")
-        .arg(&config)
-        .arg("--save")
-        .arg(dir.join("sft"))
-        .arg("--save-hf")
-        .arg(&model));
-    model
+    common::cold_start(dir, 5, "bfloat16")
 }
 
 /// One run: a trainer, an engine, a follower, and the directories they share.

@@ -9,7 +9,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-use common::{Process, driftless, free_port, run};
+use common::{Process, driftless, free_port};
 use driftless::bridge::{Client, ClientOptions};
 use std::path::Path;
 use std::process::Command;
@@ -36,7 +36,7 @@ fn five_steps(dtype: &str, log_prob_diff_mean_max: f64) {
     let _one = common::exclusive();
     let dir = tempfile::tempdir().expect("a directory");
     let dir = dir.path();
-    let model = cold_start(dir, dtype);
+    let model = common::cold_start(dir, 20, dtype);
     let port = free_port();
     let mut server = serve(Path::new(&python), dir, &model, port, dtype);
     ready(&mut server, port);
@@ -45,22 +45,6 @@ fn five_steps(dtype: &str, log_prob_diff_mean_max: f64) {
     assert!(follower.ended().is_none(), "the follower ended:\n{}", follower.output());
     assert!(server.ended().is_none(), "the server ended:\n{}", server.output());
     check(dir, log_prob_diff_mean_max);
-}
-
-/// A model that our trainer saved.
-fn cold_start(dir: &Path, dtype: &str) -> std::path::PathBuf {
-    let config = dir.join("config.json");
-    std::fs::write(&config, common::TINY_CONFIG).expect("a config");
-    let model = dir.join("model");
-    run(driftless()
-        .args(["train", "--loss-type", "sft_loss", "--num-rollout", "20", "--seed", "7", "--dtype", dtype])
-        .arg("--model-config")
-        .arg(&config)
-        .arg("--save")
-        .arg(dir.join("sft"))
-        .arg("--save-hf")
-        .arg(&model));
-    model
 }
 
 fn serve(python: &Path, dir: &Path, model: &Path, port: u16, dtype: &str) -> Process {

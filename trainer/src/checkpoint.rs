@@ -52,6 +52,12 @@ struct Stored {
     progress: Progress,
 }
 
+/// Where the checkpoints of a run lie in its state directory.
+#[must_use]
+pub fn dir(save: &Path) -> PathBuf {
+    save.join("checkpoints")
+}
+
 /// Saves `policy` as `dir/step-N`, N the steps done; then deletes all but the newest `keep` (at least 1).
 ///
 /// # Errors

@@ -30,7 +30,7 @@ pub use models::{KvCache, Parameter, Qwen3};
 pub use optimizer::{AdamW, AdamWOptions};
 pub use policy::{Policy, StepStats};
 pub use schedule::{Mode, Schedule};
-pub use sft::{SftOptions, SftSummary, sft};
+pub use sft::{SftOptions, SftSummary, SftTask, sft};
 pub use snapshot::PolicySnapshot;
 pub use tch::Kind;
 pub use torch::{Borrowed, Column, borrow, device, set_threads};

@@ -1,18 +1,20 @@
-//! Supervised cold start on the arithmetic task.
+//! Supervised training: the cold start on the arithmetic task, or next bytes of a text.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use driftless_transport::{Checkpoint, Snapshot, write_checkpoint};
+use driftless_transport::{AuxFile, Checkpoint, Snapshot, write_checkpoint};
 use tch::{Device, Kind};
 
 use crate::batch::{Batch, Reduction, Sample, token_weights};
+use crate::checkpoint::{self, Progress};
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::models::Qwen3;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::snapshot::PolicySnapshot;
 use crate::tasks::arithmetic::{self, Problem, Split};
+use crate::tasks::text::{self, Text};
 use crate::torch;
 
 /// The learning rate rises linearly over so many steps.
@@ -23,23 +25,41 @@ const LOSS_WINDOW: usize = 5;
 const BETA1: f64 = 0.8;
 /// Tensor data per file of the checkpoint.
 const SHARD_BYTES_MAX: u64 = 5 << 30;
+/// Stands for the number of steps done in [`SftOptions::save_hf`].
+const ROLLOUT_ID: &str = "{rollout_id}";
 
-/// Settings of a cold start.
+/// What is predicted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SftTask {
+    /// Answers to problems of [`Split::Sft`].
+    Arithmetic,
+    /// The next byte, anywhere in the text.
+    Text(Text),
+}
+
+/// Settings of a supervised training.
 #[derive(Clone, Debug)]
 pub struct SftOptions {
+    /// What is predicted.
+    pub task: SftTask,
     /// Shape of the fresh model; not used with `hf_checkpoint`.
     pub config: Config,
     /// Checkpoint directory to start from, instead of fresh weights.
     pub hf_checkpoint: Option<PathBuf>,
-    /// Where the result goes as a Hugging Face checkpoint.
+    /// Go on from the newest training checkpoint in this directory: weights, moments of the optimizer, steps done.
+    pub load: Option<PathBuf>,
+    /// Leave a training checkpoint in this directory at the end.
+    pub save: Option<PathBuf>,
+    /// Where the result goes as a Hugging Face checkpoint. With `{rollout_id}` in its name it is a series: one after each
+    /// step, named by the number of steps done.
     pub save_hf: PathBuf,
     /// Kind of the weights that are written: `BFloat16` or `Float`; with `hf_checkpoint` it is that checkpoint's.
     pub published: Kind,
-    /// Optimizer steps, at most.
+    /// Optimizer steps, at most; those before `load` count.
     pub steps: u64,
     /// Stop as soon as the mean loss of the last five steps is down to this.
     pub stop_loss: Option<f64>,
-    /// Problems of a step.
+    /// Problems or sequences of a step.
     pub batch_size: u64,
     /// Peak learning rate.
     pub lr: f64,
@@ -51,25 +71,60 @@ pub struct SftOptions {
     pub device: String,
 }
 
-/// What came of a cold start.
+/// What came of a supervised training.
 #[derive(Clone, Copy, Debug)]
 pub struct SftSummary {
-    /// Optimizer steps done.
+    /// Optimizer steps done, those before `load` included.
     pub steps: u64,
-    /// Loss of the last step.
+    /// Loss of the last step; NaN if there was none to do.
     pub loss: f64,
     /// Weights of the model.
     pub parameters: i64,
 }
 
-/// Trains on problems of [`Split::Sft`] and writes the checkpoint; `observe(steps done, loss)` is called after each step.
+/// Trains and writes the checkpoints that are asked for; `observe(steps done, loss)` is called after each step.
 ///
 /// # Errors
-/// [`crate::Error::NotFinite`] when training diverges, else whatever the disk or libtorch answer. The checkpoint appears
-/// only when all is done.
+/// [`crate::Error::NotFinite`] when training diverges, [`crate::Error::Resume`] when there is nothing to load or it is of
+/// another model or seed, else whatever the disk or libtorch answer. A checkpoint appears only when it is whole.
 pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<SftSummary> {
     torch::set_threads(options.num_threads)?;
     let device = torch::device(&options.device)?;
+    let (mut policy, files) = begin(options, device)?;
+    let done = options.load.as_deref().map_or(Ok(0), |dir| load(dir, options.seed, &mut policy))?;
+    let series = options.save_hf.to_str().filter(|path| path.contains(ROLLOUT_ID));
+    let mut losses = Vec::new();
+    for step in done..options.steps {
+        let batch = batch(options, step, policy.model().config().vocab_size, device)?;
+        let warmed = ((step + 1) as f64 / WARMUP_STEPS as f64).min(1.0);
+        let loss = policy.sft_step(&[batch], options.lr * warmed)?.loss;
+        losses.push(loss);
+        if let Some(series) = series {
+            let path = series.replace(ROLLOUT_ID, &(step + 1).to_string());
+            save_hf(Path::new(&path), &policy, &files)?;
+        }
+        observe(step + 1, loss);
+        if options.stop_loss.is_some_and(|target| recent_mean(&losses).is_some_and(|mean| mean <= target)) {
+            break;
+        }
+    }
+    if series.is_none() {
+        save_hf(&options.save_hf, &policy, &files)?;
+    }
+    let steps = done + losses.len() as u64;
+    if let Some(dir) = &options.save {
+        let progress = Progress { step: steps, seed: options.seed, metrics: None };
+        checkpoint::save(dir, &policy, &progress, 1)?;
+    }
+    Ok(SftSummary {
+        steps,
+        loss: losses.last().copied().unwrap_or(f64::NAN),
+        parameters: policy.model().config().elements(),
+    })
+}
+
+/// The policy before its first step, and the files that belong beside its weights.
+fn begin(options: &SftOptions, device: Device) -> Result<(Policy, Vec<AuxFile>)> {
     let (model, published, files) = match &options.hf_checkpoint {
         Some(dir) => {
             let model = Qwen3::open(dir, Kind::Float, device)?;
@@ -77,28 +132,30 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
         }
         None => {
             let model = Qwen3::fresh(options.config.clone(), options.seed as i64, Kind::Float, device)?;
-            (model, options.published, arithmetic::files(&options.config, options.published)?)
+            let files = match options.task {
+                SftTask::Arithmetic => arithmetic::files(&options.config, options.published)?,
+                SftTask::Text(_) => text::files(&options.config, options.published)?,
+            };
+            (model, options.published, files)
         }
     };
-    let mut policy = Policy::new(model, published, AdamWOptions { beta1: BETA1, ..AdamWOptions::default() })?;
-    let mut losses = Vec::new();
-    for step in 0..options.steps {
-        let batch = batch(options, step, policy.model().config().vocab_size, device)?;
-        let warmed = ((step + 1) as f64 / WARMUP_STEPS as f64).min(1.0);
-        let loss = policy.sft_step(&[batch], options.lr * warmed)?.loss;
-        losses.push(loss);
-        observe(step + 1, loss);
-        if options.stop_loss.is_some_and(|target| recent_mean(&losses).is_some_and(|mean| mean <= target)) {
-            break;
-        }
+    let adamw = AdamWOptions { beta1: BETA1, ..AdamWOptions::default() };
+    Ok((Policy::new(model, published, adamw)?, files))
+}
+
+/// Takes up a training checkpoint and returns the steps it has done.
+fn load(dir: &Path, seed: u64, policy: &mut Policy) -> Result<u64> {
+    let refused = |what, expected, found| Error::Resume { path: dir.to_owned(), what, expected, found };
+    match checkpoint::load(dir, policy)? {
+        Some(progress) if progress.seed == seed => Ok(progress.step),
+        Some(progress) => Err(refused("seed", seed.to_string(), progress.seed.to_string())),
+        None => Err(refused("checkpoints", "one".to_owned(), "none".to_owned())),
     }
-    let snapshot = PolicySnapshot::with_files(&policy, files)?;
-    write_checkpoint(&options.save_hf, &snapshot, SHARD_BYTES_MAX)?;
-    Ok(SftSummary {
-        steps: losses.len() as u64,
-        loss: losses.last().copied().unwrap_or(f64::NAN),
-        parameters: policy.model().config().elements(),
-    })
+}
+
+fn save_hf(dir: &Path, policy: &Policy, files: &[AuxFile]) -> Result<()> {
+    let snapshot = PolicySnapshot::with_files(policy, files.to_vec())?;
+    Ok(write_checkpoint(dir, &snapshot, SHARD_BYTES_MAX)?)
 }
 
 /// Mean of the last [`LOSS_WINDOW`] losses, once there are so many.
@@ -109,12 +166,21 @@ fn recent_mean(losses: &[f64]) -> Option<f64> {
 
 fn batch(options: &SftOptions, step: u64, vocab_size: i64, device: Device) -> Result<Batch> {
     let numbers = step * options.batch_size..(step + 1) * options.batch_size;
-    let problems = numbers.map(|number| Problem::draw(Split::Sft, number, options.seed));
-    let texts: Vec<_> = problems.map(|problem| (problem.prompt(), problem.answer())).collect();
-    let tokens: Vec<_> = texts.iter().map(|(prompt, answer)| [prompt.as_slice(), answer].concat()).collect();
-    let samples = texts.iter().zip(&tokens).zip(0..);
-    let samples: Vec<_> = samples
-        .map(|(((prompt, _), tokens), index)| Sample::supervised(tokens, prompt.len(), index))
-        .collect();
+    let examples: Vec<_> = numbers.map(|number| example(options, number)).collect();
+    let samples = examples.iter().zip(0..);
+    let samples: Vec<_> =
+        samples.map(|((tokens, prompt_len), index)| Sample::supervised(tokens, *prompt_len, index)).collect();
     Batch::new(&samples, &token_weights(&samples, Reduction::PerToken), vocab_size, device)
+}
+
+/// Tokens of a training example, and how many of them are only read.
+fn example(options: &SftOptions, number: u64) -> (Vec<i32>, usize) {
+    match &options.task {
+        SftTask::Arithmetic => {
+            let problem = Problem::draw(Split::Sft, number, options.seed);
+            let prompt = problem.prompt();
+            ([prompt.as_slice(), &problem.answer()].concat(), prompt.len())
+        }
+        SftTask::Text(text) => (text.draw(number, options.seed), 1),
+    }
 }

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::Command;
 
 use driftless_trainer::tasks::arithmetic::{Problem, Recipe, Split};
-use driftless_trainer::{Config, Kind, Policy, PolicySnapshot, Qwen3, SftOptions, sft};
+use driftless_trainer::tasks::text::{self, Text};
+use driftless_trainer::{Config, Kind, Policy, PolicySnapshot, Qwen3, SftOptions, SftTask, sft};
 use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Tensor};
 
@@ -17,8 +18,11 @@ const TOKENS: [[i64; 7]; 2] = [[1, 6, 7, 13, 8, 11, 14], [1, 12, 12, 13, 4, 3, 1
 fn cold_start(dir: &Path, published: Kind, steps: u64) -> SftOptions {
     let config = Config { num_hidden_layers: 2, ..Recipe::default().config };
     SftOptions {
+        task: SftTask::Arithmetic,
         config,
         hf_checkpoint: None,
+        load: None,
+        save: None,
         save_hf: dir.to_owned(),
         published,
         steps,
@@ -85,6 +89,47 @@ fn a_cold_start_stops_at_the_loss_that_is_asked_for() {
     assert!(losses.len() < 100);
     let reached: Vec<bool> = losses.windows(5).map(|window| mean(window) <= 2.3).collect();
     assert_eq!(reached.iter().position(|&reached| reached), Some(reached.len() - 1));
+}
+
+#[test]
+fn a_training_that_is_taken_up_again_goes_on_bit_for_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let [whole, first, second] = ["whole", "first", "second"].map(|name| dir.path().join(name));
+    let text = Text::new(include_bytes!("task.rs").to_vec()).unwrap();
+    let config = Config { hidden_size: 32, num_hidden_layers: 2, ..text::config() };
+    let task = SftTask::Text(text);
+    let options = |dir: &Path, steps| SftOptions {
+        task: task.clone(),
+        config: config.clone(),
+        batch_size: 2,
+        save: Some(dir.join("checkpoints")),
+        save_hf: dir.join("step-{rollout_id}"),
+        ..cold_start(dir, Kind::BFloat16, steps)
+    };
+    let mut losses = Vec::new();
+    sft(&options(&whole, 6), |_, loss| losses.push(loss)).unwrap();
+    sft(&options(&first, 4), |_, _| {}).unwrap();
+    let rest = SftOptions { load: Some(first.join("checkpoints")), ..options(&second, 6) };
+    let mut seen = Vec::new();
+    let summary = sft(&rest, |step, loss| seen.push((step, loss))).unwrap();
+    assert_eq!(summary.steps, 6);
+    assert_eq!(seen, [(5, losses[4]), (6, losses[5])]);
+    for (step, other) in [(4, &first), (5, &second), (6, &second)] {
+        let [a, b] = [&whole, other].map(|dir| dir.join(format!("step-{step}")));
+        assert!(Checkpoint::open(&b).unwrap().tensors().len() > 20);
+        for file in ["model.safetensors", "config.json"] {
+            assert!(
+                std::fs::read(a.join(file)).unwrap() == std::fs::read(b.join(file)).unwrap(),
+                "{step} {file}"
+            );
+        }
+    }
+    assert!(!second.join("step-4").exists());
+    let other_seed = SftOptions { seed: SEED + 1, ..rest.clone() };
+    let error = sft(&other_seed, |_, _| {}).unwrap_err().to_string();
+    assert!(error.contains("seed"), "{error}");
+    let nothing = SftOptions { load: Some(dir.path().join("nowhere")), ..rest };
+    assert!(sft(&nothing, |_, _| {}).is_err());
 }
 
 #[test]

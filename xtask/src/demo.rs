@@ -123,7 +123,7 @@ impl Demo {
 }
 
 /// Builds the command and says where it is.
-fn build(smoke: bool) -> Result<PathBuf> {
+pub(crate) fn build(smoke: bool) -> Result<PathBuf> {
     let mut command = Command::new("cargo");
     command.current_dir(crate::workspace()).args(["build", "-p", "driftless"]);
     // The development build shares everything with the test lanes.

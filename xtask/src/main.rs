@@ -6,6 +6,7 @@ mod libtorch;
 mod process;
 mod sglang;
 mod test;
+mod trace;
 
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
@@ -32,6 +33,9 @@ enum Command {
     },
     /// Run the whole loop on this machine: SFT, then GRPO with two engine processes, each with its follower.
     Demo(demo::Options),
+    /// Make traces of real optimiser steps, which `cargo bench --bench codec` measures the codec on: a model of 21 M
+    /// parameters is trained to its loss plateau, then 20 steps are kept at each of three learning rates.
+    Trace(trace::Options),
     /// Run every lane whose tools are there, and name those that were skipped.
     Test(test::Options),
 }
@@ -41,6 +45,7 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         Command::Setup { sglang } => setup(sglang),
         Command::Demo(options) => demo::run(&options),
+        Command::Trace(options) => trace::run(&options),
         Command::Test(options) => test::run(&options),
     };
     match outcome {

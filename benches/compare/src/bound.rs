@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 /// Bits that a bf16 tensor's changes are worth.
-#[derive(Default, Clone, Copy)]
+#[derive(Debug, Default, Clone, Copy)]
 pub struct Bound {
     /// H(positions) + H(steps).
     pub plain: f64,
@@ -21,7 +21,17 @@ fn entropy(counts: impl Iterator<Item = u64>) -> f64 {
     counts.iter().filter(|count| **count > 0.0).map(|count| count * (total / count).log2()).sum()
 }
 
+impl std::iter::Sum for Bound {
+    fn sum<I: Iterator<Item = Bound>>(bounds: I) -> Bound {
+        bounds.fold(Bound::default(), |sum, bound| Bound {
+            plain: sum.plain + bound.plain,
+            conditional: sum.conditional + bound.conditional,
+        })
+    }
+}
+
 /// The bounds for one bf16 tensor, in bits.
+#[must_use]
 pub fn bound(base: &[u8], new: &[u8]) -> Bound {
     let mut members = [[0_u64; 2]; 256];
     let mut steps: HashMap<(usize, i32), u64> = HashMap::new();

@@ -55,6 +55,8 @@ pub(crate) struct Engine {
     pub(crate) faults: BTreeMap<&'static str, VecDeque<Fault>>,
     pub(crate) generating: usize,
     pub(crate) most_generating: usize,
+    /// Nothing is answered before so many requests have been under way at once.
+    pub(crate) at_once: usize,
 }
 
 /// The engine and the runtime it lives on.
@@ -83,6 +85,7 @@ impl Fake {
             faults: BTreeMap::new(),
             generating: 0,
             most_generating: 0,
+            at_once: 0,
         };
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -283,11 +286,10 @@ async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response
         engine.generating += 1;
         engine.most_generating = engine.most_generating.max(engine.generating);
     }
-    while engine.lock().unwrap().paused {
-        tokio::time::sleep(Duration::from_millis(5)).await;
+    let waits = |engine: &Engine| engine.paused || engine.most_generating < engine.at_once;
+    while waits(&engine.lock().unwrap()) {
+        tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    // Lets requests that were sent together be under way together.
-    tokio::time::sleep(Duration::from_millis(10)).await;
     let mut engine = engine.lock().unwrap();
     engine.generating -= 1;
     let label = if let Some(Fault::Label(label)) = fault { label.to_owned() } else { engine.label.clone() };

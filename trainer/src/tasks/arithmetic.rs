@@ -12,6 +12,8 @@ mod tokenizer;
 pub use recipe::Recipe;
 pub use tokenizer::files;
 
+use super::mix;
+
 /// Fills unused places.
 pub const PAD: i32 = 0;
 /// Begins every prompt.
@@ -109,14 +111,6 @@ impl Problem {
 /// Token of a digit.
 fn digit(digit: u32) -> i32 {
     ZERO + digit as i32
-}
-
-/// SplitMix64's finaliser (Steele, Lea and Flood 2014).
-fn mix(value: u64) -> u64 {
-    let z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

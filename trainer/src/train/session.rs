@@ -204,16 +204,17 @@ impl<'o> Session<'o> {
             return Ok(());
         };
         let progress = Progress { step: self.step, seed: self.options.seed, metrics: Some(step.clone()) };
-        checkpoint::save(&checkpoints(self.options), policy, &progress, self.options.keep_checkpoints)
+        checkpoint::save(
+            &checkpoint::dir(&self.options.save),
+            policy,
+            &progress,
+            self.options.keep_checkpoints,
+        )
     }
 
     pub(super) fn metrics_path(&self) -> PathBuf {
         self.options.save.join("metrics.jsonl")
     }
-}
-
-fn checkpoints(options: &TrainOptions) -> PathBuf {
-    options.save.join("checkpoints")
 }
 
 /// Begins the run in the store, or goes on with it.
@@ -299,11 +300,11 @@ fn open_policy(options: &TrainOptions) -> Result<(Option<Policy>, Option<Progres
     let model = Qwen3::open(&options.hf_checkpoint, Kind::Float, device)?;
     let published = Config::published_kind(&options.hf_checkpoint)?;
     let mut policy = Policy::new(model, published, adamw)?;
-    let progress = checkpoint::load(&checkpoints(options), &mut policy)?;
+    let progress = checkpoint::load(&checkpoint::dir(&options.save), &mut policy)?;
     if let Some(progress) = progress.as_ref().filter(|progress| progress.seed != options.seed) {
         // Its rollouts were drawn with the other seed: going on would mix two runs.
         return Err(Error::Resume {
-            path: checkpoints(options),
+            path: checkpoint::dir(&options.save),
             what: "seed",
             expected: options.seed.to_string(),
             found: progress.seed.to_string(),
