@@ -4,7 +4,7 @@
 //! they mean the same. Only changed tensors have an entry.
 
 use crate::bits::{ByteReader, put_varint};
-use crate::{Digest, DigestTable, Element, Error, Patch, Profile, Result};
+use crate::{Decoder, Digest, DigestTable, Element, Error, Patch, Profile, Result, Serial, Source};
 
 const MAGIC: [u8; 4] = *b"DFB1";
 const WHAT: &str = "bundle";
@@ -139,15 +139,7 @@ impl<'a> Bundle<'a> {
         mut changed: impl FnMut(usize, &Patch) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         let base = sorted(base)?;
-        expect("tensor table", self.table, table_check(&base))?;
-        let mut contents = Vec::with_capacity(base.len() * 16);
-        let mut tables = Vec::with_capacity(base.len());
-        for (_, tensor) in &base {
-            let digests = DigestTable::of(Element::of_dtype(tensor.dtype), tensor.bytes)?;
-            contents.extend(digests.total().to_bytes());
-            tables.push(digests);
-        }
-        expect("contents", self.contents, check(&contents))?;
+        let tables = self.expect_base(&base)?;
         let mut patch = Patch::new();
         for (index, payload) in &self.entries {
             if let (Some((original, tensor)), Some(digests)) = (base.get(*index), tables.get(*index)) {
@@ -156,6 +148,48 @@ impl<'a> Bundle<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Whether the bundle turns `base` into exactly `new`, by the digests of all bytes of both.
+    ///
+    /// # Errors
+    /// What [`Bundle::decode`] refuses; [`Error::TableMismatch`] if `new` has other tensors; [`Error::InTensor`] with [`Error::BlockMismatch`]
+    /// for the first block of `new` that is not the promised one.
+    pub fn verify(&self, base: &[Tensor<'_>], new: &[Tensor<'_>]) -> Result<()> {
+        let (base, new) = (sorted(base)?, sorted(new)?);
+        expect_same_table(&base, &new)?;
+        let tables = self.expect_base(&base)?;
+        let (mut decoder, mut patch) = (Decoder::new(), Patch::new());
+        let mut entries = self.entries.iter().peekable();
+        for (index, (((_, base), (_, new)), digests)) in base.iter().zip(&new).zip(&tables).enumerate() {
+            let element = Element::of_dtype(base.dtype);
+            let promised = match entries.next_if(|(changed, _)| *changed == index) {
+                Some((_, payload)) => {
+                    let source = Source { element, bytes: base.bytes, digests };
+                    decoder
+                        .decode(&Serial, source, payload, &mut patch)
+                        .map_err(|error| error.in_tensor(base.name))?;
+                    patch.digests()
+                }
+                None => digests,
+            };
+            promised.verify(element, new.bytes).map_err(|error| error.in_tensor(new.name))?;
+        }
+        Ok(())
+    }
+
+    /// Refuses a list of tensors that is not the bundle's base; returns the digests of the one that is.
+    fn expect_base(&self, base: &[(usize, &Tensor<'_>)]) -> Result<Vec<DigestTable>> {
+        expect("tensor table", self.table, table_check(base))?;
+        let mut contents = Vec::with_capacity(base.len() * 16);
+        let mut tables = Vec::with_capacity(base.len());
+        for (_, tensor) in base {
+            let digests = DigestTable::of(Element::of_dtype(tensor.dtype), tensor.bytes)?;
+            contents.extend(digests.total().to_bytes());
+            tables.push(digests);
+        }
+        expect("contents", self.contents, check(&contents))?;
+        Ok(tables)
     }
 }
 

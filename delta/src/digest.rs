@@ -11,11 +11,9 @@
 //! `A`, `B`, `M`, `N` are odd 64-bit numbers that `splitmix64` draws from fixed seeds. A word is a sum of its bytes, so
 //! an element smaller than a word contributes on its own, and digests of disjoint pieces of a tensor add up.
 //!
-//! *What it detects.* A change inside one 32-bit word always shows: its difference is below 2³² in magnitude, not zero, and
-//! the key is odd. For any other fixed pair of different tensors, over the choice of keys: if some word differs in its low half, `first`
-//! multiplies a difference with at most 15 trailing zero bits, otherwise `second` does, and the other sum one with at most 31. The two-level key
-//! costs at most 7 bits a sum. So two different tensors collide with a probability of at most 2⁻⁶⁸; a typical error (low
-//! mantissa bits, whole rows) is near 2⁻¹¹⁴. The keys are public: the digest stands against accidents, not against
+//! What it detects, and why, is in the format's description: two different tensors have the same digest with a chance of
+//! at most 2⁻⁶⁶ over the choice of keys, and the same check (both sums in 64 bits) with one of at most 2⁻⁴¹, 2⁻⁵⁶ where the lowest
+//! bits of an element differ. The keys are public: the digest stands against accidents, not against
 //! somebody who forges weights. Objects and manifests carry cryptographic digests for that. Length is not covered: both sides know it.
 
 use std::fmt;
@@ -94,9 +92,9 @@ impl Digest {
         Self { sums: [both as u64, (both >> 64) as u64] }
     }
 
-    /// Both sums in 64 bits: the strong high half of each covers the weaker low half of the other.
+    /// Both sums in 64 bits.
     pub(crate) fn check(self) -> u64 {
-        self.sums[0].rotate_left(32) ^ self.sums[1]
+        self.sums[0].wrapping_add(self.sums[1])
     }
 
     /// The top of [`Digest::check`]: enough to name a wrong base, never to accept a result.

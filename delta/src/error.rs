@@ -102,12 +102,26 @@ pub enum Error {
         /// Check of the base at hand.
         found: u64,
     },
+    /// Something is wrong with one tensor of a list.
+    #[error("tensor `{name}`: {source}")]
+    InTensor {
+        /// Its name.
+        name: String,
+        /// What is wrong.
+        source: Box<Error>,
+    },
     /// The text is not a digest.
     #[error("`{found}` is not a digest of 32 hexadecimal digits")]
     NotADigest {
         /// The text.
         found: String,
     },
+}
+
+impl Error {
+    pub(crate) fn in_tensor(self, name: &str) -> Self {
+        Self::InTensor { name: name.to_owned(), source: Box::new(self) }
+    }
 }
 
 /// Result of this crate.

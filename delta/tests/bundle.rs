@@ -88,3 +88,22 @@ fn damage_is_noticed_before_anything_is_decoded() {
         assert!(Bundle::read(&bytes[..at]).is_err(), "cut at {at}");
     }
 }
+
+#[test]
+fn verify_reads_every_byte() {
+    let (base, new) = checkpoints();
+    let mut bytes = Vec::new();
+    encode(&view(&base), &view(&new), Profile::Wire, &mut bytes).unwrap();
+    let bundle = Bundle::read(&bytes).unwrap();
+    assert_eq!(bundle.verify(&view(&base), &view(&new)), Ok(()));
+    for at in 0..new.len() {
+        let mut damaged = new.clone();
+        let Some(byte) = damaged[at].3.last_mut() else { continue };
+        *byte ^= 1;
+        let found = bundle.verify(&view(&base), &view(&damaged));
+        assert!(matches!(&found, Err(Error::InTensor { name, .. }) if name == damaged[at].0), "{found:?}");
+        let other = bundle.verify(&view(&damaged), &view(&new));
+        assert!(matches!(other, Err(Error::OtherBase { what: "contents", .. })));
+    }
+    assert!(matches!(bundle.verify(&view(&base), &view(&new[1..])), Err(Error::TableMismatch { .. })));
+}

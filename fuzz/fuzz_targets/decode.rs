@@ -18,7 +18,7 @@ const SIZES: [usize; 16] = [0, 1, 2, 5, 40, 63, 64, 65, 100, 128, 130, 257, 500,
 /// Check of a digest, as headers hold it.
 fn check(digest: Digest) -> u64 {
     let sums = u128::from_le_bytes(digest.to_bytes());
-    (sums as u64).rotate_left(32) ^ (sums >> 64) as u64
+    (sums as u64).wrapping_add((sums >> 64) as u64)
 }
 
 /// A base, and its digests, for each size and element type.

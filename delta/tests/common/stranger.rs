@@ -85,7 +85,7 @@ fn check(bytes: &[u8]) -> u64 {
         first = first.wrapping_add(term(w, b'A', b'M'));
         second = second.wrapping_add(term(w.rotate_left(16), b'B', b'N'));
     }
-    first.rotate_left(32) ^ second
+    first.wrapping_add(second)
 }
 
 #[derive(Clone, Copy)]
