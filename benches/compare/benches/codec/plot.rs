@@ -42,7 +42,12 @@ pub(crate) fn draw(path: &Path, curve: &[Sizes], points: &[Sizes]) -> Result<(),
             .legend(move |(x, y)| Rectangle::new([(x, y - 2), (x + 14, y + 2)], color.filled()));
         chart.draw_series(points.iter().map(|sizes| Circle::new(place(sizes), 4, color.filled())))?;
     }
-    chart.configure_series_labels().border_style(WHITE).background_style(WHITE).draw()?;
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .border_style(WHITE)
+        .background_style(WHITE)
+        .draw()?;
     area.present()?;
     Ok(())
 }
