@@ -5,6 +5,7 @@ mod error;
 mod libtorch;
 mod process;
 mod sglang;
+mod stores;
 mod test;
 mod trace;
 

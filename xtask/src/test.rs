@@ -1,7 +1,7 @@
 //! The lanes: what is checked, what each needs, and how long it took.
 
 use crate::error::{Error, Result};
-use crate::{libtorch, process, sglang};
+use crate::{libtorch, process, sglang, stores};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -25,6 +25,7 @@ enum Need {
     Libtorch,
     Sglang,
     CargoFuzz,
+    Stores,
 }
 
 struct Lane {
@@ -75,6 +76,12 @@ const LANES: &[Lane] = &[
         what: "the loop and the engine suite against unmodified SGLang 0.5.23, our logits against transformers",
         needs: &[Need::Libtorch, Need::Sglang],
         run: with_sglang,
+    },
+    Lane {
+        name: "stores",
+        what: "the suite of stores on real radosgw, azurite and moto",
+        needs: &[Need::Stores],
+        run: with_stores,
     },
     Lane { name: "crash", what: "kill -9 at every named point", needs: &[Need::Libtorch], run: crash },
     Lane {
@@ -158,6 +165,9 @@ fn install(lanes: &[&Lane]) -> Result<()> {
     if needed(Need::CargoFuzz) && Need::CargoFuzz.missing().is_some() {
         process::run(Command::new("cargo").args(["install", "--locked", "--quiet", "cargo-fuzz"]))?;
     }
+    if needed(Need::Stores) {
+        stores::install(&crate::cache_dir()?)?;
+    }
     Ok(())
 }
 
@@ -222,6 +232,10 @@ impl Need {
                 let found = crate::cache_dir().ok().and_then(|cache| sglang::present(&cache));
                 found.is_none().then(|| "SGLang 0.5.23, 10 GB (cargo xtask setup --sglang)".to_owned())
             }
+            Need::Stores => match crate::cache_dir() {
+                Ok(cache) => stores::missing(&cache),
+                Err(error) => Some(error.to_string()),
+            },
             Need::CargoFuzz => {
                 let version = Command::new("cargo").args(["+nightly", "fuzz", "--version"]).output();
                 let found = version.is_ok_and(|output| output.status.success());
@@ -300,6 +314,15 @@ fn with_sglang(context: &Context) -> Result<()> {
             .env("DRIFTLESS_SGLANG_PYTHON", sglang::python(&cache))
             .env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path()),
     )
+}
+
+fn with_stores(context: &Context) -> Result<()> {
+    let servers = stores::Servers::start(&crate::cache_dir()?, &context.root.join("target/lanes/stores"))?;
+    let mut command = Command::new("cargo");
+    // The features of the lane `unit`, but for the crash points of the command: little is built again.
+    let features = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance";
+    command.args(["test", "--features", features, "--test", "servers"]);
+    context.logged(servers.tell(command.args(["--", "--ignored", "--nocapture"])))
 }
 
 fn crash(context: &Context) -> Result<()> {

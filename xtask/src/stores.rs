@@ -1,0 +1,368 @@
+//! Object stores on this machine: Ceph's radosgw from Debian, moto from PyPI, azurite from npm.
+//!
+//! radosgw is the real thing on one monitor and one object store daemon that keeps everything in memory; azurite is Azure's own
+//! emulator; moto is a second dialect of S3. The order of Ceph's steps matters: keys before the monitor's file system, a monitor
+//! that answers before the daemon gets its key, a daemon that is up before the gateway makes its pools.
+
+use crate::error::{Error, Result};
+use crate::process::{self, Background, run_logged};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+const MOTO: &str = "5.2.5";
+const AZURITE: &str = "3.37.0";
+const PACKAGES: [&str; 5] = ["radosgw", "ceph-mon", "ceph-osd", "ceph-mgr", "ceph-common"];
+const PROGRAMS: [&str; 6] = ["radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "ceph-authtool"];
+
+/// A monitor's first answer and a daemon's first report take seconds on an idle machine.
+const READY: Duration = Duration::from_secs(120);
+/// Bucket or container of all tests.
+const BUCKET: &str = "driftless";
+
+/// Credentials of servers that end with the lane. Azurite's are the ones that it documents.
+const CREDENTIALS: [(&str, &str); 4] = [
+    ("AWS_ACCESS_KEY_ID", "lane-stores"),
+    ("AWS_SECRET_ACCESS_KEY", "lane-stores-secret"),
+    ("AZURE_STORAGE_ACCOUNT_NAME", "devstoreaccount1"),
+    (
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+    ),
+];
+
+/// What is missing and how to get it, or `None`.
+pub(crate) fn missing(cache: &Path) -> Option<String> {
+    if let Some(program) = PROGRAMS.iter().find(|program| !found(program)) {
+        return Some(format!("`{program}` (as root: apt-get install {})", PACKAGES.join(" ")));
+    }
+    let absent = !moto(cache).is_file() || !azurite(cache).is_file();
+    absent.then(|| format!("moto {MOTO} and azurite {AZURITE}, 500 MB (cargo xtask test --ci stores)"))
+}
+
+/// Installs what is missing: Debian packages for the system, the other two into the cache.
+pub(crate) fn install(cache: &Path) -> Result<()> {
+    let programs: Vec<&str> = PROGRAMS.into_iter().filter(|program| !found(program)).collect();
+    let npm = (!azurite(cache).is_file() && !found("npm")).then_some("npm");
+    if !programs.is_empty() || npm.is_some() {
+        apt(&programs, npm)?;
+    }
+    if !moto(cache).is_file() {
+        println!("stores: moto {MOTO}");
+        into_place(cache, "moto", MOTO, |partial| {
+            process::run(Command::new("python3").args(["-m", "venv"]).arg(partial))?;
+            // Its scripts name the directory they were made in and do not survive the renaming; its interpreter does.
+            let mut pip = Command::new(partial.join("bin/python"));
+            pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+            process::run(pip.arg(format!("moto[server]=={MOTO}")))
+        })?;
+    }
+    if !azurite(cache).is_file() {
+        println!("stores: azurite {AZURITE}");
+        into_place(cache, "azurite", AZURITE, |partial| {
+            let mut npm = Command::new("npm");
+            npm.args(["install", "--silent", "--no-audit", "--no-fund", "--prefix"]);
+            process::run(npm.arg(partial).arg(format!("azurite@{AZURITE}")))
+        })?;
+    }
+    Ok(())
+}
+
+fn apt(programs: &[&str], npm: Option<&str>) -> Result<()> {
+    let packages: Vec<&str> = PACKAGES.into_iter().filter(|_| !programs.is_empty()).chain(npm).collect();
+    let id = process::output(Command::new("id").arg("-u"))?;
+    if id.trim() != "0" || !found("apt-get") {
+        return Err(Error::Check {
+            what: "lane stores".to_owned(),
+            expected: format!("root on a Debian system, or these packages installed: {}", packages.join(" ")),
+            found: format!("user {}", id.trim()),
+        });
+    }
+    println!("stores: {}", packages.join(" "));
+    process::run(Command::new("apt-get").args(["update", "-qq"]))?;
+    let mut install = Command::new("apt-get");
+    install.args(["install", "-qq", "-y", "--no-install-recommends"]).args(packages);
+    process::run(install.env("DEBIAN_FRONTEND", "noninteractive").stdout(Stdio::null()))
+}
+
+/// Installs into a sibling and renames, so that an interrupted installation leaves nothing half.
+fn into_place(
+    cache: &Path,
+    name: &str,
+    version: &str,
+    install: impl FnOnce(&Path) -> Result<()>,
+) -> Result<()> {
+    let home = home(cache, name, version);
+    let partial = home.with_extension(format!("partial-{}", std::process::id()));
+    fs::create_dir_all(&partial).map_err(|source| Error::io(&partial, source))?;
+    install(&partial)?;
+    match fs::rename(&partial, &home) {
+        // Another clone was faster: its copy is as good.
+        Err(_) if home.is_dir() => fs::remove_dir_all(&partial).map_err(|source| Error::io(&partial, source)),
+        renamed => renamed.map_err(|source| Error::io(&home, source)),
+    }
+}
+
+fn home(cache: &Path, name: &str, version: &str) -> PathBuf {
+    cache.join(format!("{name}-{version}"))
+}
+
+/// A file of a complete installation.
+fn moto(cache: &Path) -> PathBuf {
+    home(cache, "moto", MOTO).join("bin/python")
+}
+
+fn azurite(cache: &Path) -> PathBuf {
+    home(cache, "azurite", AZURITE).join("node_modules/azurite/dist/src/blob/main.js")
+}
+
+fn found(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
+}
+
+/// Running servers with an empty bucket each; they end with this value, and with this process however that ends.
+pub(crate) struct Servers {
+    /// In the order in which they are to end.
+    _running: Vec<Background>,
+    urls: Vec<String>,
+}
+
+impl Servers {
+    /// Starts all three. What they write goes under `work`, which is emptied.
+    pub(crate) fn start(cache: &Path, work: &Path) -> Result<Self> {
+        if work.exists() {
+            fs::remove_dir_all(work).map_err(|source| Error::io(work, source))?;
+        }
+        fs::create_dir_all(work).map_err(|source| Error::io(work, source))?;
+        let begin = Instant::now();
+        let mut running = Vec::new();
+        let mut urls = Vec::new();
+
+        let port = process::free_port()?;
+        let mut server = Command::new(moto(cache));
+        server.args(["-m", "moto.server", "-H", "127.0.0.1", "-p", &port.to_string()]);
+        running.push(listening("moto", server, port, work)?);
+        urls.push(bucket("s3", &format!("http://127.0.0.1:{port}"), work)?);
+
+        let port = process::free_port()?;
+        let mut server = Command::new("node");
+        server.arg(azurite(cache)).args(["--inMemoryPersistence", "--skipApiVersionCheck", "--silent"]);
+        // Otherwise it tries to reach a telemetry host.
+        server.args(["--disableTelemetry", "--blobHost", "127.0.0.1", "--blobPort", &port.to_string()]);
+        running.push(listening("azurite", server, port, work)?);
+        urls.push(bucket("az", &format!("http://127.0.0.1:{port}/devstoreaccount1"), work)?);
+
+        let (ceph, port) = Ceph::start(work)?;
+        running.extend(ceph);
+        urls.push(bucket("s3", &format!("http://127.0.0.1:{port}"), work)?);
+
+        println!("stores: moto, azurite and radosgw are up, {:.0} s", begin.elapsed().as_secs_f64());
+        Ok(Servers { _running: running, urls })
+    }
+
+    /// Tells `command` where the servers are.
+    pub(crate) fn tell<'c>(&self, command: &'c mut Command) -> &'c mut Command {
+        command.env("DRIFTLESS_STORES", self.urls.join(" ")).envs(CREDENTIALS)
+    }
+}
+
+/// Creates the bucket; object stores do not when something is put into one. Returns the URL of a place in it.
+fn bucket(scheme: &str, endpoint: &str, work: &Path) -> Result<String> {
+    let mut create = Command::new("python3");
+    create.arg(crate::workspace().join("xtask/stores/create_bucket.py"));
+    run_logged(create.args([scheme, endpoint, BUCKET]).envs(CREDENTIALS), &work.join("setup.log"))?;
+    Ok(format!("{scheme}://{BUCKET}/lane?endpoint={endpoint}"))
+}
+
+fn listening(name: &str, command: Command, port: u16, work: &Path) -> Result<Background> {
+    let log = work.join(format!("{name}.log"));
+    let mut server = start(name, command, &log)?;
+    process::wait_listening(&mut server, port, READY, &log)?;
+    Ok(server)
+}
+
+/// Starts a server that the system kills when this process ends without having done so.
+fn start(name: &str, command: Command, log: &Path) -> Result<Background> {
+    let mut guarded = Command::new("setpriv");
+    guarded.args(["--pdeathsig", "KILL"]).arg(command.get_program()).args(command.get_args());
+    guarded.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    Background::start(name, &mut guarded, log)
+}
+
+/// A Ceph cluster of one.
+struct Ceph {
+    dir: PathBuf,
+    log: PathBuf,
+}
+
+impl Ceph {
+    /// The gateway, its daemon and its monitor, and the gateway's port.
+    fn start(work: &Path) -> Result<(Vec<Background>, u16)> {
+        let dir = work.join("ceph");
+        for part in ["mon", "osd", "rgw"] {
+            fs::create_dir_all(dir.join(part)).map_err(|source| Error::io(&dir, source))?;
+        }
+        let dir = fs::canonicalize(&dir).map_err(|source| Error::io(&dir, source))?;
+        let ceph = Ceph { dir, log: work.join("setup.log") };
+        let (port, monitor_port) = (process::free_port()?, process::free_port()?);
+        let id = uuid()?;
+        let conf = ceph.dir.join("ceph.conf");
+        fs::write(&conf, ceph.configuration(&id, monitor_port, port))
+            .map_err(|source| Error::io(&conf, source))?;
+
+        ceph.make_keys(&id, monitor_port)?;
+        let (monmap, keyring) = (ceph.file("monmap"), ceph.file("keyring"));
+        ceph.run("ceph-mon", &["--mkfs", "-i", "a", "--monmap", &monmap, "--keyring", &keyring])?;
+        let monitor = ceph.daemon("ceph-mon", &["-f", "-i", "a"], work)?;
+        ceph.until("the monitor", &["-s"], "")?;
+
+        ceph.run("ceph", &["config", "set", "global", "mon_allow_pool_size_one", "true"])?;
+        let osd_id = uuid()?;
+        ceph.run("ceph", &["osd", "new", &osd_id])?;
+        let osd_keyring = ceph.file("osd/keyring");
+        ceph.run(
+            "ceph",
+            &[
+                "auth",
+                "get-or-create",
+                "osd.0",
+                "osd",
+                "allow *",
+                "mon",
+                "allow profile osd",
+                "-o",
+                &osd_keyring,
+            ],
+        )?;
+        ceph.run("ceph-osd", &["-i", "0", "--mkfs", "--osd-uuid", &osd_id])?;
+        let osd = ceph.daemon("ceph-osd", &["-f", "-i", "0"], work)?;
+        ceph.until("the object store daemon", &["osd", "stat"], "1 up")?;
+
+        let mut gateway = ceph.daemon("radosgw", &["-f", "-n", "client.rgw"], work)?;
+        process::wait_listening(&mut gateway, port, READY, &work.join("radosgw.log"))?;
+        let [(_, access), (_, secret), ..] = CREDENTIALS;
+        ceph.run(
+            "radosgw-admin",
+            &[
+                "user",
+                "create",
+                "--uid",
+                "lane",
+                "--display-name",
+                "lane",
+                "--access-key",
+                access,
+                "--secret-key",
+                secret,
+            ],
+        )?;
+        Ok((vec![gateway, osd, monitor], port))
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.dir.join(name).display().to_string()
+    }
+
+    fn command(&self, program: &str, args: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.arg("-c").arg(self.dir.join("ceph.conf")).args(args);
+        command
+    }
+
+    fn run(&self, program: &str, args: &[&str]) -> Result<()> {
+        run_logged(&mut self.command(program, args), &self.log)
+    }
+
+    fn daemon(&self, program: &str, args: &[&str], work: &Path) -> Result<Background> {
+        start(program, self.command(program, args), &work.join(format!("{program}.log")))
+    }
+
+    /// Asks the monitor until its answer contains `expected`.
+    fn until(&self, what: &str, args: &[&str], expected: &str) -> Result<()> {
+        let begin = Instant::now();
+        while begin.elapsed() < READY {
+            let mut ask = self.command("ceph", &["--connect-timeout", "5"]);
+            let answer = ask.args(args).stderr(Stdio::null()).output();
+            let answer = answer.map_err(|source| Error::Start { program: "ceph".to_owned(), source })?;
+            if answer.status.success() && String::from_utf8_lossy(&answer.stdout).contains(expected) {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        Err(Error::NotReady { what: what.to_owned(), seconds: READY.as_secs(), log: self.log.clone() })
+    }
+
+    fn make_keys(&self, id: &str, monitor_port: u16) -> Result<()> {
+        let (monmap, keyring) = (self.file("monmap"), self.file("keyring"));
+        let address = format!("[v2:127.0.0.1:{monitor_port}]");
+        let mut map = Command::new("monmaptool");
+        run_logged(map.args(["--create", "--fsid", id, "--addv", "a", &address, &monmap]), &self.log)?;
+        let key = |args: &[&str]| run_logged(Command::new("ceph-authtool").args(args), &self.log);
+        key(&["--create-keyring", &keyring, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *"])?;
+        for name in ["client.admin", "client.rgw"] {
+            key(&[
+                &keyring,
+                "--gen-key",
+                "-n",
+                name,
+                "--cap",
+                "mon",
+                "allow *",
+                "--cap",
+                "osd",
+                "allow *",
+                "--cap",
+                "mgr",
+                "allow *",
+            ])?;
+        }
+        Ok(())
+    }
+
+    /// One copy of everything, in memory, and no sockets in the file system, whose paths could be too long for one.
+    fn configuration(&self, id: &str, monitor_port: u16, port: u16) -> String {
+        let dir = self.dir.display();
+        format!(
+            "[global]
+fsid = {id}
+mon_initial_members = a
+mon_host = v2:127.0.0.1:{monitor_port}
+auth_cluster_required = cephx
+auth_service_required = cephx
+auth_client_required = cephx
+osd_pool_default_size = 1
+osd_pool_default_min_size = 1
+osd_pool_default_pg_num = 1
+osd_pool_default_pgp_num = 1
+osd_pool_default_pg_autoscale_mode = off
+mon_allow_pool_size_one = true
+mon_max_pg_per_osd = 1000
+osd_crush_chooseleaf_type = 0
+osd_objectstore = memstore
+memstore_device_bytes = 2147483648
+public_addr = 127.0.0.1
+cluster_addr = 127.0.0.1
+keyring = {dir}/keyring
+run_dir = {dir}
+admin_socket =
+log_file = {dir}/$name.log
+mon_data = {dir}/mon
+osd_data = {dir}/osd
+mon_data_avail_crit = 1
+[osd]
+keyring = {dir}/osd/keyring
+[client.rgw]
+rgw_frontends = beast endpoint=127.0.0.1:{port}
+rgw_data = {dir}/rgw
+rgw_run_sync_thread = false
+"
+        )
+    }
+}
+
+fn uuid() -> Result<String> {
+    let path = "/proc/sys/kernel/random/uuid";
+    fs::read_to_string(path).map(|id| id.trim().to_owned()).map_err(|source| Error::io(path, source))
+}
