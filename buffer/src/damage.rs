@@ -37,8 +37,9 @@ pub struct Damage {
 pub struct Recovery {
     /// Segments that were not sealed and had to be scanned.
     pub scanned: usize,
-    /// Records in the log.
-    pub records: u64,
-    /// Places that are not what was written. Also told by [`crate::verify`].
+    /// Positions in the log: records, and what was given up.
+    pub positions: u64,
+    /// Places in segments that had to be scanned, and in headers and trailers, that are not what was written.
+    /// [`crate::verify`] looks at everything.
     pub damage: Vec<Damage>,
 }

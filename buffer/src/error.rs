@@ -117,6 +117,15 @@ pub enum Error {
         /// What holds the room, and what would free it.
         reason: &'static str,
     },
+    /// An export could not be written.
+    #[cfg(feature = "arrow")]
+    #[error("could not write {format}: {cause}")]
+    Export {
+        /// The file format.
+        format: &'static str,
+        /// Its crate's answer.
+        cause: String,
+    },
     /// The position was removed by retention.
     #[error("position {position} was removed by retention; the oldest one kept is {oldest}")]
     Retired {

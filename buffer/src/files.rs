@@ -8,7 +8,7 @@ use crate::beacon::Beacon;
 use crate::index::{Checked, Index, Loaded};
 use crate::layout::segment::HEADER_PAGE;
 use crate::lock::LockFile;
-use crate::recover::{self, Mode, Opened, Table};
+use crate::recover::{self, End, Mode, Opened};
 use crate::scan::{self, Start};
 use crate::storage::{Directory, Storage};
 use crate::{Error, Identity, Position, Result};
@@ -94,7 +94,7 @@ impl Files {
     fn extend(&self, index: &mut Index, firsts: &[u64], durable: u64) -> Result<()> {
         // An empty segment may have been removed and made again under the same name.
         let stale = |loaded: &&Loaded| {
-            let empty = loaded.entries.is_empty() && loaded.sealed_us.is_none();
+            let empty = loaded.end() == loaded.segment.header.first && loaded.sealed_us.is_none();
             empty || firsts.binary_search(&loaded.segment.header.first).is_err()
         };
         let stale: Vec<u64> =
@@ -163,11 +163,13 @@ fn walk_on(index: &mut Index, first: u64, durable: u64) {
         index.push(first, entry, Checked::Good);
     }
     // It may have been sealed since, and that names every position.
-    if let Table::Sealed(trailer, entries) = recover::read_table(&segment.map, &segment.header)
+    if let End::Sealed(trailer) = recover::read_end(&segment.map, &segment.header)
         && let Some(known) = index.segment(first).map(|loaded| loaded.entries.len())
     {
-        for entry in entries.into_iter().skip(known) {
-            index.push(first, entry, Checked::NotYet);
+        if known < trailer.count as usize {
+            for entry in recover::entries(&segment, &trailer).into_iter().skip(known) {
+                index.push(first, entry, Checked::NotYet);
+            }
         }
         if let Some(loaded) = index.segment_mut(first) {
             loaded.sealed_us = Some(trailer.sealed_us);

@@ -1,12 +1,16 @@
 //! What is in the log, without reading it: positions, groups, samples and where each record lies.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use crate::layout::segment::{Entry, EntryState, SegmentHeader};
+use crate::layout::segment::{Entry, EntryState, SegmentHeader, Trailer};
 use crate::map::Map;
+use crate::recover;
 use crate::sample::{Kind, PromptState};
+
+/// Sealed segments that stay in memory though nobody holds records of them.
+const RESIDENT: usize = 4;
 
 /// A mapped segment.
 #[derive(Debug)]
@@ -32,6 +36,16 @@ pub(crate) struct Loaded {
     pub(crate) checked: Vec<Checked>,
     /// Unix time of the sealing in microseconds; `None` while records may follow.
     pub(crate) sealed_us: Option<u64>,
+    /// The table has not been read yet: `entries` is empty and stands for this.
+    pending: Option<Trailer>,
+}
+
+impl Loaded {
+    /// One past its last position that is filled in.
+    pub(crate) fn end(&self) -> u64 {
+        let count = self.pending.map_or(self.entries.len() as u64, |trailer| trailer.count);
+        self.segment.header.first + count
+    }
 }
 
 /// Where one record lies.
@@ -63,13 +77,50 @@ pub(crate) struct Index {
     prompts: BTreeMap<u64, u64>,
     /// One past the last position that is filled in.
     end: u64,
+    /// Segments of which the table has not been read yet.
+    pending: BTreeSet<u64>,
+    /// Sealed segments that were read from, the latest last: their pages are in memory.
+    resident: VecDeque<u64>,
 }
 
 impl Index {
     pub(crate) fn add_segment(&mut self, segment: Arc<Segment>) {
         let first = segment.header.first;
-        let loaded = Loaded { segment, entries: Vec::new(), checked: Vec::new(), sealed_us: None };
+        let (entries, checked) = (Vec::new(), Vec::new());
+        let loaded = Loaded { segment, entries, checked, sealed_us: None, pending: None };
         self.segments.insert(first, loaded);
+    }
+
+    /// Adds a segment with a whole trailer. Its table is read when it is first needed: opening a log must not take longer the
+    /// more there is in it.
+    pub(crate) fn add_sealed(&mut self, segment: Arc<Segment>, trailer: Trailer) {
+        let first = segment.header.first;
+        self.add_segment(segment);
+        if let Some(loaded) = self.segments.get_mut(&first) {
+            (loaded.sealed_us, loaded.pending) = (Some(trailer.sealed_us), Some(trailer));
+            self.end = self.end.max(loaded.end());
+            self.pending.insert(first);
+        }
+    }
+
+    /// Reads the tables of all segments. Every question about groups, samples and prompts needs this first.
+    pub(crate) fn complete(&mut self) {
+        while let Some(first) = self.pending.first().copied() {
+            self.fill_in(first);
+        }
+    }
+
+    /// Reads the table of one segment.
+    fn fill_in(&mut self, first: u64) {
+        self.pending.remove(&first);
+        let Some(loaded) = self.segments.get_mut(&first) else { return };
+        let Some(trailer) = loaded.pending.take() else { return };
+        let entries = recover::entries(&loaded.segment, &trailer);
+        loaded.entries.reserve_exact(entries.len());
+        loaded.checked.reserve_exact(entries.len());
+        for entry in entries {
+            self.push(first, entry, Checked::NotYet);
+        }
     }
 
     /// Fills in the next position of a segment.
@@ -82,16 +133,18 @@ impl Index {
         if entry.state != EntryState::Record {
             return;
         }
+        // Tables are read in any order.
+        let newest = |known: &mut u64| *known = sequence.max(*known);
         if entry.kind == Kind::Prompt.code() {
-            self.prompts.insert(entry.sample, sequence);
+            self.prompts.entry(entry.sample).and_modify(newest).or_insert(sequence);
         } else {
             let group = self.groups.entry((entry.rollout, entry.group)).or_default();
             let member = group.entry(entry.sample).or_insert(Member { newest: sequence, finished: None });
-            member.newest = sequence;
+            newest(&mut member.newest);
             if entry.kind == Kind::Sample.code() {
-                member.finished.get_or_insert(sequence);
+                member.finished = Some(member.finished.map_or(sequence, |first| first.min(sequence)));
             }
-            self.samples.insert(entry.sample, sequence);
+            self.samples.entry(entry.sample).and_modify(newest).or_insert(sequence);
         }
     }
 
@@ -117,15 +170,37 @@ impl Index {
     }
 
     /// The first position at or after `sequence` that is filled in, with what is there.
-    pub(crate) fn at_or_after(&self, sequence: u64) -> Option<(u64, Place)> {
+    pub(crate) fn at_or_after(&mut self, sequence: u64) -> Option<(u64, Place)> {
         let before = self.segments.range(..=sequence).next_back();
-        let after = self.segments.range(sequence..);
-        before.into_iter().chain(after).find_map(|(&first, loaded)| {
-            let index = usize::try_from(sequence.saturating_sub(first)).ok()?;
-            let entry = *loaded.entries.get(index)?;
-            let checked = *loaded.checked.get(index)?;
-            Some((first + index as u64, Place { segment: Arc::clone(&loaded.segment), entry, checked }))
-        })
+        let holds = |(first, loaded): &(&u64, &Loaded)| sequence.max(**first) < loaded.end();
+        let (&first, _) = before.into_iter().chain(self.segments.range(sequence..)).find(holds)?;
+        if self.pending.contains(&first) {
+            self.fill_in(first);
+        }
+        self.touched(first);
+        let loaded = self.segments.get(&first)?;
+        let index = usize::try_from(sequence.saturating_sub(first)).ok()?;
+        let (entry, checked) = (*loaded.entries.get(index)?, *loaded.checked.get(index)?);
+        Some((first + index as u64, Place { segment: Arc::clone(&loaded.segment), entry, checked }))
+    }
+
+    /// A segment is read from. Of the sealed ones, a few stay in memory; the others only as long as somebody holds records of
+    /// them.
+    fn touched(&mut self, first: u64) {
+        if self.resident.back() == Some(&first) {
+            return;
+        }
+        self.resident.retain(|&other| other != first);
+        self.resident.push_back(first);
+        for _ in RESIDENT..self.resident.len() {
+            let Some(oldest) = self.resident.pop_front() else { return };
+            match self.segments.get(&oldest) {
+                // Held: asked again when the next segment comes in.
+                Some(loaded) if Arc::strong_count(&loaded.segment.map) > 1 => self.resident.push_back(oldest),
+                Some(loaded) if loaded.sealed_us.is_some() => loaded.segment.map.let_go(),
+                _ => {}
+            }
+        }
     }
 
     /// Notes the outcome of checking a record.
@@ -176,6 +251,11 @@ impl Index {
         self.prompts.values().copied()
     }
 
+    /// The largest prompt id.
+    pub(crate) fn last_prompt(&self) -> Option<u64> {
+        self.prompts.last_key_value().map(|(&id, _)| id)
+    }
+
     /// The first position of a segment that is needed to resume: the newest record of a prompt that is not done, or of a
     /// sample that is not finished.
     pub(crate) fn needed(&self, first: u64) -> Option<u64> {
@@ -192,6 +272,9 @@ impl Index {
 
     /// Forgets a segment and all its records.
     pub(crate) fn remove_segment(&mut self, first: u64) -> Option<Loaded> {
+        if self.pending.contains(&first) {
+            self.fill_in(first);
+        }
         let loaded = self.segments.remove(&first)?;
         for (index, entry) in
             loaded.entries.iter().enumerate().filter(|(_, entry)| entry.state == EntryState::Record)

@@ -8,7 +8,7 @@ use crate::index::{Loaded, Segment};
 use crate::layout::frame::{FrameState, Peek};
 use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, TRAILER};
 use crate::position::hex;
-use crate::recover::{self, Mode, Opened};
+use crate::recover::{self, End, Mode, Opened};
 use crate::sample::Kind;
 use crate::storage::{Directory, Storage};
 use crate::{Position, Result, cursor, scan};
@@ -82,7 +82,8 @@ pub fn stat(dir: impl AsRef<Path>) -> Result<Stat> {
     let root = dir.as_ref();
     let storage = Directory::new(root);
     let mode = read_mode(root);
-    let opened = recover::read(&storage, mode)?;
+    let mut opened = recover::read(&storage, mode)?;
+    opened.index.complete();
     let mut stat = Stat {
         live: matches!(mode, Mode::Live { .. }),
         segments: opened.index.segments().count(),
@@ -140,12 +141,14 @@ pub fn verify(dir: impl AsRef<Path>) -> Result<Report> {
 
 /// As [`verify`], on any storage.
 pub(crate) fn verify_on(storage: &dyn Storage, mode: Mode) -> Result<Report> {
-    let Opened { index, recovery, .. } = recover::read(storage, mode)?;
+    let Opened { mut index, recovery, .. } = recover::read(storage, mode)?;
+    index.complete();
     let mut report = Report { damage: recovery.damage, ..Report::default() };
     for loaded in index.segments() {
         let path = storage.path(&loaded.segment.name);
         if loaded.sealed_us.is_some() {
             verify_sealed(&path, loaded, &mut report);
+            loaded.segment.map.let_go();
         }
         let records = loaded.entries.iter().filter(|entry| entry.state == EntryState::Record);
         for entry in records {
@@ -171,6 +174,12 @@ fn verify_sealed(path: &Path, loaded: &Loaded, report: &mut Report) {
         let (path, position) = (path.to_owned(), position.map(Position));
         report.damage.push(Damage { path, offset: offset as u64, position, severity, what });
     };
+    if let End::Sealed(trailer) = recover::read_end(&segment.map, &segment.header)
+        && recover::table(segment, &trailer).is_none()
+    {
+        let what = "index table; the segment was scanned instead";
+        damage(trailer.table as usize, None, Severity::Redundant, what);
+    }
     for (index, entry) in loaded.entries.iter().enumerate() {
         let sequence = first + index as u64;
         match verify_entry(segment, sequence, entry) {

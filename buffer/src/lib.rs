@@ -10,6 +10,8 @@ mod beacon;
 mod cursor;
 mod damage;
 mod error;
+#[cfg(feature = "arrow")]
+mod export;
 mod files;
 mod index;
 mod inspect;
@@ -41,6 +43,8 @@ mod wire;
 pub use cursor::Cursor;
 pub use damage::{Damage, Recovery, Severity};
 pub use error::{Error, Result};
+#[cfg(feature = "arrow")]
+pub use export::{Exported, export_arrow, export_parquet};
 pub use inspect::{Report, Stat, stat, verify};
 pub use log::Log;
 pub use options::{Options, SyncPolicy};

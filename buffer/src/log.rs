@@ -164,6 +164,7 @@ impl Log {
     }
 
     /// Syncs, seals the last segment, ends the log for all handles and lets another process write it. Readers keep
+    /// Syncs, seals the last segment, ends the log for all handles and lets another process own it. Readers keep
     /// working. Without it, the log stays locked until the last handle, reservation and reader are dropped.
     ///
     /// # Errors

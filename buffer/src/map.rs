@@ -18,6 +18,7 @@ use memmap2::MmapRaw;
 
 use crate::layout::ALIGN;
 use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState, Peek};
+use crate::storage::call;
 #[cfg(test)]
 use crate::tests::image::Image;
 
@@ -95,8 +96,10 @@ impl Map {
 
     /// Copies `range` (multiples of 8) out through atomic loads, whoever may be writing it.
     pub(crate) fn copy(&self, range: Range<usize>) -> Vec<u8> {
-        let bytes =
-            range.step_by(8).flat_map(|at| self.word(at).load(Ordering::Relaxed).to_ne_bytes()).collect();
+        let mut bytes = vec![0; range.len()];
+        for (word, at) in bytes.chunks_exact_mut(8).zip(range.step_by(8)) {
+            word.copy_from_slice(&self.word(at).load(Ordering::Relaxed).to_ne_bytes());
+        }
         fence(Ordering::Acquire);
         bytes
     }
@@ -225,10 +228,23 @@ impl Map {
         }
     }
 
+    /// Lets the kernel take the memory of its pages back. They are the file's, and come again when they are touched.
+    pub(crate) fn let_go(&self) {
+        match &self.memory {
+            // SAFETY: a shared map of a file loses nothing by this: its pages, dirty ones too, stay in the page cache.
+            Memory::File(raw) => unsafe {
+                // A kernel that will not costs memory, nothing else.
+                let _ = raw.unchecked_advise(memmap2::UncheckedAdvice::DontNeed);
+            },
+            #[cfg(test)]
+            Memory::Image(_) => {}
+        }
+    }
+
     /// Brings `range` to stable storage, together with the pages it shares.
     pub(crate) fn flush(&self, range: Range<usize>) -> io::Result<()> {
         match &self.memory {
-            Memory::File(raw) => raw.flush_range(range.start, range.len()),
+            Memory::File(raw) => call(|| raw.flush_range(range.start, range.len())),
             #[cfg(test)]
             Memory::Image(image) => image.flush(range),
         }

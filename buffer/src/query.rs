@@ -102,10 +102,25 @@ impl Candidate {
 }
 
 impl Reader {
+    /// Looks into the whole index.
+    fn ask<T>(&self, query: impl FnOnce(&Index) -> T) -> T {
+        self.with(|index| {
+            index.complete();
+            query(index)
+        })
+    }
+
     /// The groups that a query asks for. A group with a damaged record that leaves it incomplete is not given.
     #[must_use]
     pub fn find(&self, query: &GroupQuery) -> Vec<Group> {
-        let mut candidates: Vec<Candidate> = self.with(|index| {
+        self.find_where(query, |_| true)
+    }
+
+    /// As [`Reader::find`], with only the groups that `keep` says yes to; the query's limit counts these. For what the index does
+    /// not know: rewards that differ within a group, for example.
+    #[must_use]
+    pub fn find_where(&self, query: &GroupQuery, keep: impl FnMut(&Group) -> bool) -> Vec<Group> {
+        let mut candidates: Vec<Candidate> = self.ask(|index| {
             let groups = index.groups(query.rollouts.clone());
             groups.filter_map(|(ids, group)| Candidate::new(index, ids, group, query.samples)).collect()
         });
@@ -121,7 +136,8 @@ impl Reader {
                 (u64::MAX - group.versions.map_or(u64::MAX, |(oldest, _)| oldest), group.completed, 0)
             }
         });
-        candidates.iter().filter_map(|group| self.group(group, query.samples)).take(query.limit).collect()
+        let groups = candidates.iter().filter_map(|group| self.group(group, query.samples));
+        groups.filter(keep).take(query.limit).collect()
     }
 
     fn group(&self, candidate: &Candidate, samples: usize) -> Option<Group> {
@@ -142,7 +158,7 @@ impl Reader {
     /// The rollout ids that have samples, ascending.
     #[must_use]
     pub fn rollouts(&self) -> Vec<u64> {
-        self.with(|index| index.rollouts())
+        self.ask(|index| index.rollouts())
     }
 
     /// The newest record of a sample, finished or partial.
@@ -151,7 +167,7 @@ impl Reader {
     ///
     /// [`crate::Error::Damaged`].
     pub fn sample(&self, sample_id: u64) -> Result<Option<Record>> {
-        match self.with(|index| index.sample(sample_id)) {
+        match self.ask(|index| index.sample(sample_id)) {
             Some(sequence) => self.get(Position(sequence)),
             None => Ok(None),
         }
@@ -173,8 +189,14 @@ impl Reader {
         self.newest_where(|index| index.prompts().collect(), |entry| entry.status == state.code())
     }
 
+    /// One past the largest prompt id in the log.
+    #[must_use]
+    pub fn next_prompt(&self) -> u64 {
+        self.ask(|index| index.last_prompt().map_or(0, |id| id.saturating_add(1)))
+    }
+
     fn newest_where(&self, all: fn(&Index) -> Vec<u64>, keep: impl Fn(&Entry) -> bool) -> Vec<Record> {
-        let mut found = self.with(|index| {
+        let mut found = self.ask(|index| {
             let mut positions = all(index);
             positions.retain(|&sequence| index.entry(sequence).is_some_and(&keep));
             positions

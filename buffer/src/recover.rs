@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::damage::{Damage, Recovery, Severity};
-use crate::index::{Checked, Index, Segment};
+use crate::index::{Checked, Index, Loaded, Segment};
 use crate::layout::segment::{
     ENTRY, Entry, EntryState, HEADER_PAGE, HeaderFault, SegmentHeader, TRAILER, Trailer, decode_table,
     encode_table,
@@ -82,10 +82,8 @@ fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>, noted: u
         load(storage, mode, first, firsts.get(index + 1).copied(), &mut opened)?;
     }
     opened.next = opened.next.max(opened.index.end()).max(noted);
-    let records = |loaded: &crate::index::Loaded| {
-        loaded.entries.iter().filter(|e| e.state == EntryState::Record).count()
-    };
-    opened.recovery.records = opened.index.segments().map(|loaded| records(loaded) as u64).sum();
+    let positions = |loaded: &Loaded| loaded.end() - loaded.segment.header.first;
+    opened.recovery.positions = opened.index.segments().map(positions).sum();
     Ok(opened)
 }
 
@@ -162,35 +160,38 @@ pub(crate) fn load(
     if map.len() < capacity {
         damage(map.len(), None, Severity::Corrupt, "segment: the file is cut short here");
     }
-    let table = read_table(&map, &header);
-    if let Some(what) = table.fault() {
-        damage(capacity - TRAILER, None, Severity::Redundant, what);
+    let end = read_end(&map, &header);
+    if end == End::Damaged {
+        damage(
+            capacity - TRAILER,
+            None,
+            Severity::Redundant,
+            "segment trailer; the segment was scanned instead",
+        );
     }
-    let part = match table {
-        Table::Sealed(trailer, entries) => Part::sealed(map, &trailer, entries),
-        table => {
-            opened.recovery.scanned += 1;
-            // Somebody may be writing it, unless its end has been touched already.
-            let mode =
-                if matches!(table, Table::Absent) || mode == Mode::Repair { mode } else { Mode::Settled };
-            let Some(part) = walk(storage, mode, after, opened, &name, &header, map)? else {
-                return Ok(());
-            };
-            for Fault { offset, sequence, state, what } in &part.faults {
-                let severity = if *state == EntryState::Corrupt { Severity::Corrupt } else { Severity::Torn };
-                damage(*offset, Some(*sequence), severity, what);
-            }
-            part
-        }
-    };
-    opened.recovery.damage.append(&mut found);
     opened.identity = Some(header.identity.clone());
+    if let End::Sealed(trailer) = end {
+        opened.recovery.damage.append(&mut found);
+        opened.next = opened.next.max(trailer.next);
+        opened.bytes += trailer.table;
+        opened.index.add_sealed(Arc::new(Segment { name, header, map: Arc::new(map) }), trailer);
+        return Ok(());
+    }
+    opened.recovery.scanned += 1;
+    // Somebody may be writing it, unless its end has been touched already.
+    let mode = if end == End::Open || mode == Mode::Repair { mode } else { Mode::Settled };
+    let walked = walk(storage, mode, after, opened, &name, &header, map)?;
+    let Some(part) = walked else { return Ok(()) };
+    for Fault { offset, sequence, state, what } in &part.faults {
+        let severity = if *state == EntryState::Corrupt { Severity::Corrupt } else { Severity::Torn };
+        damage(*offset, Some(*sequence), severity, what);
+    }
+    opened.recovery.damage.append(&mut found);
     opened.next = opened.next.max(part.next);
     opened.bytes += part.end as u64;
     opened.index.add_segment(Arc::new(Segment { name, header, map: Arc::new(part.map) }));
     for entry in part.entries {
-        let checked = if part.walked { Checked::Good } else { Checked::NotYet };
-        opened.index.push(first, entry, checked);
+        opened.index.push(first, entry, Checked::Good);
     }
     if let Some(loaded) = opened.index.segment_mut(first) {
         loaded.sealed_us = part.sealed_us;
@@ -198,7 +199,7 @@ pub(crate) fn load(
     Ok(())
 }
 
-/// A segment's contents, however they were found.
+/// What a walk through a segment found.
 struct Part {
     map: Map,
     entries: Vec<Entry>,
@@ -206,15 +207,6 @@ struct Part {
     end: usize,
     next: u64,
     sealed_us: Option<u64>,
-    /// Were the bodies checked on the way?
-    walked: bool,
-}
-
-impl Part {
-    fn sealed(map: Map, trailer: &Trailer, entries: Vec<Entry>) -> Self {
-        let (end, next, sealed_us) = (trailer.table as usize, trailer.next, Some(trailer.sealed_us));
-        Self { map, entries, faults: Vec::new(), end, next, sealed_us, walked: false }
-    }
 }
 
 /// Walks a segment without a table. When the mode is to repair, seals it, or removes it if it was never used.
@@ -261,45 +253,48 @@ fn walk(
         storage.release(name, unused(header, scan.end, scan.entries.len()));
     }
     let Scan { entries, faults, end } = scan;
-    Ok(Some(Part { map, entries, faults, end, next, sealed_us, walked: true }))
+    Ok(Some(Part { map, entries, faults, end, next, sealed_us }))
 }
 
 /// What stands at the end of a segment.
-pub(crate) enum Table {
-    Sealed(Trailer, Vec<Entry>),
-    Absent,
-    DamagedTrailer,
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    Sealed(Trailer),
+    Open,
     Damaged,
 }
 
-impl Table {
-    fn fault(&self) -> Option<&'static str> {
-        match self {
-            Self::DamagedTrailer => Some("segment trailer; the segment was scanned instead"),
-            Self::Damaged => Some("index table; the segment was scanned instead"),
-            Self::Sealed(..) | Self::Absent => None,
-        }
-    }
-}
-
-pub(crate) fn read_table(map: &Map, header: &SegmentHeader) -> Table {
+pub(crate) fn read_end(map: &Map, header: &SegmentHeader) -> End {
     let capacity = header.capacity as usize;
     if map.len() < capacity {
-        return Table::Absent;
+        return End::Open;
     }
     let mut block = [0; TRAILER];
     block.copy_from_slice(&map.copy(capacity - TRAILER..capacity));
     if block == [0; TRAILER] {
-        return Table::Absent;
+        return End::Open;
     }
-    let Some(trailer) = Trailer::decode(&block, header.salt, header.capacity) else {
-        return Table::DamagedTrailer;
-    };
+    Trailer::decode(&block, header.salt, header.capacity).map_or(End::Damaged, End::Sealed)
+}
+
+/// The index table of a sealed segment; `None` when it is damaged.
+pub(crate) fn table(segment: &Segment, trailer: &Trailer) -> Option<Vec<Entry>> {
     let table = trailer.table as usize..trailer.table as usize + trailer.count as usize * ENTRY;
-    match decode_table(&map.copy(table), &trailer) {
-        Some(entries) => Table::Sealed(trailer, entries),
-        None => Table::Damaged,
-    }
+    decode_table(&segment.map.copy(table), trailer)
+}
+
+/// The positions of a sealed segment, from its table, or by walking it should that be damaged.
+pub(crate) fn entries(segment: &Segment, trailer: &Trailer) -> Vec<Entry> {
+    table(segment, trailer).unwrap_or_else(|| {
+        tracing::warn!(segment = segment.name, "a damaged index table; scanning the segment instead");
+        let (header, count) = (&segment.header, trailer.count as usize);
+        let start = Start { offset: HEADER_PAGE, sequence: header.first };
+        let mut entries = scan::settled(&segment.map, header, start, false).entries;
+        // The trailer is whole, and tells how many there were.
+        entries.truncate(count);
+        entries.resize(count, Entry::empty(EntryState::Corrupt, trailer.table, 0));
+        entries
+    })
 }
 
 /// Makes a scanned segment durable as it was found, removes what lies behind its records, and seals it.

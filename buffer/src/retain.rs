@@ -57,6 +57,7 @@ impl Shared {
         loop {
             let mut state = self.lock();
             self.check(&state)?;
+            state.index.complete();
             retired.oldest = Position(state.index.oldest());
             let Some((first, name)) = next(&state.index, retention, limited, consumed) else {
                 return Ok(retired);
@@ -94,7 +95,7 @@ fn next(index: &Index, retention: &Retention, limited: bool, consumed: u64) -> O
     let mut segments = index.segments();
     let (loaded, _) = (segments.next()?, segments.next()?);
     let first = loaded.segment.header.first;
-    let end = first + loaded.entries.len() as u64;
+    let end = loaded.end();
     let sealed_us = loaded.sealed_us?;
     let too_large = retention.bytes_max.is_some_and(|max| index.segments().map(used).sum::<u64>() > max);
     let too_old = retention

@@ -92,9 +92,13 @@ impl Drop for Producers {
         for one in served {
             let _ = one.thread.join();
         }
-        // A left-over socket answers nobody, and the next owner replaces it.
-        let _ = fs::remove_file(self.shared.root.join(SOCKET));
-        self.shared.lock().serving = false;
+        let mut state = self.shared.lock();
+        state.serving = false;
+        // Once the log is closed, the socket may be another owner's.
+        if state.lock.is_some() {
+            // One that is left over answers nobody, and the next owner replaces it.
+            let _ = fs::remove_file(self.shared.root.join(SOCKET));
+        }
     }
 }
 

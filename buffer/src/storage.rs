@@ -52,18 +52,20 @@ impl Directory {
     }
 
     fn sync_root(&self) -> io::Result<()> {
-        File::open(&self.root)?.sync_all()
+        let root = call(|| File::open(&self.root))?;
+        call(|| root.sync_all())
     }
 
     /// Writes a file beside its final name, syncs it, and moves it there.
     fn put<T>(&self, name: &str, write: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
         let unfinished = self.root.join(format!("{name}{UNFINISHED}"));
         let attempt = || {
-            let file =
-                OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&unfinished)?;
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).create(true).truncate(true);
+            let file = call(|| options.open(&unfinished))?;
             let out = write(&file)?;
-            file.sync_all()?;
-            fs::rename(&unfinished, self.root.join(name))?;
+            call(|| file.sync_all())?;
+            call(|| fs::rename(&unfinished, self.root.join(name)))?;
             self.sync_root()?;
             Ok(out)
         };
@@ -81,7 +83,7 @@ impl Storage for Directory {
 
     fn names(&self) -> io::Result<Vec<String>> {
         let mut names = Vec::new();
-        for entry in fs::read_dir(&self.root)? {
+        for entry in call(|| fs::read_dir(&self.root))? {
             // Names that are not UTF-8 are none of ours.
             if let Ok(name) = entry?.file_name().into_string()
                 && !name.ends_with(UNFINISHED)
@@ -98,8 +100,8 @@ impl Storage for Directory {
         }
         let raw = self.put(name, |file| {
             allocate(file, bytes as u64)?;
-            file.write_all_at(head, 0)?;
-            MmapOptions::new().map_raw(file)
+            Calls(file).write_all(head)?;
+            call(|| MmapOptions::new().map_raw(file))
         })?;
         Ok(Map::file(raw, HEADER_PAGE))
     }
@@ -107,17 +109,17 @@ impl Storage for Directory {
     fn open(&self, name: &str, write: Option<usize>) -> io::Result<Map> {
         let path = self.root.join(name);
         let Some(bytes) = write else {
-            let file = File::open(path)?;
-            let raw = MmapOptions::new().map_raw_read_only(&file)?;
+            let file = call(|| File::open(path))?;
+            let raw = call(|| MmapOptions::new().map_raw_read_only(&file))?;
             let tail = raw.len();
             return Ok(Map::file(raw, tail));
         };
-        let file = OpenOptions::new().read(true).write(true).open(path)?;
+        let file = call(|| OpenOptions::new().read(true).write(true).open(path))?;
         if file.metadata()?.len() < bytes as u64 {
             allocate(&file, bytes as u64)?;
-            file.sync_all()?;
+            call(|| file.sync_all())?;
         }
-        let raw = MmapOptions::new().map_raw(&file)?;
+        let raw = call(|| MmapOptions::new().map_raw(&file))?;
         let tail = raw.len();
         Ok(Map::file(raw, tail))
     }
@@ -138,30 +140,52 @@ impl Storage for Directory {
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
-        fs::remove_file(self.root.join(name))?;
+        call(|| fs::remove_file(self.root.join(name)))?;
         self.sync_root()
     }
 
     fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         let path = self.root.join(name);
-        match fs::metadata(&path) {
+        match call(|| fs::metadata(&path)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
             Ok(found) if found.len() > SMALL_BYTES_MAX => Err(io::Error::from(io::ErrorKind::FileTooLarge)),
-            Ok(_) => fs::read(path).map(Some),
+            Ok(_) => call(|| fs::read(path)).map(Some),
         }
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
-        self.put(name, |mut file| file.write_all(bytes))
+        self.put(name, |file| Calls(file).write_all(bytes))
+    }
+}
+
+/// Every call on the file system passes here: the tests make the k-th one fail.
+pub(crate) fn call<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    #[cfg(all(test, not(loom)))]
+    crate::tests::syscalls::called()?;
+    work()
+}
+
+/// Writes to a file; in the tests a call may store only a part.
+struct Calls<'a>(&'a File);
+
+impl Write for Calls<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        #[cfg(all(test, not(loom)))]
+        let bytes = crate::tests::syscalls::shortened(bytes);
+        call(|| self.0.write(bytes))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
     }
 }
 
 /// Gives every byte of the file storage, so that a full disk is an error here and not a signal at some later store.
 fn allocate(file: &File, bytes: u64) -> io::Result<()> {
     use rustix::fs::{FallocateFlags, fallocate};
-    match fallocate(file, FallocateFlags::empty(), 0, bytes) {
-        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
+    match call(|| Ok(fallocate(file, FallocateFlags::empty(), 0, bytes)?)) {
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => {
             let zeros = vec![0; 1 << 20];
             let mut at = file.metadata()?.len();
             while at < bytes {
@@ -171,6 +195,6 @@ fn allocate(file: &File, bytes: u64) -> io::Result<()> {
             }
             Ok(())
         }
-        answer => Ok(answer?),
+        answer => answer,
     }
 }

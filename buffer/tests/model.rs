@@ -6,7 +6,7 @@ mod common;
 use std::collections::BTreeMap;
 
 use common::{Owned, options, sample};
-use driftless_buffer::{Log, Options, Pending, Position, Reader, Reservation, Shape, SyncPolicy};
+use driftless_buffer::{Log, Options, Pending, Reader, Reservation, Retention, Shape, SyncPolicy};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -18,6 +18,7 @@ enum Op {
     Wait,
     Sync,
     Cursor,
+    Retain { bytes: u64 },
     Reopen { close: bool },
 }
 
@@ -30,6 +31,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => Just(Op::Wait),
         2 => Just(Op::Sync),
         1 => Just(Op::Cursor),
+        1 => (0..400u64 << 10).prop_map(|bytes| Op::Retain { bytes }),
         2 => any::<bool>().prop_map(|close| Op::Reopen { close }),
     ]
 }
@@ -94,6 +96,11 @@ impl Run {
                 self.log().cursor("model").unwrap().commit(end).unwrap();
                 self.cursor = end.0;
             }
+            Op::Retain { bytes } => {
+                let retention = Retention { bytes_max: Some(bytes), ..Retention::default() };
+                let oldest = self.log().retain(&retention).unwrap().oldest.0;
+                self.records = self.records.split_off(&oldest);
+            }
             Op::Reopen { close } => {
                 self.held.clear();
                 self.pending.clear();
@@ -111,7 +118,7 @@ impl Run {
     /// What the reader shows is the model up to the reader's end.
     fn compare(&self, reader: &Reader) {
         let end = reader.end().0;
-        let mut found = reader.iter(Position(0));
+        let mut found = reader.iter(reader.oldest());
         let visible: Vec<_> = self.records.range(..end).collect();
         for (position, owned) in &visible {
             let record = found.next().unwrap().unwrap();
@@ -166,6 +173,7 @@ proptest! {
         }
         run.apply(Op::Reopen { close: true });
         let records = run.records.len();
-        prop_assert_eq!(Reader::open(run.dir.path()).unwrap().iter(Position(0)).count(), records);
+        let reader = Reader::open(run.dir.path()).unwrap();
+        prop_assert_eq!(reader.iter(reader.oldest()).count(), records);
     }
 }

@@ -67,6 +67,32 @@ fn staleness_is_judged_by_the_oldest_token_of_a_group() {
     assert_eq!(reader.find(&GroupQuery::complete(2))[0].versions, Some((3, 5)));
 }
 
+#[test]
+fn a_filter_of_the_users_counts_towards_the_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = Log::open(dir.path(), manual()).unwrap();
+    for id in 0..12u64 {
+        // Every third group has rewards that differ.
+        let scalars = Scalars {
+            sample_id: id,
+            group_id: id / 2,
+            reward: if id / 2 % 3 == 0 { (id % 2) as f32 } else { 1.0 },
+            ..Scalars::default()
+        };
+        let _ = log.append(&Sample { scalars, ..Sample::default() }).unwrap();
+    }
+    log.sync().unwrap();
+    let differ = |group: &driftless_buffer::Group| {
+        group.records.windows(2).any(|pair| pair[0].scalars().reward != pair[1].scalars().reward)
+    };
+    let find = |limit| {
+        let groups = log.reader().find_where(&GroupQuery { limit, ..GroupQuery::complete(2) }, differ);
+        groups.iter().map(|group| group.group_id).collect::<Vec<_>>()
+    };
+    assert_eq!(find(9), [0, 3]);
+    assert_eq!(find(1), [0]);
+}
+
 fn prompt(id: u64, state: PromptState) -> Sample<'static> {
     let scalars = Scalars { sample_id: id, status: state.code(), ..Scalars::default() };
     Sample { kind: Kind::Prompt, scalars, prompt_len: 3, tokens: &[1, 2, 3], ..Sample::default() }

@@ -289,3 +289,68 @@ fn a_reader_beside_the_writer_follows_it() {
     reader.refresh().unwrap();
     sample(0, 0, 0).assert_equals(&reader.get(Position(0)).unwrap().unwrap());
 }
+
+#[test]
+fn wide_columns_go_in_and_out_in_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = Log::open(dir.path(), options()).unwrap();
+    let response = 100;
+    // 48 layers of 8 experts for each token; 5 likeliest tokens at each place; a teacher; an image; the user's own.
+    let experts: Vec<u8> = (0..response * 48 * 8u32).flat_map(|at| (at as u16 % 128).to_le_bytes()).collect();
+    let likeliest: Vec<u8> = (0..response * 5).flat_map(|at| (-(at as f32)).to_le_bytes()).collect();
+    let teacher: Vec<u8> = (0..response).flat_map(|at| (at as f32 / 7.0).to_le_bytes()).collect();
+    let image: Vec<u8> = (0..10_001u32).map(|at| (at * 31) as u8).collect();
+    let extra: &[(ColumnId, Element, &[u8])] = &[
+        (ColumnId::ROUTED_EXPERTS, Element::U16, &experts),
+        (ColumnId::TOP_LOG_PROBS, Element::F32, &likeliest),
+        (ColumnId::TEACHER_LOG_PROBS, Element::F32, &teacher),
+        (ColumnId::IMAGES, Element::U8, &image),
+        (ColumnId(ColumnId::USER.0 + 3), Element::I64, &[7; 16]),
+    ];
+    let n = response as usize;
+    let (tokens, log_probs, loss_mask) = (vec![1; n], vec![0.0; n], vec![1; n]);
+    let sample = Sample {
+        tokens: &tokens,
+        log_probs: &log_probs,
+        loss_mask: &loss_mask,
+        metadata: b"{\"task\": \"math\"}",
+        extra,
+        ..Sample::default()
+    };
+    let ack = log.append(&sample).unwrap().wait().unwrap();
+    log.close().unwrap();
+    let record = Reader::open(dir.path()).unwrap().get(ack.position()).unwrap().unwrap();
+    for &(id, element, bytes) in extra {
+        let (found, column) = record.column(id).unwrap();
+        assert_eq!((found, column), (element, bytes), "column {}", id.0);
+        assert!((column.as_ptr() as usize).is_multiple_of(64), "column {}", id.0);
+    }
+    assert_eq!(record.metadata(), b"{\"task\": \"math\"}");
+    assert_eq!(record.columns().filter(|id| extra.iter().any(|(wide, ..)| wide == id)).count(), 5);
+}
+
+/// How many maps of segments this process has, as the kernel counts them.
+fn maps(dir: &std::path::Path) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains(dir.to_str().unwrap()) && line.contains("segment-")).count()
+}
+
+#[test]
+fn the_map_of_a_removed_segment_goes_with_the_last_record_that_is_held() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = Log::open(dir.path(), Options { segment_bytes: 64 << 10, ..options() }).unwrap();
+    for id in 0..400 {
+        log.append(&sample(id, 0, 0).as_sample()).unwrap().wait().unwrap();
+    }
+    let before = maps(dir.path());
+    let held = log.reader().get(Position(0)).unwrap().unwrap();
+    let copy = held.clone();
+    let retention = driftless_buffer::Retention { bytes_max: Some(1), ..Default::default() };
+    let removed = log.retain(&retention).unwrap().segments;
+    assert!(removed > 2 && before > removed);
+    assert_eq!(maps(dir.path()), before - removed + 1, "one is held");
+    drop(held);
+    sample(0, 0, 0).assert_equals(&copy);
+    drop(copy);
+    assert_eq!(maps(dir.path()), before - removed);
+}

@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn every_flipped_bit_is_noticed() {
         let block = sample().encode(99);
-        for bit in 0..block.len() * 8 {
+        for bit in (0..block.len() * 8).step_by(if cfg!(miri) { 31 } else { 1 }) {
             let mut bad = block;
             bad[bit / 8] ^= 1 << (bit % 8);
             assert_eq!(FrameHeader::peek(&bad, 99, 4096, 1 << 20), Peek::Invalid, "bit {bit}");

@@ -6,10 +6,12 @@ use rand::{Rng, SeedableRng};
 use super::image::{Crash, Medium};
 use super::work::{Work, check, open};
 
+/// Miri runs a hundredth of it: it looks at the memory of the log, not at its crash states.
+const MIRI: bool = cfg!(miri);
 /// Up to this many open pages every subset is tried.
-const EXHAUSTIVE: usize = 8;
+const EXHAUSTIVE: usize = if MIRI { 1 } else { 8 };
 /// Tries in all for the moments with more.
-const SEEDED: usize = 1200;
+const SEEDED: usize = if MIRI { 1 } else { 1200 };
 
 /// Every state in which a crash at this moment may leave the medium, or `tries` random ones if there are too many.
 fn leavings(crash: &Crash, rng: &mut StdRng, tries: usize) -> Vec<Medium> {
@@ -40,8 +42,8 @@ fn run(seed: u64, steps: usize) -> (Vec<Crash>, std::collections::BTreeMap<u64, 
 #[test]
 fn any_power_cut_leaves_what_was_acknowledged_and_whole_records() {
     let (mut checked, mut sampled) = (0, 0);
-    for seed in 0..6 {
-        let (crashes, written) = run(seed, 90);
+    for seed in 0..if MIRI { 1 } else { 6 } {
+        let (crashes, written) = run(seed, if MIRI { 8 } else { 90 });
         let mut rng = StdRng::seed_from_u64(seed);
         let large = crashes.iter().filter(|crash| crash.open_pages() > EXHAUSTIVE).count().max(1);
         for (index, crash) in crashes.iter().enumerate() {
@@ -55,10 +57,11 @@ fn any_power_cut_leaves_what_was_acknowledged_and_whole_records() {
         }
     }
     println!("checked {checked} crash images, {sampled} of them drawn at random");
-    assert!(checked > 3000 && sampled >= 1000, "{checked} {sampled}");
+    assert!(MIRI || checked > 3000 && sampled >= 1000, "{checked} {sampled}");
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "the other test reaches the same code")]
 fn a_power_cut_during_recovery_changes_nothing() {
     let mut checked = 0;
     for seed in 10..14 {

@@ -24,6 +24,7 @@ fn run(medium: &Medium, seed: u64) -> (Work, Option<crate::Log>, Option<Error>) 
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "hours, for code that the other tests reach")]
 fn whichever_call_fails_nothing_acknowledged_is_lost() {
     for kind in [ErrorKind::StorageFull, ErrorKind::Other] {
         let mut failed = 0;

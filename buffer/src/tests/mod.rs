@@ -8,6 +8,8 @@ pub(crate) mod image;
 #[cfg(loom)]
 mod interleavings;
 #[cfg(not(loom))]
+pub(crate) mod syscalls;
+#[cfg(not(loom))]
 mod work;
 
 use crate::{Identity, Options, SyncPolicy};
