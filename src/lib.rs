@@ -9,6 +9,7 @@
 //! | `transport` | [`transport`] | publications: stores, manifests, publish, follow | yes |
 //! | `buffer` | [`buffer`] | the rollout log | yes |
 //! | `bridge` | [`bridge`] | inference engines: attach, generate, activate | yes |
+//! | `slime` | – | slime's delta directories in `transport`; builds zstd | with `cli` |
 //! | `cli` | – | the `driftless` command | yes |
 //! | `torch` | `trainer` | models, losses, the loop, the embedded engine; links libtorch 2.11 | no |
 //! | `failpoints` | – | crash points, for kill tests | no |

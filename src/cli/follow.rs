@@ -2,6 +2,7 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
+use crate::cli::slime::{self, Layout};
 use crate::cli::{keys, store};
 use driftless::bridge::{ClientOptions, DiskActivator, DiskOptions, PauseMode};
 use driftless::transport::{Activate, Follower, FollowerOptions, Status, Stop, http};
@@ -18,6 +19,10 @@ Examples:
   Only materialise the newest version, once:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir out/newest --once
 
+  What slime's trainer writes, on the weights it starts from:
+    driftless follow --layout slime --store file:///shared/deltas --hf-checkpoint /models/start \\
+        --checkpoint-dir /dev/shm/policy --engine http://127.0.0.1:30000
+
 Credentials, region and endpoint of an object store come from the environment, as its own tools have them: AWS_…, GOOGLE_…, AZURE_….";
 
 #[derive(clap::Args)]
@@ -26,16 +31,19 @@ pub(crate) struct Args {
     /// Store to follow: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
     #[arg(long, value_name = "URL")]
     store: String,
+    /// How versions lie in the store.
+    #[arg(long, value_enum, default_value_t)]
+    layout: Layout,
     /// Name of the run; it need not have begun.
-    #[arg(long, value_name = "NAME")]
-    run: String,
+    #[arg(long, value_name = "NAME", required_unless_present = "layout")]
+    run: Option<String>,
     /// Model of the run.
     #[arg(long, default_value = "policy")]
     model: String,
     /// Directory for the checkpoint; the follower owns it.
     #[arg(long, value_name = "DIR")]
     checkpoint_dir: PathBuf,
-    /// The checkpoint that version 0 refers to, when it was published by reference.
+    /// The checkpoint that version 0 refers to, when it was published by reference; always so with --layout slime.
     #[arg(long, value_name = "DIR")]
     hf_checkpoint: Option<PathBuf>,
     /// Engine to keep on the version, as host:port or URL; may be given several times.
@@ -81,14 +89,19 @@ enum PauseGenerationMode {
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let engines = engines(&args)?;
     let id = args.id.clone().unwrap_or_else(host_name);
-    let mut options = FollowerOptions::new(&args.run, &args.checkpoint_dir, id);
+    let run = slime::run_name(&args.run, args.layout)?;
+    let mut options = FollowerOptions::new(run, &args.checkpoint_dir, id);
     options.model = args.model;
     options.hf_checkpoint = args.hf_checkpoint;
     options.poll = Duration::from_millis(args.poll_ms);
     // An engine that was started again should not wait long for its weights.
     options.backoff_max = options.poll.max(Duration::from_secs(2));
     options.activate_deadline = Duration::from_secs(args.activate_deadline);
-    let follower = Follower::open(store::open(&args.store)?, options, engines)?;
+    let store = store::open(&args.store)?;
+    let follower = match args.layout {
+        Layout::Driftless => Follower::open(store, options, engines)?,
+        Layout::Slime => Follower::open_slime(store, options, engines)?,
+    };
     let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
     let server = args.listen.map(|address| http::serve(follower.clone(), address, token)).transpose()?;
     if let Some(server) = &server {

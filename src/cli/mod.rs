@@ -15,6 +15,7 @@ mod publish;
 mod report;
 #[cfg(feature = "torch")]
 mod serve;
+mod slime;
 mod store;
 #[cfg(feature = "torch")]
 mod train;

@@ -2,6 +2,7 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
+use crate::cli::slime::{self, Layout};
 use crate::cli::{progress, store};
 use driftless::delta::Profile;
 use driftless::transport::{Checkpoint, Mode, Published, Publisher, PublisherOptions, Snapshot, Start, Step};
@@ -15,6 +16,10 @@ Examples:
 
 Credentials, region and endpoint of an object store come from the environment, as its own tools have them: AWS_…, GOOGLE_…, AZURE_….
 
+  For slime's receivers, which have out/step-0 already:
+    driftless publish --layout slime --store file:///shared/deltas --new-run --checkpoint out/step-0
+    driftless publish --layout slime --store file:///shared/deltas --resume --checkpoint out/step-1
+
 The baseline is a copy of the newest version that the next delta starts from. The command keeps it; if it is not there it is
 fetched from the store and verified.";
 
@@ -24,9 +29,12 @@ pub(crate) struct Args {
     /// Store to publish to: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
     #[arg(long, value_name = "URL")]
     store: String,
+    /// How versions lie in the store.
+    #[arg(long, value_enum, default_value_t)]
+    layout: Layout,
     /// Name of the run in the store.
-    #[arg(long, value_name = "NAME")]
-    run: String,
+    #[arg(long, value_name = "NAME", required_unless_present = "layout")]
+    run: Option<String>,
     /// Begin the run; refused if its name is taken.
     #[arg(long, group = "start")]
     new_run: bool,
@@ -57,6 +65,8 @@ pub(crate) struct Args {
     /// Carry full tensors too in every version whose number is a multiple of this.
     #[arg(long, value_name = "VERSIONS")]
     anchor_every: Option<u64>,
+    #[command(flatten)]
+    slime: slime::PublishArgs,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -83,12 +93,21 @@ impl From<DeltaProfile> for Profile {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let store = store::open(&args.store)?;
+    let run = slime::run_name(&args.run, args.layout)?;
     let baseline_dir = match &args.baseline_dir {
         Some(dir) => dir.clone(),
-        None => default_baseline(&store.to_string(), &args)?,
+        None => default_baseline(&store.to_string(), &run, &args.model)?,
     };
+    if args.layout == Layout::Slime {
+        refuse_for_slime(&args)?;
+        let baseline = (args.new_run, baseline_dir);
+        return match slime::publish(store, &args.slime, baseline, &args.checkpoint, output)? {
+            Some(published) => show(&published, output),
+            None => Ok(()),
+        };
+    }
     let start = if args.new_run { Start::NewRun } else { Start::Resume };
-    let mut options = PublisherOptions::new(&args.run, start, baseline_dir);
+    let mut options = PublisherOptions::new(&run, start, baseline_dir);
     options.model = args.model.clone();
     options.profile = args.profile.into();
     options.anchor_every = args.anchor_every;
@@ -110,6 +129,24 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     };
     bar.finish_and_clear();
     show(&published, output)
+}
+
+/// What the layout has no place for.
+fn refuse_for_slime(args: &Args) -> Result<()> {
+    let refused = [
+        ("--mode full", matches!(args.mode, PublishMode::Full)),
+        ("--by-reference", args.by_reference),
+        ("--anchor-every", args.anchor_every.is_some()),
+        ("--profile fast", matches!(args.profile, DeltaProfile::Fast)),
+    ];
+    match refused.iter().find(|(_, given)| *given) {
+        None => Ok(()),
+        Some((flag, _)) => Err(Error::Usage {
+            what: "--layout slime".to_owned(),
+            expected: "deltas of slime's own encodings".to_owned(),
+            found: (*flag).to_owned(),
+        }),
+    }
 }
 
 /// Bytes of all tensors.
@@ -145,7 +182,7 @@ fn show(published: &Published, output: Output) -> Result<()> {
 }
 
 /// A directory in the user's cache that no other store, run or model has.
-fn default_baseline(store: &str, args: &Args) -> Result<PathBuf> {
+fn default_baseline(store: &str, run: &str, model: &str) -> Result<PathBuf> {
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let cache = cache.or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")));
     let cache = cache.ok_or_else(|| Error::Usage {
@@ -155,9 +192,5 @@ fn default_baseline(store: &str, args: &Args) -> Result<PathBuf> {
     })?;
     // Escaped, so that every store and name is one path component of its own.
     let escape = |text: &str| text.replace('%', "%25").replace('/', "%2F");
-    Ok(cache
-        .join("driftless/baselines")
-        .join(escape(store))
-        .join(escape(&args.run))
-        .join(escape(&args.model)))
+    Ok(cache.join("driftless/baselines").join(escape(store)).join(escape(run)).join(escape(model)))
 }

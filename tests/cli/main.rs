@@ -219,6 +219,56 @@ fn a_delta_file_carries_one_checkpoint_to_the_next() {
     assert!(!dir.join("x").exists());
 }
 
+/// What slime's trainer would write, and its receivers would read.
+#[test]
+fn a_host_follows_slimes_layout_and_refuses_another_run() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let dir = dir.path();
+    let mut made = Made::new();
+    let start = made.write(&dir.join("start"));
+    let slime = |name: &str| {
+        let mut command = driftless();
+        command.args([name, "--layout", "slime", "--store"]).arg(dir.join("deltas"));
+        command
+    };
+    let publish = |from: &Path, baseline: &str| {
+        let mut command = slime("publish");
+        command.arg("--checkpoint").arg(from).arg("--baseline-dir").arg(dir.join(baseline));
+        command
+    };
+    let follow = || {
+        let mut command = slime("follow");
+        command.arg("--hf-checkpoint").arg(dir.join("start")).arg("--checkpoint-dir").arg(dir.join("host"));
+        command.arg("--once");
+        command
+    };
+    assert_eq!(json(publish(&start, "baseline").arg("--new-run"))["version"], 0);
+    for version in 1..=2 {
+        made.step(10 * version);
+        let next = made.write(&dir.join("next"));
+        let published = json(publish(&next, "baseline").args(["--resume", "--delta-encoding", "overwrite"]));
+        assert_eq!(published["version"], version);
+        let status = json(&mut follow());
+        assert_eq!(status["applied"]["label"], published["label"]);
+    }
+    let host = Checkpoint::open(dir.join("host")).expect("a checkpoint");
+    assert!(host.bytes(0).expect("bytes") == made.bytes[0]);
+
+    // A trainer that starts again empties its directory and counts from 1.
+    std::fs::remove_dir_all(dir.join("deltas")).expect("it was there");
+    json(publish(&start, "again").arg("--new-run"));
+    made.step(3);
+    let next = made.write(&dir.join("next"));
+    json(publish(&next, "again").arg("--resume"));
+    let output = follow().output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{error}");
+    assert!(error.contains("belongs to run"), "{error}");
+
+    let refused = publish(&next, "again").args(["--resume", "--mode", "full"]).output();
+    assert_eq!(refused.expect("it starts").status.code(), Some(2));
+}
+
 #[test]
 fn errors_have_their_documented_codes() {
     let dir = tempfile::tempdir().expect("a directory");

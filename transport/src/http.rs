@@ -118,10 +118,13 @@ fn router(follower: Follower, token: Option<String>) -> Router {
         }
         next.run(request).await
     };
-    Router::new()
+    let routes = Router::new()
         .route("/prepare", post(prepare))
         .route("/activate", post(activate))
-        .route("/status", get(status))
+        .route("/status", get(status));
+    #[cfg(feature = "slime")]
+    let routes = routes.route("/pull_weights", post(crate::follow::pull_weights));
+    routes
         .layer(middleware::from_fn(authorise))
         .route("/health", get(|| async { Json(serde_json::json!({ "ok": true })) }))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))

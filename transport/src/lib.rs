@@ -14,6 +14,8 @@ pub mod manifest;
 mod publish;
 mod replica;
 mod run;
+#[cfg(feature = "slime")]
+pub mod slime;
 mod snapshot;
 mod store;
 pub mod wrap;

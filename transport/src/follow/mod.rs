@@ -1,5 +1,7 @@
 //! Keeps a host's checkpoint and its engines on a run's newest version.
 
+#[cfg(feature = "slime")]
+mod slime;
 mod status;
 mod watch;
 mod worker;
@@ -16,6 +18,8 @@ use crate::run::Run;
 use crate::store::{PutMode, Store};
 use worker::{Answer, Job, Worker};
 
+#[cfg(feature = "slime")]
+pub(crate) use slime::pull_weights;
 pub use status::{Ack, EngineStatus, Status};
 pub use watch::Stop;
 
@@ -94,6 +98,9 @@ struct Shared {
 struct Core {
     replica: Replica,
     run: Option<Run>,
+    /// Where versions come from, if it is no store of ours.
+    #[cfg(feature = "slime")]
+    feed: Option<crate::slime::Feed>,
     engines: Vec<Slot>,
     /// The acknowledgement that the store has.
     acknowledged: Option<Ack>,
@@ -137,7 +144,15 @@ impl Follower {
             error: None,
         };
         record_applied(&mut status, &replica, &engines, Duration::ZERO, 0);
-        let core = Mutex::new(Core { replica, run: None, engines, acknowledged: None });
+        let core = Core {
+            replica,
+            run: None,
+            #[cfg(feature = "slime")]
+            feed: None,
+            engines,
+            acknowledged: None,
+        };
+        let core = Mutex::new(core);
         Ok(Self { shared: Arc::new(Shared { store, options, core, status: Mutex::new(status) }) })
     }
 
@@ -218,10 +233,14 @@ impl Follower {
                 with: format!("engine `{}`, which still loads it", slot.worker.name()),
             });
         }
+        #[cfg(feature = "slime")]
+        if core.feed.is_some() {
+            return self.prepare_slime(core, target);
+        }
         if core.run.is_none() {
             core.run = Some(Run::open(self.shared.store.clone(), &options.run)?);
         }
-        let Core { run: Some(run), replica, engines, .. } = core else {
+        let Core { run: Some(run), replica, .. } = core else {
             return Err(Error::NoSuchRun { name: options.run.clone(), store: self.shared.store.to_string() });
         };
         let newest = run.newest_version(&options.model)?;
@@ -237,6 +256,12 @@ impl Follower {
         })?;
         let started = Instant::now();
         let moved = replica.advance(run, &options.model, to, options.hf_checkpoint.as_deref());
+        self.moved(core, started, moved)
+    }
+
+    /// Notes what became of the replica.
+    fn moved(&self, core: &mut Core, started: Instant, moved: Result<Advanced>) -> Result<Prepared> {
+        let Core { replica, engines, .. } = core;
         let bytes = moved.as_ref().map_or(0, |advanced| advanced.bytes);
         if !moved.as_ref().is_ok_and(|advanced| advanced.links == 0) {
             // Also after an error: links applied before it stay applied.

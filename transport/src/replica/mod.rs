@@ -1,6 +1,8 @@
 //! A host-local checkpoint directory at a known version, moved from version to version without ever being lost.
 
 mod fetch;
+#[cfg(feature = "slime")]
+pub(crate) mod foreign;
 mod journal;
 mod redo;
 mod state;
@@ -388,7 +390,7 @@ impl Replica {
 }
 
 impl Advanced {
-    fn add(&mut self, other: Self) {
+    pub(crate) fn add(&mut self, other: Self) {
         self.links += other.links;
         self.bytes += other.bytes;
         self.changed += other.changed;

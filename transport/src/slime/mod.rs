@@ -1,0 +1,72 @@
+//! slime's delta directories (slime 0.3.1, `--update-weight-mode delta`), read and written.
+//!
+//! A trainer writes `weight_v000001/`, `weight_v000002/`, … below one directory: safetensors files that hold a zstd frame
+//! per changed tensor, and an index, written last. The bytes are described in `docs/format/slime.md`. They carry no run
+//! identity, no full version and no digest of an unchanged tensor; what can be pinned is, and the rest is refused.
+//!
+//! [`Publisher`] writes such a directory, [`Follower::open_slime`](crate::Follower::open_slime) follows one.
+
+mod checksum;
+mod feed;
+mod frame;
+mod identity;
+mod json;
+mod publish;
+mod release;
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Key, Result, Version};
+
+pub use checksum::Checksum;
+pub(crate) use feed::Feed;
+pub use publish::{Publisher, PublisherOptions};
+
+/// File that commits a version.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// How a changed tensor is written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Encoding {
+    /// All bytes, exclusive-or with the version in front.
+    #[default]
+    Xor,
+    /// Positions and new values of the bytes that changed. Positions have 32 bits, so tensors are below 4 GiB.
+    Overwrite,
+}
+
+impl fmt::Display for Encoding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Xor => "xor",
+            Self::Overwrite => "overwrite",
+        })
+    }
+}
+
+/// The directory of a version.
+fn version_key(version: Version) -> Result<Key> {
+    Key::new(format!("weight_v{:06}", version.0))
+}
+
+fn index_key(version: Version) -> Result<Key> {
+    version_key(version)?.join(INDEX)
+}
+
+/// Something in a version's directory that is not as it must be.
+fn corrupt(
+    subject: impl fmt::Display,
+    what: &'static str,
+    expected: impl fmt::Display,
+    found: impl fmt::Display,
+) -> Error {
+    Error::Corrupt {
+        subject: subject.to_string(),
+        what,
+        expected: expected.to_string(),
+        found: found.to_string(),
+    }
+}

@@ -1,0 +1,420 @@
+//! Writes a trainer's directory, for slime's receiver.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+use serde_json::json;
+
+use super::release::Release;
+use super::{Checksum, Encoding, Feed, frame, identity, index_key, version_key};
+use crate::manifest::Kind;
+use crate::publish::{Progress, ProgressFn, Published, Start};
+use crate::replica::{Applied, Replica, STATE_DIR};
+use crate::store::PutMode;
+use crate::{Checkpoint, Error, Result, Snapshot, Store, TensorInfo, Version, probe_conditional_put};
+
+/// What to publish, and how.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct PublisherOptions {
+    /// Whether to begin a run in an empty directory, or to go on with the one there.
+    pub start: Start,
+    /// Directory of the baseline, a copy of the newest version that the next delta starts from.
+    pub baseline_dir: PathBuf,
+    /// The checkpoint that is version 0, which every receiver has; needed as long as the baseline holds no version.
+    pub hf_checkpoint: Option<PathBuf>,
+    /// How changed tensors are written.
+    pub encoding: Encoding,
+    /// Checksum of changed tensors.
+    pub checksum: Checksum,
+    /// Frames in one file, in bytes; a larger frame has a file of its own. A file is in memory while it is stored.
+    pub file_bytes: u64,
+}
+
+impl PublisherOptions {
+    /// Options with slime's defaults: xor, xxh3-128; files of up to 512 MiB.
+    #[must_use]
+    pub fn new(start: Start, baseline_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            start,
+            baseline_dir: baseline_dir.into(),
+            hf_checkpoint: None,
+            encoding: Encoding::default(),
+            checksum: Checksum::default(),
+            file_bytes: 512 << 20,
+        }
+    }
+}
+
+/// Publishes versions in slime's layout, one writer to a directory.
+///
+/// The layout has no full versions: version 0 is a checkpoint that every receiver has, and nothing is written for it. A
+/// version is committed by its index, which is written last.
+pub struct Publisher {
+    store: Arc<dyn Store>,
+    options: PublisherOptions,
+    feed: Feed,
+    baseline: Replica,
+    progress: Option<Box<ProgressFn>>,
+}
+
+impl fmt::Debug for Publisher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Publisher").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Publisher {
+    /// Opens a publisher and brings the baseline to the newest version in the directory.
+    ///
+    /// # Errors
+    /// [`Error::RunExists`] for a new run where there is one, [`Error::BadSetting`] if its baseline holds something;
+    /// [`Error::ConditionalPutIgnored`]; [`Error::Unsupported`] without a version 0; [`Error::ForeignRun`] for a baseline of
+    /// something else; whatever the store or the file system reports.
+    pub fn open(store: Arc<dyn Store>, options: PublisherOptions) -> Result<Self> {
+        probe_conditional_put(&*store)?;
+        let baseline = Replica::open(&options.baseline_dir)?;
+        if options.start == Start::NewRun {
+            if let Some(applied) = baseline.applied() {
+                return Err(Error::BadSetting {
+                    name: "baseline_dir",
+                    expected: "a directory without a version, for a new run".to_owned(),
+                    found: applied.label(),
+                });
+            }
+            match Release::read(&*store, Version(1)) {
+                Err(Error::NotFound { .. }) => {}
+                release => {
+                    let run_id = identity::run_id(identity::content(&release?));
+                    return Err(Error::RunExists { name: store.to_string(), run_id });
+                }
+            }
+        }
+        let feed = Feed::new(store.clone(), "policy", options.hf_checkpoint.clone());
+        let mut publisher = Self { store, options, feed, baseline, progress: None };
+        publisher.catch_up()?;
+        Ok(publisher)
+    }
+
+    /// Has `progress` called after every tensor of a publication.
+    pub fn on_progress(&mut self, progress: Box<ProgressFn>) {
+        self.progress = Some(progress);
+    }
+
+    /// The newest version, which the baseline holds.
+    #[must_use]
+    pub fn applied(&self) -> Option<&Applied> {
+        self.baseline.applied()
+    }
+
+    /// Publishes `snapshot` as the next version and returns once it is committed, and read back.
+    ///
+    /// # Errors
+    /// [`Error::TensorMismatch`] if its tensors are not the baseline's by name, type and shape; [`Error::LostRace`] if
+    /// another publisher committed the version; [`Error::Unsupported`] for a tensor that the encoding cannot describe;
+    /// whatever the store, the file system or the snapshot reports. The version is not there then, or whole.
+    pub fn publish(&mut self, snapshot: &dyn Snapshot) -> Result<Published> {
+        let begin = Instant::now();
+        let applied = self.catch_up()?;
+        let version = applied.version.next();
+        check_table(self.baseline.checkpoint()?, snapshot)?;
+        let (mut spool, frames) = self.encode(snapshot)?;
+        let encode = begin.elapsed();
+        self.clear(version)?;
+        let mut bytes = 0;
+        let files = plan(&frames, self.options.file_bytes);
+        let mut weight_map = serde_json::Map::new();
+        for (number, range) in files.iter().enumerate() {
+            let name = format!("model-{number:05}-of-{:05}.safetensors", files.len());
+            let frames = frames.get(range.clone()).unwrap_or_default();
+            weight_map.extend(frames.iter().map(|frame| (frame.name.clone(), name.clone().into())));
+            let file = spool.file(frames)?;
+            bytes += file.len() as u64;
+            self.store.put(&version_key(version)?.join(&name)?, &file, PutMode::Overwrite)?;
+        }
+        let index = json!({
+            "metadata": {
+                "version": format!("{:06}", version.0),
+                "base_version": format!("{:06}", applied.version.0),
+                "delta_encoding": self.options.encoding.to_string(),
+                "compression_format": "zstd",
+                "checksum_format": self.options.checksum.name(),
+            },
+            "weight_map": weight_map,
+        })
+        .to_string();
+        bytes += index.len() as u64;
+        fail::fail_point!("publish.manifest");
+        self.commit(version, index.as_bytes())?;
+        fail::fail_point!("publish.committed");
+        let advanced = self.feed.advance(&mut self.baseline, version)?;
+        self.published(bytes, advanced.changed, encode, begin)
+    }
+
+    fn published(
+        &self,
+        bytes: u64,
+        changed: u64,
+        encode: std::time::Duration,
+        begin: Instant,
+    ) -> Result<Published> {
+        let missing = || Error::NothingApplied { path: self.options.baseline_dir.clone() };
+        let manifest = self.baseline.manifest().ok_or_else(missing)?;
+        let applied = self.applied().ok_or_else(missing)?;
+        Ok(Published {
+            version: applied.version,
+            label: applied.label(),
+            manifest_digest: applied.manifest_digest,
+            kind: Kind::Delta,
+            anchor: false,
+            publication_bytes: bytes,
+            full_bytes: manifest.tensor_bytes(),
+            changed,
+            elements: manifest.elements(),
+            encode,
+            upload: begin.elapsed() - encode,
+        })
+    }
+
+    fn catch_up(&mut self) -> Result<Applied> {
+        let newest = self.feed.survey(&mut self.baseline)?;
+        self.feed.advance(&mut self.baseline, newest)?;
+        let path = || self.options.baseline_dir.clone();
+        self.baseline.applied().cloned().ok_or_else(|| Error::NothingApplied { path: path() })
+    }
+
+    /// Removes what an attempt that was never committed left in the version's place: receivers read every file there.
+    fn clear(&self, version: Version) -> Result<()> {
+        let index = index_key(version)?;
+        let entries = self.store.list(&version_key(version)?)?;
+        if entries.iter().any(|entry| entry.key == index) {
+            return Err(self.lost(version)?);
+        }
+        for entry in entries {
+            self.store.delete(&entry.key)?;
+        }
+        Ok(())
+    }
+
+    /// Creates the index, and finds out what became of it if the store does not say.
+    fn commit(&self, version: Version, index: &[u8]) -> Result<()> {
+        let key = index_key(version)?;
+        let Err(error) = self.store.put(&key, index, PutMode::Create) else { return Ok(()) };
+        match self.store.get(&key, None) {
+            Ok(found) if found == index => Ok(()),
+            Ok(_) => Err(self.lost(version)?),
+            Err(Error::NotFound { .. }) => Err(error),
+            Err(_) => {
+                Err(Error::CommitUnknown { version, store: self.store.to_string(), source: Box::new(error) })
+            }
+        }
+    }
+
+    fn lost(&self, version: Version) -> Result<Error> {
+        let winner = identity::content(&Release::read(&*self.store, version)?);
+        let applied = self.baseline.applied();
+        let applied = applied.ok_or_else(|| Error::NothingApplied { path: self.baseline.dir().into() })?;
+        Ok(Error::LostRace {
+            run_id: applied.run_id,
+            model: applied.model.clone(),
+            version,
+            winner: identity::link(applied.manifest_digest, winner),
+        })
+    }
+
+    /// Encodes what changed, on several threads; the frames lie in the spool.
+    fn encode(&mut self, snapshot: &dyn Snapshot) -> Result<(Spool, Vec<Encoded>)> {
+        let base = self.baseline.checkpoint()?;
+        let spool = Mutex::new(Spool::create(&self.options.baseline_dir.join(STATE_DIR))?);
+        let made = Mutex::new(Vec::new());
+        let (encoding, checksum) = (self.options.encoding, self.options.checksum);
+        let workers = thread::available_parallelism().map_or(1, std::num::NonZero::get).min(16);
+        let mut progress = Progress { tensors_total: snapshot.tensors().len() as u64, ..Progress::default() };
+        let failure = thread::scope(|scope| {
+            let (jobs, inbox) = sync_channel::<(usize, std::borrow::Cow<'_, [u8]>)>(workers);
+            let inbox = Arc::new(Mutex::new(inbox));
+            let threads: Vec<_> = (0..workers)
+                .map(|_| {
+                    let (inbox, spool, made) = (inbox.clone(), &spool, &made);
+                    scope.spawn(move || -> Result<()> {
+                        while let Some((index, new)) = take(&inbox) {
+                            let info = &base.tensors()[index];
+                            let old = base.tensor(index).unwrap_or_default();
+                            if old == &*new {
+                                continue;
+                            }
+                            let frame = frame::encode(&info.name, encoding, old, &new)?;
+                            let range = locked(spool).append(&frame)?;
+                            let checksum = checksum.of(&new);
+                            locked(made).push(Encoded { name: info.name.clone(), range, checksum });
+                        }
+                        Ok(())
+                    })
+                })
+                .collect();
+            drop(inbox);
+            let mut failure = Ok(());
+            for (index, info) in snapshot.tensors().iter().enumerate() {
+                let job = snapshot.bytes(index).and_then(|bytes| check_length(info, bytes));
+                match job {
+                    // Nobody takes it: the threads ended, and say why below.
+                    Ok(bytes) => {
+                        if jobs.send((index, bytes)).is_err() {
+                            break;
+                        }
+                    }
+                    Err(error) => {
+                        failure = Err(error);
+                        break;
+                    }
+                }
+                progress.tensors += 1;
+                progress.bytes_encoded += info.byte_len().unwrap_or(0);
+                if let Some(tell) = &mut self.progress {
+                    tell(progress);
+                }
+            }
+            drop(jobs);
+            for thread in threads {
+                let ended = thread.join().map_err(|_| Error::Cancelled { what: "encoding a tensor" });
+                failure = failure.and(ended.and_then(|ended| ended));
+            }
+            failure
+        });
+        failure?;
+        let mut frames = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+        frames.sort_by(|a: &Encoded, b| a.name.cmp(&b.name));
+        Ok((spool.into_inner().unwrap_or_else(PoisonError::into_inner), frames))
+    }
+}
+
+fn take<T>(inbox: &Mutex<Receiver<T>>) -> Option<T> {
+    locked(inbox).recv().ok()
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A frame in the spool.
+struct Encoded {
+    name: String,
+    range: Range<u64>,
+    checksum: String,
+}
+
+/// Frames on their way to a file, whose name says how many there are: a file without a name, so that it never stays behind.
+struct Spool {
+    path: PathBuf,
+    file: File,
+    length: u64,
+}
+
+impl Spool {
+    fn create(dir: &std::path::Path) -> Result<Self> {
+        let path = dir.join("frames.partial");
+        let io = |source| Error::io("create", &path, source);
+        let file =
+            File::options().read(true).write(true).create(true).truncate(true).open(&path).map_err(io)?;
+        fs::remove_file(&path).map_err(io)?;
+        Ok(Self { path, file, length: 0 })
+    }
+
+    fn append(&mut self, frame: &[u8]) -> Result<Range<u64>> {
+        self.file.write_all(frame).map_err(|source| Error::io("write", &self.path, source))?;
+        let start = self.length;
+        self.length += frame.len() as u64;
+        Ok(start..self.length)
+    }
+
+    /// The safetensors file of `frames`.
+    fn file(&mut self, frames: &[Encoded]) -> Result<Vec<u8>> {
+        let mut header = serde_json::Map::new();
+        let checksums: serde_json::Map<_, _> =
+            frames.iter().map(|frame| (frame.name.clone(), frame.checksum.clone().into())).collect();
+        header.insert("__metadata__".to_owned(), checksums.into());
+        let mut offset = 0;
+        for frame in frames {
+            let length = frame.range.end - frame.range.start;
+            let entry =
+                json!({ "dtype": "U8", "shape": [length], "data_offsets": [offset, offset + length] });
+            header.insert(frame.name.clone(), entry);
+            offset += length;
+        }
+        let mut json = serde_json::Value::Object(header).to_string().into_bytes();
+        json.resize(json.len().next_multiple_of(8), b' ');
+        let mut file = (json.len() as u64).to_le_bytes().to_vec();
+        file.append(&mut json);
+        for frame in frames {
+            let start = file.len();
+            file.resize(start + (frame.range.end - frame.range.start) as usize, 0);
+            let io = |source| Error::io("read", &self.path, source);
+            self.file.seek(SeekFrom::Start(frame.range.start)).map_err(io)?;
+            self.file.read_exact(&mut file[start..]).map_err(io)?;
+        }
+        Ok(file)
+    }
+}
+
+/// Consecutive frames of at most `max` bytes, except where one alone is larger.
+fn plan(frames: &[Encoded], max: u64) -> Vec<Range<usize>> {
+    let mut files: Vec<Range<usize>> = Vec::new();
+    let mut bytes = 0u64;
+    for (index, frame) in frames.iter().enumerate() {
+        let length = frame.range.end - frame.range.start;
+        match files.last_mut() {
+            Some(file) if bytes + length <= max => file.end = index + 1,
+            _ => {
+                files.push(index..index + 1);
+                bytes = 0;
+            }
+        }
+        bytes += length;
+    }
+    files
+}
+
+/// The layout changes bytes of tensors and nothing else.
+fn check_table(base: &Checkpoint, snapshot: &dyn Snapshot) -> Result<()> {
+    let (old, new) = (base.tensors(), snapshot.tensors());
+    let describe = |info: Option<&TensorInfo>| match info {
+        Some(info) => format!("`{}` {} {:?}", info.name, info.dtype, info.shape),
+        None => "none".to_owned(),
+    };
+    for index in 0..old.len().max(new.len()) {
+        let (expected, found) = (describe(old.get(index)), describe(new.get(index)));
+        if expected != found {
+            let tensor = new.get(index).or(old.get(index)).map_or_else(String::new, |info| info.name.clone());
+            return Err(Error::TensorMismatch { tensor, what: "entry in the tensor table", expected, found });
+        }
+    }
+    if base.files() != snapshot.files() {
+        tracing::warn!(
+            "auxiliary files changed; the layout has no place for them, and receivers keep the old ones"
+        );
+    }
+    Ok(())
+}
+
+fn check_length<'a>(
+    info: &TensorInfo,
+    bytes: std::borrow::Cow<'a, [u8]>,
+) -> Result<std::borrow::Cow<'a, [u8]>> {
+    let expected = info.byte_len()?;
+    if bytes.len() as u64 == expected {
+        return Ok(bytes);
+    }
+    Err(Error::TensorMismatch {
+        tensor: info.name.clone(),
+        what: "number of bytes",
+        expected: expected.to_string(),
+        found: bytes.len().to_string(),
+    })
+}
