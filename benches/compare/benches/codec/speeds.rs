@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use driftless_compare::data::{Pair, Shape, synthetic};
 use driftless_compare::peers::xor_zstd;
-use driftless_delta::{DigestTable, Element, Patch, Profile, decode, decode_full, encode, encode_full};
+use driftless_delta::{Decoder, DigestTable, Element, Encoder, Patch, Pool, Profile, Serial, Source};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::Verdicts;
 
@@ -41,14 +42,36 @@ fn only(pairs: Vec<Pair>) -> Pair {
     pairs.into_iter().next().expect("one tensor")
 }
 
+/// A pool as a caller would bring it.
+struct Rayon(rayon::ThreadPool);
+
+impl Rayon {
+    fn new(threads: usize) -> Rayon {
+        Rayon(rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads"))
+    }
+}
+
+impl Pool for Rayon {
+    fn threads(&self) -> usize {
+        self.0.current_num_threads()
+    }
+
+    fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync)) {
+        self.0.install(|| (0..jobs).into_par_iter().for_each(job));
+    }
+}
+
 fn full(Pair { new, .. }: &Pair, verdicts: &mut Verdicts) {
-    let mut payload = Vec::new();
+    let (mut encoder, mut payload) = (Encoder::new(), Vec::new());
     let encoding = seconds(|| {
         payload.clear();
-        encode_full(ELEMENT, new, &mut payload).expect("whole elements")
+        encoder.encode_full(&Serial, ELEMENT, new, &mut payload).expect("whole elements")
     });
-    let mut target = vec![0; new.len()];
-    let decoding = seconds(|| decode_full(ELEMENT, &payload, &mut target).expect("own payload"));
+    let (mut decoder, mut target) = (Decoder::new(), vec![0; new.len()]);
+    let decoding = seconds(|| {
+        decoder.decode_full(&Serial, ELEMENT, &payload, &mut target).map(drop).expect("own payload")
+    });
+    assert!(target == *new, "decoded tensor differs");
     let ratio = payload.len() as f64 / new.len() as f64;
     let gigabytes = new.len() as f64 / 1e9;
     println!(
@@ -76,18 +99,7 @@ fn sparse(Pair { base, new, .. }: &Pair, density: f64, verdicts: &mut Verdicts) 
     let peer_encoding = seconds(|| xor_zstd::encode(base, new));
     println!("  xor+zstd: encode {:.2}, apply and hash {:.2}", rate(peer_encoding), rate(peer_applying));
     for profile in [Profile::Fast, Profile::Wire] {
-        let mut payload = Vec::new();
-        let encoding = seconds(|| {
-            payload.clear();
-            encode(ELEMENT, base, new, &digests, profile, &mut payload).expect("equal lengths")
-        });
-        tensor.copy_from_slice(base);
-        let mut patch = Patch::new();
-        let applying = seconds(|| {
-            decode(ELEMENT, base, &digests, &payload, &mut patch).expect("own payload");
-            patch.apply_to(&mut tensor).expect("same length");
-        });
-        assert!(tensor == *new, "decoded tensor differs");
+        let [encoding, applying] = times(&Serial, profile, base, new, &digests);
         match profile {
             Profile::Fast => println!(
                 "  fast: encode {:.2} = {:.2}x scan (at least 0.6: {}), decode + apply {:.1} = {:.1}x xor+zstd (at least 5: {})",
@@ -108,6 +120,32 @@ fn sparse(Pair { base, new, .. }: &Pair, density: f64, verdicts: &mut Verdicts) 
             ),
         }
     }
+    let both = |threads| times(&Rayon::new(threads), Profile::Wire, base, new, &digests);
+    let ([one, one_back], [two, two_back]) = (both(1), both(2));
+    println!(
+        "  wire, two threads against one: encode {:.2}x, decode + apply {:.2}x (at least 1.8: {})",
+        one / two,
+        one_back / two_back,
+        verdicts.of(one / two >= 1.8)
+    );
+}
+
+/// Seconds to encode, and to decode and apply, with memory that is used again.
+fn times(pool: &dyn Pool, profile: Profile, base: &[u8], new: &[u8], digests: &DigestTable) -> [f64; 2] {
+    let source = Source { element: ELEMENT, bytes: base, digests };
+    let (mut encoder, mut payload) = (Encoder::new(), Vec::new());
+    let encoding = seconds(|| {
+        payload.clear();
+        encoder.encode(pool, source, new, profile, &mut payload).expect("equal lengths")
+    });
+    let mut tensor = base.to_vec();
+    let (mut decoder, mut patch) = (Decoder::new(), Patch::new());
+    let applying = seconds(|| {
+        decoder.decode(pool, source, &payload, &mut patch).expect("own payload");
+        patch.apply_to(&mut tensor).expect("same length");
+    });
+    assert!(tensor == new, "decoded tensor differs");
+    [encoding, applying]
 }
 
 /// Counts 64-byte groups that differ: the least any encoder must do.
