@@ -109,7 +109,8 @@ pub(crate) fn positions(start: usize, masks: &[u64], out: &mut Vec<u16>) {
     let mut end = out.len();
     out.resize(end + count as usize + AT_ONCE, 0);
     for (group, &mask) in masks.iter().enumerate() {
-        let position = |bit: u32| (start + group * GROUP) as u16 + bit as u16;
+        // Past the last bit the position need not be one of the block; it is written over or cut off.
+        let position = |bit: u32| (start + group * GROUP + bit as usize) as u16;
         let mut rest = mask;
         for slot in &mut out[end..end + AT_ONCE] {
             *slot = position(rest.trailing_zeros());
@@ -212,6 +213,11 @@ pub(crate) mod tests {
         let mut all = Vec::new();
         positions(0, &[u64::MAX; 1024], &mut all);
         assert!(all.iter().copied().eq(0..=u16::MAX));
+        // Few bits in the last group of a whole block: no position past it is a number of 16 bits.
+        let (mut sparse, mut last) = ([0; 1024], Vec::new());
+        sparse[1023] = 1 << 63;
+        positions(0, &sparse, &mut last);
+        assert_eq!(last, [u16::MAX]);
     }
 
     #[test]
