@@ -1,5 +1,9 @@
 //! `driftless log`.
 
+#[cfg(feature = "arrow")]
+mod export;
+mod import;
+
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
 use driftless::buffer::{self, Reader, Record, Severity};
@@ -10,13 +14,23 @@ use std::time::Duration;
 /// How long one wait for new records lasts before it is begun again.
 const TAIL_WAIT: Duration = Duration::from_secs(1);
 
+const AFTER_HELP: &str = "\
+Examples:
+  driftless log stat run/log
+  driftless log tail run/log --follow --json | jq .reward
+  driftless log verify run/log
+  driftless log export run/log rollouts.parquet --from 1000
+  driftless log import run/log prompts.jsonl@[0:5000] --input-key prompt --run-id 0123456789abcdef0123456789abcdef
+
+All but `import` are read-only. All are safe beside the process that owns the log; `import` then writes through it.";
+
 #[derive(clap::Args)]
+#[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Command,
 }
 
-/// All are read-only, and safe beside the process that writes the log.
 #[derive(clap::Subcommand)]
 enum Command {
     /// Count what is in the log.
@@ -33,6 +47,11 @@ enum Command {
         #[arg(short, long)]
         follow: bool,
     },
+    /// Write records as a data frame: an Arrow IPC file or Parquet; exit code 3 if damaged records were left out.
+    #[cfg(feature = "arrow")]
+    Export(export::Args),
+    /// Append prompts from JSONL files, as slime reads them, as prompts that wait to be generated.
+    Import(import::Args),
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
@@ -40,6 +59,9 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         Command::Stat { dir } => stat(&dir, output),
         Command::Verify { dir } => verify(&dir, output),
         Command::Tail { dir, lines, follow } => tail(&dir, lines, follow, output),
+        #[cfg(feature = "arrow")]
+        Command::Export(args) => export::run(&args, output),
+        Command::Import(args) => import::run(&args, output),
     }
 }
 

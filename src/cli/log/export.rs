@@ -1,0 +1,74 @@
+//! `driftless log export`.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::output::Output;
+use driftless::buffer::{Position, Reader, export_arrow, export_parquet};
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// The log.
+    dir: PathBuf,
+    /// The file to write; replaced if it is there.
+    file: PathBuf,
+    /// What to write; by default what the file's name ends with.
+    #[arg(long, value_enum)]
+    format: Option<Format>,
+    /// First position.
+    #[arg(long, default_value_t = 0)]
+    from: u64,
+    /// One past the last position; by default the end of the log.
+    #[arg(long)]
+    to: Option<u64>,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Format {
+    /// Arrow IPC file (Feather V2).
+    Arrow,
+    /// Parquet.
+    Parquet,
+}
+
+pub(super) fn run(args: &Args, output: Output) -> Result<()> {
+    let format = format(args)?;
+    let reader = Reader::open(&args.dir)?;
+    let from = args.from.max(reader.oldest().0);
+    let positions = Position(from)..Position(args.to.unwrap_or(u64::MAX).min(reader.end().0));
+    let io = |source| Error::Io { path: args.file.clone(), source };
+    // Beside its final place, so that nobody ever reads half a file there.
+    let mut unfinished = args.file.clone().into_os_string();
+    unfinished.push(".new");
+    let file = File::create(&unfinished).map_err(io)?;
+    let written = match format {
+        Format::Arrow => export_arrow(&reader, positions, BufWriter::new(file)),
+        Format::Parquet => export_parquet(&reader, positions, BufWriter::new(file)),
+    };
+    let exported = written.inspect_err(|_| {
+        // The error being returned matters more.
+        let _ = std::fs::remove_file(&unfinished);
+    })?;
+    std::fs::rename(&unfinished, &args.file).map_err(io)?;
+    output.print(&exported, |exported| format!("{} records in {}", exported.records, args.file.display()))?;
+    if exported.damaged == 0 {
+        return Ok(());
+    }
+    Err(Error::Damaged { what: args.dir.display().to_string(), damaged: exported.damaged })
+}
+
+fn format(args: &Args) -> Result<Format> {
+    let ending =
+        args.file.extension().map(|ending| ending.to_string_lossy().into_owned()).unwrap_or_default();
+    match (args.format, &ending[..]) {
+        (Some(format), _) => Ok(format),
+        (None, "arrow" | "feather" | "ipc") => Ok(Format::Arrow),
+        (None, "parquet") => Ok(Format::Parquet),
+        _ => Err(Error::Usage {
+            what: args.file.display().to_string(),
+            expected: "a name that ends in .arrow or .parquet, or --format".into(),
+            found: format!("`.{ending}`"),
+        }),
+    }
+}

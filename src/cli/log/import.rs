@@ -1,0 +1,218 @@
+//! `driftless log import`: slime's prompt files into the log, as prompts that wait.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::output::Output;
+use driftless::buffer::{
+    self, Identity, Kind, Log, Options, Producer, PromptState, Reader, Sample, Scalars, SyncPolicy,
+};
+use serde_json::Value;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Prompts that are made durable together.
+const BATCH: usize = 256;
+/// How long the owner of a log that is in use may take to answer.
+const OWNER: Duration = Duration::from_secs(10);
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// The log; made if it is absent.
+    dir: PathBuf,
+    /// JSONL files, one object a line. `FILE@[100:200]` takes lines 100 to 199, counted from 0 without empty ones.
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<String>,
+    /// Field that holds the prompt: text, or a list of messages. Every line must have it. The whole line is kept as the
+    /// record's metadata, so label, metadata, tools and images stay with it.
+    #[arg(long, default_value = "input", value_name = "FIELD")]
+    input_key: String,
+    /// Field that holds the prompt's token ids, for the record's tokens; without it they are left to whoever has the tokenizer.
+    #[arg(long, value_name = "FIELD")]
+    tokens_key: Option<String>,
+    /// Id of the first prompt; by default one past the largest in the log. A prompt of the same id is replaced.
+    #[arg(long, value_name = "N")]
+    first_id: Option<u64>,
+    /// Run that a new log belongs to, 32 hex digits.
+    #[arg(long, value_name = "HEX")]
+    run_id: Option<String>,
+    /// Model that a new log belongs to.
+    #[arg(long, default_value = "policy")]
+    model: String,
+    /// `tokenizer.json` of a new log; its BLAKE3 digest goes into the log, as `driftless train` does it.
+    #[arg(long, value_name = "FILE")]
+    tokenizer: Option<PathBuf>,
+}
+
+#[derive(serde::Serialize)]
+struct Imported {
+    prompts: u64,
+    first_id: u64,
+    next_id: u64,
+}
+
+/// One line of a file, ready to be logged.
+struct Prompt {
+    line: String,
+    tokens: Vec<i32>,
+}
+
+/// Whoever keeps the log's books.
+enum Sink {
+    Own(Log),
+    Owner(Producer),
+}
+
+impl Sink {
+    fn append(&self, samples: &[Sample<'_>]) -> Result<()> {
+        match self {
+            Sink::Own(log) => log.append_all(samples)?,
+            Sink::Owner(producer) => producer.append_all(samples)?,
+        };
+        Ok(())
+    }
+}
+
+pub(super) fn run(args: &Args, output: Output) -> Result<()> {
+    // Everything is read once before anything is written: a bad line costs nothing.
+    for file in &args.files {
+        each(args, file, |_| Ok(()))?;
+    }
+    let known = if args.dir.is_dir() { Some(Reader::open(&args.dir)?) } else { None };
+    let sink = open(args, known.as_ref())?;
+    let first_id = match (args.first_id, known) {
+        (Some(first), _) => first,
+        (None, Some(reader)) => reader.next_prompt(),
+        (None, None) => 0,
+    };
+    let mut next_id = first_id;
+    let mut batch = Vec::new();
+    for file in &args.files {
+        each(args, file, |prompt| {
+            batch.push(prompt);
+            if batch.len() == BATCH { flush(&sink, &mut batch, &mut next_id) } else { Ok(()) }
+        })?;
+    }
+    flush(&sink, &mut batch, &mut next_id)?;
+    if let Sink::Own(log) = sink {
+        log.close()?;
+    }
+    output.print(&Imported { prompts: next_id - first_id, first_id, next_id }, |done| {
+        format!("{} prompts, ids {} to {} exclusive", done.prompts, done.first_id, done.next_id)
+    })
+}
+
+fn open(args: &Args, known: Option<&Reader>) -> Result<Sink> {
+    let identity = match (known.and_then(Reader::identity), &args.run_id) {
+        (Some(identity), _) => identity.clone(),
+        (None, Some(run_id)) => identity(args, run_id)?,
+        (None, None) => {
+            let (what, expected) = (args.dir.display().to_string(), "--run-id for a new log".to_owned());
+            return Err(Error::Usage { what, expected, found: "none".into() });
+        }
+    };
+    let options = Options { sync: SyncPolicy::Manual, ..Options::new(identity.clone()) };
+    match Log::open(&args.dir, options) {
+        Ok(log) => Ok(Sink::Own(log)),
+        Err(buffer::Error::Locked { .. }) => Ok(Sink::Owner(Producer::connect(&args.dir, &identity, OWNER)?)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn identity(args: &Args, run_id: &str) -> Result<Identity> {
+    let mut bytes = [0; 16];
+    hex::decode_to_slice(run_id, &mut bytes).map_err(|_| Error::Usage {
+        what: "--run-id".into(),
+        expected: "32 hex digits".into(),
+        found: format!("`{run_id}`"),
+    })?;
+    let tokenizer = match &args.tokenizer {
+        Some(path) => std::fs::read(path).map_err(|source| Error::Io { path: path.clone(), source })?,
+        None => Vec::new(),
+    };
+    let tokenizer_digest = *blake3::hash(&tokenizer).as_bytes();
+    Ok(Identity { run_id: bytes, model: args.model.clone(), tokenizer_digest })
+}
+
+fn flush(sink: &Sink, batch: &mut Vec<Prompt>, next_id: &mut u64) -> Result<()> {
+    if batch.is_empty() {
+        return Ok(());
+    }
+    let record = |(id, prompt)| record(id, prompt);
+    let samples: Vec<Sample<'_>> = (*next_id..).zip(&*batch).map(record).collect();
+    sink.append(&samples)?;
+    *next_id += batch.len() as u64;
+    batch.clear();
+    Ok(())
+}
+
+fn record(id: u64, prompt: &Prompt) -> Sample<'_> {
+    let status = PromptState::Waiting.code();
+    Sample {
+        kind: Kind::Prompt,
+        scalars: Scalars { sample_id: id, group_id: id, status, ..Scalars::default() },
+        prompt_len: prompt.tokens.len(),
+        tokens: &prompt.tokens,
+        metadata: prompt.line.as_bytes(),
+        ..Sample::default()
+    }
+}
+
+/// Calls `take` for every prompt that `file` names.
+fn each(args: &Args, file: &str, mut take: impl FnMut(Prompt) -> Result<()>) -> Result<()> {
+    let (path, first, end) = slice(file)?;
+    let io = |source| Error::Io { path: path.to_owned(), source };
+    let lines = BufReader::new(File::open(path).map_err(io)?).lines();
+    let filled =
+        lines.enumerate().filter(|(_, line)| line.as_ref().map_or(true, |line| !line.trim().is_empty()));
+    for (number, line) in filled.skip(first).take(end - first) {
+        let line = line.map_err(io)?;
+        let place = format!("{}:{}", path.display(), number + 1);
+        let tokens = tokens(args, &line, &place)?;
+        take(Prompt { line, tokens })?;
+    }
+    Ok(())
+}
+
+/// `FILE` or `FILE@[a:b]`, as slime writes it.
+fn slice(file: &str) -> Result<(&Path, usize, usize)> {
+    let Some((path, range)) = file.rsplit_once("@[") else { return Ok((Path::new(file), 0, usize::MAX)) };
+    let number = |text: &str, default| if text.is_empty() { Ok(default) } else { text.parse() };
+    let bounds = range.strip_suffix(']').and_then(|range| range.split_once(':')).and_then(|(a, b)| {
+        let (a, b) = (number(a, 0).ok()?, number(b, usize::MAX).ok()?);
+        (a <= b).then_some((a, b))
+    });
+    let (first, end) = bounds.ok_or_else(|| Error::Usage {
+        what: "slice of a file".into(),
+        expected: "@[a:b] with a ≤ b".into(),
+        found: format!("`{file}`"),
+    })?;
+    Ok((Path::new(path), first, end))
+}
+
+/// Checks a line and takes the token ids out of it.
+fn tokens(args: &Args, line: &str, place: &str) -> Result<Vec<i32>> {
+    let value: Value =
+        serde_json::from_str(line).map_err(|source| Error::Json { what: place.to_owned(), source })?;
+    let field = |name: &str, expected: &str| {
+        value.get(name).ok_or_else(|| Error::Usage {
+            what: place.to_owned(),
+            expected: format!("an object with {expected} in `{name}`"),
+            found: "none".into(),
+        })
+    };
+    let wrong = |name: &str, expected: &str| Error::Usage {
+        what: place.to_owned(),
+        expected: format!("{expected} in `{name}`"),
+        found: "something else".into(),
+    };
+    let input = field(&args.input_key, "a prompt")?;
+    if !input.is_string() && !input.is_array() {
+        return Err(wrong(&args.input_key, "text or a list of messages"));
+    }
+    let Some(key) = &args.tokens_key else { return Ok(Vec::new()) };
+    let ids = field(key, "token ids")?.as_array();
+    let id = |id: &Value| id.as_i64().and_then(|id| i32::try_from(id).ok()).filter(|id| *id >= 0);
+    let ids: Option<Vec<i32>> = ids.and_then(|ids| ids.iter().map(id).collect());
+    ids.ok_or_else(|| wrong(key, "token ids"))
+}

@@ -1,0 +1,133 @@
+//! `driftless log`, on logs made by the crate.
+
+use crate::common::{driftless, json, run};
+use driftless::buffer::{Identity, Log, Options, Position, PromptState, Reader, Sample, Scalars};
+use std::path::Path;
+use std::process::Output;
+
+const RUN: &str = "000102030405060708090a0b0c0d0e0f";
+
+fn log(args: &[&str]) -> Output {
+    driftless().arg("log").args(args).output().expect("the command runs")
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a path of ours")
+}
+
+fn identity() -> Identity {
+    let run_id = std::array::from_fn(|at| at as u8);
+    Identity { run_id, model: "policy".into(), tokenizer_digest: [0; 32] }
+}
+
+fn filled(dir: &Path) -> Log {
+    let log = Log::open(dir, Options::new(identity())).expect("a log");
+    for id in 0..5 {
+        let scalars = Scalars { sample_id: id, reward: 0.5, status: 1, ..Scalars::default() };
+        let sample = Sample {
+            scalars,
+            tokens: &[7, 8],
+            log_probs: &[-1.0; 2],
+            loss_mask: &[1; 2],
+            ..Sample::default()
+        };
+        log.append(&sample).expect("room").wait().expect("a disk");
+    }
+    log
+}
+
+#[test]
+fn prompts_come_in_from_slimes_files() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (root, file) = (dir.path().join("log"), dir.path().join("prompts.jsonl"));
+    let lines = [
+        r#"{"prompt": "1+1?", "label": "2", "ids": [5, 6]}"#,
+        "",
+        r#"{"prompt": [{"role": "user", "content": "2+2?"}], "label": "4", "ids": [7]}"#,
+        r#"{"prompt": "3+3?", "ids": []}"#,
+    ];
+    std::fs::write(&file, lines.join("\n")).expect("a file");
+    let import = |file: &str, more: &[&str]| {
+        let args = [&["import", text(&root), file, "--input-key", "prompt", "--json"][..], more].concat();
+        log(&args)
+    };
+    let unknown = import(text(&file), &[]);
+    assert_eq!(unknown.status.code(), Some(2), "a new log needs --run-id");
+    let done = import(text(&file), &["--run-id", RUN, "--tokens-key", "ids"]);
+    assert_eq!(done.status.code(), Some(0), "{}", String::from_utf8_lossy(&done.stderr));
+    let done: serde_json::Value = serde_json::from_slice(&done.stdout).expect("JSON");
+    assert_eq!((done["prompts"].as_u64(), done["next_id"].as_u64()), (Some(3), Some(3)));
+    // Again, a slice of it: ids go on, and the log is told by itself.
+    let again = import(&format!("{}@[1:2]", file.display()), &[]);
+    assert_eq!(again.status.code(), Some(0), "{}", String::from_utf8_lossy(&again.stderr));
+
+    let reader = Reader::open(&root).expect("a log");
+    assert_eq!(reader.identity().expect("a segment").run_id, identity().run_id);
+    let prompts = reader.prompts(PromptState::Waiting);
+    let ids: Vec<u64> = prompts.iter().map(|prompt| prompt.scalars().sample_id).collect();
+    assert_eq!(ids, [0, 1, 2, 3]);
+    assert_eq!((prompts[0].tokens(), prompts[1].tokens()), (&[5, 6][..], &[7][..]));
+    assert_eq!(prompts[3].metadata(), lines[2].as_bytes());
+
+    std::fs::write(&file, "{\"prompt\": \"a\"}\n{\"question\": \"b\"}").expect("a file");
+    let bad = import(text(&file), &[]);
+    let message = String::from_utf8_lossy(&bad.stderr).into_owned();
+    assert_eq!(bad.status.code(), Some(2));
+    assert!(message.contains("prompts.jsonl:2") && message.contains("`prompt`"), "{message}");
+    let slice = import(&format!("{}@[2:1]", file.display()), &[]);
+    assert_eq!(slice.status.code(), Some(2));
+    assert_eq!(Reader::open(&root).expect("a log").end(), Position(4), "a bad file changes nothing");
+}
+
+#[test]
+fn prompts_go_through_the_process_that_owns_the_log() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("prompts.jsonl");
+    std::fs::write(&file, "{\"input\": \"a\"}\n").expect("a file");
+    let owner = filled(&dir.path().join("log"));
+    let served = owner.serve().expect("a socket");
+    run(driftless().args(["log", "import"]).arg(dir.path().join("log")).arg(&file));
+    drop(served);
+    assert_eq!(owner.reader().prompts(PromptState::Waiting).len(), 1);
+}
+
+#[test]
+fn stat_tail_and_verify_speak_json() {
+    let dir = tempfile::tempdir().expect("a directory");
+    filled(dir.path()).close().expect("a disk");
+    let stat = json(driftless().args(["log", "stat"]).arg(dir.path()));
+    assert_eq!((stat["samples"].as_u64(), stat["run_id"].as_str()), (Some(5), Some(RUN)));
+    let tail = log(&["tail", text(dir.path()), "-n", "2", "--json"]);
+    let last: Vec<serde_json::Value> = String::from_utf8_lossy(&tail.stdout)
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect();
+    assert_eq!(last.len(), 2);
+    assert_eq!(last[1]["tokens"], serde_json::json!([7, 8]));
+    let report = json(driftless().args(["log", "verify"]).arg(dir.path()));
+    assert_eq!(report["records"].as_u64(), Some(5));
+}
+
+#[cfg(feature = "arrow")]
+#[test]
+fn records_go_out_as_arrow_and_parquet() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let root = dir.path().join("log");
+    filled(&root).close().expect("a disk");
+    for (name, magic) in [("out.arrow", &b"ARROW1"[..]), ("out.parquet", b"PAR1")] {
+        let out = dir.path().join(name);
+        let done = json(driftless().args(["log", "export", "--from", "1"]).args([&root, &out]));
+        assert_eq!((done["records"].as_u64(), done["damaged"].as_u64()), (Some(4), Some(0)));
+        assert!(std::fs::read(&out).expect("the file").starts_with(magic), "{name}");
+    }
+    let unknown = log(&["export", text(&root), "out.csv"]);
+    assert_eq!(unknown.status.code(), Some(2));
+    let segment = root.join("segment-00000000000000000000.log");
+    let mut bytes = std::fs::read(&segment).expect("a segment");
+    bytes[4096 + 64 + 210] ^= 1;
+    std::fs::write(&segment, bytes).expect("a segment");
+    let out = dir.path().join("rest.parquet");
+    let damaged = log(&["export", text(&root), text(&out)]);
+    assert_eq!(damaged.status.code(), Some(3), "{}", String::from_utf8_lossy(&damaged.stderr));
+    assert!(out.exists(), "what is whole was written");
+}
