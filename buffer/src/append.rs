@@ -42,18 +42,16 @@ pub(crate) fn shape(sample: &Sample<'_>) -> Result<Shape> {
 /// Copies a record into space of its shape and commits it.
 pub(crate) fn fill(mut space: Reservation, sample: &Sample<'_>) -> Result<Pending> {
     space.set_scalars(sample.scalars);
-    space.tokens_mut().copy_from_slice(sample.tokens);
-    if sample.kind != Kind::Prompt {
-        space.log_probs_mut().copy_from_slice(sample.log_probs);
-        space.loss_mask_mut().copy_from_slice(sample.loss_mask);
-    }
-    space.spans_mut().copy_from_slice(sample.spans);
-    space.engine_mut().copy_from_slice(sample.engine.as_bytes());
-    space.metadata_mut().copy_from_slice(sample.metadata);
-    for (id, _, bytes) in sample.extra {
-        space.column_mut(*id).copy_from_slice(bytes);
-    }
-    space.commit()
+    let mut columns = vec![
+        (ColumnId::TOKENS, bytemuck::cast_slice(sample.tokens)),
+        (ColumnId::LOG_PROBS, bytemuck::cast_slice(sample.log_probs)),
+        (ColumnId::LOSS_MASK, sample.loss_mask),
+        (ColumnId::SPANS, bytemuck::cast_slice(sample.spans)),
+        (ColumnId::ENGINE, sample.engine.as_bytes()),
+        (ColumnId::METADATA, sample.metadata),
+    ];
+    columns.extend(sample.extra.iter().map(|&(id, _, bytes)| (id, bytes)));
+    space.commit_copy(sample.spans, &columns)
 }
 
 /// Appends several records and waits for all of them.

@@ -9,10 +9,12 @@
 //! What the rule cannot cover is a process that ignores it: writing to or truncating a log's files from outside is the same
 //! as writing into this process's memory. That is stated in `docs/format/log.md`.
 
+use std::fs::File;
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
-use std::sync::Arc;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use memmap2::MmapRaw;
 
@@ -29,6 +31,8 @@ const PAGE: usize = 4096;
 #[derive(Debug)]
 pub(crate) struct Map {
     memory: Memory,
+    /// The file behind it, until the segment is sealed: large copies go in through it.
+    file: RwLock<Option<File>>,
     bytes: usize,
     /// Everything below is handed out or fixed; only `allot` and `limit` move it.
     tail: AtomicUsize,
@@ -45,14 +49,21 @@ impl Map {
     /// Wraps a mapped file. Allocations start at `tail`.
     pub(crate) fn file(raw: MmapRaw, tail: usize) -> Self {
         let bytes = raw.len();
-        Self { memory: Memory::File(raw), bytes, tail: AtomicUsize::new(tail.min(bytes)) }
+        let tail = AtomicUsize::new(tail.min(bytes));
+        Self { memory: Memory::File(raw), file: RwLock::new(None), bytes, tail }
+    }
+
+    /// As [`Map::file`], for a segment that is to be written.
+    pub(crate) fn writable(raw: MmapRaw, file: File, tail: usize) -> Self {
+        Self { file: RwLock::new(Some(file)), ..Self::file(raw, tail) }
     }
 
     /// Wraps the simulated medium of the crash tests.
     #[cfg(test)]
     pub(crate) fn image(image: Arc<Image>, tail: usize) -> Self {
         let bytes = image.len();
-        Self { memory: Memory::Image(image), bytes, tail: AtomicUsize::new(tail.min(bytes)) }
+        let tail = AtomicUsize::new(tail.min(bytes));
+        Self { memory: Memory::Image(image), file: RwLock::new(None), bytes, tail }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -228,6 +239,12 @@ impl Map {
         }
     }
 
+    /// Nothing more is written: the file is closed, the map stays.
+    pub(crate) fn complete(&self) {
+        *self.file.write().unwrap_or_else(PoisonError::into_inner) = None;
+        self.let_go();
+    }
+
     /// Lets the kernel take the memory of its pages back. They are the file's, and come again when they are touched.
     pub(crate) fn let_go(&self) {
         match &self.memory {
@@ -263,6 +280,24 @@ impl Exclusive {
     /// Offset of the frame in its segment.
     pub(crate) fn offset(&self) -> usize {
         self.start
+    }
+
+    /// Copies `bytes` to `at` in the body. Large pieces go through the file: one call of the kernel instead of a page fault
+    /// for every page, and no fault ever waits for the file system's journal.
+    ///
+    /// # Panics
+    ///
+    /// If they do not fit.
+    pub(crate) fn copy_in(&mut self, at: usize, bytes: &[u8]) {
+        assert!(at + bytes.len() <= self.bytes - FRAME_HEADER, "writing beyond a frame");
+        let offset = (self.start + FRAME_HEADER + at) as u64;
+        let file = self.map.file.read().unwrap_or_else(PoisonError::into_inner);
+        let stored =
+            bytes.len() >= PAGE && file.as_ref().is_some_and(|file| file.write_all_at(bytes, offset).is_ok());
+        drop(file);
+        if !stored {
+            self[at..at + bytes.len()].copy_from_slice(bytes);
+        }
     }
 }
 

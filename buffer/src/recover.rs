@@ -251,6 +251,7 @@ fn walk(
         sealed_us =
             Some(finish(&mut map, header, &scan, next).map_err(Error::io("seal", storage.path(name)))?);
         storage.release(name, unused(header, scan.end, scan.entries.len()));
+        map.complete();
     }
     let Scan { entries, faults, end } = scan;
     Ok(Some(Part { map, entries, faults, end, next, sealed_us }))

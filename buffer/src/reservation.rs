@@ -5,6 +5,7 @@ use std::sync::Arc;
 use fail::fail_point;
 
 use crate::index::Segment;
+use crate::layout::ALIGN;
 use crate::layout::body::{self, Fixed, Plan};
 use crate::layout::frame::FRAME_HEADER;
 use crate::map::Exclusive;
@@ -27,6 +28,9 @@ pub struct Reservation {
     scalars: Scalars,
     ticket: Ticket,
 }
+
+/// What lies between two columns, at most.
+const PADDING: [u8; ALIGN] = [0; ALIGN];
 
 /// Where the bookkeeping of a reservation is.
 #[derive(Debug, Clone)]
@@ -115,22 +119,61 @@ impl Reservation {
     /// the reservation was reclaimed, and what [`crate::Log::sync`] answers when the policy asks for a sync.
     pub fn commit(mut self) -> Result<Pending> {
         let spans: Vec<VersionSpan> = self.spans_mut().to_vec();
-        let lengths = [self.tokens_mut().len(), self.log_probs_mut().len(), self.loss_mask_mut().len()];
-        body::check(self.kind, self.prompt_len, lengths, &spans)
-            .map_err(|(what, expected, found)| Error::Invalid { what, expected, found })?;
-        let fixed = Fixed {
-            scalars: self.scalars,
-            prompt_len: u32::try_from(self.prompt_len).unwrap_or(u32::MAX),
-            versions: body::versions(&spans),
+        let fixed = self.fixed(&spans)?;
+        body::encode(&mut self.body, &fixed, &self.plan);
+        let crc = match self.ticket.home {
+            Home::Here { .. } => crc32c::crc32c(&self.body),
+            // The owner computes its own.
+            Home::There(_) => 0,
         };
-        let Self { mut body, plan, kind, mut ticket, .. } = self;
-        body::encode(&mut body, &fixed, &plan);
+        self.finish(&fixed, crc)
+    }
+
+    /// Copies whole columns in and commits. Columns that the shape does not have, or has empty, are left out.
+    pub(crate) fn commit_copy(
+        mut self,
+        spans: &[VersionSpan],
+        columns: &[(ColumnId, &[u8])],
+    ) -> Result<Pending> {
+        let fixed = self.fixed(spans)?;
+        let end = self.plan.frame - FRAME_HEADER;
+        let first = self.plan.columns.first().map_or(end, |column| column.offset - FRAME_HEADER);
+        let mut head = vec![0; first];
+        body::encode(&mut head, &fixed, &self.plan);
+        self.body.copy_in(0, &head);
+        let (mut crc, mut at) = (crc32c::crc32c(&head), first);
+        for column in &self.plan.columns {
+            let bytes = columns.iter().find(|(id, _)| *id == column.id).map_or(&[][..], |(_, bytes)| bytes);
+            let start = column.offset - FRAME_HEADER;
+            // What lies between columns has never been written, and so is zero.
+            crc = crc32c::crc32c_append(crc, &PADDING[..start - at]);
+            at = start + column.bytes;
+            let bytes = &bytes[..column.bytes];
+            self.body.copy_in(start, bytes);
+            crc = crc32c::crc32c_append(crc, bytes);
+        }
+        crc = crc32c::crc32c_append(crc, &PADDING[..end - at]);
+        self.finish(&fixed, crc)
+    }
+
+    /// Checks the columns, and gives the single values as they are stored.
+    fn fixed(&self, spans: &[VersionSpan]) -> Result<Fixed> {
+        let count = |id| self.plan.column(id).map_or(0, |column| column.bytes / column.element.size());
+        let lengths = [ColumnId::TOKENS, ColumnId::LOG_PROBS, ColumnId::LOSS_MASK].map(count);
+        body::check(self.kind, self.prompt_len, lengths, spans)
+            .map_err(|(what, expected, found)| Error::Invalid { what, expected, found })?;
+        let prompt_len = u32::try_from(self.prompt_len).unwrap_or(u32::MAX);
+        Ok(Fixed { scalars: self.scalars, prompt_len, versions: body::versions(spans) })
+    }
+
+    fn finish(self, fixed: &Fixed, crc: u32) -> Result<Pending> {
+        let Self { body, plan, kind, mut ticket, .. } = self;
         fail_point!("log.append");
         ticket.done = true;
         let sequence = ticket.sequence;
         match &ticket.home {
             Home::Here { shared, segment } => {
-                shared.commit_body(segment, kind, sequence, body, &fixed, &plan)?;
+                shared.commit_body(segment, (kind, sequence), (body, crc), fixed, &plan)?;
             }
             Home::There(connection) => {
                 // The owner reads it next.

@@ -241,7 +241,10 @@ impl Line {
             return Err(invalid("position", "one that this producer has reserved", sequence.to_string()));
         };
         match body::accept(kind, &body) {
-            Ok((fixed, plan)) => self.shared.commit_body(&segment, kind, sequence, body, &fixed, &plan),
+            Ok((fixed, plan)) => {
+                let crc = crc32c::crc32c(&body);
+                self.shared.commit_body(&segment, (kind, sequence), (body, crc), &fixed, &plan)
+            }
             Err(what) => {
                 drop(body);
                 self.shared.give_up(sequence);

@@ -275,13 +275,12 @@ impl Shared {
         Ok(Arc::new(Segment { name, header, map: Arc::new(map) }))
     }
 
-    /// Commits a complete body. From here on its bytes may be handed to readers.
+    /// Commits a complete body with this CRC. From here on its bytes may be handed to readers.
     pub(crate) fn commit_body(
         &self,
         segment: &Segment,
-        kind: Kind,
-        sequence: u64,
-        body: Exclusive,
+        (kind, sequence): (Kind, u64),
+        (body, body_crc): (Exclusive, u32),
         fixed: &Fixed,
         plan: &Plan,
     ) -> Result<()> {
@@ -292,7 +291,7 @@ impl Shared {
             bytes: plan.frame as u64,
             sequence,
             durable: 0,
-            body_crc: crc32c::crc32c(&body),
+            body_crc,
         };
         drop(body);
         self.commit(segment, header, scan::describe(&header, fixed, plan))

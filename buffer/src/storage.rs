@@ -98,12 +98,12 @@ impl Storage for Directory {
         if self.root.join(name).try_exists()? {
             return Err(io::Error::from(io::ErrorKind::AlreadyExists));
         }
-        let raw = self.put(name, |file| {
+        let (raw, file) = self.put(name, |file| {
             allocate(file, bytes as u64)?;
             Calls(file).write_all(head)?;
-            call(|| MmapOptions::new().map_raw(file))
+            Ok((call(|| MmapOptions::new().map_raw(file))?, file.try_clone()?))
         })?;
-        Ok(Map::file(raw, HEADER_PAGE))
+        Ok(Map::writable(raw, file, HEADER_PAGE))
     }
 
     fn open(&self, name: &str, write: Option<usize>) -> io::Result<Map> {
@@ -121,7 +121,7 @@ impl Storage for Directory {
         }
         let raw = call(|| MmapOptions::new().map_raw(&file))?;
         let tail = raw.len();
-        Ok(Map::file(raw, tail))
+        Ok(Map::writable(raw, file, tail))
     }
 
     fn release(&self, name: &str, range: Range<usize>) {

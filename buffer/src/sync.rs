@@ -103,7 +103,7 @@ impl Shared {
                 .map_err(Error::io("seal", self.storage.path(&segment.name)))?;
             self.storage.release(&segment.name, recover::unused(&segment.header, end, entries.len()));
             // It is complete; only its readers need its pages from here on.
-            segment.map.let_go();
+            segment.map.complete();
             Ok((segment.header.first, sealed_us))
         };
         full.into_iter().map(one).collect()
