@@ -165,31 +165,37 @@ fn rewrite_all(
     let workers = workers.min(WORKERS_MAX).min(next.tensors.len());
     let queue = AtomicUsize::new(0);
     let mut left = next.tensors.len();
+    let work = |out: SyncSender<Result<Made>>| {
+        while let Some((index, name)) = {
+            let index = queue.fetch_add(1, Ordering::Relaxed);
+            next.tensors.get(index).map(|name| (index, *name))
+        } {
+            let done = rewrite_one(state, (index, name), rewrite, &out);
+            let failed = done.is_err();
+            // Nobody listens any more once something else failed.
+            if out.send(done).is_err() || failed {
+                break;
+            }
+        }
+    };
     thread::scope(|scope| {
         let (out, made) = sync_channel(2 * workers);
-        for _ in 0..workers {
-            let (out, queue) = (out.clone(), &queue);
-            scope.spawn(move || {
-                while let Some((index, name)) = {
-                    let index = queue.fetch_add(1, Ordering::Relaxed);
-                    next.tensors.get(index).map(|name| (index, *name))
-                } {
-                    let done = rewrite_one(state, (index, name), rewrite, &out);
-                    let failed = done.is_err();
-                    // Nobody listens any more once something else failed.
-                    if out.send(done).is_err() || failed {
-                        break;
-                    }
-                }
-            });
-        }
+        let threads: Vec<_> = (0..workers)
+            .map(|_| {
+                let out = out.clone();
+                let work = &work;
+                scope.spawn(move || work(out))
+            })
+            .collect();
         drop(out);
-        for made in made {
+        let taken = made.into_iter().try_for_each(|made| {
             let made = made?;
             left -= usize::from(matches!(made, Made::Tensor { .. }));
-            take(made)?;
-        }
-        if left == 0 { Ok(()) } else { Err(Error::Cancelled { what: "rewriting the tensors" }) }
+            take(made)
+        });
+        let whole = threads.into_iter().map(|thread| thread.join().is_ok()).fold(true, |all, ok| all & ok);
+        taken?;
+        if whole && left == 0 { Ok(()) } else { Err(Error::Cancelled { what: "rewriting the tensors" }) }
     })
 }
 
