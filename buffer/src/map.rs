@@ -16,7 +16,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use memmap2::MmapRaw;
+use memmap2::{Advice, MmapRaw};
 
 use crate::layout::ALIGN;
 use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState, Peek};
@@ -55,6 +55,9 @@ impl Map {
 
     /// As [`Map::file`], for a segment that is to be written.
     pub(crate) fn writable(raw: MmapRaw, file: File, tail: usize) -> Self {
+        // Otherwise the first touch of a header makes the kernel read ahead: it fills with zeros what is about to be written.
+        // Refused advice costs time, nothing else.
+        let _ = raw.advise(Advice::Random);
         Self { file: RwLock::new(Some(file)), ..Self::file(raw, tail) }
     }
 
@@ -242,6 +245,12 @@ impl Map {
     /// Nothing more is written: the file is closed, the map stays.
     pub(crate) fn complete(&self) {
         *self.file.write().unwrap_or_else(PoisonError::into_inner) = None;
+        match &self.memory {
+            // Its readers do profit from reading ahead.
+            Memory::File(raw) => drop(raw.advise(Advice::Normal)),
+            #[cfg(test)]
+            Memory::Image(_) => {}
+        }
         self.let_go();
     }
 
