@@ -46,6 +46,7 @@ impl Error {
                 | Transport::BrokenChain { .. }
                 | Transport::Codec { .. },
             ) => 3,
+            Error::Transport(Transport::PartsMissing { .. } | Transport::NotJoined { .. }) => 4,
             Error::Bridge(error) => bridge_code(error),
             #[cfg(feature = "torch")]
             Error::Trainer(driftless::trainer::Error::Bridge(error)) => bridge_code(error),

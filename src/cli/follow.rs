@@ -153,8 +153,8 @@ fn host_name() -> String {
     if name.trim().is_empty() { "follower".to_owned() } else { name.trim().to_owned() }
 }
 
-/// SIGINT and SIGTERM end the loop after the step it is in.
-fn stop_on_signals(stop: &Stop) -> Result<()> {
+/// SIGINT and SIGTERM throw the switch: the loop ends after the step it is in.
+pub(crate) fn stop_on_signals(stop: &Stop) -> Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(start)?;

@@ -4,7 +4,7 @@ use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
 use crate::cli::store;
 use driftless::transport::manifest::Kind;
-use driftless::transport::{Committed, Manifest, Run, Store, Version};
+use driftless::transport::{Committed, ContentDigest, Error as Transport, Manifest, Run, Store, Version};
 use serde::Serialize;
 use serde_json::json;
 use std::path::PathBuf;
@@ -72,7 +72,7 @@ fn place(url: &str) -> Result<(String, Option<String>)> {
 }
 
 /// The run's model: the one asked for, or the only one.
-fn model(run: &Run, asked: Option<String>) -> Result<String> {
+pub(crate) fn model(run: &Run, asked: Option<String>) -> Result<String> {
     let models = run.models()?;
     match (asked, models.as_slice()) {
         (Some(model), _) => Ok(model),
@@ -109,6 +109,7 @@ fn runs(store: &Arc<dyn Store>, output: Output) -> Result<()> {
 struct Link {
     version: u64,
     kind: &'static str,
+    anchor: bool,
     base: Option<u64>,
     trainer_step: u64,
     bytes: u64,
@@ -123,6 +124,7 @@ impl Link {
         Link {
             version: manifest.version.0,
             kind: kind(manifest),
+            anchor: manifest.is_anchor(),
             base: manifest.base.as_ref().map(|base| base.version.0),
             trainer_step: manifest.trainer_step,
             bytes: manifest.object_bytes(),
@@ -131,22 +133,43 @@ impl Link {
             manifest_digest: committed.digest.to_string(),
         }
     }
+
+    /// What is left of a version that was collected.
+    fn collected(version: Version, manifest_digest: ContentDigest) -> Link {
+        Link {
+            version: version.0,
+            kind: "collected",
+            anchor: false,
+            base: version.0.checked_sub(1),
+            trainer_step: 0,
+            bytes: 0,
+            full_bytes: 0,
+            density: 0.0,
+            manifest_digest: manifest_digest.to_string(),
+        }
+    }
 }
 
 fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
     let versions = run.versions(model)?;
-    let links = versions.into_iter().map(|version| Ok(Link::of(&run.get(model, version)?)));
+    let links = versions.into_iter().map(|version| match run.get(model, version) {
+        Err(Transport::Collected { manifest_digest, .. }) => Ok(Link::collected(version, manifest_digest)),
+        committed => Ok(Link::of(&committed?)),
+    });
     let links = links.collect::<Result<Vec<_>>>()?;
     let shown = json!({"run": run.name(), "run_id": run.id(), "model": model, "chain": links});
     output.print(&shown, |_| {
-        // A reference stores nothing that could be compared with anything.
-        let stored = |link: &Link, text: String| if link.kind == "reference" { "-".to_owned() } else { text };
+        // A reference stores nothing that could be compared with anything; of a collected version nothing is left.
+        let stored = |link: &Link, text: String| match link.kind {
+            "reference" | "collected" => "-".to_owned(),
+            _ => text,
+        };
         let row = |link: &Link| {
             vec![
                 link.version.to_string(),
-                link.kind.to_owned(),
+                if link.anchor && link.kind == "delta" { "delta, anchor" } else { link.kind }.to_owned(),
                 link.base.map_or_else(|| "-".to_owned(), |base| base.to_string()),
-                link.trainer_step.to_string(),
+                if link.kind == "collected" { "-".to_owned() } else { link.trainer_step.to_string() },
                 link.bytes.to_string(),
                 stored(link, format!("{:.1}x", link.full_bytes as f64 / link.bytes.max(1) as f64)),
                 stored(link, format!("{:.3} %", 100.0 * link.density)),

@@ -5,12 +5,14 @@ mod error;
 #[cfg(feature = "failpoints")]
 mod failpoints;
 mod follow;
+mod gc;
 mod inspect;
 mod keys;
 mod log;
 mod output;
 mod progress;
 mod publish;
+mod ranks;
 #[cfg(feature = "torch")]
 mod report;
 #[cfg(feature = "torch")]
@@ -65,6 +67,7 @@ enum Command {
     Delta(delta::Args),
     /// Show what a store holds: its runs, a run's chain, one version.
     Inspect(inspect::Args),
+    Gc(gc::Args),
     /// Look at a rollout log.
     Log(log::Args),
 }
@@ -97,6 +100,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Follow(args) => follow::run(args, output),
         Command::Delta(args) => delta::run(args, output),
         Command::Inspect(args) => inspect::run(args, output),
+        Command::Gc(args) => gc::run(args, output),
         Command::Log(args) => log::run(args, output),
     };
     match outcome {

@@ -1,11 +1,16 @@
 //! `driftless publish`.
 
 use crate::cli::error::{Error, Result};
+use crate::cli::follow::stop_on_signals;
 use crate::cli::output::Output;
+use crate::cli::ranks::RankArgs;
 use crate::cli::slime::{self, Layout};
 use crate::cli::{progress, store};
 use driftless::delta::Profile;
-use driftless::transport::{Checkpoint, Mode, Published, Publisher, PublisherOptions, Snapshot, Start, Step};
+use driftless::transport::gc::{GcOptions, collect};
+use driftless::transport::{
+    Checkpoint, Mode, Published, Publisher, PublisherOptions, Snapshot, Start, Step, Stop,
+};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
@@ -19,6 +24,9 @@ Credentials, region and endpoint of an object store come from the environment, a
   For slime's receivers, which have out/step-0 already:
     driftless publish --layout slime --store file:///shared/deltas --new-run --checkpoint out/step-0
     driftless publish --layout slime --store file:///shared/deltas --resume --checkpoint out/step-1
+  As rank 1 of 4, all of which run the same command:
+    driftless publish --store file:///shared/store --run my-run --resume --checkpoint out/rank-1 --step 1 \\
+        --rank 1 --ranks 4 --attempt job-7-step-1
 
 The baseline is a copy of the newest version that the next delta starts from. The command keeps it; if it is not there it is
 fetched from the store and verified.";
@@ -65,6 +73,14 @@ pub(crate) struct Args {
     /// Carry full tensors too in every version whose number is a multiple of this.
     #[arg(long, value_name = "VERSIONS")]
     anchor_every: Option<u64>,
+    /// Carry full tensors too when the deltas since the newest anchor weigh this share of the model, such as 0.5.
+    #[arg(long, value_name = "SHARE")]
+    anchor_share: Option<f64>,
+    /// Afterwards remove versions that nobody needs, as `driftless gc --keep` does.
+    #[arg(long, value_name = "VERSIONS", value_parser = clap::value_parser!(u64).range(1..))]
+    keep: Option<u64>,
+    #[command(flatten)]
+    ranks: RankArgs,
     #[command(flatten)]
     slime: slime::PublishArgs,
 }
@@ -98,6 +114,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         Some(dir) => dir.clone(),
         None => default_baseline(&store.to_string(), &run, &args.model)?,
     };
+    let rank = args.ranks.rank();
     if args.layout == Layout::Slime {
         refuse_for_slime(&args)?;
         let baseline = (args.new_run, baseline_dir);
@@ -106,14 +123,22 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
             None => Ok(()),
         };
     }
-    let start = if args.new_run { Start::NewRun } else { Start::Resume };
+    let joins = rank.as_ref().is_some_and(|rank| rank.rank > 0);
+    if joins && args.new_run {
+        args.ranks.wait_for_run(&store, &run)?;
+    }
+    let start = if args.new_run && !joins { Start::NewRun } else { Start::Resume };
     let mut options = PublisherOptions::new(&run, start, baseline_dir);
     options.model = args.model.clone();
     options.profile = args.profile.into();
     options.anchor_every = args.anchor_every;
+    options.anchor_share = args.anchor_share;
     options.reference_dir = Some(args.checkpoint.clone()).filter(|_| args.by_reference);
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let mut publisher = Publisher::open(store, options)?;
+    let stop = Stop::new();
+    stop_on_signals(&stop)?;
+    publisher.stop_on(&stop);
     let bar = progress::bytes(tensor_bytes(&checkpoint)?, "publish");
     let shown = bar.clone();
     publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
@@ -122,12 +147,20 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         PublishMode::Full => Mode::Full,
         PublishMode::Delta => Mode::Delta,
     };
+    if let Some(rank) = &rank {
+        let (version, bytes) = args.ranks.publish(&mut publisher, checkpoint, step, mode, rank)?;
+        bar.finish_and_clear();
+        collect_old(&args, &publisher);
+        let value = json!({"version": version, "rank": rank.rank, "publication_bytes": bytes});
+        return output.print(&value, |_| format!("version {version}: {bytes} bytes as rank {}", rank.rank));
+    }
     let published = if args.by_reference {
         publisher.publish_reference(&args.checkpoint, step)?
     } else {
         publisher.publish(&checkpoint, step, mode)?
     };
     bar.finish_and_clear();
+    collect_old(&args, &publisher);
     show(&published, output)
 }
 
@@ -137,6 +170,9 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
         ("--mode full", matches!(args.mode, PublishMode::Full)),
         ("--by-reference", args.by_reference),
         ("--anchor-every", args.anchor_every.is_some()),
+        ("--anchor-share", args.anchor_share.is_some()),
+        ("--keep", args.keep.is_some()),
+        ("--rank", args.ranks.rank().is_some()),
         ("--profile fast", matches!(args.profile, DeltaProfile::Fast)),
     ];
     match refused.iter().find(|(_, given)| *given) {
@@ -146,6 +182,17 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
             expected: "deltas of slime's own encodings".to_owned(),
             found: (*flag).to_owned(),
         }),
+    }
+}
+
+/// Removes what nobody needs any more, if that was asked for.
+fn collect_old(args: &Args, publisher: &Publisher) {
+    let Some(keep) = args.keep else { return };
+    let mut options = GcOptions::new(&args.model);
+    options.keep = keep;
+    // The version is published whatever becomes of the old ones; the next collection goes on.
+    if let Err(error) = collect(publisher.run(), &options) {
+        tracing::warn!(error = &error as &dyn std::error::Error, "old versions were not all removed");
     }
 }
 

@@ -142,6 +142,115 @@ fn a_host_follows_what_a_script_publishes() {
 }
 
 #[test]
+fn old_versions_are_collected_and_hosts_find_their_way() {
+    let mut run = Run::new();
+    for _ in 0..3 {
+        run.publish();
+        run.made.step(50);
+    }
+    json(&mut run.follow_once());
+    // Version 3 is an anchor; the follower stays at version 2.
+    let publish = |run: &mut Run, more: &[&str]| {
+        let checkpoint = run.made.write(&run.path("checkpoint"));
+        let mut command = run.command("publish");
+        command.arg("--checkpoint").arg(checkpoint).arg("--baseline-dir").arg(run.path("baseline"));
+        json(command.arg("--resume").args(more))
+    };
+    assert_eq!(publish(&mut run, &["--anchor-every", "3"])["anchor"], true);
+    let told = json(run.command("gc").arg("--dry-run"));
+    assert_eq!((&told["newest"], &told["anchor"], &told["floor"]), (&3.into(), &3.into(), &2.into()));
+    assert_eq!((&told["leases"][0]["follower"], &told["leases"][0]["live"]), (&"host".into(), &true.into()));
+    let done = json(&mut run.command("gc"));
+    assert_eq!(done["removed"], told["removed"]);
+    let removed: Vec<_> = done["removed"].as_array().expect("a list").iter().map(|r| &r["version"]).collect();
+    assert_eq!(removed, [0, 1]);
+    // The host was lost for good; a lease of no duration has run out.
+    let done = json(run.command("gc").args(["--lease-ttl", "0"]));
+    assert_eq!((&done["floor"], &done["leases"][0]["live"]), (&3.into(), &false.into()));
+    let chain = json(&mut run.command("inspect"));
+    let kinds: Vec<_> =
+        chain["chain"].as_array().expect("a chain").iter().map(|link| &link["kind"]).collect();
+    assert_eq!(kinds, ["collected", "collected", "collected", "delta"]);
+    run.made.step(50);
+    publish(&mut run, &["--keep", "1"]);
+    json(&mut run.follow_once());
+    run.assert_host_is_current();
+    let output = run.command("gc").output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("newest version 4") && text.contains("0 bytes removed"), "{text}");
+}
+
+#[test]
+fn ranks_publish_a_version_together() {
+    let run = Run::new();
+    let whole = Made::new();
+    // Rank 0 has the first half of every tensor's rows and rank 1 the rest, except for what cannot be halved.
+    let command = |rank: u32, attempt: &str, made: &Made, places: &serde_json::Value| {
+        let checkpoint = made.write(&run.path(&format!("rank-{rank}")));
+        let slices = run.path(&format!("slices-{rank}.json"));
+        std::fs::write(&slices, places.to_string()).expect("writable");
+        let mut command = run.command("publish");
+        command.args(["--new-run", "--ranks", "2", "--attempt", attempt, "--join-deadline", "60"]);
+        command
+            .args(["--rank", &rank.to_string(), "--slices"])
+            .arg(slices)
+            .arg("--checkpoint")
+            .arg(checkpoint);
+        command.arg("--baseline-dir").arg(run.path(&format!("baseline-{rank}")));
+        command
+    };
+    let halves = [0, 1].map(|rank| half(&whole, rank));
+    let children = [1u32, 0].map(|rank| {
+        let (made, places) = &halves[rank as usize];
+        command(rank, "one", made, places).stdout(std::process::Stdio::piped()).spawn().expect("it starts")
+    });
+    for child in children {
+        let output = child.wait_with_output().expect("it ends");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    json(&mut run.follow_once());
+    run.assert_host_is_current();
+    // Rank 1 does not come: rank 0 says so.
+    let (made, places) = &halves[0];
+    let mut alone = run.command("publish");
+    let checkpoint = made.write(&run.path("rank-0"));
+    std::fs::write(run.path("slices-0.json"), places.to_string()).expect("writable");
+    alone.args([
+        "--resume",
+        "--rank",
+        "0",
+        "--ranks",
+        "2",
+        "--attempt",
+        "two",
+        "--join-deadline",
+        "0",
+        "--slices",
+    ]);
+    alone.arg(run.path("slices-0.json")).arg("--checkpoint").arg(checkpoint);
+    let output = alone.arg("--baseline-dir").arg(run.path("baseline-0")).output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(4), "{error}");
+    assert!(error.contains("ranks [1]"), "{error}");
+}
+
+/// What a rank of two has of a checkpoint: half of each tensor's elements, and where they lie.
+fn half(whole: &Made, rank: usize) -> (Made, serde_json::Value) {
+    let mut half = Made { bytes: Vec::new(), tensors: Vec::new(), files: whole.files.clone() };
+    let mut places = serde_json::Map::new();
+    for (info, bytes) in whole.tensors.iter().zip(&whole.bytes) {
+        let elements = info.elements().expect("a size");
+        let middle = elements / 2;
+        let (start, end) = if rank == 0 { (0, middle) } else { (middle, elements) };
+        let size = info.dtype.size();
+        half.bytes.push(bytes[(start * size) as usize..(end * size) as usize].to_vec());
+        half.tensors.push(TensorInfo { shape: vec![end - start], ..info.clone() });
+        places.insert(info.name.clone(), serde_json::json!({"shape": info.shape, "start": start}));
+    }
+    (half, places.into())
+}
+
+#[test]
 fn a_lost_baseline_is_rebuilt_from_the_store() {
     let mut run = Run::new();
     run.publish();

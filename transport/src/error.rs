@@ -242,6 +242,22 @@ pub enum Error {
         /// The version asked for.
         version: Version,
     },
+    /// The version was committed once and has been collected since: a tombstone stands in its manifest's place.
+    #[error(
+        "version {version} of model `{model}` in run {run_id} was collected; start from the anchor, version {anchor}"
+    )]
+    Collected {
+        /// The run.
+        run_id: RunId,
+        /// The model.
+        model: String,
+        /// The version asked for.
+        version: Version,
+        /// The digest of the manifest that it had.
+        manifest_digest: ContentDigest,
+        /// The newest anchor at the time: a reader starts there, or at a newer one.
+        anchor: Version,
+    },
     /// A manifest names a base that is not the version in front of it.
     #[error(
         "version {version} builds on version {base} with manifest {expected}, but that manifest is {found}"
@@ -294,6 +310,56 @@ pub enum Error {
         store: String,
         /// What the store said.
         source: Box<Error>,
+    },
+    /// Ranks that publish a version together have not all done so in time.
+    #[error("ranks {ranks:?} have not published their parts of version {version} for {waited:.1?}")]
+    PartsMissing {
+        /// The version.
+        version: Version,
+        /// The ranks whose parts are missing.
+        ranks: Vec<u32>,
+        /// How long they were waited for.
+        waited: Duration,
+    },
+    /// A rank's part of a version contradicts the version or the other ranks.
+    #[error(
+        "rank {rank} published its part of version {version} with another {what}: {found}, expected {expected}"
+    )]
+    PartConflict {
+        /// The version that the part is of.
+        version: Version,
+        /// The rank.
+        rank: u32,
+        /// What differs.
+        what: &'static str,
+        /// What it should be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// Elements of a tensor that ranks publish together come from none of them, or from two.
+    #[error(
+        "tensor `{tensor}` of version {version}: elements {start} to {end} come from {found}, expected one rank"
+    )]
+    Pieces {
+        /// The tensor.
+        tensor: String,
+        /// The version.
+        version: Version,
+        /// First element.
+        start: u64,
+        /// Behind the last element.
+        end: u64,
+        /// Who published them.
+        found: String,
+    },
+    /// The parts of a version were not joined in time.
+    #[error("version {version} was not joined for {waited:.1?}; see what the rank that joins the parts says")]
+    NotJoined {
+        /// The version.
+        version: Version,
+        /// How long it was waited for.
+        waited: Duration,
     },
     /// Something is larger than this crate accepts.
     #[error("{what} is larger than {max} bytes")]
@@ -384,7 +450,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// A replica's directory is not what its state says, and its journal cannot repair that.
-    #[error("the replica `{path}` cannot be trusted; delete the directory to have it rebuilt from the store", path = path.display())]
+    #[error("the replica `{path}` is damaged; once no weight files but its own are in it, it is rebuilt from the store", path = path.display())]
     DamagedReplica {
         /// The replica's directory.
         path: PathBuf,
@@ -435,6 +501,7 @@ impl Error {
                 | Self::Unreachable { .. }
                 | Self::CommitUnknown { .. }
                 | Self::Busy { .. }
+                | Self::Collected { .. }
                 | Self::Engine { .. }
                 | Self::EngineTimeout { .. }
         )

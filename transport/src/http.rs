@@ -220,7 +220,9 @@ struct Body {
 /// HTTP status and stable name of an error.
 fn classify(error: &Error) -> (StatusCode, &'static str) {
     match error {
-        Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } => (StatusCode::NOT_FOUND, "not_found"),
+        Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Collected { .. } => {
+            (StatusCode::NOT_FOUND, "not_found")
+        }
         Error::NothingApplied { .. } => (StatusCode::CONFLICT, "nothing_prepared"),
         Error::Busy { .. } => (StatusCode::CONFLICT, "busy"),
         Error::Rewind { .. } => (StatusCode::CONFLICT, "rewind"),

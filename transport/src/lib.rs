@@ -7,10 +7,12 @@ pub mod conformance;
 mod dtype;
 mod error;
 mod follow;
+pub mod gc;
 pub mod http;
 mod ids;
 mod key;
 pub mod manifest;
+mod pool;
 mod publish;
 mod replica;
 mod run;
@@ -18,6 +20,8 @@ mod run;
 pub mod slime;
 mod snapshot;
 mod store;
+#[doc(hidden)]
+pub mod watch;
 pub mod wrap;
 
 pub use activate::{Activate, Activated, Target};
@@ -29,7 +33,10 @@ pub use follow::{Ack, EngineStatus, Follower, FollowerOptions, Prepared, Status,
 pub use ids::{ContentDigest, RunId, Version};
 pub use key::Key;
 pub use manifest::Manifest;
-pub use publish::{Mode, Progress, ProgressFn, Published, Publisher, PublisherOptions, Start, Step};
+pub use publish::{
+    Mode, Progress, ProgressFn, Published, PublishedPart, Publisher, PublisherOptions, Rank, Shard, Slice,
+    Start, Step,
+};
 pub use replica::{Advanced, Applied, FetchObject, Replica};
 pub use run::{Chain, Committed, Run};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::gc::Tombstone;
 use crate::ids::check_name;
 use crate::manifest::{Base, Kind, MANIFEST_BYTES_MAX, Object};
 use crate::{ContentDigest, Entry, Error, Key, Manifest, PutMode, Result, RunId, Store, Version};
@@ -16,7 +17,7 @@ const HINT_LAG_MAX: u64 = 16;
 /// The segment under a run's id that holds its followers; no model may have this name.
 const FOLLOWERS: &str = "followers";
 /// The last segment of a manifest's key.
-const MANIFEST: &str = "manifest";
+pub(crate) const MANIFEST: &str = "manifest";
 
 /// What `runs/<name>` holds.
 #[derive(Serialize, Deserialize)]
@@ -176,7 +177,7 @@ impl Run {
         Ok(models)
     }
 
-    /// The committed versions of a model, ascending, by listing.
+    /// The committed versions of a model, ascending, by listing; those that were collected since are among them.
     ///
     /// # Errors
     /// Whatever the store reports.
@@ -194,8 +195,8 @@ impl Run {
     /// The committed version with this number.
     ///
     /// # Errors
-    /// [`Error::NoSuchVersion`]; [`Error::ForeignRun`], [`Error::ForeignModel`] or [`Error::Corrupt`] if the manifest
-    /// there is of something else; the errors of [`Manifest::parse`].
+    /// [`Error::NoSuchVersion`]; [`Error::Collected`]; [`Error::ForeignRun`], [`Error::ForeignModel`] or
+    /// [`Error::Corrupt`] if the manifest there is of something else; the errors of [`Manifest::parse`].
     pub fn get(&self, model: &str, version: Version) -> Result<Committed> {
         let key = self.manifest_key(model, version)?;
         let bytes = match self.store.get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
@@ -204,30 +205,43 @@ impl Run {
             }
             bytes => bytes?,
         };
+        if let Some(tombstone) = Tombstone::parse(&bytes) {
+            self.check_place(
+                &key,
+                (tombstone.run_id, &tombstone.model, tombstone.version),
+                (model, version),
+            )?;
+            return Err(tombstone.into_error());
+        }
         let manifest = Manifest::parse_named(&bytes, key.as_str())?;
-        if manifest.run_id != self.id {
-            return Err(Error::ForeignRun {
-                subject: key.to_string(),
-                expected: self.id,
-                found: manifest.run_id,
-            });
+        self.check_place(&key, (manifest.run_id, &manifest.model, manifest.version), (model, version))?;
+        Ok(Committed::new(manifest, ContentDigest::of(&bytes)))
+    }
+
+    /// Refuses what lies in a version's place and says that it is of another run, model or version.
+    pub(crate) fn check_place(
+        &self,
+        key: &Key,
+        (found_run, found_model, found_version): (RunId, &str, Version),
+        (model, version): (&str, Version),
+    ) -> Result<()> {
+        let subject = key.to_string();
+        if found_run != self.id {
+            return Err(Error::ForeignRun { subject, expected: self.id, found: found_run });
         }
-        if manifest.model != model {
-            return Err(Error::ForeignModel {
-                subject: key.to_string(),
-                expected: model.to_owned(),
-                found: manifest.model,
-            });
+        if found_model != model {
+            let (expected, found) = (model.to_owned(), found_model.to_owned());
+            return Err(Error::ForeignModel { subject, expected, found });
         }
-        if manifest.version != version {
+        if found_version != version {
             return Err(Error::Corrupt {
-                subject: key.to_string(),
+                subject,
                 what: "it commits another version than its key says",
                 expected: version.to_string(),
-                found: manifest.version.to_string(),
+                found: found_version.to_string(),
             });
         }
-        Ok(Committed::new(manifest, ContentDigest::of(&bytes)))
+        Ok(())
     }
 
     /// True if the version is committed.
@@ -299,12 +313,14 @@ impl Run {
 
     /// What leads a reader that has `from` (or nothing) to version `to`.
     ///
-    /// Prefers the deltas behind `from`; starts over at an anchor where there is no other way, or where that moves
-    /// fewer bytes. A reader that has nothing starts at the newest anchor up to `to`, or at version 0's reference.
+    /// Prefers the deltas behind `from`; starts over at an anchor where there is no other way (links were collected), or
+    /// where that moves fewer bytes. A reader that has nothing starts at the newest anchor up to `to`, or at version 0's
+    /// reference.
     ///
     /// # Errors
     /// [`Error::Rewind`] if `from` is newer than `to`; [`Error::BrokenChain`] if a manifest is not the one that the next
-    /// version builds on, `from` included; the errors of [`Run::get`].
+    /// version builds on, `from` included; [`Error::Collected`] if a link was collected and no anchor stands between it
+    /// and `to`; the errors of [`Run::get`].
     pub fn chain(&self, model: &str, from: Option<Base>, to: Version) -> Result<Chain> {
         if let Some(have) = from
             && have.version >= to
@@ -318,7 +334,14 @@ impl Run {
         let mut anchor: Option<(usize, u64)> = None;
         let mut version = to;
         loop {
-            let link = self.get(model, version)?;
+            let link = match (self.get(model, version), anchor) {
+                (Err(Error::Collected { .. }), Some((keep, _))) => {
+                    links.truncate(keep);
+                    links.reverse();
+                    return Ok(Chain { restart: true, links });
+                }
+                (link, _) => link?,
+            };
             if let Some(newer) = links.last() {
                 check_link(newer, link.identity())?;
             }
@@ -393,7 +416,7 @@ impl Run {
         self.version_root(model, version)?.join(MANIFEST)
     }
 
-    /// The key under which a follower leaves its acknowledgement; its date is the store's.
+    /// The key under which a follower leaves its acknowledgement, which is also its lease; its date is the store's.
     ///
     /// # Errors
     /// [`Error::BadName`] if `follower` is not one segment of a key.
@@ -419,7 +442,7 @@ impl Run {
         self.model_root(model)?.join("head")
     }
 
-    fn model_root(&self, model: &str) -> Result<Key> {
+    pub(crate) fn model_root(&self, model: &str) -> Result<Key> {
         check_model(model)?;
         self.root()?.join(model)
     }
@@ -473,7 +496,7 @@ fn run_key(name: &str) -> Result<Key> {
 }
 
 /// The number in a version's segment `v0000000042`.
-fn parse_version(segment: &str) -> Option<Version> {
+pub(crate) fn parse_version(segment: &str) -> Option<Version> {
     let digits = segment.strip_prefix('v').filter(|digits| digits.len() == 10)?;
     digits.bytes().all(|digit| digit.is_ascii_digit()).then(|| digits.parse().ok().map(Version))?
 }

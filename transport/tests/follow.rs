@@ -343,6 +343,91 @@ fn a_reference_starts_from_the_hosts_own_checkpoint() {
     assert_same(&Checkpoint::open(dir.path().join("host")).unwrap(), &weights);
 }
 
+/// Damages a byte in the middle of a file.
+fn flip(path: &std::path::Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0x10;
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_damaged_directory_is_built_anew_without_anybodys_help() {
+    let mut fixture = Fixture::new();
+    fixture.publish();
+    fixture.follower(vec![]).prepare(None).unwrap();
+    let path = fixture.path();
+    let weights = path.join("model.safetensors");
+    let state = |name: &str| path.join(".driftless").join(name);
+    let damages: [(&str, &dyn Fn()); 7] = [
+        ("a flipped weight", &|| flip(&weights)),
+        ("weights cut short", &|| std::fs::write(&weights, b"").unwrap()),
+        ("no weights", &|| std::fs::remove_file(&weights).unwrap()),
+        ("another config", &|| std::fs::write(path.join("config.json"), b"{}").unwrap()),
+        ("no tokenizer", &|| std::fs::remove_file(path.join("tokenizer.json")).unwrap()),
+        ("a broken marker", &|| std::fs::write(state("state.json"), b"{").unwrap()),
+        ("a broken manifest", &|| flip(&state("manifest"))),
+    ];
+    for (what, damage) in damages {
+        damage();
+        let follower = fixture.follower(vec![]);
+        assert_eq!(follower.status().applied, None, "{what}");
+        follower.prepare(None).unwrap();
+        fixture.assert_on_disk();
+        assert!(!state("quarantine").exists(), "{what}: what was set aside is given up");
+        drop(follower);
+        // And goes on from there by deltas.
+        fixture.publish();
+        let follower = fixture.follower(vec![]);
+        assert_eq!(follower.prepare(None).unwrap().advanced.links, 1, "{what}");
+        fixture.assert_on_disk();
+    }
+}
+
+#[test]
+fn damage_found_while_following_is_mended_in_the_same_call() {
+    let mut fixture = Fixture::new();
+    let follower = fixture.follower(vec![]);
+    follower.prepare(None).unwrap();
+    flip(&fixture.path().join("model.safetensors"));
+    fixture.publish();
+    assert_eq!(follower.prepare(None).unwrap().version, Version(1));
+    fixture.assert_on_disk();
+}
+
+#[test]
+fn nobody_elses_weights_are_lost_to_a_rebuild() {
+    let fixture = Fixture::new();
+    fixture.follower(vec![]).prepare(None).unwrap();
+    let theirs = fixture.path().join("adapter.safetensors");
+    std::fs::write(&theirs, b"precious").unwrap();
+    flip(&fixture.path().join("model.safetensors"));
+    let error = Follower::open(fixture.store.clone(), fixture.options(), vec![]).unwrap_err();
+    assert!(matches!(error, Error::DamagedReplica { .. }), "{error:?}");
+    assert_eq!(std::fs::read(&theirs).unwrap(), b"precious");
+    std::fs::remove_file(theirs).unwrap();
+    fixture.follower(vec![]).prepare(None).unwrap();
+    fixture.assert_on_disk();
+}
+
+#[test]
+fn a_rebuild_stays_in_its_run_and_does_not_go_back() {
+    let mut fixture = Fixture::new();
+    fixture.publish();
+    fixture.follower(vec![]).prepare(None).unwrap();
+    let other = Fixture::new();
+    flip(&fixture.path().join("model.safetensors"));
+    let follower = Follower::open(other.store.clone(), fixture.options(), vec![]).unwrap();
+    let error = follower.prepare(None).unwrap_err();
+    assert!(matches!(error, Error::ForeignRun { .. }), "{error:?}");
+    drop(follower);
+    let follower = fixture.follower(vec![]);
+    let error = follower.prepare(Some(Version(0))).unwrap_err();
+    assert!(matches!(error, Error::Rewind { have: Version(1), wanted: Version(0), .. }), "{error:?}");
+    follower.prepare(None).unwrap();
+    fixture.assert_on_disk();
+}
+
 #[test]
 fn the_run_is_pinned_across_restarts() {
     let fixture = Fixture::new();

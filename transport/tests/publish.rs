@@ -157,6 +157,34 @@ fn large_tensors_and_files_are_cut_into_objects_of_bounded_size() {
 }
 
 #[test]
+fn a_chain_that_outweighs_a_share_of_the_model_gets_an_anchor() {
+    let (store, dir) = (store(), tempfile::tempdir().unwrap());
+    let baseline = dir.path().join("baseline");
+    let mut options = options(Start::NewRun, &baseline);
+    options.anchor_share = Some(0.05);
+    let mut weights = Weights::small(1);
+    let mut publisher = Publisher::open(store.clone(), options.clone()).unwrap();
+    let (mut chain, mut anchors) = (0, 0);
+    for version in 0..24 {
+        weights.step(version, 100);
+        let published = publisher.publish(&weights, step(version), Mode::Delta).unwrap();
+        let manifest = publisher.run().get(MODEL, published.version).unwrap().manifest;
+        let due = version == 0 || chain as f64 >= 0.05 * manifest.tensor_bytes() as f64;
+        assert_eq!(published.anchor, due, "version {version}, {chain} bytes since the last one");
+        chain = if due { 0 } else { chain + manifest.delta_piece_bytes() };
+        anchors += u64::from(due);
+        if version % 5 == 4 {
+            // A restarted publisher counts again.
+            drop(publisher);
+            options.start = Start::Resume;
+            publisher = Publisher::open(store.clone(), options.clone()).unwrap();
+        }
+    }
+    assert!((3..12).contains(&anchors), "{anchors}");
+    assert_reader(&store, &dir.path().join("late"), 23, &weights);
+}
+
+#[test]
 fn a_late_joiner_starts_at_the_newest_anchor_and_others_do_not_notice_it() {
     let (store, dir) = (store(), tempfile::tempdir().unwrap());
     let mut options = options(Start::NewRun, &dir.path().join("baseline"));
@@ -414,6 +442,8 @@ fn settings_that_cannot_work_are_refused() {
         ("object_bytes_max", |options| options.object_bytes_max = u64::MAX),
         ("uploads", |options| options.uploads = 0),
         ("anchor_every", |options| options.anchor_every = Some(0)),
+        ("anchor_share", |options| options.anchor_share = Some(0.0)),
+        ("anchor_share", |options| options.anchor_share = Some(f64::NAN)),
     ] {
         let mut options = options(Start::NewRun, dir.path());
         change(&mut options);

@@ -230,7 +230,7 @@ fn rewinds_and_other_runs_are_refused_with_both_sides_named() {
         "{text}"
     );
     let link = other.run.get(MODEL, Version(2)).unwrap();
-    let error = replica.advance_with(&link, &mut |object| other.run.object(object)).unwrap_err();
+    let error = replica.advance_with(&link, &|object| other.run.object(object)).unwrap_err();
     assert!(matches!(error, Error::ForeignRun { .. }), "{error}");
     let error = replica.advance(&fixture.run, "critic", Version(2), None).unwrap_err();
     assert!(matches!(error, Error::ForeignModel { .. }), "{error}");
@@ -242,11 +242,11 @@ fn a_delta_from_another_base_is_refused_before_anything_is_touched() {
     let fixture = Fixture::new();
     let mut replica = fixture.replica("r", 0);
     let link = fixture.run.get(MODEL, Version(2)).unwrap();
-    let error = replica.advance_with(&link, &mut |object| fixture.run.object(object)).unwrap_err();
+    let error = replica.advance_with(&link, &|object| fixture.run.object(object)).unwrap_err();
     assert!(matches!(error, Error::Corrupt { .. }), "{error}");
     let mut forged = fixture.run.get(MODEL, Version(1)).unwrap();
     forged.manifest.base.as_mut().unwrap().manifest_digest = link.digest;
-    let error = replica.advance_with(&forged, &mut |object| fixture.run.object(object)).unwrap_err();
+    let error = replica.advance_with(&forged, &|object| fixture.run.object(object)).unwrap_err();
     assert!(matches!(error, Error::BrokenChain { .. }), "{error}");
     fixture.assert_at(&replica, 0);
 }
@@ -330,6 +330,40 @@ fn weights_touched_by_others_are_noticed_before_the_next_delta() {
     replace(&honest);
     replica.advance(&fixture.run, MODEL, Version(2), None).unwrap();
     fixture.assert_at(&replica, 2);
+}
+
+#[test]
+fn a_base_that_rotted_under_an_unchanged_date_is_blamed_when_the_codec_stumbles() {
+    let mut fixture = Fixture::new();
+    let mut large = fixture.versions[2].clone();
+    let mut random = common::Random(4);
+    // Exponents of four kinds, of which one changes: where, is said by rank among its like.
+    let exponents = |i: usize, random: &mut common::Random| {
+        if i.is_multiple_of(2) { random.next() as u8 } else { 0x3a + (random.next() % 4) as u8 }
+    };
+    large.set("x.large", driftless_transport::Dtype::Bf16, &[300, 500], |i| exponents(i, &mut random));
+    fixture.publish(large, Mode::Full);
+    let mut replica = fixture.replica("r", 3);
+    let mut next = fixture.versions[3].clone();
+    for element in next.tensor_mut("x.large").chunks_mut(2).filter(|element| element[1] == 0x3a) {
+        element[0] ^= u8::from(random.next().is_multiple_of(50));
+    }
+    fixture.publish(next, Mode::Delta);
+    let path = replica.dir().join("model.safetensors");
+    let checkpoint = replica.checkpoint().unwrap();
+    let offset = checkpoint.place(checkpoint.position("x.large").unwrap()).unwrap().offset as usize;
+    let date = fs::metadata(&path).unwrap().modified().unwrap();
+    let mut bytes = fs::read(&path).unwrap();
+    (0..100_000).for_each(|element| bytes[offset + 2 * element + 1] ^= 0x01);
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
+    file.set_modified(date).unwrap();
+    let error = replica.advance(&fixture.run, MODEL, Version(4), None).unwrap_err();
+    assert!(matches!(error, Error::DamagedReplica { .. }), "{error:?}");
+    assert!(matches!(replica.checkpoint(), Err(Error::NothingApplied { .. })));
+    replica.quarantine(error).unwrap();
+    replica.advance(&fixture.run, MODEL, Version(4), None).unwrap();
+    fixture.assert_at(&replica, 4);
 }
 
 #[test]

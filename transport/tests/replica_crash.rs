@@ -239,3 +239,75 @@ fn a_journal_that_reappears_after_its_version_is_harmless() {
     fs::write(dir.join(".driftless/journal"), &journal).unwrap();
     fixture.assert_at(&dir, Some(1));
 }
+
+#[test]
+fn deltas_in_a_row_are_one_apply_with_one_journal() {
+    let mut fixture = fixture();
+    let store = fixture.run.store().clone();
+    let mut publisher = publisher(&store, Start::Resume, &fixture.dir.path().join("baseline"));
+    let mut weights = fixture.versions[2].clone();
+    for version in 3..12 {
+        weights.step(version, 15);
+        if version == 8 {
+            weights.file("config.json", b"{\"hidden_size\": 34}");
+        }
+        publisher.publish(&weights, step(version), Mode::Delta).unwrap();
+        fixture.versions.push(weights.clone());
+    }
+    let dir = fixture.prepared("folded", Some(3));
+    // The second journal would be one too many.
+    fail::cfg("follow.journal", "1*off->return").unwrap();
+    let mut replica = Replica::open(&dir).unwrap();
+    let advanced = replica.advance(&fixture.run, MODEL, Version(11), None).unwrap();
+    assert_eq!(advanced.links, 8);
+    fixture.assert_holds(&replica, Some(11));
+    drop(replica);
+    // A late joiner takes a full version and all deltas behind it at once.
+    fail::cfg("follow.journal", "1*off->return").unwrap();
+    let mut late = Replica::open(fixture.dir.path().join("late")).unwrap();
+    assert_eq!(late.advance(&fixture.run, MODEL, Version(11), None).unwrap().links, 10);
+    fixture.assert_holds(&late, Some(11));
+    fail::remove("follow.journal");
+
+    // Between the journal and each of its steps.
+    for point in ["follow.fetch", "follow.journal", "follow.apply", "follow.marker"] {
+        for passed in 0.. {
+            let dir = fixture.prepared(&format!("{point}-{passed}"), Some(3));
+            fail::cfg(point, &format!("{passed}*off->return")).unwrap();
+            let outcome = fixture.advance(&mut Replica::open(&dir).unwrap(), 11);
+            fail::remove(point);
+            if outcome.is_ok() {
+                assert!(passed > 0, "{point}");
+                break;
+            }
+            fixture.assert_at(&dir, Some(if point == "follow.fetch" { 3 } else { 11 }));
+        }
+    }
+}
+
+#[test]
+fn names_that_are_tied_and_part_again_are_folded_right() {
+    let mut fixture = fixture();
+    let store = fixture.run.store().clone();
+    let mut publisher = publisher(&store, Start::Resume, &fixture.dir.path().join("baseline"));
+    let mut weights = fixture.versions[2].clone();
+    for version in 3..15u64 {
+        weights.step(version, 25);
+        // The norms are equal in some versions, and the tied pair is not in some others.
+        if version % 4 < 2 {
+            let norm = weights.tensor_mut("d.norm").clone();
+            *weights.tensor_mut("e.norm") = norm;
+        }
+        if version % 5 == 0 {
+            weights.tensor_mut("b.head")[7] ^= 1;
+        }
+        publisher.publish(&weights, step(version), Mode::Delta).unwrap();
+        fixture.versions.push(weights.clone());
+    }
+    for from in 2..14u64 {
+        let dir = fixture.prepared(&format!("from-{from}"), Some(from));
+        let mut replica = Replica::open(&dir).unwrap();
+        fixture.advance(&mut replica, 14).unwrap();
+        fixture.assert_holds(&replica, Some(14));
+    }
+}

@@ -16,10 +16,11 @@ use memmap2::Mmap;
 
 use crate::error::{Error, Result};
 use crate::snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo, is_aux_name};
+use crate::watch::{self, Call};
 use header::bad;
 
 pub use write::write_checkpoint;
-pub(crate) use write::{remove_dir, sync_dir, write_file, write_weights};
+pub(crate) use write::{remove_dir, remove_file, rename, sync_dir, sync_file, write_file, write_weights};
 
 /// The one weight file of a small checkpoint.
 const SINGLE: &str = "model.safetensors";
@@ -139,10 +140,13 @@ impl Checkpoint {
         for path in self.weight_files().chain(index) {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let copy = target.join(&name);
-            fs::copy(path, &copy).map_err(|source| Error::io("write", &copy, source))?;
+            watch::before(Call::Write, &copy)
+                .and_then(|()| fs::copy(path, &copy))
+                .map_err(|source| Error::io("write", &copy, source))?;
             // A source may be read-only (a shared cache); the copy is going to be written to.
             let file = File::options().write(true).open(&copy).or_else(|_| writable(&copy));
-            file.and_then(|file| file.sync_all()).map_err(|source| Error::io("sync", &copy, source))?;
+            file.and_then(|file| sync_file(&file, &copy))
+                .map_err(|source| Error::io("sync", &copy, source))?;
             names.push(name);
         }
         Ok(names)

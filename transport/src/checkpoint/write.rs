@@ -11,6 +11,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use super::{INDEX, SINGLE, header, index};
 use crate::error::{Error, Result};
 use crate::snapshot::{Snapshot, TensorInfo};
+use crate::watch::{self, Call};
 
 /// Names of the weight files written, the index last where there is one.
 pub(crate) type WeightFiles = Vec<String>;
@@ -43,20 +44,23 @@ pub fn write_checkpoint(dir: impl AsRef<Path>, snapshot: &dyn Snapshot, max_shar
     written
 }
 
-/// Writes the weight files of `snapshot` into the existing directory `dir` and syncs each; not the directory
-/// itself.
+/// Hands the bytes of the tensors at the given positions, in that order, to a sink.
+pub(crate) type Stream<'a> = dyn FnMut(&[usize], &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> + 'a;
+
+/// Writes weight files with `tensors`, whose bytes `stream` gives, into the existing directory `dir` and syncs each; not
+/// the directory itself.
 pub(crate) fn write_weights(
     dir: &Path,
-    snapshot: &dyn Snapshot,
+    tensors: &[TensorInfo],
     max_shard_bytes: u64,
+    stream: &mut Stream<'_>,
 ) -> Result<WeightFiles> {
-    let tensors = snapshot.tensors();
     check_order(tensors)?;
     let sizes = tensors.iter().map(TensorInfo::byte_len).collect::<Result<Vec<_>>>()?;
     let shards = plan(&sizes, max_shard_bytes);
     let count = shards.len();
     if count <= 1 {
-        write_shard(&dir.join(SINGLE), snapshot, shards.into_iter().next().unwrap_or(0..0))?;
+        write_shard(&dir.join(SINGLE), tensors, shards.into_iter().next().unwrap_or(0..0), stream)?;
         return Ok(vec![SINGLE.to_owned()]);
     }
     let mut names = WeightFiles::new();
@@ -70,7 +74,7 @@ pub(crate) fn write_weights(
                 .iter()
                 .map(|info| (info.name.clone(), name.clone())),
         );
-        write_shard(&dir.join(&name), snapshot, shard)?;
+        write_shard(&dir.join(&name), tensors, shard, stream)?;
         names.push(name);
     }
     write_file(&dir.join(INDEX), index::compose(&weight_map, sizes.iter().sum()).as_bytes())?;
@@ -80,22 +84,48 @@ pub(crate) fn write_weights(
 
 /// Makes a directory's entries durable.
 pub(crate) fn sync_dir(dir: &Path) -> Result<()> {
-    File::open(dir).and_then(|file| file.sync_all()).map_err(|source| Error::io("sync", dir, source))
+    watch::before(Call::SyncDir, dir)
+        .and_then(|()| File::open(dir))
+        .and_then(|file| file.sync_all())
+        .map_err(|source| Error::io("sync", dir, source))
 }
 
 /// Creates and syncs one file.
 pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let write = || {
+        watch::before(Call::Create, path)?;
         let mut file = File::create(path)?;
+        watch::before(Call::Write, path)?;
         file.write_all(bytes)?;
-        file.sync_all()
+        sync_file(&file, path)
     };
     write().map_err(|source| Error::io("write", path, source))
 }
 
+/// Makes a file's content durable.
+pub(crate) fn sync_file(file: &File, path: &Path) -> std::io::Result<()> {
+    watch::before(Call::Sync, path)?;
+    file.sync_all()
+}
+
+/// Renames a file.
+pub(crate) fn rename(from: &Path, to: &Path) -> std::io::Result<()> {
+    watch::before(Call::Rename, to)?;
+    fs::rename(from, to)
+}
+
+/// Removes a file.
+pub(crate) fn remove_file(path: &Path) -> std::io::Result<()> {
+    watch::before(Call::Remove, path)?;
+    fs::remove_file(path)
+}
+
 /// Removes a directory tree if it exists.
 pub(crate) fn remove_dir(dir: &Path) -> Result<()> {
-    match fs::remove_dir_all(dir) {
+    if !dir.exists() {
+        return Ok(());
+    }
+    match watch::before(Call::Remove, dir).and_then(|()| fs::remove_dir_all(dir)) {
         Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::io("remove", dir, source)),
         _ => Ok(()),
     }
@@ -135,8 +165,12 @@ fn check_order(tensors: &[TensorInfo]) -> Result<()> {
     Ok(())
 }
 
-fn write_shard(path: &Path, snapshot: &dyn Snapshot, shard: Range<usize>) -> Result<()> {
-    let tensors = snapshot.tensors();
+fn write_shard(
+    path: &Path,
+    tensors: &[TensorInfo],
+    shard: Range<usize>,
+    stream: &mut Stream<'_>,
+) -> Result<()> {
     let mut order: Vec<(usize, &TensorInfo)> =
         tensors.iter().enumerate().skip(shard.start).take(shard.len()).collect();
     // Wide types first keeps every tensor aligned to its element size; the sort is stable, so names stay in
@@ -144,10 +178,14 @@ fn write_shard(path: &Path, snapshot: &dyn Snapshot, shard: Range<usize>) -> Res
     order.sort_by_key(|(_, info)| std::cmp::Reverse(info.dtype.size()));
     let header = header::compose(&order.iter().map(|(_, info)| *info).collect::<Vec<_>>())?;
     let io = |source| Error::io("write", path, source);
+    watch::before(Call::Create, path).map_err(io)?;
     let mut file = File::create(path).map_err(io)?;
+    watch::before(Call::Write, path).map_err(io)?;
     file.write_all(&header).map_err(io)?;
-    for (position, info) in order {
-        let bytes = snapshot.bytes(position)?;
+    let positions: Vec<usize> = order.iter().map(|(position, _)| *position).collect();
+    let mut infos = order.iter().map(|(_, info)| *info);
+    stream(&positions, &mut |bytes| {
+        let Some(info) = infos.next() else { return Ok(()) };
         if bytes.len() as u64 != info.byte_len()? {
             return Err(Error::TensorMismatch {
                 tensor: info.name.clone(),
@@ -156,14 +194,16 @@ fn write_shard(path: &Path, snapshot: &dyn Snapshot, shard: Range<usize>) -> Res
                 found: bytes.len().to_string(),
             });
         }
-        file.write_all(&bytes).map_err(io)?;
-    }
-    file.sync_all().map_err(io)
+        watch::before(Call::Write, path).and_then(|()| file.write_all(bytes)).map_err(io)
+    })?;
+    sync_file(&file, path).map_err(io)
 }
 
 fn write_all(dir: &Path, snapshot: &dyn Snapshot, max_shard_bytes: u64) -> Result<()> {
     fs::create_dir_all(dir).map_err(|source| Error::io("create", dir, source))?;
-    write_weights(dir, snapshot, max_shard_bytes)?;
+    write_weights(dir, snapshot.tensors(), max_shard_bytes, &mut |order, sink| {
+        order.iter().try_for_each(|&index| sink(&snapshot.bytes(index)?))
+    })?;
     for file in snapshot.files() {
         write_file(&dir.join(file.name()), file.bytes())?;
     }

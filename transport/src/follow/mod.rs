@@ -1,5 +1,6 @@
 //! Keeps a host's checkpoint and its engines on a run's newest version.
 
+mod keeper;
 #[cfg(feature = "slime")]
 mod slime;
 mod status;
@@ -15,7 +16,8 @@ use crate::error::{Error, Result};
 use crate::ids::{Version, check_name};
 use crate::replica::{Advanced, Replica, crash_point};
 use crate::run::Run;
-use crate::store::{PutMode, Store};
+use crate::store::Store;
+use keeper::Keeper;
 use worker::{Answer, Job, Worker};
 
 #[cfg(feature = "slime")]
@@ -38,6 +40,8 @@ pub struct FollowerOptions {
     pub id: String,
     /// Time between two looks at the store.
     pub poll: Duration,
+    /// Longest time between two renewals of the lease, which keeps what this follower needs from being collected.
+    pub renew: Duration,
     /// Longest time between two attempts after failures.
     pub backoff_max: Duration,
     /// How long one engine may take to say which version it serves.
@@ -47,8 +51,8 @@ pub struct FollowerOptions {
 }
 
 impl FollowerOptions {
-    /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, back off to 30 s, 10
-    /// s for a look at an engine, 10 minutes for an activation.
+    /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, renew the lease every minute, back
+    /// off to 30 s, 10 s for a look at an engine, 10 minutes for an activation.
     #[must_use]
     pub fn new(run: impl Into<String>, checkpoint_dir: impl Into<PathBuf>, id: impl Into<String>) -> Self {
         Self {
@@ -58,6 +62,7 @@ impl FollowerOptions {
             hf_checkpoint: None,
             id: id.into(),
             poll: Duration::from_millis(500),
+            renew: Duration::from_secs(60),
             backoff_max: Duration::from_secs(30),
             serving_deadline: Duration::from_secs(10),
             activate_deadline: Duration::from_secs(600),
@@ -102,8 +107,8 @@ struct Core {
     #[cfg(feature = "slime")]
     feed: Option<crate::slime::Feed>,
     engines: Vec<Slot>,
-    /// The acknowledgement that the store has.
-    acknowledged: Option<Ack>,
+    /// There is one as soon as the run was seen.
+    keeper: Option<Keeper>,
 }
 
 struct Slot {
@@ -118,7 +123,8 @@ impl Follower {
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] if another follower has the directory, [`Error::DamagedReplica`], [`Error::BadName`]
+    /// [`Error::Locked`] if another follower has the directory, [`Error::DamagedReplica`] for one that is damaged and has
+    /// weights of somebody else in it (otherwise it is built anew by the next prepare), [`Error::BadName`]
     /// for an `id` that cannot be a key, [`Error::ForeignModel`] if the directory holds another model.
     pub fn open(
         store: Arc<dyn Store>,
@@ -128,7 +134,7 @@ impl Follower {
         check_name("follower", &options.id)?;
         check_name("run", &options.run)?;
         check_name("model", &options.model)?;
-        let replica = Replica::open(&options.checkpoint_dir)?;
+        let replica = Replica::open_or_quarantine(&options.checkpoint_dir)?;
         let now = Instant::now();
         let engines = engines
             .into_iter()
@@ -150,7 +156,7 @@ impl Follower {
             #[cfg(feature = "slime")]
             feed: None,
             engines,
-            acknowledged: None,
+            keeper: None,
         };
         let core = Mutex::new(core);
         Ok(Self { shared: Arc::new(Shared { store, options, core, status: Mutex::new(status) }) })
@@ -204,7 +210,7 @@ impl Follower {
     fn activate_where(&self, due: impl Fn(&Slot) -> bool) -> Result<()> {
         let mut core = self.core()?;
         let activated = self.activate_in(&mut core, due);
-        self.acknowledge(&mut core);
+        self.acknowledge(&core);
         activated
     }
 
@@ -238,24 +244,26 @@ impl Follower {
             return self.prepare_slime(core, target);
         }
         if core.run.is_none() {
-            core.run = Some(Run::open(self.shared.store.clone(), &options.run)?);
+            let run = Run::open(self.shared.store.clone(), &options.run)?;
+            core.keeper = Some(Keeper::new(&run, &options.model, &options.id, options.renew)?);
+            core.run = Some(run);
         }
-        let Core { run: Some(run), replica, .. } = core else {
+        let Core { run: Some(run), replica, keeper: Some(keeper), .. } = core else {
             return Err(Error::NoSuchRun { name: options.run.clone(), store: self.shared.store.to_string() });
         };
-        let newest = run.newest_version(&options.model)?;
-        {
-            let mut status = self.status_mut();
-            status.newest = newest;
-            status.run_id = Some(run.id());
-        }
-        let to = target.or(newest).ok_or_else(|| Error::NoSuchVersion {
-            run_id: run.id(),
-            model: options.model.clone(),
-            version: Version(0),
-        })?;
         let started = Instant::now();
-        let moved = replica.advance(run, &options.model, to, options.hf_checkpoint.as_deref());
+        let mut moved = self.advance(run, replica, keeper, target);
+        match moved {
+            Err(damage @ Error::DamagedReplica { .. }) => {
+                replica.quarantine(damage)?;
+                moved = self.advance(run, replica, keeper, target);
+            }
+            // More was published and collected than one advance takes time for: the newest is another one now.
+            Err(Error::Collected { .. }) if target.is_none() => {
+                moved = self.advance(run, replica, keeper, target);
+            }
+            _ => {}
+        }
         self.moved(core, started, moved)
     }
 
@@ -273,6 +281,29 @@ impl Follower {
         let prepared = Prepared { version: applied.version, label: applied.label(), advanced };
         self.acknowledge(core);
         Ok(prepared)
+    }
+
+    /// Moves the replica to `target`, or to the newest version.
+    fn advance(
+        &self,
+        run: &Run,
+        replica: &mut Replica,
+        keeper: &Keeper,
+        target: Option<Version>,
+    ) -> Result<Advanced> {
+        let options = &self.shared.options;
+        let newest = run.newest_version(&options.model)?;
+        {
+            let mut status = self.status_mut();
+            status.newest = newest;
+            status.run_id = Some(run.id());
+        }
+        let to = target.or(newest).ok_or_else(|| Error::NoSuchVersion {
+            run_id: run.id(),
+            model: options.model.clone(),
+            version: Version(0),
+        })?;
+        replica.advance_observed(run, &options.model, to, options.hf_checkpoint.as_deref(), keeper)
     }
 
     fn activate_in(&self, core: &mut Core, due: impl Fn(&Slot) -> bool) -> Result<()> {
@@ -342,23 +373,10 @@ impl Follower {
         })
     }
 
-    /// Tells the store what is here, if that changed. A store that does not take it is told with the next
-    /// change or round.
-    fn acknowledge(&self, core: &mut Core) {
-        let Some(ack) = self.status().applied else { return };
-        let (Some(run), true) = (&core.run, core.acknowledged.as_ref() != Some(&ack)) else { return };
-        let put = || {
-            let key = run.follower_key(&self.shared.options.id)?;
-            let bytes = serde_json::to_vec(&ack)
-                .map_err(|source| Error::Parse { subject: "acknowledgement".into(), source })?;
-            self.shared.store.put(&key, &bytes, PutMode::Overwrite)
-        };
-        match put() {
-            Ok(()) => core.acknowledged = Some(ack),
-            Err(error) => tracing::warn!(
-                error = &error as &dyn std::error::Error,
-                "the store does not take the acknowledgement"
-            ),
+    /// Tells the store what is here, if that changed or the lease has to be renewed.
+    fn acknowledge(&self, core: &Core) {
+        if let (Some(ack), Some(keeper)) = (self.status().applied, &core.keeper) {
+            keeper.acknowledge(ack);
         }
     }
 }
@@ -398,7 +416,10 @@ fn ask_all(
 
 /// Notes the version on disk; what the engines serve is known again after the next activate.
 fn record_applied(status: &mut Status, replica: &Replica, engines: &[Slot], prepare: Duration, bytes: u64) {
-    let Some(applied) = replica.applied() else { return };
+    let Some(applied) = replica.applied() else {
+        status.applied = None;
+        return;
+    };
     let before = status.applied.take().map(|ack| ack.engines);
     let unknown = |slot: &Slot| EngineStatus {
         url: slot.worker.name().to_owned(),

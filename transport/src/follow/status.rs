@@ -18,8 +18,8 @@ pub struct EngineStatus {
     pub error: Option<String>,
 }
 
-/// What a follower leaves in the store under `<run_id>/followers/<id>` after each change: which version it
-/// holds, and who serves it.
+/// What a follower leaves in the store under `<run_id>/followers/<id>`, beside its lease: which version it holds, and who
+/// serves it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Ack {
     /// The version on the host's disk.

@@ -21,9 +21,9 @@ enum State {
 }
 
 impl Baseline {
-    /// Opens the replica in `dir`.
+    /// Opens the replica in `dir`; one that is damaged is to be built anew from the store.
     pub(super) fn open(dir: &Path) -> Result<Self> {
-        Ok(Self { dir: dir.to_path_buf(), state: State::Here(Box::new(Replica::open(dir)?)) })
+        Ok(Self { dir: dir.to_path_buf(), state: State::Here(Box::new(Replica::open_or_quarantine(dir)?)) })
     }
 
     /// Begins a move; the next call of anything else waits for it.
@@ -53,7 +53,7 @@ impl Baseline {
                 self.state = State::Here(replica);
                 return moved;
             }
-            State::Gone => self.state = State::Here(Box::new(Replica::open(&self.dir)?)),
+            State::Gone => self.state = State::Here(Box::new(Replica::open_or_quarantine(&self.dir)?)),
         }
         Ok(())
     }

@@ -3,7 +3,10 @@
 mod baseline;
 mod encode;
 mod options;
+mod part;
 mod plan;
+mod ranks;
+mod shard;
 mod upload;
 
 use std::fmt;
@@ -13,18 +16,32 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use driftless_delta::DigestTable;
 
+use crate::follow::Stop;
+use crate::gc::is_publishers;
 use crate::manifest::{
     Algorithms, Base, FORMAT, Features, File, Kind, Manifest, Object, Tensor, VERSION_MAX,
 };
+use crate::pool::Bounds;
 use crate::run::{Committed, Run};
 use crate::{
-    Checkpoint, ContentDigest, Error, Key, Replica, Result, Snapshot, Store, Version, probe_conditional_put,
+    Checkpoint, ContentDigest, Error, Key, Replica, Result, Snapshot, Store, TensorInfo, Version,
+    probe_conditional_put,
 };
 use baseline::Baseline;
-use encode::{BaseView, Encoder, Tables};
-use plan::Plan;
+use encode::{BaseView, Coded, Coder, Encoder};
+use plan::{Anchors, Plan};
+use shard::Whole;
 
-pub use options::{Mode, Progress, ProgressFn, Published, PublisherOptions, Start, Step};
+pub use options::{Mode, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step};
+pub use ranks::PublishedPart;
+pub use shard::{Shard, Slice};
+
+/// The manifest's tables, as far as a snapshot decides them.
+struct Tables {
+    tensors: Vec<Tensor>,
+    files: Vec<File>,
+    changed: u64,
+}
 
 /// Publishes the versions of one model of one run, one after the other.
 ///
@@ -40,7 +57,10 @@ pub struct Publisher {
     standing: Standing,
     /// Whether an earlier attempt may have left objects behind that no manifest names.
     sweep_due: bool,
+    /// Bytes of the deltas since the newest anchor; `None` if they have to be counted.
+    chain_bytes: Option<u64>,
     progress: Option<Box<ProgressFn>>,
+    stop: Stop,
 }
 
 /// What is known about the store beyond the baseline.
@@ -93,8 +113,17 @@ impl Publisher {
         };
         let sweep_due = options.start == Start::Resume;
         let standing = Standing::Level;
-        let mut publisher =
-            Self { run, options, baseline, newest: None, standing, sweep_due, progress: None };
+        let mut publisher = Self {
+            run,
+            options,
+            baseline,
+            newest: None,
+            standing,
+            sweep_due,
+            chain_bytes: None,
+            progress: None,
+            stop: Stop::new(),
+        };
         publisher.restore_baseline()?;
         Ok(publisher)
     }
@@ -127,6 +156,12 @@ impl Publisher {
     /// Has `progress` called after every tensor of a publication, on the publishing thread.
     pub fn on_progress(&mut self, progress: Box<ProgressFn>) {
         self.progress = Some(progress);
+    }
+
+    /// Has publications end with [`Error::Cancelled`] when `stop` is thrown, before the next tensor is encoded; the store
+    /// is then left as after any other failure. A publication that is being committed is not stopped.
+    pub fn stop_on(&mut self, stop: &Stop) {
+        self.stop = stop.clone();
     }
 
     /// Publishes version 0 by reference: the digests of a checkpoint directory that every host has already.
@@ -177,10 +212,7 @@ impl Publisher {
         let encode = begin.elapsed();
         let manifest = self.manifest(plan.kind, snapshot, step, tables, objects)?;
         let committed = self.commit(manifest)?;
-        let (run, link) = (self.run.clone(), committed.clone());
-        self.move_baseline(&committed, move |replica| {
-            replica.advance_with(&link, &mut |object| run.object(object)).map(drop)
-        });
+        self.follow_commit(&committed);
         self.report(&committed, encode, begin.elapsed())
     }
 
@@ -205,22 +237,89 @@ impl Publisher {
         let unique = plan::unique_tensors(snapshot)?;
         let tensors: Vec<_> = unique.iter().map(|&index| &snapshot.tensors()[index]).collect();
         let representation = self.representation(snapshot);
-        let Self { run, options, baseline, progress, .. } = self;
+        let anchor_due = self.anchor_due(version)?;
+        let base = self.baseline.replica()?.manifest();
+        let plan = plan::plan(base, &tensors, &representation, (mode == Mode::Delta, anchor_due), version);
+        let shard = Whole::new(snapshot)?;
+        let (coded, files, objects) = self.store(&shard, plan, (&unique, true, true), (root, attempt))?;
+        let mut tables = Tables { tensors: Vec::with_capacity(coded.len()), files, changed: 0 };
+        for Coded { index, twins, digest, changed, pieces, anchor } in coded {
+            let TensorInfo { name, dtype, shape } = snapshot.tensors()[index].clone();
+            let aliases = twins.iter().map(|&twin| snapshot.tensors()[twin].name.clone()).collect();
+            tables.tensors.push(Tensor { name, dtype, shape, digest, aliases, pieces, anchor });
+            tables.changed += changed;
+        }
+        Ok((plan, tables, objects))
+    }
+
+    /// What a rank does without seeing what the others have: deltas, unless it is told otherwise or there is no base.
+    fn plan_part(&mut self, mode: Mode, version: Version) -> Result<Plan> {
+        if mode == Mode::Full || self.baseline.replica()?.manifest().is_none() {
+            return Ok(Plan { kind: Kind::Full, anchor: false });
+        }
+        Ok(Plan { kind: Kind::Delta, anchor: self.anchor_due(version)? })
+    }
+
+    /// Encodes slices and files, and stores them as objects `<root>/<attempt>-<index>`.
+    fn store(
+        &mut self,
+        shard: &dyn Shard,
+        plan: Plan,
+        (chosen, tie, with_files): (&[usize], bool, bool),
+        (root, attempt): (&Key, &str),
+    ) -> Result<(Vec<Coded>, Vec<File>, Vec<Object>)> {
+        let Self { run, options, baseline, progress, stop, .. } = self;
         let replica = &*baseline.replica()?;
-        let wish = (mode == Mode::Delta, options.anchor_every);
-        let plan = plan::plan(replica.manifest(), &tensors, &representation, wish, version);
         let base = match (plan.kind, replica.manifest()) {
             (Kind::Delta, Some(manifest)) => Some(BaseView::new(manifest, replica, replica.checkpoint()?)),
             _ => None,
         };
         let object_bytes_max = options.object_bytes_max as usize;
-        let encoder = Encoder { snapshot, base, plan, profile: options.profile, object_bytes_max };
-        let (tables, objects) = upload::with_uploads(
+        let bounds = Bounds { threads: options.threads, weight: options.buffer_bytes };
+        let coder = Coder { plan, profile: options.profile, object_bytes_max };
+        let encoder = Encoder { shard, base, coder, bounds, tie, stop };
+        let ((coded, files), objects) = upload::with_uploads(
             (&**run.store(), root, attempt),
             (options.uploads, object_bytes_max),
-            |packer| encoder.run(&unique, packer, progress.as_deref_mut()),
+            |packer| {
+                let coded = encoder.slices(chosen, packer, progress.as_deref_mut())?;
+                let files = if with_files { encoder.files(packer)? } else { Vec::new() };
+                Ok((coded, files))
+            },
         )?;
-        Ok((plan, tables, objects))
+        Ok((coded, files, objects))
+    }
+
+    /// Whether the next version is due to be an anchor.
+    fn anchor_due(&mut self, version: Version) -> Result<bool> {
+        let anchors = Anchors { every: self.options.anchor_every, share: self.options.anchor_share };
+        let (chain, tensors) = match (anchors.share, self.newest) {
+            (Some(_), Some(newest)) => {
+                (self.chain_bytes(newest.version)?, self.baseline.replica()?.manifest())
+            }
+            _ => (0, None),
+        };
+        Ok(anchors.are_due(version, chain, tensors.map_or(u64::MAX, Manifest::tensor_bytes)))
+    }
+
+    /// Bytes of the deltas from the newest anchor to `newest`.
+    fn chain_bytes(&mut self, newest: Version) -> Result<u64> {
+        if let Some(bytes) = self.chain_bytes {
+            return Ok(bytes);
+        }
+        let (mut bytes, mut version) = (0u64, newest);
+        loop {
+            let manifest = self.run.get(&self.options.model, version)?.manifest;
+            match manifest.base {
+                Some(base) if !manifest.is_anchor() => {
+                    bytes = bytes.saturating_add(manifest.delta_piece_bytes());
+                    version = base.version;
+                }
+                _ => break,
+            }
+        }
+        self.chain_bytes = Some(bytes);
+        Ok(bytes)
     }
 
     fn representation(&self, snapshot: &dyn Snapshot) -> crate::manifest::Representation {
@@ -266,7 +365,7 @@ impl Publisher {
         if let Err(error) = self.run.commit(&self.options.model, version, &bytes) {
             self.settle(&committed, error)?;
         }
-        self.newest = Some(committed.identity());
+        self.note_committed(&committed);
         fail::fail_point!("publish.committed");
         tracing::info!(run = %self.run.id(), model = self.options.model, %version, "committed");
         if let Err(error) = self.run.set_head(&self.options.model, committed.identity()) {
@@ -279,6 +378,14 @@ impl Publisher {
         Ok(committed)
     }
 
+    /// Notes a version that is behind the newest one known.
+    fn note_committed(&mut self, committed: &Committed) {
+        self.newest = Some(committed.identity());
+        let (anchor, bytes) = (committed.manifest.is_anchor(), committed.manifest.delta_piece_bytes());
+        self.chain_bytes =
+            if anchor { Some(0) } else { self.chain_bytes.map(|chain| chain.saturating_add(bytes)) };
+    }
+
     /// Decides after a failed create whether the version is ours (its answer was lost), another's, or not there.
     fn settle(&mut self, committed: &Committed, error: Error) -> Result<()> {
         let version = committed.manifest.version;
@@ -289,6 +396,13 @@ impl Publisher {
                 // The winner's manifest is there, so nothing else in the version's place can ever be committed.
                 self.sweep(&found);
                 Err(self.lost(found.identity()))
+            }
+            // It won so long ago that it was collected since.
+            Err(Error::Collected { manifest_digest, .. }) => {
+                let winner = Base { version, manifest_digest };
+                self.standing = Standing::Lost(winner);
+                self.sweep_place(version, |_| false);
+                Err(self.lost(winner))
             }
             Err(Error::NoSuchVersion { .. }) => {
                 self.standing = Standing::Behind(committed.identity());
@@ -366,7 +480,7 @@ impl Publisher {
                 return Err(Error::ForeignModel { subject: subject(), expected, found });
             }
         }
-        let Some(newest) = self.run.newest(model)? else {
+        let Some(mut newest) = self.run.newest(model)? else {
             return match applied {
                 None => Ok(()),
                 Some(applied) => Err(Error::NoSuchVersion {
@@ -377,8 +491,21 @@ impl Publisher {
             };
         };
         let reference = self.options.reference_dir.as_deref();
-        replica.advance(&self.run, model, newest.manifest.version, reference)?;
+        loop {
+            match replica.advance(&self.run, model, newest.manifest.version, reference) {
+                // Versions were published and collected meanwhile: it is not the newest any more.
+                Err(error @ Error::Collected { .. }) => match self.run.newest(model)? {
+                    Some(now) if now.manifest.version > newest.manifest.version => newest = now,
+                    _ => return Err(error),
+                },
+                advanced => {
+                    advanced?;
+                    break;
+                }
+            }
+        }
         self.newest = Some(newest.identity());
+        self.chain_bytes = None;
         if self.sweep_due {
             self.sweep(&newest);
         }
@@ -388,13 +515,13 @@ impl Publisher {
     /// Removes what failed attempts at a committed version left beside it. Best effort: it costs space, nothing else.
     fn sweep(&self, committed: &Committed) {
         let manifest = &committed.manifest;
-        let keep = |key: &Key| manifest.objects.iter().any(|object| object.key == *key);
-        let attempts = self
-            .run
-            .version_root(&manifest.model, manifest.version)
-            .and_then(|root| self.run.store().list(&root));
-        let Ok(entries) = attempts else { return };
-        for entry in entries.iter().filter(|entry| is_object(&entry.key) && !keep(&entry.key)) {
+        self.sweep_place(manifest.version, |key| manifest.objects.iter().any(|object| object.key == *key));
+    }
+
+    fn sweep_place(&self, version: Version, keep: impl Fn(&Key) -> bool) {
+        let root = self.run.version_root(&self.options.model, version);
+        let Ok(entries) = root.and_then(|root| self.run.store().list(&root)) else { return };
+        for entry in entries.iter().filter(|entry| is_publishers(&entry.key) && !keep(&entry.key)) {
             self.discard(&entry.key);
         }
     }
@@ -437,15 +564,6 @@ impl Publisher {
             upload: total.saturating_sub(encode),
         })
     }
-}
-
-/// Whether a key in a version's place is an object's: `<16 hex>-<index>`. Anything else there is not the publisher's to remove.
-fn is_object(key: &Key) -> bool {
-    key.name().split_once('-').is_some_and(|(attempt, index)| {
-        attempt.len() == 16
-            && attempt.bytes().all(|byte| byte.is_ascii_hexdigit())
-            && index.bytes().all(|byte| byte.is_ascii_digit())
-    })
 }
 
 /// The tables of a version that is a checkpoint directory.

@@ -12,6 +12,11 @@ use crate::{ContentDigest, Error, Result, Version};
 /// Smallest limit on the size of an object: one piece of every element type has to fit.
 const OBJECT_BYTES_MIN: u64 = 2 * PIECE_UNIT as u64;
 
+/// Most ranks that can publish a version together.
+const RANKS_MAX: u32 = 65_536;
+/// Longest name of an attempt of several ranks, in bytes.
+const ATTEMPT_BYTES_MAX: usize = 128;
+
 /// Whether a publisher begins a run or goes on with one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
@@ -57,10 +62,19 @@ pub struct PublisherOptions {
     pub object_bytes_max: u64,
     /// Objects stored at the same time, 2 by default. Memory holds two objects more than that.
     pub uploads: usize,
+    /// Threads that encode; by default as many as there are cores, up to 8.
+    pub threads: usize,
+    /// Bytes of tensors that may be under way between the snapshot and the objects at once, 256 MiB by default; a larger
+    /// tensor passes alone. Memory holds up to twice as much: what the snapshot gives, if it does not lend it, and what
+    /// becomes of it.
+    pub buffer_bytes: u64,
     /// Whether deltas are small or quick to decode.
     pub profile: Profile,
     /// If set, every version whose number is a multiple of this carries full tensors beside its delta.
     pub anchor_every: Option<u64>,
+    /// If set, a version carries full tensors beside its delta when the deltas since the newest anchor weigh this share of
+    /// the tensors' bytes, or more. More than 0.
+    pub anchor_share: Option<f64>,
     /// The form of the tensors; by default the name of the element type that most of them have.
     pub representation: Option<Representation>,
 }
@@ -77,8 +91,11 @@ impl PublisherOptions {
             reference_dir: None,
             object_bytes_max: 64 << 20,
             uploads: 2,
+            threads: crate::pool::threads(8),
+            buffer_bytes: 256 << 20,
             profile: Profile::default(),
             anchor_every: None,
+            anchor_share: None,
             representation: None,
         }
     }
@@ -91,8 +108,44 @@ impl PublisherOptions {
         };
         range("object_bytes_max", self.object_bytes_max, OBJECT_BYTES_MIN, OBJECT_BYTES_MAX)?;
         range("uploads", self.uploads as u64, 1, 64)?;
+        range("threads", self.threads as u64, 1, 256)?;
         range("anchor_every", self.anchor_every.unwrap_or(1), 1, u64::MAX)?;
+        if let Some(share) = self.anchor_share.filter(|share| !(share.is_finite() && *share > 0.0)) {
+            let (expected, found) = ("a number above 0".to_owned(), share.to_string());
+            return Err(Error::BadSetting { name: "anchor_share", expected, found });
+        }
         crate::run::check_model(&self.model)
+    }
+}
+
+/// One of several ranks that publish a version together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rank {
+    /// Number of this rank, from 0.
+    pub rank: u32,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// What all ranks of this publication agree on and no other publication has: a name such as `<job id>-<step>`. Parts of
+    /// different attempts are never joined, so that those of a trainer that died do not mix with those of the next one.
+    pub attempt: String,
+}
+
+impl Rank {
+    pub(super) fn check(&self) -> Result<()> {
+        if self.rank >= self.ranks || self.ranks > RANKS_MAX {
+            return Err(Error::BadSetting {
+                name: "rank",
+                expected: format!("a rank below the number of ranks, which is at most {RANKS_MAX}"),
+                found: format!("{} of {}", self.rank, self.ranks),
+            });
+        }
+        crate::ids::check_name("attempt", &self.attempt)?;
+        // Room for the rest of the key's segment.
+        if self.attempt.len() > ATTEMPT_BYTES_MAX {
+            let text = self.attempt.clone();
+            return Err(Error::BadName { what: "attempt", text, reason: "it is longer than 128 bytes" });
+        }
+        Ok(())
     }
 }
 

@@ -21,7 +21,7 @@ pub(super) fn plan(
     base: Option<&Manifest>,
     tensors: &[&TensorInfo],
     representation: &Representation,
-    (delta_wanted, anchor_every): (bool, Option<u64>),
+    (delta_wanted, anchor_due): (bool, bool),
     version: Version,
 ) -> Plan {
     let full = Plan { kind: Kind::Full, anchor: false };
@@ -30,8 +30,22 @@ pub(super) fn plan(
         tracing::info!(%version, "the tensors or their representation changed: publishing in full");
         return full;
     }
-    let due = anchor_every.is_some_and(|every| version.0.checked_rem(every) == Some(0));
-    Plan { kind: Kind::Delta, anchor: due }
+    Plan { kind: Kind::Delta, anchor: anchor_due }
+}
+
+/// What makes a version an anchor: its number, or the weight of the deltas since the newest one.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Anchors {
+    pub(super) every: Option<u64>,
+    pub(super) share: Option<f64>,
+}
+
+impl Anchors {
+    /// Whether `version` is due to be one, behind deltas of `chain_bytes` to tensors of `tensor_bytes`.
+    pub(super) fn are_due(self, version: Version, chain_bytes: u64, tensor_bytes: u64) -> bool {
+        let by_number = self.every.is_some_and(|every| version.0.checked_rem(every) == Some(0));
+        by_number || self.share.is_some_and(|share| chain_bytes as f64 >= share * tensor_bytes as f64)
+    }
 }
 
 fn same_table(base: &Manifest, tensors: &[&TensorInfo]) -> bool {
@@ -98,4 +112,19 @@ pub(super) fn tensor_bytes(snapshot: &dyn Snapshot, index: usize) -> Result<Cow<
         });
     }
     Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn anchors_are_due_by_number_or_by_weight() {
+        let due =
+            |every, share, version, chain| Anchors { every, share }.are_due(Version(version), chain, 1000);
+        assert!(!due(None, None, 6, u64::MAX));
+        assert!(due(Some(3), None, 6, 0) && !due(Some(3), None, 7, 0));
+        assert!(!due(None, Some(0.5), 6, 499) && due(None, Some(0.5), 6, 500));
+        assert!(due(Some(3), Some(0.5), 7, 500) && due(Some(3), Some(0.5), 6, 0));
+    }
 }

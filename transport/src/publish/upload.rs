@@ -110,49 +110,24 @@ pub(super) struct Packer<'a> {
 }
 
 impl Packer<'_> {
-    /// Appends what `write` writes, in one object. `None` if it is larger than an object may be; nothing is appended then.
-    pub(super) fn append<T>(
-        &mut self,
-        write: impl FnOnce(&mut Vec<u8>) -> Result<T>,
-    ) -> Result<Option<(T, Part)>> {
+    /// Appends a payload, which has to fit into an object.
+    pub(super) fn append(&mut self, payload: &[u8]) -> Result<Part> {
         self.uploaded.check()?;
-        let start = self.current.len();
-        let written = write(&mut self.current)?;
-        let length = self.current.len() - start;
-        if length > self.object_bytes_max {
-            self.current.truncate(start);
-            return Ok(None);
-        }
-        let mut offset = start;
-        if self.current.len() > self.object_bytes_max {
-            let tail = self.current.split_off(start);
-            self.flush(tail)?;
-            offset = 0;
+        if !self.current.is_empty() && self.current.len() + payload.len() > self.object_bytes_max {
+            self.flush()?;
         }
         let object = u32::try_from(self.index).map_err(|_| Error::TooLarge {
             what: "number of objects of a publication".to_owned(),
             max: u64::from(u32::MAX),
         })?;
-        Ok(Some((written, Part { object, offset: offset as u64, length: length as u64 })))
-    }
-
-    /// Takes back what was appended last.
-    pub(super) fn undo(&mut self, part: Part) {
-        self.current.truncate(part.offset as usize);
+        let offset = self.current.len() as u64;
+        self.current.extend_from_slice(payload);
+        Ok(Part { object, offset, length: payload.len() as u64 })
     }
 
     /// Appends bytes, over as many objects as they need.
     pub(super) fn append_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Part>> {
-        let mut parts = Vec::new();
-        for chunk in bytes.chunks(self.object_bytes_max) {
-            if let Some(((), part)) = self.append(|out| {
-                out.extend_from_slice(chunk);
-                Ok(())
-            })? {
-                parts.push(part);
-            }
-        }
-        Ok(parts)
+        bytes.chunks(self.object_bytes_max).map(|chunk| self.append(chunk)).collect()
     }
 
     /// Bytes that are durable already.
@@ -160,9 +135,9 @@ impl Packer<'_> {
         self.uploaded.bytes()
     }
 
-    /// Hands the current object to the uploads and begins the next one with `rest`.
-    fn flush(&mut self, rest: Vec<u8>) -> Result<()> {
-        let full = std::mem::replace(&mut self.current, rest);
+    /// Hands the current object to the uploads and begins the next one.
+    fn flush(&mut self) -> Result<()> {
+        let full = std::mem::take(&mut self.current);
         let sent = self.sender.send((self.index, full));
         self.index += 1;
         // The threads end only with this packer, or with a panic that the scope passes on.
@@ -171,7 +146,7 @@ impl Packer<'_> {
 
     fn finish(mut self) -> Result<()> {
         if !self.current.is_empty() {
-            self.flush(Vec::new())?;
+            self.flush()?;
         }
         Ok(())
     }

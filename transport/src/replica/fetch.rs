@@ -1,123 +1,157 @@
-//! From a publication to a sealed journal: objects in, records out. Nothing of the checkpoint is touched here.
+//! From publications to a sealed journal: objects in, records out. Nothing of the checkpoint is touched here.
+//!
+//! Several publications in a row are folded: each tensor is taken through all of them at once, on its own thread.
 
-use std::borrow::Cow;
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use driftless_delta::{DigestTable, Patch, decode, decode_full};
 
 use super::journal::{Record, Writer};
+use super::objects::Objects;
 use super::state::{Copy, State, Tables, digests_to_bytes};
-use crate::checkpoint::write_weights;
+use crate::checkpoint::{sync_dir, write_weights};
 use crate::error::{Error, Result};
-use crate::manifest::{File, Manifest, Object, Piece, Tensor};
+use crate::manifest::{File, Kind, Manifest, Piece, Tensor};
+use crate::pool::{Bounds, in_order, threads};
 use crate::run::Committed;
-use crate::snapshot::{AuxFile, Snapshot, TensorInfo};
+use crate::snapshot::{AuxFile, TensorInfo};
 
 /// Larger tensors do not exist; a manifest that claims one is not believed with an allocation.
 const TENSOR_BYTES_MAX: u64 = 1 << 40;
 /// Tensor data per weight file of a rebuilt checkpoint, as the reference writes them.
 const SHARD_BYTES: u64 = 5_000_000_000;
+/// Bytes of tensors that are decoded but not yet written; one larger tensor passes alone.
+const IN_FLIGHT_BYTES: u64 = 256 << 20;
+/// Most threads that decode.
+const THREADS_MAX: usize = 8;
+/// Most versions that one apply takes at once.
+const FOLD_MAX: usize = 64;
 
-/// Gives the bytes of one object, already checked against its digest.
-pub type FetchObject<'a> = dyn FnMut(&Object) -> Result<Vec<u8>> + 'a;
+/// A patch as the journal holds it, with the byte of the tensor at which it begins.
+type PatchBytes = (u64, Vec<u8>);
 
-/// The objects of one publication, fetched in the order of use; the last one is kept, as its neighbours need
-/// it next.
-pub(super) struct Objects<'a, 'f> {
-    manifest: &'a Manifest,
-    fetch: &'a mut FetchObject<'f>,
-    last: Option<(u32, Vec<u8>)>,
-    fetched: u64,
+fn bounds() -> Bounds {
+    Bounds { threads: threads(THREADS_MAX), weight: IN_FLIGHT_BYTES }
 }
 
-impl<'a, 'f> Objects<'a, 'f> {
-    pub(super) fn new(manifest: &'a Manifest, fetch: &'a mut FetchObject<'f>) -> Self {
-        Self { manifest, fetch, last: None, fetched: 0 }
-    }
-
-    /// Bytes fetched so far.
-    pub(super) fn fetched(&self) -> u64 {
-        self.fetched
-    }
-
-    /// A range of an object; the manifest's own check has already placed it inside.
-    fn range(&mut self, object: u32, offset: u64, length: u64) -> Result<&[u8]> {
-        if self.last.as_ref().is_none_or(|(index, _)| *index != object) {
-            self.last = None;
-            let entry = self
-                .manifest
-                .objects
-                .get(object as usize)
-                .ok_or_else(|| outside("manifest", object, offset, length))?;
-            super::crash_point("follow.fetch")?;
-            let bytes = (self.fetch)(entry)?;
-            self.fetched += bytes.len() as u64;
-            self.last = Some((object, bytes));
+/// How many of `links` can be applied at once, the first of them in full or as a delta.
+///
+/// One patch serves all names of a tied tensor, so a fold of deltas ends where names become tied or part. Each link has an
+/// object in memory while its neighbours need it, so the fold also ends where those would not fit.
+pub(super) fn fold_length(links: &[Committed], first_in_full: bool) -> usize {
+    let largest =
+        |link: &Committed| link.manifest.objects.iter().map(|object| object.size).max().unwrap_or(0);
+    let mut held = links.first().map_or(0, largest);
+    let mut length = 1;
+    for pair in links.windows(2).take(FOLD_MAX - 1) {
+        let [before, link] = pair else { break };
+        held = held.saturating_add(largest(link));
+        let follows = link.manifest.kind == Kind::Delta && link.manifest.base == Some(before.identity());
+        let tied_alike = first_in_full || same_names(&before.manifest, &link.manifest);
+        if !follows || !tied_alike || held > super::objects::CACHE_BYTES {
+            break;
         }
-        let bytes = self.last.as_ref().map_or(&[][..], |(_, bytes)| bytes);
-        usize::try_from(offset)
-            .ok()
-            .zip(usize::try_from(length).ok())
-            .and_then(|(start, length)| bytes.get(start..start.checked_add(length)?))
-            .ok_or_else(|| outside("object", object, offset, length))
+        length += 1;
     }
-
-    fn file(&mut self, file: &File) -> Result<AuxFile> {
-        let mut bytes = Vec::new();
-        for part in &file.parts {
-            bytes.extend_from_slice(self.range(part.object, part.offset, part.length)?);
-        }
-        file.blake3.check(&bytes, format_args!("file `{}`", file.name))?;
-        AuxFile::new(file.name.clone(), bytes)
-    }
+    length
 }
 
-fn outside(subject: &str, object: u32, offset: u64, length: u64) -> Error {
-    Error::Corrupt {
-        subject: format!("{subject} of a publication"),
-        what: "a payload lies outside",
-        expected: "a range inside an object".into(),
-        found: format!("{length} bytes from {offset} of object {object}"),
-    }
+/// Whether the same names are tied in both.
+fn same_names(a: &Manifest, b: &Manifest) -> bool {
+    let names = |tensor: &Tensor| (tensor.name.clone(), tensor.aliases.clone());
+    a.tensors.len() == b.tensors.len() && a.tensors.iter().map(names).eq(b.tensors.iter().map(names))
 }
 
-/// Writes and seals the journal that takes `base` to `link` by its deltas.
-pub(super) fn journal_delta(
+/// Writes and seals the journal that takes `base` over `links` by their deltas. All links tie the same names.
+pub(super) fn journal_deltas(
     path: &Path,
     base: &State,
-    link: &Committed,
-    objects: &mut Objects<'_, '_>,
+    links: &[Committed],
+    objects: &Objects<'_>,
 ) -> Result<()> {
-    let manifest = &link.manifest;
-    let mut journal = Writer::create(path)?;
-    let main_names =
-        base.manifest.named_tensors().into_iter().map(|(name, entry)| (name, entry.name.as_str())).collect();
-    let mut tables = Tables::new();
-    for tensor in &manifest.tensors {
-        let old = base_table(base, &main_names, tensor)?;
-        let new = match tensor.pieces.as_slice() {
-            [] => old.clone(),
-            pieces => patch_tensor(base, tensor, old, pieces, objects, &mut journal)?,
-        };
-        check_digest(tensor, &new)?;
-        tables.insert(tensor.name.clone(), new);
+    let Some(last) = links.last() else { return Ok(()) };
+    let mut before = &base.manifest;
+    for link in links {
+        check_same_form(before, &link.manifest)?;
+        before = &link.manifest;
     }
-    for file in &manifest.files {
-        let kept = base.manifest.files.iter().any(|old| old.name == file.name && old.blake3 == file.blake3);
-        if kept {
+    let mut journal = Writer::create(path)?;
+    journal.push(Record::Base(base.applied.manifest_digest.as_bytes()))?;
+    let main_names: BTreeMap<&str, &str> =
+        base.manifest.named_tensors().into_iter().map(|(name, entry)| (name, entry.name.as_str())).collect();
+    let tensors = &last.manifest.tensors;
+    let weights: Vec<u64> = (0..tensors.len())
+        .map(|index| {
+            if steps(links, index).any(|(_, tensor)| !tensor.pieces.is_empty()) {
+                tensors[index].info().byte_len()
+            } else {
+                Ok(1)
+            }
+        })
+        .collect::<Result<_>>()?;
+    let mut tables = Tables::new();
+    in_order(
+        &weights,
+        bounds(),
+        Ok,
+        |index| patch_tensor(base, &main_names, links, index, objects),
+        |index, (patches, table): (Vec<PatchBytes>, DigestTable)| {
+            let tensor = &tensors[index].name;
+            for (offset, bytes) in &patches {
+                journal.push(Record::Patch { tensor, offset: *offset, bytes })?;
+            }
+            tables.insert(tensor.clone(), table);
+            Ok(())
+        },
+    )?;
+    journal_files(&mut journal, &base.manifest.files, true, links, objects)?;
+    seal(journal, last, &tables)
+}
+
+/// The entry of the `index`-th tensor in each link.
+fn steps(links: &[Committed], index: usize) -> impl Iterator<Item = (usize, &Tensor)> {
+    links
+        .iter()
+        .enumerate()
+        .filter_map(move |(number, link)| Some((number, link.manifest.tensors.get(index)?)))
+}
+
+/// Journals the files of the last link that are not among `old` (with `keep`), and the removal of those it lacks.
+fn journal_files(
+    journal: &mut Writer,
+    old: &[File],
+    keep: bool,
+    links: &[Committed],
+    objects: &Objects<'_>,
+) -> Result<()> {
+    let files = links.last().map_or(&[][..], |link| &link.manifest.files);
+    for file in files {
+        if keep && old.iter().any(|old| old.name == file.name && old.blake3 == file.blake3) {
             continue;
         }
-        let file = objects.file(file)?;
+        // Where the last link does not carry it, the one in front of it has it or carries it.
+        let carried = links.iter().enumerate().rev().find_map(|(number, link)| {
+            let entry = link.manifest.files.iter().find(|entry| entry.name == file.name)?;
+            (!entry.parts.is_empty() && entry.blake3 == file.blake3).then_some((number, entry))
+        });
+        let (number, entry) = carried.unwrap_or((0, file));
+        let file = read_file(number, entry, objects)?;
         journal.push(Record::File { name: file.name(), bytes: file.bytes() })?;
     }
-    for old in &base.manifest.files {
-        if !manifest.files.iter().any(|file| file.name == old.name) {
-            journal.push(Record::Remove { name: &old.name })?;
-        }
+    for old in old.iter().filter(|old| !files.iter().any(|file| file.name == old.name)) {
+        journal.push(Record::Remove { name: &old.name })?;
     }
-    seal(journal, link, &tables)
+    Ok(())
+}
+
+fn read_file(link: usize, file: &File, objects: &Objects<'_>) -> Result<AuxFile> {
+    let mut bytes = Vec::new();
+    for part in &file.parts {
+        bytes.extend_from_slice(&objects.range(link, part.object, part.offset, part.length)?);
+    }
+    file.blake3.check(&bytes, format_args!("file `{}`", file.name))?;
+    AuxFile::new(file.name.clone(), bytes)
 }
 
 /// The base's digests of a tensor. Tensors may become tied or part from one version to the next; one delta
@@ -150,22 +184,51 @@ fn base_table<'a>(
     Ok(table)
 }
 
-/// Writes the full tensors of `link` into `staging`, and seals the journal that installs them. Returns the
-/// bytes fetched.
+/// Writes the tensors of the last link into `staging`, from the first one in full and the deltas behind it, and seals
+/// the journal that installs them.
 ///
 /// `stale` are the weight files now in the directory.
 pub(super) fn journal_full(
     path: &Path,
     staging: &Path,
-    link: &Committed,
-    objects: Objects<'_, '_>,
+    links: &[Committed],
+    objects: &Objects<'_>,
     old_files: &[File],
     stale: &[String],
-) -> Result<u64> {
-    let snapshot = Fetched::new(&link.manifest, objects)?;
-    let names = write_weights(staging, &snapshot, SHARD_BYTES)?;
-    crate::checkpoint::sync_dir(staging)?;
-    let (mut objects, tables) = snapshot.finish();
+) -> Result<()> {
+    let (Some(first), Some(last)) = (links.first(), links.last()) else { return Ok(()) };
+    if !first.manifest.is_anchor() {
+        return Err(Error::Unsupported {
+            what: format!("starting at version {} of run {}", first.manifest.version, first.manifest.run_id),
+            hint: "it is not published in full; give the checkpoint directory that the run starts from"
+                .into(),
+        });
+    }
+    for pair in links.windows(2) {
+        check_same_form(&pair[0].manifest, &pair[1].manifest)?;
+    }
+    let named: Vec<Vec<(&str, &Tensor)>> = links.iter().map(|link| link.manifest.named_tensors()).collect();
+    let target = last.manifest.named_tensors();
+    let infos: Vec<TensorInfo> = target
+        .iter()
+        .map(|(name, tensor)| TensorInfo { name: (*name).to_owned(), ..tensor.info() })
+        .collect();
+    let mut tables = Tables::new();
+    let names = write_weights(staging, &infos, SHARD_BYTES, &mut |order, sink| {
+        let weights: Vec<u64> = order.iter().map(|&index| infos[index].byte_len()).collect::<Result<_>>()?;
+        let feed = |position: usize| Ok(order[position]);
+        let work = |index: usize| {
+            let steps: Vec<&Tensor> = named.iter().map(|named| named[index].1).collect();
+            full_tensor(links, &steps, objects)
+        };
+        in_order(&weights, bounds(), feed, work, |position, (bytes, table)| {
+            tables.insert(target[order[position]].1.name.clone(), table);
+            sink(&bytes)
+        })
+    })?;
+    sync_dir(staging)?;
+    // A journal may survive only with what it installs: a name that is gone from here counts as installed.
+    staging.parent().map_or(Ok(()), sync_dir)?;
     let mut journal = Writer::create(path)?;
     for name in &names {
         journal.push(Record::Install { name })?;
@@ -173,17 +236,123 @@ pub(super) fn journal_full(
     for name in stale.iter().filter(|name| !names.contains(name)) {
         journal.push(Record::Remove { name })?;
     }
-    for file in &link.manifest.files {
-        let file = objects.file(file)?;
-        journal.push(Record::File { name: file.name(), bytes: file.bytes() })?;
+    journal_files(&mut journal, old_files, false, links, objects)?;
+    seal(journal, last, &tables)
+}
+
+/// A tensor's bytes after the last link; `steps` are its entries, the first one in full.
+fn full_tensor(
+    links: &[Committed],
+    steps: &[&Tensor],
+    objects: &Objects<'_>,
+) -> Result<(Vec<u8>, DigestTable)> {
+    let Some((&first, deltas)) = steps.split_first() else { return Ok(Default::default()) };
+    let codec = |source| Error::Codec { tensor: first.name.clone(), source };
+    let element = first.dtype.element();
+    let mut bytes = zeroed(first)?;
+    let length = bytes.len();
+    for piece in links[0].manifest.full_pieces(first).unwrap_or_default() {
+        let range = piece_range(first, piece, length)?;
+        let payload = objects.range(0, piece.object, piece.offset, piece.length)?;
+        decode_full(element, &payload, &mut bytes[range]).map_err(codec)?;
     }
-    for old in old_files {
-        if !link.manifest.files.iter().any(|file| file.name == old.name) {
-            journal.push(Record::Remove { name: &old.name })?;
+    let mut table = DigestTable::of(element, &bytes).map_err(codec)?;
+    check_digest(first, &table)?;
+    for (number, tensor) in (1..).zip(deltas.iter().copied()) {
+        if !tensor.pieces.is_empty() {
+            let (patches, new) = decode_pieces(number, tensor, &bytes, &table, objects)?;
+            apply(tensor, &patches, &mut bytes)?;
+            table = new;
         }
+        check_digest(tensor, &table)?;
     }
-    seal(journal, link, &tables)?;
-    Ok(objects.fetched())
+    Ok((bytes, table))
+}
+
+/// The patches, with the byte at which each begins, that take the `index`-th tensor over `links`; and what its digests
+/// are then.
+fn patch_tensor(
+    base: &State,
+    main_names: &BTreeMap<&str, &str>,
+    links: &[Committed],
+    index: usize,
+    objects: &Objects<'_>,
+) -> Result<(Vec<PatchBytes>, DigestTable)> {
+    let mut patches = Vec::new();
+    let mut table = None;
+    let mut bytes: &[u8] = &[];
+    // The tensor between two links, once it is not the base's any more.
+    let mut between: Option<Vec<u8>> = None;
+    let last =
+        steps(links, index).filter(|(_, tensor)| !tensor.pieces.is_empty()).map(|(number, _)| number).last();
+    for (number, tensor) in steps(links, index) {
+        let old = match table.take() {
+            Some(table) => table,
+            None => {
+                let position = base.checkpoint.position(&tensor.name);
+                bytes = position.and_then(|index| base.checkpoint.tensor(index)).unwrap_or_default();
+                base_table(base, main_names, tensor)?.clone()
+            }
+        };
+        let new = if tensor.pieces.is_empty() {
+            old
+        } else {
+            let before = between.as_deref().unwrap_or(bytes);
+            let (decoded, new) = decode_pieces(number, tensor, before, &old, objects)?;
+            if Some(number) != last {
+                apply(tensor, &decoded, between.get_or_insert_with(|| bytes.to_vec()))?;
+            }
+            patches.extend(decoded.iter().map(|(offset, patch)| (*offset, patch.to_bytes())));
+            new
+        };
+        check_digest(tensor, &new)?;
+        table = Some(new);
+    }
+    Ok((patches, table.unwrap_or_default()))
+}
+
+/// A tensor's patches in one link, each with the byte at which it begins, and the digests of the result.
+fn decode_pieces(
+    link: usize,
+    tensor: &Tensor,
+    bytes: &[u8],
+    old: &DigestTable,
+    objects: &Objects<'_>,
+) -> Result<(Vec<(u64, Patch)>, DigestTable)> {
+    let element = tensor.dtype.element();
+    let codec = |source| Error::Codec { tensor: tensor.name.clone(), source };
+    if let [piece] = tensor.pieces.as_slice() {
+        let payload = objects.range(link, piece.object, piece.offset, piece.length)?;
+        let mut patch = Patch::default();
+        decode(element, bytes, old, &payload, &mut patch).map_err(codec)?;
+        let table = patch.digests().clone();
+        return Ok((vec![(0, patch)], table));
+    }
+    // Pieces of several publishers may be cut anywhere, so their digests are not those of the tensor's
+    // blocks: hash again.
+    let mut patches = Vec::new();
+    let mut result = bytes.to_vec();
+    for piece in &tensor.pieces {
+        let range = piece_range(tensor, piece, bytes.len())?;
+        let slice = &bytes[range.clone()];
+        let digests = DigestTable::of(element, slice).map_err(codec)?;
+        let payload = objects.range(link, piece.object, piece.offset, piece.length)?;
+        let mut patch = Patch::default();
+        decode(element, slice, &digests, &payload, &mut patch).map_err(codec)?;
+        patch.apply_to(&mut result[range.clone()]).map_err(codec)?;
+        patches.push((range.start as u64, patch));
+    }
+    Ok((patches, DigestTable::of(element, &result).map_err(codec)?))
+}
+
+fn apply(tensor: &Tensor, patches: &[(u64, Patch)], bytes: &mut [u8]) -> Result<()> {
+    for (offset, patch) in patches {
+        let start = *offset as usize;
+        let target =
+            bytes.get_mut(start..start.saturating_add(patch.tensor_bytes() as usize)).unwrap_or_default();
+        patch.apply_to(target).map_err(|source| Error::Codec { tensor: tensor.name.clone(), source })?;
+    }
+    Ok(())
 }
 
 /// Adds the manifest and the digest tables, and seals.
@@ -208,47 +377,6 @@ pub(super) fn check_digest(tensor: &Tensor, table: &DigestTable) -> Result<()> {
     })
 }
 
-fn patch_tensor(
-    base: &State,
-    tensor: &Tensor,
-    old: &DigestTable,
-    pieces: &[Piece],
-    objects: &mut Objects<'_, '_>,
-    journal: &mut Writer,
-) -> Result<DigestTable> {
-    let element = tensor.dtype.element();
-    let codec = |source| Error::Codec { tensor: tensor.name.clone(), source };
-    let bytes = base
-        .checkpoint
-        .position(&tensor.name)
-        .and_then(|index| base.checkpoint.tensor(index))
-        .unwrap_or_default();
-    let mut patch = Patch::default();
-    if let [piece] = pieces {
-        let payload = objects.range(piece.object, piece.offset, piece.length)?;
-        decode(element, bytes, old, payload, &mut patch).map_err(codec)?;
-        journal.push(Record::Patch { tensor: &tensor.name, offset: 0, bytes: &patch.to_bytes() })?;
-        return Ok(patch.digests().clone());
-    }
-    // Pieces of several publishers may be cut anywhere, so their digests are not those of the tensor's
-    // blocks: hash again.
-    let mut result = bytes.to_vec();
-    for piece in pieces {
-        let range = piece_range(tensor, piece, bytes.len())?;
-        let slice = &bytes[range.clone()];
-        let digests = DigestTable::of(element, slice).map_err(codec)?;
-        let payload = objects.range(piece.object, piece.offset, piece.length)?;
-        decode(element, slice, &digests, payload, &mut patch).map_err(codec)?;
-        patch.apply_to(&mut result[range.clone()]).map_err(codec)?;
-        journal.push(Record::Patch {
-            tensor: &tensor.name,
-            offset: range.start as u64,
-            bytes: &patch.to_bytes(),
-        })?;
-    }
-    DigestTable::of(element, &result).map_err(codec)
-}
-
 /// The bytes of a tensor that a piece covers.
 fn piece_range(tensor: &Tensor, piece: &Piece, length: usize) -> Result<std::ops::Range<usize>> {
     let size = tensor.dtype.size();
@@ -265,70 +393,6 @@ fn piece_range(tensor: &Tensor, piece: &Piece, length: usize) -> Result<std::ops
     }
 }
 
-/// A full publication read as a snapshot: each tensor is fetched, decoded and checked when its bytes are
-/// asked for.
-struct Fetched<'a, 'f> {
-    tensors: Vec<TensorInfo>,
-    entries: Vec<&'a Tensor>,
-    objects: RefCell<Objects<'a, 'f>>,
-    tables: RefCell<Tables>,
-}
-
-impl<'a, 'f> Fetched<'a, 'f> {
-    fn new(manifest: &'a Manifest, objects: Objects<'a, 'f>) -> Result<Self> {
-        if !manifest.is_anchor() {
-            return Err(Error::Unsupported {
-                what: format!("starting at version {} of run {}", manifest.version, manifest.run_id),
-                hint: "it is not published in full; give the checkpoint directory that the run starts from"
-                    .into(),
-            });
-        }
-        let (tensors, entries) = manifest
-            .named_tensors()
-            .into_iter()
-            .map(|(name, tensor)| (TensorInfo { name: name.to_owned(), ..tensor.info() }, tensor))
-            .unzip();
-        Ok(Self { tensors, entries, objects: RefCell::new(objects), tables: RefCell::default() })
-    }
-
-    fn finish(self) -> (Objects<'a, 'f>, Tables) {
-        (self.objects.into_inner(), self.tables.into_inner())
-    }
-
-    fn decode(&self, tensor: &Tensor) -> Result<Vec<u8>> {
-        let codec = |source| Error::Codec { tensor: tensor.name.clone(), source };
-        let mut objects = self.objects.borrow_mut();
-        let mut bytes = zeroed(tensor)?;
-        let length = bytes.len();
-        for piece in objects.manifest.full_pieces(tensor).unwrap_or_default() {
-            let range = piece_range(tensor, piece, length)?;
-            let payload = objects.range(piece.object, piece.offset, piece.length)?;
-            decode_full(tensor.dtype.element(), payload, &mut bytes[range]).map_err(codec)?;
-        }
-        let table = DigestTable::of(tensor.dtype.element(), &bytes).map_err(codec)?;
-        check_digest(tensor, &table)?;
-        self.tables.borrow_mut().insert(tensor.name.clone(), table);
-        Ok(bytes)
-    }
-}
-
-impl Snapshot for Fetched<'_, '_> {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
-        match self.entries.get(index) {
-            Some(tensor) => self.decode(tensor).map(Cow::Owned),
-            None => Ok(Cow::Borrowed(&[])),
-        }
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &[]
-    }
-}
-
 /// A tensor's buffer; a size that cannot be had is an error, not an abort.
 fn zeroed(tensor: &Tensor) -> Result<Vec<u8>> {
     let too_large = || Error::TooLarge { what: format!("tensor `{}`", tensor.name), max: TENSOR_BYTES_MAX };
@@ -342,7 +406,7 @@ fn zeroed(tensor: &Tensor) -> Result<Vec<u8>> {
 
 /// Refuses a delta whose representation or tensor table is not the base's: adding, removing or reshaping a
 /// tensor needs a full publication.
-pub(super) fn check_same_form(base: &Manifest, new: &Manifest) -> Result<()> {
+pub(crate) fn check_same_form(base: &Manifest, new: &Manifest) -> Result<()> {
     if base.representation != new.representation {
         return Err(Error::Corrupt {
             subject: format!("delta of version {}", new.version),

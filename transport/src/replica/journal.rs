@@ -5,11 +5,13 @@
 //! u64, name, body`. The last is a commit whose body is BLAKE3-256 of all bytes in front of it. A file
 //! without a valid commit at its very end was never committed.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
+use crate::checkpoint::{remove_file, sync_file};
 use crate::error::{Error, Result};
+use crate::watch::{self, Call};
 
 const MAGIC: [u8; 8] = *b"dftljnl1";
 const HEAD_BYTES: usize = 24;
@@ -31,6 +33,8 @@ pub(super) enum Record<'a> {
     Install { name: &'a str },
     /// Removes a file of the version before.
     Remove { name: &'a str },
+    /// The manifest digest of the version that the patches start from.
+    Base(&'a [u8]),
 }
 
 impl<'a> Record<'a> {
@@ -43,6 +47,7 @@ impl<'a> Record<'a> {
             Self::File { name, bytes } => (4, 0, name, bytes),
             Self::Install { name } => (5, 0, name, &[]),
             Self::Remove { name } => (6, 0, name, &[]),
+            Self::Base(bytes) => (7, 0, "", bytes),
         }
     }
 
@@ -54,6 +59,7 @@ impl<'a> Record<'a> {
             4 => Self::File { name, bytes },
             5 => Self::Install { name },
             6 => Self::Remove { name },
+            7 => Self::Base(bytes),
             _ => return None,
         })
     }
@@ -68,7 +74,8 @@ pub(super) struct Writer {
 
 impl Writer {
     pub(super) fn create(path: &Path) -> Result<Self> {
-        let file = File::create(path).map_err(|source| Error::io("create", path, source))?;
+        let file = watch::before(Call::Create, path).and_then(|()| File::create(path));
+        let file = file.map_err(|source| Error::io("create", path, source))?;
         let file = BufWriter::with_capacity(1 << 18, file);
         let mut writer = Self { path: path.into(), file, hash: blake3::Hasher::new() };
         writer.write(&MAGIC)?;
@@ -89,12 +96,14 @@ impl Writer {
         self.write(&digest)?;
         let file =
             self.file.into_inner().map_err(|error| Error::io("write", &self.path, error.into_error()))?;
-        file.sync_all().map_err(|source| Error::io("sync", &self.path, source))
+        sync_file(&file, &self.path).map_err(|source| Error::io("sync", &self.path, source))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.hash.update(bytes);
-        self.file.write_all(bytes).map_err(|source| Error::io("write", &self.path, source))
+        watch::before(Call::Write, &self.path)
+            .and_then(|()| self.file.write_all(bytes))
+            .map_err(|source| Error::io("write", &self.path, source))
     }
 }
 
@@ -140,7 +149,7 @@ fn records(content: &[u8]) -> Option<Vec<Record<'_>>> {
 
 /// Removes a journal if there is one; the caller syncs the directory.
 pub(super) fn remove(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
+    match remove_file(path) {
         Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, source)),
         _ => Ok(()),
     }
@@ -148,9 +157,11 @@ pub(super) fn remove(path: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
-    fn sample() -> [Record<'static>; 6] {
+    fn sample() -> [Record<'static>; 7] {
         [
             Record::Manifest(b"{}"),
             Record::Digests(&[7; 40]),
@@ -158,6 +169,7 @@ mod tests {
             Record::File { name: "config.json", bytes: b"" },
             Record::Install { name: "model.safetensors" },
             Record::Remove { name: "merges.txt" },
+            Record::Base(&[9; 32]),
         ]
     }
 

@@ -1,16 +1,19 @@
 //! A host-local checkpoint directory at a known version, moved from version to version without ever being lost.
 
+mod advance;
 mod fetch;
 #[cfg(feature = "slime")]
 pub(crate) mod foreign;
 mod journal;
+mod objects;
+mod quarantine;
 mod redo;
 mod state;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use driftless_delta::DigestTable;
 use rustix::fs::{FlockOperation, flock};
@@ -18,14 +21,17 @@ use rustix::fs::{FlockOperation, flock};
 use crate::checkpoint::{Checkpoint, remove_dir, sync_dir};
 use crate::error::{Error, Result};
 use crate::ids::Version;
-use crate::manifest::{Base, Kind, Manifest};
-use crate::run::{Committed, Run};
+use crate::manifest::{Base, Manifest};
+use crate::run::Committed;
 use crate::snapshot::{Snapshot as _, is_plain_name};
+use crate::watch::{self, Call};
 use journal::{Record, Writer};
 use redo::Times;
 use state::{Layout, State};
 
-pub use fetch::FetchObject;
+pub(crate) use advance::Observe;
+pub(crate) use fetch::check_same_form;
+pub use objects::FetchObject;
 pub use state::Applied;
 
 /// Directory inside a replica that holds its state.
@@ -56,7 +62,7 @@ pub struct Replica {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Advanced {
-    /// Versions applied one after the other; 0 if there was nothing to do.
+    /// Versions applied, several of them at once where they allow it; 0 if there was nothing to do.
     pub links: u64,
     /// Bytes of the objects fetched.
     pub bytes: u64,
@@ -80,13 +86,56 @@ impl Replica {
     /// [`Error::Locked`] if another process has it; [`Error::DamagedReplica`] if the directory does not hold
     /// what its state says and the journal cannot repair that; the file system's errors.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
-        let dir = dir.into();
-        let layout = Layout::new(&dir);
-        fs::create_dir_all(&layout.root).map_err(|source| Error::io("create", &layout.root, source))?;
-        let lock = lock(&layout.lock())?;
-        let mut replica = Self { dir, layout, _lock: lock, state: None, unfinished: true };
+        let mut replica = Self::locked(dir.into())?;
         replica.recover()?;
         Ok(replica)
+    }
+
+    /// [`Replica::open`], but a directory that cannot be trusted is emptied ([`Replica::quarantine`]), so that the next
+    /// [`Replica::advance`] builds it anew.
+    ///
+    /// # Errors
+    ///
+    /// As [`Replica::open`] and [`Replica::quarantine`].
+    pub fn open_or_quarantine(dir: impl Into<PathBuf>) -> Result<Self> {
+        let mut replica = Self::locked(dir.into())?;
+        match replica.recover() {
+            Err(damage @ Error::DamagedReplica { .. }) => replica.quarantine(damage)?,
+            recovered => drop(recovered?),
+        }
+        Ok(replica)
+    }
+
+    fn locked(dir: PathBuf) -> Result<Self> {
+        let layout = Layout::new(&dir);
+        if !layout.root.is_dir() {
+            // Weights whose state was lost with the power would be nobody's.
+            create_dir_synced(&layout.root)?;
+        }
+        let lock = lock(&layout.lock())?;
+        Ok(Self { dir, layout, _lock: lock, state: None, unfinished: true })
+    }
+
+    /// Sets aside, after `damage`, everything of this directory that belongs to the replica: afterwards it holds no
+    /// version. The damaged files are kept until another version is in place, or until its space is needed. The run, the
+    /// model and the version stay pinned.
+    ///
+    /// # Errors
+    ///
+    /// `damage` itself, if the directory holds weight files that this program did not put there: they would be lost.
+    /// [`Error::Busy`] while the checkpoint is shared; the file system's errors, after which the call can be repeated.
+    pub fn quarantine(&mut self, damage: Error) -> Result<()> {
+        self.check_unshared()?;
+        if let Some(foreign) = quarantine::foreign_file(&self.dir, &self.layout)? {
+            tracing::warn!(dir = %self.dir.display(), foreign, "damaged, and not to be rebuilt over a foreign file");
+            return Err(damage);
+        }
+        tracing::warn!(
+            dir = %self.dir.display(), damage = &damage as &dyn std::error::Error, "damaged: building it anew from the store"
+        );
+        self.state = None;
+        quarantine::set_aside(&self.dir, &self.layout)?;
+        self.recover().map(|_| ())
     }
 
     /// The directory.
@@ -160,75 +209,6 @@ impl Replica {
         self.carry_out(sealed).map(|_| ())
     }
 
-    /// Moves to version `to` of `model`: fetches what is missing, checks every object and every link of the
-    /// chain, applies.
-    ///
-    /// Follows the deltas, or starts over at an anchor where that is cheaper or the only way. A replica
-    /// without a version starts at the newest anchor, or adopts `reference` (a checkpoint directory) when the
-    /// run begins by reference. Links that were applied before an error stay applied.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Rewind`], [`Error::ForeignRun`], [`Error::ForeignModel`] with both identities;
-    /// [`Error::BrokenChain`]; [`Error::Corrupt`], [`Error::DigestMismatch`], [`Error::Codec`] for bytes that
-    /// are not what they must be; [`Error::Unsupported`] when a reference is needed and `reference` is
-    /// `None`; the store's and the file system's errors.
-    pub fn advance(
-        &mut self,
-        run: &Run,
-        model: &str,
-        to: Version,
-        reference: Option<&Path>,
-    ) -> Result<Advanced> {
-        self.finish()?;
-        if let Some(applied) = self.applied() {
-            run.check_id(self.dir.display(), applied.run_id)?;
-            check_model(&self.dir, &applied.model, model)?;
-        }
-        let chain = run.chain(model, self.identity(), to)?;
-        let mut total = Advanced::default();
-        for link in &chain.links {
-            match reference {
-                Some(source) if link.manifest.kind == Kind::Reference => {
-                    let started = Instant::now();
-                    self.adopt(source, link)?;
-                    total.links += 1;
-                    total.journal += started.elapsed();
-                }
-                _ => total.add(self.advance_with(link, &mut |object| run.object(object))?),
-            }
-        }
-        Ok(total)
-    }
-
-    /// Applies one publication whose objects `fetch` gives: a delta on the applied version, or a full one.
-    ///
-    /// # Errors
-    ///
-    /// As [`Replica::advance`].
-    pub fn advance_with(&mut self, link: &Committed, fetch: &mut FetchObject<'_>) -> Result<Advanced> {
-        self.finish()?;
-        if self.check_forward(&link.manifest)? && self.identity() == Some(link.identity()) {
-            return Ok(Advanced::default());
-        }
-        if self.state.as_ref().is_some_and(State::is_touched) {
-            // Hashes everything, and refuses the directory if it is not what it was; nothing is served until it is.
-            self.unfinished = true;
-            self.recover()?;
-        }
-        let started = Instant::now();
-        let sealed = self.journal_publication(link, fetch);
-        let journal = started.elapsed();
-        let bytes = sealed.as_ref().copied().unwrap_or_default();
-        let times = self.carry_out(sealed)?;
-        tracing::info!(
-            dir = %self.dir.display(), version = %link.manifest.version, bytes, changed = link.manifest.changed,
-            journal_ms = journal.as_millis() as u64, overwrite_ms = times.overwrite.as_millis() as u64, "applied"
-        );
-        let changed = link.manifest.changed;
-        Ok(Advanced { links: 1, bytes, changed, journal, overwrite: times.overwrite, sync: times.sync })
-    }
-
     /// Hashes every tensor and file of the directory and compares with the manifest: a scrub, never needed
     /// per step.
     ///
@@ -248,16 +228,23 @@ impl Replica {
     /// Finishes a committed journal, if one waits. Refuses while the checkpoint is shared: nothing may change
     /// behind a reader's map.
     fn finish(&mut self) -> Result<()> {
-        if self.state.as_ref().is_some_and(|state| Arc::strong_count(&state.checkpoint) > 1) {
-            return Err(Error::Busy { what: format!("`{}`", self.dir.display()), with: "a reader".into() });
-        }
+        self.check_unshared()?;
         if self.unfinished { self.recover().map(|_| ()) } else { Ok(()) }
     }
 
+    fn check_unshared(&self) -> Result<()> {
+        if self.state.as_ref().is_some_and(|state| Arc::strong_count(&state.checkpoint) > 1) {
+            return Err(Error::Busy { what: format!("`{}`", self.dir.display()), with: "a reader".into() });
+        }
+        Ok(())
+    }
+
     fn recover(&mut self) -> Result<Times> {
+        let missing = |source: &std::io::Error| source.kind() == std::io::ErrorKind::NotFound;
         let damaged = |source: Error| match source {
+            Error::Io { source: ref io, .. } if missing(io) => self.damaged(source),
             Error::Io { .. } | Error::NoSpace { .. } | Error::PermissionDenied { .. } => source,
-            source => Error::DamagedReplica { path: self.dir.clone(), source: Box::new(source) },
+            source => self.damaged(source),
         };
         let journal = self.layout.journal().exists();
         let (state, times) = match redo::redo(&self.dir, &self.layout).map_err(damaged)? {
@@ -270,18 +257,56 @@ impl Replica {
         Ok(times)
     }
 
+    fn damaged(&self, source: Error) -> Error {
+        Error::DamagedReplica { path: self.dir.clone(), source: Box::new(source) }
+    }
+
     /// Carries out a journal that was just sealed; if it could not be sealed, what was written of it is removed.
-    fn carry_out(&mut self, sealed: Result<u64>) -> Result<Times> {
+    fn carry_out<T>(&mut self, sealed: Result<T>) -> Result<Times> {
         if let Err(error) = sealed {
             if let Err(leftover) = redo::drop_journal(&self.layout) {
                 tracing::warn!(error = %leftover, "a part of an uncommitted apply stays behind");
             }
-            return Err(error);
+            if matches!(error, Error::NoSpace { .. }) {
+                quarantine::make_room(&self.layout);
+            }
+            return Err(self.blame(error));
         }
         self.unfinished = true;
         self.layout.sync()?;
         crash_point("follow.journal")?;
-        self.recover()
+        let times = self.recover()?;
+        quarantine::forget(&self.layout);
+        Ok(times)
+    }
+
+    /// An error of the codec may mean that the base has rotted in place, which nothing but its digests can tell.
+    fn blame(&mut self, error: Error) -> Error {
+        let suspect = matches!(error, Error::Codec { .. } | Error::TensorMismatch { .. });
+        let Some(state) = self.state.as_ref().filter(|_| suspect) else { return error };
+        match redo::hash_all(&state.checkpoint, &state.manifest) {
+            Ok(_) => error,
+            Err(source) => {
+                self.unfinished = true;
+                self.damaged(source)
+            }
+        }
+    }
+
+    /// The version that is applied, or was before the directory was set aside.
+    fn pinned(&self) -> Result<Option<Applied>> {
+        match self.applied() {
+            Some(applied) => Ok(Some(applied.clone())),
+            None => quarantine::pinned(&self.layout),
+        }
+    }
+
+    fn check_version(&self, have: &Applied, wanted: Version) -> Result<()> {
+        if have.version <= wanted {
+            return Ok(());
+        }
+        let subject = format!("`{}`", self.dir.display());
+        Err(Error::Rewind { subject, run_id: have.run_id, have: have.version, wanted })
     }
 
     /// Refuses another run, another model or an older version; true if a version is applied.
@@ -295,38 +320,12 @@ impl Replica {
             });
         }
         check_model(&self.dir, &applied.model, &manifest.model)?;
-        if applied.version > manifest.version {
-            return Err(Error::Rewind {
-                subject: format!("`{}`", self.dir.display()),
-                run_id: applied.run_id,
-                have: applied.version,
-                wanted: manifest.version,
-            });
-        }
+        self.check_version(applied, manifest.version)?;
         Ok(true)
     }
 
-    /// Seals the journal of a publication; returns the bytes fetched.
-    fn journal_publication(&self, link: &Committed, fetch: &mut FetchObject<'_>) -> Result<u64> {
-        let mut objects = fetch::Objects::new(&link.manifest, fetch);
-        match &self.state {
-            Some(state) if link.manifest.kind == Kind::Delta && link.manifest.base == self.identity() => {
-                fetch::check_same_form(&state.manifest, &link.manifest)?;
-                fetch::journal_delta(&self.layout.journal(), state, link, &mut objects)?;
-                Ok(objects.fetched())
-            }
-            Some(state) if !link.manifest.is_anchor() => Err(broken_chain(state, &link.manifest)),
-            state => {
-                let stale = self.weight_names(state.is_some())?;
-                let staging = self.clean_staging()?;
-                let old_files = state.as_ref().map_or(&[][..], |state| &state.manifest.files);
-                fetch::journal_full(&self.layout.journal(), &staging, link, objects, old_files, &stale)
-            }
-        }
-    }
-
     /// Copies and checks a directory, and seals the journal that installs the copy.
-    fn journal_adoption(&self, source: &Path, link: &Committed) -> Result<u64> {
+    fn journal_adoption(&self, source: &Path, link: &Committed) -> Result<()> {
         let checkpoint = Checkpoint::open(source)?;
         redo::check_tensors(&checkpoint, &link.manifest)?;
         redo::check_files(&checkpoint, &link.manifest)?;
@@ -342,6 +341,7 @@ impl Replica {
             let staging = self.clean_staging()?;
             names = checkpoint.copy_weights(&staging)?;
             sync_dir(&staging)?;
+            self.layout.sync()?;
             // The copy is what will be served, so the copy is what gets checked.
             redo::hash_all(&Checkpoint::open(&staging)?, &link.manifest)?
         };
@@ -357,20 +357,12 @@ impl Replica {
                 journal.push(Record::File { name: file.name(), bytes: file.bytes() })?;
             }
         }
-        fetch::seal(journal, link, &tables)?;
-        Ok(0)
+        fetch::seal(journal, link, &tables)
     }
 
     /// Names of the weight files in the directory. They are only ours to replace if we put them there.
     fn weight_names(&self, ours: bool) -> Result<Vec<String>> {
-        let mut names = Vec::new();
-        for entry in fs::read_dir(&self.dir).map_err(|source| Error::io("list", &self.dir, source))? {
-            let name = entry.map_err(|source| Error::io("list", &self.dir, source))?.file_name();
-            let Some(name) = name.to_str().filter(|name| is_plain_name(name)) else { continue };
-            if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
-                names.push(name.to_owned());
-            }
-        }
+        let names = weight_names(&self.dir)?;
         match names.first() {
             Some(name) if !ours => Err(Error::BadSetting {
                 name: "checkpoint directory",
@@ -384,20 +376,39 @@ impl Replica {
     fn clean_staging(&self) -> Result<PathBuf> {
         let staging = self.layout.staging();
         remove_dir(&staging)?;
-        fs::create_dir(&staging).map_err(|source| Error::io("create", &staging, source))?;
+        watch::before(Call::Create, &staging)
+            .and_then(|()| fs::create_dir(&staging))
+            .map_err(|source| Error::io("create", &staging, source))?;
         Ok(staging)
     }
 }
 
-impl Advanced {
-    pub(crate) fn add(&mut self, other: Self) {
-        self.links += other.links;
-        self.bytes += other.bytes;
-        self.changed += other.changed;
-        self.journal += other.journal;
-        self.overwrite += other.overwrite;
-        self.sync += other.sync;
+/// Makes a directory and those above it, durably.
+fn create_dir_synced(dir: &Path) -> Result<()> {
+    let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !parent.is_dir() {
+        create_dir_synced(parent)?;
     }
+    match watch::before(Call::Create, dir).and_then(|()| fs::create_dir(dir)) {
+        Err(source) if source.kind() != std::io::ErrorKind::AlreadyExists => {
+            return Err(Error::io("create", dir, source));
+        }
+        _ => {}
+    }
+    sync_dir(parent)
+}
+
+/// Names of the weight files in a directory.
+fn weight_names(dir: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(|source| Error::io("list", dir, source))? {
+        let name = entry.map_err(|source| Error::io("list", dir, source))?.file_name();
+        let Some(name) = name.to_str().filter(|name| is_plain_name(name)) else { continue };
+        if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
+            names.push(name.to_owned());
+        }
+    }
+    Ok(names)
 }
 
 fn lock(path: &Path) -> Result<File> {
@@ -423,24 +434,6 @@ fn check_model(dir: &Path, expected: &str, found: &str) -> Result<()> {
         expected: expected.into(),
         found: found.into(),
     })
-}
-
-/// A delta that does not start from what is here.
-fn broken_chain(state: &State, manifest: &Manifest) -> Error {
-    match manifest.base {
-        Some(base) if base.version == state.applied.version => Error::BrokenChain {
-            version: manifest.version,
-            base: base.version,
-            expected: base.manifest_digest,
-            found: state.applied.manifest_digest,
-        },
-        base => Error::Corrupt {
-            subject: format!("chain of run {}", manifest.run_id),
-            what: "a link is missing",
-            expected: format!("a delta from version {}", state.applied.version),
-            found: base.map_or("none".into(), |base| format!("one from version {}", base.version)),
-        },
-    }
 }
 
 /// A named moment of the protocol at which tests stop or fail the process; nothing in other builds.

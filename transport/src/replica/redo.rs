@@ -4,7 +4,7 @@
 //! again.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -18,11 +18,12 @@ use super::state::{
     Applied, Copy, Layout, Marker, Stamp, State, Tables, digests_from_bytes, digests_to_bytes, read_optional,
     stamps,
 };
-use crate::checkpoint::{Checkpoint, map, remove_dir, sync_dir};
+use crate::checkpoint::{Checkpoint, map, remove_dir, remove_file, rename, sync_dir};
 use crate::error::{Error, Result};
 use crate::ids::ContentDigest;
 use crate::manifest::Manifest;
 use crate::snapshot::{Snapshot as _, TensorInfo, is_plain_name};
+use crate::watch::{self, Call};
 
 /// How long the two halves of an apply took.
 #[derive(Clone, Copy, Debug, Default)]
@@ -68,7 +69,9 @@ pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<(State, Times)>
     let maps = overwrite(&checkpoint, &parsed.manifest, &records)?;
     let overwritten = started.elapsed();
     for (path, map) in maps {
-        map.flush().map_err(|source| Error::io("sync", path, source))?;
+        watch::before(Call::Sync, &path)
+            .and_then(|()| map.flush())
+            .map_err(|source| Error::io("sync", path, source))?;
     }
     let times = Times { overwrite: overwritten, sync: started.elapsed() - overwritten };
 
@@ -204,21 +207,26 @@ fn check_base(layout: &Layout, records: &[Record<'_>], target: &Copy) -> Result<
         return Ok(());
     }
     let have = Marker::read(&layout.marker())?.map(|marker| marker.applied);
-    let fits = have.as_ref().is_some_and(|have| {
-        let is_base = target.manifest.base.is_some_and(|base| base.manifest_digest == have.manifest_digest);
-        is_base || have.manifest_digest == target.digest
-    });
+    let stated =
+        records.iter().find_map(|record| if let Record::Base(bytes) = record { Some(*bytes) } else { None });
+    // A journal that does not state its base holds one delta.
+    let base = match stated {
+        Some(bytes) => <[u8; 32]>::try_from(bytes).ok().map(ContentDigest::from_bytes),
+        None => target.manifest.base.map(|base| base.manifest_digest),
+    };
+    let fits = have
+        .as_ref()
+        .is_some_and(|have| Some(have.manifest_digest) == base || have.manifest_digest == target.digest);
     if fits {
         return Ok(());
     }
     Err(Error::Corrupt {
         subject: format!("`{}`", layout.journal().display()),
         what: "it was written for another base",
-        expected: target
-            .manifest
-            .base
-            .map_or("no base".into(), |base| target.manifest.run_id.label(base.version)),
-        found: have.map_or("no version".into(), |have| have.label()),
+        expected: base.map_or("no base".into(), |base| format!("the version with manifest {base}")),
+        found: have.map_or("no version".into(), |have| {
+            format!("{}, manifest {}", have.label(), have.manifest_digest)
+        }),
     })
 }
 
@@ -228,20 +236,20 @@ fn move_files(dir: &Path, layout: &Layout, records: &[Record<'_>]) -> Result<()>
         match *record {
             Record::Install { name } => {
                 let (source, target) = (layout.staging().join(checked(name)?), dir.join(name));
-                match fs::rename(&source, &target) {
+                match rename(&source, &target) {
                     // Installed before the crash.
                     Err(error) if error.kind() == ErrorKind::NotFound && target.exists() => {}
                     renamed => renamed.map_err(|error| Error::io("install", &target, error))?,
                 }
             }
-            Record::Remove { name } => match fs::remove_file(dir.join(checked(name)?)) {
+            Record::Remove { name } => match remove_file(&dir.join(checked(name)?)) {
                 Err(error) if error.kind() != ErrorKind::NotFound => {
                     return Err(Error::io("remove", dir.join(name), error));
                 }
                 _ => {}
             },
             Record::File { name, bytes } => layout.replace(&dir.join(checked(name)?), bytes)?,
-            Record::Manifest(_) | Record::Digests(_) | Record::Patch { .. } => continue,
+            Record::Manifest(_) | Record::Digests(_) | Record::Patch { .. } | Record::Base(_) => continue,
         }
         moved = true;
         super::crash_point("follow.apply")?;

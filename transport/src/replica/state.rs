@@ -11,7 +11,7 @@ use std::sync::Arc;
 use driftless_delta::{BLOCK_ELEMENTS, DigestTable};
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{Checkpoint, sync_dir, write_file};
+use crate::checkpoint::{Checkpoint, rename, sync_dir, write_file};
 use crate::error::{Error, Result};
 use crate::ids::{ContentDigest, RunId, Version};
 use crate::manifest::{Manifest, Representation, Tensor};
@@ -153,12 +153,17 @@ impl Layout {
         self.root.join("next")
     }
 
+    /// What is left of a damaged version until another one is in place.
+    pub(super) fn quarantine(&self) -> PathBuf {
+        self.root.join("quarantine")
+    }
+
     /// Replaces a file atomically; durable once the directory is synced.
     pub(super) fn replace(&self, path: &Path, bytes: &[u8]) -> Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let partial = self.root.join(format!("{name}.partial"));
         write_file(&partial, bytes)?;
-        fs::rename(&partial, path).map_err(|source| Error::io("replace", path, source))
+        rename(&partial, path).map_err(|source| Error::io("replace", path, source))
     }
 
     pub(super) fn sync(&self) -> Result<()> {
@@ -169,6 +174,11 @@ impl Layout {
 impl Marker {
     pub(super) fn new(applied: Applied, manifest_file: ContentDigest, weights: Vec<Stamp>) -> Self {
         Self { format: FORMAT, applied, manifest_file, weights }
+    }
+
+    /// Whether a weight file of this name was there when the marker was written.
+    pub(super) fn stamps(&self, name: &str) -> bool {
+        self.weights.iter().any(|stamp| stamp.name == name)
     }
 
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {

@@ -1,0 +1,110 @@
+//! `driftless gc`.
+
+use crate::cli::error::Result;
+use crate::cli::inspect;
+use crate::cli::output::{Output, table};
+use crate::cli::store;
+use driftless::transport::gc::{Collection, GcOptions, collect};
+use driftless::transport::{Run, Version};
+use serde_json::json;
+use std::time::Duration;
+
+const HELP: &str = "\
+What is kept: the newest anchor and every version behind it, what followers with a live lease need, and the --keep newest
+versions. A run without an anchor keeps everything: publish with --anchor-every or --anchor-share. It may run at any time, beside
+publishers and followers, and may be stopped at any time; a reader that needs a version which is gone goes on from the
+anchor.
+
+Examples:
+  driftless gc --store file:///shared/store --run my-run --dry-run
+  driftless gc --store file:///shared/store --run my-run --keep 16";
+
+/// Remove the versions of a run that nobody needs any more.
+#[derive(clap::Args)]
+#[command(after_help = HELP)]
+pub(crate) struct Args {
+    /// Store that the run is in: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
+    #[arg(long, value_name = "URL")]
+    store: String,
+    /// Name of the run.
+    #[arg(long, value_name = "NAME")]
+    run: String,
+    /// Model of the run [default: the only one].
+    #[arg(long)]
+    model: Option<String>,
+    /// Keep at least this many of the newest versions.
+    #[arg(long, value_name = "VERSIONS", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    keep: u64,
+    /// Seconds after which a follower that has not renewed its lease is not waited for; followers renew every minute.
+    #[arg(long, value_name = "SECONDS", default_value_t = 900)]
+    lease_ttl: u64,
+    /// Only show what would be removed.
+    #[arg(long)]
+    dry_run: bool,
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    let run = Run::open(store::open(&args.store)?, &args.run)?;
+    let mut options = GcOptions::new(inspect::model(&run, args.model)?);
+    options.keep = args.keep;
+    options.lease_ttl = Duration::from_secs(args.lease_ttl);
+    options.dry_run = args.dry_run;
+    let collection = collect(&run, &options)?;
+    let removed = |removed: &driftless::transport::gc::Removed| {
+        json!({
+            "version": removed.version.0, "collected": removed.collected, "objects": removed.objects,
+            "bytes": removed.bytes,
+        })
+    };
+    let value = json!({
+        "run": run.name(),
+        "run_id": run.id(),
+        "model": options.model,
+        "dry_run": args.dry_run,
+        "newest": collection.newest,
+        "anchor": collection.anchor,
+        "floor": collection.floor,
+        "leases": collection.leases,
+        "removed": collection.removed.iter().map(removed).collect::<Vec<_>>(),
+    });
+    output.print(&value, |_| text(&collection, args.dry_run))
+}
+
+fn text(collection: &Collection, dry_run: bool) -> String {
+    let number = |version: Option<Version>| version.map_or_else(|| "none".to_owned(), |v| v.to_string());
+    let mut parts = vec![format!(
+        "newest version {}, newest anchor {}, kept from version {}",
+        number(collection.newest),
+        number(collection.anchor),
+        collection.floor
+    )];
+    if !collection.leases.is_empty() {
+        let row = |lease: &driftless::transport::gc::Lease| {
+            vec![
+                lease.follower.clone(),
+                number(lease.version),
+                lease.needs.to_string(),
+                lease.age.map_or_else(|| "unknown".to_owned(), |age| format!("{} s ago", age.as_secs())),
+                if lease.live { "live" } else { "ran out" }.to_owned(),
+            ]
+        };
+        let rows: Vec<_> = collection.leases.iter().map(row).collect();
+        parts.push(table(&["follower", "version", "needs", "renewed", "lease"], &rows));
+    }
+    if !collection.removed.is_empty() {
+        let row = |removed: &driftless::transport::gc::Removed| {
+            vec![
+                removed.version.to_string(),
+                if removed.collected { "the version" } else { "what failed attempts left" }.to_owned(),
+                removed.objects.to_string(),
+                removed.bytes.to_string(),
+            ]
+        };
+        let rows: Vec<_> = collection.removed.iter().map(row).collect();
+        parts.push(table(&["version", "removed", "objects", "bytes"], &rows));
+    }
+    let bytes: u64 = collection.removed.iter().map(|removed| removed.bytes).sum();
+    let verb = if dry_run { "would be removed" } else { "removed" };
+    parts.push(format!("{bytes} bytes {verb}"));
+    parts.join("\n")
+}

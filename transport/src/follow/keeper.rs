@@ -1,0 +1,79 @@
+//! Keeps a follower's lease, and with it its acknowledgement, in the store.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::status::Ack;
+use crate::error::{Error, Result};
+use crate::gc::Record;
+use crate::ids::Version;
+use crate::key::Key;
+use crate::replica::Observe;
+use crate::run::Run;
+use crate::store::PutMode;
+
+/// Writes the lease when it changes and, so that the store dates it anew, every so often while it does not. A store that
+/// does not take it is told again with the next change or round.
+#[derive(Debug)]
+pub(super) struct Keeper {
+    run: Run,
+    key: Key,
+    renew: Duration,
+    held: Mutex<Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    record: Record,
+    /// When the store took the record as it is.
+    stored: Option<Instant>,
+}
+
+impl Keeper {
+    /// A lease that is not written yet.
+    pub(super) fn new(run: &Run, model: &str, follower: &str, renew: Duration) -> Result<Self> {
+        let record = Record { model: model.to_owned(), needs: Version(0), ack: None };
+        let key = run.follower_key(follower)?;
+        Ok(Self { run: run.clone(), key, renew, held: Mutex::new(Held { record, stored: None }) })
+    }
+
+    /// Acknowledges what is on the host; what is needed from here on is what lies behind it.
+    pub(super) fn acknowledge(&self, ack: Ack) {
+        self.hold(|record| (record.needs, record.ack) = (ack.version, Some(ack)));
+    }
+
+    fn hold(&self, change: impl FnOnce(&mut Record)) {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut record = held.record.clone();
+        change(&mut record);
+        let fresh = held.stored.is_some_and(|stored| stored.elapsed() < self.renew);
+        if fresh && record == held.record {
+            return;
+        }
+        held.record = record;
+        held.stored = match self.put(&held.record) {
+            Ok(()) => Some(Instant::now()),
+            Err(error) => {
+                let error = &error as &dyn std::error::Error;
+                tracing::warn!(error, "the store does not take the acknowledgement");
+                None
+            }
+        };
+    }
+
+    fn put(&self, record: &Record) -> Result<()> {
+        let bytes = serde_json::to_vec(record)
+            .map_err(|source| Error::Parse { subject: "acknowledgement".into(), source })?;
+        self.run.store().put(&self.key, &bytes, PutMode::Overwrite)
+    }
+}
+
+impl Observe for Keeper {
+    fn planned(&self, oldest: Version) {
+        self.hold(|record| record.needs = oldest);
+    }
+
+    fn fetching(&self) {
+        self.hold(|_| {});
+    }
+}

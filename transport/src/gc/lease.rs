@@ -1,0 +1,119 @@
+//! Leases: which versions the followers of a run still need, dated by the store.
+
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+use crate::follow::Ack;
+use crate::store::{PutMode, Store};
+use crate::{Entry, Error, Key, Result, Run, Version};
+
+/// Largest lease in bytes that is read.
+const LEASE_BYTES_MAX: u64 = 1 << 20;
+
+/// What a follower writes: its lease, and in the same object its acknowledgement.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Record {
+    pub(crate) model: String,
+    /// The oldest version whose publication the follower may still read.
+    pub(crate) needs: Version,
+    #[serde(flatten)]
+    pub(crate) ack: Option<Ack>,
+}
+
+/// What is read of it. An acknowledgement without a lease needs what lies behind its version; one without a model counts
+/// for every model.
+#[derive(Deserialize)]
+struct Stored {
+    model: Option<String>,
+    needs: Option<Version>,
+    version: Option<Version>,
+}
+
+/// A follower's lease on the versions of a model.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Lease {
+    /// The follower's name.
+    pub follower: String,
+    /// The version on its disk, if it has one.
+    pub version: Option<Version>,
+    /// The oldest version that it needs; version 0 if its lease cannot be read.
+    pub needs: Version,
+    /// How long ago it was renewed, by the store's clock; `None` if the store cannot tell.
+    pub age: Option<Duration>,
+    /// Whether it holds back the collection. One that cannot be dated does.
+    pub live: bool,
+}
+
+/// The leases on `model`, those that ran out included. A lease is live up to an age of `ttl`.
+pub(super) fn leases(run: &Run, model: &str, now: Option<SystemTime>, ttl: Duration) -> Result<Vec<Lease>> {
+    let mut leases = Vec::new();
+    for entry in run.followers()? {
+        let bytes = match run.store().get(&entry.key, Some(0..LEASE_BYTES_MAX)) {
+            // Withdrawn since it was listed.
+            Err(Error::NotFound { .. }) => continue,
+            bytes => bytes?,
+        };
+        if let Some(lease) = lease(&entry, &bytes, model, now, ttl) {
+            leases.push(lease);
+        }
+    }
+    Ok(leases)
+}
+
+/// One lease; `None` if it is for another model.
+fn lease(entry: &Entry, bytes: &[u8], model: &str, now: Option<SystemTime>, ttl: Duration) -> Option<Lease> {
+    let stored = serde_json::from_slice::<Stored>(bytes).ok();
+    if stored.as_ref().and_then(|stored| stored.model.as_deref()).is_some_and(|other| other != model) {
+        return None;
+    }
+    let version = stored.as_ref().and_then(|stored| stored.version);
+    let needs = stored.and_then(|stored| stored.needs).or(version).unwrap_or_default();
+    // A lease from the store's future was renewed just now.
+    let age = now.zip(entry.modified).map(|(now, then)| now.duration_since(then).unwrap_or_default());
+    let live = age.is_none_or(|age| age <= ttl);
+    Some(Lease { follower: entry.key.name().to_owned(), version, needs, age, live })
+}
+
+/// The store's own time: the date it gives to an object put now. `None` if it dates nothing.
+pub(super) fn store_time(store: &dyn Store) -> Result<Option<SystemTime>> {
+    let key = Key::new(format!("probes/{}", hex::encode(rand::random::<[u8; 16]>())))?;
+    store.put(&key, b"time", PutMode::Create)?;
+    let entry = store.head(&key);
+    store.delete(&key)?;
+    Ok(entry?.modified)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leases_are_dated_by_the_store_and_doubt_keeps_them_alive() {
+        let ttl = Duration::from_secs(60);
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1000);
+        let entry = |age: Option<i64>| {
+            let then = age.map(|age| SystemTime::UNIX_EPOCH + Duration::from_secs((1000 - age) as u64));
+            Entry::new(Key::new("r/followers/host").unwrap(), 1, then)
+        };
+        let live = |age, now| lease(&entry(age), b"{\"needs\":4}", "policy", now, ttl).unwrap().live;
+        assert!(live(Some(0), Some(now)) && live(Some(60), Some(now)) && live(Some(-500), Some(now)));
+        assert!(!live(Some(61), Some(now)));
+        assert!(live(None, Some(now)) && live(Some(900), None), "what cannot be dated counts as live");
+    }
+
+    #[test]
+    fn what_a_lease_needs() {
+        let entry = Entry::new(Key::new("r/followers/host").unwrap(), 1, None);
+        let needs = |text: &str| {
+            lease(&entry, text.as_bytes(), "policy", None, Duration::ZERO).map(|lease| lease.needs.0)
+        };
+        assert_eq!(needs(r#"{"model":"policy","needs":7}"#), Some(7));
+        assert_eq!(needs(r#"{"model":"critic","needs":7}"#), None);
+        assert_eq!(needs(r#"{"version":9,"label":"x"}"#), Some(9), "an acknowledgement without a lease");
+        assert_eq!(needs(r#"{"needs":7,"version":9}"#), Some(7));
+        assert_eq!(needs("{}"), Some(0));
+        assert_eq!(needs("garbage"), Some(0), "one that cannot be read needs everything");
+    }
+}

@@ -1,0 +1,197 @@
+//! Collecting old versions: what no reader needs any more is removed, oldest first.
+//!
+//! All versions from a *floor* on are kept: the newest anchor and what stands behind it, what live followers need, and as
+//! many of the newest versions as asked for. A version below it loses its manifest first, in whose place a tombstone is
+//! put, and then its objects. So whoever reads meets a whole version, or the tombstone, which tells where to start; a
+//! collection that stops anywhere is finished by the next one; and a number that was used stays used.
+//!
+//! Objects that no manifest names are removed where the version's number is taken: nothing can commit them any more.
+
+mod lease;
+mod plan;
+mod tombstone;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use crate::{Error, Key, PutMode, Result, Run, Version};
+use plan::Places;
+
+pub use lease::Lease;
+pub(crate) use lease::Record;
+pub(crate) use plan::is_publishers;
+pub(crate) use tombstone::Tombstone;
+
+/// What to keep.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct GcOptions {
+    /// The model whose versions are collected.
+    pub model: String,
+    /// How many of the newest versions are kept in any case; at least 1, the default.
+    pub keep: u64,
+    /// How old a lease may be, by the store's clock, and still count: 15 minutes by default. Followers renew every minute.
+    pub lease_ttl: Duration,
+    /// Only tell what would be removed.
+    pub dry_run: bool,
+}
+
+impl GcOptions {
+    /// The defaults, for a model.
+    #[must_use]
+    pub fn new(model: impl Into<String>) -> Self {
+        Self { model: model.into(), keep: 1, lease_ttl: Duration::from_secs(900), dry_run: false }
+    }
+}
+
+/// What a collection removed from one version's place, or would remove.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Removed {
+    /// The version.
+    pub version: Version,
+    /// True if the version itself was collected, false if only what failed attempts at it had left.
+    pub collected: bool,
+    /// Objects removed.
+    pub objects: u64,
+    /// Their bytes, and those of the manifest.
+    pub bytes: u64,
+}
+
+/// What a collection found and did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Collection {
+    /// The newest version; `None` if there is none, and nothing was done.
+    pub newest: Option<Version>,
+    /// The newest anchor. Without one nothing is collected: a late joiner needs every version.
+    pub anchor: Option<Version>,
+    /// The oldest version that is kept.
+    pub floor: Version,
+    /// The leases on the model.
+    pub leases: Vec<Lease>,
+    /// What was removed, ascending by version.
+    pub removed: Vec<Removed>,
+}
+
+/// Collects the versions of a model that nobody needs. May run beside the publisher, followers and other collections.
+///
+/// # Errors
+/// [`Error::BadSetting`] for a `keep` of 0; [`Error::Corrupt`] or [`Error::NotFound`] if something is missing of what is
+/// to be kept (nothing is removed then); whatever the store reports, after which the next call goes on.
+pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
+    if options.keep == 0 {
+        let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
+        return Err(Error::BadSetting { name: "keep", expected, found });
+    }
+    let model = options.model.as_str();
+    let root = run.model_root(model)?;
+    let Some(newest) = run.newest_version(model)? else { return Ok(Collection::default()) };
+    // Leases before the listing: a follower that takes one later reads a version that is kept, or meets a tombstone.
+    let now = lease::store_time(&**run.store())?;
+    let leases = lease::leases(run, model, now, options.lease_ttl)?;
+    let places = Places::of(run.store().list(&root)?, &root);
+    let (anchor, mut kept) = down_to_anchor(run, model, newest, &places)?;
+    let needed = leases.iter().filter(|lease| lease.live).map(|lease| lease.needs);
+    let floor = plan::floor(newest, anchor, options.keep, needed);
+    for version in (floor.0..anchor.unwrap_or(Version(0)).0).rev() {
+        match run.get(model, Version(version)) {
+            Ok(committed) => kept.extend(committed.manifest.objects.into_iter().map(|object| object.key)),
+            // Below the floor of an earlier collection, which a lease that ran out or came too late asks for.
+            Err(Error::Collected { .. }) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    let mut collection = Collection { newest: Some(newest), anchor, floor, leases, removed: Vec::new() };
+    let fresh = fresh_below(run, model, floor)?;
+    for (version, place) in places.range(..=newest) {
+        let dead = place.dead(&kept, *version < floor);
+        let collected = *version < floor && fresh.contains(version);
+        if !collected && dead.is_empty() {
+            continue;
+        }
+        let manifest = if collected { place.manifest_bytes } else { 0 };
+        let removed = Removed {
+            version: *version,
+            collected,
+            objects: dead.len() as u64,
+            bytes: dead.iter().map(|entry| entry.size).sum::<u64>() + manifest,
+        };
+        if !options.dry_run {
+            if collected {
+                bury(run, model, *version, anchor.unwrap_or(floor))?;
+            }
+            for entry in dead {
+                run.store().delete(&entry.key)?;
+            }
+            tracing::info!(run = %run.id(), model, %version, collected, objects = removed.objects, "removed");
+        }
+        collection.removed.push(removed);
+    }
+    Ok(collection)
+}
+
+/// The newest anchor, and the keys of all objects from it to the newest version. Each must be there, whole: older versions
+/// are the last resort of a run whose newest ones are damaged.
+fn down_to_anchor(
+    run: &Run,
+    model: &str,
+    newest: Version,
+    places: &Places,
+) -> Result<(Option<Version>, BTreeSet<Key>)> {
+    let mut kept = BTreeSet::new();
+    let mut version = newest;
+    loop {
+        let manifest = run.get(model, version)?.manifest;
+        for object in &manifest.objects {
+            let found = places
+                .size(&object.key)
+                .ok_or_else(|| Error::NotFound { key: object.key.clone(), store: run.store().to_string() })?;
+            if found != object.size {
+                return Err(Error::Corrupt {
+                    subject: format!("object `{}`", object.key),
+                    what: "its size",
+                    expected: object.size.to_string(),
+                    found: found.to_string(),
+                });
+            }
+        }
+        kept.extend(manifest.objects.iter().map(|object| object.key.clone()));
+        if manifest.is_anchor() {
+            return Ok((Some(version), kept));
+        }
+        match manifest.base {
+            Some(base) => version = base.version,
+            None => return Ok((None, kept)),
+        }
+    }
+}
+
+/// The versions below `floor` that have their manifests. As versions are collected in ascending order, everything below
+/// the newest tombstone has one too.
+fn fresh_below(run: &Run, model: &str, floor: Version) -> Result<BTreeSet<Version>> {
+    let mut fresh = BTreeSet::new();
+    for version in (0..floor.0).rev().map(Version) {
+        match run.store().get(&run.manifest_key(model, version)?, None) {
+            Ok(bytes) if Tombstone::parse(&bytes).is_some() => break,
+            Ok(_) => fresh.insert(version),
+            Err(error) => return Err(error),
+        };
+    }
+    Ok(fresh)
+}
+
+/// Replaces a manifest by its tombstone: from here on nobody begins to read the version.
+fn bury(run: &Run, model: &str, version: Version, anchor: Version) -> Result<()> {
+    let key = run.manifest_key(model, version)?;
+    let manifest = run.store().get(&key, None)?;
+    if Tombstone::parse(&manifest).is_some() {
+        // Another collection was here.
+        return Ok(());
+    }
+    let tombstone = Tombstone::new(run.id(), model, version, &manifest, anchor);
+    fail::fail_point!("gc.tombstone");
+    run.store().put(&key, &tombstone.to_bytes()?, PutMode::Overwrite)?;
+    fail::fail_point!("gc.objects");
+    Ok(())
+}

@@ -1,0 +1,182 @@
+//! Work on several threads whose results are taken in order, with a bound on what is in flight.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use crate::{Error, Result};
+
+/// How much may be under way at once.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bounds {
+    /// Threads that work, beside the caller's.
+    pub(crate) threads: usize,
+    /// Sum of the weights of the items that were fed and not yet taken. One item alone may weigh more.
+    pub(crate) weight: u64,
+}
+
+/// The threads that this machine gives, at most `max`.
+pub(crate) fn threads(max: usize) -> usize {
+    thread::available_parallelism().map_or(1, usize::from).min(max)
+}
+
+/// Takes the items `weights` stands for through `feed` (on this thread, in order), `work` (on `bounds.threads` others) and
+/// `take` (on this thread, in order).
+///
+/// # Errors
+/// The first error of any of the three, in the order of the items. [`Error::Cancelled`] for work that panicked, before the
+/// panic goes on.
+pub(crate) fn in_order<J: Send, T: Send>(
+    weights: &[u64],
+    bounds: Bounds,
+    mut feed: impl FnMut(usize) -> Result<J>,
+    work: impl Fn(J) -> Result<T> + Sync,
+    mut take: impl FnMut(usize, T) -> Result<()>,
+) -> Result<()> {
+    let (jobs, inbox) = channel::<(usize, J)>();
+    let (outbox, results) = channel();
+    let inbox = Mutex::new(inbox);
+    thread::scope(|scope| {
+        let (inbox, work) = (&inbox, &work);
+        for _ in 0..bounds.threads.clamp(1, weights.len().max(1)) {
+            let outbox = outbox.clone();
+            scope.spawn(move || serve(inbox, &outbox, work));
+        }
+        drop(outbox);
+        let mut waiting = BTreeMap::new();
+        let (mut fed, mut in_flight) = (0, 0u64);
+        for (next, weight) in weights.iter().enumerate() {
+            while let Some(more) = weights.get(fed)
+                && (fed == next || in_flight.saturating_add(*more) <= bounds.weight)
+            {
+                let job = feed(fed)?;
+                in_flight = in_flight.saturating_add(*more);
+                // The threads end with the sender, which this closure owns.
+                jobs.send((fed, job)).map_err(|_| CANCELLED)?;
+                fed += 1;
+            }
+            while !waiting.contains_key(&next) {
+                let (index, result) = results.recv().map_err(|_| CANCELLED)?;
+                waiting.insert(index, result);
+            }
+            if let Some(result) = waiting.remove(&next) {
+                take(next, result?)?;
+            }
+            in_flight = in_flight.saturating_sub(*weight);
+        }
+        drop(jobs);
+        Ok(())
+    })
+}
+
+const CANCELLED: Error = Error::Cancelled { what: "the work on other threads" };
+
+/// Sends a result also when the work panics, so that nobody waits for it.
+struct Reply<'a, T> {
+    index: usize,
+    outbox: &'a Sender<(usize, Result<T>)>,
+    result: Option<Result<T>>,
+}
+
+impl<T> Drop for Reply<'_, T> {
+    fn drop(&mut self) {
+        // A receiver that is gone has an error already.
+        let _ = self.outbox.send((self.index, self.result.take().unwrap_or(Err(CANCELLED))));
+    }
+}
+
+fn serve<J, T>(
+    inbox: &Mutex<Receiver<(usize, J)>>,
+    outbox: &Sender<(usize, Result<T>)>,
+    work: &(impl Fn(J) -> Result<T> + Sync),
+) {
+    loop {
+        let received = inbox.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok((index, job)) = received else { return };
+        let mut reply = Reply { index, outbox, result: None };
+        reply.result = Some(work(job));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+    use super::*;
+
+    const BOUNDS: Bounds = Bounds { threads: 3, weight: 10 };
+
+    #[test]
+    fn results_come_in_order_and_no_more_is_under_way_than_allowed() {
+        let weights: Vec<u64> = (0..200).map(|i| if i == 50 { 99 } else { i % 7 }).collect();
+        let (in_flight, most) = (AtomicU64::new(0), AtomicU64::new(0));
+        let mut taken = Vec::new();
+        in_order(
+            &weights,
+            BOUNDS,
+            |index| {
+                let now = in_flight.fetch_add(weights[index], SeqCst) + weights[index];
+                if index != 50 {
+                    most.fetch_max(now, SeqCst);
+                }
+                Ok(index)
+            },
+            |index| Ok(index * 2),
+            |index, result| {
+                assert_eq!(result, index * 2);
+                in_flight.fetch_sub(weights[index], SeqCst);
+                taken.push(index);
+                Ok(())
+            },
+        )
+        .unwrap();
+        assert_eq!(taken, (0..200).collect::<Vec<_>>());
+        // An item is weighed until it was taken, the one being taken included.
+        assert!(most.load(SeqCst) <= 10 + 99, "{most:?}");
+    }
+
+    #[test]
+    fn the_first_error_in_order_ends_the_work() {
+        let bad = |index: usize| Error::BadText { what: "item", text: index.to_string(), expected: "none" };
+        let run = |feed: Option<usize>, work: Option<usize>, take: Option<usize>| {
+            let check =
+                |at: Option<usize>, index| if at == Some(index) { Err(bad(index)) } else { Ok(index) };
+            let outcome = in_order(
+                &[1; 40],
+                BOUNDS,
+                |index| check(feed, index),
+                |index| check(work, index),
+                |index, _| check(take, index).map(drop),
+            );
+            match outcome {
+                Err(Error::BadText { text, .. }) => text.parse::<usize>().ok(),
+                Ok(()) => None,
+                Err(error) => panic!("{error:?}"),
+            }
+        };
+        assert_eq!(run(None, None, None), None);
+        assert_eq!(run(None, Some(7), Some(9)), Some(7));
+        assert_eq!(run(None, Some(9), Some(7)), Some(7));
+        assert_eq!(run(Some(0), None, None), Some(0));
+    }
+
+    #[test]
+    fn nothing_to_do_is_done() {
+        in_order(&[], BOUNDS, Ok, Ok, |_, _: usize| Ok(())).unwrap();
+    }
+
+    #[test]
+    fn a_panic_is_passed_on_and_nobody_waits_for_it() {
+        let outcome = std::panic::catch_unwind(|| {
+            in_order(
+                &[1; 9],
+                BOUNDS,
+                Ok,
+                |i: usize| if i == 4 { panic!("work") } else { Ok(i) },
+                |_, _| Ok(()),
+            )
+        });
+        assert!(outcome.is_err());
+    }
+}

@@ -1,0 +1,247 @@
+//! Several ranks publish one version: each its part, and one of them joins the parts.
+
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use super::options::{Mode, Published, Rank, Step};
+use super::part::{Expected, PartManifest, PartSlice, holds, join};
+use super::shard::Shard;
+use super::{Publisher, Standing};
+use crate::manifest::{Algorithms, FORMAT, Features, Kind, MANIFEST_BYTES_MAX};
+use crate::run::Committed;
+use crate::{Error, Key, PutMode, Result, Version};
+
+/// First and longest time between two looks at the store for what another rank does.
+const POLL: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
+
+/// A rank's part of a version: stored, and not yet part of anything.
+#[derive(Debug, Clone)]
+pub struct PublishedPart {
+    pub(super) part: PartManifest,
+    /// Bytes stored: objects and the part's own document.
+    pub publication_bytes: u64,
+    /// Elements that differ from the base; all of the rank's in a full publication.
+    pub changed: u64,
+}
+
+impl PublishedPart {
+    /// The version that it is a part of.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.part.version
+    }
+}
+
+impl Publisher {
+    /// Publishes this rank's part of the next version. It counts once it is joined: [`Publisher::join`] on one rank,
+    /// [`Publisher::await_join`] on the others.
+    ///
+    /// All ranks have a publisher of their own, with a baseline of its own, at the same version, and give the same step and
+    /// mode.
+    ///
+    /// # Errors
+    /// [`Error::BadSetting`] for a rank that cannot be; [`Error::TensorMismatch`] for a slice that leaves its tensor, or a
+    /// tensor that the baseline has otherwise (publish in full then, on all ranks); whatever the store or the shard
+    /// reports. What was stored is removed then.
+    pub fn publish_part(
+        &mut self,
+        shard: &dyn Shard,
+        step: Step,
+        mode: Mode,
+        rank: &Rank,
+    ) -> Result<PublishedPart> {
+        rank.check()?;
+        self.catch_up()?;
+        let version = self.next_version()?;
+        let root = self.run.version_root(&self.options.model, version)?;
+        let attempt = hex::encode(rand::random::<[u8; 8]>());
+        let published = self.store_part(shard, step, mode, rank, (version, &root, &attempt));
+        if published.is_err() {
+            self.sweep_attempt(&root, &attempt);
+        }
+        published
+    }
+
+    fn store_part(
+        &mut self,
+        shard: &dyn Shard,
+        step: Step,
+        mode: Mode,
+        rank: &Rank,
+        (version, root, attempt): (Version, &Key, &str),
+    ) -> Result<PublishedPart> {
+        let slices = shard.slices();
+        let in_order = |pair: &[super::Slice]| {
+            (&pair[0].tensor.name, pair[0].start) <= (&pair[1].tensor.name, pair[1].start)
+        };
+        if let Some(pair) = slices.windows(2).find(|pair| !in_order(pair)) {
+            return Err(Error::TensorMismatch {
+                tensor: pair[1].tensor.name.clone(),
+                what: "place among the slices",
+                expected: "sorted by name and first element".to_owned(),
+                found: format!("behind `{}`", pair[0].tensor.name),
+            });
+        }
+        let plan = self.plan_part(mode, version)?;
+        let chosen: Vec<usize> = (0..slices.len()).collect();
+        let (coded, files, objects) =
+            self.store(shard, plan, (&chosen, false, rank.rank == 0), (root, attempt))?;
+        let part_slice = |coded: super::encode::Coded| {
+            let slice = &slices[coded.index];
+            PartSlice {
+                name: slice.tensor.name.clone(),
+                dtype: slice.tensor.dtype,
+                shape: slice.tensor.shape.clone(),
+                start: slice.start,
+                elements: slice.elements,
+                digest: coded.digest,
+                changed: coded.changed,
+                pieces: coded.pieces,
+                anchor: coded.anchor,
+            }
+        };
+        let slices: Vec<PartSlice> = coded.into_iter().map(part_slice).collect();
+        let changed = slices.iter().map(|slice| slice.changed).sum();
+        let part = PartManifest {
+            format: FORMAT,
+            run_id: self.run.id(),
+            model: self.options.model.clone(),
+            version,
+            base: self.newest,
+            attempt: rank.attempt.clone(),
+            rank: rank.rank,
+            ranks: rank.ranks,
+            kind: plan.kind,
+            representation: self.options.representation.clone(),
+            trainer_step: step.trainer_step,
+            checkpoint: step.checkpoint,
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            algorithms: Algorithms::default(),
+            features: Features::default(),
+            objects,
+            slices,
+            files,
+        };
+        let bytes = part.to_bytes()?;
+        // Objects first: who reads the part finds them.
+        self.run.store().put(&part_key(root, &rank.attempt, rank.rank)?, &bytes, PutMode::Overwrite)?;
+        let stored: u64 = part.objects.iter().map(|object| object.size).sum();
+        Ok(PublishedPart { part, publication_bytes: stored + bytes.len() as u64, changed })
+    }
+
+    /// Waits for the parts of all ranks and commits the version that they make. Any rank may do this, also one that
+    /// published no part, and also several: they commit the same.
+    ///
+    /// # Errors
+    /// [`Error::PartsMissing`] names the ranks whose parts were not there within `deadline`; [`Error::PartConflict`], a
+    /// rank that published against another base, at another step, or as one of another number of ranks;
+    /// [`Error::Pieces`], elements that come from no rank or from two; [`Error::TensorMismatch`] if the tensors of a
+    /// delta are not its base's; otherwise as [`Publisher::publish`]. Nothing is committed then, and the ranks may publish
+    /// their parts again, as another attempt.
+    pub fn join(&mut self, rank: &Rank, deadline: Duration) -> Result<Published> {
+        rank.check()?;
+        self.catch_up()?;
+        let begin = Instant::now();
+        let version = self.next_version()?;
+        let root = self.run.version_root(&self.options.model, version)?;
+        let parts = self.wait_for_parts(&root, version, rank, deadline)?;
+        let encode = begin.elapsed();
+        let replica = self.baseline.replica()?;
+        let expected = Expected {
+            run_id: self.run.id(),
+            model: &self.options.model,
+            version,
+            base: self.newest,
+            rank,
+            representation: replica.manifest().map(|manifest| &manifest.representation),
+        };
+        let manifest = join(parts, &expected)?;
+        if let (Kind::Delta, Some(base)) = (manifest.kind, replica.manifest()) {
+            crate::replica::check_same_form(base, &manifest)?;
+        }
+        let committed = self.commit(manifest)?;
+        for number in 0..rank.ranks {
+            // Best effort: a part beside a committed version is garbage.
+            self.discard(&part_key(&root, &rank.attempt, number)?);
+        }
+        self.follow_commit(&committed);
+        self.report(&committed, encode, begin.elapsed())
+    }
+
+    /// Waits until the version that `part` belongs to is committed.
+    ///
+    /// # Errors
+    /// [`Error::NotJoined`] if it was not within `deadline`; [`Error::LostRace`] if something else was committed under
+    /// its number; whatever the store reports.
+    pub fn await_join(&mut self, part: &PublishedPart, deadline: Duration) -> Result<Version> {
+        let (begin, version) = (Instant::now(), part.version());
+        let mut pause = POLL.0;
+        loop {
+            match self.run.get(&self.options.model, version) {
+                Ok(committed) if holds(&committed.manifest, &part.part) => {
+                    if self.newest.is_none_or(|newest| newest.version < version) {
+                        self.note_committed(&committed);
+                        self.follow_commit(&committed);
+                    }
+                    return Ok(version);
+                }
+                Ok(other) => {
+                    self.standing = Standing::Lost(other.identity());
+                    return Err(self.lost(other.identity()));
+                }
+                Err(Error::NoSuchVersion { .. }) if begin.elapsed() < deadline => {}
+                Err(Error::NoSuchVersion { .. }) => {
+                    return Err(Error::NotJoined { version, waited: begin.elapsed() });
+                }
+                Err(error) => return Err(error),
+            }
+            thread::sleep(pause.min(deadline.saturating_sub(begin.elapsed())));
+            pause = (pause * 2).min(POLL.1);
+        }
+    }
+
+    fn wait_for_parts(
+        &self,
+        root: &Key,
+        version: Version,
+        rank: &Rank,
+        deadline: Duration,
+    ) -> Result<Vec<PartManifest>> {
+        let begin = Instant::now();
+        let mut parts: Vec<Option<PartManifest>> = vec![None; rank.ranks as usize];
+        let mut pause = POLL.0;
+        loop {
+            for (number, slot) in (0..).zip(&mut parts).filter(|(_, slot)| slot.is_none()) {
+                let key = part_key(root, &rank.attempt, number)?;
+                match self.run.store().get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
+                    Ok(bytes) => *slot = Some(PartManifest::parse(&bytes, key.as_str())?),
+                    Err(Error::NotFound { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            let missing: Vec<u32> =
+                (0..).zip(&parts).filter(|(_, part)| part.is_none()).map(|(number, _)| number).collect();
+            if missing.is_empty() {
+                return Ok(parts.into_iter().flatten().collect());
+            }
+            if begin.elapsed() >= deadline {
+                return Err(Error::PartsMissing { version, ranks: missing, waited: begin.elapsed() });
+            }
+            thread::sleep(pause.min(deadline.saturating_sub(begin.elapsed())));
+            pause = (pause * 2).min(POLL.1);
+        }
+    }
+
+    /// Begins to move the baseline to a version just committed.
+    pub(super) fn follow_commit(&mut self, committed: &Committed) {
+        let (run, link) = (self.run.clone(), committed.clone());
+        self.move_baseline(committed, move |replica| {
+            replica.advance_with(&link, &|object| run.object(object)).map(drop)
+        });
+    }
+}
+
+/// The key of a rank's part.
+fn part_key(root: &Key, attempt: &str, rank: u32) -> Result<Key> {
+    root.join(&format!("part-{attempt}-{rank:05}"))
+}

@@ -1,0 +1,124 @@
+//! What one publisher holds of a version: all tensors, or a rank's slices of them.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use crate::{AuxFile, Error, Result, Snapshot, TensorInfo};
+
+/// A run of consecutive elements of a tensor, in flat row-major order: what tensor-, expert- or fully-sharded ranks hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slice {
+    /// The whole tensor.
+    pub tensor: TensorInfo,
+    /// First element of the slice.
+    pub start: u64,
+    /// Number of elements.
+    pub elements: u64,
+}
+
+impl Slice {
+    /// All of a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] for a shape whose product does not fit in 64 bits.
+    pub fn whole(tensor: TensorInfo) -> Result<Self> {
+        let elements = tensor.elements()?;
+        Ok(Self { tensor, start: 0, elements })
+    }
+
+    /// Number of bytes of the slice.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] when it does not fit in 64 bits; [`Error::TensorMismatch`] for a slice that leaves its tensor.
+    pub fn byte_len(&self) -> Result<u64> {
+        let (total, end) = (self.tensor.elements()?, self.start.checked_add(self.elements));
+        if end.is_none_or(|end| end > total) {
+            return Err(Error::TensorMismatch {
+                tensor: self.tensor.name.clone(),
+                what: "elements of a slice",
+                expected: format!("inside {total}"),
+                found: format!("{} from {}", self.elements, self.start),
+            });
+        }
+        self.tensor.byte_len()?;
+        Ok(self.elements * self.tensor.dtype.size())
+    }
+
+    pub(super) fn is_whole(&self) -> Result<bool> {
+        Ok(self.start == 0 && self.elements == self.tensor.elements()?)
+    }
+
+    /// Where the slice lies in the `length` bytes of its tensor.
+    pub(super) fn byte_range(&self, length: usize) -> Result<Range<usize>> {
+        let size = self.tensor.dtype.size();
+        let start = (self.start * size) as usize;
+        let range = start..start + self.byte_len()? as usize;
+        if range.end > length {
+            return Err(Error::TensorMismatch {
+                tensor: self.tensor.name.clone(),
+                what: "number of bytes in the baseline",
+                expected: format!("at least {}", range.end),
+                found: length.to_string(),
+            });
+        }
+        Ok(range)
+    }
+}
+
+/// What one rank publishes of a version, readable one slice at a time. Copying from a device to the host is its own
+/// affair: [`Shard::bytes`] is asked on the publishing thread while earlier slices are encoded and stored on others.
+pub trait Shard {
+    /// The slices, sorted by tensor name and first element.
+    fn slices(&self) -> &[Slice];
+
+    /// The bytes of `slices()[index]`, row-major, little-endian and without padding.
+    ///
+    /// # Errors
+    /// Whatever reading them meets.
+    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>>;
+
+    /// The auxiliary files of the version, sorted by name. Only those of rank 0 count.
+    fn files(&self) -> &[AuxFile];
+}
+
+/// A snapshot as the shard of a publisher that is alone.
+pub(super) struct Whole<'a> {
+    snapshot: &'a dyn Snapshot,
+    slices: Vec<Slice>,
+}
+
+impl<'a> Whole<'a> {
+    pub(super) fn new(snapshot: &'a dyn Snapshot) -> Result<Self> {
+        let slices = snapshot.tensors().iter().cloned().map(Slice::whole).collect::<Result<_>>()?;
+        Ok(Self { snapshot, slices })
+    }
+}
+
+impl Shard for Whole<'_> {
+    fn slices(&self) -> &[Slice] {
+        &self.slices
+    }
+
+    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
+        self.snapshot.bytes(index)
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        self.snapshot.files()
+    }
+}
+
+/// A slice's bytes, as many as it says.
+pub(super) fn slice_bytes(shard: &dyn Shard, index: usize) -> Result<Cow<'_, [u8]>> {
+    let slice = &shard.slices()[index];
+    let (bytes, expected) = (shard.bytes(index)?, slice.byte_len()?);
+    if bytes.len() as u64 != expected {
+        return Err(Error::TensorMismatch {
+            tensor: slice.tensor.name.clone(),
+            what: "number of bytes",
+            expected: expected.to_string(),
+            found: bytes.len().to_string(),
+        });
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,218 @@
+//! Moving a replica from version to version: chains in, one journal for as many links as go together.
+
+use std::path::Path;
+use std::time::Instant;
+
+use super::state::State;
+use super::{Advanced, Replica, check_model, fetch, objects};
+use crate::error::{Error, Result};
+use crate::ids::Version;
+use crate::manifest::{Kind, Manifest};
+use crate::run::{Chain, Committed, Run};
+use objects::FetchObject;
+
+/// How often a chain is looked up again because links of it were collected while they were read.
+const COLLECTED_MAX: usize = 8;
+
+/// Who wants to know how far an advance is.
+pub(crate) trait Observe: Sync {
+    /// The oldest version that will be read, before anything of it is.
+    fn planned(&self, oldest: Version);
+    /// An object is to be fetched.
+    fn fetching(&self);
+}
+
+impl Observe for () {
+    fn planned(&self, _: Version) {}
+    fn fetching(&self) {}
+}
+
+impl Replica {
+    /// Moves to version `to` of `model`: fetches what is missing, checks every object and every link of the
+    /// chain, applies.
+    ///
+    /// Follows the deltas, several of them in one apply, or starts over at an anchor where that is cheaper or the only
+    /// way, also when links are collected while they are read. A replica without a version starts at the newest anchor,
+    /// or adopts `reference` (a checkpoint directory) when the run begins by reference. Links that were applied before
+    /// an error stay applied.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Rewind`], [`Error::ForeignRun`], [`Error::ForeignModel`] with both identities;
+    /// [`Error::BrokenChain`]; [`Error::Corrupt`], [`Error::DigestMismatch`], [`Error::Codec`] for bytes that
+    /// are not what they must be; [`Error::DamagedReplica`] if it is this directory's that are not;
+    /// [`Error::Collected`] if `to` was collected; [`Error::Unsupported`] when a reference is needed and `reference` is
+    /// `None`; the store's and the file system's errors.
+    pub fn advance(
+        &mut self,
+        run: &Run,
+        model: &str,
+        to: Version,
+        reference: Option<&Path>,
+    ) -> Result<Advanced> {
+        self.advance_observed(run, model, to, reference, &())
+    }
+
+    pub(crate) fn advance_observed(
+        &mut self,
+        run: &Run,
+        model: &str,
+        to: Version,
+        reference: Option<&Path>,
+        observer: &dyn Observe,
+    ) -> Result<Advanced> {
+        self.finish()?;
+        if let Some(pinned) = self.pinned()? {
+            run.check_id(self.dir.display(), pinned.run_id)?;
+            check_model(&self.dir, &pinned.model, model)?;
+            self.check_version(&pinned, to)?;
+        }
+        let mut total = Advanced::default();
+        let mut tries = 0;
+        loop {
+            let chain = run.chain(model, self.identity(), to)?;
+            let start = if chain.restart { None } else { self.identity().map(|base| base.version) };
+            observer.planned(start.or(chain.links.first().map(|link| link.manifest.version)).unwrap_or(to));
+            tries += 1;
+            match self.follow(run, &chain, reference, observer, &mut total) {
+                // Another chain leads there now.
+                Err(Error::Collected { .. }) if tries < COLLECTED_MAX => {}
+                followed => return followed.map(|()| total),
+            }
+        }
+    }
+
+    /// Applies a chain, adding to `total`.
+    fn follow(
+        &mut self,
+        run: &Run,
+        chain: &Chain,
+        reference: Option<&Path>,
+        observer: &dyn Observe,
+        total: &mut Advanced,
+    ) -> Result<()> {
+        let fetch = |object: &crate::manifest::Object| {
+            observer.fetching();
+            run.object(object)
+        };
+        let mut rest = chain.links.as_slice();
+        while let Some(link) = rest.first() {
+            let taken = match reference {
+                Some(source) if link.manifest.kind == Kind::Reference => {
+                    let started = Instant::now();
+                    self.adopt(source, link)?;
+                    total.links += 1;
+                    total.journal += started.elapsed();
+                    1
+                }
+                _ => {
+                    let length = fetch::fold_length(rest, !self.is_base_of(link));
+                    let links = rest.get(..length).unwrap_or(rest);
+                    let applied = self.apply(links, &fetch);
+                    total.add(applied.map_err(|error| collected_instead(run, links, error))?);
+                    length
+                }
+            };
+            rest = rest.get(taken..).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    /// Applies one publication whose objects `fetch` gives: a delta on the applied version, or a full one.
+    ///
+    /// # Errors
+    ///
+    /// As [`Replica::advance`].
+    pub fn advance_with(&mut self, link: &Committed, fetch: &FetchObject<'_>) -> Result<Advanced> {
+        self.apply(std::slice::from_ref(link), fetch)
+    }
+
+    /// Applies publications in a row at once: one journal, one pass over the checkpoint.
+    fn apply(&mut self, links: &[Committed], fetch: &FetchObject<'_>) -> Result<Advanced> {
+        self.finish()?;
+        let Some(last) = links.last() else { return Ok(Advanced::default()) };
+        if self.check_forward(&last.manifest)? && self.identity() == Some(last.identity()) {
+            return Ok(Advanced::default());
+        }
+        if self.state.as_ref().is_some_and(State::is_touched) {
+            // Hashes everything, and refuses the directory if it is not what it was; nothing is served until it is.
+            self.unfinished = true;
+            self.recover()?;
+        }
+        let started = Instant::now();
+        let objects = objects::Objects::new(links, fetch);
+        let sealed = self.journal_publications(links, &objects);
+        let (journal, bytes) = (started.elapsed(), objects.fetched());
+        let times = self.carry_out(sealed)?;
+        let changed = links.iter().map(|link| link.manifest.changed).sum();
+        tracing::info!(
+            dir = %self.dir.display(), version = %last.manifest.version, links = links.len(), bytes, changed,
+            journal_ms = journal.as_millis() as u64, overwrite_ms = times.overwrite.as_millis() as u64, "applied"
+        );
+        let links = links.len() as u64;
+        Ok(Advanced { links, bytes, changed, journal, overwrite: times.overwrite, sync: times.sync })
+    }
+
+    /// Whether `link` is a delta on the version that is here.
+    fn is_base_of(&self, link: &Committed) -> bool {
+        link.manifest.kind == Kind::Delta && self.state.is_some() && link.manifest.base == self.identity()
+    }
+
+    /// Seals the journal of publications in a row.
+    fn journal_publications(&self, links: &[Committed], objects: &objects::Objects<'_>) -> Result<()> {
+        let Some(first) = links.first() else { return Ok(()) };
+        match &self.state {
+            Some(state) if self.is_base_of(first) => {
+                fetch::journal_deltas(&self.layout.journal(), state, links, objects)
+            }
+            Some(state) if !first.manifest.is_anchor() => Err(broken_chain(state, &first.manifest)),
+            state => {
+                let stale = self.weight_names(state.is_some())?;
+                let staging = self.clean_staging()?;
+                let old_files = state.as_ref().map_or(&[][..], |state| &state.manifest.files);
+                fetch::journal_full(&self.layout.journal(), &staging, links, objects, old_files, &stale)
+            }
+        }
+    }
+}
+
+impl Advanced {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.links += other.links;
+        self.bytes += other.bytes;
+        self.changed += other.changed;
+        self.journal += other.journal;
+        self.overwrite += other.overwrite;
+        self.sync += other.sync;
+    }
+}
+
+/// Why an object is not there: its version may have been collected while it was read.
+fn collected_instead(run: &Run, links: &[Committed], error: Error) -> Error {
+    if !error.is_not_found() {
+        return error;
+    }
+    let gone = |link: &Committed| match run.get(&link.manifest.model, link.manifest.version) {
+        Err(collected @ Error::Collected { .. }) => Some(collected),
+        _ => None,
+    };
+    links.iter().find_map(gone).unwrap_or(error)
+}
+
+/// A delta that does not start from what is here.
+fn broken_chain(state: &State, manifest: &Manifest) -> Error {
+    match manifest.base {
+        Some(base) if base.version == state.applied.version => Error::BrokenChain {
+            version: manifest.version,
+            base: base.version,
+            expected: base.manifest_digest,
+            found: state.applied.manifest_digest,
+        },
+        base => Error::Corrupt {
+            subject: format!("chain of run {}", manifest.run_id),
+            what: "a link is missing",
+            expected: format!("a delta from version {}", state.applied.version),
+            found: base.map_or("none".into(), |base| format!("one from version {}", base.version)),
+        },
+    }
+}

@@ -1,0 +1,47 @@
+//! Where a replica asks the operating system to change or to sync something: tests look on, and fail single calls.
+//!
+//! Without the feature `failpoints` this compiles to nothing.
+
+use std::io;
+use std::path::Path;
+
+/// What is about to be asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    /// Making a file or directory.
+    Create,
+    /// Writing to a file.
+    Write,
+    /// Syncing a file, or a map of it.
+    Sync,
+    /// Syncing a directory.
+    SyncDir,
+    /// Renaming a file; the path is the new name.
+    Rename,
+    /// Removing a file or a directory with all that is in it.
+    Remove,
+}
+
+/// What is told of each call, before it is made; an error is taken for the call's own.
+#[cfg(feature = "failpoints")]
+pub type Watcher = Box<dyn FnMut(Call, &Path) -> io::Result<()> + Send>;
+
+#[cfg(feature = "failpoints")]
+static WATCHER: std::sync::Mutex<Option<Watcher>> = std::sync::Mutex::new(None);
+
+/// Sets or removes the watcher of this process. Tests that set one take turns.
+#[cfg(feature = "failpoints")]
+pub fn set(watcher: Option<Watcher>) {
+    *WATCHER.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = watcher;
+}
+
+/// Announces a call on `path`.
+pub(crate) fn before(call: Call, path: &Path) -> io::Result<()> {
+    #[cfg(feature = "failpoints")]
+    if let Some(watcher) = &mut *WATCHER.lock().unwrap_or_else(std::sync::PoisonError::into_inner) {
+        return watcher(call, path);
+    }
+    // Builds without crash points have no other use for them.
+    let _ = (call, path);
+    Ok(())
+}
