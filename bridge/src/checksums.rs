@@ -25,7 +25,11 @@ pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<Strin
         let mut hash = Sha256::new();
         for (name, _) in &parameter.parts {
             let index = snapshot.tensors().partition_point(|info| info.name < *name);
-            hash.update(snapshot.bytes(index).map_err(|source| Error::Open { path: place.into(), source })?);
+            hash.update(
+                snapshot
+                    .bytes(index)
+                    .map_err(|source| Error::Open { path: place.into(), source: Box::new(source) })?,
+            );
         }
         if parameter.padding_rows > 0 {
             // Only the vocabulary's matrices are padded; a row of them has `hidden_size` elements.

@@ -209,7 +209,7 @@ pub enum Error {
         /// The directory.
         path: PathBuf,
         /// The reason.
-        source: driftless_transport::Error,
+        source: Box<driftless_transport::Error>,
     },
     /// The HTTP client or its runtime could not be set up.
     #[error("cannot set up {what}")]
