@@ -62,6 +62,9 @@ pub(crate) struct Connection {
 impl Connection {
     pub(crate) fn new(address: &str, keys: Keys, connect: Duration, reply_bytes_max: usize) -> Result<Self> {
         let base = parse(address)?;
+        // Where the store of buckets is built too, reqwest has TLS without a provider, and would panic for want of one even for
+        // plain HTTP. The only error is that there is one already, and any will do.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder()
             .connect_timeout(connect)
             .pool_idle_timeout(IDLE)
