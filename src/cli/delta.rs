@@ -43,6 +43,8 @@ enum Command {
         #[arg(short, long, value_name = "DIR")]
         output: PathBuf,
     },
+    /// Check that FILE makes exactly NEW of BASE: reads and digests every byte of both checkpoints.
+    Verify { base: PathBuf, file: PathBuf, new: PathBuf },
     /// Show what a delta file holds.
     Stat { file: PathBuf },
 }
@@ -51,6 +53,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     match args.command {
         Command::Encode { base, new, output: file, profile } => encode(&base, &new, &file, profile, output),
         Command::Apply { base, file, output: dir } => apply(&base, &file, &dir, output),
+        Command::Verify { base, file, new } => verify(&base, &file, &new, output),
         Command::Stat { file } => stat(&file, output),
     }
 }
@@ -92,6 +95,17 @@ fn apply(base: &Path, file: &Path, dir: &Path, output: Output) -> Result<()> {
     write_checkpoint(dir, &Patched { base, patches }, SHARD_BYTES_MAX)?;
     let value = json!({"dir": dir, "changed_tensors": changed_tensors});
     output.print(&value, |_| format!("{}: {changed_tensors} tensors changed", dir.display()))
+}
+
+fn verify(base: &Path, file: &Path, new: &Path, output: Output) -> Result<()> {
+    let bytes = read(file)?;
+    let bundle = Bundle::read(&bytes)?;
+    let (base, new) = (Checkpoint::open(base)?, Checkpoint::open(new)?);
+    bundle.verify(&tensors(&base), &tensors(&new))?;
+    let Summary { tensors, elements, .. } = bundle.summary();
+    let value = json!({"file": file, "tensors": tensors, "elements": elements});
+    output
+        .print(&value, |_| format!("{}: exact in all {tensors} tensors, {elements} elements", file.display()))
 }
 
 fn stat(file: &Path, output: Output) -> Result<()> {

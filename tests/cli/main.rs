@@ -317,7 +317,22 @@ fn a_delta_file_carries_one_checkpoint_to_the_next() {
     assert_eq!(stat["changed"], 300 * 256 / 50);
     run(driftless().args(["delta", "apply"]).args([&base, &file]).arg("-o").arg(dir.join("applied")));
     let (applied, new) = (dir.join("applied/model.safetensors"), new.join("model.safetensors"));
-    assert!(std::fs::read(applied).expect("a file") == std::fs::read(new).expect("a file"));
+    assert!(std::fs::read(&applied).expect("a file") == std::fs::read(new).expect("a file"));
+    let verify = |new: &Path| {
+        let mut command = driftless();
+        command.args(["delta", "verify"]).args([&base, &file]).arg(new);
+        command
+    };
+    assert_eq!(json(&mut verify(&dir.join("applied")))["tensors"], stat["tensors"]);
+    // One bit of the data, which begins behind the header, is enough to be found, and named.
+    let mut damaged = std::fs::read(&applied).expect("a file");
+    let last = damaged.len() - 1;
+    damaged[last] ^= 1;
+    std::fs::write(&applied, &damaged).expect("a file");
+    let found = verify(&dir.join("applied")).output().expect("it starts");
+    assert_eq!(found.status.code(), Some(3));
+    let said = String::from_utf8_lossy(&found.stderr);
+    assert!(said.contains("tensor `") && said.contains("block 0"), "{said}");
     // Applied to another base it has to refuse, with the code for foreign data.
     let other = driftless()
         .args(["delta", "apply"])
