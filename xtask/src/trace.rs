@@ -7,7 +7,7 @@ use std::process::Command;
 
 /// Steps at a high learning rate, then at a tenth of it: together they end on a plateau of the loss.
 const FAST_STEPS: u64 = 1200;
-const SLOW_STEPS: u64 = 600;
+const SLOW_STEPS: u64 = 1800;
 const FAST_LR: &str = "1e-3";
 const SLOW_LR: &str = "1e-4";
 /// The loss is compared between the last two stretches of so many steps.

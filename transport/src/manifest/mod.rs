@@ -1,11 +1,13 @@
 //! The document that commits a version: what it consists of, where its bytes are, and what they must become.
 
 mod check;
+mod tables;
 
 use driftless_delta::Digest;
 use serde::{Deserialize, Serialize};
 
 use crate::{ContentDigest, Dtype, Error, Key, Result, RunId, TensorInfo, Version};
+pub(crate) use tables::Tables;
 
 /// The format that this crate writes and reads.
 pub const FORMAT: u32 = 1;

@@ -14,12 +14,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use driftless_delta::DigestTable;
-
 use crate::follow::Stop;
 use crate::gc::is_publishers;
 use crate::manifest::{
-    Algorithms, Base, FORMAT, Features, File, Kind, Manifest, Object, Tensor, VERSION_MAX,
+    Algorithms, Base, FORMAT, Features, File, Kind, Manifest, Object, Tables, Tensor, VERSION_MAX,
 };
 use crate::pool::Bounds;
 use crate::run::{Committed, Run};
@@ -35,13 +33,6 @@ use shard::Whole;
 pub use options::{Mode, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step};
 pub use ranks::PublishedPart;
 pub use shard::{Shard, Slice};
-
-/// The manifest's tables, as far as a snapshot decides them.
-struct Tables {
-    tensors: Vec<Tensor>,
-    files: Vec<File>,
-    changed: u64,
-}
 
 /// Publishes the versions of one model of one run, one after the other.
 ///
@@ -179,7 +170,7 @@ impl Publisher {
         }
         let begin = Instant::now();
         let checkpoint = Checkpoint::open(dir)?;
-        let tables = reference_tables(&checkpoint)?;
+        let tables = Tables::of(&checkpoint)?;
         let manifest = self.manifest(Kind::Reference, &checkpoint, step, tables, Vec::new())?;
         let encode = begin.elapsed();
         let committed = self.commit(manifest)?;
@@ -564,32 +555,4 @@ impl Publisher {
             upload: total.saturating_sub(encode),
         })
     }
-}
-
-/// The tables of a version that is a checkpoint directory.
-fn reference_tables(checkpoint: &Checkpoint) -> Result<Tables> {
-    let mut tables = Tables { tensors: Vec::new(), files: Vec::new(), changed: 0 };
-    for (index, info) in checkpoint.tensors().iter().enumerate() {
-        let digest = DigestTable::of(info.dtype.element(), &plan::tensor_bytes(checkpoint, index)?)
-            .map_err(|source| Error::Codec { tensor: info.name.clone(), source })?
-            .total();
-        tables.changed += info.elements()?;
-        tables.tensors.push(Tensor {
-            name: info.name.clone(),
-            dtype: info.dtype,
-            shape: info.shape.clone(),
-            digest,
-            aliases: Vec::new(),
-            pieces: Vec::new(),
-            anchor: Vec::new(),
-        });
-    }
-    let file = |file: &crate::AuxFile| File {
-        name: file.name().to_owned(),
-        size: file.bytes().len() as u64,
-        blake3: ContentDigest::of(file.bytes()),
-        parts: Vec::new(),
-    };
-    tables.files = checkpoint.files().iter().map(file).collect();
-    Ok(tables)
 }

@@ -3,12 +3,10 @@
 //! They follow from what is in the directories, so that every host derives the same ones, and a directory that was
 //! replaced shows.
 
-use driftless_delta::DigestTable;
-
 use super::release::Release;
-use crate::manifest::{Algorithms, FORMAT, Features, File, Kind, Manifest, Representation, Tensor};
+use crate::manifest::{Algorithms, FORMAT, Features, Kind, Manifest, Representation, Tables, Tensor};
 use crate::run::Committed;
-use crate::{Checkpoint, ContentDigest, Error, Result, RunId, Snapshot as _, Version};
+use crate::{Checkpoint, ContentDigest, Result, RunId, Version};
 
 /// BLAKE3 over fields that cannot run into each other.
 struct Fields(blake3::Hasher);
@@ -82,29 +80,7 @@ pub(super) fn is_base(manifest: &Manifest, digest: ContentDigest) -> bool {
 
 /// Version 0, by reference to a checkpoint directory. Hashes every tensor.
 pub(super) fn base_link(checkpoint: &Checkpoint, model: &str) -> Result<Committed> {
-    let mut tensors = Vec::with_capacity(checkpoint.tensors().len());
-    let mut changed = 0;
-    for (index, info) in checkpoint.tensors().iter().enumerate() {
-        let bytes = checkpoint.tensor(index).unwrap_or_default();
-        let table = DigestTable::of(info.dtype.element(), bytes)
-            .map_err(|source| Error::Codec { tensor: info.name.clone(), source })?;
-        changed += info.elements()?;
-        tensors.push(Tensor {
-            name: info.name.clone(),
-            dtype: info.dtype,
-            shape: info.shape.clone(),
-            digest: table.total(),
-            aliases: Vec::new(),
-            pieces: Vec::new(),
-            anchor: Vec::new(),
-        });
-    }
-    let file = |file: &crate::AuxFile| File {
-        name: file.name().to_owned(),
-        size: file.bytes().len() as u64,
-        blake3: ContentDigest::of(file.bytes()),
-        parts: Vec::new(),
-    };
+    let Tables { tensors, files, changed } = Tables::of(checkpoint)?;
     let digest = base(&tensors);
     let manifest = Manifest {
         format: FORMAT,
@@ -122,7 +98,7 @@ pub(super) fn base_link(checkpoint: &Checkpoint, model: &str) -> Result<Committe
         features: Features::default(),
         objects: Vec::new(),
         tensors,
-        files: checkpoint.files().iter().map(file).collect(),
+        files,
     };
     Ok(Committed::new(manifest, digest))
 }

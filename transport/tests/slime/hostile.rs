@@ -70,6 +70,19 @@ fn frame(delta: &mut Delta) -> &mut Vec<u8> {
     &mut delta.ranks[0][0].1
 }
 
+/// Every lie is refused as it says, and the truth is taken after all of them.
+fn refuses_all(form: (&'static str, &'static str), lies: &[Lie]) {
+    let fixture = fixture(form);
+    for (what, lie, expected) in lies {
+        let mut delta = fixture.delta(form);
+        lie(&mut delta);
+        delta.write(&fixture.world.source());
+        let error = fixture.refused(what);
+        assert!(expected(&error), "{what}: {error:?}");
+    }
+    fixture.accepts(form);
+}
+
 #[test]
 fn lies_of_an_index_or_a_header_are_refused() {
     let lies: &[Lie] = &[
@@ -105,16 +118,7 @@ fn lies_of_an_index_or_a_header_are_refused() {
             |error| matches!(error, Error::TensorMismatch { tensor, .. } if tensor == "nobody.knows"),
         ),
     ];
-    let form = ("xor", "xxh3-128");
-    let fixture = fixture(form);
-    for (what, lie, expected) in lies {
-        let mut delta = fixture.delta(form);
-        lie(&mut delta);
-        delta.write(&fixture.world.source());
-        let error = fixture.refused(what);
-        assert!(expected(&error), "{what}: {error:?}");
-    }
-    fixture.accepts(form);
+    refuses_all(("xor", "xxh3-128"), lies);
 }
 
 #[test]
@@ -142,15 +146,7 @@ fn frames_that_are_not_what_the_tensor_needs_are_refused() {
         ),
     ];
     for form in [("xor", "xxh3-128"), ("overwrite", "adler32")] {
-        let fixture = fixture(form);
-        for (what, lie, expected) in lies {
-            let mut delta = fixture.delta(form);
-            lie(&mut delta);
-            delta.write(&fixture.world.source());
-            let error = fixture.refused(what);
-            assert!(expected(&error), "{what}: {error:?}");
-        }
-        fixture.accepts(form);
+        refuses_all(form, lies);
     }
 }
 

@@ -1,0 +1,46 @@
+//! The part of a manifest that the weights decide.
+
+use driftless_delta::DigestTable;
+
+use super::{File, Tensor};
+use crate::{Checkpoint, ContentDigest, Error, Result, Snapshot as _};
+
+/// The tables of a version: its tensors and files, and how many elements changed.
+pub(crate) struct Tables {
+    pub(crate) tensors: Vec<Tensor>,
+    pub(crate) files: Vec<File>,
+    pub(crate) changed: u64,
+}
+
+impl Tables {
+    /// The tables of a version that is a checkpoint directory: every tensor's digest, and no objects. Reads every byte.
+    ///
+    /// # Errors
+    /// [`Error::Codec`] if a tensor's bytes are no whole elements; [`Error::Invalid`] for a shape that overflows.
+    pub(crate) fn of(checkpoint: &Checkpoint) -> Result<Self> {
+        let mut tables = Self { tensors: Vec::new(), files: Vec::new(), changed: 0 };
+        for (index, info) in checkpoint.tensors().iter().enumerate() {
+            let digest = DigestTable::of(info.dtype.element(), &checkpoint.bytes(index)?)
+                .map_err(|source| Error::Codec { tensor: info.name.clone(), source })?
+                .total();
+            tables.changed += info.elements()?;
+            tables.tensors.push(Tensor {
+                name: info.name.clone(),
+                dtype: info.dtype,
+                shape: info.shape.clone(),
+                digest,
+                aliases: Vec::new(),
+                pieces: Vec::new(),
+                anchor: Vec::new(),
+            });
+        }
+        let file = |file: &crate::AuxFile| File {
+            name: file.name().to_owned(),
+            size: file.bytes().len() as u64,
+            blake3: ContentDigest::of(file.bytes()),
+            parts: Vec::new(),
+        };
+        tables.files = checkpoint.files().iter().map(file).collect();
+        Ok(tables)
+    }
+}
