@@ -1,26 +1,33 @@
 //! Chooses the coder table of a segment from what changed in it. Only the encoder does this: any table decodes.
 
 use crate::bits::ESCAPE;
-use crate::classes::Sample;
+use crate::classes::{Sample, SampleMoved};
 use crate::scan::{GROUP, Path};
-use crate::table::{CLASSES_MAX, Class, EXPLICIT, RUN_MAX, Table};
+use crate::table::{
+    CLASSES_MAX, Class, EXPLICIT, MARKS_KEPT, MOVED_FIRST, MOVED_MERGED, PLAIN, RUN_MAX, Table,
+};
 use crate::{Element, Profile};
 
 /// Bits that one more class costs: its parameters, and the open end of its run codes in every block.
 const CLASS_COST: f64 = 8.0;
 const CLASS_COST_PER_BLOCK: f64 = 1.5;
 
+/// Bits of a second kind of classes in a table, and of the token in front of it.
+const MOVED_COST: f64 = 8.0;
+
 /// Counts of one exponent.
 #[derive(Clone, Copy)]
 struct Tally {
     members: f64,
     changed: u32,
+    /// Those of the changed that went the other way than the last time.
+    turned: u32,
     /// Steps by the number of bits of their size.
     sizes: [u32; 33],
 }
 
 impl Tally {
-    const ZERO: Self = Self { members: 0.0, changed: 0, sizes: [0; 33] };
+    const ZERO: Self = Self { members: 0.0, changed: 0, turned: 0, sizes: [0; 33] };
 
     fn is_empty(&self) -> bool {
         self.members == 0.0 && self.changed == 0
@@ -29,6 +36,7 @@ impl Tally {
     fn add(&mut self, other: &Self) {
         self.members += other.members;
         self.changed += other.changed;
+        self.turned += other.turned;
         for (mine, other) in self.sizes.iter_mut().zip(&other.sizes) {
             *mine += other;
         }
@@ -44,7 +52,9 @@ pub(crate) struct Statistics {
     profile: Profile,
     /// Exponent of the first class, once something changed; it stays unknown where there is one class only.
     first: Option<u32>,
+    /// Of elements that have not moved, or of which that is not told; and of those that have.
     tallies: [Tally; CLASSES_MAX],
+    moved: [Tally; CLASSES_MAX],
     blocks: u32,
     /// One row of so many is counted.
     apart: usize,
@@ -53,7 +63,8 @@ pub(crate) struct Statistics {
 impl Default for Statistics {
     fn default() -> Self {
         let (element, profile) = (Element::Bytes, Profile::Fast);
-        Self { element, profile, first: None, tallies: [Tally::ZERO; CLASSES_MAX], blocks: 0, apart: 1 }
+        let tallies = [Tally::ZERO; CLASSES_MAX];
+        Self { element, profile, first: None, tallies, moved: tallies, blocks: 0, apart: 1 }
     }
 }
 
@@ -63,6 +74,7 @@ impl Statistics {
         (self.element, self.profile) = (element, profile);
         (self.first, self.blocks) = (None, 0);
         self.tallies.fill(Tally::ZERO);
+        self.moved.fill(Tally::ZERO);
         self.apart = if segment_bytes / element.size() < 0x8_0000 { 1 } else { 4 };
     }
 
@@ -89,17 +101,32 @@ impl Statistics {
         self.first = first.map(|first| first as u32);
     }
 
+    /// Counts a change of an element that has not moved, or of which that is not told.
     #[inline(always)]
     pub(crate) fn change(&mut self, base: u32, step: i32) {
-        // Without a first exponent there is one class: nothing is above `u32::MAX`.
-        let class = self.element.exponent(base).saturating_sub(self.first.unwrap_or(u32::MAX));
-        let tally = &mut self.tallies[class.min(CLASSES_MAX as u32 - 1) as usize];
+        let tally = &mut self.tallies[self.class(base)];
         tally.changed += 1;
         tally.sizes[(32 - step.unsigned_abs().leading_zeros()) as usize] += 1;
     }
 
-    /// Counts the elements of a block that has changes, whose classes `planes` holds.
-    pub(crate) fn block(&mut self, path: Path, elements: usize, planes: &[u64]) {
+    /// Counts a change of an element that has moved; `step` is relative to that.
+    #[inline(always)]
+    pub(crate) fn change_moved(&mut self, base: u32, step: i32) {
+        let tally = &mut self.moved[self.class(base)];
+        tally.changed += 1;
+        tally.turned += u32::from(step < 0);
+        tally.sizes[(32 - step.unsigned_abs().leading_zeros()) as usize] += 1;
+    }
+
+    #[inline(always)]
+    fn class(&self, base: u32) -> usize {
+        // Without a first exponent there is one class: nothing is above `u32::MAX`.
+        let class = self.element.exponent(base).saturating_sub(self.first.unwrap_or(u32::MAX));
+        class.min(CLASSES_MAX as u32 - 1) as usize
+    }
+
+    /// Counts the elements of a block that has changes, whose classes `planes` holds, and which of them have `moved`.
+    pub(crate) fn block(&mut self, path: Path, elements: usize, planes: &[u64], moved: Option<&[u64]>) {
         self.blocks += 1;
         if self.first.is_none() {
             self.tallies[0].members += elements as f64;
@@ -111,34 +138,63 @@ impl Statistics {
             // What the last row lacks was counted for class 0.
             counts[0] -= (rows * GROUP - elements) as u64;
         }
-        for (tally, count) in self.tallies.iter_mut().zip(counts) {
-            tally.members += (count * self.apart as u64) as f64;
-        }
-    }
-
-    /// The cheapest table found: classes are single exponents, those at both ends are merged while that saves bits.
-    pub(crate) fn table(&self) -> Table {
-        let mut all = Tally::ZERO;
-        self.tallies.iter().for_each(|tally| all.add(tally));
-        let flat = self.best_class(&all);
-        let flat_table = Table::new(0, [flat.0]);
-        let used = |tally: &Tally| !tally.is_empty();
-        let (Some(first), Some(lowest), Some(highest)) =
-            (self.first, self.tallies.iter().position(used), self.tallies.iter().rposition(used))
-        else {
-            return flat_table;
+        let apart = self.apart as f64;
+        let count_as = |tallies: &mut [Tally], counts: [u64; CLASSES_MAX], sign: f64| {
+            for (tally, count) in tallies.iter_mut().zip(counts) {
+                tally.members += sign * apart * count as f64;
+            }
         };
-        if lowest == highest {
-            return flat_table;
-        }
-        match self.best_cut(first, lowest, highest) {
-            Some((cost, table)) if cost < flat.1 => table,
-            _ => flat_table,
+        count_as(&mut self.tallies, counts, 1.0);
+        if let Some(moved) = moved {
+            let counts = path.run(SampleMoved { planes, moved, apart: self.apart });
+            count_as(&mut self.tallies, counts, -1.0);
+            count_as(&mut self.moved, counts, 1.0);
         }
     }
 
-    fn best_cut(&self, first: u32, lowest: usize, highest: usize) -> Option<(f64, Table)> {
-        let range = &self.tallies[lowest..=highest];
+    /// The cheapest table found, with classes of elements that have moved where they save bits.
+    pub(crate) fn table(&self) -> Table {
+        let mut together = self.tallies;
+        together.iter_mut().zip(&self.moved).for_each(|(tally, moved)| tally.add(moved));
+        let (cost, table) = self.best_table(&together);
+        if self.moved.iter().all(Tally::is_empty) {
+            return table;
+        }
+        let Some((unmoved_cost, unmoved)) = self.best_cut(&self.tallies, MOVED_FIRST) else { return table };
+        let (mut classes, mut moved_cost) = ([Class::UNUSED; CLASSES_MAX], unmoved_cost + MOVED_COST);
+        let groups = Table::moved_classes(unmoved.classes().len());
+        for (group, class) in classes[..groups].iter_mut().enumerate() {
+            let mut tally = Tally::ZERO;
+            for (exponent, moved) in (self.first.unwrap_or(0)..).zip(&self.moved) {
+                let own = exponent.saturating_sub(unmoved.first).min(unmoved.last()) as usize;
+                if own / MOVED_MERGED == group {
+                    tally.add(moved);
+                }
+            }
+            let (best, cost) = self.best_class(&tally);
+            let (turns, directions) = best_turns(&tally);
+            *class = Class { turns, ..best };
+            moved_cost += cost - f64::from(tally.changed) + directions;
+        }
+        if moved_cost < cost { unmoved.with_moved(classes.into_iter().take(groups)) } else { table }
+    }
+
+    /// The cheapest table found for these counts, and its bits.
+    fn best_table(&self, tallies: &[Tally; CLASSES_MAX]) -> (f64, Table) {
+        let mut all = Tally::ZERO;
+        tallies.iter().for_each(|tally| all.add(tally));
+        let flat = self.best_class(&all);
+        match self.best_cut(tallies, CLASSES_MAX) {
+            Some(best) if best.0 < flat.1 => best,
+            _ => (flat.1, Table::new(0, [flat.0])),
+        }
+    }
+
+    /// The best table of 2 to `most` classes, and its bits: classes are single exponents, those at both ends are merged while that saves bits.
+    fn best_cut(&self, tallies: &[Tally; CLASSES_MAX], most: usize) -> Option<(f64, Table)> {
+        let lowest = tallies.iter().position(|tally| !tally.is_empty())?;
+        let highest = tallies.iter().rposition(|tally| !tally.is_empty())?;
+        let (first, range) = (self.first? + lowest as u32, &tallies[lowest..=highest]);
         let none = (Class::UNUSED, 0.0);
         let (mut single, mut low, mut high) = ([none; CLASSES_MAX], [none; CLASSES_MAX], [none; CLASSES_MAX]);
         let (mut below, mut above) = (Tally::ZERO, Tally::ZERO);
@@ -154,7 +210,7 @@ impl Statistics {
         let mut best: Option<(f64, usize, usize)> = None;
         for (from, (_, low_cost)) in low[..range.len()].iter().enumerate() {
             let mut cost = *low_cost;
-            for to in from + 1..range.len() {
+            for to in from + 1..range.len().min(from + most) {
                 let total = cost + high[to].1 + 8.0;
                 if best.is_none_or(|best| total < best.0) {
                     best = Some((total, from, to));
@@ -165,7 +221,7 @@ impl Statistics {
         let (cost, from, to) = best?;
         let classes =
             [low[from].0].into_iter().chain(single[from + 1..to].iter().map(|c| c.0)).chain([high[to].0]);
-        Some((cost, Table::new(first + (lowest + from) as u32, classes)))
+        Some((cost, Table::new(first + from as u32, classes)))
     }
 
     /// Best parameters for a class with these counts, and the bits they will take.
@@ -179,7 +235,7 @@ impl Statistics {
         let (run, per_mark) = best_run(if inverted { 1.0 - density } else { density }, RUN_MAX);
         let (large_run, rice, steps) = self.best_steps(tally);
         let fixed = CLASS_COST + CLASS_COST_PER_BLOCK * f64::from(self.blocks);
-        (Class { inverted, run, large_run, rice }, marked * per_mark + steps + changed + fixed)
+        (Class { inverted, run, large_run, rice, turns: PLAIN }, marked * per_mark + steps + changed + fixed)
     }
 
     /// Best (run of large steps or [`EXPLICIT`], Rice parameter) and the bits of all step sizes.
@@ -211,6 +267,15 @@ impl Statistics {
             .min_by(|a, b| a.1.total_cmp(&b.1))
             .unwrap_or((0, 0.0))
     }
+}
+
+/// Best [`Class::turns`] for these counts, and the bits of all directions.
+fn best_turns(tally: &Tally) -> (u32, f64) {
+    let (changed, turned) = (f64::from(tally.changed), f64::from(tally.turned));
+    let (marked, flag) = if turned * 2.0 > changed { (changed - turned, MARKS_KEPT) } else { (turned, 0) };
+    let (run, per_mark) = best_run(marked / changed.max(1.0), PLAIN - 1);
+    let runs = marked * per_mark + 1.0;
+    if runs < changed { (run | flag, runs) } else { (PLAIN, changed) }
 }
 
 /// Best run parameter up to `max` for marks of this density, and the expected bits per mark.

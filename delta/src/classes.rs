@@ -6,7 +6,7 @@
 use crate::BLOCK_ELEMENTS;
 use crate::element::Element;
 use crate::scan::{GROUP, Path, Work, select};
-use crate::table::{CLASSES_MAX, Table};
+use crate::table::{CLASSES_MAX, MOVED_FIRST, Table};
 
 /// Bits of a class.
 pub(crate) const PLANES: usize = 4;
@@ -46,22 +46,40 @@ impl Default for Classes {
 }
 
 impl Classes {
-    /// Sorts the elements of a block, `base`, into the classes of `table`.
-    pub(crate) fn fill(&mut self, path: Path, element: Element, base: &[u8], table: &Table) {
+    /// Sorts the elements of a block, `base`, into the classes of `table`; those that have `moved`, if that is told, into their own.
+    pub(crate) fn fill(
+        &mut self,
+        path: Path,
+        element: Element,
+        base: &[u8],
+        table: &Table,
+        moved: Option<&[u64]>,
+    ) {
         let elements = base.len() / element.size();
         self.planes.resize(elements.div_ceil(GROUP) * PLANES, 0);
         path.planes(element, base, table.first, table.last(), &mut self.planes);
-        self.count(path, elements);
+        self.count(path, elements, moved);
     }
 
     /// The same from planes that hold finer classes, those of [`Path::planes`] from exponent `first` on. The table's classes lie within them.
-    pub(crate) fn fill_from(&mut self, path: Path, fine: &[u64], first: u32, elements: usize, table: &Table) {
+    pub(crate) fn fill_from(
+        &mut self,
+        path: Path,
+        fine: &[u64],
+        first: u32,
+        elements: usize,
+        table: &Table,
+        moved: Option<&[u64]>,
+    ) {
         self.planes.resize(fine.len(), 0);
         path.run(Merge { fine, less: table.first - first, last: table.last(), planes: &mut self.planes });
-        self.count(path, elements);
+        self.count(path, elements, moved);
     }
 
-    fn count(&mut self, path: Path, elements: usize) {
+    fn count(&mut self, path: Path, elements: usize, moved: Option<&[u64]>) {
+        if let Some(moved) = moved {
+            path.run(Part { moved, planes: &mut self.planes });
+        }
         self.rows = self.planes.len() / PLANES;
         self.before[self.rows..self.rows.next_power_of_two()].fill([u16::MAX; CLASSES_MAX]);
         self.members = path.run(Count { planes: &self.planes, before: &mut self.before[..self.rows] });
@@ -162,6 +180,55 @@ impl Work for Sample<'_> {
     }
 }
 
+/// Counts the members of each class among elements that have moved, in every `apart`-th row.
+pub(crate) struct SampleMoved<'a> {
+    pub(crate) planes: &'a [u64],
+    pub(crate) moved: &'a [u64],
+    pub(crate) apart: usize,
+}
+
+impl Work for SampleMoved<'_> {
+    type Output = [u64; CLASSES_MAX];
+
+    #[inline(always)]
+    fn run(self) -> Self::Output {
+        let mut sums = [0; CLASSES_MAX];
+        for (row, moved) in rows(self.planes).zip(self.moved).step_by(self.apart) {
+            if *moved == 0 {
+                continue;
+            }
+            for (class, sum) in sums.iter_mut().enumerate() {
+                let mask = (0..PLANES).fold(*moved, |mask, bit| mask & (row[bit] ^ INVERT[bit][class]));
+                *sum += u64::from(mask.count_ones());
+            }
+        }
+        sums
+    }
+}
+
+/// Gives the elements that have moved classes of their own: of class c, which is below 12, those become class 12 + c / 4.
+struct Part<'a> {
+    moved: &'a [u64],
+    planes: &'a mut [u64],
+}
+
+const _: () =
+    assert!(MOVED_FIRST == 0b1100, "both upper bits are set, the lower ones are the class's upper ones");
+
+impl Work for Part<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let (low, high) = self.planes.split_at_mut(self.planes.len() / 2);
+        let ((a, b), (c, d)) = (low.split_at_mut(low.len() / 2), high.split_at_mut(high.len() / 2));
+        for ((((moved, a), b), c), d) in self.moved.iter().zip(a).zip(b).zip(c).zip(d) {
+            (*a, *b) = (*a & !moved | *c & moved, *b & !moved | *d & moved);
+            (*c, *d) = (*c | moved, *d | moved);
+        }
+    }
+}
+
 /// Makes classes of finer ones: each less by `less`, at least 0 and at most `last`.
 struct Merge<'a> {
     fine: &'a [u64],
@@ -209,7 +276,7 @@ mod tests {
 
     #[test]
     fn ranks_and_positions_are_inverse() {
-        let class = Class { inverted: false, run: 0, large_run: 0, rice: 0 };
+        let class = Class::UNUSED;
         let mut classes = Classes::default();
         for element in ALL.into_iter().filter(|element| *element != Element::Bytes) {
             let middle = element.exponent(element.mask()) / 2;
@@ -220,7 +287,7 @@ mod tests {
                 let table = Table::new(middle, vec![class; count as usize]);
                 let base = sample(elements * element.size(), 3);
                 for path in paths() {
-                    classes.fill(path, element, &base, &table);
+                    classes.fill(path, element, &base, &table, None);
                     let mut seen = [0; CLASSES_MAX];
                     for at in 0..elements {
                         let exponent = element.exponent(element.load(&base, at));
@@ -238,7 +305,7 @@ mod tests {
                     for less in (0..3).filter(|less| less + count <= 16) {
                         path.planes(element, &base, middle - less, 15, &mut finer);
                         let mut merged = Classes::default();
-                        merged.fill_from(path, &finer, middle - less, elements, &table);
+                        merged.fill_from(path, &finer, middle - less, elements, &table, None);
                         assert_eq!(merged.planes, classes.planes, "{path:?} {element:?} {table:?}");
                         assert_eq!(merged.members, classes.members);
                     }
@@ -247,8 +314,45 @@ mod tests {
         }
         // One class that is all of the block: its last rank is the largest number that fits.
         let table = Table::new(3, [class; 2]);
-        classes.fill(Path::best(), Element::Bf16, &[0; 131_072], &table);
+        classes.fill(Path::best(), Element::Bf16, &[0; 131_072], &table, None);
         assert_eq!(classes.position(0, 65_535), 65_535);
         assert_eq!(classes.members()[0], 65_536);
+    }
+
+    #[test]
+    fn elements_that_have_moved_stand_apart() {
+        let mut classes = Classes::default();
+        for (count, elements) in [(12, 65_536), (5, 4099), (2, 1), (2, 64)] {
+            let table = Table::new(118, vec![Class::UNUSED; count]);
+            let base = sample(elements * 2, 4);
+            let mut moved: Vec<u64> = sample(elements.div_ceil(GROUP) * 8, 5)
+                .as_chunks()
+                .0
+                .iter()
+                .map(|w| u64::from_le_bytes(*w))
+                .collect();
+            moved.iter_mut().step_by(3).for_each(|row| *row = 0);
+            if elements % GROUP > 0 {
+                moved.last_mut().into_iter().for_each(|row| *row &= (1 << (elements % GROUP)) - 1);
+            }
+            for path in paths() {
+                classes.fill(path, Element::Bf16, &base, &table, Some(&moved));
+                let (mut seen, mut among) = ([0; CLASSES_MAX], [0; CLASSES_MAX]);
+                for at in 0..elements {
+                    let exponent = Element::Bf16.exponent(Element::Bf16.load(&base, at));
+                    let own = exponent.saturating_sub(118).min(count as u32 - 1) as usize;
+                    let has_moved = moved[at / GROUP] >> (at % GROUP) & 1 == 1;
+                    let expected = if has_moved { 12 + own / 4 } else { own };
+                    assert_eq!(classes.rank(at as u16), (expected, seen[expected]), "{path:?} {at}");
+                    assert_eq!(classes.position(expected, seen[expected]), at as u32);
+                    seen[expected] += 1;
+                    among[own] += u64::from(has_moved);
+                }
+                assert_eq!(*classes.members(), seen);
+                let mut planes = vec![0; elements.div_ceil(GROUP) * PLANES];
+                path.planes(Element::Bf16, &base, 118, count as u32 - 1, &mut planes);
+                assert_eq!(path.run(SampleMoved { planes: &planes, moved: &moved, apart: 1 }), among);
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@
 //! costs about 0.05 bits per marked member more than the entropy of a geometric gap.
 
 use crate::bits::{BitReader, BitWriter};
-use crate::table::{Class, EXPLICIT, RUN_MAX};
+use crate::table::{Class, EXPLICIT, MARKS_KEPT, PLAIN, RUN_MAX};
 use crate::{Element, Error, Result};
 
 /// Bits of the number that a block adds to the run parameters of its classes.
@@ -78,13 +78,24 @@ pub(crate) fn put_class(
     if !explicit {
         put_runs(bits, class.large_run, steps.len() as u32, large().map(|(at, _)| at));
     }
+    if class.turns == PLAIN {
+        put_signs(bits, steps);
+    } else {
+        let kept = class.turns & MARKS_KEPT != 0;
+        let marked = (0_u32..).zip(steps).filter(|(_, step)| (**step < 0) != kept);
+        put_runs(bits, class.turns & PLAIN, steps.len() as u32, marked.map(|(at, _)| at));
+    }
+    for (_, step) in large() {
+        bits.rice(step.unsigned_abs() - least, class.rice, element.bits());
+    }
+}
+
+#[inline(always)]
+fn put_signs(bits: &mut BitWriter<'_>, steps: &[i32]) {
     for signs in steps.chunks(32) {
         let signs_bits =
             signs.iter().enumerate().fold(0, |all, (at, step)| all | (u32::from(*step < 0) << at));
         bits.put(signs_bits, signs.len() as u32);
-    }
-    for (_, step) in large() {
-        bits.rice(step.unsigned_abs() - least, class.rice, element.bits());
     }
 }
 
@@ -115,7 +126,7 @@ pub(crate) fn get_class(
     let count = ranks.len();
     if class.large_run == EXPLICIT {
         steps.resize(count, 1);
-        read_signs(bits, steps);
+        read_signs(bits, class.turns, steps)?;
         for step in steps.iter_mut() {
             *step = step.wrapping_mul(bits.rice(class.rice, element.bits()).wrapping_add(1) as i32);
         }
@@ -123,7 +134,7 @@ pub(crate) fn get_class(
         // A large step waits as ±2 for its size, which comes after all signs.
         steps.resize(count, 1);
         get_runs(bits, class.large_run, count as u32, |at| steps[at as usize] = 2)?;
-        read_signs(bits, steps);
+        read_signs(bits, class.turns, steps)?;
         for step in steps.iter_mut().filter(|step| step.unsigned_abs() == 2) {
             *step = (*step >> 1).wrapping_mul(bits.rice(class.rice, element.bits()).wrapping_add(2) as i32);
         }
@@ -134,7 +145,16 @@ pub(crate) fn get_class(
     Ok(())
 }
 
-fn read_signs(bits: &mut BitReader<'_>, steps: &mut [i32]) {
+#[inline(always)]
+fn read_signs(bits: &mut BitReader<'_>, turns: u32, steps: &mut [i32]) -> Result<()> {
+    if turns != PLAIN {
+        if turns & MARKS_KEPT != 0 {
+            steps.iter_mut().for_each(|step| *step = -*step);
+        }
+        return get_runs(bits, turns & PLAIN, steps.len() as u32, |at| {
+            steps[at as usize] = -steps[at as usize]
+        });
+    }
     for chunk in steps.chunks_mut(32) {
         let signs = bits.get(chunk.len() as u32);
         for (at, step) in chunk.iter_mut().enumerate() {
@@ -143,6 +163,7 @@ fn read_signs(bits: &mut BitReader<'_>, steps: &mut [i32]) {
             }
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -161,9 +182,15 @@ mod tests {
         for (members, ranks) in sets {
             let steps: Vec<i32> =
                 ranks.iter().map(|r| [1, -1, 1, 2, -3, i32::MIN, i32::MAX][*r as usize % 7]).collect();
-            for class in [(0, 0, 0), (5, 3, 1), (16, EXPLICIT, 4), (2, EXPLICIT, 31)] {
+            for (run, large_run, rice, turns) in [
+                (0, 0, 0, PLAIN),
+                (5, 3, 1, 0),
+                (16, EXPLICIT, 4, 2 | MARKS_KEPT),
+                (2, EXPLICIT, 31, 6),
+                (3, 1, 2, MARKS_KEPT),
+            ] {
                 for inverted in [false, true] {
-                    let class = Class { inverted, run: class.0, large_run: class.1, rice: class.2 };
+                    let class = Class { inverted, run, large_run, rice, turns };
                     let mut bytes = Vec::new();
                     let mut bits = BitWriter::new(&mut bytes);
                     put_class(&mut bits, Element::F32, &class, 1, members, &ranks, &steps);

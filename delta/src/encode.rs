@@ -3,7 +3,7 @@
 use crate::payload::{Header, Kind, Token};
 use crate::pool::{Jobs, Pool, Serial};
 use crate::segment::{Input, SEGMENT_BLOCKS, Scratch, Segment};
-use crate::{BLOCK_ELEMENTS, DigestTable, Element, Error, Result};
+use crate::{BLOCK_ELEMENTS, DigestTable, Element, Error, Motion, Moves, Result};
 
 /// What a delta is optimised for. A decoder needs no such choice: it does what the payload says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -78,6 +78,7 @@ pub fn encode_full(element: Element, new: &[u8], out: &mut Vec<u8>) -> Result<En
 pub struct Encoder {
     jobs: Jobs<Scratch, Segment>,
     digests: DigestTable,
+    moves: Moves,
 }
 
 impl Encoder {
@@ -89,6 +90,11 @@ impl Encoder {
     /// Digests of the tensor that was encoded last.
     pub fn digests(&self) -> &DigestTable {
         &self.digests
+    }
+
+    /// What the last step moved that was encoded by [`Encoder::encode_after`]; nothing after any other.
+    pub fn moves(&self) -> &Moves {
+        &self.moves
     }
 
     /// Appends to `out` one self-delimiting payload that turns `base` into `new`; returns how many elements changed.
@@ -104,8 +110,39 @@ impl Encoder {
         profile: Profile,
         out: &mut Vec<u8>,
     ) -> Result<u64> {
+        self.encode_with(pool, base, None, new, profile, out)
+    }
+
+    /// As [`Encoder::encode`], in the light of what earlier steps have moved, where that saves bytes: the payload then says which motion it
+    /// needs. [`Encoder::moves`] has what this step moves.
+    ///
+    /// # Errors
+    /// As [`Encoder::encode`], and [`Error::ElementMismatch`], [`Error::LengthMismatch`] or [`Error::MotionElsewhere`] if `motion` is not that of `base`.
+    pub fn encode_after(
+        &mut self,
+        pool: &dyn Pool,
+        base: Source<'_>,
+        motion: &Motion,
+        new: &[u8],
+        profile: Profile,
+        out: &mut Vec<u8>,
+    ) -> Result<u64> {
+        self.encode_with(pool, base, Some(motion), new, profile, out)
+    }
+
+    fn encode_with(
+        &mut self,
+        pool: &dyn Pool,
+        base: Source<'_>,
+        motion: Option<&Motion>,
+        new: &[u8],
+        profile: Profile,
+        out: &mut Vec<u8>,
+    ) -> Result<u64> {
         let Source { element, bytes, digests } = base;
+        self.moves.clear();
         base.elements()?;
+        let view = motion.map(|motion| motion.view(base)).transpose()?;
         if bytes.len() != new.len() {
             return Err(Error::LengthMismatch {
                 what: "new tensor",
@@ -122,16 +159,21 @@ impl Encoder {
             let range = segment * segment_bytes..bytes.len().min((segment + 1) * segment_bytes);
             let first_block = segment * SEGMENT_BLOCKS;
             let (base, new) = (&bytes[range.clone()], &new[range]);
-            scratch.delta(&Input { element, profile, first_block, base, new }, result);
+            let motion = view.map(|view| view.blocks(first_block, SEGMENT_BLOCKS));
+            scratch.delta(&Input { element, profile, first_block, base, new, motion }, result);
         };
-        let changed = self.assemble(pool, bytes.len().div_ceil(segment_bytes), work, out)?;
+        let (changed, needs_motion) = self.assemble(pool, bytes.len().div_ceil(segment_bytes), work, out)?;
         header.result = self.digests.total().check();
-        if changed == 0 {
+        self.moves.between(digests.total(), self.digests.total());
+        if let Some(motion) = motion.filter(|_| needs_motion) {
+            header.kind = Kind::After(motion.digest().short_check());
+            header.write_over(&mut out[start..]);
+        } else if changed == 0 {
             header.kind = Kind::Unchanged;
             out.truncate(start);
             header.write(out);
         } else {
-            header.write_result(&mut out[start..]);
+            header.write_over(&mut out[start..]);
         }
         Ok(changed)
     }
@@ -148,6 +190,7 @@ impl Encoder {
         out: &mut Vec<u8>,
     ) -> Result<u64> {
         let elements = element.count("new tensor", new.len())?;
+        self.moves.clear();
         self.digests.reset(elements);
         let mut header = Header { element, kind: Kind::Full(elements as u64), result: 0 };
         let start = out.len();
@@ -157,28 +200,31 @@ impl Encoder {
             let range = segment * segment_bytes..new.len().min((segment + 1) * segment_bytes);
             scratch.full(element, segment * SEGMENT_BLOCKS, &new[range], result);
         };
-        let changed = self.assemble(pool, new.len().div_ceil(segment_bytes), work, out)?;
+        let (changed, _) = self.assemble(pool, new.len().div_ceil(segment_bytes), work, out)?;
         header.result = self.digests.total().check();
-        header.write_result(&mut out[start..]);
+        header.write_over(&mut out[start..]);
         Ok(changed)
     }
 
-    /// Has the segments coded and puts them one after the other; unchanged blocks of neighbours become one run.
+    /// Has the segments coded and puts them one after the other; unchanged blocks of neighbours become one run. Returns how many elements
+    /// changed, and whether it takes the motion to decode them.
     fn assemble(
         &mut self,
         pool: &dyn Pool,
         segments: usize,
         work: impl Fn(usize, &mut Scratch, &mut Segment) + Sync,
         out: &mut Vec<u8>,
-    ) -> Result<u64> {
-        let Self { jobs, digests } = self;
-        let (mut changed, mut same, mut block) = (0, 0, 0);
+    ) -> Result<(u64, bool)> {
+        let Self { jobs, digests, moves } = self;
+        let (mut changed, mut needs_motion, mut same, mut block) = (0, false, 0, 0);
         jobs.run(pool, segments, work, |segment| {
             for (digest, change) in digests.blocks_mut()[block..].iter_mut().zip(&segment.digests) {
                 *digest += *change;
             }
             block += segment.digests.len();
             changed += segment.changed;
+            needs_motion |= segment.needs_motion;
+            moves.append(&segment.moves);
             same += segment.before;
             if !segment.tokens.is_empty() {
                 Token::run_of_same(&mut same, out);
@@ -188,6 +234,6 @@ impl Encoder {
             Ok(())
         })?;
         Token::run_of_same(&mut same, out);
-        Ok(changed)
+        Ok((changed, needs_motion))
     }
 }

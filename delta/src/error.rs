@@ -40,6 +40,22 @@ pub enum Error {
         /// Check of the base at hand.
         found: u16,
     },
+    /// The delta is coded in the light of what earlier steps moved, and that is not at hand. Nothing was written; fetch a version in full.
+    #[error("the delta needs the motion with check {expected:04x}; {}", at_hand(*.found))]
+    MotionMismatch {
+        /// Check of the motion that the payload was made with (folded digest).
+        expected: u16,
+        /// Check of the motion at hand, if there is one.
+        found: Option<u16>,
+    },
+    /// A motion belongs to another version of the tensor than the one it is used with.
+    #[error("the motion is that of a tensor with digest {found}, expected {expected}")]
+    MotionElsewhere {
+        /// Digest of the tensor.
+        expected: crate::Digest,
+        /// Digest of the tensor that the motion has come to.
+        found: crate::Digest,
+    },
     /// The decoded result is not the one that was encoded. Nothing was written.
     #[error("result has check {found:016x}, the payload promises {expected:016x}")]
     ResultMismatch {
@@ -116,6 +132,10 @@ pub enum Error {
         /// The text.
         found: String,
     },
+}
+
+fn at_hand(found: Option<u16>) -> String {
+    found.map_or_else(|| "none is at hand".to_owned(), |check| format!("the one at hand has {check:04x}"))
 }
 
 impl Error {

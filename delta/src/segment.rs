@@ -8,10 +8,11 @@ use crate::classes::{Classes, PLANES};
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
 use crate::digest::Changes;
 use crate::element::with_constant;
+use crate::motion::View;
 use crate::payload::Token;
 use crate::scan::{GROUP, Path, Work};
-use crate::table::{CLASSES_MAX, Class, Table};
-use crate::{BLOCK_ELEMENTS, Digest, Element, Profile, entropy, scan};
+use crate::table::{CLASSES_MAX, Class, MOVED_FIRST, Table};
+use crate::{BLOCK_ELEMENTS, Digest, Element, Moves, Profile, entropy, scan};
 
 /// Blocks that share a coder table: what is coded without regard to the rest of the tensor.
 pub(crate) const SEGMENT_BLOCKS: usize = 32;
@@ -27,6 +28,8 @@ pub(crate) struct Input<'a> {
     pub(crate) first_block: usize,
     pub(crate) base: &'a [u8],
     pub(crate) new: &'a [u8],
+    /// What has moved in the segment, if that is told.
+    pub(crate) motion: Option<View<'a>>,
 }
 
 /// A segment, coded: tokens, but for the unchanged blocks at both ends, which may be part of a longer run.
@@ -39,11 +42,17 @@ pub(crate) struct Segment {
     pub(crate) after: u64,
     /// What each block adds to the base's digests (in a full payload: the block's digest).
     pub(crate) digests: Vec<Digest>,
+    /// Whether it can only be decoded with the motion.
+    pub(crate) needs_motion: bool,
+    /// What moves, where a motion is told.
+    pub(crate) moves: Moves,
 }
 
 impl Segment {
     fn clear(&mut self) {
         (self.changed, self.before, self.after) = (0, 0, 0);
+        self.needs_motion = false;
+        self.moves.clear();
         self.tokens.clear();
         self.digests.clear();
     }
@@ -102,6 +111,11 @@ impl Scratch {
             self.blocks.push(before..self.positions.len());
             if self.positions.len() > before {
                 self.count(input, block - input.first_block, base);
+                if input.motion.is_some() {
+                    let changes = before..self.positions.len();
+                    let down = self.steps[changes.clone()].iter().map(|step| *step < 0);
+                    out.moves.extend(block, &self.positions[changes], down);
+                }
             }
         }
         out.changed = self.positions.len() as u64;
@@ -112,7 +126,11 @@ impl Scratch {
         let table = self.statistics.table();
         self.coded.clear();
         table.write(&mut self.coded);
-        out.token(Token::Table(self.coded.len() as u64), &self.coded);
+        let bytes = self.coded.len() as u64;
+        let motion = input.motion.filter(|_| table.has_moved());
+        out.needs_motion = motion.is_some();
+        let token = if out.needs_motion { Token::MovedTable(bytes) } else { Token::Table(bytes) };
+        out.token(token, &self.coded);
         let mut raw = 0..0;
         for (block, (base, new)) in pairs.enumerate() {
             let changes = self.blocks[block].clone();
@@ -121,7 +139,8 @@ impl Scratch {
                 out.after += 1;
                 continue;
             }
-            self.code(input.element, &table, block, base.len() / input.element.size(), changes);
+            let elements = base.len() / input.element.size();
+            self.code(input.element, &table, block, elements, changes, motion.map(|all| all.block(block)));
             // A block that costs this much is hardly related to its base: it may be cheaper on its own.
             let limit = self.coded.len().min(new.len());
             if limit > new.len() / 2
@@ -131,7 +150,9 @@ impl Scratch {
                 out.token(Token::Entropy(self.alone.len() as u64), &self.alone);
             } else if self.coded.len() < new.len() {
                 out.raw(&mut raw, input.new, block_bytes);
-                out.token(Token::Changes(self.coded.len() as u64), &self.coded);
+                let bytes = self.coded.len() as u64;
+                let token = if out.needs_motion { Token::Moved(bytes) } else { Token::Changes(bytes) };
+                out.token(token, &self.coded);
             } else {
                 let start = block * block_bytes;
                 raw = if raw.is_empty() { start } else { raw.start }..start + new.len();
@@ -172,7 +193,10 @@ impl Scratch {
             let masks = &mut masks[..(base.len() / element.size()).div_ceil(GROUP)];
             if path.changed(element, base, new, masks) {
                 self.statistics.see(input.base);
-                digest += path.run(Collect { scratch: self, element, first, start, masks, base, new });
+                let inside = first as usize - input.first_block * BLOCK_ELEMENTS;
+                let motion = input.motion.map(|all| all.block(inside / BLOCK_ELEMENTS));
+                digest +=
+                    path.run(Collect { scratch: self, element, first, start, masks, base, new, motion });
             }
         }
         digest
@@ -188,7 +212,8 @@ impl Scratch {
             }
             path.planes(input.element, base, first, CLASSES_MAX as u32 - 1, &mut self.planes[planes.clone()]);
         }
-        self.statistics.block(path, elements, self.planes.get(planes).unwrap_or_default());
+        let moved = input.motion.map(|all| all.block(block).moved);
+        self.statistics.block(path, elements, self.planes.get(planes).unwrap_or_default(), moved);
     }
 
     /// Codes the changes of one block into `self.coded`.
@@ -199,13 +224,15 @@ impl Scratch {
         block: usize,
         elements: usize,
         changes: Range<usize>,
+        motion: Option<View<'_>>,
     ) {
         self.coded.clear();
         let path = Path::best();
         if let (false, Some(first)) = (table.is_flat(), self.statistics.first()) {
-            self.classes.fill_from(path, &self.planes[planes_of(block, elements)], first, elements, table);
+            let fine = &self.planes[planes_of(block, elements)];
+            self.classes.fill_from(path, fine, first, elements, table, motion.map(|view| view.moved));
         }
-        path.run(Code { scratch: self, element, table, elements: elements as u32, changes });
+        path.run(Code { scratch: self, element, table, elements: elements as u32, changes, motion });
     }
 }
 
@@ -226,6 +253,7 @@ struct Collect<'a> {
     masks: &'a [u64],
     base: &'a [u8],
     new: &'a [u8],
+    motion: Option<View<'a>>,
 }
 
 impl Work for Collect<'_> {
@@ -247,6 +275,7 @@ impl Collect<'_> {
             masks,
             base,
             new,
+            motion,
             ..
         } = self;
         let before = positions.len();
@@ -257,7 +286,12 @@ impl Collect<'_> {
             let (old, new) = (element.load(base, inside), element.load(new, inside));
             let step = element.step(old, new);
             digest.push(element, first + u64::from(at), old, new);
-            statistics.change(old, step);
+            match motion {
+                Some(motion) if motion.has_moved(at.into()) => {
+                    statistics.change_moved(old, motion.relative(at.into(), step));
+                }
+                _ => statistics.change(old, step),
+            }
             step
         }));
         digest.finish()
@@ -274,9 +308,15 @@ struct Sorted {
 }
 
 impl Sorted {
-    /// Sorts `steps` at `positions`; returns where the changes of each class begin.
+    /// Sorts `steps` at `positions`; returns where the changes of each class begin. Steps of elements that have moved become relative to that.
     #[inline(always)]
-    fn sort(&mut self, classes: &Classes, positions: &[u16], steps: &[i32]) -> [usize; CLASSES_MAX + 1] {
+    fn sort(
+        &mut self,
+        classes: &Classes,
+        positions: &[u16],
+        steps: &[i32],
+        motion: Option<View<'_>>,
+    ) -> [usize; CLASSES_MAX + 1] {
         let mut starts = [0; CLASSES_MAX + 1];
         self.places.clear();
         self.places.extend(positions.iter().map(|position| {
@@ -290,9 +330,13 @@ impl Sorted {
         self.ranks.resize(positions.len(), 0);
         self.steps.resize(positions.len(), 0);
         let mut next = starts;
-        for (&(class, rank), step) in self.places.iter().zip(steps) {
+        for ((&(class, rank), step), at) in self.places.iter().zip(steps).zip(positions) {
             let slot = &mut next[usize::from(class)];
-            (self.ranks[*slot], self.steps[*slot]) = (rank, *step);
+            let step = match motion {
+                Some(motion) if usize::from(class) >= MOVED_FIRST => motion.relative((*at).into(), *step),
+                _ => *step,
+            };
+            (self.ranks[*slot], self.steps[*slot]) = (rank, step);
             *slot += 1;
         }
         starts
@@ -306,6 +350,7 @@ struct Code<'a> {
     table: &'a Table,
     elements: u32,
     changes: Range<usize>,
+    motion: Option<View<'a>>,
 }
 
 impl Work for Code<'_> {
@@ -313,7 +358,7 @@ impl Work for Code<'_> {
 
     #[inline(always)]
     fn run(self) {
-        let Self { scratch, element, table, elements, changes } = self;
+        let Self { scratch, element, table, elements, changes, motion } = self;
         let (positions, steps) = (&scratch.positions[changes.clone()], &scratch.steps[changes]);
         let mut bits = BitWriter::new(&mut scratch.coded);
         if let [class] = table.classes() {
@@ -322,15 +367,16 @@ impl Work for Code<'_> {
             put_class(&mut bits, element, class, shift, elements, positions, steps);
         } else {
             let members = scratch.classes.members();
-            let starts = scratch.sorted.sort(&scratch.classes, positions, steps);
-            let plain = table.classes().iter().zip(members).filter(|(class, _)| !class.inverted);
+            let starts = scratch.sorted.sort(&scratch.classes, positions, steps, motion);
+            let classes = || table.numbered(motion.is_some());
+            let plain = classes().filter(|(_, class)| !class.inverted);
             let shift =
-                best_shift(plain.map(|(class, members)| expected(class, *members)).sum(), steps.len());
+                best_shift(plain.map(|(number, class)| expected(class, members[number])).sum(), steps.len());
             bits.put((shift + SHIFT_BIAS) as u32, SHIFT_BITS);
-            for ((class, members), bounds) in table.classes().iter().zip(members).zip(starts.windows(2)) {
-                let own = bounds[0]..bounds[1];
+            for (number, class) in classes() {
+                let own = starts[number]..starts[number + 1];
                 let (ranks, steps) = (&scratch.sorted.ranks[own.clone()], &scratch.sorted.steps[own]);
-                put_class(&mut bits, element, class, shift, *members, ranks, steps);
+                put_class(&mut bits, element, class, shift, members[number], ranks, steps);
             }
         }
         bits.finish();

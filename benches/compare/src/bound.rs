@@ -1,6 +1,8 @@
-//! What the information allows: order-0 entropies of "changed or not" and of the ulp step, plain and by base exponent, per tensor.
+//! What the information allows: order-0 entropies of "changed or not" and of the ulp step, plain, by base exponent, and by what moved before,
+//! per tensor.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 
 /// Bits that a bf16 tensor's changes are worth.
 #[derive(Debug, Default, Clone, Copy)]
@@ -9,6 +11,8 @@ pub struct Bound {
     pub plain: f64,
     /// Both conditioned on the exponent of the base.
     pub conditional: f64,
+    /// On the exponent and on whether the element has moved before; the step is then counted along its last direction.
+    pub after: f64,
 }
 
 fn ordered(bits: u16) -> i32 {
@@ -26,30 +30,52 @@ impl std::iter::Sum for Bound {
         bounds.fold(Bound::default(), |sum, bound| Bound {
             plain: sum.plain + bound.plain,
             conditional: sum.conditional + bound.conditional,
+            after: sum.after + bound.after,
         })
     }
 }
 
-/// The bounds for one bf16 tensor, in bits.
-#[must_use]
-pub fn bound(base: &[u8], new: &[u8]) -> Bound {
-    let mut members = [[0_u64; 2]; 256];
-    let mut steps: HashMap<(usize, i32), u64> = HashMap::new();
-    for (a, b) in base.chunks_exact(2).zip(new.chunks_exact(2)) {
-        let (a, b) = (u16::from_le_bytes([a[0], a[1]]), u16::from_le_bytes([b[0], b[1]]));
-        let exponent = usize::from(a >> 7 & 0xff);
-        members[exponent][usize::from(a != b)] += 1;
-        if a != b {
-            *steps.entry((exponent, ordered(b) - ordered(a))).or_default() += 1;
+/// Which way each element of a tensor went when it moved last: 1, -1, or 0 for one that has not moved.
+pub type Directions = Vec<i32>;
+
+/// Takes the directions along a step.
+pub fn advance(directions: &mut Directions, base: &[u8], new: &[u8]) {
+    directions.resize(base.len() / 2, 0);
+    for (direction, (_, step)) in directions.iter_mut().zip(steps(base, new)) {
+        if step != 0 {
+            *direction = step.signum();
         }
     }
-    let mut all_steps: HashMap<i32, u64> = HashMap::new();
-    let mut conditional = members.iter().map(|counts| entropy(counts.iter().copied())).sum();
-    for exponent in 0..256 {
-        let own = steps.iter().filter(|((at, _), _)| *at == exponent);
-        conditional += entropy(own.clone().map(|(_, count)| *count));
-        own.for_each(|((_, step), count)| *all_steps.entry(*step).or_default() += count);
+}
+
+/// Exponent of the base, and step, of each element.
+fn steps(base: &[u8], new: &[u8]) -> impl Iterator<Item = (usize, i32)> {
+    base.chunks_exact(2).zip(new.chunks_exact(2)).map(|(a, b)| {
+        let (a, b) = (u16::from_le_bytes([a[0], a[1]]), u16::from_le_bytes([b[0], b[1]]));
+        (usize::from(a >> 7 & 0xff), ordered(b) - ordered(a))
+    })
+}
+
+/// H(positions) + H(steps), both given the context.
+fn given<C: Hash + Eq + Copy>(elements: impl Iterator<Item = (C, i32)>) -> f64 {
+    let mut counts: HashMap<C, HashMap<i32, u64>> = HashMap::new();
+    for (context, step) in elements {
+        *counts.entry(context).or_default().entry(step).or_default() += 1;
     }
-    let sums = members.iter().fold([0, 0], |sum, counts| [sum[0] + counts[0], sum[1] + counts[1]]);
-    Bound { plain: entropy(sums.into_iter()) + entropy(all_steps.into_values()), conditional }
+    // The entropy of positions and that of steps, given that there is one, add up to that of steps with 0 among them.
+    counts.into_values().map(|steps| entropy(steps.into_values())).sum()
+}
+
+/// The bounds for one bf16 tensor, in bits, after steps that moved its elements in these directions.
+#[must_use]
+pub fn bound(base: &[u8], new: &[u8], directions: &Directions) -> Bound {
+    let moved = directions.iter().copied().chain(std::iter::repeat(0));
+    Bound {
+        plain: given(steps(base, new).map(|(_, step)| ((), step))),
+        conditional: given(steps(base, new)),
+        after: given(steps(base, new).zip(moved).map(|((exponent, step), direction)| {
+            let relative = if direction < 0 { -step } else { step };
+            ((exponent, direction != 0), relative)
+        })),
+    }
 }
