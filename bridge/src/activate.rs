@@ -5,7 +5,7 @@
 //! paused nothing can fill the cache again between the flush and the update.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
@@ -116,7 +116,7 @@ impl Activate for DiskActivator {
                 if owed {
                     client.resume().await?;
                 }
-                let engine = attach(client, options, target, engine, activated).await?;
+                let engine = attach(client, options.base.as_deref(), target, engine, activated).await?;
                 let plan = plan(&engine, options, target)?;
                 let (outcome, resumed) = transact(&engine, options.pause, &plan).await;
                 Ok::<_, Error>((engine, outcome, resumed))
@@ -140,9 +140,9 @@ impl Activate for DiskActivator {
 }
 
 /// The engine as it was attached, or attached anew where it is no longer the process that served the last version.
-async fn attach(
+pub(crate) async fn attach(
     client: &Client,
-    options: &DiskOptions,
+    base: Option<&Path>,
     target: &Target<'_>,
     known: Option<Engine>,
     activated: Option<String>,
@@ -157,7 +157,7 @@ async fn attach(
         return Ok(engine);
     }
     // Without the engine's own config nothing says which shapes it loaded, and other shapes would end it.
-    match options.base.as_deref().map(Expected::from_checkpoint).transpose()? {
+    match base.map(Expected::from_checkpoint).transpose()? {
         Some(base) if base.config == expected.config => Ok(engine),
         other => Err(Error::Refused {
             engine: client.url().into(),
@@ -221,34 +221,36 @@ async fn load(engine: &Engine, mode: PauseMode, plan: &Plan<'_>) -> Result<()> {
         empty_cache(client, mode).await?;
         client.set_weight_version(plan.label).await?;
     }
-    let checked = look(engine, plan).await;
-    if matches!(checked, Err(Error::LiveWeights { .. })) {
-        // Nobody may take what these weights generate for this version.
-        client.set_weight_version(&format!("{}?unverified", plan.label)).await?;
-    }
-    checked
+    look(engine, plan.label, plan.sums.as_ref()).await
 }
 
 /// Checks what is live, before anybody is served from it.
-async fn look(engine: &Engine, plan: &Plan<'_>) -> Result<()> {
+pub(crate) async fn look(
+    engine: &Engine,
+    label: &str,
+    sums: Option<&BTreeMap<String, String>>,
+) -> Result<()> {
     let found = engine.serving().await?;
-    if found.as_deref() != Some(plan.label) {
+    if found.as_deref() != Some(label) {
         let found = found.unwrap_or_else(|| "none".into());
         return Err(Error::LabelMismatch {
             engine: engine.client().url().into(),
-            expected: plan.label.into(),
+            expected: label.into(),
             found,
         });
     }
-    match &plan.sums {
-        Some(sums) => engine.check_live(sums).await.map(drop),
-        None => Ok(()),
+    let Some(sums) = sums else { return Ok(()) };
+    let checked = engine.check_live(sums).await;
+    if matches!(checked, Err(Error::LiveWeights { .. })) {
+        // Nobody may take what these weights generate for this version.
+        engine.client().set_weight_version(&format!("{label}?unverified")).await?;
     }
+    checked.map(drop)
 }
 
 /// Drops the KV cache of the old weights. Before 0.5.21 a flush is refused while retracted requests wait; those are then aborted, and
 /// whoever sent them sends them again.
-async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
+pub(crate) async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
     if client.flush_cache().await? || mode == PauseMode::InPlace {
         return Ok(());
     }
@@ -264,7 +266,7 @@ async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
     Err(Error::Refused { engine: client.url().into(), what: "flush_cache".into(), expected, found })
 }
 
-async fn resume(client: &Client) -> Result<()> {
+pub(crate) async fn resume(client: &Client) -> Result<()> {
     let mut outcome = client.resume().await;
     for _ in 1..3 {
         if outcome.is_ok() {

@@ -1,5 +1,6 @@
 //! A typed client of one engine: every call the bridge uses, each with its deadline.
 
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -8,12 +9,19 @@ use crate::generate::RawGeneration;
 use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::wire::{ChecksumReply, Loads, Outcome};
 use crate::{
-    DiskUpdate, DiskUpdated, Error, GenerateRequest, Generation, Keys, Load, ModelInfo, PauseMode,
-    RankChecksums, Result, ServerInfo,
+    DiskUpdate, DiskUpdated, DistributedUpdate, Error, GenerateRequest, Generation, GroupInit, Keys, Load,
+    ModelInfo, PauseMode, RankChecksums, Result, ServerInfo,
 };
 
 /// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later; earlier ones die instead).
 const UNFLUSHED: &str = "Weights were updated, but the cache was not flushed";
+
+/// How an engine says that there was no group to destroy.
+const NO_GROUP: &str = "does not exist";
+/// How an engine says that a session was left open.
+const OPEN_SESSION: &str = "already open";
+
+static EMPTY: LazyLock<Value> = LazyLock::new(|| json!({}));
 
 /// How long each kind of call may take, connection and reply included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -206,15 +214,65 @@ impl Client {
         }
     }
 
+    /// `POST /init_weights_update_group`: the engine's ranks connect to the group's store. With NCCL nothing else happens before the first update.
+    ///
+    /// # Errors
+    /// [`Error::Status`] 400 with the engine's message; as [`Client::model_info`].
+    pub async fn init_weights_update_group(&self, init: &GroupInit) -> Result<()> {
+        self.succeeds("/init_weights_update_group", &json!(init), self.deadlines.control).await
+    }
+
+    /// `POST /destroy_weights_update_group`. A group that the engine does not have is no error.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn destroy_weights_update_group(&self, group: &str) -> Result<()> {
+        let body = json!({ "group_name": group });
+        match self.succeeds("/destroy_weights_update_group", &body, self.deadlines.control).await {
+            Err(Error::Status { status: 400, body, .. }) if body.contains(NO_GROUP) => Ok(()),
+            outcome => outcome,
+        }
+    }
+
+    /// `POST /update_weights_from_distributed`: the engine takes part in the broadcasts that the body announces and loads what it received.
+    ///
+    /// # Errors
+    /// [`Error::Status`] 400 with the engine's message: some of its weights may have changed; as [`Client::model_info`].
+    pub async fn update_weights_from_distributed(&self, update: &DistributedUpdate) -> Result<()> {
+        self.succeeds("/update_weights_from_distributed", &json!(update), self.deadlines.load).await
+    }
+
+    /// `POST /begin_weight_update`, for engines whose [`Capabilities::sessions`](crate::Capabilities) says so. A session that somebody left
+    /// open is ended first.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn begin_weight_update(&self) -> Result<()> {
+        let begin = || self.succeeds("/begin_weight_update", &EMPTY, self.deadlines.control);
+        match begin().await {
+            Err(Error::Status { body, .. }) if body.contains(OPEN_SESSION) => {
+                self.end_weight_update().await?;
+                begin().await
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// `POST /end_weight_update`.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn end_weight_update(&self) -> Result<()> {
+        self.succeeds("/end_weight_update", &EMPTY, self.deadlines.load).await
+    }
+
     /// `POST /update_weight_version`: changes the label only, and aborts nothing.
     ///
     /// # Errors
     /// As [`Client::model_info`].
     pub async fn set_weight_version(&self, label: &str) -> Result<()> {
         let body = json!({ "new_version": label, "abort_all_requests": false });
-        let call = self.post("/update_weight_version", Level::Control, &body, self.deadlines.control);
-        let reply = self.connection.send(call).await?;
-        self.outcome(call, &reply)
+        self.succeeds("/update_weight_version", &body, self.deadlines.control).await
     }
 
     /// `POST /weights_checker` with action `checksum`: the checksums of every rank's tensors.
@@ -269,6 +327,13 @@ impl Client {
             }
             result => result,
         }
+    }
+
+    /// A control call that answers `{success, message}`.
+    async fn succeeds(&self, path: &str, body: &Value, deadline: Duration) -> Result<()> {
+        let call = self.post(path, Level::Control, body, deadline);
+        let reply = self.connection.send(call).await?;
+        self.outcome(call, &reply)
     }
 
     /// Reads a `{success, message}` reply; SGLang sends it with 200 and with 400.

@@ -211,6 +211,54 @@ pub enum Error {
         /// The reason.
         source: Box<driftless_transport::Error>,
     },
+    /// The rendezvous of a weight-update group cannot listen.
+    #[error(
+        "cannot listen at {address} for the ranks of a weight-update group; give another address or port"
+    )]
+    Listen {
+        /// The address.
+        address: std::net::SocketAddr,
+        /// The operating system's reason.
+        source: std::io::Error,
+    },
+    /// The rendezvous of a weight-update group cannot hold a key.
+    #[error("the rendezvous cannot hold key {key:?}: {why}")]
+    Rendezvous {
+        /// The key.
+        key: String,
+        /// The bound it meets.
+        why: String,
+    },
+    /// A tensor that is larger than anything that can be pushed.
+    #[error("tensor {tensor}: its shape {shape:?} has more bytes than fit in 64 bits; nothing was posted")]
+    TooLarge {
+        /// The tensor's name.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<u64>,
+    },
+    /// A weight-update group got no further in time. It was given up, and is formed anew by the next push.
+    #[error("group {group}: {what} did not end within {after:?}, with {}{}", list(.engines), awaited(.waiting))]
+    Group {
+        /// The group's name.
+        group: String,
+        /// What was waited for.
+        what: &'static str,
+        /// The deadline.
+        after: Duration,
+        /// The group's engines.
+        engines: Vec<String>,
+        /// Keys of the rendezvous that ranks waited for.
+        waiting: Vec<String>,
+    },
+    /// Rank 0 of a weight-update group could not do its part.
+    #[error("rank 0 of the weight-update group: {what}")]
+    Root {
+        /// What failed.
+        what: String,
+        /// The reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The HTTP client or its runtime could not be set up.
     #[error("cannot set up {what}")]
     SetUp {
@@ -241,6 +289,10 @@ impl Error {
 
 fn during(first: &Option<String>) -> String {
     first.as_ref().map_or_else(String::new, |first| format!(", after: {first}"))
+}
+
+fn awaited(keys: &[String]) -> String {
+    if keys.is_empty() { String::new() } else { format!("; its ranks wait for {}", keys.join(", ")) }
 }
 
 fn list(items: &[String]) -> String {

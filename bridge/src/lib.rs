@@ -6,6 +6,7 @@ mod checksums;
 mod client;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+mod distributed;
 mod engine;
 mod error;
 mod fleet;
@@ -21,6 +22,12 @@ pub use activate::{DiskActivator, DiskOptions};
 pub use capabilities::Capabilities;
 pub use checksums::checksums;
 pub use client::{Client, ClientOptions, Deadlines};
+pub use distributed::{
+    Bucket, Bytes, DistributedActivator, DistributedOptions, Group, GroupOptions, HostWeights, Meeting,
+    Member, Pushed, Rendezvous, RendezvousOptions, Root, UpdateMode, Weights, plan,
+};
+#[cfg(feature = "nccl")]
+pub use distributed::{DeviceWeights, NcclOptions, NcclRoot};
 pub use engine::{Engine, LiveWeights};
 pub use error::{Error, Result};
 pub use fleet::{EngineStatus, Fleet, FleetOptions, Route};
@@ -29,4 +36,7 @@ pub use identity::Identity;
 pub use keys::Keys;
 pub use label::Label;
 pub use model::{Expected, ModelConfig};
-pub use wire::{DiskUpdate, DiskUpdated, Load, ModelInfo, PauseMode, RankChecksums, ServerInfo};
+pub use wire::{
+    DiskUpdate, DiskUpdated, DistributedUpdate, GroupInit, Load, ModelInfo, PauseMode, RankChecksums,
+    ServerInfo,
+};

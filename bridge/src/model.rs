@@ -312,6 +312,29 @@ pub(crate) fn torch_dtype(name: &str) -> Option<Dtype> {
     }
 }
 
+/// torch's name of a dtype, for the bodies of weight updates.
+pub(crate) fn torch_name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::Bool => "bool",
+        Dtype::U8 => "uint8",
+        Dtype::I8 => "int8",
+        Dtype::F8E4M3 => "float8_e4m3fn",
+        Dtype::F8E5M2 => "float8_e5m2",
+        Dtype::F8E8M0 => "float8_e8m0fnu",
+        Dtype::I16 => "int16",
+        Dtype::U16 => "uint16",
+        Dtype::F16 => "float16",
+        Dtype::Bf16 => "bfloat16",
+        Dtype::I32 => "int32",
+        Dtype::U32 => "uint32",
+        Dtype::F32 => "float32",
+        Dtype::I64 => "int64",
+        Dtype::U64 => "uint64",
+        Dtype::F64 => "float64",
+        Dtype::C64 => "complex64",
+    }
+}
+
 fn text(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string().chars().take(200).collect(), str::to_owned)
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// Reply of `GET /model_info`: what the engine serves now.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -53,6 +53,8 @@ pub struct ServerInfo {
     pub dtype: Option<String>,
     /// Quantisation that was asked for at start; a checkpoint can bring its own in its config.
     pub quantization: Option<String>,
+    /// Whether its NCCL maps memory so that peers can be given it: sets its `NCCL_CUMEM_ENABLE`.
+    pub enable_symm_mem: Option<bool>,
     /// How weights were loaded at start.
     pub load_format: Option<String>,
     /// `null` (the word), `prefill` or `decode`.
@@ -114,6 +116,44 @@ pub struct DiskUpdate {
     /// `auto` for an engine started with `dummy`; `None` keeps the engine's own.
     pub load_format: Option<String>,
     /// Label to carry from then on.
+    pub weight_version: Option<String>,
+    /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
+    pub flush_cache: bool,
+}
+
+/// Body of `POST /init_weights_update_group`: the engine's ranks become `rank_offset`, `rank_offset + 1` … of a group.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct GroupInit {
+    /// Host of the group's TCPStore, as the engine reaches it.
+    pub master_address: String,
+    /// Its port.
+    pub master_port: u16,
+    /// Rank of the engine's first rank.
+    pub rank_offset: u32,
+    /// Ranks of the whole group, rank 0 included.
+    pub world_size: u32,
+    /// Name of the group.
+    pub group_name: String,
+    /// `nccl`, or `gloo` on a CPU.
+    pub backend: String,
+}
+
+/// Body of `POST /update_weights_from_distributed`: what rank 0 is about to broadcast.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DistributedUpdate {
+    /// Hugging Face names, in the order of the bytes.
+    pub names: Vec<String>,
+    /// torch's names of their dtypes.
+    pub dtypes: Vec<&'static str>,
+    /// Their shapes.
+    pub shapes: Vec<Vec<u64>>,
+    /// Name of the group.
+    pub group_name: String,
+    /// `flattened_bucket`: one broadcast of all bytes, without gaps. `None`: one broadcast a tensor.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub load_format: Option<&'static str>,
+    /// Label to carry from then on.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_version: Option<String>,
     /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
     pub flush_cache: bool,

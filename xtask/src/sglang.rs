@@ -188,11 +188,9 @@ pub(crate) fn conformance(cache: &Path, work: &Path, port: u16) -> Result<()> {
         "driftless-bridge",
         "--features",
         "conformance",
-        "--test",
-        "sglang",
-        "--",
-        "--nocapture",
     ]);
+    test.args(["--test", "sglang", "--test", "rendezvous", "--", "--nocapture"]);
+    test.env("DRIFTLESS_SGLANG_PYTHON", python(cache));
     test.env("DRIFTLESS_SGLANG", format!("http://127.0.0.1:{port}"));
     test.env("DRIFTLESS_SGLANG_FIRST", &first).env("DRIFTLESS_SGLANG_SECOND", &second);
     step("the conformance suite", &mut test)

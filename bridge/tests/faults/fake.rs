@@ -57,6 +57,8 @@ pub(crate) struct Engine {
     pub(crate) most_generating: usize,
     /// Nothing is answered before so many requests have been under way at once.
     pub(crate) at_once: usize,
+    /// Its place in weight-update groups.
+    pub(crate) pushes: crate::wire::Receiver,
 }
 
 /// The engine and the runtime it lives on.
@@ -86,6 +88,7 @@ impl Fake {
             generating: 0,
             most_generating: 0,
             at_once: 0,
+            pushes: crate::wire::Receiver::default(),
         };
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -124,6 +127,7 @@ impl Fake {
     pub(crate) fn restart(&self) {
         self.kill();
         let mut engine = self.engine();
+        engine.pushes.restart();
         (engine.model_path, engine.label, engine.paused) =
             (engine.started_with.clone(), "default".into(), false);
         drop(engine);
@@ -179,7 +183,7 @@ impl axum::serve::Listener for One {
     }
 }
 
-type Shared = Arc<Mutex<Engine>>;
+pub(crate) type Shared = Arc<Mutex<Engine>>;
 
 async fn answer(
     State(engine): State<Shared>,
@@ -240,6 +244,14 @@ async fn respond(engine: Shared, method: &Method, path: &str, body: Value, fault
             ok(json!({"success": true, "message": ""}))
         }
         ("POST", "/update_weights_from_disk") => update(&mut engine.lock().unwrap(), &body, fault),
+        (
+            "POST",
+            "/init_weights_update_group"
+            | "/destroy_weights_update_group"
+            | "/begin_weight_update"
+            | "/end_weight_update",
+        ) => engine.lock().unwrap().pushes.control(path, &body),
+        ("POST", "/update_weights_from_distributed") => crate::wire::update(&engine, &body).await,
         ("POST", "/weights_checker") => ok(sums(&engine.lock().unwrap(), fault)),
         ("POST", "/generate") => generate(engine, body, fault).await,
         _ => StatusCode::NOT_FOUND.into_response(),
@@ -273,7 +285,10 @@ fn update(engine: &mut Engine, body: &Value, fault: Option<Fault>) -> Response {
 }
 
 fn sums(engine: &Engine, fault: Option<Fault>) -> Value {
-    let mut sums = checksums(&Checkpoint::open(&engine.model_path).unwrap(), &engine.model_path).unwrap();
+    let mut sums = match engine.pushes.snapshot(&engine.started_with) {
+        Some(pushed) => checksums(&pushed, &engine.started_with).unwrap(),
+        None => checksums(&Checkpoint::open(&engine.model_path).unwrap(), &engine.model_path).unwrap(),
+    };
     if matches!(fault, Some(Fault::WrongSum)) {
         sums.insert("model.norm.weight".into(), "0".repeat(16));
     }

@@ -5,3 +5,5 @@ mod activation;
 mod calls;
 mod fake;
 mod fleet;
+mod group;
+mod wire;

@@ -1,0 +1,70 @@
+//! Tensors in device memory, apart from each other as an allocator would lay them.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, result};
+use driftless_bridge::DeviceWeights;
+use driftless_transport::{Dtype, Snapshot, TensorInfo};
+
+/// What torch's allocator rounds to.
+const ALIGNMENT: u64 = 512;
+
+pub(crate) struct Arena {
+    context: Arc<CudaContext>,
+    address: u64,
+    pub(crate) weights: DeviceWeights,
+}
+
+impl Arena {
+    /// Room for these tensors on device 0, each of its bytes set to something.
+    pub(crate) fn new(tensors: Vec<TensorInfo>, apart: bool) -> Self {
+        let context = CudaContext::new(0).unwrap();
+        let gap = if apart { ALIGNMENT } else { 0 };
+        let sizes: Vec<_> = tensors.iter().map(|info| info.byte_len().unwrap()).collect();
+        let starts: Vec<_> = sizes
+            .iter()
+            .scan(0, |at, size| {
+                let start = *at;
+                *at += size + gap;
+                if apart {
+                    *at = at.next_multiple_of(ALIGNMENT);
+                }
+                Some(start)
+            })
+            .collect();
+        let length = starts.last().unwrap() + sizes.last().unwrap();
+        context.bind_to_thread().unwrap();
+        // SAFETY: the context is current, and the length is not 0.
+        let address = unsafe { result::malloc_sync(length as usize) }.unwrap();
+        let addresses = starts.iter().map(|start| address + start).collect();
+        // SAFETY: the addresses are within the allocation, which lives as long as this arena; nothing else writes to it.
+        let weights = unsafe { DeviceWeights::new(tensors, addresses) }.unwrap();
+        Self { context, address, weights }
+    }
+
+    /// A checkpoint's tensors.
+    pub(crate) fn upload(snapshot: &dyn Snapshot) -> Self {
+        use driftless_bridge::{Bytes, Weights};
+        let arena = Self::new(snapshot.tensors().to_vec(), true);
+        for index in 0..snapshot.tensors().len() {
+            let Bytes::Device(address) = arena.weights.bytes(index).unwrap() else { unreachable!() };
+            // SAFETY: the address is a tensor's of these many bytes, and the copy has ended when the call returns.
+            unsafe { result::memcpy_htod_sync(address, &snapshot.bytes(index).unwrap()) }.unwrap();
+        }
+        arena
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        self.context.bind_to_thread().unwrap();
+        // SAFETY: it came from malloc_sync, and is freed once.
+        unsafe { result::free_sync(self.address) }.unwrap();
+    }
+}
+
+/// So many tensors of so many bytes.
+pub(crate) fn tensors(count: u64, bytes: u64) -> Vec<TensorInfo> {
+    let one = |n| TensorInfo { name: format!("t{n:06}"), dtype: Dtype::Bf16, shape: vec![bytes / 2] };
+    (0..count).map(one).collect()
+}

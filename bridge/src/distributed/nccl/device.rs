@@ -1,0 +1,334 @@
+//! Rank 0's device: a stream to copy in, a stream to broadcast in, two slots for buckets, and pinned memory to pass host weights through.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice, result, sys};
+
+use super::gather::{Gather, pieces};
+use crate::distributed::{Bucket, Bytes, Weights};
+use crate::{Error, Result};
+
+/// Host weights pass through two pieces of pinned memory of this size: one is filled while the other is copied.
+const STAGE_BYTES: usize = 32 << 20;
+/// Threads that fill one: a single one copies 7 GB/s, a link to the device takes 55.
+const THREADS: usize = 8;
+
+#[derive(Debug)]
+pub(super) struct Device {
+    context: Arc<CudaContext>,
+    copies: Arc<CudaStream>,
+    pub(super) broadcasts: Arc<CudaStream>,
+    gather: Gather,
+    slots: [Slot; 2],
+    stages: Option<[Stage; 2]>,
+}
+
+/// Where a bucket lies.
+#[derive(Debug)]
+pub(super) struct Slot {
+    memory: Memory,
+    /// What the kernel that fills it is told.
+    table: Memory,
+    /// The slot's own memory, or that of the weights, where they lie as a bucket does.
+    pub(super) address: u64,
+    /// Recorded when the bytes are there.
+    filled: CudaEvent,
+}
+
+struct Stage {
+    memory: PinnedHostSlice<u8>,
+    /// Recorded when the device has taken the bytes.
+    taken: CudaEvent,
+}
+
+impl std::fmt::Debug for Stage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Stage").field("bytes", &self.memory.len()).finish_non_exhaustive()
+    }
+}
+
+impl Device {
+    /// Opens the device with this number, if there is a driver and such a device.
+    pub(super) fn open(ordinal: usize) -> Result<Self> {
+        // SAFETY: libcuda runs its initialisers; it is the system's driver. Without the question the first call would panic.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Error::Root {
+                what: "no CUDA driver".into(),
+                source: "libcuda.so.1 was not found; NCCL needs a machine with an NVIDIA GPU".into(),
+            });
+        }
+        let fail = cuda("opening the device");
+        let context = CudaContext::new(ordinal).map_err(&fail)?;
+        let copies = context.new_stream().map_err(&fail)?;
+        let broadcasts = context.new_stream().map_err(&fail)?;
+        let slot = || {
+            let memory = || Memory { context: context.clone(), address: 0, length: 0 };
+            Ok(Slot {
+                memory: memory(),
+                table: memory(),
+                address: 0,
+                filled: context.new_event(None).map_err(&fail)?,
+            })
+        };
+        let slots = [slot()?, slot()?];
+        let gather = Gather::load(&context)?;
+        Ok(Self { gather, context, copies, broadcasts, slots, stages: None })
+    }
+
+    /// Makes the device this thread's. Every entry from outside does it: the thread may be another one each time.
+    pub(super) fn bind(&self) -> Result<()> {
+        self.context.bind_to_thread().map_err(cuda("cuCtxSetCurrent"))
+    }
+
+    pub(super) fn event(&self) -> Result<CudaEvent> {
+        self.context.new_event(None).map_err(cuda("cuEventCreate"))
+    }
+
+    /// Lets the broadcasts wait for a slot's bytes, and says where they are.
+    pub(super) fn filled(&self, slot: usize) -> Result<u64> {
+        let slot = &self.slots[slot % 2];
+        self.broadcasts.wait(&slot.filled).map_err(cuda("cuStreamWaitEvent"))?;
+        Ok(slot.address)
+    }
+
+    /// Lays a bucket into a slot.
+    pub(super) fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()> {
+        let slot = slot % 2;
+        let places = bucket.tensors.iter().map(|&index| weights.bytes(index)).collect::<Result<Vec<_>>>()?;
+        let lengths = lengths(weights, bucket)?;
+        self.slots[slot].address = match in_place(&places, &lengths) {
+            Some(address) => address,
+            None => {
+                let length = size(bucket.bytes)?;
+                self.slots[slot].memory.reserve(length)?;
+                let address = self.slots[slot].memory.address;
+                self.fill(slot, &places, &lengths)?;
+                address
+            }
+        };
+        self.slots[slot].filled.record(&self.copies).map_err(cuda("cuEventRecord"))
+    }
+
+    fn fill(&mut self, slot: usize, places: &[Bytes<'_>], lengths: &[usize]) -> Result<()> {
+        let mut at = self.slots[slot].memory.address;
+        let (mut host, mut device) = (Vec::new(), Vec::new());
+        for (place, &length) in places.iter().zip(lengths) {
+            match place {
+                Bytes::Host(bytes) if bytes.len() == length => host.push((at, &**bytes)),
+                Bytes::Host(bytes) => {
+                    return Err(Error::Root {
+                        what: "the weights".into(),
+                        source: format!("a tensor of {length} bytes has {}", bytes.len()).into(),
+                    });
+                }
+                Bytes::Device(source) => device.extend(pieces(*source, at, length as u64)),
+            }
+            at += length as u64;
+        }
+        // SAFETY: the slot has room for the whole bucket, in which no two tensors overlap; whoever made the weights promised the sources;
+        // what was sent from this slot before, and with its table, has been received.
+        unsafe { self.gather.launch(&device, &mut self.slots[slot].table, self.copies.cu_stream()) }?;
+        self.upload(&host)
+    }
+
+    /// Copies host bytes to where they belong, through the stages.
+    fn upload(&mut self, pieces: &[(u64, &[u8])]) -> Result<()> {
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        if self.stages.is_none() {
+            self.stages = Some([self.stage()?, self.stage()?]);
+        }
+        let Some(stages) = &mut self.stages else { return Ok(()) };
+        for (n, batch) in batches(pieces, STAGE_BYTES).iter().enumerate() {
+            let stage = &mut stages[n % 2];
+            stage.taken.synchronize().map_err(cuda("cuEventSynchronize"))?;
+            let memory = stage.memory.as_mut_slice().map_err(cuda("the pinned memory"))?;
+            let filled = pack(memory, batch);
+            for (address, range) in filled {
+                // SAFETY: the target is within the slot, by the bucket's lengths; the source is pinned and is not written before the event
+                // below has passed.
+                unsafe { result::memcpy_htod_async(address, &memory[range], self.copies.cu_stream()) }
+                    .map_err(cuda("cuMemcpyHtoDAsync"))?;
+            }
+            stage.taken.record(&self.copies).map_err(cuda("cuEventRecord"))?;
+        }
+        Ok(())
+    }
+
+    fn stage(&self) -> Result<Stage> {
+        // SAFETY: the bytes are written before they are read, by `pack`.
+        let memory = unsafe { self.context.alloc_pinned::<u8>(STAGE_BYTES) };
+        Ok(Stage { memory: memory.map_err(cuda("cuMemHostAlloc"))?, taken: self.event()? })
+    }
+
+    /// Waits for the copies that are under way; they end by themselves.
+    pub(super) fn settle(&self) -> Result<()> {
+        self.copies.synchronize().map_err(cuda("cuStreamSynchronize"))
+    }
+}
+
+/// Device memory that grows.
+#[derive(Debug)]
+pub(super) struct Memory {
+    context: Arc<CudaContext>,
+    pub(super) address: u64,
+    length: usize,
+}
+
+impl Memory {
+    /// Makes room for so many bytes; what was there is lost.
+    pub(super) fn reserve(&mut self, length: usize) -> Result<()> {
+        if length <= self.length {
+            return Ok(());
+        }
+        self.free();
+        self.context.bind_to_thread().map_err(cuda("cuCtxSetCurrent"))?;
+        // SAFETY: the context is current; the memory is written before it is broadcast.
+        self.address = unsafe { result::malloc_sync(length) }.map_err(cuda("cuMemAlloc"))?;
+        self.length = length;
+        Ok(())
+    }
+
+    fn free(&mut self) {
+        if self.length > 0 && self.context.bind_to_thread().is_ok() {
+            // SAFETY: it came from malloc_sync and is freed once. cuMemFree waits for the device to be done with it.
+            let _ = unsafe { result::free_sync(self.address) };
+        }
+        (self.address, self.length) = (0, 0);
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.free();
+    }
+}
+
+/// An error of the CUDA driver in a call.
+pub(super) fn cuda(call: &'static str) -> impl Fn(DriverError) -> Error {
+    move |error| Error::Root { what: format!("{call} failed"), source: Box::new(error) }
+}
+
+fn size(bytes: u64) -> Result<usize> {
+    usize::try_from(bytes)
+        .map_err(|error| Error::Root { what: format!("a bucket of {bytes} bytes"), source: error.into() })
+}
+
+fn lengths(weights: &dyn Weights, bucket: &Bucket) -> Result<Vec<usize>> {
+    let length = |&index: &usize| {
+        let info = &weights.tensors()[index];
+        let fail = |error| Error::Root { what: format!("tensor {}", info.name), source: Box::new(error) };
+        size(info.byte_len().map_err(fail)?)
+    };
+    bucket.tensors.iter().map(length).collect()
+}
+
+/// The address of the first tensor, where all lie on the device one after the other: nothing has to be gathered.
+fn in_place(places: &[Bytes<'_>], lengths: &[usize]) -> Option<u64> {
+    let Some(Bytes::Device(first)) = places.first() else { return None };
+    let mut at = *first;
+    for (place, &length) in places.iter().zip(lengths) {
+        match place {
+            Bytes::Device(address) if *address == at => at = at.checked_add(length as u64)?,
+            _ => return None,
+        }
+    }
+    Some(*first)
+}
+
+/// Cuts pieces so that each batch fits a stage.
+fn batches<'a>(pieces: &[(u64, &'a [u8])], room: usize) -> Vec<Vec<(u64, &'a [u8])>> {
+    let mut batches = vec![Vec::new()];
+    let mut free = room;
+    for &(mut address, mut bytes) in pieces {
+        while !bytes.is_empty() {
+            if free == 0 {
+                batches.push(Vec::new());
+                free = room;
+            }
+            let (now, rest) = bytes.split_at(bytes.len().min(free));
+            if let Some(batch) = batches.last_mut() {
+                batch.push((address, now));
+            }
+            address += now.len() as u64;
+            free -= now.len();
+            bytes = rest;
+        }
+    }
+    batches
+}
+
+/// Copies a batch into a stage, on several threads, and says which part goes where: neighbours go together.
+fn pack(stage: &mut [u8], batch: &[(u64, &[u8])]) -> Vec<(u64, std::ops::Range<usize>)> {
+    let mut parts: Vec<(u64, std::ops::Range<usize>)> = Vec::new();
+    let mut work = Vec::new();
+    let (mut rest, mut at) = (stage, 0);
+    for &(address, bytes) in batch {
+        let (target, after) = rest.split_at_mut(bytes.len());
+        rest = after;
+        match parts.last_mut() {
+            Some((start, range)) if *start + range.len() as u64 == address => range.end += bytes.len(),
+            _ => parts.push((address, at..at + bytes.len())),
+        }
+        at += bytes.len();
+        let each = STAGE_BYTES / THREADS;
+        work.extend(target.chunks_mut(each).zip(bytes.chunks(each)));
+    }
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS);
+    if work.len() < 2 || threads < 2 {
+        work.into_iter().for_each(|(target, bytes)| target.copy_from_slice(bytes));
+        return parts;
+    }
+    let queue = std::sync::Mutex::new(work);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let next = queue.lock().unwrap_or_else(std::sync::PoisonError::into_inner).pop();
+                    match next {
+                        Some((target, bytes)) => target.copy_from_slice(bytes),
+                        None => break,
+                    }
+                }
+            });
+        }
+    });
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_and_parts_lose_nothing() {
+        let bytes: Vec<u8> = (0..1000u32).map(|n| n as u8).collect();
+        // Two neighbours, a gap, and a piece larger than the room.
+        let pieces = [(0, &bytes[..10]), (10, &bytes[10..30]), (50, &bytes[50..51]), (100, &bytes[100..900])];
+        let mut device = vec![0u8; 1000];
+        let mut copies = 0;
+        for batch in batches(&pieces, 64) {
+            let mut stage = vec![0; 64];
+            for (address, range) in pack(&mut stage, &batch) {
+                let at = address as usize;
+                device[at..at + range.len()].copy_from_slice(&stage[range]);
+                copies += 1;
+            }
+        }
+        for (address, piece) in pieces {
+            assert_eq!(&device[address as usize..address as usize + piece.len()], piece);
+        }
+        assert_eq!(device[900..], [0; 100]);
+        assert!(copies <= 800 / 64 + 4, "neighbours are copied together, {copies}");
+    }
+
+    #[test]
+    fn tensors_that_lie_as_a_bucket_does_stay_where_they_are() {
+        let at = |addresses: &[u64]| addresses.iter().map(|&a| Bytes::Device(a)).collect::<Vec<_>>();
+        assert_eq!(in_place(&at(&[100, 108, 110]), &[8, 2, 4]), Some(100));
+        assert_eq!(in_place(&at(&[100, 109]), &[8, 2]), None);
+        assert_eq!(in_place(&[Bytes::Device(1), Bytes::Host(vec![0].into())], &[1, 1]), None);
+        assert_eq!(in_place(&[], &[]), None);
+    }
+}

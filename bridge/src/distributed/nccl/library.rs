@@ -1,0 +1,251 @@
+//! NCCL, opened from the very file that the engines' torch uses.
+//!
+//! The crate `cudarc` brings the types; its own loader looks for names that the Python wheels do not have, and cannot be given a path.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUstream;
+use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclDataType_t, ncclResult_t, ncclUniqueId};
+
+use crate::{Error, Result};
+
+/// `NCCL_CONFIG_INITIALIZER` of nccl.h: the magic number, and the marks of a field that is not set.
+const CONFIG_MAGIC: u32 = 0xcafe_beef;
+const UNSET: c_int = c_int::MIN;
+/// The release whose `ncclConfig_t` this is: later ones take the fields that it has, earlier ones those that they know.
+const CONFIG_VERSION: u32 = 22_800;
+
+type GetVersion = unsafe extern "C" fn(*mut c_int) -> ncclResult_t;
+type GetUniqueId = unsafe extern "C" fn(*mut ncclUniqueId) -> ncclResult_t;
+type CommInitRankConfig =
+    unsafe extern "C" fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> ncclResult_t;
+type CommGetAsyncError = unsafe extern "C" fn(ncclComm_t, *mut ncclResult_t) -> ncclResult_t;
+type CommAbort = unsafe extern "C" fn(ncclComm_t) -> ncclResult_t;
+type Broadcast = unsafe extern "C" fn(
+    *const c_void,
+    *mut c_void,
+    usize,
+    ncclDataType_t,
+    c_int,
+    ncclComm_t,
+    CUstream,
+) -> ncclResult_t;
+type GetLastError = unsafe extern "C" fn(ncclComm_t) -> *const c_char;
+
+/// An open NCCL.
+#[derive(Debug)]
+pub(super) struct Library {
+    path: PathBuf,
+    /// Major, minor, patch.
+    pub(super) version: [u32; 3],
+    get_unique_id: GetUniqueId,
+    comm_init_rank_config: CommInitRankConfig,
+    comm_get_async_error: CommGetAsyncError,
+    comm_abort: CommAbort,
+    broadcast: Broadcast,
+    get_last_error: GetLastError,
+    /// Keeps the functions above where they are.
+    _handle: libloading::Library,
+}
+
+impl Library {
+    /// Opens the library at `path`, and refuses another version than `expected`, if one is.
+    pub(super) fn open(path: &Path, expected: Option<[u32; 3]>) -> Result<Arc<Self>> {
+        let fail = |what: &str, source: libloading::Error| Error::Root {
+            what: format!(
+                "{what} {}; give the libnccl.so.2 that the engine's torch uses (site-packages/nvidia/nccl/lib)",
+                path.display()
+            ),
+            source: source.into(),
+        };
+        // SAFETY: the file runs its initialisers. It is the user's choice, as the file of an engine's torch is.
+        let handle = unsafe { libloading::Library::new(path) }.map_err(|error| fail("cannot open", error))?;
+        macro_rules! symbol {
+            ($name:literal, $type:ty) => {
+                // SAFETY: the types are those of nccl.h, by cudarc's bindings, unchanged from 2.18 to 2.30; a file without the name fails.
+                unsafe { *handle.get::<$type>($name).map_err(|error| fail("not an NCCL of 2.14 or later:", error))? }
+            };
+        }
+        let get_version = symbol!(b"ncclGetVersion", GetVersion);
+        let mut code = 0;
+        // SAFETY: the pointer is to a local that outlives the call.
+        check("ncclGetVersion", unsafe { get_version(&raw mut code) })?;
+        let version = version_of(code);
+        if let Some(expected) = expected.filter(|expected| *expected != version) {
+            let dotted = |version: [u32; 3]| version.map(|part| part.to_string()).join(".");
+            return Err(Error::Root {
+                what: format!("the library {}; nothing was posted", path.display()),
+                source: format!(
+                    "expected NCCL {}, as the engine's torch has it, found {}",
+                    dotted(expected),
+                    dotted(version)
+                )
+                .into(),
+            });
+        }
+        Ok(Arc::new(Self {
+            path: path.to_owned(),
+            version,
+            get_unique_id: symbol!(b"ncclGetUniqueId", GetUniqueId),
+            comm_init_rank_config: symbol!(b"ncclCommInitRankConfig", CommInitRankConfig),
+            comm_get_async_error: symbol!(b"ncclCommGetAsyncError", CommGetAsyncError),
+            comm_abort: symbol!(b"ncclCommAbort", CommAbort),
+            broadcast: symbol!(b"ncclBroadcast", Broadcast),
+            get_last_error: symbol!(b"ncclGetLastError", GetLastError),
+            _handle: handle,
+        }))
+    }
+
+    /// A new id, under which the ranks of one communicator find each other.
+    pub(super) fn unique_id(&self) -> Result<[u8; 128]> {
+        let mut id = ncclUniqueId { internal: [0; 128] };
+        // SAFETY: the pointer is to a local that outlives the call.
+        check("ncclGetUniqueId", unsafe { (self.get_unique_id)(&raw mut id) })?;
+        Ok(id.internal.map(|byte| byte as u8))
+    }
+}
+
+/// Rank 0's end of a communicator. Its calls do not wait for peers: they begin something, and [`Comm::settled`] says whether that has ended.
+#[derive(Debug)]
+pub(super) struct Comm {
+    library: Arc<Library>,
+    comm: ncclComm_t,
+}
+
+// SAFETY: NCCL binds a communicator to a device, not to a thread; `&mut` keeps two threads from using it at once.
+unsafe impl Send for Comm {}
+
+impl Comm {
+    /// Begins to join `world` ranks as rank 0, on the current device.
+    pub(super) fn join(library: &Arc<Library>, id: [u8; 128], world: u32) -> Result<Self> {
+        let internal = id.map(|byte| byte as c_char);
+        let world = c_int::try_from(world)
+            .map_err(|error| Error::Root { what: format!("{world} ranks"), source: error.into() })?;
+        let mut config = config();
+        let mut comm = std::ptr::null_mut();
+        // SAFETY: the pointers are to locals that outlive the call, which copies the configuration.
+        let begun = unsafe {
+            (library.comm_init_rank_config)(
+                &raw mut comm,
+                world,
+                ncclUniqueId { internal },
+                0,
+                &raw mut config,
+            )
+        };
+        if comm.is_null() {
+            check("ncclCommInitRankConfig", begun)?;
+        }
+        let mut joining = Self { library: library.clone(), comm };
+        joining.begun("ncclCommInitRankConfig", begun)?;
+        Ok(joining)
+    }
+
+    /// Whether what was begun has ended: everyone has joined, or a broadcast is in the stream.
+    pub(super) fn settled(&mut self) -> Result<bool> {
+        let mut state = ncclResult_t::ncclSuccess;
+        // SAFETY: the communicator is alive until this value is dropped, and the pointer is to a local.
+        let asked = unsafe { (self.library.comm_get_async_error)(self.comm, &raw mut state) };
+        self.begun("ncclCommGetAsyncError", asked)?;
+        match state {
+            ncclResult_t::ncclInProgress => Ok(false),
+            state => self.begun("the communicator", state).map(|()| true),
+        }
+    }
+
+    /// Begins to broadcast bytes of device memory to every rank.
+    ///
+    /// # Safety
+    /// `length` bytes at `address` are memory of the communicator's device, and stay as they are until the stream has passed this point
+    /// or this value is dropped. `stream` is alive that long, and of that device.
+    pub(super) unsafe fn broadcast(&mut self, address: u64, length: usize, stream: CUstream) -> Result<()> {
+        let bytes = address as *mut c_void;
+        let kind = ncclDataType_t::ncclUint8;
+        // SAFETY: the caller's promise; the communicator is alive. In place: root's receive buffer is its send buffer.
+        let begun = unsafe { (self.library.broadcast)(bytes, bytes, length, kind, 0, self.comm, stream) };
+        self.begun("ncclBroadcast", begun)
+    }
+
+    /// A call that has begun, or ended, well.
+    fn begun(&mut self, call: &str, result: ncclResult_t) -> Result<()> {
+        if matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress) {
+            return Ok(());
+        }
+        // SAFETY: the communicator is alive; the text is NCCL's own and is copied before another call could change it.
+        let text = unsafe {
+            let text = (self.library.get_last_error)(self.comm);
+            if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+        };
+        Err(failed(call, result, &format!("{} ({})", text.trim(), self.library.path.display())))
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        // SAFETY: it is alive, and nothing uses it after this. Aborting ends whatever it still does; a failure leaves nothing to be done.
+        let _ = unsafe { (self.library.comm_abort)(self.comm) };
+    }
+}
+
+fn config() -> ncclConfig_t {
+    ncclConfig_t {
+        size: size_of::<ncclConfig_t>(),
+        magic: CONFIG_MAGIC,
+        version: CONFIG_VERSION,
+        // The one field that matters: a blocking call could not be given up.
+        blocking: 0,
+        cgaClusterSize: UNSET,
+        minCTAs: UNSET,
+        maxCTAs: UNSET,
+        netName: std::ptr::null(),
+        splitShare: UNSET,
+        trafficClass: UNSET,
+        commName: std::ptr::null(),
+        collnetEnable: UNSET,
+        CTAPolicy: UNSET,
+        shrinkShare: UNSET,
+        nvlsCTAs: UNSET,
+        nChannelsPerNetPeer: UNSET,
+        nvlinkCentricSched: UNSET,
+    }
+}
+
+/// NCCL's number for a version: 22809 is 2.28.9.
+fn version_of(code: c_int) -> [u32; 3] {
+    let code = u32::try_from(code).unwrap_or(0);
+    [code / 10_000, code / 100 % 100, code % 100]
+}
+
+fn check(call: &str, result: ncclResult_t) -> Result<()> {
+    match result {
+        ncclResult_t::ncclSuccess => Ok(()),
+        result => Err(failed(call, result, "")),
+    }
+}
+
+fn failed(call: &str, result: ncclResult_t, text: &str) -> Error {
+    Error::Root { what: format!("{call} failed"), source: format!("{result:?}: {text}").into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_read_as_nccl_writes_them() {
+        assert_eq!(version_of(22_809), [2, 28, 9]);
+        assert_eq!(version_of(23_002), [2, 30, 2]);
+        assert_eq!(version_of(-1), [0, 0, 0]);
+    }
+
+    #[test]
+    fn a_library_that_is_none_is_an_error() {
+        let missing = Library::open(Path::new("/nowhere/libnccl.so.2"), None).unwrap_err();
+        assert!(missing.to_string().contains("/nowhere/libnccl.so.2"), "{missing}");
+        // A shared library that every Linux process has, and that is not NCCL.
+        let other = Library::open(Path::new("libc.so.6"), None).unwrap_err();
+        assert!(other.to_string().contains("not an NCCL"), "{other}");
+    }
+}

@@ -1,0 +1,258 @@
+//! Pushes into engines that refuse, hang, die and come back: every wait ends, and no engine carries a version's label that it does not hold.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use driftless_bridge::{
+    DistributedActivator, DistributedOptions, Error, Group, GroupOptions, PauseMode, UpdateMode,
+};
+use driftless_transport::{
+    Activate, BoxError, Checkpoint, Manifest, Memory, Publisher, PublisherOptions, Start, Step, Target,
+};
+
+use crate::fake::{Fake, Fault, checkpoint, short};
+use crate::wire::FakeRoot;
+
+/// Two engines that serve one checkpoint, and another one to push.
+struct Scene {
+    fakes: [Fake; 2],
+    activator: DistributedActivator<FakeRoot>,
+    log: Arc<Mutex<Vec<String>>>,
+    next: Checkpoint,
+    manifest: Manifest,
+    label: String,
+    _dir: tempfile::TempDir,
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self::with(|_, _| {})
+    }
+
+    fn with(change: impl FnOnce(&mut FakeRoot, &mut GroupOptions)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let first = checkpoint(&dir.path().join("a"), 1, 4);
+        let fakes = [Fake::start(&first), Fake::start(&first)];
+        let next = Checkpoint::open(checkpoint(&dir.path().join("b"), 2, 4)).unwrap();
+        let run = PublisherOptions::new("test", Start::NewRun, dir.path().join("baseline"));
+        let mut publisher = Publisher::open(Arc::new(Memory::new()), run).unwrap();
+        let published = publisher.publish_reference(next.dir(), Step::default()).unwrap();
+        let manifest = publisher.run().get("policy", published.version).unwrap().manifest;
+        let mut root = FakeRoot::new();
+        let mut options = GroupOptions::new("127.0.0.1");
+        options.listen = ([127, 0, 0, 1], 0).into();
+        // Several buckets, of a checkpoint that has 13 tensors and 390 bytes.
+        options.bucket_bytes = 100;
+        change(&mut root, &mut options);
+        for fake in &fakes {
+            fake.engine().pushes.wire = Some(root.wire.clone());
+        }
+        let log = root.log.clone();
+        let addresses = fakes.each_ref().map(|fake| fake.address.to_string());
+        let client = DistributedOptions { client: short(), ..DistributedOptions::default() };
+        let group = Group::new(root, options).unwrap();
+        let activator = DistributedActivator::new(&addresses, group, client).unwrap();
+        Self { label: manifest.label(), fakes, activator, log, next, manifest, _dir: dir }
+    }
+
+    fn activate(&mut self) -> Result<(), BoxError> {
+        let target = Target { checkpoint: &self.next, label: &self.label, manifest: &self.manifest };
+        self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
+    }
+
+    fn fails(&mut self) -> Error {
+        *self.activate().unwrap_err().downcast::<Error>().unwrap()
+    }
+
+    /// Both engines hold the version, and go on.
+    fn holds(&mut self) {
+        assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
+        for fake in &self.fakes {
+            let engine = fake.engine();
+            assert!(!engine.paused && !engine.pushes.session_open());
+        }
+    }
+
+    /// No engine is paused, and none says that it holds the version.
+    fn holds_nothing(&mut self) {
+        assert_eq!(self.activator.serving().unwrap(), None);
+        assert!(self.fakes.iter().all(|fake| !fake.engine().paused));
+    }
+
+    fn logged(&self, what: &str) -> usize {
+        self.log.lock().unwrap().iter().filter(|line| line.starts_with(what)).count()
+    }
+}
+
+#[test]
+fn a_push_reaches_every_engine_and_is_looked_at() {
+    for mode in [UpdateMode::Flattened, UpdateMode::PerTensor] {
+        let mut scene = Scene::with(|_, options| options.mode = mode);
+        // The activator compares the checksums of what the fakes received.
+        scene.activate().unwrap();
+        scene.holds();
+        let calls = scene.fakes[0].changes();
+        let begin = calls.iter().position(|path| path == "/pause_generation").unwrap();
+        let before = &calls[..begin];
+        assert!(
+            before.ends_with(&["/destroy_weights_update_group".into(), "/init_weights_update_group".into()])
+        );
+        let updates = calls.iter().filter(|path| *path == "/update_weights_from_distributed").count();
+        assert!(updates >= 4, "{calls:?}");
+        let mut steps = calls[begin..].to_vec();
+        steps.dedup();
+        let order = [
+            "/pause_generation",
+            "/flush_cache",
+            "/update_weight_version",
+            "/begin_weight_update",
+            "/update_weights_from_distributed",
+            "/end_weight_update",
+            "/continue_generation",
+        ];
+        assert_eq!(steps, order);
+        // Again, in the same group.
+        scene.activate().unwrap();
+        assert_eq!((scene.logged("open"), scene.logged("abort")), (1, 0));
+    }
+}
+
+#[test]
+fn the_next_bucket_is_gathered_while_one_is_under_way() {
+    let mut scene = Scene::new();
+    scene.activate().unwrap();
+    let log = scene.log.lock().unwrap().clone();
+    assert_eq!(
+        log[..5],
+        ["open driftless 3", "gather 0", "broadcast 0 1", "gather 1", "broadcast 1 1"],
+        "{log:?}"
+    );
+}
+
+#[test]
+fn only_the_last_bucket_brings_the_label() {
+    let mut scene = Scene::new();
+    scene.activate().unwrap();
+    let engine = scene.fakes[1].engine();
+    let labels: Vec<_> = engine
+        .calls
+        .iter()
+        .filter(|(path, _)| path == "/update_weights_from_distributed")
+        .map(|(_, body)| body.get("weight_version").cloned())
+        .collect();
+    let (last, others) = labels.split_last().unwrap();
+    assert_eq!(last.as_ref().unwrap(), scene.label.as_str());
+    assert!(others.iter().all(Option::is_none));
+}
+
+#[test]
+fn a_refusal_in_the_middle_leaves_nobody_waiting_or_labelled() {
+    let mut scene = Scene::new();
+    let refusal = r#"{"success": false, "message": "Failed to receive weights: no memory"}"#;
+    scene.fakes[1].fault("POST /update_weights_from_distributed", Fault::Answer(400, refusal.into()));
+    let error = scene.fails();
+    assert!(
+        matches!(&error, Error::Status { status: 400, body, .. } if body.contains("no memory")),
+        "{error}"
+    );
+    scene.holds_nothing();
+    assert!(scene.logged("abort") >= 1);
+    // And once more, with the group formed anew.
+    scene.activate().unwrap();
+    scene.holds();
+    assert_eq!(scene.logged("open"), 2);
+}
+
+#[test]
+fn an_engine_that_dies_during_a_push_is_named() {
+    let mut scene = Scene::new();
+    scene.fakes[0].fault("POST /update_weights_from_distributed", Fault::Die);
+    let error = scene.fails();
+    let url = format!("http://{}", scene.fakes[0].address);
+    assert!(matches!(&error, Error::Unreachable { engine, .. } if *engine == url), "{error}");
+}
+
+#[test]
+fn an_engine_that_was_started_again_joins_anew() {
+    let mut scene = Scene::new();
+    scene.activate().unwrap();
+    scene.fakes[1].restart();
+    assert_eq!(scene.activator.serving().unwrap(), None);
+    scene.activate().unwrap();
+    scene.holds();
+    assert_eq!((scene.logged("open"), scene.logged("abort")), (2, 1));
+}
+
+#[test]
+fn ranks_that_never_join_end_in_a_deadline_that_names_them() {
+    let mut scene = Scene::with(|root, options| {
+        root.joins = false;
+        options.join = Duration::from_millis(50);
+    });
+    let error = scene.fails();
+    assert!(matches!(&error, Error::Group { what: "joining", engines, .. } if engines.len() == 2), "{error}");
+    scene.holds_nothing();
+}
+
+#[test]
+fn bytes_that_are_never_received_end_in_a_deadline() {
+    let mut scene = Scene::with(|root, options| {
+        root.delivers = false;
+        options.transfer = Duration::from_millis(50);
+    });
+    let error = scene.fails();
+    assert!(matches!(&error, Error::Group { what: "receiving a bucket", .. }), "{error}");
+    scene.holds_nothing();
+}
+
+#[test]
+fn a_session_that_somebody_left_open_is_ended() {
+    let mut scene = Scene::new();
+    scene.fakes[0].engine().pushes.leave_session_open();
+    scene.activate().unwrap();
+    scene.holds();
+}
+
+#[test]
+fn wrong_weights_are_seen() {
+    let mut scene = Scene::new();
+    scene.fakes[1].fault("POST /weights_checker", Fault::WrongSum);
+    assert!(matches!(scene.fails(), Error::LiveWeights { .. }));
+    scene.holds_nothing();
+}
+
+#[test]
+fn memory_that_is_mapped_otherwise_is_refused_before_anything_is_posted() {
+    let mut scene = Scene::with(|root, _| root.cumem = Some(true));
+    let error = scene.fails();
+    assert!(matches!(&error, Error::Refused { what, .. } if what.contains("NCCL_CUMEM_ENABLE")), "{error}");
+    assert!(!scene.fakes[0].changes().iter().any(|path| path != "/continue_generation"));
+}
+
+#[test]
+fn pausing_in_place_keeps_the_requests() {
+    let mut scene = Scene::new();
+    let options = DistributedOptions { client: short(), pause: PauseMode::InPlace, base: None };
+    let mut root = FakeRoot::new();
+    root.log = scene.log.clone();
+    scene.fakes[0].engine().pushes.wire = Some(root.wire.clone());
+    let group = Group::new(root, GroupOptions::new("127.0.0.1")).unwrap();
+    let address = [scene.fakes[0].address.to_string()];
+    let mut activator = DistributedActivator::new(&address, group, options).unwrap();
+    let target = Target { checkpoint: &scene.next, label: &scene.label, manifest: &scene.manifest };
+    activator.activate(&target).unwrap();
+    let modes: Vec<_> =
+        scene.fakes[0].engine().calls.iter().filter_map(|(_, body)| body.get("mode").cloned()).collect();
+    assert_eq!(modes, ["in_place"]);
+    assert_eq!(scene.logged("open driftless 2"), 1);
+    drop(scene.activator.serving());
+}
+
+#[test]
+fn engines_are_named_once() {
+    let group = || Group::new(FakeRoot::new(), GroupOptions::new("127.0.0.1")).unwrap();
+    for addresses in [vec![], vec!["a:1".to_owned(), "http://a:1".to_owned()]] {
+        let refused = DistributedActivator::new(&addresses, group(), DistributedOptions::default());
+        assert!(matches!(refused, Err(Error::Fleet { .. })), "{addresses:?}");
+    }
+}

@@ -1,0 +1,237 @@
+//! A data path in this process: what a rank 0 broadcasts, the fake engines take off it, byte by byte as they were told.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, VecDeque};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use driftless_bridge::{Bucket, Bytes, Meeting, Result, Root, Weights};
+use driftless_transport::{AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo};
+use serde_json::{Value, json};
+
+use crate::fake::Shared;
+
+/// What was broadcast and not yet received, by rank less one.
+#[derive(Debug, Default)]
+pub(crate) struct Wire {
+    pub(crate) queues: Mutex<Vec<VecDeque<Vec<u8>>>>,
+}
+
+/// Rank 0 on such a wire.
+#[derive(Debug)]
+pub(crate) struct FakeRoot {
+    pub(crate) wire: Arc<Wire>,
+    slots: [Vec<u8>; 2],
+    /// Whether the ranks ever join, and receive.
+    pub(crate) joins: bool,
+    pub(crate) delivers: bool,
+    pub(crate) cumem: Option<bool>,
+    /// What was asked of it.
+    pub(crate) log: Arc<Mutex<Vec<String>>>,
+}
+
+impl FakeRoot {
+    pub(crate) fn new() -> Self {
+        let (wire, log) = (Arc::default(), Arc::default());
+        Self { wire, slots: Default::default(), joins: true, delivers: true, cumem: None, log }
+    }
+
+    fn note(&self, text: String) {
+        self.log.lock().unwrap().push(text);
+    }
+}
+
+impl Root for FakeRoot {
+    fn backend(&self) -> &'static str {
+        "fake"
+    }
+
+    fn cumem(&self) -> Option<bool> {
+        self.cumem
+    }
+
+    fn open(&mut self, meeting: &Meeting<'_>) -> Result<()> {
+        self.note(format!("open {} {}", meeting.group, meeting.world));
+        meeting.rendezvous.set("/id", b"id")?;
+        *self.wire.queues.lock().unwrap() = vec![VecDeque::new(); meeting.world as usize - 1];
+        Ok(())
+    }
+
+    fn joined(&mut self) -> Result<bool> {
+        Ok(self.joins)
+    }
+
+    fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()> {
+        self.note(format!("gather {slot}"));
+        self.slots[slot].clear();
+        for &index in &bucket.tensors {
+            match weights.bytes(index)? {
+                Bytes::Host(bytes) => self.slots[slot].extend_from_slice(&bytes),
+                Bytes::Device(_) => panic!("no device here"),
+            }
+        }
+        Ok(())
+    }
+
+    fn broadcast(&mut self, slot: usize, lengths: &[u64]) -> Result<()> {
+        self.note(format!("broadcast {slot} {}", lengths.len()));
+        let mut rest = self.slots[slot].as_slice();
+        for &length in lengths {
+            let (now, after) = rest.split_at(length as usize);
+            rest = after;
+            for queue in self.wire.queues.lock().unwrap().iter_mut().filter(|_| self.delivers) {
+                queue.push_back(now.to_vec());
+            }
+        }
+        assert!(rest.is_empty(), "the lengths are those of the bucket");
+        Ok(())
+    }
+
+    fn sent(&mut self, _slot: usize) -> Result<bool> {
+        Ok(self.delivers && self.wire.queues.lock().unwrap().iter().all(VecDeque::is_empty))
+    }
+
+    fn abort(&mut self) {
+        self.note("abort".into());
+        self.wire.queues.lock().unwrap().clear();
+    }
+}
+
+/// An engine's end.
+#[derive(Debug, Default)]
+pub(crate) struct Receiver {
+    pub(crate) wire: Option<Arc<Wire>>,
+    /// Groups by name, with the engine's own rank.
+    groups: BTreeMap<String, usize>,
+    session: bool,
+    tensors: BTreeMap<String, (TensorInfo, Vec<u8>)>,
+}
+
+impl Receiver {
+    /// What a new process of the engine knows.
+    pub(crate) fn restart(&mut self) {
+        *self = Self { wire: self.wire.take(), ..Self::default() };
+    }
+
+    pub(crate) fn session_open(&self) -> bool {
+        self.session
+    }
+
+    /// Leaves a session open, as a publisher that died would.
+    pub(crate) fn leave_session_open(&mut self) {
+        self.session = true;
+    }
+
+    pub(crate) fn control(&mut self, path: &str, body: &Value) -> Response {
+        let group = || body["group_name"].as_str().unwrap().to_owned();
+        match path {
+            "/init_weights_update_group" if self.groups.contains_key(&group()) => {
+                refusal("The specified group name has already been created")
+            }
+            "/init_weights_update_group" => {
+                self.groups.insert(group(), body["rank_offset"].as_u64().unwrap() as usize);
+                success()
+            }
+            "/destroy_weights_update_group" => match self.groups.remove(&group()) {
+                Some(_) => success(),
+                None => refusal("The group to be destroyed does not exist."),
+            },
+            "/begin_weight_update" if self.session => refusal("a weight-update session is already open"),
+            _ => {
+                self.session = path == "/begin_weight_update";
+                success()
+            }
+        }
+    }
+
+    /// The weights as they were received, once any were.
+    pub(crate) fn snapshot(&self, started_with: &Path) -> Option<Received> {
+        if self.tensors.is_empty() {
+            return None;
+        }
+        let files = Checkpoint::open(started_with).unwrap().files().to_vec();
+        let (tensors, bytes) = self.tensors.values().cloned().unzip();
+        Some(Received { tensors, bytes, files })
+    }
+}
+
+/// Takes part in the broadcasts that the body announces.
+pub(crate) async fn update(engine: &Shared, body: &Value) -> Response {
+    let (wire, rank) = {
+        let engine = engine.lock().unwrap();
+        let Some(&rank) = engine.pushes.groups.get(body["group_name"].as_str().unwrap()) else {
+            return refusal("Group not in []. Please call `init_weights_update_group` first.");
+        };
+        if !engine.pushes.session {
+            return refusal("update_weights_from_distributed must run between begin and end");
+        }
+        (engine.pushes.wire.clone().unwrap(), rank)
+    };
+    let list = |key: &str| body[key].as_array().unwrap().clone();
+    let infos: Vec<_> = list("names")
+        .iter()
+        .zip(list("dtypes"))
+        .zip(list("shapes"))
+        .map(|((name, dtype), shape)| {
+            assert_eq!(dtype, "bfloat16");
+            let shape = serde_json::from_value(shape).unwrap();
+            TensorInfo { name: name.as_str().unwrap().into(), dtype: Dtype::Bf16, shape }
+        })
+        .collect();
+    let flattened = body.get("load_format").is_some();
+    let broadcasts = if flattened { 1 } else { infos.len() };
+    let mut bytes = Vec::new();
+    for _ in 0..broadcasts {
+        loop {
+            let next = wire.queues.lock().unwrap().get_mut(rank - 1).and_then(VecDeque::pop_front);
+            match next {
+                Some(next) => break bytes.extend(next),
+                None => tokio::time::sleep(Duration::from_millis(1)).await,
+            }
+        }
+    }
+    let mut engine = engine.lock().unwrap();
+    let mut rest = bytes.as_slice();
+    for info in infos {
+        let (now, after) = rest.split_at(info.byte_len().unwrap() as usize);
+        rest = after;
+        engine.pushes.tensors.insert(info.name.clone(), (info, now.to_vec()));
+    }
+    assert!(rest.is_empty(), "as many bytes as were announced");
+    if let Some(label) = body["weight_version"].as_str() {
+        engine.label = label.to_owned();
+    }
+    success()
+}
+
+fn success() -> Response {
+    axum::Json(json!({"success": true, "message": ""})).into_response()
+}
+
+fn refusal(message: &str) -> Response {
+    (StatusCode::BAD_REQUEST, axum::Json(json!({"success": false, "message": message}))).into_response()
+}
+
+/// What an engine received.
+pub(crate) struct Received {
+    tensors: Vec<TensorInfo>,
+    bytes: Vec<Vec<u8>>,
+    files: Vec<AuxFile>,
+}
+
+impl Snapshot for Received {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    fn bytes(&self, index: usize) -> driftless_transport::Result<Cow<'_, [u8]>> {
+        Ok(Cow::Borrowed(&self.bytes[index]))
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        &self.files
+    }
+}
