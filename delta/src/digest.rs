@@ -300,6 +300,12 @@ impl DigestTable {
         &self.blocks
     }
 
+    /// `A`, then `B`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn stripe_keys() -> [u64; 2 * STRIPE_WORDS] {
+        std::array::from_fn(|p| if p < STRIPE_WORDS { A[p] } else { B[p - STRIPE_WORDS] })
+    }
+
     /// Digests of nothing, for a tensor of so many elements.
     pub(crate) fn reset(&mut self, elements: usize) {
         self.blocks.clear();

@@ -34,6 +34,8 @@ pub mod bundle;
 mod choose;
 mod classes;
 mod coder;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod decode;
 mod digest;
 mod element;

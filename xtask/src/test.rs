@@ -60,7 +60,15 @@ const LANES: &[Lane] = &[
         what: "lints, with and without libtorch",
         needs: &[Need::Libtorch],
         run: |c| {
-            c.cargo(&["clippy", "--all-targets", "--", "-D", "warnings"])?;
+            c.cargo(&[
+                "clippy",
+                "--all-targets",
+                "--features",
+                "driftless-delta/cuda",
+                "--",
+                "-D",
+                "warnings",
+            ])?;
             c.cargo(&["clippy", "--workspace", "--all-targets", "--features", ALL, "--", "-D", "warnings"])
         },
     },
@@ -101,6 +109,9 @@ const LANES: &[Lane] = &[
 
 /// Features of the facade that the torch lanes build, one set so that everything is built once.
 pub(crate) const ALL: &str = "driftless/torch,driftless/failpoints";
+
+/// Features that the lanes without libtorch build.
+const LIGHT: &str = "driftless-transport/conformance,driftless-bridge/conformance,driftless-delta/cuda";
 
 /// Crates that must not be in the light build.
 const HEAVY: &[&str] = &[
@@ -283,7 +294,7 @@ fn leak(context: &Context) -> Result<()> {
 }
 
 fn unit(context: &Context) -> Result<()> {
-    context.cargo(&["test", "--features", "driftless-transport/conformance,driftless-bridge/conformance"])
+    context.cargo(&["test", "--features", LIGHT])
 }
 
 fn doc(context: &Context) -> Result<()> {
@@ -320,8 +331,8 @@ fn with_stores(context: &Context) -> Result<()> {
     let servers = stores::Servers::start(&crate::cache_dir()?, &context.root.join("target/lanes/stores"))?;
     let mut command = Command::new("cargo");
     // The features of the lane `unit`, but for the crash points of the command: little is built again.
-    let features = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance";
-    command.args(["test", "--features", features, "--test", "servers"]);
+    let features = format!("driftless/failpoints,{LIGHT}");
+    command.args(["test", "--features", &features, "--test", "servers"]);
     context.logged(servers.tell(command.args(["--", "--ignored", "--nocapture"])))
 }
 

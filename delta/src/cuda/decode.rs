@@ -1,0 +1,369 @@
+//! Decoding on a machine: reads the tokens here, and has everything else done there. Nothing is written before all of it is known to be right.
+
+use super::Result;
+use super::encode::{CLASSES_BYTES, TABLE_BYTES};
+use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Placed, Room, digest_keys, numbers};
+use crate::bits::ByteReader;
+use crate::digest::short;
+use crate::payload::{Header, Kind, Token, block_elements};
+use crate::table::Table;
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, entropy};
+
+const WHAT: &str = "delta payload";
+
+/// `struct Decode` of `kernels/decode.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Decode {
+    base: u64,
+    elements: u64,
+    payload: u64,
+    tasks: u64,
+    count: u64,
+    tables: u64,
+    classes: u64,
+    members: u64,
+    spans: u64,
+    entries: u64,
+    keys: u64,
+    digests: u64,
+    status: u64,
+    check: u64,
+    expected: u64,
+}
+
+// SAFETY: 15 numbers of 64 bits, in the order of the `struct`.
+unsafe impl Arguments for Decode {}
+
+/// One block that is not the base's: `struct Task`, 7 numbers of 64 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Task {
+    block: u64,
+    offset: u64,
+    bytes: u64,
+    entries: u64,
+    room: u64,
+    table: u64,
+    kind: u64,
+}
+
+const CHANGES: u64 = 0;
+const WHOLE: u64 = 1;
+
+/// Bytes that kernels may look at past the end of a payload.
+const PAST: usize = 128;
+/// Threads of a thread block that reads blocks: few, so that the blocks of a tensor reach all processors.
+const PARSERS: u32 = 32;
+
+/// Memory of a decoder; it grows to what the largest payload needs.
+pub(super) struct State<M: Machine> {
+    keys: Option<M::Memory>,
+    payload: Room<M::Memory>,
+    plan: Room<M::Memory>,
+    work: Room<M::Memory>,
+    entries: Room<M::Memory>,
+    results: Room<M::Memory>,
+    host_plan: HostRoom<M::Pinned>,
+    host_results: HostRoom<M::Pinned>,
+}
+
+impl<M: Machine> Default for State<M> {
+    fn default() -> Self {
+        Self {
+            keys: None,
+            payload: Room::default(),
+            plan: Room::default(),
+            work: Room::default(),
+            entries: Room::default(),
+            results: Room::default(),
+            host_plan: HostRoom::default(),
+            host_results: HostRoom::default(),
+        }
+    }
+}
+
+impl<M: Machine> State<M> {
+    /// Turns `base` into the result of `payload`, and its digests with it. Returns how many elements changed.
+    pub(super) fn apply(
+        &mut self,
+        machine: &M,
+        element: Element,
+        base: Placed,
+        digests: &mut DigestTable,
+        payload: &[u8],
+    ) -> Result<u64> {
+        let applied = self.queue(machine, element, base, digests, payload);
+        // Whatever went wrong: nothing may still be reading when the borrows end.
+        let finished = machine.finish();
+        let applied = applied?;
+        finished?;
+        Ok(applied)
+    }
+
+    fn queue(
+        &mut self,
+        machine: &M,
+        element: Element,
+        base: Placed,
+        digests: &mut DigestTable,
+        payload: &[u8],
+    ) -> Result<u64> {
+        let elements = element.count("base", base.bytes)?;
+        digests.expect_elements(elements)?;
+        let mut reader = ByteReader::new(payload, WHAT);
+        let header = Header::read(&mut reader)?;
+        header.expect(element)?;
+        let check = digests.total();
+        let mismatch = |expected| Err(Error::BaseMismatch { expected, found: check.short_check() }.into());
+        match header.kind {
+            Kind::Full(_) => return Err(Error::KindMismatch { expected: "a delta", found: "full" }.into()),
+            // Motions are kept on the processor only, so far.
+            Kind::After(expected) => return Err(Error::MotionMismatch { expected, found: None }.into()),
+            Kind::Unchanged if header.result != check.check() => return mismatch(short(header.result)),
+            Kind::Unchanged => return Ok(reader.finish().map(|()| 0)?),
+            Kind::Delta(expected) if expected != check.short_check() => return mismatch(expected),
+            Kind::Delta(_) => {}
+        }
+        let plan = Plan::read(reader, element, elements, payload.len())?;
+        if plan.tasks.is_empty() {
+            return expect(header.result, check.check()).map(|()| 0);
+        }
+        let mut arguments = self.arguments(machine, element, &plan)?;
+        arguments.base = base.address;
+        arguments.elements = elements as u64;
+        arguments.check = check.check();
+        arguments.expected = header.result;
+        let upload = plan.to_bytes();
+        let host_plan = self.host_plan.bytes(machine, upload.len())?;
+        host_plan.copy_from_slice(&upload);
+        let results = self.host_results.bytes(machine, 32 + 16 * plan.tasks.len())?;
+        let aligned = payload.len().next_multiple_of(16);
+        // SAFETY: the rooms were made for this payload; what is copied lives until the wait below, and `results` is looked at after it.
+        unsafe {
+            machine.upload(arguments.payload, payload)?;
+            if !plan.extra.is_empty() {
+                machine.upload(arguments.payload + aligned as u64, &plan.extra)?;
+            }
+            machine.upload(arguments.tasks, host_plan)?;
+            machine.clear(arguments.status, 32)?;
+            kernels(machine, element, &arguments)?;
+            machine.download(arguments.status, results)?;
+        }
+        machine.finish()?;
+        let mut status = numbers(&results[..32]).map(u64::from_le_bytes);
+        let mut next = || status.next().unwrap_or(0);
+        let (sum, changed, failed) = (next(), next(), next());
+        if let Some(why) = failure(failed) {
+            return Err(Error::Corrupt { what: "change block", offset: 0, why }.into());
+        }
+        expect(header.result, check.check().wrapping_add(sum))?;
+        let changes = numbers::<16>(&results[32..]).map(Digest::from_bytes);
+        for (task, change) in plan.tasks.iter().zip(changes) {
+            if let Some(digest) = digests.blocks_mut().get_mut(task.block as usize) {
+                *digest += change;
+            }
+        }
+        Ok(changed)
+    }
+
+    /// Makes room for all that the kernels need.
+    fn arguments(&mut self, machine: &M, element: Element, plan: &Plan) -> Result<Decode> {
+        let tasks = plan.tasks.len();
+        let keys = match &self.keys {
+            Some(keys) => M::address(keys),
+            None => {
+                let bytes = digest_keys();
+                let memory = machine.allocate(bytes.len())?;
+                let address = M::address(&memory);
+                // SAFETY: the memory was allocated for these bytes, which live until the wait below.
+                unsafe {
+                    machine.upload(address, &bytes)?;
+                }
+                machine.finish()?;
+                self.keys = Some(memory);
+                address
+            }
+        };
+        let wide = if element.size() == 4 { 8 } else { 4 };
+        let payload = self.payload.address(machine, plan.payload_bytes + plan.extra.len() + PAST)?;
+        let tasks_at = self.plan.address(machine, plan.bytes())?;
+        let members = self.work.address(machine, tasks * 16 * (4 + 12))?;
+        let status = self.results.address(machine, 32 + 16 * tasks)?;
+        Ok(Decode {
+            payload,
+            tasks: tasks_at,
+            count: tasks as u64,
+            tables: tasks_at + (tasks * 56) as u64,
+            classes: plan.tables.iter().any(|table| !table.is_flat()).into(),
+            members,
+            spans: members + (tasks * 16 * 4) as u64,
+            entries: self.entries.address(machine, plan.room as usize * wide)?,
+            keys,
+            digests: status + 32,
+            status,
+            ..Decode::default()
+        })
+    }
+}
+
+/// # Safety
+/// As for [`Machine::launch`].
+unsafe fn kernels<M: Machine>(machine: &M, element: Element, arguments: &Decode) -> Result<()> {
+    let tasks = arguments.count as usize;
+    let shared = if arguments.classes == 1 { CLASSES_BYTES } else { 0 };
+    let parse = Grid { threads: PARSERS, ..Grid::of(tasks.div_ceil(PARSERS as usize)) };
+    // SAFETY: the caller's promise.
+    unsafe {
+        if arguments.classes == 1 {
+            machine.launch(element, Kernel::Classify, Grid::of(tasks), arguments)?;
+        }
+        machine.launch(element, Kernel::Parse, parse, arguments)?;
+        machine.launch(element, Kernel::Resolve, Grid { shared, ..Grid::of(tasks) }, arguments)?;
+        machine.launch(element, Kernel::Apply, Grid::of(tasks), arguments)
+    }
+}
+
+fn expect(expected: u64, found: u64) -> Result<()> {
+    if expected == found { Ok(()) } else { Err(Error::ResultMismatch { expected, found }.into()) }
+}
+
+/// What the number of a kernel's error means.
+fn failure(number: u64) -> Option<&'static str> {
+    match number {
+        0 => None,
+        1 => Some("a position lies beyond the block"),
+        2 => Some("bits end too early"),
+        3 => Some("padding is not zero"),
+        _ => Some("bytes follow the end"),
+    }
+}
+
+/// The tokens of a payload.
+struct Plan {
+    tasks: Vec<Task>,
+    tables: Vec<Table>,
+    /// Blocks that were decoded here; they follow the payload, from the next multiple of 16.
+    extra: Vec<u8>,
+    /// Room for the changes of all blocks.
+    room: u64,
+    /// Of the payload, up to a multiple of 16.
+    payload_bytes: usize,
+}
+
+impl Plan {
+    /// Reads the body of a payload. After this, the tokens are known to cover the tensor's blocks, once each, and to lie within the payload.
+    fn read(
+        mut reader: ByteReader<'_>,
+        element: Element,
+        elements: usize,
+        payload_bytes: usize,
+    ) -> crate::Result<Self> {
+        let payload_bytes = payload_bytes.next_multiple_of(16);
+        let mut plan =
+            Self { tasks: Vec::new(), tables: Vec::new(), extra: Vec::new(), room: 0, payload_bytes };
+        let blocks = elements.div_ceil(BLOCK_ELEMENTS);
+        let mut block = 0;
+        while block < blocks {
+            let left = (blocks - block) as u64;
+            match Token::read(&mut reader)? {
+                Token::Same(run) | Token::Raw(run) if run > left => {
+                    return Err(reader.corrupt("more blocks than the tensor has"));
+                }
+                Token::Same(run) => block += run as usize,
+                Token::Raw(run) => {
+                    for _ in 0..run {
+                        let offset = reader.at();
+                        reader.take(block_elements(elements, block) * element.size())?;
+                        plan.whole(block, offset as u64);
+                        block += 1;
+                    }
+                }
+                Token::Changes(bytes) => {
+                    let offset = reader.at();
+                    let bytes = take(&mut reader, bytes)?.len();
+                    plan.changes(block, block_elements(elements, block), offset, bytes)?;
+                    block += 1;
+                }
+                Token::Entropy(bytes) => {
+                    let start = plan.extra.len();
+                    let coded = take(&mut reader, bytes)?;
+                    plan.extra.resize(start + block_elements(elements, block) * element.size(), 0);
+                    entropy::decode(element, coded, &mut plan.extra[start..])?;
+                    plan.whole(block, (payload_bytes + start) as u64);
+                    block += 1;
+                }
+                Token::Moved(_) | Token::MovedTable(_) => {
+                    return Err(
+                        reader.corrupt("a block in the light of a motion, of which the header says nothing")
+                    );
+                }
+                Token::Table(bytes) => {
+                    let offset = reader.at();
+                    plan.tables.push(Table::read(element, take(&mut reader, bytes)?, offset, false)?);
+                }
+            }
+        }
+        reader.finish()?;
+        Ok(plan)
+    }
+
+    fn whole(&mut self, block: usize, offset: u64) {
+        let task = Task { block: block as u64, offset, bytes: 0, entries: 0, room: 0, table: 0, kind: WHOLE };
+        self.tasks.push(task);
+    }
+
+    fn changes(&mut self, block: usize, elements: usize, offset: usize, bytes: usize) -> crate::Result<()> {
+        let Some(table) = self.tables.last() else {
+            return Err(Error::Corrupt {
+                what: "change block",
+                offset,
+                why: "no table before the first block",
+            });
+        };
+        // A change has a bit for its sign, and one for its mark unless its class is inverted.
+        let least = if table.classes().iter().any(|class| class.inverted) { 1 } else { 2 };
+        let room = (elements as u64).min(bytes as u64 * 8 / least);
+        self.tasks.push(Task {
+            block: block as u64,
+            offset: offset as u64,
+            bytes: bytes as u64,
+            entries: self.room,
+            room,
+            table: self.tables.len() as u64 - 1,
+            kind: CHANGES,
+        });
+        self.room += room;
+        Ok(())
+    }
+
+    fn bytes(&self) -> usize {
+        self.tasks.len() * 56 + self.tables.len() * TABLE_BYTES
+    }
+
+    /// Tasks, then tables, as kernels read them.
+    fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.bytes());
+        for task in &self.tasks {
+            let Task { block, offset, bytes: length, entries, room, table, kind } = *task;
+            [block, offset, length, entries, room, table, kind]
+                .iter()
+                .for_each(|field| bytes.extend_from_slice(&field.to_le_bytes()));
+        }
+        for table in &self.tables {
+            let classes = table.classes();
+            bytes.extend_from_slice(&table.first.to_le_bytes());
+            bytes.extend_from_slice(&(classes.len() as u32).to_le_bytes());
+            for index in 0..16 {
+                let class = classes.get(index).map_or(0, |class| {
+                    class.run | class.large_run << 8 | class.rice << 16 | u32::from(class.inverted) << 24
+                });
+                bytes.extend_from_slice(&class.to_le_bytes());
+            }
+        }
+        bytes
+    }
+}
+
+fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> crate::Result<&'a [u8]> {
+    reader.take(usize::try_from(bytes).unwrap_or(usize::MAX))
+}

@@ -1,0 +1,477 @@
+//! Encoding on a machine: asks for the kernels, then puts the payload together as `encode.rs` and `segment.rs` of the crate do.
+
+use std::ops::Range;
+
+use super::Result;
+use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Placed, Room, digest_keys, numbers};
+use crate::payload::{Header, Kind, Token, block_elements};
+use crate::segment::SEGMENT_BLOCKS;
+use crate::table::{Class, PLAIN, Table};
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Profile, entropy};
+
+/// `struct Encode` of `kernels/encode.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Encode {
+    base: u64,
+    fresh: u64,
+    elements: u64,
+    blocks: u64,
+    classes: u64,
+    keys: u64,
+    firsts: u64,
+    statistics: u64,
+    masks: u64,
+    changed: u64,
+    digests: u64,
+    tables: u64,
+    lists: u64,
+    list: u64,
+    coded: u64,
+    capacity: u64,
+    used: u64,
+    places: u64,
+    bytes: u64,
+    targets: u64,
+    out: u64,
+}
+
+// SAFETY: 21 numbers of 64 bits, in the order of the `struct`.
+unsafe impl Arguments for Encode {}
+
+/// Numbers of a segment's statistics: `STATISTICS` of `kernels/encode.cu`.
+const STATISTICS: usize = 20 + 16 * 33;
+/// Bytes of `struct Table`.
+pub(super) const TABLE_BYTES: usize = 4 * 18;
+/// Shared memory of a block's classes: `CLASSES_BYTES`.
+pub(super) const CLASSES_BYTES: usize = 4 * BLOCK_ELEMENTS / 8 + 16 * (BLOCK_ELEMENTS / 128) * 2 + 16 * 4;
+/// Changes of a block up to which they are listed in shared memory: 4.7 %.
+const NEAR: usize = 3072;
+/// Code of a block at first, in bytes on average; if it turns out to be more, the blocks are coded once more.
+const FIRST_CODE: usize = 4096;
+/// Where there is no target.
+const NOWHERE: u64 = u64::MAX;
+
+/// Memory of an encoder; it grows to what the largest tensor needs.
+pub(super) struct State<M: Machine> {
+    keys: Option<M::Memory>,
+    segments: Room<M::Memory>,
+    masks: Room<M::Memory>,
+    lists: Room<M::Memory>,
+    coded: Room<M::Memory>,
+    blocks: Room<M::Memory>,
+    out: Room<M::Memory>,
+    report: HostRoom<M::Pinned>,
+    payload: HostRoom<M::Pinned>,
+    block: HostRoom<M::Pinned>,
+    entropy: entropy::Scratch,
+}
+
+impl<M: Machine> Default for State<M> {
+    fn default() -> Self {
+        Self {
+            keys: None,
+            segments: Room::default(),
+            masks: Room::default(),
+            lists: Room::default(),
+            coded: Room::default(),
+            blocks: Room::default(),
+            out: Room::default(),
+            report: HostRoom::default(),
+            payload: HostRoom::default(),
+            block: HostRoom::default(),
+            entropy: entropy::Scratch::default(),
+        }
+    }
+}
+
+/// What to encode: two tensors of one length, and the digests of the first.
+#[derive(Clone, Copy)]
+pub(super) struct Pair<'a> {
+    pub(super) element: Element,
+    pub(super) base: Placed,
+    pub(super) new: Placed,
+    pub(super) digests: &'a DigestTable,
+    pub(super) profile: Profile,
+}
+
+/// What was encoded; the payload waits in the state.
+pub(super) struct Outcome {
+    pub(super) changed: u64,
+    pub(super) digests: DigestTable,
+    pub(super) bytes: usize,
+}
+
+/// Where the kernels' results lie: one area, which is read back at once.
+struct Report {
+    blocks: usize,
+    segments: usize,
+}
+
+impl Report {
+    const USED: usize = 0;
+
+    fn digests(&self) -> Range<usize> {
+        16..16 + 16 * self.blocks
+    }
+    fn changed(&self) -> Range<usize> {
+        let start = self.digests().end;
+        start..start + 4 * self.blocks
+    }
+    fn bytes(&self) -> Range<usize> {
+        let start = self.changed().end;
+        start..start + 4 * self.blocks
+    }
+    fn tables(&self) -> Range<usize> {
+        let start = self.bytes().end;
+        start..start + TABLE_BYTES * self.segments
+    }
+    fn len(&self) -> usize {
+        self.tables().end
+    }
+}
+
+impl<M: Machine> State<M> {
+    /// The payload that was encoded last, of so many bytes.
+    pub(super) fn payload(&self, bytes: usize) -> &[u8] {
+        self.payload.filled(bytes)
+    }
+
+    pub(super) fn encode(&mut self, machine: &M, pair: Pair<'_>) -> Result<Outcome> {
+        let outcome = self.queue(machine, pair);
+        // Whatever went wrong: nothing may still be reading or writing when the borrows end.
+        let finished = machine.finish();
+        let outcome = outcome?;
+        finished?;
+        Ok(outcome)
+    }
+
+    fn queue(&mut self, machine: &M, pair: Pair<'_>) -> Result<Outcome> {
+        let elements = pair.element.count("base", pair.base.bytes)?;
+        pair.digests.expect_elements(elements)?;
+        if pair.base.bytes != pair.new.bytes {
+            return Err(crate::Error::LengthMismatch {
+                what: "new tensor",
+                expected: pair.base.bytes as u64,
+                found: pair.new.bytes as u64,
+            }
+            .into());
+        }
+        let report = Report {
+            blocks: elements.div_ceil(BLOCK_ELEMENTS),
+            segments: elements.div_ceil(BLOCK_ELEMENTS * SEGMENT_BLOCKS),
+        };
+        if report.blocks == 0 {
+            return self.unchanged(machine, &pair);
+        }
+        let mut arguments = self.arguments(machine, &pair, elements, &report)?;
+        self.find(machine, &pair, &report, &arguments)?;
+        self.code(machine, &pair, &report, &mut arguments)?;
+        self.assemble(machine, &pair, &report, arguments, elements)
+    }
+
+    fn arguments(
+        &mut self,
+        machine: &M,
+        pair: &Pair<'_>,
+        elements: usize,
+        report: &Report,
+    ) -> Result<Encode> {
+        let (blocks, segments) = (report.blocks, report.segments);
+        let keys = match &self.keys {
+            Some(keys) => M::address(keys),
+            None => {
+                let bytes = digest_keys();
+                let memory = machine.allocate(bytes.len())?;
+                let address = M::address(&memory);
+                // SAFETY: the memory was allocated for these bytes, which live until the wait below.
+                unsafe {
+                    machine.upload(address, &bytes)?;
+                }
+                machine.finish()?;
+                self.keys = Some(memory);
+                address
+            }
+        };
+        let wide = if pair.element.size() == 4 { 8 } else { 4 };
+        let area = self.blocks.address(machine, report.len().next_multiple_of(16) + 16 * blocks)?;
+        let places = area + report.len().next_multiple_of(16) as u64;
+        let statistics = self.segments.address(machine, segments * (STATISTICS + 1) * 4)?;
+        let first_code = blocks * FIRST_CODE + BLOCK_ELEMENTS * pair.element.size();
+        let coded = self.coded.address(machine, first_code)?;
+        Ok(Encode {
+            base: pair.base.address,
+            fresh: pair.new.address,
+            elements: elements as u64,
+            blocks: blocks as u64,
+            classes: (pair.profile == Profile::Wire && pair.element != Element::Bytes).into(),
+            keys,
+            firsts: statistics + (segments * STATISTICS * 4) as u64,
+            statistics,
+            masks: self.masks.address(machine, blocks * BLOCK_ELEMENTS / 8)?,
+            changed: area + report.changed().start as u64,
+            digests: area + report.digests().start as u64,
+            tables: area + report.tables().start as u64,
+            lists: self.lists.address(machine, machine.emitters().min(blocks) * BLOCK_ELEMENTS * wide)?,
+            list: if wide == 8 { NEAR / 2 } else { NEAR } as u64,
+            coded,
+            capacity: (self.coded.bytes() / 4) as u64,
+            used: area + Report::USED as u64,
+            places,
+            bytes: area + report.bytes().start as u64,
+            targets: places + 8 * blocks as u64,
+            out: 0,
+        })
+    }
+
+    /// Asks for what changed, and for the tables.
+    fn find(&mut self, machine: &M, pair: &Pair<'_>, report: &Report, arguments: &Encode) -> Result<()> {
+        // SAFETY: every address is that of a room made for this tensor, or of the tensor itself, and all of them outlive the wait in `code`.
+        unsafe {
+            machine.clear(arguments.statistics, report.segments * STATISTICS * 4)?;
+            if arguments.classes == 1 {
+                machine.launch(pair.element, Kernel::Sample, Grid::of(report.segments), arguments)?;
+            }
+            machine.launch(pair.element, Kernel::Scan, Grid::of(report.blocks), arguments)?;
+            let choose = Grid { threads: 64, ..Grid::of(report.segments) };
+            machine.launch(pair.element, Kernel::Choose, choose, arguments)
+        }
+    }
+
+    /// Asks for the code of each block, and waits for the report.
+    fn code(&mut self, machine: &M, pair: &Pair<'_>, report: &Report, arguments: &mut Encode) -> Result<()> {
+        let entry = if pair.element.size() == 4 { 8 } else { 4 };
+        let shared = arguments.list as usize * entry + if arguments.classes == 1 { CLASSES_BYTES } else { 0 };
+        let grid = Grid { shared, ..Grid::of(machine.emitters().min(report.blocks)) };
+        loop {
+            let read = self.report.bytes(machine, report.len())?;
+            // SAFETY: as in `find`; the report is looked at after the wait.
+            unsafe {
+                machine.clear(arguments.used, 8)?;
+                machine.launch(pair.element, Kernel::Emit, grid, arguments)?;
+                machine.download(arguments.used, read)?;
+            }
+            machine.finish()?;
+            let used = numbers(&read[Report::USED..]).map(u64::from_le_bytes).next().unwrap_or(0);
+            if used <= arguments.capacity {
+                return Ok(());
+            }
+            arguments.coded = self.coded.address(machine, used as usize * 4)?;
+            arguments.capacity = (self.coded.bytes() / 4) as u64;
+        }
+    }
+
+    /// Puts tokens between the blocks and has all of it copied to the host.
+    fn assemble(
+        &mut self,
+        machine: &M,
+        pair: &Pair<'_>,
+        report: &Report,
+        mut arguments: Encode,
+        elements: usize,
+    ) -> Result<Outcome> {
+        let Self { report: read, payload, out, block, entropy, .. } = self;
+        let read = read.filled(report.len());
+        let mut digests = pair.digests.clone();
+        let changes = numbers::<16>(&read[report.digests()]).map(Digest::from_bytes);
+        digests.blocks_mut().iter_mut().zip(changes).for_each(|(digest, change)| *digest += change);
+        let mut plan = Plan::new(pair, &digests, report.blocks);
+        let mut fetch = Fetch { machine, pair, elements, block, entropy, coded: Vec::new() };
+        plan.blocks(report, read, &mut fetch)?;
+        if plan.changed == 0 {
+            return self.unchanged(machine, pair);
+        }
+        let targets: Vec<u8> = plan.targets.iter().flat_map(|target| target.to_le_bytes()).collect();
+        arguments.out = out.address(machine, plan.end)?;
+        let bytes = payload.bytes(machine, plan.end)?;
+        // SAFETY: the targets lie within `out` one after the other; all memory lives until the wait, and `bytes` is written to after it.
+        unsafe {
+            machine.upload(arguments.targets, &targets)?;
+            machine.launch(pair.element, Kernel::Pack, Grid::of(report.blocks), &arguments)?;
+            machine.download(arguments.out, bytes)?;
+            for (to, from) in &plan.raw {
+                machine.download(pair.new.address + from.start as u64, &mut bytes[*to..*to + from.len()])?;
+            }
+        }
+        machine.finish()?;
+        for (to, text) in &plan.pieces {
+            bytes[*to..*to + text.len()].copy_from_slice(&plan.text[text.clone()]);
+        }
+        Ok(Outcome { changed: plan.changed, digests, bytes: plan.end })
+    }
+
+    fn unchanged(&mut self, machine: &M, pair: &Pair<'_>) -> Result<Outcome> {
+        let mut header = Vec::new();
+        let result = pair.digests.total().check();
+        Header { element: pair.element, kind: Kind::Unchanged, result }.write(&mut header);
+        self.payload.bytes(machine, header.len())?.copy_from_slice(&header);
+        Ok(Outcome { changed: 0, digests: pair.digests.clone(), bytes: header.len() })
+    }
+}
+
+/// Reads a table as kernels keep it.
+fn table_of(bytes: &[u8]) -> Table {
+    let mut fields = numbers::<4>(bytes).map(u32::from_le_bytes);
+    let (first, count) = (fields.next().unwrap_or(0), fields.next().unwrap_or(0));
+    let classes = fields.take(count as usize).map(|class| Class {
+        inverted: class >> 24 == 1,
+        run: class & 0xff,
+        large_run: class >> 8 & 0xff,
+        rice: class >> 16 & 0xff,
+        turns: PLAIN,
+    });
+    Table::new(first, classes)
+}
+
+/// Blocks that are hardly related to their base are coded here, on their own.
+struct Fetch<'a, M: Machine> {
+    machine: &'a M,
+    pair: &'a Pair<'a>,
+    elements: usize,
+    block: &'a mut HostRoom<M::Pinned>,
+    entropy: &'a mut entropy::Scratch,
+    coded: Vec<u8>,
+}
+
+impl<M: Machine> Fetch<'_, M> {
+    fn range(&self, block: usize) -> Range<usize> {
+        let size = self.pair.element.size();
+        let start = block * BLOCK_ELEMENTS * size;
+        start..start + block_elements(self.elements, block) * size
+    }
+
+    /// The block in the entropy code, if that takes less than `limit` bytes.
+    fn alone(&mut self, block: usize, limit: usize) -> Result<Option<&[u8]>> {
+        let range = self.range(block);
+        let bytes = self.block.bytes(self.machine, range.len())?;
+        // SAFETY: the range lies in the new tensor; `bytes` is looked at after the wait.
+        unsafe {
+            self.machine.download(self.pair.new.address + range.start as u64, bytes)?;
+        }
+        self.machine.finish()?;
+        let shorter = entropy::encode(self.pair.element, bytes, limit, self.entropy, &mut self.coded);
+        Ok(shorter.then_some(&self.coded))
+    }
+}
+
+/// A payload as far as the host knows it.
+struct Plan {
+    changed: u64,
+    /// What the host writes, and where each piece of it goes.
+    text: Vec<u8>,
+    pieces: Vec<(usize, Range<usize>)>,
+    /// Where the code of each block goes.
+    targets: Vec<u64>,
+    /// Where bytes of the new tensor go as they are.
+    raw: Vec<(usize, Range<usize>)>,
+    /// Blocks like the base's that no token covers yet.
+    same: u64,
+    end: usize,
+}
+
+impl Plan {
+    fn new(pair: &Pair<'_>, digests: &DigestTable, blocks: usize) -> Self {
+        let mut plan = Self {
+            changed: 0,
+            text: Vec::new(),
+            pieces: Vec::new(),
+            targets: vec![NOWHERE; blocks],
+            raw: Vec::new(),
+            same: 0,
+            end: 0,
+        };
+        let kind = Kind::Delta(pair.digests.total().short_check());
+        let header = Header { element: pair.element, kind, result: digests.total().check() };
+        plan.write(|text| header.write(text));
+        plan
+    }
+
+    fn write(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
+        let start = self.text.len();
+        write(&mut self.text);
+        let text = start..self.text.len();
+        self.end += text.len();
+        match self.pieces.last_mut() {
+            Some((to, last)) if *to + last.len() == self.end - text.len() => last.end = text.end,
+            _ => self.pieces.push((self.end - text.len(), text)),
+        }
+    }
+
+    fn token(&mut self, token: Token) {
+        let mut same = std::mem::take(&mut self.same);
+        self.write(|text| {
+            Token::run_of_same(&mut same, text);
+            token.write(text);
+        });
+    }
+
+    /// Ends a run of blocks that follow as they are.
+    fn end_raw(&mut self, run: &mut Range<usize>, block_bytes: usize) {
+        let run = std::mem::take(run);
+        if !run.is_empty() {
+            self.token(Token::Raw(run.len().div_ceil(block_bytes) as u64));
+            let to = self.end;
+            self.end += run.len();
+            self.raw.push((to, run));
+        }
+    }
+
+    /// Chooses the mode of each block, as [`crate::segment`] does.
+    fn blocks<M: Machine>(&mut self, report: &Report, read: &[u8], fetch: &mut Fetch<'_, M>) -> Result<()> {
+        let changed: Vec<u32> = numbers(&read[report.changed()]).map(u32::from_le_bytes).collect();
+        let lengths: Vec<u32> = numbers(&read[report.bytes()]).map(u32::from_le_bytes).collect();
+        let tables = read[report.tables()].chunks(TABLE_BYTES);
+        for ((segment, own), table) in changed.chunks(SEGMENT_BLOCKS).enumerate().zip(tables) {
+            if own.iter().all(|changed| *changed == 0) {
+                self.same += own.len() as u64;
+                continue;
+            }
+            let mut coded_table = Vec::new();
+            table_of(table).write(&mut coded_table);
+            self.token(Token::Table(coded_table.len() as u64));
+            self.write(|text| text.extend_from_slice(&coded_table));
+            let mut raw = 0..0;
+            for (block, changed) in (segment * SEGMENT_BLOCKS..).zip(own) {
+                self.changed += u64::from(*changed);
+                self.block(block, *changed, lengths[block] as usize, &mut raw, fetch)?;
+            }
+            self.end_raw(&mut raw, BLOCK_ELEMENTS * fetch.pair.element.size());
+        }
+        let mut same = std::mem::take(&mut self.same);
+        self.write(|text| Token::run_of_same(&mut same, text));
+        Ok(())
+    }
+
+    fn block<M: Machine>(
+        &mut self,
+        block: usize,
+        changed: u32,
+        length: usize,
+        raw: &mut Range<usize>,
+        fetch: &mut Fetch<'_, M>,
+    ) -> Result<()> {
+        let block_bytes = BLOCK_ELEMENTS * fetch.pair.element.size();
+        if changed == 0 {
+            self.end_raw(raw, block_bytes);
+            self.same += 1;
+            return Ok(());
+        }
+        let range = fetch.range(block);
+        let limit = length.min(range.len());
+        if limit > range.len() / 2
+            && let Some(alone) = fetch.alone(block, limit)?
+        {
+            self.end_raw(raw, block_bytes);
+            self.token(Token::Entropy(alone.len() as u64));
+            self.write(|text| text.extend_from_slice(alone));
+        } else if length < range.len() {
+            self.end_raw(raw, block_bytes);
+            self.token(Token::Changes(length as u64));
+            self.targets[block] = self.end as u64;
+            self.end += length;
+        } else {
+            *raw = if raw.start == raw.end { range.start } else { raw.start }..range.end;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,461 @@
+//! The kernels, compiled for this processor (`kernels/twin.cpp`), against the crate's encoder and decoder; and for devices, as far as that goes without one.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use super::encode::{Outcome, Pair};
+use super::machine::{Arguments, Grid, Kernel, Machine, Placed};
+use super::{Codec, Error, Result, decode, device, encode};
+use crate::element::tests::ALL;
+use crate::{BLOCK_ELEMENTS, DigestTable, Element, Encoder, Profile, Serial, Source};
+
+type Launch = unsafe extern "C" fn(*const c_char, c_uint, c_uint, *mut c_void) -> c_int;
+
+/// The kernels for one element type, in this process.
+struct Compiled {
+    _library: libloading::Library,
+    launch: Launch,
+}
+
+/// Compiles the twin, once for each element type; `None` where there is no C++ compiler. Kernels keep state: one runs at a time.
+fn compiled(element: Element) -> Option<MutexGuard<'static, HashMap<Element, Compiled>>> {
+    static COMPILED: OnceLock<Mutex<HashMap<Element, Compiled>>> = OnceLock::new();
+    let mut all = COMPILED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+    if all.contains_key(&element) {
+        return Some(all);
+    }
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+    let folder = tempfile::tempdir().unwrap();
+    let library = folder.path().join("twin.so");
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/kernels/twin.cpp");
+    let output = Command::new(&compiler)
+        .args(["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off"])
+        // longjmp between stacks is what it does for a living.
+        .args(["-U_FORTIFY_SOURCE", "-fcf-protection=none", "-o"])
+        .arg(&library)
+        .args(device::definitions(element))
+        .arg(kernels)
+        .output();
+    let output = match output {
+        Ok(output) => output,
+        Err(error) => {
+            eprintln!("skipped: {compiler} does not run here ({error}); CXX names a C++ compiler");
+            return None;
+        }
+    };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // SAFETY: the library has no constructors; `twin_launch` is what its C++ says, and lives as long as the library.
+    let compiled = unsafe {
+        let library = libloading::Library::new(&library).unwrap();
+        let launch = *library.get::<Launch>(b"twin_launch\0").unwrap();
+        Compiled { _library: library, launch }
+    };
+    all.insert(element, compiled);
+    Some(all)
+}
+
+/// Memory on 16 bytes.
+#[derive(Default)]
+struct Bytes(Vec<u128>);
+
+/// A machine that does everything at once, on this thread. Its memory is full of rubbish at first.
+struct Twin;
+
+impl Machine for Twin {
+    type Memory = Box<[u128]>;
+    type Pinned = Vec<u8>;
+
+    fn allocate(&self, bytes: usize) -> Result<Box<[u128]>> {
+        Ok(vec![0xa5a5_5a5a_1234_5678_9abc_def0_c3c3_3c3c; bytes.div_ceil(16)].into())
+    }
+
+    fn address(memory: &Box<[u128]>) -> u64 {
+        memory.as_ptr() as u64
+    }
+
+    fn pinned(&self, bytes: usize) -> Result<Vec<u8>> {
+        Ok(vec![0xa5; bytes])
+    }
+
+    fn emitters(&self) -> usize {
+        2
+    }
+
+    unsafe fn clear(&self, address: u64, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { (address as *mut u8).write_bytes(0, bytes) };
+        Ok(())
+    }
+
+    unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { from.as_ptr().copy_to_nonoverlapping(to as *mut u8, from.len()) };
+        Ok(())
+    }
+
+    unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { (from as *const u8).copy_to_nonoverlapping(to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    unsafe fn launch<A: Arguments>(
+        &self,
+        element: Element,
+        kernel: Kernel,
+        grid: Grid,
+        arguments: &A,
+    ) -> Result<()> {
+        let name = CString::new(kernel.name()).unwrap();
+        let mut arguments = *arguments;
+        let all = compiled(element).unwrap();
+        let launch = all[&element].launch;
+        // SAFETY: the kernel takes one argument of that layout; the rest is the caller's promise.
+        let known = unsafe {
+            launch(
+                name.as_ptr(),
+                grid.blocks as c_uint,
+                grid.threads,
+                std::ptr::from_mut(&mut arguments).cast(),
+            )
+        };
+        assert_eq!(known, 0, "{}", kernel.name());
+        Ok(())
+    }
+
+    fn finish(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Bytes {
+    fn new(bytes: &[u8]) -> Self {
+        let mut own = vec![0_u128; bytes.len().div_ceil(16).max(1)];
+        for (word, bytes) in own.iter_mut().zip(bytes.chunks(16)) {
+            let mut whole = [0; 16];
+            whole[..bytes.len()].copy_from_slice(bytes);
+            *word = u128::from_ne_bytes(whole);
+        }
+        Self(own)
+    }
+
+    fn placed(&self, bytes: usize) -> Placed {
+        Placed { address: self.0.as_ptr() as u64, bytes }
+    }
+
+    fn to_vec(&self, bytes: usize) -> Vec<u8> {
+        self.0.iter().flat_map(|word| word.to_ne_bytes()).take(bytes).collect()
+    }
+}
+
+/// Both sides of the codec on the twin.
+#[derive(Default)]
+struct Both {
+    encode: encode::State<Twin>,
+    decode: decode::State<Twin>,
+}
+
+impl Both {
+    fn encode(&mut self, element: Element, base: &[u8], new: &[u8], profile: Profile) -> (Vec<u8>, Outcome) {
+        let digests = DigestTable::of(element, base).unwrap();
+        let (old, fresh) = (Bytes::new(base), Bytes::new(new));
+        let pair = Pair {
+            element,
+            base: old.placed(base.len()),
+            new: fresh.placed(new.len()),
+            digests: &digests,
+            profile,
+        };
+        let outcome = self.encode.encode(&Twin, pair).unwrap();
+        (self.encode.payload(outcome.bytes).to_vec(), outcome)
+    }
+
+    fn apply(
+        &mut self,
+        element: Element,
+        base: &[u8],
+        digests: &mut DigestTable,
+        payload: &[u8],
+    ) -> (Vec<u8>, Result<u64>) {
+        let tensor = Bytes::new(base);
+        let applied = self.decode.apply(&Twin, element, tensor.placed(base.len()), digests, payload);
+        (tensor.to_vec(base.len()), applied)
+    }
+
+    /// The twin's payload is the crate's, and each decodes the other's.
+    fn check(&mut self, what: &str, element: Element, base: &[u8], new: &[u8], profile: Profile) -> Vec<u8> {
+        let digests = DigestTable::of(element, base).unwrap();
+        let (mut encoder, mut expected) = (Encoder::new(), Vec::new());
+        let source = Source { element, bytes: base, digests: &digests };
+        let changed = encoder.encode(&Serial, source, new, profile, &mut expected).unwrap();
+        let (payload, outcome) = self.encode(element, base, new, profile);
+        let what = format!("{what}: {element:?} {profile:?}, {} bytes", base.len());
+        assert_eq!(outcome.changed, changed, "{what}");
+        assert_eq!(outcome.digests, *encoder.digests(), "{what}");
+        let differ = payload.iter().zip(&expected).position(|(a, b)| a != b);
+        assert!(
+            payload == expected,
+            "{what}: {} bytes for {}, byte {differ:?}",
+            payload.len(),
+            expected.len()
+        );
+        let mut table = digests.clone();
+        let (result, applied) = self.apply(element, base, &mut table, &expected);
+        assert_eq!(applied, Ok(changed), "{what}");
+        assert!(result == new, "{what}: another result");
+        assert_eq!(table, *encoder.digests(), "{what}");
+        expected
+    }
+}
+
+/// splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// A weight of a normal kind, in the element type's upper bits.
+    fn weight(&mut self, element: Element) -> u32 {
+        let normal = (0..12).map(|_| self.unit()).sum::<f64>() - 6.0;
+        let bits = (normal as f32 * 0.02).to_bits();
+        match element {
+            Element::F32 => bits,
+            Element::F16 => (bits >> 13 & 0x7fff) as u16 as u32 | bits >> 16 & 0x8000,
+            Element::Bf16 => bits >> 16,
+            _ => bits >> 20 & 0x7f | bits >> 24 & 0x80,
+        }
+    }
+}
+
+fn put(element: Element, bytes: &mut [u8], at: usize, value: u32) {
+    let size = element.size();
+    bytes[at * size..(at + 1) * size].copy_from_slice(&value.to_le_bytes()[..size]);
+}
+
+/// Weights, and a copy in which small ones change more often, mostly by one ulp: what a step of an optimiser does.
+fn pair(element: Element, elements: usize, density: f64, seed: u64) -> (Vec<u8>, Vec<u8>) {
+    let mut random = Random(seed);
+    let mut base = vec![0; elements * element.size()];
+    (0..elements).for_each(|at| put(element, &mut base, at, random.weight(element)));
+    let mut new = base.clone();
+    for at in 0..elements {
+        let old = element.load(&base, at);
+        let scale = if element.exponent(old).is_multiple_of(3) { 1.8 } else { 0.6 };
+        if random.unit() < density * scale || density >= 1.0 {
+            let step = match random.next() % 40 {
+                0..=17 => 1,
+                18..=35 => -1,
+                36 => 2,
+                37 => -3,
+                38 => 9,
+                _ => random.next() as i32,
+            };
+            put(element, &mut new, at, element.stepped(old, step));
+        }
+    }
+    (base, new)
+}
+
+const PROFILES: [Profile; 2] = [Profile::Fast, Profile::Wire];
+
+#[test]
+fn bf16_payloads_are_the_same_at_all_densities() {
+    if compiled(Element::Bf16).is_none() {
+        return;
+    }
+    let mut both = Both::default();
+    for (seed, density) in (1..).zip([0.0, 0.0001, 0.003, 0.01, 0.05, 0.3, 0.55, 0.9, 1.0]) {
+        let (base, new) = pair(Element::Bf16, BLOCK_ELEMENTS + 4099, density, seed);
+        for profile in PROFILES {
+            both.check(&format!("density {density}"), Element::Bf16, &base, &new, profile);
+        }
+    }
+}
+
+#[test]
+fn segments_have_tables_of_their_own() {
+    if compiled(Element::Bf16).is_none() {
+        return;
+    }
+    // 33 blocks and a tail: a segment whose rows are sampled, with blocks of different densities and none, and a short one.
+    let elements = 33 * BLOCK_ELEMENTS + 777;
+    let (base, mut new) = pair(Element::Bf16, elements, 0.01, 40);
+    let block = 2 * BLOCK_ELEMENTS;
+    for same in [0..1, 5..8, 30..32] {
+        new[same.start * block..same.end * block]
+            .copy_from_slice(&base[same.start * block..same.end * block]);
+    }
+    let (_, dense) = pair(Element::Bf16, elements, 0.2, 40);
+    new[9 * block..10 * block].copy_from_slice(&dense[9 * block..10 * block]);
+    let mut both = Both::default();
+    PROFILES
+        .into_iter()
+        .for_each(|profile| drop(both.check("segments", Element::Bf16, &base, &new, profile)));
+    // Nothing in the first segment.
+    new[..32 * block].copy_from_slice(&base[..32 * block]);
+    PROFILES
+        .into_iter()
+        .for_each(|profile| drop(both.check("second segment", Element::Bf16, &base, &new, profile)));
+}
+
+#[test]
+fn short_tensors_and_tails() {
+    if compiled(Element::Bf16).is_none() {
+        return;
+    }
+    let mut both = Both::default();
+    for elements in [0, 1, 2, 7, 8, 9, 31, 63, 64, 65, 127, 128, 129, 255, 257, 1000, 2047, 2049, 65_535] {
+        for density in [0.0, 0.02, 1.0] {
+            let (base, new) = pair(Element::Bf16, elements, density, elements as u64);
+            PROFILES
+                .into_iter()
+                .for_each(|profile| drop(both.check("tail", Element::Bf16, &base, &new, profile)));
+        }
+    }
+}
+
+#[test]
+fn every_bf16_pattern_and_blocks_that_are_new() {
+    if compiled(Element::Bf16).is_none() {
+        return;
+    }
+    let mut both = Both::default();
+    let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    for change in
+        [|bits: u16| bits ^ 1, |bits: u16| !bits, |bits: u16| bits.wrapping_mul(40_503).wrapping_add(77)]
+    {
+        let mut new = all.clone();
+        (0..=u16::MAX).for_each(|bits| put(Element::Bf16, &mut new, bits.into(), change(bits).into()));
+        PROFILES
+            .into_iter()
+            .for_each(|profile| drop(both.check("patterns", Element::Bf16, &all, &new, profile)));
+    }
+    // Unrelated weights take the entropy code, noise is left as it is; between them changes and blocks of the base.
+    let (mut base, mut new) = pair(Element::Bf16, 6 * BLOCK_ELEMENTS + 55, 0.01, 3);
+    let block = 2 * BLOCK_ELEMENTS;
+    let mut random = Random(9);
+    for at in [0, 2, 3] {
+        base[at * block..(at + 1) * block].fill_with(|| random.next() as u8);
+        new[at * block..(at + 1) * block].fill_with(|| random.next() as u8);
+    }
+    (4 * BLOCK_ELEMENTS..5 * BLOCK_ELEMENTS)
+        .for_each(|at| put(Element::Bf16, &mut new, at, random.weight(Element::Bf16)));
+    new[5 * block..6 * block].copy_from_slice(&base[5 * block..6 * block]);
+    PROFILES
+        .into_iter()
+        .for_each(|profile| drop(both.check("new blocks", Element::Bf16, &base, &new, profile)));
+}
+
+#[test]
+fn other_elements_are_the_same() {
+    let mut both = Both::default();
+    for element in ALL {
+        if compiled(element).is_none() {
+            return;
+        }
+        for (elements, density) in [(1, 1.0), (70_001, 0.0), (70_001, 0.02), (4099, 0.7), (5000, 1.0)] {
+            let (base, new) = pair(element, elements, density, 7);
+            PROFILES.into_iter().for_each(|profile| {
+                drop(both.check(&format!("density {density}"), element, &base, &new, profile))
+            });
+        }
+    }
+}
+
+#[test]
+fn rows_that_change_whole() {
+    if compiled(Element::Bf16).is_none() {
+        return;
+    }
+    // Rows of an embedding: long runs of changed and of unchanged elements, more of either.
+    let mut both = Both::default();
+    for every in [2, 3, 7] {
+        let (base, mut new) = pair(Element::Bf16, BLOCK_ELEMENTS, 0.0, every);
+        for at in (0..BLOCK_ELEMENTS).filter(|at| !(at / 1024).is_multiple_of(every as usize)) {
+            let old = Element::Bf16.load(&base, at);
+            put(Element::Bf16, &mut new, at, Element::Bf16.stepped(old, 1 - 2 * (at as i32 & 1)));
+        }
+        PROFILES
+            .into_iter()
+            .for_each(|profile| drop(both.check("rows", Element::Bf16, &base, &new, profile)));
+    }
+}
+
+#[test]
+fn damaged_payloads_change_nothing() {
+    if compiled(Element::Bf16).is_none() {
+        return;
+    }
+    let mut both = Both::default();
+    let mut random = Random(5);
+    for profile in PROFILES {
+        let (base, new) = pair(Element::Bf16, 3000, 0.1, 8);
+        let payload = both.check("whole", Element::Bf16, &base, &new, profile);
+        let digests = DigestTable::of(Element::Bf16, &base).unwrap();
+        for _ in 0..300 {
+            let mut damaged = payload.clone();
+            match random.next() % 3 {
+                0 => damaged.truncate(random.next() as usize % payload.len()),
+                1 => damaged[random.next() as usize % payload.len()] ^= 1 << (random.next() % 8),
+                _ => {
+                    let at = random.next() as usize % payload.len();
+                    damaged[at..].fill_with(|| random.next() as u8);
+                }
+            }
+            if damaged == payload {
+                continue;
+            }
+            let mut table = digests.clone();
+            let (result, applied) = both.apply(Element::Bf16, &base, &mut table, &damaged);
+            assert!(matches!(applied, Err(Error::Codec(_))), "{applied:?}");
+            assert!(result == base && table == digests, "written in spite of {applied:?}");
+        }
+    }
+}
+
+#[test]
+fn a_payload_for_another_base_is_refused() {
+    if compiled(Element::Bf16).is_none() {
+        return;
+    }
+    let mut both = Both::default();
+    let (base, new) = pair(Element::Bf16, 3000, 0.1, 8);
+    let payload = both.check("whole", Element::Bf16, &base, &new, Profile::Wire);
+    let mut digests = DigestTable::of(Element::Bf16, &new).unwrap();
+    let (_, applied) = both.apply(Element::Bf16, &new, &mut digests, &payload);
+    assert!(matches!(applied, Err(Error::Codec(crate::Error::BaseMismatch { .. }))), "{applied:?}");
+}
+
+#[test]
+fn cudas_compiler_takes_the_kernels() {
+    if let Err(error) = device::compiler() {
+        eprintln!("skipped: {error}");
+        return;
+    }
+    for architecture in ["compute_80", "compute_90"] {
+        for element in ALL {
+            device::compile(architecture, element).map(drop).unwrap();
+        }
+    }
+}
+
+#[test]
+fn without_cuda_an_error_names_what_is_missing() {
+    match Codec::open(0) {
+        Ok(_) => eprintln!("skipped: there is a device"),
+        Err(Error::NoLibrary { searched, .. }) => assert!(searched.contains(".so")),
+        Err(error) => assert!(matches!(error, Error::Driver { .. }), "{error}"),
+    }
+}
