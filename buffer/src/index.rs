@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use crate::layout::segment::{Entry, EntryState, SegmentHeader, Trailer};
+use crate::layout::segment::{self, Entry, EntryState, SegmentHeader, Trailer};
+use crate::locks::Mutex;
 use crate::map::Map;
 use crate::recover;
 use crate::sample::{Kind, PromptState};
@@ -18,6 +19,15 @@ pub(crate) struct Segment {
     pub(crate) name: String,
     pub(crate) header: SegmentHeader,
     pub(crate) map: Arc<Map>,
+    /// Its file has its name, and its header is on stable storage.
+    pub(crate) named: Mutex<bool>,
+}
+
+impl Segment {
+    /// One that was found under its name.
+    pub(crate) fn found(name: String, header: SegmentHeader, map: Map) -> Arc<Self> {
+        Arc::new(Self { name, header, map: Arc::new(map), named: Mutex::new(true) })
+    }
 }
 
 /// Has the CRC of a record's body been checked in this process?
@@ -45,6 +55,18 @@ impl Loaded {
     pub(crate) fn end(&self) -> u64 {
         let count = self.pending.map_or(self.entries.len() as u64, |trailer| trailer.count);
         self.segment.header.first + count
+    }
+}
+
+/// A sealed segment of which the table has not been read.
+pub(crate) struct Unread {
+    pub(crate) segment: Arc<Segment>,
+    trailer: Trailer,
+}
+
+impl Unread {
+    pub(crate) fn entries(&self) -> Vec<Entry> {
+        recover::entries(&self.segment, &self.trailer)
     }
 }
 
@@ -103,24 +125,57 @@ impl Index {
         }
     }
 
-    /// Reads the tables of all segments. Every question about groups, samples and prompts needs this first.
+    /// The newest segment that a question needs and of which the table has not been read yet: to be read without a lock, and
+    /// given to [`Index::fill`].
+    pub(crate) fn unread(&self, needed: impl Fn(&Trailer) -> bool) -> Option<Unread> {
+        self.pending.iter().rev().find_map(|first| {
+            let loaded = self.segments.get(first)?;
+            let trailer = loaded.pending.filter(&needed)?;
+            Some(Unread { segment: Arc::clone(&loaded.segment), trailer })
+        })
+    }
+
+    /// Takes the table of a segment, unless another thread has brought it before.
+    pub(crate) fn fill(&mut self, first: u64, entries: Vec<Entry>) {
+        let Some(loaded) = self.segments.get_mut(&first) else { return };
+        if loaded.pending.take().is_none() {
+            return;
+        }
+        self.pending.remove(&first);
+        loaded.entries.reserve_exact(entries.len());
+        loaded.checked.reserve_exact(entries.len());
+        for entry in entries {
+            self.push(first, entry, Checked::NotYet);
+        }
+    }
+
+    /// The rollouts among these that have samples at or after `position`. Narrowed by what is known without reading a table.
+    pub(crate) fn rollouts_from(&self, rollouts: RangeInclusive<u64>, position: u64) -> RangeInclusive<u64> {
+        if position == 0 || self.pending.is_empty() {
+            return rollouts;
+        }
+        let tail = self.segments.values().filter(|loaded| loaded.end() > position);
+        let named = tail.map(|loaded| match loaded.pending {
+            Some(trailer) => trailer.rollouts,
+            None => segment::rollouts(&loaded.entries),
+        });
+        let (low, high) = named.fold((u64::MAX, 0), |(a, b), (low, high)| (a.min(low), b.max(high)));
+        low.max(*rollouts.start())..=high.min(*rollouts.end())
+    }
+
+    /// Reads the tables of all segments.
     pub(crate) fn complete(&mut self) {
-        while let Some(first) = self.pending.first().copied() {
+        while let Some(first) = self.pending.last().copied() {
             self.fill_in(first);
         }
     }
 
     /// Reads the table of one segment.
     fn fill_in(&mut self, first: u64) {
-        self.pending.remove(&first);
-        let Some(loaded) = self.segments.get_mut(&first) else { return };
-        let Some(trailer) = loaded.pending.take() else { return };
+        let Some(loaded) = self.segments.get(&first) else { return };
+        let Some(trailer) = loaded.pending else { return };
         let entries = recover::entries(&loaded.segment, &trailer);
-        loaded.entries.reserve_exact(entries.len());
-        loaded.checked.reserve_exact(entries.len());
-        for entry in entries {
-            self.push(first, entry, Checked::NotYet);
-        }
+        self.fill(first, entries);
     }
 
     /// Fills in the next position of a segment.

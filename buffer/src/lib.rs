@@ -32,6 +32,7 @@ mod reservation;
 mod retain;
 mod sample;
 mod scan;
+mod segments;
 mod serve;
 mod shared;
 mod storage;

@@ -18,7 +18,7 @@ use crate::retain::{Retention, Retired};
 use crate::sample::{Sample, Shape};
 use crate::shared::Shared;
 use crate::storage::{Directory, Storage};
-use crate::sync::Flusher;
+use crate::sync::Keeper;
 use crate::{Error, Identity, Position, Result};
 
 /// Pages of a file.
@@ -31,8 +31,8 @@ const PAGE: u64 = 4096;
 #[derive(Debug, Clone)]
 pub struct Log {
     shared: Arc<Shared>,
-    /// Ends the background sync with the last handle.
-    _flusher: Option<Arc<Flusher>>,
+    /// Ends its thread with the last handle.
+    keeper: Option<Arc<Keeper>>,
 }
 
 impl Log {
@@ -48,15 +48,16 @@ impl Log {
         let root = dir.as_ref();
         fs::create_dir_all(root).map_err(Error::io("create", root))?;
         let lock = LockFile::take(root)?;
-        let log = Self::open_on(Box::new(Directory::new(root)), root.to_owned(), options, Some(lock))?;
+        let mut log = Self::open_on(Box::new(Directory::new(root)), root.to_owned(), options, Some(lock))?;
         {
             let mut state = log.shared.lock();
             state.beacon = Some(Beacon::light(root, state.ledger.visible())?);
         }
+        log.keeper = Some(Arc::new(Keeper::start(Arc::clone(&log.shared))?));
         Ok(log)
     }
 
-    /// As [`Log::open`], on any storage.
+    /// As [`Log::open`], on any storage, and without a thread of its own.
     pub(crate) fn open_on(
         storage: Box<dyn Storage>,
         root: PathBuf,
@@ -67,11 +68,17 @@ impl Log {
         check_options(&options)?;
         let opened = recover::repair(&*storage, &options.identity, cursor::newest(&*storage)?)?;
         let shared = Arc::new(Shared::new(storage, root, options, opened, lock));
-        let flusher = match shared.options().sync {
-            SyncPolicy::Within(bound) => Some(Arc::new(Flusher::start(Arc::clone(&shared), bound)?)),
-            _ => None,
-        };
-        Ok(Self { shared, _flusher: flusher })
+        Ok(Self { shared, keeper: None })
+    }
+
+    /// What its thread does, if there is no such thread.
+    #[cfg(test)]
+    pub(crate) fn make_ahead(&self) -> Result<()> {
+        let state = self.shared.lock();
+        if self.shared.wants_spare(&state) {
+            drop(self.shared.make_spare(state)?);
+        }
+        Ok(())
     }
 
     /// What opening found: damage, and how much had to be scanned.
@@ -94,8 +101,12 @@ impl Log {
     /// longer than `wait_deadline`, [`Error::Poisoned`], [`Error::Io`] when a new segment cannot be made (the log stays
     /// usable: a full disk may have room later).
     pub fn reserve(&self, shape: &Shape) -> Result<Reservation> {
+        self.take(shape, false)
+    }
+
+    fn take(&self, shape: &Shape, copied: bool) -> Result<Reservation> {
         let plan = append::plan(shape)?;
-        let (segment, sequence, body) = self.shared.reserve(shape.kind, plan.frame)?;
+        let (segment, sequence, body) = self.shared.reserve(shape.kind, plan.frame, copied)?;
         let home = Home::Here { shared: Arc::clone(&self.shared), segment };
         Ok(Reservation::new(home, sequence, body, plan, shape))
     }
@@ -106,7 +117,7 @@ impl Log {
     ///
     /// As [`Log::reserve`] and [`Reservation::commit`].
     pub fn append(&self, sample: &Sample<'_>) -> Result<Pending> {
-        append::fill(self.reserve(&append::shape(sample)?)?, sample)
+        append::fill(self.take(&append::shape(sample)?, true)?, sample)
     }
 
     /// Appends several records and makes them durable together. The answer has one [`Ack`] per record, in order.
@@ -163,7 +174,6 @@ impl Log {
         self.shared.retain(retention)
     }
 
-    /// Syncs, seals the last segment, ends the log for all handles and lets another process write it. Readers keep
     /// Syncs, seals the last segment, ends the log for all handles and lets another process own it. Readers keep
     /// working. Without it, the log stays locked until the last handle, reservation and reader are dropped.
     ///

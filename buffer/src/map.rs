@@ -10,9 +10,9 @@
 //! as writing into this process's memory. That is stated in `docs/format/log.md`.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, IoSlice};
 use std::ops::{Deref, DerefMut, Range};
-use std::os::unix::fs::FileExt;
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -20,12 +20,15 @@ use memmap2::{Advice, MmapRaw};
 
 use crate::layout::ALIGN;
 use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState, Peek};
+use crate::layout::segment::HEADER_PAGE;
 use crate::storage::call;
 #[cfg(test)]
 use crate::tests::image::Image;
 
 /// What the kernel marks as written at once, or less.
 const PAGE: usize = 4096;
+/// The disk begins to store when so much has been copied in, and not only when a sync waits for it.
+const BEGIN: usize = 1 << 20;
 
 /// The memory of one segment.
 #[derive(Debug)]
@@ -36,6 +39,8 @@ pub(crate) struct Map {
     bytes: usize,
     /// Everything below is handed out or fixed; only `allot` and `limit` move it.
     tail: AtomicUsize,
+    /// The disk was told to begin with what lies below.
+    begun: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -50,7 +55,7 @@ impl Map {
     pub(crate) fn file(raw: MmapRaw, tail: usize) -> Self {
         let bytes = raw.len();
         let tail = AtomicUsize::new(tail.min(bytes));
-        Self { memory: Memory::File(raw), file: RwLock::new(None), bytes, tail }
+        Self { memory: Memory::File(raw), file: RwLock::new(None), bytes, tail, begun: AtomicUsize::new(0) }
     }
 
     /// As [`Map::file`], for a segment that is to be written.
@@ -66,7 +71,8 @@ impl Map {
     pub(crate) fn image(image: Arc<Image>, tail: usize) -> Self {
         let bytes = image.len();
         let tail = AtomicUsize::new(tail.min(bytes));
-        Self { memory: Memory::Image(image), file: RwLock::new(None), bytes, tail }
+        let (file, begun) = (RwLock::new(None), AtomicUsize::new(0));
+        Self { memory: Memory::Image(image), file, bytes, tail, begun }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -128,6 +134,12 @@ impl Map {
         self.store(offset, bytes);
     }
 
+    /// Writes the header page of a segment, before its first record is committed.
+    pub(crate) fn put_head(&self, head: &[u8]) {
+        assert!(head.len() <= HEADER_PAGE, "a header longer than its page");
+        self.store(0, head);
+    }
+
     /// Makes everything from `offset` to the end of the map zero, touching only pages that are not.
     pub(crate) fn clear(&self, offset: usize) {
         assert!(offset >= self.tail.load(Ordering::Relaxed), "clearing below the tail of a segment");
@@ -177,18 +189,23 @@ impl Map {
         }
     }
 
+    /// Where the next allocation begins.
+    pub(crate) fn tail(&self) -> usize {
+        self.tail.load(Ordering::Relaxed)
+    }
+
     /// Takes the next `bytes` (a multiple of 64) of the segment if they end at or before `limit`.
     pub(crate) fn allot(self: &Arc<Self>, bytes: usize, limit: usize) -> Option<Exclusive> {
         let fits = |start: usize| start.checked_add(bytes).filter(|&end| end <= limit.min(self.bytes));
         let start = self.tail.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
-        Some(Exclusive { map: Arc::clone(self), start, bytes })
+        Some(Exclusive { map: Arc::clone(self), start, bytes, copied: false })
     }
 
     /// A frame that the process which owns the log has given to this one alone; `None` when it lies outside the map.
     pub(crate) fn granted(self: &Arc<Self>, start: usize, bytes: usize) -> Option<Exclusive> {
         let end = start.checked_add(bytes)?;
         let sane = bytes >= FRAME_HEADER && start.is_multiple_of(ALIGN) && end <= self.bytes;
-        sane.then(|| Exclusive { map: Arc::clone(self), start, bytes })
+        sane.then(|| Exclusive { map: Arc::clone(self), start, bytes, copied: false })
     }
 
     /// Makes the kernel back the page at `offset` for writing now, whatever else is done to it meanwhile.
@@ -196,6 +213,13 @@ impl Map {
         if offset + 8 <= self.bytes {
             self.word(offset).fetch_or(0, Ordering::Relaxed);
             self.written(offset..offset + 8);
+        }
+    }
+
+    /// As [`Map::set_header`], through the file: where nothing else touches the page in memory, that is cheaper than a fault.
+    pub(crate) fn write_header(&self, offset: usize, block: &[u8; FRAME_HEADER]) {
+        if self.write(offset, &[block]) != Some(FRAME_HEADER) {
+            self.set_header(offset, block);
         }
     }
 
@@ -242,6 +266,29 @@ impl Map {
         }
     }
 
+    /// Writes pieces through the file; how many bytes that stored, `None` where there is no file or it refuses.
+    fn write(&self, offset: usize, pieces: &[&[u8]]) -> Option<usize> {
+        let pieces: Vec<IoSlice<'_>> = pieces.iter().map(|piece| IoSlice::new(piece)).collect();
+        let file = self.file.read().unwrap_or_else(PoisonError::into_inner);
+        rustix::io::pwritev(file.as_ref()?, &pieces, offset as u64).ok()
+    }
+
+    /// Makes the disk begin with what lies before `end`, without waiting for it. The sync that follows finds less to do.
+    fn begin(&self, end: usize) {
+        let (from, end) = (self.begun.load(Ordering::Relaxed), end / PAGE * PAGE);
+        let mine = from + BEGIN <= end
+            && self.begun.compare_exchange(from, end, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        let file = self.file.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = file.as_ref().filter(|_| mine) {
+            // Lengths of files are far below what these take. A refusal costs time; an error of the disk is kept for the sync.
+            let (offset, bytes) = (from as libc::off64_t, (end - from) as libc::off64_t);
+            // SAFETY: the descriptor is open as long as `file` is borrowed, and the call touches no memory of ours.
+            let _ = unsafe {
+                libc::sync_file_range(file.as_raw_fd(), offset, bytes, libc::SYNC_FILE_RANGE_WRITE)
+            };
+        }
+    }
+
     /// Nothing more is written: the file is closed, the map stays.
     pub(crate) fn complete(&self) {
         *self.file.write().unwrap_or_else(PoisonError::into_inner) = None;
@@ -283,29 +330,44 @@ pub(crate) struct Exclusive {
     map: Arc<Map>,
     start: usize,
     bytes: usize,
+    copied: bool,
 }
 
 impl Exclusive {
+    /// Is it to be filled by [`Exclusive::fill`], and so large that nobody touches its pages in memory?
+    pub(crate) fn goes_through_file(&self) -> bool {
+        self.copied && self.bytes >= PAGE
+    }
+
+    /// Says that it will be filled by [`Exclusive::fill`].
+    pub(crate) fn copied(self, copied: bool) -> Self {
+        Self { copied, ..self }
+    }
+
     /// Offset of the frame in its segment.
     pub(crate) fn offset(&self) -> usize {
         self.start
     }
 
-    /// Copies `bytes` to `at` in the body. Large pieces go through the file: one call of the kernel instead of a page fault
-    /// for every page, and no fault ever waits for the file system's journal.
+    /// Fills the body with these pieces, one after another. Many bytes go through the file: one call of the kernel instead
+    /// of a page fault for every page, and no fault ever waits for the file system's journal.
     ///
     /// # Panics
     ///
-    /// If they do not fit.
-    pub(crate) fn copy_in(&mut self, at: usize, bytes: &[u8]) {
-        assert!(at + bytes.len() <= self.bytes - FRAME_HEADER, "writing beyond a frame");
-        let offset = (self.start + FRAME_HEADER + at) as u64;
-        let file = self.map.file.read().unwrap_or_else(PoisonError::into_inner);
-        let stored =
-            bytes.len() >= PAGE && file.as_ref().is_some_and(|file| file.write_all_at(bytes, offset).is_ok());
-        drop(file);
-        if !stored {
-            self[at..at + bytes.len()].copy_from_slice(bytes);
+    /// If they are not as long as the body.
+    pub(crate) fn fill(&mut self, pieces: &[&[u8]]) {
+        let bytes: usize = pieces.iter().map(|piece| piece.len()).sum();
+        assert_eq!(bytes, self.bytes - FRAME_HEADER, "a body of another length than its frame");
+        if bytes >= PAGE && self.map.write(self.start + FRAME_HEADER, pieces) == Some(bytes) {
+            // This frame's own header is still to come.
+            self.map.begin(self.start);
+            return;
+        }
+        let mut rest = &mut self[..];
+        for piece in pieces {
+            let (place, behind) = rest.split_at_mut(piece.len());
+            place.copy_from_slice(piece);
+            rest = behind;
         }
     }
 }

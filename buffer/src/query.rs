@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
-use crate::index::{Index, Member};
+use crate::index::{Index, Member, Unread};
 use crate::layout::segment::Entry;
 use crate::reader::Reader;
 use crate::record::Record;
@@ -102,12 +102,21 @@ impl Candidate {
 }
 
 impl Reader {
+    /// Looks into the index once the tables that `missing` names are read. The log is not locked while one is read.
+    fn ask_of<T>(&self, missing: impl Fn(&Index) -> Option<Unread>, mut query: impl FnMut(&Index) -> T) -> T {
+        loop {
+            let unread = match self.with(|index| missing(index).ok_or_else(|| query(index))) {
+                Ok(unread) => unread,
+                Err(answer) => return answer,
+            };
+            let entries = unread.entries();
+            self.with(|index| index.fill(unread.segment.header.first, entries));
+        }
+    }
+
     /// Looks into the whole index.
-    fn ask<T>(&self, query: impl FnOnce(&Index) -> T) -> T {
-        self.with(|index| {
-            index.complete();
-            query(index)
-        })
+    fn ask<T>(&self, query: impl FnMut(&Index) -> T) -> T {
+        self.ask_of(|index| index.unread(|_| true), query)
     }
 
     /// The groups that a query asks for. A group with a damaged record that leaves it incomplete is not given.
@@ -120,8 +129,17 @@ impl Reader {
     /// not know: rewards that differ within a group, for example.
     #[must_use]
     pub fn find_where(&self, query: &GroupQuery, keep: impl FnMut(&Group) -> bool) -> Vec<Group> {
-        let mut candidates: Vec<Candidate> = self.ask(|index| {
-            let groups = index.groups(query.rollouts.clone());
+        // A group that became complete at or after a position has a sample there: the tables that name none of the rollouts
+        // from there on are not needed.
+        let rollouts = |index: &Index| index.rollouts_from(query.rollouts.clone(), query.completed_from.0);
+        let missing = |index: &Index| {
+            let rollouts = rollouts(index);
+            index.unread(|trailer| {
+                trailer.rollouts.0 <= *rollouts.end() && *rollouts.start() <= trailer.rollouts.1
+            })
+        };
+        let mut candidates: Vec<Candidate> = self.ask_of(missing, |index| {
+            let groups = index.groups(rollouts(index));
             groups.filter_map(|(ids, group)| Candidate::new(index, ids, group, query.samples)).collect()
         });
         let fresh = |versions: Option<(u64, u64)>| match (query.version_min, versions) {
@@ -167,7 +185,12 @@ impl Reader {
     ///
     /// [`crate::Error::Damaged`].
     pub fn sample(&self, sample_id: u64) -> Result<Option<Record>> {
-        match self.ask(|index| index.sample(sample_id)) {
+        // The newest tables are read first: one that is older than what was found cannot change the answer.
+        let older = |index: &Index, unread: &Unread| {
+            index.sample(sample_id).is_some_and(|found| found >= unread.segment.header.first)
+        };
+        let missing = |index: &Index| index.unread(|_| true).filter(|unread| !older(index, unread));
+        match self.ask_of(missing, |index| index.sample(sample_id)) {
             Some(sequence) => self.get(Position(sequence)),
             None => Ok(None),
         }

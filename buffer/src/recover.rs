@@ -1,17 +1,17 @@
 //! Opens all segments of a log: sealed ones by their index table, the others by walking them.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use crate::damage::{Damage, Recovery, Severity};
 use crate::index::{Checked, Index, Loaded, Segment};
+use crate::layout::frame::{FRAME_HEADER, Peek};
 use crate::layout::segment::{
     ENTRY, Entry, EntryState, HEADER_PAGE, HeaderFault, SegmentHeader, TRAILER, Trailer, decode_table,
-    encode_table,
+    encode_table, rollouts,
 };
 use crate::map::Map;
 use crate::scan::{self, Fault, Scan, Start};
-use crate::storage::Storage;
+use crate::storage::{SPARE, Storage};
 use crate::{Error, Identity, Position, Result};
 
 /// Largest segment: keeps every size in a segment far from overflow.
@@ -71,11 +71,14 @@ pub(crate) fn repair(storage: &dyn Storage, identity: &Identity, noted: u64) -> 
 }
 
 fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>, noted: u64) -> Result<Opened> {
-    let firsts = firsts(storage)?;
+    let mut firsts = firsts(storage)?;
     let mut opened = Opened { next: 0, noted, ..Opened::default() };
     if let Some(identity) = identity {
         for &first in &firsts {
             refuse_foreign(storage, first, identity)?;
+        }
+        if let Some(first) = settle_spare(storage, identity, &firsts)? {
+            firsts.push(first);
         }
     }
     for (index, &first) in firsts.iter().enumerate() {
@@ -93,6 +96,31 @@ pub(crate) fn firsts(storage: &dyn Storage) -> Result<Vec<u64>> {
     let mut firsts: Vec<u64> = names.iter().filter_map(|name| segment_first(name)).collect();
     firsts.sort_unstable();
     Ok(firsts)
+}
+
+/// Makes a segment of a spare that records had gone into when its owner died, and removes any other. Answers with its first
+/// position.
+fn settle_spare(storage: &dyn Storage, identity: &Identity, firsts: &[u64]) -> Result<Option<u64>> {
+    let io = |source| Error::io("settle", storage.path(SPARE))(source);
+    let mut map = match storage.open(SPARE, Some(0)) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        opened => opened.map_err(io)?,
+    };
+    let page = HEADER_PAGE.min(map.len()) / 8 * 8;
+    let begun = SegmentHeader::decode(&map.copy(0..page)).ok().map(|(header, _)| header).filter(|header| {
+        let used = map.len() >= HEADER_PAGE + FRAME_HEADER
+            && matches!(map.header(HEADER_PAGE, header.salt, map.len()), Peek::Frame(_));
+        let last = firsts.last().is_none_or(|&last| last < header.first);
+        used && last && header.identity == *identity && header.capacity == map.len() as u64
+    });
+    let Some(header) = begun else {
+        storage.discard_spare();
+        return Ok(None);
+    };
+    // A failed flush of the dead process may have marked it clean.
+    map.touch(0..HEADER_PAGE);
+    map.flush(0..HEADER_PAGE).and_then(|()| storage.adopt(&segment_name(header.first))).map_err(io)?;
+    Ok(Some(header.first))
 }
 
 fn refuse_foreign(storage: &dyn Storage, first: u64, identity: &Identity) -> Result<()> {
@@ -174,7 +202,7 @@ pub(crate) fn load(
         opened.recovery.damage.append(&mut found);
         opened.next = opened.next.max(trailer.next);
         opened.bytes += trailer.table;
-        opened.index.add_sealed(Arc::new(Segment { name, header, map: Arc::new(map) }), trailer);
+        opened.index.add_sealed(Segment::found(name, header, map), trailer);
         return Ok(());
     }
     opened.recovery.scanned += 1;
@@ -189,7 +217,7 @@ pub(crate) fn load(
     opened.recovery.damage.append(&mut found);
     opened.next = opened.next.max(part.next);
     opened.bytes += part.end as u64;
-    opened.index.add_segment(Arc::new(Segment { name, header, map: Arc::new(part.map) }));
+    opened.index.add_segment(Segment::found(name, header, part.map));
     for entry in part.entries {
         opened.index.push(first, entry, Checked::Good);
     }
@@ -317,7 +345,8 @@ pub(crate) fn seal(
 ) -> std::io::Result<u64> {
     let (table, table_crc) = encode_table(entries);
     let sealed_us = crate::clock_us();
-    let trailer = Trailer { table: end as u64, count: entries.len() as u64, table_crc, next, sealed_us };
+    let (count, rollouts) = (entries.len() as u64, rollouts(entries));
+    let trailer = Trailer { table: end as u64, count, table_crc, next, sealed_us, rollouts };
     map.put(end, &table);
     map.flush(end..map.len())?;
     map.put(map.len() - TRAILER, &trailer.encode(header.salt));

@@ -140,19 +140,20 @@ impl Reservation {
         let first = self.plan.columns.first().map_or(end, |column| column.offset - FRAME_HEADER);
         let mut head = vec![0; first];
         body::encode(&mut head, &fixed, &self.plan);
-        self.body.copy_in(0, &head);
-        let (mut crc, mut at) = (crc32c::crc32c(&head), first);
+        let (mut pieces, mut at) = (vec![&head[..]], first);
         for column in &self.plan.columns {
             let bytes = columns.iter().find(|(id, _)| *id == column.id).map_or(&[][..], |(_, bytes)| bytes);
             let start = column.offset - FRAME_HEADER;
-            // What lies between columns has never been written, and so is zero.
-            crc = crc32c::crc32c_append(crc, &PADDING[..start - at]);
+            pieces.extend([&PADDING[..start - at], &bytes[..column.bytes]]);
             at = start + column.bytes;
-            let bytes = &bytes[..column.bytes];
-            self.body.copy_in(start, bytes);
-            crc = crc32c::crc32c_append(crc, bytes);
         }
-        crc = crc32c::crc32c_append(crc, &PADDING[..end - at]);
+        pieces.push(&PADDING[..end - at]);
+        let crc = match self.ticket.home {
+            Home::Here { .. } => pieces.iter().fold(0, |crc, piece| crc32c::crc32c_append(crc, piece)),
+            // The owner computes its own.
+            Home::There(_) => 0,
+        };
+        self.body.fill(&pieces);
         self.finish(&fixed, crc)
     }
 

@@ -54,10 +54,13 @@ impl Shared {
         // One at a time: two would remove the same file.
         let _turn = self.retaining.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut retired = Retired::default();
+        while let Some(unread) = { self.lock().index.unread(|_| true) } {
+            let entries = unread.entries();
+            self.lock().index.fill(unread.segment.header.first, entries);
+        }
         loop {
             let mut state = self.lock();
             self.check(&state)?;
-            state.index.complete();
             retired.oldest = Position(state.index.oldest());
             let Some((first, name)) = next(&state.index, retention, limited, consumed) else {
                 return Ok(retired);

@@ -229,7 +229,12 @@ impl Line {
         if !frame.is_multiple_of(ALIGN) || frame <= FRAME_HEADER {
             return Err(invalid("frame", "a multiple of 64 bytes, more than its header", bytes.to_string()));
         }
-        let (segment, sequence, body) = self.shared.reserve(kind, frame)?;
+        let (segment, sequence, body) = self.shared.reserve(kind, frame, false)?;
+        if let Err(error) = self.shared.name(&segment) {
+            drop(body);
+            self.shared.give_up(sequence);
+            return Err(error);
+        }
         let space = Message::new(wire::SPACE, [segment.header.first, body.offset() as u64, sequence]);
         self.held.insert(sequence, Held { kind, segment, body });
         Ok(space)

@@ -12,14 +12,15 @@ use crate::damage::Recovery;
 use crate::index::{Index, Segment};
 use crate::layout::body::{Fixed, Plan};
 use crate::layout::frame::{FrameHeader, FrameState};
-use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, SegmentHeader, TRAILER};
+use crate::layout::segment::{Entry, EntryState, HEADER_PAGE};
 use crate::ledger::Ledger;
 use crate::lock::LockFile;
 use crate::locks::{Condvar, Mutex, MutexGuard};
 use crate::map::Exclusive;
 use crate::options::{Options, SyncPolicy};
-use crate::recover::{self, Opened};
+use crate::recover::Opened;
 use crate::sample::Kind;
+use crate::segments::{Active, Spare};
 use crate::storage::Storage;
 use crate::{Error, Position, Result, scan};
 
@@ -32,6 +33,8 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     /// Told whenever records become durable, a reservation ends, or the log is poisoned.
     pub(crate) changed: Condvar,
+    /// Told when the keeper has something to do.
+    pub(crate) chores: Condvar,
     /// Held while old segments are removed.
     pub(crate) retaining: Mutex<()>,
 }
@@ -40,6 +43,7 @@ pub(crate) struct State {
     pub(crate) ledger: Ledger,
     pub(crate) index: Index,
     pub(crate) active: Option<Active>,
+    pub(crate) spare: Spare,
     /// Full segments that wait for their last records to become visible, to be sealed then.
     pub(crate) retiring: Vec<u64>,
     /// Open reservations, oldest first, with the moment each may be reclaimed.
@@ -50,19 +54,14 @@ pub(crate) struct State {
     pub(crate) dirty_since: Option<Instant>,
     pub(crate) poison: Option<String>,
     pub(crate) closing: bool,
+    /// The last handle is gone; reservations and readers may be left. The keeper ends.
+    pub(crate) unattended: bool,
     /// Held until the log is closed or its last handle, reservation and reader are gone.
     pub(crate) lock: Option<LockFile>,
     /// Shows readers of other processes what is durable.
     pub(crate) beacon: Option<Beacon>,
     /// Producers of other processes are served.
     pub(crate) serving: bool,
-}
-
-/// The segment that takes reservations.
-pub(crate) struct Active {
-    pub(crate) segment: Arc<Segment>,
-    /// Frames in it.
-    pub(crate) count: usize,
 }
 
 impl std::fmt::Debug for Shared {
@@ -83,18 +82,21 @@ impl Shared {
             ledger: Ledger::new(opened.next),
             index: opened.index,
             active: None,
+            spare: Spare::None,
             retiring: Vec::new(),
             deadlines: VecDeque::new(),
             syncing: false,
             dirty_since: None,
             poison: None,
             closing: false,
+            unattended: false,
             lock,
             beacon: None,
             serving: false,
         };
-        let (state, changed) = (Mutex::new(state), Condvar::new());
-        Self { storage, root, options, recovery: opened.recovery, state, changed, retaining: Mutex::new(()) }
+        let (recovery, state) = (opened.recovery, Mutex::new(state));
+        let (changed, chores, retaining) = (Condvar::new(), Condvar::new(), Mutex::new(()));
+        Self { storage, root, options, recovery, state, changed, chores, retaining }
     }
 
     pub(crate) fn options(&self) -> &Options {
@@ -128,6 +130,7 @@ impl Shared {
         tracing::error!(path = %self.root.display(), cause = text, "the rollout log stops taking records");
         state.poison = Some(text);
         self.changed.notify_all();
+        self.chores.notify_all();
     }
 
     /// Waits for any change, at most until `until`.
@@ -136,15 +139,26 @@ impl Shared {
         self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Takes a frame of so many bytes.
-    pub(crate) fn reserve(&self, kind: Kind, frame: usize) -> Result<(Arc<Segment>, u64, Exclusive)> {
+    /// Takes a frame of so many bytes. `copied`: it will be filled in one piece, not in place.
+    pub(crate) fn reserve(
+        &self,
+        kind: Kind,
+        frame: usize,
+        copied: bool,
+    ) -> Result<(Arc<Segment>, u64, Exclusive)> {
         // Before it is counted with anything else: a number from outside may be any.
         let max = self.frame_limit() - HEADER_PAGE;
         if frame > max {
             return Err(Error::TooLarge { bytes: frame as u64, max: max as u64 });
         }
-        let mut state = self.room(frame)?;
-        let (segment, body) = self.allot(&mut state, frame)?;
+        let until = Instant::now() + self.options.wait_deadline;
+        let (mut state, segment, body) = loop {
+            let mut state = self.room(frame)?;
+            match self.allot(&mut state, frame) {
+                Some((segment, body)) => break (state, segment, body.copied(copied)),
+                None => drop(self.await_spare(state, until)?),
+            }
+        };
         let offset = body.offset();
         let range = offset..offset + frame;
         let given_up = Entry::empty(EntryState::Void, offset as u64, frame as u64);
@@ -158,11 +172,13 @@ impl Shared {
             durable: state.ledger.visible(),
             body_crc: 0,
         };
-        segment.map.set_header(offset, &header.encode(segment.header.salt));
+        set_header(&segment, &header, body.goes_through_file());
         state.deadlines.push_back((sequence, Instant::now() + self.options.reservation_deadline));
         drop(state);
         // The next header lies right behind this frame. Its page fault is taken here, and not under the lock.
-        segment.map.prefault(offset + frame);
+        if !body.goes_through_file() {
+            segment.map.prefault(offset + frame);
+        }
         Ok((segment, sequence, body))
     }
 
@@ -223,56 +239,11 @@ impl Shared {
             };
             loaded.segment.map.set_header(range.start, &header.encode(loaded.segment.header.salt));
             if state.ledger.dirty() > 0 {
-                state.dirty_since.get_or_insert_with(Instant::now);
+                self.note_dirty(state);
             }
             state.publish();
             self.changed.notify_all();
         }
-    }
-
-    /// Where the first frame of a segment must end.
-    fn frame_limit(&self) -> usize {
-        // Room for the table with one spare entry, which recovery may need for a position lost at the end.
-        self.options.segment_bytes as usize - TRAILER - 2 * ENTRY
-    }
-
-    /// Takes `bytes` of the active segment, or of a new one.
-    fn allot(&self, state: &mut State, bytes: usize) -> Result<(Arc<Segment>, Exclusive)> {
-        let limit = self.frame_limit();
-        if let Some(active) = &mut state.active
-            && let Some(end) = limit.checked_sub(active.count * ENTRY)
-            && let Some(body) = active.segment.map.allot(bytes, end)
-        {
-            active.count += 1;
-            return Ok((Arc::clone(&active.segment), body));
-        }
-        let segment = self.create_segment(state.ledger.next())?;
-        let body = segment
-            .map
-            .allot(bytes, limit)
-            .ok_or(Error::TooLarge { bytes: bytes as u64, max: limit as u64 })?;
-        state.index.add_segment(Arc::clone(&segment));
-        if let Some(full) = state.active.replace(Active { segment: Arc::clone(&segment), count: 1 }) {
-            state.retiring.push(full.segment.header.first);
-        }
-        Ok((segment, body))
-    }
-
-    fn create_segment(&self, first: u64) -> Result<Arc<Segment>> {
-        use std::hash::{BuildHasher, Hasher};
-        // std's hasher keys are random per process and differ from one to the next: no other source is needed for a salt.
-        let salt = std::hash::RandomState::new().build_hasher().finish();
-        let header = SegmentHeader {
-            identity: self.options.identity.clone(),
-            capacity: self.options.segment_bytes,
-            first,
-            salt,
-            created_us: crate::clock_us(),
-        };
-        let name = recover::segment_name(first);
-        let made = self.storage.create(&name, header.capacity as usize, &header.encode());
-        let map = made.map_err(Error::io("create the segment", self.storage.path(&name)))?;
-        Ok(Arc::new(Segment { name, header, map: Arc::new(map) }))
     }
 
     /// Commits a complete body with this CRC. From here on its bytes may be handed to readers.
@@ -293,11 +264,18 @@ impl Shared {
             durable: 0,
             body_crc,
         };
+        let through_file = body.goes_through_file();
         drop(body);
-        self.commit(segment, header, scan::describe(&header, fixed, plan))
+        self.commit(segment, header, scan::describe(&header, fixed, plan), through_file)
     }
 
-    fn commit(&self, segment: &Segment, mut header: FrameHeader, entry: Entry) -> Result<()> {
+    fn commit(
+        &self,
+        segment: &Segment,
+        mut header: FrameHeader,
+        entry: Entry,
+        through_file: bool,
+    ) -> Result<()> {
         let sequence = header.sequence;
         let mut state = self.lock();
         self.check(&state)?;
@@ -308,11 +286,8 @@ impl Shared {
             });
         }
         header.durable = state.ledger.visible();
-        segment.map.set_header(header.offset as usize, &header.encode(segment.header.salt));
-        if state.dirty_since.is_none() {
-            state.dirty_since = Some(Instant::now());
-            self.changed.notify_all();
-        }
+        set_header(segment, &header, through_file);
+        self.note_dirty(&mut state);
         let dirty = state.ledger.dirty();
         drop(state);
         fail_point!("log.commit");
@@ -323,11 +298,30 @@ impl Shared {
         }
     }
 
+    /// Something waits for a sync from now on.
+    fn note_dirty(&self, state: &mut State) {
+        if state.dirty_since.is_none() {
+            state.dirty_since = Some(Instant::now());
+            if matches!(self.options.sync, SyncPolicy::Within(_)) {
+                self.chores.notify_all();
+            }
+        }
+    }
+
     pub(crate) fn give_up(&self, sequence: u64) {
         let mut state = self.lock();
         // A closed log may have another writer already; what is open in it reads as never committed.
         if !state.closing {
             self.void(&mut state, sequence);
         }
+    }
+}
+
+fn set_header(segment: &Segment, header: &FrameHeader, through_file: bool) {
+    let (offset, block) = (header.offset as usize, header.encode(segment.header.salt));
+    if through_file {
+        segment.map.write_header(offset, &block);
+    } else {
+        segment.map.set_header(offset, &block);
     }
 }

@@ -20,9 +20,13 @@ pub(crate) trait Storage: Send + Sync {
     fn path(&self, name: &str) -> PathBuf;
     /// Names of all files.
     fn names(&self) -> io::Result<Vec<String>>;
-    /// Makes a zeroed file of `bytes` bytes, all of them backed by storage, that starts with `head`; durable and whole, or
-    /// absent, on return.
-    fn create(&self, name: &str, bytes: usize, head: &[u8]) -> io::Result<Map>;
+    /// Makes the spare: a zeroed file of `bytes` bytes, all of them backed by storage, durable on return. There is at most
+    /// one; another one takes its place.
+    fn prepare(&self, bytes: usize) -> io::Result<Map>;
+    /// Gives the spare, whose header is on stable storage, its name as a segment, durably.
+    fn adopt(&self, name: &str) -> io::Result<()>;
+    /// Removes the spare, if there is one.
+    fn discard_spare(&self);
     /// Maps a file as it is: for reading, or, when it was cut short, grown back to `bytes` for writing.
     fn open(&self, name: &str, write: Option<usize>) -> io::Result<Map>;
     /// Gives the storage behind `range` back; the bytes there are zero and stay so.
@@ -43,6 +47,8 @@ pub(crate) struct Directory {
 
 /// Suffix of files that are not complete yet; ignored and overwritten.
 const UNFINISHED: &str = ".new";
+/// The next segment, before it is one.
+pub(crate) const SPARE: &str = "spare.new";
 /// Small files are read whole; nothing the log writes comes near this.
 const SMALL_BYTES_MAX: u64 = 1 << 20;
 
@@ -56,23 +62,27 @@ impl Directory {
         call(|| root.sync_all())
     }
 
-    /// Writes a file beside its final name, syncs it, and moves it there.
-    fn put<T>(&self, name: &str, write: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
-        let unfinished = self.root.join(format!("{name}{UNFINISHED}"));
+    /// Writes a file from its beginning and syncs it. What cannot be completed is removed.
+    fn put<T>(&self, unfinished: &str, write: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
+        let path = self.root.join(unfinished);
         let attempt = || {
             let mut options = OpenOptions::new();
             options.read(true).write(true).create(true).truncate(true);
-            let file = call(|| options.open(&unfinished))?;
+            let file = call(|| options.open(&path))?;
             let out = write(&file)?;
             call(|| file.sync_all())?;
-            call(|| fs::rename(&unfinished, self.root.join(name)))?;
-            self.sync_root()?;
             Ok(out)
         };
         attempt().inspect_err(|_| {
             // The error being returned matters more; a left-over file is overwritten by the next attempt.
-            let _ = fs::remove_file(&unfinished);
+            let _ = fs::remove_file(&path);
         })
+    }
+
+    /// Moves a complete file to its name, durably.
+    fn rename(&self, unfinished: &str, name: &str) -> io::Result<()> {
+        call(|| fs::rename(self.root.join(unfinished), self.root.join(name)))?;
+        self.sync_root()
     }
 }
 
@@ -94,16 +104,29 @@ impl Storage for Directory {
         Ok(names)
     }
 
-    fn create(&self, name: &str, bytes: usize, head: &[u8]) -> io::Result<Map> {
-        if self.root.join(name).try_exists()? {
-            return Err(io::Error::from(io::ErrorKind::AlreadyExists));
-        }
-        let (raw, file) = self.put(name, |file| {
+    fn prepare(&self, bytes: usize) -> io::Result<Map> {
+        let (raw, file) = self.put(SPARE, |file| {
             allocate(file, bytes as u64)?;
-            Calls(file).write_all(head)?;
             Ok((call(|| MmapOptions::new().map_raw(file))?, file.try_clone()?))
         })?;
         Ok(Map::writable(raw, file, HEADER_PAGE))
+    }
+
+    fn adopt(&self, name: &str) -> io::Result<()> {
+        if call(|| self.root.join(name).try_exists())? {
+            return Err(io::Error::from(io::ErrorKind::AlreadyExists));
+        }
+        self.rename(SPARE, name)
+    }
+
+    fn discard_spare(&self) {
+        match fs::remove_file(self.root.join(SPARE)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                // Costs disk space until the next one takes its place, nothing else.
+                tracing::debug!(%error, "could not remove the spare segment");
+            }
+            _ => {}
+        }
     }
 
     fn open(&self, name: &str, write: Option<usize>) -> io::Result<Map> {
@@ -155,7 +178,9 @@ impl Storage for Directory {
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
-        self.put(name, |file| Calls(file).write_all(bytes))
+        let unfinished = format!("{name}{UNFINISHED}");
+        self.put(&unfinished, |file| Calls(file).write_all(bytes))?;
+        self.rename(&unfinished, name)
     }
 }
 

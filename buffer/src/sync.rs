@@ -1,7 +1,7 @@
 //! Bringing committed records to stable storage: one thread flushes for all that wait.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -9,10 +9,11 @@ use crate::index::{Checked, Segment};
 use crate::layout::segment::{Entry, HEADER_PAGE};
 use crate::locks::MutexGuard;
 use crate::recover;
+use crate::segments::Spare;
 use crate::shared::{Shared, State};
-use crate::{Error, Position, Result};
+use crate::{Error, Position, Result, SyncPolicy};
 
-/// How long the background thread sleeps when nothing is committed; any commit wakes it.
+/// How long the keeper sleeps when there is nothing to do; whoever has something wakes it.
 const IDLE: Duration = Duration::from_secs(3600);
 
 impl Shared {
@@ -66,6 +67,7 @@ impl Shared {
         state.dirty_since = None;
         drop(state);
         let flush = |(segment, range): &(Arc<Segment>, Range<usize>)| {
+            self.name(segment)?;
             segment.map.flush(range.clone()).map_err(Error::io("sync", self.storage.path(&segment.name)))
         };
         let flushed = work.iter().try_for_each(flush);
@@ -99,6 +101,7 @@ impl Shared {
         let one = |(segment, entries): (Arc<Segment>, Vec<Entry>)| {
             let end = entries.last().map_or(HEADER_PAGE, |last| (last.offset + last.bytes) as usize);
             let next = segment.header.first + entries.len() as u64;
+            self.name(&segment)?;
             let sealed_us = recover::seal(&segment.map, &segment.header, &entries, end, next)
                 .map_err(Error::io("seal", self.storage.path(&segment.name)))?;
             self.storage.release(&segment.name, recover::unused(&segment.header, end, entries.len()));
@@ -116,15 +119,23 @@ impl Shared {
         // No new reservation from here on; a sync still under way may be sealing.
         state.closing = true;
         self.changed.notify_all();
-        while state.syncing && Instant::now() < until {
+        self.chores.notify_all();
+        while state.syncing || matches!(state.spare, Spare::InTheMaking) {
+            if Instant::now() >= until {
+                let reason =
+                    "another thread's sync, or its making of a segment, does not finish; the medium may hang";
+                return Err(Error::Full { bytes: 0, waited: self.options().wait_deadline, reason });
+            }
             state = self.wait(state, until);
         }
+        state.spare = Spare::None;
         if let Some(active) = state.active.take() {
             state.retiring.push(active.segment.header.first);
         }
         let full = state.take_resolved();
         drop(state);
         let sealed = self.seal(full)?;
+        self.storage.discard_spare();
         let mut state = self.lock();
         state.note_sealed(&sealed);
         state.beacon = None;
@@ -132,22 +143,30 @@ impl Shared {
         Ok(())
     }
 
-    /// Body of the background thread: syncs at the latest `bound` after a commit, until the log is closed.
-    fn sync_within(&self, bound: Duration) {
+    /// Body of the keeper: syncs at the latest `bound` after a commit, and makes the next segment before it is needed.
+    fn keep(&self, bound: Option<Duration>) {
         let mut state = self.lock();
-        while !state.closing && state.poison.is_none() {
+        while !state.closing && !state.unattended && state.poison.is_none() {
             self.reclaim(&mut state);
-            let due = state.dirty_since.map(|since| since + bound);
+            let due = bound.and_then(|bound| Some(state.dirty_since? + bound));
             let now = Instant::now();
-            match due {
-                Some(due) if due <= now && !state.syncing => match self.lead(state) {
-                    Ok(after) => state = after,
+            state = match due {
+                // Another thread's sync is under way, and tells when it ends.
+                Some(due) if due <= now && state.syncing => self.wait(state, now + IDLE),
+                Some(due) if due <= now => match self.lead(state) {
+                    Ok(after) => after,
                     // The log is poisoned now; every producer is told at its next call.
                     Err(_) => return,
                 },
-                Some(due) if due > now => state = self.wait(state, due),
-                _ => state = self.wait(state, now + IDLE),
-            }
+                _ if self.wants_spare(&state) => self.make_spare(state).unwrap_or_else(|error| {
+                    tracing::warn!(%error, "no segment could be made ahead");
+                    self.lock()
+                }),
+                due => {
+                    let limit = due.map_or(IDLE, |due| due - now);
+                    self.chores.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
         }
     }
 }
@@ -183,28 +202,31 @@ impl State {
     }
 }
 
-/// The background thread of [`crate::SyncPolicy::Within`]; dropping it ends the thread.
+/// The thread that does what nobody should wait for; dropping it ends the thread.
 #[derive(Debug)]
-pub(crate) struct Flusher {
+pub(crate) struct Keeper {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Flusher {
-    pub(crate) fn start(shared: Arc<Shared>, bound: Duration) -> Result<Self> {
+impl Keeper {
+    pub(crate) fn start(shared: Arc<Shared>) -> Result<Self> {
         let worker = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name("rollout-log-sync".into())
-            .spawn(move || worker.sync_within(bound));
-        let thread = thread.map_err(Error::io("start the sync thread of", &shared.root))?;
+        let bound = match shared.options().sync {
+            SyncPolicy::Within(bound) => Some(bound),
+            _ => None,
+        };
+        let thread = std::thread::Builder::new().name("rollout-log".into()).spawn(move || worker.keep(bound));
+        let thread = thread.map_err(Error::io("start the thread of", &shared.root))?;
         Ok(Self { shared, thread: Some(thread) })
     }
 }
 
-impl Drop for Flusher {
+impl Drop for Keeper {
     fn drop(&mut self) {
-        self.shared.lock().closing = true;
+        self.shared.lock().unattended = true;
         self.shared.changed.notify_all();
+        self.shared.chores.notify_all();
         if let Some(thread) = self.thread.take() {
             // A panic in it was already reported by the panic hook.
             let _ = thread.join();

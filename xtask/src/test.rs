@@ -26,6 +26,7 @@ enum Need {
     Sglang,
     CargoFuzz,
     Stores,
+    Miri,
 }
 
 struct Lane {
@@ -105,7 +106,22 @@ const LANES: &[Lane] = &[
         run: loom,
     },
     Lane { name: "fuzz", what: "fuzzing, 30 s a target", needs: &[Need::CargoFuzz], run: fuzz },
+    Lane {
+        name: "asan",
+        what: "the log's maps and foreign calls under AddressSanitizer",
+        needs: &[Need::CargoFuzz],
+        run: asan,
+    },
+    Lane {
+        name: "miri",
+        what: "the log's layout, bookkeeping and recovery under Miri",
+        needs: &[Need::Miri],
+        run: miri,
+    },
 ];
+
+/// Lanes that run only when they are named: not every machine can have what they need.
+const BY_NAME: &[&str] = &["miri"];
 
 /// Features of the facade that the torch lanes build, one set so that everything is built once.
 pub(crate) const ALL: &str = "driftless/torch,driftless/failpoints";
@@ -161,7 +177,10 @@ fn chosen(names: &[String]) -> Result<Vec<&'static Lane>> {
             found: name.clone(),
         });
     }
-    let wanted = |lane: &&Lane| names.is_empty() || names.iter().any(|n| n == lane.name);
+    let wanted = |lane: &&Lane| match names {
+        [] => !BY_NAME.contains(&lane.name),
+        names => names.iter().any(|n| n == lane.name),
+    };
     Ok(LANES.iter().filter(wanted).collect())
 }
 
@@ -247,6 +266,13 @@ impl Need {
                 Ok(cache) => stores::missing(&cache),
                 Err(error) => Some(error.to_string()),
             },
+            Need::Miri => {
+                let version = Command::new("cargo").args(["+nightly", "miri", "--version"]).output();
+                let found = version.is_ok_and(|output| output.status.success());
+                (!found).then(|| {
+                    "Miri, of which not every nightly has a build (rustup +nightly component add miri rust-src)".to_owned()
+                })
+            }
             Need::CargoFuzz => {
                 let version = Command::new("cargo").args(["+nightly", "fuzz", "--version"]).output();
                 let found = version.is_ok_and(|output| output.status.success());
@@ -294,7 +320,12 @@ fn leak(context: &Context) -> Result<()> {
 }
 
 fn unit(context: &Context) -> Result<()> {
-    context.cargo(&["test", "--features", LIGHT])
+    let mut command = Command::new("cargo");
+    command.args(["test", "--features", LIGHT]);
+    if context.long {
+        command.env("DRIFTLESS_LONG", "1");
+    }
+    context.logged(&mut command)
 }
 
 fn doc(context: &Context) -> Result<()> {
@@ -365,4 +396,26 @@ fn fuzz(context: &Context) -> Result<()> {
         context.cargo(&["+nightly", "fuzz", "run", target, "--", limit, seed, "-max_len=16384"])?;
     }
     Ok(())
+}
+
+fn asan(context: &Context) -> Result<()> {
+    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    context.logged(
+        Command::new("cargo")
+            .args(["+nightly", "test", "-p", "driftless-buffer", "--lib", "--target", &target])
+            .env("RUSTFLAGS", "-Zsanitizer=address")
+            // The crash tests forget reservations on purpose, as a crash does.
+            .env("ASAN_OPTIONS", "detect_leaks=0")
+            .env("CARGO_TARGET_DIR", context.root.join("target/asan")),
+    )
+}
+
+fn miri(context: &Context) -> Result<()> {
+    let tests = ["layout", "ledger", "wire", "cursor", "tests::crash"];
+    context.logged(
+        Command::new("cargo")
+            .args(["+nightly", "miri", "test", "-p", "driftless-buffer", "--lib", "--"])
+            .args(tests)
+            .env("CARGO_TARGET_DIR", context.root.join("target/miri")),
+    )
 }

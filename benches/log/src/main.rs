@@ -11,7 +11,7 @@ mod memory;
 mod read;
 mod reopen;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// One line of the table.
 struct Row {
@@ -32,22 +32,27 @@ impl Row {
     }
 }
 
+/// Each in a directory of its own.
+const PARTS: [(&str, fn(&Path) -> Vec<Row>); 5] = [
+    ("append", append::run),
+    ("latency", latency::run),
+    ("read", read::run),
+    ("reopen", reopen::run),
+    ("memory", memory::run),
+];
+
 fn main() {
     let Some(root) = std::env::args().nth(1) else {
-        eprintln!("usage: driftless-compare-log DIRECTORY (on the disk to measure)");
+        eprintln!("usage: driftless-compare-log DIRECTORY [PART...] (on the disk to measure; parts: append latency read reopen memory)");
         std::process::exit(2);
     };
     let root = PathBuf::from(root).join(format!("log-bench-{}", std::process::id()));
     std::fs::create_dir_all(&root).expect("a directory on the disk to measure");
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     println!("load before: {}", load.trim());
-    let rows = [
-        append::run(&root.join("append")),
-        latency::run(&root.join("latency")),
-        read::run(&root.join("read")),
-        reopen::run(&root.join("reopen")),
-        memory::run(&root.join("memory")),
-    ];
+    let chosen: Vec<String> = std::env::args().skip(2).collect();
+    let chosen = PARTS.iter().filter(|(name, _)| chosen.is_empty() || chosen.iter().any(|one| one == name));
+    let rows: Vec<Vec<Row>> = chosen.map(|(name, run)| run(&root.join(name))).collect();
     println!();
     for Row { what, ratio, at_least, target } in rows.iter().flatten() {
         let (sign, pass) = if *at_least { ("≥", ratio >= target) } else { ("≤", ratio <= target) };

@@ -63,10 +63,10 @@ fn crashed(dir: &Path, data: &Data, segments: usize, tail: usize) -> Duration {
         assert!(log.reader().get(Position(from.0 + tail as u64 - 1)).expect("a record").is_some());
         if round + 1 == ROUNDS && segments > 0 {
             // What was put off is done here, once.
-            println!(
-                "    the first question about groups after that: {:.1?}",
-                timed(|| drop(log.reader().rollouts()))
-            );
+            let newest = (segments * (SEGMENT_BYTES / RECORD) - 1) as u64 / 512;
+            let one = timed(|| drop(log.reader().groups(newest, 8)));
+            let all = timed(|| drop(log.reader().rollouts()));
+            println!("    after that, the first question about one rollout: {one:.1?}, about all: {all:.1?}");
         }
         drop(log);
     }

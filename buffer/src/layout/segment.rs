@@ -3,6 +3,7 @@
 use super::field::{self, put};
 use super::salted_crc;
 use crate::Identity;
+use crate::sample::Kind;
 
 /// Bytes before the first frame. Two copies of the header share them, so that one damaged byte costs no records.
 pub(crate) const HEADER_PAGE: usize = 4096;
@@ -131,6 +132,11 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
+    /// Is it a record of a sample, finished or partial?
+    pub(crate) fn is_sample(&self) -> bool {
+        self.state == EntryState::Record && self.kind != Kind::Prompt.code()
+    }
+
     /// An entry for a position without a record.
     pub(crate) fn empty(state: EntryState, offset: u64, bytes: u64) -> Self {
         Self {
@@ -209,6 +215,14 @@ pub(crate) struct Trailer {
     pub(crate) next: u64,
     /// Unix time of the sealing in microseconds.
     pub(crate) sealed_us: u64,
+    /// Smallest and largest rollout id among the samples; the first is larger than the second when there are none.
+    pub(crate) rollouts: (u64, u64),
+}
+
+/// The rollouts that a table names.
+pub(crate) fn rollouts(entries: &[Entry]) -> (u64, u64) {
+    let samples = entries.iter().filter(|entry| entry.is_sample());
+    samples.fold((u64::MAX, 0), |(low, high), entry| (low.min(entry.rollout), high.max(entry.rollout)))
 }
 
 impl Trailer {
@@ -220,6 +234,9 @@ impl Trailer {
         put(&mut block, 24, &self.next.to_le_bytes());
         put(&mut block, 32, &self.sealed_us.to_le_bytes());
         put(&mut block, 40, &self.table_crc.to_le_bytes());
+        put(&mut block, 44, &self.rollouts.0.to_le_bytes());
+        // Inverted, so that the zeros of earlier builds mean any rollout.
+        put(&mut block, 52, &(!self.rollouts.1).to_le_bytes());
         let crc = salted_crc(salt, &block[..60]);
         put(&mut block, 60, &crc.to_le_bytes());
         block
@@ -236,6 +253,7 @@ impl Trailer {
             next: field::u64(block, 24),
             sealed_us: field::u64(block, 32),
             table_crc: field::u32(block, 40),
+            rollouts: (field::u64(block, 44), !field::u64(block, 52)),
         };
         let end = trailer.count.checked_mul(ENTRY as u64)?.checked_add(trailer.table)?;
         let sane = trailer.table >= HEADER_PAGE as u64
@@ -330,7 +348,7 @@ mod tests {
             Entry::empty(EntryState::Void, 4736, 128),
         ];
         let (table, table_crc) = encode_table(&entries);
-        let trailer = Trailer { table: 4864, count: 2, table_crc, next: 42, sealed_us: 1 };
+        let trailer = Trailer { table: 4864, count: 2, table_crc, next: 42, sealed_us: 1, rollouts: (5, 9) };
         let block = trailer.encode(8);
         assert_eq!(Trailer::decode(&block, 8, 1 << 16), Some(trailer));
         assert_eq!(Trailer::decode(&block, 9, 1 << 16), None);
@@ -339,5 +357,11 @@ mod tests {
         let mut bad = table;
         bad[70] ^= 1;
         assert_eq!(decode_table(&bad, &trailer), None);
+        let mut old = block;
+        old[44..60].fill(0);
+        let crc = salted_crc(8, &old[..60]);
+        old[60..].copy_from_slice(&crc.to_le_bytes());
+        let any = Trailer { rollouts: (0, u64::MAX), ..trailer };
+        assert_eq!(Trailer::decode(&old, 8, 1 << 16), Some(any), "earlier builds did not note rollouts");
     }
 }

@@ -41,23 +41,40 @@ fn run(seed: u64, steps: usize) -> (Vec<Crash>, std::collections::BTreeMap<u64, 
 
 #[test]
 fn any_power_cut_leaves_what_was_acknowledged_and_whole_records() {
-    let (mut checked, mut sampled) = (0, 0);
-    for seed in 0..if MIRI { 1 } else { 6 } {
-        let (crashes, written) = run(seed, if MIRI { 8 } else { 90 });
+    let (mut checked, mut exhausted, mut sampled) = (0, 0, 0);
+    let seeds = 0..if MIRI { 1 } else { 6 };
+    let runs: Vec<_> = seeds.map(|seed| (seed, run(seed, if MIRI { 8 } else { 90 }))).collect();
+    let large = |(_, (crashes, _)): &(u64, (Vec<Crash>, _))| {
+        crashes.iter().filter(|crash| crash.open_pages() > EXHAUSTIVE).count()
+    };
+    let large: usize = runs.iter().map(large).sum();
+    for (seed, (crashes, written)) in runs {
         let mut rng = StdRng::seed_from_u64(seed);
-        let large = crashes.iter().filter(|crash| crash.open_pages() > EXHAUSTIVE).count().max(1);
         for (index, crash) in crashes.iter().enumerate() {
-            let tries = if crash.open_pages() > EXHAUSTIVE { SEEDED / 6 / large + 1 } else { 4 };
-            sampled += tries;
-            for (subset, medium) in leavings(crash, &mut rng, tries).iter().enumerate() {
+            let many = crash.open_pages() > EXHAUSTIVE;
+            let tries = if many { SEEDED.div_ceil(large) } else { 4 };
+            let left = leavings(crash, &mut rng, tries);
+            if many {
+                sampled += left.len();
+            } else {
+                assert_eq!(
+                    left.len(),
+                    (1 << crash.open_pages()) + tries,
+                    "every subset, and a few mixed states"
+                );
+                exhausted += 1;
+            }
+            for (subset, medium) in left.iter().enumerate() {
                 let what = format!("seed {seed}, crash {index} at {}, subset {subset}", crash.at);
                 check(medium, &written, &crash.promised, &what);
                 checked += 1;
             }
         }
     }
-    println!("checked {checked} crash images, {sampled} of them drawn at random");
-    assert!(MIRI || checked > 3000 && sampled >= 1000, "{checked} {sampled}");
+    println!(
+        "checked {checked} crash images: every subset at {exhausted} moments with at most {EXHAUSTIVE} open pages, {sampled} seeded ones at moments with more"
+    );
+    assert!(MIRI || checked > 3000 && exhausted > 100 && sampled >= 1000, "{checked} {exhausted} {sampled}");
 }
 
 #[test]

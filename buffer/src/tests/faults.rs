@@ -4,6 +4,7 @@ use std::io::ErrorKind;
 
 use super::image::Medium;
 use super::work::{Work, check, open};
+use crate::storage::{SPARE, Storage};
 use crate::{Error, Sample};
 
 const STEPS: usize = 100;
@@ -83,12 +84,32 @@ fn a_failed_sync_poisons_the_log_until_it_is_opened_again() {
 }
 
 #[test]
+fn a_spare_with_records_becomes_a_segment_and_an_unused_one_is_removed() {
+    let medium = Medium::new();
+    let log = open(&medium).unwrap();
+    drop(log.append(&Sample::default()).unwrap());
+    // The process ends, and no sync has given the segment its name.
+    drop(log);
+    assert!(medium.names().unwrap().is_empty());
+    let log = open(&medium).unwrap();
+    assert_eq!(whole(&log), 1);
+    let long = Sample { prompt_len: 9000, tokens: &[7; 9000], ..Sample::default() };
+    log.append(&long).unwrap().wait().unwrap();
+    log.make_ahead().unwrap();
+    drop(log);
+    assert!(medium.open(SPARE, None).is_ok(), "more than half of the segment was taken");
+    let log = open(&medium).unwrap();
+    assert!(medium.open(SPARE, None).is_err());
+    assert_eq!(whole(&log), 2);
+}
+
+#[test]
 fn a_full_disk_refuses_a_segment_and_takes_it_when_there_is_room() {
     let medium = Medium::new();
     let log = open(&medium).unwrap();
     medium.fail(1, ErrorKind::StorageFull);
     let refused = log.append(&Sample::default()).unwrap_err();
-    assert!(matches!(refused, Error::Io { action: "create the segment", .. }), "{refused}");
+    assert!(matches!(refused, Error::Io { action: "create a segment in", .. }), "{refused}");
     log.append(&Sample::default()).unwrap().wait().unwrap();
     assert_eq!(log.reader().end().0, 1);
 }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use crate::layout::segment::HEADER_PAGE;
 use crate::map::Map;
-use crate::storage::Storage;
+use crate::storage::{SPARE, Storage};
 
 /// Bytes that reach the medium together.
 const PAGE: usize = 4096;
@@ -24,7 +24,6 @@ struct Page([AtomicU64; PAGE / 8]);
 /// One simulated segment file.
 #[derive(Debug)]
 pub(crate) struct Image {
-    name: String,
     live: Vec<Page>,
     pages: Mutex<Vec<Stored>>,
     medium: Weak<Inner>,
@@ -40,12 +39,11 @@ struct Stored {
 }
 
 impl Image {
-    fn new(name: &str, bytes: &[u8], medium: &Arc<Inner>) -> Arc<Self> {
+    fn new(bytes: &[u8], medium: &Arc<Inner>) -> Arc<Self> {
         let word = |bytes: &[u8]| AtomicU64::new(u64::from_ne_bytes(bytes.try_into().unwrap()));
         let page = |bytes: &[u8]| Page(std::array::from_fn(|at| word(&bytes[at * 8..at * 8 + 8])));
         let stored = |bytes: &[u8]| Stored { durable: bytes.to_vec(), dirty: false, history: Vec::new() };
         Arc::new(Self {
-            name: name.to_owned(),
             live: bytes.chunks(PAGE).map(page).collect(),
             pages: Mutex::new(bytes.chunks(PAGE).map(stored).collect()),
             medium: Arc::downgrade(medium),
@@ -178,7 +176,7 @@ impl Medium {
 
     /// Puts a segment file of these bytes, durable.
     pub(crate) fn insert(&self, name: &str, bytes: &[u8]) {
-        let image = Image::new(name, bytes, &self.0);
+        let image = Image::new(bytes, &self.0);
         self.0.files.lock().unwrap().insert(name.to_owned(), File::Segment(image));
     }
 
@@ -259,17 +257,27 @@ impl Storage for Medium {
 
     fn names(&self) -> io::Result<Vec<String>> {
         self.0.called("names")?;
-        Ok(self.0.files.lock().unwrap().keys().cloned().collect())
+        Ok(self.0.files.lock().unwrap().keys().filter(|&name| name != SPARE).cloned().collect())
     }
 
-    fn create(&self, name: &str, bytes: usize, head: &[u8]) -> io::Result<Map> {
-        self.0.called("create")?;
-        let mut content = head.to_vec();
-        content.resize(bytes, 0);
-        let image = Image::new(name, &content, &self.0);
-        let old = self.0.files.lock().unwrap().insert(name.to_owned(), File::Segment(Arc::clone(&image)));
-        assert!(old.is_none(), "{name} would be overwritten");
+    fn prepare(&self, bytes: usize) -> io::Result<Map> {
+        self.0.called("prepare")?;
+        let image = Image::new(&vec![0; bytes], &self.0);
+        self.0.files.lock().unwrap().insert(SPARE.to_owned(), File::Segment(Arc::clone(&image)));
         Ok(Map::image(image, HEADER_PAGE))
+    }
+
+    fn adopt(&self, name: &str) -> io::Result<()> {
+        self.0.called("adopt")?;
+        let mut files = self.0.files.lock().unwrap();
+        let spare = files.remove(SPARE).ok_or(io::ErrorKind::NotFound)?;
+        let old = files.insert(name.to_owned(), spare);
+        assert!(old.is_none(), "{name} would be overwritten");
+        Ok(())
+    }
+
+    fn discard_spare(&self) {
+        self.0.files.lock().unwrap().remove(SPARE);
     }
 
     fn open(&self, name: &str, write: Option<usize>) -> io::Result<Map> {
@@ -280,7 +288,7 @@ impl Storage for Medium {
         if let Some(bytes) = write.filter(|&bytes| bytes > image.len()) {
             let mut content: Vec<u8> = (0..image.live.len()).flat_map(|index| image.page(index)).collect();
             content.resize(bytes, 0);
-            image = Image::new(&image.name, &content, &self.0);
+            image = Image::new(&content, &self.0);
             files.insert(name.to_owned(), File::Segment(Arc::clone(&image)));
         }
         let tail = image.len();

@@ -6,6 +6,8 @@ use std::io;
 use std::path::Path;
 
 use super::options;
+use crate::lock::LockFile;
+use crate::storage::Directory;
 use crate::{Error, Log, Position, Result, Retention, Sample, Scalars};
 
 thread_local! {
@@ -34,9 +36,15 @@ fn tokens(id: u64) -> Vec<i32> {
     (0..500).map(|at| at ^ ((id as i32) << 10)).collect()
 }
 
+/// A log without a thread of its own, so that the calls of this one are all there are.
+fn open(dir: &Path) -> Result<Log> {
+    let lock = LockFile::take(dir)?;
+    Log::open_on(Box::new(Directory::new(dir)), dir.to_owned(), options(), Some(lock))
+}
+
 /// Appends through several segments, syncs, moves a cursor, removes what is old; notes what was acknowledged.
 fn work(dir: &Path, acknowledged: &mut BTreeMap<u64, u64>) -> Result<()> {
-    let log = Log::open(dir, options())?;
+    let log = open(dir)?;
     let mut cursor = log.cursor("consumer")?;
     for round in 0..20 {
         let mut pending = Vec::new();
@@ -51,6 +59,7 @@ fn work(dir: &Path, acknowledged: &mut BTreeMap<u64, u64>) -> Result<()> {
         for (id, pending) in pending {
             acknowledged.insert(pending.wait()?.position().0, id);
         }
+        log.make_ahead()?;
         cursor.commit(Position(round * 5))?;
         if round % 7 == 6 {
             log.retain(&Retention { consumed_by: vec!["consumer".into()], ..Retention::default() })?;

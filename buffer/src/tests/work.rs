@@ -42,7 +42,7 @@ impl Work {
 
     /// One random operation.
     pub(super) fn step(&mut self, log: &Log) -> Result<()> {
-        match self.rng.random_range(0..10) {
+        match self.rng.random_range(0..11) {
             0..=3 => self.append(log)?,
             4 => self.reserve(log)?,
             5 if !self.open.is_empty() => {
@@ -64,6 +64,7 @@ impl Work {
                 let end = log.reader().end();
                 log.cursor("consumer")?.commit(end)?;
             }
+            10 => log.make_ahead()?,
             _ => {}
         }
         self.medium.observe();

@@ -1,6 +1,8 @@
 //! Records that tests can make again from their ids alone.
 #![allow(dead_code, reason = "every test binary uses its own part of this")]
 
+pub(crate) mod model;
+
 use driftless_buffer::{Identity, Kind, Options, Record, Sample, Scalars, VersionSpan};
 
 /// Small segments, one sync per record.
