@@ -72,7 +72,7 @@ impl Log {
     }
 
     /// What its thread does, if there is no such thread.
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     pub(crate) fn make_ahead(&self) -> Result<()> {
         let state = self.shared.lock();
         if self.shared.wants_spare(&state) {
