@@ -3,9 +3,7 @@
 use crate::bits::ESCAPE;
 use crate::classes::{Sample, SampleMoved};
 use crate::scan::{GROUP, Path};
-use crate::table::{
-    CLASSES_MAX, Class, EXPLICIT, MARKS_KEPT, MOVED_FIRST, MOVED_MERGED, PLAIN, RUN_MAX, Table,
-};
+use crate::table::{CLASSES_MAX, Class, EXPLICIT, MERGE_MAX, PLAIN, RUN_MAX, Table};
 use crate::{Element, Profile};
 
 /// Bits that one more class costs: its parameters, and the open end of its run codes in every block.
@@ -160,23 +158,30 @@ impl Statistics {
         if self.moved.iter().all(Tally::is_empty) {
             return table;
         }
-        let Some((unmoved_cost, unmoved)) = self.best_cut(&self.tallies, MOVED_FIRST) else { return table };
-        let (mut classes, mut moved_cost) = ([Class::UNUSED; CLASSES_MAX], unmoved_cost + MOVED_COST);
-        let groups = Table::moved_classes(unmoved.classes().len());
-        for (group, class) in classes[..groups].iter_mut().enumerate() {
-            let mut tally = Tally::ZERO;
-            for (exponent, moved) in (self.first.unwrap_or(0)..).zip(&self.moved) {
-                let own = exponent.saturating_sub(unmoved.first).min(unmoved.last()) as usize;
-                if own / MOVED_MERGED == group {
-                    tally.add(moved);
-                }
-            }
-            let (best, cost) = self.best_class(&tally);
-            let (turns, directions) = best_turns(&tally);
-            *class = Class { turns, ..best };
-            moved_cost += cost - f64::from(tally.changed) + directions;
+        let Some((both_cost, cut)) = self.best_cut(&self.tallies, Some(&self.moved)) else { return table };
+        let moved: [_; MERGE_MAX as usize + 1] =
+            std::array::from_fn(|merge| self.moved_classes(&cut, merge as u32));
+        // The cut was chosen for classes of single exponents on both sides.
+        let single = moved[0].0;
+        match moved.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)) {
+            Some((merged, moved)) if both_cost - single + merged + MOVED_COST < cost => moved,
+            _ => table,
         }
-        if moved_cost < cost { unmoved.with_moved(classes.into_iter().take(groups)) } else { table }
+    }
+
+    /// `table` with the best classes of elements that have moved, each of 2^`merge` exponents, and the bits that these classes take.
+    fn moved_classes(&self, table: &Table, merge: u32) -> (f64, Table) {
+        let (mut tallies, mut classes) = ([Tally::ZERO; CLASSES_MAX], [Class::UNUSED; CLASSES_MAX]);
+        for (exponent, moved) in (self.first.unwrap_or(0)..).zip(&self.moved) {
+            let class = exponent.saturating_sub(table.first).min(table.last());
+            tallies[(class >> merge) as usize].add(moved);
+        }
+        let mut cost = 0.0;
+        for (class, tally) in classes.iter_mut().zip(&tallies).take(table.moved_classes(merge)) {
+            let (best, own) = self.best_moved(tally);
+            (*class, cost) = (best, cost + own);
+        }
+        (cost, table.with_moved(merge, classes))
     }
 
     /// The cheapest table found for these counts, and its bits.
@@ -184,33 +189,47 @@ impl Statistics {
         let mut all = Tally::ZERO;
         tallies.iter().for_each(|tally| all.add(tally));
         let flat = self.best_class(&all);
-        match self.best_cut(tallies, CLASSES_MAX) {
+        match self.best_cut(tallies, None) {
             Some(best) if best.0 < flat.1 => best,
             _ => (flat.1, Table::new(0, [flat.0])),
         }
     }
 
-    /// The best table of 2 to `most` classes, and its bits: classes are single exponents, those at both ends are merged while that saves bits.
-    fn best_cut(&self, tallies: &[Tally; CLASSES_MAX], most: usize) -> Option<(f64, Table)> {
-        let lowest = tallies.iter().position(|tally| !tally.is_empty())?;
-        let highest = tallies.iter().rposition(|tally| !tally.is_empty())?;
-        let (first, range) = (self.first? + lowest as u32, &tallies[lowest..=highest]);
+    /// The best table of 2 classes or more, and its bits: classes are single exponents, those at both ends are merged while that saves bits, also those
+    /// that elements which have moved will have.
+    fn best_cut(
+        &self,
+        tallies: &[Tally; CLASSES_MAX],
+        moved: Option<&[Tally; CLASSES_MAX]>,
+    ) -> Option<(f64, Table)> {
+        let none = [Tally::ZERO; CLASSES_MAX];
+        let others = moved.unwrap_or(&none);
+        let used = |at: &usize| !tallies[*at].is_empty() || !others[*at].is_empty();
+        let range = (0..CLASSES_MAX).find(used)?..(0..CLASSES_MAX).rev().find(used)? + 1;
+        let first = self.first? + range.start as u32;
+        let best = |tally: &Tally, other: &Tally| {
+            let (class, cost) = self.best_class(tally);
+            (class, cost + moved.map_or(0.0, |_| self.best_moved(other).1))
+        };
         let none = (Class::UNUSED, 0.0);
         let (mut single, mut low, mut high) = ([none; CLASSES_MAX], [none; CLASSES_MAX], [none; CLASSES_MAX]);
-        let (mut below, mut above) = (Tally::ZERO, Tally::ZERO);
-        for (at, tally) in range.iter().enumerate() {
-            single[at] = self.best_class(tally);
-            below.add(tally);
-            low[at] = self.best_class(&below);
+        let (mut below, mut above) = ([Tally::ZERO; 2], [Tally::ZERO; 2]);
+        let pairs = tallies[range.clone()].iter().zip(&others[range.clone()]);
+        for (at, (tally, other)) in pairs.clone().enumerate() {
+            single[at] = best(tally, other);
+            below[0].add(tally);
+            below[1].add(other);
+            low[at] = best(&below[0], &below[1]);
         }
-        for (at, tally) in range.iter().enumerate().rev() {
-            above.add(tally);
-            high[at] = self.best_class(&above);
+        for (at, (tally, other)) in pairs.enumerate().rev() {
+            above[0].add(tally);
+            above[1].add(other);
+            high[at] = best(&above[0], &above[1]);
         }
         let mut best: Option<(f64, usize, usize)> = None;
         for (from, (_, low_cost)) in low[..range.len()].iter().enumerate() {
             let mut cost = *low_cost;
-            for to in from + 1..range.len().min(from + most) {
+            for to in from + 1..range.len() {
                 let total = cost + high[to].1 + 8.0;
                 if best.is_none_or(|best| total < best.0) {
                     best = Some((total, from, to));
@@ -234,8 +253,16 @@ impl Statistics {
         let marked = if inverted { members - changed } else { changed };
         let (run, per_mark) = best_run(if inverted { 1.0 - density } else { density }, RUN_MAX);
         let (large_run, rice, steps) = self.best_steps(tally);
-        let fixed = CLASS_COST + CLASS_COST_PER_BLOCK * f64::from(self.blocks);
+        let blocks = if tally.is_empty() { 0 } else { self.blocks };
+        let fixed = CLASS_COST + CLASS_COST_PER_BLOCK * f64::from(blocks);
         (Class { inverted, run, large_run, rice, turns: PLAIN }, marked * per_mark + steps + changed + fixed)
+    }
+
+    /// The same for a class of elements that have moved.
+    fn best_moved(&self, tally: &Tally) -> (Class, f64) {
+        let (class, cost) = self.best_class(tally);
+        let (turns, directions) = best_turns(tally);
+        (Class { turns, ..class }, cost - f64::from(tally.changed) + directions)
     }
 
     /// Best (run of large steps or [`EXPLICIT`], Rice parameter) and the bits of all step sizes.
@@ -272,10 +299,15 @@ impl Statistics {
 /// Best [`Class::turns`] for these counts, and the bits of all directions.
 fn best_turns(tally: &Tally) -> (u32, f64) {
     let (changed, turned) = (f64::from(tally.changed), f64::from(tally.turned));
-    let (marked, flag) = if turned * 2.0 > changed { (changed - turned, MARKS_KEPT) } else { (turned, 0) };
+    let kept = turned * 2.0 > changed;
+    let marked = if kept { changed - turned } else { turned };
     let (run, per_mark) = best_run(marked / changed.max(1.0), PLAIN - 1);
     let runs = marked * per_mark + 1.0;
-    if runs < changed { (run | flag, runs) } else { (PLAIN, changed) }
+    match (runs < changed, kept) {
+        (true, false) => (PLAIN - 1 - run, runs),
+        (true, true) => (PLAIN + 1 + run, runs),
+        (false, _) => (PLAIN, changed),
+    }
 }
 
 /// Best run parameter up to `max` for marks of this density, and the expected bits per mark.

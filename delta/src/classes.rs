@@ -6,7 +6,7 @@
 use crate::BLOCK_ELEMENTS;
 use crate::element::Element;
 use crate::scan::{GROUP, Path, Work, select};
-use crate::table::{CLASSES_MAX, MOVED_FIRST, Table};
+use crate::table::{CLASSES_MAX, Table};
 
 /// Bits of a class.
 pub(crate) const PLANES: usize = 4;
@@ -29,19 +29,28 @@ const INVERT: [[u64; CLASSES_MAX]; PLANES] = {
 };
 
 /// The classes of one block.
+#[derive(Default)]
 pub(crate) struct Classes {
     /// One plane after the other.
     planes: Vec<u64>,
     rows: usize,
-    /// Members of each class in the rows before; after the last row, up to a power of two, more than any rank.
+    /// Elements that have moved, where that is told; their classes hold 2^`merge` exponents.
+    moved: Vec<u64>,
+    merge: u32,
+    /// Members among the elements that have not moved, or of which it is not told, and among those that have.
+    sides: [Side; 2],
+}
+
+/// Members of each class.
+struct Side {
+    /// In the rows before; after the last row, up to a power of two, more than any rank.
     before: Box<[[u16; CLASSES_MAX]; ROWS]>,
     members: [u32; CLASSES_MAX],
 }
 
-impl Default for Classes {
+impl Default for Side {
     fn default() -> Self {
-        let before = Box::new([[0; CLASSES_MAX]; ROWS]);
-        Self { planes: Vec::new(), rows: 0, before, members: [0; CLASSES_MAX] }
+        Self { before: Box::new([[0; CLASSES_MAX]; ROWS]), members: [0; CLASSES_MAX] }
     }
 }
 
@@ -58,68 +67,82 @@ impl Classes {
         let elements = base.len() / element.size();
         self.planes.resize(elements.div_ceil(GROUP) * PLANES, 0);
         path.planes(element, base, table.first, table.last(), &mut self.planes);
-        self.count(path, elements, moved);
+        self.count(path, elements, table, moved);
     }
 
     /// The same from planes that hold finer classes, those of [`Path::planes`] from exponent `first` on. The table's classes lie within them.
     pub(crate) fn fill_from(
         &mut self,
         path: Path,
-        fine: &[u64],
-        first: u32,
+        (fine, first): (&[u64], u32),
         elements: usize,
         table: &Table,
         moved: Option<&[u64]>,
     ) {
         self.planes.resize(fine.len(), 0);
         path.run(Merge { fine, less: table.first - first, last: table.last(), planes: &mut self.planes });
-        self.count(path, elements, moved);
+        self.count(path, elements, table, moved);
     }
 
-    fn count(&mut self, path: Path, elements: usize, moved: Option<&[u64]>) {
-        if let Some(moved) = moved {
-            path.run(Part { moved, planes: &mut self.planes });
-        }
+    fn count(&mut self, path: Path, elements: usize, table: &Table, moved: Option<&[u64]>) {
         self.rows = self.planes.len() / PLANES;
-        self.before[self.rows..self.rows.next_power_of_two()].fill([u16::MAX; CLASSES_MAX]);
-        self.members = path.run(Count { planes: &self.planes, before: &mut self.before[..self.rows] });
+        self.merge = table.merge();
+        self.moved.clear();
+        self.moved.extend_from_slice(moved.unwrap_or_default());
+        self.moved.resize(self.rows, 0);
+        let sides = if moved.is_some() { 2 } else { 1 };
+        for (side, Side { before, members }) in self.sides[..sides].iter_mut().enumerate() {
+            before[self.rows..self.rows.next_power_of_two()].fill([u16::MAX; CLASSES_MAX]);
+            let (merge, outside) = if side == 0 { (0, 0) } else { (self.merge, u64::MAX) };
+            let before = &mut before[..self.rows];
+            *members = path.run(Count { planes: &self.planes, moved: &self.moved, merge, outside, before });
+        }
         // What the last row lacks counts for class 0, behind all that are there.
-        self.members[0] -= (self.rows * GROUP - elements) as u32;
+        self.sides[0].members[0] -= (self.rows * GROUP - elements) as u32;
     }
 
-    /// Members of all classes.
-    pub(crate) fn members(&self) -> &[u32; CLASSES_MAX] {
-        &self.members
+    /// Members of the class with this number.
+    pub(crate) fn members(&self, number: usize) -> u32 {
+        self.sides[number / CLASSES_MAX].members[number % CLASSES_MAX]
     }
 
     #[inline(always)]
-    fn mask(&self, row: usize, class: usize) -> u64 {
-        (0..PLANES)
-            .fold(u64::MAX, |mask, bit| mask & (self.planes[bit * self.rows + row] ^ INVERT[bit][class]))
+    fn mask(&self, row: usize, number: usize) -> u64 {
+        let (side, class) = (number / CLASSES_MAX, number % CLASSES_MAX);
+        let planes = [0, 1, 2, 3].map(|bit| self.planes[bit * self.rows + row]);
+        if side == 0 {
+            mask(planes, class) & !self.moved[row]
+        } else {
+            mask(merged(planes, self.merge), class) & self.moved[row]
+        }
     }
 
-    /// The class of the element at `position`, and how many of its class stand before it.
+    /// The number of the class of the element at `position`, and how many of its class stand before it.
     #[inline(always)]
     pub(crate) fn rank(&self, position: u16) -> (usize, u32) {
         let (row, bit) = (usize::from(position) / GROUP, usize::from(position) % GROUP);
-        let class =
-            (0..PLANES).fold(0, |class, k| class | (self.planes[k * self.rows + row] >> bit & 1) << k);
-        let below = self.mask(row, class as usize) & ((1 << bit) - 1);
-        (class as usize, u32::from(self.before[row][class as usize]) + below.count_ones())
+        let class = (0..PLANES).fold(0, |class, k| class | (self.planes[k * self.rows + row] >> bit & 1) << k)
+            as usize;
+        let has_moved = self.moved[row] >> bit & 1 == 1;
+        let number = if has_moved { CLASSES_MAX + (class >> self.merge) } else { class };
+        let below = self.mask(row, number) & ((1 << bit) - 1);
+        let before = self.sides[number / CLASSES_MAX].before[row][number % CLASSES_MAX];
+        (number, u32::from(before) + below.count_ones())
     }
 
-    /// The position of the member of `class` with `rank`, which is below the class's number of members.
+    /// The position of the member of the class with this number that has `rank`, which is below the class's number of members.
     #[inline(always)]
-    pub(crate) fn position(&self, class: usize, rank: u32) -> u32 {
+    pub(crate) fn position(&self, number: usize, rank: u32) -> u32 {
+        let (before, class) = (&self.sides[number / CLASSES_MAX].before, number % CLASSES_MAX);
         // Computed, because a branch would be as good as random: the sign of a difference says which way to go.
         let mut row = 0;
         for level in (0..self.rows.next_power_of_two().trailing_zeros()).rev() {
-            let before = u32::from(self.before[(row + (1 << level)) % ROWS][class]);
+            let before = u32::from(before[(row + (1 << level)) % ROWS][class]);
             row += ((before.wrapping_sub(rank + 1) >> 31) as usize) << level;
         }
         row %= ROWS;
-        let inside = rank - u32::from(self.before[row][class]);
-        (row * GROUP) as u32 + select(self.mask(row, class), inside)
+        let inside = rank - u32::from(before[row][class]);
+        (row * GROUP) as u32 + select(self.mask(row, number), inside)
     }
 }
 
@@ -131,21 +154,42 @@ fn rows(planes: &[u64]) -> impl Iterator<Item = [u64; PLANES]> {
     a.iter().zip(b).zip(c).zip(d).map(|(((a, b), c), d)| [*a, *b, *c, *d])
 }
 
-/// Adds the members of each class in a row to `sums`.
+/// The elements of a row that are of a class.
 #[inline(always)]
-fn add(sums: &mut [u64; CLASSES_MAX], row: [u64; PLANES]) {
-    for class in 0..CLASSES_MAX {
-        let mask = (row[0] ^ INVERT[0][class])
-            & (row[1] ^ INVERT[1][class])
-            & (row[2] ^ INVERT[2][class])
-            & (row[3] ^ INVERT[3][class]);
-        sums[class] += u64::from(mask.count_ones());
+fn mask(row: [u64; PLANES], class: usize) -> u64 {
+    (row[0] ^ INVERT[0][class])
+        & (row[1] ^ INVERT[1][class])
+        & (row[2] ^ INVERT[2][class])
+        & (row[3] ^ INVERT[3][class])
+}
+
+/// A row of classes that each hold 2^`merge` of the row's.
+#[inline(always)]
+fn merged(row: [u64; PLANES], merge: u32) -> [u64; PLANES] {
+    let [_, b, c, d] = row;
+    match merge {
+        0 => row,
+        1 => [b, c, d, 0],
+        2 => [c, d, 0, 0],
+        _ => [d, 0, 0, 0],
+    }
+}
+
+/// Adds the members of each class in a row, as far as they are `within`, to `sums`.
+#[inline(always)]
+fn add(sums: &mut [u64; CLASSES_MAX], row: [u64; PLANES], within: u64) {
+    for (class, sum) in sums.iter_mut().enumerate() {
+        *sum += u64::from((mask(row, class) & within).count_ones());
     }
 }
 
 /// Counts the members of each class: `before` each row, and in all.
 struct Count<'a> {
     planes: &'a [u64],
+    /// Elements that have moved. Those count, or, where `outside` is not all ones but zero, the others.
+    moved: &'a [u64],
+    outside: u64,
+    merge: u32,
     before: &'a mut [[u16; CLASSES_MAX]],
 }
 
@@ -155,9 +199,9 @@ impl Work for Count<'_> {
     #[inline(always)]
     fn run(self) -> Self::Output {
         let mut sums = [0; CLASSES_MAX];
-        for (row, before) in rows(self.planes).zip(self.before) {
+        for ((row, moved), before) in rows(self.planes).zip(self.moved).zip(self.before) {
             *before = sums.map(|sum| sum as u16);
-            add(&mut sums, row);
+            add(&mut sums, merged(row, self.merge), moved ^ !self.outside);
         }
         sums.map(|sum| sum as u32)
     }
@@ -175,7 +219,7 @@ impl Work for Sample<'_> {
     #[inline(always)]
     fn run(self) -> Self::Output {
         let mut sums = [0; CLASSES_MAX];
-        rows(self.planes).step_by(self.apart).for_each(|row| add(&mut sums, row));
+        rows(self.planes).step_by(self.apart).for_each(|row| add(&mut sums, row, u64::MAX));
         sums
     }
 }
@@ -194,38 +238,11 @@ impl Work for SampleMoved<'_> {
     fn run(self) -> Self::Output {
         let mut sums = [0; CLASSES_MAX];
         for (row, moved) in rows(self.planes).zip(self.moved).step_by(self.apart) {
-            if *moved == 0 {
-                continue;
-            }
-            for (class, sum) in sums.iter_mut().enumerate() {
-                let mask = (0..PLANES).fold(*moved, |mask, bit| mask & (row[bit] ^ INVERT[bit][class]));
-                *sum += u64::from(mask.count_ones());
+            if *moved != 0 {
+                add(&mut sums, row, *moved);
             }
         }
         sums
-    }
-}
-
-/// Gives the elements that have moved classes of their own: of class c, which is below 12, those become class 12 + c / 4.
-struct Part<'a> {
-    moved: &'a [u64],
-    planes: &'a mut [u64],
-}
-
-const _: () =
-    assert!(MOVED_FIRST == 0b1100, "both upper bits are set, the lower ones are the class's upper ones");
-
-impl Work for Part<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        let (low, high) = self.planes.split_at_mut(self.planes.len() / 2);
-        let ((a, b), (c, d)) = (low.split_at_mut(low.len() / 2), high.split_at_mut(high.len() / 2));
-        for ((((moved, a), b), c), d) in self.moved.iter().zip(a).zip(b).zip(c).zip(d) {
-            (*a, *b) = (*a & !moved | *c & moved, *b & !moved | *d & moved);
-            (*c, *d) = (*c | moved, *d | moved);
-        }
     }
 }
 
@@ -300,14 +317,14 @@ mod tests {
                         assert_eq!(classes.position(expected, seen[expected]), at as u32);
                         seen[expected] += 1;
                     }
-                    assert_eq!(*classes.members(), seen);
+                    assert_eq!(classes.sides[0].members, seen);
                     let mut finer = vec![0; elements.div_ceil(GROUP) * PLANES];
                     for less in (0..3).filter(|less| less + count <= 16) {
                         path.planes(element, &base, middle - less, 15, &mut finer);
                         let mut merged = Classes::default();
-                        merged.fill_from(path, &finer, middle - less, elements, &table, None);
+                        merged.fill_from(path, (&finer, middle - less), elements, &table, None);
                         assert_eq!(merged.planes, classes.planes, "{path:?} {element:?} {table:?}");
-                        assert_eq!(merged.members, classes.members);
+                        assert_eq!(merged.sides[0].members, classes.sides[0].members);
                     }
                 }
             }
@@ -316,14 +333,16 @@ mod tests {
         let table = Table::new(3, [class; 2]);
         classes.fill(Path::best(), Element::Bf16, &[0; 131_072], &table, None);
         assert_eq!(classes.position(0, 65_535), 65_535);
-        assert_eq!(classes.members()[0], 65_536);
+        assert_eq!(classes.members(0), 65_536);
     }
 
     #[test]
     fn elements_that_have_moved_stand_apart() {
         let mut classes = Classes::default();
-        for (count, elements) in [(12, 65_536), (5, 4099), (2, 1), (2, 64)] {
-            let table = Table::new(118, vec![Class::UNUSED; count]);
+        for (count, merge, elements) in
+            [(16, 0, 65_536), (16, 1, 65_535), (13, 2, 65_536), (5, 0, 4099), (2, 3, 1), (9, 3, 64)]
+        {
+            let table = Table::new(118, vec![Class::UNUSED; count]).with_moved(merge, []);
             let base = sample(elements * 2, 4);
             let mut moved: Vec<u64> = sample(elements.div_ceil(GROUP) * 8, 5)
                 .as_chunks()
@@ -337,18 +356,18 @@ mod tests {
             }
             for path in paths() {
                 classes.fill(path, Element::Bf16, &base, &table, Some(&moved));
-                let (mut seen, mut among) = ([0; CLASSES_MAX], [0; CLASSES_MAX]);
+                let (mut seen, mut among) = ([0; 2 * CLASSES_MAX], [0; CLASSES_MAX]);
                 for at in 0..elements {
                     let exponent = Element::Bf16.exponent(Element::Bf16.load(&base, at));
                     let own = exponent.saturating_sub(118).min(count as u32 - 1) as usize;
                     let has_moved = moved[at / GROUP] >> (at % GROUP) & 1 == 1;
-                    let expected = if has_moved { 12 + own / 4 } else { own };
+                    let expected = if has_moved { CLASSES_MAX + (own >> merge) } else { own };
                     assert_eq!(classes.rank(at as u16), (expected, seen[expected]), "{path:?} {at}");
                     assert_eq!(classes.position(expected, seen[expected]), at as u32);
                     seen[expected] += 1;
                     among[own] += u64::from(has_moved);
                 }
-                assert_eq!(*classes.members(), seen);
+                (0..seen.len()).for_each(|number| assert_eq!(classes.members(number), seen[number]));
                 let mut planes = vec![0; elements.div_ceil(GROUP) * PLANES];
                 path.planes(Element::Bf16, &base, 118, count as u32 - 1, &mut planes);
                 assert_eq!(path.run(SampleMoved { planes: &planes, moved: &moved, apart: 1 }), among);

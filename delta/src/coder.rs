@@ -5,7 +5,7 @@
 //! costs about 0.05 bits per marked member more than the entropy of a geometric gap.
 
 use crate::bits::{BitReader, BitWriter};
-use crate::table::{Class, EXPLICIT, MARKS_KEPT, PLAIN, RUN_MAX};
+use crate::table::{Class, EXPLICIT, PLAIN, RUN_MAX};
 use crate::{Element, Error, Result};
 
 /// Bits of the number that a block adds to the run parameters of its classes.
@@ -54,6 +54,11 @@ fn shifted(class: &Class, shift: i32) -> u32 {
     if class.inverted { class.run } else { (class.run as i32 + shift).clamp(0, RUN_MAX as i32) as u32 }
 }
 
+/// Base-2 logarithm of the run between marked steps, and whether those are marked that go on, for [`Class::turns`] that is not [`PLAIN`].
+fn turns_run(turns: u32) -> (u32, bool) {
+    if turns < PLAIN { (PLAIN - 1 - turns, false) } else { (turns - PLAIN - 1, true) }
+}
+
 /// Writes the changes of one class: `steps[i]` at `ranks[i]`, ranks ascending and below `members`.
 #[inline(always)]
 pub(crate) fn put_class(
@@ -81,9 +86,9 @@ pub(crate) fn put_class(
     if class.turns == PLAIN {
         put_signs(bits, steps);
     } else {
-        let kept = class.turns & MARKS_KEPT != 0;
+        let (run, kept) = turns_run(class.turns);
         let marked = (0_u32..).zip(steps).filter(|(_, step)| (**step < 0) != kept);
-        put_runs(bits, class.turns & PLAIN, steps.len() as u32, marked.map(|(at, _)| at));
+        put_runs(bits, run, steps.len() as u32, marked.map(|(at, _)| at));
     }
     for (_, step) in large() {
         bits.rice(step.unsigned_abs() - least, class.rice, element.bits());
@@ -148,12 +153,11 @@ pub(crate) fn get_class(
 #[inline(always)]
 fn read_signs(bits: &mut BitReader<'_>, turns: u32, steps: &mut [i32]) -> Result<()> {
     if turns != PLAIN {
-        if turns & MARKS_KEPT != 0 {
+        let (run, kept) = turns_run(turns);
+        if kept {
             steps.iter_mut().for_each(|step| *step = -*step);
         }
-        return get_runs(bits, turns & PLAIN, steps.len() as u32, |at| {
-            steps[at as usize] = -steps[at as usize]
-        });
+        return get_runs(bits, run, steps.len() as u32, |at| steps[at as usize] = -steps[at as usize]);
     }
     for chunk in steps.chunks_mut(32) {
         let signs = bits.get(chunk.len() as u32);
@@ -185,9 +189,10 @@ mod tests {
             for (run, large_run, rice, turns) in [
                 (0, 0, 0, PLAIN),
                 (5, 3, 1, 0),
-                (16, EXPLICIT, 4, 2 | MARKS_KEPT),
+                (16, EXPLICIT, 4, 10),
                 (2, EXPLICIT, 31, 6),
-                (3, 1, 2, MARKS_KEPT),
+                (3, 1, 2, 8),
+                (3, 1, 2, 14),
             ] {
                 for inverted in [false, true] {
                     let class = Class { inverted, run, large_run, rice, turns };

@@ -12,7 +12,7 @@ use crate::patch::Part;
 use crate::payload::{Header, Kind, Token, block_elements};
 use crate::pool::{Jobs, Pool, Serial};
 use crate::scan::{GROUP, Path, Work};
-use crate::table::{MOVED_FIRST, Table};
+use crate::table::{CLASSES_MAX, Table};
 use crate::{
     BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Motion, Moves, Patch, Result, Source, entropy, scan,
 };
@@ -530,12 +530,12 @@ fn classes(
         step_at.resize(elements, 0);
     }
     for (number, class) in table.numbered(motion.is_some()) {
-        get_class(bits, element, class, shift, classes.members()[number], ranks, steps)?;
+        get_class(bits, element, class, shift, classes.members(number), ranks, steps)?;
         for (rank, step) in ranks.iter().zip(steps.iter()) {
             let at = classes.position(number, u32::from(*rank)) as usize;
             changed[at / GROUP] |= 1 << (at % GROUP);
             step_at[at] = match motion {
-                Some(motion) if number >= MOVED_FIRST => motion.relative(at, *step),
+                Some(motion) if number >= CLASSES_MAX => motion.relative(at, *step),
                 _ => *step,
             };
         }

@@ -11,7 +11,7 @@ use crate::element::with_constant;
 use crate::motion::View;
 use crate::payload::Token;
 use crate::scan::{GROUP, Path, Work};
-use crate::table::{CLASSES_MAX, Class, MOVED_FIRST, Table};
+use crate::table::{CLASSES_MAX, Class, NUMBERS_MAX, Table};
 use crate::{BLOCK_ELEMENTS, Digest, Element, Moves, Profile, entropy, scan};
 
 /// Blocks that share a coder table: what is coded without regard to the rest of the tensor.
@@ -230,7 +230,7 @@ impl Scratch {
         let path = Path::best();
         if let (false, Some(first)) = (table.is_flat(), self.statistics.first()) {
             let fine = &self.planes[planes_of(block, elements)];
-            self.classes.fill_from(path, fine, first, elements, table, motion.map(|view| view.moved));
+            self.classes.fill_from(path, (fine, first), elements, table, motion.map(|view| view.moved));
         }
         path.run(Code { scratch: self, element, table, elements: elements as u32, changes, motion });
     }
@@ -316,15 +316,15 @@ impl Sorted {
         positions: &[u16],
         steps: &[i32],
         motion: Option<View<'_>>,
-    ) -> [usize; CLASSES_MAX + 1] {
-        let mut starts = [0; CLASSES_MAX + 1];
+    ) -> [usize; NUMBERS_MAX + 1] {
+        let mut starts = [0; NUMBERS_MAX + 1];
         self.places.clear();
         self.places.extend(positions.iter().map(|position| {
             let (class, rank) = classes.rank(*position);
             starts[class + 1] += 1;
             (class as u8, rank as u16)
         }));
-        for class in 0..CLASSES_MAX {
+        for class in 0..NUMBERS_MAX {
             starts[class + 1] += starts[class];
         }
         self.ranks.resize(positions.len(), 0);
@@ -333,7 +333,7 @@ impl Sorted {
         for ((&(class, rank), step), at) in self.places.iter().zip(steps).zip(positions) {
             let slot = &mut next[usize::from(class)];
             let step = match motion {
-                Some(motion) if usize::from(class) >= MOVED_FIRST => motion.relative((*at).into(), *step),
+                Some(motion) if usize::from(class) >= CLASSES_MAX => motion.relative((*at).into(), *step),
                 _ => *step,
             };
             (self.ranks[*slot], self.steps[*slot]) = (rank, step);
@@ -366,17 +366,19 @@ impl Work for Code<'_> {
             bits.put((shift + SHIFT_BIAS) as u32, SHIFT_BITS);
             put_class(&mut bits, element, class, shift, elements, positions, steps);
         } else {
-            let members = scratch.classes.members();
             let starts = scratch.sorted.sort(&scratch.classes, positions, steps, motion);
             let classes = || table.numbered(motion.is_some());
             let plain = classes().filter(|(_, class)| !class.inverted);
-            let shift =
-                best_shift(plain.map(|(number, class)| expected(class, members[number])).sum(), steps.len());
+            let shift = best_shift(
+                plain.map(|(number, class)| expected(class, scratch.classes.members(number))).sum(),
+                steps.len(),
+            );
             bits.put((shift + SHIFT_BIAS) as u32, SHIFT_BITS);
             for (number, class) in classes() {
                 let own = starts[number]..starts[number + 1];
                 let (ranks, steps) = (&scratch.sorted.ranks[own.clone()], &scratch.sorted.steps[own]);
-                put_class(&mut bits, element, class, shift, members[number], ranks, steps);
+                let members = scratch.classes.members(number);
+                put_class(&mut bits, element, class, shift, members, ranks, steps);
             }
         }
         bits.finish();

@@ -13,15 +13,15 @@ pub(crate) const EXPLICIT: u32 = 7;
 /// Largest Rice parameter of step sizes.
 pub(crate) const RICE_MAX: u32 = 31;
 
-/// Number of the class that holds elements that have moved, in the lowest exponents. Classes from here on hold those elements, each of
-/// them the exponents of [`MOVED_MERGED`] classes of the others.
-pub(crate) const MOVED_FIRST: usize = 12;
-/// How many classes of elements that have not moved one class of those that have goes with.
-pub(crate) const MOVED_MERGED: usize = 4;
+/// Numbers of classes in all: from [`CLASSES_MAX`] on they hold elements that have moved.
+pub(crate) const NUMBERS_MAX: usize = 2 * CLASSES_MAX;
+/// A class of elements that have moved holds 2⁰ to 2³ exponents.
+pub(crate) const MERGE_MAX: u32 = 3;
+
 /// Value of [`Class::turns`] that means: a bit for each step.
 pub(crate) const PLAIN: u32 = 7;
-/// Bit of [`Class::turns`] that means: steps that go on are marked, not those that turn.
-pub(crate) const MARKS_KEPT: u32 = 8;
+/// Largest value of [`Class::turns`].
+pub(crate) const TURNS_MAX: u32 = 14;
 
 /// Parameters of one class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,8 +34,9 @@ pub(crate) struct Class {
     pub(crate) large_run: u32,
     /// Rice parameter of step sizes.
     pub(crate) rice: u32,
-    /// How directions are coded, relative to the last move: base-2 logarithm of the run between marked steps, and [`MARKS_KEPT`]; or [`PLAIN`].
-    /// In classes of elements that have not moved it is [`PLAIN`], and directions are absolute.
+    /// How directions are coded, relative to the last move; the larger, the rarer is it that a step goes on. Below [`PLAIN`], steps that turn are
+    /// marked, with runs of 2^(6 - turns); above it those that go on, with runs of 2^(turns - 8). In classes of elements that have not moved
+    /// it is [`PLAIN`], and directions are absolute.
     pub(crate) turns: u32,
 }
 
@@ -54,17 +55,17 @@ const BEFORE_MOVED: Class = Class { inverted: false, run: 1, large_run: 3, rice:
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Table {
     pub(crate) first: u32,
-    /// As many as `count`, then [`BEFORE`]; from [`MOVED_FIRST`] on those of elements that have moved, if there are any.
+    /// As many as `count`, then [`BEFORE`].
     classes: [Class; CLASSES_MAX],
     count: usize,
-    /// Classes of elements that have moved; none if these are not told apart.
-    moved: usize,
+    /// Those of elements that have moved, and the base-2 logarithm of how many exponents each of them holds, if they are told apart.
+    moved: Option<([Class; CLASSES_MAX], u32)>,
 }
 
 impl Table {
     /// A table with 1 to [`CLASSES_MAX`] classes; what is beyond that is left out.
     pub(crate) fn new(first: u32, classes: impl IntoIterator<Item = Class>) -> Self {
-        let mut table = Self { first, classes: [BEFORE; CLASSES_MAX], count: 0, moved: 0 };
+        let mut table = Self { first, classes: [BEFORE; CLASSES_MAX], count: 0, moved: None };
         for (slot, class) in table.classes.iter_mut().zip(classes) {
             *slot = class;
             table.count += 1;
@@ -76,30 +77,34 @@ impl Table {
         &self.classes[..self.count]
     }
 
-    /// The same table, which also has these classes of elements that have moved: as many as [`Table::moved_classes`]
-    /// says. It has 2 to [`MOVED_FIRST`] others.
-    pub(crate) fn with_moved(mut self, classes: impl IntoIterator<Item = Class>) -> Self {
-        for (slot, class) in self.classes[MOVED_FIRST..].iter_mut().zip(classes) {
-            *slot = class;
-            self.moved += 1;
-        }
+    /// The same table, which has at least two classes, with classes of elements that have moved: as many as [`Table::moved_classes`] says.
+    pub(crate) fn with_moved(mut self, merge: u32, classes: impl IntoIterator<Item = Class>) -> Self {
+        let mut moved = [Class::UNUSED; CLASSES_MAX];
+        moved.iter_mut().zip(classes).for_each(|(slot, class)| *slot = class);
+        self.moved = Some((moved, merge));
         self
     }
 
-    /// How many classes of elements that have moved go with so many others.
-    pub(crate) fn moved_classes(count: usize) -> usize {
-        count.div_ceil(MOVED_MERGED)
+    /// How many classes of elements that have moved there are if each of them holds 2^`merge` exponents.
+    pub(crate) fn moved_classes(&self, merge: u32) -> usize {
+        ((self.count - 1) >> merge) + 1
     }
 
     /// Whether elements that have moved have classes of their own.
     pub(crate) fn has_moved(&self) -> bool {
-        self.moved > 0
+        self.moved.is_some()
+    }
+
+    /// Base-2 logarithm of how many exponents a class of elements that have moved holds.
+    pub(crate) fn merge(&self) -> u32 {
+        self.moved.map_or(0, |(_, merge)| merge)
     }
 
     /// All classes with their numbers, those of elements that have moved last, if a block tells these apart.
     pub(crate) fn numbered(&self, moved: bool) -> impl Iterator<Item = (usize, &Class)> {
-        let moved = MOVED_FIRST..MOVED_FIRST + if moved { self.moved } else { 0 };
-        (0..self.count).chain(moved).map(|number| (number, &self.classes[number]))
+        let moved = self.moved.as_ref().filter(|_| moved);
+        let moved = moved.map_or(&[][..], |(classes, merge)| &classes[..self.moved_classes(*merge)]);
+        (0..).zip(self.classes()).chain((CLASSES_MAX..).zip(moved))
     }
 
     /// Number of the last class of elements of which it is not told whether they have moved.
@@ -120,9 +125,12 @@ impl Table {
         }
         let inverts = self.numbered(true).any(|(_, class)| class.inverted);
         bits.put(inverts.into(), 1);
+        if self.has_moved() {
+            bits.put(self.merge(), 2);
+        }
         let mut before = BEFORE;
         for (number, class) in self.numbered(true) {
-            if self.has_moved() && number == MOVED_FIRST {
+            if number == CLASSES_MAX {
                 before = BEFORE_MOVED;
             }
             if inverts {
@@ -131,8 +139,8 @@ impl Table {
             bits.near(class.run as i32 - before.run as i32 - 1);
             bits.near(class.large_run as i32 - before.large_run as i32);
             bits.near(class.rice as i32 - before.rice as i32);
-            if self.has_moved() && number >= MOVED_FIRST {
-                bits.put(class.turns, 4);
+            if number >= CLASSES_MAX {
+                bits.near(class.turns as i32 - before.turns as i32);
             }
             before = *class;
         }
@@ -148,36 +156,20 @@ impl Table {
         if count > 1 && (first + count - 1) << element.mantissa_bits() > element.mask() >> 1 {
             return Err(corrupt("classes lie beyond the largest exponent"));
         }
-        let count = count as usize;
-        if moved && !(2..=MOVED_FIRST).contains(&count) {
-            return Err(corrupt("one class, or more than 12, beside those of elements that have moved"));
-        }
         let inverts = bits.get(1) == 1;
-        let moved = if moved { Self::moved_classes(count) } else { 0 };
-        let mut table = Self { first, classes: [BEFORE; CLASSES_MAX], count, moved };
-        let mut before = BEFORE;
-        for number in (0..count).chain(MOVED_FIRST..MOVED_FIRST + moved) {
-            if moved > 0 && number == MOVED_FIRST {
-                before = BEFORE_MOVED;
+        let mut table = Self { first, classes: [BEFORE; CLASSES_MAX], count: count as usize, moved: None };
+        if moved {
+            if count == 1 {
+                return Err(corrupt("one class beside those of elements that have moved"));
             }
-            let inverted = inverts && bits.get(1) == 1;
-            let mut parameter = |before: u32, max: u32| {
-                u32::try_from(before as i32 + bits.near()).ok().filter(|value| *value <= max)
-            };
-            let class = (
-                parameter(before.run + 1, RUN_MAX),
-                parameter(before.large_run, EXPLICIT),
-                parameter(before.rice, RICE_MAX),
-            );
-            let (Some(run), Some(large_run), Some(rice)) = class else {
-                return Err(corrupt("parameter out of range"));
-            };
-            let turns = if moved > 0 && number >= MOVED_FIRST { bits.get(4) } else { PLAIN };
-            if turns == PLAIN | MARKS_KEPT {
-                return Err(corrupt("parameter out of range"));
-            }
-            before = Class { inverted, run, large_run, rice, turns };
-            table.classes[number] = before;
+            table.moved = Some(([Class::UNUSED; CLASSES_MAX], bits.get(2)));
+        }
+        read_classes(&mut bits, inverts, BEFORE, &mut table.classes[..table.count])
+            .ok_or(corrupt("parameter out of range"))?;
+        let moved = table.moved_classes(table.merge());
+        if let Some((classes, _)) = &mut table.moved {
+            read_classes(&mut bits, inverts, BEFORE_MOVED, &mut classes[..moved])
+                .ok_or(corrupt("parameter out of range"))?;
         }
         if bits.finish("coder table")? == bytes.len() {
             Ok(table)
@@ -185,6 +177,26 @@ impl Table {
             Err(corrupt("bytes follow the end"))
         }
     }
+}
+
+/// Reads classes one after the other, the first one as it differs from `before`. `None` if a parameter is out of range.
+fn read_classes(bits: &mut BitReader<'_>, inverts: bool, mut before: Class, out: &mut [Class]) -> Option<()> {
+    let moved = before == BEFORE_MOVED;
+    for class in out {
+        let inverted = inverts && bits.get(1) == 1;
+        let mut parameter = |before: u32, max: u32| {
+            u32::try_from(before as i32 + bits.near()).ok().filter(|value| *value <= max)
+        };
+        before = Class {
+            inverted,
+            run: parameter(before.run + 1, RUN_MAX)?,
+            large_run: parameter(before.large_run, EXPLICIT)?,
+            rice: parameter(before.rice, RICE_MAX)?,
+            turns: if moved { parameter(before.turns, TURNS_MAX)? } else { PLAIN },
+        };
+        *class = before;
+    }
+    Some(())
 }
 
 #[cfg(test)]
@@ -209,15 +221,14 @@ mod tests {
             if count > 1 {
                 assert!(Table::read(Element::F8E5M2, &bytes, 0, false).is_err(), "exponent 100 in five bits");
             }
-            if !(2..=MOVED_FIRST as u32).contains(&count) {
+            if count == 1 {
                 assert!(Table::read(Element::Bf16, &bytes, 0, true).is_err());
                 continue;
             }
-            let turns = [3, PLAIN, MARKS_KEPT | 6];
-            let moved = Table::moved_classes(count as usize);
-            let table =
-                table.with_moved(turns[..moved].iter().map(|&turns| Class { turns, ..Class::UNUSED }));
-            assert_eq!(table.numbered(true).count(), count as usize + moved);
+            let merge = count % 4;
+            let own = (0..16).map(|turns: u32| Class { turns: turns * 5 % 15, run: turns, ..BEFORE_MOVED });
+            let table = table.with_moved(merge, own.take(table.moved_classes(merge)));
+            assert_eq!(table.numbered(true).count(), count as usize + table.moved_classes(merge));
             bytes.clear();
             table.write(&mut bytes);
             assert_eq!(Table::read(Element::Bf16, &bytes, 0, true), Ok(table));

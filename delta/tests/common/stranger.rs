@@ -148,34 +148,36 @@ fn elements(kind: Type, bytes: &[u8]) -> Vec<u64> {
 /// Digest, as its two sums, of what earlier steps have moved; and for each element that has moved, whether it went down the last time.
 pub(crate) type Motion = ([u64; 2], Vec<Option<bool>>);
 
-/// First exponent; (inverted, run, large run, rice, turns) of each class; and of each class of elements that have moved.
-type Table = (u64, Vec<Class>, Vec<Class>);
-type Class = (bool, i64, i64, i64, u64);
+/// First exponent; (inverted, run, large run, rice, turns) of each class; merge; and each class of elements that have moved.
+type Table = (u64, Vec<Class>, u64, Vec<Class>);
+type Class = (bool, i64, i64, i64, i64);
 
 fn table(bytes: &[u8], moved: bool) -> Table {
     let mut bits = Bits(bytes, 0);
     let count = bits.number(4) + 1;
     let first = if count > 1 { bits.number(8) } else { 0 };
     let inverts = bits.bit() == 1;
+    let merge = if moved { bits.number(2) } else { 0 };
     let mut classes = |count, mut run, moved| -> Vec<Class> {
-        let (mut large, mut rice) = (3, 0);
+        let (mut large, mut rice, mut turns) = (3, 0, 7);
         let one = |_| {
             let inverted = inverts && bits.bit() == 1;
             run += 1 + bits.near();
             large += bits.near();
             rice += bits.near();
-            (inverted, run, large, rice, if moved { bits.number(4) } else { 7 })
+            turns += if moved { bits.near() } else { 0 };
+            (inverted, run, large, rice, turns)
         };
         (0..count).map(one).collect()
     };
     let unmoved = classes(count, 5, false);
-    (first, unmoved, if moved { classes(count.div_ceil(4), 1, true) } else { vec![] })
+    (first, unmoved, merge, if moved { classes(((count - 1) >> merge) + 1, 1, true) } else { vec![] })
 }
 
 fn changes(
     kind: Type,
     bytes: &[u8],
-    (first, classes, moved_classes): &Table,
+    (first, classes, merge, moved_classes): &Table,
     base: &[u64],
     motion: Option<&[Option<bool>]>,
 ) -> Vec<u64> {
@@ -185,7 +187,7 @@ fn changes(
     let last = |at: usize| motion.and_then(|motion| motion[at]);
     let class_of = |at: usize| {
         let class = (kind.exponent(base[at]).saturating_sub(*first) as usize).min(classes.len() - 1);
-        if last(at).is_some() { 100 + class / 4 } else { class }
+        if last(at).is_some() { 100 + (class >> merge) } else { class }
     };
     let numbered = (0..).zip(classes).chain((100..).zip(moved_classes).filter(|_| motion.is_some()));
     for (index, &(inverted, run, large_run, rice, turns)) in numbered {
@@ -202,8 +204,9 @@ fn changes(
         let negative: Vec<bool> = if turns == 7 {
             changed.iter().map(|_| bits.bit() == 1).collect()
         } else {
-            let marked = bits.runs(turns as u32 % 8, changed.len() as u64);
-            (0..changed.len() as u64).map(|at| marked.binary_search(&at).is_ok() != (turns >= 8)).collect()
+            let marked =
+                bits.runs(if turns < 7 { 6 - turns } else { turns - 8 } as u32, changed.len() as u64);
+            (0..changed.len() as u64).map(|at| marked.binary_search(&at).is_ok() != (turns > 7)).collect()
         };
         let mut sizes = vec![1; changed.len()];
         for at in large {
