@@ -4,7 +4,12 @@
 
 /// slime, miles, stitch: dense byte xor, zstd level 1; xxh3-128 of the result.
 pub mod xor_zstd {
-    use xxhash_rust::xxh3::xxh3_128;
+    use std::io::Read;
+
+    use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+    /// Bytes that the receiver of today decompresses, xors and hashes at a time.
+    const STREAM_BYTES: usize = 2 << 20;
 
     /// The xor of both states, compressed.
     pub fn encode(base: &[u8], new: &[u8]) -> (Vec<u8>, u128) {
@@ -16,6 +21,51 @@ pub mod xor_zstd {
     pub fn apply(tensor: &mut [u8], payload: &(Vec<u8>, u128)) -> bool {
         let Ok(xor) = zstd::bulk::decompress(&payload.0, tensor.len()) else { return false };
         tensor.iter_mut().zip(&xor).for_each(|(a, b)| *a ^= b);
+        xxh3_128(tensor) == payload.1
+    }
+
+    /// The same in blocks that stay in the processor's cache, as their receiver does over a mapped file.
+    pub fn apply_streamed(tensor: &mut [u8], payload: &(Vec<u8>, u128)) -> bool {
+        let Ok(mut stream) = zstd::stream::read::Decoder::with_buffer(payload.0.as_slice()) else {
+            return false;
+        };
+        let (mut xor, mut hash) = (vec![0; STREAM_BYTES.min(tensor.len())], Xxh3::new());
+        for block in tensor.chunks_mut(STREAM_BYTES) {
+            let xor = &mut xor[..block.len()];
+            if stream.read_exact(xor).is_err() {
+                return false;
+            }
+            block.iter_mut().zip(&*xor).for_each(|(a, b)| *a ^= b);
+            hash.update(block);
+        }
+        hash.digest128() == payload.1
+    }
+}
+
+/// slime's other form: positions of changed bytes in 32 bits, then the new bytes, zstd level 1; xxh3-128 of the result.
+pub mod overwrite_zstd {
+    use xxhash_rust::xxh3::xxh3_128;
+
+    /// Number of changed bytes, their positions, their new values, compressed together. A tensor is less than 4 GiB.
+    pub fn encode(base: &[u8], new: &[u8]) -> (Vec<u8>, u128) {
+        let changed = || (0_u32..).zip(base.iter().zip(new)).filter(|(_, (a, b))| a != b);
+        let mut content = (changed().count() as u32).to_le_bytes().to_vec();
+        content.extend(changed().flat_map(|(at, _)| at.to_le_bytes()));
+        content.extend(changed().map(|(_, (_, new))| new));
+        (zstd::bulk::compress(&content, 1).expect("zstd compresses any bytes"), xxh3_128(new))
+    }
+
+    /// Decompresses, writes into `tensor`, and hashes the result.
+    pub fn apply(tensor: &mut [u8], payload: &(Vec<u8>, u128)) -> bool {
+        let Ok(content) = zstd::bulk::decompress(&payload.0, 4 + 5 * tensor.len()) else { return false };
+        let Some((count, rest)) = content.split_first_chunk::<4>() else { return false };
+        let Some((positions, values)) = rest.split_at_checked(4 * u32::from_le_bytes(*count) as usize) else {
+            return false;
+        };
+        for (at, value) in positions.as_chunks::<4>().0.iter().zip(values) {
+            let Some(slot) = tensor.get_mut(u32::from_le_bytes(*at) as usize) else { return false };
+            *slot = *value;
+        }
         xxh3_128(tensor) == payload.1
     }
 }
@@ -67,7 +117,15 @@ mod tests {
         for density in [0.00001, 0.01, 0.3] {
             for Pair { base, new, .. } in synthetic(Shape { tensors: 2, elements: 150_000 }, density, 1) {
                 let mut tensor = base.clone();
-                assert!(xor_zstd::apply(&mut tensor, &xor_zstd::encode(&base, &new)) && tensor == new);
+                let payload = xor_zstd::encode(&base, &new);
+                assert!(xor_zstd::apply(&mut tensor, &payload) && tensor == new);
+                let mut tensor = base.clone();
+                assert!(xor_zstd::apply_streamed(&mut tensor, &payload) && tensor == new);
+                assert!(!xor_zstd::apply_streamed(&mut base.clone(), &(payload.0, payload.1 ^ 1)));
+                let mut tensor = base.clone();
+                assert!(
+                    overwrite_zstd::apply(&mut tensor, &overwrite_zstd::encode(&base, &new)) && tensor == new
+                );
                 let mut tensor = base.clone();
                 assert!(gaps_zstd::apply(&mut tensor, &gaps_zstd::encode(&base, &new)) && tensor == new);
             }

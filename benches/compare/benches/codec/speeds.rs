@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use driftless_compare::data::{Pair, Shape, synthetic};
-use driftless_compare::peers::xor_zstd;
+use driftless_compare::peers::{overwrite_zstd, xor_zstd};
 use driftless_delta::{Decoder, DigestTable, Element, Encoder, Motion, Patch, Pool, Profile, Serial, Source};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
@@ -96,13 +96,25 @@ fn sparse(Pair { base, new, .. }: &Pair, density: f64, verdicts: &mut Verdicts) 
     let mut tensor = base.clone();
     let peer = xor_zstd::encode(base, new);
     let peer_applying = seconds(|| xor_zstd::apply(&mut tensor, &peer));
+    let peer_streaming = seconds(|| xor_zstd::apply_streamed(&mut tensor, &peer));
     let peer_encoding = seconds(|| xor_zstd::encode(base, new));
-    println!("  xor+zstd: encode {:.2}, apply and hash {:.2}", rate(peer_encoding), rate(peer_applying));
+    println!(
+        "  xor+zstd: encode {:.2}, apply and hash {:.2}, in blocks of 2 MiB {:.2}",
+        rate(peer_encoding),
+        rate(peer_applying),
+        rate(peer_streaming)
+    );
+    // Positions have 32 bits.
+    if u32::try_from(base.len()).is_ok() {
+        let peer = overwrite_zstd::encode(base, new);
+        let overwriting = seconds(|| overwrite_zstd::apply(&mut tensor, &peer));
+        println!("  overwrite+zstd: {} bytes, apply and hash {:.2}", peer.0.len(), rate(overwriting));
+    }
     for profile in [Profile::Fast, Profile::Wire] {
         let [encoding, applying] = times(&Serial, profile, base, new, &digests);
         match profile {
             Profile::Fast => println!(
-                "  fast: encode {:.2} = {:.2}x scan (at least 0.6: {}), decode + apply {:.1} = {:.1}x xor+zstd{}",
+                "  fast: encode {:.2} = {:.2}x scan (at least 0.6: {}), decode + apply {:.1} = {:.1}x xor+zstd{}, {:.1}x in blocks",
                 rate(encoding),
                 scan / encoding,
                 verdicts.of(scan / encoding >= 0.6),
@@ -113,7 +125,8 @@ fn sparse(Pair { base, new, .. }: &Pair, density: f64, verdicts: &mut Verdicts) 
                     String::new()
                 } else {
                     format!(" (at least 5: {})", verdicts.of(peer_applying / applying >= 5.0))
-                }
+                },
+                peer_streaming / applying
             ),
             Profile::Wire => println!(
                 "  wire: encode {:.2} (at least 2: {}), decode + apply {:.2} = {:.2}x encode time (at most 1.5: {})",
