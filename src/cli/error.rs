@@ -44,6 +44,8 @@ impl Error {
                 | Transport::ForeignRun { .. }
                 | Transport::ForeignModel { .. }
                 | Transport::BrokenChain { .. }
+                | Transport::Unsigned { .. }
+                | Transport::BadSignature { .. }
                 | Transport::Codec { .. },
             ) => 3,
             Error::Transport(Transport::PartsMissing { .. } | Transport::NotJoined { .. }) => 4,

@@ -2,6 +2,7 @@
 
 use crate::cli::error::{Error, Result};
 use driftless::bridge::Keys;
+use driftless::transport::TrustKey;
 use std::path::{Path, PathBuf};
 
 /// Where the keys of engines come from.
@@ -27,6 +28,12 @@ impl KeyArgs {
         let api = secret(self.api_key_file.as_deref(), "DRIFTLESS_API_KEY")?;
         Ok((api, secret(self.admin_api_key_file.as_deref(), "DRIFTLESS_ADMIN_API_KEY")?))
     }
+}
+
+/// The keys of files of public keys, all together.
+pub(crate) fn trusted(files: &[PathBuf]) -> Result<Vec<TrustKey>> {
+    let keys = files.iter().map(|path| TrustKey::read_all(path)).collect::<Result<Vec<_>, _>>()?;
+    Ok(keys.concat())
 }
 
 /// A secret from `file`, else from the environment.

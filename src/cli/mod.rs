@@ -1,6 +1,5 @@
 //! The command line: one file a subcommand.
 
-mod coordinate;
 mod delta;
 mod error;
 #[cfg(feature = "failpoints")]
@@ -8,6 +7,7 @@ mod failpoints;
 mod follow;
 mod gc;
 mod inspect;
+mod keygen;
 mod keys;
 mod log;
 mod output;
@@ -64,13 +64,12 @@ enum Command {
     Publish(publish::Args),
     /// Keep a local checkpoint directory, and the engines that load it, at a run's newest version.
     Follow(follow::Args),
-    /// Bring the followers of many hosts to each version together.
-    Coordinate(coordinate::Args),
     /// Encode, apply and look at a delta between two checkpoint directories.
     Delta(delta::Args),
     /// Show what a store holds: its runs, a run's chain, one version.
     Inspect(inspect::Args),
     Gc(gc::Args),
+    Keygen(keygen::Args),
     /// Look at a rollout log.
     Log(log::Args),
 }
@@ -101,10 +100,10 @@ pub(crate) fn main() -> ExitCode {
         Command::Serve(args) => serve::run(args, output),
         Command::Publish(args) => publish::run(args, output),
         Command::Follow(args) => follow::run(args, output),
-        Command::Coordinate(args) => coordinate::run(args, output),
         Command::Delta(args) => delta::run(args, output),
         Command::Inspect(args) => inspect::run(args, output),
         Command::Gc(args) => gc::run(args, output),
+        Command::Keygen(args) => keygen::run(args, output),
         Command::Log(args) => log::run(args, output),
     };
     match outcome {

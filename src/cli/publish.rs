@@ -5,11 +5,11 @@ use crate::cli::follow::stop_on_signals;
 use crate::cli::output::Output;
 use crate::cli::ranks::RankArgs;
 use crate::cli::slime::{self, Layout};
-use crate::cli::{progress, store};
+use crate::cli::{keys, progress, store};
 use driftless::delta::Profile;
 use driftless::transport::gc::{GcOptions, collect};
 use driftless::transport::{
-    Checkpoint, Mode, Published, Publisher, PublisherOptions, Snapshot, Start, Step, Stop,
+    Checkpoint, Mode, Published, Publisher, PublisherOptions, SignKey, Snapshot, Start, Step, Stop,
 };
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -76,6 +76,12 @@ pub(crate) struct Args {
     /// Carry full tensors too when the deltas since the newest anchor weigh this share of the model, such as 0.5.
     #[arg(long, value_name = "SHARE")]
     anchor_share: Option<f64>,
+    /// Key to sign the version with, as `driftless keygen` makes it; versions that it has not signed are not gone on from.
+    #[arg(long, value_name = "FILE")]
+    sign_key: Option<PathBuf>,
+    /// File of public keys whose versions are gone on from as well, such as the key before; may be given several times.
+    #[arg(long, value_name = "FILE", requires = "sign_key")]
+    trust_key: Vec<PathBuf>,
     /// Afterwards remove versions that nobody needs, as `driftless gc --keep` does.
     #[arg(long, value_name = "VERSIONS", value_parser = clap::value_parser!(u64).range(1..))]
     keep: Option<u64>,
@@ -134,6 +140,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.anchor_every = args.anchor_every;
     options.anchor_share = args.anchor_share;
     options.reference_dir = Some(args.checkpoint.clone()).filter(|_| args.by_reference);
+    options.sign_key = args.sign_key.as_deref().map(SignKey::read).transpose()?;
+    options.trust_keys = keys::trusted(&args.trust_key)?;
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let mut publisher = Publisher::open(store, options)?;
     let stop = Stop::new();
@@ -172,6 +180,7 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
         ("--anchor-every", args.anchor_every.is_some()),
         ("--anchor-share", args.anchor_share.is_some()),
         ("--keep", args.keep.is_some()),
+        ("--sign-key", args.sign_key.is_some()),
         ("--rank", args.ranks.rank().is_some()),
         ("--profile fast", matches!(args.profile, DeltaProfile::Fast)),
     ];

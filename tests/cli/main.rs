@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod log;
+mod signed;
 
 use common::{driftless, json, run};
 use driftless::transport::{AuxFile, Checkpoint, Dtype, Result, Snapshot, TensorInfo, write_checkpoint};
@@ -91,12 +92,16 @@ impl Run {
 
     /// Publishes the checkpoint as it is and returns what the command reported.
     fn publish(&mut self) -> serde_json::Value {
+        self.publish_with(|command| command)
+    }
+
+    fn publish_with(&mut self, more: impl FnOnce(&mut Command) -> &mut Command) -> serde_json::Value {
         let checkpoint = self.made.write(&self.path("checkpoint"));
         let mut command = self.command("publish");
         command.arg("--checkpoint").arg(checkpoint).arg("--baseline-dir").arg(self.path("baseline"));
         command.arg(if self.published == 0 { "--new-run" } else { "--resume" });
         self.published += 1;
-        json(&mut command)
+        json(more(&mut command))
     }
 
     fn follow_once(&self) -> Command {
@@ -139,58 +144,6 @@ fn a_host_follows_what_a_script_publishes() {
     assert_eq!(manifest["run_id"], chain["run_id"]);
     let runs = json(driftless().args(["inspect", "--store"]).arg(run.path("store")));
     assert_eq!(runs[0]["newest"], 1);
-}
-
-#[test]
-fn a_dry_run_touches_nothing_and_a_last_version_is_kept_to() {
-    let mut run = Run::new();
-    run.publish();
-    run.made.step(100);
-    run.publish();
-    let first = Made { bytes: run.made.bytes.clone(), ..Made::new() };
-    run.made.step(10);
-    run.publish();
-    let dry = |run: &Run| json(run.follow_once().arg("--dry-run"));
-    let before = tree(run.dir.path());
-    let plan = dry(&run);
-    assert_eq!((&plan["from"], &plan["to"]), (&serde_json::Value::Null, &2.into()));
-    assert_eq!(plan["links"].as_array().expect("links").len(), 3);
-    assert_eq!(tree(run.dir.path()), before, "neither the store nor the host's directory is touched");
-
-    let newest = std::mem::replace(&mut run.made, first);
-    let status = json(run.follow_once().args(["--until-version", "1"]));
-    assert_eq!((&status["applied"]["version"], &status["newest"]), (&1.into(), &2.into()));
-    run.assert_host_is_current();
-    let before = tree(run.dir.path());
-    let plan = dry(&run);
-    assert_eq!((&plan["from"], &plan["to"], &plan["objects"]), (&1.into(), &2.into(), &1.into()));
-    assert_eq!(tree(run.dir.path()), before);
-    // Without --once it ends by itself when the version is there.
-    let mut follow = run.command("follow");
-    follow.args(["--id", "host", "--until-version", "2", "--checkpoint-dir"]).arg(run.path("host"));
-    let status = json(&mut follow);
-    assert_eq!(status["applied"]["bytes"], plan["bytes"]);
-    run.made = newest;
-    run.assert_host_is_current();
-}
-
-/// Every file below `dir` with its bytes and the time of its last change, every directory with its own.
-fn tree(dir: &Path) -> Vec<(PathBuf, std::time::SystemTime, Vec<u8>)> {
-    let mut found = Vec::new();
-    let mut directories = vec![dir.to_path_buf()];
-    while let Some(directory) = directories.pop() {
-        for entry in std::fs::read_dir(directory).expect("a directory") {
-            let path = entry.expect("an entry").path();
-            let modified = path.metadata().and_then(|metadata| metadata.modified()).expect("a time");
-            let bytes = if path.is_dir() { Vec::new() } else { std::fs::read(&path).expect("a file") };
-            if path.is_dir() {
-                directories.push(path.clone());
-            }
-            found.push((path, modified, bytes));
-        }
-    }
-    found.sort();
-    found
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::{ContentDigest, Key, RunId, Version};
+use crate::{ContentDigest, Key, RunId, TrustKey, Version};
 
 /// What every fallible function of this crate returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -193,6 +193,23 @@ pub enum Error {
         expected: ContentDigest,
         /// The digest of the bytes found.
         found: ContentDigest,
+    },
+    /// A document that no trusted key claims to have signed. Nothing that it names is fetched.
+    #[error("{subject} is not signed by a trusted key (signed by: {signers})", signers = or_nobody(signers))]
+    Unsigned {
+        /// The manifest or part.
+        subject: String,
+        /// The keys that claim to have signed it, in hex.
+        signers: Vec<String>,
+    },
+    /// A document whose signature is not the trusted key's that it names: it was changed, or it belongs to another run, model
+    /// or version. Nothing that it names is fetched.
+    #[error("{subject} has a false signature: `{key}` has not signed this for this run, model and version")]
+    BadSignature {
+        /// The manifest or part.
+        subject: String,
+        /// The trusted key that it names.
+        key: Box<TrustKey>,
     },
     /// The run name is not in the store.
     #[error("no run named `{name}` in {store}; begin one explicitly with a new run")]
@@ -438,7 +455,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Another process, or another value in this one, works on the same replica.
-    #[error("`{path}` is held by another process; a replica has one writer at a time", path = path.display())]
+    #[error("`{path}` is held by another process; it has one writer at a time", path = path.display())]
     Locked {
         /// The lock file.
         path: PathBuf,
@@ -475,6 +492,10 @@ pub enum Error {
     },
 }
 
+fn or_nobody(signers: &[String]) -> String {
+    if signers.is_empty() { "nobody".to_owned() } else { signers.join(", ") }
+}
+
 impl Error {
     /// Wraps an I/O error of the file system, keeping the path and telling apart what an operator treats differently.
     pub(crate) fn io(action: &'static str, path: impl AsRef<Path>, source: io::Error) -> Self {
@@ -504,19 +525,6 @@ impl Error {
                 | Self::Collected { .. }
                 | Self::Engine { .. }
                 | Self::EngineTimeout { .. }
-        )
-    }
-
-    /// True if bytes that came from a store are not what they must be; nothing of them was used.
-    #[must_use]
-    pub fn is_refusal(&self) -> bool {
-        matches!(
-            self,
-            Self::Corrupt { .. }
-                | Self::Parse { .. }
-                | Self::DigestMismatch { .. }
-                | Self::TensorMismatch { .. }
-                | Self::Codec { .. }
         )
     }
 

@@ -44,6 +44,50 @@ impl Server {
     }
 }
 
+impl Server {
+    /// Runs `serving` on a thread of its own until the server is dropped.
+    pub(crate) fn run<E: std::fmt::Debug>(
+        runtime: runtime::Runtime,
+        addr: SocketAddr,
+        name: &str,
+        serving: impl Future<Output = std::result::Result<(), E>> + Send + 'static,
+    ) -> Result<Self> {
+        let (stop, stopped) = oneshot::channel::<()>();
+        let thread = thread::Builder::new().name(name.into()).spawn(move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    ended = serving => tracing::error!(?ended, "the HTTP server ended"),
+                    _ = stopped => {}
+                }
+            });
+            runtime.shutdown_timeout(SHUTDOWN_DEADLINE);
+        });
+        let thread = thread.map_err(|source| Error::Listen { addr, source })?;
+        Ok(Self { addr, stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+/// What a caller has to bring; nothing, if there is no token.
+#[derive(Clone)]
+pub(crate) struct Token(Option<blake3::Hash>);
+
+impl Token {
+    pub(crate) fn new(token: Option<String>) -> Self {
+        Self(token.map(|token| blake3::hash(format!("Bearer {token}").as_bytes())))
+    }
+
+    /// Answers 401 to a request without the token.
+    pub(crate) async fn check(self, request: Request, next: Next) -> Response {
+        let given = request.headers().get(header::AUTHORIZATION).map(|value| blake3::hash(value.as_bytes()));
+        // Hashes of equal length compare in constant time.
+        if self.0.is_some() && given != self.0 {
+            let error = Body { kind: "unauthorized", message: "missing or wrong bearer token".into() };
+            return (StatusCode::UNAUTHORIZED, Json(Failure { error })).into_response();
+        }
+        next.run(request).await
+    }
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
         // A closed channel says the same.
@@ -56,8 +100,8 @@ impl Drop for Server {
     }
 }
 
-/// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `GET /status`,
-/// `GET /metrics`, `GET /health`.
+/// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `POST /notify`, `GET /status`,
+/// `GET /health`.
 ///
 /// With a `token`, every request but `GET /health` needs `Authorization: Bearer <token>`.
 ///
@@ -66,7 +110,7 @@ impl Drop for Server {
 /// [`Error::BadSetting`] for an address other than loopback without a token, or an empty token;
 /// [`Error::Listen`] if the address cannot be had.
 pub fn serve(follower: Follower, addr: SocketAddr, token: Option<String>) -> Result<Server> {
-    check_exposure(addr, token.as_deref())?;
+    check_exposure("follower address", addr, token.as_deref())?;
     let listen = |source| Error::Listen { addr, source };
     let runtime = runtime::Builder::new_current_thread()
         .enable_io()
@@ -76,28 +120,14 @@ pub fn serve(follower: Follower, addr: SocketAddr, token: Option<String>) -> Res
         .map_err(listen)?;
     let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
     let addr = listener.local_addr().map_err(listen)?;
-    let (stop, stopped) = oneshot::channel::<()>();
-    let thread = thread::Builder::new()
-        .name("follower-http".into())
-        .spawn(move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    ended = axum::serve(listener, router(follower, token)) => {
-                        tracing::error!(?ended, "the HTTP server ended");
-                    }
-                    _ = stopped => {}
-                }
-            });
-            runtime.shutdown_timeout(SHUTDOWN_DEADLINE);
-        })
-        .map_err(listen)?;
-    Ok(Server { addr, stop: Some(stop), thread: Some(thread) })
+    let router = router(follower, token);
+    Server::run(runtime, addr, "follower-http", async move { axum::serve(listener, router).await })
 }
 
-fn check_exposure(addr: SocketAddr, token: Option<&str>) -> Result<()> {
-    let refuse = |expected: &str, found: String| {
-        Err(Error::BadSetting { name: "follower address", expected: expected.into(), found })
-    };
+/// Refuses to listen beyond loopback addresses without a token; `name` says who wants to.
+pub(crate) fn check_exposure(name: &'static str, addr: SocketAddr, token: Option<&str>) -> Result<()> {
+    let refuse =
+        |expected: &str, found: String| Err(Error::BadSetting { name, expected: expected.into(), found });
     match token {
         None if !addr.ip().is_loopback() => {
             refuse("a loopback address, or a token for all others", addr.to_string())
@@ -108,25 +138,16 @@ fn check_exposure(addr: SocketAddr, token: Option<&str>) -> Result<()> {
 }
 
 fn router(follower: Follower, token: Option<String>) -> Router {
-    // Hashes of equal length compare in constant time.
-    let expected = token.map(|token| blake3::hash(format!("Bearer {token}").as_bytes()));
-    let authorise = move |request: Request, next: Next| async move {
-        let given = request.headers().get(header::AUTHORIZATION).map(|value| blake3::hash(value.as_bytes()));
-        if expected.is_some() && given != expected {
-            let error = Body { kind: "unauthorized", message: "missing or wrong bearer token".into() };
-            return (StatusCode::UNAUTHORIZED, Json(Failure { error })).into_response();
-        }
-        next.run(request).await
-    };
+    let token = Token::new(token);
     let routes = Router::new()
         .route("/prepare", post(prepare))
         .route("/activate", post(activate))
-        .route("/status", get(status))
-        .route("/metrics", get(metrics));
+        .route("/notify", post(notify))
+        .route("/status", get(status));
     #[cfg(feature = "slime")]
     let routes = routes.route("/pull_weights", post(crate::follow::pull_weights));
     routes
-        .layer(middleware::from_fn(authorise))
+        .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)))
         .route("/health", get(|| async { Json(serde_json::json!({ "ok": true })) }))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .with_state(follower)
@@ -183,12 +204,13 @@ async fn activate(State(follower): State<Follower>) -> Response {
     blocking(move || follower.activate()).await
 }
 
-async fn status(State(follower): State<Follower>) -> Response {
-    Json(follower.status()).into_response()
+/// A version may be there: the loop looks at once. What the body says is the store's to tell.
+async fn notify(State(follower): State<Follower>) -> Response {
+    (StatusCode::ACCEPTED, Json(serde_json::json!({ "watching": follower.notify() }))).into_response()
 }
 
-async fn metrics(State(follower): State<Follower>) -> Response {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], follower.metrics()).into_response()
+async fn status(State(follower): State<Follower>) -> Response {
+    Json(follower.status()).into_response()
 }
 
 /// Runs a follower's call off the server's thread. It goes on to its end even if the client hangs up.
@@ -236,7 +258,12 @@ fn classify(error: &Error) -> (StatusCode, &'static str) {
         Error::Engine { .. } => (StatusCode::BAD_GATEWAY, "engine"),
         Error::EngineTimeout { .. } => (StatusCode::GATEWAY_TIMEOUT, "engine_timeout"),
         Error::NoSpace { .. } => (StatusCode::INSUFFICIENT_STORAGE, "no_space"),
-        error if error.is_refusal() => (StatusCode::BAD_GATEWAY, "corrupt"),
+        Error::Corrupt { .. }
+        | Error::Parse { .. }
+        | Error::DigestMismatch { .. }
+        | Error::TensorMismatch { .. }
+        | Error::Codec { .. } => (StatusCode::BAD_GATEWAY, "corrupt"),
+        Error::Unsigned { .. } | Error::BadSignature { .. } => (StatusCode::BAD_GATEWAY, "untrusted"),
         Error::DamagedReplica { .. } => (StatusCode::INTERNAL_SERVER_ERROR, "damaged_replica"),
         error if error.is_retryable() => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
         _ => (StatusCode::INTERNAL_SERVER_ERROR, "internal"),
@@ -249,7 +276,7 @@ mod tests {
 
     #[test]
     fn only_loopback_is_served_without_a_token() {
-        let check = |addr: &str, token| check_exposure(addr.parse().unwrap(), token);
+        let check = |addr: &str, token| check_exposure("address", addr.parse().unwrap(), token);
         check("127.0.0.1:0", None).unwrap();
         check("[::1]:0", None).unwrap();
         check("0.0.0.0:0", Some("secret")).unwrap();

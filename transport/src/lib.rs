@@ -16,9 +16,11 @@ mod pool;
 mod publish;
 mod replica;
 mod run;
+mod sign;
 #[cfg(feature = "slime")]
 pub mod slime;
 mod snapshot;
+mod spool;
 mod store;
 #[doc(hidden)]
 pub mod watch;
@@ -37,7 +39,9 @@ pub use publish::{
     Mode, Progress, ProgressFn, Published, PublishedPart, Publisher, PublisherOptions, Rank, Shard, Slice,
     Start, Step,
 };
-pub use replica::{Advanced, Applied, FetchObject, Plan, PlannedLink, Replica};
+pub use replica::{Advanced, Applied, FetchObject, Replica};
 pub use run::{Chain, Committed, Run};
+pub use sign::{SignKey, TrustKey};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};
+pub use spool::SpoolOptions;
 pub use store::{Disk, Entry, Memory, PutMode, Store, open, open_with, probe_conditional_put};

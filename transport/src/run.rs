@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use crate::gc::Tombstone;
 use crate::ids::check_name;
 use crate::manifest::{Base, Kind, MANIFEST_BYTES_MAX, Object};
-use crate::{ContentDigest, Entry, Error, Key, Manifest, PutMode, Result, RunId, Store, Version};
+use crate::sign::{self, Place};
+use crate::{ContentDigest, Entry, Error, Key, Manifest, PutMode, Result, RunId, Store, TrustKey, Version};
 
 /// Largest run record or head hint in bytes.
 const RECORD_BYTES_MAX: u64 = 4096;
@@ -66,6 +67,8 @@ pub struct Run {
     store: Arc<dyn Store>,
     name: String,
     id: RunId,
+    /// If given, only what one of these keys has signed is read.
+    trusted: Option<Arc<[TrustKey]>>,
 }
 
 impl fmt::Display for Run {
@@ -85,7 +88,7 @@ impl Run {
         let record = Record { format: crate::manifest::FORMAT, run_id: RunId::random() };
         let bytes = to_json(&key, &record)?;
         match store.put(&key, &bytes, PutMode::Create) {
-            Ok(()) => Ok(Self { store, name: name.to_owned(), id: record.run_id }),
+            Ok(()) => Ok(Self { store, name: name.to_owned(), id: record.run_id, trusted: None }),
             Err(error) => match Self::open(store, name) {
                 // The put took effect and its answer was lost: nobody else draws the same identity.
                 Ok(run) if run.id == record.run_id => Ok(run),
@@ -115,7 +118,13 @@ impl Run {
                 hint: format!("this build reads format {}", crate::manifest::FORMAT),
             });
         }
-        Ok(Self { store, name: name.to_owned(), id: record.run_id })
+        Ok(Self { store, name: name.to_owned(), id: record.run_id, trusted: None })
+    }
+
+    /// This run, of which from here on only versions are read that one of `keys` has signed. No keys: any version.
+    #[must_use]
+    pub fn trusting(self, keys: &[TrustKey]) -> Self {
+        Self { trusted: (!keys.is_empty()).then(|| keys.into()), ..self }
     }
 
     /// The names of all runs in a store, sorted.
@@ -195,7 +204,8 @@ impl Run {
     /// The committed version with this number.
     ///
     /// # Errors
-    /// [`Error::NoSuchVersion`]; [`Error::Collected`]; [`Error::ForeignRun`], [`Error::ForeignModel`] or
+    /// [`Error::NoSuchVersion`]; [`Error::Collected`]; [`Error::Unsigned`] or [`Error::BadSignature`] if keys are trusted and
+    /// none of them has signed it for this run and version; [`Error::ForeignRun`], [`Error::ForeignModel`] or
     /// [`Error::Corrupt`] if the manifest there is of something else; the errors of [`Manifest::parse`].
     pub fn get(&self, model: &str, version: Version) -> Result<Committed> {
         let key = self.manifest_key(model, version)?;
@@ -213,9 +223,29 @@ impl Run {
             )?;
             return Err(tombstone.into_error());
         }
-        let manifest = Manifest::parse_named(&bytes, key.as_str())?;
+        let manifest = match self.signed("manifest", &bytes, (model, version), key.as_str())? {
+            Some(signed) => Manifest::parse_named(&signed, key.as_str())?,
+            None => Manifest::parse_named(&bytes, key.as_str())?,
+        };
         self.check_place(&key, (manifest.run_id, &manifest.model, manifest.version), (model, version))?;
         Ok(Committed::new(manifest, ContentDigest::of(&bytes)))
+    }
+
+    /// The part of a document that a trusted key has signed for this place; `None` where no keys were given.
+    pub(crate) fn signed(
+        &self,
+        what: &'static str,
+        bytes: &[u8],
+        (model, version): (&str, Version),
+        subject: &str,
+    ) -> Result<Option<Vec<u8>>> {
+        let Some(trusted) = &self.trusted else { return Ok(None) };
+        sign::verify(bytes, trusted, &self.place(what, model, version), subject).map(Some)
+    }
+
+    /// Where a document of this run belongs.
+    pub(crate) fn place<'a>(&'a self, what: &'static str, model: &'a str, version: Version) -> Place<'a> {
+        Place { what, run: &self.name, run_id: self.id, model, version }
     }
 
     /// Refuses what lies in a version's place and says that it is of another run, model or version.
@@ -287,6 +317,25 @@ impl Run {
         Ok(Some(newest))
     }
 
+    /// The newest version for a reader that has `have` and knew of no newer one; and its manifest, if it is the next one.
+    ///
+    /// Versions have no gaps, so one request, for the next manifest, tells that there is nothing new, whatever the head says.
+    pub(crate) fn newest_behind(&self, model: &str, have: Version) -> Result<(Version, Option<Committed>)> {
+        let next = match self.get(model, have.next()) {
+            Err(Error::NoSuchVersion { .. }) => return Ok((have, None)),
+            Err(Error::Collected { .. }) => None,
+            next => Some(next?),
+        };
+        let next = next.filter(|_| have.next().0 < crate::manifest::VERSION_MAX);
+        match next {
+            Some(next) if !self.has(model, next.manifest.version.next())? => {
+                Ok((next.manifest.version, Some(next)))
+            }
+            // Several, and the head says how many.
+            _ => Ok((self.newest_version(model)?.unwrap_or(have), None)),
+        }
+    }
+
     /// A version that the head names and that is indeed committed.
     fn hint(&self, model: &str) -> Result<Option<Version>> {
         let key = self.head_key(model)?;
@@ -322,6 +371,17 @@ impl Run {
     /// version builds on, `from` included; [`Error::Collected`] if a link was collected and no anchor stands between it
     /// and `to`; the errors of [`Run::get`].
     pub fn chain(&self, model: &str, from: Option<Base>, to: Version) -> Result<Chain> {
+        self.chain_with(model, from, to, None)
+    }
+
+    /// [`Run::chain`], for a reader that has read one of the manifests already.
+    pub(crate) fn chain_with(
+        &self,
+        model: &str,
+        from: Option<Base>,
+        to: Version,
+        mut known: Option<Committed>,
+    ) -> Result<Chain> {
         if let Some(have) = from
             && have.version >= to
         {
@@ -334,7 +394,11 @@ impl Run {
         let mut anchor: Option<(usize, u64)> = None;
         let mut version = to;
         loop {
-            let link = match (self.get(model, version), anchor) {
+            let read = match known.take_if(|known| known.manifest.version == version) {
+                Some(known) => Ok(known),
+                None => self.get(model, version),
+            };
+            let link = match (read, anchor) {
                 (Err(Error::Collected { .. }), Some((keep, _))) => {
                     links.truncate(keep);
                     links.reverse();
@@ -454,18 +518,29 @@ impl Run {
 
 /// Reads an object whole and checks it.
 pub(crate) fn fetch_object(store: &dyn Store, object: &Object) -> Result<Vec<u8>> {
-    // One byte more than announced, so that a longer object is noticed without being read to its end.
-    let bytes = store.get(&object.key, Some(0..object.size.saturating_add(1)))?;
-    if bytes.len() as u64 != object.size {
-        return Err(Error::Corrupt {
-            subject: format!("object `{}`", object.key),
-            what: "its size",
-            expected: object.size.to_string(),
-            found: if bytes.len() as u64 > object.size { "more".to_owned() } else { bytes.len().to_string() },
-        });
+    loop {
+        // One byte more than announced, so that a longer object is noticed without being read to its end.
+        let bytes = store.get_known(object, 0..object.size.saturating_add(1))?;
+        if bytes.len() as u64 != object.size {
+            return Err(wrong_size(object, bytes.len() as u64));
+        }
+        match object.blake3.check(&bytes, format_args!("object `{}`", object.key)) {
+            Err(error) if store.doubt(object) => {
+                tracing::warn!(key = %object.key, %error, "fetching the object once more");
+            }
+            checked => return checked.map(|()| bytes),
+        }
     }
-    object.blake3.check(&bytes, format_args!("object `{}`", object.key))?;
-    Ok(bytes)
+}
+
+/// An object that ends at `found`, as far as it was read.
+pub(crate) fn wrong_size(object: &Object, found: u64) -> Error {
+    Error::Corrupt {
+        subject: format!("object `{}`", object.key),
+        what: "its size",
+        expected: object.size.to_string(),
+        found: if found > object.size { "more".to_owned() } else { found.to_string() },
+    }
 }
 
 /// Refuses a version that is not the one which `newer` builds on.

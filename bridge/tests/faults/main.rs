@@ -3,7 +3,6 @@
 
 mod activation;
 mod calls;
-mod coordinate;
 mod fake;
 mod fleet;
 mod group;

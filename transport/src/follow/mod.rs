@@ -1,7 +1,6 @@
 //! Keeps a host's checkpoint and its engines on a run's newest version.
 
 mod keeper;
-mod metrics;
 #[cfg(feature = "slime")]
 mod slime;
 mod status;
@@ -17,10 +16,10 @@ use crate::error::{Error, Result};
 use crate::ids::{Version, check_name};
 use crate::replica::{Advanced, Replica, crash_point};
 use crate::run::Run;
+use crate::sign::TrustKey;
+use crate::spool::SpoolOptions;
 use crate::store::Store;
-use crate::wrap::Count;
 use keeper::Keeper;
-use metrics::Counters;
 use worker::{Answer, Job, Worker};
 
 #[cfg(feature = "slime")]
@@ -41,17 +40,16 @@ pub struct FollowerOptions {
     pub hf_checkpoint: Option<PathBuf>,
     /// The follower's name in the store, unique within the run.
     pub id: String,
-    /// The last version to follow: later ones are left alone, and [`Follower::run_until`] ends when every engine has it.
-    pub until: Option<Version>,
-    /// Leave it to a coordinator to prepare and activate versions: [`Follower::run_until`] then only renews the lease, and activates
-    /// again what was activated before on engines that were restarted.
-    pub coordinated: bool,
     /// Time between two looks at the store.
     pub poll: Duration,
     /// Longest time between two renewals of the lease, which keeps what this follower needs from being collected.
     pub renew: Duration,
     /// Longest time between two attempts after failures.
     pub backoff_max: Duration,
+    /// If given, only versions that one of these keys has signed are followed.
+    pub trust_keys: Vec<TrustKey>,
+    /// How objects are kept while they arrive.
+    pub spool: SpoolOptions,
     /// How long one engine may take to say which version it serves.
     pub serving_deadline: Duration,
     /// How long one engine may take to activate a version.
@@ -69,19 +67,14 @@ impl FollowerOptions {
             checkpoint_dir: checkpoint_dir.into(),
             hf_checkpoint: None,
             id: id.into(),
-            until: None,
-            coordinated: false,
             poll: Duration::from_millis(500),
             renew: Duration::from_secs(60),
             backoff_max: Duration::from_secs(30),
+            trust_keys: Vec::new(),
+            spool: SpoolOptions::default(),
             serving_deadline: Duration::from_secs(10),
             activate_deadline: Duration::from_secs(600),
         }
-    }
-
-    /// The version to go to where the store has `newest`.
-    fn last(&self, newest: Option<Version>) -> Option<Version> {
-        newest.map(|newest| self.until.map_or(newest, |until| until.min(newest)))
     }
 }
 
@@ -107,14 +100,14 @@ pub struct Follower {
 }
 
 struct Shared {
-    store: Arc<Count>,
+    store: Arc<dyn Store>,
     options: FollowerOptions,
     /// Held for the length of a prepare or an activate.
     core: Mutex<Core>,
     /// Held for moments only, so that status answers during both.
     status: Mutex<Status>,
-    /// Likewise.
-    counters: Mutex<Counters>,
+    /// What the loop waits on, while there is one.
+    watching: Mutex<Option<Stop>>,
 }
 
 struct Core {
@@ -124,8 +117,6 @@ struct Core {
     #[cfg(feature = "slime")]
     feed: Option<crate::slime::Feed>,
     engines: Vec<Slot>,
-    /// The version that [`Follower::activate`] was last called for.
-    released: Option<Version>,
     /// There is one as soon as the run was seen.
     keeper: Option<Keeper>,
 }
@@ -153,7 +144,8 @@ impl Follower {
         check_name("follower", &options.id)?;
         check_name("run", &options.run)?;
         check_name("model", &options.model)?;
-        let replica = Replica::open_or_quarantine(&options.checkpoint_dir)?;
+        let mut replica = Replica::open_or_quarantine(&options.checkpoint_dir)?;
+        replica.set_spool(options.spool);
         let now = Instant::now();
         let engines = engines
             .into_iter()
@@ -175,17 +167,11 @@ impl Follower {
             #[cfg(feature = "slime")]
             feed: None,
             engines,
-            released: None,
             keeper: None,
         };
-        let shared = Shared {
-            store: Arc::new(Count::new(store)),
-            options,
-            core: Mutex::new(core),
-            status: Mutex::new(status),
-            counters: Mutex::default(),
-        };
-        Ok(Self { shared: Arc::new(shared) })
+        let core = Mutex::new(core);
+        let (status, watching) = (Mutex::new(status), Mutex::default());
+        Ok(Self { shared: Arc::new(Shared { store, options, core, status, watching }) })
     }
 
     /// The options it was opened with.
@@ -200,15 +186,8 @@ impl Follower {
         self.status_mut().clone()
     }
 
-    /// What the follower has done since it was opened, as the text that Prometheus reads. Never waits for a prepare or an activate.
-    #[must_use]
-    pub fn metrics(&self) -> String {
-        let (status, counters) = (self.status(), self.counters_mut().clone());
-        metrics::page(&status, &counters, &self.shared.store.counts(), Instant::now())
-    }
-
-    /// Brings the checkpoint directory to `target`, or to the newest version up to [`FollowerOptions::until`]. Engines go on
-    /// with what they serve.
+    /// Brings the checkpoint directory to `target`, or to the newest version. Engines go on with what they
+    /// serve.
     ///
     /// # Errors
     ///
@@ -218,14 +197,7 @@ impl Follower {
     pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
         let mut core = self.core()?;
         let prepared = self.prepare_in(&mut core, target);
-        let status = {
-            let mut status = self.status_mut();
-            status.error = prepared.as_ref().err().map(|error| chain_text(error));
-            status.clone()
-        };
-        let mut counters = self.counters_mut();
-        counters.prepared(prepared.as_ref().map(|prepared| &prepared.advanced), Instant::now());
-        counters.compared(&status, Instant::now());
+        self.status_mut().error = prepared.as_ref().err().map(|error| chain_text(error));
         prepared
     }
 
@@ -237,27 +209,20 @@ impl Follower {
     /// [`Error::NothingApplied`] before the first prepare; [`Error::Busy`]; else the first engine's failure,
     /// with all of them in [`Follower::status`].
     pub fn activate(&self) -> Result<Status> {
-        let mut core = self.core()?;
-        core.released = core.replica.applied().map(|applied| applied.version);
-        self.activate_and_acknowledge(&mut core, |_| true)?;
+        self.activate_where(|_| true)?;
         Ok(self.status())
     }
 
-    /// [`Follower::activate`] for the engines whose time to be asked again has come; where a coordinator decides, only once it has.
+    /// [`Follower::activate`] for the engines whose time to be asked again has come.
     fn activate_due(&self) -> Result<()> {
-        let mut core = self.core()?;
-        let applied = core.replica.applied().map(|applied| applied.version);
-        if self.options().coordinated && (applied.is_none() || core.released != applied) {
-            self.acknowledge(&core);
-            return Ok(());
-        }
         let now = Instant::now();
-        self.activate_and_acknowledge(&mut core, |slot| slot.not_before <= now)
+        self.activate_where(|slot| slot.not_before <= now)
     }
 
-    fn activate_and_acknowledge(&self, core: &mut Core, due: impl Fn(&Slot) -> bool) -> Result<()> {
-        let activated = self.activate_in(core, due);
-        self.acknowledge(core);
+    fn activate_where(&self, due: impl Fn(&Slot) -> bool) -> Result<()> {
+        let mut core = self.core()?;
+        let activated = self.activate_in(&mut core, due);
+        self.acknowledge(&core);
         activated
     }
 
@@ -278,10 +243,6 @@ impl Follower {
         self.shared.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn counters_mut(&self) -> MutexGuard<'_, Counters> {
-        self.shared.counters.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn prepare_in(&self, core: &mut Core, target: Option<Version>) -> Result<Prepared> {
         let options = &self.shared.options;
         if let Some(slot) = core.engines.iter_mut().find_map(|slot| slot.worker.is_busy().then_some(slot)) {
@@ -295,7 +256,7 @@ impl Follower {
             return self.prepare_slime(core, target);
         }
         if core.run.is_none() {
-            let run = Run::open(self.shared.store.clone(), &options.run)?;
+            let run = Run::open(self.shared.store.clone(), &options.run)?.trusting(&options.trust_keys);
             core.keeper = Some(Keeper::new(&run, &options.model, &options.id, options.renew)?);
             core.run = Some(run);
         }
@@ -343,18 +304,36 @@ impl Follower {
         target: Option<Version>,
     ) -> Result<Advanced> {
         let options = &self.shared.options;
-        let newest = run.newest_version(&options.model)?;
+        let level = self.level(run, replica).filter(|_| target.is_none());
+        let (newest, known) = match level {
+            Some(have) => {
+                let (newest, known) = run.newest_behind(&options.model, have)?;
+                if newest == have {
+                    return Ok(Advanced::default());
+                }
+                (Some(newest), known)
+            }
+            None => (run.newest_version(&options.model)?, None),
+        };
         {
             let mut status = self.status_mut();
             status.newest = newest;
             status.run_id = Some(run.id());
         }
-        let to = target.or(options.last(newest)).ok_or_else(|| Error::NoSuchVersion {
+        let to = target.or(newest).ok_or_else(|| Error::NoSuchVersion {
             run_id: run.id(),
             model: options.model.clone(),
             version: Version(0),
         })?;
-        replica.advance_observed(run, &options.model, to, options.hf_checkpoint.as_deref(), keeper)
+        let place = (options.model.as_str(), to);
+        replica.advance_observed(run, place, known, options.hf_checkpoint.as_deref(), keeper)
+    }
+
+    /// The version on disk, if it was the newest at the last look and nothing is left to be finished.
+    fn level(&self, run: &Run, replica: &Replica) -> Option<Version> {
+        let applied = replica.applied().filter(|_| replica.checkpoint().is_ok())?;
+        let ours = applied.run_id == run.id() && applied.model == self.options().model;
+        (ours && self.status_mut().newest == Some(applied.version)).then_some(applied.version)
     }
 
     fn activate_in(&self, core: &mut Core, due: impl Fn(&Slot) -> bool) -> Result<()> {
@@ -395,12 +374,6 @@ impl Follower {
     /// Notes what became of one engine, and when to ask it again if it failed.
     fn record(&self, index: usize, slot: &mut Slot, label: &str, outcome: Result<Answer>) -> Result<()> {
         let options = &self.shared.options;
-        let counted = match &outcome {
-            Ok(Answer::Serving(_)) => Ok(None),
-            Ok(Answer::Activated(activated)) => Ok(Some(activated.pause)),
-            Err(_) => Err(()),
-        };
-        self.counters_mut().activated(slot.worker.name(), counted, Instant::now());
         let mut status = self.status_mut();
         let entry = status.applied.as_mut().and_then(|ack| ack.engines.get_mut(index));
         let (serving, pause, error) = match &outcome {

@@ -26,12 +26,18 @@ impl Follower {
     ///
     /// # Errors
     ///
-    /// As [`Follower::open`].
+    /// As [`Follower::open`]; [`Error::Unsupported`] if keys are trusted: the layout has no signatures.
     pub fn open_slime(
         store: Arc<dyn Store>,
         options: FollowerOptions,
         engines: Vec<Box<dyn Activate>>,
     ) -> Result<Self> {
+        if !options.trust_keys.is_empty() {
+            return Err(Error::Unsupported {
+                what: "trusted keys with slime's layout".to_owned(),
+                hint: "its versions are not signed; publish in our own layout".to_owned(),
+            });
+        }
         let feed = Feed::new(store.clone(), &options.model, options.hf_checkpoint.clone());
         let follower = Self::open(store, options, engines)?;
         follower.core()?.feed = Some(feed);
@@ -46,9 +52,7 @@ impl Follower {
         let begun = replica.applied().is_some();
         let surveyed = feed.survey(replica);
         let newest = surveyed.as_ref().ok().copied();
-        let moved = surveyed.and_then(|newest| {
-            feed.advance(replica, target.or(self.options().last(Some(newest))).unwrap_or(newest))
-        });
+        let moved = surveyed.and_then(|newest| feed.advance(replica, target.unwrap_or(newest)));
         {
             let mut status = self.status_mut();
             status.newest = newest.or(status.newest);

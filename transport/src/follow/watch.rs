@@ -1,6 +1,6 @@
 //! The loop of a follower that acts alone.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::Follower;
@@ -8,7 +8,14 @@ use crate::error::{Error, Result};
 
 /// A switch that ends [`Follower::run_until`], from any thread.
 #[derive(Clone, Debug, Default)]
-pub struct Stop(Arc<(Mutex<bool>, Condvar)>);
+pub struct Stop(Arc<(Mutex<Switch>, Condvar)>);
+
+#[derive(Debug, Default)]
+struct Switch {
+    stopped: bool,
+    /// The wait under way, or the next one, ends at once.
+    nudged: bool,
+}
 
 impl Stop {
     /// A switch that is not thrown.
@@ -19,55 +26,88 @@ impl Stop {
 
     /// Throws the switch. The loop ends after the step it is in.
     pub fn stop(&self) {
-        let (stopped, changed) = &*self.0;
-        *stopped.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.change(|switch| switch.stopped = true);
+    }
+
+    /// Ends the wait that is under way, or else the next one, without throwing the switch.
+    pub(super) fn nudge(&self) {
+        self.change(|switch| switch.nudged = true);
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Switch)) {
+        let (switch, changed) = &*self.0;
+        change(&mut switch.lock().unwrap_or_else(PoisonError::into_inner));
         changed.notify_all();
     }
 
     /// Whether the switch was thrown.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
-        *self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner).stopped
     }
 
     /// Sleeps for `time` or until the switch is thrown; true if it was.
     #[must_use]
     pub fn wait(&self, time: Duration) -> bool {
-        let (stopped, changed) = &*self.0;
-        let guard = stopped.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = changed.wait_timeout_while(guard, time, |stopped| !*stopped);
-        *waited.unwrap_or_else(PoisonError::into_inner).0
+        let (switch, changed) = &*self.0;
+        let guard = switch.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = changed.wait_timeout_while(guard, time, |switch| !switch.stopped && !switch.nudged);
+        let mut switch = waited.unwrap_or_else(PoisonError::into_inner).0;
+        switch.nudged = false;
+        switch.stopped
+    }
+}
+
+/// Takes the loop's switch away from the follower again.
+struct Watching<'a>(&'a Follower);
+
+impl Drop for Watching<'_> {
+    fn drop(&mut self) {
+        *self.0.watching() = None;
     }
 }
 
 impl Follower {
+    /// Has [`Follower::run_until`] look at the store at once: somebody says that there is a version. False if nobody runs it.
+    /// One look serves all who ask before it begins.
+    pub fn notify(&self) -> bool {
+        let watching = self.watching();
+        if let Some(stop) = &*watching {
+            stop.nudge();
+        }
+        watching.is_some()
+    }
+
+    fn watching(&self) -> MutexGuard<'_, Option<Stop>> {
+        self.shared.watching.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Follows the run: polls for the newest version, prepares it, activates it, and activates again every
     /// engine that was restarted or failed, each at its own pace. Transient failures are retried, ever more
     /// slowly, and shown in [`Follower::status`]; the old version keeps serving meanwhile.
     ///
-    /// With `once` it returns after the first round, with that round's error if there is one. With
-    /// [`FollowerOptions::until`](super::FollowerOptions) it returns when that version is on disk and every engine serves it.
+    /// With `once` it returns after the first round, with that round's error if there is one.
     ///
     /// # Errors
     ///
     /// Those that no retry mends: another run or model under the pinned name, a rewind, a damaged replica, an
-    /// unknown format or feature; [`Error::Collected`] for a last version that was.
+    /// unknown format or feature.
     pub fn run_until(&self, stop: &Stop, once: bool) -> Result<()> {
         if once {
             self.prepare(None)?;
             return self.activate().map(|_| ());
         }
+        *self.watching() = Some(stop.clone());
+        let _watching = Watching(self);
         let mut failures = 0;
         while !stop.is_stopped() {
-            let prepared = if self.options().coordinated { Ok(()) } else { self.prepare(None).map(drop) };
-            match prepared {
+            match self.prepare(None) {
                 // Before the trainer's first publication, or while a coordinator's request is under way,
                 // nothing is wrong.
-                Ok(()) | Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => {
+                Ok(_) | Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => {
                     failures = 0
                 }
                 Err(error) if is_final(&error) => return Err(error),
-                Err(error @ Error::Collected { .. }) if self.options().until.is_some() => return Err(error),
                 Err(error) => {
                     failures += 1;
                     tracing::warn!(error = &error as &dyn std::error::Error, failures, "no progress");
@@ -81,23 +121,11 @@ impl Follower {
                     "not every engine is on the version"
                 );
             }
-            if self.is_done() {
-                break;
-            }
             if stop.wait(backoff(self.options().poll, self.options().backoff_max, failures)) {
                 break;
             }
         }
         Ok(())
-    }
-
-    /// Whether the last version to follow is on disk and on every engine.
-    fn is_done(&self) -> bool {
-        let (Some(until), Some(applied)) = (self.options().until, self.status().applied) else {
-            return false;
-        };
-        applied.version >= until
-            && applied.engines.iter().all(|engine| engine.label.as_ref() == Some(&applied.label))
     }
 }
 
@@ -131,6 +159,19 @@ mod tests {
         let waits: Vec<_> = (0..6).map(|failures| backoff(base, max, failures).as_millis()).collect();
         assert_eq!(waits, [100, 200, 400, 800, 1000, 1000]);
         assert_eq!(backoff(max, base, 40), max, "a limit below the base does not make polling faster");
+    }
+
+    #[test]
+    fn a_nudge_ends_one_wait_and_throws_nothing() {
+        let stop = Stop::new();
+        stop.nudge();
+        stop.nudge();
+        assert!(!stop.wait(Duration::from_secs(3600)), "the wait that follows ends");
+        assert!(!stop.wait(Duration::ZERO) && !stop.is_stopped());
+        let other = stop.clone();
+        let waiter = std::thread::spawn(move || other.wait(Duration::from_secs(3600)));
+        stop.nudge();
+        assert!(!waiter.join().unwrap());
     }
 
     #[test]

@@ -17,10 +17,12 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use crate::follow::Stop;
 use crate::gc::is_publishers;
 use crate::manifest::{
-    Algorithms, Base, FORMAT, Features, File, Kind, Manifest, Object, Tables, Tensor, VERSION_MAX,
+    Algorithms, Base, FORMAT, Features, File, Kind, MANIFEST_BYTES_MAX, Manifest, Object, Tables, Tensor,
+    VERSION_MAX,
 };
 use crate::pool::Bounds;
 use crate::run::{Committed, Run};
+use crate::sign::signature_bytes;
 use crate::{
     Checkpoint, ContentDigest, Error, Key, Replica, Result, Snapshot, Store, TensorInfo, Version,
     probe_conditional_put,
@@ -102,6 +104,7 @@ impl Publisher {
                 Run::create(store, &options.run)?
             }
         };
+        let run = run.trusting(&options.trusted());
         let sweep_due = options.start == Start::Resume;
         let standing = Standing::Level;
         let mut publisher = Self {
@@ -349,9 +352,10 @@ impl Publisher {
     /// Creates the manifest, and finds out what became of it if the store does not say.
     fn commit(&mut self, manifest: Manifest) -> Result<Committed> {
         // Until the manifest is known to be there, its objects belong to nothing.
-        let bytes = manifest.to_bytes().inspect_err(|_| self.sweep_due = true)?;
+        let version = manifest.version;
+        let bytes = manifest.to_bytes().and_then(|bytes| self.sign("manifest", bytes, version));
+        let bytes = bytes.inspect_err(|_| self.sweep_due = true)?;
         let committed = Committed::new(manifest, ContentDigest::of(&bytes));
-        let version = committed.manifest.version;
         fail::fail_point!("publish.manifest");
         if let Err(error) = self.run.commit(&self.options.model, version, &bytes) {
             self.settle(&committed, error)?;
@@ -367,6 +371,16 @@ impl Publisher {
             self.sweep(&committed);
         }
         Ok(committed)
+    }
+
+    /// Signs a document of a version, if this publisher has a key.
+    fn sign(&self, what: &'static str, document: Vec<u8>, version: Version) -> Result<Vec<u8>> {
+        let Some(key) = &self.options.sign_key else { return Ok(document) };
+        let signed = key.sign(document, &self.run.place(what, &self.options.model, version));
+        if signed.len() as u64 > MANIFEST_BYTES_MAX {
+            return Err(Error::TooLarge { what: what.to_owned(), max: MANIFEST_BYTES_MAX });
+        }
+        Ok(signed)
     }
 
     /// Notes a version that is behind the newest one known.
@@ -399,6 +413,11 @@ impl Publisher {
                 self.standing = Standing::Behind(committed.identity());
                 self.sweep_due = true;
                 Err(error)
+            }
+            Err(untrusted @ (Error::Unsigned { .. } | Error::BadSignature { .. })) => {
+                self.standing = Standing::Behind(committed.identity());
+                self.sweep_due = true;
+                Err(untrusted)
             }
             Err(_) => {
                 self.standing = Standing::Behind(committed.identity());
@@ -541,13 +560,14 @@ impl Publisher {
         total: std::time::Duration,
     ) -> Result<Published> {
         let manifest = &committed.manifest;
+        let signature = self.options.sign_key.as_ref().map_or(0, |_| signature_bytes());
         Ok(Published {
             version: manifest.version,
             label: manifest.label(),
             manifest_digest: committed.digest,
             kind: manifest.kind,
             anchor: manifest.is_anchor(),
-            publication_bytes: manifest.object_bytes() + manifest.to_bytes()?.len() as u64,
+            publication_bytes: manifest.object_bytes() + manifest.to_bytes()?.len() as u64 + signature,
             full_bytes: manifest.tensor_bytes(),
             changed: manifest.changed,
             elements: manifest.elements(),

@@ -7,7 +7,7 @@ use driftless_delta::Profile;
 
 use super::encode::PIECE_UNIT;
 use crate::manifest::{Kind, OBJECT_BYTES_MAX, Representation};
-use crate::{ContentDigest, Error, Result, Version};
+use crate::{ContentDigest, Error, Result, SignKey, TrustKey, Version};
 
 /// Smallest limit on the size of an object: one piece of every element type has to fit.
 const OBJECT_BYTES_MIN: u64 = 2 * PIECE_UNIT as u64;
@@ -75,6 +75,11 @@ pub struct PublisherOptions {
     /// If set, a version carries full tensors beside its delta when the deltas since the newest anchor weigh this share of
     /// the tensors' bytes, or more. More than 0.
     pub anchor_share: Option<f64>,
+    /// If set, signs every version (and every part of one). Then only versions that this key or one of `trust_keys` has signed
+    /// are gone on from: what somebody else put into the store is refused.
+    pub sign_key: Option<SignKey>,
+    /// Other keys whose versions are trusted, such as the one before this.
+    pub trust_keys: Vec<TrustKey>,
     /// The form of the tensors; by default the name of the element type that most of them have.
     pub representation: Option<Representation>,
 }
@@ -96,8 +101,15 @@ impl PublisherOptions {
             profile: Profile::default(),
             anchor_every: None,
             anchor_share: None,
+            sign_key: None,
+            trust_keys: Vec::new(),
             representation: None,
         }
+    }
+
+    /// The keys whose versions are read; none: any.
+    pub(super) fn trusted(&self) -> Vec<TrustKey> {
+        self.sign_key.iter().map(SignKey::public).chain(self.trust_keys.iter().copied()).collect()
     }
 
     pub(super) fn check(&self) -> Result<()> {

@@ -122,7 +122,7 @@ impl Publisher {
             slices,
             files,
         };
-        let bytes = part.to_bytes()?;
+        let bytes = self.sign("part", part.to_bytes()?, version)?;
         // Objects first: who reads the part finds them.
         self.run.store().put(&part_key(root, &rank.attempt, rank.rank)?, &bytes, PutMode::Overwrite)?;
         let stored: u64 = part.objects.iter().map(|object| object.size).sum();
@@ -214,7 +214,7 @@ impl Publisher {
             for (number, slot) in (0..).zip(&mut parts).filter(|(_, slot)| slot.is_none()) {
                 let key = part_key(root, &rank.attempt, number)?;
                 match self.run.store().get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
-                    Ok(bytes) => *slot = Some(PartManifest::parse(&bytes, key.as_str())?),
+                    Ok(bytes) => *slot = Some(self.read_part(&bytes, version, &key)?),
                     Err(Error::NotFound { .. }) => {}
                     Err(error) => return Err(error),
                 }
@@ -229,6 +229,14 @@ impl Publisher {
             }
             thread::sleep(pause.min(deadline.saturating_sub(begin.elapsed())));
             pause = (pause * 2).min(POLL.1);
+        }
+    }
+
+    fn read_part(&self, bytes: &[u8], version: Version, key: &Key) -> Result<PartManifest> {
+        // Whoever joins the parts signs what is in them.
+        match self.run.signed("part", bytes, (&self.options.model, version), key.as_str())? {
+            Some(signed) => PartManifest::parse(&signed, key.as_str()),
+            None => PartManifest::parse(bytes, key.as_str()),
         }
     }
 

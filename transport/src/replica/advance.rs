@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::state::State;
 use super::{Advanced, Replica, check_model, fetch, objects};
 use crate::error::{Error, Result};
-use crate::ids::Version;
+use crate::ids::{ContentDigest, Version};
 use crate::manifest::{Kind, Manifest};
 use crate::run::{Chain, Committed, Run};
 use objects::FetchObject;
@@ -50,14 +50,15 @@ impl Replica {
         to: Version,
         reference: Option<&Path>,
     ) -> Result<Advanced> {
-        self.advance_observed(run, model, to, reference, &())
+        self.advance_observed(run, (model, to), None, reference, &())
     }
 
+    /// [`Replica::advance`] with an observer, for a caller that may have read the manifest of `to`.
     pub(crate) fn advance_observed(
         &mut self,
         run: &Run,
-        model: &str,
-        to: Version,
+        (model, to): (&str, Version),
+        mut known: Option<Committed>,
         reference: Option<&Path>,
         observer: &dyn Observe,
     ) -> Result<Advanced> {
@@ -70,7 +71,7 @@ impl Replica {
         let mut total = Advanced::default();
         let mut tries = 0;
         loop {
-            let chain = run.chain(model, self.identity(), to)?;
+            let chain = run.chain_with(model, self.identity(), to, known.take())?;
             let start = if chain.restart { None } else { self.identity().map(|base| base.version) };
             observer.planned(start.or(chain.links.first().map(|link| link.manifest.version)).unwrap_or(to));
             tries += 1;
@@ -91,10 +92,9 @@ impl Replica {
         observer: &dyn Observe,
         total: &mut Advanced,
     ) -> Result<()> {
-        let fetch = |object: &crate::manifest::Object| {
-            observer.fetching();
-            run.object(object)
-        };
+        let spool = self.spool.clone();
+        let fetch =
+            |object: &crate::manifest::Object| spool.object(&**run.store(), object, &|| observer.fetching());
         let mut rest = chain.links.as_slice();
         while let Some(link) = rest.first() {
             let taken = match reference {
@@ -108,6 +108,7 @@ impl Replica {
                 _ => {
                     let length = fetch::fold_length(rest, !self.is_base_of(link));
                     let links = rest.get(..length).unwrap_or(rest);
+                    spool.retain(|digest| is_object_of(links, digest));
                     let applied = self.apply(links, &fetch);
                     total.add(applied.map_err(|error| collected_instead(run, links, error))?);
                     length
@@ -185,6 +186,11 @@ impl Advanced {
         self.overwrite += other.overwrite;
         self.sync += other.sync;
     }
+}
+
+/// Whether one of the publications has an object with this digest.
+fn is_object_of(links: &[Committed], digest: &ContentDigest) -> bool {
+    links.iter().flat_map(|link| &link.manifest.objects).any(|object| object.blake3 == *digest)
 }
 
 /// Why an object is not there: its version may have been collected while it was read.

@@ -6,7 +6,6 @@ mod fetch;
 pub(crate) mod foreign;
 mod journal;
 mod objects;
-mod plan;
 mod quarantine;
 mod redo;
 mod state;
@@ -25,6 +24,7 @@ use crate::ids::Version;
 use crate::manifest::{Base, Manifest};
 use crate::run::Committed;
 use crate::snapshot::{Snapshot as _, is_plain_name};
+use crate::spool::{Spool, SpoolOptions};
 use crate::watch::{self, Call};
 use journal::{Record, Writer};
 use redo::Times;
@@ -33,11 +33,13 @@ use state::{Layout, State};
 pub(crate) use advance::Observe;
 pub(crate) use fetch::check_same_form;
 pub use objects::FetchObject;
-pub use plan::{Plan, PlannedLink};
 pub use state::Applied;
 
 /// Directory inside a replica that holds its state.
 pub(crate) const STATE_DIR: &str = ".driftless";
+
+/// The moment at which a range of an object has been kept.
+const RANGE_POINT: &str = "follow.range";
 
 /// A plain Hugging Face checkpoint directory that holds one version of a model and can be moved to later
 /// ones.
@@ -54,10 +56,12 @@ pub struct Replica {
     dir: PathBuf,
     layout: Layout,
     /// Held as long as the value lives.
-    _lock: File,
+    _lock: Lock,
     state: Option<State>,
     /// A committed journal could not be carried out; nothing else happens before it is.
     unfinished: bool,
+    /// Objects that arrive.
+    spool: Arc<Spool>,
 }
 
 /// What one [`Replica::advance`] did.
@@ -114,8 +118,9 @@ impl Replica {
             // Weights whose state was lost with the power would be nobody's.
             create_dir_synced(&layout.root)?;
         }
-        let lock = lock(&layout.lock())?;
-        Ok(Self { dir, layout, _lock: lock, state: None, unfinished: true })
+        let lock = Lock::take(&layout.lock())?;
+        let spool = Arc::new(Spool::new(layout.spool(), SpoolOptions::default(), RANGE_POINT));
+        Ok(Self { dir, layout, _lock: lock, state: None, unfinished: true, spool })
     }
 
     /// Sets aside, after `damage`, everything of this directory that belongs to the replica: afterwards it holds no
@@ -138,6 +143,11 @@ impl Replica {
         self.state = None;
         quarantine::set_aside(&self.dir, &self.layout)?;
         self.recover().map(|_| ())
+    }
+
+    /// How objects are kept while [`Replica::advance`] fetches them, so that a fetch that was stopped goes on where it was.
+    pub fn set_spool(&mut self, options: SpoolOptions) {
+        self.spool = Arc::new(Spool::new(self.layout.spool(), options, RANGE_POINT));
     }
 
     /// The directory.
@@ -271,6 +281,7 @@ impl Replica {
             }
             if matches!(error, Error::NoSpace { .. }) {
                 quarantine::make_room(&self.layout);
+                self.spool.pause();
             }
             return Err(self.blame(error));
         }
@@ -279,6 +290,7 @@ impl Replica {
         crash_point("follow.journal")?;
         let times = self.recover()?;
         quarantine::forget(&self.layout);
+        self.spool.resume();
         Ok(times)
     }
 
@@ -411,6 +423,19 @@ fn weight_names(dir: &Path) -> Result<Vec<String>> {
         }
     }
     Ok(names)
+}
+
+/// An exclusive lock on a file, for as long as the value lives.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    /// Takes the lock, or fails with [`Error::Locked`].
+    pub(crate) fn take(path: &Path) -> Result<Self> {
+        lock(path).map(|_file| Self { _file })
+    }
 }
 
 fn lock(path: &Path) -> Result<File> {

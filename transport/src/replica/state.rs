@@ -153,6 +153,11 @@ impl Layout {
         self.root.join("next")
     }
 
+    /// Objects that arrive.
+    pub(super) fn spool(&self) -> PathBuf {
+        self.root.join("spool")
+    }
+
     /// What is left of a damaged version until another one is in place.
     pub(super) fn quarantine(&self) -> PathBuf {
         self.root.join("quarantine")

@@ -16,6 +16,7 @@ pub use disk::Disk;
 pub use memory::Memory;
 pub use probe::probe_conditional_put;
 
+use crate::manifest::Object;
 use crate::{Error, Key, Result};
 
 /// What a put does when the key is taken.
@@ -65,6 +66,22 @@ pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
     /// # Errors
     /// [`Error::NotFound`]; [`Error::RangeOutside`] if the range starts behind the end.
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>>;
+
+    /// A range of an object whose digest the caller knows and checks: the one way in which bytes may come from somewhere that
+    /// nobody vouches for, such as a cache.
+    ///
+    /// # Errors
+    /// As [`Store::get`].
+    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+        self.get(&object.key, Some(range))
+    }
+
+    /// Hears that what [`Store::get_known`] gave of `object` was not what its digest says. True if the same call may now give
+    /// something else, because whoever gave that is not asked again.
+    fn doubt(&self, object: &Object) -> bool {
+        let _ = object;
+        false
+    }
 
     /// Size and date of the object.
     ///

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use crate::manifest::Object;
 use crate::{Entry, Key, PutMode, Result, Store};
 
 /// Calls and bytes that passed a [`Count`]. Failed calls count as calls, not as bytes.
@@ -13,7 +14,7 @@ use crate::{Entry, Key, PutMode, Result, Store};
 pub struct Counts {
     /// Calls of `put`.
     pub puts: u64,
-    /// Calls of `get`.
+    /// Calls of `get` and `get_known`.
     pub gets: u64,
     /// Calls of `head`.
     pub heads: u64,
@@ -91,6 +92,17 @@ impl Store for Count {
         let bytes = self.inner.get(key, range)?;
         self.bytes_got.fetch_add(bytes.len() as u64, Relaxed);
         Ok(bytes)
+    }
+
+    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+        self.gets.fetch_add(1, Relaxed);
+        let bytes = self.inner.get_known(object, range)?;
+        self.bytes_got.fetch_add(bytes.len() as u64, Relaxed);
+        Ok(bytes)
+    }
+
+    fn doubt(&self, object: &Object) -> bool {
+        self.inner.doubt(object)
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {

@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::manifest::Object;
 use crate::{Entry, Error, Key, PutMode, Result, Store};
 
 /// On which side of the real call a fault strikes.
@@ -89,6 +90,14 @@ impl Store for Fault {
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
         self.run("get", key, || self.inner.get(key, range))
+    }
+
+    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+        self.run("get", &object.key, || self.inner.get_known(object, range))
+    }
+
+    fn doubt(&self, object: &Object) -> bool {
+        self.inner.doubt(object)
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::manifest::Object;
 use crate::{Entry, Key, PutMode, Result, Store};
 
 /// Delays the calls of the store inside as one shared link would: a latency per call, and a rate that all bytes share.
@@ -56,6 +57,16 @@ impl Store for Throttle {
         let bytes = self.inner.get(key, range);
         self.pass(bytes.as_ref().map_or(0, Vec::len));
         bytes
+    }
+
+    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+        let bytes = self.inner.get_known(object, range);
+        self.pass(bytes.as_ref().map_or(0, Vec::len));
+        bytes
+    }
+
+    fn doubt(&self, object: &Object) -> bool {
+        self.inner.doubt(object)
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {

@@ -372,4 +372,6 @@ impl Remote {
 }
 
 #[cfg(test)]
+mod fake;
+#[cfg(test)]
 mod tests;

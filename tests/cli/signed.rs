@@ -1,0 +1,46 @@
+//! Keys and signed versions, as a script uses them.
+
+use crate::Run;
+use crate::common::{driftless, json};
+use std::process::Command;
+
+fn code(command: &mut Command) -> (Option<i32>, String) {
+    let output = command.output().expect("the command");
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn only_what_the_trainer_signed_is_followed() {
+    let mut run = Run::new();
+    let keygen = |name: &str| json(driftless().arg("keygen").arg(run.path(name)));
+    let [ours, theirs] = ["ours", "theirs"].map(keygen);
+    assert!(ours["public_key"] != theirs["public_key"]);
+    let secret = std::fs::read_to_string(run.path("ours")).expect("a key file");
+    assert!(
+        !ours.to_string().contains(secret.split(' ').next_back().expect("a key").trim()),
+        "a secret is shown"
+    );
+    assert_eq!(code(driftless().arg("keygen").arg(run.path("ours"))).0, Some(1), "no key is replaced");
+
+    let sign = run.path("ours");
+    run.publish_with(|command| command.arg("--sign-key").arg(&sign));
+    let follow = |key: &str| {
+        let mut command = run.follow_once();
+        command.arg("--trust-key").arg(run.path(key));
+        command
+    };
+    let (refused, words) = code(&mut follow("theirs.pub"));
+    assert!(refused == Some(3) && words.contains("is not signed by a trusted key"), "{refused:?} {words}");
+    assert_eq!(json(&mut follow("ours.pub"))["applied"]["version"], 0);
+    run.assert_host_is_current();
+
+    run.made.step(100);
+    let unsigned = run.path("intruder");
+    let mut intruder = run.command("publish");
+    intruder.args(["--resume", "--baseline-dir"]).arg(&unsigned);
+    intruder.arg("--checkpoint").arg(run.made.write(&run.path("checkpoint")));
+    json(&mut intruder);
+    let mut again = run.follow_once();
+    let (refused, words) = code(again.arg("--trust-key").arg(run.path("ours.pub")));
+    assert!(refused == Some(3) && words.contains("signed by: nobody"), "{refused:?} {words}");
+}

@@ -1,0 +1,129 @@
+//! How little an idle follower asks, and how soon it looks when it is told to.
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
+
+mod common;
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use common::{MODEL, RUN, Weights, publisher, step};
+use driftless_transport::wrap::{Count, Counts};
+use driftless_transport::{
+    Checkpoint, Follower, FollowerOptions, Memory, Mode, Publisher, PutMode, Run, Start, Stop, Store,
+    Version, http,
+};
+
+struct World {
+    store: Arc<dyn Store>,
+    count: Arc<Count>,
+    publisher: Publisher,
+    follower: Follower,
+    weights: Weights,
+    dir: tempfile::TempDir,
+}
+
+impl World {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let store: Arc<dyn Store> = Arc::new(Memory::new());
+        let publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
+        let count = Arc::new(Count::new(store.clone()));
+        let mut options = FollowerOptions::new(RUN, dir.path().join("replica"), "host");
+        // A look happens when somebody asks for it, or not within this test.
+        options.poll = Duration::from_secs(3600);
+        let follower = Follower::open(count.clone(), options, Vec::new()).unwrap();
+        let mut world = Self { store, count, publisher, follower, weights: Weights::small(1), dir };
+        world.publish();
+        world
+    }
+
+    fn publish(&mut self) -> Version {
+        self.weights.step(7, 9);
+        self.publisher.publish(&self.weights, step(0), Mode::Delta).unwrap().version
+    }
+
+    /// What one look asks of the store.
+    fn look(&self) -> (Version, [u64; 4]) {
+        let before = self.count.counts();
+        let version = self.follower.prepare(None).unwrap().version;
+        (version, calls(self.count.counts(), before))
+    }
+}
+
+fn calls(now: Counts, before: Counts) -> [u64; 4] {
+    let of = |counts: Counts| [counts.gets, counts.heads, counts.lists, counts.puts];
+    std::array::from_fn(|i| of(now)[i] - of(before)[i])
+}
+
+#[test]
+fn an_idle_look_is_one_request() {
+    let mut world = World::new();
+    assert_eq!(world.look().0, Version(0));
+    for _ in 0..5 {
+        assert_eq!(world.look(), (Version(0), [1, 0, 0, 0]), "gets, heads, lists, puts");
+    }
+    for expected in 1..4 {
+        assert_eq!(world.publish(), Version(expected));
+        let (version, [gets, heads, lists, puts]) = world.look();
+        // The next manifest and the object; whether there is another one behind it; lease and acknowledgement.
+        assert_eq!(version, Version(expected));
+        assert!(gets <= 2 && heads <= 1 && lists == 0 && puts <= 2, "{gets} {heads} {lists} {puts}");
+        assert_eq!(world.look(), (version, [1, 0, 0, 0]));
+    }
+    // Several at once are found, whatever the head says.
+    for _ in 0..3 {
+        world.publish();
+    }
+    let head = driftless_transport::Key::new(format!("{}/{MODEL}/head", world.publisher.run().id())).unwrap();
+    world.store.put(&head, b"{\"version\":0}", PutMode::Overwrite).unwrap();
+    assert_eq!(world.look().0, Version(6));
+    assert_eq!(world.look(), (Version(6), [1, 0, 0, 0]));
+    let found = Checkpoint::open(world.dir.path().join("replica")).unwrap();
+    common::assert_same(&found, &world.weights);
+    assert_eq!(Run::open(world.store.clone(), RUN).unwrap().newest_version(MODEL).unwrap(), Some(Version(6)));
+}
+
+fn exchange(addr: SocketAddr, path: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(addr).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n");
+    stream.write_all(head.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let status = answer.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, answer.split("\r\n\r\n").nth(1).unwrap_or_default().to_owned())
+}
+
+#[test]
+fn a_follower_that_is_told_looks_at_once() {
+    let mut world = World::new();
+    let server = http::serve(world.follower.clone(), "127.0.0.1:0".parse().unwrap(), None).unwrap();
+    assert_eq!(exchange(server.addr(), "/notify"), (202, "{\"watching\":false}".to_owned()));
+    let stop = Stop::new();
+    let (follower, switch) = (world.follower.clone(), stop.clone());
+    let (done, ended) = channel();
+    let watcher = std::thread::spawn(move || {
+        let outcome = follower.run_until(&switch, false);
+        done.send(()).unwrap();
+        outcome
+    });
+    for version in 0..4 {
+        if version > 0 {
+            assert_eq!(world.publish(), Version(version));
+            // Also while the loop is at work: the look that follows is not lost.
+            assert_eq!(exchange(server.addr(), "/notify"), (202, "{\"watching\":true}".to_owned()));
+        }
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while world.follower.status().applied.is_none_or(|ack| ack.version != Version(version)) {
+            assert!(Instant::now() < deadline, "version {version} was not looked for");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    stop.stop();
+    ended.recv_timeout(Duration::from_secs(60)).unwrap();
+    watcher.join().unwrap().unwrap();
+    assert!(!world.follower.notify(), "nobody watches any more");
+}
