@@ -171,8 +171,6 @@ impl<R: Root> DistributedActivator<R> {
             }
             Ok::<_, Error>(())
         })?;
-        // Whoever dies here leaves engines that carry no version's label.
-        fail::fail_point!("activate.pushing");
         self.group.push(&HostWeights::<Checkpoint>(target.checkpoint), Some(target.label))?;
         self.group.block_on(async {
             for plan in plans {
