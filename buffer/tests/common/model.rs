@@ -1,5 +1,4 @@
-//! A log beside a plain map: any bytes are a sequence of operations, and after each of them the two must agree. The test
-//! `model.rs` and the fuzz target `log` share it.
+//! A log beside a plain map: any bytes are a sequence of operations, and after each of them the two must agree.
 
 use std::collections::BTreeMap;
 use std::fs;
