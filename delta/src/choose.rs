@@ -3,7 +3,7 @@
 use crate::bits::ESCAPE;
 use crate::classes::{Sample, SampleMoved};
 use crate::scan::{GROUP, Path};
-use crate::table::{CLASSES_MAX, Class, EXPLICIT, MERGE_MAX, PLAIN, RUN_MAX, Table};
+use crate::table::{CLASSES_MAX, Class, EXPLICIT, MERGE_MAX, NONE_LARGE, PLAIN, RUN_MAX, TURNS_MAX, Table};
 use crate::{Element, Profile};
 
 /// Bits that one more class costs: its parameters, and the open end of its run codes in every block.
@@ -267,9 +267,12 @@ impl Statistics {
 
     /// Best (run of large steps or [`EXPLICIT`], Rice parameter) and the bits of all step sizes.
     fn best_steps(&self, tally: &Tally) -> (u32, u32, f64) {
-        let (explicit_rice, explicit) = self.best_rice(tally, 1);
         let large: u32 = tally.sizes[2..].iter().sum();
+        if large == 0 {
+            return (NONE_LARGE, 0, 0.0);
+        }
         let (rice, sizes) = self.best_rice(tally, 2);
+        let (explicit_rice, explicit) = self.best_rice(tally, 1);
         let (run, per_large) = best_run(f64::from(large) / f64::from(tally.changed.max(1)), EXPLICIT - 1);
         let implied = sizes + f64::from(large) * per_large;
         if explicit < implied { (EXPLICIT, explicit_rice, explicit) } else { (run, rice, implied) }
@@ -301,7 +304,10 @@ fn best_turns(tally: &Tally) -> (u32, f64) {
     let (changed, turned) = (f64::from(tally.changed), f64::from(tally.turned));
     let kept = turned * 2.0 > changed;
     let marked = if kept { changed - turned } else { turned };
-    let (run, per_mark) = best_run(marked / changed.max(1.0), PLAIN - 1);
+    if marked == 0.0 {
+        return (if kept { TURNS_MAX } else { 0 }, 0.0);
+    }
+    let (run, per_mark) = best_run(marked / changed.max(1.0), PLAIN - 2);
     let runs = marked * per_mark + 1.0;
     match (runs < changed, kept) {
         (true, false) => (PLAIN - 1 - run, runs),

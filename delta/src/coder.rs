@@ -5,7 +5,7 @@
 //! costs about 0.05 bits per marked member more than the entropy of a geometric gap.
 
 use crate::bits::{BitReader, BitWriter};
-use crate::table::{Class, EXPLICIT, PLAIN, RUN_MAX};
+use crate::table::{Class, EXPLICIT, NONE_LARGE, PLAIN, RUN_MAX, TURNS_MAX};
 use crate::{Element, Error, Result};
 
 /// Bits of the number that a block adds to the run parameters of its classes.
@@ -54,9 +54,15 @@ fn shifted(class: &Class, shift: i32) -> u32 {
     if class.inverted { class.run } else { (class.run as i32 + shift).clamp(0, RUN_MAX as i32) as u32 }
 }
 
-/// Base-2 logarithm of the run between marked steps, and whether those are marked that go on, for [`Class::turns`] that is not [`PLAIN`].
-fn turns_run(turns: u32) -> (u32, bool) {
-    if turns < PLAIN { (PLAIN - 1 - turns, false) } else { (turns - PLAIN - 1, true) }
+/// Base-2 logarithm of the run between marked steps, if there are any, and whether those are marked that go on, for [`Class::turns`] that is not
+/// [`PLAIN`].
+fn turns_run(turns: u32) -> (Option<u32>, bool) {
+    match turns {
+        0 => (None, false),
+        ..PLAIN => (Some(PLAIN - 1 - turns), false),
+        TURNS_MAX.. => (None, true),
+        _ => (Some(turns - PLAIN - 1), true),
+    }
 }
 
 /// Writes the changes of one class: `steps[i]` at `ranks[i]`, ranks ascending and below `members`.
@@ -80,7 +86,7 @@ pub(crate) fn put_class(
     let explicit = class.large_run == EXPLICIT;
     let least = if explicit { 1 } else { 2 };
     let large = || (0_u32..).zip(steps).filter(|(_, step)| step.unsigned_abs() >= least);
-    if !explicit {
+    if class.large_run < EXPLICIT {
         put_runs(bits, class.large_run, steps.len() as u32, large().map(|(at, _)| at));
     }
     if class.turns == PLAIN {
@@ -88,7 +94,9 @@ pub(crate) fn put_class(
     } else {
         let (run, kept) = turns_run(class.turns);
         let marked = (0_u32..).zip(steps).filter(|(_, step)| (**step < 0) != kept);
-        put_runs(bits, run, steps.len() as u32, marked.map(|(at, _)| at));
+        if let Some(run) = run {
+            put_runs(bits, run, steps.len() as u32, marked.map(|(at, _)| at));
+        }
     }
     for (_, step) in large() {
         bits.rice(step.unsigned_abs() - least, class.rice, element.bits());
@@ -138,7 +146,9 @@ pub(crate) fn get_class(
     } else {
         // A large step waits as ±2 for its size, which comes after all signs.
         steps.resize(count, 1);
-        get_runs(bits, class.large_run, count as u32, |at| steps[at as usize] = 2)?;
+        if class.large_run < NONE_LARGE {
+            get_runs(bits, class.large_run, count as u32, |at| steps[at as usize] = 2)?;
+        }
         read_signs(bits, class.turns, steps)?;
         for step in steps.iter_mut().filter(|step| step.unsigned_abs() == 2) {
             *step = (*step >> 1).wrapping_mul(bits.rice(class.rice, element.bits()).wrapping_add(2) as i32);
@@ -157,6 +167,7 @@ fn read_signs(bits: &mut BitReader<'_>, turns: u32, steps: &mut [i32]) -> Result
         if kept {
             steps.iter_mut().for_each(|step| *step = -*step);
         }
+        let Some(run) = run else { return Ok(()) };
         return get_runs(bits, run, steps.len() as u32, |at| steps[at as usize] = -steps[at as usize]);
     }
     for chunk in steps.chunks_mut(32) {
@@ -188,14 +199,24 @@ mod tests {
                 ranks.iter().map(|r| [1, -1, 1, 2, -3, i32::MIN, i32::MAX][*r as usize % 7]).collect();
             for (run, large_run, rice, turns) in [
                 (0, 0, 0, PLAIN),
-                (5, 3, 1, 0),
+                (4, NONE_LARGE, 0, 0),
+                (4, NONE_LARGE, 0, TURNS_MAX),
+                (5, 3, 1, 1),
                 (16, EXPLICIT, 4, 10),
                 (2, EXPLICIT, 31, 6),
-                (3, 1, 2, 8),
-                (3, 1, 2, 14),
+                (3, 1, 2, 9),
+                (3, 1, 2, 15),
             ] {
                 for inverted in [false, true] {
                     let class = Class { inverted, run, large_run, rice, turns };
+                    let steps: Vec<i32> = steps
+                        .iter()
+                        .map(|step| match (large_run, turns) {
+                            (NONE_LARGE, 0) => 1,
+                            (NONE_LARGE, TURNS_MAX) => -1,
+                            _ => *step,
+                        })
+                        .collect();
                     let mut bytes = Vec::new();
                     let mut bits = BitWriter::new(&mut bytes);
                     put_class(&mut bits, Element::F32, &class, 1, members, &ranks, &steps);

@@ -10,6 +10,8 @@ pub(crate) const CLASSES_MAX: usize = 16;
 pub(crate) const RUN_MAX: u32 = 16;
 /// Value of [`Class::large_run`] that means: every step has its size written, none is assumed to be one ulp.
 pub(crate) const EXPLICIT: u32 = 7;
+/// Value of [`Class::large_run`] that means: every step is one ulp.
+pub(crate) const NONE_LARGE: u32 = 8;
 /// Largest Rice parameter of step sizes.
 pub(crate) const RICE_MAX: u32 = 31;
 
@@ -19,9 +21,9 @@ pub(crate) const NUMBERS_MAX: usize = 2 * CLASSES_MAX;
 pub(crate) const MERGE_MAX: u32 = 3;
 
 /// Value of [`Class::turns`] that means: a bit for each step.
-pub(crate) const PLAIN: u32 = 7;
-/// Largest value of [`Class::turns`].
-pub(crate) const TURNS_MAX: u32 = 14;
+pub(crate) const PLAIN: u32 = 8;
+/// Largest value of [`Class::turns`]: no step goes on. At 0 none turns.
+pub(crate) const TURNS_MAX: u32 = 2 * PLAIN;
 
 /// Parameters of one class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,13 +32,13 @@ pub(crate) struct Class {
     pub(crate) inverted: bool,
     /// Base-2 logarithm of the run in the position code.
     pub(crate) run: u32,
-    /// Base-2 logarithm of the run in the code of steps larger than one ulp, or [`EXPLICIT`].
+    /// Base-2 logarithm of the run in the code of steps larger than one ulp, or [`EXPLICIT`] or [`NONE_LARGE`].
     pub(crate) large_run: u32,
     /// Rice parameter of step sizes.
     pub(crate) rice: u32,
     /// How directions are coded, relative to the last move; the larger, the rarer is it that a step goes on. Below [`PLAIN`], steps that turn are
-    /// marked, with runs of 2^(6 - turns); above it those that go on, with runs of 2^(turns - 8). In classes of elements that have not moved
-    /// it is [`PLAIN`], and directions are absolute.
+    /// marked, with runs of 2^(7 - turns), and at 0 there are none; above it those that go on, with runs of 2^(turns - 9), and at
+    /// [`TURNS_MAX`] there are none. In classes of elements that have not moved it is [`PLAIN`], and directions are absolute.
     pub(crate) turns: u32,
 }
 
@@ -190,7 +192,7 @@ fn read_classes(bits: &mut BitReader<'_>, inverts: bool, mut before: Class, out:
         before = Class {
             inverted,
             run: parameter(before.run + 1, RUN_MAX)?,
-            large_run: parameter(before.large_run, EXPLICIT)?,
+            large_run: parameter(before.large_run, NONE_LARGE)?,
             rice: parameter(before.rice, RICE_MAX)?,
             turns: if moved { parameter(before.turns, TURNS_MAX)? } else { PLAIN },
         };
@@ -209,7 +211,7 @@ mod tests {
             let classes = (0..count).map(|i| Class {
                 inverted: i % 5 == 4,
                 run: (i * 7) % 17,
-                large_run: (i * 3) % 8,
+                large_run: (i * 3) % 9,
                 rice: (i * 11) % 32,
                 turns: PLAIN,
             });
@@ -226,7 +228,7 @@ mod tests {
                 continue;
             }
             let merge = count % 4;
-            let own = (0..16).map(|turns: u32| Class { turns: turns * 5 % 15, run: turns, ..BEFORE_MOVED });
+            let own = (0..16).map(|turns: u32| Class { turns: turns * 5 % 17, run: turns, ..BEFORE_MOVED });
             let table = table.with_moved(merge, own.take(table.moved_classes(merge)));
             assert_eq!(table.numbered(true).count(), count as usize + table.moved_classes(merge));
             bytes.clear();

@@ -2,7 +2,6 @@
 //! per tensor.
 
 use std::collections::HashMap;
-use std::hash::Hash;
 
 /// Bits that a bf16 tensor's changes are worth.
 #[derive(Debug, Default, Clone, Copy)]
@@ -56,14 +55,23 @@ fn steps(base: &[u8], new: &[u8]) -> impl Iterator<Item = (usize, i32)> {
     })
 }
 
-/// H(positions) + H(steps), both given the context.
-fn given<C: Hash + Eq + Copy>(elements: impl Iterator<Item = (C, i32)>) -> f64 {
-    let mut counts: HashMap<C, HashMap<i32, u64>> = HashMap::new();
+/// Contexts there are: exponents, and whether an element has moved.
+const CONTEXTS: usize = 512;
+
+/// H(positions) + H(steps), both given the context: its number, and the step, of each element.
+fn given(elements: impl Iterator<Item = (usize, i32)>) -> f64 {
+    let mut unchanged = [0; CONTEXTS];
+    let mut changed: [HashMap<i32, u64>; CONTEXTS] = std::array::from_fn(|_| HashMap::new());
     for (context, step) in elements {
-        *counts.entry(context).or_default().entry(step).or_default() += 1;
+        if step == 0 {
+            unchanged[context] += 1;
+        } else {
+            *changed[context].entry(step).or_default() += 1;
+        }
     }
-    // The entropy of positions and that of steps, given that there is one, add up to that of steps with 0 among them.
-    counts.into_values().map(|steps| entropy(steps.into_values())).sum()
+    // The entropy of positions, and that of steps where there is one, add up to that of steps with 0 among them.
+    let steps = unchanged.into_iter().zip(changed);
+    steps.map(|(zeros, others)| entropy([zeros].into_iter().chain(others.into_values()))).sum()
 }
 
 /// The bounds for one bf16 tensor, in bits, after steps that moved its elements in these directions.
@@ -71,11 +79,11 @@ fn given<C: Hash + Eq + Copy>(elements: impl Iterator<Item = (C, i32)>) -> f64 {
 pub fn bound(base: &[u8], new: &[u8], directions: &Directions) -> Bound {
     let moved = directions.iter().copied().chain(std::iter::repeat(0));
     Bound {
-        plain: given(steps(base, new).map(|(_, step)| ((), step))),
+        plain: given(steps(base, new).map(|(_, step)| (0, step))),
         conditional: given(steps(base, new)),
         after: given(steps(base, new).zip(moved).map(|((exponent, step), direction)| {
             let relative = if direction < 0 { -step } else { step };
-            ((exponent, direction != 0), relative)
+            (exponent + if direction == 0 { 0 } else { CONTEXTS / 2 }, relative)
         })),
     }
 }

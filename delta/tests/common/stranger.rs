@@ -159,7 +159,7 @@ fn table(bytes: &[u8], moved: bool) -> Table {
     let inverts = bits.bit() == 1;
     let merge = if moved { bits.number(2) } else { 0 };
     let mut classes = |count, mut run, moved| -> Vec<Class> {
-        let (mut large, mut rice, mut turns) = (3, 0, 7);
+        let (mut large, mut rice, mut turns) = (3, 0, 8);
         let one = |_| {
             let inverted = inverts && bits.bit() == 1;
             run += 1 + bits.near();
@@ -199,14 +199,18 @@ fn changes(
             (0..count).filter(|rank| marked.binary_search(rank).is_ok() != inverted).collect();
         let large: Vec<u64> = match large_run {
             7 => (0..changed.len() as u64).collect(),
+            8 => vec![],
             run => bits.runs(run as u32, changed.len() as u64),
         };
-        let negative: Vec<bool> = if turns == 7 {
+        let negative: Vec<bool> = if turns == 8 {
             changed.iter().map(|_| bits.bit() == 1).collect()
         } else {
-            let marked =
-                bits.runs(if turns < 7 { 6 - turns } else { turns - 8 } as u32, changed.len() as u64);
-            (0..changed.len() as u64).map(|at| marked.binary_search(&at).is_ok() != (turns > 7)).collect()
+            let marked = match turns {
+                0 | 16 => vec![],
+                1..8 => bits.runs(7 - turns as u32, changed.len() as u64),
+                _ => bits.runs(turns as u32 - 9, changed.len() as u64),
+            };
+            (0..changed.len() as u64).map(|at| marked.binary_search(&at).is_ok() != (turns > 8)).collect()
         };
         let mut sizes = vec![1; changed.len()];
         for at in large {
