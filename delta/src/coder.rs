@@ -59,9 +59,9 @@ fn shifted(class: &Class, shift: i32) -> u32 {
 fn turns_run(turns: u32) -> (Option<u32>, bool) {
     match turns {
         0 => (None, false),
-        ..PLAIN => (Some(PLAIN - 1 - turns), false),
+        1..PLAIN => (Some(PLAIN - 1 - turns), false),
+        PLAIN..TURNS_MAX => (Some(turns.saturating_sub(PLAIN + 1)), true),
         TURNS_MAX.. => (None, true),
-        _ => (Some(turns - PLAIN - 1), true),
     }
 }
 
