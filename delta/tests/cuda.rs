@@ -33,7 +33,7 @@ fn check(codec: &mut Codec, what: &str, element: Element, base: &[u8], new: &[u8
         let fresh = codec.upload(new).unwrap();
         let encoded = codec.encode(element, &tensor, &fresh, &digests, profile).unwrap();
         assert_eq!(encoded.changed, changed, "{what}");
-        assert_eq!(encoded.digests, *encoder.digests(), "{what}");
+        assert_eq!(encoded.digests, encoder.digests(), "{what}");
         let differ = encoded.payload.iter().zip(&expected).position(|(a, b)| a != b);
         assert!(encoded.payload == expected, "{what}: byte {differ:?}");
         let mut table = digests.clone();
@@ -149,7 +149,7 @@ fn a_baseline_in_pinned_memory_and_addresses_that_do_not_suit() {
     let mut tensor = codec.adopt(pinned);
     let fresh = codec.upload(&new).unwrap();
     let encoded = codec.encode(Element::Bf16, &tensor, &fresh, &digests, Profile::Wire).unwrap();
-    let (payload, expected) = (encoded.payload.to_vec(), encoded.digests);
+    let (payload, expected) = (encoded.payload.to_vec(), encoded.digests.clone());
     let mut table = digests.clone();
     codec.apply(Element::Bf16, &mut tensor, &mut table, &payload).unwrap();
     assert_eq!(table, expected);

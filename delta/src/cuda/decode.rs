@@ -52,8 +52,8 @@ const WHOLE: u64 = 1;
 
 /// Bytes that kernels may look at past the end of a payload.
 const PAST: usize = 128;
-/// Threads of a thread block that reads blocks: few, so that the blocks of a tensor reach all processors.
-const PARSERS: u32 = 32;
+/// Blocks that one warp reads: `PARSED` of `kernels/decode.cu`.
+const PARSED: usize = 4;
 
 /// Memory of a decoder; it grows to what the largest payload needs.
 pub(super) struct State<M: Machine> {
@@ -64,6 +64,7 @@ pub(super) struct State<M: Machine> {
     entries: Room<M::Memory>,
     results: Room<M::Memory>,
     host_plan: HostRoom<M::Pinned>,
+    tokens: Plan,
     host_results: HostRoom<M::Pinned>,
 }
 
@@ -77,6 +78,7 @@ impl<M: Machine> Default for State<M> {
             entries: Room::default(),
             results: Room::default(),
             host_plan: HostRoom::default(),
+            tokens: Plan::default(),
             host_results: HostRoom::default(),
         }
     }
@@ -124,18 +126,40 @@ impl<M: Machine> State<M> {
             Kind::Delta(expected) if expected != check.short_check() => return mismatch(expected),
             Kind::Delta(_) => {}
         }
-        let plan = Plan::read(reader, element, elements, payload.len())?;
+        // Out of the state and back, so that its memory is used again.
+        let mut plan = std::mem::take(&mut self.tokens);
+        let applied = plan
+            .read(reader, element, elements, payload.len())
+            .map_err(super::Error::from)
+            .and_then(|()| self.run(machine, element, base, digests, payload, &plan, header.result));
+        self.tokens = plan;
+        applied
+    }
+
+    /// Has the plan carried out, and waits.
+    #[allow(clippy::too_many_arguments, reason = "what `apply` was given, and what was made of it")]
+    fn run(
+        &mut self,
+        machine: &M,
+        element: Element,
+        base: Placed,
+        digests: &mut DigestTable,
+        payload: &[u8],
+        plan: &Plan,
+        result: u64,
+    ) -> Result<u64> {
+        let elements = base.bytes / element.size();
+        let check = digests.total();
         if plan.tasks.is_empty() {
-            return expect(header.result, check.check()).map(|()| 0);
+            return expect(result, check.check()).map(|()| 0);
         }
-        let mut arguments = self.arguments(machine, element, &plan)?;
+        let mut arguments = self.arguments(machine, element, plan)?;
         arguments.base = base.address;
         arguments.elements = elements as u64;
         arguments.check = check.check();
-        arguments.expected = header.result;
-        let upload = plan.to_bytes();
-        let host_plan = self.host_plan.bytes(machine, upload.len())?;
-        host_plan.copy_from_slice(&upload);
+        arguments.expected = result;
+        let host_plan = self.host_plan.bytes(machine, plan.bytes())?;
+        plan.write(host_plan);
         let results = self.host_results.bytes(machine, 32 + 16 * plan.tasks.len())?;
         let aligned = payload.len().next_multiple_of(16);
         // SAFETY: the rooms were made for this payload; what is copied lives until the wait below, and `results` is looked at after it.
@@ -156,7 +180,7 @@ impl<M: Machine> State<M> {
         if let Some(why) = failure(failed) {
             return Err(Error::Corrupt { what: "change block", offset: 0, why }.into());
         }
-        expect(header.result, check.check().wrapping_add(sum))?;
+        expect(result, check.check().wrapping_add(sum))?;
         let changes = numbers::<16>(&results[32..]).map(Digest::from_bytes);
         for (task, change) in plan.tasks.iter().zip(changes) {
             if let Some(digest) = digests.blocks_mut().get_mut(task.block as usize) {
@@ -211,7 +235,7 @@ impl<M: Machine> State<M> {
 unsafe fn kernels<M: Machine>(machine: &M, element: Element, arguments: &Decode) -> Result<()> {
     let tasks = arguments.count as usize;
     let shared = if arguments.classes == 1 { CLASSES_BYTES } else { 0 };
-    let parse = Grid { threads: PARSERS, ..Grid::of(tasks.div_ceil(PARSERS as usize)) };
+    let parse = Grid { threads: 32, ..Grid::of(tasks.div_ceil(PARSED)) };
     // SAFETY: the caller's promise.
     unsafe {
         if arguments.classes == 1 {
@@ -239,6 +263,7 @@ fn failure(number: u64) -> Option<&'static str> {
 }
 
 /// The tokens of a payload.
+#[derive(Default)]
 struct Plan {
     tasks: Vec<Task>,
     tables: Vec<Table>,
@@ -253,14 +278,18 @@ struct Plan {
 impl Plan {
     /// Reads the body of a payload. After this, the tokens are known to cover the tensor's blocks, once each, and to lie within the payload.
     fn read(
+        &mut self,
         mut reader: ByteReader<'_>,
         element: Element,
         elements: usize,
         payload_bytes: usize,
-    ) -> crate::Result<Self> {
-        let payload_bytes = payload_bytes.next_multiple_of(16);
-        let mut plan =
-            Self { tasks: Vec::new(), tables: Vec::new(), extra: Vec::new(), room: 0, payload_bytes };
+    ) -> crate::Result<()> {
+        let plan = self;
+        plan.tasks.clear();
+        plan.tables.clear();
+        plan.extra.clear();
+        plan.room = 0;
+        plan.payload_bytes = payload_bytes.next_multiple_of(16);
         let blocks = elements.div_ceil(BLOCK_ELEMENTS);
         let mut block = 0;
         while block < blocks {
@@ -281,6 +310,7 @@ impl Plan {
                 Token::Changes(bytes) => {
                     let offset = reader.at();
                     let bytes = take(&mut reader, bytes)?.len();
+                    expect_tokens(reader.rest(), bytes);
                     plan.changes(block, block_elements(elements, block), offset, bytes)?;
                     block += 1;
                 }
@@ -289,7 +319,7 @@ impl Plan {
                     let coded = take(&mut reader, bytes)?;
                     plan.extra.resize(start + block_elements(elements, block) * element.size(), 0);
                     entropy::decode(element, coded, &mut plan.extra[start..])?;
-                    plan.whole(block, (payload_bytes + start) as u64);
+                    plan.whole(block, (plan.payload_bytes + start) as u64);
                     block += 1;
                 }
                 Token::Moved(_) | Token::MovedTable(_) => {
@@ -303,8 +333,7 @@ impl Plan {
                 }
             }
         }
-        reader.finish()?;
-        Ok(plan)
+        reader.finish()
     }
 
     fn whole(&mut self, block: usize, offset: u64) {
@@ -340,28 +369,40 @@ impl Plan {
         self.tasks.len() * 56 + self.tables.len() * TABLE_BYTES
     }
 
-    /// Tasks, then tables, as kernels read them.
-    fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(self.bytes());
-        for task in &self.tasks {
-            let Task { block, offset, bytes: length, entries, room, table, kind } = *task;
-            [block, offset, length, entries, room, table, kind]
-                .iter()
-                .for_each(|field| bytes.extend_from_slice(&field.to_le_bytes()));
+    /// Tasks, then tables, as kernels read them, into so many bytes.
+    fn write(&self, out: &mut [u8]) {
+        let (tasks, tables) = out.split_at_mut(self.tasks.len() * 56);
+        for (task, out) in self.tasks.iter().zip(tasks.as_chunks_mut::<56>().0) {
+            let Task { block, offset, bytes, entries, room, table, kind } = *task;
+            let fields = [block, offset, bytes, entries, room, table, kind];
+            fields.iter().zip(out.as_chunks_mut().0).for_each(|(field, out)| *out = field.to_le_bytes());
         }
-        for table in &self.tables {
+        for (table, out) in self.tables.iter().zip(tables.as_chunks_mut::<TABLE_BYTES>().0) {
             let classes = table.classes();
-            bytes.extend_from_slice(&table.first.to_le_bytes());
-            bytes.extend_from_slice(&(classes.len() as u32).to_le_bytes());
-            for index in 0..16 {
-                let class = classes.get(index).map_or(0, |class| {
+            let packed = (0..16).map(|index| {
+                classes.get(index).map_or(0, |class| {
                     class.run | class.large_run << 8 | class.rice << 16 | u32::from(class.inverted) << 24
-                });
-                bytes.extend_from_slice(&class.to_le_bytes());
-            }
+                })
+            });
+            let fields = [table.first, classes.len() as u32].into_iter().chain(packed);
+            fields.zip(out.as_chunks_mut().0).for_each(|(field, out)| *out = field.to_le_bytes());
         }
-        bytes
     }
+}
+
+/// Has the processor load where the token after the next three is likely to be, if blocks go on to take `bytes` bytes: each token says where the
+/// next one is, and to wait for memory at each of them took longer than to decode the blocks.
+fn expect_tokens(rest: &[u8], bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in 0..4 {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        if let Some(byte) = rest.get((3 * (bytes + 2) + 64 * line).saturating_sub(96)) {
+            // SAFETY: part of every x86-64 processor, and no more than a hint.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(byte).cast()) };
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (rest, bytes);
 }
 
 fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> crate::Result<&'a [u8]> {

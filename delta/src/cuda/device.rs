@@ -19,6 +19,7 @@ pub(super) const SOURCE: &str = concat!(
     "#define DEVICE static __device__ __forceinline__\n",
     "#define DEVICE_MEMBER __device__ __forceinline__\n",
     "#define KERNEL extern \"C\" __global__\n",
+    "#define BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)\n",
     "#define SHARED __shared__\n",
     "#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]\n",
     include_str!("kernels/common.cu"),

@@ -64,7 +64,10 @@ pub(super) struct State<M: Machine> {
     report: HostRoom<M::Pinned>,
     payload: HostRoom<M::Pinned>,
     block: HostRoom<M::Pinned>,
+    targets: HostRoom<M::Pinned>,
     entropy: entropy::Scratch,
+    plan: Plan,
+    digests: DigestTable,
 }
 
 impl<M: Machine> Default for State<M> {
@@ -80,7 +83,10 @@ impl<M: Machine> Default for State<M> {
             report: HostRoom::default(),
             payload: HostRoom::default(),
             block: HostRoom::default(),
+            targets: HostRoom::default(),
             entropy: entropy::Scratch::default(),
+            plan: Plan::default(),
+            digests: DigestTable::default(),
         }
     }
 }
@@ -95,10 +101,9 @@ pub(super) struct Pair<'a> {
     pub(super) profile: Profile,
 }
 
-/// What was encoded; the payload waits in the state.
+/// What was encoded; payload and digests wait in the state.
 pub(super) struct Outcome {
     pub(super) changed: u64,
-    pub(super) digests: DigestTable,
     pub(super) bytes: usize,
 }
 
@@ -135,6 +140,11 @@ impl<M: Machine> State<M> {
     /// The payload that was encoded last, of so many bytes.
     pub(super) fn payload(&self, bytes: usize) -> &[u8] {
         self.payload.filled(bytes)
+    }
+
+    /// Digests of the new tensor that was encoded last.
+    pub(super) fn digests(&self) -> &DigestTable {
+        &self.digests
     }
 
     pub(super) fn encode(&mut self, machine: &M, pair: Pair<'_>) -> Result<Outcome> {
@@ -270,23 +280,25 @@ impl<M: Machine> State<M> {
         mut arguments: Encode,
         elements: usize,
     ) -> Result<Outcome> {
-        let Self { report: read, payload, out, block, entropy, .. } = self;
+        let Self { report: read, payload, out, block, entropy, plan, digests, targets, .. } = self;
         let read = read.filled(report.len());
-        let mut digests = pair.digests.clone();
+        digests.copy_from(pair.digests);
         let changes = numbers::<16>(&read[report.digests()]).map(Digest::from_bytes);
         digests.blocks_mut().iter_mut().zip(changes).for_each(|(digest, change)| *digest += change);
-        let mut plan = Plan::new(pair, &digests, report.blocks);
+        plan.begin(pair, digests, report.blocks);
         let mut fetch = Fetch { machine, pair, elements, block, entropy, coded: Vec::new() };
         plan.blocks(report, read, &mut fetch)?;
         if plan.changed == 0 {
             return self.unchanged(machine, pair);
         }
-        let targets: Vec<u8> = plan.targets.iter().flat_map(|target| target.to_le_bytes()).collect();
+        let targets = targets.bytes(machine, 8 * report.blocks)?;
+        let numbered = plan.targets.iter().zip(targets.as_chunks_mut::<8>().0);
+        numbered.for_each(|(target, out)| *out = target.to_le_bytes());
         arguments.out = out.address(machine, plan.end)?;
         let bytes = payload.bytes(machine, plan.end)?;
         // SAFETY: the targets lie within `out` one after the other; all memory lives until the wait, and `bytes` is written to after it.
         unsafe {
-            machine.upload(arguments.targets, &targets)?;
+            machine.upload(arguments.targets, targets)?;
             machine.launch(pair.element, Kernel::Pack, Grid::of(report.blocks), &arguments)?;
             machine.download(arguments.out, bytes)?;
             for (to, from) in &plan.raw {
@@ -297,7 +309,7 @@ impl<M: Machine> State<M> {
         for (to, text) in &plan.pieces {
             bytes[*to..*to + text.len()].copy_from_slice(&plan.text[text.clone()]);
         }
-        Ok(Outcome { changed: plan.changed, digests, bytes: plan.end })
+        Ok(Outcome { changed: plan.changed, bytes: plan.end })
     }
 
     fn unchanged(&mut self, machine: &M, pair: &Pair<'_>) -> Result<Outcome> {
@@ -305,7 +317,8 @@ impl<M: Machine> State<M> {
         let result = pair.digests.total().check();
         Header { element: pair.element, kind: Kind::Unchanged, result }.write(&mut header);
         self.payload.bytes(machine, header.len())?.copy_from_slice(&header);
-        Ok(Outcome { changed: 0, digests: pair.digests.clone(), bytes: header.len() })
+        self.digests.copy_from(pair.digests);
+        Ok(Outcome { changed: 0, bytes: header.len() })
     }
 }
 
@@ -355,6 +368,7 @@ impl<M: Machine> Fetch<'_, M> {
 }
 
 /// A payload as far as the host knows it.
+#[derive(Default)]
 struct Plan {
     changed: u64,
     /// What the host writes, and where each piece of it goes.
@@ -370,20 +384,17 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(pair: &Pair<'_>, digests: &DigestTable, blocks: usize) -> Self {
-        let mut plan = Self {
-            changed: 0,
-            text: Vec::new(),
-            pieces: Vec::new(),
-            targets: vec![NOWHERE; blocks],
-            raw: Vec::new(),
-            same: 0,
-            end: 0,
-        };
+    /// Starts over, with the header.
+    fn begin(&mut self, pair: &Pair<'_>, digests: &DigestTable, blocks: usize) {
+        (self.changed, self.same, self.end) = (0, 0, 0);
+        self.text.clear();
+        self.pieces.clear();
+        self.raw.clear();
+        self.targets.clear();
+        self.targets.resize(blocks, NOWHERE);
         let kind = Kind::Delta(pair.digests.total().short_check());
         let header = Header { element: pair.element, kind, result: digests.total().check() };
-        plan.write(|text| header.write(text));
-        plan
+        self.write(|text| header.write(text));
     }
 
     fn write(&mut self, write: impl FnOnce(&mut Vec<u8>)) {

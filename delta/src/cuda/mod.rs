@@ -81,7 +81,7 @@ pub struct Encoded<'a> {
     /// Elements whose bits changed.
     pub changed: u64,
     /// Digests of the new tensor.
-    pub digests: DigestTable,
+    pub digests: &'a DigestTable,
     /// The payload, in pinned memory that the next call overwrites.
     pub payload: &'a [u8],
 }
@@ -194,8 +194,8 @@ impl Codec {
     ) -> Result<Encoded<'_>> {
         let (base, new) = (self.placed("base", base)?, self.placed("new tensor", new)?);
         let pair = encode::Pair { element, base, new, digests: base_digests, profile };
-        let encode::Outcome { changed, digests, bytes } = self.encode.encode(&self.device, pair)?;
-        Ok(Encoded { changed, digests, payload: self.encode.payload(bytes) })
+        let encode::Outcome { changed, bytes } = self.encode.encode(&self.device, pair)?;
+        Ok(Encoded { changed, digests: self.encode.digests(), payload: self.encode.payload(bytes) })
     }
 
     /// Turns `base` into what a payload of [`Encoder::encode`](crate::Encoder::encode) was made of, in place, and its digests with it. Returns how many elements changed.

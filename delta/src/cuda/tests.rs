@@ -194,7 +194,7 @@ impl Both {
         let (payload, outcome) = self.encode(element, base, new, profile);
         let what = format!("{what}: {element:?} {profile:?}, {} bytes", base.len());
         assert_eq!(outcome.changed, changed, "{what}");
-        assert_eq!(outcome.digests, *encoder.digests(), "{what}");
+        assert_eq!(self.encode.digests(), encoder.digests(), "{what}");
         let differ = payload.iter().zip(&expected).position(|(a, b)| a != b);
         assert!(
             payload == expected,
@@ -404,7 +404,7 @@ fn damaged_payloads_change_nothing() {
         let (base, new) = pair(Element::Bf16, 3000, 0.1, 8);
         let payload = both.check("whole", Element::Bf16, &base, &new, profile);
         let digests = DigestTable::of(Element::Bf16, &base).unwrap();
-        for _ in 0..300 {
+        for _ in 0..100 {
             let mut damaged = payload.clone();
             match random.next() % 3 {
                 0 => damaged.truncate(random.next() as usize % payload.len()),

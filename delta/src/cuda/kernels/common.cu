@@ -219,16 +219,25 @@ DEVICE u32 gather_nibbles(u32 x) {
 // Sorts the `n` elements of a block into classes; all threads together.
 DEVICE void sort_classes(const Classes& at, const u8* base, u32 n, u32 first, u32 last) {
     u32 t = threadIdx.x, rows = (n + ROW - 1) / ROW;
-#pragma unroll 4
-    for (u32 i = t; i < rows * (ROW / 8); i += THREADS) {
-        u32 count = i * 8 < n ? n - i * 8 : 0;
-        Eight v = load_eight(base + (u64)i * 8 * SIZE, count);
-        u32 numbers = 0;
+// All loads first: behind a store, the compiler could not move them.
+#define TOGETHER (SIZE == 4 ? 2 : 4)
+    for (u32 from = t; from < rows * (ROW / 8); from += TOGETHER * THREADS) {
+        Eight v[TOGETHER];
 #pragma unroll
-        for (int k = 0; k < 8; k++)
-            if (k < (int)count) numbers |= class_of(known(v, k), first, last) << (4 * k);
+        for (u32 j = 0; j < TOGETHER; j++) {
+            u32 first_of = (from + j * THREADS) * 8;
+            v[j] = load_eight(base + (u64)first_of * SIZE, first_of < n ? n - first_of : 0);
+        }
 #pragma unroll
-        for (u32 bit = 0; bit < 4; bit++) ((u8*)at.planes)[bit * (BLOCK / 8) + i] = (u8)gather_nibbles(numbers >> bit);
+        for (u32 j = 0; j < TOGETHER; j++) {
+            u32 i = from + j * THREADS, count = i * 8 < n ? n - i * 8 : 0, numbers = 0;
+#pragma unroll
+            for (int k = 0; k < 8; k++)
+                if (k < (int)count) numbers |= class_of(known(v[j], k), first, last) << (4 * k);
+#pragma unroll
+            for (u32 bit = 0; bit < 4; bit++)
+                if (i < rows * (ROW / 8)) ((u8*)at.planes)[bit * (BLOCK / 8) + i] = (u8)gather_nibbles(numbers >> bit);
+        }
     }
     __syncthreads();
     for (u32 row = t; row < rows; row += THREADS) {
@@ -314,6 +323,14 @@ DEVICE int signed_upper(Entry e) { return (int)(e >> UPPER); }
 #else
 DEVICE int signed_upper(Entry e) { return (int)e >> UPPER; }
 #endif
+
+DEVICE void set_upper(Entry* e, u32 upper) {
+#if SIZE == 4
+    ((u32*)e)[1] = upper;
+#else
+    ((u16*)e)[1] = (u16)upper;
+#endif
+}
 
 DEVICE u32 block_elements(u64 elements, u64 block) {
     u64 left = elements - block * BLOCK;

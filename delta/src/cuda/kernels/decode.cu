@@ -1,4 +1,4 @@
-// Decoding. classify: members of the classes of each block. parse: the bits of each block, a thread a block, because they must be read in order.
+// Decoding. classify: members of the classes of each block. parse: the bits of each block, a lane a block, because they must be read in order.
 // resolve: where each change stands, what it makes of its element, and what that does to the digest. apply: writes, once all is known to be right.
 
 struct Task {
@@ -153,64 +153,82 @@ struct Bits {
     DEVICE_MEMBER static u32 runs_of(u32 count, u32 run) { return (count + (1u << run) - 1) >> run; }
 };
 
-// One class of a block. Returns an error's number or 0.
-DEVICE u32 parse_class(const Decode& a, const Task& task, Bits& bits, u32 parameters, int shift, u32 members, Span& span, u32& total) {
+// One class of a block, for the lanes that are `active`. The lanes of a warp read a code each and then meet: left alone, they would drift apart and run
+// one after the other.
+DEVICE void parse_class(const Decode& a, const Task& task, Bits& bits, u32 parameters, int shift, u32 members, Span& span, u32& total,
+                        u32& failed, bool active) {
     Entry* entries = a.entries + task.entries;
     u32 run = shifted_run(parameters, shift), large_run = large_run_of(parameters), rice = rice_of(parameters);
-    bool inverted = inverted_of(parameters);
-    span.first = total;
-    for (u32 next = 0;;) {
+    bool inverted = inverted_of(parameters), going = active;
+    u32 first = total;
+    for (u32 next = 0; __any_sync(ALL, going);) {
+        if (!going) continue;
         u32 place = bits.mark(next, members, run);
-        if (place == ALL) return BEYOND;
-        if (inverted) {
-            if (total + (place - next) > task.room) return EARLY;
-            for (; next < place; next++) entries[total++] = entry(next, 1);
-        }
-        if (place == members) break;
-        if (!inverted) {
-            if (total >= task.room) return EARLY;
-            entries[total++] = entry(place, 1);
-        }
+        u32 more = place == ALL ? 0 : inverted ? place - next : place < members;
+        if (place == ALL) failed = BEYOND;
+        if (total + more > task.room) failed = EARLY;
+        going = !failed && place < members;
+        if (failed) continue;
+        if (!inverted) next = place;
+        for (; more > 0; more--) entries[total++] = entry(next++, 1);
         next = place + 1;
     }
-    u32 count = span.count = total - span.first;
+    u32 count = total - first;
     Bits large = bits;
-    if (large_run != EXPLICIT) {
-        for (u32 next = 0; next < count; next++) {
-            next = bits.mark(next, count, large_run);
-            if (next == ALL) return BEYOND;
+    going = active && !failed && large_run != EXPLICIT && count > 0;
+    for (u32 next = 0; __any_sync(ALL, going);) {
+        if (!going) continue;
+        next = bits.mark(next, count, large_run);
+        if (next == ALL) failed = BEYOND;
+        going = !failed && ++next < count;
+    }
+    if (active && !failed) {
+        span.first = first, span.count = count, span.signs = bits.at;
+        if (bits.over() || count > bits.end - bits.at) {
+            failed = EARLY;
+        } else {
+            bits.seek(a.payload, task.offset, bits.at + count, bits.end);
         }
     }
-    span.signs = bits.at;
-    if (count > bits.end - bits.at || bits.over()) return EARLY;
-    bits.seek(a.payload, task.offset, bits.at + count, bits.end);
-    entries += span.first;
-    for (u32 next = 0; next < count; next++) {
-        if (large_run != EXPLICIT) {
-            next = large.mark(next, count, large_run);
-            if (next >= count) break;
-        }
+    entries += first;
+    going = active && !failed && count > 0;
+    for (u32 next = 0; __any_sync(ALL, going);) {
+        if (!going) continue;
+        if (large_run != EXPLICIT) next = large.mark(next, count, large_run);
+        going = next < count;
+        if (!going) continue;
         u32 size = bits.rice(rice) + (large_run == EXPLICIT ? 1 : 2);
-        if (bits.over()) return EARLY;
-        entries[next] = entry(place_of(entries[next]), size);
+        if (bits.over()) failed = EARLY;
+        set_upper(entries + next, size);
+        going = !failed && ++next < count;
     }
-    return bits.over() ? EARLY : 0;
+    if (active && !failed && bits.over()) failed = EARLY;
 }
 
+// Blocks that a warp reads at once, in as many lanes. When one waits for memory, all do: so few, and many warps.
+#define PARSED 4
+
 KERNEL void parse(Decode a) {
-    u64 index = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (index >= a.count) return;
-    const Task& task = a.tasks[index];
-    if (task.kind != CHANGES) return;
-    const Table& table = a.tables[task.table];
+    u64 index = (u64)blockIdx.x * PARSED + lane_id();
+    bool own_task = lane_id() < PARSED && index < a.count;
+    const Task& task = a.tasks[own_task ? index : 0];
+    bool active = own_task && task.kind == CHANGES;
+    const Table& table = a.tables[active ? task.table : 0];
+    u32 classes = active ? table.count : 0;
     Bits bits;
-    bits.seek(a.payload, task.offset, 0, (u32)task.bytes * 8);
-    int shift = (int)bits.get(3) - 3;
+    int shift = 0;
     u32 total = 0, failed = 0;
-    for (u32 k = 0; k < table.count && !failed; k++) {
-        u32 members = table.count == 1 ? block_elements(a.elements, task.block) : a.members[index * CLASSES + k];
-        failed = parse_class(a, task, bits, table.classes[k], shift, members, a.spans[index * CLASSES + k], total);
+    if (active) {
+        bits.seek(a.payload, task.offset, 0, (u32)task.bytes * 8);
+        shift = (int)bits.get(3) - 3;
     }
+    for (u32 k = 0; __any_sync(ALL, k < classes); k++) {
+        bool own = k < classes && !failed;
+        u32 members = !own ? 0 : classes == 1 ? block_elements(a.elements, task.block) : a.members[index * CLASSES + k];
+        u32 parameters = own ? table.classes[k] : 0;
+        parse_class(a, task, bits, parameters, shift, members, a.spans[(active ? index : 0) * CLASSES + k], total, failed, own);
+    }
+    if (!active) return;
     if (!failed && (bits.at + 7) / 8 != task.bytes) failed = bits.over() ? EARLY : FOLLOWS;
     if (!failed && bits.at % 8 && a.payload[task.offset + bits.at / 8] >> bits.at % 8) failed = PADDING;
     if (failed) atomicMax(&a.status[FAILED], (u64)failed);

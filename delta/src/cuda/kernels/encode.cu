@@ -60,13 +60,10 @@ KERNEL void sample(Encode a) {
     if (t == 0) a.firsts[segment] = best & 255;
 }
 
-#if SIZE == 4
+// Loads that a lane has in flight before it looks at the first; more would leave fewer warps on a processor.
 #define AHEAD 2
-#else
-#define AHEAD 4
-#endif
 
-KERNEL void scan(Encode a) {
+KERNEL void BOUNDS(THREADS, 5) scan(Encode a) {
     SHARED u32 sizes[CLASSES * LENGTHS];
     SHARED u32 members[CLASSES];
     SHARED u32 changed;
@@ -314,16 +311,23 @@ DEVICE u32 put_pieces(u32* out, u32 at, bool has, u32 gap, u32 run) {
     return at + __shfl_sync(ALL, sum, 31);
 }
 
-// The run code of places that are marked, or (inverted) of those that are not.
+// A warp's share of a class: the changes `from` to `to` of its `count`. `from` is a multiple of 32.
+struct Piece {
+    u32 k, from, to, count;
+    u32 places, large, signs, rice; // bits that each part takes; then, where it begins
+};
+
+// The run code of places that are marked, or (inverted, which is one piece always) of those that are not.
 template <bool WRITE>
-DEVICE u32 put_places(u32* out, u32 at, const Entry* list, u32 count, u32 members, u32 run) {
-    for (u32 from = 0; from < count; from += 32) {
+DEVICE u32 put_places(u32* out, u32 at, const Entry* list, const Piece& piece, u32 members, u32 run) {
+    for (u32 from = piece.from; from < piece.to; from += 32) {
         u32 i = from + lane_id();
-        bool has = i < count;
+        bool has = i < piece.to;
         u32 place = has ? place_of(list[i]) : 0, next = has && i ? place_of(list[i - 1]) + 1 : 0;
         at = put_pieces<WRITE>(out, at, has, place - next, run);
     }
-    return at + runs(members - (count ? place_of(list[count - 1]) + 1 : 0), run);
+    if (piece.to < piece.count) return at;
+    return at + runs(members - (piece.count ? place_of(list[piece.count - 1]) + 1 : 0), run);
 }
 
 template <bool WRITE>
@@ -350,34 +354,33 @@ DEVICE u32 put_inverted(u32* out, u32 at, const Entry* list, u32 count, u32 memb
     return at;
 }
 
-// Codes one class of a block from bit `at` on; a whole warp. Without WRITE it only finds the bit after it.
+DEVICE bool is_large(const Entry* list, u32 i, u32 to, u32 least) {
+    return i < to && size_of_step(signed_upper(list[i])) >= least;
+}
+
+// The run code of large steps.
 template <bool WRITE>
-DEVICE u32 put_class(u32* out, u32 at, const Entry* list, u32 count, u32 members, u32 parameters, int shift) {
-    u32 run = shifted_run(parameters, shift), large_run = large_run_of(parameters), rice = rice_of(parameters);
-    u32 lane = lane_id(), least = large_run == EXPLICIT ? 1 : 2;
-    at = inverted_of(parameters) ? put_inverted<WRITE>(out, at, list, count, members, run)
-                                 : put_places<WRITE>(out, at, list, count, members, run);
-    if (large_run != EXPLICIT) {
-        u32 next = 0;
-        for (u32 from = 0; from < count; from += 32) {
-            u32 i = from + lane;
-            bool large = i < count && size_of_step(signed_upper(list[i])) >= least;
-            u32 votes = __ballot_sync(ALL, large), below = votes & lane_below();
-            at = put_pieces<WRITE>(out, at, large, i - (below ? after_last(from, below) : next), large_run);
-            if (votes) next = after_last(from, votes);
-        }
-        at += runs(count - next, large_run);
+DEVICE u32 put_large(u32* out, u32 at, const Entry* list, const Piece& piece, u32 run) {
+    u32 next = 0;
+    for (u32 from = piece.from; from > 0 && next == 0; from -= 32) {
+        u32 votes = __ballot_sync(ALL, is_large(list, from - 32 + lane_id(), piece.from, 2));
+        if (votes) next = after_last(from - 32, votes);
     }
-    if (WRITE) {
-        for (u32 from = 0; from < count; from += 32) {
-            u32 i = from + lane;
-            u32 negative = __ballot_sync(ALL, i < count && signed_upper(list[i]) < 0);
-            if (lane == 0) put(out, at + from, negative);
-        }
+    for (u32 from = piece.from; from < piece.to; from += 32) {
+        u32 i = from + lane_id();
+        bool large = is_large(list, i, piece.to, 2);
+        u32 votes = __ballot_sync(ALL, large), below = votes & lane_below();
+        at = put_pieces<WRITE>(out, at, large, i - (below ? after_last(from, below) : next), run);
+        if (votes) next = after_last(from, votes);
     }
-    at += count;
-    for (u32 from = 0; from < count; from += 32) {
-        u32 i = from + lane, size = i < count ? size_of_step(signed_upper(list[i])) : 0;
+    return piece.to < piece.count ? at : at + runs(piece.count - next, run);
+}
+
+// The sizes of large steps.
+template <bool WRITE>
+DEVICE u32 put_rice(u32* out, u32 at, const Entry* list, const Piece& piece, u32 rice, u32 least) {
+    for (u32 from = piece.from; from < piece.to; from += 32) {
+        u32 i = from + lane_id(), size = i < piece.to ? size_of_step(signed_upper(list[i])) : 0;
         bool has = size >= least;
         u32 value = has ? size - least : 0, quotient = value >> rice;
         u32 length = !has ? 0 : quotient < ESCAPE ? quotient + 1 + rice : ESCAPE + ELEMENT_BITS;
@@ -395,6 +398,28 @@ DEVICE u32 put_class(u32* out, u32 at, const Entry* list, u32 count, u32 members
     return at;
 }
 
+// Codes a piece where its parts begin, or (without WRITE) finds how many bits each takes. A whole warp.
+template <bool WRITE>
+DEVICE void put_piece(u32* out, Piece& shared, const Entry* list, u32 members, u32 parameters, int shift) {
+    Piece piece = shared;
+    u32 run = shifted_run(parameters, shift), large_run = large_run_of(parameters);
+    u32 least = large_run == EXPLICIT ? 1 : 2;
+    u32 places = WRITE ? piece.places : 0, large = WRITE ? piece.large : 0, rice = WRITE ? piece.rice : 0;
+    places = inverted_of(parameters) ? put_inverted<WRITE>(out, places, list, piece.count, members, run)
+                                     : put_places<WRITE>(out, places, list, piece, members, run);
+    if (large_run != EXPLICIT) large = put_large<WRITE>(out, large, list, piece, large_run);
+    rice = put_rice<WRITE>(out, rice, list, piece, rice_of(parameters), least);
+    if (WRITE) {
+        for (u32 from = piece.from; from < piece.to; from += 32) {
+            u32 i = from + lane_id();
+            u32 negative = __ballot_sync(ALL, i < piece.to && signed_upper(list[i]) < 0);
+            if (lane_id() == 0) put(out, piece.signs + from - piece.from, negative);
+        }
+    } else if (lane_id() == 0) {
+        shared.places = places, shared.large = large, shared.signs = piece.to - piece.from, shared.rice = rice;
+    }
+}
+
 DEVICE int best_shift(double expected, u32 found) {
     double ratio = (expected > 1.0 ? expected : 1.0) / (double)(found ? found : 1);
     int whole = floor_log2(ratio);
@@ -404,10 +429,13 @@ DEVICE int best_shift(double expected, u32 found) {
     return whole < -3 ? -3 : whole > 4 ? 4 : whole;
 }
 
+#define PIECES (WARPS + CLASSES)
+
 struct Emitting {
     u32 starts[CLASSES + 1];
-    u32 bits[CLASSES + 1];
     u32 members[CLASSES];
+    Piece pieces[PIECES];
+    u32 piece_count, bits;
     int shift;
     u64 place;
     u16 counts[CLASSES * THREADS];
@@ -418,21 +446,25 @@ DEVICE void list_changes(Emitting& s, const u32* masks, u32 n, bool flat, const 
     const u32 own = BLOCK / 32 / THREADS;
     u32 t = threadIdx.x, k_count = flat ? 1 : CLASSES, words = (n + 31) / 32;
     for (u32 k = 0; k < k_count; k++) s.counts[k * THREADS + t] = 0;
-    for (u32 w = t * own; w < (t + 1) * own && w < words; w++) {
-        u32 mask = masks[w];
+    u32 mine[BLOCK / 32 / THREADS];
+#pragma unroll
+    for (u32 w = 0; w < own; w++) mine[w] = t * own + w < words ? masks[t * own + w] : 0;
+#pragma unroll
+    for (u32 w = 0; w < own; w++) {
         if (flat) {
-            s.counts[t] += (u16)__popc(mask);
+            s.counts[t] += (u16)__popc(mine[w]);
             continue;
         }
-        for (; mask; mask &= mask - 1) s.counts[class_at(classes, w * 32 + __ffs(mask) - 1) * THREADS + t]++;
+        for (u32 mask = mine[w]; mask; mask &= mask - 1)
+            s.counts[class_at(classes, (t * own + w) * 32 + __ffs(mask) - 1) * THREADS + t]++;
     }
     __syncthreads();
     for (u32 k = t / 32; k < k_count; k += WARPS) {
         u32 all = 0;
         for (u32 from = 0; from < THREADS; from += 32) {
-            u32 mine = s.counts[k * THREADS + from + lane_id()], sum = sum_up_to(mine);
+            u32 here = s.counts[k * THREADS + from + lane_id()], sum = sum_up_to(here);
             // A thread has 256 elements, and all before it at most 65,280.
-            s.counts[k * THREADS + from + lane_id()] = (u16)(all + sum - mine);
+            s.counts[k * THREADS + from + lane_id()] = (u16)(all + sum - here);
             all += __shfl_sync(ALL, sum, 31);
         }
         if (lane_id() == 0) s.starts[k + 1] = all;
@@ -443,13 +475,42 @@ DEVICE void list_changes(Emitting& s, const u32* masks, u32 n, bool flat, const 
         for (u32 k = 0; k < CLASSES; k++) s.starts[k + 1] = k < k_count ? s.starts[k] + s.starts[k + 1] : s.starts[k];
     }
     __syncthreads();
-    for (u32 w = t * own; w < (t + 1) * own && w < words; w++) {
-        for (u32 mask = masks[w]; mask; mask &= mask - 1) {
-            u32 position = w * 32 + __ffs(mask) - 1, k = flat ? 0 : class_at(classes, position);
+#pragma unroll
+    for (u32 w = 0; w < own; w++) {
+        for (u32 mask = mine[w]; mask; mask &= mask - 1) {
+            u32 position = (t * own + w) * 32 + __ffs(mask) - 1, k = flat ? 0 : class_at(classes, position);
             list[s.starts[k] + s.counts[k * THREADS + t]++] = entry(position, 0);
         }
     }
     __syncthreads();
+}
+
+// Cuts the classes into pieces: as many as there are warps, and one more for each class at most.
+DEVICE void cut(Emitting& s, const Table& table, u32 found) {
+    u32 size = (found + WARPS * 32 - 1) / (WARPS * 32) * 32;
+    s.piece_count = 0;
+    for (u32 k = 0; k < table.count; k++) {
+        u32 count = s.starts[k + 1] - s.starts[k], from = 0;
+        do {
+            Piece& piece = s.pieces[s.piece_count++];
+            piece.k = k, piece.from = from, piece.count = count;
+            piece.to = inverted_of(table.classes[k]) || from + size > count ? count : from + size;
+            from = piece.to;
+        } while (from < count);
+    }
+}
+
+// Turns the bits that the parts take into where they begin: those of a class one after the other, each through all its pieces.
+DEVICE void lay_out(Emitting& s) {
+    u32 at = 3;
+    for (u32 from = 0, to; from < s.piece_count; from = to) {
+        for (to = from; to < s.piece_count && s.pieces[to].k == s.pieces[from].k; to++) {}
+        for (u32 i = from; i < to; i++) at += s.pieces[i].places, s.pieces[i].places = at - s.pieces[i].places;
+        for (u32 i = from; i < to; i++) at += s.pieces[i].large, s.pieces[i].large = at - s.pieces[i].large;
+        for (u32 i = from; i < to; i++) at += s.pieces[i].signs, s.pieces[i].signs = at - s.pieces[i].signs;
+        for (u32 i = from; i < to; i++) at += s.pieces[i].rice, s.pieces[i].rice = at - s.pieces[i].rice;
+    }
+    s.bits = at;
 }
 
 KERNEL void emit(Encode a) {
@@ -469,10 +530,20 @@ KERNEL void emit(Encode a) {
         if (t < CLASSES) s.members[t] = flat ? (t == 0 ? n : 0) : classes.members[t];
         Entry* list = found <= a.list ? near : a.lists + (u64)blockIdx.x * BLOCK;
         list_changes(s, (const u32*)(a.masks + block * (BLOCK / 8)), n, flat, classes, list);
-        for (u32 i = t; i < found; i += THREADS) {
-            u32 position = place_of(list[i]);
-            u32 rank = flat ? position : rank_at(classes, class_at(classes, position), position);
-            list[i] = entry(rank, (u32)step_of(load(base, position), load(fresh, position)));
+        for (u32 from = t; from < found; from += 4 * THREADS) {
+            u32 positions[4], was[4], is[4];
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                u32 i = from + j * THREADS;
+                positions[j] = place_of(list[i < found ? i : from]);
+                was[j] = load(base, positions[j]), is[j] = load(fresh, positions[j]);
+            }
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                u32 i = from + j * THREADS, at = positions[j];
+                if (i >= found) continue;
+                list[i] = entry(flat ? at : rank_at(classes, class_at(classes, at), at), (u32)step_of(was[j], is[j]));
+            }
         }
         if (t == 0) {
             double expected = 0.0;
@@ -481,18 +552,17 @@ KERNEL void emit(Encode a) {
                 if (flat || !inverted_of(table.classes[k]))
                     expected += (double)s.members[k] * LN_2 / (double)(1u << run_of(table.classes[k]));
             s.shift = best_shift(expected, found);
+            cut(s, table, found);
         }
         __syncthreads();
-        for (u32 k = warp; k < table.count; k += WARPS) {
-            u32 bits = put_class<false>(nullptr, 0, list + s.starts[k], s.starts[k + 1] - s.starts[k], s.members[k],
-                                        table.classes[k], s.shift);
-            if (lane_id() == 0) s.bits[k + 1] = bits;
+        for (u32 i = warp; i < s.piece_count; i += WARPS) {
+            Piece& piece = s.pieces[i];
+            put_piece<false>(nullptr, piece, list + s.starts[piece.k], s.members[piece.k], table.classes[piece.k], s.shift);
         }
         __syncthreads();
         if (t == 0) {
-            s.bits[0] = 3;
-            for (u32 k = 0; k < table.count; k++) s.bits[k + 1] += s.bits[k];
-            u32 bits = s.bits[table.count], bytes = (bits + 7) / 8, words = (bits + 31) / 32;
+            lay_out(s);
+            u32 bytes = (s.bits + 7) / 8, words = (s.bits + 31) / 32;
             s.place = NOWHERE;
             // What is not shorter than the elements is not used.
             if (bytes < n * SIZE) {
@@ -505,12 +575,13 @@ KERNEL void emit(Encode a) {
         __syncthreads();
         if (s.place != NOWHERE) {
             u32* out = a.coded + s.place;
-            for (u32 i = t; i < (s.bits[table.count] + 31) / 32; i += THREADS) out[i] = 0;
+            for (u32 i = t; i < (s.bits + 31) / 32; i += THREADS) out[i] = 0;
             __syncthreads();
             if (t == 0) put(out, 0, (u32)(s.shift + 3));
-            for (u32 k = warp; k < table.count; k += WARPS)
-                put_class<true>(out, s.bits[k], list + s.starts[k], s.starts[k + 1] - s.starts[k], s.members[k],
-                                table.classes[k], s.shift);
+            for (u32 i = warp; i < s.piece_count; i += WARPS) {
+                Piece& piece = s.pieces[i];
+                put_piece<true>(out, piece, list + s.starts[piece.k], s.members[piece.k], table.classes[piece.k], s.shift);
+            }
         }
         __syncthreads();
     }

@@ -11,6 +11,7 @@
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
 #define KERNEL extern "C" __attribute__((visibility("hidden")))
+#define BOUNDS(threads, blocks)
 #define SHARED static __attribute__((section("twin_shared")))
 #define DYNAMIC_SHARED(name) unsigned char* name = twin_dynamic
 
@@ -19,7 +20,6 @@ struct uint4 { unsigned x, y, z, w; };
 struct Dim { unsigned x; };
 static Dim threadIdx, blockIdx, blockDim, gridDim;
 alignas(16) static unsigned char twin_dynamic[232448];
-static size_t twin_dynamic_bytes;
 
 enum { TWIN_THREADS = 256, TWIN_STACK = 64 * 1024 };
 struct Warp { unsigned arrived, generation; unsigned long long slots[2][32]; };
@@ -74,6 +74,7 @@ static unsigned __ballot_sync(unsigned, bool vote) {
     for (int lane = 0; lane < 32; lane++) all |= (unsigned)votes[lane] << lane;
     return all;
 }
+static bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 template <class T> static T atomicAdd(T* at, T value) { T old = *at; *at += value; return old; }
 template <class T> static T atomicOr(T* at, T value) { T old = *at; *at |= value; return old; }
 template <class T> static T atomicMax(T* at, T value) { T old = *at; if (value > old) *at = value; return old; }
