@@ -446,17 +446,13 @@ DEVICE void list_changes(Emitting& s, const u32* masks, u32 n, bool flat, const 
     const u32 own = BLOCK / 32 / THREADS;
     u32 t = threadIdx.x, k_count = flat ? 1 : CLASSES, words = (n + 31) / 32;
     for (u32 k = 0; k < k_count; k++) s.counts[k * THREADS + t] = 0;
-    u32 mine[BLOCK / 32 / THREADS];
-#pragma unroll
-    for (u32 w = 0; w < own; w++) mine[w] = t * own + w < words ? masks[t * own + w] : 0;
-#pragma unroll
-    for (u32 w = 0; w < own; w++) {
+    for (u32 w = t * own; w < (t + 1) * own && w < words; w++) {
+        u32 mask = masks[w];
         if (flat) {
-            s.counts[t] += (u16)__popc(mine[w]);
+            s.counts[t] += (u16)__popc(mask);
             continue;
         }
-        for (u32 mask = mine[w]; mask; mask &= mask - 1)
-            s.counts[class_at(classes, (t * own + w) * 32 + __ffs(mask) - 1) * THREADS + t]++;
+        for (; mask; mask &= mask - 1) s.counts[class_at(classes, w * 32 + __ffs(mask) - 1) * THREADS + t]++;
     }
     __syncthreads();
     for (u32 k = t / 32; k < k_count; k += WARPS) {
@@ -475,10 +471,9 @@ DEVICE void list_changes(Emitting& s, const u32* masks, u32 n, bool flat, const 
         for (u32 k = 0; k < CLASSES; k++) s.starts[k + 1] = k < k_count ? s.starts[k] + s.starts[k + 1] : s.starts[k];
     }
     __syncthreads();
-#pragma unroll
-    for (u32 w = 0; w < own; w++) {
-        for (u32 mask = mine[w]; mask; mask &= mask - 1) {
-            u32 position = (t * own + w) * 32 + __ffs(mask) - 1, k = flat ? 0 : class_at(classes, position);
+    for (u32 w = t * own; w < (t + 1) * own && w < words; w++) {
+        for (u32 mask = masks[w]; mask; mask &= mask - 1) {
+            u32 position = w * 32 + __ffs(mask) - 1, k = flat ? 0 : class_at(classes, position);
             list[s.starts[k] + s.counts[k * THREADS + t]++] = entry(position, 0);
         }
     }
@@ -530,20 +525,10 @@ KERNEL void emit(Encode a) {
         if (t < CLASSES) s.members[t] = flat ? (t == 0 ? n : 0) : classes.members[t];
         Entry* list = found <= a.list ? near : a.lists + (u64)blockIdx.x * BLOCK;
         list_changes(s, (const u32*)(a.masks + block * (BLOCK / 8)), n, flat, classes, list);
-        for (u32 from = t; from < found; from += 4 * THREADS) {
-            u32 positions[4], was[4], is[4];
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) {
-                u32 i = from + j * THREADS;
-                positions[j] = place_of(list[i < found ? i : from]);
-                was[j] = load(base, positions[j]), is[j] = load(fresh, positions[j]);
-            }
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) {
-                u32 i = from + j * THREADS, at = positions[j];
-                if (i >= found) continue;
-                list[i] = entry(flat ? at : rank_at(classes, class_at(classes, at), at), (u32)step_of(was[j], is[j]));
-            }
+        for (u32 i = t; i < found; i += THREADS) {
+            u32 position = place_of(list[i]);
+            u32 rank = flat ? position : rank_at(classes, class_at(classes, position), position);
+            list[i] = entry(rank, (u32)step_of(load(base, position), load(fresh, position)));
         }
         if (t == 0) {
             double expected = 0.0;
