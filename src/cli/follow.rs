@@ -74,6 +74,12 @@ pub(crate) struct Args {
     /// Answer HTTP calls (prepare, activate, status) on this address.
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<SocketAddr>,
+    /// Relay to read objects through, as URL; may be given several times. What relays do not give comes from the store.
+    #[arg(long, value_name = "URL")]
+    relay: Vec<String>,
+    /// File holding the token that relays want [default: DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE", requires = "relay")]
+    relay_token_file: Option<PathBuf>,
     /// File holding the token that HTTP calls must bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
@@ -101,7 +107,11 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     // An engine that was started again should not wait long for its weights.
     options.backoff_max = options.poll.max(Duration::from_secs(2));
     options.activate_deadline = Duration::from_secs(args.activate_deadline);
-    let store = store::open(&args.store)?;
+    let mut store = store::open(&args.store)?;
+    if !args.relay.is_empty() {
+        let token = keys::secret(args.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+        store = store::behind(store, &args.relay, token.as_deref())?;
+    }
     let follower = match args.layout {
         Layout::Driftless => Follower::open(store, options, engines)?,
         Layout::Slime => Follower::open_slime(store, options, engines)?,

@@ -14,6 +14,7 @@ mod output;
 mod progress;
 mod publish;
 mod ranks;
+mod relay;
 #[cfg(feature = "torch")]
 mod report;
 #[cfg(feature = "torch")]
@@ -70,6 +71,7 @@ enum Command {
     Inspect(inspect::Args),
     Gc(gc::Args),
     Keygen(keygen::Args),
+    Relay(relay::Args),
     /// Look at a rollout log.
     Log(log::Args),
 }
@@ -104,6 +106,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args, output),
         Command::Gc(args) => gc::run(args, output),
         Command::Keygen(args) => keygen::run(args, output),
+        Command::Relay(args) => relay::run(args, output),
         Command::Log(args) => log::run(args, output),
     };
     match outcome {

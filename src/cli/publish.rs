@@ -82,6 +82,13 @@ pub(crate) struct Args {
     /// File of public keys whose versions are gone on from as well, such as the key before; may be given several times.
     #[arg(long, value_name = "FILE", requires = "sign_key")]
     trust_key: Vec<PathBuf>,
+    /// Follower to tell of the version at once, as URL of its --listen address; may be given several times. Those that do not
+    /// answer within 2 s find it with their next look.
+    #[arg(long, value_name = "URL")]
+    notify: Vec<String>,
+    /// File holding the token that these followers want [default: DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE", requires = "notify")]
+    notify_token_file: Option<PathBuf>,
     /// Afterwards remove versions that nobody needs, as `driftless gc --keep` does.
     #[arg(long, value_name = "VERSIONS", value_parser = clap::value_parser!(u64).range(1..))]
     keep: Option<u64>,
@@ -158,6 +165,9 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if let Some(rank) = &rank {
         let (version, bytes) = args.ranks.publish(&mut publisher, checkpoint, step, mode, rank)?;
         bar.finish_and_clear();
+        if rank.rank == 0 {
+            notify(&args);
+        }
         collect_old(&args, &publisher);
         let value = json!({"version": version, "rank": rank.rank, "publication_bytes": bytes});
         return output.print(&value, |_| format!("version {version}: {bytes} bytes as rank {}", rank.rank));
@@ -168,6 +178,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         publisher.publish(&checkpoint, step, mode)?
     };
     bar.finish_and_clear();
+    notify(&args);
     collect_old(&args, &publisher);
     show(&published, output)
 }
@@ -181,6 +192,7 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
         ("--anchor-share", args.anchor_share.is_some()),
         ("--keep", args.keep.is_some()),
         ("--sign-key", args.sign_key.is_some()),
+        ("--notify", !args.notify.is_empty()),
         ("--rank", args.ranks.rank().is_some()),
         ("--profile fast", matches!(args.profile, DeltaProfile::Fast)),
     ];
@@ -191,6 +203,15 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
             expected: "deltas of slime's own encodings".to_owned(),
             found: (*flag).to_owned(),
         }),
+    }
+}
+
+/// Tells followers. The version is published whether they hear of it or not.
+fn notify(args: &Args) {
+    let told = keys::secret(args.notify_token_file.as_deref(), "DRIFTLESS_TOKEN")
+        .and_then(|token| store::notify(&args.notify, token.as_deref()));
+    if let Err(error) = told {
+        tracing::warn!(error = &error as &dyn std::error::Error, "followers were not told of the version");
     }
 }
 

@@ -1,8 +1,19 @@
-//! Keys and signed versions, as a script uses them.
+//! Keys, signed versions and relays, as a script uses them.
 
 use crate::Run;
 use crate::common::{driftless, json};
-use std::process::Command;
+use std::io::{BufRead as _, BufReader};
+use std::process::{Child, Command, Stdio};
+
+/// Ends the child when dropped.
+struct Relay(Child);
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
 
 fn code(command: &mut Command) -> (Option<i32>, String) {
     let output = command.output().expect("the command");
@@ -43,4 +54,34 @@ fn only_what_the_trainer_signed_is_followed() {
     let mut again = run.follow_once();
     let (refused, words) = code(again.arg("--trust-key").arg(run.path("ours.pub")));
     assert!(refused == Some(3) && words.contains("signed by: nobody"), "{refused:?} {words}");
+}
+
+#[test]
+fn a_host_follows_through_a_relay_and_without_it() {
+    let mut run = Run::new();
+    run.publish();
+    let mut command = driftless();
+    command
+        .args(["--json", "--die-with-parent", "relay", "--listen", "127.0.0.1:0", "--store"])
+        .arg(run.path("store"));
+    let mut relay = Relay(
+        command.arg("--cache-dir").arg(run.path("cache")).stdout(Stdio::piped()).spawn().expect("a relay"),
+    );
+    let mut line = String::new();
+    BufReader::new(relay.0.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+    let url = serde_json::from_str::<serde_json::Value>(&line).expect("JSON")["url"]
+        .as_str()
+        .expect("a URL")
+        .to_owned();
+    let follow = |run: &Run| json(run.follow_once().arg("--relay").arg(&url));
+    assert_eq!(follow(&run)["applied"]["version"], 0);
+    run.assert_host_is_current();
+    let kept = std::fs::read_dir(run.path("cache/objects")).expect("a cache").count();
+    assert!(kept > 0, "the objects came through the relay");
+
+    drop(relay);
+    run.made.step(100);
+    run.publish();
+    assert_eq!(follow(&run)["applied"]["version"], 1);
+    run.assert_host_is_current();
 }

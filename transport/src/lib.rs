@@ -2,6 +2,8 @@
 
 mod activate;
 mod checkpoint;
+#[cfg(feature = "client")]
+mod client;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod dtype;
@@ -14,6 +16,7 @@ mod key;
 pub mod manifest;
 mod pool;
 mod publish;
+pub mod relay;
 mod replica;
 mod run;
 mod sign;
@@ -28,6 +31,8 @@ pub mod wrap;
 
 pub use activate::{Activate, Activated, Target};
 pub use checkpoint::{Checkpoint, Place, write_checkpoint};
+#[cfg(feature = "client")]
+pub use client::notify;
 pub use driftless_delta::Profile;
 pub use dtype::Dtype;
 pub use error::{BoxError, Error, Result};

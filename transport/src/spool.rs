@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
+use std::time::SystemTime;
 
 use crate::checkpoint::remove_file;
 use crate::error::{Error, Result};
@@ -140,6 +141,22 @@ impl Spool {
         if self.lock().remove(digest).is_some() {
             discard(&self.path(digest));
         }
+    }
+
+    /// What is kept, in whole or in part: digest, size, and when it was last written or asked for.
+    pub(crate) fn kept_objects(&self) -> Vec<(ContentDigest, u64, Option<SystemTime>)> {
+        let modified = |digest| fs::metadata(self.path(digest)).and_then(|metadata| metadata.modified()).ok();
+        self.lock().iter().map(|(digest, size)| (*digest, *size, modified(digest))).collect()
+    }
+
+    /// The file of an object that is kept, its bytes at the front.
+    pub(crate) fn kept_file(&self, digest: &ContentDigest) -> Option<File> {
+        self.keeps(digest).then(|| File::open(self.path(digest)).ok())?
+    }
+
+    /// Whether an object is kept, in whole or in part.
+    pub(crate) fn keeps(&self, digest: &ContentDigest) -> bool {
+        self.lock().contains_key(digest)
     }
 
     fn path(&self, digest: &ContentDigest) -> PathBuf {

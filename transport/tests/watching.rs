@@ -127,3 +127,27 @@ fn a_follower_that_is_told_looks_at_once() {
     watcher.join().unwrap().unwrap();
     assert!(!world.follower.notify(), "nobody watches any more");
 }
+
+#[cfg(feature = "client")]
+#[test]
+fn a_publisher_tells_all_followers_and_names_those_that_did_not_hear() {
+    use driftless_transport::{Error, notify};
+    let world = World::new();
+    let token = Some("secret".to_owned());
+    let server = http::serve(world.follower.clone(), "127.0.0.1:0".parse().unwrap(), token).unwrap();
+    let gone = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let urls = [format!("http://{gone}"), format!("http://{}/", server.addr())];
+    let told = |token| notify(&urls, token, Duration::from_secs(60)).unwrap();
+    let deaf = told(Some("secret"));
+    assert!(matches!(&deaf[..], [(url, _)] if *url == urls[0]), "{deaf:?}");
+    let refused = told(Some("other"));
+    assert!(
+        matches!(&refused[..], [_, (url, words)] if *url == urls[1] && words.contains("401")),
+        "{refused:?}"
+    );
+    assert!(notify(&[], None, Duration::ZERO).unwrap().is_empty());
+    for bad in ["host:1", "ftp://host", "http://user:word@host", "http://host?token=word"] {
+        let error = notify(&[bad.to_owned()], None, Duration::ZERO).unwrap_err();
+        assert!(matches!(&error, Error::BadText { text, .. } if !text.contains("word")), "{error:?}");
+    }
+}

@@ -26,6 +26,8 @@ use worker::{Answer, Job, Worker};
 pub(crate) use slime::pull_weights;
 pub use status::{Ack, EngineStatus, Status};
 pub use watch::Stop;
+#[cfg(feature = "client")]
+pub(crate) use watch::backoff;
 
 /// What a follower follows, and where to.
 #[derive(Clone, Debug)]

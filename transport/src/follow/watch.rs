@@ -145,7 +145,7 @@ fn is_final(error: &Error) -> bool {
 }
 
 /// `base` doubled with every failure, up to `max`.
-pub(super) fn backoff(base: Duration, max: Duration, failures: u32) -> Duration {
+pub(crate) fn backoff(base: Duration, max: Duration, failures: u32) -> Duration {
     base.saturating_mul(2u32.saturating_pow(failures.min(16))).min(max.max(base))
 }
 

@@ -398,7 +398,7 @@ impl Replica {
 }
 
 /// Makes a directory and those above it, durably.
-fn create_dir_synced(dir: &Path) -> Result<()> {
+pub(crate) fn create_dir_synced(dir: &Path) -> Result<()> {
     let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if !parent.is_dir() {
         create_dir_synced(parent)?;

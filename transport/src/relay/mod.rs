@@ -1,0 +1,222 @@
+//! A read-through cache of objects: one crossing of a slow link for all followers behind it.
+//!
+//! A relay serves what is named by a digest, and nothing else: objects of publications, which never change. Whoever asks
+//! says which digest the bytes must have; the relay checks them before it serves a byte, and its clients check them again. What
+//! can change (heads, manifests, leases) followers read at the origin. The wire format is documented in `docs/wire/relay.md`.
+
+mod cache;
+mod listen;
+#[cfg(feature = "client")]
+mod relays;
+mod serve;
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use tokio::sync::{Semaphore, watch};
+
+use crate::error::{Error, Result};
+use crate::follow::chain_text;
+use crate::http::{Server, check_exposure};
+use crate::ids::ContentDigest;
+use crate::manifest::Object;
+use crate::replica::{Lock, create_dir_synced};
+use crate::store::Store;
+use cache::{Cache, Content};
+
+#[cfg(feature = "client")]
+pub use relays::Relays;
+
+/// Longest range that is answered.
+pub(crate) const RANGE_BYTES_MAX: u64 = 16 << 20;
+/// Objects that are read from the origin at the same time; each may be in memory meanwhile.
+const FETCHES_MAX: usize = 4;
+/// Objects that are waited for; who asks for another one is told to come again.
+const WAITED_MAX: usize = 64;
+/// Bytes of answers that clients have not taken yet.
+const ANSWER_BYTES_MAX: usize = 256 << 20;
+/// How long a client waits for an object that is being fetched.
+const WAIT_DEADLINE: Duration = Duration::from_secs(120);
+
+/// What a relay relays, and with what.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RelayOptions {
+    /// Where it listens.
+    pub listen: SocketAddr,
+    /// The directory of its cache, which it owns.
+    pub cache_dir: PathBuf,
+    /// Bytes of objects that it keeps at most; 64 GiB by default.
+    pub cache_bytes: u64,
+    /// The bearer token that clients have to bring; needed beyond loopback addresses.
+    pub token: Option<String>,
+    /// Connections at the same time, 256 by default; others wait to be accepted.
+    pub connections: usize,
+}
+
+impl RelayOptions {
+    /// The defaults, for an address and a directory.
+    #[must_use]
+    pub fn new(listen: SocketAddr, cache_dir: impl Into<PathBuf>) -> Self {
+        Self { listen, cache_dir: cache_dir.into(), cache_bytes: 64 << 30, token: None, connections: 256 }
+    }
+}
+
+/// Why a client does not get an object.
+#[derive(Clone, Debug)]
+struct Refusal {
+    status: StatusCode,
+    kind: &'static str,
+    message: String,
+}
+
+impl Refusal {
+    fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
+        Self { status, kind, message: message.into() }
+    }
+}
+
+type Outcome = std::result::Result<Content, Refusal>;
+/// Where an object that is being fetched will be told of.
+type Flight = watch::Receiver<Option<Outcome>>;
+
+/// What the requests share.
+struct Relay {
+    store: String,
+    cache: Cache,
+    flights: Mutex<BTreeMap<ContentDigest, Flight>>,
+    fetches: Semaphore,
+    answers: Arc<Semaphore>,
+    /// Held as long as the value lives.
+    _lock: Lock,
+}
+
+/// Serves the objects of `origin` from a cache, on threads of its own. Dropping the server ends it.
+///
+/// # Errors
+/// [`Error::BadSetting`] for an address other than loopback without a token; [`Error::Locked`] if another relay has the
+/// directory; [`Error::Listen`] if the address cannot be had; the file system's errors.
+pub fn serve(origin: Arc<dyn Store>, options: RelayOptions) -> Result<Server> {
+    check_exposure("relay address", options.listen, options.token.as_deref())?;
+    if options.connections == 0 {
+        let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
+        return Err(Error::BadSetting { name: "connections", expected, found });
+    }
+    if !options.cache_dir.is_dir() {
+        create_dir_synced(&options.cache_dir)?;
+    }
+    let lock = Lock::take(&options.cache_dir.join("lock"))?;
+    let relay = Relay {
+        store: origin.to_string(),
+        cache: Cache::new(origin, options.cache_dir.join("objects"), options.cache_bytes),
+        flights: Mutex::default(),
+        fetches: Semaphore::new(FETCHES_MAX),
+        answers: Arc::new(Semaphore::new(ANSWER_BYTES_MAX)),
+        _lock: lock,
+    };
+    serve::start(Arc::new(relay), options)
+}
+
+impl Relay {
+    fn flights(&self) -> MutexGuard<'_, BTreeMap<ContentDigest, Flight>> {
+        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An object from the cache, or from the origin: read once, however many ask for it.
+    async fn object(self: &Arc<Self>, object: Object) -> Outcome {
+        let this = self.clone();
+        let wanted = object.clone();
+        let hit = tokio::task::spawn_blocking(move || this.cache.hit(&wanted)).await.ok().flatten();
+        if let Some(content) = hit {
+            self.cache.counters.hits.fetch_add(1, Relaxed);
+            return Ok(content);
+        }
+        let mut flight = self.board(object)?;
+        let told = tokio::time::timeout(WAIT_DEADLINE, flight.wait_for(Option::is_some)).await;
+        let late = || Refusal::new(StatusCode::GATEWAY_TIMEOUT, "timeout", format!("{} is slow", self.store));
+        match told {
+            Ok(Ok(outcome)) => outcome.clone().unwrap_or_else(|| Err(late())),
+            Ok(Err(_)) => {
+                Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "the fetch panicked"))
+            }
+            Err(_) => Err(late()),
+        }
+    }
+
+    /// Joins the fetch of an object, or begins it.
+    fn board(self: &Arc<Self>, object: Object) -> std::result::Result<Flight, Refusal> {
+        let mut flights = self.flights();
+        if let Some(flight) = flights.get(&object.blake3) {
+            self.cache.counters.joined.fetch_add(1, Relaxed);
+            return Ok(flight.clone());
+        }
+        if flights.len() >= WAITED_MAX {
+            self.cache.counters.refused.fetch_add(1, Relaxed);
+            let message = format!("{WAITED_MAX} objects are being waited for");
+            return Err(Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "busy", message));
+        }
+        let (tell, flight) = watch::channel(None);
+        flights.insert(object.blake3, flight.clone());
+        let this = self.clone();
+        // It goes on when the clients hang up: others will ask for the same.
+        tokio::spawn(async move {
+            let landing = Landing { relay: &this, digest: object.blake3 };
+            let outcome = this.fetch(object).await;
+            drop(landing);
+            // Nobody may be waiting any more.
+            let _ = tell.send(Some(outcome));
+        });
+        Ok(flight)
+    }
+
+    async fn fetch(self: &Arc<Self>, object: Object) -> Outcome {
+        // Closed it is never; if it were, the bound would be gone and nothing else.
+        let _slot = self.fetches.acquire().await;
+        let this = self.clone();
+        let fetched = tokio::task::spawn_blocking(move || {
+            this.cache.fetch(&object).inspect_err(|error| {
+                let error = error as &dyn std::error::Error;
+                tracing::warn!(error, key = %object.key, "an object could not be fetched");
+            })
+        });
+        let refusal = match fetched.await {
+            Ok(Ok(content)) => return Ok(content),
+            Ok(Err(error)) => refusal(&error),
+            Err(panic) => Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", panic.to_string()),
+        };
+        self.cache.counters.failures.fetch_add(1, Relaxed);
+        Err(refusal)
+    }
+}
+
+/// Takes a fetch off the list, also when it panics.
+struct Landing<'a> {
+    relay: &'a Relay,
+    digest: ContentDigest,
+}
+
+impl Drop for Landing<'_> {
+    fn drop(&mut self) {
+        self.relay.flights().remove(&self.digest);
+    }
+}
+
+/// What a client is told of an error.
+fn refusal(error: &Error) -> Refusal {
+    let message = chain_text(error);
+    match error {
+        Error::NotFound { .. } => Refusal::new(StatusCode::NOT_FOUND, "not_found", message),
+        Error::Corrupt { .. } | Error::DigestMismatch { .. } => {
+            Refusal::new(StatusCode::BAD_GATEWAY, "corrupt", message)
+        }
+        error if error.is_retryable() => {
+            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message)
+        }
+        _ => Refusal::new(StatusCode::BAD_GATEWAY, "origin", message),
+    }
+}

@@ -1,0 +1,210 @@
+//! The follower's side: objects from relays, everything else from the origin, and nothing believed.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use reqwest::{StatusCode, Url};
+
+use crate::client::{Http, parse_url};
+use crate::error::Result;
+use crate::ids::ContentDigest;
+use crate::key::Key;
+use crate::manifest::Object;
+use crate::store::{Entry, PutMode, Store};
+
+/// Bytes that a relay is asked for at a time.
+const REQUEST_BYTES: u64 = 8 << 20;
+/// How long a relay may take for an object that it has to fetch first, and how many bytes a second are added to that.
+const PATIENCE: Duration = Duration::from_secs(10);
+const BYTES_PER_SECOND_MIN: u64 = 2 << 20;
+/// How long a relay that failed is left alone: doubled with every failure, up to the second.
+const BACKOFF: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
+/// How long a relay that gave wrong bytes is left alone.
+const DISTRUST: Duration = Duration::from_secs(600);
+/// Objects of which it is remembered who gave them.
+const REMEMBERED_MAX: usize = 1024;
+
+/// A store whose objects come from relays, as far as these do what they should, and from the store itself otherwise.
+///
+/// Which relay is asked for an object follows from the object's digest and the relays' names (rendezvous hashing): all
+/// followers ask the same one, and each relay has its share. A relay that does not answer is left alone for a while, one that
+/// gives wrong bytes for longer; the next one is asked meanwhile, the origin last.
+pub struct Relays {
+    origin: Arc<dyn Store>,
+    http: Http,
+    relays: Vec<Peer>,
+    /// Which relays have given ranges of an object.
+    given: Mutex<BTreeMap<ContentDigest, BTreeSet<usize>>>,
+}
+
+struct Peer {
+    url: Url,
+    health: Mutex<Health>,
+}
+
+#[derive(Default)]
+struct Health {
+    failures: u32,
+    not_before: Option<Instant>,
+}
+
+impl Relays {
+    /// The store `origin` behind relays at `urls`, which are brought `token` with every request.
+    ///
+    /// # Errors
+    /// [`Error::BadText`](crate::Error::BadText) for something that is no URL.
+    pub fn new(origin: Arc<dyn Store>, urls: &[String], token: Option<&str>) -> Result<Self> {
+        let peer = |url: &String| Ok(Peer { url: parse_url("relay", url)?, health: Mutex::default() });
+        let relays = urls.iter().map(peer).collect::<Result<Vec<_>>>()?;
+        Ok(Self { origin, http: Http::new(token)?, relays, given: Mutex::default() })
+    }
+
+    fn given(&self) -> MutexGuard<'_, BTreeMap<ContentDigest, BTreeSet<usize>>> {
+        self.given.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The relays for an object, first choice first.
+    fn order(&self, digest: &ContentDigest) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.relays.len()).collect();
+        order.sort_by_cached_key(|&index| {
+            Reverse(weight(digest, self.relays.get(index).map(|peer| &peer.url)))
+        });
+        order
+    }
+
+    /// A range from one relay.
+    fn ask(&self, peer: &Peer, object: &Object, range: &Range<u64>) -> std::result::Result<Vec<u8>, String> {
+        let mut url = peer.url.clone();
+        if let Ok(mut path) = url.path_segments_mut() {
+            path.pop_if_empty().push("objects").extend(object.key.segments());
+        }
+        url.set_query(Some(&format!("size={}&blake3={}", object.size, object.blake3)));
+        let patience = PATIENCE + Duration::from_secs(object.size / BYTES_PER_SECOND_MIN);
+        let mut bytes = Vec::new();
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min(start + REQUEST_BYTES);
+            let header = format!("bytes={start}-{}", end - 1);
+            let answer = self.http.get(url.clone(), &header, end - start, patience)?;
+            if answer.status != StatusCode::PARTIAL_CONTENT {
+                return Err(answer.words());
+            }
+            if answer.body.len() as u64 != end - start {
+                return Err(format!("{} bytes instead of {}", answer.body.len(), end - start));
+            }
+            bytes.extend_from_slice(&answer.body);
+            start = end;
+        }
+        Ok(bytes)
+    }
+}
+
+/// How much a relay is one for this object; `None` for no relay.
+fn weight(digest: &ContentDigest, url: Option<&Url>) -> Option<[u8; 32]> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(digest.as_bytes()).update(url?.as_str().as_bytes());
+    Some(*hasher.finalize().as_bytes())
+}
+
+impl Peer {
+    fn health(&self) -> MutexGuard<'_, Health> {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_due(&self) -> bool {
+        self.health().not_before.is_none_or(|time| time <= Instant::now())
+    }
+
+    fn succeeded(&self) {
+        let mut health = self.health();
+        // What was distrusted meanwhile stays so.
+        if health.not_before.is_none_or(|time| time <= Instant::now()) {
+            *health = Health::default();
+        }
+    }
+
+    fn failed(&self, key: &Key, error: &str) {
+        let mut health = self.health();
+        let wait = crate::follow::backoff(BACKOFF[0], BACKOFF[1], health.failures);
+        health.failures = health.failures.saturating_add(1);
+        health.not_before = health.not_before.max(Some(Instant::now() + wait));
+        tracing::warn!(relay = %self.url, %key, error, wait_s = wait.as_secs(), "the relay is left alone for a while");
+    }
+
+    fn lied(&self, key: &Key) {
+        self.health().not_before = Some(Instant::now() + DISTRUST);
+        tracing::warn!(relay = %self.url, %key, wait_s = DISTRUST.as_secs(), "the relay gave wrong bytes");
+    }
+}
+
+impl fmt::Display for Relays {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.origin.fmt(f)
+    }
+}
+
+impl fmt::Debug for Relays {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let urls: Vec<&str> = self.relays.iter().map(|peer| peer.url.as_str()).collect();
+        f.debug_struct("Relays").field("origin", &self.origin).field("relays", &urls).finish_non_exhaustive()
+    }
+}
+
+#[deny(clippy::missing_trait_methods)]
+impl Store for Relays {
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
+        self.origin.put(key, bytes, mode)
+    }
+
+    fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
+        self.origin.get(key, range)
+    }
+
+    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+        // A relay knows the object by its size, so a byte behind the end tells nothing there.
+        let inside = range.start.min(object.size)..range.end.min(object.size);
+        if inside.is_empty() {
+            return self.origin.get_known(object, range);
+        }
+        for index in self.order(&object.blake3) {
+            let Some(peer) = self.relays.get(index).filter(|peer| peer.is_due()) else { continue };
+            match self.ask(peer, object, &inside) {
+                Ok(bytes) => {
+                    peer.succeeded();
+                    let mut given = self.given();
+                    if given.len() >= REMEMBERED_MAX && !given.contains_key(&object.blake3) {
+                        given.pop_first();
+                    }
+                    given.entry(object.blake3).or_default().insert(index);
+                    return Ok(bytes);
+                }
+                Err(error) => peer.failed(&object.key, &error),
+            }
+        }
+        self.origin.get_known(object, range)
+    }
+
+    fn doubt(&self, object: &Object) -> bool {
+        let Some(suspects) = self.given().remove(&object.blake3) else { return self.origin.doubt(object) };
+        for peer in suspects.iter().filter_map(|index| self.relays.get(*index)) {
+            peer.lied(&object.key);
+        }
+        true
+    }
+
+    fn head(&self, key: &Key) -> Result<Entry> {
+        self.origin.head(key)
+    }
+
+    fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
+        self.origin.list(prefix)
+    }
+
+    fn delete(&self, key: &Key) -> Result<()> {
+        self.origin.delete(key)
+    }
+}

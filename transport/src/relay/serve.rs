@@ -1,0 +1,251 @@
+//! The relay's HTTP interface.
+
+use std::fmt::Write as _;
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{DefaultBodyLimit, Path, Query, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::middleware;
+use axum::response::{IntoResponse, Json, Response};
+use axum::routing::get;
+use serde::{Deserialize, Serialize};
+use tokio::net::TcpListener;
+use tokio::runtime;
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::cache::{Content, Fill};
+use super::listen::Bounded;
+use super::{RANGE_BYTES_MAX, Refusal, Relay, RelayOptions};
+use crate::error::{Error, Result};
+use crate::http::{Server, Token};
+use crate::ids::ContentDigest;
+use crate::key::Key;
+use crate::manifest::{OBJECT_BYTES_MAX, Object};
+
+/// Threads that send and receive.
+const THREADS: usize = 2;
+/// Threads that read files, and the origin.
+const BLOCKING_THREADS: usize = 16;
+
+/// Listens, and serves from threads of its own.
+pub(super) fn start(relay: Arc<Relay>, options: RelayOptions) -> Result<Server> {
+    let addr = options.listen;
+    let listen = |source| Error::Listen { addr, source };
+    let runtime = runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .max_blocking_threads(BLOCKING_THREADS)
+        .thread_name("relay")
+        .enable_io()
+        .enable_time()
+        .build()
+        .map_err(listen)?;
+    let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
+    let addr = listener.local_addr().map_err(listen)?;
+    let listener = Bounded::new(listener, options.connections);
+    let router = router(relay, options.token);
+    Server::run(runtime, addr, "relay-http", async move { axum::serve(listener, router).await })
+}
+
+fn router(relay: Arc<Relay>, token: Option<String>) -> Router {
+    let token = Token::new(token);
+    Router::new()
+        .route("/objects/{*key}", get(object))
+        .route("/status", get(status))
+        .route("/metrics", get(metrics))
+        .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)))
+        .route("/health", get(|| async { Json(serde_json::json!({ "ok": true })) }))
+        .layer(DefaultBodyLimit::max(0))
+        .with_state(relay)
+}
+
+/// Which bytes an object has.
+#[derive(Deserialize)]
+struct Named {
+    size: u64,
+    blake3: String,
+}
+
+async fn object(
+    State(relay): State<Arc<Relay>>,
+    Path(key): Path<String>,
+    named: std::result::Result<Query<Named>, QueryRejection>,
+    headers: HeaderMap,
+) -> Response {
+    let bad = |message: &str| Refusal::new(StatusCode::BAD_REQUEST, "bad_request", message).into_response();
+    let Ok(Query(Named { size, blake3 })) = named else { return bad("expected ?size=<bytes>&blake3=<hex>") };
+    let (Ok(key), Ok(blake3)) = (Key::new(key), blake3.parse::<ContentDigest>()) else {
+        return bad("expected /objects/<key> and a digest of 64 lower-case hex digits");
+    };
+    if size > OBJECT_BYTES_MAX {
+        return bad("no object is that large");
+    }
+    let range = headers.get(header::RANGE).and_then(|range| parse_range(range.to_str().ok()?));
+    let Some((start, end)) = range.map(|(start, end)| (start, end.min(size))) else {
+        return bad("expected a header `Range: bytes=<first>-<last>`");
+    };
+    if start > end || end - start > RANGE_BYTES_MAX {
+        let message = format!("expected a range inside the object, of at most {RANGE_BYTES_MAX} bytes");
+        return Refusal::new(StatusCode::RANGE_NOT_SATISFIABLE, "range", message).into_response();
+    }
+    let length = (end - start) as usize;
+    // Held until the client has taken the bytes.
+    let Ok(place) = relay.answers.clone().acquire_many_owned(length as u32).await else {
+        return bad("the relay ends");
+    };
+    match relay.object(Object { key, size, blake3 }).await {
+        Err(refusal) => refusal.into_response(),
+        Ok(content) => match read(content, start, length).await {
+            Err(refusal) => refusal.into_response(),
+            Ok(bytes) => {
+                relay.cache.counters.served_bytes.fetch_add(length as u64, Relaxed);
+                let range = format!("bytes {start}-{}/{size}", end.saturating_sub(1));
+                let answer = Bytes::from_owner(Answer { bytes, _place: place });
+                let headers = [
+                    (header::CONTENT_RANGE, range),
+                    (header::CONTENT_TYPE, "application/octet-stream".into()),
+                ];
+                (StatusCode::PARTIAL_CONTENT, headers, Body::from(answer)).into_response()
+            }
+        },
+    }
+}
+
+/// An answer's bytes, and their share of what all answers may hold.
+struct Answer {
+    bytes: Vec<u8>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl AsRef<[u8]> for Answer {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// `bytes=<first>-<last>`, as first byte and byte behind the last.
+fn parse_range(text: &str) -> Option<(u64, u64)> {
+    let (first, last) = text.strip_prefix("bytes=")?.split_once('-')?;
+    let (first, last) = (first.parse::<u64>().ok()?, last.parse::<u64>().ok()?);
+    (first <= last).then_some((first, last.saturating_add(1)))
+}
+
+async fn read(content: Content, start: u64, length: usize) -> std::result::Result<Vec<u8>, Refusal> {
+    let read = tokio::task::spawn_blocking(move || match content {
+        Content::Memory(bytes) => {
+            Ok(bytes.get(start as usize..start as usize + length).unwrap_or_default().to_vec())
+        }
+        Content::File(file) => {
+            let mut bytes = vec![0; length];
+            file.read_exact_at(&mut bytes, start).map(|()| bytes)
+        }
+    });
+    let failed = |error: String| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "cache", error);
+    read.await.map_err(|panic| failed(panic.to_string()))?.map_err(|error| failed(error.to_string()))
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let error = serde_json::json!({ "kind": self.kind, "message": self.message });
+        (self.status, Json(serde_json::json!({ "error": error }))).into_response()
+    }
+}
+
+/// What `GET /status` says.
+#[derive(Serialize)]
+struct Status {
+    store: String,
+    cache: Fill,
+    fetching: u64,
+    hits: u64,
+    fetches: u64,
+    joined: u64,
+    failures: u64,
+    refused: u64,
+    evictions: u64,
+    origin_bytes: u64,
+    served_bytes: u64,
+}
+
+impl Status {
+    fn of(relay: &Relay) -> Self {
+        let counters = &relay.cache.counters;
+        Self {
+            store: relay.store.clone(),
+            cache: relay.cache.fill(),
+            fetching: relay.flights().len() as u64,
+            hits: counters.hits.load(Relaxed),
+            fetches: counters.fetches.load(Relaxed),
+            joined: counters.joined.load(Relaxed),
+            failures: counters.failures.load(Relaxed),
+            refused: counters.refused.load(Relaxed),
+            evictions: counters.evictions.load(Relaxed),
+            origin_bytes: relay.cache.origin_bytes(),
+            served_bytes: counters.served_bytes.load(Relaxed),
+        }
+    }
+}
+
+async fn status(State(relay): State<Arc<Relay>>) -> Response {
+    Json(Status::of(&relay)).into_response()
+}
+
+async fn metrics(State(relay): State<Arc<Relay>>) -> Response {
+    let status = Status::of(&relay);
+    let mut text = String::new();
+    for (name, kind, help, value) in [
+        ("hits_total", "counter", "Ranges asked for that were in the cache.", status.hits),
+        (
+            "fetches_total",
+            "counter",
+            "Objects asked of the origin, or checked after a restart.",
+            status.fetches,
+        ),
+        (
+            "joined_total",
+            "counter",
+            "Ranges asked for whose object was being fetched already.",
+            status.joined,
+        ),
+        ("failures_total", "counter", "Objects that could not be fetched.", status.failures),
+        (
+            "refused_total",
+            "counter",
+            "Ranges refused because too many objects were being waited for.",
+            status.refused,
+        ),
+        ("evictions_total", "counter", "Objects given up for others.", status.evictions),
+        ("origin_bytes_total", "counter", "Bytes read from the origin.", status.origin_bytes),
+        ("served_bytes_total", "counter", "Bytes of objects sent to clients.", status.served_bytes),
+        ("fetching", "gauge", "Objects being fetched now.", status.fetching),
+        ("cache_objects", "gauge", "Objects in the cache, in whole or in part.", status.cache.objects),
+        ("cache_bytes", "gauge", "Their bytes.", status.cache.bytes),
+        ("cache_bytes_max", "gauge", "Bytes that the cache may hold.", status.cache.bytes_max),
+    ] {
+        // Writing to a string does not fail.
+        let _ = write!(text, "# HELP driftless_relay_{name} {help}\n# TYPE driftless_relay_{name} {kind}\n");
+        let _ = writeln!(text, "driftless_relay_{name} {value}");
+    }
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_read_and_nothing_else() {
+        assert_eq!(parse_range("bytes=0-0"), Some((0, 1)));
+        assert_eq!(parse_range("bytes=5-9"), Some((5, 10)));
+        assert_eq!(parse_range("bytes=0-18446744073709551615"), Some((0, u64::MAX)));
+        for bad in
+            ["", "bytes=", "bytes=1-", "bytes=-5", "bytes=9-5", "bytes=0-1,3-4", "items=0-1", "bytes=a-b"]
+        {
+            assert_eq!(parse_range(bad), None, "{bad}");
+        }
+    }
+}
