@@ -17,6 +17,7 @@ typedef unsigned long long u64;
 #define CLASSES 16u
 #define LENGTHS 33u
 #define EXPLICIT 7u
+#define NONE_LARGE 8u
 #define RUN_MAX 16
 #define ESCAPE 20u
 #define THREADS 256u

@@ -175,7 +175,7 @@ DEVICE void parse_class(const Decode& a, const Task& task, Bits& bits, u32 param
     }
     u32 count = total - first;
     Bits large = bits;
-    going = active && !failed && large_run != EXPLICIT && count > 0;
+    going = active && !failed && large_run < EXPLICIT && count > 0;
     for (u32 next = 0; __any_sync(ALL, going);) {
         if (!going) continue;
         next = bits.mark(next, count, large_run);
@@ -191,7 +191,7 @@ DEVICE void parse_class(const Decode& a, const Task& task, Bits& bits, u32 param
         }
     }
     entries += first;
-    going = active && !failed && count > 0;
+    going = active && !failed && large_run != NONE_LARGE && count > 0;
     for (u32 next = 0; __any_sync(ALL, going);) {
         if (!going) continue;
         if (large_run != EXPLICIT) next = large.mark(next, count, large_run);

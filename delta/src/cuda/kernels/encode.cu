@@ -216,16 +216,19 @@ DEVICE Choice best_class(const Tally& tally, u32 blocks, u32 apart) {
     u32 run, large_run, rice, explicit_rice, large = 0;
     double per_mark, explicit_bits, implied, per_large, steps;
     best_run(inverted ? 1.0 - density : density, RUN_MAX, run, per_mark);
-    best_rice(tally, 1, explicit_rice, explicit_bits);
     for (u32 length = 2; length < LENGTHS; length++) large += tally.sizes[length];
+    best_rice(tally, 1, explicit_rice, explicit_bits);
     best_rice(tally, 2, rice, implied);
     best_run((double)large / (double)(tally.changed ? tally.changed : 1), EXPLICIT - 1, large_run, per_large);
     implied = implied + (double)large * per_large;
-    if (explicit_bits < implied) {
+    if (large == 0) {
+        large_run = NONE_LARGE, rice = 0, steps = 0.0;
+    } else if (explicit_bits < implied) {
         large_run = EXPLICIT, rice = explicit_rice, steps = explicit_bits;
     } else {
         steps = implied;
     }
+    if (tally.members == 0 && tally.changed == 0) blocks = 0;
     double fixed = 8.0 + 1.5 * (double)blocks;
     Choice c;
     c.parameters = run | large_run << 8 | rice << 16 | (u32)inverted << 24;
@@ -407,7 +410,7 @@ DEVICE void put_piece(u32* out, Piece& shared, const Entry* list, u32 members, u
     u32 places = WRITE ? piece.places : 0, large = WRITE ? piece.large : 0, rice = WRITE ? piece.rice : 0;
     places = inverted_of(parameters) ? put_inverted<WRITE>(out, places, list, piece.count, members, run)
                                      : put_places<WRITE>(out, places, list, piece, members, run);
-    if (large_run != EXPLICIT) large = put_large<WRITE>(out, large, list, piece, large_run);
+    if (large_run < EXPLICIT) large = put_large<WRITE>(out, large, list, piece, large_run);
     rice = put_rice<WRITE>(out, rice, list, piece, rice_of(parameters), least);
     if (WRITE) {
         for (u32 from = piece.from; from < piece.to; from += 32) {
