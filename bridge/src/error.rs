@@ -179,6 +179,26 @@ pub enum Error {
         /// The engines that are not there, each as `URL (serves …)` or `URL (its failure)`.
         laggards: Vec<String>,
     },
+    /// Too few hosts had a version on disk in time; no engine was paused for it.
+    #[error("fewer than {wanted} hosts prepared version {version}, so no engine was paused: {}", list(.hosts))]
+    Unprepared {
+        /// The version.
+        version: u64,
+        /// How many hosts were asked for.
+        wanted: usize,
+        /// The hosts that failed, each as `URL (its failure)`.
+        hosts: Vec<String>,
+    },
+    /// Too few hosts activated a version in time; no traffic was kept off the others.
+    #[error("fewer than {wanted} hosts activated {label}: {}", list(.hosts))]
+    Unactivated {
+        /// The version's label.
+        label: Label,
+        /// How many hosts were asked for.
+        wanted: usize,
+        /// The hosts that failed, each as `URL (its failure)`.
+        hosts: Vec<String>,
+    },
     /// No engine gave an acceptable generation in time.
     #[error("request {rid}: no engine gave an acceptable generation within {after:?}: {}", list(.attempts))]
     Exhausted {

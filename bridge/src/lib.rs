@@ -6,6 +6,7 @@ mod checksums;
 mod client;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+mod coordinate;
 mod distributed;
 mod engine;
 mod error;
@@ -22,6 +23,7 @@ pub use activate::{DiskActivator, DiskOptions};
 pub use capabilities::Capabilities;
 pub use checksums::checksums;
 pub use client::{Client, ClientOptions, Deadlines};
+pub use coordinate::{Coordinator, CoordinatorOptions, HostOutcome, Rolled};
 pub use distributed::{
     Bucket, Bytes, DistributedActivator, DistributedOptions, Group, GroupOptions, HostWeights, Meeting,
     Member, Pushed, Rendezvous, RendezvousOptions, Root, UpdateMode, Weights, plan,

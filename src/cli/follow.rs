@@ -1,11 +1,13 @@
 //! `driftless follow`.
 
 use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
+use crate::cli::output::{Output, table};
 use crate::cli::slime::{self, Layout};
 use crate::cli::{keys, store};
 use driftless::bridge::{ClientOptions, DiskActivator, DiskOptions, PauseMode};
-use driftless::transport::{Activate, Follower, FollowerOptions, Status, Stop, http};
+use driftless::transport::{
+    Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Run, Status, Stop, Version, http,
+};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,6 +17,9 @@ Examples:
   Beside an SGLang server, for as long as the run goes:
     driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
         --hf-checkpoint /models/start --engine http://127.0.0.1:30000
+
+  What the next step would fetch, without taking it:
+    driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy --dry-run
 
   Only materialise the newest version, once:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir out/newest --once
@@ -65,13 +70,22 @@ pub(crate) struct Args {
     /// Bring everything to the newest version, then end; failures are not retried.
     #[arg(long)]
     once: bool,
+    /// Go no further than this version, and end when it is on disk and on every engine.
+    #[arg(long, value_name = "VERSION")]
+    until_version: Option<u64>,
+    /// Say what would be fetched and applied now, and do nothing: no directory, no lock, no lease, no engine is touched.
+    #[arg(long)]
+    dry_run: bool,
+    /// Prepare and activate only when told to over HTTP, as `driftless coordinate` does.
+    #[arg(long, requires = "listen", conflicts_with = "once")]
+    coordinated: bool,
     /// Milliseconds between two looks at the store.
     #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..))]
     poll_ms: u64,
     /// Seconds an engine may take to load a version.
     #[arg(long, default_value_t = 600, value_name = "SECONDS")]
     activate_deadline: u64,
-    /// Answer HTTP calls (prepare, activate, status) on this address.
+    /// Answer HTTP calls (prepare, activate, status, metrics) on this address.
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<SocketAddr>,
     /// Relay to read objects through, as URL; may be given several times. What relays do not give comes from the store.
@@ -96,6 +110,9 @@ enum PauseGenerationMode {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    if args.dry_run {
+        return dry_run(&args, output);
+    }
     let engines = engines(&args)?;
     let id = args.id.clone().unwrap_or_else(host_name);
     let run = slime::run_name(&args.run, args.layout)?;
@@ -103,6 +120,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.model = args.model;
     options.hf_checkpoint = args.hf_checkpoint;
     options.trust_keys = keys::trusted(&args.trust_key)?;
+    options.coordinated = args.coordinated;
+    options.until = args.until_version.map(Version);
     options.poll = Duration::from_millis(args.poll_ms);
     // An engine that was started again should not wait long for its weights.
     options.backoff_max = options.poll.max(Duration::from_secs(2));
@@ -124,10 +143,47 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let stop = Stop::new();
     stop_on_signals(&stop)?;
     let outcome = follower.run_until(&stop, args.once);
-    if args.once && outcome.is_ok() {
+    let ends = args.once || (args.until_version.is_some() && !stop.is_stopped());
+    if ends && outcome.is_ok() {
         output.print(&follower.status(), text)?;
     }
     Ok(outcome?)
+}
+
+/// Prints what would be done. Opens neither the checkpoint directory nor an engine.
+fn dry_run(args: &Args, output: Output) -> Result<()> {
+    if args.layout == Layout::Slime {
+        return Err(Error::Usage {
+            what: "--dry-run".to_owned(),
+            expected: "a store of driftless's own layout".to_owned(),
+            found: "--layout slime".to_owned(),
+        });
+    }
+    let run = Run::open(store::open(&args.store)?, &slime::run_name(&args.run, args.layout)?)?;
+    let newest = run.newest_version(&args.model)?.unwrap_or_default();
+    let to = args.until_version.map_or(newest, |until| newest.min(Version(until)));
+    let plan = Replica::plan(&args.checkpoint_dir, &run, &args.model, to)?;
+    output.print(&plan, plan_text)
+}
+
+fn plan_text(plan: &Plan) -> String {
+    let from = plan.from.map_or("nothing".to_owned(), |from| format!("version {from}"));
+    let mut lines = vec![format!(
+        "from {from} to version {}: {} objects, {} bytes to fetch, {} elements to change",
+        plan.to, plan.objects, plan.bytes, plan.changed
+    )];
+    if plan.unfinished {
+        lines.push("an interrupted apply would be finished first".to_owned());
+    }
+    let row = |link: &PlannedLink| {
+        let kind = if link.full { "in full" } else { "delta" };
+        vec![link.version.to_string(), kind.to_owned(), link.objects.to_string(), link.bytes.to_string()]
+    };
+    if !plan.links.is_empty() {
+        let rows: Vec<_> = plan.links.iter().map(row).collect();
+        lines.push(table(&["version", "as", "objects", "bytes"], &rows));
+    }
+    lines.join("\n")
 }
 
 fn engines(args: &Args) -> Result<Vec<Box<dyn Activate>>> {

@@ -1,5 +1,6 @@
 //! The command line: one file a subcommand.
 
+mod coordinate;
 mod delta;
 mod error;
 #[cfg(feature = "failpoints")]
@@ -65,6 +66,8 @@ enum Command {
     Publish(publish::Args),
     /// Keep a local checkpoint directory, and the engines that load it, at a run's newest version.
     Follow(follow::Args),
+    /// Bring the followers of many hosts to each version together.
+    Coordinate(coordinate::Args),
     /// Encode, apply and look at a delta between two checkpoint directories.
     Delta(delta::Args),
     /// Show what a store holds: its runs, a run's chain, one version.
@@ -102,6 +105,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Serve(args) => serve::run(args, output),
         Command::Publish(args) => publish::run(args, output),
         Command::Follow(args) => follow::run(args, output),
+        Command::Coordinate(args) => coordinate::run(args, output),
         Command::Delta(args) => delta::run(args, output),
         Command::Inspect(args) => inspect::run(args, output),
         Command::Gc(args) => gc::run(args, output),

@@ -147,6 +147,58 @@ fn a_host_follows_what_a_script_publishes() {
 }
 
 #[test]
+fn a_dry_run_touches_nothing_and_a_last_version_is_kept_to() {
+    let mut run = Run::new();
+    run.publish();
+    run.made.step(100);
+    run.publish();
+    let first = Made { bytes: run.made.bytes.clone(), ..Made::new() };
+    run.made.step(10);
+    run.publish();
+    let dry = |run: &Run| json(run.follow_once().arg("--dry-run"));
+    let before = tree(run.dir.path());
+    let plan = dry(&run);
+    assert_eq!((&plan["from"], &plan["to"]), (&serde_json::Value::Null, &2.into()));
+    assert_eq!(plan["links"].as_array().expect("links").len(), 3);
+    assert_eq!(tree(run.dir.path()), before, "neither the store nor the host's directory is touched");
+
+    let newest = std::mem::replace(&mut run.made, first);
+    let status = json(run.follow_once().args(["--until-version", "1"]));
+    assert_eq!((&status["applied"]["version"], &status["newest"]), (&1.into(), &2.into()));
+    run.assert_host_is_current();
+    let before = tree(run.dir.path());
+    let plan = dry(&run);
+    assert_eq!((&plan["from"], &plan["to"], &plan["objects"]), (&1.into(), &2.into(), &1.into()));
+    assert_eq!(tree(run.dir.path()), before);
+    // Without --once it ends by itself when the version is there.
+    let mut follow = run.command("follow");
+    follow.args(["--id", "host", "--until-version", "2", "--checkpoint-dir"]).arg(run.path("host"));
+    let status = json(&mut follow);
+    assert_eq!(status["applied"]["bytes"], plan["bytes"]);
+    run.made = newest;
+    run.assert_host_is_current();
+}
+
+/// Every file below `dir` with its bytes and the time of its last change, every directory with its own.
+fn tree(dir: &Path) -> Vec<(PathBuf, std::time::SystemTime, Vec<u8>)> {
+    let mut found = Vec::new();
+    let mut directories = vec![dir.to_path_buf()];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).expect("a directory") {
+            let path = entry.expect("an entry").path();
+            let modified = path.metadata().and_then(|metadata| metadata.modified()).expect("a time");
+            let bytes = if path.is_dir() { Vec::new() } else { std::fs::read(&path).expect("a file") };
+            if path.is_dir() {
+                directories.push(path.clone());
+            }
+            found.push((path, modified, bytes));
+        }
+    }
+    found.sort();
+    found
+}
+
+#[test]
 fn old_versions_are_collected_and_hosts_find_their_way() {
     let mut run = Run::new();
     for _ in 0..3 {

@@ -528,6 +528,19 @@ impl Error {
         )
     }
 
+    /// True if bytes that came from a store are not what they must be; nothing of them was used.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        matches!(
+            self,
+            Self::Corrupt { .. }
+                | Self::Parse { .. }
+                | Self::DigestMismatch { .. }
+                | Self::TensorMismatch { .. }
+                | Self::Codec { .. }
+        )
+    }
+
     /// True if the object asked for is not there.
     #[must_use]
     pub fn is_not_found(&self) -> bool {

@@ -101,7 +101,7 @@ impl Drop for Server {
 }
 
 /// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `POST /notify`, `GET /status`,
-/// `GET /health`.
+/// `GET /metrics`, `GET /health`.
 ///
 /// With a `token`, every request but `GET /health` needs `Authorization: Bearer <token>`.
 ///
@@ -143,7 +143,8 @@ fn router(follower: Follower, token: Option<String>) -> Router {
         .route("/prepare", post(prepare))
         .route("/activate", post(activate))
         .route("/notify", post(notify))
-        .route("/status", get(status));
+        .route("/status", get(status))
+        .route("/metrics", get(metrics));
     #[cfg(feature = "slime")]
     let routes = routes.route("/pull_weights", post(crate::follow::pull_weights));
     routes
@@ -213,6 +214,10 @@ async fn status(State(follower): State<Follower>) -> Response {
     Json(follower.status()).into_response()
 }
 
+async fn metrics(State(follower): State<Follower>) -> Response {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], follower.metrics()).into_response()
+}
+
 /// Runs a follower's call off the server's thread. It goes on to its end even if the client hangs up.
 async fn blocking<T: Serialize + Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
@@ -258,11 +263,7 @@ fn classify(error: &Error) -> (StatusCode, &'static str) {
         Error::Engine { .. } => (StatusCode::BAD_GATEWAY, "engine"),
         Error::EngineTimeout { .. } => (StatusCode::GATEWAY_TIMEOUT, "engine_timeout"),
         Error::NoSpace { .. } => (StatusCode::INSUFFICIENT_STORAGE, "no_space"),
-        Error::Corrupt { .. }
-        | Error::Parse { .. }
-        | Error::DigestMismatch { .. }
-        | Error::TensorMismatch { .. }
-        | Error::Codec { .. } => (StatusCode::BAD_GATEWAY, "corrupt"),
+        error if error.is_refusal() => (StatusCode::BAD_GATEWAY, "corrupt"),
         Error::Unsigned { .. } | Error::BadSignature { .. } => (StatusCode::BAD_GATEWAY, "untrusted"),
         Error::DamagedReplica { .. } => (StatusCode::INTERNAL_SERVER_ERROR, "damaged_replica"),
         error if error.is_retryable() => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),

@@ -44,7 +44,7 @@ pub use publish::{
     Mode, Progress, ProgressFn, Published, PublishedPart, Publisher, PublisherOptions, Rank, Shard, Slice,
     Start, Step,
 };
-pub use replica::{Advanced, Applied, FetchObject, Replica};
+pub use replica::{Advanced, Applied, FetchObject, Plan, PlannedLink, Replica};
 pub use run::{Chain, Committed, Run};
 pub use sign::{SignKey, TrustKey};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};

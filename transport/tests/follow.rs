@@ -15,7 +15,8 @@ use common::{MODEL, RUN, Weights, assert_same, publisher, step};
 use driftless_transport::wrap::{Fault, When};
 use driftless_transport::{
     Ack, Activate, Activated, BoxError, Checkpoint, Error, Follower, FollowerOptions, Memory, Mode,
-    Publisher, Run, Snapshot as _, Start, Status, Stop, Store, Target, Version, http, write_checkpoint,
+    Publisher, Replica, Run, Snapshot as _, Start, Status, Stop, Store, Target, Version, http,
+    write_checkpoint,
 };
 
 /// How a fake engine reacts to its next activation.
@@ -301,6 +302,104 @@ fn the_loop_follows_restarts_and_outages() {
 }
 
 #[test]
+fn the_last_version_is_not_passed_and_ends_the_loop() {
+    let mut fixture = Fixture::new();
+    fixture.publish();
+    let second = fixture.weights.clone();
+    fixture.publish();
+    let engine = Engine::default();
+    engine.next(Mood::Fail);
+    let mut options = fixture.options();
+    options.until = Some(Version(1));
+    let follower = Follower::open(fixture.store.clone(), options, vec![engine.fake("http://a")]).unwrap();
+    follower.run_until(&Stop::new(), false).unwrap();
+    assert_eq!(engine.serving(), Some(fixture.label(1)), "it waited for the engine");
+    assert_same(&Checkpoint::open(fixture.path()).unwrap(), &second);
+    assert_eq!(follower.status().newest, Some(Version(2)));
+    drop(follower);
+    // The next one waits for a version that is not there yet.
+    let mut options = fixture.options();
+    options.until = Some(Version(3));
+    let follower = Follower::open(fixture.store.clone(), options, vec![engine.fake("http://a")]).unwrap();
+    let looping = std::thread::spawn({
+        let follower = follower.clone();
+        move || follower.run_until(&Stop::new(), false)
+    });
+    wait_for(|| engine.serving() == Some(fixture.label(2)));
+    assert!(!looping.is_finished());
+    fixture.publish();
+    looping.join().unwrap().unwrap();
+    assert_eq!(engine.serving(), Some(fixture.label(3)));
+}
+
+#[test]
+fn a_coordinated_follower_waits_for_orders_and_mends_what_was_ordered() {
+    let mut fixture = Fixture::new();
+    let engine = Engine::default();
+    let mut options = fixture.options();
+    options.coordinated = true;
+    let follower = Follower::open(fixture.store.clone(), options, vec![engine.fake("http://a")]).unwrap();
+    let stop = Stop::new();
+    let looping = std::thread::spawn({
+        let (follower, stop) = (follower.clone(), stop.clone());
+        move || follower.run_until(&stop, false)
+    });
+    // The loop is at it for moments only, and an order that meets it is given again.
+    let order = |what: &dyn Fn() -> bool| wait_for(what);
+    order(&|| follower.prepare(Some(Version(0))).is_ok());
+    order(&|| follower.activate().is_ok());
+    fixture.publish();
+    order(&|| follower.prepare(None).is_ok());
+    assert_eq!(follower.status().applied.unwrap().version, Version(1));
+    // Prepared is not activated; many rounds of the loop pass while the engine is asked nothing.
+    engine.0.lock().unwrap().serving = None;
+    for _ in 0..50 {
+        assert!(!Stop::new().wait(Duration::from_millis(1)));
+    }
+    assert_eq!((engine.serving(), engine.activations()), (None, 1));
+    order(&|| follower.activate().is_ok());
+    assert_eq!(engine.serving(), Some(fixture.label(1)));
+    // One that is started again gets what was ordered.
+    engine.0.lock().unwrap().serving = Some("default".into());
+    wait_for(|| engine.serving() == Some(fixture.label(1)));
+    fixture.publish();
+    for _ in 0..50 {
+        assert!(!Stop::new().wait(Duration::from_millis(1)));
+    }
+    assert_eq!(follower.status().applied.unwrap().version, Version(1));
+    stop.stop();
+    looping.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_plan_is_what_the_advance_then_does() {
+    let mut fixture = Fixture::new();
+    for _ in 0..3 {
+        fixture.publish();
+    }
+    let run = Run::open(fixture.store.clone(), RUN).unwrap();
+    let plan = |to| Replica::plan(&fixture.path(), &run, MODEL, Version(to)).unwrap();
+    let whole = plan(3);
+    assert!(!fixture.path().exists(), "a plan makes no directory");
+    assert_eq!((whole.from, whole.to, whole.links.len(), whole.links[0].full), (None, Version(3), 4, true));
+    let follower = fixture.follower(vec![]);
+    let first = plan(1);
+    let did = follower.prepare(Some(Version(1))).unwrap().advanced;
+    assert_eq!((did.links, did.bytes, did.changed), (2, first.bytes, first.changed));
+    let rest = plan(3);
+    assert_eq!((rest.from, rest.links.len(), rest.links[0].full), (Some(Version(1)), 2, false));
+    let did = follower.prepare(None).unwrap().advanced;
+    assert_eq!((did.links, did.bytes, did.changed), (2, rest.bytes, rest.changed));
+    assert!(plan(3).links.is_empty() && plan(3).bytes == 0);
+    let error = Replica::plan(&fixture.path(), &run, MODEL, Version(1)).unwrap_err();
+    assert!(matches!(error, Error::Rewind { .. }), "{error:?}");
+    let other = Fixture::new();
+    let foreign = Run::open(other.store.clone(), RUN).unwrap();
+    let error = Replica::plan(&fixture.path(), &foreign, MODEL, Version(0)).unwrap_err();
+    assert!(matches!(error, Error::ForeignRun { .. }), "{error:?}");
+}
+
+#[test]
 fn a_follower_may_be_there_before_its_run() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
@@ -508,6 +607,12 @@ fn the_http_interface_does_what_the_calls_do() {
     let seen: Status = serde_json::from_str(&body).unwrap();
     assert_eq!((status, &seen), (200, &follower.status()));
     assert_eq!(seen.applied.unwrap().engines[0].label, Some(fixture.label(1)));
+    let (status, page) = call("GET", "/metrics", "");
+    let line = "driftless_follower_activation_failures_total{engine=\"http://a\"} 1\n";
+    assert_eq!((status, page.contains(line)), (200, true), "{page}");
+    for line in ["_version 1\n", "_refused_total 0\n", "_versions_applied_total 2\n"] {
+        assert!(page.contains(&format!("driftless_follower{line}")), "{line}: {page}");
+    }
     assert_eq!(call("GET", "/prepare", "").0, 405);
     assert_eq!(call("GET", "/absent", "").0, 404);
     assert_eq!(call("POST", "/prepare", &"x".repeat(100_000)).0, 413);
@@ -522,6 +627,7 @@ fn a_token_guards_everything_but_health_and_a_taken_port_is_an_error() {
     let call = |path: &str, token| exchange(server.addr(), "GET", path, token, "").0;
     assert_eq!(call("/health", None), 200);
     assert_eq!(call("/status", None), 401);
+    assert_eq!(call("/metrics", None), 401);
     assert_eq!(call("/status", Some("Secret")), 401);
     assert_eq!(call("/status", Some("secret")), 200);
     let error = http::serve(follower.clone(), server.addr(), None).unwrap_err();

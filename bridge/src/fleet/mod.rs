@@ -4,8 +4,8 @@ mod lease;
 mod member;
 mod route;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::Notify;
@@ -73,6 +73,8 @@ pub struct Fleet {
     options: FleetOptions,
     turn: AtomicUsize,
     freed: Notify,
+    /// Requests that ask for less get this.
+    fence: Mutex<Option<Label>>,
 }
 
 impl Fleet {
@@ -108,6 +110,7 @@ impl Fleet {
             options,
             turn: AtomicUsize::new(0),
             freed: Notify::new(),
+            fence: Mutex::default(),
         })
     }
 
@@ -147,6 +150,9 @@ impl Fleet {
         request.validate(Some(self.vocabulary))?;
         let end = Instant::now() + self.options.deadline;
         loop {
+            // Asked for anew at each attempt: the fence may have risen.
+            let minimum = self.minimum(minimum);
+            let minimum = minimum.as_ref();
             // Where the last attempt ended with the time, there is none for another.
             let lease = tokio::time::timeout_at(end, self.lease(request.rid, minimum)).await;
             let Some(lease) = lease.ok().filter(|_| Instant::now() < end) else {
@@ -158,6 +164,27 @@ impl Fleet {
                 Attempt::Again(reason) => tracing::debug!(rid = %request.rid, reason, "attempt thrown away"),
             }
             request.rid = request.rid.next_attempt();
+        }
+    }
+
+    /// Fences the fleet: from here on no request goes to an engine that serves an older version than `label`, although the request
+    /// asked for less or for nothing; those on their way already are let be. Within a run the fence only rises; another run's label
+    /// replaces it. A request that asks for a version of another run gets what it asks for.
+    pub fn require(&self, label: &Label) {
+        let mut fence = self.fence.lock().unwrap_or_else(PoisonError::into_inner);
+        if fence.as_ref().is_none_or(|fence| !fence.at_least(label)) {
+            tracing::debug!(%label, "fenced");
+            *fence = Some(label.clone());
+        }
+    }
+
+    /// What a request that asks for `minimum` gets: that, or what the fence asks for where it is later.
+    fn minimum(&self, minimum: Option<&Label>) -> Option<Label> {
+        let fence = self.fence.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        match (fence, minimum) {
+            (Some(fence), Some(minimum)) if fence.at_least(minimum) => Some(fence),
+            (_, Some(minimum)) => Some(minimum.clone()),
+            (fence, None) => fence,
         }
     }
 

@@ -3,6 +3,7 @@
 
 mod activation;
 mod calls;
+mod coordinate;
 mod fake;
 mod fleet;
 mod group;

@@ -1,6 +1,7 @@
 //! Keeps a host's checkpoint and its engines on a run's newest version.
 
 mod keeper;
+mod metrics;
 #[cfg(feature = "slime")]
 mod slime;
 mod status;
@@ -19,7 +20,9 @@ use crate::run::Run;
 use crate::sign::TrustKey;
 use crate::spool::SpoolOptions;
 use crate::store::Store;
+use crate::wrap::Count;
 use keeper::Keeper;
+use metrics::Counters;
 use worker::{Answer, Job, Worker};
 
 #[cfg(feature = "slime")]
@@ -42,6 +45,11 @@ pub struct FollowerOptions {
     pub hf_checkpoint: Option<PathBuf>,
     /// The follower's name in the store, unique within the run.
     pub id: String,
+    /// The last version to follow: later ones are left alone, and [`Follower::run_until`] ends when every engine has it.
+    pub until: Option<Version>,
+    /// Leave it to a coordinator to prepare and activate versions: [`Follower::run_until`] then only renews the lease, and activates
+    /// again what was activated before on engines that were restarted.
+    pub coordinated: bool,
     /// Time between two looks at the store.
     pub poll: Duration,
     /// Longest time between two renewals of the lease, which keeps what this follower needs from being collected.
@@ -69,6 +77,8 @@ impl FollowerOptions {
             checkpoint_dir: checkpoint_dir.into(),
             hf_checkpoint: None,
             id: id.into(),
+            until: None,
+            coordinated: false,
             poll: Duration::from_millis(500),
             renew: Duration::from_secs(60),
             backoff_max: Duration::from_secs(30),
@@ -77,6 +87,11 @@ impl FollowerOptions {
             serving_deadline: Duration::from_secs(10),
             activate_deadline: Duration::from_secs(600),
         }
+    }
+
+    /// The version to go to where the store has `newest`.
+    fn last(&self, newest: Option<Version>) -> Option<Version> {
+        newest.map(|newest| self.until.map_or(newest, |until| until.min(newest)))
     }
 }
 
@@ -102,7 +117,7 @@ pub struct Follower {
 }
 
 struct Shared {
-    store: Arc<dyn Store>,
+    store: Arc<Count>,
     options: FollowerOptions,
     /// Held for the length of a prepare or an activate.
     core: Mutex<Core>,
@@ -110,6 +125,8 @@ struct Shared {
     status: Mutex<Status>,
     /// What the loop waits on, while there is one.
     watching: Mutex<Option<Stop>>,
+    /// Likewise.
+    counters: Mutex<Counters>,
 }
 
 struct Core {
@@ -119,6 +136,8 @@ struct Core {
     #[cfg(feature = "slime")]
     feed: Option<crate::slime::Feed>,
     engines: Vec<Slot>,
+    /// The version that [`Follower::activate`] was last called for.
+    released: Option<Version>,
     /// There is one as soon as the run was seen.
     keeper: Option<Keeper>,
 }
@@ -169,11 +188,18 @@ impl Follower {
             #[cfg(feature = "slime")]
             feed: None,
             engines,
+            released: None,
             keeper: None,
         };
-        let core = Mutex::new(core);
-        let (status, watching) = (Mutex::new(status), Mutex::default());
-        Ok(Self { shared: Arc::new(Shared { store, options, core, status, watching }) })
+        let shared = Shared {
+            store: Arc::new(Count::new(store)),
+            options,
+            core: Mutex::new(core),
+            status: Mutex::new(status),
+            watching: Mutex::default(),
+            counters: Mutex::default(),
+        };
+        Ok(Self { shared: Arc::new(shared) })
     }
 
     /// The options it was opened with.
@@ -188,8 +214,15 @@ impl Follower {
         self.status_mut().clone()
     }
 
-    /// Brings the checkpoint directory to `target`, or to the newest version. Engines go on with what they
-    /// serve.
+    /// What the follower has done since it was opened, as the text that Prometheus reads. Never waits for a prepare or an activate.
+    #[must_use]
+    pub fn metrics(&self) -> String {
+        let (status, counters) = (self.status(), self.counters_mut().clone());
+        metrics::page(&status, &counters, &self.shared.store.counts(), Instant::now())
+    }
+
+    /// Brings the checkpoint directory to `target`, or to the newest version up to [`FollowerOptions::until`]. Engines go on
+    /// with what they serve.
     ///
     /// # Errors
     ///
@@ -199,7 +232,14 @@ impl Follower {
     pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
         let mut core = self.core()?;
         let prepared = self.prepare_in(&mut core, target);
-        self.status_mut().error = prepared.as_ref().err().map(|error| chain_text(error));
+        let status = {
+            let mut status = self.status_mut();
+            status.error = prepared.as_ref().err().map(|error| chain_text(error));
+            status.clone()
+        };
+        let mut counters = self.counters_mut();
+        counters.prepared(prepared.as_ref().map(|prepared| &prepared.advanced), Instant::now());
+        counters.compared(&status, Instant::now());
         prepared
     }
 
@@ -211,20 +251,27 @@ impl Follower {
     /// [`Error::NothingApplied`] before the first prepare; [`Error::Busy`]; else the first engine's failure,
     /// with all of them in [`Follower::status`].
     pub fn activate(&self) -> Result<Status> {
-        self.activate_where(|_| true)?;
+        let mut core = self.core()?;
+        core.released = core.replica.applied().map(|applied| applied.version);
+        self.activate_and_acknowledge(&mut core, |_| true)?;
         Ok(self.status())
     }
 
-    /// [`Follower::activate`] for the engines whose time to be asked again has come.
+    /// [`Follower::activate`] for the engines whose time to be asked again has come; where a coordinator decides, only once it has.
     fn activate_due(&self) -> Result<()> {
+        let mut core = self.core()?;
+        let applied = core.replica.applied().map(|applied| applied.version);
+        if self.options().coordinated && (applied.is_none() || core.released != applied) {
+            self.acknowledge(&core);
+            return Ok(());
+        }
         let now = Instant::now();
-        self.activate_where(|slot| slot.not_before <= now)
+        self.activate_and_acknowledge(&mut core, |slot| slot.not_before <= now)
     }
 
-    fn activate_where(&self, due: impl Fn(&Slot) -> bool) -> Result<()> {
-        let mut core = self.core()?;
-        let activated = self.activate_in(&mut core, due);
-        self.acknowledge(&core);
+    fn activate_and_acknowledge(&self, core: &mut Core, due: impl Fn(&Slot) -> bool) -> Result<()> {
+        let activated = self.activate_in(core, due);
+        self.acknowledge(core);
         activated
     }
 
@@ -243,6 +290,10 @@ impl Follower {
 
     fn status_mut(&self) -> MutexGuard<'_, Status> {
         self.shared.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn counters_mut(&self) -> MutexGuard<'_, Counters> {
+        self.shared.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn prepare_in(&self, core: &mut Core, target: Option<Version>) -> Result<Prepared> {
@@ -322,7 +373,7 @@ impl Follower {
             status.newest = newest;
             status.run_id = Some(run.id());
         }
-        let to = target.or(newest).ok_or_else(|| Error::NoSuchVersion {
+        let to = target.or(options.last(newest)).ok_or_else(|| Error::NoSuchVersion {
             run_id: run.id(),
             model: options.model.clone(),
             version: Version(0),
@@ -376,6 +427,12 @@ impl Follower {
     /// Notes what became of one engine, and when to ask it again if it failed.
     fn record(&self, index: usize, slot: &mut Slot, label: &str, outcome: Result<Answer>) -> Result<()> {
         let options = &self.shared.options;
+        let counted = match &outcome {
+            Ok(Answer::Serving(_)) => Ok(None),
+            Ok(Answer::Activated(activated)) => Ok(Some(activated.pause)),
+            Err(_) => Err(()),
+        };
+        self.counters_mut().activated(slot.worker.name(), counted, Instant::now());
         let mut status = self.status_mut();
         let entry = status.applied.as_mut().and_then(|ack| ack.engines.get_mut(index));
         let (serving, pause, error) = match &outcome {

@@ -52,7 +52,9 @@ impl Follower {
         let begun = replica.applied().is_some();
         let surveyed = feed.survey(replica);
         let newest = surveyed.as_ref().ok().copied();
-        let moved = surveyed.and_then(|newest| feed.advance(replica, target.unwrap_or(newest)));
+        let moved = surveyed.and_then(|newest| {
+            feed.advance(replica, target.or(self.options().last(Some(newest))).unwrap_or(newest))
+        });
         {
             let mut status = self.status_mut();
             status.newest = newest.or(status.newest);

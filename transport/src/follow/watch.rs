@@ -86,12 +86,13 @@ impl Follower {
     /// engine that was restarted or failed, each at its own pace. Transient failures are retried, ever more
     /// slowly, and shown in [`Follower::status`]; the old version keeps serving meanwhile.
     ///
-    /// With `once` it returns after the first round, with that round's error if there is one.
+    /// With `once` it returns after the first round, with that round's error if there is one. With
+    /// [`FollowerOptions::until`](super::FollowerOptions) it returns when that version is on disk and every engine serves it.
     ///
     /// # Errors
     ///
     /// Those that no retry mends: another run or model under the pinned name, a rewind, a damaged replica, an
-    /// unknown format or feature.
+    /// unknown format or feature; [`Error::Collected`] for a last version that was.
     pub fn run_until(&self, stop: &Stop, once: bool) -> Result<()> {
         if once {
             self.prepare(None)?;
@@ -101,13 +102,15 @@ impl Follower {
         let _watching = Watching(self);
         let mut failures = 0;
         while !stop.is_stopped() {
-            match self.prepare(None) {
+            let prepared = if self.options().coordinated { Ok(()) } else { self.prepare(None).map(drop) };
+            match prepared {
                 // Before the trainer's first publication, or while a coordinator's request is under way,
                 // nothing is wrong.
-                Ok(_) | Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => {
+                Ok(()) | Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => {
                     failures = 0
                 }
                 Err(error) if is_final(&error) => return Err(error),
+                Err(error @ Error::Collected { .. }) if self.options().until.is_some() => return Err(error),
                 Err(error) => {
                     failures += 1;
                     tracing::warn!(error = &error as &dyn std::error::Error, failures, "no progress");
@@ -121,11 +124,23 @@ impl Follower {
                     "not every engine is on the version"
                 );
             }
+            if self.is_done() {
+                break;
+            }
             if stop.wait(backoff(self.options().poll, self.options().backoff_max, failures)) {
                 break;
             }
         }
         Ok(())
+    }
+
+    /// Whether the last version to follow is on disk and on every engine.
+    fn is_done(&self) -> bool {
+        let (Some(until), Some(applied)) = (self.options().until, self.status().applied) else {
+            return false;
+        };
+        applied.version >= until
+            && applied.engines.iter().all(|engine| engine.label.as_ref() == Some(&applied.label))
     }
 }
 

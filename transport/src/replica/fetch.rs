@@ -117,6 +117,23 @@ fn steps(links: &[Committed], index: usize) -> impl Iterator<Item = (usize, &Ten
         .filter_map(move |(number, link)| Some((number, link.manifest.tensors.get(index)?)))
 }
 
+/// The files of the last link that are not among `kept`, each with the link that carries it.
+pub(super) fn carried_files<'a>(kept: &[File], links: &'a [Committed]) -> Vec<(usize, &'a File)> {
+    let files = links.last().map_or(&[][..], |link| &link.manifest.files);
+    let new = files
+        .iter()
+        .filter(|file| !kept.iter().any(|old| old.name == file.name && old.blake3 == file.blake3));
+    // Where the last link does not carry it, the one in front of it has it or carries it.
+    let carrier = |file: &'a File| {
+        let carried = links.iter().enumerate().rev().find_map(|(number, link)| {
+            let entry = link.manifest.files.iter().find(|entry| entry.name == file.name)?;
+            (!entry.parts.is_empty() && entry.blake3 == file.blake3).then_some((number, entry))
+        });
+        carried.unwrap_or((0, file))
+    };
+    new.map(carrier).collect()
+}
+
 /// Journals the files of the last link that are not among `old` (with `keep`), and the removal of those it lacks.
 fn journal_files(
     journal: &mut Writer,
@@ -125,20 +142,11 @@ fn journal_files(
     links: &[Committed],
     objects: &Objects<'_>,
 ) -> Result<()> {
-    let files = links.last().map_or(&[][..], |link| &link.manifest.files);
-    for file in files {
-        if keep && old.iter().any(|old| old.name == file.name && old.blake3 == file.blake3) {
-            continue;
-        }
-        // Where the last link does not carry it, the one in front of it has it or carries it.
-        let carried = links.iter().enumerate().rev().find_map(|(number, link)| {
-            let entry = link.manifest.files.iter().find(|entry| entry.name == file.name)?;
-            (!entry.parts.is_empty() && entry.blake3 == file.blake3).then_some((number, entry))
-        });
-        let (number, entry) = carried.unwrap_or((0, file));
+    for (number, entry) in carried_files(if keep { old } else { &[] }, links) {
         let file = read_file(number, entry, objects)?;
         journal.push(Record::File { name: file.name(), bytes: file.bytes() })?;
     }
+    let files = links.last().map_or(&[][..], |link| &link.manifest.files);
     for old in old.iter().filter(|old| !files.iter().any(|file| file.name == old.name)) {
         journal.push(Record::Remove { name: &old.name })?;
     }

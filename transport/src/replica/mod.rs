@@ -6,6 +6,7 @@ mod fetch;
 pub(crate) mod foreign;
 mod journal;
 mod objects;
+mod plan;
 mod quarantine;
 mod redo;
 mod state;
@@ -33,6 +34,7 @@ use state::{Layout, State};
 pub(crate) use advance::Observe;
 pub(crate) use fetch::check_same_form;
 pub use objects::FetchObject;
+pub use plan::{Plan, PlannedLink};
 pub use state::Applied;
 
 /// Directory inside a replica that holds its state.

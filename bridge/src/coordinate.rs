@@ -1,0 +1,290 @@
+//! One coordinator for many hosts: every follower prepares a version while its engines generate, then all engines change to it.
+//!
+//! Nobody waits for a straggler longer than a set time. It keeps the version it has, a fence keeps new requests off its engines
+//! ([`Fleet::require`]), and the next roll, of the same version or a later one, takes it along.
+
+use std::future::Future;
+use std::time::Duration;
+
+use driftless_transport::{Status, http::PrepareReply};
+use serde_json::json;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout_at};
+
+use crate::http::{Call, Connection, Level, Reply};
+use crate::{Error, Fleet, Keys, Label, Result};
+
+/// Largest reply of a follower: the status of a host's engines.
+const REPLY_BYTES_MAX: usize = 1 << 20;
+/// Between two questions to a follower that is busy.
+const BUSY_PAUSE: Duration = Duration::from_millis(50);
+
+/// Options of a [`Coordinator`].
+#[derive(Debug, Clone)]
+pub struct CoordinatorOptions {
+    /// The token that the followers ask for, as the API key.
+    pub keys: Keys,
+    /// To connect to a follower.
+    pub connect: Duration,
+    /// How many hosts have to be prepared before any engine is paused, and activated before the fence goes up. 0 means all.
+    pub hosts_min: usize,
+    /// Once so many are, how much longer the others are waited for, in each of the two steps.
+    pub grace: Duration,
+    /// How long a host may take to prepare a version.
+    pub prepare_deadline: Duration,
+    /// How long a host may take to activate it on all its engines; above the followers' own deadline for one engine.
+    pub activate_deadline: Duration,
+}
+
+impl Default for CoordinatorOptions {
+    /// No token, 10 s to connect, all hosts, 5 s of grace, 30 minutes to prepare, 11 minutes to activate.
+    fn default() -> Self {
+        Self {
+            keys: Keys::default(),
+            connect: Duration::from_secs(10),
+            hosts_min: 0,
+            grace: Duration::from_secs(5),
+            prepare_deadline: Duration::from_secs(1800),
+            activate_deadline: Duration::from_secs(660),
+        }
+    }
+}
+
+/// What became of one host in a roll.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HostOutcome {
+    /// The follower's URL.
+    pub url: String,
+    /// Time until the version was on its disk, if it is.
+    pub prepared: Option<Duration>,
+    /// From the order to activate until all its engines served the version, if they do.
+    pub activated: Option<Duration>,
+    /// Why it is a straggler, if it is one.
+    pub failure: Option<String>,
+}
+
+/// What became of a version.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Rolled {
+    /// The label that engines carry for it.
+    pub label: Label,
+    /// Every host, in the order in which they were given.
+    pub hosts: Vec<HostOutcome>,
+}
+
+impl Rolled {
+    /// The hosts that are not on the version.
+    pub fn stragglers(&self) -> impl Iterator<Item = &HostOutcome> {
+        self.hosts.iter().filter(|host| host.activated.is_none())
+    }
+}
+
+/// Moves the followers of several hosts from version to version together. They have to be told to leave that to it
+/// (`driftless follow --coordinated`); a roll is repeated freely, and does nothing on hosts that are there.
+#[derive(Debug)]
+pub struct Coordinator {
+    hosts: Vec<Connection>,
+    options: CoordinatorOptions,
+}
+
+impl Coordinator {
+    /// A coordinator of the followers at these addresses, `host:port` or `http://host:port`. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// [`Error::Address`] for any other form; [`Error::Fleet`] for no address or one twice.
+    pub fn new(followers: &[String], options: CoordinatorOptions) -> Result<Self> {
+        let connect = |address: &String| {
+            Connection::new(address, options.keys.clone(), options.connect, REPLY_BYTES_MAX)
+        };
+        let hosts = followers.iter().map(connect).collect::<Result<Vec<_>>>()?;
+        let urls: std::collections::BTreeSet<_> = hosts.iter().map(|host| &host.engine).collect();
+        if hosts.is_empty() || urls.len() != hosts.len() {
+            return Err(Error::Fleet { found: followers.to_vec() });
+        }
+        Ok(Self { hosts, options })
+    }
+
+    /// Brings every host to `version`: prepare everywhere, and where that succeeded activate everywhere. As soon as enough hosts
+    /// are activated, `fleet` is fenced. Stragglers are named in what is returned.
+    ///
+    /// # Errors
+    /// [`Error::Unprepared`] if too few hosts were prepared in time: then no engine was paused. [`Error::Unactivated`] if too few
+    /// were activated: then nothing was fenced.
+    pub async fn roll(&self, version: u64, fleet: Option<&Fleet>) -> Result<Rolled> {
+        let mut hosts = self.outcomes();
+        let everybody: Vec<usize> = (0..hosts.len()).collect();
+        let prepared = self.each(
+            &everybody,
+            self.options.prepare_deadline,
+            |_| {},
+            move |host, deadline| async move { prepare(&host, version, deadline).await },
+        );
+        let mut label: Option<Label> = None;
+        let mut ready = Vec::new();
+        for (index, outcome) in prepared.await? {
+            match outcome {
+                Ok((found, took)) => {
+                    let first = label.get_or_insert_with(|| found.clone());
+                    if *first == found {
+                        hosts[index].prepared = Some(took);
+                        ready.push(index);
+                    } else {
+                        hosts[index].failure =
+                            Some(format!("prepared {found} where others prepared {first}"));
+                    }
+                }
+                Err(error) => hosts[index].failure = Some(error.to_string()),
+            }
+        }
+        let (Some(label), true) = (label, ready.len() >= self.hosts_min()) else {
+            return Err(Error::Unprepared { version, wanted: self.hosts_min(), hosts: describe(&hosts) });
+        };
+        let mut there = 0;
+        let arrived = |_: usize| {
+            there += 1;
+            if let (true, Some(fleet)) = (there == self.hosts_min(), fleet) {
+                fleet.require(&label);
+            }
+        };
+        let wanted = label.clone();
+        let activated = self.each(&ready, self.options.activate_deadline, arrived, move |host, deadline| {
+            let label = wanted.clone();
+            async move { activate(&host, &label, deadline).await }
+        });
+        for (index, outcome) in activated.await? {
+            match outcome {
+                Ok(took) => hosts[index].activated = Some(took),
+                Err(error) => hosts[index].failure = Some(error.to_string()),
+            }
+        }
+        let rolled = Rolled { label, hosts };
+        for host in rolled.stragglers() {
+            tracing::warn!(host = host.url, failure = host.failure, label = %rolled.label, "a straggler");
+        }
+        if rolled.hosts.len() - rolled.stragglers().count() < self.hosts_min() {
+            let (label, hosts) = (rolled.label, describe(&rolled.hosts));
+            return Err(Error::Unactivated { label, wanted: self.hosts_min(), hosts });
+        }
+        Ok(rolled)
+    }
+
+    fn hosts_min(&self) -> usize {
+        match self.options.hosts_min {
+            0 => self.hosts.len(),
+            some => some.min(self.hosts.len()),
+        }
+    }
+
+    fn outcomes(&self) -> Vec<HostOutcome> {
+        let outcome = |host: &Connection| HostOutcome {
+            url: host.engine.clone(),
+            prepared: None,
+            activated: None,
+            failure: None,
+        };
+        self.hosts.iter().map(outcome).collect()
+    }
+
+    /// Asks some hosts at once. All have until `limit`; once enough have succeeded, the others have the grace. `arrived` hears of
+    /// each success at once.
+    async fn each<T: Send + 'static, F: Future<Output = Result<T>> + Send + 'static>(
+        &self,
+        hosts: &[usize],
+        limit: Duration,
+        mut arrived: impl FnMut(usize),
+        ask: impl Fn(Connection, Instant) -> F,
+    ) -> Result<Vec<(usize, Result<T>)>> {
+        let begin = Instant::now();
+        let mut end = begin + limit;
+        let mut asked = JoinSet::new();
+        for &index in hosts {
+            let answer = ask(self.hosts[index].clone(), begin + limit);
+            asked.spawn(async move { (index, answer.await) });
+        }
+        let mut answers: Vec<(usize, Result<T>)> = Vec::with_capacity(hosts.len());
+        let mut succeeded = 0;
+        while let Ok(Some(answer)) = timeout_at(end, asked.join_next()).await {
+            let (index, answer) = answer
+                .map_err(|error| Error::SetUp { what: "a task of the coordinator", source: error.into() })?;
+            if answer.is_ok() {
+                arrived(index);
+                succeeded += 1;
+            }
+            answers.push((index, answer));
+            if succeeded >= self.hosts_min() {
+                end = end.min(Instant::now() + self.options.grace);
+            }
+        }
+        // A call that is given up goes on at its follower, which then has the version sooner.
+        let late = hosts.iter().filter(|index| answers.iter().all(|(answered, _)| answered != *index));
+        let late: Vec<_> = late
+            .map(|&index| {
+                let (engine, after) = (self.hosts[index].engine.clone(), begin.elapsed());
+                (index, Err(Error::Deadline { engine, call: "the coordinator's order".into(), after }))
+            })
+            .collect();
+        answers.extend(late);
+        answers.sort_unstable_by_key(|(index, _)| *index);
+        Ok(answers)
+    }
+}
+
+/// Has a follower prepare a version; its label and how long it took.
+async fn prepare(host: &Connection, version: u64, end: Instant) -> Result<(Label, Duration)> {
+    let begin = Instant::now();
+    let body = json!({ "version": version });
+    let (call, reply) = order(host, "/prepare", Some(&body), end).await?;
+    let reply: PrepareReply = host.decode(call, &reply.body)?;
+    Ok((reply.label.parse()?, begin.elapsed()))
+}
+
+/// Has a follower activate what it prepared, which has to be `label` on every one of its engines.
+async fn activate(host: &Connection, label: &Label, end: Instant) -> Result<Duration> {
+    let begin = Instant::now();
+    let (call, reply) = order(host, "/activate", None, end).await?;
+    let status: Status = host.decode(call, &reply.body)?;
+    let wanted = label.to_string();
+    let found = status.applied.map(|ack| (ack.label, ack.engines));
+    match found {
+        Some((applied, engines))
+            if applied == wanted && engines.iter().all(|engine| engine.label.as_ref() == Some(&wanted)) =>
+        {
+            Ok(begin.elapsed())
+        }
+        found => Err(Error::LabelMismatch {
+            engine: host.engine.clone(),
+            expected: wanted,
+            found: found.map_or_else(
+                || "nothing".to_owned(),
+                |(applied, engines)| format!("{applied} on disk, {engines:?}"),
+            ),
+        }),
+    }
+}
+
+/// Sends an order, again while the follower is busy with another one, until `end`.
+async fn order<'a>(
+    host: &Connection,
+    path: &'a str,
+    body: Option<&'a serde_json::Value>,
+    end: Instant,
+) -> Result<(Call<'a>, Reply)> {
+    loop {
+        let deadline = end.saturating_duration_since(Instant::now());
+        let call = Call { method: "POST", path, level: Level::Normal, body, deadline };
+        let reply = host.send(call).await?;
+        let busy = reply.status == 409 && String::from_utf8_lossy(&reply.body).contains("\"busy\"");
+        match reply.status {
+            200 => return Ok((call, reply)),
+            _ if busy && Instant::now() + BUSY_PAUSE < end => sleep(BUSY_PAUSE).await,
+            _ => return Err(host.status_error(call, &reply)),
+        }
+    }
+}
+
+fn describe(hosts: &[HostOutcome]) -> Vec<String> {
+    let failed = hosts.iter().filter_map(|host| Some(format!("{} ({})", host.url, host.failure.as_ref()?)));
+    failed.collect()
+}

@@ -1,0 +1,222 @@
+//! One coordinator for several hosts, of which some are away, slow or lie.
+
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use driftless_bridge::{
+    Coordinator, CoordinatorOptions, DiskActivator, DiskOptions, Error, Expected, Fleet, FleetOptions,
+    GenerateRequest, Keys, Label, Rid, Route, SamplingParams,
+};
+use driftless_transport::{
+    Activate, Checkpoint, Follower, FollowerOptions, Memory, Mode, Publisher, PublisherOptions, Start, Step,
+    Store, http,
+};
+use tokio::runtime::Runtime;
+
+use crate::fake::{Fake, Fault, checkpoint, short};
+
+const TOKEN: &str = "of the followers";
+
+/// Hosts with a follower and an engine each, on version 0; versions 1 and 2 are published.
+struct Scene {
+    hosts: Vec<Host>,
+    fleet: Fleet,
+    labels: Vec<Label>,
+    runtime: Runtime,
+    dir: tempfile::TempDir,
+}
+
+struct Host {
+    engine: Fake,
+    server: Option<http::Server>,
+}
+
+fn scene(count: usize) -> Scene {
+    let dir = tempfile::tempdir().unwrap();
+    let start = checkpoint(&dir.path().join("start"), 1, 4);
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let options = PublisherOptions::new("test", Start::NewRun, dir.path().join("baseline"));
+    let mut publisher = Publisher::open(store.clone(), options).unwrap();
+    publisher.publish_reference(&start, Step::default()).unwrap();
+    for seed in [2, 3] {
+        let next = Checkpoint::open(checkpoint(&dir.path().join("next"), seed, 4)).unwrap();
+        publisher.publish(&next, Step::default(), Mode::Delta).unwrap();
+    }
+    let labels =
+        (0..3).map(|version| Label::new(&publisher.run().id().to_string(), version).unwrap()).collect();
+    let hosts: Vec<Host> = (0..count).map(|number| host(&store, &start, dir.path(), number)).collect();
+    let addresses: Vec<String> = hosts.iter().map(|host| host.engine.address.to_string()).collect();
+    let runtime = Runtime::new().unwrap();
+    let coordinator = Coordinator::new(&followers(&hosts), options_of(0)).unwrap();
+    runtime.block_on(coordinator.roll(0, None)).unwrap();
+    let options = FleetOptions {
+        route: Route::RoundRobin,
+        deadline: Duration::from_secs(60),
+        calls: short().deadlines,
+        ..FleetOptions::default()
+    };
+    let expected = Expected::from_checkpoint(&start).unwrap();
+    let fleet = runtime.block_on(Fleet::attach(&addresses, &Keys::default(), &expected, options)).unwrap();
+    Scene { hosts, fleet, labels, runtime, dir }
+}
+
+fn host(store: &Arc<dyn Store>, start: &Path, dir: &Path, number: usize) -> Host {
+    let engine = Fake::start(start);
+    let activator = DiskOptions { client: short(), ..DiskOptions::default() };
+    let activator: Box<dyn Activate> =
+        Box::new(DiskActivator::new(&engine.address.to_string(), activator).unwrap());
+    let id = format!("host-{number}");
+    let mut options = FollowerOptions::new("test", dir.join(&id), id);
+    options.hf_checkpoint = Some(PathBuf::from(start));
+    options.coordinated = true;
+    let follower = Follower::open(store.clone(), options, vec![activator]).unwrap();
+    let server = http::serve(follower, "127.0.0.1:0".parse().unwrap(), Some(TOKEN.into())).unwrap();
+    Host { engine, server: Some(server) }
+}
+
+fn followers(hosts: &[Host]) -> Vec<String> {
+    hosts.iter().map(|host| host.server.as_ref().unwrap().addr().to_string()).collect()
+}
+
+/// Patient with a busy machine, impatient with stragglers.
+fn options_of(hosts_min: usize) -> CoordinatorOptions {
+    CoordinatorOptions {
+        keys: Keys::new(Some(TOKEN), None).unwrap(),
+        hosts_min,
+        grace: if hosts_min == 0 { Duration::from_secs(60) } else { Duration::from_secs(3) },
+        prepare_deadline: Duration::from_secs(120),
+        activate_deadline: Duration::from_secs(120),
+        ..CoordinatorOptions::default()
+    }
+}
+
+impl Scene {
+    fn coordinator(&self, hosts_min: usize) -> Coordinator {
+        Coordinator::new(&followers(&self.hosts), options_of(hosts_min)).unwrap()
+    }
+
+    /// Version that each engine says it serves.
+    fn serving(&self) -> Vec<String> {
+        self.hosts.iter().map(|host| host.engine.engine().label.clone()).collect()
+    }
+
+    fn label(&self, version: usize) -> String {
+        self.labels[version].to_string()
+    }
+
+    fn pauses(&self, host: usize) -> usize {
+        self.hosts[host].engine.changes().iter().filter(|path| *path == "/pause_generation").count()
+    }
+
+    /// The engines, by number, that a few requests without a minimum of their own went to.
+    fn asked(&self, first: u64) -> Vec<usize> {
+        let mut asked: Vec<usize> = (first..first + 6)
+            .map(|sample| {
+                let sampling = SamplingParams { max_new_tokens: 1, ..SamplingParams::default() };
+                let request = GenerateRequest { rid: Rid::new(1, sample), input_ids: vec![1], sampling };
+                let generation = self.runtime.block_on(self.fleet.generate(request, None)).unwrap();
+                let of = |host: &Host| generation.engine.contains(&host.engine.address.to_string());
+                self.hosts.iter().position(of).unwrap()
+            })
+            .collect();
+        asked.sort_unstable();
+        asked.dedup();
+        asked
+    }
+}
+
+#[test]
+fn every_host_changes_and_a_second_time_nothing_is_done() {
+    let scene = scene(3);
+    let coordinator = scene.coordinator(0);
+    let rolled = scene.runtime.block_on(coordinator.roll(2, Some(&scene.fleet))).unwrap();
+    assert_eq!((rolled.label.to_string(), rolled.stragglers().count()), (scene.label(2), 0));
+    assert_eq!(scene.serving(), vec![scene.label(2); 3]);
+    assert_eq!(scene.asked(0), [0, 1, 2]);
+    let before: Vec<usize> = (0..3).map(|host| scene.pauses(host)).collect();
+    scene.runtime.block_on(coordinator.roll(2, Some(&scene.fleet))).unwrap();
+    assert_eq!((0..3).map(|host| scene.pauses(host)).collect::<Vec<_>>(), before);
+}
+
+#[test]
+fn no_engine_is_paused_before_enough_hosts_are_prepared() {
+    let mut scene = scene(2);
+    let coordinator = scene.coordinator(0);
+    drop(scene.hosts[1].server.take());
+    let before = scene.pauses(0);
+    match scene.runtime.block_on(coordinator.roll(1, Some(&scene.fleet))) {
+        Err(Error::Unprepared { version: 1, wanted: 2, hosts }) => assert_eq!(hosts.len(), 1, "{hosts:?}"),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!((scene.pauses(0), scene.serving()), (before, vec![scene.label(0); 2]));
+    assert_eq!(scene.asked(0), [0, 1], "nothing was fenced");
+}
+
+#[test]
+fn a_straggler_is_fenced_and_comes_along_later() {
+    for fault in [Fault::Hang, Fault::Answer(500, "no".into()), Fault::KeepLabel, Fault::Die] {
+        let scene = scene(3);
+        let coordinator = scene.coordinator(2);
+        scene.hosts[1].engine.fault("POST /update_weights_from_disk", fault.clone());
+        let rolled = scene.runtime.block_on(coordinator.roll(1, Some(&scene.fleet))).unwrap();
+        let stragglers: Vec<_> = rolled.stragglers().collect();
+        assert_eq!(stragglers.len(), 1, "{fault:?}: {rolled:?}");
+        assert!(stragglers[0].failure.is_some() && stragglers[0].prepared.is_some(), "{stragglers:?}");
+        assert_eq!(scene.serving(), [scene.label(1), scene.label(0), scene.label(1)], "{fault:?}");
+        assert_eq!(scene.asked(0), [0, 2], "{fault:?}: no traffic below the fence");
+        // The next version takes it along.
+        let rolled = scene.runtime.block_on(coordinator.roll(2, Some(&scene.fleet))).unwrap();
+        assert_eq!(rolled.stragglers().count(), 0, "{fault:?}: {rolled:?}");
+        scene
+            .runtime
+            .block_on(scene.fleet.wait_for_label(&scene.labels[2], Duration::from_secs(60)))
+            .unwrap();
+        assert_eq!(scene.asked(10), [0, 1, 2], "{fault:?}");
+    }
+}
+
+#[test]
+fn a_host_that_never_answers_costs_its_grace_and_is_named() {
+    let scene = scene(1);
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let addresses = [followers(&scene.hosts), vec![silent.local_addr().unwrap().to_string()]].concat();
+    let options = CoordinatorOptions { grace: Duration::from_millis(50), ..options_of(1) };
+    let coordinator = Coordinator::new(&addresses, options).unwrap();
+    let rolled = scene.runtime.block_on(coordinator.roll(1, None)).unwrap();
+    let stragglers: Vec<_> = rolled.stragglers().map(|host| (&host.url, host.failure.as_ref())).collect();
+    assert_eq!(stragglers.len(), 1);
+    assert!(stragglers[0].0.contains(&addresses[1]), "{stragglers:?}");
+    assert_eq!(scene.serving(), [scene.label(1)]);
+}
+
+#[test]
+fn when_too_few_activate_nothing_is_fenced() {
+    let scene = scene(2);
+    let coordinator = scene.coordinator(2);
+    scene.hosts[0].engine.fault("POST /update_weights_from_disk", Fault::KeepLabel);
+    match scene.runtime.block_on(coordinator.roll(1, Some(&scene.fleet))) {
+        Err(Error::Unactivated { label, wanted: 2, hosts }) => {
+            assert_eq!((label.to_string(), hosts.len()), (scene.label(1), 1), "{hosts:?}")
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(scene.asked(0), [0, 1]);
+}
+
+#[test]
+fn wrong_tokens_and_addresses_are_refused() {
+    let scene = scene(1);
+    let options = CoordinatorOptions { keys: Keys::default(), ..options_of(0) };
+    let coordinator = Coordinator::new(&followers(&scene.hosts), options).unwrap();
+    match scene.runtime.block_on(coordinator.roll(1, None)) {
+        Err(Error::Unprepared { hosts, .. }) => assert!(hosts[0].contains("401"), "{hosts:?}"),
+        other => panic!("{other:?}"),
+    }
+    let one = followers(&scene.hosts).remove(0);
+    for addresses in [vec![], vec![one.clone(), format!("http://{one}/")]] {
+        assert!(matches!(Coordinator::new(&addresses, options_of(0)), Err(Error::Fleet { .. })));
+    }
+    assert!(scene.dir.path().join("host-0").is_dir());
+}

@@ -1,0 +1,136 @@
+//! `driftless coordinate`.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::follow::stop_on_signals;
+use crate::cli::output::Output;
+use crate::cli::{keys, store};
+use driftless::bridge::{Coordinator, CoordinatorOptions, Keys, Rolled};
+use driftless::transport::{Error as Transport, Run, Stop, Version};
+use serde_json::json;
+use std::path::PathBuf;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  Two hosts, each with its follower and its engines:
+    driftless follow … --listen 10.0.0.11:9750 --token-file token --coordinated
+    driftless follow … --listen 10.0.0.12:9750 --token-file token --coordinated
+    driftless coordinate --store s3://bucket/prefix --run my-run --token-file token \\
+        --follower 10.0.0.11:9750 --follower 10.0.0.12:9750 --hosts-min 1
+
+All hosts prepare a version while their engines generate; then all engines change to it. With --hosts-min nobody waits for
+stragglers longer than --grace: they keep what they have until a later round.";
+
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Store with the run: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
+    #[arg(long, value_name = "URL")]
+    store: String,
+    /// Name of the run; it need not have begun.
+    #[arg(long, value_name = "NAME")]
+    run: String,
+    /// Model of the run.
+    #[arg(long, default_value = "policy")]
+    model: String,
+    /// A follower's address, as host:port or URL; given once for each host.
+    #[arg(long, value_name = "URL", required = true)]
+    follower: Vec<String>,
+    /// File holding the followers' token [default: DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Hosts that have to be prepared before any engine is paused [default: all].
+    #[arg(long, value_name = "HOSTS")]
+    hosts_min: Option<usize>,
+    /// Seconds that the other hosts are waited for once so many are there.
+    #[arg(long, default_value_t = 5, value_name = "SECONDS")]
+    grace: u64,
+    /// Seconds a host may take to prepare a version.
+    #[arg(long, default_value_t = 1800, value_name = "SECONDS")]
+    prepare_deadline: u64,
+    /// Seconds a host may take to activate a version on all its engines.
+    #[arg(long, default_value_t = 660, value_name = "SECONDS")]
+    activate_deadline: u64,
+    /// Milliseconds between two looks at the store.
+    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..))]
+    poll_ms: u64,
+    /// Bring the hosts to the newest version once, then end; failures are not retried.
+    #[arg(long)]
+    once: bool,
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+    let options = CoordinatorOptions {
+        keys: Keys::new(token.as_deref(), None)?,
+        hosts_min: args.hosts_min.unwrap_or(0),
+        grace: Duration::from_secs(args.grace),
+        prepare_deadline: Duration::from_secs(args.prepare_deadline),
+        activate_deadline: Duration::from_secs(args.activate_deadline),
+        ..CoordinatorOptions::default()
+    };
+    let coordinator = Coordinator::new(&args.follower, options)?;
+    let store = store::open(&args.store)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|source| Error::Io { path: PathBuf::from("runtime"), source })?;
+    let stop = Stop::new();
+    stop_on_signals(&stop)?;
+    let mut there = None;
+    while !stop.is_stopped() {
+        let newest = Run::open(store.clone(), &args.run).and_then(|run| run.newest_version(&args.model));
+        let round = match newest {
+            Ok(Some(newest)) if there == Some(newest) => Ok(None),
+            Ok(Some(newest)) => {
+                runtime.block_on(coordinator.roll(newest.0, None)).map(Some).map_err(Error::from)
+            }
+            Ok(None) | Err(Transport::NoSuchRun { .. }) if !args.once => Ok(None),
+            Ok(None) => Err(no_version(&args)),
+            Err(error) => Err(Error::from(error)),
+        };
+        match round {
+            Ok(None) => {}
+            Ok(Some(rolled)) => {
+                // With a straggler the same version is rolled again: nothing is done where it is already.
+                let complete = rolled.stragglers().next().is_none();
+                there = complete.then_some(Version(rolled.label.version()));
+                tracing::info!(label = %rolled.label, complete, "rolled");
+                if args.once {
+                    return show(&rolled, output);
+                }
+            }
+            Err(error) if args.once => return Err(error),
+            Err(error) => tracing::warn!(error = &error as &dyn std::error::Error, "no progress"),
+        }
+        if stop.wait(Duration::from_millis(args.poll_ms)) {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn no_version(args: &Args) -> Error {
+    Error::Usage {
+        what: "--once".to_owned(),
+        expected: format!("a version of model `{}` in run `{}`", args.model, args.run),
+        found: "none".to_owned(),
+    }
+}
+
+fn show(rolled: &Rolled, output: Output) -> Result<()> {
+    let milliseconds = |time: Option<Duration>| time.map(|time| time.as_secs_f64() * 1e3);
+    let hosts: Vec<_> = rolled
+        .hosts
+        .iter()
+        .map(|host| {
+            json!({"url": host.url, "prepare_ms": milliseconds(host.prepared),
+                "activate_ms": milliseconds(host.activated), "failure": host.failure})
+        })
+        .collect();
+    output.print(&json!({"label": rolled.label.to_string(), "hosts": hosts}), |_| {
+        let line = |host: &driftless::bridge::HostOutcome| match &host.failure {
+            None => format!("{}: {}", host.url, rolled.label),
+            Some(failure) => format!("{}: a straggler: {failure}", host.url),
+        };
+        rolled.hosts.iter().map(line).collect::<Vec<_>>().join("\n")
+    })
+}

@@ -1,0 +1,386 @@
+//! What a follower has done since it was opened, in the text format that Prometheus reads
+//! (<https://prometheus.io/docs/instrumenting/exposition_formats/>, version 0.0.4). Pure: state in, text out.
+
+use std::collections::BTreeMap;
+use std::fmt::{Display, Write as _};
+use std::time::{Duration, Instant};
+
+use super::status::Status;
+use crate::error::Error;
+use crate::replica::Advanced;
+use crate::wrap::Counts;
+
+/// What is counted beside the status.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Counters {
+    /// What was applied, summed.
+    applied: Advanced,
+    prepare_failures: u64,
+    refused: u64,
+    last_error: Option<Instant>,
+    /// Since when the store has a version that is not on disk.
+    behind: Option<Instant>,
+    engines: BTreeMap<String, Engine>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Engine {
+    activations: u64,
+    failures: u64,
+    paused: Duration,
+    last_pause: Duration,
+}
+
+impl Counters {
+    /// Notes what a prepare came to.
+    pub(super) fn prepared(&mut self, outcome: Result<&Advanced, &Error>, now: Instant) {
+        let error = match outcome {
+            Ok(advanced) => return self.applied.add(*advanced),
+            // Before the first publication, and while somebody else is at it, nothing is wrong.
+            Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => return,
+            Err(error) => error,
+        };
+        self.prepare_failures += 1;
+        self.refused += u64::from(error.is_refusal());
+        self.last_error = Some(now);
+    }
+
+    /// Notes whether the store has a version that is not on disk.
+    pub(super) fn compared(&mut self, status: &Status, now: Instant) {
+        self.behind = (lag(status) > 0).then(|| self.behind.unwrap_or(now));
+    }
+
+    /// Notes what an engine came to; `pause` only if it was activated.
+    pub(super) fn activated(&mut self, engine: &str, outcome: Result<Option<Duration>, ()>, now: Instant) {
+        let entry = self.engines.entry(engine.to_owned()).or_default();
+        match outcome {
+            Ok(None) => {}
+            Ok(Some(pause)) => {
+                entry.activations += 1;
+                entry.paused += pause;
+                entry.last_pause = pause;
+            }
+            Err(()) => {
+                entry.failures += 1;
+                self.last_error = Some(now);
+            }
+        }
+    }
+}
+
+/// Versions between the disk and the store's newest.
+fn lag(status: &Status) -> u64 {
+    match (&status.newest, &status.applied) {
+        (Some(newest), Some(applied)) => newest.0.saturating_sub(applied.version.0),
+        (Some(newest), None) => newest.0.saturating_add(1),
+        (None, _) => 0,
+    }
+}
+
+/// The page, for the state as it is `now`; `store` is what passed between the follower and its store.
+pub(super) fn page(status: &Status, counters: &Counters, store: &Counts, now: Instant) -> String {
+    let mut page = Page::default();
+    identity(&mut page, status);
+    progress(&mut page, status, counters, now);
+    traffic(&mut page, store);
+    engines(&mut page, status, counters);
+    page.0
+}
+
+fn identity(page: &mut Page, status: &Status) {
+    page.family("info", "gauge", "Who this follower is; always 1.");
+    let run_id = status.run_id.map(|id| id.to_string()).unwrap_or_default();
+    let labels =
+        [("follower", &*status.id), ("run", &status.run), ("run_id", &run_id), ("model", &status.model)];
+    page.sample("info", &labels, 1);
+}
+
+fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant) {
+    if let Some(applied) = &status.applied {
+        page.single("version", "gauge", "Version on disk.", applied.version.0);
+        let seconds = applied.prepare_ms / 1e3;
+        page.single(
+            "last_prepare_seconds",
+            "gauge",
+            "Fetch, check, apply and sync of that version.",
+            seconds,
+        );
+    }
+    if let Some(newest) = status.newest {
+        page.single("newest_version", "gauge", "Newest version that the store was seen to have.", newest.0);
+    }
+    page.single("lag_versions", "gauge", "Versions between the disk and the store.", lag(status));
+    let behind = counters.behind.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+    page.single("lag_seconds", "gauge", "Since when the store has a newer version.", behind.as_secs_f64());
+    let applied = &counters.applied;
+    page.single("versions_applied_total", "counter", "Versions applied.", applied.links);
+    page.single("elements_changed_total", "counter", "Elements that they changed.", applied.changed);
+    page.single("fetched_bytes_total", "counter", "Bytes of their objects.", applied.bytes);
+    page.family(
+        "apply_seconds_total",
+        "counter",
+        "Time of applies: fetch to sealed journal, overwrite, sync.",
+    );
+    for (phase, time) in
+        [("journal", applied.journal), ("overwrite", applied.overwrite), ("sync", applied.sync)]
+    {
+        page.sample("apply_seconds_total", &[("phase", phase)], time.as_secs_f64());
+    }
+    page.single("prepare_failures_total", "counter", "Prepares that failed.", counters.prepare_failures);
+    let help = "Prepares that ended at bytes which are not what they must be.";
+    page.single("refused_total", "counter", help, counters.refused);
+    if let Some(error) = counters.last_error {
+        let age = now.saturating_duration_since(error).as_secs_f64();
+        page.single("last_error_age_seconds", "gauge", "Since the last failure; absent before one.", age);
+    }
+}
+
+fn traffic(page: &mut Page, store: &Counts) {
+    page.family("store_requests_total", "counter", "Calls of the store, failed ones included.");
+    let calls = [("put", store.puts), ("get", store.gets), ("head", store.heads)];
+    for (operation, count) in calls.into_iter().chain([("list", store.lists), ("delete", store.deletes)]) {
+        page.sample("store_requests_total", &[("operation", operation)], count);
+    }
+    page.single("store_read_bytes_total", "counter", "Bytes read from the store.", store.bytes_got);
+    page.single("store_written_bytes_total", "counter", "Bytes written to the store.", store.bytes_put);
+}
+
+fn engines(page: &mut Page, status: &Status, counters: &Counters) {
+    let Some(applied) = &status.applied else { return };
+    let engines = &applied.engines;
+    if engines.is_empty() {
+        return;
+    }
+    let none = Engine::default();
+    let counted = |url: &str| counters.engines.get(url).unwrap_or(&none);
+    let mut each = |name, kind, help, value: &dyn Fn(&super::EngineStatus) -> f64| {
+        page.family(name, kind, help);
+        for engine in engines {
+            page.sample(name, &[("engine", &engine.url)], value(engine));
+        }
+    };
+    each("engine_in_step", "gauge", "Whether the engine serves the version on disk.", &|engine| {
+        f64::from(u8::from(engine.label.as_ref() == Some(&applied.label)))
+    });
+    each("activations_total", "counter", "Versions that the engine loaded.", &|engine| {
+        counted(&engine.url).activations as f64
+    });
+    each("activation_failures_total", "counter", "Failures of the engine.", &|engine| {
+        counted(&engine.url).failures as f64
+    });
+    each("pause_seconds_total", "counter", "Time the engine did not generate for activations.", &|engine| {
+        counted(&engine.url).paused.as_secs_f64()
+    });
+    each("last_pause_seconds", "gauge", "The last such time.", &|engine| {
+        counted(&engine.url).last_pause.as_secs_f64()
+    });
+}
+
+/// The text so far.
+#[derive(Default)]
+struct Page(String);
+
+impl Page {
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        self.line(format_args!(
+            "# HELP driftless_follower_{name} {help}\n# TYPE driftless_follower_{name} {kind}"
+        ));
+    }
+
+    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: impl Display) {
+        let labels: Vec<String> =
+            labels.iter().map(|(name, value)| format!("{name}=\"{}\"", escaped(value))).collect();
+        let labels = if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
+        self.line(format_args!("driftless_follower_{name}{labels} {value}"));
+    }
+
+    /// A family of one sample without labels.
+    fn single(&mut self, name: &str, kind: &str, help: &str, value: impl Display) {
+        self.family(name, kind, help);
+        self.sample(name, &[], value);
+    }
+
+    fn line(&mut self, line: std::fmt::Arguments<'_>) {
+        // Writing to a string cannot fail.
+        let _ = writeln!(self.0, "{line}");
+    }
+}
+
+/// A label's value as the format wants it inside quotes.
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::follow::{Ack, EngineStatus};
+    use crate::{ContentDigest, Version};
+
+    /// The samples of a page by name and labels, read as the format's description says.
+    pub(crate) fn parse(page: &str) -> BTreeMap<(String, Vec<(String, String)>), f64> {
+        let mut kinds = BTreeMap::new();
+        let mut helped = BTreeSet::new();
+        let mut samples = BTreeMap::new();
+        assert!(page.ends_with('\n'), "the last line must end too");
+        for line in page.lines() {
+            if let Some(help) = line.strip_prefix("# HELP ") {
+                let (name, text) = help.split_once(' ').unwrap();
+                assert!(helped.insert(name) && !text.is_empty(), "{line}");
+            } else if let Some(kind) = line.strip_prefix("# TYPE ") {
+                let (name, kind) = kind.split_once(' ').unwrap();
+                assert!(["counter", "gauge"].contains(&kind) && helped.contains(name), "{line}");
+                assert_eq!(kind == "counter", name.ends_with("_total"), "{line}");
+                assert_eq!(kinds.insert(name, kind), None, "{line}");
+            } else {
+                let end = line.find(['{', ' ']).unwrap();
+                let (name, rest) = line.split_at(end);
+                assert!(kinds.contains_key(name), "{line}: no type before it");
+                assert!(name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_'), "{line}");
+                let (labels, value) = labels(rest);
+                assert_eq!(samples.insert((name.to_owned(), labels), value.parse().unwrap()), None, "{line}");
+            }
+        }
+        samples
+    }
+
+    /// `{name="value",…} number`, with its escapes, as labels and the number's text.
+    fn labels(rest: &str) -> (Vec<(String, String)>, &str) {
+        let Some(mut rest) = rest.strip_prefix('{') else { return (Vec::new(), rest.trim_start()) };
+        let mut labels = Vec::new();
+        loop {
+            let (name, tail) = rest.split_once("=\"").unwrap();
+            let mut value = String::new();
+            let mut bytes = tail.char_indices();
+            let end = loop {
+                match bytes.next().unwrap() {
+                    (at, '"') => break at,
+                    (_, '\\') => match bytes.next().unwrap().1 {
+                        'n' => value.push('\n'),
+                        other => value.push(other),
+                    },
+                    (_, other) => value.push(other),
+                }
+            };
+            labels.push((name.to_owned(), value));
+            match tail[end + 1..].split_at(1) {
+                (",", more) => rest = more,
+                ("}", more) => return (labels, more.strip_prefix(' ').unwrap()),
+                (other, _) => panic!("{other:?} behind a label"),
+            }
+        }
+    }
+
+    fn status(newest: Option<u64>, applied: Option<u64>, urls: &[&str]) -> Status {
+        let engine = |url: &&str| EngineStatus {
+            url: (*url).to_owned(),
+            label: Some("a:4".into()),
+            pause_ms: None,
+            error: None,
+        };
+        let ack = |version| Ack {
+            version: Version(version),
+            label: format!("a:{version}"),
+            manifest_digest: ContentDigest::of(b""),
+            prepare_ms: 1500.0,
+            bytes: 7,
+            engines: urls.iter().map(engine).collect(),
+        };
+        Status {
+            id: "host \"0\"".into(),
+            run: "r".into(),
+            run_id: None,
+            model: "policy".into(),
+            newest: newest.map(Version),
+            applied: applied.map(ack),
+            error: None,
+        }
+    }
+
+    fn value(page: &str, name: &str, of: &[(&str, &str)]) -> Option<f64> {
+        let labels = of.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        parse(page).get(&(format!("driftless_follower_{name}"), labels)).copied()
+    }
+
+    #[test]
+    fn every_count_is_on_the_page() {
+        let start = Instant::now();
+        let later = |seconds| start + Duration::from_secs(seconds);
+        let mut counters = Counters::default();
+        let advanced = Advanced {
+            links: 2,
+            bytes: 900,
+            changed: 40,
+            journal: Duration::from_millis(250),
+            overwrite: Duration::from_millis(500),
+            sync: Duration::from_secs(1),
+        };
+        counters.prepared(Ok(&advanced), start);
+        counters.prepared(Ok(&advanced), start);
+        counters.prepared(Err(&Error::Cancelled { what: "a test" }), later(1));
+        let corrupt =
+            Error::Corrupt { subject: "x".into(), what: "y", expected: "1".into(), found: "2".into() };
+        counters.prepared(Err(&corrupt), later(2));
+        counters.prepared(Err(&Error::Busy { what: "x".into(), with: "y".into() }), later(3));
+        counters.activated("http://a", Ok(Some(Duration::from_millis(30))), later(3));
+        counters.activated("http://a", Ok(Some(Duration::from_millis(20))), later(3));
+        counters.activated("http://a", Ok(None), later(3));
+        counters.activated("b\\\n", Err(()), later(4));
+        let status = status(Some(6), Some(4), &["http://a", "b\\\n"]);
+        counters.compared(&status, later(4));
+        counters.compared(&status, later(5));
+        let store = Counts { gets: 3, bytes_got: 2048, ..Counts::default() };
+        let page = page(&status, &counters, &store, later(10));
+        for (name, expected) in [
+            ("version", 4.0),
+            ("newest_version", 6.0),
+            ("lag_versions", 2.0),
+            ("lag_seconds", 6.0),
+            ("last_prepare_seconds", 1.5),
+            ("versions_applied_total", 4.0),
+            ("fetched_bytes_total", 1800.0),
+            ("elements_changed_total", 80.0),
+            ("prepare_failures_total", 2.0),
+            ("refused_total", 1.0),
+            ("last_error_age_seconds", 6.0),
+            ("store_read_bytes_total", 2048.0),
+        ] {
+            assert_eq!(value(&page, name, &[]), Some(expected), "{name}\n{page}");
+        }
+        let a = [("engine", "http://a")];
+        assert_eq!(value(&page, "apply_seconds_total", &[("phase", "journal")]), Some(0.5));
+        assert_eq!(value(&page, "apply_seconds_total", &[("phase", "sync")]), Some(2.0));
+        assert_eq!(value(&page, "store_requests_total", &[("operation", "get")]), Some(3.0));
+        assert_eq!(value(&page, "activations_total", &a), Some(2.0));
+        assert_eq!(value(&page, "pause_seconds_total", &a), Some(0.05));
+        assert_eq!(value(&page, "last_pause_seconds", &a), Some(0.02));
+        assert_eq!(value(&page, "engine_in_step", &a), Some(1.0));
+        assert_eq!(value(&page, "activation_failures_total", &[("engine", "b\\\n")]), Some(1.0));
+        let who = [("follower", "host \"0\""), ("run", "r"), ("run_id", ""), ("model", "policy")];
+        assert_eq!(value(&page, "info", &who), Some(1.0));
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_on_the_page_and_lag_ends() {
+        let now = Instant::now();
+        let mut counters = Counters::default();
+        let empty = page(&status(None, None, &[]), &counters, &Counts::default(), now);
+        for name in ["version", "newest_version", "last_error_age_seconds", "last_prepare_seconds"] {
+            assert_eq!(value(&empty, name, &[]), None, "{name}");
+        }
+        assert_eq!(value(&empty, "lag_versions", &[]), Some(0.0));
+        let nothing = status(Some(2), None, &[]);
+        counters.compared(&nothing, now);
+        let text = page(&nothing, &counters, &Counts::default(), now + Duration::from_secs(3));
+        assert_eq!(
+            (value(&text, "lag_versions", &[]), value(&text, "lag_seconds", &[])),
+            (Some(3.0), Some(3.0))
+        );
+        let there = status(Some(2), Some(2), &[]);
+        counters.compared(&there, now + Duration::from_secs(3));
+        let text = page(&there, &counters, &Counts::default(), now + Duration::from_secs(9));
+        assert_eq!(value(&text, "lag_seconds", &[]), Some(0.0));
+    }
+}

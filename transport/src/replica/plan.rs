@@ -1,0 +1,144 @@
+//! What an advance would fetch and apply, without doing any of it.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::state::{Copy, Layout, Marker, read_optional};
+use super::{Replica, check_model, fetch, quarantine};
+use crate::error::Result;
+use crate::ids::{RunId, Version};
+use crate::manifest::{File, Kind, Manifest};
+use crate::run::{Committed, Run};
+
+/// What [`Replica::advance`] would do to a directory as it is now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Plan {
+    /// The run.
+    pub run_id: RunId,
+    /// The model within the run.
+    pub model: String,
+    /// The version in the directory; `None` if it holds none that could be built upon.
+    pub from: Option<Version>,
+    /// The version that it would be brought to.
+    pub to: Version,
+    /// Whether an apply was interrupted, which would be finished first and may be one of these already.
+    pub unfinished: bool,
+    /// Objects that would be fetched.
+    pub objects: u64,
+    /// Bytes of these objects.
+    pub bytes: u64,
+    /// Elements that would change, by the manifests' account.
+    pub changed: u64,
+    /// The publications, oldest first; none if the version is there.
+    pub links: Vec<PlannedLink>,
+}
+
+/// One publication of a [`Plan`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct PlannedLink {
+    /// Its version.
+    pub version: Version,
+    /// Whether it would be taken in full: fetched whole, or copied from the reference directory.
+    pub full: bool,
+    /// Objects of it that would be fetched.
+    pub objects: u64,
+    /// Bytes of these objects.
+    pub bytes: u64,
+    /// Elements that it changes.
+    pub changed: u64,
+}
+
+impl Replica {
+    /// What bringing `dir` to version `to` of `model` would take. Reads manifests and the directory's state, and writes nothing,
+    /// not even a lock: what somebody else does to the directory meanwhile is not seen. The weights are taken at their word.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Rewind`](crate::Error), `ForeignRun` and `ForeignModel` as [`Replica::advance`] would give; the store's and the
+    /// file system's errors.
+    pub fn plan(dir: &Path, run: &Run, model: &str, to: Version) -> Result<Plan> {
+        let layout = Layout::new(dir);
+        // A state that cannot be read is one that would be built anew.
+        let state = read(&layout).ok().flatten();
+        let pinned = match &state {
+            Some((marker, _)) => Some(marker.applied.clone()),
+            None => quarantine::pinned(&layout)?,
+        };
+        if let Some(pinned) = pinned {
+            run.check_id(dir.display(), pinned.run_id)?;
+            check_model(dir, &pinned.model, model)?;
+        }
+        let base = state.as_ref().map(|(_, copy)| Committed::new(copy.manifest.clone(), copy.digest));
+        let chain = run.chain(model, base.as_ref().map(Committed::identity), to)?;
+        let links = planned(base.as_ref().filter(|_| !chain.restart), &chain.links);
+        Ok(Plan {
+            run_id: run.id(),
+            model: model.to_owned(),
+            from: base.map(|base| base.manifest.version),
+            to,
+            unfinished: layout.journal().exists(),
+            objects: links.iter().map(|link| link.objects).sum(),
+            bytes: links.iter().map(|link| link.bytes).sum(),
+            changed: links.iter().map(|link| link.changed).sum(),
+            links,
+        })
+    }
+}
+
+fn read(layout: &Layout) -> Result<Option<(Marker, Copy)>> {
+    let Some(marker) = Marker::read(&layout.marker())? else { return Ok(None) };
+    let Some(bytes) = read_optional(&layout.manifest())? else { return Ok(None) };
+    Ok(Some((marker, Copy::parse(&bytes)?)))
+}
+
+/// The links in the portions in which [`Replica::advance`] applies them.
+fn planned(base: Option<&Committed>, chain: &[Committed]) -> Vec<PlannedLink> {
+    let mut planned = Vec::with_capacity(chain.len());
+    let mut base = base;
+    let mut rest = chain;
+    while let Some(first) = rest.first() {
+        let builds = |base: &&Committed| {
+            first.manifest.kind == Kind::Delta && first.manifest.base == Some(base.identity())
+        };
+        let on = base.filter(builds).map(|base| &base.manifest);
+        let length =
+            if first.manifest.kind == Kind::Reference { 1 } else { fetch::fold_length(rest, on.is_none()) };
+        let (portion, behind) = rest.split_at(length.clamp(1, rest.len()));
+        let wanted = wanted(on, portion);
+        planned.extend(portion.iter().enumerate().map(|(number, link)| {
+            let objects = wanted.iter().filter(|(of, _)| *of == number);
+            let sizes = objects.filter_map(|(_, object)| link.manifest.objects.get(*object as usize));
+            PlannedLink {
+                version: link.manifest.version,
+                full: number == 0 && on.is_none(),
+                objects: sizes.clone().count() as u64,
+                bytes: sizes.map(|object| object.size).sum(),
+                changed: link.manifest.changed,
+            }
+        }));
+        base = portion.last();
+        rest = behind;
+    }
+    planned
+}
+
+/// The objects of links that are applied at once, on `base` or in full, that hold anything needed.
+fn wanted(base: Option<&Manifest>, links: &[Committed]) -> BTreeSet<(usize, u32)> {
+    let mut wanted = BTreeSet::new();
+    for (number, link) in links.iter().enumerate() {
+        for tensor in &link.manifest.tensors {
+            let full = link.manifest.full_pieces(tensor).filter(|_| number == 0 && base.is_none());
+            let pieces = full.unwrap_or(&tensor.pieces);
+            wanted.extend(pieces.iter().map(|piece| (number, piece.object)));
+        }
+    }
+    let kept: &[File] = base.map_or(&[], |base| &base.files);
+    for (number, file) in fetch::carried_files(kept, links) {
+        wanted.extend(file.parts.iter().map(|part| (number, part.object)));
+    }
+    wanted
+}
