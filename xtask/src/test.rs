@@ -92,6 +92,12 @@ const LANES: &[Lane] = &[
         needs: &[Need::Stores],
         run: with_stores,
     },
+    Lane {
+        name: "kills",
+        what: "kill -9 of publisher and follower at every named point and at random moments",
+        needs: &[],
+        run: kills,
+    },
     Lane { name: "crash", what: "kill -9 at every named point", needs: &[Need::Libtorch], run: crash },
     Lane {
         name: "demo",
@@ -358,12 +364,24 @@ fn with_sglang(context: &Context) -> Result<()> {
     )
 }
 
+/// The features of the lane `unit`, and the crash points of the command: little is built again.
+fn points() -> String {
+    format!("driftless/failpoints,{LIGHT}")
+}
+
+fn kills(context: &Context) -> Result<()> {
+    let mut command = Command::new("cargo");
+    command.args(["test", "--features", &points(), "--test", "kills", "--", "--nocapture"]);
+    if context.long {
+        command.env("DRIFTLESS_LONG", "1");
+    }
+    context.logged(&mut command)
+}
+
 fn with_stores(context: &Context) -> Result<()> {
     let servers = stores::Servers::start(&crate::cache_dir()?, &context.root.join("target/lanes/stores"))?;
     let mut command = Command::new("cargo");
-    // The features of the lane `unit`, but for the crash points of the command: little is built again.
-    let features = format!("driftless/failpoints,{LIGHT}");
-    command.args(["test", "--features", &features, "--test", "servers"]);
+    command.args(["test", "--features", &points(), "--test", "servers"]);
     context.logged(servers.tell(command.args(["--", "--ignored", "--nocapture"])))
 }
 

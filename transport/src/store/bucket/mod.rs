@@ -372,6 +372,4 @@ impl Remote {
 }
 
 #[cfg(test)]
-mod fake;
-#[cfg(test)]
 mod tests;

@@ -1,8 +1,12 @@
+mod link;
+
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use object_store::memory::InMemory;
 
-use super::fake::{Fault, Server};
+use driftless_testkit::s3::{Fault, Server};
+
 use super::*;
 use crate::wrap::{Count, Fault as FaultStore, Throttle};
 use crate::{conformance, probe_conditional_put};
@@ -28,10 +32,14 @@ fn in_memory(part_bytes: usize) -> Arc<dyn Store> {
 }
 
 fn bucket(server: &Server, limits: Limits) -> Bucket {
+    bucket_at(server.addr, limits)
+}
+
+fn bucket_at(addr: SocketAddr, limits: Limits) -> Bucket {
     let settings = [
         ("AWS_ACCESS_KEY_ID", "key-id"),
         ("AWS_SECRET_ACCESS_KEY", SECRET),
-        ("AWS_ENDPOINT_URL", &format!("http://{}", server.addr)),
+        ("AWS_ENDPOINT_URL", &format!("http://{addr}")),
     ]
     .map(|(name, value)| (name.to_owned(), value.to_owned()));
     let mut bucket = open("s3://bucket/root", &settings).unwrap();

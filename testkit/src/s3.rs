@@ -1,4 +1,4 @@
-//! A small S3 server in this process that errs on command.
+//! A small S3 server in this process that errs on command: bucket `bucket`, everything in memory, nothing authenticated.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ const PAGE: usize = 2;
 
 /// What goes wrong with one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fault {
+pub enum Fault {
     /// Nothing.
     None,
     /// It has no effect and gets this status.
@@ -31,28 +31,36 @@ pub(super) enum Fault {
     Replaced,
 }
 
-#[derive(Default)]
-pub(super) struct Bucket {
-    pub(super) objects: BTreeMap<String, (Bytes, u64)>,
-    pub(super) uploads: BTreeMap<String, BTreeMap<usize, Bytes>>,
+/// What the server has and does.
+#[derive(Debug, Default)]
+pub struct Bucket {
+    /// By key, each with its tag.
+    pub objects: BTreeMap<String, (Bytes, u64)>,
+    /// Uploads that were begun and neither completed nor aborted, by id; their parts by number.
+    pub uploads: BTreeMap<String, BTreeMap<usize, Bytes>>,
     /// Requests so far, as `METHOD`, or `METHOD part` for one part of an upload.
-    pub(super) requests: Vec<String>,
+    pub requests: Vec<String>,
     /// The next request of this kind meets this fault.
-    pub(super) faults: VecDeque<(&'static str, Fault)>,
+    pub faults: VecDeque<(&'static str, Fault)>,
     /// Takes conditions and ignores them.
-    pub(super) careless: bool,
+    pub careless: bool,
     next: u64,
 }
 
 /// The server; it ends with this value.
-pub(super) struct Server {
-    pub(super) addr: SocketAddr,
-    pub(super) bucket: Arc<Mutex<Bucket>>,
+#[derive(Debug)]
+pub struct Server {
+    /// Where it listens.
+    pub addr: SocketAddr,
+    /// What it has.
+    pub bucket: Arc<Mutex<Bucket>>,
     _runtime: Runtime,
 }
 
 impl Server {
-    pub(super) fn start() -> Self {
+    /// Starts an empty one on a loopback port of the system's choice.
+    #[must_use]
+    pub fn start() -> Self {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let bucket = Arc::new(Mutex::new(Bucket::default()));
@@ -63,7 +71,8 @@ impl Server {
         Self { addr, bucket, _runtime: runtime }
     }
 
-    pub(super) fn with<T>(&self, f: impl FnOnce(&mut Bucket) -> T) -> T {
+    /// Looks at, or changes, what it has.
+    pub fn with<T>(&self, f: impl FnOnce(&mut Bucket) -> T) -> T {
         f(&mut self.bucket.lock().unwrap())
     }
 }
@@ -141,7 +150,7 @@ impl Bucket {
             }
             ("POST", Some(id)) => {
                 let Some(parts) = self.uploads.remove(id) else { return refuse(404, "NoSuchUpload") };
-                let whole: Vec<u8> = parts.into_values().flatten().collect();
+                let whole = parts.into_values().collect::<Vec<_>>().concat();
                 self.store(key, whole.into());
                 let tag = self.next;
                 format!("<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>")
