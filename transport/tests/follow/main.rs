@@ -1,11 +1,11 @@
 //! What a follower promises: the newest version on disk and on every engine, whatever engines and stores do.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod http;
 
 use std::collections::VecDeque;
-use std::io::{Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -15,8 +15,7 @@ use common::{MODEL, RUN, Weights, assert_same, publisher, step};
 use driftless_transport::wrap::{Fault, When};
 use driftless_transport::{
     Ack, Activate, Activated, BoxError, Checkpoint, Error, Follower, FollowerOptions, Memory, Mode,
-    Publisher, Replica, Run, Snapshot as _, Start, Status, Stop, Store, Target, Version, http,
-    write_checkpoint,
+    Publisher, Replica, Run, Snapshot as _, Start, Stop, Store, Target, Version, write_checkpoint,
 };
 
 /// How a fake engine reacts to its next activation.
@@ -555,85 +554,4 @@ fn bad_names_and_a_held_directory_are_refused_at_open() {
     let mut options = fixture.options();
     options.id = "a/b".into();
     assert!(matches!(Follower::open(fixture.store.clone(), options, vec![]), Err(Error::BadName { .. })));
-}
-
-/// One HTTP exchange over a plain socket: status and body.
-fn exchange(addr: SocketAddr, method: &str, path: &str, token: Option<&str>, body: &str) -> (u16, String) {
-    let mut socket = TcpStream::connect(addr).unwrap();
-    let authorization = token.map_or(String::new(), |token| format!("Authorization: Bearer {token}\r\n"));
-    let length = body.len();
-    write!(
-        socket,
-        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{authorization}Content-Length: {length}\r\n\r\n{body}"
-    )
-    .unwrap();
-    let mut reply = String::new();
-    socket.read_to_string(&mut reply).unwrap();
-    let status = reply.split(' ').nth(1).unwrap().parse().unwrap();
-    (status, reply.split_once("\r\n\r\n").unwrap().1.to_owned())
-}
-
-#[test]
-fn the_http_interface_does_what_the_calls_do() {
-    let mut fixture = Fixture::new();
-    let engine = Engine::default();
-    let follower = fixture.follower(vec![engine.fake("http://a")]);
-    let server = http::serve(follower.clone(), "127.0.0.1:0".parse().unwrap(), None).unwrap();
-    let call = |method: &str, path: &str, body: &str| exchange(server.addr(), method, path, None, body);
-    assert_eq!(call("GET", "/health", "").0, 200);
-    let (status, body) = call("POST", "/activate", "");
-    assert_eq!((status, body.contains("nothing_prepared")), (409, true), "{body}");
-    fixture.publish();
-    let (status, body) = call("POST", "/prepare", r#"{"version":0}"#);
-    let reply: http::PrepareReply = serde_json::from_str(&body).unwrap();
-    assert_eq!((status, reply.version, reply.links), (200, Version(0), 1));
-    let (status, body) = call("POST", "/prepare", "");
-    let reply: http::PrepareReply = serde_json::from_str(&body).unwrap();
-    assert_eq!((status, reply.version, reply.label), (200, Version(1), fixture.label(1)));
-    let (status, body) = call("POST", "/prepare", r#"{"version":0}"#);
-    assert_eq!((status, body.contains("rewind")), (409, true), "{body}");
-    let (status, body) = call("POST", "/prepare", r#"{"version":9}"#);
-    assert_eq!((status, body.contains("not_found")), (404, true), "{body}");
-    for bad in ["{", "[]", r#"{"version":-1}"#, r#"{"verison":1}"#] {
-        let (status, body) = call("POST", "/prepare", bad);
-        assert_eq!((status, body.contains("bad_request")), (400, true), "{body}");
-    }
-    engine.next(Mood::Fail);
-    let (status, body) = call("POST", "/activate", "");
-    assert_eq!((status, body.contains("flush refused")), (502, true), "{body}");
-    let (status, body) = call("POST", "/activate", "");
-    assert_eq!(status, 200, "{body}");
-    let (status, body) = call("GET", "/status", "");
-    let seen: Status = serde_json::from_str(&body).unwrap();
-    assert_eq!((status, &seen), (200, &follower.status()));
-    assert_eq!(seen.applied.unwrap().engines[0].label, Some(fixture.label(1)));
-    let (status, page) = call("GET", "/metrics", "");
-    let line = "driftless_follower_activation_failures_total{engine=\"http://a\"} 1\n";
-    assert_eq!((status, page.contains(line)), (200, true), "{page}");
-    for line in ["_version 1\n", "_refused_total 0\n", "_versions_applied_total 2\n"] {
-        assert!(page.contains(&format!("driftless_follower{line}")), "{line}: {page}");
-    }
-    assert_eq!(call("GET", "/prepare", "").0, 405);
-    assert_eq!(call("GET", "/absent", "").0, 404);
-    assert_eq!(call("POST", "/prepare", &"x".repeat(100_000)).0, 413);
-}
-
-#[test]
-fn a_token_guards_everything_but_health_and_a_taken_port_is_an_error() {
-    let fixture = Fixture::new();
-    let follower = fixture.follower(vec![]);
-    let server =
-        http::serve(follower.clone(), "127.0.0.1:0".parse().unwrap(), Some("secret".into())).unwrap();
-    let call = |path: &str, token| exchange(server.addr(), "GET", path, token, "").0;
-    assert_eq!(call("/health", None), 200);
-    assert_eq!(call("/status", None), 401);
-    assert_eq!(call("/metrics", None), 401);
-    assert_eq!(call("/status", Some("Secret")), 401);
-    assert_eq!(call("/status", Some("secret")), 200);
-    let error = http::serve(follower.clone(), server.addr(), None).unwrap_err();
-    assert!(matches!(error, Error::Listen { .. }), "{error:?}");
-    let addr = server.addr();
-    drop(server);
-    http::serve(follower, addr, None).unwrap();
-    assert!(Run::open(fixture.store.clone(), RUN).unwrap().has(MODEL, Version(0)).unwrap());
 }
