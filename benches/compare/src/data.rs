@@ -5,6 +5,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use driftless_delta::bundle::Tensor;
+use rayon::prelude::*;
 
 /// Two states of one tensor.
 #[derive(Debug, Clone)]
@@ -99,7 +100,7 @@ fn at_rate(shape: Shape, rate: f32, seed: u64) -> Vec<Pair> {
         let name = format!("model.layers.{index}.mlp.up_proj.weight");
         Pair { name, shape: vec![shape.elements as u64], base, new }
     };
-    (0..shape.tensors).map(tensor).collect()
+    (0..shape.tensors).into_par_iter().map(tensor).collect()
 }
 
 /// The bf16 tensors that two checkpoint directories have in common.

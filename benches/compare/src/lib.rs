@@ -3,3 +3,4 @@
 pub mod bound;
 pub mod data;
 pub mod peers;
+pub mod receiver;

@@ -25,10 +25,8 @@ pub mod xor_zstd {
     }
 
     /// The same in blocks that stay in the processor's cache, as their receiver does over a mapped file.
-    pub fn apply_streamed(tensor: &mut [u8], payload: &(Vec<u8>, u128)) -> bool {
-        let Ok(mut stream) = zstd::stream::read::Decoder::with_buffer(payload.0.as_slice()) else {
-            return false;
-        };
+    pub fn apply_streamed(tensor: &mut [u8], frame: &[u8], digest: u128) -> bool {
+        let Ok(mut stream) = zstd::stream::read::Decoder::with_buffer(frame) else { return false };
         let (mut xor, mut hash) = (vec![0; STREAM_BYTES.min(tensor.len())], Xxh3::new());
         for block in tensor.chunks_mut(STREAM_BYTES) {
             let xor = &mut xor[..block.len()];
@@ -38,7 +36,7 @@ pub mod xor_zstd {
             block.iter_mut().zip(&*xor).for_each(|(a, b)| *a ^= b);
             hash.update(block);
         }
-        hash.digest128() == payload.1
+        hash.digest128() == digest
     }
 }
 
@@ -120,8 +118,8 @@ mod tests {
                 let payload = xor_zstd::encode(&base, &new);
                 assert!(xor_zstd::apply(&mut tensor, &payload) && tensor == new);
                 let mut tensor = base.clone();
-                assert!(xor_zstd::apply_streamed(&mut tensor, &payload) && tensor == new);
-                assert!(!xor_zstd::apply_streamed(&mut base.clone(), &(payload.0, payload.1 ^ 1)));
+                assert!(xor_zstd::apply_streamed(&mut tensor, &payload.0, payload.1) && tensor == new);
+                assert!(!xor_zstd::apply_streamed(&mut base.clone(), &payload.0, payload.1 ^ 1));
                 let mut tensor = base.clone();
                 assert!(
                     overwrite_zstd::apply(&mut tensor, &overwrite_zstd::encode(&base, &new)) && tensor == new

@@ -96,7 +96,7 @@ fn sparse(Pair { base, new, .. }: &Pair, density: f64, verdicts: &mut Verdicts) 
     let mut tensor = base.clone();
     let peer = xor_zstd::encode(base, new);
     let peer_applying = seconds(|| xor_zstd::apply(&mut tensor, &peer));
-    let peer_streaming = seconds(|| xor_zstd::apply_streamed(&mut tensor, &peer));
+    let peer_streaming = seconds(|| xor_zstd::apply_streamed(&mut tensor, &peer.0, peer.1));
     let peer_encoding = seconds(|| xor_zstd::encode(base, new));
     println!(
         "  xor+zstd: encode {:.2}, apply and hash {:.2}, in blocks of 2 MiB {:.2}",

@@ -1,0 +1,67 @@
+//! Publishing next to encoding alone.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use driftless_compare::data::Pair;
+use driftless_delta::{DigestTable, Element, Profile, encode};
+use driftless_transport::{Disk, Publisher, PublisherOptions, Start, Store};
+use rayon::prelude::*;
+
+use crate::model::{RUN, State, begin, directory, pairs, publish};
+use crate::{Options, judge, median};
+
+const DENSITY: f64 = 0.01;
+/// Threads of a publisher by default.
+const THREADS_MAX: usize = 8;
+
+/// From the call to the committed manifest, against encoding the same tensors on as many threads and keeping the bytes. The
+/// publisher's own baseline moves behind its back, which the next publication waits for.
+pub(crate) fn run(options: &Options) {
+    let pairs = pairs(options.mib, DENSITY);
+    println!("publish of {} MiB at {} % to a directory", options.mib, 100.0 * DENSITY);
+    let dir = directory(options);
+    let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
+    let mut publisher = begin(&pairs, &store, dir.path(), Profile::Wire);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+    let tables: Vec<_> =
+        pairs.iter().map(|pair| DigestTable::of(Element::Bf16, &pair.base).expect("a table")).collect();
+    let (mut alone, mut whole, mut bytes) = (Vec::new(), Vec::new(), 0);
+    for round in 0..2 * options.repeat {
+        let forth = round % 2 == 0;
+        if forth {
+            let begin = Instant::now();
+            let encoded: Vec<_> = pool.install(|| {
+                let one = |(pair, table): (&Pair, &DigestTable)| {
+                    let mut out = Vec::new();
+                    let bf16 = Element::Bf16;
+                    encode(bf16, &pair.base, &pair.new, table, Profile::Wire, &mut out).expect("a delta");
+                    out
+                };
+                pairs.par_iter().zip(&tables).map(one).collect()
+            });
+            alone.push(begin.elapsed().as_secs_f64());
+            drop(encoded);
+        }
+        // There and back again: every other round starts from the base.
+        let state = if forth { State::new(&pairs) } else { State::base(&pairs) };
+        let begin = Instant::now();
+        let published = publish(&mut publisher, &state);
+        if forth {
+            whole.push(begin.elapsed().as_secs_f64());
+            bytes = published.publication_bytes;
+        }
+        drop(publisher);
+        publisher = reopen(&store, &dir);
+    }
+    let (alone, whole) = (median(alone), median(whole));
+    println!("  encode alone {alone:.3} s, publish {whole:.3} s ({bytes} bytes), {threads} threads");
+    judge("publish over encode alone", whole / alone, 1.3, false);
+}
+
+/// Another publisher of the run; the one before has waited for its baseline.
+fn reopen(store: &Arc<dyn Store>, dir: &tempfile::TempDir) -> Publisher {
+    let options = PublisherOptions::new(RUN, Start::Resume, dir.path().join("baseline"));
+    Publisher::open(store.clone(), options).expect("a publisher")
+}
