@@ -160,6 +160,7 @@ fn dry_run(args: &Args, output: Output) -> Result<()> {
         });
     }
     let run = Run::open(store::open(&args.store)?, &slime::run_name(&args.run, args.layout)?)?;
+    let run = run.trusting(&keys::trusted(&args.trust_key)?);
     let newest = run.newest_version(&args.model)?.unwrap_or_default();
     let to = args.until_version.map_or(newest, |until| newest.min(Version(until)));
     let plan = Replica::plan(&args.checkpoint_dir, &run, &args.model, to)?;

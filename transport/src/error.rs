@@ -528,7 +528,7 @@ impl Error {
         )
     }
 
-    /// True if bytes that came from a store are not what they must be; nothing of them was used.
+    /// True if bytes that came from a store are not what they must be, or not signed by who must; nothing of them was used.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
         matches!(
@@ -538,6 +538,8 @@ impl Error {
                 | Self::DigestMismatch { .. }
                 | Self::TensorMismatch { .. }
                 | Self::Codec { .. }
+                | Self::Unsigned { .. }
+                | Self::BadSignature { .. }
         )
     }
 
