@@ -64,6 +64,7 @@ fn bridge_code(error: &driftless::bridge::Error) -> u8 {
         Bridge::Deadline { .. }
         | Bridge::Behind { .. }
         | Bridge::Exhausted { .. }
+        | Bridge::Group { .. }
         | Bridge::Unreachable { .. } => 4,
         _ => 1,
     }

@@ -3,6 +3,7 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
 use crate::cli::slime::{self, Layout};
+use crate::cli::transport::{Transport, TransportArgs};
 use crate::cli::{keys, store};
 use driftless::bridge::{ClientOptions, DiskActivator, DiskOptions, PauseMode};
 use driftless::transport::{
@@ -20,6 +21,11 @@ Examples:
 
   What the next step would fetch, without taking it:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy --dry-run
+
+  For engines anywhere on a fast network, from a GPU of this host, without a follower beside each:
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
+        --hf-checkpoint /models/start --engine http://10.0.0.2:30000 --engine http://10.0.0.3:30000 \\
+        --update-weight-transport nccl --nccl-library …/site-packages/nvidia/nccl/lib/libnccl.so.2
 
   Only materialise the newest version, once:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir out/newest --once
@@ -60,6 +66,8 @@ pub(crate) struct Args {
     /// The checkpoint directory as the engines see it, if their file system is another [default: --checkpoint-dir].
     #[arg(long, value_name = "DIR")]
     engine_checkpoint_dir: Option<PathBuf>,
+    #[command(flatten)]
+    transport: TransportArgs,
     /// What becomes of running requests while an engine loads: computed anew with the new weights, aborted, or continued on the
     /// key-value cache of the old ones.
     #[arg(long, value_enum, default_value_t = PauseGenerationMode::Retract)]
@@ -113,6 +121,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if args.dry_run {
         return dry_run(&args, output);
     }
+    args.transport.prepare()?;
     let engines = engines(&args)?;
     let id = args.id.clone().unwrap_or_else(host_name);
     let run = slime::run_name(&args.run, args.layout)?;
@@ -188,13 +197,19 @@ fn plan_text(plan: &Plan) -> String {
 }
 
 fn engines(args: &Args) -> Result<Vec<Box<dyn Activate>>> {
+    let client = ClientOptions { keys: args.keys.read()?, ..ClientOptions::default() };
+    let pause = match args.pause_generation_mode {
+        PauseGenerationMode::Retract => PauseMode::Retract,
+        PauseGenerationMode::Abort => PauseMode::Abort,
+        PauseGenerationMode::InPlace => PauseMode::InPlace,
+    };
+    if args.transport.update_weight_transport == Transport::Nccl {
+        let base = args.hf_checkpoint.clone();
+        return Ok(vec![args.transport.group(&args.engine, client, pause, base, host_name())?]);
+    }
     let options = DiskOptions {
-        client: ClientOptions { keys: args.keys.read()?, ..ClientOptions::default() },
-        pause: match args.pause_generation_mode {
-            PauseGenerationMode::Retract => PauseMode::Retract,
-            PauseGenerationMode::Abort => PauseMode::Abort,
-            PauseGenerationMode::InPlace => PauseMode::InPlace,
-        },
+        client,
+        pause,
         engine_checkpoint_dir: args.engine_checkpoint_dir.clone(),
         base: args.hf_checkpoint.clone(),
     };

@@ -24,6 +24,7 @@ mod slime;
 mod store;
 #[cfg(feature = "torch")]
 mod train;
+mod transport;
 
 use clap::{Parser, Subcommand};
 use output::Output;

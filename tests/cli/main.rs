@@ -110,6 +110,20 @@ impl Run {
         command
     }
 
+    /// A follower that shall push over NCCL, with this library.
+    fn follow_nccl(&self, library: &str) -> Command {
+        let mut command = self.follow_once();
+        command.args([
+            "--engine",
+            "127.0.0.1:1",
+            "--update-weight-transport",
+            "nccl",
+            "--nccl-library",
+            library,
+        ]);
+        command
+    }
+
     fn assert_host_is_current(&self) {
         let host = Checkpoint::open(self.path("host")).expect("a checkpoint");
         assert_eq!(host.tensors(), self.made.tensors());
@@ -464,4 +478,18 @@ fn errors_have_their_documented_codes() {
     missing.args(["follow", "--once", "--run", "none", "--store"]).arg(dir.path());
     missing.arg("--checkpoint-dir").arg(dir.path().join("host"));
     assert_eq!(code(&mut missing), Some(1));
+}
+
+#[test]
+fn without_nccl_a_follower_says_what_it_looked_for() {
+    let run = Run::new();
+    let output = run.follow_nccl("/nowhere/libnccl.so.2").output().expect("it runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("/nowhere/libnccl.so.2") && said.contains("site-packages/nvidia/nccl/lib"),
+        "{said}"
+    );
+    let output = run.follow_nccl("libc.so.6").arg("--nccl-version").arg("2.28").output().expect("it runs");
+    assert_eq!(output.status.code(), Some(2), "two numbers are no version");
 }
