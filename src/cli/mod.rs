@@ -66,7 +66,7 @@ enum Command {
     /// Publish a Hugging Face checkpoint directory as the next version of a run.
     Publish(publish::Args),
     /// Keep a local checkpoint directory, and the engines that load it, at a run's newest version.
-    Follow(follow::Args),
+    Follow(Box<follow::Args>),
     /// Bring the followers of many hosts to each version together.
     Coordinate(coordinate::Args),
     /// Encode, apply and look at a delta between two checkpoint directories.
@@ -105,7 +105,7 @@ pub(crate) fn main() -> ExitCode {
         #[cfg(feature = "torch")]
         Command::Serve(args) => serve::run(args, output),
         Command::Publish(args) => publish::run(args, output),
-        Command::Follow(args) => follow::run(args, output),
+        Command::Follow(args) => follow::run(*args, output),
         Command::Coordinate(args) => coordinate::run(args, output),
         Command::Delta(args) => delta::run(args, output),
         Command::Inspect(args) => inspect::run(args, output),
