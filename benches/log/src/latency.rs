@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use driftless_buffer::{Log, Shape, SyncPolicy};
+use driftless_buffer::{Log, Pending, Shape, SyncPolicy};
 use memmap2::{MmapOptions, MmapRaw};
 
 use crate::Row;
@@ -37,8 +37,8 @@ pub(crate) fn run(dir: &Path) -> Vec<Row> {
 
 fn log(dir: &Path, data: &Data) -> Duration {
     let log = Log::open(dir, options(SyncPolicy::Manual, 256 << 20)).expect("a log");
-    // The first record makes the segment.
-    drop(log.append(&data.sample(0)).expect("room in the log"));
+    // The first record makes the segment; its sync gives it its name.
+    log.append(&data.sample(0)).and_then(Pending::wait).expect("room in the log");
     let name = dir.join("segment-00000000000000000000.log");
     // Another map of the same file: the pages are the file's, and their first write is over.
     let segment = std::fs::OpenOptions::new().read(true).write(true).open(name).expect("the segment");
