@@ -2,7 +2,7 @@
 
 use super::Result;
 use super::encode::{CLASSES_BYTES, TABLE_BYTES};
-use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Placed, Room, digest_keys, numbers};
+use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Placed, Room, keys_on, numbers};
 use crate::bits::ByteReader;
 use crate::digest::short;
 use crate::payload::{Header, Kind, Token, block_elements};
@@ -193,21 +193,7 @@ impl<M: Machine> State<M> {
     /// Makes room for all that the kernels need.
     fn arguments(&mut self, machine: &M, element: Element, plan: &Plan) -> Result<Decode> {
         let tasks = plan.tasks.len();
-        let keys = match &self.keys {
-            Some(keys) => M::address(keys),
-            None => {
-                let bytes = digest_keys();
-                let memory = machine.allocate(bytes.len())?;
-                let address = M::address(&memory);
-                // SAFETY: the memory was allocated for these bytes, which live until the wait below.
-                unsafe {
-                    machine.upload(address, &bytes)?;
-                }
-                machine.finish()?;
-                self.keys = Some(memory);
-                address
-            }
-        };
+        let keys = keys_on(machine, &mut self.keys)?;
         let wide = if element.size() == 4 { 8 } else { 4 };
         let payload = self.payload.address(machine, plan.payload_bytes + plan.extra.len() + PAST)?;
         let tasks_at = self.plan.address(machine, plan.bytes())?;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Result;
-use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Placed, Room, digest_keys, numbers};
+use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Placed, Room, keys_on, numbers};
 use crate::payload::{Header, Kind, Token, block_elements};
 use crate::segment::SEGMENT_BLOCKS;
 use crate::table::{Class, PLAIN, Table};
@@ -188,21 +188,7 @@ impl<M: Machine> State<M> {
         report: &Report,
     ) -> Result<Encode> {
         let (blocks, segments) = (report.blocks, report.segments);
-        let keys = match &self.keys {
-            Some(keys) => M::address(keys),
-            None => {
-                let bytes = digest_keys();
-                let memory = machine.allocate(bytes.len())?;
-                let address = M::address(&memory);
-                // SAFETY: the memory was allocated for these bytes, which live until the wait below.
-                unsafe {
-                    machine.upload(address, &bytes)?;
-                }
-                machine.finish()?;
-                self.keys = Some(memory);
-                address
-            }
-        };
+        let keys = keys_on(machine, &mut self.keys)?;
         let wide = if pair.element.size() == 4 { 8 } else { 4 };
         let area = self.blocks.address(machine, report.len().next_multiple_of(16) + 16 * blocks)?;
         let places = area + report.len().next_multiple_of(16) as u64;

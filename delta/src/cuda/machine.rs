@@ -166,9 +166,21 @@ impl<P: DerefMut<Target = [u8]>> HostRoom<P> {
     }
 }
 
-/// The keys of the digest that kernels look up.
-pub(super) fn digest_keys() -> Vec<u8> {
-    DigestTable::stripe_keys().iter().flat_map(|key| key.to_le_bytes()).collect()
+/// Address of the keys of the digest that kernels look up; `kept` holds them from the first call on.
+pub(super) fn keys_on<M: Machine>(machine: &M, kept: &mut Option<M::Memory>) -> Result<u64> {
+    if let Some(keys) = kept {
+        return Ok(M::address(keys));
+    }
+    let bytes: Vec<u8> = DigestTable::stripe_keys().iter().flat_map(|key| key.to_le_bytes()).collect();
+    let memory = machine.allocate(bytes.len())?;
+    let address = M::address(&memory);
+    // SAFETY: the memory was allocated for these bytes, which live until the wait below.
+    unsafe {
+        machine.upload(address, &bytes)?;
+    }
+    machine.finish()?;
+    *kept = Some(memory);
+    Ok(address)
 }
 
 /// A tensor in memory of the machine.
