@@ -1,4 +1,4 @@
-//! Where a replica asks the operating system to change or to sync something: tests look on, and fail single calls.
+//! Where a replica or a store on a disk asks the operating system to change or to sync something: tests look on, and fail single calls.
 //!
 //! Without the feature `failpoints` this compiles to nothing.
 

@@ -11,6 +11,7 @@ use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
 
 use super::{Entry, PutMode, Store};
+use crate::watch::{self, Call};
 use crate::{Error, Key, Result};
 
 /// Where files are written before they get their name. It starts with a dot, which no key does.
@@ -49,7 +50,10 @@ impl Disk {
         create_dir_synced(&directory)?;
         self.swept.call_once(|| sweep(&directory));
         let mut staged = Staged::create(&directory)?;
-        let written = staged.file.write_all(bytes).and_then(|()| staged.file.sync_all());
+        let written = watch::before(Call::Write, &staged.path)
+            .and_then(|()| staged.file.write_all(bytes))
+            .and_then(|()| watch::before(Call::Sync, &staged.path))
+            .and_then(|()| staged.file.sync_all());
         written.map_err(|source| Error::io("write", &staged.path, source))?;
         Ok(staged)
     }
@@ -106,6 +110,7 @@ impl Store for Disk {
         }
         let staged = self.stage(bytes)?;
         create_dir_synced(parent)?;
+        watch::before(Call::Rename, &path).map_err(|source| Error::io("rename into place", &path, source))?;
         match mode {
             PutMode::Overwrite => {
                 fs::rename(&staged.path, &path)
@@ -155,9 +160,10 @@ impl Store for Disk {
     }
 
     fn delete(&self, key: &Key) -> Result<()> {
-        match fs::remove_file(self.path(key)) {
+        let path = self.path(key);
+        match watch::before(Call::Remove, &path).and_then(|()| fs::remove_file(&path)) {
             Err(error) if absent(&error) => Ok(()),
-            removed => removed.map_err(|source| Error::io("delete", self.path(key), source)),
+            removed => removed.map_err(|source| Error::io("delete", path, source)),
         }
     }
 }
@@ -172,7 +178,9 @@ impl Staged {
     fn create(directory: &Path) -> Result<Self> {
         loop {
             let path = directory.join(hex::encode(rand::random::<[u8; 16]>()));
-            let file = File::create_new(&path).map_err(|source| Error::io("create", &path, source))?;
+            let file = watch::before(Call::Create, &path)
+                .and_then(|()| File::create_new(&path))
+                .map_err(|source| Error::io("create", &path, source))?;
             let locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
             // A sweeper may hold the lock, or have removed the file, in the moment between creating and locking it.
             match locked {
@@ -230,7 +238,7 @@ fn create_dir_synced(directory: &Path) -> Result<()> {
     if let Some(parent) = parent {
         create_dir_synced(parent)?;
     }
-    match fs::create_dir(directory) {
+    match watch::before(Call::Create, directory).and_then(|()| fs::create_dir(directory)) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists && directory.is_dir() => return Ok(()),
         made => made.map_err(|source| Error::io("create the directory", directory, source))?,
     }
@@ -238,7 +246,8 @@ fn create_dir_synced(directory: &Path) -> Result<()> {
 }
 
 fn sync_directory(directory: &Path) -> Result<()> {
-    File::open(directory)
+    watch::before(Call::SyncDir, directory)
+        .and_then(|()| File::open(directory))
         .and_then(|directory| directory.sync_all())
         .map_err(|source| Error::io("sync the directory", directory, source))
 }
