@@ -12,7 +12,7 @@ use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step}
 use driftless_transport::{Disk, Dtype, Mode, Publisher, Run, Start, Store};
 
 /// The moments of a publication, those of the baseline's own move included, and how often one passes them.
-const POINTS: [(&str, u64); 7] = [
+const POINTS: [(&str, u64); 9] = [
     ("publish.encode", 3),
     ("publish.upload", 3),
     ("publish.manifest", 1),
@@ -20,6 +20,8 @@ const POINTS: [(&str, u64); 7] = [
     ("follow.fetch", 2),
     ("follow.journal", 1),
     ("follow.apply", 2),
+    ("follow.sync", 1),
+    ("follow.marker", 1),
 ];
 /// Tells the child where to work, and where to die: `<point>:<passes before>`.
 const DIR: &str = "DRIFTLESS_TEST_DIR";

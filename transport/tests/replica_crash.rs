@@ -14,11 +14,12 @@ use std::sync::Arc;
 
 use common::{MODEL, RUN, Weights, assert_same, publisher, step};
 use driftless_transport::{
-    Checkpoint, Error, Memory, Mode, Replica, Result, Run, Start, Store, Version, write_checkpoint,
+    Checkpoint, Error, Follower, FollowerOptions, Memory, Mode, Replica, Result, Run, Start, Stop, Store,
+    Version, write_checkpoint,
 };
 use fail::FailScenario;
 
-const POINTS: [&str; 4] = ["follow.fetch", "follow.journal", "follow.apply", "follow.marker"];
+const POINTS: [&str; 5] = ["follow.fetch", "follow.journal", "follow.apply", "follow.sync", "follow.marker"];
 
 /// A run whose version 1 is a delta that changes most tensors, a file, and removes and adds one; version 2 is
 /// another tensor table.
@@ -55,8 +56,10 @@ fn fixture() -> Fixture {
 }
 
 impl Fixture {
+    /// Moves, and waits until the version is durable.
     fn advance(&self, replica: &mut Replica, to: u64) -> Result<()> {
-        replica.advance(&self.run, MODEL, Version(to), Some(&self.reference)).map(|_| ())
+        replica.advance(&self.run, MODEL, Version(to), Some(&self.reference))?;
+        replica.settle().map(drop)
     }
 
     /// A replica at `version`, or one without any.
@@ -130,9 +133,13 @@ fn a_recovery_that_crashes_too_is_recovered() {
         fail::cfg("follow.journal", "return").unwrap();
         fixture.advance(&mut Replica::open(&dir).unwrap(), to).unwrap_err();
         fail::remove("follow.journal");
-        for (point, passed) in
-            [("follow.apply", 0), ("follow.apply", 1), ("follow.marker", 0), ("follow.apply", 2)]
-        {
+        for (point, passed) in [
+            ("follow.apply", 0),
+            ("follow.apply", 1),
+            ("follow.sync", 0),
+            ("follow.marker", 0),
+            ("follow.apply", 2),
+        ] {
             fail::cfg(point, &format!("{passed}*off->return")).unwrap();
             let error = Replica::open(&dir).unwrap_err();
             assert!(matches!(error, Error::Io { .. }), "{point}: {error:?}");
@@ -143,9 +150,70 @@ fn a_recovery_that_crashes_too_is_recovered() {
 }
 
 #[test]
+fn a_version_can_be_loaded_before_it_is_durable_and_no_crash_takes_it_back() {
+    let fixture = fixture();
+    for (from, to) in MOVES {
+        for point in ["follow.sync", "follow.marker"] {
+            let dir = fixture.prepared(&format!("{from:?}-{to}-{point}"), from);
+            let mut replica = Replica::open(&dir).unwrap();
+            let (reached, waiting) = std::sync::mpsc::channel();
+            let (release, gate) = std::sync::mpsc::channel::<()>();
+            let gate = std::sync::Mutex::new(gate);
+            fail::cfg_callback(point, move || {
+                let _ = reached.send(());
+                let _ = gate.lock().unwrap().recv();
+            })
+            .unwrap();
+            replica.advance(&fixture.run, MODEL, Version(to), Some(&fixture.reference)).unwrap();
+            waiting.recv().unwrap();
+            // The other thread stands still; what a process that dies here leaves is this directory.
+            assert_eq!(replica.applied().unwrap().version, Version(to));
+            assert_same(replica.checkpoint().unwrap(), &fixture.versions[to as usize]);
+            let copy = fixture.dir.path().join(format!("copy-{from:?}-{to}-{point}"));
+            copy_dir(&dir, &copy);
+            assert!(copy.join(".driftless/journal").exists());
+            assert!(matches!(Replica::open(&dir), Err(Error::Locked { .. })));
+            release.send(()).unwrap();
+            replica.settle().unwrap();
+            fixture.assert_holds(&replica, Some(to));
+            fail::remove(point);
+            fixture.assert_at(&copy, Some(to));
+        }
+    }
+}
+
+fn copy_dir(from: &Path, to: &Path) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_dir(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), &target).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_value_that_is_dropped_lets_its_version_become_durable_first() {
+    let fixture = fixture();
+    let dir = fixture.prepared("dropped", Some(0));
+    fail::cfg("follow.sync", "pause").unwrap();
+    let mut replica = Replica::open(&dir).unwrap();
+    replica.advance(&fixture.run, MODEL, Version(1), None).unwrap();
+    let dropped = std::thread::spawn(move || drop(replica));
+    assert!(matches!(Replica::open(&dir), Err(Error::Locked { .. })));
+    fail::remove("follow.sync");
+    dropped.join().unwrap();
+    assert!(!dir.join(".driftless/journal").exists());
+    fixture.assert_at(&dir, Some(1));
+}
+
+#[test]
 fn the_same_replica_finishes_what_it_could_not() {
     let fixture = fixture();
-    for point in ["follow.journal", "follow.apply", "follow.marker"] {
+    for point in ["follow.journal", "follow.apply", "follow.sync", "follow.marker"] {
         let dir = fixture.prepared(point, Some(0));
         let mut replica = Replica::open(&dir).unwrap();
         fail::cfg(point, "return").unwrap();
@@ -154,6 +222,34 @@ fn the_same_replica_finishes_what_it_could_not() {
         fail::remove(point);
         fixture.advance(&mut replica, 2).unwrap();
         fixture.assert_holds(&replica, Some(2));
+    }
+}
+
+#[test]
+fn a_follower_tells_of_a_version_that_did_not_become_durable_and_mends_it() {
+    let fixture = fixture();
+    for coordinated in [false, true] {
+        let mut options =
+            FollowerOptions::new(RUN, fixture.dir.path().join(format!("host-{coordinated}")), "host");
+        options.model = MODEL.to_owned();
+        options.hf_checkpoint = Some(fixture.reference.clone());
+        options.coordinated = coordinated;
+        options.until = Some(Version(1));
+        let dir = options.checkpoint_dir.clone();
+        let follower = Follower::open(fixture.run.store().clone(), options, Vec::new()).unwrap();
+        fail::cfg("follow.sync", "1*off->1*return->off").unwrap();
+        follower.prepare(Some(Version(0))).unwrap();
+        follower.settle().unwrap();
+        follower.prepare(Some(Version(1))).unwrap();
+        assert!(matches!(follower.settle(), Err(Error::Io { .. })));
+        let error = follower.status().error.unwrap();
+        assert!(error.contains("follow.sync"), "{error}");
+        assert_eq!(follower.status().applied.unwrap().version, Version(1), "its journal has it");
+        // Nobody has to ask: with one more look it is carried out again.
+        follower.run_until(&Stop::new(), false).unwrap();
+        fail::remove("follow.sync");
+        drop(follower);
+        fixture.assert_at(&dir, Some(1));
     }
 }
 
@@ -260,17 +356,19 @@ fn deltas_in_a_row_are_one_apply_with_one_journal() {
     let mut replica = Replica::open(&dir).unwrap();
     let advanced = replica.advance(&fixture.run, MODEL, Version(11), None).unwrap();
     assert_eq!(advanced.links, 8);
+    replica.settle().unwrap();
     fixture.assert_holds(&replica, Some(11));
     drop(replica);
     // A late joiner takes a full version and all deltas behind it at once.
     fail::cfg("follow.journal", "1*off->return").unwrap();
     let mut late = Replica::open(fixture.dir.path().join("late")).unwrap();
     assert_eq!(late.advance(&fixture.run, MODEL, Version(11), None).unwrap().links, 10);
+    late.settle().unwrap();
     fixture.assert_holds(&late, Some(11));
     fail::remove("follow.journal");
 
     // Between the journal and each of its steps.
-    for point in ["follow.fetch", "follow.journal", "follow.apply", "follow.marker"] {
+    for point in POINTS {
         for passed in 0.. {
             let dir = fixture.prepared(&format!("{point}-{passed}"), Some(3));
             fail::cfg(point, &format!("{passed}*off->return")).unwrap();

@@ -1,24 +1,28 @@
 //! Power that goes at every sync of an apply, with every choice of what the disk had taken by then; and calls that fail.
 //!
-//! What then lies on the fake disk (`common/power.rs`) is opened again.
+//! What then lies on the fake disk (`common/power.rs`) is opened again. While the version is only being made durable, engines may
+//! have it already, so that only the new one may come back.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
 #[path = "common/power.rs"]
 mod power;
 
-use std::fs;
-use std::path::PathBuf;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use common::{MODEL, RUN, Random, Weights, publisher, step};
-use driftless_transport::watch::Call;
+use driftless_transport::watch::{self, Call};
 use driftless_transport::{
     Checkpoint, Error, Memory, Mode, Replica, Result, Run, Snapshot as _, Start, Store, Version,
     write_checkpoint,
 };
 
-use power::{Image, Moment, TURN, record, scratch, with_failure};
+use power::{BEHIND, Image, Moment, TURN, record, scratch, with_failure};
 
 struct Fixture {
     run: Run,
@@ -59,7 +63,14 @@ fn fixture() -> Fixture {
 }
 
 impl Fixture {
+    /// Moves, and waits until the version is durable.
     fn advance(&self, replica: &mut Replica, to: u64) -> Result<()> {
+        self.run_to(replica, to)?;
+        replica.settle().map(drop)
+    }
+
+    /// Moves, until the version could be loaded.
+    fn run_to(&self, replica: &mut Replica, to: u64) -> Result<()> {
         replica.advance(&self.run, MODEL, Version(to), Some(&self.reference)).map(drop)
     }
 
@@ -113,7 +124,8 @@ impl Fixture {
         for (number, moment) in moments.iter().enumerate() {
             for (image, taken) in power::images(moment, &mut random) {
                 let why = || format!("seed {seed}, moment {number}: {taken}");
-                let version = self.recover(&image, &[from, Some(to)], to, &why);
+                let allowed = [if moment.visible { Some(to) } else { from }, Some(to)];
+                let version = self.recover(&image, &allowed, to, &why);
                 counts[0] += 1;
                 counts[if version == Some(to) { 2 } else { 1 }] += 1;
             }
@@ -138,6 +150,11 @@ fn power_that_goes_at_any_sync_leaves_the_old_or_the_new_version() {
             moments.len()
         );
         assert!(old > 0 && new > 0 && moments.len() > 8);
+        let behind: Vec<&Moment> = moments.iter().filter(|moment| moment.visible).collect();
+        assert!(behind.len() > 4, "the data, digests, manifest, marker, journal: {}", behind.len());
+        if from.is_some_and(|from| from < 2) {
+            assert!(behind[0].has_unsynced_pages());
+        }
     }
 }
 
@@ -170,9 +187,76 @@ fn power_that_goes_again_during_the_recovery_does_no_harm() {
     assert!(images > 30);
 }
 
+/// A disk that loses what it was to write: the sync fails once, the kernel takes the pages for clean, and they are what they
+/// were before.
+#[test]
+fn a_sync_behind_a_version_that_fails_is_told_and_its_journal_carried_out_again() {
+    let fixture = fixture();
+    for (from, to, failures) in [(0, 1, 1), (0, 2, 1), (0, 1, 3)] {
+        for k in 0.. {
+            let dir = fixture.prepared(&format!("{from}-{to}-{failures}-{k}"), Some(from));
+            let before: BTreeMap<PathBuf, Vec<u8>> = fs::read_dir(&dir)
+                .unwrap()
+                .map(|entry| entry.unwrap().path())
+                .filter(|path| is_weights(path))
+                .map(|path| (path.clone(), fs::read(&path).unwrap()))
+                .collect();
+            let mut replica = Replica::open(&dir).unwrap();
+            let passed = Arc::new(Mutex::new(0));
+            let count = passed.clone();
+            watch::set(Some(Box::new(move |call, path| {
+                if call != Call::Sync || !before.contains_key(path) {
+                    return Ok(());
+                }
+                let mut count = count.lock().unwrap();
+                *count += 1;
+                if *count <= k || *count > k + failures {
+                    return Ok(());
+                }
+                let file = File::options().write(true).open(path)?;
+                io::Write::write_all(&mut &file, &before[path])?;
+                Err(io::Error::from_raw_os_error(5))
+            })));
+            fixture.run_to(&mut replica, to).unwrap();
+            assert_eq!(replica.applied().unwrap().version, Version(to));
+            let mut told = replica.settle();
+            if *passed.lock().unwrap() <= k {
+                watch::set(None);
+                told.unwrap();
+                assert!(k > 0, "nothing was synced");
+                break;
+            }
+            for failure in 1..=failures {
+                assert!(matches!(told, Err(Error::Io { .. })), "{told:?}");
+                assert!(matches!(replica.checkpoint(), Err(Error::NothingApplied { .. })));
+                if failure < failures {
+                    told = replica.settle();
+                }
+            }
+            if k % 2 == 0 {
+                replica.settle().unwrap();
+                assert_eq!(fixture.held(&replica), Some(to));
+                replica.verify().unwrap();
+            }
+            watch::set(None);
+            drop(replica);
+            let replica = Replica::open(&dir).unwrap();
+            assert_eq!(fixture.held(&replica), Some(to));
+            replica.verify().unwrap();
+        }
+    }
+}
+
+/// Whether it is a weight file that engines read.
+fn is_weights(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "safetensors")
+        && path.parent().is_some_and(|parent| !parent.ends_with("next"))
+}
+
 fn every_call(which: fn(Call) -> bool, error: i32, is_typed: fn(&Error) -> bool) {
     let fixture = fixture();
     let mut calls = 0;
+    BEHIND.store(0, Relaxed);
     for (from, to) in MOVES {
         for k in 0.. {
             let dir = fixture.prepared(&format!("{from:?}-{to}-{k}"), from);
@@ -208,8 +292,9 @@ fn every_call(which: fn(Call) -> bool, error: i32, is_typed: fn(&Error) -> bool)
             fs::remove_dir_all(&dir).unwrap();
         }
     }
-    println!("{calls} calls failed");
-    assert!(calls > 50);
+    let behind = BEHIND.load(Relaxed);
+    println!("{calls} calls failed, {behind} of them behind a version that could be loaded");
+    assert!(calls > 50 && behind > 20);
 }
 
 #[test]

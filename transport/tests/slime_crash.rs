@@ -41,7 +41,7 @@ fn interrupted_anywhere_a_host_has_the_old_version_or_the_new_one() {
         write_checkpoint(root.join("hf"), &weights, 7000).unwrap();
         follower(root).prepare(None).unwrap();
         let mut version = 0;
-        for point in ["follow.fetch", "follow.journal", "follow.apply", "follow.marker"] {
+        for point in ["follow.fetch", "follow.journal", "follow.apply", "follow.sync", "follow.marker"] {
             for passage in 0.. {
                 let old = weights.clone();
                 weights.step(version + 1, 11);
@@ -49,7 +49,7 @@ fn interrupted_anywhere_a_host_has_the_old_version_or_the_new_one() {
                 Delta::new(version, form, &tensors(&old), &tensors(&weights), 2).write(&root.join("source"));
                 let host = follower(root);
                 fail::cfg(point, &format!("{passage}*off->1*return->off")).unwrap();
-                let interrupted = host.prepare(None).is_err();
+                let interrupted = host.prepare(None).and_then(|_| host.settle()).is_err();
                 fail::remove(point);
                 let mut committed = !interrupted || point != "follow.fetch";
                 if version % 2 == 0 {

@@ -102,7 +102,7 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
         page.single(
             "last_prepare_seconds",
             "gauge",
-            "Fetch, check, apply and sync of that version.",
+            "Fetch, check and apply of that version, until engines could load it.",
             seconds,
         );
     }
@@ -119,7 +119,7 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
     page.family(
         "apply_seconds_total",
         "counter",
-        "Time of applies: fetch to sealed journal, overwrite, sync.",
+        "Time of applies: fetch to sealed journal, overwrite, waiting for the sync of the version before.",
     );
     for (phase, time) in
         [("journal", applied.journal), ("overwrite", applied.overwrite), ("sync", applied.sync)]

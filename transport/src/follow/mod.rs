@@ -95,7 +95,7 @@ impl FollowerOptions {
     }
 }
 
-/// A version that lies ready on the host's disk.
+/// A version that lies ready on the host: engines may load it, and a crash does not take it away.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Prepared {
@@ -222,10 +222,11 @@ impl Follower {
     }
 
     /// Brings the checkpoint directory to `target`, or to the newest version up to [`FollowerOptions::until`]. Engines go on
-    /// with what they serve.
+    /// with what they serve. The data become durable behind it ([`Follower::settle`]); the journal that can repeat them is.
     ///
     /// # Errors
     ///
+    /// The file system's, if the version before turned out not to become durable: the next call carries it out again first.
     /// [`Error::NoSuchRun`] or [`Error::NoSuchVersion`] before the first publication; [`Error::Busy`] during
     /// another prepare or activate, and while an engine still loads; those of [`Replica::advance`]. The
     /// version before stays in place.
@@ -241,6 +242,34 @@ impl Follower {
         counters.prepared(prepared.as_ref().map(|prepared| &prepared.advanced), Instant::now());
         counters.compared(&status, Instant::now());
         prepared
+    }
+
+    /// Waits until the prepared version is durable in its place.
+    ///
+    /// # Errors
+    ///
+    /// As [`Replica::settle`]; [`Error::Busy`] also during another request.
+    pub fn settle(&self) -> Result<()> {
+        self.note(self.core()?.replica.settle().map(drop))
+    }
+
+    /// Has the status tell of a version that could not be made durable, and begins with it again.
+    fn check_durable(&self) -> Result<()> {
+        let mut core = self.core()?;
+        self.note(heal(&mut core.replica, Replica::poll))?;
+        let unfinished = core.replica.applied().is_some() && core.replica.checkpoint().is_err();
+        if !unfinished {
+            return Ok(());
+        }
+        self.note(heal(&mut core.replica, |replica| replica.settle().map(drop)))
+    }
+
+    /// Shows an error of the replica, if there is one, in the status and among the failures.
+    fn note(&self, outcome: Result<()>) -> Result<()> {
+        outcome.inspect_err(|error| {
+            self.status_mut().error = Some(chain_text(error));
+            self.counters_mut().prepared(Err(error), Instant::now());
+        })
     }
 
     /// Makes every engine serve the prepared version; those that do already are left alone. All are tried,
@@ -304,6 +333,7 @@ impl Follower {
                 with: format!("engine `{}`, which still loads it", slot.worker.name()),
             });
         }
+        heal(&mut core.replica, Replica::poll)?;
         #[cfg(feature = "slime")]
         if core.feed.is_some() {
             return self.prepare_slime(core, target);
@@ -473,6 +503,14 @@ impl Follower {
 impl std::fmt::Debug for Follower {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Follower").field("options", &self.shared.options).finish_non_exhaustive()
+    }
+}
+
+/// Does something that may find the directory damaged, and then sets it aside.
+fn heal(replica: &mut Replica, look: impl FnOnce(&mut Replica) -> Result<()>) -> Result<()> {
+    match look(replica) {
+        Err(damage @ Error::DamagedReplica { .. }) => replica.quarantine(damage),
+        looked => looked,
     }
 }
 

@@ -87,7 +87,8 @@ impl Follower {
     /// slowly, and shown in [`Follower::status`]; the old version keeps serving meanwhile.
     ///
     /// With `once` it returns after the first round, with that round's error if there is one. With
-    /// [`FollowerOptions::until`](super::FollowerOptions) it returns when that version is on disk and every engine serves it.
+    /// [`FollowerOptions::until`](super::FollowerOptions) it returns when that version is on disk and every engine serves it. It
+    /// returns when the last version is durable in its place.
     ///
     /// # Errors
     ///
@@ -96,13 +97,15 @@ impl Follower {
     pub fn run_until(&self, stop: &Stop, once: bool) -> Result<()> {
         if once {
             self.prepare(None)?;
-            return self.activate().map(|_| ());
+            self.activate()?;
+            return self.settle();
         }
         *self.watching() = Some(stop.clone());
         let _watching = Watching(self);
         let mut failures = 0;
         while !stop.is_stopped() {
-            let prepared = if self.options().coordinated { Ok(()) } else { self.prepare(None).map(drop) };
+            let prepared =
+                if self.options().coordinated { self.check_durable() } else { self.prepare(None).map(drop) };
             match prepared {
                 // Before the trainer's first publication, or while a coordinator's request is under way,
                 // nothing is wrong.
@@ -131,7 +134,11 @@ impl Follower {
                 break;
             }
         }
-        Ok(())
+        match self.settle() {
+            // Somebody else's request outlives this loop.
+            Err(Error::Busy { .. }) => Ok(()),
+            settled => settled,
+        }
     }
 
     /// Whether the last version to follow is on disk and on every engine.

@@ -26,7 +26,8 @@ impl Baseline {
         Ok(Self { dir: dir.to_path_buf(), state: State::Here(Box::new(Replica::open_or_quarantine(dir)?)) })
     }
 
-    /// Begins a move; the next call of anything else waits for it.
+    /// Begins a move; the next call of anything else waits until it is durable: what the next delta starts from must not be
+    /// found to be another one while it is encoded.
     pub(super) fn begin(
         &mut self,
         change: impl FnOnce(&mut Replica) -> Result<()> + Send + 'static,
@@ -34,7 +35,7 @@ impl Baseline {
         self.wait()?;
         let State::Here(mut replica) = std::mem::replace(&mut self.state, State::Gone) else { return Ok(()) };
         let spawned = thread::Builder::new().name("driftless-baseline".to_owned()).spawn(move || {
-            let moved = change(&mut replica);
+            let moved = change(&mut replica).and_then(|()| replica.settle().map(drop));
             (replica, moved)
         });
         self.state =

@@ -469,7 +469,8 @@ impl Publisher {
                         return Err(self.lost(newest.identity()));
                     }
                     Some(_) => self.restore_baseline()?,
-                    None => {}
+                    // It is there, but perhaps not on the disk.
+                    None => drop(self.baseline.replica()?.settle()?),
                 }
                 self.standing = Standing::Level;
                 Ok(())
@@ -510,6 +511,7 @@ impl Publisher {
                 },
                 advanced => {
                     advanced?;
+                    replica.settle()?;
                     break;
                 }
             }

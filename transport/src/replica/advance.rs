@@ -62,13 +62,12 @@ impl Replica {
         reference: Option<&Path>,
         observer: &dyn Observe,
     ) -> Result<Advanced> {
-        self.finish()?;
+        let mut total = Advanced { sync: self.finish()?, ..Advanced::default() };
         if let Some(pinned) = self.pinned()? {
             run.check_id(self.dir.display(), pinned.run_id)?;
             check_model(&self.dir, &pinned.model, model)?;
             self.check_version(&pinned, to)?;
         }
-        let mut total = Advanced::default();
         let mut tries = 0;
         loop {
             let chain = run.chain_with(model, self.identity(), to, known.take())?;
@@ -130,7 +129,7 @@ impl Replica {
 
     /// Applies publications in a row at once: one journal, one pass over the checkpoint.
     fn apply(&mut self, links: &[Committed], fetch: &FetchObject<'_>) -> Result<Advanced> {
-        self.finish()?;
+        let sync = self.finish()?;
         let Some(last) = links.last() else { return Ok(Advanced::default()) };
         if self.check_forward(&last.manifest)? && self.identity() == Some(last.identity()) {
             return Ok(Advanced::default());
@@ -144,14 +143,14 @@ impl Replica {
         let objects = objects::Objects::new(links, fetch);
         let sealed = self.journal_publications(links, &objects);
         let (journal, bytes) = (started.elapsed(), objects.fetched());
-        let times = self.carry_out(sealed)?;
+        let overwrite = self.carry_out(sealed)?;
         let changed = links.iter().map(|link| link.manifest.changed).sum();
         tracing::info!(
             dir = %self.dir.display(), version = %last.manifest.version, links = links.len(), bytes, changed,
-            journal_ms = journal.as_millis() as u64, overwrite_ms = times.overwrite.as_millis() as u64, "applied"
+            journal_ms = journal.as_millis() as u64, overwrite_ms = overwrite.as_millis() as u64, "applied"
         );
         let links = links.len() as u64;
-        Ok(Advanced { links, bytes, changed, journal, overwrite: times.overwrite, sync: times.sync })
+        Ok(Advanced { links, bytes, changed, journal, overwrite, sync })
     }
 
     /// Whether `link` is a delta on the version that is here.

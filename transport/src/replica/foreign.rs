@@ -71,7 +71,7 @@ impl Replica {
         rewrite: &Rewrite<'_>,
         confirm: &dyn Fn() -> Result<()>,
     ) -> Result<Advanced> {
-        self.finish()?;
+        let sync = self.finish()?;
         if self.applied().is_some_and(|applied| applied.manifest_digest == next.digest) {
             // It was committed by an earlier call that could not finish.
             return Ok(Advanced::default());
@@ -85,12 +85,12 @@ impl Replica {
         let sealed = journal(&self.layout.journal(), state, next, rewrite, confirm);
         let journal = started.elapsed();
         let changed = sealed.as_ref().copied().unwrap_or_default();
-        let times = self.carry_out(sealed)?;
+        let overwrite = self.carry_out(sealed)?;
         tracing::info!(
             dir = %self.dir.display(), version = %next.version, changed, journal_ms = journal.as_millis() as u64,
-            overwrite_ms = times.overwrite.as_millis() as u64, "applied"
+            overwrite_ms = overwrite.as_millis() as u64, "applied"
         );
-        Ok(Advanced { links: 1, bytes: 0, changed, journal, overwrite: times.overwrite, sync: times.sync })
+        Ok(Advanced { links: 1, bytes: 0, changed, journal, overwrite, sync })
     }
 }
 

@@ -6,15 +6,17 @@ mod fetch;
 pub(crate) mod foreign;
 mod journal;
 mod objects;
+mod overwrite;
 mod plan;
 mod quarantine;
 mod redo;
+mod settle;
 mod state;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftless_delta::DigestTable;
 use rustix::fs::{FlockOperation, flock};
@@ -28,7 +30,7 @@ use crate::snapshot::{Snapshot as _, is_plain_name};
 use crate::spool::{Spool, SpoolOptions};
 use crate::watch::{self, Call};
 use journal::{Record, Writer};
-use redo::Times;
+use settle::{Settling, Unsettled};
 use state::{Layout, State};
 
 pub(crate) use advance::Observe;
@@ -47,9 +49,10 @@ const RANGE_POINT: &str = "follow.range";
 /// ones.
 ///
 /// Its state lies in `.driftless/` inside. An apply is a redo log: decode to absolute changes, write and sync
-/// the journal (now the new version is committed), overwrite in place, sync, move the marker, drop the
-/// journal. A crash anywhere leaves, after [`Replica::open`], the old or the new version exactly. The base is
-/// checked before anything is written.
+/// the journal (now the new version is committed), overwrite in place: now engines may load it, and the call returns. Behind it,
+/// on a thread of its own ([`Replica::settle`]), the data are synced, the marker is moved and the journal is dropped. A crash
+/// anywhere leaves, after [`Replica::open`], the old or the new version exactly, and the new one once it could be loaded. The base
+/// is checked before anything is written.
 ///
 /// The directory belongs to one `Replica` at a time (a lock says so); engines may read it, nobody else may
 /// write it.
@@ -57,9 +60,11 @@ const RANGE_POINT: &str = "follow.range";
 pub struct Replica {
     dir: PathBuf,
     layout: Layout,
-    /// Held as long as the value lives.
-    _lock: Lock,
+    /// Held as long as the value lives, and as long as a version is being made durable.
+    lock: Arc<Lock>,
     state: Option<State>,
+    /// The applied version is in the page cache and the journal, and on its way into its place.
+    settling: Option<Settling>,
     /// A committed journal could not be carried out; nothing else happens before it is.
     unfinished: bool,
     /// Objects that arrive.
@@ -80,7 +85,7 @@ pub struct Advanced {
     pub journal: Duration,
     /// Overwriting: at its end an engine could load the version.
     pub overwrite: Duration,
-    /// Making the overwritten data durable.
+    /// Waiting, before any of it, until the version before was durable, which it becomes behind its own apply.
     pub sync: Duration,
 }
 
@@ -109,7 +114,7 @@ impl Replica {
         let mut replica = Self::locked(dir.into())?;
         match replica.recover() {
             Err(damage @ Error::DamagedReplica { .. }) => replica.quarantine(damage)?,
-            recovered => drop(recovered?),
+            recovered => recovered?,
         }
         Ok(replica)
     }
@@ -120,9 +125,9 @@ impl Replica {
             // Weights whose state was lost with the power would be nobody's.
             create_dir_synced(&layout.root)?;
         }
-        let lock = Lock::take(&layout.lock())?;
+        let lock = Arc::new(Lock::take(&layout.lock())?);
         let spool = Arc::new(Spool::new(layout.spool(), SpoolOptions::default(), RANGE_POINT));
-        Ok(Self { dir, layout, _lock: lock, state: None, unfinished: true, spool })
+        Ok(Self { dir, layout, lock, state: None, settling: None, unfinished: true, spool })
     }
 
     /// Sets aside, after `damage`, everything of this directory that belongs to the replica: afterwards it holds no
@@ -135,6 +140,10 @@ impl Replica {
     /// [`Error::Busy`] while the checkpoint is shared; the file system's errors, after which the call can be repeated.
     pub fn quarantine(&mut self, damage: Error) -> Result<()> {
         self.check_unshared()?;
+        // Any other error is more damage.
+        if let Err(error @ Error::Busy { .. }) = self.rest() {
+            return Err(error);
+        }
         if let Some(foreign) = quarantine::foreign_file(&self.dir, &self.layout)? {
             tracing::warn!(dir = %self.dir.display(), foreign, "damaged, and not to be rebuilt over a foreign file");
             return Err(damage);
@@ -144,7 +153,7 @@ impl Replica {
         );
         self.state = None;
         quarantine::set_aside(&self.dir, &self.layout)?;
-        self.recover().map(|_| ())
+        self.recover()
     }
 
     /// How objects are kept while [`Replica::advance`] fetches them, so that a fetch that was stopped goes on where it was.
@@ -159,7 +168,7 @@ impl Replica {
     }
 
     /// The version that the directory holds, or `None` before the first. While an apply is unfinished, the
-    /// version before it.
+    /// version before it, or the one it leads to if that could be loaded for a while.
     #[must_use]
     pub fn applied(&self) -> Option<&Applied> {
         self.state.as_ref().map(|state| &state.applied)
@@ -239,11 +248,13 @@ impl Replica {
         redo::hash_all(&checkpoint, manifest).map(|_| ())
     }
 
-    /// Finishes a committed journal, if one waits. Refuses while the checkpoint is shared: nothing may change
-    /// behind a reader's map.
-    fn finish(&mut self) -> Result<()> {
+    /// Waits for the version before to be durable and finishes a committed journal, if one waits. Refuses while the checkpoint is
+    /// shared: nothing may change behind a reader's map. Returns how long it waited.
+    fn finish(&mut self) -> Result<Duration> {
         self.check_unshared()?;
-        if self.unfinished { self.recover().map(|_| ()) } else { Ok(()) }
+        let started = Instant::now();
+        self.settle()?;
+        Ok(started.elapsed())
     }
 
     fn check_unshared(&self) -> Result<()> {
@@ -253,47 +264,59 @@ impl Replica {
         Ok(())
     }
 
-    fn recover(&mut self) -> Result<Times> {
-        let missing = |source: &std::io::Error| source.kind() == std::io::ErrorKind::NotFound;
-        let damaged = |source: Error| match source {
-            Error::Io { source: ref io, .. } if missing(io) => self.damaged(source),
-            Error::Io { .. } | Error::NoSpace { .. } | Error::PermissionDenied { .. } => source,
-            source => self.damaged(source),
-        };
+    /// Carries out a committed journal, to the end, or reads what is here.
+    fn recover(&mut self) -> Result<()> {
         let journal = self.layout.journal().exists();
-        let (state, times) = match redo::redo(&self.dir, &self.layout).map_err(damaged)? {
-            Some((state, times)) => (Some(state), times),
-            None => (redo::load(&self.dir, &self.layout, journal).map_err(damaged)?, Times::default()),
-        };
-        redo::drop_journal(&self.layout)?;
-        self.state = state;
+        if let Some((unsettled, _)) = self.redo()? {
+            unsettled.settle().map_err(|error| self.judge(error))?;
+        } else {
+            let loaded = redo::load(&self.dir, &self.layout, journal);
+            self.state = loaded.map_err(|error| self.judge(error))?;
+            redo::drop_journal(&self.layout)?;
+        }
         self.unfinished = false;
-        Ok(times)
+        Ok(())
+    }
+
+    /// Carries out a committed journal up to the page cache; returns what is left to do, and how long it took.
+    fn redo(&mut self) -> Result<Option<(Unsettled, Duration)>> {
+        let redone = redo::redo(&self.dir, &self.layout).map_err(|error| self.judge(error))?;
+        Ok(redone.map(|redone| {
+            self.state = Some(redone.state);
+            (redone.unsettled, redone.overwrite)
+        }))
     }
 
     fn damaged(&self, source: Error) -> Error {
         Error::DamagedReplica { path: self.dir.clone(), source: Box::new(source) }
     }
 
-    /// Carries out a journal that was just sealed; if it could not be sealed, what was written of it is removed.
-    fn carry_out<T>(&mut self, sealed: Result<T>) -> Result<Times> {
+    /// Carries out a journal that was just sealed; if it could not be sealed, what was written of it is removed. Returns how
+    /// long it took until an engine could load the version; it becomes durable behind.
+    fn carry_out<T>(&mut self, sealed: Result<T>) -> Result<Duration> {
         if let Err(error) = sealed {
             if let Err(leftover) = redo::drop_journal(&self.layout) {
                 tracing::warn!(error = %leftover, "a part of an uncommitted apply stays behind");
             }
-            if matches!(error, Error::NoSpace { .. }) {
-                quarantine::make_room(&self.layout);
-                self.spool.pause();
-            }
+            self.make_room(&error);
             return Err(self.blame(error));
         }
         self.unfinished = true;
         self.layout.sync()?;
         crash_point("follow.journal")?;
-        let times = self.recover()?;
-        quarantine::forget(&self.layout);
+        let overwrite = match self.redo()? {
+            Some((unsettled, overwrite)) => {
+                self.settle_behind(unsettled)?;
+                self.unfinished = false;
+                overwrite
+            }
+            None => {
+                self.recover()?;
+                Duration::ZERO
+            }
+        };
         self.spool.resume();
-        Ok(times)
+        Ok(overwrite)
     }
 
     /// An error of the codec may mean that the base has rotted in place, which nothing but its digests can tell.

@@ -1,19 +1,19 @@
-//! Carrying out a committed journal, and reading back what a directory holds.
+//! Carrying out a committed journal up to the page cache, and reading back what a directory holds.
 //!
-//! Every step is idempotent and the marker moves last, so that a crash anywhere is followed by the same steps
+//! Every step is idempotent and the marker moves last (`settle.rs`), so that a crash anywhere is followed by the same steps
 //! again.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use driftless_delta::{DigestTable, Patch};
-use memmap2::MmapMut;
+use driftless_delta::DigestTable;
 
 use super::fetch::check_digest;
 use super::journal::{self, Record};
+use super::overwrite::overwrite;
+use super::settle::Unsettled;
 use super::state::{
     Applied, Copy, Layout, Marker, Stamp, State, Tables, digests_from_bytes, digests_to_bytes, read_optional,
     stamps,
@@ -23,20 +23,18 @@ use crate::error::{Error, Result};
 use crate::ids::ContentDigest;
 use crate::manifest::Manifest;
 use crate::snapshot::{Snapshot as _, TensorInfo, is_plain_name};
-use crate::watch::{self, Call};
 
-/// How long the two halves of an apply took.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Times {
-    /// Until an engine could load the new version.
+/// A version whose journal was carried out: an engine could load it, but it is not in its place on the disk.
+pub(super) struct Redone {
+    pub(super) state: State,
+    pub(super) unsettled: Unsettled,
+    /// What carrying it out took.
     pub(super) overwrite: Duration,
-    /// Until it was durable.
-    pub(super) sync: Duration,
 }
 
-/// Finishes the committed journal of `dir`; `None` if there is none, or one that was never committed, which
-/// is removed.
-pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<(State, Times)>> {
+/// Carries out the committed journal of `dir`, up to the page cache; `None` if there is none, or one that was never
+/// committed.
+pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<Redone>> {
     let path = layout.journal();
     let file = match File::open(&path) {
         Ok(file) => file,
@@ -66,20 +64,21 @@ pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<(State, Times)>
     move_files(dir, layout, &records)?;
     let checkpoint = Checkpoint::open(dir)?;
     check_tensors(&checkpoint, &parsed.manifest)?;
-    let maps = overwrite(&checkpoint, &parsed.manifest, &records)?;
-    let overwritten = started.elapsed();
-    for (path, map) in maps {
-        watch::before(Call::Sync, &path)
-            .and_then(|()| map.flush())
-            .map_err(|source| Error::io("sync", path, source))?;
-    }
-    let times = Times { overwrite: overwritten, sync: started.elapsed() - overwritten };
+    let overwritten = overwrite(&checkpoint, &parsed.manifest, &records)?;
+    let overwrite = started.elapsed();
 
-    super::crash_point("follow.marker")?;
     let mut state = adopt(checkpoint, parsed, digests)?;
-    state.weights = write_state(layout, &state, Some((copy, digests)))?;
-    drop_journal(layout)?;
-    Ok(Some((state, times)))
+    // As they are left: what anybody writes while they are synced is somebody else's.
+    state.weights = stamps(state.checkpoint.weight_files())?;
+    let unsettled = Unsettled {
+        layout: layout.clone(),
+        applied: state.applied.clone(),
+        overwritten,
+        weights: state.weights.clone(),
+        copy: copy.to_vec(),
+        digests: digests.to_vec(),
+    };
+    Ok(Some(Redone { state, unsettled, overwrite }))
 }
 
 /// Removes the journal and what was staged for it.
@@ -112,7 +111,7 @@ pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<St
     check_files(&checkpoint, &copy.manifest)?;
     let tables =
         read_optional(&layout.digests())?.and_then(|bytes| digests_from_bytes(&bytes, &copy.manifest));
-    let weights = stamps(&checkpoint)?;
+    let weights = stamps(checkpoint.weight_files())?;
     let touched = weights != marker.weights;
     let stale = touched || tables.is_none();
     let tables = match tables {
@@ -124,7 +123,8 @@ pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<St
     };
     let state = State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into(), weights };
     if stale {
-        write_state(layout, &state, None)?;
+        let digests = digests_to_bytes(&state.tables);
+        write_state(layout, &state.applied, &state.weights, (&bytes, &digests))?;
     }
     Ok(Some(state))
 }
@@ -261,58 +261,6 @@ fn checked(name: &str) -> Result<&str> {
     if is_plain_name(name) { Ok(name) } else { Err(Error::BadFileName { name: name.to_owned() }) }
 }
 
-/// Writes the patches through shared maps: from here on an engine that reads the files sees the new version.
-fn overwrite(
-    checkpoint: &Checkpoint,
-    manifest: &Manifest,
-    records: &[Record<'_>],
-) -> Result<BTreeMap<PathBuf, MmapMut>> {
-    let mut maps = BTreeMap::new();
-    for record in records {
-        let Record::Patch { tensor, offset, bytes } = *record else { continue };
-        let codec = |source| Error::Codec { tensor: tensor.to_owned(), source };
-        let patch = Patch::from_bytes(bytes).map_err(codec)?;
-        let aliases = manifest
-            .tensors
-            .iter()
-            .find(|entry| entry.name == tensor)
-            .map_or(&[][..], |entry| &entry.aliases);
-        for name in std::iter::once(tensor).chain(aliases.iter().map(String::as_str)) {
-            let target = target(&mut maps, checkpoint, name, offset, patch.tensor_bytes())?;
-            patch.apply_to(target).map_err(codec)?;
-        }
-        super::crash_point("follow.apply")?;
-    }
-    Ok(maps)
-}
-
-/// The mapped bytes of a tensor's range, mapping its file on first use.
-fn target<'m>(
-    maps: &'m mut BTreeMap<PathBuf, MmapMut>,
-    checkpoint: &Checkpoint,
-    tensor: &str,
-    offset: u64,
-    length: u64,
-) -> Result<&'m mut [u8]> {
-    let outside = || Error::TensorMismatch {
-        tensor: tensor.to_owned(),
-        what: "range that the journal overwrites",
-        expected: "inside the tensor".into(),
-        found: format!("{length} bytes from {offset}"),
-    };
-    let place = checkpoint.position(tensor).and_then(|index| checkpoint.place(index)).ok_or_else(outside)?;
-    if offset.checked_add(length).is_none_or(|end| end > place.length) {
-        return Err(outside());
-    }
-    if !maps.contains_key(place.path) {
-        let io = |source| Error::io("open for writing", place.path, source);
-        let file = File::options().read(true).write(true).open(place.path).map_err(io)?;
-        maps.insert(place.path.to_owned(), map::map_mut(place.path, &file)?);
-    }
-    let start = (place.offset + offset) as usize;
-    maps.get_mut(place.path).and_then(|map| map.get_mut(start..start + length as usize)).ok_or_else(outside)
-}
-
 /// The state that a finished journal leaves.
 fn adopt(checkpoint: Checkpoint, copy: Copy, digests: &[u8]) -> Result<State> {
     let tables = digests_from_bytes(digests, &copy.manifest).ok_or_else(|| Error::Corrupt {
@@ -326,19 +274,16 @@ fn adopt(checkpoint: Checkpoint, copy: Copy, digests: &[u8]) -> Result<State> {
     Ok(State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into(), weights: Vec::new() })
 }
 
-/// Writes digests, manifest and, last of all, the marker. Returns the weight files' stamps that it holds.
-fn write_state(layout: &Layout, state: &State, bytes: Option<(&[u8], &[u8])>) -> Result<Vec<Stamp>> {
-    let (copy, digests) = match bytes {
-        Some((copy, digests)) => (copy.to_vec(), digests.to_vec()),
-        None => {
-            let copy = Copy { digest: state.applied.manifest_digest, manifest: state.manifest.clone() };
-            (copy.to_bytes()?, digests_to_bytes(&state.tables))
-        }
-    };
-    layout.replace(&layout.digests(), &digests)?;
-    layout.replace(&layout.manifest(), &copy)?;
-    let marker = Marker::new(state.applied.clone(), ContentDigest::of(&copy), stamps(&state.checkpoint)?);
+/// Writes the files `manifest` and `digests` and, last of all, the marker.
+pub(super) fn write_state(
+    layout: &Layout,
+    applied: &Applied,
+    weights: &[Stamp],
+    (copy, digests): (&[u8], &[u8]),
+) -> Result<()> {
+    layout.replace(&layout.digests(), digests)?;
+    layout.replace(&layout.manifest(), copy)?;
+    let marker = Marker::new(applied.clone(), ContentDigest::of(copy), weights.to_vec());
     layout.replace(&layout.marker(), &marker.to_bytes()?)?;
-    layout.sync()?;
-    Ok(marker.weights)
+    layout.sync()
 }

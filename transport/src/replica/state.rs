@@ -110,7 +110,7 @@ impl State {
     /// Whether somebody else wrote to a weight file, as far as its size and time tell. The delta codec takes the
     /// digest tables at their word, so this is what stands between such a write and the next apply.
     pub(super) fn is_touched(&self) -> bool {
-        stamps(&self.checkpoint).map_or(true, |now| now != self.weights)
+        stamps(self.checkpoint.weight_files()).map_or(true, |now| now != self.weights)
     }
 }
 
@@ -216,10 +216,9 @@ pub(super) fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// The weight files as they are now.
-pub(super) fn stamps(checkpoint: &Checkpoint) -> Result<Vec<Stamp>> {
-    checkpoint
-        .weight_files()
+/// Weight files as they are now.
+pub(super) fn stamps<'a>(files: impl Iterator<Item = &'a Path>) -> Result<Vec<Stamp>> {
+    files
         .map(|path| {
             let metadata = fs::metadata(path).map_err(|source| Error::io("inspect", path, source))?;
             Ok(Stamp {

@@ -184,6 +184,8 @@ impl Publisher {
     }
 
     fn catch_up(&mut self) -> Result<Applied> {
+        // Durable, before anything is encoded against it.
+        self.baseline.settle()?;
         let newest = self.feed.survey(&mut self.baseline)?;
         self.feed.advance(&mut self.baseline, newest)?;
         let path = || self.options.baseline_dir.clone();

@@ -11,6 +11,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use driftless_transport::watch::{self, Call};
@@ -20,6 +21,12 @@ use super::common::Random;
 const PAGE: usize = 4096;
 const ALL_UP_TO: usize = 8;
 const SEEDED: u64 = 1000;
+
+/// The thread that makes a replica's version durable that can be loaded already.
+const SETTLER: &str = "driftless-settle";
+
+/// Calls that [`with_failure`] failed on that thread.
+pub(crate) static BEHIND: AtomicUsize = AtomicUsize::new(0);
 
 pub(crate) static TURN: Mutex<()> = Mutex::new(());
 
@@ -169,6 +176,8 @@ fn crashed(durable: &Image, live: &Image, taken: &[&Unit]) -> Image {
 /// A moment before a sync.
 pub(crate) struct Moment {
     pub(crate) what: String,
+    /// Whether engines may have the replica's new version.
+    pub(crate) visible: bool,
     pub(crate) durable: Image,
     pub(crate) live: Image,
 }
@@ -177,6 +186,11 @@ impl Moment {
     /// How many things may have reached the disk or not.
     pub(crate) fn differences(&self) -> usize {
         units(&self.durable, &self.live).len()
+    }
+
+    /// Whether pages are among them.
+    pub(crate) fn has_unsynced_pages(&self) -> bool {
+        units(&self.durable, &self.live).iter().any(|unit| matches!(unit, Unit::Page(..)))
     }
 }
 
@@ -226,9 +240,14 @@ impl Disk {
         self.settle();
         let live = Image::of(&self.dir, &mut self.held);
         let what = format!("{call:?} {}", path.strip_prefix(&self.dir).unwrap().display());
-        self.moments.push(Moment { what, durable: self.durable.clone(), live: live.clone() });
+        let visible = is_settler();
+        self.moments.push(Moment { what, visible, durable: self.durable.clone(), live: live.clone() });
         self.syncing = Some((call, path.into(), live));
     }
+}
+
+fn is_settler() -> bool {
+    std::thread::current().name() == Some(SETTLER)
 }
 
 /// Does something to what lies in `dir` and returns the moments at which the power may go: before each sync, and after all.
@@ -244,7 +263,8 @@ pub(crate) fn record(dir: &Path, work: impl FnOnce()) -> Vec<Moment> {
     let mut disk = disk.lock().unwrap();
     disk.settle();
     let live = Image::of(dir, &mut disk.held);
-    let end = Moment { what: "the end".to_owned(), durable: disk.durable.clone(), live };
+    let visible = disk.moments.iter().any(|moment| moment.visible);
+    let end = Moment { what: "the end".to_owned(), visible, durable: disk.durable.clone(), live };
     disk.moments.push(end);
     std::mem::take(&mut disk.moments)
 }
@@ -295,7 +315,11 @@ pub(crate) fn with_failure<T>(
         }
         let mut count = count.lock().unwrap();
         *count += 1;
-        if *count == k + 1 { Err(io::Error::from_raw_os_error(error)) } else { Ok(()) }
+        if *count != k + 1 {
+            return Ok(());
+        }
+        BEHIND.fetch_add(usize::from(is_settler()), Relaxed);
+        Err(io::Error::from_raw_os_error(error))
     })));
     let done = work();
     watch::set(None);

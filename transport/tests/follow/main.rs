@@ -385,10 +385,12 @@ fn a_plan_is_what_the_advance_then_does() {
     let first = plan(1);
     let did = follower.prepare(Some(Version(1))).unwrap().advanced;
     assert_eq!((did.links, did.bytes, did.changed), (2, first.bytes, first.changed));
+    follower.settle().unwrap();
     let rest = plan(3);
     assert_eq!((rest.from, rest.links.len(), rest.links[0].full), (Some(Version(1)), 2, false));
     let did = follower.prepare(None).unwrap().advanced;
     assert_eq!((did.links, did.bytes, did.changed), (2, rest.bytes, rest.changed));
+    follower.settle().unwrap();
     assert!(plan(3).links.is_empty() && plan(3).bytes == 0);
     let error = Replica::plan(&fixture.path(), &run, MODEL, Version(1)).unwrap_err();
     assert!(matches!(error, Error::Rewind { .. }), "{error:?}");
@@ -472,6 +474,7 @@ fn a_damaged_directory_is_built_anew_without_anybodys_help() {
         assert_eq!(follower.status().applied, None, "{what}");
         follower.prepare(None).unwrap();
         fixture.assert_on_disk();
+        follower.settle().unwrap();
         assert!(!state("quarantine").exists(), "{what}: what was set aside is given up");
         drop(follower);
         // And goes on from there by deltas.

@@ -103,9 +103,9 @@ fn ours(dir: &Path) -> (Duration, Duration) {
     let run = Run::open(Arc::new(Disk::new(dir.join("store"))), RUN).expect("a run");
     let mut replica = Replica::open(dir.join("host")).expect("a replica");
     let begin = Instant::now();
-    let advanced = replica.advance(&run, "policy", Version(1), None).expect("an advance");
-    // What comes behind the overwriting is the sync, and the marker.
-    (begin.elapsed() - advanced.sync, advanced.sync)
+    replica.advance(&run, "policy", Version(1), None).expect("an advance");
+    let loadable = begin.elapsed();
+    (loadable, replica.settle().expect("a disk"))
 }
 
 fn slime(dir: &Path) -> (Duration, Duration) {

@@ -1,0 +1,117 @@
+//! The step of an apply that changes weights: patches go through shared memory maps, several tensors at a time.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use driftless_delta::Patch;
+
+use super::journal::Record;
+use crate::checkpoint::{Checkpoint, map};
+use crate::error::{Error, Result};
+use crate::manifest::Manifest;
+use crate::pool::{Bounds, in_order, threads};
+
+/// More threads than this only wait for memory, or for the file system's page faults.
+const THREADS_MAX: usize = 16;
+
+/// What happens to one tensor of a file: its bytes in the file, and its patches in order, each with the byte of the tensor at
+/// which it begins.
+struct Edit<'a> {
+    tensor: &'a str,
+    range: Range<usize>,
+    patches: Vec<(u64, &'a [u8])>,
+}
+
+/// Writes the patches: from here on an engine that reads the files sees the new version. Returns the files that were
+/// written to, opened before the first byte.
+pub(super) fn overwrite(
+    checkpoint: &Checkpoint,
+    manifest: &Manifest,
+    records: &[Record<'_>],
+) -> Result<Vec<(PathBuf, File)>> {
+    let mut overwritten = Vec::new();
+    for (path, edits) in edits(checkpoint, manifest, records)? {
+        let io = |source| Error::io("open for writing", path, source);
+        let file = File::options().read(true).write(true).open(path).map_err(io)?;
+        let mut map = map::map_mut(path, &file)?;
+        write(&mut map, &edits)?;
+        overwritten.push((path.to_owned(), file));
+    }
+    Ok(overwritten)
+}
+
+/// The edits of each file, in the order of their places.
+fn edits<'a>(
+    checkpoint: &'a Checkpoint,
+    manifest: &'a Manifest,
+    records: &[Record<'a>],
+) -> Result<BTreeMap<&'a Path, Vec<Edit<'a>>>> {
+    let mut patches: BTreeMap<&str, Vec<(u64, &[u8])>> = BTreeMap::new();
+    for record in records {
+        if let Record::Patch { tensor, offset, bytes } = *record {
+            patches.entry(tensor).or_default().push((offset, bytes));
+        }
+    }
+    let mut edits: BTreeMap<&Path, Vec<Edit<'_>>> = BTreeMap::new();
+    for (tensor, patches) in patches {
+        let entry = manifest.tensors.iter().find(|entry| entry.name == tensor);
+        let aliases = entry.map_or(&[][..], |entry| &entry.aliases);
+        for name in std::iter::once(tensor).chain(aliases.iter().map(String::as_str)) {
+            let place = checkpoint.position(name).and_then(|index| checkpoint.place(index));
+            let place = place.ok_or_else(|| outside(name, "a tensor that is not here"))?;
+            // Bounded by the length of the file's map.
+            let range = place.offset as usize..(place.offset + place.length) as usize;
+            edits.entry(place.path).or_default().push(Edit { tensor: name, range, patches: patches.clone() });
+        }
+    }
+    for edits in edits.values_mut() {
+        edits.sort_by_key(|edit| edit.range.start);
+    }
+    Ok(edits)
+}
+
+/// Writes the edits of one file, of which no two overlap.
+fn write(map: &mut [u8], edits: &[Edit<'_>]) -> Result<()> {
+    let (mut rest, mut at) = (map, 0);
+    let mut targets = Vec::with_capacity(edits.len());
+    for edit in edits {
+        let gone = || outside(edit.tensor, "a place beyond its file");
+        let skip = edit.range.start.checked_sub(at).ok_or_else(gone)?;
+        let (_, behind) = rest.split_at_mut_checked(skip).ok_or_else(gone)?;
+        let (target, behind) = behind.split_at_mut_checked(edit.range.len()).ok_or_else(gone)?;
+        targets.push(Some((edit, target)));
+        (rest, at) = (behind, edit.range.end);
+    }
+    let weights = vec![1; targets.len()];
+    let bounds = Bounds { threads: threads(THREADS_MAX), weight: u64::MAX };
+    let feed = |index: usize| Ok(targets.get_mut(index).and_then(Option::take));
+    let work =
+        |target: Option<(&Edit<'_>, &mut [u8])>| target.map_or(Ok(()), |(edit, bytes)| patch(edit, bytes));
+    in_order(&weights, bounds, feed, work, |_, ()| Ok(()))
+}
+
+fn patch(edit: &Edit<'_>, tensor: &mut [u8]) -> Result<()> {
+    let codec = |source| Error::Codec { tensor: edit.tensor.to_owned(), source };
+    for (offset, bytes) in &edit.patches {
+        let patch = Patch::from_bytes(bytes).map_err(codec)?;
+        let (start, length) = (usize::try_from(*offset).ok(), usize::try_from(patch.tensor_bytes()).ok());
+        let target = start
+            .zip(length)
+            .and_then(|(start, length)| tensor.get_mut(start..start.checked_add(length)?))
+            .ok_or_else(|| outside(edit.tensor, format!("{} bytes from {offset}", patch.tensor_bytes())))?;
+        patch.apply_to(target).map_err(codec)?;
+        super::crash_point("follow.apply")?;
+    }
+    Ok(())
+}
+
+fn outside(tensor: &str, found: impl Into<String>) -> Error {
+    Error::TensorMismatch {
+        tensor: tensor.to_owned(),
+        what: "range that the journal overwrites",
+        expected: "inside the tensor".into(),
+        found: found.into(),
+    }
+}

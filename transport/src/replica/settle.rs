@@ -1,0 +1,178 @@
+//! What lies behind an apply: making durable what the page cache has, while engines load it already.
+//!
+//! A version whose journal is durable cannot be lost any more, so nobody has to wait for its data: until they are synced and the
+//! marker is moved, a crash is followed by the journal again. The next journal waits, because it would take this one's place.
+
+use std::fs::File;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::state::{Applied, Layout, Stamp};
+use super::{Lock, Replica, crash_point, quarantine, redo};
+use crate::checkpoint::sync_file;
+use crate::error::{Error, Result};
+
+/// How long anybody waits for a sync. The thread goes on behind, and so does the next call that waits.
+const SETTLE_DEADLINE: Duration = Duration::from_secs(600);
+
+/// A version that is in the page cache and in the journal, and not yet in its place on the disk.
+#[derive(Debug)]
+pub(super) struct Unsettled {
+    pub(super) layout: Layout,
+    pub(super) applied: Applied,
+    /// The files that were overwritten, open since before the first byte: a write-back that failed meanwhile is told by the sync.
+    pub(super) overwritten: Vec<(PathBuf, File)>,
+    /// All weight files, as the overwriting left them.
+    pub(super) weights: Vec<Stamp>,
+    /// The `manifest` file.
+    pub(super) copy: Vec<u8>,
+    /// The `digests` file.
+    pub(super) digests: Vec<u8>,
+}
+
+impl Unsettled {
+    /// Syncs the data, moves the marker, drops the journal, in this order. Returns what the sync of the data took.
+    pub(super) fn settle(self) -> Result<Duration> {
+        crash_point("follow.sync")?;
+        let started = Instant::now();
+        for (path, file) in &self.overwritten {
+            sync_file(file, path).map_err(|source| Error::io("sync", path, source))?;
+        }
+        let sync = started.elapsed();
+        crash_point("follow.marker")?;
+        redo::write_state(&self.layout, &self.applied, &self.weights, (&self.copy, &self.digests))?;
+        redo::drop_journal(&self.layout)?;
+        quarantine::forget(&self.layout);
+        let version = self.applied.version;
+        tracing::info!(dir = %self.layout.root.display(), %version, sync_ms = sync.as_millis() as u64, "durable");
+        Ok(sync)
+    }
+}
+
+/// A version that another thread makes durable.
+#[derive(Debug)]
+pub(super) struct Settling {
+    what: String,
+    outcome: Mutex<Receiver<Result<Duration>>>,
+}
+
+impl Settling {
+    /// Starts the thread, which holds the directory's lock as long as it writes there.
+    fn start(unsettled: Unsettled, lock: Arc<Lock>) -> Result<Self> {
+        let what = format!("making version {} durable", unsettled.applied.version);
+        let root = unsettled.layout.root.clone();
+        let (tell, outcome) = sync_channel(1);
+        let work = move || {
+            let settled = unsettled.settle();
+            // Released before it is told, for whoever opens the directory upon that.
+            drop(lock);
+            let _ = tell.send(settled);
+        };
+        thread::Builder::new()
+            .name("driftless-settle".to_owned())
+            .spawn(work)
+            .map_err(|source| Error::io("start a thread for", root, source))?;
+        Ok(Self { what, outcome: Mutex::new(outcome) })
+    }
+
+    /// How it ended; `None` if it has not after `limit`.
+    fn wait(&self, limit: Duration) -> Option<Result<Duration>> {
+        match self.outcome.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(limit) {
+            Ok(outcome) => Some(outcome),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => {
+                Some(Err(Error::Cancelled { what: "making a version durable" }))
+            }
+        }
+    }
+}
+
+impl Replica {
+    /// Waits until the applied version is durable, and finishes what an earlier error left unfinished. Nobody has to: the next
+    /// apply does, dropping the value does, and what a crash interrupts is finished by [`Replica::open`]. Returns what the
+    /// sync of the data took, or zero if nothing was under way.
+    ///
+    /// # Errors
+    ///
+    /// The file system's, naming what could not be synced: the version is then carried out again, from its journal, by the next
+    /// call, and [`Replica::checkpoint`] does not show it before. [`Error::Busy`] after ten minutes of waiting, or if there is
+    /// something to finish while the checkpoint is shared.
+    pub fn settle(&mut self) -> Result<Duration> {
+        let sync = self.rest()?;
+        if self.unfinished {
+            self.check_unshared()?;
+            self.recover()?;
+        }
+        Ok(sync)
+    }
+
+    /// Waits until nobody else writes to the directory; returns what the sync took that was under way.
+    pub(super) fn rest(&mut self) -> Result<Duration> {
+        let sync = self.join(SETTLE_DEADLINE)?;
+        if let (None, Some(settling)) = (sync, &self.settling) {
+            let with = format!("{}, for {} s by now", settling.what, SETTLE_DEADLINE.as_secs());
+            return Err(Error::Busy { what: format!("`{}`", self.dir.display()), with });
+        }
+        Ok(sync.unwrap_or_default())
+    }
+
+    /// Takes note of a sync that has ended, without waiting for one.
+    pub(crate) fn poll(&mut self) -> Result<()> {
+        self.join(Duration::ZERO).map(drop)
+    }
+
+    /// Has another thread make a version durable that can be read from here on.
+    pub(super) fn settle_behind(&mut self, unsettled: Unsettled) -> Result<()> {
+        self.settling = Some(Settling::start(unsettled, self.lock.clone())?);
+        Ok(())
+    }
+
+    /// Waits for the sync that is under way, if one is; returns what it took if it ended.
+    fn join(&mut self, limit: Duration) -> Result<Option<Duration>> {
+        let Some(outcome) = self.settling.as_ref().and_then(|settling| settling.wait(limit)) else {
+            return Ok(None);
+        };
+        self.settling = None;
+        let sync = outcome.map_err(|error| {
+            // What the page cache holds after a failed sync is not known: pages may count as clean that are on no disk, or be the
+            // old ones again. The journal writes all of them once more.
+            self.unfinished = true;
+            tracing::error!(
+                dir = %self.dir.display(), error = &error as &dyn std::error::Error, "not durable: its journal is carried out again"
+            );
+            self.make_room(&error);
+            self.judge(error)
+        })?;
+        Ok(Some(sync))
+    }
+
+    /// Gives up what is not needed, if `error` says that the disk is full.
+    pub(super) fn make_room(&self, error: &Error) {
+        if matches!(error, Error::NoSpace { .. }) {
+            quarantine::make_room(&self.layout);
+            self.spool.pause();
+        }
+    }
+
+    /// Whether an error of a committed apply speaks against the directory itself.
+    pub(super) fn judge(&self, source: Error) -> Error {
+        match source {
+            Error::Io { source: ref io, .. } if io.kind() == ErrorKind::NotFound => self.damaged(source),
+            Error::Io { .. } | Error::NoSpace { .. } | Error::PermissionDenied { .. } => source,
+            Error::Cancelled { .. } => source,
+            source => self.damaged(source),
+        }
+    }
+}
+
+impl Drop for Replica {
+    fn drop(&mut self) {
+        if let Err(error) = self.join(SETTLE_DEADLINE) {
+            tracing::warn!(dir = %self.dir.display(), %error, "opening the replica finishes its version");
+        }
+    }
+}
