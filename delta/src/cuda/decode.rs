@@ -52,8 +52,8 @@ const WHOLE: u64 = 1;
 
 /// Bytes that kernels may look at past the end of a payload.
 const PAST: usize = 128;
-/// Blocks that one warp reads: `PARSED` of `kernels/decode.cu`.
-const PARSED: usize = 4;
+/// Blocks that a thread block reads, a warp each: `PARSERS` of `kernels/parse.cu`.
+const PARSERS: usize = 4;
 
 /// Memory of a decoder; it grows to what the largest payload needs.
 pub(super) struct State<M: Machine> {
@@ -221,7 +221,7 @@ impl<M: Machine> State<M> {
 unsafe fn kernels<M: Machine>(machine: &M, element: Element, arguments: &Decode) -> Result<()> {
     let tasks = arguments.count as usize;
     let shared = if arguments.classes == 1 { CLASSES_BYTES } else { 0 };
-    let parse = Grid { threads: 32, ..Grid::of(tasks.div_ceil(PARSED)) };
+    let parse = Grid { threads: 32 * PARSERS as u32, ..Grid::of(tasks.div_ceil(PARSERS)) };
     // SAFETY: the caller's promise.
     unsafe {
         if arguments.classes == 1 {
@@ -335,9 +335,10 @@ impl Plan {
                 why: "no table before the first block",
             });
         };
-        // A change has a bit for its sign, and one for its mark unless its class is inverted.
+        // A change has a bit for its sign, and one for its mark unless its class is inverted; what a large one has in the list that is kept
+        // of them while they are read costs two bits more.
         let least = if table.classes().iter().any(|class| class.inverted) { 1 } else { 2 };
-        let room = (elements as u64).min(bytes as u64 * 8 / least);
+        let room = (2 * elements as u64).min(bytes as u64 * 8 / least);
         self.tasks.push(Task {
             block: block as u64,
             offset: offset as u64,

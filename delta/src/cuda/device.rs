@@ -25,6 +25,7 @@ pub(super) const SOURCE: &str = concat!(
     include_str!("kernels/common.cu"),
     include_str!("kernels/encode.cu"),
     include_str!("kernels/decode.cu"),
+    include_str!("kernels/parse.cu"),
 );
 
 /// What the compiler must know of an element type.

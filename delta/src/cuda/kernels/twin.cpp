@@ -87,6 +87,7 @@ static double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); r
 #include "common.cu"
 #include "encode.cu"
 #include "decode.cu"
+#include "parse.cu"
 
 static void twin_main() {
     // The first time round this only makes a place to come back to, on a stack of its own.
