@@ -126,6 +126,10 @@ impl<M: Machine> State<M> {
             Kind::Delta(expected) if expected != check.short_check() => return mismatch(expected),
             Kind::Delta(_) => {}
         }
+        let room = payload.len().next_multiple_of(16) + PAST;
+        let address = self.payload.address(machine, room)?;
+        // SAFETY: the room was made for this payload, which lives until the wait in `apply`.
+        unsafe { machine.upload(address, payload)? };
         // Out of the state and back, so that its memory is used again.
         let mut plan = std::mem::take(&mut self.tokens);
         let applied = plan
@@ -161,12 +165,11 @@ impl<M: Machine> State<M> {
         let host_plan = self.host_plan.bytes(machine, plan.bytes())?;
         plan.write(host_plan);
         let results = self.host_results.bytes(machine, 32 + 16 * plan.tasks.len())?;
-        let aligned = payload.len().next_multiple_of(16);
         // SAFETY: the rooms were made for this payload; what is copied lives until the wait below, and `results` is looked at after it.
         unsafe {
-            machine.upload(arguments.payload, payload)?;
             if !plan.extra.is_empty() {
-                machine.upload(arguments.payload + aligned as u64, &plan.extra)?;
+                machine.upload(arguments.payload, payload)?;
+                machine.upload(arguments.payload + plan.payload_bytes as u64, &plan.extra)?;
             }
             machine.upload(arguments.tasks, host_plan)?;
             machine.clear(arguments.status, 32)?;
@@ -195,6 +198,10 @@ impl<M: Machine> State<M> {
         let tasks = plan.tasks.len();
         let keys = keys_on(machine, &mut self.keys)?;
         let wide = if element.size() == 4 { 8 } else { 4 };
+        if !plan.extra.is_empty() {
+            // The room may have to grow, and the payload is on its way there.
+            machine.finish()?;
+        }
         let payload = self.payload.address(machine, plan.payload_bytes + plan.extra.len() + PAST)?;
         let tasks_at = self.plan.address(machine, plan.bytes())?;
         let members = self.work.address(machine, tasks * 16 * (4 + 12))?;

@@ -33,10 +33,13 @@ struct Encode {
     places: u64,
     bytes: u64,
     targets: u64,
+    pieces: u64,
+    piece_count: u64,
+    text: u64,
     out: u64,
 }
 
-// SAFETY: 21 numbers of 64 bits, in the order of the `struct`.
+// SAFETY: 24 numbers of 64 bits, in the order of the `struct`.
 unsafe impl Arguments for Encode {}
 
 /// Numbers of a segment's statistics: `STATISTICS` of `kernels/encode.cu`.
@@ -60,11 +63,12 @@ pub(super) struct State<M: Machine> {
     lists: Room<M::Memory>,
     coded: Room<M::Memory>,
     blocks: Room<M::Memory>,
+    placed: Room<M::Memory>,
     out: Room<M::Memory>,
     report: HostRoom<M::Pinned>,
     payload: HostRoom<M::Pinned>,
     block: HostRoom<M::Pinned>,
-    targets: HostRoom<M::Pinned>,
+    places: HostRoom<M::Pinned>,
     entropy: entropy::Scratch,
     plan: Plan,
     digests: DigestTable,
@@ -79,11 +83,12 @@ impl<M: Machine> Default for State<M> {
             lists: Room::default(),
             coded: Room::default(),
             blocks: Room::default(),
+            placed: Room::default(),
             out: Room::default(),
             report: HostRoom::default(),
             payload: HostRoom::default(),
             block: HostRoom::default(),
-            targets: HostRoom::default(),
+            places: HostRoom::default(),
             entropy: entropy::Scratch::default(),
             plan: Plan::default(),
             digests: DigestTable::default(),
@@ -190,7 +195,7 @@ impl<M: Machine> State<M> {
         let (blocks, segments) = (report.blocks, report.segments);
         let keys = keys_on(machine, &mut self.keys)?;
         let wide = if pair.element.size() == 4 { 8 } else { 4 };
-        let area = self.blocks.address(machine, report.len().next_multiple_of(16) + 16 * blocks)?;
+        let area = self.blocks.address(machine, report.len().next_multiple_of(16) + 8 * blocks)?;
         let places = area + report.len().next_multiple_of(16) as u64;
         let statistics = self.segments.address(machine, segments * (STATISTICS + 1) * 4)?;
         let first_code = blocks * FIRST_CODE + BLOCK_ELEMENTS * pair.element.size();
@@ -215,8 +220,7 @@ impl<M: Machine> State<M> {
             used: area + Report::USED as u64,
             places,
             bytes: area + report.bytes().start as u64,
-            targets: places + 8 * blocks as u64,
-            out: 0,
+            ..Encode::default()
         })
     }
 
@@ -266,7 +270,7 @@ impl<M: Machine> State<M> {
         mut arguments: Encode,
         elements: usize,
     ) -> Result<Outcome> {
-        let Self { report: read, payload, out, block, entropy, plan, digests, targets, .. } = self;
+        let Self { report: read, payload, placed, out, block, entropy, plan, digests, places, .. } = self;
         let read = read.filled(report.len());
         digests.copy_from(pair.digests);
         let changes = numbers::<16>(&read[report.digests()]).map(Digest::from_bytes);
@@ -277,14 +281,17 @@ impl<M: Machine> State<M> {
         if plan.changed == 0 {
             return self.unchanged(machine, pair);
         }
-        let targets = targets.bytes(machine, 8 * report.blocks)?;
-        let numbered = plan.targets.iter().zip(targets.as_chunks_mut::<8>().0);
-        numbered.for_each(|(target, out)| *out = target.to_le_bytes());
+        let places = places.bytes(machine, plan.bytes())?;
+        plan.put(places);
+        arguments.targets = placed.address(machine, places.len())?;
+        arguments.pieces = arguments.targets + 8 * plan.targets.len() as u64;
+        arguments.piece_count = plan.pieces.len() as u64;
+        arguments.text = arguments.pieces + 24 * arguments.piece_count;
         arguments.out = out.address(machine, plan.end)?;
         let bytes = payload.bytes(machine, plan.end)?;
-        // SAFETY: the targets lie within `out` one after the other; all memory lives until the wait, and `bytes` is written to after it.
+        // SAFETY: targets, pieces and text lie in `placed`, and what they say lies within `out` one after the other; all memory lives until the wait.
         unsafe {
-            machine.upload(arguments.targets, targets)?;
+            machine.upload(arguments.targets, places)?;
             machine.launch(pair.element, Kernel::Pack, Grid::of(report.blocks), &arguments)?;
             machine.download(arguments.out, bytes)?;
             for (to, from) in &plan.raw {
@@ -292,9 +299,6 @@ impl<M: Machine> State<M> {
             }
         }
         machine.finish()?;
-        for (to, text) in &plan.pieces {
-            bytes[*to..*to + text.len()].copy_from_slice(&plan.text[text.clone()]);
-        }
         Ok(Outcome { changed: plan.changed, bytes: plan.end })
     }
 
@@ -392,6 +396,23 @@ impl Plan {
             Some((to, last)) if *to + last.len() == self.end - text.len() => last.end = text.end,
             _ => self.pieces.push((self.end - text.len(), text)),
         }
+    }
+
+    /// Bytes of targets, pieces and text, as kernels read them.
+    fn bytes(&self) -> usize {
+        8 * self.targets.len() + 24 * self.pieces.len() + self.text.len()
+    }
+
+    fn put(&self, out: &mut [u8]) {
+        let (targets, out) = out.split_at_mut(8 * self.targets.len());
+        let (pieces, text) = out.split_at_mut(24 * self.pieces.len());
+        let numbered = self.targets.iter().zip(targets.as_chunks_mut().0);
+        numbered.for_each(|(target, out)| *out = target.to_le_bytes());
+        for ((target, from), out) in self.pieces.iter().zip(pieces.as_chunks_mut::<24>().0) {
+            let fields = [*target, from.start, from.len()].into_iter().zip(out.as_chunks_mut().0);
+            fields.for_each(|(field, out)| *out = (field as u64).to_le_bytes());
+        }
+        text.copy_from_slice(&self.text);
     }
 
     fn token(&mut self, token: Token) {

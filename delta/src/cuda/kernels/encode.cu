@@ -1,5 +1,10 @@
 // Encoding. sample: which exponents may be classes. scan: what changed, and how. choose: the coder table of each segment. emit: the bits of
-// each block. pack: the blocks one after the other, with room for what the host writes between them.
+// each block. pack: the blocks one after the other, and between them what the host writes.
+
+// What the host writes between the blocks: so many bytes of its text.
+struct Piece {
+    u64 target, from, bytes;
+};
 
 struct Encode {
     const u8* base;
@@ -21,6 +26,9 @@ struct Encode {
     u64* places; // of each block: its first word
     u32* bytes; // of each block: length of its code
     const u64* targets; // of each block: where `pack` puts it; NOWHERE where it is not coded
+    const Piece* pieces; // what the host writes
+    u64 piece_count;
+    const u8* text;
     u8* out;
 };
 
@@ -314,15 +322,15 @@ DEVICE u32 put_pieces(u32* out, u32 at, bool has, u32 gap, u32 run) {
     return at + __shfl_sync(ALL, sum, 31);
 }
 
-// A warp's share of a class: the changes `from` to `to` of its `count`. `from` is a multiple of 32.
-struct Piece {
+// A warp's part of a class: the changes `from` to `to` of its `count`. `from` is a multiple of 32.
+struct Share {
     u32 k, from, to, count;
     u32 places, large, signs, rice; // bits that each part takes; then, where it begins
 };
 
 // The run code of places that are marked, or (inverted, which is one piece always) of those that are not.
 template <bool WRITE>
-DEVICE u32 put_places(u32* out, u32 at, const Entry* list, const Piece& piece, u32 members, u32 run) {
+DEVICE u32 put_places(u32* out, u32 at, const Entry* list, const Share& piece, u32 members, u32 run) {
     for (u32 from = piece.from; from < piece.to; from += 32) {
         u32 i = from + lane_id();
         bool has = i < piece.to;
@@ -363,7 +371,7 @@ DEVICE bool is_large(const Entry* list, u32 i, u32 to, u32 least) {
 
 // The run code of large steps.
 template <bool WRITE>
-DEVICE u32 put_large(u32* out, u32 at, const Entry* list, const Piece& piece, u32 run) {
+DEVICE u32 put_large(u32* out, u32 at, const Entry* list, const Share& piece, u32 run) {
     u32 next = 0;
     for (u32 from = piece.from; from > 0 && next == 0; from -= 32) {
         u32 votes = __ballot_sync(ALL, is_large(list, from - 32 + lane_id(), piece.from, 2));
@@ -381,7 +389,7 @@ DEVICE u32 put_large(u32* out, u32 at, const Entry* list, const Piece& piece, u3
 
 // The sizes of large steps.
 template <bool WRITE>
-DEVICE u32 put_rice(u32* out, u32 at, const Entry* list, const Piece& piece, u32 rice, u32 least) {
+DEVICE u32 put_rice(u32* out, u32 at, const Entry* list, const Share& piece, u32 rice, u32 least) {
     for (u32 from = piece.from; from < piece.to; from += 32) {
         u32 i = from + lane_id(), size = i < piece.to ? size_of_step(signed_upper(list[i])) : 0;
         bool has = size >= least;
@@ -403,8 +411,8 @@ DEVICE u32 put_rice(u32* out, u32 at, const Entry* list, const Piece& piece, u32
 
 // Codes a piece where its parts begin, or (without WRITE) finds how many bits each takes. A whole warp.
 template <bool WRITE>
-DEVICE void put_piece(u32* out, Piece& shared, const Entry* list, u32 members, u32 parameters, int shift) {
-    Piece piece = shared;
+DEVICE void put_piece(u32* out, Share& shared, const Entry* list, u32 members, u32 parameters, int shift) {
+    Share piece = shared;
     u32 run = shifted_run(parameters, shift), large_run = large_run_of(parameters);
     u32 least = large_run == EXPLICIT ? 1 : 2;
     u32 places = WRITE ? piece.places : 0, large = WRITE ? piece.large : 0, rice = WRITE ? piece.rice : 0;
@@ -437,7 +445,7 @@ DEVICE int best_shift(double expected, u32 found) {
 struct Emitting {
     u32 starts[CLASSES + 1];
     u32 members[CLASSES];
-    Piece pieces[PIECES];
+    Share pieces[PIECES];
     u32 piece_count, bits;
     int shift;
     u64 place;
@@ -490,7 +498,7 @@ DEVICE void cut(Emitting& s, const Table& table, u32 found) {
     for (u32 k = 0; k < table.count; k++) {
         u32 count = s.starts[k + 1] - s.starts[k], from = 0;
         do {
-            Piece& piece = s.pieces[s.piece_count++];
+            Share& piece = s.pieces[s.piece_count++];
             piece.k = k, piece.from = from, piece.count = count;
             piece.to = inverted_of(table.classes[k]) || from + size > count ? count : from + size;
             from = piece.to;
@@ -544,7 +552,7 @@ KERNEL void emit(Encode a) {
         }
         __syncthreads();
         for (u32 i = warp; i < s.piece_count; i += WARPS) {
-            Piece& piece = s.pieces[i];
+            Share& piece = s.pieces[i];
             put_piece<false>(nullptr, piece, list + s.starts[piece.k], s.members[piece.k], table.classes[piece.k], s.shift);
         }
         __syncthreads();
@@ -567,7 +575,7 @@ KERNEL void emit(Encode a) {
             __syncthreads();
             if (t == 0) put(out, 0, (u32)(s.shift + 3));
             for (u32 i = warp; i < s.piece_count; i += WARPS) {
-                Piece& piece = s.pieces[i];
+                Share& piece = s.pieces[i];
                 put_piece<true>(out, piece, list + s.starts[piece.k], s.members[piece.k], table.classes[piece.k], s.shift);
             }
         }
@@ -576,9 +584,14 @@ KERNEL void emit(Encode a) {
 }
 
 KERNEL void pack(Encode a) {
+    u32 t = threadIdx.x;
+    for (u64 i = (u64)blockIdx.x * THREADS + t; i < a.piece_count; i += (u64)gridDim.x * THREADS) {
+        Piece piece = a.pieces[i];
+        for (u64 byte = 0; byte < piece.bytes; byte++) a.out[piece.target + byte] = a.text[piece.from + byte];
+    }
     u64 block = blockIdx.x;
     if (a.targets[block] == NOWHERE) return;
     const u8* from = (const u8*)(a.coded + a.places[block]);
     u8* to = a.out + a.targets[block];
-    for (u32 i = threadIdx.x; i < a.bytes[block]; i += THREADS) to[i] = from[i];
+    for (u32 i = t; i < a.bytes[block]; i += THREADS) to[i] = from[i];
 }
