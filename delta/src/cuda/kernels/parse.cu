@@ -139,29 +139,41 @@ DEVICE Part skim(const Source& source, const Code& code, u32 from, u32 to) {
     return part;
 }
 
+// Bits up to which one lane alone is faster than all of them that have to agree first.
+#define SHORT 192u
+
+// Where each lane begins, so that it goes on where the lane before it comes out.
+template <class Code>
+DEVICE Part settle(const Source& source, const Code& code, u32 at, u32 width) {
+    u32 lane = lane_id(), to = at + (lane + 1) * width;
+    Part part = skim(source, code, to - width, to);
+    while (true) {
+        u32 before = __shfl_up_sync(ALL, part.end, 1);
+        bool moved = lane > 0 && before != part.from;
+        if (!__any_sync(ALL, moved)) return part;
+        if (moved) part = skim(source, code, before, to);
+    }
+}
+
 // Reads the code over `count` items that begins at bit `at`, which becomes the one after it: `put` gets, for each mark, how many came before, the
 // items before its code, and its value. Returns the number of marks, or ALL if the code does not end within the block or goes beyond the items.
 template <class Code, class Put>
 DEVICE u32 read_code(const Source& source, const Code& code, u32 count, u32& at, Put put) {
-    u32 lane = lane_id(), width = code.expected(count) / 32 + 8;
+    u32 expected = code.expected(count), width = expected / 32 + 8, marks = 0;
+    bool alone = expected < SHORT;
     width = width < 32 ? 32 : width > 1024 ? 1024 : width;
-    u32 marks = 0;
     for (u32 items = 0; items < count;) {
-        u32 to = at + (lane + 1) * width;
-        Part part = skim(source, code, to - width, to);
-        while (true) {
-            u32 before = __shfl_up_sync(ALL, part.end, 1);
-            bool moved = lane > 0 && before != part.from;
-            if (!__any_sync(ALL, moved)) break;
-            if (moved) part = skim(source, code, before, to);
-        }
+        Part part = {at, at, 0, 0};
+        if (!alone) part = settle(source, code, at, width);
         u32 items_here = sum_up_to(part.items), marks_here = sum_up_to(part.marks);
         u32 next = items + items_here - part.items, number = marks + marks_here - part.marks;
+        u32 to = alone ? source.limit + 1 : at + (lane_id() + 1) * width;
         bool broken = false, last = false;
         // Lanes behind the end of the code have read something else.
-        if (next < count && part.from > source.limit) {
+        bool mine = alone ? lane_id() == 0 : next < count;
+        if (mine && part.from > source.limit) {
             broken = true;
-        } else if (next < count) {
+        } else if (mine) {
             Bits bits = source.at(part.from);
             while (bits.at < to && next < count && !broken) {
                 bool mark;
@@ -176,9 +188,10 @@ DEVICE u32 read_code(const Source& source, const Code& code, u32 count, u32& at,
         if (__any_sync(ALL, broken)) return ALL;
         u32 ended = __ballot_sync(ALL, last), from = ended ? __ffs(ended) - 1 : 31;
         at = __shfl_sync(ALL, part.end, from);
-        marks = ended ? __shfl_sync(ALL, number, from) : marks + __shfl_sync(ALL, marks_here, 31);
+        u32 here = __shfl_sync(ALL, number, from), all = __shfl_sync(ALL, marks_here, 31);
+        marks = ended ? here : marks + all;
         items = ended ? count : items + __shfl_sync(ALL, items_here, 31);
-        if (at > source.limit) return ALL;
+        if (at > source.limit || (alone && !ended)) return ALL;
     }
     return marks;
 }
