@@ -27,6 +27,10 @@ Examples:
         --hf-checkpoint /models/start --engine http://10.0.0.2:30000 --engine http://10.0.0.3:30000 \\
         --update-weight-transport nccl --nccl-library …/site-packages/nvidia/nccl/lib/libnccl.so.2
 
+  With the bytes from a relay on a fast network, over RDMA, TCP or shared memory:
+    driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy \\
+        --update-weight-transport ucx --relay ucx://10.0.0.2:7421 --relay-token-file relay.token
+
   Only materialise the newest version, once:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir out/newest --once
 
@@ -96,7 +100,8 @@ pub(crate) struct Args {
     /// Answer HTTP calls (prepare, activate, status, metrics) on this address.
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<SocketAddr>,
-    /// Relay to read objects through, as URL; may be given several times. What relays do not give comes from the store.
+    /// Relay to read objects through, as http://host:port or ucx://host:port; may be given several times. What relays do not give
+    /// comes from the store.
     #[arg(long, value_name = "URL")]
     relay: Vec<String>,
     /// File holding the token that relays want [default: DRIFTLESS_TOKEN].
@@ -121,7 +126,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if args.dry_run {
         return dry_run(&args, output);
     }
-    args.transport.prepare()?;
+    args.transport.check_relays(&args.relay)?;
+    args.transport.prepare(&args.relay)?;
     let engines = engines(&args)?;
     let id = args.id.clone().unwrap_or_else(host_name);
     let run = slime::run_name(&args.run, args.layout)?;

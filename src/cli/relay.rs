@@ -3,8 +3,10 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::follow::stop_on_signals;
 use crate::cli::output::Output;
+use crate::cli::transport::with_ucx_settings;
 use crate::cli::{keys, store};
 use driftless::transport::Stop;
+use driftless::transport::fabric::{Fabric, FabricOptions};
 use driftless::transport::relay::{RelayOptions, serve};
 use serde_json::json;
 use std::net::SocketAddr;
@@ -20,7 +22,11 @@ Examples:
   driftless relay --store s3://weights/team --cache-dir /var/cache/driftless --cache-gib 200 \\
       --listen 0.0.0.0:7420 --token-file relay.token
   driftless follow --store s3://weights/team --run my-run --checkpoint-dir /dev/shm/policy \\
-      --relay http://relay-0:7420 --relay http://relay-1:7420 --relay-token-file relay.token";
+      --relay http://relay-0:7420 --relay http://relay-1:7420 --relay-token-file relay.token
+
+  Beside the trainer, for followers on its fast network; UCX_TLS and UCX_NET_DEVICES choose how the bytes go:
+    UCX_NET_DEVICES=mlx5_0:1 driftless relay --store file:///shared/store --cache-dir /dev/shm/relay \\
+        --listen-ucx 10.0.0.2:7421 --token-file relay.token";
 
 /// Cache the objects of a store for the followers of a region.
 #[derive(clap::Args)]
@@ -38,6 +44,9 @@ pub(crate) struct Args {
     /// Address to listen on; port 0: the system chooses, and the address is printed.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7420")]
     listen: SocketAddr,
+    /// Address to listen on for followers that come over UCX (--relay ucx://ADDR:PORT) as well; needs libucp 1.13 or newer.
+    #[arg(long, value_name = "ADDR:PORT")]
+    listen_ucx: Option<SocketAddr>,
     /// File holding the token that followers must bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
@@ -47,14 +56,24 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    if args.listen_ucx.is_some() {
+        with_ucx_settings()?;
+    }
     let mut options = RelayOptions::new(args.listen, &args.cache_dir);
     options.cache_bytes = args.cache_gib << 30;
     options.token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
     options.connections = args.connections.into();
+    if let Some(listen) = args.listen_ucx {
+        options.ucx = Some((listen, Fabric::open(&FabricOptions::default())?));
+    }
     let server = serve(store::open(&args.store)?, options).map_err(Error::Transport)?;
     let url = format!("http://{}", server.addr());
-    let value = json!({ "url": url, "store": args.store, "cache_dir": args.cache_dir });
-    output.print(&value, |_| format!("relaying {} on {url}", args.store))?;
+    let ucx = server.ucx_addr().map(|addr| format!("ucx://{addr}"));
+    let value = json!({ "url": url, "ucx_url": ucx, "store": args.store, "cache_dir": args.cache_dir });
+    output.print(&value, |_| {
+        let also = ucx.as_ref().map(|ucx| format!(" and {ucx}")).unwrap_or_default();
+        format!("relaying {} on {url}{also}", args.store)
+    })?;
     let stop = Stop::new();
     stop_on_signals(&stop)?;
     while !stop.wait(Duration::from_secs(3600)) {}

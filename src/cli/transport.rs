@@ -1,4 +1,4 @@
-//! How weights reach an engine: from a checkpoint directory that it loads, or over NCCL into its memory.
+//! How weights reach a host, and an engine: by files that it loads, which come from the store or over UCX, or over NCCL into its memory.
 
 use crate::cli::error::{Error, Result};
 use driftless::bridge::{
@@ -12,11 +12,17 @@ use std::path::PathBuf;
 /// What NCCL reads from the environment by itself, and what SGLang sets for itself unless it is set.
 const NCCL_SETTINGS: [(&str, &str); 2] = [("NCCL_CUMEM_ENABLE", "0"), ("NCCL_NVLS_ENABLE", "0")];
 
+/// UCX otherwise prints what it has to say on standard output, among this program's results.
+const UCX_SETTINGS: [(&str, &str); 1] = [("UCX_LOG_FILE", "stderr")];
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Transport {
     /// Each engine loads the checkpoint directory.
     #[default]
     Disk,
+    /// Each engine loads the checkpoint directory, whose objects come over UCX from a --relay ucx://…; refuses to start without
+    /// libucp. What the relay does not give comes from the store.
+    Ucx,
     /// All engines at once receive the full weights from a GPU of this host, which no engine uses.
     Nccl,
 }
@@ -47,20 +53,23 @@ pub(crate) struct TransportArgs {
 }
 
 impl TransportArgs {
-    /// Starts this program again with NCCL's settings, unless they are made: a process must not change its environment once it has threads.
-    pub(crate) fn prepare(&self) -> Result<()> {
-        use std::os::unix::process::CommandExt as _;
-        let unset: Vec<_> =
-            NCCL_SETTINGS.iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect();
-        if self.update_weight_transport != Transport::Nccl || unset.is_empty() {
+    /// Gives the libraries that will be opened their settings.
+    pub(crate) fn prepare(&self, relays: &[String]) -> Result<()> {
+        let nccl = self.update_weight_transport == Transport::Nccl;
+        let ucx = relays.iter().any(|url| is_ucx(url));
+        with_settings(&[(nccl, &NCCL_SETTINGS[..]), (ucx, &UCX_SETTINGS)])
+    }
+
+    /// Refuses relays that do not go with the choice.
+    pub(crate) fn check_relays(&self, relays: &[String]) -> Result<()> {
+        if self.update_weight_transport != Transport::Ucx || relays.iter().any(|url| is_ucx(url)) {
             return Ok(());
         }
-        let fail = |source| Error::Io { path: PathBuf::from("/proc/self/exe"), source };
-        let program = std::env::current_exe().map_err(fail)?;
-        let mut again = std::process::Command::new(program);
-        again.args(std::env::args_os().skip(1)).envs(unset.into_iter().copied());
-        // Comes back only when it failed.
-        Err(fail(again.exec()))
+        Err(Error::Usage {
+            what: "--update-weight-transport ucx".to_owned(),
+            expected: "--relay ucx://host:port, as driftless relay --listen-ucx serves it".to_owned(),
+            found: if relays.is_empty() { "no --relay".to_owned() } else { relays.join(", ") },
+        })
     }
 
     /// One activator of all these engines.
@@ -83,6 +92,32 @@ impl TransportArgs {
         let options = DistributedOptions { client, pause, base };
         Ok(Box::new(DistributedActivator::new(engines, group, options)?))
     }
+}
+
+fn is_ucx(url: &str) -> bool {
+    url.starts_with("ucx://")
+}
+
+/// What UCX reads from the environment by itself.
+pub(crate) fn with_ucx_settings() -> Result<()> {
+    with_settings(&[(true, &UCX_SETTINGS)])
+}
+
+/// Starts this program again with the settings that are wanted, unless they are made: a process must not change its environment once it
+/// has threads.
+fn with_settings(settings: &[(bool, &[(&str, &str)])]) -> Result<()> {
+    use std::os::unix::process::CommandExt as _;
+    let wanted = settings.iter().filter(|(wanted, _)| *wanted).flat_map(|(_, settings)| *settings);
+    let unset: Vec<_> = wanted.filter(|(name, _)| std::env::var_os(name).is_none()).collect();
+    if unset.is_empty() {
+        return Ok(());
+    }
+    let fail = |source| Error::Io { path: PathBuf::from("/proc/self/exe"), source };
+    let program = std::env::current_exe().map_err(fail)?;
+    let mut again = std::process::Command::new(program);
+    again.args(std::env::args_os().skip(1)).envs(unset.into_iter().copied());
+    // Comes back only when it failed.
+    Err(fail(again.exec()))
 }
 
 fn version(text: &str) -> Result<[u32; 3], String> {

@@ -2,7 +2,7 @@
 
 use crate::Run;
 use crate::common::{driftless, json};
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Child, Command, Stdio};
 
 /// Ends the child when dropped.
@@ -56,24 +56,29 @@ fn only_what_the_trainer_signed_is_followed() {
     assert!(refused == Some(3) && words.contains("signed by: nobody"), "{refused:?} {words}");
 }
 
-#[test]
-fn a_host_follows_through_a_relay_and_without_it() {
-    let mut run = Run::new();
-    run.publish();
+/// A relay of the run's store, and what it prints; none if it does not start, and its words.
+fn start(run: &Run, more: &[&str]) -> Result<(Relay, serde_json::Value), String> {
     let mut command = driftless();
     command
         .args(["--json", "--die-with-parent", "relay", "--listen", "127.0.0.1:0", "--store"])
         .arg(run.path("store"));
-    let mut relay = Relay(
-        command.arg("--cache-dir").arg(run.path("cache")).stdout(Stdio::piped()).spawn().expect("a relay"),
-    );
+    command.arg("--cache-dir").arg(run.path("cache")).args(more);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a relay");
+    let mut relay = Relay(child);
     let mut line = String::new();
     BufReader::new(relay.0.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
-    let url = serde_json::from_str::<serde_json::Value>(&line).expect("JSON")["url"]
-        .as_str()
-        .expect("a URL")
-        .to_owned();
-    let follow = |run: &Run| json(run.follow_once().arg("--relay").arg(&url));
+    if line.is_empty() {
+        let mut words = String::new();
+        relay.0.stderr.take().expect("its words").read_to_string(&mut words).expect("text");
+        return Err(words);
+    }
+    Ok((relay, serde_json::from_str(&line).expect("JSON")))
+}
+
+/// Follows version 0 through the relay, and version 1 when the relay is gone.
+fn follow_through(mut run: Run, relay: Relay, url: &serde_json::Value, more: &[&str]) {
+    let url = url.as_str().expect("a URL");
+    let follow = |run: &Run| json(run.follow_once().args(["--relay", url]).args(more));
     assert_eq!(follow(&run)["applied"]["version"], 0);
     run.assert_host_is_current();
     let kept = std::fs::read_dir(run.path("cache/objects")).expect("a cache").count();
@@ -84,4 +89,37 @@ fn a_host_follows_through_a_relay_and_without_it() {
     run.publish();
     assert_eq!(follow(&run)["applied"]["version"], 1);
     run.assert_host_is_current();
+}
+
+#[test]
+fn a_host_follows_through_a_relay_and_without_it() {
+    let mut run = Run::new();
+    run.publish();
+    let (relay, said) = start(&run, &[]).expect("a relay");
+    assert!(said["ucx_url"].is_null(), "{said}");
+    follow_through(run, relay, &said["url"], &[]);
+}
+
+#[test]
+fn a_host_follows_over_ucx_and_without_it() {
+    let mut run = Run::new();
+    run.publish();
+    let (relay, said) = match start(&run, &["--listen-ucx", "127.0.0.1:0"]) {
+        Ok(started) => started,
+        Err(words) => {
+            assert!(words.contains("libucx0"), "it says what to install: {words}");
+            return println!("skipped: {words}");
+        }
+    };
+    follow_through(run, relay, &said["ucx_url"], &["--update-weight-transport", "ucx"]);
+}
+
+#[test]
+fn the_transport_ucx_wants_a_relay_over_ucx() {
+    let run = Run::new();
+    for relay in [&[][..], &["--relay", "http://127.0.0.1:1"]] {
+        let mut command = run.follow_once();
+        let (refused, words) = code(command.args(["--update-weight-transport", "ucx"]).args(relay));
+        assert!(refused == Some(2) && words.contains("--relay ucx://"), "{refused:?} {words}");
+    }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::{POINTS, workspace};
 
 /// The other tests that kill at points, which say themselves that they hit every one they name.
-const OTHERS: [&str; 2] = ["tests/crash/main.rs", "transport/tests/relay.rs"];
+const OTHERS: [&str; 3] = ["tests/crash/main.rs", "transport/tests/relay.rs", "transport/tests/relay_ucx.rs"];
 
 #[test]
 fn no_point_of_the_source_is_left_out() {

@@ -34,6 +34,9 @@ pub struct Server {
     addr: SocketAddr,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
+    /// What a relay serves over UCX.
+    #[cfg(feature = "ucx")]
+    sessions: Option<crate::relay::Sessions>,
 }
 
 impl Server {
@@ -41,6 +44,19 @@ impl Server {
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.addr
+    }
+
+    /// The address at which a relay listens for those that ask over UCX.
+    #[cfg(feature = "ucx")]
+    #[must_use]
+    pub fn ucx_addr(&self) -> Option<SocketAddr> {
+        self.sessions.as_ref().map(crate::relay::Sessions::addr)
+    }
+
+    #[cfg(feature = "ucx")]
+    pub(crate) fn beside(mut self, sessions: Option<crate::relay::Sessions>) -> Self {
+        self.sessions = sessions;
+        self
     }
 }
 
@@ -63,7 +79,13 @@ impl Server {
             runtime.shutdown_timeout(SHUTDOWN_DEADLINE);
         });
         let thread = thread.map_err(|source| Error::Listen { addr, source })?;
-        Ok(Self { addr, stop: Some(stop), thread: Some(thread) })
+        Ok(Self {
+            addr,
+            stop: Some(stop),
+            thread: Some(thread),
+            #[cfg(feature = "ucx")]
+            sessions: None,
+        })
     }
 }
 
@@ -90,6 +112,9 @@ impl Token {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        // While the runtime still answers them.
+        #[cfg(feature = "ucx")]
+        drop(self.sessions.take());
         // A closed channel says the same.
         drop(self.stop.take());
         if let Some(thread) = self.thread.take()

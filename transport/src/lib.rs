@@ -8,6 +8,8 @@ mod client;
 pub mod conformance;
 mod dtype;
 mod error;
+#[cfg(feature = "ucx")]
+pub mod fabric;
 mod follow;
 pub mod gc;
 pub mod http;

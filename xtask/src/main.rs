@@ -8,6 +8,7 @@ mod sglang;
 mod stores;
 mod test;
 mod trace;
+mod ucx;
 
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;

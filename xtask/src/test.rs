@@ -1,7 +1,7 @@
 //! The lanes: what is checked, what each needs, and how long it took.
 
 use crate::error::{Error, Result};
-use crate::{libtorch, process, sglang, stores};
+use crate::{libtorch, process, sglang, stores, ucx};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -26,6 +26,7 @@ enum Need {
     Sglang,
     CargoFuzz,
     Stores,
+    Ucx,
     Miri,
 }
 
@@ -46,7 +47,7 @@ const LANES: &[Lane] = &[
     Lane { name: "fmt", what: "formatting", needs: &[], run: |c| c.cargo(&["fmt", "--all", "--check"]) },
     Lane {
         name: "leak",
-        what: "the light build pulls in no torch, CUDA, TLS, reqwest or bindgen crate",
+        what: "the light build pulls in no torch, CUDA, UCX, TLS, reqwest or bindgen crate",
         needs: &[],
         run: leak,
     },
@@ -91,6 +92,12 @@ const LANES: &[Lane] = &[
         what: "the suite of stores on real radosgw, azurite and moto",
         needs: &[Need::Stores],
         run: with_stores,
+    },
+    Lane {
+        name: "ucx",
+        what: "links and relays over real UCX: TCP, shared memory, network namespaces, killed and lying peers",
+        needs: &[Need::Ucx],
+        run: with_ucx,
     },
     Lane {
         name: "kills",
@@ -147,6 +154,8 @@ const HEAVY: &[&str] = &[
     "ring",
     "aws-lc-rs",
     "bindgen",
+    "libloading",
+    "driftless-ucx-sys",
 ];
 
 pub(crate) fn run(options: &Options) -> Result<()> {
@@ -203,6 +212,9 @@ fn install(lanes: &[&Lane]) -> Result<()> {
     }
     if needed(Need::Stores) {
         stores::install(&crate::cache_dir()?)?;
+    }
+    if needed(Need::Ucx) {
+        ucx::install(&crate::cache_dir()?)?;
     }
     Ok(())
 }
@@ -270,6 +282,10 @@ impl Need {
             }
             Need::Stores => match crate::cache_dir() {
                 Ok(cache) => stores::missing(&cache),
+                Err(error) => Some(error.to_string()),
+            },
+            Need::Ucx => match crate::cache_dir() {
+                Ok(cache) => ucx::missing(&cache),
                 Err(error) => Some(error.to_string()),
             },
             Need::Miri => {
@@ -383,6 +399,16 @@ fn with_stores(context: &Context) -> Result<()> {
     let mut command = Command::new("cargo");
     command.args(["test", "--features", &points(), "--test", "servers"]);
     context.logged(servers.tell(command.args(["--", "--ignored", "--nocapture"])))
+}
+
+fn with_ucx(context: &Context) -> Result<()> {
+    let mut command = Command::new("cargo");
+    command.args(["test", "--features", &points(), "--test", "fabric", "--test", "relay_ucx"]);
+    command.args(["--", "--nocapture"]).env("DRIFTLESS_UCX_REQUIRED", "1");
+    if let Some(libraries) = ucx::libraries(&crate::cache_dir()?) {
+        command.env("LD_LIBRARY_PATH", libraries);
+    }
+    context.logged(&mut command)
 }
 
 fn crash(context: &Context) -> Result<()> {

@@ -9,9 +9,12 @@ mod listen;
 #[cfg(feature = "client")]
 mod relays;
 mod serve;
+#[cfg(feature = "ucx")]
+mod ucx;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,13 +27,16 @@ use crate::error::{Error, Result};
 use crate::follow::chain_text;
 use crate::http::{Server, check_exposure};
 use crate::ids::ContentDigest;
-use crate::manifest::Object;
+use crate::key::Key;
+use crate::manifest::{OBJECT_BYTES_MAX, Object};
 use crate::replica::{Lock, create_dir_synced};
 use crate::store::Store;
 use cache::{Cache, Content};
 
 #[cfg(feature = "client")]
 pub use relays::Relays;
+#[cfg(feature = "ucx")]
+pub(crate) use ucx::Sessions;
 
 /// Longest range that is answered.
 pub(crate) const RANGE_BYTES_MAX: u64 = 16 << 20;
@@ -57,13 +63,24 @@ pub struct RelayOptions {
     pub token: Option<String>,
     /// Connections at the same time, 256 by default; others wait to be accepted.
     pub connections: usize,
+    /// Where it listens for followers that ask over UCX as well, and with which UCX.
+    #[cfg(feature = "ucx")]
+    pub ucx: Option<(SocketAddr, crate::fabric::Fabric)>,
 }
 
 impl RelayOptions {
     /// The defaults, for an address and a directory.
     #[must_use]
     pub fn new(listen: SocketAddr, cache_dir: impl Into<PathBuf>) -> Self {
-        Self { listen, cache_dir: cache_dir.into(), cache_bytes: 64 << 30, token: None, connections: 256 }
+        Self {
+            listen,
+            cache_dir: cache_dir.into(),
+            cache_bytes: 64 << 30,
+            token: None,
+            connections: 256,
+            #[cfg(feature = "ucx")]
+            ucx: None,
+        }
     }
 }
 
@@ -103,6 +120,10 @@ struct Relay {
 /// directory; [`Error::Listen`] if the address cannot be had; the file system's errors.
 pub fn serve(origin: Arc<dyn Store>, options: RelayOptions) -> Result<Server> {
     check_exposure("relay address", options.listen, options.token.as_deref())?;
+    #[cfg(feature = "ucx")]
+    if let Some((listen, _)) = &options.ucx {
+        check_exposure("relay address for UCX", *listen, options.token.as_deref())?;
+    }
     if options.connections == 0 {
         let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
         return Err(Error::BadSetting { name: "connections", expected, found });
@@ -204,6 +225,28 @@ impl Drop for Landing<'_> {
     fn drop(&mut self) {
         self.relay.flights().remove(&self.digest);
     }
+}
+
+/// What a client asks for by these words, the range cut at the object's end.
+fn named(
+    key: &str,
+    size: u64,
+    blake3: &str,
+    range: Range<u64>,
+) -> std::result::Result<(Object, Range<u64>), Refusal> {
+    let bad = |message: &str| Refusal::new(StatusCode::BAD_REQUEST, "bad_request", message);
+    let (Ok(key), Ok(blake3)) = (Key::new(key), blake3.parse::<ContentDigest>()) else {
+        return Err(bad("expected the key of an object and a digest of 64 lower-case hex digits"));
+    };
+    if size > OBJECT_BYTES_MAX {
+        return Err(bad("no object is that large"));
+    }
+    let (start, end) = (range.start, range.end.min(size));
+    if start > end || end - start > RANGE_BYTES_MAX {
+        let message = format!("expected a range inside the object, of at most {RANGE_BYTES_MAX} bytes");
+        return Err(Refusal::new(StatusCode::RANGE_NOT_SATISFIABLE, "range", message));
+    }
+    Ok((Object { key, size, blake3 }, start..end))
 }
 
 /// What a client is told of an error.

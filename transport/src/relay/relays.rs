@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use reqwest::{StatusCode, Url};
 
 use crate::client::{Http, parse_url};
-use crate::error::Result;
+use crate::error::{Error, Result};
+#[cfg(feature = "ucx")]
+use crate::fabric::{Fabric, FabricOptions};
 use crate::ids::ContentDigest;
 use crate::key::Key;
 use crate::manifest::Object;
@@ -43,7 +45,15 @@ pub struct Relays {
 
 struct Peer {
     url: Url,
+    way: Way,
     health: Mutex<Health>,
+}
+
+/// How a relay is asked.
+enum Way {
+    Http,
+    #[cfg(feature = "ucx")]
+    Ucx(super::ucx::Remote),
 }
 
 #[derive(Default)]
@@ -53,13 +63,22 @@ struct Health {
 }
 
 impl Relays {
-    /// The store `origin` behind relays at `urls`, which are brought `token` with every request.
+    /// The store `origin` behind relays at `urls`, which are brought `token` with every request: `http://host:port`, and with the feature
+    /// `ucx` also `ucx://host:port`.
     ///
     /// # Errors
-    /// [`Error::BadText`](crate::Error::BadText) for something that is no URL.
+    /// [`Error::BadText`] for something that is no URL; [`Error::Unsupported`] for UCX in a build without it, and
+    /// [`Error::Library`] or [`Error::Link`] where it cannot be used.
     pub fn new(origin: Arc<dyn Store>, urls: &[String], token: Option<&str>) -> Result<Self> {
-        let peer = |url: &String| Ok(Peer { url: parse_url("relay", url)?, health: Mutex::default() });
-        let relays = urls.iter().map(peer).collect::<Result<Vec<_>>>()?;
+        let mut fabric = None;
+        let mut relays = Vec::new();
+        for text in urls {
+            let (url, way) = match text.strip_prefix("ucx://") {
+                Some(host) => ucx_way(text, host, token, &mut fabric)?,
+                None => (parse_url("relay", text)?, Way::Http),
+            };
+            relays.push(Peer { url, way, health: Mutex::default() });
+        }
         Ok(Self { origin, http: Http::new(token)?, relays, given: Mutex::default() })
     }
 
@@ -78,29 +97,77 @@ impl Relays {
 
     /// A range from one relay.
     fn ask(&self, peer: &Peer, object: &Object, range: &Range<u64>) -> std::result::Result<Vec<u8>, String> {
+        let patience = PATIENCE + Duration::from_secs(object.size / BYTES_PER_SECOND_MIN);
+        match &peer.way {
+            #[cfg(feature = "ucx")]
+            Way::Ucx(remote) => return in_pieces(range, |piece| remote.get(object, piece, patience)),
+            Way::Http => {}
+        }
         let mut url = peer.url.clone();
         if let Ok(mut path) = url.path_segments_mut() {
             path.pop_if_empty().push("objects").extend(object.key.segments());
         }
         url.set_query(Some(&format!("size={}&blake3={}", object.size, object.blake3)));
-        let patience = PATIENCE + Duration::from_secs(object.size / BYTES_PER_SECOND_MIN);
-        let mut bytes = Vec::new();
-        let mut start = range.start;
-        while start < range.end {
-            let end = range.end.min(start + REQUEST_BYTES);
-            let header = format!("bytes={start}-{}", end - 1);
-            let answer = self.http.get(url.clone(), &header, end - start, patience)?;
+        in_pieces(range, |piece| {
+            let header = format!("bytes={}-{}", piece.start, piece.end - 1);
+            let answer = self.http.get(url.clone(), &header, piece.end - piece.start, patience)?;
             if answer.status != StatusCode::PARTIAL_CONTENT {
                 return Err(answer.words());
             }
-            if answer.body.len() as u64 != end - start {
-                return Err(format!("{} bytes instead of {}", answer.body.len(), end - start));
+            if answer.body.len() as u64 != piece.end - piece.start {
+                return Err(format!("{} bytes instead of {}", answer.body.len(), piece.end - piece.start));
             }
-            bytes.extend_from_slice(&answer.body);
-            start = end;
-        }
-        Ok(bytes)
+            Ok(answer.body)
+        })
     }
+}
+
+/// A range, by requests for parts of it.
+fn in_pieces(
+    range: &Range<u64>,
+    get: impl Fn(Range<u64>) -> std::result::Result<Vec<u8>, String>,
+) -> std::result::Result<Vec<u8>, String> {
+    let mut bytes = Vec::new();
+    let mut start = range.start;
+    while start < range.end {
+        let end = range.end.min(start + REQUEST_BYTES);
+        let piece = get(start..end)?;
+        // The usual range is one piece.
+        if bytes.is_empty() {
+            bytes = piece;
+        } else {
+            bytes.extend_from_slice(&piece);
+        }
+        start = end;
+    }
+    Ok(bytes)
+}
+
+/// A relay that is asked over UCX, which is opened for the first of them.
+#[cfg(feature = "ucx")]
+fn ucx_way(text: &str, host: &str, token: Option<&str>, fabric: &mut Option<Fabric>) -> Result<(Url, Way)> {
+    // As a URL of HTTP it is held to the same rules.
+    let plain = parse_url("relay", &format!("http://{host}")).ok();
+    let url = plain.and(Url::parse(text).ok()).filter(|url| url.port().is_some());
+    let url = url.ok_or(Error::BadText {
+        what: "relay",
+        // A user or a query may be a secret, and is not repeated.
+        text: text.split(['@', '?']).nth(1).map_or(text, |_| "something else").to_owned(),
+        expected: "ucx://host:port",
+    })?;
+    let opened = match fabric.take() {
+        Some(opened) => opened,
+        None => Fabric::open(&FabricOptions::default())?,
+    };
+    let remote = super::ucx::Remote::new(opened.clone(), host.trim_end_matches('/').to_owned(), token);
+    *fabric = Some(opened);
+    Ok((url, Way::Ucx(remote)))
+}
+
+#[cfg(not(feature = "ucx"))]
+fn ucx_way(text: &str, _: &str, _: Option<&str>, _: &mut Option<()>) -> Result<(Url, Way)> {
+    let hint = "build with the feature `ucx`, or ask the relay over http://".to_owned();
+    Err(Error::Unsupported { what: format!("the relay `{text}`"), hint })
 }
 
 /// How much a relay is one for this object; `None` for no relay.

@@ -1,6 +1,7 @@
 //! The relay's HTTP interface.
 
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -20,12 +21,9 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::cache::{Content, Fill};
 use super::listen::Bounded;
-use super::{RANGE_BYTES_MAX, Refusal, Relay, RelayOptions};
+use super::{Refusal, Relay, RelayOptions};
 use crate::error::{Error, Result};
 use crate::http::{Server, Token};
-use crate::ids::ContentDigest;
-use crate::key::Key;
-use crate::manifest::{OBJECT_BYTES_MAX, Object};
 
 /// Threads that send and receive.
 const THREADS: usize = 2;
@@ -47,8 +45,18 @@ pub(super) fn start(relay: Arc<Relay>, options: RelayOptions) -> Result<Server> 
     let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
     let addr = listener.local_addr().map_err(listen)?;
     let listener = Bounded::new(listener, options.connections);
+    #[cfg(feature = "ucx")]
+    let sessions = options.ucx.map(|(addr, fabric)| {
+        super::Sessions::start(relay.clone(), fabric, addr, options.token.as_deref(), &runtime)
+    });
+    #[cfg(feature = "ucx")]
+    let sessions = sessions.transpose()?;
     let router = router(relay, options.token);
-    Server::run(runtime, addr, "relay-http", async move { axum::serve(listener, router).await })
+    let serving = async move { axum::serve(listener, router).await };
+    let server = Server::run(runtime, addr, "relay-http", serving)?;
+    #[cfg(feature = "ucx")]
+    let server = server.beside(sessions);
+    Ok(server)
 }
 
 fn router(relay: Arc<Relay>, token: Option<String>) -> Router {
@@ -78,26 +86,18 @@ async fn object(
 ) -> Response {
     let bad = |message: &str| Refusal::new(StatusCode::BAD_REQUEST, "bad_request", message).into_response();
     let Ok(Query(Named { size, blake3 })) = named else { return bad("expected ?size=<bytes>&blake3=<hex>") };
-    let (Ok(key), Ok(blake3)) = (Key::new(key), blake3.parse::<ContentDigest>()) else {
-        return bad("expected /objects/<key> and a digest of 64 lower-case hex digits");
-    };
-    if size > OBJECT_BYTES_MAX {
-        return bad("no object is that large");
-    }
     let range = headers.get(header::RANGE).and_then(|range| parse_range(range.to_str().ok()?));
-    let Some((start, end)) = range.map(|(start, end)| (start, end.min(size))) else {
-        return bad("expected a header `Range: bytes=<first>-<last>`");
+    let Some((start, end)) = range else { return bad("expected a header `Range: bytes=<first>-<last>`") };
+    let (object, Range { start, end }) = match super::named(&key, size, &blake3, start..end) {
+        Ok(named) => named,
+        Err(refusal) => return refusal.into_response(),
     };
-    if start > end || end - start > RANGE_BYTES_MAX {
-        let message = format!("expected a range inside the object, of at most {RANGE_BYTES_MAX} bytes");
-        return Refusal::new(StatusCode::RANGE_NOT_SATISFIABLE, "range", message).into_response();
-    }
     let length = (end - start) as usize;
     // Held until the client has taken the bytes.
     let Ok(place) = relay.answers.clone().acquire_many_owned(length as u32).await else {
         return bad("the relay ends");
     };
-    match relay.object(Object { key, size, blake3 }).await {
+    match relay.object(object).await {
         Err(refusal) => refusal.into_response(),
         Ok(content) => match read(content, start, length).await {
             Err(refusal) => refusal.into_response(),

@@ -1,0 +1,630 @@
+//! One peer: what is sent to it and comes from it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::mem;
+use std::ops::Range;
+use std::ptr;
+use std::slice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::SeqCst};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use driftless_ucx_sys as sys;
+
+use super::{Bucket, Context, SELF, WindowKey, check, words};
+use crate::error::{Error, Result};
+
+/// Transfers of one link that are not finished.
+pub const INFLIGHT_MAX: usize = 64;
+/// Longest address that is taken from a peer: UCX's have some hundred bytes for each network device.
+const ADDRESS_BYTES_MAX: usize = 64 << 10;
+/// Rounds without news before the processor is offered to others, and before it is left for [`NAP`] at a time.
+const ROUNDS: [u32; 2] = [2_000, 10_000];
+const NAP: Duration = Duration::from_micros(50);
+/// Rounds between two looks at the clock, and time between two calls of a watch.
+const CLOCK_ROUNDS: u32 = 32;
+const WATCH: Duration = Duration::from_millis(20);
+/// How long the end of a link waits for what was given up, and for the peer to hear of it.
+const END_DEADLINE: Duration = Duration::from_millis(500);
+
+/// A transfer under way, to be [finished](Link::finish).
+#[derive(Debug)]
+#[must_use = "the bucket comes back from `Link::finish`"]
+pub struct Ticket {
+    link: u64,
+    number: u64,
+}
+
+/// A peer's window, as one link reaches it.
+#[derive(Clone, Copy, Debug)]
+pub struct RemoteWindow {
+    link: u64,
+    index: usize,
+}
+
+struct Opened {
+    rkey: sys::ucp_rkey_h,
+    address: u64,
+    bytes: u64,
+}
+
+/// A transfer, and the memory that it uses.
+struct Flight {
+    bucket: Bucket,
+    /// Null when it is done.
+    request: *mut std::ffi::c_void,
+    receives: bool,
+    action: &'static str,
+    outcome: sys::ucs_status_t,
+    bytes: usize,
+}
+
+/// The way to one peer and back. Its calls are made by one thread at a time; UCX works only inside them.
+pub struct Link {
+    id: u64,
+    peer: String,
+    context: Arc<Context>,
+    worker: sys::ucp_worker_h,
+    endpoint: Option<Endpoint>,
+    windows: Vec<Opened>,
+    flights: BTreeMap<u64, Flight>,
+    next: u64,
+    /// The status with which UCX lost the peer; its error handler writes it.
+    lost: Arc<AtomicI32>,
+    /// A transfer was given up: what follows it could be taken for its remains.
+    broken: bool,
+}
+
+struct Endpoint {
+    handle: sys::ucp_ep_h,
+    /// UCX watches for the peer's end.
+    watched: bool,
+}
+
+// SAFETY: the worker is made for serialised use from any thread, and all its uses borrow the link mutably or end it. The
+// requests and buckets belong to the link. `links_of_one_fabric_work_on_threads` moves links to threads.
+#[allow(unsafe_code, reason = "see above")]
+unsafe impl Send for Link {}
+
+/// UCX's word that the peer is gone.
+#[allow(unsafe_code, reason = "called by UCX")]
+unsafe extern "C" fn on_lost(lost: *mut std::ffi::c_void, _: sys::ucp_ep_h, status: sys::ucs_status_t) {
+    // SAFETY: `connect` passed the pointer of the link's `Arc`, which lives until its worker, whose progress calls this, is destroyed.
+    // A peer that is killed in the middle of a transfer passes here in `tests/fabric.rs`.
+    let lost = unsafe { &*lost.cast::<AtomicI32>() };
+    lost.store(status.into(), SeqCst);
+}
+
+impl Link {
+    pub(super) fn new(context: Arc<Context>, peer: String) -> Result<Self> {
+        static LINKS: AtomicU64 = AtomicU64::new(0);
+        // SAFETY: the structure is numbers and pointers, for which zero is a value, and the mask says which are read.
+        #[allow(unsafe_code, reason = "a C structure")]
+        let mut params: sys::ucp_worker_params_t = unsafe { mem::zeroed() };
+        params.field_mask = u64::from(sys::UCP_WORKER_PARAM_FIELD_THREAD_MODE);
+        params.thread_mode = sys::UCS_THREAD_MODE_SERIALIZED;
+        let mut worker = ptr::null_mut();
+        // SAFETY: the context lives as long as the link; the handle is written before it is read.
+        #[allow(unsafe_code, reason = "foreign call")]
+        let status =
+            unsafe { context.ucp.ucp_worker_create(context.handle, &raw const params, &raw mut worker) };
+        check(context.ucp, SELF, "start UCX in", status)?;
+        Ok(Self {
+            id: LINKS.fetch_add(1, SeqCst),
+            peer,
+            context,
+            worker,
+            endpoint: None,
+            windows: Vec::new(),
+            flights: BTreeMap::new(),
+            next: 0,
+            lost: Arc::new(AtomicI32::new(sys::UCS_OK.into())),
+            broken: false,
+        })
+    }
+
+    /// What a peer needs in order to [connect](Link::connect) to this link.
+    ///
+    /// # Errors
+    /// [`Error::Link`] if UCX has none.
+    pub fn address(&self) -> Result<Vec<u8>> {
+        let ucp = self.context.ucp;
+        let (mut address, mut length) = (ptr::null_mut(), 0);
+        // SAFETY: the worker lives; both results are written before they are read.
+        #[allow(unsafe_code, reason = "foreign call")]
+        let status = unsafe { ucp.ucp_worker_get_address(self.worker, &raw mut address, &raw mut length) };
+        check(ucp, SELF, "tell the address of", status)?;
+        // SAFETY: UCX wrote that many bytes there, which are released once, afterwards.
+        #[allow(unsafe_code, reason = "foreign memory")]
+        unsafe {
+            let bytes = slice::from_raw_parts(address.cast::<u8>(), length).to_vec();
+            ucp.ucp_worker_release_address(self.worker, address);
+            Ok(bytes)
+        }
+    }
+
+    /// Memory for transfers, as [`Fabric::bucket`](super::Fabric::bucket).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn bucket(&self, bytes: usize) -> Result<Bucket> {
+        Bucket::new(self.context.clone(), bytes)
+    }
+
+    /// Makes the peer's link with this [address](Link::address) the one that is sent to. UCX believes what is in the address: it must come from a
+    /// peer that showed who it is.
+    ///
+    /// Where a transport can tell that a peer has ended, UCX is asked to. Shared memory cannot; then only deadlines and
+    /// watches end a wait.
+    ///
+    /// # Errors
+    /// [`Error::Link`] if the link has a peer, the address is none, or no transport leads there.
+    pub fn connect(&mut self, address: &[u8]) -> Result<()> {
+        if self.endpoint.is_some() {
+            return Err(self.refused("connect to", "the link is connected already"));
+        }
+        if address.len() < 8 || address.len() > ADDRESS_BYTES_MAX {
+            let status = format!("an address has 8 to {ADDRESS_BYTES_MAX} bytes, not {}", address.len());
+            return Err(self.refused("connect to", status));
+        }
+        // UCX is not told the address's length. Of one that was cut short it reads zeros, not what lies behind.
+        let mut padded = address.to_vec();
+        padded.resize(address.len() + ADDRESS_BYTES_MAX, 0);
+        let modes = if self.context.is_unwatched() { &[false][..] } else { &[true, false][..] };
+        let mut status = sys::UCS_OK;
+        for &watched in modes {
+            let handle;
+            (status, handle) = self.create(&padded, watched);
+            if status == sys::UCS_OK {
+                self.endpoint = Some(Endpoint { handle, watched });
+                return Ok(());
+            }
+            if watched && matches!(status, sys::UCS_ERR_UNREACHABLE | sys::UCS_ERR_UNSUPPORTED) {
+                self.context.set_unwatched();
+                continue;
+            }
+            break;
+        }
+        check(self.context.ucp, &self.peer, "connect to", status)
+    }
+
+    fn create(&mut self, address: &[u8], watched: bool) -> (sys::ucs_status_t, sys::ucp_ep_h) {
+        // SAFETY: the structure is numbers and pointers, for which zero is a value, and the mask says which are read.
+        #[allow(unsafe_code, reason = "a C structure")]
+        let mut params: sys::ucp_ep_params_t = unsafe { mem::zeroed() };
+        params.field_mask = u64::from(
+            sys::UCP_EP_PARAM_FIELD_REMOTE_ADDRESS
+                | sys::UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE
+                | sys::UCP_EP_PARAM_FIELD_ERR_HANDLER,
+        );
+        params.address = address.as_ptr().cast();
+        params.err_mode =
+            if watched { sys::UCP_ERR_HANDLING_MODE_PEER } else { sys::UCP_ERR_HANDLING_MODE_NONE };
+        params.err_handler.cb = Some(on_lost);
+        params.err_handler.arg = Arc::as_ptr(&self.lost).cast_mut().cast();
+        let mut handle = ptr::null_mut();
+        // SAFETY: the address outlives the call, the handler's argument the worker; the handle is written before it is read.
+        // That the address is UCX's is the peer's word, as `connect` says.
+        #[allow(unsafe_code, reason = "foreign call")]
+        let status =
+            unsafe { self.context.ucp.ucp_ep_create(self.worker, &raw const params, &raw mut handle) };
+        (status, handle)
+    }
+
+    /// Sends a part of a bucket to the peer, which [receives](Link::receive) it under the same tag.
+    ///
+    /// # Errors
+    /// [`Error::Link`] without a peer, for a range outside the bucket, or if UCX refuses; [`Error::LinkLost`] if the peer is gone;
+    /// [`Error::Busy`] if [`INFLIGHT_MAX`] transfers are under way. The bucket is dropped then.
+    pub fn send(&mut self, bucket: Bucket, range: Range<usize>, tag: u64) -> Result<Ticket> {
+        let endpoint = self.endpoint("send to")?;
+        self.start("send to", bucket, range, false, |ucp, _, memory, bytes, param| {
+            // SAFETY: `start` gives the range of a bucket that the flight owns until UCX is done with it, and the endpoint lives as long as the link.
+            #[allow(unsafe_code, reason = "foreign call")]
+            unsafe {
+                ucp.ucp_tag_send_nbx(endpoint, memory.cast(), bytes, tag, param)
+            }
+        })
+    }
+
+    /// Takes what a peer sends under `tag` into a bucket.
+    ///
+    /// # Errors
+    /// As [`Link::send`]; but whoever receives needs no connection.
+    pub fn receive(&mut self, bucket: Bucket, tag: u64) -> Result<Ticket> {
+        let range = 0..bucket.len();
+        self.start("receive from", bucket, range, true, |ucp, worker, memory, bytes, param| {
+            // SAFETY: `start` gives all of a bucket that the flight owns until UCX is done with it; no reference to it exists meanwhile.
+            #[allow(unsafe_code, reason = "foreign call")]
+            unsafe {
+                ucp.ucp_tag_recv_nbx(worker, memory.cast(), bytes, tag, u64::MAX, param)
+            }
+        })
+    }
+
+    /// Opens a peer's window with the key that came from it.
+    ///
+    /// # Errors
+    /// [`Error::Link`] without a peer, or for a key with which UCX finds no way there.
+    pub fn open(&mut self, key: &WindowKey) -> Result<RemoteWindow> {
+        let endpoint = self.endpoint("open a window of")?;
+        let mut rkey = ptr::null_mut();
+        // Of a key that was cut short UCX reads zeros, not what lies behind.
+        let mut padded = key.rkey.clone();
+        padded.resize(key.rkey.len() + ADDRESS_BYTES_MAX, 0);
+        // SAFETY: the key outlives the call and the endpoint lives; the result is written before it is read.
+        // That the key is UCX's is the peer's word, as `WindowKey::from_bytes` says.
+        #[allow(unsafe_code, reason = "foreign call")]
+        let status =
+            unsafe { self.context.ucp.ucp_ep_rkey_unpack(endpoint, padded.as_ptr().cast(), &raw mut rkey) };
+        check(self.context.ucp, &self.peer, "open a window of", status)?;
+        self.windows.push(Opened { rkey, address: key.address, bytes: key.bytes });
+        Ok(RemoteWindow { link: self.id, index: self.windows.len() - 1 })
+    }
+
+    /// Writes a part of a bucket into a peer's window, at `offset`. It is there after [`Link::flush`].
+    ///
+    /// # Errors
+    /// As [`Link::send`], and for a place outside the window.
+    pub fn put(
+        &mut self,
+        bucket: Bucket,
+        range: Range<usize>,
+        window: RemoteWindow,
+        offset: u64,
+    ) -> Result<Ticket> {
+        const ACTION: &str = "write into a window of";
+        let endpoint = self.endpoint(ACTION)?;
+        let (rkey, to) = self.place(ACTION, window, offset, range.len())?;
+        self.start(ACTION, bucket, range, false, |ucp, _, memory, bytes, param| {
+            // SAFETY: as in `send`; the key was opened on this endpoint, and `place` found the bytes inside the window.
+            #[allow(unsafe_code, reason = "foreign call")]
+            unsafe {
+                ucp.ucp_put_nbx(endpoint, memory.cast(), bytes, to, rkey, param)
+            }
+        })
+    }
+
+    /// Reads from a peer's window, from `offset`, into the part of a bucket.
+    ///
+    /// # Errors
+    /// As [`Link::put`].
+    pub fn get(
+        &mut self,
+        bucket: Bucket,
+        range: Range<usize>,
+        window: RemoteWindow,
+        offset: u64,
+    ) -> Result<Ticket> {
+        const ACTION: &str = "read from a window of";
+        let endpoint = self.endpoint(ACTION)?;
+        let (rkey, from) = self.place(ACTION, window, offset, range.len())?;
+        self.start(ACTION, bucket, range, false, |ucp, _, memory, bytes, param| {
+            // SAFETY: as in `put`; no reference to the bucket exists while the flight owns it.
+            #[allow(unsafe_code, reason = "foreign call")]
+            unsafe {
+                ucp.ucp_get_nbx(endpoint, memory.cast(), bytes, from, rkey, param)
+            }
+        })
+    }
+
+    /// Waits until a transfer is done, and gives back its bucket and the bytes that it moved. `watch` is asked every 20 ms; what it
+    /// fails with says that the peer is gone.
+    ///
+    /// After an error the link is of no use. Buckets of transfers that were given up end with the link.
+    ///
+    /// # Errors
+    /// [`Error::LinkTimeout`] when `deadline` is over; [`Error::LinkLost`] when UCX or `watch` says that the peer is gone;
+    /// [`Error::Link`] if the transfer fails, such as for a message longer than the bucket, or belongs to another link.
+    pub fn finish(
+        &mut self,
+        ticket: Ticket,
+        deadline: Duration,
+        watch: &mut dyn FnMut() -> std::result::Result<(), String>,
+    ) -> Result<(Bucket, usize)> {
+        let flight = self.flights.get(&ticket.number).filter(|_| ticket.link == self.id);
+        let Some(action) = flight.map(|flight| flight.action) else {
+            return Err(self.refused("finish a transfer with", "the ticket is another link's"));
+        };
+        self.wait(action, deadline, watch, |link| link.is_done(ticket.number).then_some(()))?;
+        let status = self.flights.get(&ticket.number).map(|flight| flight.outcome);
+        if let Err(error) = check(self.context.ucp, &self.peer, action, status.unwrap_or(sys::UCS_OK)) {
+            self.broken = true;
+            return Err(error);
+        }
+        match self.flights.remove(&ticket.number) {
+            Some(flight) => Ok((flight.bucket, flight.bytes)),
+            None => Err(self.refused(action, "the transfer is finished already")),
+        }
+    }
+
+    /// Waits until all that was put is in the peer's windows.
+    ///
+    /// # Errors
+    /// As [`Link::finish`].
+    pub fn flush(
+        &mut self,
+        deadline: Duration,
+        watch: &mut dyn FnMut() -> std::result::Result<(), String>,
+    ) -> Result<()> {
+        const ACTION: &str = "wait for what was written into windows of";
+        let endpoint = self.endpoint(ACTION)?;
+        let empty = Bucket::new(self.context.clone(), 0)?;
+        let ticket = self.start(ACTION, empty, 0..0, false, |ucp, _, _, _, param| {
+            // SAFETY: the endpoint lives as long as the link.
+            #[allow(unsafe_code, reason = "foreign call")]
+            unsafe {
+                ucp.ucp_ep_flush_nbx(endpoint, param)
+            }
+        })?;
+        self.finish(ticket, deadline, watch).map(drop)
+    }
+
+    /// Lets UCX work until `until` is true: for a side that only lends a [`Window`](super::Window), where no hardware does it.
+    ///
+    /// # Errors
+    /// [`Error::LinkTimeout`] and [`Error::LinkLost`] as [`Link::finish`].
+    pub fn serve(&mut self, deadline: Duration, until: &mut dyn FnMut() -> bool) -> Result<()> {
+        self.wait("wait for", deadline, &mut || Ok(()), |_| until().then_some(()))
+    }
+
+    fn endpoint(&self, action: &'static str) -> Result<sys::ucp_ep_h> {
+        match &self.endpoint {
+            Some(endpoint) => Ok(endpoint.handle),
+            None => Err(self.refused(action, "the link is not connected")),
+        }
+    }
+
+    fn place(
+        &self,
+        action: &'static str,
+        window: RemoteWindow,
+        offset: u64,
+        bytes: usize,
+    ) -> Result<(sys::ucp_rkey_h, u64)> {
+        let opened = self.windows.get(window.index).filter(|_| window.link == self.id);
+        let Some(opened) = opened else { return Err(self.refused(action, "the window is another link's")) };
+        if offset.checked_add(bytes as u64).is_none_or(|end| end > opened.bytes) {
+            let status = format!("{bytes} bytes at {offset} are outside the window of {}", opened.bytes);
+            return Err(self.refused(action, status));
+        }
+        Ok((opened.rkey, opened.address.wrapping_add(offset)))
+    }
+
+    /// Begins a transfer and keeps its bucket.
+    fn start(
+        &mut self,
+        action: &'static str,
+        bucket: Bucket,
+        range: Range<usize>,
+        receives: bool,
+        call: impl FnOnce(
+            &sys::Ucp,
+            sys::ucp_worker_h,
+            *mut u8,
+            usize,
+            *const sys::ucp_request_param_t,
+        ) -> sys::ucs_status_ptr_t,
+    ) -> Result<Ticket> {
+        self.check_alive(action)?;
+        if self.flights.len() >= INFLIGHT_MAX {
+            let what = format!("the link to {}", self.peer);
+            return Err(Error::Busy { what, with: format!("{INFLIGHT_MAX} transfers") });
+        }
+        if range.start > range.end || range.end > bucket.len() {
+            let status = format!("{range:?} is outside the bucket of {} bytes", bucket.len());
+            return Err(self.refused(action, status));
+        }
+        // SAFETY: the structure is numbers, pointers and optional functions, for which zero is a value, and the mask says which are read.
+        #[allow(unsafe_code, reason = "a C structure")]
+        let mut param: sys::ucp_request_param_t = unsafe { mem::zeroed() };
+        if receives {
+            // Only of a request can be learned how long the message was.
+            param.op_attr_mask = sys::UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+        }
+        let bytes = range.len();
+        let memory = bucket.pointer().wrapping_add(range.start);
+        let begun = call(self.context.ucp, self.worker, memory, bytes, &raw const param);
+        let mut flight = Flight { bucket, request: begun, receives, action, outcome: sys::UCS_OK, bytes };
+        if let Some(status) = failure(begun) {
+            flight.request = ptr::null_mut();
+            check(self.context.ucp, &self.peer, action, status)?;
+        }
+        self.next += 1;
+        self.flights.insert(self.next, flight);
+        Ok(Ticket { link: self.id, number: self.next })
+    }
+
+    fn is_done(&mut self, number: u64) -> bool {
+        let ucp = self.context.ucp;
+        let Some(flight) = self.flights.get_mut(&number) else { return true };
+        if flight.request.is_null() {
+            return true;
+        }
+        let mut info = sys::ucp_tag_recv_info_t { sender_tag: 0, length: 0 };
+        // SAFETY: the request is one that UCX gave and was not freed; the information is written if it is that of a receive.
+        #[allow(unsafe_code, reason = "foreign call")]
+        let status = unsafe {
+            if flight.receives {
+                ucp.ucp_tag_recv_request_test(flight.request, &raw mut info)
+            } else {
+                ucp.ucp_request_check_status(flight.request)
+            }
+        };
+        if status == sys::UCS_INPROGRESS {
+            return false;
+        }
+        // SAFETY: it is done, and freed once: the pointer goes.
+        #[allow(unsafe_code, reason = "foreign call")]
+        unsafe {
+            ucp.ucp_request_free(flight.request);
+        }
+        flight.request = ptr::null_mut();
+        flight.outcome = status;
+        if flight.receives {
+            flight.bytes = info.length;
+        }
+        true
+    }
+
+    fn progress(&mut self) -> bool {
+        // SAFETY: the worker lives and is used by one thread at a time.
+        #[allow(unsafe_code, reason = "foreign call")]
+        unsafe {
+            self.context.ucp.ucp_worker_progress(self.worker) != 0
+        }
+    }
+
+    fn check_alive(&self, action: &'static str) -> Result<()> {
+        let lost = |reason| Err(Error::LinkLost { peer: self.peer.clone(), action, reason });
+        match sys::ucs_status_t::try_from(self.lost.load(SeqCst)) {
+            Ok(sys::UCS_OK) if self.broken => lost("an earlier transfer failed".to_owned()),
+            Ok(sys::UCS_OK) => Ok(()),
+            status => lost(words(self.context.ucp, status.unwrap_or(sys::UCS_ERR_LAST))),
+        }
+    }
+
+    /// Lets UCX work until `ready` has something, the deadline is over or the peer is gone.
+    fn wait<T>(
+        &mut self,
+        action: &'static str,
+        deadline: Duration,
+        watch: &mut dyn FnMut() -> std::result::Result<(), String>,
+        mut ready: impl FnMut(&mut Self) -> Option<T>,
+    ) -> Result<T> {
+        let begin = Instant::now();
+        let (mut idle, mut rounds, mut watched) = (0u32, 0u32, begin);
+        loop {
+            let moved = self.progress();
+            if let Some(value) = ready(self) {
+                return Ok(value);
+            }
+            idle = if moved { 0 } else { idle.saturating_add(1) };
+            rounds = rounds.wrapping_add(1);
+            if rounds.is_multiple_of(CLOCK_ROUNDS) || idle > ROUNDS[1] {
+                let now = Instant::now();
+                let mut outcome = self.check_alive(action);
+                if outcome.is_ok() && now - watched >= WATCH {
+                    watched = now;
+                    let lost = |reason| Error::LinkLost { peer: self.peer.clone(), action, reason };
+                    outcome = watch().map_err(lost);
+                }
+                if outcome.is_ok() && now - begin >= deadline {
+                    let (peer, waited) = (self.peer.clone(), now - begin);
+                    outcome = Err(Error::LinkTimeout { peer, action, waited });
+                }
+                if let Err(error) = outcome {
+                    self.broken = true;
+                    return Err(error);
+                }
+            }
+            match idle {
+                _ if idle > ROUNDS[1] => thread::sleep(NAP),
+                _ if idle > ROUNDS[0] => thread::yield_now(),
+                _ => std::hint::spin_loop(),
+            }
+        }
+    }
+
+    fn refused(&self, action: &'static str, status: impl Into<String>) -> Error {
+        Error::Link { peer: self.peer.clone(), action, status: status.into() }
+    }
+
+    /// Cancels what is under way and waits for it a little; true if UCX is done with all of it.
+    fn settle(&mut self) -> bool {
+        for flight in self.flights.values().filter(|flight| !flight.request.is_null()) {
+            // SAFETY: the request is one that UCX gave and was not freed.
+            #[allow(unsafe_code, reason = "foreign call")]
+            unsafe {
+                self.context.ucp.ucp_request_cancel(self.worker, flight.request);
+            }
+        }
+        let begin = Instant::now();
+        let numbers: Vec<u64> = self.flights.keys().copied().collect();
+        loop {
+            self.progress();
+            let open = numbers.iter().filter(|number| !self.is_done(**number)).count();
+            if open == 0 || begin.elapsed() >= END_DEADLINE {
+                return open == 0;
+            }
+            thread::yield_now();
+        }
+    }
+
+    fn close(&mut self, endpoint: &Endpoint) {
+        let ucp = self.context.ucp;
+        // SAFETY: the structure is numbers, pointers and optional functions, for which zero is a value, and the mask says which are read.
+        #[allow(unsafe_code, reason = "a C structure")]
+        let mut param: sys::ucp_request_param_t = unsafe { mem::zeroed() };
+        if endpoint.watched {
+            // There is nothing under way that the peer waits for: it has its own deadlines.
+            param.op_attr_mask = sys::UCP_OP_ATTR_FIELD_FLAGS;
+            param.flags = sys::UCP_EP_CLOSE_FLAG_FORCE;
+        }
+        // SAFETY: the endpoint is closed once: the link has taken it out of its field.
+        #[allow(unsafe_code, reason = "foreign call")]
+        let request = unsafe { ucp.ucp_ep_close_nbx(endpoint.handle, &raw const param) };
+        // Over TCP whoever closes second hears that the connection is gone: it is closed, and that was wanted.
+        if request.is_null() || failure(request).is_some() {
+            return;
+        }
+        let begin = Instant::now();
+        // SAFETY: the request is UCX's, and freed once, afterwards: UCX finishes with it by itself.
+        #[allow(unsafe_code, reason = "foreign call")]
+        unsafe {
+            while ucp.ucp_request_check_status(request) == sys::UCS_INPROGRESS
+                && begin.elapsed() < END_DEADLINE
+            {
+                ucp.ucp_worker_progress(self.worker);
+                thread::yield_now();
+            }
+            ucp.ucp_request_free(request);
+        }
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = f.debug_struct("Link");
+        text.field("peer", &self.peer).field("inflight", &self.flights.len()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let ucp = self.context.ucp;
+        let mut settled = self.settle();
+        if let Some(endpoint) = self.endpoint.take() {
+            // Flushing towards a peer that is gone would wait for it; the worker's end takes the endpoint along.
+            if endpoint.watched || (settled && !self.broken) {
+                self.close(&endpoint);
+            }
+            settled = settled || self.settle();
+        }
+        if settled {
+            for window in &self.windows {
+                // SAFETY: no transfer uses the key any more, and it is destroyed once.
+                #[allow(unsafe_code, reason = "foreign call")]
+                unsafe {
+                    ucp.ucp_rkey_destroy(window.rkey);
+                }
+            }
+        } else {
+            tracing::debug!(peer = self.peer, "UCX does not let go of a transfer that was given up");
+            self.context.tainted.store(true, SeqCst);
+        }
+        // SAFETY: destroyed once. The buckets of what was given up are fields of the link and go after this, when UCX writes to them no more.
+        #[allow(unsafe_code, reason = "foreign call")]
+        unsafe {
+            ucp.ucp_worker_destroy(self.worker);
+        }
+    }
+}
+
+/// The status that a pointer stands for, if it is an error: the topmost addresses are.
+fn failure(pointer: sys::ucs_status_ptr_t) -> Option<sys::ucs_status_t> {
+    let value = pointer as isize;
+    (value < 0 && value >= isize::from(sys::UCS_ERR_LAST)).then_some(value as sys::ucs_status_t)
+}

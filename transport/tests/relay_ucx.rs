@@ -1,0 +1,464 @@
+//! Relays that are asked over UCX: followers in other processes, over TCP, shared memory and between network namespaces; relays that are
+//! killed in the middle, and relays that lie. Without libucp the tests say so and do nothing, unless `DRIFTLESS_UCX_REQUIRED` is set.
+#![cfg(feature = "ucx")]
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
+
+mod common;
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::thread;
+use std::time::Duration;
+
+use common::{MODEL, RUN, Random, Weights, assert_reader, assert_same, options, step};
+use driftless_transport::fabric::{Fabric, FabricOptions};
+use driftless_transport::http::Server;
+use driftless_transport::manifest::Object;
+use driftless_transport::relay::{RelayOptions, Relays, serve};
+use driftless_transport::wrap::Count;
+use driftless_transport::{
+    ContentDigest, Disk, Dtype, Error, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Start, Store,
+    Version, conformance,
+};
+use serde_json::{Value, json};
+
+/// UCX's transports of which each must do.
+const WAYS: [&str; 2] = ["tcp", "posix,sysv,cma,self"];
+const LONG: Duration = Duration::from_secs(120);
+/// Tells the other process what it is, where it works, whom it asks or where it listens, and where it dies.
+const ROLE: &str = "DRIFTLESS_TEST_ROLE";
+const DIR: &str = "DRIFTLESS_TEST_DIR";
+const ADDRESS: &str = "DRIFTLESS_TEST_ADDRESS";
+const KILL: &str = "DRIFTLESS_TEST_KILL";
+const TOKEN: &str = "one token for all";
+
+fn fabric() -> Option<Fabric> {
+    match Fabric::open(&FabricOptions::default()) {
+        Ok(fabric) => Some(fabric),
+        Err(error @ Error::Library { .. }) if std::env::var_os("DRIFTLESS_UCX_REQUIRED").is_none() => {
+            println!("skipped: {error}: {}", std::error::Error::source(&error).unwrap());
+            None
+        }
+        Err(error) => panic!("{error:?}"),
+    }
+}
+
+fn relay(fabric: &Fabric, origin: Arc<dyn Store>, dir: &Path, listen: SocketAddr) -> Server {
+    let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir);
+    options.ucx = Some((listen, fabric.clone()));
+    options.token = Some(TOKEN.to_owned());
+    serve(origin, options).unwrap()
+}
+
+fn here(fabric: &Fabric, origin: Arc<dyn Store>, dir: &Path) -> Server {
+    relay(fabric, origin, dir, "127.0.0.1:0".parse().unwrap())
+}
+
+fn url(server: &Server) -> String {
+    format!("ucx://{}", server.ucx_addr().unwrap())
+}
+
+fn behind(origin: &Arc<dyn Store>, relays: &[String]) -> Arc<dyn Store> {
+    Arc::new(Relays::new(origin.clone(), relays, Some(TOKEN)).unwrap())
+}
+
+fn named(store: &Arc<dyn Store>, key: &str, size: u64) -> Object {
+    let mut random = Random(size);
+    let bytes: Vec<u8> = (0..size).map(|_| random.next() as u8).collect();
+    let key = Key::new(key).unwrap();
+    store.put(&key, &bytes, PutMode::Overwrite).unwrap();
+    Object { key, size, blake3: ContentDigest::of(&bytes) }
+}
+
+/// A full version and a delta on top of it, which is all but whole: some megabytes.
+fn publish(store: &Arc<dyn Store>, dir: &Path) -> Weights {
+    let mut random = Random(5);
+    let mut weights = Weights::small(1);
+    weights.set("x.large", Dtype::Bf16, &[3000, 1000], |_| random.next() as u8);
+    let mut options = options(Start::NewRun, &dir.join("baseline"));
+    options.object_bytes_max = 4 << 20;
+    let mut publisher = Publisher::open(store.clone(), options).unwrap();
+    publisher.publish(&weights, step(0), Mode::Full).unwrap();
+    weights.step(7, 3);
+    publisher.publish(&weights, step(1), Mode::Delta).unwrap();
+    weights
+}
+
+/// This test program as another process.
+fn other(role: &str, dir: &Path, address: &str, transports: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "other_process", "--ignored", "--nocapture"]);
+    command.env(ROLE, role).env(DIR, dir).env(ADDRESS, address).env("UCX_TLS", transports);
+    command
+}
+
+#[test]
+#[ignore = "the other process of these tests"]
+fn other_process() {
+    let variable = |name: &str| std::env::var(name).unwrap();
+    let (dir, address) = (PathBuf::from(variable(DIR)), variable(ADDRESS));
+    let store: Arc<dyn Store> = Arc::new(Disk::new(dir.join("store")));
+    if variable(ROLE) == "follow" {
+        let direct = Arc::new(Count::new(store));
+        let origin: Arc<dyn Store> = direct.clone();
+        let run = Run::open(behind(&origin, &[format!("ucx://{address}")]), RUN).unwrap();
+        Replica::open(dir.join("replica")).unwrap().advance(&run, MODEL, Version(1), None).unwrap();
+        println!("direct {}", direct.counts().bytes_got);
+        return;
+    }
+    if let Ok(passes) = std::env::var(KILL) {
+        let (passes, passed) = (passes.parse::<u64>().unwrap(), AtomicU64::new(0));
+        let callback = move || {
+            if passed.fetch_add(1, SeqCst) == passes {
+                let this = rustix::process::getpid();
+                rustix::process::kill_process(this, rustix::process::Signal::KILL).unwrap();
+            }
+        };
+        fail::cfg_callback("relay.ucx.send", callback).unwrap();
+    }
+    let server = relay(&fabric().unwrap(), store, &dir.join("cache"), address.parse().unwrap());
+    println!("listening {}", server.ucx_addr().unwrap());
+    thread::park();
+}
+
+/// A relay in another process.
+struct Process {
+    child: Child,
+    address: String,
+}
+
+impl Process {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let told = lines
+            .map_while(std::io::Result::ok)
+            .find_map(|line| Some(line.split_once("listening ")?.1.to_owned()));
+        Self { child, address: told.unwrap() }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It has ended, or has to.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Follows in another process; returns how many bytes that read from the store.
+fn follow(command: &mut Command) -> u64 {
+    let output = command.stderr(Stdio::inherit()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}");
+    let direct = text.lines().find_map(|line| line.split_once("direct ")?.1.parse().ok());
+    direct.unwrap_or_else(|| panic!("{text}"))
+}
+
+/// Manifests and the like, of which a follower reads some kilobytes.
+const DOCUMENTS: u64 = 100_000;
+
+#[test]
+fn a_follower_in_another_process_gets_a_delta_bit_equal() {
+    if fabric().is_none() {
+        return;
+    }
+    for transports in WAYS {
+        let dir = tempfile::tempdir().unwrap();
+        let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
+        let expected = publish(&store, dir.path());
+        let relay = Process::start(other("relay", dir.path(), "127.0.0.1:0", transports));
+        let direct = follow(&mut other("follow", dir.path(), &relay.address, transports));
+        assert!(direct < DOCUMENTS, "{transports}: {direct} bytes came from the store");
+        assert_same(Replica::open(dir.path().join("replica")).unwrap().checkpoint().unwrap(), &expected);
+    }
+}
+
+#[test]
+fn a_relay_killed_in_the_middle_of_a_transfer_leaves_the_store() {
+    if fabric().is_none() {
+        return;
+    }
+    for (transports, passes) in [("tcp", 0), ("tcp", 2), (WAYS[1], 0), (WAYS[1], 1)] {
+        let dir = tempfile::tempdir().unwrap();
+        let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
+        let expected = publish(&store, dir.path());
+        let mut command = other("relay", dir.path(), "127.0.0.1:0", transports);
+        let mut relay = Process::start({
+            command.env(KILL, passes.to_string());
+            command
+        });
+        let direct = follow(&mut other("follow", dir.path(), &relay.address, transports));
+        assert!(direct > DOCUMENTS, "{transports}: the rest came from the store, not {direct} bytes");
+        assert!(relay.child.try_wait().unwrap().is_some(), "{transports}: the relay was killed");
+        assert_same(Replica::open(dir.path().join("replica")).unwrap().checkpoint().unwrap(), &expected);
+    }
+}
+
+/// Two network namespaces and a cable between them; gone with the value.
+struct Namespaces([String; 2]);
+
+impl Namespaces {
+    fn new() -> Result<Self, String> {
+        let ip = |line: &str| {
+            let output =
+                Command::new("ip").args(line.split(' ')).output().map_err(|error| format!("ip: {error}"))?;
+            let failed = || format!("ip {line}: {}", String::from_utf8_lossy(&output.stderr).trim());
+            output.status.success().then_some(()).ok_or_else(failed)
+        };
+        let id = std::process::id();
+        let names = [format!("dft{id}a"), format!("dft{id}b")];
+        ip(&format!("netns add {}", names[0]))?;
+        let these = Self(names);
+        let [a, b] = &these.0;
+        ip(&format!("netns add {b}"))?;
+        ip(&format!("link add veth0 netns {a} type veth peer name veth0 netns {b}"))?;
+        for (name, address) in [(a, "10.99.7.1/24"), (b, "10.99.7.2/24")] {
+            ip(&format!("-n {name} addr add {address} dev veth0"))?;
+            ip(&format!("-n {name} link set veth0 up"))?;
+            ip(&format!("-n {name} link set lo up"))?;
+        }
+        Ok(these)
+    }
+
+    fn inside(&self, index: usize, command: &Command) -> Command {
+        let mut inside = Command::new("ip");
+        inside.args(["netns", "exec", &self.0[index]]).arg(command.get_program()).args(command.get_args());
+        inside.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        inside.env("UCX_NET_DEVICES", "veth0");
+        inside
+    }
+}
+
+impl Drop for Namespaces {
+    fn drop(&mut self) {
+        for name in &self.0 {
+            // One that was not made.
+            let _ = Command::new("ip").args(["netns", "del", name]).output();
+        }
+    }
+}
+
+#[test]
+fn a_follower_in_another_network_namespace_gets_a_delta_bit_equal() {
+    if fabric().is_none() {
+        return;
+    }
+    let namespaces = match Namespaces::new() {
+        Ok(namespaces) => namespaces,
+        Err(reason) => return println!("skipped: no network namespaces here: {reason}"),
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
+    let expected = publish(&store, dir.path());
+    let relay = Process::start(namespaces.inside(0, &other("relay", dir.path(), "10.99.7.1:0", "tcp")));
+    let direct = follow(&mut namespaces.inside(1, &other("follow", dir.path(), &relay.address, "tcp")));
+    assert!(direct < DOCUMENTS, "{direct} bytes came from the store");
+    assert_same(Replica::open(dir.path().join("replica")).unwrap().checkpoint().unwrap(), &expected);
+}
+
+#[test]
+fn a_store_behind_a_relay_over_ucx_is_a_store() {
+    let Some(fabric) = fabric() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let origin: Arc<dyn Store> = Arc::new(Memory::new());
+    let server = here(&fabric, origin.clone(), dir.path());
+    conformance::check(&*behind(&origin, &[url(&server)]));
+}
+
+#[test]
+fn a_relay_that_starts_again_is_found_again() {
+    let Some(fabric) = fabric() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let objects = [named(&store, "a/first", 20 << 20), named(&store, "a/second", 1000)];
+    let nowhere: Arc<dyn Store> = Arc::new(Memory::new());
+    let mut server = here(&fabric, store.clone(), dir.path());
+    let (client, addr) = (behind(&nowhere, &[url(&server)]), server.ucx_addr().unwrap());
+    for round in 0..3 {
+        for object in &objects {
+            let bytes = client.get_known(object, 0..object.size).unwrap();
+            assert!(bytes == store.get(&object.key, None).unwrap(), "round {round}");
+        }
+        drop(server);
+        server = relay(&fabric, store.clone(), dir.path(), addr);
+    }
+}
+
+/// Speaks to a relay as a follower does.
+struct Raw(TcpStream);
+
+impl Raw {
+    fn to(addr: SocketAddr) -> Self {
+        let stream = TcpStream::connect(addr).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        Self(stream)
+    }
+
+    fn tell(&mut self, document: &Value) {
+        let body = serde_json::to_vec(document).unwrap();
+        self.0.write_all(&(body.len() as u32).to_le_bytes()).unwrap();
+        self.0.write_all(&body).unwrap();
+    }
+
+    /// What the other side says; nothing when it hangs up.
+    fn hear(&mut self) -> Option<Value> {
+        let mut length = [0; 4];
+        self.0.read_exact(&mut length).ok()?;
+        let mut body = vec![0; u32::from_le_bytes(length) as usize];
+        self.0.read_exact(&mut body).ok()?;
+        Some(serde_json::from_slice(&body).unwrap())
+    }
+
+    fn kind(&mut self) -> String {
+        self.hear().unwrap()["error"]["kind"].as_str().unwrap_or("none").to_owned()
+    }
+}
+
+#[test]
+fn bad_requests_are_told_what_is_wrong() {
+    let Some(fabric) = fabric() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let object = named(&store, "a/object", 1000);
+    let server = here(&fabric, store.clone(), dir.path());
+    let addr = server.ucx_addr().unwrap();
+    let link = fabric.link("the relay").unwrap();
+    let address = hex::encode(link.address().unwrap());
+    let hello = |token: Option<&str>| json!({ "driftless_ucx": 1, "token": token, "address": address });
+    for (greeting, kind) in [
+        (json!({ "driftless_ucx": 2, "token": TOKEN, "address": address }), "bad_request"),
+        (hello(None), "unauthorized"),
+        (hello(Some("another")), "unauthorized"),
+        (json!({ "driftless_ucx": 1, "token": TOKEN, "address": "no hex" }), "bad_request"),
+        (json!({ "driftless_ucx": 1, "token": TOKEN, "address": "00" }), "bad_request"),
+    ] {
+        let mut raw = Raw::to(addr);
+        raw.tell(&greeting);
+        assert_eq!(raw.kind(), kind, "{greeting}");
+        assert_eq!(raw.hear(), None, "and that is the end of it");
+    }
+    for noise in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[3, 0, 0, 0, b'{', b'}', b'}'], &[255; 4]] {
+        let mut raw = Raw::to(addr);
+        raw.0.write_all(noise).unwrap();
+        assert_eq!(raw.hear(), None);
+    }
+    let mut raw = Raw::to(addr);
+    raw.tell(&hello(Some(TOKEN)));
+    assert_eq!(raw.kind(), "none");
+    let digest = object.blake3.to_string();
+    for (key, blake3, size, start, bytes, kind) in [
+        ("a/object", digest.as_str(), 1000, 990, 11, "range"),
+        ("a/object", digest.as_str(), 1000, 1001, 1, "range"),
+        ("a/object", digest.as_str(), 1000, 5, 0, "range"),
+        ("a/object", digest.as_str(), 1000, 1, u64::MAX, "range"),
+        ("a/object", digest.as_str(), 100 << 20, 0, 17 << 20, "range"),
+        ("a/../object", digest.as_str(), 1000, 0, 10, "bad_request"),
+        ("a/object", "digest", 1000, 0, 10, "bad_request"),
+        ("a/object", &"0".repeat(64), 1000, 0, 10, "corrupt"),
+        ("a/nothing", digest.as_str(), 1001, 0, 10, "not_found"),
+    ] {
+        raw.tell(
+            &json!({ "key": key, "size": size, "blake3": blake3, "start": start, "bytes": bytes, "tag": 1 }),
+        );
+        assert_eq!(raw.kind(), kind, "{key} {blake3} {size} {start} {bytes}");
+    }
+    let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir.path().join("open"));
+    options.ucx = Some(("0.0.0.0:0".parse().unwrap(), fabric.clone()));
+    let open = serve(store.clone(), options).unwrap_err();
+    assert!(matches!(open, Error::BadSetting { .. }), "{open:?}");
+    for bad in
+        ["ucx://", "ucx://host", "ucx://host:port", "ucx://user:secret@host:1", "ucx://host:1/?x=secret"]
+    {
+        let refused = Relays::new(store.clone(), &[bad.to_owned()], None).unwrap_err();
+        assert!(matches!(refused, Error::BadText { .. }), "{bad}: {refused:?}");
+        assert!(!refused.to_string().contains("secret"), "{refused}");
+    }
+}
+
+/// A relay that is none: it answers each session by `session`, and says how many there were.
+fn fake(session: impl Fn(Raw, u64) + Send + Sync + 'static) -> (String, Arc<AtomicU64>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("ucx://{}", listener.local_addr().unwrap());
+    let sessions = Arc::new(AtomicU64::new(0));
+    let (count, session) = (sessions.clone(), Arc::new(session));
+    thread::spawn(move || {
+        for stream in listener.incoming().map_while(std::io::Result::ok) {
+            let (number, session) = (count.fetch_add(1, SeqCst), session.clone());
+            thread::spawn(move || session(Raw(stream), number));
+        }
+    });
+    (url, sessions)
+}
+
+/// Answers what is asked for with what `lie` makes of the right bytes; sends nothing for none.
+fn lies(raw: &mut Raw, fabric: &Fabric, store: &Arc<dyn Store>, lie: impl Fn(Vec<u8>) -> Vec<u8>) {
+    let Some(hello) = raw.hear() else { return };
+    let mut link = fabric.link("the follower").unwrap();
+    link.connect(&hex::decode(hello["address"].as_str().unwrap()).unwrap()).unwrap();
+    raw.tell(&json!({}));
+    while let Some(ask) = raw.hear() {
+        let key = Key::new(ask["key"].as_str().unwrap()).unwrap();
+        let (start, bytes) = (ask["start"].as_u64().unwrap(), ask["bytes"].as_u64().unwrap());
+        let told = lie(store.get(&key, Some(start..start + bytes)).unwrap());
+        raw.tell(&json!({}));
+        if told.is_empty() {
+            return;
+        }
+        let mut bucket = fabric.bucket(told.len()).unwrap();
+        bucket.copy_from_slice(&told);
+        let ticket = link.send(bucket, 0..told.len(), ask["tag"].as_u64().unwrap()).unwrap();
+        if link.finish(ticket, LONG, &mut || Ok(())).is_err() {
+            return;
+        }
+    }
+}
+
+#[test]
+fn relays_that_lie_are_noticed_and_stop_nobody() {
+    let Some(fabric) = fabric() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let expected = publish(&store, dir.path());
+    type Lie = fn(Vec<u8>) -> Vec<u8>;
+    let contents: [(&str, Lie); 4] = [
+        ("wrong", |mut bytes| {
+            bytes[0] ^= 1;
+            bytes
+        }),
+        ("short", |mut bytes| {
+            bytes.pop();
+            bytes
+        }),
+        ("long", |mut bytes| {
+            bytes.push(0);
+            bytes
+        }),
+        ("absent", |_| Vec::new()),
+    ];
+    for (name, lie) in contents {
+        let (fabric, origin) = (fabric.clone(), store.clone());
+        let (url, sessions) = fake(move |mut raw, _| lies(&mut raw, &fabric, &origin, lie));
+        assert_reader(&behind(&store, &[url]), &dir.path().join(name), 1, &expected);
+        assert!((1..=8).contains(&sessions.load(SeqCst)), "{name}: {sessions:?} sessions");
+    }
+    let (url, sessions) = fake(|mut raw, number| {
+        let noises: [&[u8]; 4] = [&[], &[255; 4], &[2, 0, 0, 0, b'{', b'{'], &[9, 0, 0, 0, b'{']];
+        // It may have hung up.
+        let _ = raw.0.write_all(noises[number as usize % noises.len()]);
+    });
+    for number in 0..4 {
+        // Another follower each, as one leaves a relay alone that failed.
+        assert_reader(
+            &behind(&store, std::slice::from_ref(&url)),
+            &dir.path().join(format!("noise-{number}")),
+            1,
+            &expected,
+        );
+    }
+    assert!(sessions.load(SeqCst) >= 4, "{sessions:?}");
+}
