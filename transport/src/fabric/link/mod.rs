@@ -1,5 +1,7 @@
 //! One peer: what is sent to it and comes from it.
 
+mod end;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::mem;
@@ -26,8 +28,6 @@ const NAP: Duration = Duration::from_micros(50);
 /// Rounds between two looks at the clock, and time between two calls of a watch.
 const CLOCK_ROUNDS: u32 = 32;
 const WATCH: Duration = Duration::from_millis(20);
-/// How long the end of a link waits for what was given up, and for the peer to hear of it.
-const END_DEADLINE: Duration = Duration::from_millis(500);
 
 /// A transfer under way, to be [finished](Link::finish).
 #[derive(Debug)]
@@ -531,95 +531,12 @@ impl Link {
     fn refused(&self, action: &'static str, status: impl Into<String>) -> Error {
         Error::Link { peer: self.peer.clone(), action, status: status.into() }
     }
-
-    /// Cancels what is under way and waits for it a little; true if UCX is done with all of it.
-    fn settle(&mut self) -> bool {
-        for flight in self.flights.values().filter(|flight| !flight.request.is_null()) {
-            // SAFETY: the request is one that UCX gave and was not freed.
-            #[allow(unsafe_code, reason = "foreign call")]
-            unsafe {
-                self.context.ucp.ucp_request_cancel(self.worker, flight.request);
-            }
-        }
-        let begin = Instant::now();
-        let numbers: Vec<u64> = self.flights.keys().copied().collect();
-        loop {
-            self.progress();
-            let open = numbers.iter().filter(|number| !self.is_done(**number)).count();
-            if open == 0 || begin.elapsed() >= END_DEADLINE {
-                return open == 0;
-            }
-            thread::yield_now();
-        }
-    }
-
-    fn close(&mut self, endpoint: &Endpoint) {
-        let ucp = self.context.ucp;
-        // SAFETY: the structure is numbers, pointers and optional functions, for which zero is a value, and the mask says which are read.
-        #[allow(unsafe_code, reason = "a C structure")]
-        let mut param: sys::ucp_request_param_t = unsafe { mem::zeroed() };
-        if endpoint.watched {
-            // There is nothing under way that the peer waits for: it has its own deadlines.
-            param.op_attr_mask = sys::UCP_OP_ATTR_FIELD_FLAGS;
-            param.flags = sys::UCP_EP_CLOSE_FLAG_FORCE;
-        }
-        // SAFETY: the endpoint is closed once: the link has taken it out of its field.
-        #[allow(unsafe_code, reason = "foreign call")]
-        let request = unsafe { ucp.ucp_ep_close_nbx(endpoint.handle, &raw const param) };
-        // Over TCP whoever closes second hears that the connection is gone: it is closed, and that was wanted.
-        if request.is_null() || failure(request).is_some() {
-            return;
-        }
-        let begin = Instant::now();
-        // SAFETY: the request is UCX's, and freed once, afterwards: UCX finishes with it by itself.
-        #[allow(unsafe_code, reason = "foreign call")]
-        unsafe {
-            while ucp.ucp_request_check_status(request) == sys::UCS_INPROGRESS
-                && begin.elapsed() < END_DEADLINE
-            {
-                ucp.ucp_worker_progress(self.worker);
-                thread::yield_now();
-            }
-            ucp.ucp_request_free(request);
-        }
-    }
 }
 
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut text = f.debug_struct("Link");
         text.field("peer", &self.peer).field("inflight", &self.flights.len()).finish_non_exhaustive()
-    }
-}
-
-impl Drop for Link {
-    fn drop(&mut self) {
-        let ucp = self.context.ucp;
-        let mut settled = self.settle();
-        if let Some(endpoint) = self.endpoint.take() {
-            // Flushing towards a peer that is gone would wait for it; the worker's end takes the endpoint along.
-            if endpoint.watched || (settled && !self.broken) {
-                self.close(&endpoint);
-            }
-            settled = settled || self.settle();
-        }
-        if settled {
-            for window in &self.windows {
-                // SAFETY: no transfer uses the key any more, and it is destroyed once.
-                #[allow(unsafe_code, reason = "foreign call")]
-                unsafe {
-                    ucp.ucp_rkey_destroy(window.rkey);
-                }
-            }
-        } else {
-            tracing::debug!(peer = self.peer, "UCX does not let go of a transfer that was given up");
-            self.context.tainted.store(true, SeqCst);
-        }
-        // SAFETY: destroyed once. The buckets of what was given up are fields of the link and go after this, when UCX writes to them no more.
-        #[allow(unsafe_code, reason = "foreign call")]
-        unsafe {
-            ucp.ucp_worker_destroy(self.worker);
-        }
     }
 }
 
