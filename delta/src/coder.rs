@@ -187,12 +187,13 @@ mod tests {
 
     #[test]
     fn classes_round_trip() {
+        let most = if cfg!(miri) { 100 } else { 65_536 };
         let sets: [(u32, Vec<u16>); 5] = [
             (0, vec![]),
             (1, vec![0]),
-            (65_536, (0..=65_535).collect()),
-            (65_536, vec![65_535]),
-            (1000, (0..1000).filter(|i| i % 7 != 3).collect()),
+            (most, (0..most).map(|rank| rank as u16).collect()),
+            (most, vec![(most - 1) as u16]),
+            (most.min(1000), (0..most.min(1000) as u16).filter(|i| i % 7 != 3).collect()),
         ];
         for (members, ranks) in sets {
             let steps: Vec<i32> =

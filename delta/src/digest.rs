@@ -401,7 +401,7 @@ mod tests {
         let mut bytes = sample(2 * STRIPE_BYTES);
         let digest = Digest::of(Element::Bytes, 0, &bytes);
         assert_ne!(digest, Digest::of(Element::Bytes, 4, &bytes));
-        for bit in 0..bytes.len() * 8 {
+        for bit in (0..bytes.len() * 8).step_by(if cfg!(miri) { 8209 } else { 1 }) {
             bytes[bit / 8] ^= 1 << (bit % 8);
             let flipped = Digest::of(Element::Bytes, 0, &bytes);
             assert!(flipped != digest && flipped.check() != digest.check(), "bit {bit}");

@@ -216,7 +216,8 @@ pub(crate) mod tests {
 
     #[test]
     fn order_is_a_bijection_and_neighbours_are_one_ulp_apart() {
-        for element in [Element::Bytes, Element::F8E4M3, Element::F8E5M2, Element::F16, Element::Bf16] {
+        let narrow = |element: &Element| element.bits() <= if cfg!(miri) { 8 } else { 16 };
+        for element in ALL.into_iter().filter(narrow) {
             let mut seen = vec![false; 1 << element.bits()];
             for bits in 0..=element.mask() {
                 let rank = element.ordered(bits);
@@ -232,7 +233,7 @@ pub(crate) mod tests {
 
     #[test]
     fn every_bf16_pattern_reaches_every_tested_target() {
-        for base in 0..=0xffff_u32 {
+        for base in (0..=0xffff_u32).step_by(if cfg!(miri) { 251 } else { 1 }) {
             for new in
                 [0, 1, 0x7f80, 0x7fff, 0x8000, 0xff80, 0xffff, base ^ 0x8000, base.wrapping_add(1) & 0xffff]
             {

@@ -45,6 +45,7 @@ pub trait Pool {
 
     /// Calls `job` once with each number below `jobs`, in any order and on any threads, and returns when all calls have.
     ///
+    /// Each is best given to the next thread that is free: there are few of them, so threads that take several at once wait for each other.
     /// Jobs that were left out are done by the caller of `run`; a number that is too large, or comes twice, does nothing.
     fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync));
 }

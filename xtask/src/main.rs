@@ -2,6 +2,7 @@
 
 mod demo;
 mod error;
+mod foreign;
 mod libtorch;
 mod process;
 mod sglang;

@@ -34,6 +34,29 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     Err(Error::Failed { command: shown(command), status: output.status.to_string(), log: None })
 }
 
+/// Whether there is a program of this name.
+pub(crate) fn found(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
+}
+
+/// Installs Debian packages that `lane` needs.
+pub(crate) fn apt(lane: &str, packages: &[&str]) -> Result<()> {
+    let id = output(Command::new("id").arg("-u"))?;
+    if id.trim() != "0" || !found("apt-get") {
+        return Err(Error::Check {
+            what: format!("lane {lane}"),
+            expected: format!("root on a Debian system, or these packages installed: {}", packages.join(" ")),
+            found: format!("user {}", id.trim()),
+        });
+    }
+    println!("{lane}: {}", packages.join(" "));
+    run(Command::new("apt-get").args(["update", "-qq"]))?;
+    let mut install = Command::new("apt-get");
+    install.args(["install", "-qq", "-y", "--no-install-recommends"]).args(packages);
+    run(install.env("DEBIAN_FRONTEND", "noninteractive").stdout(Stdio::null()))
+}
+
 /// A background process that is killed when this is dropped.
 pub(crate) struct Background {
     pub(crate) name: String,

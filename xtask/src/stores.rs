@@ -5,7 +5,7 @@
 //! that answers before the daemon gets its key, a daemon that is up before the gateway makes its pools.
 
 use crate::error::{Error, Result};
-use crate::process::{self, Background, run_logged};
+use crate::process::{self, Background, found, run_logged};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -46,7 +46,8 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
     let programs: Vec<&str> = PROGRAMS.into_iter().filter(|program| !found(program)).collect();
     let npm = (!azurite(cache).is_file() && !found("npm")).then_some("npm");
     if !programs.is_empty() || npm.is_some() {
-        apt(&programs, npm)?;
+        let packages: Vec<&str> = PACKAGES.into_iter().filter(|_| !programs.is_empty()).chain(npm).collect();
+        process::apt("stores", &packages)?;
     }
     if !moto(cache).is_file() {
         println!("stores: moto {MOTO}");
@@ -67,23 +68,6 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
         })?;
     }
     Ok(())
-}
-
-fn apt(programs: &[&str], npm: Option<&str>) -> Result<()> {
-    let packages: Vec<&str> = PACKAGES.into_iter().filter(|_| !programs.is_empty()).chain(npm).collect();
-    let id = process::output(Command::new("id").arg("-u"))?;
-    if id.trim() != "0" || !found("apt-get") {
-        return Err(Error::Check {
-            what: "lane stores".to_owned(),
-            expected: format!("root on a Debian system, or these packages installed: {}", packages.join(" ")),
-            found: format!("user {}", id.trim()),
-        });
-    }
-    println!("stores: {}", packages.join(" "));
-    process::run(Command::new("apt-get").args(["update", "-qq"]))?;
-    let mut install = Command::new("apt-get");
-    install.args(["install", "-qq", "-y", "--no-install-recommends"]).args(packages);
-    process::run(install.env("DEBIAN_FRONTEND", "noninteractive").stdout(Stdio::null()))
 }
 
 /// Installs into a sibling and renames, so that an interrupted installation leaves nothing half.
@@ -115,11 +99,6 @@ fn moto(cache: &Path) -> PathBuf {
 
 fn azurite(cache: &Path) -> PathBuf {
     home(cache, "azurite", AZURITE).join("node_modules/azurite/dist/src/blob/main.js")
-}
-
-fn found(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
 
 /// Running servers with an empty bucket each; they end with this value, and with this process however that ends.

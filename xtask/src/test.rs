@@ -1,7 +1,7 @@
 //! The lanes: what is checked, what each needs, and how long it took.
 
 use crate::error::{Error, Result};
-use crate::{libtorch, process, sglang, stores, ucx};
+use crate::{foreign, libtorch, process, sglang, stores, ucx};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -28,6 +28,7 @@ enum Need {
     Stores,
     Ucx,
     Miri,
+    Arm,
 }
 
 struct Lane {
@@ -127,14 +128,20 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "miri",
-        what: "the log's layout, bookkeeping and recovery under Miri",
+        what: "the log's layout, bookkeeping and recovery, the codec's portable parts under Miri",
         needs: &[Need::Miri],
         run: miri,
+    },
+    Lane {
+        name: "neon",
+        what: "the codec on a 64-bit Arm, emulated; the light crates compile for it",
+        needs: &[Need::Arm],
+        run: neon,
     },
 ];
 
 /// Lanes that run only when they are named: not every machine can have what they need.
-const BY_NAME: &[&str] = &["miri"];
+const BY_NAME: &[&str] = &["miri", "neon"];
 
 /// Features of the facade that the torch lanes build, one set so that everything is built once.
 pub(crate) const ALL: &str = "driftless/torch,driftless/failpoints";
@@ -216,6 +223,12 @@ fn install(lanes: &[&Lane]) -> Result<()> {
     if needed(Need::Ucx) {
         ucx::install(&crate::cache_dir()?)?;
     }
+    if needed(Need::Miri) && Need::Miri.missing().is_some() {
+        foreign::install_miri()?;
+    }
+    if needed(Need::Arm) && Need::Arm.missing().is_some() {
+        foreign::install_arm()?;
+    }
     Ok(())
 }
 
@@ -288,13 +301,8 @@ impl Need {
                 Ok(cache) => ucx::missing(&cache),
                 Err(error) => Some(error.to_string()),
             },
-            Need::Miri => {
-                let version = Command::new("cargo").args(["+nightly", "miri", "--version"]).output();
-                let found = version.is_ok_and(|output| output.status.success());
-                (!found).then(|| {
-                    "Miri, of which not every nightly has a build (rustup +nightly component add miri rust-src)".to_owned()
-                })
-            }
+            Need::Miri => foreign::miri_missing(),
+            Need::Arm => foreign::arm_missing(),
             Need::CargoFuzz => {
                 let version = Command::new("cargo").args(["+nightly", "fuzz", "--version"]).output();
                 let found = version.is_ok_and(|output| output.status.success());
@@ -455,11 +463,16 @@ fn asan(context: &Context) -> Result<()> {
 }
 
 fn miri(context: &Context) -> Result<()> {
-    let tests = ["layout", "ledger", "wire", "cursor", "tests::crash"];
-    context.logged(
-        Command::new("cargo")
-            .args(["+nightly", "miri", "test", "-p", "driftless-buffer", "--lib", "--"])
-            .args(tests)
-            .env("CARGO_TARGET_DIR", context.root.join("target/miri")),
-    )
+    let own = context.root.join("target/miri");
+    let log = ["--lib", "--", "layout", "ledger", "wire", "cursor", "tests::crash"];
+    context.logged(foreign::miri("driftless-buffer").args(log).env("CARGO_TARGET_DIR", &own))?;
+    let codec = ["--lib", "--test", "golden"];
+    context.logged(foreign::miri("driftless-delta").args(codec).env("CARGO_TARGET_DIR", &own))
+}
+
+fn neon(context: &Context) -> Result<()> {
+    let light = ["-p", "driftless-delta", "-p", "driftless-buffer", "-p", "driftless-bridge"];
+    context.logged(foreign::arm("check").args(light).args(["-p", "driftless-transport"]))?;
+    let tests = ["--lib", "--test", "golden", "--test", "stranger"];
+    context.logged(foreign::arm("test").args(["-p", "driftless-delta"]).args(tests))
 }

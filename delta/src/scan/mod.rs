@@ -2,7 +2,11 @@
 //!
 //! [`scalar`] is the reference; the other paths are chosen at run time and do the same on whole groups.
 
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+mod neon;
 mod scalar;
+#[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
+mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -19,6 +23,8 @@ pub(crate) enum Path {
     Avx2(x86::Avx2),
     #[cfg(target_arch = "x86_64")]
     Avx512(x86::Avx512),
+    #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+    Neon(neon::Neon),
 }
 
 impl Path {
@@ -32,6 +38,10 @@ impl Path {
             if let Some(path) = x86::Avx2::detect() {
                 return Self::Avx2(path);
             }
+        }
+        #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+        if let Some(path) = neon::Neon::detect() {
+            return Self::Neon(path);
         }
         Self::Scalar
     }
@@ -49,6 +59,8 @@ impl Path {
             Self::Avx2(path) => path.changed(element.size(), whole, whole_new, masks),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(path) => path.changed(element.size(), whole, whole_new, masks),
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Self::Neon(path) => path.changed(element.size(), whole, whole_new, masks),
         };
         any | scalar::changed(element, tail, tail_new, last)
     }
@@ -64,6 +76,8 @@ impl Path {
             Self::Avx2(path) => path.planes(element, whole, first, last, planes),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(path) => path.planes(element, whole, first, last, planes),
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Self::Neon(path) => path.planes(element, whole, first, last, planes),
         }
         scalar::planes(element, tail, first, last, planes, whole.len() / group);
     }
@@ -76,6 +90,8 @@ impl Path {
             Self::Avx2(path) => path.run(work),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(path) => path.run(work),
+            #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+            Self::Neon(path) => path.run(work),
         }
     }
 }
@@ -151,6 +167,8 @@ pub(crate) mod tests {
             paths.extend(x86::Avx2::detect().map(Path::Avx2));
             paths.extend(x86::Avx512::detect().map(Path::Avx512));
         }
+        #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+        paths.extend(neon::Neon::detect().map(Path::Neon));
         paths
     }
 

@@ -8,6 +8,7 @@
 use std::arch::x86_64::*;
 
 use super::Work;
+use super::vector::{store, with_mantissa};
 use crate::Element;
 use crate::classes::PLANES;
 
@@ -160,29 +161,9 @@ fn changed_avx512(size: usize, groups: Groups<'_>, masks: &mut [u64]) -> bool {
     any != 0
 }
 
-/// Calls the function for the mantissa of `element`: shifts of vectors want a constant.
-macro_rules! with_mantissa {
-    ($element:expr, $one:ident, $two:ident, $four:ident, $($argument:expr),*) => {
-        match $element {
-            // Opaque bytes have one class, which no coder asks for.
-            Element::Bytes => $one::<7>($($argument),*),
-            Element::F8E4M3 => $one::<3>($($argument),*),
-            Element::F8E5M2 => $one::<2>($($argument),*),
-            Element::F16 => $two::<10>($($argument),*),
-            Element::Bf16 => $two::<7>($($argument),*),
-            Element::F32 => $four::<23>($($argument),*),
-        }
-    };
-}
-
 #[target_feature(enable = "avx2")]
 fn planes_avx2(element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
     with_mantissa!(element, bytes_avx2, words_avx2, dwords_avx2, base, first, last, planes);
-}
-
-#[inline(always)]
-fn store(planes: &mut [u64], rows: usize, row: usize, words: [u64; PLANES]) {
-    (0..PLANES).for_each(|bit| planes[bit * rows + row] = words[bit]);
 }
 
 /// Bit planes of 64 bytes below 16.

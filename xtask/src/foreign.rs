@@ -1,0 +1,67 @@
+//! Tests on machines that this one is not: Miri's, and a 64-bit Arm that QEMU imitates.
+
+use crate::error::Result;
+use crate::process::{self, found};
+use std::process::Command;
+
+const ARM: &str = "aarch64-unknown-linux-gnu";
+const QEMU: &str = "qemu-aarch64";
+const LINKER: &str = "aarch64-linux-gnu-gcc";
+const PACKAGES: [&str; 3] = ["qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"];
+
+/// What Miri lacks and how to get it, or `None`.
+pub(crate) fn miri_missing() -> Option<String> {
+    let version = Command::new("cargo").args(["+nightly", "miri", "--version"]).output();
+    let found = version.is_ok_and(|output| output.status.success());
+    (!found).then(|| {
+        "Miri, of which not every nightly has a build (rustup +nightly component add miri rust-src)"
+            .to_owned()
+    })
+}
+
+pub(crate) fn install_miri() -> Result<()> {
+    process::run(Command::new("rustup").args([
+        "component",
+        "add",
+        "--toolchain",
+        "nightly",
+        "miri",
+        "rust-src",
+    ]))
+}
+
+/// `cargo miri` with what the lanes have in common.
+pub(crate) fn miri(package: &str) -> Command {
+    let mut command = Command::new("cargo");
+    command.args(["+nightly", "miri", "test", "-p", package]);
+    // The log asks for the time of day.
+    command.env("MIRIFLAGS", "-Zmiri-disable-isolation -Zmiri-strict-provenance");
+    command
+}
+
+/// What the Arm lacks and how to get it, or `None`.
+pub(crate) fn arm_missing() -> Option<String> {
+    if let Some(program) = [QEMU, LINKER].into_iter().find(|program| !found(program)) {
+        return Some(format!("`{program}` (as root: apt-get install {})", PACKAGES.join(" ")));
+    }
+    let targets = Command::new("rustup").args(["target", "list", "--installed"]).output();
+    let added = targets.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains(ARM));
+    (!added).then(|| format!("Rust's library for {ARM} (rustup target add {ARM})"))
+}
+
+pub(crate) fn install_arm() -> Result<()> {
+    if ![QEMU, LINKER].into_iter().all(found) {
+        process::apt("neon", &PACKAGES)?;
+    }
+    process::run(Command::new("rustup").args(["target", "add", ARM]))
+}
+
+/// `cargo` with a subcommand, for the Arm.
+pub(crate) fn arm(subcommand: &str) -> Command {
+    let mut command = Command::new("cargo");
+    command.args([subcommand, "--target", ARM]);
+    let variable = |what: &str| format!("CARGO_TARGET_{}_{what}", ARM.to_uppercase().replace('-', "_"));
+    command.env(variable("LINKER"), LINKER);
+    command.env(variable("RUNNER"), format!("{QEMU} -L /usr/aarch64-linux-gnu"));
+    command
+}
