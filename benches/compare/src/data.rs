@@ -84,19 +84,24 @@ pub fn synthetic(shape: Shape, density: f64, seed: u64) -> Vec<Pair> {
     at_rate(shape, (low * high).sqrt(), seed)
 }
 
+/// Elements that are made one after the other: large tensors are made on all cores.
+const PIECE: usize = 1 << 20;
+
 fn at_rate(shape: Shape, rate: f32, seed: u64) -> Vec<Pair> {
     const SCALES: [f32; 8] = [0.008, 0.012, 0.016, 0.02, 0.025, 0.03, 0.04, 0.05];
     let tensor = |index: usize| {
-        let mut random = Random(seed ^ (index as u64) << 32);
         let scale = SCALES[index % SCALES.len()];
-        let (mut base, mut new) =
-            (Vec::with_capacity(2 * shape.elements), Vec::with_capacity(2 * shape.elements));
-        for _ in 0..shape.elements {
-            let [weight, step] = random.normals();
-            let weight = weight * scale;
-            base.extend(bf16(weight).to_le_bytes());
-            new.extend(bf16(weight - rate * (step * 0.3).clamp(-1.0, 1.0)).to_le_bytes());
-        }
+        let (mut base, mut new) = (vec![0; 2 * shape.elements], vec![0; 2 * shape.elements]);
+        let pieces = base.par_chunks_mut(2 * PIECE).zip(new.par_chunks_mut(2 * PIECE));
+        pieces.enumerate().for_each(|(piece, (base, new))| {
+            let mut random = Random(seed ^ (index as u64) << 32 ^ (piece as u64) << 48);
+            for (base, new) in base.as_chunks_mut::<2>().0.iter_mut().zip(new.as_chunks_mut::<2>().0) {
+                let [weight, step] = random.normals();
+                let weight = weight * scale;
+                *base = bf16(weight).to_le_bytes();
+                *new = bf16(weight - rate * (step * 0.3).clamp(-1.0, 1.0)).to_le_bytes();
+            }
+        });
         let name = format!("model.layers.{index}.mlp.up_proj.weight");
         Pair { name, shape: vec![shape.elements as u64], base, new }
     };

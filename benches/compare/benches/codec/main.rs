@@ -5,6 +5,7 @@
 
 #![allow(clippy::expect_used, reason = "a bench ends where its own data do not decode")]
 
+mod cores;
 mod plot;
 mod sizes;
 mod speeds;
@@ -32,10 +33,16 @@ struct Options {
     /// Only sizes.
     #[arg(long)]
     no_speed: bool,
+    /// Only speeds.
+    #[arg(long, conflicts_with = "no_speed")]
+    no_size: bool,
     /// MiB of the tensor that speeds are measured on.
     #[arg(long, default_value_t = 1024)]
     mib: usize,
-    /// Also tensors of 64 MiB to 4 GiB (needs 16 GiB of memory).
+    /// Only what two cores are worth against one.
+    #[arg(long, conflicts_with_all = ["no_speed", "no_size", "sweep"])]
+    cores: bool,
+    /// Also tensors of 64 MiB to 4 GiB (needs 20 GiB of memory).
     #[arg(long)]
     sweep: bool,
     /// Given by `cargo bench`.
@@ -77,6 +84,24 @@ fn main() -> ExitCode {
 
 fn run(options: &Options) -> Result<Verdicts, String> {
     let mut verdicts = Verdicts::default();
+    if options.cores {
+        speeds::cores(options.mib, &mut verdicts);
+        return Ok(verdicts);
+    }
+    if !options.no_size && !sizes_of(options, &mut verdicts)? {
+        return Ok(verdicts);
+    }
+    if !options.no_speed {
+        speeds::print(options.mib, &mut verdicts);
+    }
+    if options.sweep {
+        speeds::sweep(&mut verdicts);
+    }
+    Ok(verdicts)
+}
+
+/// Prints and draws sizes; says whether speeds are wanted, too.
+fn sizes_of(options: &Options, verdicts: &mut Verdicts) -> Result<bool, String> {
     println!(
         "sizes: ratio to dense bf16, whole files with names and digests for ours, bare payloads for the peers"
     );
@@ -84,8 +109,8 @@ fn run(options: &Options) -> Result<Verdicts, String> {
     if let [base, new] = options.checkpoints.as_slice() {
         let sizes = sizes::Sizes::of(&checkpoints(base, new)?);
         sizes.print("checkpoints");
-        sizes.judge(&mut verdicts);
-        return Ok(verdicts);
+        sizes.judge(verdicts);
+        return Ok(false);
     }
     let mut points = Vec::new();
     for dir in traces(options)? {
@@ -93,7 +118,7 @@ fn run(options: &Options) -> Result<Verdicts, String> {
         for (lr, steps) in trace(&dir)? {
             let sizes = sizes::of_trace(&steps, options.pairs)?;
             sizes.print(&format!("trace, {seed}, lr {lr}"));
-            sizes.judge(&mut verdicts);
+            sizes.judge(verdicts);
             points.push(sizes);
         }
     }
@@ -108,13 +133,7 @@ fn run(options: &Options) -> Result<Verdicts, String> {
         plot::draw(path, &curve, &points).map_err(|error| format!("{}: {error}", path.display()))?;
         println!("drawn: {}", path.display());
     }
-    if !options.no_speed {
-        speeds::print(options.mib, &mut verdicts);
-    }
-    if options.sweep {
-        speeds::sweep(&mut verdicts);
-    }
-    Ok(verdicts)
+    Ok(true)
 }
 
 /// The traces asked for, else those in the cache.

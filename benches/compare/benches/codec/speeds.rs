@@ -6,21 +6,26 @@ use std::time::Instant;
 use driftless_compare::data::{Pair, Shape, synthetic};
 use driftless_compare::peers::{overwrite_zstd, xor_zstd};
 use driftless_delta::{Decoder, DigestTable, Element, Encoder, Motion, Patch, Pool, Profile, Serial, Source};
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
 use crate::Verdicts;
+use crate::cores::Cores;
 
 const ELEMENT: Element = Element::Bf16;
 const ROUNDS: usize = 5;
 
 /// Best of some rounds, in seconds: what the machine does when nobody else is on it.
-fn seconds<T>(mut work: impl FnMut() -> T) -> f64 {
+fn seconds<T>(work: impl FnMut() -> T) -> f64 {
+    best_of(ROUNDS, work)
+}
+
+fn best_of<T>(rounds: usize, mut work: impl FnMut() -> T) -> f64 {
     let round = |_| {
         let start = Instant::now();
         black_box(work());
         start.elapsed().as_secs_f64()
     };
-    (0..ROUNDS).map(round).fold(f64::INFINITY, f64::min)
+    (0..rounds).map(round).fold(f64::INFINITY, f64::min)
 }
 
 pub(crate) fn print(mib: usize, verdicts: &mut Verdicts) {
@@ -31,10 +36,35 @@ pub(crate) fn print(mib: usize, verdicts: &mut Verdicts) {
     sparse(&only(synthetic(shape, 0.012, 3)), 0.012, verdicts);
 }
 
-/// The same over sizes, at one density.
+/// Two cores against one, at both densities.
+pub(crate) fn cores(mib: usize, verdicts: &mut Verdicts) {
+    for density in [0.003, 0.012] {
+        let Pair { base, new, .. } = only(synthetic(Shape { tensors: 1, elements: mib << 19 }, density, 3));
+        let digests = DigestTable::of(ELEMENT, &base).expect("whole elements");
+        println!("speed at {} %, tensor of {mib} MiB", 100.0 * density);
+        two_cores(&base, &new, &digests, verdicts);
+    }
+}
+
+/// What must hold over sizes, at one density.
 pub(crate) fn sweep(verdicts: &mut Verdicts) {
+    const DENSITY: f64 = 0.003;
     for mib in [64, 256, 1024, 4096] {
-        sparse(&only(synthetic(Shape { tensors: 1, elements: mib << 19 }, 0.003, 3)), 0.003, verdicts);
+        let Pair { base, new, .. } = only(synthetic(Shape { tensors: 1, elements: mib << 19 }, DENSITY, 3));
+        let digests = DigestTable::of(ELEMENT, &base).expect("whole elements");
+        println!("speed at {} %, GB/s of dense bf16, one core, tensor of {mib} MiB", 100.0 * DENSITY);
+        let scan = seconds(|| compare_scan(&base, &new));
+        // The peer is slow, and three rounds tell enough of it.
+        let mut tensor = base.clone();
+        let peer = xor_zstd::encode(&base, &new);
+        let peer_applying = best_of(3, || xor_zstd::apply(&mut tensor, &peer));
+        drop((tensor, peer));
+        let rate = |seconds: f64| base.len() as f64 / 1e9 / seconds;
+        println!("  compare scan {:.2}, xor+zstd: apply and hash {:.2}", rate(scan), rate(peer_applying));
+        for profile in [Profile::Fast, Profile::Wire] {
+            let times = times(&Serial, profile, &base, &new, &digests);
+            judge(profile, times, rate, scan, Some(peer_applying), verdicts);
+        }
     }
 }
 
@@ -42,12 +72,15 @@ fn only(pairs: Vec<Pair>) -> Pair {
     pairs.into_iter().next().expect("one tensor")
 }
 
-/// A pool as a caller would bring it.
+/// A pool as a caller would bring it, each thread on a processor of its own.
 struct Rayon(rayon::ThreadPool);
 
 impl Rayon {
-    fn new(threads: usize) -> Rayon {
-        Rayon(rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads"))
+    fn on(cpus: &[usize]) -> Rayon {
+        let own = cpus.to_vec();
+        let pin = move |thread: usize| Cores::pin(own[thread]).expect("a processor that the process may use");
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(cpus.len()).start_handler(pin);
+        Rayon(threads.build().expect("threads"))
     }
 }
 
@@ -57,7 +90,8 @@ impl Pool for Rayon {
     }
 
     fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync)) {
-        self.0.install(|| (0..jobs).into_par_iter().for_each(job));
+        // One job at a time: jobs that stay together keep one thread busy while the other has none left.
+        self.0.install(|| (0..jobs).into_par_iter().with_max_len(1).for_each(job));
     }
 }
 
@@ -111,46 +145,91 @@ fn sparse(Pair { base, new, .. }: &Pair, density: f64, verdicts: &mut Verdicts) 
         println!("  overwrite+zstd: {} bytes, apply and hash {:.2}", peer.0.len(), rate(overwriting));
     }
     for profile in [Profile::Fast, Profile::Wire] {
-        let [encoding, applying] = times(&Serial, profile, base, new, &digests);
-        match profile {
-            Profile::Fast => println!(
-                "  fast: encode {:.2} = {:.2}x scan (at least 0.6: {}), decode + apply {:.1} = {:.1}x xor+zstd{}, {:.1}x in blocks",
-                rate(encoding),
-                scan / encoding,
-                verdicts.of(scan / encoding >= 0.6),
-                rate(applying),
-                peer_applying / applying,
-                // Its cost follows the changes, the peer's does not: the target is for 0.3 %.
-                if density > 0.003 {
-                    String::new()
-                } else {
-                    format!(" (at least 5: {})", verdicts.of(peer_applying / applying >= 5.0))
-                },
-                peer_streaming / applying
-            ),
-            Profile::Wire => println!(
-                "  wire: encode {:.2} (at least 2: {}), decode + apply {:.2} = {:.2}x encode time (at most 1.5: {})",
-                rate(encoding),
-                verdicts.of(rate(encoding) >= 2.0),
-                rate(applying),
-                applying / encoding,
-                verdicts.of(applying / encoding <= 1.5)
-            ),
+        let times = times(&Serial, profile, base, new, &digests);
+        // Its cost follows the changes, the peer's does not: the target is for 0.3 %.
+        let target = Some(peer_applying).filter(|_| density <= 0.003);
+        judge(profile, times, rate, scan, target, verdicts);
+        if profile == Profile::Fast {
+            println!(
+                "  fast: decode + apply {:.1}x xor+zstd, {:.1}x in blocks",
+                peer_applying / times.applying,
+                peer_streaming / times.applying
+            );
         }
     }
     after(base, new, &digests);
-    let both = |threads| times(&Rayon::new(threads), Profile::Wire, base, new, &digests);
-    let ([one, one_back], [two, two_back]) = (both(1), both(2));
-    println!(
-        "  wire, two threads against one: encode {:.2}x, decode + apply {:.2}x (at least 1.8: {})",
-        one / two,
-        one_back / two_back,
-        verdicts.of(one / two >= 1.8)
-    );
+    two_cores(base, new, &digests, verdicts);
 }
 
-/// Seconds to encode, and to decode and apply, with memory that is used again.
-fn times(pool: &dyn Pool, profile: Profile, base: &[u8], new: &[u8], digests: &DigestTable) -> [f64; 2] {
+/// Prints the speeds of a profile, with what was to be reached.
+fn judge(
+    profile: Profile,
+    Times { encoding, applying, .. }: Times,
+    rate: impl Fn(f64) -> f64,
+    scan: f64,
+    peer_applying: Option<f64>,
+    verdicts: &mut Verdicts,
+) {
+    match profile {
+        Profile::Fast => {
+            print!(
+                "  fast: encode {:.2} = {:.2}x scan (at least 0.6: {}), decode + apply {:.1}",
+                rate(encoding),
+                scan / encoding,
+                verdicts.of(scan / encoding >= 0.6),
+                rate(applying)
+            );
+            match peer_applying.map(|peer| peer / applying) {
+                Some(ratio) => {
+                    println!(" = {ratio:.1}x xor+zstd (at least 5: {})", verdicts.of(ratio >= 5.0))
+                }
+                None => println!(),
+            }
+        }
+        Profile::Wire => println!(
+            "  wire: encode {:.2} (at least 2: {}), decode + apply {:.2} = {:.2}x encode time (at most 1.5: {})",
+            rate(encoding),
+            verdicts.of(rate(encoding) >= 2.0),
+            rate(applying),
+            applying / encoding,
+            verdicts.of(applying / encoding <= 1.5)
+        ),
+    }
+}
+
+/// Two cores against one of them.
+fn two_cores(base: &[u8], new: &[u8], digests: &DigestTable, verdicts: &mut Verdicts) {
+    let measure = |cores: &Cores| {
+        let times = |cpus: &[usize]| times(&Rayon::on(cpus), Profile::Wire, base, new, digests);
+        // The thread that asks works too: alone in the one case, between the pool's jobs in the other.
+        cores.on_first(|| (times(&cores.cpus[..1]), times(&cores.cpus)))
+    };
+    match Cores::two().and_then(|cores| Ok((measure(&cores)?, cores))) {
+        Ok(((one, two), Cores { cpus: [first, second], what })) => {
+            let (encoding, decoding) = (one.encoding / two.encoding, one.decoding / two.decoding);
+            println!(
+                "  wire, two cores against one: encode {encoding:.2}x (at least 1.8: {}), decode {decoding:.2}x (at least 1.8: {}), decode + apply {:.2}x",
+                verdicts.of(encoding >= 1.8),
+                verdicts.of(decoding >= 1.8),
+                one.applying / two.applying
+            );
+            println!("    processors {first} and {second}, {what}; a patch is applied by one");
+        }
+        Err(why) => println!("  wire, two cores against one: not measured, {why}"),
+    }
+}
+
+/// Best seconds of a profile.
+#[derive(Clone, Copy)]
+struct Times {
+    encoding: f64,
+    decoding: f64,
+    /// Decoding and applying.
+    applying: f64,
+}
+
+/// Times the codec with memory that is used again.
+fn times(pool: &dyn Pool, profile: Profile, base: &[u8], new: &[u8], digests: &DigestTable) -> Times {
     let source = Source { element: ELEMENT, bytes: base, digests };
     let (mut encoder, mut payload) = (Encoder::new(), Vec::new());
     let encoding = seconds(|| {
@@ -159,12 +238,15 @@ fn times(pool: &dyn Pool, profile: Profile, base: &[u8], new: &[u8], digests: &D
     });
     let mut tensor = base.to_vec();
     let (mut decoder, mut patch) = (Decoder::new(), Patch::new());
+    let mut decoding = f64::INFINITY;
     let applying = seconds(|| {
+        let start = Instant::now();
         decoder.decode(pool, source, &payload, &mut patch).expect("own payload");
+        decoding = decoding.min(start.elapsed().as_secs_f64());
         patch.apply_to(&mut tensor).expect("same length");
     });
     assert!(tensor == new, "decoded tensor differs");
-    [encoding, applying]
+    Times { encoding, decoding, applying }
 }
 
 /// Speeds of the next step in the light of this one: as many elements move, other ones.
