@@ -21,19 +21,26 @@ const SIDES: [(&str, &str); 3] =
 
 /// Up to the point where an engine can load the version: ours with its journal durable, all with the bytes in the page cache. The
 /// targets are for `fast`, the profile for deltas that are to be applied quickly.
+///
+/// Every side is staged once; its versions then lead from the base to the new state and back again.
 pub(crate) fn run(options: &Options) {
-    let pairs = pairs(options.mib, DENSITY);
+    let mut pairs = pairs(options.mib, DENSITY);
     println!("apply of {} % to {} MiB, until an engine can load it", 100.0 * DENSITY, options.mib);
+    let dir = directory(options);
+    for (side, _) in SIDES {
+        let place = dir.path().join(side);
+        std::fs::create_dir(&place).expect("space");
+        match side {
+            "fast" => stage_ours(&pairs, &place, Profile::Fast, options.repeat),
+            "wire" => stage_ours(&pairs, &place, Profile::Wire, options.repeat),
+            _ => stage_slime(&mut pairs, &place),
+        }
+    }
+    drop(pairs);
     let mut times: [Vec<Timed>; 3] = Default::default();
-    for _ in 0..options.repeat {
+    for version in 1..=options.repeat {
         for ((side, _), times) in SIDES.iter().zip(&mut times) {
-            let dir = directory(options);
-            match *side {
-                "fast" => stage_ours(&pairs, dir.path(), Profile::Fast),
-                "wire" => stage_ours(&pairs, dir.path(), Profile::Wire),
-                _ => stage_slime(&pairs, dir.path()),
-            }
-            times.push(timed(side, dir.path()));
+            times.push(timed(side, &dir.path().join(side), version));
         }
     }
     let of = |side: usize, value: fn(&Timed) -> f64| median(times[side].iter().map(value).collect());
@@ -52,27 +59,36 @@ pub(crate) fn run(options: &Options) {
     judge("anonymous memory, MiB", most, 512.0, false);
 }
 
-/// A store with the version, and a host at the one before.
-fn stage_ours(pairs: &[Pair], dir: &Path, profile: Profile) {
+/// A store with the versions, and a host at the one before them.
+fn stage_ours(pairs: &[Pair], dir: &Path, profile: Profile, versions: usize) {
     let store: Arc<dyn Store> = Arc::new(Disk::new(dir.join("store")));
     let mut publisher = begin(pairs, &store, dir, profile);
-    publish(&mut publisher, &State::new(pairs));
+    for version in 1..=versions {
+        publish(&mut publisher, &if version % 2 == 1 { State::new(pairs) } else { State::base(pairs) });
+    }
     let run = publisher.run().clone();
     drop(publisher);
     std::fs::remove_dir_all(dir.join("baseline")).expect("the publisher is gone");
     let mut replica = Replica::open(dir.join("host")).expect("a replica");
     replica.advance(&run, "policy", Version(0), Some(&dir.join("base"))).expect("version 0");
+    drop(replica);
+    std::fs::remove_dir_all(dir.join("base")).expect("the host has it");
 }
 
-/// A checkpoint's data, the frames that change it, and the table of what lies where.
-fn stage_slime(pairs: &[Pair], dir: &Path) {
+/// A checkpoint's data, the frames that change it there and back, and the tables of what lies where.
+fn stage_slime(pairs: &mut [Pair], dir: &Path) {
     let mut file = std::fs::File::create(dir.join("slime")).expect("a file");
-    for pair in pairs {
+    for pair in &*pairs {
         std::io::Write::write_all(&mut file, &pair.base).expect("space");
     }
     file.sync_all().expect("a disk");
-    let delta = Delta::write(pairs, &dir.join("slime.delta")).expect("space");
-    std::fs::write(dir.join("slime.table"), delta.to_text()).expect("space");
+    for way in ["there", "back"] {
+        let delta = Delta::write(pairs, &dir.join(way)).expect("space");
+        std::fs::write(dir.join(way).with_extension("table"), delta.to_text()).expect("space");
+        for pair in &mut *pairs {
+            std::mem::swap(&mut pair.base, &mut pair.new);
+        }
+    }
 }
 
 struct Timed {
@@ -82,9 +98,11 @@ struct Timed {
 }
 
 /// Runs one side in another process and reads the three numbers that it prints.
-fn timed(side: &str, place: &Path) -> Timed {
+fn timed(side: &str, place: &Path, version: usize) -> Timed {
     let program = std::env::current_exe().expect("this program");
-    let output = Command::new(program).arg("--child").arg(side).arg(place).output().expect("it starts");
+    let mut command = Command::new(program);
+    command.arg("--child").arg(side).arg(place).arg(version.to_string());
+    let output = command.output().expect("it starts");
     assert!(output.status.success(), "{side}: {}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let numbers: Vec<f64> = text.split_whitespace().map(|word| word.parse().expect("a number")).collect();
@@ -92,30 +110,31 @@ fn timed(side: &str, place: &Path) -> Timed {
 }
 
 /// One side: prints seconds until loadable, seconds of the sync behind it, and the most anonymous memory in MiB.
-pub(crate) fn child(side: &str, dir: &Path) {
+pub(crate) fn child(side: &str, dir: &Path, version: u64) {
     let peak = Peak::watch();
-    let (loadable, sync) = if side == "slime" { slime(dir) } else { ours(dir) };
+    let (loadable, sync) = if side == "slime" { slime(dir, version) } else { ours(dir, version) };
     println!("{} {} {}", loadable.as_secs_f64(), sync.as_secs_f64(), peak.mib());
 }
 
-fn ours(dir: &Path) -> (Duration, Duration) {
+fn ours(dir: &Path, version: u64) -> (Duration, Duration) {
     warm(&dir.join("host/model.safetensors"));
     let run = Run::open(Arc::new(Disk::new(dir.join("store"))), RUN).expect("a run");
     let mut replica = Replica::open(dir.join("host")).expect("a replica");
     let begin = Instant::now();
-    replica.advance(&run, "policy", Version(1), None).expect("an advance");
+    replica.advance(&run, "policy", Version(version), None).expect("an advance");
     let loadable = begin.elapsed();
     (loadable, replica.settle().expect("a disk"))
 }
 
-fn slime(dir: &Path) -> (Duration, Duration) {
+fn slime(dir: &Path, version: u64) -> (Duration, Duration) {
     let checkpoint = dir.join("slime");
     warm(&checkpoint);
-    let table = std::fs::read_to_string(dir.join("slime.table")).expect("a table");
+    let way = dir.join(if version % 2 == 1 { "there" } else { "back" });
+    let table = std::fs::read_to_string(way.with_extension("table")).expect("a table");
     let delta = Delta::from_text(&table).expect("a table of ours");
     let mut mapped = map(&checkpoint).expect("a map");
     let begin = Instant::now();
-    delta.apply(&mut mapped, &dir.join("slime.delta")).expect("the right base");
+    delta.apply(&mut mapped, &way).expect("the right base");
     let loadable = begin.elapsed();
     mapped.flush().expect("a disk");
     (loadable, begin.elapsed() - loadable)

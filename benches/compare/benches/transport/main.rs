@@ -44,8 +44,11 @@ pub(crate) struct Options {
     /// Where the files go, removed afterwards [default: a directory for temporary files].
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: Option<PathBuf>,
+    /// Where the follower's files of `wire` go, whose host is another one than the publisher's [default: as the other files].
+    #[arg(long, value_name = "DIR")]
+    pub(crate) host_dir: Option<PathBuf>,
     /// Runs one side of `apply` in a process of its own.
-    #[arg(long, hide = true, num_args = 2)]
+    #[arg(long, hide = true, num_args = 3)]
     child: Option<Vec<String>>,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
@@ -74,7 +77,7 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
 fn main() {
     let options = Options::parse();
     if let Some(child) = &options.child {
-        return apply::child(&child[0], child[1].as_ref());
+        return apply::child(&child[0], child[1].as_ref(), child[2].parse().expect("a version"));
     }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     println!("{cores} cores; medians of {} runs", options.repeat);

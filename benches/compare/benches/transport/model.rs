@@ -26,11 +26,16 @@ pub(crate) fn pairs(mib: usize, density: f64) -> Vec<Pair> {
 
 /// A directory for the bench's files.
 pub(crate) fn directory(options: &Options) -> tempfile::TempDir {
-    match &options.dir {
-        Some(dir) => tempfile::tempdir_in(dir),
-        None => tempfile::tempdir(),
-    }
-    .expect("a directory")
+    in_dir(options.dir.as_deref())
+}
+
+/// A directory for the files of the host at the other end of the link.
+pub(crate) fn host_directory(options: &Options) -> tempfile::TempDir {
+    in_dir(options.host_dir.as_deref().or(options.dir.as_deref()))
+}
+
+fn in_dir(dir: Option<&Path>) -> tempfile::TempDir {
+    dir.map_or_else(tempfile::tempdir, tempfile::tempdir_in).expect("a directory")
 }
 
 /// One of the two states.

@@ -1,6 +1,6 @@
 //! Publishing next to encoding alone.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use driftless_compare::data::Pair;
@@ -28,6 +28,7 @@ pub(crate) fn run(options: &Options) {
     let tables: Vec<_> =
         pairs.iter().map(|pair| DigestTable::of(Element::Bf16, &pair.base).expect("a table")).collect();
     let (mut alone, mut whole, mut bytes) = (Vec::new(), Vec::new(), 0);
+    let mut phases: [Vec<f64>; 3] = Default::default();
     for round in 0..2 * options.repeat {
         let forth = round % 2 == 0;
         if forth {
@@ -46,17 +47,27 @@ pub(crate) fn run(options: &Options) {
         }
         // There and back again: every other round starts from the base.
         let state = if forth { State::new(&pairs) } else { State::base(&pairs) };
+        let packed = Arc::new(Mutex::new(Instant::now()));
+        let last = packed.clone();
+        publisher.on_progress(Box::new(move |_| *last.lock().expect("no panic") = Instant::now()));
         let begin = Instant::now();
         let published = publish(&mut publisher, &state);
         if forth {
             whole.push(begin.elapsed().as_secs_f64());
             bytes = published.publication_bytes;
+            let packed = packed.lock().expect("no panic").duration_since(begin);
+            let parts = [packed, published.encode.saturating_sub(packed), published.upload];
+            parts.into_iter().zip(&mut phases).for_each(|(part, phase)| phase.push(part.as_secs_f64()));
         }
         drop(publisher);
         publisher = reopen(&store, &dir);
     }
     let (alone, whole) = (median(alone), median(whole));
+    let [packed, stored, committed] = phases.map(median);
     println!("  encode alone {alone:.3} s, publish {whole:.3} s ({bytes} bytes), {threads} threads");
+    println!(
+        "  of it: last tensor packed after {packed:.3} s, objects durable {stored:.3} s later, committed {committed:.3} s later"
+    );
     judge("publish over encode alone", whole / alone, 1.3, false);
 }
 

@@ -13,11 +13,11 @@ use driftless_transport::{
 };
 use rayon::prelude::*;
 
-use crate::model::{RUN, State, begin, directory, pairs, publish};
+use crate::model::{RUN, State, begin, directory, host_directory, pairs, publish};
 use crate::{Options, judge};
 
-/// From the committed manifest to the follower's word that the version is on its disk: poll, fetch, check, apply and sync. For
-/// slime only the transfer, by the same client and as parallel as ours.
+/// From the committed manifest to the follower's word that engines can load the version: poll, fetch, check, durable journal,
+/// bytes in the page cache. For slime only the transfer, by the same client and as parallel as ours.
 pub(crate) fn run(options: &Options) {
     let pairs = pairs(options.wire_mib, options.wire_density);
     println!(
@@ -37,23 +37,39 @@ pub(crate) fn run(options: &Options) {
     let link = Link::to(server.addr, Shape { rate: Some(rate), delay, ..Shape::default() }).expect("a link");
     let far = store(link.addr());
 
-    let mut follow = FollowerOptions::new(RUN, dir.path().join("host"), "host");
+    let host = host_directory(options);
+    let mut follow = FollowerOptions::new(RUN, host.path().join("host"), "host");
     follow.hf_checkpoint = Some(dir.path().join("base"));
     follow.poll = Duration::from_millis(options.poll_ms);
     let follower = Follower::open(far.clone(), follow, Vec::new()).expect("a follower");
     follower.prepare(None).expect("version 0");
+    follower.settle().expect("a disk");
+    publisher.wait().expect("a baseline");
     let stop = Stop::new();
     let looping = {
         let (follower, stop) = (follower.clone(), stop.clone());
         thread::spawn(move || follower.run_until(&stop, false))
     };
     let published = publish(&mut publisher, &State::new(&pairs));
-    let (ours, share) =
-        watch(&link, rate, || follower.status().applied.is_some_and(|applied| applied.version >= Version(1)));
+    let before = seconds(&follower);
+    let seen =
+        watch(&link, || follower.status().applied.is_some_and(|applied| applied.version >= Version(1)));
+    let durable = Instant::now();
     stop.stop();
     looping.join().expect("no panic").expect("it followed");
-    let ours_bytes = published.publication_bytes;
-    println!("  ours: {ours_bytes} bytes, visible after {:.2} s", ours.as_secs_f64());
+    let durable = durable.elapsed();
+    let after = seconds(&follower);
+    let (ours, share) = (seen.took, seen.share(rate));
+    println!("  ours: {} bytes, visible after {:.2} s", published.publication_bytes, ours.as_secs_f64());
+    println!(
+        "  of it: bytes flow from {:.2} s to {:.2} s; fetch to durable journal {:.2} s, overwriting {:.2} s; durable in place {:.2} s after it was visible",
+        seen.at(0.01).as_secs_f64(),
+        seen.at(0.99).as_secs_f64(),
+        after[0] - before[0],
+        after[1] - before[1],
+        durable.as_secs_f64()
+    );
+    publisher.wait().expect("a baseline");
 
     let payload: Vec<u8> =
         pairs.par_iter().map(|pair| xor_zstd::encode(&pair.base, &pair.new).0).collect::<Vec<_>>().concat();
@@ -70,23 +86,50 @@ pub(crate) fn run(options: &Options) {
     judge("share of the line while bytes flow", share, 0.9, true);
 }
 
-/// Time until `done`, and the share of the line's rate between the first and the last twentieth of what came down.
-fn watch(link: &Link, rate: u64, done: impl Fn() -> bool) -> (Duration, f64) {
+/// What came down the link, and when, until somebody had what he waited for.
+struct Seen {
+    took: Duration,
+    samples: Vec<(Duration, u64)>,
+}
+
+/// Watches the link until `done`.
+fn watch(link: &Link, done: impl Fn() -> bool) -> Seen {
     let begin = Instant::now();
-    let mut samples = vec![(begin, link.carried().down)];
+    let mut samples = vec![(Duration::ZERO, link.carried().down)];
     while !done() {
         thread::sleep(Duration::from_millis(5));
-        samples.push((Instant::now(), link.carried().down));
+        samples.push((begin.elapsed(), link.carried().down));
     }
-    let took = begin.elapsed();
-    let (first, last) = (samples[0].1, samples[samples.len() - 1].1);
-    let at = |share: f64| {
+    Seen { took: begin.elapsed(), samples }
+}
+
+impl Seen {
+    /// When a share of all bytes was through.
+    fn at(&self, share: f64) -> Duration {
+        self.sample(share).0
+    }
+
+    /// The share of the line's rate between the first and the last twentieth of what came down.
+    fn share(&self, rate: u64) -> f64 {
+        let ((from, low), (to, high)) = (self.sample(0.05), self.sample(0.95));
+        (high - low) as f64 / (to - from).as_secs_f64().max(1e-9) / rate as f64
+    }
+
+    fn sample(&self, share: f64) -> (Duration, u64) {
+        let (first, last) = (self.samples[0].1, self.samples[self.samples.len() - 1].1);
         let bytes = first + ((last - first) as f64 * share) as u64;
-        *samples.iter().find(|(_, down)| *down >= bytes).unwrap_or(&samples[0])
-    };
-    let ((from, low), (to, high)) = (at(0.05), at(0.95));
-    let flow = (high - low) as f64 / to.saturating_duration_since(from).as_secs_f64().max(1e-9);
-    (took, flow / rate as f64)
+        *self.samples.iter().find(|(_, down)| *down >= bytes).unwrap_or(&self.samples[0])
+    }
+}
+
+/// Seconds that the follower's applies took so far: fetch to durable journal, and overwriting.
+fn seconds(follower: &Follower) -> [f64; 2] {
+    let page = follower.metrics();
+    ["journal", "overwrite"].map(|phase| {
+        let name = format!("apply_seconds_total{{phase=\"{phase}\"}} ");
+        let value = page.lines().find_map(|line| line.split_once(&name)).map(|(_, value)| value.parse());
+        value.expect("it is there").expect("a number")
+    })
 }
 
 fn store(addr: SocketAddr) -> Arc<dyn Store> {
