@@ -19,8 +19,8 @@ use crate::{
 
 /// How often a flush or a continue is tried again, and how long apart. An engine answers a request slightly before it drops it, so the
 /// first flush after an abort may come too early.
-const TRIES: u32 = 20;
-const BETWEEN_TRIES: Duration = Duration::from_millis(50);
+pub(crate) const TRIES: u32 = 20;
+pub(crate) const BETWEEN_TRIES: Duration = Duration::from_millis(50);
 
 /// Options of a [`DiskActivator`].
 #[derive(Debug, Clone)]

@@ -10,7 +10,7 @@ use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::wire::{ChecksumReply, Loads, Outcome};
 use crate::{
     DiskUpdate, DiskUpdated, DistributedUpdate, Error, GenerateRequest, Generation, GroupInit, Keys, Load,
-    ModelInfo, PauseMode, RankChecksums, Result, ServerInfo,
+    MemoryTag, ModelInfo, PauseMode, RankChecksums, Result, ServerInfo, TensorUpdate,
 };
 
 /// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later; earlier ones die instead).
@@ -240,6 +240,37 @@ impl Client {
     /// [`Error::Status`] 400 with the engine's message: some of its weights may have changed; as [`Client::model_info`].
     pub async fn update_weights_from_distributed(&self, update: &DistributedUpdate) -> Result<()> {
         self.succeeds("/update_weights_from_distributed", &json!(update), self.deadlines.load).await
+    }
+
+    /// `POST /update_weights_from_tensor`: the engine's ranks open the memory that the body names and load what is there.
+    ///
+    /// # Errors
+    /// [`Error::Status`] 400 with the engine's message: some of its weights may have changed; as [`Client::model_info`].
+    pub async fn update_weights_from_tensor(&self, update: &TensorUpdate) -> Result<()> {
+        self.succeeds("/update_weights_from_tensor", &json!(update), self.deadlines.load).await
+    }
+
+    /// `POST /release_memory_occupation`. The engine must have no request, and must have what it releases: it ends otherwise.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn release_memory(&self, tags: &[MemoryTag]) -> Result<()> {
+        self.occupation("/release_memory_occupation", tags).await
+    }
+
+    /// `POST /resume_memory_occupation`. The engine must have released what it resumes: it ends otherwise. The contents of the memory are
+    /// undefined; the KV cache is empty.
+    ///
+    /// # Errors
+    /// As [`Client::model_info`].
+    pub async fn resume_memory(&self, tags: &[MemoryTag]) -> Result<()> {
+        self.occupation("/resume_memory_occupation", tags).await
+    }
+
+    async fn occupation(&self, path: &str, tags: &[MemoryTag]) -> Result<()> {
+        let words: Vec<_> = tags.iter().map(|tag| tag.as_str()).collect();
+        let body = json!({ "tags": words });
+        self.connection.ok(self.post(path, Level::Control, &body, self.deadlines.load)).await
     }
 
     /// `POST /begin_weight_update`, for engines whose [`Capabilities::sessions`](crate::Capabilities) says so. A session that somebody left

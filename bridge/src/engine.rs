@@ -11,6 +11,7 @@ pub struct Engine {
     identity: Identity,
     capabilities: Capabilities,
     load_format: Option<String>,
+    saves_memory: bool,
 }
 
 /// What a look at an engine's live weights showed.
@@ -37,7 +38,8 @@ impl Engine {
         let identity = identity::compare(client.url(), expected, &model, &server, local.as_ref())?;
         let capabilities = Capabilities::probe(&client).await?;
         tracing::info!(engine = client.url(), ?identity, ?capabilities, "attached");
-        Ok(Self { client, identity, capabilities, load_format: server.load_format })
+        let saves_memory = server.enable_memory_saver.unwrap_or(false);
+        Ok(Self { client, identity, capabilities, load_format: server.load_format, saves_memory })
     }
 
     /// Its client.
@@ -53,6 +55,11 @@ impl Engine {
     /// What it can do.
     pub fn capabilities(&self) -> Capabilities {
         self.capabilities
+    }
+
+    /// Whether it can give memory back and take it again.
+    pub(crate) fn saves_memory(&self) -> bool {
+        self.saves_memory
     }
 
     /// `load_format` for updates from disk: an engine started with `dummy` keeps that as its default, and cannot update with it.

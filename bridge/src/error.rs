@@ -271,13 +271,32 @@ pub enum Error {
         /// Keys of the rendezvous that ranks waited for.
         waiting: Vec<String>,
     },
-    /// Rank 0 of a weight-update group could not do its part.
-    #[error("rank 0 of the weight-update group: {what}")]
+    /// The pushing side could not do its part.
+    #[error("weights cannot be pushed from here: {what}")]
     Root {
         /// What failed.
         what: String,
         /// The reason.
         source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Engines answered that they had loaded a bucket, and still have its memory open.
+    #[error(
+        "{after:?} after the reply a bucket's memory is still open, with {}; the engines must run as the user of this process and share its /dev/shm (containers: --ipc=host)",
+        list(.engines)
+    )]
+    Unreleased {
+        /// The deadline.
+        after: Duration,
+        /// The engines.
+        engines: Vec<String>,
+    },
+    /// No way for a version to the engines is left, or a figure that the choice depends on is none.
+    #[error("no way for weights can be chosen: expected {what}, found {found}")]
+    NoWay {
+        /// What would do.
+        what: String,
+        /// What was given.
+        found: String,
     },
     /// The HTTP client or its runtime could not be set up.
     #[error("cannot set up {what}")]

@@ -4,9 +4,11 @@ mod activate;
 mod capabilities;
 mod checksums;
 mod client;
+mod colocate;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod coordinate;
+mod cost;
 mod distributed;
 mod engine;
 mod error;
@@ -17,19 +19,21 @@ mod identity;
 mod keys;
 mod label;
 mod model;
+mod push;
 mod wire;
 
 pub use activate::{DiskActivator, DiskOptions};
 pub use capabilities::Capabilities;
 pub use checksums::checksums;
 pub use client::{Client, ClientOptions, Deadlines};
+#[cfg(feature = "cuda")]
+pub use colocate::CudaShare;
+pub use colocate::{Colocation, ColocationOptions, CudaPlace, InlineShare, Place, Share};
 pub use coordinate::{Coordinator, CoordinatorOptions, HostOutcome, Rolled};
-pub use distributed::{
-    Bucket, Bytes, DistributedActivator, DistributedOptions, Group, GroupOptions, HostWeights, Meeting,
-    Member, Pushed, Rendezvous, RendezvousOptions, Root, UpdateMode, Weights, plan,
-};
+pub use cost::{Carrier, Choice, Estimate, Figures, Form, Link, Pin, choose};
+pub use distributed::{Group, GroupOptions, Meeting, Rendezvous, RendezvousOptions, Root, UpdateMode};
 #[cfg(feature = "nccl")]
-pub use distributed::{DeviceWeights, NcclOptions, NcclRoot};
+pub use distributed::{NcclOptions, NcclRoot};
 pub use engine::{Engine, LiveWeights};
 pub use error::{Error, Result};
 pub use fleet::{EngineStatus, Fleet, FleetOptions, Route};
@@ -38,7 +42,10 @@ pub use identity::Identity;
 pub use keys::Keys;
 pub use label::Label;
 pub use model::{Expected, ModelConfig};
+#[cfg(feature = "cuda")]
+pub use push::DeviceWeights;
+pub use push::{Bucket, Bytes, HostWeights, Member, Push, PushActivator, PushOptions, Pushed, Weights, plan};
 pub use wire::{
-    DiskUpdate, DiskUpdated, DistributedUpdate, GroupInit, Load, ModelInfo, PauseMode, RankChecksums,
-    ServerInfo,
+    DiskUpdate, DiskUpdated, DistributedUpdate, GroupInit, Load, MemoryTag, ModelInfo, PauseMode,
+    RankChecksums, ServerInfo, TensorUpdate,
 };

@@ -55,6 +55,8 @@ pub struct ServerInfo {
     pub quantization: Option<String>,
     /// Whether its NCCL maps memory so that peers can be given it: sets its `NCCL_CUMEM_ENABLE`.
     pub enable_symm_mem: Option<bool>,
+    /// Whether it can give memory back and take it again.
+    pub enable_memory_saver: Option<bool>,
     /// How weights were loaded at start.
     pub load_format: Option<String>,
     /// `null` (the word), `prefill` or `decode`.
@@ -157,6 +159,47 @@ pub struct DistributedUpdate {
     pub weight_version: Option<String>,
     /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
     pub flush_cache: bool,
+}
+
+/// Body of `POST /update_weights_from_tensor`: a bucket that the engine's ranks find in memory of their host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TensorUpdate {
+    /// One pickle for each tensor-parallel rank, in base64.
+    pub serialized_named_tensors: Vec<String>,
+    /// `flattened_bucket`. A word that the engine does not know ends it.
+    pub load_format: &'static str,
+    /// Label to carry from then on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_version: Option<String>,
+    /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
+    pub flush_cache: bool,
+}
+
+/// Memory of an engine that was started with `--enable-memory-saver`, by the names that `POST /release_memory_occupation` takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryTag {
+    /// The KV cache.
+    KvCache,
+    /// The weights. What they were is lost, unless the engine was told to keep a copy in host memory.
+    Weights,
+    /// CUDA graphs.
+    CudaGraph,
+}
+
+impl MemoryTag {
+    /// The engine's word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::KvCache => "kv_cache",
+            Self::Weights => "weights",
+            Self::CudaGraph => "cuda_graph",
+        }
+    }
+
+    /// The tag that the engine has this word for.
+    pub(crate) fn parse(word: &str) -> Option<Self> {
+        [Self::KvCache, Self::Weights, Self::CudaGraph].into_iter().find(|tag| tag.as_str() == word)
+    }
 }
 
 /// What an update from disk did.

@@ -3,7 +3,7 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
 use crate::cli::slime::{self, Layout};
-use crate::cli::transport::{Transport, TransportArgs};
+use crate::cli::transport::TransportArgs;
 use crate::cli::{keys, store};
 use driftless::bridge::{ClientOptions, DiskActivator, DiskOptions, PauseMode};
 use driftless::transport::{
@@ -30,6 +30,10 @@ Examples:
   With the bytes from a relay on a fast network, over RDMA, TCP or shared memory:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy \\
         --update-weight-transport ucx --relay ucx://10.0.0.2:7421 --relay-token-file relay.token
+
+  For an engine on a GPU of this process, into its memory:
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
+        --hf-checkpoint /models/start --engine http://127.0.0.1:30000 --colocate
 
   Only materialise the newest version, once:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir out/newest --once
@@ -209,9 +213,9 @@ fn engines(args: &Args) -> Result<Vec<Box<dyn Activate>>> {
         PauseGenerationMode::Abort => PauseMode::Abort,
         PauseGenerationMode::InPlace => PauseMode::InPlace,
     };
-    if args.transport.update_weight_transport == Transport::Nccl {
+    if args.transport.pushes() {
         let base = args.hf_checkpoint.clone();
-        return Ok(vec![args.transport.group(&args.engine, client, pause, base, host_name())?]);
+        return Ok(vec![args.transport.push(&args.engine, client, pause, base, host_name())?]);
     }
     let options = DiskOptions {
         client,

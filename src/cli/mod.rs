@@ -12,6 +12,7 @@ mod keygen;
 mod keys;
 mod log;
 mod output;
+mod plan;
 mod progress;
 mod publish;
 mod ranks;
@@ -75,6 +76,8 @@ enum Command {
     Inspect(inspect::Args),
     Gc(gc::Args),
     Keygen(keygen::Args),
+    /// Say which way a version should go to the engines, from what was measured.
+    Plan(plan::Args),
     Relay(relay::Args),
     /// Look at a rollout log.
     Log(log::Args),
@@ -111,6 +114,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args, output),
         Command::Gc(args) => gc::run(args, output),
         Command::Keygen(args) => keygen::run(args, output),
+        Command::Plan(args) => plan::run(&args, output),
         Command::Relay(args) => relay::run(args, output),
         Command::Log(args) => log::run(args, output),
     };

@@ -1,9 +1,10 @@
-//! How weights reach a host, and an engine: by files that it loads, which come from the store or over UCX, or over NCCL into its memory.
+//! How weights reach a host, and an engine: by files that it loads, which come from the store or over UCX, or into its memory, over NCCL or
+//! within a GPU that both use.
 
 use crate::cli::error::{Error, Result};
 use driftless::bridge::{
-    ClientOptions, DistributedActivator, DistributedOptions, Group, GroupOptions, NcclOptions, NcclRoot,
-    PauseMode,
+    ClientOptions, Colocation, ColocationOptions, CudaShare, Group, GroupOptions, MemoryTag, NcclOptions,
+    NcclRoot, PauseMode, PushActivator, PushOptions,
 };
 use driftless::transport::Activate;
 use std::net::SocketAddr;
@@ -41,6 +42,13 @@ pub(crate) struct TransportArgs {
     /// Number of the GPU to send from; NCCL refuses one that an engine uses.
     #[arg(long, value_name = "NUMBER", default_value_t = 0)]
     nccl_device: usize,
+    /// The engines are on a GPU of this process, which they load from by CUDA IPC: same host, same user, same /dev/shm. Those with
+    /// --enable-memory-saver give their key-value cache back meanwhile, and abort what they run. Not with another transport.
+    #[arg(long, requires = "engine", conflicts_with_all = ["update_weight_transport", "engine_checkpoint_dir"])]
+    pub(crate) colocate: bool,
+    /// Number of that GPU, of those that this process sees; an engine that does not see it ends.
+    #[arg(long, value_name = "NUMBER", default_value_t = 0, requires = "colocate")]
+    colocate_device: usize,
     /// Host name or address under which the engines reach this one [default: the host's name].
     #[arg(long, value_name = "HOST")]
     group_host: Option<String>,
@@ -72,8 +80,36 @@ impl TransportArgs {
         })
     }
 
-    /// One activator of all these engines.
-    pub(crate) fn group(
+    /// One activator of all these engines, whichever way the weights go.
+    pub(crate) fn push(
+        &self,
+        engines: &[String],
+        client: ClientOptions,
+        pause: PauseMode,
+        base: Option<PathBuf>,
+        host: String,
+    ) -> Result<Box<dyn Activate>> {
+        if !self.colocate {
+            return self.group(engines, client, pause, base, host);
+        }
+        let share = CudaShare::open(self.colocate_device)?;
+        let options = ColocationOptions {
+            bucket_bytes: self.update_weight_buffer_size,
+            ..ColocationOptions::default()
+        };
+        let release = vec![MemoryTag::KvCache];
+        let push = Colocation::new(share, options)?;
+        let options = PushOptions { client, pause, base, release };
+        Ok(Box::new(PushActivator::new(engines, push, options)?))
+    }
+
+    /// Whether weights go into the engines' memory.
+    pub(crate) fn pushes(&self) -> bool {
+        self.colocate || self.update_weight_transport == Transport::Nccl
+    }
+
+    /// Rank 0 of all these engines.
+    fn group(
         &self,
         engines: &[String],
         client: ClientOptions,
@@ -89,8 +125,8 @@ impl TransportArgs {
         options.listen = self.group_listen;
         options.bucket_bytes = self.update_weight_buffer_size;
         let group = Group::new(NcclRoot::open(&nccl)?, options)?;
-        let options = DistributedOptions { client, pause, base };
-        Ok(Box::new(DistributedActivator::new(engines, group, options)?))
+        let options = PushOptions { client, pause, base, ..PushOptions::default() };
+        Ok(Box::new(PushActivator::new(engines, group, options)?))
     }
 }
 

@@ -187,9 +187,11 @@ pub(crate) fn conformance(cache: &Path, work: &Path, port: u16) -> Result<()> {
         "-p",
         "driftless-bridge",
         "--features",
-        "conformance",
+        "conformance,cuda",
     ]);
-    test.args(["--test", "sglang", "--test", "rendezvous", "--", "--nocapture"]);
+    // The library's own tests have SGLang's unpickler read what they wrote.
+    test.args(["--lib", "--test", "sglang", "--test", "rendezvous", "--", "--nocapture"]);
+    test.env("PYTHONPATH", python_path()).env("SGLANG_USE_CPU_ENGINE", "1");
     test.env("DRIFTLESS_SGLANG_PYTHON", python(cache));
     test.env("DRIFTLESS_SGLANG", format!("http://127.0.0.1:{port}"));
     test.env("DRIFTLESS_SGLANG_FIRST", &first).env("DRIFTLESS_SGLANG_SECOND", &second);

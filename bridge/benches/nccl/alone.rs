@@ -59,7 +59,7 @@ fn row(root: &mut NcclRoot, peer: &mut Python, gib: u64, count: u64) {
 }
 
 /// Seconds from the first byte to the last, once the peer waits for them.
-fn push(root: &mut NcclRoot, peer: &mut Python, arena: &Arena, budget: u64) -> f64 {
+pub(crate) fn push(root: &mut NcclRoot, peer: &mut Python, arena: &Arena, budget: u64) -> f64 {
     use driftless_bridge::Weights;
     let buckets = plan(arena.weights.tensors(), budget).unwrap();
     let lengths: Vec<_> = buckets.iter().map(|bucket| bucket.bytes.to_string()).collect();

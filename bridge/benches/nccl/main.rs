@@ -2,17 +2,22 @@
 //!
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- alone PYTHON
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- engine PYTHON URL DIR_A DIR_B
+//!     cargo bench -p driftless-bridge --features nccl --bench nccl -- colocate URL DIR_A DIR_B
+//!     cargo bench -p driftless-bridge --features nccl --bench nccl -- snapshot [full] PYTHON
 //!
 //! `alone`: the transfer without an engine, to a torch process on the second GPU, against one raw broadcast of the same bytes.
 //! `engine`: into a running SGLang on the second GPU, HTTP included, against a torch rank 0; DIR_A and DIR_B are two checkpoints of its
-//! model. Both sides take turns, and medians are printed. Rank 0 is on device 0, and NCCL is the one of that Python's torch.
+//! model. `colocate`: into one on the first GPU, through memory that it opens. `snapshot`: 8 billion parameters from GPU to GPU, in full over
+//! NCCL and as deltas through shared memory. Both sides take turns, and medians are printed. Rank 0 is on device 0, and NCCL is the one of that Python's torch.
 #![allow(unsafe_code, reason = "device memory is a raw address")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a bench that cannot go on ends")]
 
 mod alone;
+mod colocate;
 mod engine;
 mod memory;
 mod python;
+mod snapshot;
 
 /// Turns that each side has; the median of them is printed.
 const TURNS: usize = 9;
@@ -23,8 +28,14 @@ fn main() {
     match words[..] {
         ["alone", python] => alone::run(python),
         ["engine", python, url, a, b] => engine::run(python, url, a.as_ref(), b.as_ref()),
+        ["colocate", url, a, b] => colocate::run(url, a.as_ref(), b.as_ref()),
+        ["snapshot", python] => snapshot::run(python, true),
+        ["snapshot", "full", python] => snapshot::run(python, false),
+        ["receiver", layers, density] => snapshot::receive(layers, density),
         // What `cargo bench` without words asks for: nothing that needs a GPU is run by accident.
-        _ => println!("nccl: say `alone PYTHON` or `engine PYTHON URL DIR_A DIR_B`"),
+        _ => println!(
+            "nccl: say `alone PYTHON`, `engine PYTHON URL DIR_A DIR_B`, `colocate URL DIR_A DIR_B` or `snapshot [full] PYTHON`"
+        ),
     }
 }
 

@@ -18,7 +18,12 @@ pub(crate) struct Arena {
 impl Arena {
     /// Room for these tensors on device 0, each of its bytes set to something.
     pub(crate) fn new(tensors: Vec<TensorInfo>, apart: bool) -> Self {
-        let context = CudaContext::new(0).unwrap();
+        Self::on(0, tensors, apart)
+    }
+
+    /// The same on another device, which becomes this thread's.
+    pub(crate) fn on(device: usize, tensors: Vec<TensorInfo>, apart: bool) -> Self {
+        let context = CudaContext::new(device).unwrap();
         let gap = if apart { ALIGNMENT } else { 0 };
         let sizes: Vec<_> = tensors.iter().map(|info| info.byte_len().unwrap()).collect();
         let starts: Vec<_> = sizes

@@ -6,10 +6,13 @@ use std::time::{Duration, Instant};
 use driftless_transport::TensorInfo;
 use tokio::runtime::Runtime;
 
-use super::calls::Calls;
-use super::{Bucket, Meeting, Rendezvous, RendezvousOptions, Root, Weights, bucket};
+use super::{Meeting, Rendezvous, RendezvousOptions, Root};
 use crate::model::torch_name;
-use crate::{Client, DistributedUpdate, Error, GroupInit, Result};
+use crate::push::{Calls, begin_sessions, end_sessions};
+use crate::{
+    Bucket, Client, DistributedUpdate, Error, GroupInit, Member, Push, Pushed, Result, ServerInfo, Weights,
+    plan,
+};
 
 /// How the bytes of a bucket travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,28 +61,6 @@ impl GroupOptions {
     }
 }
 
-/// An engine of a group.
-#[derive(Debug, Clone)]
-pub struct Member {
-    /// Its client.
-    pub engine: Client,
-    /// Its tensor-parallel ranks.
-    pub ranks: u32,
-    /// Whether it wants `begin_weight_update` and `end_weight_update` around updates: [`Capabilities::sessions`](crate::Capabilities).
-    pub sessions: bool,
-}
-
-/// What a push did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pushed {
-    /// Bytes that every engine received.
-    pub bytes: u64,
-    /// Calls that it took.
-    pub buckets: usize,
-    /// From the first call to the last reply.
-    pub took: Duration,
-}
-
 /// Engines, and the rank 0 that pushes weights into all of them at once. Blocking: it owns a small runtime for its calls.
 ///
 /// A push that fails gives the group up; the next one forms it anew.
@@ -118,11 +99,6 @@ impl<R: Root> Group<R> {
     /// The group's options.
     pub fn options(&self) -> &GroupOptions {
         &self.options
-    }
-
-    /// Runs a future on the group's runtime; the thread must not be one of a runtime.
-    pub(super) fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
-        self.runtime.block_on(future)
     }
 
     /// Says which engines belong to it. If they are not those of before, or one of them is another process than before, the group is given
@@ -199,17 +175,17 @@ impl<R: Root> Group<R> {
     /// As [`Group::form`]; [`Error::TooLarge`] before anything is posted; [`Error::Group`] when ranks do not join or receive in time;
     /// the first failed reply of an engine. After any of the latter the weights of any of the engines may be a mixture.
     pub fn push(&mut self, weights: &dyn Weights, label: Option<&str>) -> Result<Pushed> {
-        let buckets = bucket::plan(weights.tensors(), self.options.bucket_bytes)?;
+        let buckets = plan(weights.tensors(), self.options.bucket_bytes)?;
         self.form()?;
         let begin = Instant::now();
-        let outcome =
-            self.sessions(Client::begin_session).and_then(|()| self.push_all(weights, &buckets, label));
+        let outcome = begin_sessions(self.runtime.handle(), &self.members)
+            .and_then(|()| self.push_all(weights, &buckets, label));
         if outcome.is_err() {
             // Engines that wait for rank 0 hear nothing else before it is gone.
             self.abandon();
         }
         // A session that is left open keeps engines from every other update.
-        let ended = self.sessions(Client::end_session);
+        let ended = end_sessions(self.runtime.handle(), &self.members);
         if let Err(error) = outcome.and(ended) {
             self.abandon();
             return Err(error);
@@ -333,15 +309,6 @@ impl<R: Root> Group<R> {
         }
     }
 
-    /// One of the session calls, at the engines that have them.
-    fn sessions<T>(&self, call: fn(Client) -> T) -> Result<()>
-    where
-        T: Future<Output = Result<()>> + Send + 'static,
-    {
-        let members: Vec<_> = self.members.iter().filter(|member| member.sessions).cloned().collect();
-        Calls::send(self.runtime.handle(), &members, |_, engine| call(engine)).wait()
-    }
-
     fn call<F, T>(&self, call: F) -> Calls
     where
         F: Fn(usize, Client) -> T,
@@ -357,12 +324,34 @@ impl<R: Root> Group<R> {
     }
 }
 
-impl Client {
-    async fn begin_session(self) -> Result<()> {
-        self.begin_weight_update().await
+impl<R: Root> Push for Group<R> {
+    fn runtime(&self) -> &Runtime {
+        &self.runtime
     }
 
-    async fn end_session(self) -> Result<()> {
-        self.end_weight_update().await
+    /// NCCL fails at the engine, and hangs here, when the two do not map memory in the same way.
+    fn admit(&self, engine: &str, server: &ServerInfo) -> Result<()> {
+        let theirs = server.enable_symm_mem.unwrap_or(false);
+        match self.root.cumem() {
+            Some(ours) if ours != theirs => Err(Error::Refused {
+                engine: engine.into(),
+                what: "enable_symm_mem, which sets its NCCL_CUMEM_ENABLE,".into(),
+                expected: format!("{ours}, as NCCL_CUMEM_ENABLE of this process"),
+                found: theirs.to_string(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn set_members(&mut self, members: Vec<Member>, same_processes: bool) {
+        Self::set_members(self, members, same_processes);
+    }
+
+    fn form(&mut self) -> Result<()> {
+        Self::form(self)
+    }
+
+    fn push(&mut self, weights: &dyn Weights, label: Option<&str>) -> Result<Pushed> {
+        Self::push(self, weights, label)
     }
 }

@@ -1,22 +1,17 @@
-//! Weights pushed into engines' memory: rank 0 of SGLang's weight-update group.
+//! Weights pushed over a network: rank 0 of SGLang's weight-update group.
 //!
 //! A [`Group`] is told its engines, forms (rendezvous, `init_weights_update_group`), and pushes: it announces a bucket to every engine by
 //! HTTP, broadcasts it once, and gathers the next one while the engines load. What moves the bytes is a [`Root`]: NCCL (feature `nccl`),
-//! or whatever a test puts there. [`DistributedActivator`] puts pause, label and a look at the result around a push.
+//! or whatever a test puts there.
 
-mod activate;
-mod bucket;
-mod calls;
 mod group;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod rendezvous;
 mod root;
 
-pub use activate::{DistributedActivator, DistributedOptions};
-pub use bucket::{Bucket, plan};
-pub use group::{Group, GroupOptions, Member, Pushed, UpdateMode};
+pub use group::{Group, GroupOptions, UpdateMode};
 #[cfg(feature = "nccl")]
-pub use nccl::{DeviceWeights, NcclOptions, NcclRoot};
+pub use nccl::{NcclOptions, NcclRoot};
 pub use rendezvous::{Rendezvous, RendezvousOptions};
-pub use root::{Bytes, HostWeights, Meeting, Root, Weights};
+pub use root::{Meeting, Root};

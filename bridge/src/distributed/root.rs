@@ -1,50 +1,9 @@
-//! The two seams of a push: where the weights are, and what moves them.
+//! What moves the bytes of a push.
 
-use std::borrow::Cow;
 use std::net::SocketAddr;
 
-use driftless_transport::{Snapshot, TensorInfo};
-
-use super::{Bucket, Rendezvous};
-use crate::{Error, Result};
-
-/// Weights to be pushed: every tensor that engines should have, by its Hugging Face name.
-pub trait Weights: Sync {
-    /// The tensors.
-    fn tensors(&self) -> &[TensorInfo];
-
-    /// Where the bytes of `tensors()[index]` are; they stay as they are until the push has ended.
-    ///
-    /// # Errors
-    /// [`Error::Root`] when they cannot be had.
-    fn bytes(&self, index: usize) -> Result<Bytes<'_>>;
-}
-
-/// A tensor's bytes, row-major and without padding.
-#[derive(Debug, Clone)]
-pub enum Bytes<'a> {
-    /// In this process's memory.
-    Host(Cow<'a, [u8]>),
-    /// At this address of the memory of rank 0's device.
-    Device(u64),
-}
-
-/// Weights in host memory: a checkpoint, for example.
-#[derive(Debug)]
-pub struct HostWeights<'a, S: ?Sized>(pub &'a S);
-
-impl<S: Snapshot + Sync + ?Sized> Weights for HostWeights<'_, S> {
-    fn tensors(&self) -> &[TensorInfo] {
-        self.0.tensors()
-    }
-
-    fn bytes(&self, index: usize) -> Result<Bytes<'_>> {
-        let name = || self.0.tensors().get(index).map_or_else(|| index.to_string(), |info| info.name.clone());
-        let fail =
-            |error| Error::Root { what: format!("cannot read tensor {}", name()), source: Box::new(error) };
-        self.0.bytes(index).map(Bytes::Host).map_err(fail)
-    }
-}
+use super::Rendezvous;
+use crate::{Bucket, Result, Weights};
 
 /// Where and as whom a group's ranks meet.
 #[derive(Debug)]

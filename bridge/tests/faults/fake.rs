@@ -59,6 +59,8 @@ pub(crate) struct Engine {
     pub(crate) at_once: usize,
     /// Its place in weight-update groups.
     pub(crate) pushes: crate::wire::Receiver,
+    /// What it has given back, and whether it can.
+    pub(crate) memory: crate::memory::Memory,
 }
 
 /// The engine and the runtime it lives on.
@@ -89,6 +91,7 @@ impl Fake {
             most_generating: 0,
             at_once: 0,
             pushes: crate::wire::Receiver::default(),
+            memory: crate::memory::Memory::default(),
         };
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -128,6 +131,7 @@ impl Fake {
         self.kill();
         let mut engine = self.engine();
         engine.pushes.restart();
+        engine.memory.restart();
         (engine.model_path, engine.label, engine.paused) =
             (engine.started_with.clone(), "default".into(), false);
         drop(engine);
@@ -221,21 +225,27 @@ async fn respond(engine: Shared, method: &Method, path: &str, body: Value, fault
                 .into_response()
         }
         ("GET", "/v1/loads") => {
-            ok(json!({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}]}))
+            let waiting = engine.lock().unwrap().memory.waiting;
+            ok(json!({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": waiting, "num_used_tokens": 0}]}))
         }
         (
             "GET",
             "/pause_generation"
             | "/continue_generation"
             | "/update_weights_from_disk"
-            | "/begin_weight_update",
+            | "/begin_weight_update"
+            | "/update_weights_from_tensor",
         ) => StatusCode::METHOD_NOT_ALLOWED.into_response(),
         ("POST", "/pause_generation") => {
-            engine.lock().unwrap().paused = true;
+            let mut engine = engine.lock().unwrap();
+            engine.paused = true;
+            engine.memory.pause(&body);
             ok(json!({"status": "ok"}))
         }
         ("POST", "/continue_generation") => {
-            engine.lock().unwrap().paused = false;
+            let mut engine = engine.lock().unwrap();
+            engine.memory.whole("it generates");
+            engine.paused = false;
             ok(json!({"status": "ok"}))
         }
         ("POST", "/flush_cache" | "/abort_request") => StatusCode::OK.into_response(),
@@ -251,6 +261,10 @@ async fn respond(engine: Shared, method: &Method, path: &str, body: Value, fault
             | "/begin_weight_update"
             | "/end_weight_update",
         ) => engine.lock().unwrap().pushes.control(path, &body),
+        ("POST", "/release_memory_occupation" | "/resume_memory_occupation") => {
+            engine.lock().unwrap().memory.control(path, &body)
+        }
+        ("POST", "/update_weights_from_tensor") => crate::memory::update(&mut engine.lock().unwrap(), &body),
         ("POST", "/update_weights_from_distributed") => crate::wire::update(&engine, &body).await,
         ("POST", "/weights_checker") => ok(sums(&engine.lock().unwrap(), fault)),
         ("POST", "/generate") => generate(engine, body, fault).await,
@@ -265,8 +279,8 @@ fn model_info(engine: &Engine) -> Value {
 
 fn server_info(engine: &Engine) -> Value {
     json!({"version": engine.release, "frontend": "python", "model_path": engine.started_with, "tokenizer_path": engine.started_with,
-        "tp_size": 1, "pp_size": 1, "dp_size": 1, "device": "cpu", "dtype": "auto", "quantization": null, "load_format": engine.load_format,
-        "disaggregation_mode": "null", "weight_cache_mode": "off", "speculative_algorithm": null, "json_model_override_args": "{}"})
+        "tp_size": engine.memory.ranks.max(1), "pp_size": 1, "dp_size": 1, "device": "cpu", "dtype": "auto", "quantization": null, "load_format": engine.load_format,
+        "disaggregation_mode": "null", "weight_cache_mode": "off", "enable_memory_saver": engine.memory.saver, "speculative_algorithm": null, "json_model_override_args": "{}"})
 }
 
 fn update(engine: &mut Engine, body: &Value, fault: Option<Fault>) -> Response {

@@ -3,9 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use driftless_bridge::{
-    DistributedActivator, DistributedOptions, Error, Group, GroupOptions, PauseMode, UpdateMode,
-};
+use driftless_bridge::{Error, Group, GroupOptions, PauseMode, PushActivator, PushOptions, UpdateMode};
 use driftless_transport::{
     Activate, BoxError, Checkpoint, Manifest, Memory, Publisher, PublisherOptions, Start, Step, Target,
 };
@@ -16,7 +14,7 @@ use crate::wire::FakeRoot;
 /// Two engines that serve one checkpoint, and another one to push.
 struct Scene {
     fakes: [Fake; 2],
-    activator: DistributedActivator<FakeRoot>,
+    activator: PushActivator<Group<FakeRoot>>,
     log: Arc<Mutex<Vec<String>>>,
     next: Checkpoint,
     manifest: Manifest,
@@ -49,9 +47,9 @@ impl Scene {
         }
         let log = root.log.clone();
         let addresses = fakes.each_ref().map(|fake| fake.address.to_string());
-        let client = DistributedOptions { client: short(), ..DistributedOptions::default() };
+        let client = PushOptions { client: short(), ..PushOptions::default() };
         let group = Group::new(root, options).unwrap();
-        let activator = DistributedActivator::new(&addresses, group, client).unwrap();
+        let activator = PushActivator::new(&addresses, group, client).unwrap();
         Self { label: manifest.label(), fakes, activator, log, next, manifest, _dir: dir }
     }
 
@@ -232,13 +230,13 @@ fn memory_that_is_mapped_otherwise_is_refused_before_anything_is_posted() {
 #[test]
 fn pausing_in_place_keeps_the_requests() {
     let mut scene = Scene::new();
-    let options = DistributedOptions { client: short(), pause: PauseMode::InPlace, base: None };
+    let options = PushOptions { client: short(), pause: PauseMode::InPlace, ..PushOptions::default() };
     let mut root = FakeRoot::new();
     root.log = scene.log.clone();
     scene.fakes[0].engine().pushes.wire = Some(root.wire.clone());
     let group = Group::new(root, GroupOptions::new("127.0.0.1")).unwrap();
     let address = [scene.fakes[0].address.to_string()];
-    let mut activator = DistributedActivator::new(&address, group, options).unwrap();
+    let mut activator = PushActivator::new(&address, group, options).unwrap();
     let target = Target { checkpoint: &scene.next, label: &scene.label, manifest: &scene.manifest };
     activator.activate(&target).unwrap();
     let modes: Vec<_> =
@@ -252,7 +250,7 @@ fn pausing_in_place_keeps_the_requests() {
 fn engines_are_named_once() {
     let group = || Group::new(FakeRoot::new(), GroupOptions::new("127.0.0.1")).unwrap();
     for addresses in [vec![], vec!["a:1".to_owned(), "http://a:1".to_owned()]] {
-        let refused = DistributedActivator::new(&addresses, group(), DistributedOptions::default());
+        let refused = PushActivator::new(&addresses, group(), PushOptions::default());
         assert!(matches!(refused, Err(Error::Fleet { .. })), "{addresses:?}");
     }
 }

@@ -3,8 +3,10 @@
 
 mod activation;
 mod calls;
+mod colocate;
 mod coordinate;
 mod fake;
 mod fleet;
 mod group;
+mod memory;
 mod wire;

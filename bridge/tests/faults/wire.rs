@@ -111,6 +111,10 @@ pub(crate) struct Receiver {
 }
 
 impl Receiver {
+    pub(crate) fn take(&mut self, info: TensorInfo, bytes: Vec<u8>) {
+        self.tensors.insert(info.name.clone(), (info, bytes));
+    }
+
     /// What a new process of the engine knows.
     pub(crate) fn restart(&mut self) {
         *self = Self { wire: self.wire.take(), ..Self::default() };
@@ -207,11 +211,11 @@ pub(crate) async fn update(engine: &Shared, body: &Value) -> Response {
     success()
 }
 
-fn success() -> Response {
+pub(crate) fn success() -> Response {
     axum::Json(json!({"success": true, "message": ""})).into_response()
 }
 
-fn refusal(message: &str) -> Response {
+pub(crate) fn refusal(message: &str) -> Response {
     (StatusCode::BAD_REQUEST, axum::Json(json!({"success": false, "message": message}))).into_response()
 }
 

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 #![cfg(feature = "conformance")]
 
+mod colocate;
 mod push;
 
 use std::path::PathBuf;

@@ -6,8 +6,8 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
 use driftless_bridge::{
-    Bucket, Bytes, DistributedActivator, DistributedOptions, Error, Group, GroupOptions, HostWeights,
-    Meeting, Member, PauseMode, Result, Root, UpdateMode, Weights,
+    Bucket, Bytes, Error, Group, GroupOptions, HostWeights, Meeting, Member, PauseMode, PushActivator,
+    PushOptions, Result, Root, UpdateMode, Weights,
 };
 use driftless_transport::{Activate, Checkpoint, Target};
 
@@ -146,9 +146,9 @@ fn pushes_are_bit_equal_and_the_group_is_formed_again() {
     {
         let Some(root) = root() else { return };
         let group = Group::new(root, options(mode, bucket_bytes)).unwrap();
-        let options = DistributedOptions { pause: PauseMode::Retract, ..DistributedOptions::default() };
+        let options = PushOptions { pause: PauseMode::Retract, ..PushOptions::default() };
         let address = [subject.client.url().to_owned()];
-        let mut activator = DistributedActivator::new(&address, group, options).unwrap();
+        let mut activator = PushActivator::new(&address, group, options).unwrap();
         for (manifest, checkpoint) in manifests.iter().zip(&checkpoints).rev() {
             let label = manifest.label();
             let target = Target { checkpoint, label: &label, manifest };

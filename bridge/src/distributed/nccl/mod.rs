@@ -4,8 +4,6 @@
 //! look whether it has ended, and dropping the communicator aborts what has not.
 #![allow(unsafe_code, reason = "NCCL and the CUDA driver are foreign functions on raw addresses")]
 
-mod device;
-mod gather;
 mod library;
 
 use std::collections::VecDeque;
@@ -13,12 +11,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
-use driftless_transport::TensorInfo;
 
-use self::device::{Device, cuda};
 use self::library::{Comm, Library};
-use super::{Bucket, Bytes, Meeting, Root, Weights};
-use crate::{Error, Result};
+use super::{Meeting, Root};
+use crate::push::device::{Device, cuda};
+use crate::{Bucket, Error, Result, Weights};
 
 /// Options of an [`NcclRoot`].
 #[derive(Debug, Clone)]
@@ -180,43 +177,6 @@ impl Root for NcclRoot {
         }
         self.queue.clear();
         self.ends = [None, None];
-    }
-}
-
-/// Weights that are in the memory of rank 0's device already: a trainer's.
-#[derive(Debug)]
-pub struct DeviceWeights {
-    tensors: Vec<TensorInfo>,
-    addresses: Vec<u64>,
-}
-
-impl DeviceWeights {
-    /// Tensors and the addresses of their bytes, one each. Tensors that lie in the order of a bucket are broadcast from where they are.
-    ///
-    /// # Errors
-    /// [`Error::Root`] when there are more of one than of the other.
-    ///
-    /// # Safety
-    /// Every address is the beginning of the tensor's bytes, contiguous, in the memory of the device of the [`NcclRoot`] that pushes them;
-    /// what wrote them has ended; and they stay as they are until the push has ended.
-    pub unsafe fn new(tensors: Vec<TensorInfo>, addresses: Vec<u64>) -> Result<Self> {
-        if tensors.len() != addresses.len() {
-            let source = format!("{} tensors and {} addresses", tensors.len(), addresses.len()).into();
-            return Err(Error::Root { what: "the weights".into(), source });
-        }
-        Ok(Self { tensors, addresses })
-    }
-}
-
-impl Weights for DeviceWeights {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> Result<Bytes<'_>> {
-        let missing =
-            || Error::Root { what: "the weights".into(), source: format!("no tensor {index}").into() };
-        self.addresses.get(index).copied().map(Bytes::Device).ok_or_else(missing)
     }
 }
 

@@ -1,15 +1,14 @@
-//! HTTP calls under way at every engine of a group, while this thread watches something else.
+//! HTTP calls under way at every engine of a push, while this thread watches something else.
 
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
-use super::Member;
-use crate::{Client, Result};
+use crate::{Client, Member, Result};
 
 /// One call to each engine. Dropping it gives up those that are still open.
-pub(super) struct Calls {
+pub(crate) struct Calls {
     replies: Receiver<Result<()>>,
     open: usize,
     _tasks: JoinSet<()>,
@@ -17,7 +16,7 @@ pub(super) struct Calls {
 
 impl Calls {
     /// Sends a call to each member. Every call has a deadline of its own, so every reply comes.
-    pub(super) fn send<F, T>(runtime: &Handle, members: &[Member], call: F) -> Self
+    pub(crate) fn send<F, T>(runtime: &Handle, members: &[Member], call: F) -> Self
     where
         F: Fn(usize, Client) -> T,
         T: Future<Output = Result<()>> + Send + 'static,
@@ -33,7 +32,7 @@ impl Calls {
     }
 
     /// Takes what has been replied so far; fails with the first failure.
-    pub(super) fn check(&mut self) -> Result<()> {
+    pub(crate) fn check(&mut self) -> Result<()> {
         loop {
             match self.replies.try_recv() {
                 Ok(reply) => {
@@ -46,7 +45,7 @@ impl Calls {
     }
 
     /// Waits for every reply; fails with the first failure, when all have come.
-    pub(super) fn wait(mut self) -> Result<()> {
+    pub(crate) fn wait(mut self) -> Result<()> {
         let mut outcome = Ok(());
         while self.open > 0 {
             let Ok(reply) = self.replies.recv() else { break };

@@ -1,8 +1,9 @@
-//! Activation by a push: every engine of a group receives a version at once, into its memory.
+//! Activation by a push: every engine that is pushed into receives a version at once, into its memory.
 //!
-//! The order is that of activation from disk (pause, flush, load, look, continue), with two more steps. While a push is under way an engine
+//! The order is that of activation from disk (pause, flush, load, look, continue), with more steps. While a push is under way an engine
 //! holds a mixture of two versions, so it carries a label that nobody asks for until its last bucket is loaded; and the engines continue
-//! whatever happened, because the label says that what they generate is nobody's.
+//! whatever happened, because the label says that what they generate is nobody's. Where engines give memory back for as long as it takes
+//! ([`PushOptions::release`]), they have it again before they carry the version's label.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,34 +11,38 @@ use std::time::{Duration, Instant};
 
 use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
 
-use super::{Group, HostWeights, Member, Root};
+use super::occupation::{self, Occupation, in_doubt, partial};
+use super::{HostWeights, Member, Push};
 use crate::activate::{attach, empty_cache, look, resume};
 use crate::checksums::check_tensors;
-use crate::{Client, ClientOptions, Engine, Error, Expected, Label, PauseMode, Result, checksums};
+use crate::{Client, ClientOptions, Engine, Error, Expected, Label, MemoryTag, PauseMode, Result, checksums};
 
-/// Options of a [`DistributedActivator`].
+/// Options of a [`PushActivator`].
 #[derive(Debug, Clone)]
-pub struct DistributedOptions {
+pub struct PushOptions {
     /// Keys and deadlines of the engines' clients.
     pub client: ClientOptions,
     /// What happens to running requests. With [`PauseMode::InPlace`] they keep the KV cache of the old weights.
     pub pause: PauseMode,
     /// A checkpoint directory of the model that the engines were started with, for engines whose own model path cannot be read from here.
     pub base: Option<PathBuf>,
+    /// What engines with `--enable-memory-saver` give back while they are updated; their requests are aborted then. Never
+    /// [`MemoryTag::Weights`], which an update writes to.
+    pub release: Vec<MemoryTag>,
 }
 
-impl Default for DistributedOptions {
-    /// No keys, default deadlines, running requests go back to the queue.
+impl Default for PushOptions {
+    /// No keys, default deadlines, running requests go back to the queue, nothing is given back.
     fn default() -> Self {
-        Self { client: ClientOptions::default(), pause: PauseMode::Retract, base: None }
+        Self { client: ClientOptions::default(), pause: PauseMode::Retract, base: None, release: Vec::new() }
     }
 }
 
-/// Activates versions on all engines of a [`Group`] at once. One follower drives it as if it were one engine.
+/// Activates versions on several engines at once. One follower drives it as if it were one engine.
 #[derive(Debug)]
-pub struct DistributedActivator<R> {
-    group: Group<R>,
-    options: DistributedOptions,
+pub struct PushActivator<P> {
+    push: P,
+    options: PushOptions,
     clients: Vec<Client>,
     /// The engines as they were attached, in the order of the clients.
     engines: Vec<Option<Engine>>,
@@ -52,16 +57,20 @@ struct Plan {
     engine: Engine,
     /// Checksums it must report afterwards, where they are comparable.
     sums: Option<BTreeMap<String, String>>,
-    /// Whether it is the process that the group was formed with.
+    /// Whether it is the process of the last activation.
     same: bool,
+    /// What it gives back meanwhile.
+    release: Vec<MemoryTag>,
+    /// What somebody let it give back before.
+    released: Vec<MemoryTag>,
 }
 
-impl<R: Root> DistributedActivator<R> {
+impl<P: Push> PushActivator<P> {
     /// An activator of the engines at these addresses, each `host:port` or `http://host:port`. Nothing is sent yet.
     ///
     /// # Errors
     /// [`Error::Address`] for any other form of address; [`Error::Fleet`] when there is none, or one of them twice.
-    pub fn new(addresses: &[String], group: Group<R>, options: DistributedOptions) -> Result<Self> {
+    pub fn new(addresses: &[String], push: P, options: PushOptions) -> Result<Self> {
         let clients = addresses.iter().map(|address| Client::new(address, options.client.clone()));
         let clients = clients.collect::<Result<Vec<_>>>()?;
         let urls: std::collections::BTreeSet<_> = clients.iter().map(Client::url).collect();
@@ -69,17 +78,21 @@ impl<R: Root> DistributedActivator<R> {
             return Err(Error::Fleet { found: addresses.to_vec() });
         }
         let engines = clients.iter().map(|_| None).collect();
-        Ok(Self { group, options, clients, engines, activated: None, resume_owed: true })
+        Ok(Self { push, options, clients, engines, activated: None, resume_owed: true })
     }
 
-    /// The group.
-    pub fn group(&self) -> &Group<R> {
-        &self.group
+    /// What it pushes with.
+    pub fn push(&self) -> &P {
+        &self.push
+    }
+
+    fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
+        self.push.runtime().block_on(future)
     }
 
     fn current_label(&mut self) -> Result<Option<String>> {
         self.resume_if_owed()?;
-        let labels = self.group.block_on(async {
+        let labels = self.block_on(async {
             let mut labels = std::collections::BTreeSet::new();
             for client in &self.clients {
                 labels.insert(client.model_info().await?.weight_version);
@@ -90,9 +103,17 @@ impl<R: Root> DistributedActivator<R> {
         Ok(one.filter(|label| label.parse::<Label>().is_ok()))
     }
 
+    /// Lets engines continue that an earlier process may have left paused; not those that have no memory to do it with.
     fn resume_if_owed(&mut self) -> Result<()> {
         if self.resume_owed {
-            self.resume_all()?;
+            self.block_on(async {
+                for client in &self.clients {
+                    if Occupation::asked(client).await? == Occupation::Whole {
+                        resume(client).await?;
+                    }
+                }
+                Ok::<_, Error>(())
+            })?;
             self.resume_owed = false;
         }
         Ok(())
@@ -106,14 +127,14 @@ impl<R: Root> DistributedActivator<R> {
             ranks: plan.engine.identity().tp,
             sessions: plan.engine.capabilities().sessions,
         });
-        self.group.set_members(members.collect(), plans.iter().all(|plan| plan.same));
+        self.push.set_members(members.collect(), plans.iter().all(|plan| plan.same));
         // Slow the first time, and needs no pause.
-        self.group.form()?;
+        self.push.form()?;
         let begin = Instant::now();
         let outcome = self.transact(&plans, target);
-        let resumed = self.resume_all();
+        let resumed = self.resume_all(target.label);
         let pause = begin.elapsed();
-        tracing::info!(label = target.label, ?pause, failed = outcome.is_err(), "activation of a group");
+        tracing::info!(label = target.label, ?pause, failed = outcome.is_err(), "activation by a push");
         self.resume_owed = resumed.is_err();
         if let Err(error) = resumed {
             let failed = outcome.err().map(|error| error.to_string());
@@ -138,51 +159,60 @@ impl<R: Root> DistributedActivator<R> {
         let mut plans = Vec::new();
         for client in &self.clients {
             let known = known.next().flatten();
-            let plan = self.group.block_on(async {
+            let plan = self.block_on(async {
                 let serving = client.model_info().await?.weight_version;
+                let released = match Occupation::of(serving.as_deref()) {
+                    Occupation::Whole => Vec::new(),
+                    Occupation::Released(tags) => tags,
+                    Occupation::InDoubt => return Err(in_doubt(client)),
+                };
                 let same = known.is_some() && activated.is_some() && serving == activated;
                 let base = self.options.base.as_deref();
                 let engine = attach(client, base, target, known, activated.clone()).await?;
-                if let (false, Some(cumem)) = (same, self.group.root().cumem()) {
-                    same_cumem(client, cumem).await?;
+                if !same {
+                    self.push.admit(client.url(), &client.server_info().await?)?;
                 }
-                Ok::<_, Error>((engine, same))
+                let release = if engine.saves_memory() { self.options.release.clone() } else { Vec::new() };
+                Ok::<_, Error>(Plan { engine, sums: None, same, release, released })
             });
             // Whoever failed here is asked anew the next time, and so is everyone else.
             self.engines = self.clients.iter().map(|_| None).collect();
-            let (engine, same) = plan?;
-            check_tensors(checkpoint, place, &expected.config, engine.identity().dtype)?;
-            let comparable = engine.identity().checksums_comparable();
-            let sums = comparable.then(|| checksums(checkpoint, place)).transpose()?;
-            plans.push(Plan { engine, sums, same });
+            let mut plan = plan?;
+            check_tensors(checkpoint, place, &expected.config, plan.engine.identity().dtype)?;
+            let comparable = plan.engine.identity().checksums_comparable();
+            plan.sums = comparable.then(|| checksums(checkpoint, place)).transpose()?;
+            plans.push(plan);
         }
         Ok(plans)
     }
 
     fn transact(&mut self, plans: &[Plan], target: &Target<'_>) -> Result<()> {
         let mode = self.options.pause;
-        let partial = format!("{}?partial", target.label);
-        self.group.block_on(async {
+        self.block_on(async {
             for plan in plans {
-                let client = plan.engine.client();
-                client.pause(mode).await?;
-                empty_cache(client, mode).await?;
-                client.set_weight_version(&partial).await?;
+                make_ready(plan, mode, target.label).await?;
             }
             Ok::<_, Error>(())
         })?;
-        self.group.push(&HostWeights::<Checkpoint>(target.checkpoint), Some(target.label))?;
-        self.group.block_on(async {
+        // A version's label is the last thing that an engine gets.
+        let whole = plans.iter().all(|plan| plan.released.is_empty() && plan.release.is_empty());
+        self.push.push(&HostWeights::<Checkpoint>(target.checkpoint), whole.then_some(target.label))?;
+        self.block_on(async {
             for plan in plans {
+                let client = plan.engine.client();
+                if !whole {
+                    take_back(client, target.label).await?;
+                    client.set_weight_version(target.label).await?;
+                }
                 look(&plan.engine, target.label, plan.sums.as_ref()).await?;
             }
             Ok(())
         })
     }
 
-    /// Tells every engine to continue, and names the first that did not.
-    fn resume_all(&self) -> Result<()> {
-        self.group.block_on(async {
+    /// Tells every engine to continue, once it has its memory, and names the first that did not.
+    fn resume_all(&self, label: &str) -> Result<()> {
+        self.block_on(async {
             let mut outcome = Ok(());
             for client in &self.clients {
                 let left = |source| Error::LeftPaused {
@@ -190,7 +220,11 @@ impl<R: Root> DistributedActivator<R> {
                     first: None,
                     source: Box::new(source),
                 };
-                outcome = outcome.and(resume(client).await.map_err(left));
+                let resumed = match take_back(client, label).await {
+                    Ok(()) => resume(client).await,
+                    Err(error) => Err(error),
+                };
+                outcome = outcome.and(resumed.map_err(left));
             }
             outcome
         })
@@ -205,21 +239,32 @@ impl<R: Root> DistributedActivator<R> {
     }
 }
 
-/// NCCL fails at the engine, and hangs here, when the two do not map memory in the same way.
-async fn same_cumem(client: &Client, ours: bool) -> Result<()> {
-    let theirs = client.server_info().await?.enable_symm_mem.unwrap_or(false);
-    if ours == theirs {
+/// Brings an engine to where it can be pushed into: paused, without its cache, labelled as a mixture, and with room.
+async fn make_ready(plan: &Plan, mode: PauseMode, label: &str) -> Result<()> {
+    let client = plan.engine.client();
+    client.pause(mode).await?;
+    if !plan.released.is_empty() {
+        // Whoever let it give its memory back has emptied its cache; the update needs the weights' memory.
+        return occupation::resume(client, label, &plan.released, &[MemoryTag::Weights]).await;
+    }
+    empty_cache(client, mode).await?;
+    client.set_weight_version(&partial(label)).await?;
+    if plan.release.is_empty() {
         return Ok(());
     }
-    Err(Error::Refused {
-        engine: client.url().into(),
-        what: "enable_symm_mem, which sets its NCCL_CUMEM_ENABLE,".into(),
-        expected: format!("{ours}, as NCCL_CUMEM_ENABLE of this process"),
-        found: theirs.to_string(),
-    })
+    occupation::release(client, label, &plan.release).await
 }
 
-impl<R: Root> Activate for DistributedActivator<R> {
+/// Gives an engine back the memory that it is without.
+async fn take_back(client: &Client, label: &str) -> Result<()> {
+    match Occupation::asked(client).await? {
+        Occupation::Whole => Ok(()),
+        Occupation::Released(tags) => occupation::resume(client, label, &tags, &tags).await,
+        Occupation::InDoubt => Err(in_doubt(client)),
+    }
+}
+
+impl<P: Push> Activate for PushActivator<P> {
     fn name(&self) -> String {
         self.clients.iter().map(Client::url).collect::<Vec<_>>().join(",")
     }

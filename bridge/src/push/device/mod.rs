@@ -1,23 +1,28 @@
-//! Rank 0's device: a stream to copy in, a stream to broadcast in, two slots for buckets, and pinned memory to pass host weights through.
+//! The device that weights are pushed from: a stream to copy in, a stream to broadcast in, two slots for buckets, and pinned memory to pass host weights through.
+
+#![allow(unsafe_code, reason = "the CUDA driver is foreign functions on raw addresses")]
+
+mod gather;
 
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice, result, sys};
 
-use super::gather::{Gather, pieces};
-use crate::distributed::{Bucket, Bytes, Weights};
-use crate::{Error, Result};
+use self::gather::{Gather, pieces};
+use crate::{Bucket, Bytes, Error, Result, Weights};
 
 /// Host weights pass through two pieces of pinned memory of this size: one is filled while the other is copied.
 const STAGE_BYTES: usize = 32 << 20;
+/// What the driver takes from the device at a time.
+const PAGE_BYTES: usize = 2 << 20;
 /// Threads that fill one: a single one copies 7 GB/s, a link to the device takes 55.
 const THREADS: usize = 8;
 
 #[derive(Debug)]
-pub(super) struct Device {
+pub(crate) struct Device {
     context: Arc<CudaContext>,
     copies: Arc<CudaStream>,
-    pub(super) broadcasts: Arc<CudaStream>,
+    pub(crate) broadcasts: Arc<CudaStream>,
     gather: Gather,
     slots: [Slot; 2],
     stages: Option<[Stage; 2]>,
@@ -25,12 +30,12 @@ pub(super) struct Device {
 
 /// Where a bucket lies.
 #[derive(Debug)]
-pub(super) struct Slot {
+pub(crate) struct Slot {
     memory: Memory,
     /// What the kernel that fills it is told.
     table: Memory,
     /// The slot's own memory, or that of the weights, where they lie as a bucket does.
-    pub(super) address: u64,
+    pub(crate) address: u64,
     /// Recorded when the bytes are there.
     filled: CudaEvent,
 }
@@ -49,12 +54,13 @@ impl std::fmt::Debug for Stage {
 
 impl Device {
     /// Opens the device with this number, if there is a driver and such a device.
-    pub(super) fn open(ordinal: usize) -> Result<Self> {
+    pub(crate) fn open(ordinal: usize) -> Result<Self> {
         // SAFETY: libcuda runs its initialisers; it is the system's driver. Without the question the first call would panic.
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::Root {
                 what: "no CUDA driver".into(),
-                source: "libcuda.so.1 was not found; NCCL needs a machine with an NVIDIA GPU".into(),
+                source: "libcuda.so.1 was not found; weights are pushed from a machine with an NVIDIA GPU"
+                    .into(),
             });
         }
         let fail = cuda("opening the device");
@@ -76,37 +82,55 @@ impl Device {
     }
 
     /// Makes the device this thread's. Every entry from outside does it: the thread may be another one each time.
-    pub(super) fn bind(&self) -> Result<()> {
+    pub(crate) fn bind(&self) -> Result<()> {
         self.context.bind_to_thread().map_err(cuda("cuCtxSetCurrent"))
     }
 
-    pub(super) fn event(&self) -> Result<CudaEvent> {
+    pub(crate) fn event(&self) -> Result<CudaEvent> {
         self.context.new_event(None).map_err(cuda("cuEventCreate"))
     }
 
     /// Lets the broadcasts wait for a slot's bytes, and says where they are.
-    pub(super) fn filled(&self, slot: usize) -> Result<u64> {
+    pub(crate) fn filled(&self, slot: usize) -> Result<u64> {
         let slot = &self.slots[slot % 2];
         self.broadcasts.wait(&slot.filled).map_err(cuda("cuStreamWaitEvent"))?;
         Ok(slot.address)
     }
 
     /// Lays a bucket into a slot.
-    pub(super) fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()> {
-        let slot = slot % 2;
-        let places = bucket.tensors.iter().map(|&index| weights.bytes(index)).collect::<Result<Vec<_>>>()?;
-        let lengths = lengths(weights, bucket)?;
+    pub(crate) fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()> {
+        let (slot, places, lengths) = parts(slot, weights, bucket)?;
         self.slots[slot].address = match in_place(&places, &lengths) {
             Some(address) => address,
-            None => {
-                let length = size(bucket.bytes)?;
-                self.slots[slot].memory.reserve(length)?;
-                let address = self.slots[slot].memory.address;
-                self.fill(slot, &places, &lengths)?;
-                address
-            }
+            None => self.lay(slot, bucket, &places, &lengths)?,
         };
         self.slots[slot].filled.record(&self.copies).map_err(cuda("cuEventRecord"))
+    }
+
+    /// Lays a bucket into a slot's own memory, and says where that is: the beginning of an allocation.
+    pub(crate) fn place(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<u64> {
+        let (slot, places, lengths) = parts(slot, weights, bucket)?;
+        self.lay(slot, bucket, &places, &lengths)
+    }
+
+    fn lay(&mut self, slot: usize, bucket: &Bucket, places: &[Bytes<'_>], lengths: &[usize]) -> Result<u64> {
+        // Smaller allocations of the driver share a page, and a process that opens one would open all of it.
+        self.slots[slot].memory.reserve(size(bucket.bytes)?.next_multiple_of(PAGE_BYTES))?;
+        self.fill(slot, places, lengths)?;
+        Ok(self.slots[slot].memory.address)
+    }
+
+    /// Gives the slots' memory back.
+    pub(crate) fn vacate(&mut self) {
+        for slot in &mut self.slots {
+            slot.memory.free();
+        }
+    }
+
+    /// The device's UUID.
+    pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
+        let uuid = self.context.uuid().map_err(cuda("cuDeviceGetUuid"))?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
     }
 
     fn fill(&mut self, slot: usize, places: &[Bytes<'_>], lengths: &[usize]) -> Result<()> {
@@ -163,22 +187,22 @@ impl Device {
     }
 
     /// Waits for the copies that are under way; they end by themselves.
-    pub(super) fn settle(&self) -> Result<()> {
+    pub(crate) fn settle(&self) -> Result<()> {
         self.copies.synchronize().map_err(cuda("cuStreamSynchronize"))
     }
 }
 
 /// Device memory that grows.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(crate) struct Memory {
     context: Arc<CudaContext>,
-    pub(super) address: u64,
+    pub(crate) address: u64,
     length: usize,
 }
 
 impl Memory {
     /// Makes room for so many bytes; what was there is lost.
-    pub(super) fn reserve(&mut self, length: usize) -> Result<()> {
+    pub(crate) fn reserve(&mut self, length: usize) -> Result<()> {
         if length <= self.length {
             return Ok(());
         }
@@ -206,13 +230,23 @@ impl Drop for Memory {
 }
 
 /// An error of the CUDA driver in a call.
-pub(super) fn cuda(call: &'static str) -> impl Fn(DriverError) -> Error {
+pub(crate) fn cuda(call: &'static str) -> impl Fn(DriverError) -> Error {
     move |error| Error::Root { what: format!("{call} failed"), source: Box::new(error) }
 }
 
 fn size(bytes: u64) -> Result<usize> {
     usize::try_from(bytes)
         .map_err(|error| Error::Root { what: format!("a bucket of {bytes} bytes"), source: error.into() })
+}
+
+/// The slot's number, where the tensors of a bucket are, and how long each is.
+fn parts<'a>(
+    slot: usize,
+    weights: &'a dyn Weights,
+    bucket: &Bucket,
+) -> Result<(usize, Vec<Bytes<'a>>, Vec<usize>)> {
+    let places = bucket.tensors.iter().map(|&index| weights.bytes(index)).collect::<Result<Vec<_>>>()?;
+    Ok((slot % 2, places, lengths(weights, bucket)?))
 }
 
 fn lengths(weights: &dyn Weights, bucket: &Bucket) -> Result<Vec<usize>> {

@@ -1,0 +1,87 @@
+//! Weights pushed into engines' memory: what a push over a network ([`Group`](crate::Group)) and one within a device
+//! ([`Colocation`](crate::Colocation)) have in common.
+//!
+//! [`plan`] says which tensors travel together, [`Weights`] where they are, [`Push`] brings them there, and [`PushActivator`] puts pause,
+//! label and a look at the result around it.
+
+mod activate;
+mod bucket;
+mod calls;
+#[cfg(feature = "cuda")]
+pub(crate) mod device;
+mod occupation;
+mod weights;
+
+use std::time::Duration;
+
+use tokio::runtime::{Handle, Runtime};
+
+pub use activate::{PushActivator, PushOptions};
+pub use bucket::{Bucket, plan};
+pub(crate) use calls::Calls;
+#[cfg(feature = "cuda")]
+pub use weights::DeviceWeights;
+pub use weights::{Bytes, HostWeights, Weights};
+
+use crate::{Client, Result, ServerInfo};
+
+/// An engine that is pushed into.
+#[derive(Debug, Clone)]
+pub struct Member {
+    /// Its client.
+    pub engine: Client,
+    /// Its tensor-parallel ranks.
+    pub ranks: u32,
+    /// Whether it wants `begin_weight_update` and `end_weight_update` around updates: [`Capabilities::sessions`](crate::Capabilities).
+    pub sessions: bool,
+}
+
+/// What a push did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pushed {
+    /// Bytes that every engine received.
+    pub bytes: u64,
+    /// Calls that it took.
+    pub buckets: usize,
+    /// From the first call to the last reply.
+    pub took: Duration,
+}
+
+/// A way into the memory of engines. Blocking; its threads must not be those of a runtime.
+pub trait Push: Send {
+    /// The runtime on which the engines are called.
+    fn runtime(&self) -> &Runtime;
+
+    /// Refuses an engine that this way would harm, by what it says about itself. Nothing has been posted to it yet.
+    ///
+    /// # Errors
+    /// [`Error::Refused`](crate::Error::Refused).
+    fn admit(&self, engine: &str, server: &ServerInfo) -> Result<()>;
+
+    /// Says which engines are pushed into, and whether all of them are the processes of before.
+    fn set_members(&mut self, members: Vec<Member>, same_processes: bool);
+
+    /// Does what is slow the first time and needs no pause.
+    ///
+    /// # Errors
+    /// The implementation's.
+    fn form(&mut self) -> Result<()>;
+
+    /// Pushes weights into every engine, which carry `label` afterwards if there is one. Their caches are not flushed.
+    ///
+    /// # Errors
+    /// The implementation's. Afterwards the weights of any of the engines may be a mixture.
+    fn push(&mut self, weights: &dyn Weights, label: Option<&str>) -> Result<Pushed>;
+}
+
+/// Opens a session at the engines that have them.
+pub(crate) fn begin_sessions(runtime: &Handle, members: &[Member]) -> Result<()> {
+    let members: Vec<_> = members.iter().filter(|member| member.sessions).cloned().collect();
+    Calls::send(runtime, &members, |_, engine| async move { engine.begin_weight_update().await }).wait()
+}
+
+/// Ends the sessions. One that is left open keeps an engine from every other update.
+pub(crate) fn end_sessions(runtime: &Handle, members: &[Member]) -> Result<()> {
+    let members: Vec<_> = members.iter().filter(|member| member.sessions).cloned().collect();
+    Calls::send(runtime, &members, |_, engine| async move { engine.end_weight_update().await }).wait()
+}

@@ -1,0 +1,280 @@
+//! Pushes within a device into engines that give memory back meanwhile, and followers that die in between: no engine goes on without its
+//! memory, and none is told what would end it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use driftless_bridge::{
+    Bucket, Colocation, ColocationOptions, Error, InlineShare, MemoryTag, PauseMode, Place, PushActivator,
+    PushOptions, Result, Share, Weights,
+};
+use driftless_transport::{
+    Activate, BoxError, Checkpoint, Manifest, Memory, Publisher, PublisherOptions, Start, Step, Target,
+};
+
+use crate::fake::{Fake, Fault, checkpoint, short};
+
+/// Memory that ranks never let go of, if it is told so.
+#[derive(Debug, Default)]
+struct Held {
+    stuck: Arc<AtomicBool>,
+    closed: Arc<AtomicUsize>,
+}
+
+impl Share for Held {
+    fn device(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn local(&self) -> bool {
+        true
+    }
+
+    fn place(
+        &mut self,
+        slot: usize,
+        weights: &dyn Weights,
+        bucket: &Bucket,
+        ranks: u32,
+    ) -> Result<Vec<Place>> {
+        InlineShare.place(slot, weights, bucket, ranks)
+    }
+
+    fn released(&self, _slot: usize) -> bool {
+        !self.stuck.load(Ordering::SeqCst)
+    }
+
+    fn close(&mut self) {
+        self.closed.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// An engine that serves one checkpoint, and another one to push.
+struct Scene {
+    fake: Fake,
+    activator: PushActivator<Colocation<Held>>,
+    stuck: Arc<AtomicBool>,
+    closed: Arc<AtomicUsize>,
+    next: Checkpoint,
+    manifest: Manifest,
+    label: String,
+    _dir: tempfile::TempDir,
+}
+
+impl Scene {
+    fn new(saver: bool) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let fake = Fake::start(&checkpoint(&dir.path().join("a"), 1, 4));
+        fake.engine().memory.saver = saver;
+        let next = Checkpoint::open(checkpoint(&dir.path().join("b"), 2, 4)).unwrap();
+        let run = PublisherOptions::new("test", Start::NewRun, dir.path().join("baseline"));
+        let mut publisher = Publisher::open(Arc::new(Memory::new()), run).unwrap();
+        let published = publisher.publish_reference(next.dir(), Step::default()).unwrap();
+        let manifest = publisher.run().get("policy", published.version).unwrap().manifest;
+        let share = Held::default();
+        let (stuck, closed) = (share.stuck.clone(), share.closed.clone());
+        let activator = activator(&fake, share);
+        Self { label: manifest.label(), fake, activator, stuck, closed, next, manifest, _dir: dir }
+    }
+
+    fn activate(&mut self) -> Result<(), BoxError> {
+        let target = Target { checkpoint: &self.next, label: &self.label, manifest: &self.manifest };
+        self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
+    }
+
+    fn fails(&mut self) -> Error {
+        *self.activate().unwrap_err().downcast::<Error>().unwrap()
+    }
+
+    /// A new process in the place of one that was killed.
+    fn restart_follower(&mut self) {
+        self.activator = activator(&self.fake, Held::default());
+    }
+
+    fn holds(&mut self) {
+        assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
+        let engine = self.fake.engine();
+        assert!(!engine.paused && !engine.pushes.session_open());
+        assert!(engine.memory.released.is_empty(), "{:?}", engine.memory.released);
+        assert_eq!(engine.memory.death, None);
+    }
+}
+
+fn activator(fake: &Fake, share: Held) -> PushActivator<Colocation<Held>> {
+    // Several buckets, of a checkpoint that has 13 tensors and 390 bytes.
+    let options = ColocationOptions { bucket_bytes: 100, release: Duration::from_millis(50) };
+    let push = Colocation::new(share, options).unwrap();
+    let release = vec![MemoryTag::KvCache];
+    let options = PushOptions { client: short(), release, ..PushOptions::default() };
+    PushActivator::new(&[fake.address.to_string()], push, options).unwrap()
+}
+
+#[test]
+fn an_engine_gives_its_cache_back_while_it_is_updated() {
+    let mut scene = Scene::new(true);
+    for _ in 0..2 {
+        // The activator compares the checksums of what the fake received.
+        scene.activate().unwrap();
+        scene.holds();
+    }
+    assert_eq!(scene.closed.load(Ordering::SeqCst), 2, "memory is given back after each push");
+    let engine = scene.fake.engine();
+    let begin = engine.calls.iter().position(|(path, _)| path == "/pause_generation").unwrap();
+    let end = engine.calls[begin..].iter().position(|(path, _)| path == "/continue_generation").unwrap();
+    let mut steps: Vec<_> = engine.calls[begin..=begin + end]
+        .iter()
+        .map(|(path, body)| match body["new_version"].as_str() {
+            Some(label) => label.replace(&scene.label, "L"),
+            None => path.clone(),
+        })
+        .collect();
+    steps.dedup();
+    let order = [
+        "/pause_generation",
+        "/flush_cache",
+        "L?partial",
+        "L?releasing=kv_cache",
+        "/release_memory_occupation",
+        "L?released=kv_cache",
+        "/begin_weight_update",
+        "/update_weights_from_tensor",
+        "/end_weight_update",
+        "L?resuming=kv_cache",
+        "/resume_memory_occupation",
+        "L?partial",
+        "L",
+        "/continue_generation",
+    ];
+    assert_eq!(steps, order);
+    let updates = engine.calls.iter().filter(|(path, _)| path == "/update_weights_from_tensor");
+    assert!(
+        updates.clone().count() >= 8 && updates.clone().all(|(_, body)| body.get("weight_version").is_none())
+    );
+}
+
+#[test]
+fn an_engine_that_cannot_give_memory_back_is_not_asked_to() {
+    let mut scene = Scene::new(false);
+    scene.fake.engine().memory.ranks = 1;
+    scene.activate().unwrap();
+    scene.holds();
+    assert!(!scene.fake.changes().iter().any(|path| path.contains("memory_occupation")));
+    let engine = scene.fake.engine();
+    let labels: Vec<_> = engine
+        .calls
+        .iter()
+        .filter(|(path, _)| path == "/update_weights_from_tensor")
+        .map(|(_, body)| body.get("weight_version").cloned())
+        .collect();
+    let (last, others) = labels.split_last().unwrap();
+    assert_eq!(last.as_ref().unwrap(), scene.label.as_str());
+    assert!(others.iter().all(Option::is_none));
+}
+
+#[test]
+fn requests_that_wait_are_aborted_before_memory_goes() {
+    let mut scene = Scene::new(true);
+    scene.fake.engine().memory.waiting = 3;
+    scene.activate().unwrap();
+    scene.holds();
+    let modes: Vec<_> =
+        scene.fake.engine().calls.iter().filter_map(|(_, body)| body.get("mode").cloned()).collect();
+    assert_eq!(modes, [PauseMode::Retract.as_str(), PauseMode::Abort.as_str()]);
+}
+
+#[test]
+fn a_failed_update_leaves_the_engine_with_all_of_its_memory() {
+    let mut scene = Scene::new(true);
+    let refusal = r#"{"success": false, "message": "no such tensor"}"#;
+    scene.fake.fault("POST /update_weights_from_tensor", Fault::Answer(400, refusal.into()));
+    let error = scene.fails();
+    assert!(matches!(&error, Error::Status { status: 400, .. }), "{error}");
+    assert_eq!(scene.activator.serving().unwrap(), None);
+    {
+        let engine = scene.fake.engine();
+        assert!(!engine.paused && engine.memory.released.is_empty() && engine.memory.death.is_none());
+    }
+    scene.activate().unwrap();
+    scene.holds();
+}
+
+/// Whatever call the follower died after, the next one brings the engine to the version, or says that it must be started again.
+#[test]
+fn a_follower_that_dies_in_between_is_followed_by_one_that_ends_it() {
+    for (label, released) in [
+        ("L?partial", &[][..]),
+        ("L?released=kv_cache", &["kv_cache"][..]),
+        ("L?released=kv_cache,weights", &["kv_cache", "weights"][..]),
+        ("L?released=weights", &["weights"][..]),
+    ] {
+        for session in [false, true] {
+            let mut scene = Scene::new(true);
+            {
+                let mut engine = scene.fake.engine();
+                (engine.paused, engine.label) = (true, label.replace('L', "0123456789ab:7"));
+                engine.memory.released = released.iter().map(|tag| (*tag).to_owned()).collect();
+                if session {
+                    engine.pushes.leave_session_open();
+                }
+            }
+            assert_eq!(scene.activator.serving().unwrap(), None, "{label}");
+            scene.activate().unwrap();
+            scene.holds();
+        }
+    }
+}
+
+#[test]
+fn memory_that_may_be_there_or_not_is_not_touched() {
+    for label in ["0123456789ab:7?releasing=kv_cache", "0123456789ab:7?resuming=kv_cache"] {
+        let mut scene = Scene::new(true);
+        (scene.fake.engine().paused, scene.fake.engine().label) = (true, label.into());
+        assert_eq!(scene.activator.serving().unwrap(), None);
+        let refused = scene.fails();
+        assert!(
+            matches!(&refused, Error::Refused { expected, .. } if expected.contains("memory")),
+            "{refused}"
+        );
+        assert_eq!(scene.fake.changes(), Vec::<String>::new());
+        // What the error asks for.
+        scene.fake.restart();
+        scene.activate().unwrap();
+        scene.holds();
+    }
+}
+
+#[test]
+fn a_follower_that_dies_while_memory_goes_leaves_a_doubt() {
+    let mut scene = Scene::new(true);
+    scene.fake.fault("POST /release_memory_occupation", Fault::Hang);
+    let error = scene.fails();
+    assert!(matches!(&error, Error::LeftPaused { first: Some(_), .. }), "{error}");
+    assert!(scene.fake.engine().paused, "nothing continues on memory that may be gone");
+    scene.restart_follower();
+    assert!(matches!(scene.fails(), Error::Refused { .. }));
+}
+
+#[test]
+fn memory_that_is_never_let_go_of_ends_in_a_deadline() {
+    let mut scene = Scene::new(false);
+    scene.stuck.store(true, Ordering::SeqCst);
+    let error = scene.fails();
+    assert!(matches!(&error, Error::Unreleased { engines, .. } if engines.len() == 1), "{error}");
+    assert_eq!(scene.activator.serving().unwrap(), None);
+    scene.stuck.store(false, Ordering::SeqCst);
+    scene.activate().unwrap();
+    scene.holds();
+}
+
+#[test]
+fn an_engine_without_the_call_is_refused_before_it_is_paused() {
+    let mut scene = Scene::new(true);
+    scene.fake.fault("GET /update_weights_from_tensor", Fault::Answer(404, String::new()));
+    let refused = scene.fails();
+    assert!(
+        matches!(&refused, Error::Refused { what, .. } if what == "/update_weights_from_tensor"),
+        "{refused}"
+    );
+    assert!(!scene.fake.engine().paused);
+}
