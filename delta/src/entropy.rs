@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn blocks_round_trip() {
         for element in ALL {
-            let most = if cfg!(miri) { 1500 } else { 65_536 };
+            let most = if cfg!(miri) { 200 } else { 65_536 };
             for (count, spread) in
                 [(1, 1.0), (2, 9.0), (5, 2.0), (most, 1.0), (most, 30.0), (most / 2 + 7, 0.0)]
             {
