@@ -1,6 +1,5 @@
 //! Registered memory: for transfers of our own, and for peers to read and write.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::{self, NonNull};
@@ -12,8 +11,6 @@ use driftless_ucx_sys as sys;
 use super::{Context, SELF, check};
 use crate::error::{Error, Result};
 
-/// What pages, and thereby registrations, are aligned to.
-const ALIGN: usize = 4096;
 /// Longest packed key that is taken from a peer: UCX's have some tens of bytes for each network device.
 const KEY_BYTES_MAX: usize = 64 << 10;
 
@@ -21,7 +18,7 @@ const KEY_BYTES_MAX: usize = 64 << 10;
 pub struct Bucket {
     context: Arc<Context>,
     memory: NonNull<u8>,
-    layout: Layout,
+    bytes: usize,
     handle: sys::ucp_mem_h,
 }
 
@@ -32,37 +29,44 @@ unsafe impl Send for Bucket {}
 
 impl Bucket {
     pub(super) fn new(context: Arc<Context>, bytes: usize) -> Result<Self> {
-        let none = || Error::Link {
-            peer: SELF.to_owned(),
-            action: "make a bucket in",
-            status: format!("no memory for {bytes} bytes"),
-        };
-        // A layout of no bytes could not be allocated.
-        let layout = Layout::from_size_align(bytes.max(1), ALIGN).map_err(|_| none())?;
-        // SAFETY: the layout has at least one byte.
-        #[allow(unsafe_code, reason = "aligned memory")]
-        let memory = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(none)?;
+        // UCX allocates what it can share: peers of this host then reach it without a copy between.
+        let length = bytes.max(1);
         let params = sys::ucp_mem_map_params_t {
-            field_mask: u64::from(sys::UCP_MEM_MAP_PARAM_FIELD_ADDRESS | sys::UCP_MEM_MAP_PARAM_FIELD_LENGTH),
-            address: memory.as_ptr().cast(),
-            length: layout.size(),
-            flags: 0,
+            field_mask: u64::from(
+                sys::UCP_MEM_MAP_PARAM_FIELD_ADDRESS
+                    | sys::UCP_MEM_MAP_PARAM_FIELD_LENGTH
+                    | sys::UCP_MEM_MAP_PARAM_FIELD_FLAGS,
+            ),
+            address: ptr::null_mut(),
+            length,
+            flags: sys::UCP_MEM_MAP_ALLOCATE,
             prot: 0,
             memory_type: sys::UCS_MEMORY_TYPE_HOST,
         };
         let mut handle = ptr::null_mut();
-        // SAFETY: the memory is allocated, and stays so until it is unregistered.
+        // SAFETY: no address and the flag ask UCX for memory; the handle is written before it is read.
         #[allow(unsafe_code, reason = "foreign call")]
         let status = unsafe { context.ucp.ucp_mem_map(context.handle, &raw const params, &raw mut handle) };
-        if let Err(error) = check(context.ucp, SELF, "register memory of", status) {
-            // SAFETY: nobody else knows of the memory, which was allocated with this layout.
-            #[allow(unsafe_code, reason = "aligned memory")]
-            unsafe {
-                dealloc(memory.as_ptr(), layout);
-            }
-            return Err(error);
+        check(context.ucp, SELF, "make a bucket in", status)?;
+        let mut found = sys::ucp_mem_attr_t {
+            field_mask: u64::from(sys::UCP_MEM_ATTR_FIELD_ADDRESS | sys::UCP_MEM_ATTR_FIELD_LENGTH),
+            address: ptr::null_mut(),
+            length: 0,
+            mem_type: sys::UCS_MEMORY_TYPE_HOST,
+        };
+        // SAFETY: the handle is that of the memory; what was asked for is written.
+        #[allow(unsafe_code, reason = "foreign call")]
+        let status = unsafe { context.ucp.ucp_mem_query(handle, &raw mut found) };
+        // From here on it is given back when dropped.
+        let memory = NonNull::new(found.address.cast()).unwrap_or(NonNull::dangling());
+        let bucket = Self { context, memory, bytes: length.min(found.length), handle };
+        check(bucket.context.ucp, SELF, "make a bucket in", status)?;
+        // SAFETY: so many bytes are there, for nobody else yet; not every way to allocate them writes to them.
+        #[allow(unsafe_code, reason = "memory of UCX")]
+        unsafe {
+            ptr::write_bytes(bucket.memory.as_ptr(), 0, bucket.bytes);
         }
-        Ok(Self { context, memory, layout, handle })
+        Ok(bucket)
     }
 
     pub(super) fn pointer(&self) -> *mut u8 {
@@ -78,7 +82,7 @@ impl Deref for Bucket {
         // The tests of transfers that are given up would find the bucket's memory freed or shared otherwise.
         #[allow(unsafe_code, reason = "see above")]
         unsafe {
-            slice::from_raw_parts(self.memory.as_ptr(), self.layout.size())
+            slice::from_raw_parts(self.memory.as_ptr(), self.bytes)
         }
     }
 }
@@ -88,29 +92,24 @@ impl DerefMut for Bucket {
         // SAFETY: as above, and the bucket is borrowed mutably.
         #[allow(unsafe_code, reason = "see above")]
         unsafe {
-            slice::from_raw_parts_mut(self.memory.as_ptr(), self.layout.size())
+            slice::from_raw_parts_mut(self.memory.as_ptr(), self.bytes)
         }
     }
 }
 
 impl fmt::Debug for Bucket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Bucket").field("bytes", &self.layout.size()).finish_non_exhaustive()
+        f.debug_struct("Bucket").field("bytes", &self.bytes).finish_non_exhaustive()
     }
 }
 
 impl Drop for Bucket {
     fn drop(&mut self) {
-        // SAFETY: it was registered, no transfer of this process uses it any more, and the memory has the layout with which it was allocated.
-        #[allow(unsafe_code, reason = "foreign call, aligned memory")]
-        unsafe {
-            let status = self.context.ucp.ucp_mem_unmap(self.context.handle, self.handle);
-            if let Err(error) = check(self.context.ucp, SELF, "unregister memory of", status) {
-                // A device may still have access to it.
-                tracing::warn!(%error, bytes = self.layout.size(), "memory is not given back");
-                return;
-            }
-            dealloc(self.memory.as_ptr(), self.layout);
+        // SAFETY: UCX allocated it, no transfer of this process uses it any more, and it is given back once.
+        #[allow(unsafe_code, reason = "foreign call")]
+        let status = unsafe { self.context.ucp.ucp_mem_unmap(self.context.handle, self.handle) };
+        if let Err(error) = check(self.context.ucp, SELF, "free memory of", status) {
+            tracing::warn!(%error, bytes = self.bytes, "memory is not given back");
         }
     }
 }
@@ -148,7 +147,7 @@ impl Window {
             context.ucp.ucp_rkey_buffer_release(packed);
             rkey
         };
-        Ok(WindowKey { address: self.bucket.pointer() as u64, bytes: self.bucket.layout.size() as u64, rkey })
+        Ok(WindowKey { address: self.bucket.pointer() as u64, bytes: self.bucket.bytes as u64, rkey })
     }
 
     /// Copies out of the window, from `offset`.
@@ -156,7 +155,7 @@ impl Window {
     /// # Panics
     /// If the window ends before.
     pub fn read(&self, offset: usize, to: &mut [u8]) {
-        assert!(offset.checked_add(to.len()).is_some_and(|end| end <= self.bucket.layout.size()));
+        assert!(offset.checked_add(to.len()).is_some_and(|end| end <= self.bucket.bytes));
         // SAFETY: inside the allocation, by the line above, which `windows_end_where_they_end` would miss; there is no reference to it. What a peer
         // writes at the same time may be copied in part, as bytes, which have no invalid values.
         #[allow(unsafe_code, reason = "memory that others write")]
@@ -170,7 +169,7 @@ impl Window {
     /// # Panics
     /// If the window ends before.
     pub fn write(&self, offset: usize, from: &[u8]) {
-        assert!(offset.checked_add(from.len()).is_some_and(|end| end <= self.bucket.layout.size()));
+        assert!(offset.checked_add(from.len()).is_some_and(|end| end <= self.bucket.bytes));
         // SAFETY: as in `read`; the window is not `Sync`, so that no other thread copies at the same time.
         #[allow(unsafe_code, reason = "memory that others write")]
         unsafe {

@@ -123,6 +123,28 @@ pub struct ucp_mem {
 }
 pub type ucp_mem_h = *mut ucp_mem;
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ucp_mem_attr {
+    pub field_mask: u64,
+    pub address: *mut ::std::os::raw::c_void,
+    pub length: usize,
+    pub mem_type: ucs_memory_type_t,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of ucp_mem_attr"][::std::mem::size_of::<ucp_mem_attr>() - 32usize];
+    ["Alignment of ucp_mem_attr"][::std::mem::align_of::<ucp_mem_attr>() - 8usize];
+    ["Offset of field: ucp_mem_attr::field_mask"][::std::mem::offset_of!(ucp_mem_attr, field_mask) - 0usize];
+    ["Offset of field: ucp_mem_attr::address"][::std::mem::offset_of!(ucp_mem_attr, address) - 8usize];
+    ["Offset of field: ucp_mem_attr::length"][::std::mem::offset_of!(ucp_mem_attr, length) - 16usize];
+    ["Offset of field: ucp_mem_attr::mem_type"][::std::mem::offset_of!(ucp_mem_attr, mem_type) - 24usize];
+};
+pub type ucp_mem_attr_t = ucp_mem_attr;
+pub const UCP_MEM_ATTR_FIELD_ADDRESS: ucp_mem_attr_field = 1;
+pub const UCP_MEM_ATTR_FIELD_LENGTH: ucp_mem_attr_field = 2;
+pub const UCP_MEM_ATTR_FIELD_MEM_TYPE: ucp_mem_attr_field = 4;
+pub type ucp_mem_attr_field = ::std::os::raw::c_uint;
+#[repr(C)]
 #[derive(Debug)]
 pub struct ucp_worker {
     _unused: [u8; 0],
@@ -279,6 +301,10 @@ pub const UCP_MEM_MAP_PARAM_FIELD_FLAGS: ucp_mem_map_params_field = 4;
 pub const UCP_MEM_MAP_PARAM_FIELD_PROT: ucp_mem_map_params_field = 8;
 pub const UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE: ucp_mem_map_params_field = 16;
 pub type ucp_mem_map_params_field = ::std::os::raw::c_uint;
+pub const UCP_MEM_MAP_NONBLOCK: _bindgen_ty_4 = 1;
+pub const UCP_MEM_MAP_ALLOCATE: _bindgen_ty_4 = 2;
+pub const UCP_MEM_MAP_FIXED: _bindgen_ty_4 = 4;
+pub type _bindgen_ty_4 = ::std::os::raw::c_uint;
 pub const UCP_OP_ATTR_FIELD_REQUEST: ucp_op_attr_t = 1;
 pub const UCP_OP_ATTR_FIELD_CALLBACK: ucp_op_attr_t = 2;
 pub const UCP_OP_ATTR_FIELD_USER_DATA: ucp_op_attr_t = 4;
@@ -538,6 +564,7 @@ pub struct Ucp {
         memh_p: *mut ucp_mem_h,
     ) -> ucs_status_t,
     pub ucp_mem_unmap: unsafe extern "C" fn(context: ucp_context_h, memh: ucp_mem_h) -> ucs_status_t,
+    pub ucp_mem_query: unsafe extern "C" fn(memh: ucp_mem_h, attr: *mut ucp_mem_attr_t) -> ucs_status_t,
     pub ucp_rkey_pack: unsafe extern "C" fn(
         context: ucp_context_h,
         memh: ucp_mem_h,
@@ -622,6 +649,7 @@ impl Ucp {
         let ucp_ep_flush_nbx = unsafe { __library.get(b"ucp_ep_flush_nbx\0") }.map(|sym| *sym)?;
         let ucp_mem_map = unsafe { __library.get(b"ucp_mem_map\0") }.map(|sym| *sym)?;
         let ucp_mem_unmap = unsafe { __library.get(b"ucp_mem_unmap\0") }.map(|sym| *sym)?;
+        let ucp_mem_query = unsafe { __library.get(b"ucp_mem_query\0") }.map(|sym| *sym)?;
         let ucp_rkey_pack = unsafe { __library.get(b"ucp_rkey_pack\0") }.map(|sym| *sym)?;
         let ucp_rkey_buffer_release =
             unsafe { __library.get(b"ucp_rkey_buffer_release\0") }.map(|sym| *sym)?;
@@ -656,6 +684,7 @@ impl Ucp {
             ucp_ep_flush_nbx,
             ucp_mem_map,
             ucp_mem_unmap,
+            ucp_mem_query,
             ucp_rkey_pack,
             ucp_rkey_buffer_release,
             ucp_ep_rkey_unpack,
@@ -765,6 +794,9 @@ impl Ucp {
     }
     pub unsafe fn ucp_mem_unmap(&self, context: ucp_context_h, memh: ucp_mem_h) -> ucs_status_t {
         unsafe { (self.ucp_mem_unmap)(context, memh) }
+    }
+    pub unsafe fn ucp_mem_query(&self, memh: ucp_mem_h, attr: *mut ucp_mem_attr_t) -> ucs_status_t {
+        unsafe { (self.ucp_mem_query)(memh, attr) }
     }
     pub unsafe fn ucp_rkey_pack(
         &self,
