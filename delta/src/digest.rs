@@ -361,7 +361,8 @@ mod tests {
     fn pieces_cut_anywhere_add_up() {
         let bytes = sample(3 * STRIPE_BYTES + 7);
         let whole = Digest::of(Element::Bytes, 0, &bytes);
-        for cut in [0, 1, 2, 3, 5, 4095, 4096, 4097, 9000, bytes.len()] {
+        let cuts = [0, 1, 2, 3, 5, 4095, 4096, 4097, 9000, bytes.len()];
+        for cut in cuts.into_iter().step_by(if cfg!(miri) { 4 } else { 1 }) {
             let (left, right) = bytes.split_at(cut);
             assert_eq!(
                 Digest::of(Element::Bytes, 0, left) + Digest::of(Element::Bytes, cut as u64, right),
@@ -401,7 +402,7 @@ mod tests {
         let mut bytes = sample(2 * STRIPE_BYTES);
         let digest = Digest::of(Element::Bytes, 0, &bytes);
         assert_ne!(digest, Digest::of(Element::Bytes, 4, &bytes));
-        for bit in (0..bytes.len() * 8).step_by(if cfg!(miri) { 8209 } else { 1 }) {
+        for bit in (0..bytes.len() * 8).step_by(if cfg!(miri) { 32_771 } else { 1 }) {
             bytes[bit / 8] ^= 1 << (bit % 8);
             let flipped = Digest::of(Element::Bytes, 0, &bytes);
             assert!(flipped != digest && flipped.check() != digest.check(), "bit {bit}");
