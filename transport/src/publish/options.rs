@@ -58,9 +58,9 @@ pub struct PublisherOptions {
     pub baseline_dir: PathBuf,
     /// Directory of the checkpoint that version 0 was published from by reference, for rebuilding a lost baseline.
     pub reference_dir: Option<PathBuf>,
-    /// Largest object in bytes, 64 MiB by default; at least 1 MiB, at most 256 MiB.
+    /// Largest object in bytes, 8 MiB by default; at least 1 MiB, at most 256 MiB. Whoever follows decodes an object while the next ones arrive.
     pub object_bytes_max: u64,
-    /// Objects stored at the same time, 2 by default. Memory holds two objects more than that.
+    /// Objects stored at the same time, 4 by default. Memory holds two objects more than that.
     pub uploads: usize,
     /// Threads that encode; by default as many as there are cores, up to 8.
     pub threads: usize,
@@ -94,8 +94,8 @@ impl PublisherOptions {
             start,
             baseline_dir: baseline_dir.into(),
             reference_dir: None,
-            object_bytes_max: 64 << 20,
-            uploads: 2,
+            object_bytes_max: 8 << 20,
+            uploads: 4,
             threads: crate::pool::threads(8),
             buffer_bytes: 256 << 20,
             profile: Profile::default(),

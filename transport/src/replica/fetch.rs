@@ -2,13 +2,13 @@
 //!
 //! Several publications in a row are folded: each tensor is taken through all of them at once, on its own thread.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use driftless_delta::{DigestTable, Patch, decode, decode_full};
 
 use super::journal::{Record, Writer};
-use super::objects::Objects;
+use super::objects::{Objects, Place};
 use super::state::{Copy, State, Tables, digests_to_bytes};
 use crate::checkpoint::{sync_dir, write_weights};
 use crate::error::{Error, Result};
@@ -21,10 +21,12 @@ use crate::snapshot::{AuxFile, TensorInfo};
 const TENSOR_BYTES_MAX: u64 = 1 << 40;
 /// Tensor data per weight file of a rebuilt checkpoint, as the reference writes them.
 const SHARD_BYTES: u64 = 5_000_000_000;
-/// Bytes of tensors that are decoded but not yet written; one larger tensor passes alone.
+/// Bytes that decoding may hold at once, until they are written; one tensor that needs more passes alone.
 const IN_FLIGHT_BYTES: u64 = 256 << 20;
+/// Most bytes that decoding holds for each byte of a payload: a change takes four to eight bytes in a patch, and hardly less than one in `wire`.
+const DECODED_PER_BYTE: u64 = 8;
 /// Most threads that decode.
-const THREADS_MAX: usize = 8;
+const THREADS_MAX: usize = 16;
 /// Most versions that one apply takes at once.
 const FOLD_MAX: usize = 64;
 
@@ -81,32 +83,55 @@ pub(super) fn journal_deltas(
     let main_names: BTreeMap<&str, &str> =
         base.manifest.named_tensors().into_iter().map(|(name, entry)| (name, entry.name.as_str())).collect();
     let tensors = &last.manifest.tensors;
-    let weights: Vec<u64> = (0..tensors.len())
-        .map(|index| {
-            if steps(links, index).any(|(_, tensor)| !tensor.pieces.is_empty()) {
-                tensors[index].info().byte_len()
-            } else {
-                Ok(1)
-            }
-        })
-        .collect::<Result<_>>()?;
+    let weights: Vec<u64> =
+        (0..tensors.len()).map(|index| decoding_bytes(links, index)).collect::<Result<_>>()?;
     let mut tables = Tables::new();
-    in_order(
-        &weights,
-        bounds(),
-        Ok,
-        |index| patch_tensor(base, &main_names, links, index, objects),
-        |index, (patches, table): (Vec<PatchBytes>, DigestTable)| {
-            let tensor = &tensors[index].name;
-            for (offset, bytes) in &patches {
-                journal.push(Record::Patch { tensor, offset: *offset, bytes })?;
-            }
-            tables.insert(tensor.clone(), table);
-            Ok(())
-        },
-    )?;
+    let order =
+        in_turn((0..tensors.len()).flat_map(|index| {
+            steps(links, index).flat_map(|(number, tensor)| places(number, &tensor.pieces))
+        }));
+    objects.ahead(order, || {
+        in_order(
+            &weights,
+            bounds(),
+            Ok,
+            |index| patch_tensor(base, &main_names, links, index, objects),
+            |index, (patches, table): (Vec<PatchBytes>, DigestTable)| {
+                let tensor = &tensors[index].name;
+                for (offset, bytes) in &patches {
+                    journal.push(Record::Patch { tensor, offset: *offset, bytes })?;
+                }
+                tables.insert(tensor.clone(), table);
+                Ok(())
+            },
+        )
+    })?;
     journal_files(&mut journal, &base.manifest.files, true, links, objects)?;
     seal(journal, last, &tables)
+}
+
+/// The objects of pieces of a link.
+fn places(number: usize, pieces: &[Piece]) -> impl Iterator<Item = Place> {
+    pieces.iter().map(move |piece| (number, piece.object))
+}
+
+/// Each object once, where it comes first.
+fn in_turn(places: impl Iterator<Item = Place>) -> Vec<Place> {
+    let mut seen = BTreeSet::new();
+    places.filter(|place| seen.insert(*place)).collect()
+}
+
+/// Bytes that decoding holds for the `index`-th tensor: its patches if one payload takes it all the way, and otherwise the tensor.
+fn decoding_bytes(links: &[Committed], index: usize) -> Result<u64> {
+    let mut changes = steps(links, index).filter(|(_, tensor)| !tensor.pieces.is_empty());
+    let Some((_, tensor)) = changes.next() else { return Ok(1) };
+    let whole = tensor.info().byte_len()?;
+    match tensor.pieces.as_slice() {
+        [piece] if changes.next().is_none() => {
+            Ok(piece.length.saturating_mul(DECODED_PER_BYTE).clamp(1, whole.max(1)))
+        }
+        _ => Ok(whole),
+    }
 }
 
 /// The entry of the `index`-th tensor in each link.
@@ -229,9 +254,17 @@ pub(super) fn journal_full(
             let steps: Vec<&Tensor> = named.iter().map(|named| named[index].1).collect();
             full_tensor(links, &steps, objects)
         };
-        in_order(&weights, bounds(), feed, work, |position, (bytes, table)| {
-            tables.insert(target[order[position]].1.name.clone(), table);
-            sink(&bytes)
+        let turns = in_turn(order.iter().flat_map(|&index| {
+            let full = first.manifest.full_pieces(named[0][index].1).unwrap_or_default();
+            let deltas = (1..).zip(&named[1..]);
+            places(0, full)
+                .chain(deltas.flat_map(move |(number, link)| places(number, &link[index].1.pieces)))
+        }));
+        objects.ahead(turns, || {
+            in_order(&weights, bounds(), feed, work, |position, (bytes, table)| {
+                tables.insert(target[order[position]].1.name.clone(), table);
+                sink(&bytes)
+            })
         })
     })?;
     sync_dir(staging)?;

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
 
 use crate::error::{Error, Result};
 use crate::manifest::Object;
@@ -12,27 +13,57 @@ use crate::run::Committed;
 /// Bytes of objects that are kept for the next tensor; what is in use stays besides.
 pub(super) const CACHE_BYTES: u64 = 256 << 20;
 
+/// Bytes of objects that are fetched before anybody asks for them, behind the last one that somebody asked for.
+const AHEAD_BYTES: u64 = 32 << 20;
+/// Objects that are fetched ahead at the same time.
+const AHEAD_THREADS: usize = 4;
+
+/// An object's publication, by number, and its own number there.
+pub(super) type Place = (usize, u32);
+
 /// Gives the bytes of one object, already checked against its digest. Called from several threads at once.
 pub type FetchObject<'a> = dyn Fn(&Object) -> Result<Vec<u8>> + Sync + 'a;
 
-/// Fetches objects when they are needed, each by one thread, and keeps those used last.
+/// Fetches objects when they are needed, or shortly before, each by one thread, and keeps those used last.
 pub(super) struct Objects<'a> {
     links: &'a [Committed],
     fetch: &'a FetchObject<'a>,
     cache: Mutex<Cache>,
     fetched: AtomicU64,
+    ahead: Mutex<Ahead>,
+    moved: Condvar,
+}
+
+/// What is fetched ahead: the objects in the order in which they will be asked for.
+#[derive(Default)]
+struct Ahead {
+    order: Vec<Place>,
+    /// How many of them have been begun.
+    begun: usize,
+    /// The last of them that was asked for, and one.
+    asked: usize,
+    over: bool,
 }
 
 #[derive(Default)]
 struct Cache {
-    slots: BTreeMap<(usize, u32), (Arc<Slot>, u64)>,
+    slots: BTreeMap<Place, (Arc<Slot>, u64)>,
     bytes: u64,
     uses: u64,
 }
 
-/// An object's bytes once they are there; locked while they are fetched.
+/// An object; locked while it is fetched.
 #[derive(Default)]
-struct Slot(Mutex<Option<Arc<Vec<u8>>>>);
+struct Slot(Mutex<State>);
+
+#[derive(Default)]
+enum State {
+    #[default]
+    Absent,
+    Here(Arc<Vec<u8>>),
+    /// Why it could not be fetched ahead, for the first one who asks.
+    Failed(Error),
+}
 
 /// A range of an object.
 pub(super) struct Held {
@@ -50,7 +81,59 @@ impl Deref for Held {
 
 impl<'a> Objects<'a> {
     pub(super) fn new(links: &'a [Committed], fetch: &'a FetchObject<'a>) -> Self {
-        Self { links, fetch, cache: Mutex::default(), fetched: AtomicU64::new(0) }
+        let (cache, ahead) = (Mutex::default(), Mutex::default());
+        Self { links, fetch, cache, fetched: AtomicU64::new(0), ahead, moved: Condvar::new() }
+    }
+
+    /// Does something that asks for these objects, about in this order, while they are fetched a little ahead of it.
+    pub(super) fn ahead<T>(&self, order: Vec<Place>, work: impl FnOnce() -> T) -> T {
+        // One object is asked for at once.
+        let threads = if order.len() > 1 { AHEAD_THREADS.min(order.len()) } else { 0 };
+        *lock(&self.ahead) = Ahead { order, ..Ahead::default() };
+        thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| self.fetch_ahead());
+            }
+            let _over = Over(self);
+            work()
+        })
+    }
+
+    fn fetch_ahead(&self) {
+        while let Some(place) = self.next_ahead() {
+            let Some(entry) = self.entry(place) else { continue };
+            let slot = self.slot(place, entry.size);
+            let mut state = lock(&slot.0);
+            if matches!(*state, State::Absent) {
+                *state = self.fetch(entry).map_or_else(State::Failed, State::Here);
+            }
+        }
+    }
+
+    /// The object to fetch next, once those ahead leave room for it; `None` if there are no more.
+    fn next_ahead(&self) -> Option<Place> {
+        let mut ahead = lock(&self.ahead);
+        loop {
+            // Those behind are somebody else's already.
+            ahead.begun = ahead.begun.max(ahead.asked);
+            let place = *ahead.order.get(ahead.begun).filter(|_| !ahead.over)?;
+            let waiting = &ahead.order[ahead.asked..ahead.begun];
+            if waiting.iter().map(|place| self.size(*place)).sum::<u64>() < AHEAD_BYTES {
+                ahead.begun += 1;
+                return Some(place);
+            }
+            // Ends with the next call of `asked`, or with the work.
+            ahead = self.moved.wait(ahead).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn asked(&self, place: Place) {
+        let mut ahead = lock(&self.ahead);
+        let behind = ahead.order.iter().skip(ahead.asked).position(|other| *other == place);
+        if let Some(behind) = behind {
+            ahead.asked += behind + 1;
+            self.moved.notify_all();
+        }
     }
 
     /// Bytes fetched so far.
@@ -66,8 +149,8 @@ impl<'a> Objects<'a> {
             expected: "a range inside an object".into(),
             found: format!("{length} bytes from {offset} of object {object}"),
         };
-        let entry = self.links.get(link).and_then(|link| link.manifest.objects.get(object as usize));
-        let bytes = self.object((link, object), entry.ok_or_else(|| outside("manifest"))?)?;
+        let place = (link, object);
+        let bytes = self.object(place, self.entry(place).ok_or_else(|| outside("manifest"))?)?;
         let start = usize::try_from(offset).ok();
         let range = start
             .zip(usize::try_from(length).ok())
@@ -77,21 +160,32 @@ impl<'a> Objects<'a> {
         Ok(Held { bytes, range })
     }
 
-    fn object(&self, place: (usize, u32), entry: &Object) -> Result<Arc<Vec<u8>>> {
+    fn object(&self, place: Place, entry: &Object) -> Result<Arc<Vec<u8>>> {
+        self.asked(place);
         let slot = self.slot(place, entry.size);
-        let mut bytes = lock(&slot.0);
-        if let Some(bytes) = &*bytes {
-            return Ok(bytes.clone());
-        }
+        let mut state = lock(&slot.0);
+        let bytes = match std::mem::take(&mut *state) {
+            State::Here(bytes) => bytes,
+            State::Failed(error) => return Err(error),
+            State::Absent => self.fetch(entry)?,
+        };
+        *state = State::Here(bytes.clone());
+        Ok(bytes)
+    }
+
+    fn fetch(&self, entry: &Object) -> Result<Arc<Vec<u8>>> {
         super::crash_point("follow.fetch")?;
-        let fetched = Arc::new((self.fetch)(entry)?);
+        let fetched = (self.fetch)(entry)?;
         self.fetched.fetch_add(fetched.len() as u64, Relaxed);
-        *bytes = Some(fetched.clone());
-        Ok(fetched)
+        Ok(fetched.into())
+    }
+
+    fn entry(&self, (link, object): Place) -> Option<&'a Object> {
+        self.links.get(link)?.manifest.objects.get(object as usize)
     }
 
     /// The slot of an object. Makes room for it where it is new: those not used for longest go.
-    fn slot(&self, place: (usize, u32), size: u64) -> Arc<Slot> {
+    fn slot(&self, place: Place, size: u64) -> Arc<Slot> {
         let mut cache = lock(&self.cache);
         cache.uses += 1;
         let now = cache.uses;
@@ -112,9 +206,18 @@ impl<'a> Objects<'a> {
         slot
     }
 
-    fn size(&self, (link, object): (usize, u32)) -> u64 {
-        let objects = self.links.get(link).map(|link| &link.manifest.objects);
-        objects.and_then(|objects| objects.get(object as usize)).map_or(0, |object| object.size)
+    fn size(&self, place: Place) -> u64 {
+        self.entry(place).map_or(0, |object| object.size)
+    }
+}
+
+/// Ends the fetching ahead when the work ends, whichever way it does.
+struct Over<'o, 'a>(&'o Objects<'a>);
+
+impl Drop for Over<'_, '_> {
+    fn drop(&mut self) {
+        lock(&self.0.ahead).over = true;
+        self.0.moved.notify_all();
     }
 }
 
