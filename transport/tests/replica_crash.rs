@@ -117,6 +117,7 @@ fn a_crash_at_every_step_leaves_the_old_or_the_new_version() {
                 let mut replica = Replica::open(&dir).unwrap();
                 fixture.advance(&mut replica, to).unwrap();
                 fixture.assert_holds(&replica, Some(to));
+                drop(replica);
                 fs::remove_dir_all(&dir).unwrap();
             }
             let adopted = to == 0 && point == "follow.fetch";

@@ -289,6 +289,7 @@ fn every_call(which: fn(Call) -> bool, error: i32, is_typed: fn(&Error) -> bool)
             assert!(version == from || version == Some(to), "{from:?} to {to}, call {k}: {version:?}");
             fixture.advance(&mut replica, to).unwrap();
             assert_eq!(fixture.held(&replica), Some(to));
+            drop(replica);
             fs::remove_dir_all(&dir).unwrap();
         }
     }

@@ -194,6 +194,7 @@ fn a_follower_killed_at_any_range_goes_on() {
         let missing = objects - ranges.iter().take(passes as usize + 1).sum::<u64>();
         let fetched = count.counts().bytes_got - besides;
         assert!(fetched <= missing, "{fetched} bytes after {passes} ranges, {missing} were missing");
+        drop(moved);
         fs::remove_dir_all(replica).unwrap();
     }
     assert_eq!(kills, ranges.len());
