@@ -1,4 +1,4 @@
-//! kill -9 of publishers and followers, as the processes they are: at every named point and at random moments. Nobody repairs
+//! kill -9 of publishers, followers and relays, as the processes they are: at every named point and at random moments. Nobody repairs
 //! anything; the same command is started again, and host and engine end on the newest version, bit for bit.
 //!
 //! 100 kills; `DRIFTLESS_LONG=1` makes it 1,000. What is random comes from seeds, which are printed.
@@ -12,6 +12,7 @@ mod common;
 mod fake;
 mod model;
 mod points;
+mod relay;
 #[path = "../../bridge/tests/faults/wire.rs"]
 #[allow(dead_code, unreachable_pub, reason = "the fake engine refers to it")]
 mod wire;
@@ -25,6 +26,7 @@ use common::{driftless, json};
 use driftless::transport::{Checkpoint, Committed, Replica, Run, open};
 use fake::Fake;
 use model::{Random, contents};
+use relay::Relay;
 
 /// Who is killed, and where. The publisher's baseline is a replica like the follower's checkpoint.
 const POINTS: &[(Role, &str)] = &[
@@ -46,6 +48,9 @@ const POINTS: &[(Role, &str)] = &[
     (Role::Follower, "follow.marker"),
     (Role::Follower, "follow.activate"),
     (Role::Follower, "activate.paused"),
+    (Role::Relay, "relay.fetch"),
+    (Role::Relay, "relay.range"),
+    (Role::Relay, "relay.whole"),
 ];
 /// How often a command that ended before the point is started again, on another version, until it is hit.
 const TRIES: u64 = 4;
@@ -54,6 +59,7 @@ const TRIES: u64 = 4;
 enum Role {
     Publisher,
     Follower,
+    Relay,
 }
 
 /// 1, or 10 in the long form.
@@ -151,30 +157,51 @@ impl Stage {
     fn kill_at(&mut self, role: Role, point: &str, passage: u64) -> bool {
         println!("kill -9 {role:?} at {point}:{passage}");
         let had = self.on_host();
-        let mut command = match role {
-            Role::Publisher => {
-                if point == "follow.fetch" {
-                    // Only a baseline that has to be built anew is fetched.
-                    std::fs::remove_dir_all(self.path("baseline")).expect("there was one");
-                }
-                self.publish()
-            }
-            Role::Follower => {
-                json(&mut self.publish());
-                self.follow_once()
+        let kill_at = format!("{point}:{passage}");
+        let killed = match role {
+            Role::Relay => self.kill_relay_at(&kill_at),
+            _ => {
+                let mut command = self.victim(role, point);
+                command.env("DRIFTLESS_KILL_AT", kill_at);
+                was_killed(quiet(&mut command).wait().expect("a child"), role)
             }
         };
-        command.env("DRIFTLESS_KILL_AT", format!("{point}:{passage}"));
-        let killed = was_killed(quiet(&mut command).wait().expect("a child"), role);
         self.check_host(had);
         self.settle();
         killed
     }
 
-    /// Lets both work at once and kills the follower, and mostly the publisher, some time during it; how many were killed.
+    /// The publisher, or the follower of what another one has just published.
+    fn victim(&mut self, role: Role, point: &str) -> Command {
+        if role == Role::Follower {
+            json(&mut self.publish());
+            return self.follow_once();
+        }
+        if point == "follow.fetch" {
+            // Only a baseline that has to be built anew is fetched.
+            std::fs::remove_dir_all(self.path("baseline")).expect("there was one");
+        }
+        self.publish()
+    }
+
+    /// Follows a version through a relay that dies meanwhile; false if it did not.
+    fn kill_relay_at(&mut self, kill_at: &str) -> bool {
+        json(&mut self.publish());
+        let relay = self.relay(Some(kill_at));
+        json(self.follow_once().args(["--relay", relay.url()]));
+        relay.has_ended()
+    }
+
+    /// A relay over the cache that the one before left.
+    fn relay(&self, kill_at: Option<&str>) -> Relay {
+        Relay::start(&self.path("store"), &self.path("cache"), kill_at)
+    }
+
+    /// Lets all work at once and kills the follower, and mostly the publisher and the relay, some time during it; how many were killed.
     fn kill_randomly(&mut self, random: &mut Random) -> u64 {
         let had = self.on_host();
-        let mut follower = quiet(&mut self.follow());
+        let relay = self.relay(None);
+        let mut follower = quiet(self.follow().args(["--relay", relay.url()]));
         let mut publisher = quiet(&mut self.publish());
         let moment = self.usual.mul_f64(random.unit() * 1.2);
         std::thread::sleep(moment);
@@ -182,11 +209,17 @@ impl Stage {
             publisher.kill().expect("a child");
         }
         let published = publisher.wait().expect("a child");
+        let relays = u64::from(random.unit() < 0.75);
+        if relays == 1 {
+            std::thread::sleep(self.usual.mul_f64(random.unit() * 0.5));
+            drop(relay);
+        }
         std::thread::sleep(self.usual.mul_f64(random.unit()));
         follower.kill().expect("a child");
         let followed = follower.wait().expect("a child");
         let kills = u64::from(was_killed(published, Role::Publisher))
-            + u64::from(was_killed(followed, Role::Follower));
+            + u64::from(was_killed(followed, Role::Follower))
+            + relays;
         if random.unit() < 0.5 {
             self.check_host(had);
         }

@@ -1,0 +1,65 @@
+//! A relay as a process.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use super::common::driftless;
+
+/// For an answer of a relay that lives.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// Killed when dropped.
+pub(crate) struct Relay {
+    child: Child,
+    url: String,
+}
+
+impl Relay {
+    pub(crate) fn start(store: &Path, cache: &Path, kill_at: Option<&str>) -> Self {
+        let mut command = driftless();
+        command.args(["--json", "--die-with-parent", "relay", "--listen", "127.0.0.1:0", "--store"]);
+        command.arg(store).arg("--cache-dir").arg(cache).stdin(Stdio::null()).stdout(Stdio::piped());
+        command.envs(kill_at.map(|at| ("DRIFTLESS_KILL_AT", at)));
+        let mut child = command.spawn().expect("the program starts");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+        let said: serde_json::Value = serde_json::from_str(&line).expect("JSON");
+        let url = said["url"].as_str().expect("where it listens").to_owned();
+        Self { child, url }
+    }
+
+    pub(crate) fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Whether it was killed by itself.
+    pub(crate) fn has_ended(mut self) -> bool {
+        if self.answers() {
+            return false;
+        }
+        self.child.wait().expect("a child");
+        true
+    }
+
+    /// A process that has died, or is dying, does not.
+    fn answers(&self) -> bool {
+        let address = self.url.trim_start_matches("http://");
+        let asked = TcpStream::connect(address).and_then(|mut stream| {
+            stream.set_read_timeout(Some(ANSWER))?;
+            stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
+            stream.read(&mut [0; 16])
+        });
+        asked.is_ok_and(|bytes| bytes > 0)
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
