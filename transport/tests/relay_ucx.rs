@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{MODEL, RUN, Random, Weights, assert_reader, assert_same, options, step};
 use driftless_transport::fabric::{Fabric, FabricOptions};
@@ -222,6 +222,7 @@ impl Namespaces {
             ip(&format!("-n {name} link set veth0 up"))?;
             ip(&format!("-n {name} link set lo up"))?;
         }
+        these.0.iter().for_each(|name| await_cable(name));
         Ok(these)
     }
 
@@ -231,6 +232,20 @@ impl Namespaces {
         inside.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
         inside.env("UCX_NET_DEVICES", "veth0");
         inside
+    }
+}
+
+/// The kernel says that both ends are plugged in a while after they are, and UCX uses no device before that.
+fn await_cable(name: &str) {
+    let begun = Instant::now();
+    loop {
+        let output = Command::new("ip").args(["-n", name, "-o", "link", "show", "veth0"]).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        if text.contains("state UP") {
+            return;
+        }
+        assert!(begun.elapsed() < LONG, "the cable of {name} is not up: {text}");
+        std::thread::yield_now();
     }
 }
 

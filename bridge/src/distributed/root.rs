@@ -41,31 +41,31 @@ pub trait Root: Send {
     /// Leaves what was before, puts into the store what the other ranks will ask for, and begins to join.
     ///
     /// # Errors
-    /// [`Error::Root`].
+    /// [`Error::Root`](crate::Error::Root).
     fn open(&mut self, meeting: &Meeting<'_>) -> Result<()>;
 
     /// Whether every rank has joined.
     ///
     /// # Errors
-    /// [`Error::Root`] when they never will.
+    /// [`Error::Root`](crate::Error::Root) when they never will.
     fn joined(&mut self) -> Result<bool>;
 
     /// Lays the bytes of a bucket into one of two slots, 0 or 1, once what was broadcast from it has been received ([`Root::sent`]).
     ///
     /// # Errors
-    /// [`Error::Root`] when there is no room or the weights cannot be read.
+    /// [`Error::Root`](crate::Error::Root) when there is no room or the weights cannot be read.
     fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()>;
 
     /// Begins to broadcast a slot: one broadcast of each of these numbers of bytes, one after the other, after those of the other slot.
     ///
     /// # Errors
-    /// [`Error::Root`].
+    /// [`Error::Root`](crate::Error::Root).
     fn broadcast(&mut self, slot: usize, lengths: &[u64]) -> Result<()>;
 
     /// Whether what was broadcast from a slot has been received.
     ///
     /// # Errors
-    /// [`Error::Root`] when it never will be.
+    /// [`Error::Root`](crate::Error::Root) when it never will be.
     fn sent(&mut self, slot: usize) -> Result<bool>;
 
     /// Gives up whatever is under way, and the group with it.
