@@ -10,6 +10,9 @@ mod common;
 #[path = "../../bridge/tests/faults/fake.rs"]
 #[allow(dead_code, unreachable_pub, reason = "the bridge's tests use the rest")]
 mod fake;
+#[path = "../../bridge/tests/faults/memory.rs"]
+#[allow(dead_code, unreachable_pub, reason = "the fake engine refers to it")]
+mod memory;
 mod model;
 mod points;
 mod relay;
