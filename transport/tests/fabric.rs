@@ -94,7 +94,7 @@ impl Other {
     fn start(role: &str, transports: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "other_process", "--ignored", "--nocapture"]);
+        command.args(["--exact", "other_process", "--nocapture"]);
         command.env(ROLE, format!("{role} {transports} {}", listener.local_addr().unwrap()));
         let child = command.spawn().unwrap();
         let (socket, _) = listener.accept().unwrap();
@@ -115,10 +115,10 @@ impl Drop for Other {
     }
 }
 
+/// What the other process runs. On its own, without a role, there is nothing to do.
 #[test]
-#[ignore = "the other process of these tests"]
 fn other_process() {
-    let role = std::env::var(ROLE).unwrap();
+    let Ok(role) = std::env::var(ROLE) else { return };
     let [role, transports, address] = role.split(' ').collect::<Vec<_>>()[..] else { panic!("{role}") };
     let mut socket = TcpStream::connect(address).unwrap();
     socket.set_read_timeout(Some(LONG)).unwrap();

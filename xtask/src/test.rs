@@ -102,7 +102,7 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "kills",
-        what: "kill -9 of publisher and follower at every named point and at random moments",
+        what: "kill -9 of publisher, follower and relay at every named point and at random moments",
         needs: &[],
         run: kills,
     },
