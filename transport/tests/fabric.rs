@@ -1,5 +1,5 @@
 //! Links over real UCX, between threads and between processes, one of which is killed. Without libucp the tests say so and do nothing,
-//! unless `DRIFTLESS_UCX_REQUIRED` is set.
+//! unless `DRIFTLESS_UCX_REQUIRED` names the release that is to be there.
 #![cfg(feature = "ucx")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
@@ -27,7 +27,11 @@ fn fabric(transports: &str) -> Option<Fabric> {
     let mut options = FabricOptions::default();
     options.settings = vec![("TLS".to_owned(), transports.to_owned())];
     match Fabric::open(&options) {
-        Ok(fabric) => Some(fabric),
+        Ok(fabric) => {
+            let required = std::env::var("DRIFTLESS_UCX_REQUIRED").unwrap_or_else(|_| fabric.version());
+            assert!(required.starts_with(&fabric.version()), "{required}, not {}", fabric.version());
+            Some(fabric)
+        }
         Err(error @ Error::Library { .. }) if std::env::var_os("DRIFTLESS_UCX_REQUIRED").is_none() => {
             println!("skipped: {error}: {}", std::error::Error::source(&error).unwrap());
             None

@@ -1,5 +1,6 @@
 //! Relays that are asked over UCX: followers in other processes, over TCP, shared memory and between network namespaces; relays that are
-//! killed in the middle, and relays that lie. Without libucp the tests say so and do nothing, unless `DRIFTLESS_UCX_REQUIRED` is set.
+//! killed in the middle, and relays that lie. Without libucp the tests say so and do nothing, unless `DRIFTLESS_UCX_REQUIRED` names
+//! the release that is to be there.
 #![cfg(feature = "ucx")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
@@ -38,7 +39,11 @@ const TOKEN: &str = "one token for all";
 
 fn fabric() -> Option<Fabric> {
     match Fabric::open(&FabricOptions::default()) {
-        Ok(fabric) => Some(fabric),
+        Ok(fabric) => {
+            let required = std::env::var("DRIFTLESS_UCX_REQUIRED").unwrap_or_else(|_| fabric.version());
+            assert!(required.starts_with(&fabric.version()), "{required}, not {}", fabric.version());
+            Some(fabric)
+        }
         Err(error @ Error::Library { .. }) if std::env::var_os("DRIFTLESS_UCX_REQUIRED").is_none() => {
             println!("skipped: {error}: {}", std::error::Error::source(&error).unwrap());
             None

@@ -16,6 +16,7 @@ use driftless_bridge::{ClientOptions, Deadlines, checksums};
 use driftless_transport::{AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo, write_checkpoint};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 /// What a call does instead of what it should.
@@ -57,6 +58,8 @@ pub(crate) struct Engine {
     pub(crate) most_generating: usize,
     /// Nothing is answered before so many requests have been under way at once.
     pub(crate) at_once: usize,
+    /// Told after every call.
+    changed: Arc<Notify>,
     /// Its place in weight-update groups.
     pub(crate) pushes: crate::wire::Receiver,
     /// What it has given back, and whether it can.
@@ -90,6 +93,7 @@ impl Fake {
             generating: 0,
             most_generating: 0,
             at_once: 0,
+            changed: Arc::default(),
             pushes: crate::wire::Receiver::default(),
             memory: crate::memory::Memory::default(),
         };
@@ -211,7 +215,11 @@ async fn answer(
         Some(Fault::Hang) => std::future::pending().await,
         Some(Fault::Answer(status, text)) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
         Some(Fault::Die) => panic!("the engine dies here, as the test wants"),
-        fault => respond(engine, &method, &path, body, fault).await,
+        fault => {
+            let response = respond(engine.clone(), &method, &path, body, fault).await;
+            engine.lock().unwrap().changed.notify_waiters();
+            response
+        }
     }
 }
 
@@ -310,14 +318,24 @@ fn sums(engine: &Engine, fault: Option<Fault>) -> Value {
 }
 
 async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response {
-    {
+    let changed = {
         let mut engine = engine.lock().unwrap();
         engine.generating += 1;
         engine.most_generating = engine.most_generating.max(engine.generating);
-    }
-    let waits = |engine: &Engine| engine.paused || engine.most_generating < engine.at_once;
-    while waits(&engine.lock().unwrap()) {
-        tokio::time::sleep(Duration::from_millis(1)).await;
+        engine.changed.notify_waiters();
+        engine.changed.clone()
+    };
+    loop {
+        // Asked for before the look, so that no change falls between the two.
+        let change = changed.notified();
+        let waits = {
+            let engine = engine.lock().unwrap();
+            engine.paused || engine.most_generating < engine.at_once
+        };
+        if !waits {
+            break;
+        }
+        change.await;
     }
     let mut engine = engine.lock().unwrap();
     engine.generating -= 1;

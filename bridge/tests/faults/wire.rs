@@ -4,13 +4,13 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use driftless_bridge::{Bucket, Bytes, Meeting, Result, Root, Weights};
 use driftless_transport::{AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo};
 use serde_json::{Value, json};
+use tokio::sync::Notify;
 
 use crate::fake::Shared;
 
@@ -18,6 +18,8 @@ use crate::fake::Shared;
 #[derive(Debug, Default)]
 pub(crate) struct Wire {
     pub(crate) queues: Mutex<Vec<VecDeque<Vec<u8>>>>,
+    /// Told when something was put there.
+    pushed: Notify,
 }
 
 /// Rank 0 on such a wire.
@@ -85,6 +87,7 @@ impl Root for FakeRoot {
             for queue in self.wire.queues.lock().unwrap().iter_mut().filter(|_| self.delivers) {
                 queue.push_back(now.to_vec());
             }
+            self.wire.pushed.notify_waiters();
         }
         assert!(rest.is_empty(), "the lengths are those of the bucket");
         Ok(())
@@ -190,10 +193,12 @@ pub(crate) async fn update(engine: &Shared, body: &Value) -> Response {
     let mut bytes = Vec::new();
     for _ in 0..broadcasts {
         loop {
+            // Asked for before the look, so that nothing is put there between the two.
+            let push = wire.pushed.notified();
             let next = wire.queues.lock().unwrap().get_mut(rank - 1).and_then(VecDeque::pop_front);
             match next {
                 Some(next) => break bytes.extend(next),
-                None => tokio::time::sleep(Duration::from_millis(1)).await,
+                None => push.await,
             }
         }
     }

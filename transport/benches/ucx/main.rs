@@ -1,7 +1,7 @@
 //! How fast are our links, next to UCX's own measuring program?
 //!
-//! `cargo bench -p driftless-transport --features ucx --bench ucx [-- --help]`. Needs libucp and `ucx_perftest` (Debian: libucx0, ucx-utils). Both sides move the
-//! same bytes in messages of the same size the same way between two processes of this host, in turns, with the same transports.
+//! `cargo bench -p driftless-transport --features ucx --bench ucx [-- --help]`. Needs libucp 1.14 or newer and its `ucx_perftest` (Debian: libucx0,
+//! ucx-utils). Both sides move the same bytes in messages of the same size the same way between two processes of this host, in turns, with the same transports.
 
 #![allow(clippy::expect_used, reason = "a bench ends where its own set-up fails")]
 

@@ -125,7 +125,7 @@ impl Fabric {
         })
     }
 
-    /// UCX's version, such as `1.13.1`.
+    /// UCX's version, such as `1.22.0`.
     #[must_use]
     pub fn version(&self) -> String {
         // SAFETY: it returns a constant string that ends with 0.
