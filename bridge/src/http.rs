@@ -124,7 +124,12 @@ impl Connection {
 
     async fn exchange(&self, call: Call<'_>) -> Result<Reply> {
         let lost = |source| Error::Unreachable { engine: self.engine.clone(), call: call.name(), source };
-        let mut reply = self.request(call)?.send().await.map_err(lost)?;
+        let mut sent = self.request(call)?.send().await;
+        // The connection may be one kept from an engine that has been started again since. What only asks may be asked twice.
+        if call.method == "GET" && sent.as_ref().is_err_and(|error| !error.is_connect()) {
+            sent = self.request(call)?.send().await;
+        }
+        let mut reply = sent.map_err(lost)?;
         let status = reply.status().as_u16();
         let too_large = || Error::ReplyTooLarge {
             engine: self.engine.clone(),

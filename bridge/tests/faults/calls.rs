@@ -78,7 +78,19 @@ fn a_dead_engine_is_unreachable() {
     fake.restart();
     runtime.block_on(client.server_info()).unwrap();
     fake.fault("GET /server_info", Fault::Die);
+    fake.fault("GET /server_info", Fault::Die);
     assert!(matches!(runtime.block_on(client.server_info()), Err(Error::Unreachable { .. })));
+}
+
+/// As one that was kept does when its engine has been started again.
+#[test]
+fn a_question_whose_connection_ends_is_asked_once_more() {
+    let (fake, _dir, client, runtime) = fake();
+    fake.fault("GET /server_info", Fault::Die);
+    runtime.block_on(client.server_info()).unwrap();
+    fake.fault("POST /flush_cache", Fault::Die);
+    assert!(matches!(runtime.block_on(client.flush_cache()), Err(Error::Unreachable { .. })));
+    assert_eq!(fake.changes(), ["/flush_cache"], "what changes something is not");
 }
 
 #[test]
