@@ -118,12 +118,15 @@ pub(crate) fn newest(storage: &dyn Storage) -> Result<u64> {
 mod tests {
     use super::*;
 
+    /// One byte in so many is flipped. Miri has no time for more.
+    const APART: usize = if cfg!(miri) { 7 } else { 1 };
+
     #[test]
     fn every_flipped_byte_of_a_cursor_is_noticed() {
         let identity = Identity { run_id: [3; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
         let text = encode(Position(42), &identity);
         assert_eq!(decode(text.as_bytes()), Some((Position(42), hex(&[3; 16]).as_str())));
-        for at in 0..text.len() {
+        for at in (0..text.len()).step_by(APART) {
             for bit in 0..8 {
                 let mut bad = text.clone().into_bytes();
                 bad[at] ^= 1 << bit;

@@ -316,17 +316,23 @@ fn best_turns(tally: &Tally) -> (u32, f64) {
     }
 }
 
+/// Exponent of the power of two at or below `x`, which is positive and normal. Read from its bits, as powers are multiplied out
+/// here: the last digits of logarithms and powers depend on the machine, and what is encoded must not.
+pub(crate) fn floor_log2(x: f64) -> i32 {
+    (x.to_bits() >> 52 & 0x7ff) as i32 - 1023
+}
+
 /// Best run parameter up to `max` for marks of this density, and the expected bits per mark.
 fn best_run(density: f64, max: u32) -> (u32, f64) {
     if density <= 0.0 {
         return (max, 0.0);
     }
     let bits = |run: u32| {
-        let full = (1.0 - density).powi(1 << run);
+        let full = (0..run).fold(1.0 - density, |full, _| full * full);
         f64::from(run) + 1.0 / (1.0 - full).max(f64::MIN_POSITIVE)
     };
     // A run as long as half of the gaps is near the best; so is one of its neighbours.
-    let near = (std::f64::consts::LN_2 / density).log2().floor().clamp(0.0, f64::from(max)) as u32;
+    let near = floor_log2(std::f64::consts::LN_2 / density).clamp(0, max as i32) as u32;
     (near.saturating_sub(1)..=max.min(near + 1))
         .map(|run| (run, bits(run)))
         .min_by(|a, b| a.1.total_cmp(&b.1))

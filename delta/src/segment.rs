@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::bits::BitWriter;
-use crate::choose::Statistics;
+use crate::choose::{Statistics, floor_log2};
 use crate::classes::{Classes, PLANES};
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
 use crate::digest::Changes;
@@ -392,6 +392,10 @@ fn expected(class: &Class, members: u32) -> f64 {
 
 /// How much longer runs should be in a block with `found` changes than in one with `expected`: a power of two.
 fn best_shift(expected: f64, found: usize) -> i32 {
-    let ratio = (expected.max(1.0) / found.max(1) as f64).log2().round() as i32;
-    ratio.clamp(-SHIFT_BIAS, (1 << SHIFT_BITS) - 1 - SHIFT_BIAS)
+    let ratio = expected.max(1.0) / found.max(1) as f64;
+    let whole = floor_log2(ratio);
+    // Rounds the logarithm: half a power of two is a factor of the root of two.
+    let rest = ratio / f64::from_bits(((whole + 1023) as u64) << 52);
+    let shift = whole + i32::from(rest >= std::f64::consts::SQRT_2);
+    shift.clamp(-SHIFT_BIAS, (1 << SHIFT_BITS) - 1 - SHIFT_BIAS)
 }

@@ -75,7 +75,7 @@ impl FrameHeader {
 
     /// Reads the header at `offset` of a segment whose frames end at or before `limit`.
     pub(crate) fn peek(block: &[u8; FRAME_HEADER], salt: u64, offset: u64, limit: u64) -> Peek {
-        if block.iter().all(|&byte| byte == 0) {
+        if *block == [0; FRAME_HEADER] {
             return Peek::Empty;
         }
         if block[..4] != MAGIC || field::u32(block, 60) != salted_crc(salt, &block[..60]) {

@@ -40,8 +40,15 @@ struct Stored {
 
 impl Image {
     fn new(bytes: &[u8], medium: &Arc<Inner>) -> Arc<Self> {
-        let word = |bytes: &[u8]| AtomicU64::new(u64::from_ne_bytes(bytes.try_into().unwrap()));
-        let page = |bytes: &[u8]| Page(std::array::from_fn(|at| word(&bytes[at * 8..at * 8 + 8])));
+        let page = |bytes: &[u8]| {
+            let page = Page([const { AtomicU64::new(0) }; PAGE / 8]);
+            // Most are empty, and Miri takes its time for each word.
+            if bytes != [0; PAGE] {
+                let values = bytes.as_chunks().0.iter().map(|value| u64::from_ne_bytes(*value));
+                page.0.iter().zip(values).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
+            }
+            page
+        };
         let stored = |bytes: &[u8]| Stored { durable: bytes.to_vec(), dirty: false, history: Vec::new() };
         Arc::new(Self {
             live: bytes.chunks(PAGE).map(page).collect(),
@@ -59,7 +66,12 @@ impl Image {
     }
 
     fn page(&self, index: usize) -> Vec<u8> {
-        self.live[index].0.iter().flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect()
+        let mut bytes = Vec::with_capacity(PAGE);
+        // Not by an iterator over the bytes, which Miri takes minutes for.
+        for word in &self.live[index].0 {
+            bytes.extend_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        }
+        bytes
     }
 
     /// Marks the pages of `range` dirty.

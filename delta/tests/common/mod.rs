@@ -46,7 +46,7 @@ pub(crate) fn noisy(element: Element, elements: usize, density: f64, seed: u64) 
         let bits = match element {
             Element::F32 => weight.to_bits(),
             Element::Bf16 => weight.to_bits() >> 16,
-            Element::F16 => half::f16::from_f32(weight).to_bits().into(),
+            Element::F16 => half::f16::from_f32_const(weight).to_bits().into(),
             _ => (random.next() as u8).into(),
         };
         let step = if random.unit() < density { (random.normal() * 2.0).round() as i32 } else { 0 };
