@@ -21,12 +21,12 @@ struct Encode {
     keys: u64,
     firsts: u64,
     statistics: u64,
-    masks: u64,
     changed: u64,
+    listed: u64,
     digests: u64,
     tables: u64,
     lists: u64,
-    list: u64,
+    spare: u64,
     coded: u64,
     capacity: u64,
     used: u64,
@@ -48,8 +48,10 @@ const STATISTICS: usize = 20 + 16 * 33;
 pub(super) const TABLE_BYTES: usize = 4 * 18;
 /// Shared memory of a block's classes: `CLASSES_BYTES`.
 pub(super) const CLASSES_BYTES: usize = 4 * BLOCK_ELEMENTS / 8 + 16 * (BLOCK_ELEMENTS / 128) * 2 + 16 * 4;
-/// Changes of a block up to which they are listed in shared memory: 4.7 %.
-const NEAR: usize = 3072;
+/// Bytes of a block's list of changes: `NEAR` entries. A block with more is looked through once more.
+const LIST_BYTES: usize = 4 * 3072;
+/// Blocks that a thread block of `emit_flat` codes: `WARPS`.
+const WARPS: usize = 8;
 /// Code of a block at first, in bytes on average; if it turns out to be more, the blocks are coded once more.
 const FIRST_CODE: usize = 4096;
 /// Where there is no target.
@@ -59,8 +61,8 @@ const NOWHERE: u64 = u64::MAX;
 pub(super) struct State<M: Machine> {
     keys: Option<M::Memory>,
     segments: Room<M::Memory>,
-    masks: Room<M::Memory>,
     lists: Room<M::Memory>,
+    spare: Room<M::Memory>,
     coded: Room<M::Memory>,
     blocks: Room<M::Memory>,
     placed: Room<M::Memory>,
@@ -79,8 +81,8 @@ impl<M: Machine> Default for State<M> {
         Self {
             keys: None,
             segments: Room::default(),
-            masks: Room::default(),
             lists: Room::default(),
+            spare: Room::default(),
             coded: Room::default(),
             blocks: Room::default(),
             placed: Room::default(),
@@ -195,7 +197,7 @@ impl<M: Machine> State<M> {
         let (blocks, segments) = (report.blocks, report.segments);
         let keys = keys_on(machine, &mut self.keys)?;
         let wide = if pair.element.size() == 4 { 8 } else { 4 };
-        let area = self.blocks.address(machine, report.len().next_multiple_of(16) + 8 * blocks)?;
+        let area = self.blocks.address(machine, report.len().next_multiple_of(16) + (8 + 4) * blocks)?;
         let places = area + report.len().next_multiple_of(16) as u64;
         let statistics = self.segments.address(machine, segments * (STATISTICS + 1) * 4)?;
         let first_code = blocks * FIRST_CODE + BLOCK_ELEMENTS * pair.element.size();
@@ -209,12 +211,12 @@ impl<M: Machine> State<M> {
             keys,
             firsts: statistics + (segments * STATISTICS * 4) as u64,
             statistics,
-            masks: self.masks.address(machine, blocks * BLOCK_ELEMENTS / 8)?,
             changed: area + report.changed().start as u64,
+            listed: places + 8 * blocks as u64,
             digests: area + report.digests().start as u64,
             tables: area + report.tables().start as u64,
-            lists: self.lists.address(machine, machine.emitters().min(blocks) * BLOCK_ELEMENTS * wide)?,
-            list: if wide == 8 { NEAR / 2 } else { NEAR } as u64,
+            lists: self.lists.address(machine, blocks * LIST_BYTES)?,
+            spare: self.spare.address(machine, machine.emitters().min(blocks) * BLOCK_ELEMENTS * wide)?,
             coded,
             capacity: (self.coded.bytes() / 4) as u64,
             used: area + Report::USED as u64,
@@ -240,14 +242,15 @@ impl<M: Machine> State<M> {
 
     /// Asks for the code of each block, and waits for the report.
     fn code(&mut self, machine: &M, pair: &Pair<'_>, report: &Report, arguments: &mut Encode) -> Result<()> {
-        let entry = if pair.element.size() == 4 { 8 } else { 4 };
-        let shared = arguments.list as usize * entry + if arguments.classes == 1 { CLASSES_BYTES } else { 0 };
+        let shared = LIST_BYTES + if arguments.classes == 1 { CLASSES_BYTES } else { 0 };
         let grid = Grid { shared, ..Grid::of(machine.emitters().min(report.blocks)) };
         loop {
             let read = self.report.bytes(machine, report.len())?;
             // SAFETY: as in `find`; the report is looked at after the wait.
             unsafe {
                 machine.clear(arguments.used, 8)?;
+                let flat = Grid::of(report.blocks.div_ceil(WARPS));
+                machine.launch(pair.element, Kernel::EmitFlat, flat, arguments)?;
                 machine.launch(pair.element, Kernel::Emit, grid, arguments)?;
                 machine.download(arguments.used, read)?;
             }

@@ -14,6 +14,7 @@ pub(super) enum Kernel {
     Sample,
     Scan,
     Choose,
+    EmitFlat,
     Emit,
     Pack,
     Classify,
@@ -23,10 +24,11 @@ pub(super) enum Kernel {
 }
 
 impl Kernel {
-    pub(super) const ALL: [Self; 9] = [
+    pub(super) const ALL: [Self; 10] = [
         Self::Sample,
         Self::Scan,
         Self::Choose,
+        Self::EmitFlat,
         Self::Emit,
         Self::Pack,
         Self::Classify,
@@ -40,6 +42,7 @@ impl Kernel {
             Self::Sample => "sample",
             Self::Scan => "scan",
             Self::Choose => "choose",
+            Self::EmitFlat => "emit_flat",
             Self::Emit => "emit",
             Self::Pack => "pack",
             Self::Classify => "classify",

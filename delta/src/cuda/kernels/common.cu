@@ -26,25 +26,17 @@ typedef unsigned long long u64;
 
 // ---- elements
 
-DEVICE u32 load(const u8* bytes, u64 index) {
 #if SIZE == 1
-    return bytes[index];
+typedef u8 Bare;
 #elif SIZE == 2
-    return ((const u16*)bytes)[index];
+typedef u16 Bare;
 #else
-    return ((const u32*)bytes)[index];
+typedef u32 Bare;
 #endif
-}
 
-DEVICE void store(u8* bytes, u64 index, u32 value) {
-#if SIZE == 1
-    bytes[index] = (u8)value;
-#elif SIZE == 2
-    ((u16*)bytes)[index] = (u16)value;
-#else
-    ((u32*)bytes)[index] = value;
-#endif
-}
+DEVICE u32 load(const u8* bytes, u64 index) { return ((const Bare*)bytes)[index]; }
+
+DEVICE void store(u8* bytes, u64 index, u32 value) { ((Bare*)bytes)[index] = (Bare)value; }
 
 DEVICE u32 exponent(u32 bits) { return (bits & (MASK >> 1)) >> MANTISSA_BITS; }
 
@@ -105,12 +97,14 @@ DEVICE Eight load_eight(const u8* bytes, u32 count) {
 // Element `i`, which the compiler knows.
 DEVICE u32 known(const Eight& v, int i) { return (v.word[i * SIZE / 4] >> (i * ELEMENT_BITS % 32)) & MASK; }
 
-// Element `i`, whichever: put together of all words, because an index would put them into memory.
+// Element `i`, whichever: its word is chosen from all, because an index would put them into memory.
 DEVICE u32 any(const Eight& v, int i) {
-    u32 word = 0;
+    Eight left = v;
 #pragma unroll
-    for (int k = 0; k < 2 * SIZE; k++) word |= v.word[k] & (0u - (u32)(k == i * SIZE / 4));
-    return (word >> (i * ELEMENT_BITS % 32)) & MASK;
+    for (int half = SIZE; half > 0; half /= 2)
+#pragma unroll
+        for (int k = 0; k < half; k++) left.word[k] = i * SIZE / 4 & half ? left.word[k + half] : left.word[k];
+    return (left.word[0] >> (i * ELEMENT_BITS % 32)) & MASK;
 }
 
 // ---- digest
@@ -139,6 +133,9 @@ DEVICE void digest_change(const u64* keys, u32 inside, u32 old, u32 fresh, u64& 
 // ---- warps
 
 DEVICE u32 lane_id() { return threadIdx.x % 32; }
+
+// A bit for each lane below this one.
+DEVICE u32 lanes_below() { return (1u << lane_id()) - 1; }
 
 // Sum over this lane and those below.
 DEVICE u32 sum_up_to(u32 value) {

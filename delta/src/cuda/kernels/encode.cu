@@ -1,5 +1,5 @@
-// Encoding. sample: which exponents may be classes. scan: what changed, and how. choose: the coder table of each segment. emit: the bits of
-// each block. pack: the blocks one after the other, and between them what the host writes.
+// Encoding. sample: which exponents may be classes. scan: what changed, and how. choose: the coder table of each segment. emit_flat, emit: the
+// bits of each block, in one class or in several. pack: the blocks one after the other, and between them what the host writes.
 
 // What the host writes between the blocks: so many bytes of its text.
 struct Piece {
@@ -14,12 +14,12 @@ struct Encode {
     const u64* keys; // A and B of the digest
     u32* firsts; // of each segment: exponent of the first class
     u32* statistics; // of each segment: STATISTICS numbers
-    u8* masks; // a bit for each element: whether it changed
     u32* changed; // of each block
+    u32* listed; // of each block: its changes, if all of them are in `lists`; otherwise 0
     u64* digests; // of each block: what its digest changes by
     Table* tables; // of each segment
-    Entry* lists; // of each thread block of `emit`: room for a whole block's changes
-    u64 list; // changes that fit into its shared memory
+    Entry* lists; // of each block: position and step of each change, in order; room for NEAR
+    Entry* spare; // of each thread block of `emit`: room for a whole block's changes
     u32* coded; // words of all blocks, in any order
     u64 capacity; // words there
     u64* used; // words that they take, or would
@@ -70,96 +70,156 @@ KERNEL void sample(Encode a) {
 
 // Loads that a lane has in flight before it looks at the first; more would leave fewer warps on a processor.
 #define AHEAD 2
+// Elements of a block that one warp goes through.
+#define PART (BLOCK / WARPS)
+// Changes that a warp may have found and not yet looked into: fewer than 32, and those of the 256 elements that it reads at once.
+#define WAITING 288u
+// Most changes of a block that are listed: 4.7 %, half of it for large elements.
+#define NEAR (SIZE == 4 ? 1536u : 3072u)
+#define NEAR_PART (NEAR / WARPS)
 
-KERNEL void BOUNDS(THREADS, 5) scan(Encode a) {
-    SHARED u32 sizes[CLASSES * LENGTHS];
-    SHARED u32 members[CLASSES];
-    SHARED u32 changed;
-    SHARED u64 sums[2];
-    u32 t = threadIdx.x, lane = lane_id();
-    for (u32 i = t; i < CLASSES * LENGTHS; i += THREADS) sizes[i] = 0;
-    if (t < CLASSES) members[t] = 0;
-    if (t < 2) sums[t] = 0;
-    if (t == 0) changed = 0;
-    __syncthreads();
-    u64 block = blockIdx.x, segment = block / SEGMENT_BLOCKS;
-    u32 n = block_elements(a.elements, block);
+struct Waiting {
+    Bare was[WAITING], is[WAITING];
+    u16 places[WAITING];
+};
+
+struct Scanning {
+    u64 sums[2];
+    u64 stripes[2 * BLOCK / STRIPE]; // keys
+    Entry list[NEAR]; // so many for each warp
+    Waiting waiting[WARPS];
+    u32 found[WARPS];
+    u32 sizes[CLASSES * LENGTHS];
+    u32 members[CLASSES];
+};
+
+// Sum over the lanes below of numbers up to 15, of which most are 0 or 1. `all` becomes that of all lanes.
+DEVICE u32 few_below(u32 value, u32& all) {
+    u32 below = 0;
+    all = 0;
+    for (u32 bit = 0; __any_sync(ALL, value >> bit); bit++) {
+        u32 votes = __ballot_sync(ALL, value >> bit & 1);
+        below += __popc(votes & lanes_below()) << bit;
+        all += __popc(votes) << bit;
+    }
+    return below;
+}
+
+DEVICE u32 changed_of(const Eight& was, const Eight& is) {
+    u32 mask = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) mask |= (u32)(known(was, i) != known(is, i)) << i;
+    return mask;
+}
+
+// What change `number` of a warp says of its class, and what it does to the digest.
+DEVICE void look(const Encode& a, Scanning& s, u32 number, u32 first, u32 last, u64* sums) {
+    const Waiting& waiting = s.waiting[threadIdx.x / 32];
+    u32 slot = number % WAITING, place = waiting.places[slot], old = waiting.was[slot], now = waiting.is[slot];
+    int step = step_of(old, now);
+    if (number < NEAR_PART) s.list[threadIdx.x / 32 * NEAR_PART + number] = entry(place, (u32)step);
+    atomicAdd(&s.sizes[class_of(old, first, last) * LENGTHS + 32 - __clz(size_of_step(step))], 1u);
+    u64 one = 0, two = 0;
+    digest_change(a.keys, place % STRIPE, old, now, one, two);
+    sums[0] += one * s.stripes[place / STRIPE * 2];
+    sums[1] += two * s.stripes[place / STRIPE * 2 + 1];
+}
+
+// A warp's part of a block. Returns how many changes it found.
+template <bool MANY>
+DEVICE u32 scan_part(const Encode& a, Scanning& s, u64 block, u32 n, u64* sums) {
+    u64 segment = block / SEGMENT_BLOCKS, tallies[4] = {0, 0, 0, 0};
+    u32 lane = lane_id(), warp = threadIdx.x / 32, found = 0, seen = 0;
     u32 apart = segment_elements(a.elements, segment) < 0x80000 ? 1 : 4;
-    u32 first = a.classes ? a.firsts[segment] : 0;
-    u32 last = a.classes ? CLASSES - 1 : 0;
+    u32 first = MANY ? a.firsts[segment] : 0, last = MANY ? CLASSES - 1 : 0;
     const u8* base = a.base + block * BLOCK * SIZE;
     const u8* fresh = a.fresh + block * BLOCK * SIZE;
-    u64 total[2] = {0, 0}, tallies[4] = {0, 0, 0, 0};
-    u32 found = 0;
-    for (u32 stripe = t / 32; stripe * STRIPE < n; stripe += WARPS) {
-        u64 sum[2] = {0, 0};
-        for (u32 group = 0; group < STRIPE / 256; group += AHEAD) {
-            Eight was[AHEAD], is[AHEAD];
+    Waiting& waiting = s.waiting[warp];
+    for (u32 from = warp * PART; from < (warp + 1) * PART && from < n; from += AHEAD * 256) {
+        Eight was[AHEAD], is[AHEAD];
 #pragma unroll
-            for (int k = 0; k < AHEAD; k++) {
-                u32 at = stripe * STRIPE + (group + k) * 256 + lane * 8, count = at < n ? n - at : 0;
-                was[k] = load_eight(base + (u64)at * SIZE, count);
-                is[k] = load_eight(fresh + (u64)at * SIZE, count);
-            }
-#pragma unroll
-            for (int k = 0; k < AHEAD; k++) {
-                u32 at = stripe * STRIPE + (group + k) * 256 + lane * 8, count = at < n ? n - at : 0;
-                u32 mask = 0;
-#pragma unroll
-                for (int i = 0; i < 8; i++) mask |= (u32)(known(was[k], i) != known(is[k], i)) << i;
-                a.masks[block * (BLOCK / 8) + at / 8] = (u8)mask;
-                found += __popc(mask);
-                if (a.classes && at / 64 % apart == 0) {
-                    u64 nibbles = 0;
-#pragma unroll
-                    for (int i = 0; i < 8; i++)
-                        if (i < (int)count) nibbles += 1ull << 4 * class_of(known(was[k], i), first, last);
-#pragma unroll
-                    for (int q = 0; q < 4; q++) tallies[q] += nibbles >> 4 * q & 0x000f000f000f000full;
-                }
-                while (mask) {
-                    int i = __ffs(mask) - 1;
-                    mask &= mask - 1;
-                    u32 old = any(was[k], i), now = any(is[k], i);
-                    u32 length = 32 - __clz(size_of_step(step_of(old, now)));
-                    atomicAdd(&sizes[class_of(old, first, last) * LENGTHS + length], 1u);
-                    digest_change(a.keys, at % STRIPE + i, old, now, sum[0], sum[1]);
-                }
-            }
+        for (int k = 0; k < AHEAD; k++) {
+            u32 at = from + k * 256 + lane * 8, count = at < n ? n - at : 0;
+            was[k] = load_eight(base + (u64)at * SIZE, count);
+            is[k] = load_eight(fresh + (u64)at * SIZE, count);
         }
-        u64 index = block * (BLOCK / STRIPE) + stripe;
-        total[0] += sum[0] * key(KEY_M, index);
-        total[1] += sum[1] * key(KEY_N, index);
-    }
-    found = (u32)sum_all(found);
 #pragma unroll
-    for (int i = 0; i < 2; i++) total[i] = sum_all(total[i]);
-    if (lane == 0) {
-        atomicAdd(&changed, found);
-        atomicAdd(&sums[0], total[0]);
-        atomicAdd(&sums[1], total[1]);
+        for (int k = 0; k < AHEAD; k++) {
+            u32 at = from + k * 256 + lane * 8, count = at < n ? n - at : 0;
+            if (MANY && at / 64 % apart == 0) {
+                u64 nibbles = 0;
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    if (i < (int)count) nibbles += 1ull << 4 * class_of(known(was[k], i), first, last);
+#pragma unroll
+                for (int q = 0; q < 4; q++) tallies[q] += nibbles >> 4 * q & 0x000f000f000f000full;
+            }
+            u32 mask = changed_of(was[k], is[k]), all, number = found + few_below(__popc(mask), all);
+            for (; mask; mask &= mask - 1, number++) {
+                int i = __ffs(mask) - 1;
+                u32 slot = number % WAITING;
+                waiting.was[slot] = (Bare)any(was[k], i);
+                waiting.is[slot] = (Bare)any(is[k], i);
+                waiting.places[slot] = (u16)(at + i);
+            }
+            found += all;
+            if (found - seen < 32) continue;
+            // Many at once: one alone would cost as much as 32.
+            __syncwarp();
+            for (; found - seen >= 32; seen += 32) look(a, s, seen + lane, first, last, sums);
+            __syncwarp();
+        }
     }
-    if (a.classes) {
+    __syncwarp();
+    if (seen + lane < found) look(a, s, seen + lane, first, last, sums);
+    if (MANY) {
         u32 own = 0;
 #pragma unroll
         for (int q = 0; q < 4; q++) {
             u64 all = sum_all(tallies[q]);
             if ((int)(lane % 4) == q) own = all >> 16 * (lane / 4 % 4) & 0xffff;
         }
-        if (lane < CLASSES) atomicAdd(&members[lane], own * apart);
-    } else if (t == 0) {
-        atomicAdd(&members[0], n);
+        if (lane < CLASSES) atomicAdd(&s.members[lane], own * apart);
+    }
+    return found;
+}
+
+KERNEL void BOUNDS(THREADS, 5) scan(Encode a) {
+    SHARED Scanning s;
+    u64 block = blockIdx.x, segment = block / SEGMENT_BLOCKS, sums[2] = {0, 0};
+    u32 t = threadIdx.x, lane = lane_id(), warp = t / 32, n = block_elements(a.elements, block);
+    for (u32 i = t; i < CLASSES * LENGTHS; i += THREADS) s.sizes[i] = 0;
+    if (t < CLASSES) s.members[t] = t == 0 && !a.classes ? n : 0;
+    if (t < 2) s.sums[t] = 0;
+    if (t < 2 * BLOCK / STRIPE) s.stripes[t] = key(t % 2 ? KEY_N : KEY_M, block * (BLOCK / STRIPE) + t / 2);
+    __syncthreads();
+    u32 found = a.classes ? scan_part<true>(a, s, block, n, sums) : scan_part<false>(a, s, block, n, sums);
+#pragma unroll
+    for (int i = 0; i < 2; i++) sums[i] = sum_all(sums[i]);
+    if (lane == 0) {
+        s.found[warp] = found;
+        atomicAdd(&s.sums[0], sums[0]);
+        atomicAdd(&s.sums[1], sums[1]);
     }
     __syncthreads();
+    u32 before = 0, changed = 0, most = 0;
+    for (u32 w = 0; w < WARPS; w++) {
+        if (w == warp) before = changed;
+        changed += s.found[w];
+        most = most > s.found[w] ? most : s.found[w];
+    }
+    bool listed = most <= NEAR_PART;
+    if (listed)
+        for (u32 i = lane; i < found; i += 32) a.lists[block * NEAR + before + i] = s.list[warp * NEAR_PART + i];
     u32* statistics = a.statistics + segment * STATISTICS;
     if (changed) {
         for (u32 i = t; i < CLASSES * LENGTHS; i += THREADS)
-            if (sizes[i]) atomicAdd(&statistics[SIZES + i], sizes[i]);
-        if (t < CLASSES) atomicAdd(&statistics[MEMBERS + t], members[t]);
+            if (s.sizes[i]) atomicAdd(&statistics[SIZES + i], s.sizes[i]);
+        if (t < CLASSES) atomicAdd(&statistics[MEMBERS + t], s.members[t]);
         if (t == 0) atomicAdd(&statistics[BLOCKS], 1u);
     }
-    if (t == 0) a.changed[block] = changed;
-    if (t < 2) a.digests[block * 2 + t] = sums[t];
+    if (t == 0) a.changed[block] = changed, a.listed[block] = listed ? changed : 0;
+    if (t < 2) a.digests[block * 2 + t] = s.sums[t];
 }
 
 // ---- choosing tables: the arithmetic of choose.rs, which must come out the same to the last bit (no fused multiply-add)
@@ -251,8 +311,8 @@ KERNEL void choose(Encode a) {
     const u32* statistics = a.statistics + segment * STATISTICS;
     u32 t = threadIdx.x, k = t % CLASSES, role = t / CLASSES;
     u32 apart = segment_elements(a.elements, segment) < 0x80000 ? 1 : 4;
-    if (role < 3 || t == 3 * CLASSES) {
-        u32 from = role == 1 || role == 3 ? 0 : k, to = role == 2 || role == 3 ? CLASSES - 1 : k;
+    if (a.classes ? role < 3 || t == 3 * CLASSES : t == 3 * CLASSES) {
+        u32 from = role == 1 || role == 3 ? 0 : k, to = !a.classes ? 0 : role == 2 || role == 3 ? CLASSES - 1 : k;
         Tally tally;
         tally.members = tally.changed = 0;
         for (u32 i = 0; i < LENGTHS; i++) tally.sizes[i] = 0;
@@ -274,12 +334,12 @@ KERNEL void choose(Encode a) {
     for (u32 c = 0; c < CLASSES; c++) table.classes[c] = 0;
     table.classes[0] = flat.parameters;
     u32 lowest = CLASSES, highest = 0;
-    for (u32 c = 0; c < CLASSES; c++) {
+    for (u32 c = 0; a.classes && c < CLASSES; c++) {
         u32 used = statistics[MEMBERS + c];
         for (u32 i = 1; i < LENGTHS && !used; i++) used = statistics[SIZES + c * LENGTHS + i];
         if (used) highest = c, lowest = lowest < c ? lowest : c;
     }
-    if (a.classes && lowest < highest) {
+    if (lowest < highest) {
         double best = 0.0;
         u32 best_from = CLASSES, best_to = 0;
         for (u32 from = lowest; from <= highest; from++) {
@@ -310,15 +370,17 @@ DEVICE void put(u32* out, u32 at, u32 value) {
     if (shift && value >> (32 - shift)) atomicOr(out + word + 1, value >> (32 - shift));
 }
 
-DEVICE u32 lane_below() { return (1u << lane_id()) - 1; }
 DEVICE u32 after_last(u32 from, u32 votes) { return from + 32 - __clz(votes); }
 DEVICE u32 runs(u32 count, u32 run) { return (count + (1u << run) - 1) >> run; }
 
-// One lane's piece: `zeros` zeros, a one and the low `run` bits of `gap`, for those that have one. Returns the bit after all lanes' pieces.
+// One lane's piece: `zeros` zeros, a one and the low `run` bits of `gap`, for those that have one. Returns the bit after all lanes' pieces;
+// without WRITE, what it was given and the length of the lane's own.
 template <bool WRITE>
 DEVICE u32 put_pieces(u32* out, u32 at, bool has, u32 gap, u32 run) {
-    u32 length = has ? (gap >> run) + 1 + run : 0, sum = sum_up_to(length);
-    if (WRITE && has) put(out, at + sum - length + (gap >> run), 1 | (gap & ((1u << run) - 1)) << 1);
+    u32 length = has ? (gap >> run) + 1 + run : 0;
+    if (!WRITE) return at + length;
+    u32 sum = sum_up_to(length);
+    if (has) put(out, at + sum - length + (gap >> run), 1 | (gap & ((1u << run) - 1)) << 1);
     return at + __shfl_sync(ALL, sum, 31);
 }
 
@@ -337,6 +399,7 @@ DEVICE u32 put_places(u32* out, u32 at, const Entry* list, const Share& piece, u
         u32 place = has ? place_of(list[i]) : 0, next = has && i ? place_of(list[i - 1]) + 1 : 0;
         at = put_pieces<WRITE>(out, at, has, place - next, run);
     }
+    if (!WRITE) at = (u32)sum_all(at);
     if (piece.to < piece.count) return at;
     return at + runs(members - (piece.count ? place_of(list[piece.count - 1]) + 1 : 0), run);
 }
@@ -349,7 +412,7 @@ DEVICE u32 put_inverted(u32* out, u32 at, const Entry* list, u32 count, u32 memb
         bool has = i <= count;
         u32 place = !has ? 0 : i < count ? place_of(list[i]) : members, next = has && i ? place_of(list[i - 1]) + 1 : 0;
         u32 marks = has ? place - next : 0; // unchanged ones before this change, or at the end
-        u32 breaks = __ballot_sync(ALL, has && (marks || i == 0)), below = breaks & lane_below();
+        u32 breaks = __ballot_sync(ALL, has && (marks || i == 0)), below = breaks & lanes_below();
         u32 row = i - (below ? after_last(from, below) - 1 : start); // changes in a row before them
         u32 first = (row >> run) + 1 + run;
         u32 length = marks ? first + (marks - 1) * (1 + run) : has && i == count ? runs(row, run) : 0;
@@ -380,10 +443,11 @@ DEVICE u32 put_large(u32* out, u32 at, const Entry* list, const Share& piece, u3
     for (u32 from = piece.from; from < piece.to; from += 32) {
         u32 i = from + lane_id();
         bool large = is_large(list, i, piece.to, 2);
-        u32 votes = __ballot_sync(ALL, large), below = votes & lane_below();
+        u32 votes = __ballot_sync(ALL, large), below = votes & lanes_below();
         at = put_pieces<WRITE>(out, at, large, i - (below ? after_last(from, below) : next), run);
         if (votes) next = after_last(from, votes);
     }
+    if (!WRITE) at = (u32)sum_all(at);
     return piece.to < piece.count ? at : at + runs(piece.count - next, run);
 }
 
@@ -395,8 +459,12 @@ DEVICE u32 put_rice(u32* out, u32 at, const Entry* list, const Share& piece, u32
         bool has = size >= least;
         u32 value = has ? size - least : 0, quotient = value >> rice;
         u32 length = !has ? 0 : quotient < ESCAPE ? quotient + 1 + rice : ESCAPE + ELEMENT_BITS;
+        if (!WRITE) {
+            at += length;
+            continue;
+        }
         u32 sum = sum_up_to(length), to = at + sum - length;
-        if (WRITE && has) {
+        if (has) {
             if (quotient < ESCAPE) {
                 put(out, to + quotient, 1);
                 put(out, to + quotient + 1, value & ((1u << rice) - 1));
@@ -406,13 +474,13 @@ DEVICE u32 put_rice(u32* out, u32 at, const Entry* list, const Share& piece, u32
         }
         at += __shfl_sync(ALL, sum, 31);
     }
-    return at;
+    return WRITE ? at : (u32)sum_all(at);
 }
 
 // Codes a piece where its parts begin, or (without WRITE) finds how many bits each takes. A whole warp.
 template <bool WRITE>
-DEVICE void put_piece(u32* out, Share& shared, const Entry* list, u32 members, u32 parameters, int shift) {
-    Share piece = shared;
+DEVICE void put_piece(u32* out, Share& own, const Entry* list, u32 members, u32 parameters, int shift) {
+    Share piece = own;
     u32 run = shifted_run(parameters, shift), large_run = large_run_of(parameters);
     u32 least = large_run == EXPLICIT ? 1 : 2;
     u32 places = WRITE ? piece.places : 0, large = WRITE ? piece.large : 0, rice = WRITE ? piece.rice : 0;
@@ -426,8 +494,9 @@ DEVICE void put_piece(u32* out, Share& shared, const Entry* list, u32 members, u
             u32 negative = __ballot_sync(ALL, i < piece.to && signed_upper(list[i]) < 0);
             if (lane_id() == 0) put(out, piece.signs + from - piece.from, negative);
         }
-    } else if (lane_id() == 0) {
-        shared.places = places, shared.large = large, shared.signs = piece.to - piece.from, shared.rice = rice;
+    } else {
+        // All lanes say the same.
+        own.places = places, own.large = large, own.signs = piece.to - piece.from, own.rice = rice;
     }
 }
 
@@ -452,19 +521,55 @@ struct Emitting {
     u16 counts[CLASSES * THREADS];
 };
 
-// Lists the changes of a block by class: `s.starts` says where each begins. `list` gets positions.
-DEVICE void list_changes(Emitting& s, const u32* masks, u32 n, bool flat, const Classes& classes, Entry* list) {
-    const u32 own = BLOCK / 32 / THREADS;
-    u32 t = threadIdx.x, k_count = flat ? 1 : CLASSES, words = (n + 31) / 32;
-    for (u32 k = 0; k < k_count; k++) s.counts[k * THREADS + t] = 0;
-    for (u32 w = t * own; w < (t + 1) * own && w < words; w++) {
-        u32 mask = masks[w];
-        if (flat) {
-            s.counts[t] += (u16)__popc(mask);
-            continue;
-        }
-        for (; mask; mask &= mask - 1) s.counts[class_at(classes, w * 32 + __ffs(mask) - 1) * THREADS + t]++;
+// Changes of a block that are listed in order.
+struct Listed {
+    const Entry* list;
+    u32 found;
+
+    // Hands each change of thread `t` to `take`: those of threads one after the other are the block's.
+    template <class Take>
+    DEVICE_MEMBER void each(u32 t, Take take) const {
+        u32 own = (found + THREADS - 1) / THREADS;
+        for (u32 i = t * own; i < (t + 1) * own && i < found; i++) take(place_of(list[i]), signed_upper(list[i]));
     }
+};
+
+// Those of a block with too many, which are looked for once more: a bit for each element that changed.
+struct Marked {
+    const u8 *base, *fresh;
+    const u32* masks;
+    u32 words;
+
+    template <class Take>
+    DEVICE_MEMBER void each(u32 t, Take take) const {
+        const u32 own = BLOCK / 32 / THREADS;
+        for (u32 w = t * own; w < (t + 1) * own && w < words; w++) {
+            for (u32 mask = masks[w]; mask; mask &= mask - 1) {
+                u32 position = w * 32 + __ffs(mask) - 1;
+                take(position, step_of(load(base, position), load(fresh, position)));
+            }
+        }
+    }
+};
+
+// Marks what changed in a block of `n` elements; all threads together.
+DEVICE Marked mark(const u8* base, const u8* fresh, u32 n, u32* masks) {
+    u32 words = (n + 31) / 32;
+    for (u32 at = threadIdx.x * 8; at < words * 32; at += THREADS * 8) {
+        u32 count = at < n ? n - at : 0;
+        Eight was = load_eight(base + (u64)at * SIZE, count), is = load_eight(fresh + (u64)at * SIZE, count);
+        ((u8*)masks)[at / 8] = (u8)changed_of(was, is);
+    }
+    __syncthreads();
+    return Marked{base, fresh, masks, words};
+}
+
+// Lists the changes of a block by class, each with its rank there and its step: `s.starts` says where each class begins.
+template <class Changes>
+DEVICE void list_changes(Emitting& s, const Changes& changes, bool flat, const Classes& classes, Entry* list) {
+    u32 t = threadIdx.x, k_count = flat ? 1 : CLASSES;
+    for (u32 k = 0; k < k_count; k++) s.counts[k * THREADS + t] = 0;
+    changes.each(t, [&](u32 position, int) { s.counts[(flat ? 0 : class_at(classes, position)) * THREADS + t]++; });
     __syncthreads();
     for (u32 k = t / 32; k < k_count; k += WARPS) {
         u32 all = 0;
@@ -482,12 +587,10 @@ DEVICE void list_changes(Emitting& s, const u32* masks, u32 n, bool flat, const 
         for (u32 k = 0; k < CLASSES; k++) s.starts[k + 1] = k < k_count ? s.starts[k] + s.starts[k + 1] : s.starts[k];
     }
     __syncthreads();
-    for (u32 w = t * own; w < (t + 1) * own && w < words; w++) {
-        for (u32 mask = masks[w]; mask; mask &= mask - 1) {
-            u32 position = w * 32 + __ffs(mask) - 1, k = flat ? 0 : class_at(classes, position);
-            list[s.starts[k] + s.counts[k * THREADS + t]++] = entry(position, 0);
-        }
-    }
+    changes.each(t, [&](u32 position, int step) {
+        u32 k = flat ? 0 : class_at(classes, position), rank = flat ? position : rank_at(classes, k, position);
+        list[s.starts[k] + s.counts[k * THREADS + t]++] = entry(rank, (u32)step);
+    });
     __syncthreads();
 }
 
@@ -506,47 +609,108 @@ DEVICE void cut(Emitting& s, const Table& table, u32 found) {
     }
 }
 
-// Turns the bits that the parts take into where they begin: those of a class one after the other, each through all its pieces.
-DEVICE void lay_out(Emitting& s) {
+// Turns the bits that the parts take into where they begin: those of a class one after the other, each through all its pieces. Returns how many
+// bits the block takes.
+DEVICE u32 lay_out(Share* pieces, u32 count) {
     u32 at = 3;
-    for (u32 from = 0, to; from < s.piece_count; from = to) {
-        for (to = from; to < s.piece_count && s.pieces[to].k == s.pieces[from].k; to++) {}
-        for (u32 i = from; i < to; i++) at += s.pieces[i].places, s.pieces[i].places = at - s.pieces[i].places;
-        for (u32 i = from; i < to; i++) at += s.pieces[i].large, s.pieces[i].large = at - s.pieces[i].large;
-        for (u32 i = from; i < to; i++) at += s.pieces[i].signs, s.pieces[i].signs = at - s.pieces[i].signs;
-        for (u32 i = from; i < to; i++) at += s.pieces[i].rice, s.pieces[i].rice = at - s.pieces[i].rice;
+    for (u32 from = 0, to; from < count; from = to) {
+        for (to = from; to < count && pieces[to].k == pieces[from].k; to++) {}
+        for (u32 i = from; i < to; i++) at += pieces[i].places, pieces[i].places = at - pieces[i].places;
+        for (u32 i = from; i < to; i++) at += pieces[i].large, pieces[i].large = at - pieces[i].large;
+        for (u32 i = from; i < to; i++) at += pieces[i].signs, pieces[i].signs = at - pieces[i].signs;
+        for (u32 i = from; i < to; i++) at += pieces[i].rice, pieces[i].rice = at - pieces[i].rice;
     }
-    s.bits = at;
+    return at;
 }
 
+// Changes to expect in a class of so many members.
+DEVICE double expected_of(u32 members, u32 parameters) {
+    return (double)members * LN_2 / (double)(1u << run_of(parameters));
+}
+
+// Room for the code of a block: its first word, or NOWHERE. One thread.
+DEVICE u64 claim(const Encode& a, u64 block, u32 n, u32 bits) {
+    u32 bytes = (bits + 7) / 8, words = (bits + 31) / 32;
+    u64 place = NOWHERE;
+    // What is not shorter than the elements is not used.
+    if (bytes < n * SIZE) {
+        place = atomicAdd(a.used, (u64)words);
+        if (place + words > a.capacity) place = NOWHERE;
+    }
+    a.places[block] = place;
+    a.bytes[block] = bytes;
+    return place;
+}
+
+// Whether a block is for `emit_flat`.
+DEVICE bool is_simple(const Encode& a, u64 block) {
+    return a.listed[block] && a.tables[block / SEGMENT_BLOCKS].count == 1;
+}
+
+// Words of a block's code that are put together in shared memory.
+#define NEAR_CODE 512u
+
+// Codes a block in one class, a whole warp, into words that are zero.
+DEVICE void put_flat(u32* out, Share& piece, const Entry* list, u32 n, u32 parameters, int shift) {
+    if (lane_id() == 0) put(out, 0, (u32)(shift + 3));
+    put_piece<true>(out, piece, list, n, parameters, shift);
+    __syncwarp();
+}
+
+// A warp for each block.
+KERNEL void emit_flat(Encode a) {
+    SHARED u32 codes[WARPS * NEAR_CODE];
+    u32 lane = lane_id(), warp = threadIdx.x / 32;
+    u64 block = (u64)blockIdx.x * WARPS + warp;
+    if (block >= a.blocks || !is_simple(a, block)) return;
+    u32 found = a.listed[block], n = block_elements(a.elements, block);
+    u32 parameters = a.tables[block / SEGMENT_BLOCKS].classes[0];
+    const Entry* list = a.lists + block * NEAR;
+    int shift = best_shift(expected_of(n, parameters), found);
+    Share piece;
+    piece.k = 0, piece.from = 0, piece.to = piece.count = found;
+    put_piece<false>(nullptr, piece, list, n, parameters, shift);
+    u32 bits = lay_out(&piece, 1), words = (bits + 31) / 32;
+    u64 place = lane == 0 ? claim(a, block, n, bits) : 0;
+    place = __shfl_sync(ALL, place, 0);
+    if (place == NOWHERE) return;
+    u32* out = a.coded + place;
+    if (words <= NEAR_CODE) {
+        u32* code = codes + warp * NEAR_CODE;
+        for (u32 i = lane; i < words; i += 32) code[i] = 0;
+        __syncwarp();
+        put_flat(code, piece, list, n, parameters, shift);
+        for (u32 i = lane; i < words; i += 32) out[i] = code[i];
+    } else {
+        for (u32 i = lane; i < words; i += 32) out[i] = 0;
+        __syncwarp();
+        put_flat(out, piece, list, n, parameters, shift);
+    }
+}
+
+// The blocks that are left, one after the other, each by all warps.
 KERNEL void emit(Encode a) {
     SHARED Emitting s;
     DYNAMIC_SHARED(shared);
     u32 t = threadIdx.x, warp = t / 32;
-    Entry* near = (Entry*)shared;
-    Classes classes = classes_at(shared + a.list * sizeof(Entry));
+    Classes classes = classes_at(shared + NEAR * sizeof(Entry));
     for (u64 block = blockIdx.x; block < a.blocks; block += gridDim.x) {
         u32 found = a.changed[block], n = block_elements(a.elements, block);
-        if (found == 0) continue;
+        if (found == 0 || is_simple(a, block)) continue;
         const Table& table = a.tables[block / SEGMENT_BLOCKS];
         const u8* base = a.base + block * BLOCK * SIZE;
-        const u8* fresh = a.fresh + block * BLOCK * SIZE;
-        bool flat = table.count == 1;
+        bool flat = table.count == 1, listed = a.listed[block];
         if (!flat) sort_classes(classes, base, n, table.first, table.count - 1);
         if (t < CLASSES) s.members[t] = flat ? (t == 0 ? n : 0) : classes.members[t];
-        Entry* list = found <= a.list ? near : a.lists + (u64)blockIdx.x * BLOCK;
-        list_changes(s, (const u32*)(a.masks + block * (BLOCK / 8)), n, flat, classes, list);
-        for (u32 i = t; i < found; i += THREADS) {
-            u32 position = place_of(list[i]);
-            u32 rank = flat ? position : rank_at(classes, class_at(classes, position), position);
-            list[i] = entry(rank, (u32)step_of(load(base, position), load(fresh, position)));
-        }
+        // Shared memory is for the list, or for the marks that it is made of.
+        Entry* list = listed ? (Entry*)shared : a.spare + (u64)blockIdx.x * BLOCK;
+        if (listed) list_changes(s, Listed{a.lists + block * NEAR, found}, flat, classes, list);
+        else list_changes(s, mark(base, a.fresh + block * BLOCK * SIZE, n, (u32*)shared), flat, classes, list);
         if (t == 0) {
             double expected = 0.0;
             for (u32 k = 0; k < table.count; k++)
                 // A single class counts whether it is inverted or not.
-                if (flat || !inverted_of(table.classes[k]))
-                    expected += (double)s.members[k] * LN_2 / (double)(1u << run_of(table.classes[k]));
+                if (flat || !inverted_of(table.classes[k])) expected += expected_of(s.members[k], table.classes[k]);
             s.shift = best_shift(expected, found);
             cut(s, table, found);
         }
@@ -557,16 +721,8 @@ KERNEL void emit(Encode a) {
         }
         __syncthreads();
         if (t == 0) {
-            lay_out(s);
-            u32 bytes = (s.bits + 7) / 8, words = (s.bits + 31) / 32;
-            s.place = NOWHERE;
-            // What is not shorter than the elements is not used.
-            if (bytes < n * SIZE) {
-                u64 place = atomicAdd(a.used, (u64)words);
-                if (place + words <= a.capacity) s.place = place;
-            }
-            a.places[block] = s.place;
-            a.bytes[block] = bytes;
+            s.bits = lay_out(s.pieces, s.piece_count);
+            s.place = claim(a, block, n, s.bits);
         }
         __syncthreads();
         if (s.place != NOWHERE) {

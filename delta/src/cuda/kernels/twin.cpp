@@ -151,6 +151,7 @@ extern "C" int twin_launch(const char* name, unsigned grid, unsigned threads, vo
     RUN(sample);
     RUN(scan);
     RUN(choose);
+    RUN(emit_flat);
     RUN(emit);
     RUN(pack);
     RUN(classify);
