@@ -222,7 +222,7 @@ fn time(seconds: f64) -> String {
 mod tests {
     use super::*;
 
-    /// A row of `benches/record/2026-11-21-colocate.txt`: two H200, NCCL over NVLink, deltas through shared memory, HBM to HBM.
+    /// A row of `benches/record/2026-11-21-colocate.txt` or, from the ninth on, `2026-11-22-nccl.txt`: two H200, NCCL over NVLink, deltas through shared memory, HBM to HBM.
     struct Row {
         layers: u32,
         /// What the delta is like.
@@ -237,7 +237,7 @@ mod tests {
     const MODEL: [(u32, u64, f64); 2] = [(4, 4_032_899_072, 11.1), (36, 16_381_470_720, 44.7)];
 
     #[rustfmt::skip]
-    const ROWS: [Row; 8] = [
+    const ROWS: [Row; 14] = [
         Row { layers: 4, kind: "fast 0.1 %", delta_bytes: 3_469_692, phases: [8.7, 0.3, 4.8], measured: [13.9, 9.1] },
         Row { layers: 4, kind: "wire 0.1 %", delta_bytes: 3_422_044, phases: [11.5, 0.3, 9.0], measured: [21.1, 11.9] },
         Row { layers: 4, kind: "fast 1 %", delta_bytes: 24_927_968, phases: [10.3, 3.0, 18.1], measured: [31.5, 20.4] },
@@ -246,6 +246,12 @@ mod tests {
         Row { layers: 4, kind: "wire 5 %", delta_bytes: 89_512_271, phases: [26.5, 13.6, 71.3], measured: [111.4, 83.3] },
         Row { layers: 36, kind: "fast 0.1 %", delta_bytes: 14_073_980, phases: [54.5, 1.8, 28.5], measured: [85.6, 57.9] },
         Row { layers: 36, kind: "wire 0.1 %", delta_bytes: 13_883_644, phases: [64.8, 1.5, 50.2], measured: [117.7, 67.2] },
+        Row { layers: 36, kind: "fast 0.1 %", delta_bytes: 14_073_980, phases: [41.0, 1.7, 26.7], measured: [69.9, 43.6] },
+        Row { layers: 36, kind: "wire 0.1 %", delta_bytes: 13_883_644, phases: [63.2, 1.6, 50.0], measured: [114.9, 66.7] },
+        Row { layers: 36, kind: "fast 1 %", delta_bytes: 101_229_536, phases: [52.2, 10.4, 48.9], measured: [111.9, 63.5] },
+        Row { layers: 36, kind: "wire 1 %", delta_bytes: 98_733_266, phases: [78.2, 10.2, 77.9], measured: [169.6, 92.6] },
+        Row { layers: 36, kind: "fast 5 %", delta_bytes: 379_853_953, phases: [90.8, 45.3, 123.7], measured: [260.6, 135.2] },
+        Row { layers: 36, kind: "wire 5 %", delta_bytes: 363_624_879, phases: [103.5, 42.2, 186.1], measured: [333.5, 195.9] },
     ];
 
     /// What is known of a model once it was encoded and applied; NCCL was measured with the small one.

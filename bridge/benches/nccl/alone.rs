@@ -2,14 +2,19 @@
 
 use std::time::Instant;
 
-use driftless_bridge::{Meeting, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Root, plan};
+use driftless_bridge::{
+    Bucket, Meeting, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Root, Weights, plan,
+};
+use driftless_transport::TensorInfo;
 
 use crate::memory::{Arena, tensors};
 use crate::python::{Python, nccl};
 use crate::{TURNS, check_environment, median};
 
-/// Small, so that gathering the first one, which nothing hides, takes little of the whole.
-const BUCKET_BYTES: u64 = 256 << 20;
+const BUCKET_BYTES: u64 = 512 << 20;
+/// The first buckets are smaller, because nothing hides the gathering of the first one, and the first broadcast must hide that of the next. Into
+/// an engine there is no need: its HTTP call takes longer than gathering a bucket does.
+const FIRST_BYTES: [u64; 3] = [BUCKET_BYTES / 16, BUCKET_BYTES / 4, BUCKET_BYTES / 4 * 3];
 /// Sizes are rounded to this, as a row of a matrix is.
 const ROW_BYTES: u64 = 1024;
 
@@ -20,8 +25,9 @@ pub(crate) fn run(python: &str) {
     options.version = Some(version);
     let mut root = NcclRoot::open(&options).unwrap();
     println!(
-        "NCCL {version:?}, 2 GPUs, buckets of {} MiB; medians of {TURNS} turns (least to most), GB/s",
-        BUCKET_BYTES >> 20
+        "NCCL {version:?}, 2 GPUs, buckets of {} MiB (growing: after those of {:?} MiB); medians of {TURNS} turns (least to most), GB/s",
+        BUCKET_BYTES >> 20,
+        FIRST_BYTES.map(|bytes| bytes >> 20)
     );
     let rendezvous = Rendezvous::start(([127, 0, 0, 1], 0).into(), RendezvousOptions::default()).unwrap();
     let port = rendezvous.address().port().to_string();
@@ -29,8 +35,8 @@ pub(crate) fn run(python: &str) {
     root.open(&Meeting { group: "alone", world: 2, rendezvous: &rendezvous }).unwrap();
     assert_eq!(peer.answer(), "in the group");
     println!(
-        "{:>6} {:>8} {:>12}  {:>24} {:>24}  ratio",
-        "GiB", "tensors", "of", "pushed in buckets", "one raw broadcast"
+        "{:>6} {:>8} {:>12}  {:>24} {:>24} {:>24}  ratios",
+        "GiB", "tensors", "of", "growing buckets", "even buckets", "one raw broadcast"
     );
     for gib in [1u64, 8, 32] {
         for count in [8 * gib, 10_240] {
@@ -44,24 +50,53 @@ fn row(root: &mut NcclRoot, peer: &mut Python, gib: u64, count: u64) {
     let total = each * count;
     let apart = Arena::new(tensors(count, each), true);
     let whole = Arena::new(tensors(1, total), false);
-    let (mut ours, mut raw) = (Vec::new(), Vec::new());
+    let infos = apart.weights.tensors();
+    let (growing, even) = (growing(infos), plan(infos, BUCKET_BYTES).unwrap());
+    let one = plan(whole.weights.tensors(), u64::MAX).unwrap();
+    let mut sides = [(&apart, growing, Vec::new()), (&apart, even, Vec::new()), (&whole, one, Vec::new())];
     for turn in 0..=TURNS {
-        let (pushed, one) = (push(root, peer, &apart, BUCKET_BYTES), push(root, peer, &whole, u64::MAX));
-        // The first of each joins, connects and allocates.
-        if turn > 0 {
-            ours.push(total as f64 / pushed / 1e9);
-            raw.push(total as f64 / one / 1e9);
+        for (arena, buckets, rates) in &mut sides {
+            let seconds = push(root, peer, arena, buckets);
+            // The first of each joins, connects and allocates.
+            if turn > 0 {
+                rates.push(total as f64 / seconds / 1e9);
+            }
         }
     }
-    let (ours, raw) = (median(ours), median(raw));
-    let show = |(middle, least, most): (f64, f64, f64)| format!("{middle:6.1} ({least:.1} to {most:.1})");
-    println!("{gib:>6} {count:>8} {:>12}  {:>24} {:>24}  {:.3}", each, show(ours), show(raw), ours.0 / raw.0);
+    let rates = sides.map(|(_, _, rates)| median(rates));
+    let [growing, even, raw] =
+        rates.map(|(middle, least, most)| format!("{middle:6.1} ({least:.1} to {most:.1})"));
+    println!(
+        "{gib:>6} {count:>8} {each:>12}  {growing:>24} {even:>24} {raw:>24}  {:.3} {:.3}",
+        rates[0].0 / rates[2].0,
+        rates[1].0 / rates[2].0
+    );
+}
+
+/// Buckets of which the first are smaller.
+fn growing(infos: &[TensorInfo]) -> Vec<Bucket> {
+    let (mut buckets, mut from) = (Vec::new(), 0);
+    let budgets = FIRST_BYTES.map(|first| (first, first)).into_iter().chain([(BUCKET_BYTES, u64::MAX)]);
+    for (budget, room) in budgets {
+        let mut left = room;
+        let fits = |info: &&TensorInfo| {
+            let bytes = info.byte_len().unwrap();
+            let fits = bytes <= left;
+            left = left.saturating_sub(bytes);
+            fits
+        };
+        // A tensor that is larger has a bucket to itself.
+        let count = infos[from..].iter().take_while(fits).count().max(1).min(infos.len() - from);
+        let mut part = plan(&infos[from..from + count], budget).unwrap();
+        part.iter_mut().flat_map(|bucket| &mut bucket.tensors).for_each(|index| *index += from);
+        buckets.extend(part);
+        from += count;
+    }
+    buckets
 }
 
 /// Seconds from the first byte to the last, once the peer waits for them.
-pub(crate) fn push(root: &mut NcclRoot, peer: &mut Python, arena: &Arena, budget: u64) -> f64 {
-    use driftless_bridge::Weights;
-    let buckets = plan(arena.weights.tensors(), budget).unwrap();
+pub(crate) fn push(root: &mut NcclRoot, peer: &mut Python, arena: &Arena, buckets: &[Bucket]) -> f64 {
     let lengths: Vec<_> = buckets.iter().map(|bucket| bucket.bytes.to_string()).collect();
     assert_eq!(peer.ask(&lengths.join(" ")), "waiting");
     while !root.joined().unwrap() {

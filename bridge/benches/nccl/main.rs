@@ -3,7 +3,8 @@
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- alone PYTHON
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- engine PYTHON URL DIR_A DIR_B
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- colocate URL DIR_A DIR_B
-//!     cargo bench -p driftless-bridge --features nccl --bench nccl -- snapshot [full] PYTHON
+//!     cargo bench -p driftless-bridge --features nccl --bench nccl -- snapshot PYTHON [LAYERS PERCENT…]
+//!     cargo bench -p driftless-bridge --features nccl --bench nccl -- snapshot full PYTHON
 //!
 //! `alone`: the transfer without an engine, to a torch process on the second GPU, against one raw broadcast of the same bytes.
 //! `engine`: into a running SGLang on the second GPU, HTTP included, against a torch rank 0; DIR_A and DIR_B are two checkpoints of its
@@ -29,12 +30,16 @@ fn main() {
         ["alone", python] => alone::run(python),
         ["engine", python, url, a, b] => engine::run(python, url, a.as_ref(), b.as_ref()),
         ["colocate", url, a, b] => colocate::run(url, a.as_ref(), b.as_ref()),
-        ["snapshot", python] => snapshot::run(python, true),
-        ["snapshot", "full", python] => snapshot::run(python, false),
+        ["snapshot", "full", python] => snapshot::run(python, &[4, 36], &[]),
+        ["snapshot", python] => snapshot::run(python, &[4, 36], &[0.1, 1.0, 5.0]),
+        ["snapshot", python, layers, ref percents @ ..] => {
+            let percents: Vec<f64> = percents.iter().map(|percent| percent.parse().unwrap()).collect();
+            snapshot::run(python, &[layers.parse().unwrap()], &percents);
+        }
         ["receiver", layers, density] => snapshot::receive(layers, density),
         // What `cargo bench` without words asks for: nothing that needs a GPU is run by accident.
         _ => println!(
-            "nccl: say `alone PYTHON`, `engine PYTHON URL DIR_A DIR_B`, `colocate URL DIR_A DIR_B` or `snapshot [full] PYTHON`"
+            "nccl: say `alone PYTHON`, `engine PYTHON URL DIR_A DIR_B`, `colocate URL DIR_A DIR_B`, `snapshot PYTHON [LAYERS PERCENT…]` or `snapshot full PYTHON`"
         ),
     }
 }

@@ -27,9 +27,10 @@ const SHM: &str = "/dev/shm/driftless-bench-snapshot";
 /// More than the payloads of the densest snapshot.
 const SHM_BYTES: usize = 2 << 30;
 
-pub(crate) fn run(python: &str, deltas: bool) {
+/// With so many layers; in full, and as deltas in which so many percent changed.
+pub(crate) fn run(python: &str, layers: &[u64], percents: &[f64]) {
     check_environment();
-    for layers in [4, 36] {
+    for &layers in layers {
         let infos = shapes(layers);
         let bytes: u64 = infos.iter().map(|info| info.byte_len().unwrap()).sum();
         println!(
@@ -37,10 +38,9 @@ pub(crate) fn run(python: &str, deltas: bool) {
             infos.len()
         );
         full(python, &infos);
-        let densities: &[f64] = if deltas { &[0.001, 0.01, 0.05] } else { &[] };
-        for &density in densities {
+        for &percent in percents {
             for profile in [Profile::Fast, Profile::Wire] {
-                delta(&infos, layers, density, profile);
+                delta(&infos, layers, percent / 100.0, profile);
             }
         }
     }
@@ -87,11 +87,12 @@ fn full(python: &str, infos: &[TensorInfo]) {
     root.open(&Meeting { group: "snapshot", world: 2, rendezvous: &rendezvous }).unwrap();
     assert_eq!(peer.answer(), "in the group");
     let arena = Arena::new(infos.to_vec(), true);
-    let buckets = plan(infos, 1 << 30).unwrap().len();
-    let times = (0..=TURNS).map(|_| crate::alone::push(&mut root, &mut peer, &arena, 1 << 30)).skip(1);
+    let buckets = plan(infos, 1 << 30).unwrap();
+    let times = (0..=TURNS).map(|_| crate::alone::push(&mut root, &mut peer, &arena, &buckets)).skip(1);
     let (middle, least, most) = median(times.map(|seconds| seconds * 1e3).collect());
     println!(
-        "full over NCCL, {buckets} buckets: moved and received in {middle:.1} ({least:.1} to {most:.1}), which is the pause"
+        "full over NCCL, {} buckets: moved and received in {middle:.1} ({least:.1} to {most:.1}), which is the pause",
+        buckets.len()
     );
 }
 

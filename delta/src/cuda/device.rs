@@ -24,6 +24,8 @@ pub(super) const SOURCE: &str = concat!(
     "#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]\n",
     include_str!("kernels/common.cu"),
     include_str!("kernels/encode.cu"),
+    include_str!("kernels/emit.cu"),
+    include_str!("kernels/frame.cu"),
     include_str!("kernels/decode.cu"),
     include_str!("kernels/parse.cu"),
 );

@@ -1,4 +1,8 @@
-//! Encoding on a machine: asks for the kernels, then puts the payload together as `encode.rs` and `segment.rs` of the crate do.
+//! Encoding on a machine: asks for the kernels, and where blocks are hardly related to their base puts the payload together as `encode.rs` and
+//! `segment.rs` of the crate do.
+
+#[cfg(test)]
+mod tests;
 
 use std::ops::Range;
 
@@ -29,17 +33,18 @@ struct Encode {
     spare: u64,
     coded: u64,
     capacity: u64,
-    used: u64,
+    summary: u64,
     places: u64,
     bytes: u64,
     targets: u64,
+    header: u64,
     pieces: u64,
     piece_count: u64,
     text: u64,
     out: u64,
 }
 
-// SAFETY: 24 numbers of 64 bits, in the order of the `struct`.
+// SAFETY: 25 numbers of 64 bits, in the order of the `struct`.
 unsafe impl Arguments for Encode {}
 
 /// Numbers of a segment's statistics: `STATISTICS` of `kernels/encode.cu`.
@@ -49,11 +54,18 @@ pub(super) const TABLE_BYTES: usize = 4 * 18;
 /// Shared memory of a block's classes: `CLASSES_BYTES`.
 pub(super) const CLASSES_BYTES: usize = 4 * BLOCK_ELEMENTS / 8 + 16 * (BLOCK_ELEMENTS / 128) * 2 + 16 * 4;
 /// Bytes of a block's list of changes: `NEAR` entries. A block with more is looked through once more.
-const LIST_BYTES: usize = 4 * 3072;
+const LIST_BYTES: usize = 4 * 4096;
 /// Blocks that a thread block of `emit_flat` codes: `WARPS`.
 const WARPS: usize = 8;
 /// Code of a block at first, in bytes on average; if it turns out to be more, the blocks are coded once more.
 const FIRST_CODE: usize = 4096;
+/// Most bytes of tokens before a block, and of a table with its tokens before a segment.
+const TOKEN_BYTES: usize = 16;
+const TABLE_ROOM: usize = 256;
+/// Bytes of a delta's header.
+const HEADER_BYTES: usize = 11;
+/// The one thread block of `frame`: `FRAMERS` warps.
+const FRAME: Grid = Grid { blocks: 1, threads: 1024, shared: 0 };
 /// Where there is no target.
 const NOWHERE: u64 = u64::MAX;
 
@@ -120,11 +132,31 @@ struct Report {
     segments: usize,
 }
 
-impl Report {
-    const USED: usize = 0;
+/// `struct Summary` of `kernels/encode.cu`.
+struct Summary {
+    used: u64,
+    end: u64,
+    changed: u64,
+    hard: bool,
+}
 
+impl Summary {
+    const BYTES: usize = 32;
+
+    fn read(bytes: &[u8]) -> Self {
+        let mut fields = numbers(bytes).map(u64::from_le_bytes);
+        let mut next = || fields.next().unwrap_or(0);
+        Self { used: next(), end: next(), changed: next(), hard: next() != 0 }
+    }
+}
+
+impl Report {
     fn digests(&self) -> Range<usize> {
-        16..16 + 16 * self.blocks
+        Summary::BYTES..Summary::BYTES + 16 * self.blocks
+    }
+    /// What the host reads first.
+    fn first(&self) -> Range<usize> {
+        0..self.digests().end
     }
     fn changed(&self) -> Range<usize> {
         let start = self.digests().end;
@@ -183,8 +215,18 @@ impl<M: Machine> State<M> {
         }
         let mut arguments = self.arguments(machine, &pair, elements, &report)?;
         self.find(machine, &pair, &report, &arguments)?;
-        self.code(machine, &pair, &report, &mut arguments)?;
-        self.assemble(machine, &pair, &report, arguments, elements)
+        let summary = self.code(machine, &pair, &report, &mut arguments)?;
+        if summary.changed == 0 {
+            return self.unchanged(machine, &pair);
+        }
+        let end = if summary.hard {
+            self.assemble(machine, &pair, &report, &mut arguments, elements)?
+        } else {
+            self.plan.raw.clear();
+            summary.end as usize
+        };
+        self.fetch(machine, &pair, &report, &arguments, end)?;
+        Ok(Outcome { changed: summary.changed, bytes: end })
     }
 
     fn arguments(
@@ -197,7 +239,7 @@ impl<M: Machine> State<M> {
         let (blocks, segments) = (report.blocks, report.segments);
         let keys = keys_on(machine, &mut self.keys)?;
         let wide = if pair.element.size() == 4 { 8 } else { 4 };
-        let area = self.blocks.address(machine, report.len().next_multiple_of(16) + (8 + 4) * blocks)?;
+        let area = self.blocks.address(machine, report.len().next_multiple_of(16) + (8 + 8 + 4) * blocks)?;
         let places = area + report.len().next_multiple_of(16) as u64;
         let statistics = self.segments.address(machine, segments * (STATISTICS + 1) * 4)?;
         let first_code = blocks * FIRST_CODE + BLOCK_ELEMENTS * pair.element.size();
@@ -212,16 +254,18 @@ impl<M: Machine> State<M> {
             firsts: statistics + (segments * STATISTICS * 4) as u64,
             statistics,
             changed: area + report.changed().start as u64,
-            listed: places + 8 * blocks as u64,
+            listed: places + 16 * blocks as u64,
             digests: area + report.digests().start as u64,
             tables: area + report.tables().start as u64,
             lists: self.lists.address(machine, blocks * LIST_BYTES)?,
             spare: self.spare.address(machine, machine.emitters().min(blocks) * BLOCK_ELEMENTS * wide)?,
             coded,
             capacity: (self.coded.bytes() / 4) as u64,
-            used: area + Report::USED as u64,
+            summary: area,
             places,
             bytes: area + report.bytes().start as u64,
+            targets: places + 8 * blocks as u64,
+            header: HEADER_BYTES as u64,
             ..Encode::default()
         })
     }
@@ -240,50 +284,57 @@ impl<M: Machine> State<M> {
         }
     }
 
-    /// Asks for the code of each block, and waits for the report.
-    fn code(&mut self, machine: &M, pair: &Pair<'_>, report: &Report, arguments: &mut Encode) -> Result<()> {
+    /// Asks for the code of each block and its place in the payload, and waits for the summary.
+    fn code(
+        &mut self,
+        machine: &M,
+        pair: &Pair<'_>,
+        report: &Report,
+        arguments: &mut Encode,
+    ) -> Result<Summary> {
         let shared = LIST_BYTES + if arguments.classes == 1 { CLASSES_BYTES } else { 0 };
-        let grid = Grid { shared, ..Grid::of(machine.emitters().min(report.blocks)) };
+        let emit = Grid { shared, ..Grid::of(machine.emitters().min(report.blocks)) };
+        let tokens = TOKEN_BYTES * (report.blocks + 1) + TABLE_ROOM * report.segments + HEADER_BYTES;
         loop {
-            let read = self.report.bytes(machine, report.len())?;
-            // SAFETY: as in `find`; the report is looked at after the wait.
+            arguments.out = self.out.address(machine, self.coded.bytes() + tokens)?;
+            let read = &mut self.report.bytes(machine, report.len())?[report.first()];
+            // SAFETY: as in `find`, and `out` has room for all code that fits and the tokens between; the report is looked at after the wait.
             unsafe {
-                machine.clear(arguments.used, 8)?;
+                machine.clear(arguments.summary, Summary::BYTES)?;
                 let flat = Grid::of(report.blocks.div_ceil(WARPS));
                 machine.launch(pair.element, Kernel::EmitFlat, flat, arguments)?;
-                machine.launch(pair.element, Kernel::Emit, grid, arguments)?;
-                machine.download(arguments.used, read)?;
+                machine.launch(pair.element, Kernel::Emit, emit, arguments)?;
+                machine.launch(pair.element, Kernel::Frame, FRAME, arguments)?;
+                machine.download(arguments.summary, read)?;
             }
             machine.finish()?;
-            let used = numbers(&read[Report::USED..]).map(u64::from_le_bytes).next().unwrap_or(0);
-            if used <= arguments.capacity {
-                return Ok(());
+            let summary = Summary::read(read);
+            if summary.used <= arguments.capacity {
+                return Ok(summary);
             }
-            arguments.coded = self.coded.address(machine, used as usize * 4)?;
+            arguments.coded = self.coded.address(machine, summary.used as usize * 4)?;
             arguments.capacity = (self.coded.bytes() / 4) as u64;
         }
     }
 
-    /// Puts tokens between the blocks and has all of it copied to the host.
+    /// Puts a payload together here, because a block may be better off without its base. Returns its length.
     fn assemble(
         &mut self,
         machine: &M,
         pair: &Pair<'_>,
         report: &Report,
-        mut arguments: Encode,
+        arguments: &mut Encode,
         elements: usize,
-    ) -> Result<Outcome> {
-        let Self { report: read, payload, placed, out, block, entropy, plan, digests, places, .. } = self;
-        let read = read.filled(report.len());
-        digests.copy_from(pair.digests);
-        let changes = numbers::<16>(&read[report.digests()]).map(Digest::from_bytes);
-        digests.blocks_mut().iter_mut().zip(changes).for_each(|(digest, change)| *digest += change);
-        plan.begin(pair, digests, report.blocks);
+    ) -> Result<usize> {
+        let Self { report: read, placed, out, block, entropy, plan, places, .. } = self;
+        let rest = report.first().end..report.len();
+        let read = read.bytes(machine, report.len())?;
+        // SAFETY: the report lies there, and is looked at after the wait.
+        unsafe { machine.download(arguments.summary + rest.start as u64, &mut read[rest]) }?;
+        machine.finish()?;
+        plan.begin(report.blocks);
         let mut fetch = Fetch { machine, pair, elements, block, entropy, coded: Vec::new() };
         plan.blocks(report, read, &mut fetch)?;
-        if plan.changed == 0 {
-            return self.unchanged(machine, pair);
-        }
         let places = places.bytes(machine, plan.bytes())?;
         plan.put(places);
         arguments.targets = placed.address(machine, places.len())?;
@@ -291,18 +342,39 @@ impl<M: Machine> State<M> {
         arguments.piece_count = plan.pieces.len() as u64;
         arguments.text = arguments.pieces + 24 * arguments.piece_count;
         arguments.out = out.address(machine, plan.end)?;
-        let bytes = payload.bytes(machine, plan.end)?;
-        // SAFETY: targets, pieces and text lie in `placed`, and what they say lies within `out` one after the other; all memory lives until the wait.
+        // SAFETY: the room was made for them; they live until the wait in `encode`.
+        unsafe { machine.upload(arguments.targets, places) }?;
+        Ok(plan.end)
+    }
+
+    /// Has the payload of `end` bytes copied to the host, which writes the header meanwhile.
+    fn fetch(
+        &mut self,
+        machine: &M,
+        pair: &Pair<'_>,
+        report: &Report,
+        arguments: &Encode,
+        end: usize,
+    ) -> Result<()> {
+        let Self { report: read, payload, plan, digests, .. } = self;
+        let (head, body) = payload.bytes(machine, end)?.split_at_mut(HEADER_BYTES);
+        // SAFETY: what targets and pieces say lies within `out`, one after the other; all memory lives until the wait.
         unsafe {
-            machine.upload(arguments.targets, places)?;
-            machine.launch(pair.element, Kernel::Pack, Grid::of(report.blocks), &arguments)?;
-            machine.download(arguments.out, bytes)?;
+            machine.launch(pair.element, Kernel::Pack, Grid::of(report.blocks), arguments)?;
+            machine.download(arguments.out + HEADER_BYTES as u64, body)?;
             for (to, from) in &plan.raw {
-                machine.download(pair.new.address + from.start as u64, &mut bytes[*to..*to + from.len()])?;
+                let to = to - HEADER_BYTES;
+                machine.download(pair.new.address + from.start as u64, &mut body[to..to + from.len()])?;
             }
         }
-        machine.finish()?;
-        Ok(Outcome { changed: plan.changed, bytes: plan.end })
+        digests.copy_from(pair.digests);
+        let changes = numbers::<16>(&read.filled(report.len())[report.digests()]).map(Digest::from_bytes);
+        digests.blocks_mut().iter_mut().zip(changes).for_each(|(digest, change)| *digest += change);
+        let kind = Kind::Delta(pair.digests.total().short_check());
+        let mut header = Vec::with_capacity(HEADER_BYTES);
+        Header { element: pair.element, kind, result: digests.total().check() }.write(&mut header);
+        head.copy_from_slice(&header);
+        machine.finish()
     }
 
     fn unchanged(&mut self, machine: &M, pair: &Pair<'_>) -> Result<Outcome> {
@@ -360,10 +432,9 @@ impl<M: Machine> Fetch<'_, M> {
     }
 }
 
-/// A payload as far as the host knows it.
+/// A payload as far as the host knows it, behind the header.
 #[derive(Default)]
 struct Plan {
-    changed: u64,
     /// What the host writes, and where each piece of it goes.
     text: Vec<u8>,
     pieces: Vec<(usize, Range<usize>)>,
@@ -377,17 +448,14 @@ struct Plan {
 }
 
 impl Plan {
-    /// Starts over, with the header.
-    fn begin(&mut self, pair: &Pair<'_>, digests: &DigestTable, blocks: usize) {
-        (self.changed, self.same, self.end) = (0, 0, 0);
+    /// Starts over.
+    fn begin(&mut self, blocks: usize) {
+        (self.same, self.end) = (0, HEADER_BYTES);
         self.text.clear();
         self.pieces.clear();
         self.raw.clear();
         self.targets.clear();
         self.targets.resize(blocks, NOWHERE);
-        let kind = Kind::Delta(pair.digests.total().short_check());
-        let header = Header { element: pair.element, kind, result: digests.total().check() };
-        self.write(|text| header.write(text));
     }
 
     fn write(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
@@ -453,7 +521,6 @@ impl Plan {
             self.write(|text| text.extend_from_slice(&coded_table));
             let mut raw = 0..0;
             for (block, changed) in (segment * SEGMENT_BLOCKS..).zip(own) {
-                self.changed += u64::from(*changed);
                 self.block(block, *changed, lengths[block] as usize, &mut raw, fetch)?;
             }
             self.end_raw(&mut raw, BLOCK_ELEMENTS * fetch.pair.element.size());

@@ -16,6 +16,7 @@ pub(super) enum Kernel {
     Choose,
     EmitFlat,
     Emit,
+    Frame,
     Pack,
     Classify,
     Parse,
@@ -24,12 +25,13 @@ pub(super) enum Kernel {
 }
 
 impl Kernel {
-    pub(super) const ALL: [Self; 10] = [
+    pub(super) const ALL: [Self; 11] = [
         Self::Sample,
         Self::Scan,
         Self::Choose,
         Self::EmitFlat,
         Self::Emit,
+        Self::Frame,
         Self::Pack,
         Self::Classify,
         Self::Parse,
@@ -44,6 +46,7 @@ impl Kernel {
             Self::Choose => "choose",
             Self::EmitFlat => "emit_flat",
             Self::Emit => "emit",
+            Self::Frame => "frame",
             Self::Pack => "pack",
             Self::Classify => "classify",
             Self::Parse => "parse",

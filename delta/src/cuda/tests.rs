@@ -15,13 +15,13 @@ use crate::{BLOCK_ELEMENTS, DigestTable, Element, Encoder, Profile, Serial, Sour
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, c_uint, *mut c_void) -> c_int;
 
 /// The kernels for one element type, in this process.
-struct Compiled {
+pub(super) struct Compiled {
     _library: libloading::Library,
     launch: Launch,
 }
 
 /// Compiles the twin, once for each element type; `None` where there is no C++ compiler. Kernels keep state: one runs at a time.
-fn compiled(element: Element) -> Option<MutexGuard<'static, HashMap<Element, Compiled>>> {
+pub(super) fn compiled(element: Element) -> Option<MutexGuard<'static, HashMap<Element, Compiled>>> {
     static COMPILED: OnceLock<Mutex<HashMap<Element, Compiled>>> = OnceLock::new();
     let mut all = COMPILED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
     if all.contains_key(&element) {
@@ -62,7 +62,7 @@ fn compiled(element: Element) -> Option<MutexGuard<'static, HashMap<Element, Com
 struct Bytes(Vec<u128>);
 
 /// A machine that does everything at once, on this thread. Its memory is full of rubbish at first.
-struct Twin;
+pub(super) struct Twin;
 
 impl Machine for Twin {
     type Memory = Box<[u128]>;
@@ -212,10 +212,10 @@ impl Both {
 }
 
 /// splitmix64.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -391,6 +391,13 @@ fn rows_that_change_whole() {
             .into_iter()
             .for_each(|profile| drop(both.check("rows", Element::Bf16, &base, &new, profile)));
     }
+    // Few enough to be listed, but all where one warp looks.
+    let (base, mut new) = pair(Element::Bf16, BLOCK_ELEMENTS, 0.0, 11);
+    for at in 9000..9600 {
+        let old = Element::Bf16.load(&base, at);
+        put(Element::Bf16, &mut new, at, Element::Bf16.stepped(old, 1));
+    }
+    PROFILES.into_iter().for_each(|profile| drop(both.check("one row", Element::Bf16, &base, &new, profile)));
 }
 
 #[test]

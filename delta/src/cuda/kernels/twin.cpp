@@ -21,7 +21,7 @@ struct Dim { unsigned x; };
 static Dim threadIdx, blockIdx, blockDim, gridDim;
 alignas(16) static unsigned char twin_dynamic[232448];
 
-enum { TWIN_THREADS = 256, TWIN_STACK = 64 * 1024 };
+enum { TWIN_THREADS = 1024, TWIN_STACK = 64 * 1024 };
 struct Warp { unsigned arrived, generation; unsigned long long slots[2][32]; };
 static struct {
     ucontext_t start[TWIN_THREADS], main;
@@ -86,6 +86,8 @@ static double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); r
 
 #include "common.cu"
 #include "encode.cu"
+#include "emit.cu"
+#include "frame.cu"
 #include "decode.cu"
 #include "parse.cu"
 
@@ -153,6 +155,7 @@ extern "C" int twin_launch(const char* name, unsigned grid, unsigned threads, vo
     RUN(choose);
     RUN(emit_flat);
     RUN(emit);
+    RUN(frame);
     RUN(pack);
     RUN(classify);
     RUN(parse);
