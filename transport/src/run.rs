@@ -320,7 +320,14 @@ impl Run {
     /// The newest version for a reader that has `have` and knew of no newer one; and its manifest, if it is the next one.
     ///
     /// Versions have no gaps, so one request, for the next manifest, tells that there is nothing new, whatever the head says.
-    pub(crate) fn newest_behind(&self, model: &str, have: Version) -> Result<(Version, Option<Committed>)> {
+    /// With `alone`, a next one counts as the newest: who looked a moment ago and found nothing has it a round trip sooner, and
+    /// finds what is behind it with the next look.
+    pub(crate) fn newest_behind(
+        &self,
+        model: &str,
+        have: Version,
+        alone: bool,
+    ) -> Result<(Version, Option<Committed>)> {
         let next = match self.get(model, have.next()) {
             Err(Error::NoSuchVersion { .. }) => return Ok((have, None)),
             Err(Error::Collected { .. }) => None,
@@ -328,7 +335,7 @@ impl Run {
         };
         let next = next.filter(|_| have.next().0 < crate::manifest::VERSION_MAX);
         match next {
-            Some(next) if !self.has(model, next.manifest.version.next())? => {
+            Some(next) if alone || !self.has(model, next.manifest.version.next())? => {
                 Ok((next.manifest.version, Some(next)))
             }
             // Several, and the head says how many.

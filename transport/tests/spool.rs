@@ -33,7 +33,7 @@ fn turn() -> MutexGuard<'static, ()> {
 
 fn spooling() -> SpoolOptions {
     let mut options = SpoolOptions::default();
-    (options.range_bytes, options.object_bytes_min) = (RANGE, 1);
+    (options.range_bytes, options.request_bytes_max, options.object_bytes_min) = (RANGE, RANGE, 1);
     options
 }
 

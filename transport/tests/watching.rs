@@ -86,6 +86,48 @@ fn an_idle_look_is_one_request() {
     assert_eq!(Run::open(world.store.clone(), RUN).unwrap().newest_version(MODEL).unwrap(), Some(Version(6)));
 }
 
+#[test]
+fn a_version_after_a_quiet_look_is_taken_without_asking_for_another() {
+    let mut world = World::new();
+    let stop = Stop::new();
+    let (follower, switch) = (world.follower.clone(), stop.clone());
+    let watcher = std::thread::spawn(move || follower.run_until(&switch, false));
+    let until = |what: &str, done: &dyn Fn() -> bool| {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !done() {
+            assert!(Instant::now() < deadline, "{what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let has =
+        |follower: &Follower, version| follower.status().applied.is_some_and(|ack| ack.version >= version);
+    let look = |world: &World| {
+        let gets = world.count.counts().gets;
+        until("nobody watches", &|| world.follower.notify());
+        until("it does not look", &|| world.count.counts().gets > gets);
+    };
+    until("version 0", &|| has(&world.follower, Version(0)));
+    // The second begins when the first has found nothing.
+    look(&world);
+    look(&world);
+    let before = world.count.counts();
+    assert_eq!(world.publish(), Version(1));
+    look(&world);
+    until("version 1", &|| has(&world.follower, Version(1)));
+    assert_eq!(calls(world.count.counts(), before)[1..3], [0, 0], "heads, lists");
+    // Several are found as well, the first of them maybe by itself.
+    look(&world);
+    for _ in 0..3 {
+        world.publish();
+    }
+    look(&world);
+    until("version 2", &|| has(&world.follower, Version(2)));
+    look(&world);
+    until("version 4", &|| has(&world.follower, Version(4)));
+    stop.stop();
+    watcher.join().unwrap().unwrap();
+}
+
 fn exchange(addr: SocketAddr, path: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(addr).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();

@@ -138,6 +138,8 @@ struct Core {
     engines: Vec<Slot>,
     /// The version that [`Follower::activate`] was last called for.
     released: Option<Version>,
+    /// The last look found nothing new, so that the next version will be the newest.
+    quiet: bool,
     /// There is one as soon as the run was seen.
     keeper: Option<Keeper>,
 }
@@ -189,6 +191,7 @@ impl Follower {
             feed: None,
             engines,
             released: None,
+            quiet: false,
             keeper: None,
         };
         let shared = Shared {
@@ -232,7 +235,18 @@ impl Follower {
     /// version before stays in place.
     pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
         let mut core = self.core()?;
-        let prepared = self.prepare_in(&mut core, target);
+        core.quiet = false;
+        self.prepare_noted(&mut core, target)
+    }
+
+    /// One look of the loop: to the newest version, or to the next one if the look before found nothing new.
+    fn look(&self) -> Result<()> {
+        self.prepare_noted(&mut *self.core()?, None).map(drop)
+    }
+
+    /// Prepares, and has the status and the counters tell of it.
+    fn prepare_noted(&self, core: &mut Core, target: Option<Version>) -> Result<Prepared> {
+        let prepared = self.prepare_in(core, target);
         let status = {
             let mut status = self.status_mut();
             status.error = prepared.as_ref().err().map(|error| chain_text(error));
@@ -343,19 +357,19 @@ impl Follower {
             core.keeper = Some(Keeper::new(&run, &options.model, &options.id, options.renew)?);
             core.run = Some(run);
         }
-        let Core { run: Some(run), replica, keeper: Some(keeper), .. } = core else {
+        let Core { run: Some(run), replica, keeper: Some(keeper), quiet, .. } = core else {
             return Err(Error::NoSuchRun { name: options.run.clone(), store: self.shared.store.to_string() });
         };
         let started = Instant::now();
-        let mut moved = self.advance(run, replica, keeper, target);
+        let mut moved = self.advance(run, replica, (keeper, &mut *quiet), target);
         match moved {
             Err(damage @ Error::DamagedReplica { .. }) => {
                 replica.quarantine(damage)?;
-                moved = self.advance(run, replica, keeper, target);
+                moved = self.advance(run, replica, (keeper, &mut *quiet), target);
             }
             // More was published and collected than one advance takes time for: the newest is another one now.
             Err(Error::Collected { .. }) if target.is_none() => {
-                moved = self.advance(run, replica, keeper, target);
+                moved = self.advance(run, replica, (keeper, &mut *quiet), target);
             }
             _ => {}
         }
@@ -378,20 +392,22 @@ impl Follower {
         Ok(prepared)
     }
 
-    /// Moves the replica to `target`, or to the newest version.
+    /// Moves the replica to `target`, or to the newest version; `quiet` says of one look to the next that nothing was new.
     fn advance(
         &self,
         run: &Run,
         replica: &mut Replica,
-        keeper: &Keeper,
+        (keeper, quiet): (&Keeper, &mut bool),
         target: Option<Version>,
     ) -> Result<Advanced> {
         let options = &self.shared.options;
         let level = self.level(run, replica).filter(|_| target.is_none());
+        let alone = std::mem::take(quiet);
         let (newest, known) = match level {
             Some(have) => {
-                let (newest, known) = run.newest_behind(&options.model, have)?;
+                let (newest, known) = run.newest_behind(&options.model, have, alone)?;
                 if newest == have {
+                    *quiet = true;
                     return Ok(Advanced::default());
                 }
                 (Some(newest), known)

@@ -1,7 +1,7 @@
 //! The loop of a follower that acts alone.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Follower;
 use crate::error::{Error, Result};
@@ -104,8 +104,8 @@ impl Follower {
         let _watching = Watching(self);
         let mut failures = 0;
         while !stop.is_stopped() {
-            let prepared =
-                if self.options().coordinated { self.check_durable() } else { self.prepare(None).map(drop) };
+            let began = Instant::now();
+            let prepared = if self.options().coordinated { self.check_durable() } else { self.look() };
             match prepared {
                 // Before the trainer's first publication, or while a coordinator's request is under way,
                 // nothing is wrong.
@@ -130,7 +130,10 @@ impl Follower {
             if self.is_done() {
                 break;
             }
-            if stop.wait(backoff(self.options().poll, self.options().backoff_max, failures)) {
+            // From one look to the next, so that the way to the store is not waited for besides; after a failure, in full.
+            let spent = if failures == 0 { began.elapsed() } else { Duration::ZERO };
+            let pause = backoff(self.options().poll, self.options().backoff_max, failures);
+            if stop.wait(pause.saturating_sub(spent)) {
                 break;
             }
         }

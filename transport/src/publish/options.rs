@@ -64,7 +64,7 @@ pub struct PublisherOptions {
     pub uploads: usize,
     /// Threads that encode; by default as many as there are cores, up to 8.
     pub threads: usize,
-    /// Bytes of tensors that may be under way between the snapshot and the objects at once, 256 MiB by default; a larger
+    /// Bytes of tensors that may be under way between the snapshot and the objects at once, 512 MiB by default; a larger
     /// tensor passes alone. Memory holds up to twice as much: what the snapshot gives, if it does not lend it, and what
     /// becomes of it.
     pub buffer_bytes: u64,
@@ -97,7 +97,7 @@ impl PublisherOptions {
             object_bytes_max: 8 << 20,
             uploads: 4,
             threads: crate::pool::threads(8),
-            buffer_bytes: 256 << 20,
+            buffer_bytes: 512 << 20,
             profile: Profile::default(),
             anchor_every: None,
             anchor_share: None,

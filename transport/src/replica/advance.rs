@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use super::state::State;
+use super::target::Targets;
 use super::{Advanced, Replica, check_model, fetch, objects};
 use crate::error::{Error, Result};
 use crate::ids::{ContentDigest, Version};
@@ -141,9 +142,11 @@ impl Replica {
         }
         let started = Instant::now();
         let objects = objects::Objects::new(links, fetch);
-        let sealed = self.journal_publications(links, &objects);
+        let base = self.state.as_ref().filter(|_| links.first().is_some_and(|first| self.is_base_of(first)));
+        let targets = base.map_or_else(Targets::default, |base| Targets::open(&base.checkpoint));
+        let sealed = self.journal_publications(links, &objects, &targets);
         let (journal, bytes) = (started.elapsed(), objects.fetched());
-        let overwrite = self.carry_out(sealed)?;
+        let overwrite = self.carry_out(sealed, targets)?;
         let changed = links.iter().map(|link| link.manifest.changed).sum();
         tracing::info!(
             dir = %self.dir.display(), version = %last.manifest.version, links = links.len(), bytes, changed,
@@ -158,12 +161,17 @@ impl Replica {
         link.manifest.kind == Kind::Delta && self.state.is_some() && link.manifest.base == self.identity()
     }
 
-    /// Seals the journal of publications in a row.
-    fn journal_publications(&self, links: &[Committed], objects: &objects::Objects<'_>) -> Result<()> {
+    /// Seals the journal of publications in a row. Pages of `targets` that will be overwritten are made ready.
+    fn journal_publications(
+        &self,
+        links: &[Committed],
+        objects: &objects::Objects<'_>,
+        targets: &Targets,
+    ) -> Result<()> {
         let Some(first) = links.first() else { return Ok(()) };
         match &self.state {
             Some(state) if self.is_base_of(first) => {
-                fetch::journal_deltas(&self.layout.journal(), state, links, objects)
+                fetch::journal_deltas(&self.layout.journal(), (state, targets), links, objects)
             }
             Some(state) if !first.manifest.is_anchor() => Err(broken_chain(state, &first.manifest)),
             state => {

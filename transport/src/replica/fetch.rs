@@ -10,6 +10,7 @@ use driftless_delta::{DigestTable, Patch, decode, decode_full};
 use super::journal::{Record, Writer};
 use super::objects::{Objects, Place};
 use super::state::{Copy, State, Tables, digests_to_bytes};
+use super::target::Targets;
 use crate::checkpoint::{sync_dir, write_weights};
 use crate::error::{Error, Result};
 use crate::manifest::{File, Kind, Manifest, Piece, Tensor};
@@ -65,10 +66,11 @@ fn same_names(a: &Manifest, b: &Manifest) -> bool {
     a.tensors.len() == b.tensors.len() && a.tensors.iter().map(names).eq(b.tensors.iter().map(names))
 }
 
-/// Writes and seals the journal that takes `base` over `links` by their deltas. All links tie the same names.
+/// Writes and seals the journal that takes `base` over `links` by their deltas. All links tie the same names. Of `targets`, the
+/// base's files, the pages are made ready that will change.
 pub(super) fn journal_deltas(
     path: &Path,
-    base: &State,
+    (base, targets): (&State, &Targets),
     links: &[Committed],
     objects: &Objects<'_>,
 ) -> Result<()> {
@@ -95,7 +97,7 @@ pub(super) fn journal_deltas(
             &weights,
             bounds(),
             Ok,
-            |index| patch_tensor(base, &main_names, links, index, objects),
+            |index| patch_tensor((base, targets), &main_names, links, index, objects),
             |index, (patches, table): (Vec<PatchBytes>, DigestTable)| {
                 let tensor = &tensors[index].name;
                 for (offset, bytes) in &patches {
@@ -313,7 +315,7 @@ fn full_tensor(
 /// The patches, with the byte at which each begins, that take the `index`-th tensor over `links`; and what its digests
 /// are then.
 fn patch_tensor(
-    base: &State,
+    (base, targets): (&State, &Targets),
     main_names: &BTreeMap<&str, &str>,
     links: &[Committed],
     index: usize,
@@ -343,6 +345,7 @@ fn patch_tensor(
             if Some(number) != last {
                 apply(tensor, &decoded, between.get_or_insert_with(|| bytes.to_vec()))?;
             }
+            targets.make_ready(&base.checkpoint, tensor, &decoded);
             patches.extend(decoded.iter().map(|(offset, patch)| (*offset, patch.to_bytes())));
             new
         };

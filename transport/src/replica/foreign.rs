@@ -11,6 +11,7 @@ use driftless_delta::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Patch, Profi
 use super::fetch;
 use super::journal::{Record, Writer};
 use super::state::State;
+use super::target::Targets;
 use super::{Advanced, Replica};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
@@ -85,7 +86,7 @@ impl Replica {
         let sealed = journal(&self.layout.journal(), state, next, rewrite, confirm);
         let journal = started.elapsed();
         let changed = sealed.as_ref().copied().unwrap_or_default();
-        let overwrite = self.carry_out(sealed)?;
+        let overwrite = self.carry_out(sealed, Targets::default())?;
         tracing::info!(
             dir = %self.dir.display(), version = %next.version, changed, journal_ms = journal.as_millis() as u64,
             overwrite_ms = overwrite.as_millis() as u64, "applied"

@@ -6,8 +6,10 @@
 //! without a valid commit at its very end was never committed.
 
 use std::fs::File;
-use std::io::{BufWriter, ErrorKind, Write};
+use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::thread::{self, JoinHandle};
 
 use crate::checkpoint::{remove_file, sync_file};
 use crate::error::{Error, Result};
@@ -17,6 +19,8 @@ const MAGIC: [u8; 8] = *b"dftljnl1";
 const HEAD_BYTES: usize = 24;
 const DIGEST_BYTES: usize = 32;
 const COMMIT: u32 = 0xffff_ffff;
+/// After so many bytes the disk is told to begin with them.
+const BEGIN_BYTES: usize = 16 << 20;
 
 /// One step of an apply. All are idempotent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +74,37 @@ pub(super) struct Writer {
     path: PathBuf,
     file: BufWriter<File>,
     hash: blake3::Hasher,
+    /// Bytes since the disk was last told to begin with them.
+    unsynced: usize,
+    begun: Option<Begun>,
+}
+
+/// A thread that syncs what was written so far while more is being written, so that the last sync finds little to do.
+struct Begun {
+    more: SyncSender<()>,
+    /// A failed write-back is told once, maybe here.
+    outcome: JoinHandle<io::Result<()>>,
+}
+
+impl Begun {
+    fn start(file: &File, path: &Path) -> io::Result<Self> {
+        // One request waits while another is carried out; what comes then is in it.
+        let (more, requests) = sync_channel(1);
+        let (file, path) = (file.try_clone()?, path.to_owned());
+        let work = move || {
+            requests.iter().try_for_each(|()| {
+                watch::before(Call::Sync, &path)?;
+                file.sync_data()
+            })
+        };
+        let outcome = thread::Builder::new().name("driftless-journal".to_owned()).spawn(work)?;
+        Ok(Self { more, outcome })
+    }
+
+    fn end(self) -> io::Result<()> {
+        drop(self.more);
+        self.outcome.join().unwrap_or_else(|_| Err(io::Error::other("the thread that syncs it is gone")))
+    }
 }
 
 impl Writer {
@@ -77,7 +112,8 @@ impl Writer {
         let file = watch::before(Call::Create, path).and_then(|()| File::create(path));
         let file = file.map_err(|source| Error::io("create", path, source))?;
         let file = BufWriter::with_capacity(1 << 18, file);
-        let mut writer = Self { path: path.into(), file, hash: blake3::Hasher::new() };
+        let mut writer =
+            Self { path: path.into(), file, hash: blake3::Hasher::new(), unsynced: 0, begun: None };
         writer.write(&MAGIC)?;
         Ok(writer)
     }
@@ -96,14 +132,34 @@ impl Writer {
         self.write(&digest)?;
         let file =
             self.file.into_inner().map_err(|error| Error::io("write", &self.path, error.into_error()))?;
-        sync_file(&file, &self.path).map_err(|source| Error::io("sync", &self.path, source))
+        self.begun
+            .map_or(Ok(()), Begun::end)
+            .and_then(|()| sync_file(&file, &self.path))
+            .map_err(|source| Error::io("sync", &self.path, source))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.hash.update(bytes);
         watch::before(Call::Write, &self.path)
             .and_then(|()| self.file.write_all(bytes))
+            .and_then(|()| self.begin(bytes.len()))
             .map_err(|source| Error::io("write", &self.path, source))
+    }
+
+    /// Has the disk begin with what is there, every so many bytes.
+    fn begin(&mut self, written: usize) -> io::Result<()> {
+        self.unsynced += written;
+        if self.unsynced >= BEGIN_BYTES {
+            self.unsynced = 0;
+            let begun = match self.begun.take() {
+                Some(begun) => begun,
+                None => Begun::start(self.file.get_ref(), &self.path)?,
+            };
+            // It has enough to do, or has failed, which the end tells.
+            let _ = begun.more.try_send(());
+            self.begun = Some(begun);
+        }
+        Ok(())
     }
 }
 
@@ -127,6 +183,11 @@ pub(super) fn committed(bytes: &[u8]) -> Option<Vec<Record<'_>>> {
         return None;
     }
     records(content)
+}
+
+/// The records of a journal that this process has just sealed: what was synced has not to be proved.
+pub(super) fn sealed(bytes: &[u8]) -> Option<Vec<Record<'_>>> {
+    records(bytes.get(..bytes.len().checked_sub(HEAD_BYTES + DIGEST_BYTES)?)?)
 }
 
 /// The records of content that is known to be whole.
@@ -187,6 +248,8 @@ mod tests {
     #[test]
     fn records_come_back_in_order() {
         assert_eq!(committed(&written()).unwrap(), sample());
+        assert_eq!(sealed(&written()).unwrap(), sample());
+        assert!(sealed(&[0; HEAD_BYTES + DIGEST_BYTES]).is_none() && sealed(b"short").is_none());
     }
 
     #[test]
@@ -213,6 +276,35 @@ mod tests {
         writer.push(Record::Manifest(b"{}")).unwrap();
         drop(writer);
         assert!(committed(&fs::read(&path).unwrap()).is_none());
+    }
+
+    #[cfg(feature = "failpoints")]
+    #[test]
+    fn a_sync_that_fails_while_more_is_written_fails_the_commit() {
+        let dir = tempfile::tempdir().unwrap();
+        let body = vec![5; BEGIN_BYTES / 2];
+        let write = |name: &str| {
+            let path = dir.path().join(name);
+            let mut writer = Writer::create(&path)?;
+            for _ in 0..5 {
+                writer.push(Record::Digests(&body))?;
+            }
+            writer.commit().map(|()| path)
+        };
+        let bad = dir.path().join("bad");
+        let (failed, failing) = (std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false)), bad.clone());
+        let once = failed.clone();
+        watch::set(Some(Box::new(move |call, path| {
+            let first = call == Call::Sync
+                && path == failing
+                && !once.swap(true, std::sync::atomic::Ordering::SeqCst);
+            if first { Err(io::Error::other("once")) } else { Ok(()) }
+        })));
+        let (bad, good) = (write("bad"), write("good"));
+        watch::set(None);
+        assert!(failed.load(std::sync::atomic::Ordering::SeqCst));
+        assert!(bad.is_err(), "{bad:?}");
+        assert_eq!(committed(&fs::read(good.unwrap()).unwrap()).unwrap().len(), 5);
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod quarantine;
 mod redo;
 mod settle;
 mod state;
+mod target;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -32,6 +33,7 @@ use crate::watch::{self, Call};
 use journal::{Record, Writer};
 use settle::{Settling, Unsettled};
 use state::{Layout, State};
+use target::Targets;
 
 pub(crate) use advance::Observe;
 pub(crate) use fetch::check_same_form;
@@ -229,7 +231,7 @@ impl Replica {
             return Ok(());
         }
         let sealed = self.journal_adoption(source, link);
-        self.carry_out(sealed).map(|_| ())
+        self.carry_out(sealed, Targets::default()).map(|_| ())
     }
 
     /// Hashes every tensor and file of the directory and compares with the manifest: a scrub, never needed
@@ -267,7 +269,7 @@ impl Replica {
     /// Carries out a committed journal, to the end, or reads what is here.
     fn recover(&mut self) -> Result<()> {
         let journal = self.layout.journal().exists();
-        if let Some((unsettled, _)) = self.redo()? {
+        if let Some((unsettled, _)) = self.redo(None)? {
             unsettled.settle().map_err(|error| self.judge(error))?;
         } else {
             let loaded = redo::load(&self.dir, &self.layout, journal);
@@ -278,11 +280,12 @@ impl Replica {
         Ok(())
     }
 
-    /// Carries out a committed journal up to the page cache; returns what is left to do, and how long it took.
-    fn redo(&mut self) -> Result<Option<(Unsettled, Duration)>> {
-        let redone = redo::redo(&self.dir, &self.layout).map_err(|error| self.judge(error))?;
-        Ok(redone.map(|redone| {
-            self.state = Some(redone.state);
+    /// Carries out a committed journal up to the page cache; returns what is left to do, and how long it took. With `sealed`, one
+    /// that was just sealed.
+    fn redo(&mut self, sealed: Option<Targets>) -> Result<Option<(Unsettled, Duration)>> {
+        let redone = redo::redo(&self.dir, &self.layout, sealed).map_err(|error| self.judge(error))?;
+        Ok(redone.map(|mut redone| {
+            redone.unsettled.before = self.state.replace(redone.state);
             (redone.unsettled, redone.overwrite)
         }))
     }
@@ -291,12 +294,17 @@ impl Replica {
         Error::DamagedReplica { path: self.dir.clone(), source: Box::new(source) }
     }
 
-    /// Carries out a journal that was just sealed; if it could not be sealed, what was written of it is removed. Returns how
-    /// long it took until an engine could load the version; it becomes durable behind.
-    fn carry_out<T>(&mut self, sealed: Result<T>) -> Result<Duration> {
+    /// Carries out a journal that was just sealed, on `targets`; if it could not be sealed, what was written of it is removed.
+    /// Returns how long it took until an engine could load the version; it becomes durable behind.
+    fn carry_out<T>(&mut self, sealed: Result<T>, targets: Targets) -> Result<Duration> {
         if let Err(error) = sealed {
             if let Err(leftover) = redo::drop_journal(&self.layout) {
                 tracing::warn!(error = %leftover, "a part of an uncommitted apply stays behind");
+            }
+            if let Some(state) = self.state.as_mut().filter(|_| targets.moved_times())
+                && let Err(error) = redo::restamp(&self.layout, state)
+            {
+                tracing::warn!(%error, "everything will be hashed: the weight files' new times are not noted");
             }
             self.make_room(&error);
             return Err(self.blame(error));
@@ -304,7 +312,7 @@ impl Replica {
         self.unfinished = true;
         self.layout.sync()?;
         crash_point("follow.journal")?;
-        let overwrite = match self.redo()? {
+        let overwrite = match self.redo(Some(targets))? {
             Some((unsettled, overwrite)) => {
                 self.settle_behind(unsettled)?;
                 self.unfinished = false;

@@ -1,14 +1,14 @@
 //! The step of an apply that changes weights: patches go through shared memory maps, several tensors at a time.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use driftless_delta::Patch;
 
 use super::journal::Record;
-use crate::checkpoint::{Checkpoint, map};
+use super::target::{Target, Targets};
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::Manifest;
 use crate::pool::{Bounds, in_order, threads};
@@ -24,20 +24,19 @@ struct Edit<'a> {
     patches: Vec<(u64, &'a [u8])>,
 }
 
-/// Writes the patches: from here on an engine that reads the files sees the new version. Returns the files that were
-/// written to, opened before the first byte.
+/// Writes the patches, to `targets` where they are open already: from here on an engine that reads the files sees the new version.
+/// Returns the files that were written to.
 pub(super) fn overwrite(
     checkpoint: &Checkpoint,
     manifest: &Manifest,
     records: &[Record<'_>],
-) -> Result<Vec<(PathBuf, File)>> {
+    mut targets: Targets,
+) -> Result<Vec<(PathBuf, Target)>> {
     let mut overwritten = Vec::new();
     for (path, edits) in edits(checkpoint, manifest, records)? {
-        let io = |source| Error::io("open for writing", path, source);
-        let file = File::options().read(true).write(true).open(path).map_err(io)?;
-        let mut map = map::map_mut(path, &file)?;
-        write(&mut map, &edits)?;
-        overwritten.push((path.to_owned(), file));
+        let mut target = targets.take(path)?;
+        write(&mut target.map, &edits)?;
+        overwritten.push((path.to_owned(), target));
     }
     Ok(overwritten)
 }

@@ -18,6 +18,7 @@ use super::state::{
     Applied, Copy, Layout, Marker, Stamp, State, Tables, digests_from_bytes, digests_to_bytes, read_optional,
     stamps,
 };
+use super::target::Targets;
 use crate::checkpoint::{Checkpoint, map, remove_dir, remove_file, rename, sync_dir};
 use crate::error::{Error, Result};
 use crate::ids::ContentDigest;
@@ -33,8 +34,8 @@ pub(super) struct Redone {
 }
 
 /// Carries out the committed journal of `dir`, up to the page cache; `None` if there is none, or one that was never
-/// committed.
-pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<Redone>> {
+/// committed. With `sealed`, this process has just sealed it, and has these files open.
+pub(super) fn redo(dir: &Path, layout: &Layout, sealed: Option<Targets>) -> Result<Option<Redone>> {
     let path = layout.journal();
     let file = match File::open(&path) {
         Ok(file) => file,
@@ -42,7 +43,8 @@ pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<Redone>> {
         Err(source) => return Err(Error::io("open", &path, source)),
     };
     let bytes = map::map(&path, &file)?;
-    let Some(records) = journal::committed(&bytes) else {
+    let records = if sealed.is_some() { journal::sealed(&bytes) } else { journal::committed(&bytes) };
+    let Some(records) = records else {
         tracing::warn!(path = %path.display(), "dropping a journal that was never committed");
         return Ok(None);
     };
@@ -64,7 +66,7 @@ pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<Redone>> {
     move_files(dir, layout, &records)?;
     let checkpoint = Checkpoint::open(dir)?;
     check_tensors(&checkpoint, &parsed.manifest)?;
-    let overwritten = overwrite(&checkpoint, &parsed.manifest, &records)?;
+    let overwritten = overwrite(&checkpoint, &parsed.manifest, &records, sealed.unwrap_or_default())?;
     let overwrite = started.elapsed();
 
     let mut state = adopt(checkpoint, parsed, digests)?;
@@ -74,6 +76,7 @@ pub(super) fn redo(dir: &Path, layout: &Layout) -> Result<Option<Redone>> {
         layout: layout.clone(),
         applied: state.applied.clone(),
         overwritten,
+        before: None,
         weights: state.weights.clone(),
         copy: copy.to_vec(),
         digests: digests.to_vec(),
@@ -272,6 +275,15 @@ fn adopt(checkpoint: Checkpoint, copy: Copy, digests: &[u8]) -> Result<State> {
     check_files(&checkpoint, &copy.manifest)?;
     let applied = Applied::of(&copy.manifest, copy.digest);
     Ok(State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into(), weights: Vec::new() })
+}
+
+/// Takes the weight files' times as they are for those that this crate left: their pages were made ready for a version that did not
+/// come, and no byte of them is another one.
+pub(super) fn restamp(layout: &Layout, state: &mut State) -> Result<()> {
+    state.weights = stamps(state.checkpoint.weight_files())?;
+    let Some(marker) = Marker::read(&layout.marker())? else { return Ok(()) };
+    layout.replace(&layout.marker(), &marker.restamped(state.weights.clone()).to_bytes()?)?;
+    layout.sync()
 }
 
 /// Writes the files `manifest` and `digests` and, last of all, the marker.

@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::state::{Applied, Layout, Stamp};
+use super::state::{Applied, Layout, Stamp, State};
+use super::target::Target;
 use super::{Lock, Replica, crash_point, quarantine, redo};
 use crate::checkpoint::sync_file;
 use crate::error::{Error, Result};
@@ -24,8 +25,10 @@ const SETTLE_DEADLINE: Duration = Duration::from_secs(600);
 pub(super) struct Unsettled {
     pub(super) layout: Layout,
     pub(super) applied: Applied,
-    /// The files that were overwritten, open since before the first byte: a write-back that failed meanwhile is told by the sync.
-    pub(super) overwritten: Vec<(PathBuf, File)>,
+    /// The files that were overwritten.
+    pub(super) overwritten: Vec<(PathBuf, Target)>,
+    /// The version before: unmapping gigabytes takes its time.
+    pub(super) before: Option<State>,
     /// All weight files, as the overwriting left them.
     pub(super) weights: Vec<Stamp>,
     /// The `manifest` file.
@@ -38,8 +41,11 @@ impl Unsettled {
     /// Syncs the data, moves the marker, drops the journal, in this order. Returns what the sync of the data took.
     pub(super) fn settle(self) -> Result<Duration> {
         crash_point("follow.sync")?;
+        drop(self.before);
+        let files: Vec<(PathBuf, File)> =
+            self.overwritten.into_iter().map(|(path, target)| (path, target.file)).collect();
         let started = Instant::now();
-        for (path, file) in &self.overwritten {
+        for (path, file) in &files {
             sync_file(file, path).map_err(|source| Error::io("sync", path, source))?;
         }
         let sync = started.elapsed();

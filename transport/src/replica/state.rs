@@ -177,6 +177,11 @@ impl Layout {
 }
 
 impl Marker {
+    /// The same with the weight files as they are now.
+    pub(super) fn restamped(self, weights: Vec<Stamp>) -> Self {
+        Self { weights, ..self }
+    }
+
     pub(super) fn new(applied: Applied, manifest_file: ContentDigest, weights: Vec<Stamp>) -> Self {
         Self { format: FORMAT, applied, manifest_file, weights }
     }

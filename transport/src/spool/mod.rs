@@ -5,6 +5,8 @@
 //! digest of the range once it is there. Nothing is synced. A range is taken from the file only if its digest is right, and
 //! an object only if its own is, so that a file that lost pages costs a second fetch of what it lost and nothing else.
 
+mod window;
+
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
@@ -22,13 +24,14 @@ use crate::manifest::Object;
 use crate::run::{fetch_object, wrong_size};
 use crate::store::Store;
 use crate::watch::{self, Call};
+use window::Window;
 
 /// Bytes of a range's digest.
 const MARK_BYTES: u64 = 32;
 /// What the digests of ranges are derived with; they are never those of objects.
 const MARK_CONTEXT: &str = "driftless 2026-11-21 a range of an object that arrives";
-/// Ranges of one object that are asked for at the same time.
-const PARALLEL: usize = 4;
+/// Requests of one object that are under way at the same time at most.
+const PARALLEL: usize = 8;
 
 /// How objects are kept while they arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,15 +39,22 @@ const PARALLEL: usize = 4;
 pub struct SpoolOptions {
     /// Bytes of objects that are kept at most, 16 GiB by default; what is beyond is fetched and not kept. 0 keeps nothing.
     pub bytes_max: u64,
-    /// Bytes that are asked for at a time, 8 MiB by default.
+    /// Bytes that are kept at a time, 512 KiB by default.
     pub range_bytes: u64,
+    /// Bytes that are asked for at a time at most, 8 MiB by default; fewer, until the line turns out to be fast.
+    pub request_bytes_max: u64,
     /// Smaller objects, 256 KiB by default, are one short request and not kept.
     pub object_bytes_min: u64,
 }
 
 impl Default for SpoolOptions {
     fn default() -> Self {
-        Self { bytes_max: 16 << 30, range_bytes: 8 << 20, object_bytes_min: 256 << 10 }
+        Self {
+            bytes_max: 16 << 30,
+            range_bytes: 512 << 10,
+            request_bytes_max: 8 << 20,
+            object_bytes_min: 256 << 10,
+        }
     }
 }
 
@@ -59,12 +69,14 @@ pub(crate) struct Spool {
     held: OnceLock<Mutex<BTreeMap<ContentDigest, u64>>>,
     /// Nothing more is kept: the disk is full.
     paused: AtomicBool,
+    window: Window,
 }
 
 impl Spool {
     /// The spool in `dir`, which is made when something is kept. What an earlier process kept there is found again.
     pub(crate) fn new(dir: PathBuf, options: SpoolOptions, point: &'static str) -> Self {
-        Self { dir, options, point, held: OnceLock::new(), paused: AtomicBool::new(false) }
+        let (held, paused) = (OnceLock::new(), AtomicBool::new(false));
+        Self { dir, options, point, held, paused, window: Window::default() }
     }
 
     /// What lies in the directory; whatever cannot be of use is removed.
@@ -204,20 +216,43 @@ impl Spool {
         arriving: &(dyn Fn() + Sync),
     ) -> Result<(Vec<u8>, bool)> {
         let mut bytes = zeroed(object)?;
-        let ranges = Mutex::new(bytes.chunks_mut(kept.range_bytes as usize).enumerate());
+        let ranges = Mutex::new(bytes.chunks_mut(kept.range_bytes as usize).enumerate().peekable());
         let (reused, failed) = (AtomicBool::new(false), AtomicBool::new(false));
         let error = Mutex::new(None);
+        let here = |index: usize, range: &mut [u8]| {
+            let here = kept.read(index as u64, range);
+            reused.fetch_or(here, Relaxed);
+            here
+        };
+        let most = (self.options.request_bytes_max / kept.range_bytes) as usize;
         let work = || {
             while !failed.load(Relaxed) {
-                let next = ranges.lock().unwrap_or_else(PoisonError::into_inner).next();
-                let Some((index, range)) = next else { return };
-                if kept.read(index as u64, range) {
-                    reused.store(true, Relaxed);
-                    continue;
+                let mut rest = ranges.lock().unwrap_or_else(PoisonError::into_inner);
+                while let Some((index, range)) = rest.peek_mut()
+                    && here(*index, range)
+                {
+                    rest.next();
                 }
+                if rest.peek().is_none() {
+                    return;
+                }
+                // One waits for an object, so that nobody does once all of it is under way.
+                let request = self.window.enter(&object.key, most);
+                if failed.load(Relaxed) {
+                    return;
+                }
+                let mut group: Vec<(usize, &mut [u8])> = rest.next().into_iter().collect();
+                while group.len() < request.ranges
+                    && let Some((index, range)) = rest.peek_mut()
+                    && !here(*index, range)
+                {
+                    group.extend(rest.next());
+                }
+                drop(rest);
                 arriving();
-                let fetched = fetch_range(store, object, index as u64 * kept.range_bytes, range);
-                if let Err(first) = fetched.and_then(|()| self.keep(object, kept, index as u64, range)) {
+                let fetched = fetch_ranges(store, object, kept.range_bytes, &mut group);
+                drop(request);
+                if let Err(first) = fetched.and_then(|()| self.keep(object, kept, &group)) {
                     error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(first);
                     failed.store(true, Relaxed);
                 }
@@ -235,28 +270,43 @@ impl Spool {
         }
     }
 
-    /// Keeps a range. A disk that does not take it is no reason to stop.
-    fn keep(&self, object: &Object, kept: &Kept, index: u64, range: &[u8]) -> Result<()> {
-        if let Err(error) = kept.write(index, range) {
-            tracing::warn!(path = %kept.path.display(), %error, "what arrives is not kept");
-            self.forget(&object.blake3);
+    /// Keeps ranges. A disk that does not take them is no reason to stop.
+    fn keep(&self, object: &Object, kept: &Kept, ranges: &[(usize, &mut [u8])]) -> Result<()> {
+        for (index, range) in ranges {
+            if let Err(error) = kept.write(*index as u64, range) {
+                tracing::warn!(path = %kept.path.display(), %error, "what arrives is not kept");
+                self.forget(&object.blake3);
+            }
+            crate::replica::crash_point(self.point)?;
         }
-        crate::replica::crash_point(self.point)
+        Ok(())
     }
 }
 
-/// Reads one range into `into`; the last one with a byte more, so that a longer object is noticed.
-fn fetch_range(store: &dyn Store, object: &Object, start: u64, into: &mut [u8]) -> Result<()> {
-    let end = start + into.len() as u64;
+/// Reads ranges that lie one behind the other; the last one of an object with a byte more, so that a longer object is noticed.
+fn fetch_ranges(
+    store: &dyn Store,
+    object: &Object,
+    range_bytes: u64,
+    ranges: &mut [(usize, &mut [u8])],
+) -> Result<()> {
+    let start = ranges.first().map_or(0, |(index, _)| *index as u64 * range_bytes);
+    let length: usize = ranges.iter().map(|(_, range)| range.len()).sum();
+    let end = start + length as u64;
     let asked = if end == object.size { end + 1 } else { end };
     let bytes = match store.get_known(object, start..asked) {
         Err(Error::RangeOutside { size, .. }) => return Err(wrong_size(object, size)),
         bytes => bytes?,
     };
-    if bytes.len() != into.len() {
+    if bytes.len() != length {
         return Err(wrong_size(object, start + bytes.len() as u64));
     }
-    into.copy_from_slice(&bytes);
+    let mut rest = bytes.as_slice();
+    for (_, range) in ranges {
+        let (own, behind) = rest.split_at(range.len());
+        range.copy_from_slice(own);
+        rest = behind;
+    }
     Ok(())
 }
 
