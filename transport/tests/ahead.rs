@@ -4,6 +4,9 @@
 mod common;
 
 use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
@@ -16,10 +19,11 @@ use driftless_transport::{
 /// For what never comes.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// One tensor that needs an object for each of its pieces, in full and in a delta, which one thread decodes.
+/// A small tensor, and one that needs an object for each of its pieces, in full and in a delta, which one thread decodes.
 fn weights(seed: u64) -> Weights {
     let mut random = Random(seed);
     let mut weights = Weights::default();
+    weights.set("a.small", Dtype::F32, &[64, 64], |_| random.next() as u8);
     weights.set("large", Dtype::F32, &[1100, 1000], |_| random.next() as u8);
     weights
 }
@@ -96,4 +100,46 @@ fn an_object_that_cannot_be_fetched_ahead_fails_the_one_who_asks_and_is_fetched_
         assert!(matches!(error, Error::Cancelled { what: "this fetch" }), "{error:?}");
     }
     scene.advance(|_, object| scene.run.object(object)).unwrap();
+}
+
+/// The weight file's time by the marker, and as it is.
+fn times(replica: &Path) -> [i128; 2] {
+    let marker = fs::read(replica.join(".driftless/state.json")).unwrap();
+    let marker: serde_json::Value = serde_json::from_slice(&marker).unwrap();
+    let noted = marker["weights"][0]["modified_ns"].to_string().parse().unwrap();
+    let file = fs::metadata(replica.join("model.safetensors")).unwrap();
+    [noted, i128::from(file.mtime()) * 1_000_000_000 + i128::from(file.mtime_nsec())]
+}
+
+#[test]
+fn pages_made_ready_for_a_version_that_does_not_come_count_as_they_were() {
+    let scene = scene();
+    let path = scene.dir.path().join("replica");
+    let mut replica = Replica::open(&path).unwrap();
+    let links = [0, 1].map(|version| scene.run.get(MODEL, Version(version)).unwrap());
+    replica.advance_with(&links[0], &|object| scene.run.object(object)).unwrap();
+    replica.settle().unwrap();
+    let before = times(&path);
+    assert_eq!(before[0], before[1]);
+    let last = &links[1].manifest.objects.last().unwrap().key;
+    let cut = |object: &Object| {
+        if object.key == *last {
+            Err(Error::Cancelled { what: "this fetch" })
+        } else {
+            scene.run.object(object)
+        }
+    };
+    for _ in 0..2 {
+        let error = replica.advance_with(&links[1], &cut).unwrap_err();
+        assert!(matches!(error, Error::Cancelled { what: "this fetch" }), "{error:?}");
+        // Whatever the file system makes of it, nothing has to be hashed again.
+        let [noted, is] = times(&path);
+        println!("the file's time moved by {} ns", is - before[1]);
+        assert_eq!(noted, is);
+    }
+    drop(replica);
+    let mut replica = Replica::open(&path).unwrap();
+    assert_same(replica.checkpoint().unwrap(), &scene.versions[0]);
+    replica.advance_with(&links[1], &|object| scene.run.object(object)).unwrap();
+    assert_same(replica.checkpoint().unwrap(), &scene.versions[1]);
 }

@@ -150,6 +150,40 @@ fn one_process_that_tries_again_does_not_refetch_either() {
     assert_eq!(count.counts().bytes_got - opened, tries * (besides - opened) + objects);
 }
 
+#[test]
+fn ranges_that_were_asked_for_together_are_kept_one_by_one() {
+    let _turn = turn();
+    let dir = scratch();
+    let inner: Arc<dyn Store> = Arc::new(Memory::new());
+    let expected = weights(1);
+    publish(&inner, Start::NewRun, &dir.path().join("baseline"), &expected);
+    let (objects, besides) = bytes(&inner, 0);
+    let mut options = spooling();
+    options.request_bytes_max = 4 * RANGE;
+    let longest = Arc::new(AtomicU64::new(0));
+    let seen = longest.clone();
+    let watched = hooked(&inner, move |object, range, _| {
+        // The last one is asked for with a byte more.
+        seen.fetch_max(range.end.min(object.size) - range.start, SeqCst);
+    });
+    let mut cuts = 0;
+    for k in 0.. {
+        let replica = dir.path().join(format!("replica-{k}"));
+        let fault = Arc::new(Fault::new(watched.clone()));
+        let count = Arc::new(Count::new(fault.clone()));
+        fault.arm(2 + k, u64::MAX, When::Before);
+        let Err(error) = advance(count.clone(), &replica, 0, options) else { break };
+        assert!(matches!(error, Error::Injected { .. }), "{error:?}");
+        cuts += 1;
+        fault.disarm();
+        // What is missing now begins and ends elsewhere.
+        let moved = advance(count.clone(), &replica, 0, options).unwrap();
+        assert_same(moved.checkpoint().unwrap(), &expected);
+        assert_eq!(count.counts().bytes_got, 2 * besides + objects, "cut after {k} requests");
+    }
+    assert!(cuts >= 4 && longest.load(SeqCst) > 2 * RANGE, "{cuts} requests, up to {longest:?} bytes");
+}
+
 /// Tells the child where to work, and after how many ranges to die.
 const DIR: &str = "DRIFTLESS_TEST_DIR";
 const KILL: &str = "DRIFTLESS_TEST_KILL";
