@@ -9,6 +9,9 @@ const QEMU: &str = "qemu-aarch64";
 const LINKER: &str = "aarch64-linux-gnu-gcc";
 const PACKAGES: [&str; 3] = ["qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"];
 
+/// Dependencies as they come: procedural macros, which the host alone runs, are built minutes sooner, and nothing here is measured.
+const PLAIN: [&str; 2] = ["--config", "profile.dev.package.\"*\".opt-level=0"];
+
 /// What Miri's processor has. The codec asks for it, so that its vector paths run: nothing else is unsafe there.
 const VECTORS: &str = "-Ctarget-feature=+avx2,+bmi1,+bmi2,+lzcnt,+popcnt,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vpopcntdq";
 
@@ -30,9 +33,7 @@ pub(crate) fn install_miri() -> Result<()> {
 /// `cargo miri` with what the lanes have in common.
 pub(crate) fn miri(package: &str) -> Command {
     let mut command = Command::new("cargo");
-    command.args(["+nightly", "miri", "test", "-p", package]);
-    // Miri ignores this; what is compiled for the host (procedural macros) takes a minute less.
-    command.args(["--config", "profile.dev.package.\"*\".opt-level=0"]);
+    command.args(["+nightly", "miri", "test", "-p", package]).args(PLAIN);
     command.env("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUSTFLAGS", VECTORS);
     // The log asks for the time of day.
     command.env("MIRIFLAGS", "-Zmiri-disable-isolation -Zmiri-strict-provenance");
@@ -59,7 +60,7 @@ pub(crate) fn install_arm() -> Result<()> {
 /// `cargo` with a subcommand, for the Arm.
 pub(crate) fn arm(subcommand: &str) -> Command {
     let mut command = Command::new("cargo");
-    command.args([subcommand, "--target", ARM]);
+    command.args([subcommand, "--target", ARM]).args(PLAIN);
     let variable = |what: &str| format!("CARGO_TARGET_{}_{what}", ARM.to_uppercase().replace('-', "_"));
     command.env(variable("LINKER"), LINKER);
     command.env(variable("RUNNER"), format!("{QEMU} -L /usr/aarch64-linux-gnu"));
