@@ -86,6 +86,8 @@ impl Cache {
     /// The cache in `spool`'s directory with what an earlier process left there, which is checked before it is served.
     pub(super) fn new(origin: Arc<dyn Store>, dir: std::path::PathBuf, bytes_max: u64) -> Self {
         let mut options = SpoolOptions::default();
+        // Nobody decodes here while the rest arrives.
+        options.range_bytes = options.request_bytes_max;
         (options.bytes_max, options.object_bytes_min) = (bytes_max, 1);
         let spool = Spool::new(dir, options, "relay.range");
         let mut found = spool.kept_objects();
