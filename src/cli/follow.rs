@@ -130,8 +130,9 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if args.dry_run {
         return dry_run(&args, output);
     }
-    args.transport.check_relays(&args.relay)?;
+    args.transport.check(&args.store, &args.relay)?;
     args.transport.prepare(&args.relay)?;
+    args.transport.log();
     let engines = engines(&args)?;
     let id = args.id.clone().unwrap_or_else(host_name);
     let run = slime::run_name(&args.run, args.layout)?;

@@ -2,6 +2,7 @@
 //! within a GPU that both use.
 
 use crate::cli::error::{Error, Result};
+use clap::ValueEnum as _;
 use driftless::bridge::{
     ClientOptions, Colocation, ColocationOptions, CudaShare, Group, GroupOptions, MemoryTag, NcclOptions,
     NcclRoot, PauseMode, PushActivator, PushOptions,
@@ -12,6 +13,9 @@ use std::path::PathBuf;
 
 /// What NCCL reads from the environment by itself, and what SGLang sets for itself unless it is set.
 const NCCL_SETTINGS: [(&str, &str); 2] = [("NCCL_CUMEM_ENABLE", "0"), ("NCCL_NVLS_ENABLE", "0")];
+
+/// What an object store's URL begins with.
+const OBJECT_STORES: [&str; 3] = ["s3://", "gs://", "az://"];
 
 /// UCX otherwise prints what it has to say on standard output, among this program's results.
 const UCX_SETTINGS: [(&str, &str); 1] = [("UCX_LOG_FILE", "stderr")];
@@ -24,6 +28,8 @@ pub(crate) enum Transport {
     /// Each engine loads the checkpoint directory, whose objects come over UCX from a --relay ucx://…; refuses to start without
     /// libucp. What the relay does not give comes from the store.
     Ucx,
+    /// As `disk`, and --store must be an object store: s3://…, gs://… or az://….
+    Object,
     /// All engines at once receive the full weights from a GPU of this host, which no engine uses.
     Nccl,
 }
@@ -68,16 +74,39 @@ impl TransportArgs {
         with_settings(&[(nccl, &NCCL_SETTINGS[..]), (ucx, &UCX_SETTINGS)])
     }
 
-    /// Refuses relays that do not go with the choice.
-    pub(crate) fn check_relays(&self, relays: &[String]) -> Result<()> {
-        if self.update_weight_transport != Transport::Ucx || relays.iter().any(|url| is_ucx(url)) {
-            return Ok(());
+    /// Refuses a store and relays that do not go with the choice.
+    pub(crate) fn check(&self, store: &str, relays: &[String]) -> Result<()> {
+        let refuse = |expected: &str, found: String| {
+            let value = self.update_weight_transport.to_possible_value();
+            let value = value.as_ref().map_or("", |value| value.get_name());
+            let what = format!("--update-weight-transport {value}");
+            Err(Error::Usage { what, expected: expected.to_owned(), found })
+        };
+        match self.update_weight_transport {
+            Transport::Ucx if !relays.iter().any(|url| is_ucx(url)) => {
+                let found = if relays.is_empty() { "no --relay".to_owned() } else { relays.join(", ") };
+                refuse("--relay ucx://host:port, as driftless relay --listen-ucx serves it", found)
+            }
+            Transport::Object if !OBJECT_STORES.iter().any(|scheme| store.starts_with(scheme)) => {
+                let expected =
+                    "--store s3://…, gs://… or az://… (--update-weight-transport disk takes any store)";
+                let kind = store.split_once("://").map_or("a path", |(scheme, _)| scheme);
+                refuse(expected, format!("--store of the kind `{kind}`"))
+            }
+            _ => Ok(()),
         }
-        Err(Error::Usage {
-            what: "--update-weight-transport ucx".to_owned(),
-            expected: "--relay ucx://host:port, as driftless relay --listen-ucx serves it".to_owned(),
-            found: if relays.is_empty() { "no --relay".to_owned() } else { relays.join(", ") },
-        })
+    }
+
+    /// Says in the log which way the weights go, and why.
+    pub(crate) fn log(&self) {
+        let way = match self.update_weight_transport {
+            _ if self.colocate => "full weights within a GPU that the engine shares",
+            Transport::Disk => "from the store to a checkpoint that engines load",
+            Transport::Object => "from an object store to a checkpoint that engines load",
+            Transport::Ucx => "from a relay over UCX, else from the store, to a checkpoint that engines load",
+            Transport::Nccl => "full weights over NCCL into the engines' memory",
+        };
+        tracing::info!(way, "how weights reach the engines");
     }
 
     /// One activator of all these engines, whichever way the weights go.

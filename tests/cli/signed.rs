@@ -115,6 +115,15 @@ fn a_host_follows_over_ucx_and_without_it() {
 }
 
 #[test]
+fn the_transport_object_wants_an_object_store() {
+    let run = Run::new();
+    let mut command = run.follow_once();
+    let (refused, words) = code(command.args(["--update-weight-transport", "object"]));
+    let named = words.contains("--update-weight-transport object") && words.contains("s3://");
+    assert!(refused == Some(2) && named && words.contains("found --store"), "{refused:?} {words}");
+}
+
+#[test]
 fn the_transport_ucx_wants_a_relay_over_ucx() {
     let run = Run::new();
     for relay in [&[][..], &["--relay", "http://127.0.0.1:1"]] {
