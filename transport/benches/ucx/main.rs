@@ -31,8 +31,9 @@ struct Options {
     /// MiB of one message.
     #[arg(long, default_value_t = 8)]
     message_mib: usize,
-    /// Messages of ours under way at a time. ucx_perftest has up to 32, all from and to one buffer.
-    #[arg(long, default_value_t = 4)]
+    /// Messages of ours under way at a time. ucx_perftest has up to 32, all from and to one buffer; ours are in buckets of their own, and
+    /// the more there are, the less of them the processor's caches hold.
+    #[arg(long, default_value_t = 2)]
     window: usize,
     /// How often each side is timed; the medians count.
     #[arg(long, default_value_t = 7)]
