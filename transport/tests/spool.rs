@@ -95,30 +95,50 @@ fn scratch() -> tempfile::TempDir {
     if memory.is_dir() { tempfile::tempdir_in(memory).unwrap() } else { tempfile::tempdir().unwrap() }
 }
 
+/// Version 0 in a store: its weights, the bytes of its objects, and those that are read besides.
+struct Published {
+    weights: Weights,
+    objects: u64,
+    besides: u64,
+}
+
+fn published(store: &Arc<dyn Store>, dir: &Path) -> Published {
+    let weights = weights(1);
+    publish(store, Start::NewRun, &dir.join("baseline"), &weights);
+    let (objects, besides) = bytes(store, 0);
+    Published { weights, objects, besides }
+}
+
+/// Follows again and again, cut off one request later each time, and goes on with what is missing; returns how many cuts there were.
+fn cut_anywhere(store: &Arc<dyn Store>, dir: &Path, options: SpoolOptions, version: &Published) -> u64 {
+    for cuts in 0.. {
+        let replica = dir.join(format!("replica-{cuts}"));
+        let fault = Arc::new(Fault::new(store.clone()));
+        let count = Arc::new(Count::new(fault.clone()));
+        // The run's record and the manifest pass; everything after so many requests is cut off.
+        fault.arm(2 + cuts, u64::MAX, When::Before);
+        let Err(error) = advance(count.clone(), &replica, 0, options) else { return cuts };
+        assert!(matches!(error, Error::Injected { .. }), "{error:?}");
+        fault.disarm();
+        let moved = advance(count.clone(), &replica, 0, options).unwrap();
+        assert_same(moved.checkpoint().unwrap(), &version.weights);
+        assert_eq!(
+            count.counts().bytes_got,
+            2 * version.besides + version.objects,
+            "cut after {cuts} requests"
+        );
+        assert_eq!(spooled(&replica), Vec::<PathBuf>::new(), "what is applied is not kept");
+    }
+    unreachable!("some follower gets through")
+}
+
 #[test]
 fn a_fetch_that_was_cut_anywhere_goes_on_with_what_is_missing() {
     let _turn = turn();
     let dir = scratch();
-    let inner: Arc<dyn Store> = Arc::new(Memory::new());
-    let expected = weights(1);
-    publish(&inner, Start::NewRun, &dir.path().join("baseline"), &expected);
-    let (objects, besides) = bytes(&inner, 0);
-    let mut cuts = 0;
-    for k in 0.. {
-        let replica = dir.path().join(format!("replica-{k}"));
-        let fault = Arc::new(Fault::new(inner.clone()));
-        let count = Arc::new(Count::new(fault.clone()));
-        // The run's record and the manifest pass; everything after the k-th range is cut off.
-        fault.arm(2 + k, u64::MAX, When::Before);
-        let Err(error) = advance(count.clone(), &replica, 0, spooling()) else { break };
-        assert!(matches!(error, Error::Injected { .. }), "{error:?}");
-        cuts += 1;
-        fault.disarm();
-        let moved = advance(count.clone(), &replica, 0, spooling()).unwrap();
-        assert_same(moved.checkpoint().unwrap(), &expected);
-        assert_eq!(count.counts().bytes_got, 2 * besides + objects, "cut after {k} ranges");
-        assert_eq!(spooled(&replica), Vec::<PathBuf>::new(), "what is applied is not kept");
-    }
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let version = published(&store, dir.path());
+    let cuts = cut_anywhere(&store, dir.path(), spooling(), &version);
     assert!(cuts >= 15, "{cuts} ranges");
 }
 
@@ -154,33 +174,18 @@ fn one_process_that_tries_again_does_not_refetch_either() {
 fn ranges_that_were_asked_for_together_are_kept_one_by_one() {
     let _turn = turn();
     let dir = scratch();
-    let inner: Arc<dyn Store> = Arc::new(Memory::new());
-    let expected = weights(1);
-    publish(&inner, Start::NewRun, &dir.path().join("baseline"), &expected);
-    let (objects, besides) = bytes(&inner, 0);
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let version = published(&store, dir.path());
     let mut options = spooling();
     options.request_bytes_max = 4 * RANGE;
     let longest = Arc::new(AtomicU64::new(0));
     let seen = longest.clone();
-    let watched = hooked(&inner, move |object, range, _| {
+    let watched = hooked(&store, move |object, range, _| {
         // The last one is asked for with a byte more.
         seen.fetch_max(range.end.min(object.size) - range.start, SeqCst);
     });
-    let mut cuts = 0;
-    for k in 0.. {
-        let replica = dir.path().join(format!("replica-{k}"));
-        let fault = Arc::new(Fault::new(watched.clone()));
-        let count = Arc::new(Count::new(fault.clone()));
-        fault.arm(2 + k, u64::MAX, When::Before);
-        let Err(error) = advance(count.clone(), &replica, 0, options) else { break };
-        assert!(matches!(error, Error::Injected { .. }), "{error:?}");
-        cuts += 1;
-        fault.disarm();
-        // What is missing now begins and ends elsewhere.
-        let moved = advance(count.clone(), &replica, 0, options).unwrap();
-        assert_same(moved.checkpoint().unwrap(), &expected);
-        assert_eq!(count.counts().bytes_got, 2 * besides + objects, "cut after {k} requests");
-    }
+    // What is missing then begins and ends elsewhere.
+    let cuts = cut_anywhere(&watched, dir.path(), options, &version);
     assert!(cuts >= 4 && longest.load(SeqCst) > 2 * RANGE, "{cuts} requests, up to {longest:?} bytes");
 }
 

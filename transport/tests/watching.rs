@@ -58,6 +58,15 @@ fn calls(now: Counts, before: Counts) -> [u64; 4] {
     std::array::from_fn(|i| of(now)[i] - of(before)[i])
 }
 
+/// Waits for what another thread does.
+fn until(what: &str, done: &dyn Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::yield_now();
+    }
+}
+
 #[test]
 fn an_idle_look_is_one_request() {
     let mut world = World::new();
@@ -92,13 +101,6 @@ fn a_version_after_a_quiet_look_is_taken_without_asking_for_another() {
     let stop = Stop::new();
     let (follower, switch) = (world.follower.clone(), stop.clone());
     let watcher = std::thread::spawn(move || follower.run_until(&switch, false));
-    let until = |what: &str, done: &dyn Fn() -> bool| {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !done() {
-            assert!(Instant::now() < deadline, "{what}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    };
     let has =
         |follower: &Follower, version| follower.status().applied.is_some_and(|ack| ack.version >= version);
     let look = |world: &World| {
@@ -158,11 +160,9 @@ fn a_follower_that_is_told_looks_at_once() {
             // Also while the loop is at work: the look that follows is not lost.
             assert_eq!(exchange(server.addr(), "/notify"), (202, "{\"watching\":true}".to_owned()));
         }
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while world.follower.status().applied.is_none_or(|ack| ack.version != Version(version)) {
-            assert!(Instant::now() < deadline, "version {version} was not looked for");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        until("the version was not looked for", &|| {
+            world.follower.status().applied.is_some_and(|ack| ack.version == Version(version))
+        });
     }
     stop.stop();
     ended.recv_timeout(Duration::from_secs(60)).unwrap();
