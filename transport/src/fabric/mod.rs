@@ -65,13 +65,13 @@ impl Context {
     }
 }
 
+#[allow(unsafe_code, reason = "see below")]
 // SAFETY: the context is made with `mt_workers_shared`, by which UCX guards what its workers share; the functions called with the
 // context from several threads (worker_create, mem_map, mem_unmap, rkey_pack) are those for which ucp.h says so.
 // The test `links_of_one_fabric_work_on_threads` runs them at once.
-#[allow(unsafe_code, reason = "see above")]
 unsafe impl Send for Context {}
+#[allow(unsafe_code, reason = "see below")]
 // SAFETY: as above.
-#[allow(unsafe_code, reason = "see above")]
 unsafe impl Sync for Context {}
 
 impl Fabric {
@@ -128,10 +128,7 @@ impl Fabric {
     /// UCX's version, such as `1.22.0`.
     #[must_use]
     pub fn version(&self) -> String {
-        // SAFETY: it returns a constant string that ends with 0.
-        #[allow(unsafe_code, reason = "foreign call")]
-        let text = unsafe { CStr::from_ptr(self.context.ucp.ucp_get_version_string()) };
-        text.to_string_lossy().into_owned()
+        sys::version(self.context.ucp)
     }
 
     /// A link to `peer`, which is what errors call it.

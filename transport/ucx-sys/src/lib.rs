@@ -100,16 +100,22 @@ pub fn open(library: Option<&Path>) -> Result<&'static Ucp, Error> {
         }
         Err(source) => return Err(Error::Missing { library: path.to_path_buf(), source }),
     };
-    // SAFETY: it returns a constant string that ends with 0.
-    #[allow(unsafe_code, reason = "foreign call")]
-    let version = unsafe { CStr::from_ptr(ucp.ucp_get_version_string()) }.to_string_lossy();
-    if !is_new_enough(&version) {
-        let found = version.into_owned();
+    let found = version(&ucp);
+    if !is_new_enough(&found) {
         // The memory of UCX's hooks stays in use.
         Box::leak(Box::new(ucp));
         return Err(Error::TooOld { library: path.to_path_buf(), found });
     }
     Ok(Box::leak(Box::new(ucp)))
+}
+
+/// What the library says that it is, such as `1.22.0`.
+#[must_use]
+pub fn version(ucp: &Ucp) -> String {
+    // SAFETY: it returns a constant string that ends with 0.
+    #[allow(unsafe_code, reason = "foreign call")]
+    let text = unsafe { CStr::from_ptr(ucp.ucp_get_version_string()) };
+    text.to_string_lossy().into_owned()
 }
 
 #[cfg(test)]
@@ -141,6 +147,15 @@ mod tests {
         let error = Error::TooOld { library: PathBuf::from("/lib/libucp.so.0"), found: "1.13.1".to_owned() };
         let text = error.to_string();
         assert!(text.contains("/lib/libucp.so.0` is UCX 1.13.1") && text.contains("1.14"), "{text}");
+    }
+
+    /// Which shows something where there is an old one.
+    #[test]
+    fn what_is_opened_is_new_enough() {
+        match open(None) {
+            Ok(ucp) => assert!(is_new_enough(&version(ucp)), "{}", version(ucp)),
+            Err(error) => println!("skipped: {error}"),
+        }
     }
 
     /// The layouts are compared with those that clang found when the bindings were made, at compile time; here with sizes that the
