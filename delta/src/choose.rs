@@ -338,3 +338,17 @@ fn best_run(density: f64, max: u32) -> (u32, f64) {
         .min_by(|a, b| a.1.total_cmp(&b.1))
         .unwrap_or((0, 1.0))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_power_of_two_at_or_below() {
+        for exponent in -1022..=1023 {
+            let power = f64::from_bits(((exponent + 1023) as u64) << 52);
+            let last = f64::from_bits(power.to_bits() | ((1 << 52) - 1));
+            assert_eq!([power, last].map(floor_log2), [exponent; 2]);
+        }
+    }
+}
