@@ -3,7 +3,13 @@
 //! Each way is a sum of phases, and each phase bytes over a rate. Rates count bytes of the model, so that they can be read off a run without
 //! knowing how dense its steps are.
 
+mod route;
+
 use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+pub use route::{Entry, Published, Way, Ways, route};
 
 use crate::{Error, Result};
 
@@ -28,7 +34,8 @@ pub enum Form {
 }
 
 /// A way for bytes between the trainer and the hosts.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Link {
     /// Bytes a second.
     pub rate: f64,
@@ -37,7 +44,8 @@ pub struct Link {
 }
 
 /// What was measured.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Figures {
     /// Bytes of the model.
     pub model_bytes: u64,

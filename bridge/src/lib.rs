@@ -30,7 +30,9 @@ pub use client::{Client, ClientOptions, Deadlines};
 pub use colocate::CudaShare;
 pub use colocate::{Colocation, ColocationOptions, CudaPlace, InlineShare, Place, Share};
 pub use coordinate::{Coordinator, CoordinatorOptions, HostOutcome, Rolled};
-pub use cost::{Carrier, Choice, Estimate, Figures, Form, Link, Pin, choose};
+pub use cost::{
+    Carrier, Choice, Entry, Estimate, Figures, Form, Link, Pin, Published, Way, Ways, choose, route,
+};
 pub use distributed::{Group, GroupOptions, Meeting, Rendezvous, RendezvousOptions, Root, UpdateMode};
 #[cfg(feature = "nccl")]
 pub use distributed::{NcclOptions, NcclRoot};
@@ -44,7 +46,9 @@ pub use label::Label;
 pub use model::{Expected, ModelConfig};
 #[cfg(feature = "cuda")]
 pub use push::DeviceWeights;
-pub use push::{Bucket, Bytes, HostWeights, Member, Push, PushActivator, PushOptions, Pushed, Weights, plan};
+pub use push::{
+    Bucket, Bytes, HostWeights, Member, Push, PushActivator, PushOptions, Pushed, Weights, plan, plan_growing,
+};
 pub use wire::{
     DiskUpdate, DiskUpdated, DistributedUpdate, GroupInit, Load, MemoryTag, ModelInfo, PauseMode,
     RankChecksums, ServerInfo, TensorUpdate,

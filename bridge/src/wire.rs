@@ -17,7 +17,7 @@ pub struct ModelInfo {
     pub tokenizer_path: Option<String>,
     /// Label of the weights, `default` until somebody sets it.
     pub weight_version: Option<String>,
-    /// How the engine was told to load weights: `auto`, `dummy`, `safetensors` …
+    /// How the engine was told to load weights: `auto`, `dummy`, `safetensors` …; not said before 0.5.18.
     pub load_format: Option<String>,
     /// `null` (the word), `prefill` or `decode`.
     pub disaggregation_mode: Option<String>,

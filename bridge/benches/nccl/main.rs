@@ -1,12 +1,12 @@
 //! What pushing over NCCL costs, on a machine with two GPUs and a Python that has torch.
 //!
-//!     cargo bench -p driftless-bridge --features nccl --bench nccl -- alone PYTHON
+//!     cargo bench -p driftless-bridge --features nccl --bench nccl -- alone PYTHON [GPUS]
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- engine PYTHON URL DIR_A DIR_B
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- colocate URL DIR_A DIR_B
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- snapshot PYTHON [LAYERS PERCENT…]
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- snapshot full PYTHON
 //!
-//! `alone`: the transfer without an engine, to a torch process on the second GPU, against one raw broadcast of the same bytes.
+//! `alone`: the transfer without an engine, to a torch process on each other GPU, against one raw broadcast of the same bytes.
 //! `engine`: into a running SGLang on the second GPU, HTTP included, against a torch rank 0; DIR_A and DIR_B are two checkpoints of its
 //! model. `colocate`: into one on the first GPU, through memory that it opens. `snapshot`: 8 billion parameters from GPU to GPU, in full over
 //! NCCL and as deltas through shared memory. Both sides take turns, and medians are printed. Rank 0 is on device 0, and NCCL is the one of that Python's torch.
@@ -27,7 +27,8 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
     match words[..] {
-        ["alone", python] => alone::run(python),
+        ["alone", python] => alone::run(python, 2),
+        ["alone", python, gpus] => alone::run(python, gpus.parse().unwrap()),
         ["engine", python, url, a, b] => engine::run(python, url, a.as_ref(), b.as_ref()),
         ["colocate", url, a, b] => colocate::run(url, a.as_ref(), b.as_ref()),
         ["snapshot", "full", python] => snapshot::run(python, &[4, 36], &[]),
@@ -39,7 +40,7 @@ fn main() {
         ["receiver", layers, density] => snapshot::receive(layers, density),
         // What `cargo bench` without words asks for: nothing that needs a GPU is run by accident.
         _ => println!(
-            "nccl: say `alone PYTHON`, `engine PYTHON URL DIR_A DIR_B`, `colocate URL DIR_A DIR_B`, `snapshot PYTHON [LAYERS PERCENT…]` or `snapshot full PYTHON`"
+            "nccl: say `alone PYTHON [GPUS]`, `engine PYTHON URL DIR_A DIR_B`, `colocate URL DIR_A DIR_B`, `snapshot PYTHON [LAYERS PERCENT…]` or `snapshot full PYTHON`"
         ),
     }
 }

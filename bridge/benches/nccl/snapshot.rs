@@ -10,15 +10,13 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use cudarc::driver::result;
-use driftless_bridge::{
-    Bytes, Meeting, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Root, Weights, plan,
-};
+use driftless_bridge::{Bytes, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Weights, plan};
 use driftless_delta::cuda::{Codec, Tensor};
 use driftless_delta::{DigestTable, Element, Profile};
 use driftless_transport::{Dtype, TensorInfo};
 
 use crate::memory::Arena;
-use crate::python::{Python, nccl};
+use crate::python::nccl;
 use crate::{check_environment, median};
 
 const ELEMENT: Element = Element::Bf16;
@@ -82,13 +80,10 @@ fn full(python: &str, infos: &[TensorInfo]) {
     options.version = Some(version);
     let mut root = NcclRoot::open(&options).unwrap();
     let rendezvous = Rendezvous::start(([127, 0, 0, 1], 0).into(), RendezvousOptions::default()).unwrap();
-    let port = rendezvous.address().port().to_string();
-    let mut peer = Python::start(python, "torch_peer.py", &["127.0.0.1", &port, "snapshot"]);
-    root.open(&Meeting { group: "snapshot", world: 2, rendezvous: &rendezvous }).unwrap();
-    assert_eq!(peer.answer(), "in the group");
+    let mut peers = crate::alone::join(&mut root, &rendezvous, python, "snapshot", 2);
     let arena = Arena::new(infos.to_vec(), true);
     let buckets = plan(infos, 1 << 30).unwrap();
-    let times = (0..=TURNS).map(|_| crate::alone::push(&mut root, &mut peer, &arena, &buckets)).skip(1);
+    let times = (0..=TURNS).map(|_| crate::alone::push(&mut root, &mut peers, &arena, &buckets)).skip(1);
     let (middle, least, most) = median(times.map(|seconds| seconds * 1e3).collect());
     println!(
         "full over NCCL, {} buckets: moved and received in {middle:.1} ({least:.1} to {most:.1}), which is the pause",

@@ -12,8 +12,10 @@ pub(super) async fn model_info(subject: &Subject) -> Checked {
         format!("architectures {architecture} expected: {info:?}")
     })?;
     ensure(info.is_generation == Some(true), || format!("is_generation true expected: {info:?}"))?;
-    ensure(info.weight_version.is_some() && info.load_format.is_some(), || {
-        format!("weight_version and load_format expected: {info:?}")
+    ensure(info.weight_version.is_some(), || format!("weight_version expected: {info:?}"))?;
+    let shown = subject.dialect.shows_load_format;
+    ensure(info.load_format.is_some() == shown, || {
+        format!("{} load_format expected: {info:?}", if shown { "a" } else { "no" })
     })?;
     ensure(info.model_path == subject.first.to_string_lossy(), || {
         format!("model_path of the last update expected: {info:?}")

@@ -24,6 +24,8 @@ type Checked<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 /// What engines of a release do differently from those of others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dialect {
+    /// `load_format` in `/model_info` (0.5.18).
+    pub shows_load_format: bool,
     /// `weight_versions` in replies (0.5.19).
     pub spans: bool,
     /// `/ready` (0.5.20).
@@ -42,6 +44,7 @@ impl Dialect {
     /// The dialect of SGLang 0.5.`patch`, for `patch` from 12.
     pub fn of_release(patch: u32) -> Self {
         Self {
+            shows_load_format: patch >= 18,
             spans: patch >= 19,
             ready: patch >= 20,
             sessions: patch >= 21,

@@ -1,13 +1,9 @@
 //! Activation on an engine that misbehaves: it is never left paused, and never serves under our label what is not ours.
 
-use std::sync::Arc;
-
 use driftless_bridge::{DiskActivator, DiskOptions, Error, PauseMode};
-use driftless_transport::{
-    Activate, BoxError, Checkpoint, Manifest, Memory, Publisher, PublisherOptions, Start, Step, Target,
-};
+use driftless_transport::{Activate, BoxError, Checkpoint, Manifest, Target};
 
-use crate::fake::{Fake, Fault, checkpoint, short, write};
+use crate::fake::{Fake, Fault, checkpoint, short, version, write};
 
 const ORDER: [&str; 4] =
     ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"];
@@ -30,11 +26,7 @@ impl Scene {
     fn with(options: DiskOptions) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let fake = Fake::start(&checkpoint(&dir.path().join("a"), 1, 4));
-        let next = Checkpoint::open(checkpoint(&dir.path().join("b"), 2, 4)).unwrap();
-        let options_of_run = PublisherOptions::new("test", Start::NewRun, dir.path().join("baseline"));
-        let mut publisher = Publisher::open(Arc::new(Memory::new()), options_of_run).unwrap();
-        let published = publisher.publish_reference(next.dir(), Step::default()).unwrap();
-        let manifest = publisher.run().get("policy", published.version).unwrap().manifest;
+        let (next, manifest) = version(dir.path());
         let activator = DiskActivator::new(&fake.address.to_string(), options).unwrap();
         Self { label: manifest.label(), fake, activator, next, manifest, dir }
     }

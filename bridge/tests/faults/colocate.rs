@@ -9,11 +9,9 @@ use driftless_bridge::{
     Bucket, Colocation, ColocationOptions, Error, InlineShare, MemoryTag, PauseMode, Place, PushActivator,
     PushOptions, Result, Share, Weights,
 };
-use driftless_transport::{
-    Activate, BoxError, Checkpoint, Manifest, Memory, Publisher, PublisherOptions, Start, Step, Target,
-};
+use driftless_transport::{Activate, BoxError, Checkpoint, Manifest, Target};
 
-use crate::fake::{Fake, Fault, checkpoint, short};
+use crate::fake::{Fake, Fault, checkpoint, short, version};
 
 /// Memory that ranks never let go of, if it is told so.
 #[derive(Debug, Default)]
@@ -67,11 +65,7 @@ impl Scene {
         let dir = tempfile::tempdir().unwrap();
         let fake = Fake::start(&checkpoint(&dir.path().join("a"), 1, 4));
         fake.engine().memory.saver = saver;
-        let next = Checkpoint::open(checkpoint(&dir.path().join("b"), 2, 4)).unwrap();
-        let run = PublisherOptions::new("test", Start::NewRun, dir.path().join("baseline"));
-        let mut publisher = Publisher::open(Arc::new(Memory::new()), run).unwrap();
-        let published = publisher.publish_reference(next.dir(), Step::default()).unwrap();
-        let manifest = publisher.run().get("policy", published.version).unwrap().manifest;
+        let (next, manifest) = version(dir.path());
         let share = Held::default();
         let (stuck, closed) = (share.stuck.clone(), share.closed.clone());
         let activator = activator(&fake, share);
@@ -160,16 +154,7 @@ fn an_engine_that_cannot_give_memory_back_is_not_asked_to() {
     scene.activate().unwrap();
     scene.holds();
     assert!(!scene.fake.changes().iter().any(|path| path.contains("memory_occupation")));
-    let engine = scene.fake.engine();
-    let labels: Vec<_> = engine
-        .calls
-        .iter()
-        .filter(|(path, _)| path == "/update_weights_from_tensor")
-        .map(|(_, body)| body.get("weight_version").cloned())
-        .collect();
-    let (last, others) = labels.split_last().unwrap();
-    assert_eq!(last.as_ref().unwrap(), scene.label.as_str());
-    assert!(others.iter().all(Option::is_none));
+    scene.fake.assert_only_last_labelled("/update_weights_from_tensor", &scene.label);
 }
 
 #[test]

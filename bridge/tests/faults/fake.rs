@@ -13,7 +13,10 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use driftless_bridge::{ClientOptions, Deadlines, checksums};
-use driftless_transport::{AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo, write_checkpoint};
+use driftless_transport::{
+    AuxFile, Checkpoint, Dtype, Manifest, Memory, Publisher, PublisherOptions, Snapshot, Start, Step,
+    TensorInfo, write_checkpoint,
+};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
@@ -122,6 +125,16 @@ impl Fake {
         self.engine().calls.iter().map(|(path, _)| path.clone()).collect()
     }
 
+    /// Of the calls of `path`, which brought buckets, only the last one named the version.
+    pub(crate) fn assert_only_last_labelled(&self, path: &str, label: &str) {
+        let engine = self.engine();
+        let calls = engine.calls.iter().filter(|(called, _)| called == path);
+        let labels: Vec<_> = calls.map(|(_, body)| body.get("weight_version").cloned()).collect();
+        let (last, others) = labels.split_last().unwrap();
+        assert_eq!(last.as_ref().unwrap(), label);
+        assert!(others.iter().all(Option::is_none));
+    }
+
     /// Ends the engine, connections included, as a kill would.
     pub(crate) fn kill(&self) {
         if let Some(server) = self.server.lock().unwrap().take() {
@@ -214,7 +227,8 @@ async fn answer(
     match fault {
         Some(Fault::Hang) => std::future::pending().await,
         Some(Fault::Answer(status, text)) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
-        Some(Fault::Die) => panic!("the engine dies here, as the test wants"),
+        // Not a panic that is reported: its backtrace takes longer than the deadlines that the test is about.
+        Some(Fault::Die) => std::panic::resume_unwind(Box::new("the engine dies here, as the test wants")),
         fault => {
             let response = respond(engine.clone(), &method, &path, body, fault).await;
             engine.lock().unwrap().changed.notify_waiters();
@@ -346,6 +360,16 @@ async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response
         meta["weight_versions"] = json!([{"version": label, "start": 0, "end": 1}]);
     }
     axum::Json(json!({"output_ids": [7], "meta_info": meta})).into_response()
+}
+
+/// A checkpoint in `directory/b`, with other weights than seed 1 gives, and its manifest as a version of a run.
+pub(crate) fn version(directory: &Path) -> (Checkpoint, Manifest) {
+    let next = Checkpoint::open(checkpoint(&directory.join("b"), 2, 4)).unwrap();
+    let run = PublisherOptions::new("test", Start::NewRun, directory.join("baseline"));
+    let mut publisher = Publisher::open(Arc::new(Memory::new()), run).unwrap();
+    let published = publisher.publish_reference(next.dir(), Step::default()).unwrap();
+    let manifest = publisher.run().get("policy", published.version).unwrap().manifest;
+    (next, manifest)
 }
 
 /// A Qwen3 checkpoint of a few hundred bytes; another seed gives other weights, another size other shapes.

@@ -4,11 +4,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use driftless_bridge::{Error, Group, GroupOptions, PauseMode, PushActivator, PushOptions, UpdateMode};
-use driftless_transport::{
-    Activate, BoxError, Checkpoint, Manifest, Memory, Publisher, PublisherOptions, Start, Step, Target,
-};
+use driftless_transport::{Activate, BoxError, Checkpoint, Manifest, Target};
 
-use crate::fake::{Fake, Fault, checkpoint, short};
+use crate::fake::{Fake, Fault, checkpoint, short, version};
 use crate::wire::FakeRoot;
 
 /// Two engines that serve one checkpoint, and another one to push.
@@ -31,11 +29,7 @@ impl Scene {
         let dir = tempfile::tempdir().unwrap();
         let first = checkpoint(&dir.path().join("a"), 1, 4);
         let fakes = [Fake::start(&first), Fake::start(&first)];
-        let next = Checkpoint::open(checkpoint(&dir.path().join("b"), 2, 4)).unwrap();
-        let run = PublisherOptions::new("test", Start::NewRun, dir.path().join("baseline"));
-        let mut publisher = Publisher::open(Arc::new(Memory::new()), run).unwrap();
-        let published = publisher.publish_reference(next.dir(), Step::default()).unwrap();
-        let manifest = publisher.run().get("policy", published.version).unwrap().manifest;
+        let (next, manifest) = version(dir.path());
         let mut root = FakeRoot::new();
         let mut options = GroupOptions::new("127.0.0.1");
         options.listen = ([127, 0, 0, 1], 0).into();
@@ -131,16 +125,7 @@ fn the_next_bucket_is_gathered_while_one_is_under_way() {
 fn only_the_last_bucket_brings_the_label() {
     let mut scene = Scene::new();
     scene.activate().unwrap();
-    let engine = scene.fakes[1].engine();
-    let labels: Vec<_> = engine
-        .calls
-        .iter()
-        .filter(|(path, _)| path == "/update_weights_from_distributed")
-        .map(|(_, body)| body.get("weight_version").cloned())
-        .collect();
-    let (last, others) = labels.split_last().unwrap();
-    assert_eq!(last.as_ref().unwrap(), scene.label.as_str());
-    assert!(others.iter().all(Option::is_none));
+    scene.fakes[1].assert_only_last_labelled("/update_weights_from_distributed", &scene.label);
 }
 
 #[test]

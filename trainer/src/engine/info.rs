@@ -45,9 +45,9 @@ pub(super) fn model_info(facts: &Facts, shown: &Shown) -> Value {
         "has_audio_understanding": false,
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
-        "load_format": shown.load_format,
     });
     if facts.dialect >= Dialect::V0_5_23 {
+        info["load_format"] = json!(shown.load_format);
         info["served_model_name"] = json!(shown.model_path);
         info["reasoning_parser"] = json!(null);
         info["tool_call_parser"] = json!(null);

@@ -4,11 +4,12 @@
 
 mod gather;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice, result, sys};
 
-use self::gather::{Gather, pieces};
+use self::gather::Gather;
 use crate::{Bucket, Bytes, Error, Result, Weights};
 
 /// Host weights pass through two pieces of pinned memory of this size: one is filled while the other is copied.
@@ -25,6 +26,8 @@ pub(crate) struct Device {
     pub(crate) broadcasts: Arc<CudaStream>,
     gather: Gather,
     slots: [Slot; 2],
+    /// What is gathered, kept for its memory.
+    pieces: Vec<[u64; 3]>,
     stages: Option<[Stage; 2]>,
 }
 
@@ -78,7 +81,7 @@ impl Device {
         };
         let slots = [slot()?, slot()?];
         let gather = Gather::load(&context)?;
-        Ok(Self { gather, context, copies, broadcasts, slots, stages: None })
+        Ok(Self { gather, context, copies, broadcasts, slots, pieces: Vec::new(), stages: None })
     }
 
     /// Makes the device this thread's. Every entry from outside does it: the thread may be another one each time.
@@ -99,25 +102,36 @@ impl Device {
 
     /// Lays a bucket into a slot.
     pub(crate) fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()> {
-        let (slot, places, lengths) = parts(slot, weights, bucket)?;
-        self.slots[slot].address = match in_place(&places, &lengths) {
+        let slot = slot % 2;
+        let listed = list(weights, bucket, &mut self.pieces)?;
+        self.slots[slot].address = match listed.in_place {
             Some(address) => address,
-            None => self.lay(slot, bucket, &places, &lengths)?,
+            None => self.lay(slot, bucket, &listed.host)?,
         };
         self.slots[slot].filled.record(&self.copies).map_err(cuda("cuEventRecord"))
     }
 
     /// Lays a bucket into a slot's own memory, and says where that is: the beginning of an allocation.
     pub(crate) fn place(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<u64> {
-        let (slot, places, lengths) = parts(slot, weights, bucket)?;
-        self.lay(slot, bucket, &places, &lengths)
+        let listed = list(weights, bucket, &mut self.pieces)?;
+        self.lay(slot % 2, bucket, &listed.host)
     }
 
-    fn lay(&mut self, slot: usize, bucket: &Bucket, places: &[Bytes<'_>], lengths: &[usize]) -> Result<u64> {
+    /// Lays what was listed, and these host bytes, into a slot's own memory.
+    fn lay(&mut self, slot: usize, bucket: &Bucket, host: &[(u64, Cow<'_, [u8]>)]) -> Result<u64> {
         // Smaller allocations of the driver share a page, and a process that opens one would open all of it.
         self.slots[slot].memory.reserve(size(bucket.bytes)?.next_multiple_of(PAGE_BYTES))?;
-        self.fill(slot, places, lengths)?;
-        Ok(self.slots[slot].memory.address)
+        let address = self.slots[slot].memory.address;
+        for [_, target, _] in &mut self.pieces {
+            *target += address;
+        }
+        let table = &mut self.slots[slot].table;
+        // SAFETY: the slot has room for the whole bucket, in which no two tensors overlap; whoever made the weights promised the sources;
+        // what was sent from this slot before, and with its table, has been received.
+        unsafe { self.gather.launch(&self.pieces, table, self.copies.cu_stream()) }?;
+        let host: Vec<(u64, &[u8])> = host.iter().map(|(at, bytes)| (address + at, &**bytes)).collect();
+        self.upload(&host)?;
+        Ok(address)
     }
 
     /// Gives the slots' memory back.
@@ -131,28 +145,6 @@ impl Device {
     pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
         let uuid = self.context.uuid().map_err(cuda("cuDeviceGetUuid"))?;
         Ok(uuid.bytes.map(|byte| byte as u8))
-    }
-
-    fn fill(&mut self, slot: usize, places: &[Bytes<'_>], lengths: &[usize]) -> Result<()> {
-        let mut at = self.slots[slot].memory.address;
-        let (mut host, mut device) = (Vec::new(), Vec::new());
-        for (place, &length) in places.iter().zip(lengths) {
-            match place {
-                Bytes::Host(bytes) if bytes.len() == length => host.push((at, &**bytes)),
-                Bytes::Host(bytes) => {
-                    return Err(Error::Root {
-                        what: "the weights".into(),
-                        source: format!("a tensor of {length} bytes has {}", bytes.len()).into(),
-                    });
-                }
-                Bytes::Device(source) => device.extend(pieces(*source, at, length as u64)),
-            }
-            at += length as u64;
-        }
-        // SAFETY: the slot has room for the whole bucket, in which no two tensors overlap; whoever made the weights promised the sources;
-        // what was sent from this slot before, and with its table, has been received.
-        unsafe { self.gather.launch(&device, &mut self.slots[slot].table, self.copies.cu_stream()) }?;
-        self.upload(&host)
     }
 
     /// Copies host bytes to where they belong, through the stages.
@@ -239,36 +231,42 @@ fn size(bytes: u64) -> Result<usize> {
         .map_err(|error| Error::Root { what: format!("a bucket of {bytes} bytes"), source: error.into() })
 }
 
-/// The slot's number, where the tensors of a bucket are, and how long each is.
-fn parts<'a>(
-    slot: usize,
-    weights: &'a dyn Weights,
-    bucket: &Bucket,
-) -> Result<(usize, Vec<Bytes<'a>>, Vec<usize>)> {
-    let places = bucket.tensors.iter().map(|&index| weights.bytes(index)).collect::<Result<Vec<_>>>()?;
-    Ok((slot % 2, places, lengths(weights, bucket)?))
+/// Where the tensors of a bucket are; those on the device are listed apart.
+struct Listed<'a> {
+    /// Those in host memory, each with its place in the bucket.
+    host: Vec<(u64, Cow<'a, [u8]>)>,
+    /// The address of the first tensor, where all lie on the device as they do in the bucket: nothing has to be gathered.
+    in_place: Option<u64>,
 }
 
-fn lengths(weights: &dyn Weights, bucket: &Bucket) -> Result<Vec<usize>> {
-    let length = |&index: &usize| {
+/// Lists a bucket in one pass, as there may be ten thousand tensors and the device waits meanwhile. Targets in `pieces` count from the bucket's
+/// beginning.
+fn list<'a>(weights: &'a dyn Weights, bucket: &Bucket, pieces: &mut Vec<[u64; 3]>) -> Result<Listed<'a>> {
+    pieces.clear();
+    let (mut host, mut first, mut in_place, mut at) = (Vec::new(), None, true, 0u64);
+    for &index in &bucket.tensors {
         let info = &weights.tensors()[index];
         let fail = |error| Error::Root { what: format!("tensor {}", info.name), source: Box::new(error) };
-        size(info.byte_len().map_err(fail)?)
-    };
-    bucket.tensors.iter().map(length).collect()
-}
-
-/// The address of the first tensor, where all lie on the device one after the other: nothing has to be gathered.
-fn in_place(places: &[Bytes<'_>], lengths: &[usize]) -> Option<u64> {
-    let Some(Bytes::Device(first)) = places.first() else { return None };
-    let mut at = *first;
-    for (place, &length) in places.iter().zip(lengths) {
-        match place {
-            Bytes::Device(address) if *address == at => at = at.checked_add(length as u64)?,
-            _ => return None,
+        let length = info.byte_len().map_err(fail)?;
+        match weights.bytes(index)? {
+            Bytes::Host(bytes) if bytes.len() as u64 == length => {
+                in_place = false;
+                host.push((at, bytes));
+            }
+            Bytes::Host(bytes) => {
+                return Err(Error::Root {
+                    what: "the weights".into(),
+                    source: format!("a tensor of {length} bytes has {}", bytes.len()).into(),
+                });
+            }
+            Bytes::Device(source) => {
+                in_place &= source.checked_sub(*first.get_or_insert(source)) == Some(at);
+                pieces.extend(gather::pieces(source, at, length));
+            }
         }
+        at += length;
     }
-    Some(*first)
+    Ok(Listed { host, in_place: first.filter(|_| in_place) })
 }
 
 /// Cuts pieces so that each batch fits a stage.
@@ -333,6 +331,8 @@ fn pack(stage: &mut [u8], batch: &[(u64, &[u8])]) -> Vec<(u64, std::ops::Range<u
 
 #[cfg(test)]
 mod tests {
+    use driftless_transport::{Dtype, TensorInfo};
+
     use super::*;
 
     #[test]
@@ -357,12 +357,37 @@ mod tests {
         assert!(copies <= 800 / 64 + 4, "neighbours are copied together, {copies}");
     }
 
+    struct Places(Vec<TensorInfo>, Vec<Bytes<'static>>);
+
+    impl Weights for Places {
+        fn tensors(&self) -> &[TensorInfo] {
+            &self.0
+        }
+        fn bytes(&self, index: usize) -> Result<Bytes<'_>> {
+            Ok(self.1[index].clone())
+        }
+    }
+
+    /// Lists a bucket of tensors of so many bytes at these places.
+    fn listed(lengths: &[u64], places: Vec<Bytes<'static>>) -> (Option<u64>, Vec<[u64; 3]>, Vec<u64>) {
+        let info = |&length: &u64| TensorInfo { name: "t".into(), dtype: Dtype::U8, shape: vec![length] };
+        let weights = Places(lengths.iter().map(info).collect(), places);
+        let bucket = Bucket { tensors: (0..lengths.len()).collect(), bytes: lengths.iter().sum() };
+        let mut pieces = vec![[7; 3]];
+        let Listed { host, in_place } = list(&weights, &bucket, &mut pieces).unwrap();
+        (in_place, pieces, host.into_iter().map(|(at, _)| at).collect())
+    }
+
     #[test]
     fn tensors_that_lie_as_a_bucket_does_stay_where_they_are() {
         let at = |addresses: &[u64]| addresses.iter().map(|&a| Bytes::Device(a)).collect::<Vec<_>>();
-        assert_eq!(in_place(&at(&[100, 108, 110]), &[8, 2, 4]), Some(100));
-        assert_eq!(in_place(&at(&[100, 109]), &[8, 2]), None);
-        assert_eq!(in_place(&[Bytes::Device(1), Bytes::Host(vec![0].into())], &[1, 1]), None);
-        assert_eq!(in_place(&[], &[]), None);
+        let three = [[100, 0, 8], [108, 8, 2], [110, 10, 4]];
+        assert_eq!(listed(&[8, 2, 4], at(&[100, 108, 110])), (Some(100), three.to_vec(), vec![]));
+        assert_eq!(listed(&[8, 2], at(&[100, 109])).0, None);
+        assert_eq!(listed(&[8, 2], at(&[100, 98])).0, None);
+        let host = || Bytes::Host(vec![0].into());
+        assert_eq!(listed(&[1, 1], vec![Bytes::Device(1), host()]), (None, vec![[1, 0, 1]], vec![1]));
+        assert_eq!(listed(&[1, 1], vec![host(), Bytes::Device(1)]), (None, vec![[1, 1, 1]], vec![0]));
+        assert_eq!(listed(&[], vec![]), (None, vec![], vec![]));
     }
 }
