@@ -33,27 +33,35 @@ pub(crate) enum Error {
 impl Error {
     /// As `--help` documents.
     pub(crate) fn exit_code(&self) -> u8 {
-        use driftless::transport::Error as Transport;
         match self {
             Error::Usage { .. } => 2,
             Error::Damaged { .. } | Error::Delta(_) => 3,
-            Error::Transport(
-                Transport::Corrupt { .. }
-                | Transport::DigestMismatch { .. }
-                | Transport::Parse { .. }
-                | Transport::ForeignRun { .. }
-                | Transport::ForeignModel { .. }
-                | Transport::BrokenChain { .. }
-                | Transport::Unsigned { .. }
-                | Transport::BadSignature { .. }
-                | Transport::Codec { .. },
-            ) => 3,
-            Error::Transport(Transport::PartsMissing { .. } | Transport::NotJoined { .. }) => 4,
+            Error::Transport(error) => transport_code(error),
+            #[cfg(feature = "torch")]
+            Error::Trainer(driftless::trainer::Error::Transport(error)) => transport_code(error),
             Error::Bridge(error) => bridge_code(error),
             #[cfg(feature = "torch")]
             Error::Trainer(driftless::trainer::Error::Bridge(error)) => bridge_code(error),
             _ => 1,
         }
+    }
+}
+
+/// Whether what is stored was refused, or ranks did not come.
+fn transport_code(error: &driftless::transport::Error) -> u8 {
+    use driftless::transport::Error as Transport;
+    match error {
+        Transport::Corrupt { .. }
+        | Transport::DigestMismatch { .. }
+        | Transport::Parse { .. }
+        | Transport::ForeignRun { .. }
+        | Transport::ForeignModel { .. }
+        | Transport::BrokenChain { .. }
+        | Transport::Unsigned { .. }
+        | Transport::BadSignature { .. }
+        | Transport::Codec { .. } => 3,
+        Transport::PartsMissing { .. } | Transport::NotJoined { .. } => 4,
+        _ => 1,
     }
 }
 

@@ -7,10 +7,11 @@ use crate::cli::transport::TransportArgs;
 use crate::cli::{keys, store};
 use driftless::bridge::{ClientOptions, DiskActivator, DiskOptions, PauseMode};
 use driftless::transport::{
-    Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Run, Status, Stop, Version, http,
+    Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Router, Run, Status, Stop, Version, http,
 };
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 const EXAMPLES: &str = "\
@@ -21,6 +22,10 @@ Examples:
 
   What the next step would fetch, without taking it:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy --dry-run
+
+  By what was measured, UCX or the store for each version:
+    driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy \\
+        --engine http://127.0.0.1:30000 --relay ucx://10.0.0.2:7421 --plan plan.json
 
   For engines anywhere on a fast network, from a GPU of this host, without a follower beside each:
     driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
@@ -89,7 +94,8 @@ pub(crate) struct Args {
     /// Go no further than this version, and end when it is on disk and on every engine.
     #[arg(long, value_name = "VERSION")]
     until_version: Option<u64>,
-    /// Say what would be fetched and applied now, and do nothing: no directory, no lock, no lease, no engine is touched.
+    /// Say what would be fetched and applied now, and do nothing: no directory, no lock, no lease, no engine is touched. With
+    /// --layout slime, whose versions say little, they are read and taken to copies of the tensors, and every checksum is compared.
     #[arg(long)]
     dry_run: bool,
     /// Prepare and activate only when told to over HTTP, as `driftless coordinate` does.
@@ -126,11 +132,13 @@ enum PauseGenerationMode {
     InPlace,
 }
 
-pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
     if args.dry_run {
         return dry_run(&args, output);
     }
     args.transport.check(&args.store, &args.relay)?;
+    let mut planned = args.transport.planned(&args.relay, &args.engine)?;
+    refuse_plan_for_slime(&args)?;
     args.transport.prepare(&args.relay)?;
     args.transport.log();
     let engines = engines(&args)?;
@@ -149,8 +157,13 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let mut store = store::open(&args.store)?;
     if !args.relay.is_empty() {
         let token = keys::secret(args.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-        store = store::behind(store, &args.relay, token.as_deref())?;
+        let relays = store::behind(store, &args.relay, token.as_deref())?;
+        if let Some(planned) = &mut planned {
+            planned.relays = Some(relays.clone());
+        }
+        store = relays;
     }
+    options.router = planned.map(|planned| Arc::new(planned) as Arc<dyn Router>);
     let follower = match args.layout {
         Layout::Driftless => Follower::open(store, options, engines)?,
         Layout::Slime => Follower::open_slime(store, options, engines)?,
@@ -170,17 +183,32 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     Ok(outcome?)
 }
 
-/// Prints what would be done. Opens neither the checkpoint directory nor an engine.
-fn dry_run(args: &Args, output: Output) -> Result<()> {
-    if args.layout == Layout::Slime {
+/// slime's layout has no manifests that tell beforehand what a version weighs.
+fn refuse_plan_for_slime(args: &Args) -> Result<()> {
+    if args.layout == Layout::Slime && args.transport.plan.is_some() {
         return Err(Error::Usage {
-            what: "--dry-run".to_owned(),
+            what: "--plan".to_owned(),
             expected: "a store of driftless's own layout".to_owned(),
             found: "--layout slime".to_owned(),
         });
     }
-    let run = Run::open(store::open(&args.store)?, &slime::run_name(&args.run, args.layout)?)?;
-    let run = run.trusting(&keys::trusted(&args.trust_key)?);
+    Ok(())
+}
+
+/// Prints what would be done. Opens neither the checkpoint directory nor an engine.
+fn dry_run(args: &Args, output: Output) -> Result<()> {
+    let store = store::open(&args.store)?;
+    let name = slime::run_name(&args.run, args.layout)?;
+    let trust_keys = keys::trusted(&args.trust_key)?;
+    if args.layout == Layout::Slime {
+        let mut options = FollowerOptions::new(name, &args.checkpoint_dir, host_name());
+        options.model.clone_from(&args.model);
+        options.hf_checkpoint.clone_from(&args.hf_checkpoint);
+        options.until = args.until_version.map(Version);
+        options.trust_keys = trust_keys;
+        return output.print(&Follower::plan_slime(store, &options)?, plan_text);
+    }
+    let run = Run::open(store, &name)?.trusting(&trust_keys);
     let newest = run.newest_version(&args.model)?.unwrap_or_default();
     let to = args.until_version.map_or(newest, |until| newest.min(Version(until)));
     let plan = Replica::plan(&args.checkpoint_dir, &run, &args.model, to)?;
@@ -189,9 +217,10 @@ fn dry_run(args: &Args, output: Output) -> Result<()> {
 
 fn plan_text(plan: &Plan) -> String {
     let from = plan.from.map_or("nothing".to_owned(), |from| format!("version {from}"));
+    let changed = plan.changed.map_or("an unknown number of".to_owned(), |changed| changed.to_string());
     let mut lines = vec![format!(
-        "from {from} to version {}: {} objects, {} bytes to fetch, {} elements to change",
-        plan.to, plan.objects, plan.bytes, plan.changed
+        "from {from} to version {}: {} objects, {} bytes to fetch, {changed} elements to change",
+        plan.to, plan.objects, plan.bytes
     )];
     if plan.unfinished {
         lines.push("an interrupted apply would be finished first".to_owned());
@@ -236,6 +265,12 @@ fn text(status: &Status) -> String {
         Some(ack) => {
             let mut lines =
                 vec![format!("{} ({}), {} ms to prepare", ack.label, ack.manifest_digest, ack.prepare_ms)];
+            lines.extend(
+                status
+                    .route
+                    .as_ref()
+                    .map(|route| format!("version {} by {}: {}", route.version, route.way, route.reason)),
+            );
             lines.extend(ack.engines.iter().map(|engine| {
                 let label = engine.label.as_deref().unwrap_or("none of ours");
                 format!("{}: {label}, paused for {} ms", engine.url, engine.pause_ms.unwrap_or_default())

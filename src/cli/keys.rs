@@ -2,7 +2,7 @@
 
 use crate::cli::error::{Error, Result};
 use driftless::bridge::Keys;
-use driftless::transport::TrustKey;
+use driftless::transport::{SignKey, TrustKey};
 use std::path::{Path, PathBuf};
 
 /// Where the keys of engines come from.
@@ -27,6 +27,30 @@ impl KeyArgs {
     pub(crate) fn secrets(&self) -> Result<(Option<String>, Option<String>)> {
         let api = secret(self.api_key_file.as_deref(), "DRIFTLESS_API_KEY")?;
         Ok((api, secret(self.admin_api_key_file.as_deref(), "DRIFTLESS_ADMIN_API_KEY")?))
+    }
+}
+
+/// Who signs what is published, and who else may have signed what is gone on from.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct SignArgs {
+    /// Key to sign versions with, as `driftless keygen` makes it; versions that it has not signed are not gone on from.
+    #[arg(long, value_name = "FILE")]
+    sign_key: Option<PathBuf>,
+    /// File of public keys whose versions are gone on from as well, such as the key before; may be given several times.
+    #[arg(long, value_name = "FILE", requires = "sign_key")]
+    trust_key: Vec<PathBuf>,
+}
+
+impl SignArgs {
+    /// The key to sign with, if there is one, and those that are trusted besides.
+    pub(crate) fn read(&self) -> Result<(Option<SignKey>, Vec<TrustKey>)> {
+        let sign_key = self.sign_key.as_deref().map(SignKey::read).transpose()?;
+        Ok((sign_key, trusted(&self.trust_key)?))
+    }
+
+    /// Whether versions are to be signed.
+    pub(crate) fn is_given(&self) -> bool {
+        self.sign_key.is_some()
     }
 }
 

@@ -19,8 +19,10 @@ mod ranks;
 mod relay;
 #[cfg(feature = "torch")]
 mod report;
+mod route;
 #[cfg(feature = "torch")]
 mod serve;
+mod serving;
 mod slime;
 mod store;
 #[cfg(feature = "torch")]
@@ -65,7 +67,7 @@ enum Command {
     #[cfg(feature = "torch")]
     Serve(serve::Args),
     /// Publish a Hugging Face checkpoint directory as the next version of a run.
-    Publish(publish::Args),
+    Publish(Box<publish::Args>),
     /// Keep a local checkpoint directory, and the engines that load it, at a run's newest version.
     Follow(Box<follow::Args>),
     /// Bring the followers of many hosts to each version together.
@@ -107,7 +109,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Train(args) => train::run(*args, output),
         #[cfg(feature = "torch")]
         Command::Serve(args) => serve::run(args, output),
-        Command::Publish(args) => publish::run(args, output),
+        Command::Publish(args) => publish::run(*args, output),
         Command::Follow(args) => follow::run(*args, output),
         Command::Coordinate(args) => coordinate::run(args, output),
         Command::Delta(args) => delta::run(args, output),

@@ -2,13 +2,19 @@
 
 use crate::cli::error::Result;
 use crate::cli::output::Output;
+use crate::cli::route;
 use driftless::bridge::{Carrier, Choice, Figures, Form, Link, Pin, choose};
 use serde_json::json;
+use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
 Examples:
   8 billion bf16 weights of which 1 % change, a bucket behind 1 Gb/s, or NCCL over 100 Gb/s:
     driftless plan --model-gb 16.4 --delta-gb 0.1 --nccl-gb-s 12 --store-gb-s 0.125 --store-latency-ms 300
+
+  For followers, which choose for each version by what it weighs:
+    driftless plan --model-gb 16.4 --delta-gb 0.1 --ucx-gb-s 9 --store-gb-s 0.125 --save plan.json
+    driftless follow --plan plan.json --relay ucx://10.0.0.2:7421 …
 
   The same with the carrier given:
     driftless plan --model-gb 16.4 --delta-gb 0.1 --store-gb-s 0.125 --update-weight-transport object
@@ -49,6 +55,9 @@ pub(crate) struct Args {
     /// Milliseconds before a version's first byte comes out of the store: requests and polls.
     #[arg(long, value_name = "MS", default_value_t = 250.0)]
     store_latency_ms: f64,
+    /// Write the figures, without what is pinned, to this file, for `follow --plan`.
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
     /// Only this way.
     #[arg(long, value_enum)]
     update_weight_transport: Option<PlannedTransport>,
@@ -74,8 +83,8 @@ enum PlannedMode {
 pub(crate) fn run(args: &Args, output: Output) -> Result<()> {
     let link = |rate: Option<f64>, latency| rate.map(|rate| Link { rate: rate * 1e9, latency });
     let figures = Figures {
-        model_bytes: (args.model_gb * 1e9) as u64,
-        delta_bytes: (args.delta_gb * 1e9) as u64,
+        model_bytes: (args.model_gb * 1e9).round() as u64,
+        delta_bytes: (args.delta_gb * 1e9).round() as u64,
         encode: args.encode_gb_s * 1e9,
         apply: args.apply_gb_s.unwrap_or(args.encode_gb_s) * 1e9,
         overlap: false,
@@ -94,6 +103,9 @@ pub(crate) fn run(args: &Args, output: Output) -> Result<()> {
         PlannedMode::Delta => Form::Delta,
     });
     let choice = choose(&figures, Pin { carrier, form })?;
+    if let Some(path) = &args.save {
+        route::save(path, &figures)?;
+    }
     output.print(&value(&choice), |_| choice.to_string().replace("; ", "\n"))
 }
 

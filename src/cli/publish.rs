@@ -4,15 +4,18 @@ use crate::cli::error::{Error, Result};
 use crate::cli::follow::stop_on_signals;
 use crate::cli::output::Output;
 use crate::cli::ranks::RankArgs;
+use crate::cli::serving::ServingArgs;
 use crate::cli::slime::{self, Layout};
 use crate::cli::{keys, progress, store};
 use driftless::delta::Profile;
 use driftless::transport::gc::{GcOptions, collect};
 use driftless::transport::{
-    Checkpoint, Mode, Published, Publisher, PublisherOptions, SignKey, Snapshot, Start, Step, Stop,
+    Checkpoint, Mode, Published, Publisher, PublisherOptions, Run, Snapshot, Start, Step, Stop, Store,
+    Version,
 };
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -24,6 +27,9 @@ Credentials, region and endpoint of an object store come from the environment, a
   For slime's receivers, which have out/step-0 already:
     driftless publish --layout slime --store file:///shared/deltas --new-run --checkpoint out/step-0
     driftless publish --layout slime --store file:///shared/deltas --resume --checkpoint out/step-1
+  Serving the objects over UCX from this process, to followers with --relay ucx://10.0.0.2:7421:
+    driftless publish --store s3://bucket/prefix --run my-run --resume --checkpoint out/step-1 --step 1 \\
+        --listen-ucx 10.0.0.2:7421 --relay-cache-dir /dev/shm/relay --relay-token-file relay.token --until-followed 600
   As rank 1 of 4, all of which run the same command:
     driftless publish --store file:///shared/store --run my-run --resume --checkpoint out/rank-1 --step 1 \\
         --rank 1 --ranks 4 --attempt job-7-step-1
@@ -76,22 +82,15 @@ pub(crate) struct Args {
     /// Carry full tensors too when the deltas since the newest anchor weigh this share of the model, such as 0.5.
     #[arg(long, value_name = "SHARE")]
     anchor_share: Option<f64>,
-    /// Key to sign the version with, as `driftless keygen` makes it; versions that it has not signed are not gone on from.
-    #[arg(long, value_name = "FILE")]
-    sign_key: Option<PathBuf>,
-    /// File of public keys whose versions are gone on from as well, such as the key before; may be given several times.
-    #[arg(long, value_name = "FILE", requires = "sign_key")]
-    trust_key: Vec<PathBuf>,
-    /// Follower to tell of the version at once, as URL of its --listen address; may be given several times. Those that do not
-    /// answer within 2 s find it with their next look.
-    #[arg(long, value_name = "URL")]
-    notify: Vec<String>,
-    /// File holding the token that these followers want [default: DRIFTLESS_TOKEN].
-    #[arg(long, value_name = "FILE", requires = "notify")]
-    notify_token_file: Option<PathBuf>,
+    #[command(flatten)]
+    sign: keys::SignArgs,
+    #[command(flatten)]
+    notify: store::NotifyArgs,
     /// Afterwards remove versions that nobody needs, as `driftless gc --keep` does.
     #[arg(long, value_name = "VERSIONS", value_parser = clap::value_parser!(u64).range(1..))]
     keep: Option<u64>,
+    #[command(flatten)]
+    serving: ServingArgs,
     #[command(flatten)]
     ranks: RankArgs,
     #[command(flatten)]
@@ -121,13 +120,13 @@ impl From<DeltaProfile> for Profile {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
-    let store = store::open(&args.store)?;
+    args.serving.prepare()?;
+    let mut store = store::open(&args.store)?;
     let run = slime::run_name(&args.run, args.layout)?;
     let baseline_dir = match &args.baseline_dir {
         Some(dir) => dir.clone(),
         None => default_baseline(&store.to_string(), &run, &args.model)?,
     };
-    let rank = args.ranks.rank();
     if args.layout == Layout::Slime {
         refuse_for_slime(&args)?;
         let baseline = (args.new_run, baseline_dir);
@@ -136,24 +135,31 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
             None => Ok(()),
         };
     }
+    let server = args.serving.start(&mut store, output)?;
+    let stop = Stop::new();
+    let (run, version) = publish(&args, (store, &run, baseline_dir), &stop, output)?;
+    if server.is_some() {
+        args.serving.linger(&run, &args.model, version, &stop);
+    }
+    Ok(())
+}
+
+/// Publishes the version, or this rank's part of it, and shows what it was once the next publisher may begin.
+fn publish(
+    args: &Args,
+    (store, run, baseline_dir): (Arc<dyn Store>, &str, PathBuf),
+    stop: &Stop,
+    output: Output,
+) -> Result<(Run, Version)> {
+    let rank = args.ranks.rank();
     let joins = rank.as_ref().is_some_and(|rank| rank.rank > 0);
     if joins && args.new_run {
-        args.ranks.wait_for_run(&store, &run)?;
+        args.ranks.wait_for_run(&store, run)?;
     }
-    let start = if args.new_run && !joins { Start::NewRun } else { Start::Resume };
-    let mut options = PublisherOptions::new(&run, start, baseline_dir);
-    options.model = args.model.clone();
-    options.profile = args.profile.into();
-    options.anchor_every = args.anchor_every;
-    options.anchor_share = args.anchor_share;
-    options.reference_dir = Some(args.checkpoint.clone()).filter(|_| args.by_reference);
-    options.sign_key = args.sign_key.as_deref().map(SignKey::read).transpose()?;
-    options.trust_keys = keys::trusted(&args.trust_key)?;
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
-    let mut publisher = Publisher::open(store, options)?;
-    let stop = Stop::new();
-    stop_on_signals(&stop)?;
-    publisher.stop_on(&stop);
+    let mut publisher = Publisher::open(store, options(args, run, baseline_dir)?)?;
+    stop_on_signals(stop)?;
+    publisher.stop_on(stop);
     let bar = progress::bytes(tensor_bytes(&checkpoint)?, "publish");
     let shown = bar.clone();
     publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
@@ -165,12 +171,10 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if let Some(rank) = &rank {
         let (version, bytes) = args.ranks.publish(&mut publisher, checkpoint, step, mode, rank)?;
         bar.finish_and_clear();
-        if rank.rank == 0 {
-            notify(&args);
-        }
-        collect_old(&args, &publisher);
+        let run = finish(args, publisher, rank.rank == 0);
         let value = json!({"version": version, "rank": rank.rank, "publication_bytes": bytes});
-        return output.print(&value, |_| format!("version {version}: {bytes} bytes as rank {}", rank.rank));
+        output.print(&value, |_| format!("version {version}: {bytes} bytes as rank {}", rank.rank))?;
+        return Ok((run, version));
     }
     let published = if args.by_reference {
         publisher.publish_reference(&args.checkpoint, step)?
@@ -178,9 +182,31 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         publisher.publish(&checkpoint, step, mode)?
     };
     bar.finish_and_clear();
-    notify(&args);
-    collect_old(&args, &publisher);
-    show(&published, output)
+    let run = finish(args, publisher, true);
+    show(&published, output)?;
+    Ok((run, published.version))
+}
+
+/// What is done once a version is committed; the baseline is free afterwards.
+fn finish(args: &Args, publisher: Publisher, notifies: bool) -> Run {
+    if notifies {
+        args.notify.tell();
+    }
+    collect_old(args, &publisher);
+    publisher.run().clone()
+}
+
+fn options(args: &Args, run: &str, baseline_dir: PathBuf) -> Result<PublisherOptions> {
+    let joins = args.ranks.rank().is_some_and(|rank| rank.rank > 0);
+    let start = if args.new_run && !joins { Start::NewRun } else { Start::Resume };
+    let mut options = PublisherOptions::new(run, start, baseline_dir);
+    options.model = args.model.clone();
+    options.profile = args.profile.into();
+    options.anchor_every = args.anchor_every;
+    options.anchor_share = args.anchor_share;
+    options.reference_dir = Some(args.checkpoint.clone()).filter(|_| args.by_reference);
+    (options.sign_key, options.trust_keys) = args.sign.read()?;
+    Ok(options)
 }
 
 /// What the layout has no place for.
@@ -191,9 +217,10 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
         ("--anchor-every", args.anchor_every.is_some()),
         ("--anchor-share", args.anchor_share.is_some()),
         ("--keep", args.keep.is_some()),
-        ("--sign-key", args.sign_key.is_some()),
-        ("--notify", !args.notify.is_empty()),
+        ("--sign-key", args.sign.is_given()),
+        ("--notify", args.notify.is_given()),
         ("--rank", args.ranks.rank().is_some()),
+        ("--listen-ucx", args.serving.listen_ucx.is_some()),
         ("--profile fast", matches!(args.profile, DeltaProfile::Fast)),
     ];
     match refused.iter().find(|(_, given)| *given) {
@@ -203,15 +230,6 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
             expected: "deltas of slime's own encodings".to_owned(),
             found: (*flag).to_owned(),
         }),
-    }
-}
-
-/// Tells followers. The version is published whether they hear of it or not.
-fn notify(args: &Args) {
-    let told = keys::secret(args.notify_token_file.as_deref(), "DRIFTLESS_TOKEN")
-        .and_then(|token| store::notify(&args.notify, token.as_deref()));
-    if let Err(error) = told {
-        tracing::warn!(error = &error as &dyn std::error::Error, "followers were not told of the version");
     }
 }
 

@@ -1,7 +1,10 @@
 //! Stores by URL, with what object stores take from the environment.
 
 use crate::cli::error::Result;
+use crate::cli::keys;
+use driftless::transport::relay::Relays;
 use driftless::transport::{Store, open_with};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Variables that object stores know begin so.
@@ -21,18 +24,43 @@ pub(crate) fn open(url: &str) -> Result<Arc<dyn Store>> {
 }
 
 /// The store behind relays.
-pub(crate) fn behind(
-    origin: Arc<dyn Store>,
-    relays: &[String],
-    token: Option<&str>,
-) -> Result<Arc<dyn Store>> {
-    Ok(Arc::new(driftless::transport::relay::Relays::new(origin, relays, token)?))
+pub(crate) fn behind(origin: Arc<dyn Store>, relays: &[String], token: Option<&str>) -> Result<Arc<Relays>> {
+    Ok(Arc::new(Relays::new(origin, relays, token)?))
 }
 
-/// Tells followers that there is a version; who does not hear it finds it with his next look.
-pub(crate) fn notify(urls: &[String], token: Option<&str>) -> Result<()> {
-    for (url, error) in driftless::transport::notify(urls, token, NOTIFY_DEADLINE)? {
-        tracing::warn!(url, error, "a follower was not told of the version");
+/// Who is told of a version as soon as it is published.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct NotifyArgs {
+    /// Follower to tell of a version at once, as URL of its --listen address; may be given several times. Those that do not
+    /// answer within 2 s find it with their next look.
+    #[arg(long, value_name = "URL")]
+    notify: Vec<String>,
+    /// File holding the token that these followers want [default: DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE", requires = "notify")]
+    notify_token_file: Option<PathBuf>,
+}
+
+impl NotifyArgs {
+    /// Whether anybody is to be told.
+    pub(crate) fn is_given(&self) -> bool {
+        !self.notify.is_empty()
     }
-    Ok(())
+
+    /// Tells followers. The version is published whether they hear of it or not.
+    pub(crate) fn tell(&self) {
+        if let Err(error) = self.try_tell() {
+            tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "followers were not told of the version"
+            );
+        }
+    }
+
+    fn try_tell(&self) -> Result<()> {
+        let token = keys::secret(self.notify_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+        for (url, error) in driftless::transport::notify(&self.notify, token.as_deref(), NOTIFY_DEADLINE)? {
+            tracing::warn!(url, error, "a follower was not told of the version");
+        }
+        Ok(())
+    }
 }

@@ -3,6 +3,7 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
 use crate::cli::report::{self, Summary};
+use crate::cli::transport::check_object_store;
 use crate::cli::{keys, progress, store};
 use driftless::trainer::tasks::arithmetic::Recipe;
 use driftless::trainer::tasks::text::{self, Text};
@@ -23,6 +24,11 @@ Examples:
 
   The RL loop with two engines that are already running, each with a `driftless follow` beside it:
     driftless train --hf-checkpoint runs/sft-hf --save runs/rl --store file:///shared/store --run demo \\
+        --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000
+
+  The same with the engines elsewhere: through an object store, signed, and with followers that are told at once:
+    driftless train --hf-checkpoint runs/sft-hf --save runs/rl --store s3://bucket/prefix --run demo \\
+        --update-weight-transport object --sign-key trainer.key --notify http://10.0.0.1:9750 --notify http://10.0.0.2:9750 \\
         --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000
 
 A run that was interrupted is continued by the same command: from its last training checkpoint, with the
@@ -154,6 +160,10 @@ struct UpdateArgs {
     /// Publish in full after every so many versions, so that a late joiner need not replay the chain.
     #[arg(long, value_name = "VERSIONS")]
     anchor_every: Option<u64>,
+    #[command(flatten)]
+    sign: keys::SignArgs,
+    #[command(flatten)]
+    notify: store::NotifyArgs,
     /// After every update compare the engines' checksums with those of the trainer's bytes; a difference ends the run.
     #[arg(long)]
     check_weight_update_equal: bool,
@@ -220,9 +230,12 @@ enum WeightMode {
     Delta,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
 enum UpdateTransport {
+    /// Through any store: each engine's follower keeps the checkpoint that it loads.
     Disk,
+    /// As `disk`, and --store must be an object store: s3://…, gs://… or az://….
+    Object,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -294,9 +307,9 @@ fn sft_options(args: Args) -> Result<SftOptions> {
 }
 
 fn reinforce(args: Args, output: Output) -> Result<()> {
-    let save = args.save.clone();
+    let (save, notify) = (args.save.clone(), args.update.notify.clone());
     let options = train_options(args)?;
-    let outcome = train(&options, observer(options.num_rollout))?;
+    let outcome = train(&options, observer(options.num_rollout, notify))?;
     let summary = Summary::of(&outcome.steps, outcome.eval_start);
     let page = report::write(&save, &outcome.steps, &summary)?;
     output.print(&summary, Summary::table)?;
@@ -326,7 +339,11 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     if debug != Debug::TrainOnly && rollout.rollout_external_engine_addrs.is_empty() {
         return Err(missing("engines", "--rollout-external-engine-addrs host:port …"));
     }
-    let UpdateTransport::Disk = update.update_weight_transport;
+    if let Some(url) = store.as_deref().filter(|_| update.update_weight_transport == UpdateTransport::Object)
+    {
+        check_object_store(url)?;
+    }
+    let (sign_key, trust_keys) = update.sign.read()?;
     Ok(TrainOptions {
         hf_checkpoint: args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?,
         save: args.save,
@@ -334,6 +351,8 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         // Debugging leaves it alone.
         store: store::open(store.as_deref().unwrap_or("memory:"))?,
         run: update.run,
+        sign_key,
+        trust_keys,
         rollout_external_engine_addrs: rollout.rollout_external_engine_addrs,
         keys: rollout.keys.read()?,
         mode: if rollout.train_async { Mode::OneStepOff } else { Mode::Synchronous },
@@ -379,10 +398,15 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     })
 }
 
-/// Shows a run on a progress bar, and its turning points as lines.
-fn observer(steps: u64) -> Observer {
+/// Shows a run on a progress bar, and its turning points as lines; tells followers of its versions.
+fn observer(steps: u64, notify: store::NotifyArgs) -> Observer {
     let bar = progress::bar(steps, "rl");
-    Arc::new(move |event| show(&bar, &event))
+    Arc::new(move |event| {
+        if let Event::Published { .. } = event {
+            notify.tell();
+        }
+        show(&bar, &event);
+    })
 }
 
 fn show(bar: &ProgressBar, event: &Event<'_>) {

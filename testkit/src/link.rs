@@ -18,6 +18,8 @@ const CHUNK: usize = 16 << 10;
 const CHUNKS_MAX: usize = 4096;
 /// How much sending time a wire makes up for that its threads overslept.
 const BURST: Duration = Duration::from_millis(4);
+/// How long a disturbance may wait to be met.
+const MEET_DEADLINE: Duration = Duration::from_secs(120);
 
 /// What a link is like.
 #[derive(Debug, Clone, Copy, Default)]
@@ -71,6 +73,10 @@ struct State {
     /// When each direction is free to send again.
     free: [Option<Instant>; 2],
     open: BTreeMap<u64, [TcpStream; 2]>,
+    /// A stall, a partition or a cut was begun, and not healed.
+    disturbed: bool,
+    /// How often the last of them was met.
+    met: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -113,27 +119,46 @@ impl Link {
 
     /// Lets nothing arrive any more; connections stay, and go on when the link is [healed](Link::heal).
     pub fn stall(&self) {
-        self.wire.lock().stalled = true;
+        let mut state = self.wire.lock();
+        state.stalled = true;
+        state.disturb();
     }
 
     /// Ends every connection, what is on its way included, and every new one at once, until the link is [healed](Link::heal).
     pub fn partition(&self) {
         let mut state = self.wire.lock();
         state.partitioned = true;
+        state.disturb();
         state.end_all();
         self.wire.changed.notify_all();
     }
 
-    /// Ends a stall or a partition.
+    /// Ends a stall or a partition, and every [wait](Link::await_met) for somebody to meet it, or a cut.
     pub fn heal(&self) {
         let mut state = self.wire.lock();
-        (state.stalled, state.partitioned) = (false, false);
+        (state.stalled, state.partitioned, state.disturbed) = (false, false, false);
         self.wire.changed.notify_all();
+    }
+
+    /// Waits until what was begun last was met so many times (bytes held by a stall, a connection ended at once by a partition, a cut
+    /// made), or the link is [healed](Link::heal).
+    ///
+    /// # Panics
+    /// If neither happens within two minutes.
+    pub fn await_met(&self, times: u64) {
+        let waiting = |state: &mut State| state.disturbed && state.met < times;
+        let waited = self.wire.changed.wait_timeout_while(self.wire.lock(), MEET_DEADLINE, waiting);
+        let (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        let met = state.met;
+        drop(state);
+        assert!(!timeout.timed_out(), "the link to {} was met {met} times, not {times}", self.wire.target);
     }
 
     /// Lets `bytes` more go down, over all connections, then ends the connection that carries the next one: once.
     pub fn cut_after(&self, bytes: u64) {
-        self.wire.lock().cut = Some(bytes);
+        let mut state = self.wire.lock();
+        state.cut = Some(bytes);
+        state.disturb();
     }
 }
 
@@ -154,6 +179,10 @@ impl Drop for Link {
 }
 
 impl State {
+    fn disturb(&mut self) {
+        (self.disturbed, self.met) = (true, 0);
+    }
+
     fn end_all(&mut self) {
         for ends in std::mem::take(&mut self.open).into_values() {
             end(&ends);
@@ -173,14 +202,22 @@ impl Wire {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn meet(&self, state: &mut State) {
+        state.met += 1;
+        self.changed.notify_all();
+    }
+
     fn accept(self: Arc<Self>, listener: &TcpListener) {
         for (id, stream) in (1..).zip(listener.incoming()) {
             let Ok(client) = stream else { continue };
-            let state = self.lock();
+            let mut state = self.lock();
             if state.closed {
                 return;
             }
             let partitioned = state.partitioned;
+            if partitioned {
+                self.meet(&mut state);
+            }
             drop(state);
             self.connections.fetch_add(1, SeqCst);
             // A server that is away is a connection that ends at once, as through a partition.
@@ -260,7 +297,10 @@ impl Wire {
     /// Waits out a stall and shortens the chunk where the connection is to be cut; whether it stayed whole, or `None` if
     /// the connection has ended.
     fn admit(&self, way: Way, id: u64, chunk: &mut Vec<u8>) -> Option<bool> {
-        let state = self.lock();
+        let mut state = self.lock();
+        if state.stalled {
+            self.meet(&mut state);
+        }
         let waiting = |state: &mut State| state.stalled && !state.closed && state.open.contains_key(&id);
         let mut state = self.changed.wait_while(state, waiting).unwrap_or_else(PoisonError::into_inner);
         if !state.open.contains_key(&id) {
@@ -270,6 +310,7 @@ impl Wire {
             Some(left) if left < chunk.len() as u64 => {
                 chunk.truncate(left as usize);
                 state.cut = None;
+                self.meet(&mut state);
                 Some(false)
             }
             Some(left) => {
@@ -368,6 +409,7 @@ mod tests {
         for at in [0, 1, 70_001] {
             link.cut_after(at);
             assert_eq!(round(&link, &body(200_000)), body(at as usize), "cut at {at}");
+            link.await_met(1);
             assert_eq!(round(&link, &body(100)), body(100));
         }
     }
@@ -378,6 +420,7 @@ mod tests {
         let mut stream = TcpStream::connect(link.addr()).unwrap();
         link.stall();
         stream.write_all(&body(50_000)).unwrap();
+        link.await_met(1);
         stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         let mut got = vec![0; 50_000];
         assert!(stream.read(&mut got).is_err());
@@ -397,7 +440,13 @@ mod tests {
         link.partition();
         assert!(matches!(stream.read(&mut [0]), Ok(0) | Err(_)));
         assert_eq!(round(&link, b"lost"), b"");
-        link.heal();
+        link.await_met(1);
+        thread::scope(|scope| {
+            // Nobody comes a second time: only healing ends the wait.
+            let waiting = scope.spawn(|| link.await_met(2));
+            link.heal();
+            waiting.join().unwrap();
+        });
         assert_eq!(round(&link, b"found"), b"found");
     }
 }

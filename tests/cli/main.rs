@@ -5,6 +5,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod log;
+mod routes;
+mod serving;
 mod signed;
 
 use common::{driftless, json, run};
@@ -444,6 +446,10 @@ fn a_host_follows_slimes_layout_and_refuses_another_run() {
         let next = made.write(&dir.join("next"));
         let published = json(publish(&next, "baseline").args(["--resume", "--delta-encoding", "overwrite"]));
         assert_eq!(published["version"], version);
+        let before = tree(dir);
+        let plan = json(follow().arg("--dry-run"));
+        assert_eq!((&plan["to"], &plan["objects"]), (&version.into(), &1.into()), "{plan}");
+        assert!(tree(dir) == before, "a dry run touches nothing");
         let status = json(&mut follow());
         assert_eq!(status["applied"]["label"], published["label"]);
     }
@@ -456,10 +462,12 @@ fn a_host_follows_slimes_layout_and_refuses_another_run() {
     made.step(3);
     let next = made.write(&dir.join("next"));
     json(publish(&next, "again").arg("--resume"));
-    let output = follow().output().expect("it starts");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(3), "{error}");
-    assert!(error.contains("belongs to run"), "{error}");
+    for also in [&[][..], &["--dry-run"]] {
+        let output = follow().args(also).output().expect("it starts");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{error}");
+        assert!(error.contains("belongs to run"), "{error}");
+    }
 
     let refused = publish(&next, "again").args(["--resume", "--mode", "full"]).output();
     assert_eq!(refused.expect("it starts").status.code(), Some(2));

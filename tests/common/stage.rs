@@ -28,11 +28,14 @@ pub struct Stage {
     pub model: PathBuf,
     pub port: u16,
     pub steps: u64,
+    /// Milliseconds between two looks of the follower.
+    pub poll_ms: u64,
 }
 
 impl Stage {
     pub fn new(dir: &Path, model: &Path) -> Stage {
-        Stage { dir: dir.to_path_buf(), model: model.to_path_buf(), port: free_port(), steps: STEPS }
+        let (dir, model) = (dir.to_path_buf(), model.to_path_buf());
+        Stage { dir, model, port: free_port(), steps: STEPS, poll_ms: 20 }
     }
 
     pub fn command(&self, who: Role) -> Command {
@@ -43,7 +46,8 @@ impl Stage {
                 command.arg("--model-path").arg(&self.model);
             }
             Role::Follower => {
-                command.args(["follow", "--run", "test", "--id", "host-0", "--poll-ms", "20"]);
+                command.args(["follow", "--run", "test", "--id", "host-0"]);
+                command.args(["--poll-ms", &self.poll_ms.to_string()]);
                 command.args(["--engine", &format!("http://127.0.0.1:{}", self.port)]);
                 command.arg("--store").arg(self.dir.join("store"));
                 command.arg("--checkpoint-dir").arg(self.dir.join("host"));

@@ -55,6 +55,36 @@ fn a_finished_run_goes_on_when_more_steps_are_asked_for() {
     assert_eq!(second[STEPS as usize]["publication"]["version"], STEPS + 1);
 }
 
+/// A follower that by itself would look again in an hour, and believes nobody but the trainer's key.
+#[test]
+fn a_trainer_signs_its_versions_and_tells_its_followers() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    stage.poll_ms = 3_600_000;
+    let key = stage.dir.join("key");
+    run(driftless().arg("keygen").arg(&key));
+    let _engine = stage.start(Role::Engine, None);
+    let port = common::free_port();
+    let mut follow = stage.command(Role::Follower);
+    follow.args(["--listen", &format!("127.0.0.1:{port}"), "--trust-key"]).arg(stage.dir.join("key.pub"));
+    let mut follower = Process::start("follower", &stage.dir, &mut follow);
+    follower.listening(port);
+    let key = key.display().to_string();
+    train(&stage, &["--sign-key", &key, "--notify", &format!("http://127.0.0.1:{port}")]);
+    let published: Vec<_> =
+        steps(&stage).iter().map(|step| step["publication"]["version"].as_u64()).collect();
+    assert_eq!(published, (1..=STEPS).map(Some).collect::<Vec<_>>());
+
+    // Another key does not go on from what this one has signed.
+    let other = stage.dir.join("other");
+    run(driftless().arg("keygen").arg(&other));
+    stage.steps = STEPS + 1;
+    let output = stage.command(Role::Trainer).arg("--sign-key").arg(&other).output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{error}");
+    assert!(error.contains("is not signed by a trusted key"), "{error}");
+}
+
 #[test]
 fn rollouts_alone_can_be_trained_on_later() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -87,6 +117,17 @@ fn an_engine_of_another_model_is_refused_by_name() {
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{error}");
     assert!(error.contains("hidden_size") && error.contains(&wrong.port.to_string()), "{error}");
+}
+
+#[test]
+fn an_object_store_is_wanted_where_it_was_asked_for() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let stage = Stage::new(dir.path(), dir.path());
+    let mut command = stage.command(Role::Trainer);
+    let output = command.args(["--update-weight-transport", "object"]).output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.contains("--store of the kind `a path`"), "{error}");
 }
 
 /// A model of another width.

@@ -9,6 +9,7 @@ use reqwest::{Client, Method, RequestBuilder, StatusCode, Url};
 use tokio::runtime::{self, Runtime};
 
 use crate::follow::chain_text;
+use crate::store::{Arrived, nobody};
 use crate::{Error, Result};
 
 /// How long a connection may take to be made, whatever the whole request may take.
@@ -78,7 +79,7 @@ impl Http {
         }
     }
 
-    /// Reads `url`, of which at most `bytes_max` bytes are taken; `range` is the header's value.
+    /// Reads `url`, of which at most `bytes_max` bytes are taken, and `arrived` told; `range` is the header's value.
     ///
     /// # Errors
     /// A text for people: no answer within `deadline`, a broken connection, or more bytes than that.
@@ -86,11 +87,11 @@ impl Http {
         &self,
         url: Url,
         range: &str,
-        bytes_max: u64,
+        (bytes_max, arrived): (u64, &Arrived),
         deadline: Duration,
     ) -> std::result::Result<Answer, String> {
         let request = self.request(Method::GET, url).header("range", range);
-        self.wait(exchange(request, bytes_max, deadline))
+        self.wait(exchange(request, bytes_max, arrived.clone(), deadline))
     }
 
     /// Runs a call on the runtime and waits for it; it has a deadline.
@@ -121,6 +122,7 @@ impl Drop for Http {
 async fn exchange(
     request: RequestBuilder,
     bytes_max: u64,
+    arrived: Arrived,
     deadline: Duration,
 ) -> std::result::Result<Answer, String> {
     let read = async {
@@ -130,6 +132,7 @@ async fn exchange(
             if body.len() as u64 + bytes.len() as u64 > bytes_max.max(WORDS_MAX as u64) {
                 return Err(format!("more than the {bytes_max} bytes that were asked for"));
             }
+            arrived(bytes.len() as u64);
             body.extend_from_slice(&bytes);
         }
         Ok(Answer { status, body })
@@ -178,7 +181,7 @@ pub fn notify(urls: &[String], token: Option<&str>, deadline: Duration) -> Resul
     let told = http.wait(async move {
         let told: Vec<_> = requests
             .into_iter()
-            .map(|request| tokio::spawn(exchange(request, WORDS_MAX as u64, deadline)))
+            .map(|request| tokio::spawn(exchange(request, WORDS_MAX as u64, nobody(), deadline)))
             .collect();
         let mut answers = Vec::new();
         for one in told {

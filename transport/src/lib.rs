@@ -38,7 +38,7 @@ pub use client::notify;
 pub use driftless_delta::Profile;
 pub use dtype::Dtype;
 pub use error::{BoxError, Error, Result};
-pub use follow::{Ack, EngineStatus, Follower, FollowerOptions, Prepared, Status, Stop};
+pub use follow::{Ack, EngineStatus, Follower, FollowerOptions, Prepared, Routed, Router, Status, Stop};
 pub use ids::{ContentDigest, RunId, Version};
 pub use key::Key;
 pub use manifest::Manifest;
@@ -46,9 +46,9 @@ pub use publish::{
     Mode, Progress, ProgressFn, Published, PublishedPart, Publisher, PublisherOptions, Rank, Shard, Slice,
     Start, Step,
 };
-pub use replica::{Advanced, Applied, FetchObject, Plan, PlannedLink, Replica};
+pub use replica::{Advanced, Applied, Arrival, FetchObject, Plan, PlannedLink, Replica};
 pub use run::{Chain, Committed, Run};
 pub use sign::{SignKey, TrustKey};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};
 pub use spool::SpoolOptions;
-pub use store::{Disk, Entry, Memory, PutMode, Store, open, open_with, probe_conditional_put};
+pub use store::{Arrived, Disk, Entry, Memory, PutMode, Store, open, open_with, probe_conditional_put};

@@ -33,36 +33,31 @@ fn link(server: &Server, seed: u64) -> Link {
     Link::to(server.addr, Shape { delay, jitter, seed, rate: None }).unwrap()
 }
 
-/// What happens to a link while something passes over it.
-fn disturb(link: &Link, random: &mut Random) {
+/// What happens to a link while something passes over it; how often that has to be met before it ends.
+fn disturb(link: &Link, random: &mut Random) -> u64 {
     match random.next() % 4 {
-        0 => {}
+        0 => return 0,
         1 => link.cut_after(random.next() % 200_000),
         2 => link.stall(),
-        _ => link.partition(),
-    }
-}
-
-/// Ends what `disturb` began once somebody has met it, or has no need to.
-fn heal_after(link: &Link, before: u64, done: impl Fn() -> bool) {
-    while link.carried().connections < before + 2 && !done() {
-        thread::sleep(Duration::from_millis(1));
-        if link.carried().connections == before {
-            // A stall keeps its connections: it ends by itself, sooner than anybody gives up.
-            thread::sleep(Duration::from_millis(30));
-            break;
+        _ => {
+            link.partition();
+            return 2;
         }
     }
-    link.heal();
+    1
 }
 
-/// Does `what` over a disturbed link.
+/// Does `what` over a link that is disturbed until `what` has met it, or has no need to.
 fn across<T: Send>(link: &Link, random: &mut Random, what: impl FnOnce() -> T + Send) -> T {
-    let before = link.carried().connections;
-    disturb(link, random);
+    let times = disturb(link, random);
     thread::scope(|scope| {
-        let doing = scope.spawn(what);
-        heal_after(link, before, || doing.is_finished());
+        let doing = scope.spawn(|| {
+            let done = what();
+            link.heal();
+            done
+        });
+        link.await_met(times);
+        link.heal();
         doing.join().unwrap()
     })
 }

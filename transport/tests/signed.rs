@@ -3,61 +3,25 @@
 
 mod common;
 
-use std::fmt;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
-use common::{MODEL, RUN, Weights, assert_same, options, step};
-use driftless_transport::manifest::Object;
+use common::{Hook, MODEL, RUN, Weights, assert_same, options, step};
 use driftless_transport::{
-    Entry, Error, Follower, FollowerOptions, Key, Memory, Mode, Publisher, PublisherOptions, PutMode, Rank,
-    Replica, Result, Run, Shard, SignKey, Slice, Start, Store, TrustKey, Version,
+    Error, Follower, FollowerOptions, Key, Memory, Mode, Publisher, PublisherOptions, PutMode, Rank, Replica,
+    Result, Run, Shard, SignKey, Slice, Start, Store, TrustKey, Version,
 };
 
 fn key(number: u8) -> SignKey {
     SignKey::from_bytes([number; 32])
 }
 
-/// A store that counts what is read of objects.
-#[derive(Debug)]
-struct Watched {
-    inner: Memory,
-    objects: AtomicU64,
-}
-
-impl fmt::Display for Watched {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.inner.fmt(f)
-    }
-}
-
-impl Store for Watched {
-    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
-        self.inner.put(key, bytes, mode)
-    }
-    fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
-        self.inner.get(key, range)
-    }
-    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
-        self.objects.fetch_add(1, SeqCst);
-        self.inner.get_known(object, range)
-    }
-    fn head(&self, key: &Key) -> Result<Entry> {
-        self.inner.head(key)
-    }
-    fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
-        self.inner.list(prefix)
-    }
-    fn delete(&self, key: &Key) -> Result<()> {
-        self.inner.delete(key)
-    }
-}
-
 struct World {
-    store: Arc<Watched>,
+    store: Arc<dyn Store>,
+    /// Reads of objects.
+    objects: Arc<AtomicU64>,
     dir: tempfile::TempDir,
     versions: Vec<Weights>,
 }
@@ -71,7 +35,12 @@ fn signing(start: Start, baseline: &Path, key: &SignKey) -> PublisherOptions {
 impl World {
     /// `count` versions that key 1 has signed.
     fn new(count: u64) -> Self {
-        let store = Arc::new(Watched { inner: Memory::new(), objects: AtomicU64::new(0) });
+        let objects = Arc::new(AtomicU64::new(0));
+        let read = objects.clone();
+        let memory: Arc<dyn Store> = Arc::new(Memory::new());
+        let store = Hook::after(&memory, move |_, _, _| {
+            read.fetch_add(1, SeqCst);
+        });
         let dir = tempfile::tempdir().unwrap();
         let mut publisher =
             Publisher::open(store.clone(), signing(Start::NewRun, &dir.path().join("baseline"), &key(1)))
@@ -84,7 +53,7 @@ impl World {
             weights.step(version, 20);
         }
         publisher.wait().unwrap();
-        Self { store, dir, versions }
+        Self { store, objects, dir, versions }
     }
 
     fn follower(&self, name: &str, keys: &[TrustKey]) -> Follower {
@@ -107,10 +76,10 @@ impl World {
 
     /// The follower does not move, says why, and has not read a byte of any object.
     fn assert_refused(&self, follower: &Follower, is_expected: fn(&Error) -> bool) {
-        let before = self.store.objects.load(SeqCst);
+        let before = self.objects.load(SeqCst);
         let error = follower.prepare(None).unwrap_err();
         assert!(is_expected(&error), "{error:?}");
-        assert_eq!(self.store.objects.load(SeqCst), before, "objects of an untrusted version were read");
+        assert_eq!(self.objects.load(SeqCst), before, "objects of an untrusted version were read");
     }
 
     fn assert_follows(&self, follower: &Follower, version: u64) {

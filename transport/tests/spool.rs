@@ -4,21 +4,17 @@
 
 mod common;
 
-use std::fmt;
 use std::fs;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use common::{MODEL, RUN, Random, Weights, assert_same, options, step};
-use driftless_transport::manifest::Object;
+use common::{Hook, MODEL, RUN, Random, Weights, assert_same, options, step};
 use driftless_transport::watch::{self, Call};
 use driftless_transport::wrap::{Count, Fault, When};
 use driftless_transport::{
-    Disk, Dtype, Entry, Error, Key, Memory, Mode, Publisher, PutMode, Replica, Result, Run, SpoolOptions,
-    Start, Store, Version,
+    Disk, Dtype, Error, Memory, Mode, Publisher, Replica, Result, Run, SpoolOptions, Start, Store, Version,
 };
 
 const RANGE: u64 = 100_000;
@@ -120,14 +116,15 @@ fn cut_anywhere(store: &Arc<dyn Store>, dir: &Path, options: SpoolOptions, versi
         let Err(error) = advance(count.clone(), &replica, 0, options) else { return cuts };
         assert!(matches!(error, Error::Injected { .. }), "{error:?}");
         fault.disarm();
-        let moved = advance(count.clone(), &replica, 0, options).unwrap();
+        let mut moved = advance(count.clone(), &replica, 0, options).unwrap();
         assert_same(moved.checkpoint().unwrap(), &version.weights);
+        moved.settle().unwrap();
         assert_eq!(
             count.counts().bytes_got,
             2 * version.besides + version.objects,
             "cut after {cuts} requests"
         );
-        assert_eq!(spooled(&replica), Vec::<PathBuf>::new(), "what is applied is not kept");
+        assert_eq!(spooled(&replica), Vec::<PathBuf>::new(), "what is durable is not kept");
     }
     unreachable!("some follower gets through")
 }
@@ -180,7 +177,7 @@ fn ranges_that_were_asked_for_together_are_kept_one_by_one() {
     options.request_bytes_max = 4 * RANGE;
     let longest = Arc::new(AtomicU64::new(0));
     let seen = longest.clone();
-    let watched = hooked(&store, move |object, range, _| {
+    let watched = Hook::after(&store, move |object, range, _| {
         // The last one is asked for with a byte more.
         seen.fetch_max(range.end.min(object.size) - range.start, SeqCst);
     });
@@ -318,57 +315,6 @@ fn pages_that_power_took_are_fetched_again_and_never_believed() {
     assert!(refetched > 300 && whole > 20, "{refetched}, {whole}");
 }
 
-/// Sees what was read of an object, and may change it.
-type Meddle = dyn Fn(&Object, &Range<u64>, &mut Vec<u8>) + Send + Sync;
-
-/// A store that lies about ranges, or looks at what is kept while it is read.
-struct Hook {
-    inner: Arc<dyn Store>,
-    hook: Box<Meddle>,
-}
-
-impl fmt::Debug for Hook {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Hook")
-    }
-}
-
-impl fmt::Display for Hook {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("hook:")
-    }
-}
-
-impl Store for Hook {
-    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
-        self.inner.put(key, bytes, mode)
-    }
-    fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
-        self.inner.get(key, range)
-    }
-    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
-        let mut bytes = self.inner.get_known(object, range.clone())?;
-        (self.hook)(object, &range, &mut bytes);
-        Ok(bytes)
-    }
-    fn head(&self, key: &Key) -> Result<Entry> {
-        self.inner.head(key)
-    }
-    fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
-        self.inner.list(prefix)
-    }
-    fn delete(&self, key: &Key) -> Result<()> {
-        self.inner.delete(key)
-    }
-}
-
-fn hooked(
-    inner: &Arc<dyn Store>,
-    hook: impl Fn(&Object, &Range<u64>, &mut Vec<u8>) + Send + Sync + 'static,
-) -> Arc<dyn Store> {
-    Arc::new(Hook { inner: inner.clone(), hook: Box::new(hook) })
-}
-
 #[test]
 fn a_store_that_lies_is_told_so_and_its_lies_are_not_kept() {
     let _turn = turn();
@@ -380,7 +326,7 @@ fn a_store_that_lies_is_told_so_and_its_lies_are_not_kept() {
         [|bytes| bytes[7] ^= 1, |bytes| bytes.truncate(bytes.len() - 1), |bytes| bytes.push(0)];
     for (number, lie) in lies.into_iter().enumerate() {
         let replica = dir.path().join(format!("replica-{number}"));
-        let liar = hooked(&inner, move |_, range, bytes| {
+        let liar = Hook::after(&inner, move |_, range, bytes| {
             if range.start == 2 * RANGE {
                 lie(bytes);
             }
@@ -405,7 +351,8 @@ fn a_lie_that_was_kept_before_the_restart_is_fetched_anew() {
     // All ranges lie, and the fetch is cut before the object is whole.
     let fault = Arc::new(Fault::new(inner.clone()));
     fault.arm(2 + 6, u64::MAX, When::Before);
-    let liar = Arc::new(Hook { inner: fault, hook: Box::new(|_, _, bytes| bytes[0] ^= 1) });
+    let fault: Arc<dyn Store> = fault;
+    let liar = Hook::after(&fault, |_, _, bytes| bytes[0] ^= 1);
     advance(liar, &replica, 0, spooling()).unwrap_err();
     let moved = advance(inner, &replica, 0, spooling()).unwrap();
     assert_same(moved.checkpoint().unwrap(), &expected);
@@ -422,7 +369,7 @@ fn no_more_is_kept_than_allowed() {
         let replica = dir.path().join(format!("replica-{bytes_max}"));
         let (place, most) = (replica.clone(), Arc::new(AtomicU64::new(0)));
         let seen = most.clone();
-        let store = hooked(&inner, move |_, _, _| {
+        let store = Hook::after(&inner, move |_, _, _| {
             let kept =
                 spooled(&place).iter().map(|path| fs::metadata(path).map_or(0, |file| file.len())).sum();
             seen.fetch_max(kept, SeqCst);
@@ -456,7 +403,7 @@ fn what_is_superseded_goes() {
         .map(|object| object.blake3.to_string())
         .collect();
     let place = replica.clone();
-    let store = hooked(&inner, move |_, _, _| {
+    let store = Hook::after(&inner, move |_, _, _| {
         for path in spooled(&place) {
             assert!(newer.contains(&path.file_name().unwrap().to_str().unwrap().to_owned()), "{path:?}");
         }

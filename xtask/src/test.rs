@@ -96,7 +96,7 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "ucx",
-        what: "links and relays over UCX 1.14 and 1.22: TCP, shared memory, network namespaces, killed and lying peers",
+        what: "links, relays and publishers over UCX 1.14 and 1.22: TCP, shared memory, network namespaces, killed and lying peers",
         needs: &[Need::Ucx],
         run: with_ucx,
     },
@@ -413,6 +413,7 @@ fn with_ucx(context: &Context) -> Result<()> {
     for (version, libraries) in ucx::releases(&crate::cache_dir()?) {
         let mut command = Command::new("cargo");
         command.args(["test", "--features", &points(), "--test", "fabric", "--test", "relay_ucx"]);
+        command.args(["--test", "cli"]);
         command.args(["--", "--nocapture"]).env("DRIFTLESS_UCX_REQUIRED", version);
         context.logged(command.env("LD_LIBRARY_PATH", libraries))?;
     }

@@ -52,6 +52,11 @@ pub enum Event<'a> {
         /// Samples of the rollout.
         total: u64,
     },
+    /// A version is in the store; the engines are waited for next.
+    Published {
+        /// Its number.
+        version: u64,
+    },
     /// Success on the held-out problems was measured.
     Evaluated {
         /// After this many steps.

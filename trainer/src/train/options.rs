@@ -2,7 +2,7 @@
 
 use crate::schedule::Mode;
 use driftless_bridge::Keys;
-use driftless_transport::Store;
+use driftless_transport::{SignKey, Store, TrustKey};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,6 +20,10 @@ pub struct TrainOptions {
     pub store: Arc<dyn Store>,
     /// Name of the run in the store.
     pub run: String,
+    /// What signs the versions, if they are signed; those that it has not signed are not gone on from.
+    pub sign_key: Option<SignKey>,
+    /// Other keys whose versions are gone on from.
+    pub trust_keys: Vec<TrustKey>,
     /// Engines, as `host:port` or URLs.
     pub rollout_external_engine_addrs: Vec<String>,
     /// The engines' API keys.

@@ -185,8 +185,9 @@ impl<'o> Session<'o> {
         PolicySnapshot::new(policy, &self.options.hf_checkpoint)
     }
 
-    /// Waits for the fleet and collects what its followers wrote about the publication.
+    /// Tells of a publication, waits for the fleet and collects what its followers wrote about it.
     pub(super) fn converge(&self, published: &Published) -> Result<PublicationMetrics> {
+        self.tell(Event::Published { version: published.version.0 });
         let label = self.label()?.ok_or(Error::Cancelled)?;
         let converged = update::converge(self.fleet()?, &label, published, self.options.update_deadline);
         let mut metrics = self.block_on(converged)?;
@@ -246,6 +247,8 @@ fn open_run(options: &TrainOptions) -> Result<(RunRecord, Option<Updates>)> {
     let mut publisher = PublisherOptions::new(&options.run, start, options.save.join("baseline"));
     publisher.anchor_every = options.anchor_every;
     publisher.reference_dir = Some(options.hf_checkpoint.clone());
+    publisher.sign_key.clone_from(&options.sign_key);
+    publisher.trust_keys.clone_from(&options.trust_keys);
     let publisher = Publisher::open(store, publisher)?;
     if let Some(run_id) = record.run_id {
         publisher.run().check_id(format_args!("the state in {}", options.save.display()), run_id)?;

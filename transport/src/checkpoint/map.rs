@@ -10,21 +10,27 @@
 use std::fs::File;
 use std::path::Path;
 
-use memmap2::{Mmap, MmapMut};
+use memmap2::{Advice, Mmap, MmapMut};
 
 use crate::error::{Error, Result};
 
 /// Maps a whole file for reading. An empty file gives an empty map.
 pub(crate) fn map(path: &Path, file: &File) -> Result<Mmap> {
     // SAFETY: the file is not truncated or written while the map is borrowed; see the module's documentation.
-    unsafe { Mmap::map(file) }.map_err(|source| Error::io("map", path, source))
+    let map = unsafe { Mmap::map(file) }.map_err(|source| Error::io("map", path, source))?;
+    // What is not in memory yet comes in large folios. A kernel that does not do so loses time and nothing else.
+    let _ = map.advise(Advice::HugePage);
+    Ok(map)
 }
 
 /// Maps a whole file for reading and writing, shared with every other map and reader of it.
 pub(crate) fn map_mut(path: &Path, file: &File) -> Result<MmapMut> {
     // SAFETY: as above; the caller holds the replica mutably, so no shared slice of the same file is alive in
     // this process.
-    unsafe { MmapMut::map_mut(file) }.map_err(|source| Error::io("map for writing", path, source))
+    let map =
+        unsafe { MmapMut::map_mut(file) }.map_err(|source| Error::io("map for writing", path, source))?;
+    let _ = map.advise(Advice::HugePage);
+    Ok(map)
 }
 
 #[cfg(test)]

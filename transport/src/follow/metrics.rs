@@ -295,6 +295,7 @@ mod tests {
             model: "policy".into(),
             newest: newest.map(Version),
             applied: applied.map(ack),
+            route: None,
             error: None,
         }
     }

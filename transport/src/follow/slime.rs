@@ -14,7 +14,8 @@ use super::{Core, Follower, FollowerOptions, Prepared, chain_text};
 use crate::activate::Activate;
 use crate::error::{Error, Result};
 use crate::ids::Version;
-use crate::slime::Feed;
+use crate::replica::Plan;
+use crate::slime::{self, Feed};
 use crate::store::Store;
 
 /// How long a trainer's request waits for the follower's own round to end.
@@ -32,16 +33,22 @@ impl Follower {
         options: FollowerOptions,
         engines: Vec<Box<dyn Activate>>,
     ) -> Result<Self> {
-        if !options.trust_keys.is_empty() {
-            return Err(Error::Unsupported {
-                what: "trusted keys with slime's layout".to_owned(),
-                hint: "its versions are not signed; publish in our own layout".to_owned(),
-            });
-        }
-        let feed = Feed::new(store.clone(), &options.model, options.hf_checkpoint.clone());
+        let feed = feed(store.clone(), &options)?;
         let follower = Self::open(store, options, engines)?;
         follower.core()?.feed = Some(feed);
         Ok(follower)
+    }
+
+    /// What a follower with these options would do to its directory now, up to [`FollowerOptions::until`]. Nothing is written, no
+    /// lock is taken, no engine asked. Every changed tensor is read and taken through all versions in memory (twice the bytes of the
+    /// tensors under way: 1 GiB, or one tensor), so what this accepts follows on from the weights that are here.
+    ///
+    /// # Errors
+    ///
+    /// Those that [`Follower::open_slime`] and [`Follower::prepare`] would give; [`Error::Busy`] if somebody else moves the
+    /// directory meanwhile.
+    pub fn plan_slime(store: Arc<dyn Store>, options: &FollowerOptions) -> Result<Plan> {
+        slime::plan(feed(store, options)?, &options.checkpoint_dir, options.until)
     }
 
     pub(super) fn prepare_slime(&self, core: &mut Core, target: Option<Version>) -> Result<Prepared> {
@@ -96,6 +103,17 @@ impl Follower {
             }
         }
     }
+}
+
+/// The trainer's directory, as these options follow it.
+fn feed(store: Arc<dyn Store>, options: &FollowerOptions) -> Result<Feed> {
+    if options.trust_keys.is_empty() {
+        return Ok(Feed::new(store, &options.model, options.hf_checkpoint.clone()));
+    }
+    Err(Error::Unsupported {
+        what: "trusted keys with slime's layout".to_owned(),
+        hint: "its versions are not signed; publish in our own layout".to_owned(),
+    })
 }
 
 /// What slime's trainer sends to an engine.

@@ -74,6 +74,15 @@ pub struct Collection {
     pub removed: Vec<Removed>,
 }
 
+/// The leases of followers on a model, those that ran out included, as [`collect`] sees them.
+///
+/// # Errors
+/// What the store reports.
+pub fn leases(run: &Run, options: &GcOptions) -> Result<Vec<Lease>> {
+    let now = lease::store_time(&**run.store())?;
+    lease::leases(run, &options.model, now, options.lease_ttl)
+}
+
 /// Collects the versions of a model that nobody needs. May run beside the publisher, followers and other collections.
 ///
 /// # Errors
@@ -88,8 +97,7 @@ pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
     let root = run.model_root(model)?;
     let Some(newest) = run.newest_version(model)? else { return Ok(Collection::default()) };
     // Leases before the listing: a follower that takes one later reads a version that is kept, or meets a tombstone.
-    let now = lease::store_time(&**run.store())?;
-    let leases = lease::leases(run, model, now, options.lease_ttl)?;
+    let leases = leases(run, options)?;
     let places = Places::of(run.store().list(&root)?, &root);
     let (anchor, mut kept) = down_to_anchor(run, model, newest, &places)?;
     let needed = leases.iter().filter(|lease| lease.live).map(|lease| lease.needs);

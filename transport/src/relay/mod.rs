@@ -6,6 +6,7 @@
 
 mod cache;
 mod listen;
+mod recent;
 #[cfg(feature = "client")]
 mod relays;
 mod serve;
@@ -33,6 +34,7 @@ use crate::replica::{Lock, create_dir_synced};
 use crate::store::Store;
 use cache::{Cache, Content};
 
+pub use recent::Recent;
 #[cfg(feature = "client")]
 pub use relays::Relays;
 #[cfg(feature = "ucx")]

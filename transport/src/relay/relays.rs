@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use crate::fabric::{Fabric, FabricOptions};
 use crate::ids::ContentDigest;
 use crate::key::Key;
 use crate::manifest::Object;
-use crate::store::{Entry, PutMode, Store};
+use crate::store::{Arrived, Entry, PutMode, Store};
 
 /// Bytes that a relay is asked for at a time.
 const REQUEST_BYTES: u64 = 8 << 20;
@@ -39,6 +40,8 @@ pub struct Relays {
     origin: Arc<dyn Store>,
     http: Http,
     relays: Vec<Peer>,
+    /// Whether those are asked that are asked over UCX.
+    ucx: AtomicBool,
     /// Which relays have given ranges of an object.
     given: Mutex<BTreeMap<ContentDigest, BTreeSet<usize>>>,
 }
@@ -79,7 +82,19 @@ impl Relays {
             };
             relays.push(Peer { url, way, health: Mutex::default() });
         }
-        Ok(Self { origin, http: Http::new(token)?, relays, given: Mutex::default() })
+        let (http, ucx) = (Http::new(token)?, AtomicBool::new(true));
+        Ok(Self { origin, http, relays, ucx, given: Mutex::default() })
+    }
+
+    /// Whether relays at `ucx://…` are asked from now on, as they are at first. Where they are not, objects come from the other relays and
+    /// the origin.
+    pub fn use_ucx(&self, on: bool) {
+        self.ucx.store(on, Relaxed);
+    }
+
+    /// Whether this relay is to be asked now.
+    fn is_wanted(&self, peer: &Peer) -> bool {
+        peer.is_due() && (self.ucx.load(Relaxed) || matches!(peer.way, Way::Http))
     }
 
     fn given(&self) -> MutexGuard<'_, BTreeMap<ContentDigest, BTreeSet<usize>>> {
@@ -96,7 +111,13 @@ impl Relays {
     }
 
     /// A range from one relay.
-    fn ask(&self, peer: &Peer, object: &Object, range: &Range<u64>) -> std::result::Result<Vec<u8>, String> {
+    fn ask(
+        &self,
+        peer: &Peer,
+        object: &Object,
+        range: &Range<u64>,
+        arrived: &Arrived,
+    ) -> std::result::Result<Vec<u8>, String> {
         let patience = PATIENCE + Duration::from_secs(object.size / BYTES_PER_SECOND_MIN);
         match &peer.way {
             #[cfg(feature = "ucx")]
@@ -110,7 +131,7 @@ impl Relays {
         url.set_query(Some(&format!("size={}&blake3={}", object.size, object.blake3)));
         in_pieces(range, |piece| {
             let header = format!("bytes={}-{}", piece.start, piece.end - 1);
-            let answer = self.http.get(url.clone(), &header, piece.end - piece.start, patience)?;
+            let answer = self.http.get(url.clone(), &header, (piece.end - piece.start, arrived), patience)?;
             if answer.status != StatusCode::PARTIAL_CONTENT {
                 return Err(answer.words());
             }
@@ -231,15 +252,15 @@ impl Store for Relays {
         self.origin.get(key, range)
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
         // A relay knows the object by its size, so a byte behind the end tells nothing there.
         let inside = range.start.min(object.size)..range.end.min(object.size);
         if inside.is_empty() {
-            return self.origin.get_known(object, range);
+            return self.origin.get_known(object, range, arrived);
         }
         for index in self.order(&object.blake3) {
-            let Some(peer) = self.relays.get(index).filter(|peer| peer.is_due()) else { continue };
-            match self.ask(peer, object, &inside) {
+            let Some(peer) = self.relays.get(index).filter(|peer| self.is_wanted(peer)) else { continue };
+            match self.ask(peer, object, &inside, arrived) {
                 Ok(bytes) => {
                     peer.succeeded();
                     let mut given = self.given();
@@ -252,7 +273,7 @@ impl Store for Relays {
                 Err(error) => peer.failed(&object.key, &error),
             }
         }
-        self.origin.get_known(object, range)
+        self.origin.get_known(object, range, arrived)
     }
 
     fn doubt(&self, object: &Object) -> bool {

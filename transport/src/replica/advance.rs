@@ -8,7 +8,7 @@ use super::target::Targets;
 use super::{Advanced, Replica, check_model, fetch, objects};
 use crate::error::{Error, Result};
 use crate::ids::{ContentDigest, Version};
-use crate::manifest::{Kind, Manifest};
+use crate::manifest::{Base, Kind, Manifest};
 use crate::run::{Chain, Committed, Run};
 use objects::FetchObject;
 
@@ -19,12 +19,15 @@ const COLLECTED_MAX: usize = 8;
 pub(crate) trait Observe: Sync {
     /// The oldest version that will be read, before anything of it is.
     fn planned(&self, oldest: Version);
+    /// The chain that will be applied, on a version that is here or from nothing, before any object of it is read.
+    fn arriving(&self, base: Option<(Base, &Manifest)>, chain: &[Committed]);
     /// An object is to be fetched.
     fn fetching(&self);
 }
 
 impl Observe for () {
     fn planned(&self, _: Version) {}
+    fn arriving(&self, _: Option<(Base, &Manifest)>, _: &[Committed]) {}
     fn fetching(&self) {}
 }
 
@@ -74,6 +77,7 @@ impl Replica {
             let chain = run.chain_with(model, self.identity(), to, known.take())?;
             let start = if chain.restart { None } else { self.identity().map(|base| base.version) };
             observer.planned(start.or(chain.links.first().map(|link| link.manifest.version)).unwrap_or(to));
+            observer.arriving(self.identity().zip(self.manifest()).filter(|_| !chain.restart), &chain.links);
             tries += 1;
             match self.follow(run, &chain, reference, observer, &mut total) {
                 // Another chain leads there now.

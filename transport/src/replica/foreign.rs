@@ -144,7 +144,8 @@ fn successor(state: &State, next: &Foreign<'_>) -> Manifest {
     manifest
 }
 
-fn position(manifest: &Manifest, name: &str) -> Result<usize> {
+/// Where a tensor that a version changes stands in the manifest of the version in front.
+pub(crate) fn position(manifest: &Manifest, name: &str) -> Result<usize> {
     manifest.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).map_err(|_| {
         Error::TensorMismatch {
             tensor: name.to_owned(),

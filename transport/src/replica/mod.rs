@@ -38,7 +38,9 @@ use target::Targets;
 pub(crate) use advance::Observe;
 pub(crate) use fetch::check_same_form;
 pub use objects::FetchObject;
-pub use plan::{Plan, PlannedLink};
+#[cfg(feature = "slime")]
+pub(crate) use plan::Held;
+pub use plan::{Arrival, Plan, PlannedLink};
 pub use state::Applied;
 
 /// Directory inside a replica that holds its state.
@@ -320,10 +322,10 @@ impl Replica {
             }
             None => {
                 self.recover()?;
+                self.spool.resume();
                 Duration::ZERO
             }
         };
-        self.spool.resume();
         Ok(overwrite)
     }
 

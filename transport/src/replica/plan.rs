@@ -5,11 +5,13 @@ use std::path::Path;
 
 use serde::Serialize;
 
+#[cfg(feature = "slime")]
+use super::Applied;
 use super::state::{Copy, Layout, Marker, read_optional};
 use super::{Replica, check_model, fetch, quarantine};
 use crate::error::Result;
 use crate::ids::{RunId, Version};
-use crate::manifest::{File, Kind, Manifest};
+use crate::manifest::{Base, File, Kind, Manifest};
 use crate::run::{Committed, Run};
 
 /// What [`Replica::advance`] would do to a directory as it is now.
@@ -30,8 +32,9 @@ pub struct Plan {
     pub objects: u64,
     /// Bytes of these objects.
     pub bytes: u64,
-    /// Elements that would change, by the manifests' account.
-    pub changed: u64,
+    /// Elements that would change: by the manifests' account, or counted where versions say nothing of it. `None` for slime's
+    /// layout while an apply is unfinished, because there is nothing whole to compare with.
+    pub changed: Option<u64>,
     /// The publications, oldest first; none if the version is there.
     pub links: Vec<PlannedLink>,
 }
@@ -48,8 +51,36 @@ pub struct PlannedLink {
     pub objects: u64,
     /// Bytes of these objects.
     pub bytes: u64,
-    /// Elements that it changes.
-    pub changed: u64,
+    /// Elements that it changes; `None` as in [`Plan::changed`].
+    pub changed: Option<u64>,
+}
+
+/// What is about to be fetched, as manifests tell before a byte of an object is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Arrival {
+    /// The version that the replica is brought to.
+    pub version: Version,
+    /// Whether it begins with a publication that is taken in full.
+    pub full: bool,
+    /// Bytes of the objects that will be fetched.
+    pub bytes: u64,
+    /// Bytes of the version's weights.
+    pub model_bytes: u64,
+}
+
+impl Arrival {
+    /// Of a chain that is applied on `base`, or from nothing; `None` for one that brings nothing.
+    pub(crate) fn of(base: Option<(Base, &Manifest)>, chain: &[Committed]) -> Option<Self> {
+        let last = &chain.last()?.manifest;
+        let links = planned(base, chain);
+        Some(Self {
+            version: last.version,
+            full: links.iter().any(|link| link.full),
+            bytes: links.iter().map(|link| link.bytes).sum(),
+            model_bytes: last.tensor_bytes(),
+        })
+    }
 }
 
 impl Replica {
@@ -74,18 +105,53 @@ impl Replica {
         }
         let base = state.as_ref().map(|(_, copy)| Committed::new(copy.manifest.clone(), copy.digest));
         let chain = run.chain(model, base.as_ref().map(Committed::identity), to)?;
-        let links = planned(base.as_ref().filter(|_| !chain.restart), &chain.links);
-        Ok(Plan {
-            run_id: run.id(),
+        let start = base.as_ref().filter(|_| !chain.restart);
+        let links = planned(start.map(|base| (base.identity(), &base.manifest)), &chain.links);
+        let from = base.map(|base| base.manifest.version);
+        Ok(Plan::of((run.id(), model), (from, to), layout.journal().exists(), links))
+    }
+}
+
+impl Plan {
+    /// The plan that takes `links`.
+    pub(crate) fn of(
+        (run_id, model): (RunId, &str),
+        (from, to): (Option<Version>, Version),
+        unfinished: bool,
+        links: Vec<PlannedLink>,
+    ) -> Self {
+        Self {
+            run_id,
             model: model.to_owned(),
-            from: base.map(|base| base.manifest.version),
+            from,
             to,
-            unfinished: layout.journal().exists(),
+            unfinished,
             objects: links.iter().map(|link| link.objects).sum(),
             bytes: links.iter().map(|link| link.bytes).sum(),
             changed: links.iter().map(|link| link.changed).sum(),
             links,
-        })
+        }
+    }
+}
+
+/// What a directory says that it holds.
+#[cfg(feature = "slime")]
+#[derive(Debug, PartialEq)]
+pub(crate) struct Held {
+    /// The version, unless there is none that could be built upon.
+    pub(crate) version: Option<(Applied, Manifest)>,
+    /// Whether an apply is under way, or was interrupted.
+    pub(crate) unfinished: bool,
+}
+
+#[cfg(feature = "slime")]
+impl Held {
+    /// Reads the state of `dir`, which need not exist, and writes nothing.
+    pub(crate) fn look(dir: &Path) -> Self {
+        let layout = Layout::new(dir);
+        let state = read(&layout).ok().flatten();
+        let version = state.map(|(marker, copy)| (marker.applied, copy.manifest));
+        Self { version, unfinished: layout.journal().exists() }
     }
 }
 
@@ -96,15 +162,15 @@ fn read(layout: &Layout) -> Result<Option<(Marker, Copy)>> {
 }
 
 /// The links in the portions in which [`Replica::advance`] applies them.
-fn planned(base: Option<&Committed>, chain: &[Committed]) -> Vec<PlannedLink> {
+fn planned(base: Option<(Base, &Manifest)>, chain: &[Committed]) -> Vec<PlannedLink> {
     let mut planned = Vec::with_capacity(chain.len());
     let mut base = base;
     let mut rest = chain;
     while let Some(first) = rest.first() {
-        let builds = |base: &&Committed| {
-            first.manifest.kind == Kind::Delta && first.manifest.base == Some(base.identity())
+        let builds = |(base, _): &(Base, &Manifest)| {
+            first.manifest.kind == Kind::Delta && first.manifest.base == Some(*base)
         };
-        let on = base.filter(builds).map(|base| &base.manifest);
+        let on = base.filter(builds).map(|(_, manifest)| manifest);
         let length =
             if first.manifest.kind == Kind::Reference { 1 } else { fetch::fold_length(rest, on.is_none()) };
         let (portion, behind) = rest.split_at(length.clamp(1, rest.len()));
@@ -117,10 +183,10 @@ fn planned(base: Option<&Committed>, chain: &[Committed]) -> Vec<PlannedLink> {
                 full: number == 0 && on.is_none(),
                 objects: sizes.clone().count() as u64,
                 bytes: sizes.map(|object| object.size).sum(),
-                changed: link.manifest.changed,
+                changed: Some(link.manifest.changed),
             }
         }));
-        base = portion.last();
+        base = portion.last().map(|last| (last.identity(), &last.manifest));
         rest = behind;
     }
     planned

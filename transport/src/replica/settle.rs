@@ -3,7 +3,6 @@
 //! A version whose journal is durable cannot be lost any more, so nobody has to wait for its data: until they are synced and the
 //! marker is moved, a crash is followed by the journal again. The next journal waits, because it would take this one's place.
 
-use std::fs::File;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
@@ -16,6 +15,7 @@ use super::target::Target;
 use super::{Lock, Replica, crash_point, quarantine, redo};
 use crate::checkpoint::sync_file;
 use crate::error::{Error, Result};
+use crate::spool::Spool;
 
 /// How long anybody waits for a sync. The thread goes on behind, and so does the next call that waits.
 const SETTLE_DEADLINE: Duration = Duration::from_secs(600);
@@ -27,7 +27,7 @@ pub(super) struct Unsettled {
     pub(super) applied: Applied,
     /// The files that were overwritten.
     pub(super) overwritten: Vec<(PathBuf, Target)>,
-    /// The version before: unmapping gigabytes takes its time.
+    /// The version before, to be unmapped.
     pub(super) before: Option<State>,
     /// All weight files, as the overwriting left them.
     pub(super) weights: Vec<Stamp>,
@@ -41,14 +41,14 @@ impl Unsettled {
     /// Syncs the data, moves the marker, drops the journal, in this order. Returns what the sync of the data took.
     pub(super) fn settle(self) -> Result<Duration> {
         crash_point("follow.sync")?;
-        drop(self.before);
-        let files: Vec<(PathBuf, File)> =
-            self.overwritten.into_iter().map(|(path, target)| (path, target.file)).collect();
         let started = Instant::now();
-        for (path, file) in &files {
-            sync_file(file, path).map_err(|source| Error::io("sync", path, source))?;
+        for (path, target) in &self.overwritten {
+            sync_file(&target.file, path).map_err(|source| Error::io("sync", path, source))?;
         }
         let sync = started.elapsed();
+        // Unmapping gigabytes that are not yet written back takes long, and nobody else in the process can map or unmap anything
+        // meanwhile. Behind the sync it is quick.
+        drop((self.before, self.overwritten));
         crash_point("follow.marker")?;
         redo::write_state(&self.layout, &self.applied, &self.weights, (&self.copy, &self.digests))?;
         redo::drop_journal(&self.layout)?;
@@ -68,12 +68,14 @@ pub(super) struct Settling {
 
 impl Settling {
     /// Starts the thread, which holds the directory's lock as long as it writes there.
-    fn start(unsettled: Unsettled, lock: Arc<Lock>) -> Result<Self> {
+    fn start(unsettled: Unsettled, lock: Arc<Lock>, spool: Arc<Spool>) -> Result<Self> {
         let what = format!("making version {} durable", unsettled.applied.version);
         let root = unsettled.layout.root.clone();
         let (tell, outcome) = sync_channel(1);
         let work = move || {
             let settled = unsettled.settle();
+            // The journal has what was in it. Not sooner: removing files waits for the sync.
+            spool.resume();
             // Released before it is told, for whoever opens the directory upon that.
             drop(lock);
             let _ = tell.send(settled);
@@ -133,7 +135,7 @@ impl Replica {
 
     /// Has another thread make a version durable that can be read from here on.
     pub(super) fn settle_behind(&mut self, unsettled: Unsettled) -> Result<()> {
-        self.settling = Some(Settling::start(unsettled, self.lock.clone())?);
+        self.settling = Some(Settling::start(unsettled, self.lock.clone(), self.spool.clone())?);
         Ok(())
     }
 

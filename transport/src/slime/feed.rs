@@ -1,12 +1,14 @@
 //! Follows a trainer's directory with a replica.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::release::Release;
 use super::{corrupt, frame, identity, index_key};
+use crate::manifest::Manifest;
 use crate::replica::foreign::Foreign;
 use crate::replica::{Advanced, Applied, Replica, crash_point};
+use crate::run::Committed;
 use crate::store::Entry;
 use crate::{Checkpoint, ContentDigest, Error, Result, Store, Version};
 
@@ -47,12 +49,24 @@ impl Feed {
             self.adopt(replica)?;
         }
         let applied = applied(replica)?;
-        self.check_pins(replica, &applied)?;
-        let mut newest = applied.version;
+        if let Some(manifest) = replica.manifest() {
+            self.check_pins(replica.dir(), manifest, &applied)?;
+        }
+        self.newest(applied.version)
+    }
+
+    /// The newest of the versions that follow `version` without a gap.
+    pub(super) fn newest(&self, version: Version) -> Result<Version> {
+        let mut newest = version;
         while self.look(newest.next())?.is_some() {
             newest = newest.next();
         }
         Ok(newest)
+    }
+
+    /// Where the versions lie.
+    pub(super) fn store(&self) -> &dyn Store {
+        &*self.store
     }
 
     /// Moves the replica to version `to`, one version after the other.
@@ -68,20 +82,18 @@ impl Feed {
             if applied.version == to {
                 return Ok(total);
             }
-            if applied.version > to {
-                return Err(Error::Rewind {
-                    subject: format!("`{}`", replica.dir().display()),
-                    run_id: applied.run_id,
-                    have: applied.version,
-                    wanted: to,
-                });
-            }
+            check_forward(replica.dir(), &applied, to)?;
             total.add(self.step(replica, &applied)?);
         }
     }
 
-    /// Version 0: the checkpoint that the trainer and every host start from.
     fn adopt(&self, replica: &mut Replica) -> Result<()> {
+        let (checkpoint, link) = self.version_0()?;
+        replica.adopt(checkpoint.dir(), &link)
+    }
+
+    /// Version 0: the checkpoint that the trainer and every host start from.
+    pub(super) fn version_0(&self) -> Result<(Checkpoint, Committed)> {
         let Some(reference) = &self.reference else {
             return Err(Error::Unsupported {
                 what: format!("beginning without version 0 of {}", self.store),
@@ -89,8 +101,9 @@ impl Feed {
                     .to_owned(),
             });
         };
-        let link = identity::base_link(&Checkpoint::open(reference)?, &self.model)?;
-        replica.adopt(reference, &link)
+        let checkpoint = Checkpoint::open(reference)?;
+        let link = identity::base_link(&checkpoint, &self.model)?;
+        Ok((checkpoint, link))
     }
 
     /// The index of a version, or `None` if it has none.
@@ -106,20 +119,19 @@ impl Feed {
         Ok([self.look(Version(1))?, self.look(applied)?])
     }
 
-    fn elsewhere(&self, replica: &Replica, applied: &Applied) -> Error {
+    fn elsewhere(&self, dir: &Path, applied: &Applied) -> Error {
         Error::Unsupported {
-            what: format!("following {} with the replica `{}`", self.store, replica.dir().display()),
+            what: format!("following {} with the replica `{}`", self.store, dir.display()),
             hint: format!("it holds {} of another store; choose another directory", applied.label()),
         }
     }
 
-    /// The directory must hold the run and the version that the replica has.
-    fn check_pins(&mut self, replica: &Replica, applied: &Applied) -> Result<()> {
-        let Some(manifest) = replica.manifest() else { return Ok(()) };
+    /// The directory must hold the run and the version that the replica in `dir` has.
+    pub(super) fn check_pins(&mut self, dir: &Path, manifest: &Manifest, applied: &Applied) -> Result<()> {
         let Some(base) = manifest.base else {
             // Version 0 belongs to every run that starts from it; but it must be one of this layout.
             let ours = identity::is_base(manifest, applied.manifest_digest);
-            return if ours { Ok(()) } else { Err(self.elsewhere(replica, applied)) };
+            return if ours { Ok(()) } else { Err(self.elsewhere(dir, applied)) };
         };
         let now = self.indexes(applied.version)?;
         let known = |pinned: &Pinned| pinned.digest == applied.manifest_digest && pinned.indexes == now;
@@ -172,7 +184,7 @@ impl Feed {
                     frame,
                     (release.encoding, release.checksum),
                     base,
-                    rewriter,
+                    &mut |slice| rewriter.push(slice),
                 ),
                 _ => Ok(()),
             },
@@ -199,6 +211,19 @@ impl Feed {
             with: "a trainer that replaces what was being read".into(),
         })
     }
+}
+
+/// Versions only go forward.
+pub(super) fn check_forward(dir: &Path, applied: &Applied, to: Version) -> Result<()> {
+    if applied.version <= to {
+        return Ok(());
+    }
+    Err(Error::Rewind {
+        subject: format!("`{}`", dir.display()),
+        run_id: applied.run_id,
+        have: applied.version,
+        wanted: to,
+    })
 }
 
 /// What the replica holds.

@@ -10,7 +10,7 @@ use zstd::stream::write::Encoder;
 
 use super::release::Frame;
 use super::{Checksum, Encoding, corrupt};
-use crate::replica::foreign::{Rewriter, SLICE_BYTES};
+use crate::replica::foreign::SLICE_BYTES;
 use crate::{Error, Key, Result, Store};
 
 /// The level that slime writes at.
@@ -20,7 +20,7 @@ const WINDOW_LOG_MAX: u32 = 27;
 /// Bytes fetched at a time.
 const CHUNK_BYTES: u64 = 4 << 20;
 
-/// Gives the new bytes of a tensor, whose bytes now are `base`, to `rewriter`.
+/// Gives the new bytes of a tensor, whose bytes now are `base`, to `push`: [`SLICE_BYTES`] at a time, or all that are left.
 ///
 /// # Errors
 /// [`Error::Corrupt`] unless the frame holds exactly what the tensor's size asks for and the new bytes have the promised
@@ -31,7 +31,7 @@ pub(super) fn rewrite(
     frame: &Frame,
     (encoding, checksum): (Encoding, Checksum),
     base: &[u8],
-    rewriter: &mut Rewriter<'_>,
+    push: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
     let subject = format!("`{name}` in {}", frame.key);
     let open = || Payload::open(store, &frame.key, frame.range.clone(), &subject);
@@ -46,7 +46,7 @@ pub(super) fn rewrite(
         slice.extend_from_slice(old);
         changes.apply(index * SLICE_BYTES, &mut slice)?;
         hasher.update(&slice);
-        rewriter.push(&slice)?;
+        push(&slice)?;
     }
     changes.finish()?;
     let found = hasher.finish();

@@ -11,6 +11,7 @@ mod feed;
 mod frame;
 mod identity;
 mod json;
+mod plan;
 mod publish;
 mod release;
 
@@ -22,6 +23,7 @@ use crate::{Error, Key, Result, Version};
 
 pub use checksum::Checksum;
 pub(crate) use feed::Feed;
+pub(crate) use plan::plan;
 pub use publish::{Publisher, PublisherOptions};
 
 /// File that commits a version.

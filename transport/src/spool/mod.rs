@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::ids::ContentDigest;
 use crate::manifest::Object;
 use crate::run::{fetch_object, wrong_size};
-use crate::store::Store;
+use crate::store::{Arrived, Store};
 use crate::watch::{self, Call};
 use window::Window;
 
@@ -31,7 +31,7 @@ const MARK_BYTES: u64 = 32;
 /// What the digests of ranges are derived with; they are never those of objects.
 const MARK_CONTEXT: &str = "driftless 2026-11-21 a range of an object that arrives";
 /// Requests of one object that are under way at the same time at most.
-const PARALLEL: usize = 8;
+const PARALLEL: usize = 16;
 
 /// How objects are kept while they arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -224,7 +224,7 @@ impl Spool {
             reused.fetch_or(here, Relaxed);
             here
         };
-        let most = (self.options.request_bytes_max / kept.range_bytes) as usize;
+        let most = self.options.request_bytes_max / kept.range_bytes;
         let work = || {
             while !failed.load(Relaxed) {
                 let mut rest = ranges.lock().unwrap_or_else(PoisonError::into_inner);
@@ -237,12 +237,12 @@ impl Spool {
                     return;
                 }
                 // One waits for an object, so that nobody does once all of it is under way.
-                let request = self.window.enter(&object.key, most);
+                let request = self.window.enter(&object.key, kept.range_bytes, most);
                 if failed.load(Relaxed) {
                     return;
                 }
                 let mut group: Vec<(usize, &mut [u8])> = rest.next().into_iter().collect();
-                while group.len() < request.ranges
+                while (group.len() as u64) < request.bytes / kept.range_bytes
                     && let Some((index, range)) = rest.peek_mut()
                     && !here(*index, range)
                 {
@@ -250,7 +250,7 @@ impl Spool {
                 }
                 drop(rest);
                 arriving();
-                let fetched = fetch_ranges(store, object, kept.range_bytes, &mut group);
+                let fetched = fetch_ranges(store, object, kept.range_bytes, &mut group, &request.arrived());
                 drop(request);
                 if let Err(first) = fetched.and_then(|()| self.keep(object, kept, &group)) {
                     error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(first);
@@ -289,12 +289,13 @@ fn fetch_ranges(
     object: &Object,
     range_bytes: u64,
     ranges: &mut [(usize, &mut [u8])],
+    arrived: &Arrived,
 ) -> Result<()> {
     let start = ranges.first().map_or(0, |(index, _)| *index as u64 * range_bytes);
     let length: usize = ranges.iter().map(|(_, range)| range.len()).sum();
     let end = start + length as u64;
     let asked = if end == object.size { end + 1 } else { end };
-    let bytes = match store.get_known(object, start..asked) {
+    let bytes = match store.get_known(object, start..asked, arrived) {
         Err(Error::RangeOutside { size, .. }) => return Err(wrong_size(object, size)),
         bytes => bytes?,
     };

@@ -1,97 +1,135 @@
-//! How much of the objects that arrive is asked for at the same time: as much as keeps a long line busy, and what is needed first in
-//! front.
+//! How much of the objects that arrive is on its way at the same time: as much as keeps a long line busy, and what is needed first
+//! in front.
+//!
+//! Bytes are counted, not requests: what has arrived of a request makes room for the next one before it is over. Were room made
+//! only by requests that end, those that share a line would end together, and the line would be idle until the next ones are
+//! answered.
 
 use std::collections::BTreeSet;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::key::Key;
+use crate::store::Arrived;
 
-/// Ranges that are under way at the beginning, and at least: 8 MiB, more than three times what 200 Mb/s hold in 100 ms.
-const RANGES_MIN: usize = 16;
-/// Ranges that are under way at most.
-const RANGES_MAX: usize = 256;
-/// Lengths that requests have in turn. Were they all alike, they would all end together, and the line would be idle until the next
-/// ones are answered.
-const LENGTHS: [usize; 4] = [1, 2, 3, 4];
+/// Bytes that are on their way at the beginning, and at least: more than three times what 200 Mb/s hold in 100 ms.
+const BYTES_MIN: u64 = 8 << 20;
+/// Bytes that are on their way at most.
+const BYTES_MAX: u64 = 128 << 20;
+/// Requests that share the bytes on their way when each has just begun.
+const REQUESTS: u64 = 16;
 /// After a request that was over sooner, more is asked for at once: the line takes more.
 const QUICK: Duration = Duration::from_millis(250);
 /// After one that took longer, less.
 const SLOW: Duration = Duration::from_secs(2);
 
-/// Who may ask for ranges. All objects of one spool share it.
-#[derive(Debug)]
-pub(super) struct Window {
+/// Who may ask for bytes. All objects of one spool share it.
+#[derive(Debug, Default)]
+pub(super) struct Window(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
     state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
 struct State {
-    ranges_max: usize,
-    under_way: usize,
+    bytes_max: u64,
+    under_way: u64,
     requests: u64,
     waiting: BTreeSet<(Key, u64)>,
 }
 
-/// The right to ask for `ranges` ranges, until it is dropped.
+/// The right to ask for `bytes` bytes, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Request<'a> {
-    window: &'a Window,
+pub(super) struct Request {
+    pub(super) bytes: u64,
     since: Instant,
-    pub(super) ranges: usize,
+    credit: Arc<Credit>,
 }
 
-impl Default for Window {
-    fn default() -> Self {
-        let state = State { ranges_max: RANGES_MIN, under_way: 0, requests: 0, waiting: BTreeSet::default() };
-        Self { state: Mutex::new(state), changed: Condvar::new() }
-    }
+/// Bytes of a request that are still on their way.
+#[derive(Debug)]
+struct Credit {
+    shared: Arc<Shared>,
+    left: Mutex<u64>,
 }
 
 impl Window {
-    /// Waits for the right to ask for ranges of an object, for up to `most` of them at once. It goes to objects in the order of their
-    /// keys, which is that of versions, and of what is decoded in them.
+    /// Waits for the right to ask for bytes of an object, a multiple of `unit` and at most `most` units. It goes to objects in the
+    /// order of their keys, which is that of versions, and of what is decoded in them.
     ///
-    /// The wait ends with requests that are under way, each of which has the store's deadline.
-    pub(super) fn enter(&self, key: &Key, most: usize) -> Request<'_> {
-        let mut state = self.lock();
+    /// The wait ends with bytes that arrive or requests that are over, each of which has the store's deadline.
+    pub(super) fn enter(&self, key: &Key, unit: u64, most: u64) -> Request {
+        let mut state = self.0.lock();
         state.requests += 1;
         let turn = (key.clone(), state.requests);
         state.waiting.insert(turn.clone());
-        while state.waiting.first() != Some(&turn) || state.under_way >= state.ranges_max {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        while state.waiting.first() != Some(&turn) || state.under_way >= state.bytes_max {
+            state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.waiting.remove(&turn);
-        let length = LENGTHS[state.requests as usize % LENGTHS.len()] * state.ranges_max / RANGES_MIN;
-        let ranges = length.clamp(1, most.max(1));
-        state.under_way += ranges;
+        let bytes = unit.saturating_mul((state.bytes_max / REQUESTS / unit.max(1)).clamp(1, most.max(1)));
+        state.under_way += bytes;
         // There may be room for the next one, too.
-        self.changed.notify_all();
-        Request { window: self, since: Instant::now(), ranges }
+        self.0.changed.notify_all();
+        let credit = Arc::new(Credit { shared: self.0.clone(), left: Mutex::new(bytes) });
+        Request { bytes, since: Instant::now(), credit }
     }
+}
 
+impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+impl Default for State {
+    fn default() -> Self {
+        Self { bytes_max: BYTES_MIN, under_way: 0, requests: 0, waiting: BTreeSet::new() }
+    }
+}
+
 impl State {
-    /// Takes note of a request that is over.
-    fn leave(&mut self, ranges: usize, took: Duration) {
-        self.under_way -= ranges;
+    /// Takes note of a request of so many bytes that is over.
+    fn adjust(&mut self, bytes: u64, took: Duration) {
         if took < QUICK {
-            self.ranges_max = (self.ranges_max + ranges).min(RANGES_MAX);
+            self.bytes_max = (self.bytes_max + bytes).min(BYTES_MAX);
         } else if took > SLOW {
-            self.ranges_max = self.ranges_max.saturating_sub(ranges).max(RANGES_MIN);
+            self.bytes_max = self.bytes_max.saturating_sub(bytes).max(BYTES_MIN);
         }
     }
 }
 
-impl Drop for Request<'_> {
+impl Credit {
+    /// Takes bytes off what is on its way.
+    fn arrived(&self, bytes: u64) {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        // Those of a try that failed come again.
+        let bytes = bytes.min(*left);
+        *left -= bytes;
+        drop(left);
+        let mut state = self.shared.lock();
+        state.under_way -= bytes;
+        if state.under_way < state.bytes_max {
+            self.shared.changed.notify_all();
+        }
+    }
+}
+
+impl Request {
+    /// What is to be told of bytes that have arrived.
+    pub(super) fn arrived(&self) -> Arrived {
+        let credit = self.credit.clone();
+        Arc::new(move |bytes| credit.arrived(bytes))
+    }
+}
+
+impl Drop for Request {
     fn drop(&mut self) {
-        self.window.lock().leave(self.ranges, self.since.elapsed());
-        self.window.changed.notify_all();
+        self.credit.shared.lock().adjust(self.bytes, self.since.elapsed());
+        self.credit.arrived(u64::MAX);
     }
 }
 
@@ -100,58 +138,77 @@ mod tests {
     use super::*;
     use std::sync::mpsc::channel;
 
+    const UNIT: u64 = 512 << 10;
+
     fn key(name: &str) -> Key {
         Key::new(name).unwrap()
     }
 
+    fn full(window: &Window) -> Vec<Request> {
+        (0..REQUESTS).map(|_| window.enter(&key("a"), UNIT, u64::MAX)).collect()
+    }
+
     #[test]
-    fn whoever_is_needed_first_goes_first_and_no_more_is_under_way_than_allowed() {
+    fn whoever_is_needed_first_goes_first_and_bytes_that_arrive_make_room() {
         let window = Window::default();
-        let mut held: Vec<Request<'_>> = Vec::new();
-        while held.iter().map(|request| request.ranges).sum::<usize>() < RANGES_MIN {
-            held.push(window.enter(&key("a"), usize::MAX));
-        }
-        let lengths: Vec<usize> = held.iter().map(|request| request.ranges).collect();
-        assert!(lengths.windows(2).all(|pair| pair[0] != pair[1]), "{lengths:?} end together");
+        let mut held = full(&window);
+        assert_eq!(held.iter().map(|request| request.bytes).sum::<u64>(), BYTES_MIN);
         let (entered, order) = channel();
         std::thread::scope(|scope| {
             for name in ["c", "b", "d"] {
                 let (window, entered) = (&window, entered.clone());
-                scope.spawn(move || {
-                    let request = window.enter(&key(name), 1);
-                    entered.send((name, request)).unwrap();
-                });
+                scope.spawn(move || entered.send((name, window.enter(&key(name), UNIT, 1))).unwrap());
             }
-            while window.lock().waiting.len() < 3 {
+            while window.0.lock().waiting.len() < 3 {
                 std::thread::yield_now();
             }
             assert!(order.try_recv().is_err());
-            // Each that ends, having taken its time, lets one in.
-            let mut ending = held.pop().unwrap();
-            assert_eq!(ending.ranges, 4, "the one that went over");
-            for expected in ["b", "c", "d"] {
+            // One byte of one request is room for the next one, which is in it with all of its bytes.
+            let arrived = held[0].arrived();
+            arrived(1);
+            let (name, first) = order.recv().unwrap();
+            assert_eq!(name, "b");
+            arrived(UNIT - 1);
+            // What arrives twice counts once.
+            arrived(UNIT);
+            assert_eq!(window.0.lock().under_way, BYTES_MIN);
+            assert!(order.try_recv().is_err());
+            // A request that is over, having taken its time, is room, too.
+            let mut over = |expected| {
+                let mut ending = held.pop().unwrap();
                 ending.since -= QUICK;
                 drop(ending);
-                let (name, request) = order.recv().unwrap();
-                assert_eq!(name, expected);
-                ending = request;
-            }
+                let (name, entered) = order.recv().unwrap();
+                assert_eq!((name, window.0.lock().under_way), (expected, BYTES_MIN));
+                entered
+            };
+            drop([first, over("c"), over("d")]);
         });
+        drop(held);
+        assert_eq!(window.0.lock().under_way, 0);
     }
 
     #[test]
     fn quick_requests_widen_it_and_slow_ones_narrow_it_within_bounds() {
-        let mut state = State { ranges_max: RANGES_MIN, under_way: 0, requests: 0, waiting: BTreeSet::new() };
-        let mut leave = |took| {
-            state.under_way += 4;
-            state.leave(4, took);
-            state.ranges_max
+        let mut state = State::default();
+        let mut over = |took| {
+            state.adjust(UNIT, took);
+            state.bytes_max
         };
-        assert_eq!(leave(Duration::from_millis(500)), RANGES_MIN);
-        assert_eq!(leave(Duration::from_millis(10)), RANGES_MIN + 4);
-        assert_eq!((0..1000).map(|_| leave(Duration::from_millis(10))).last(), Some(RANGES_MAX));
-        assert_eq!(leave(Duration::from_secs(3)), RANGES_MAX - 4);
-        assert_eq!((0..1000).map(|_| leave(Duration::from_secs(3))).last(), Some(RANGES_MIN));
-        assert_eq!(state.under_way, 0);
+        assert_eq!(over(Duration::from_millis(500)), BYTES_MIN);
+        assert_eq!(over(Duration::from_millis(10)), BYTES_MIN + UNIT);
+        assert_eq!((0..1000).map(|_| over(Duration::from_millis(10))).last(), Some(BYTES_MAX));
+        assert_eq!(over(Duration::from_secs(3)), BYTES_MAX - UNIT);
+        assert_eq!((0..1000).map(|_| over(Duration::from_secs(3))).last(), Some(BYTES_MIN));
+    }
+
+    #[test]
+    fn requests_are_whole_units_and_grow_with_the_window() {
+        let window = Window::default();
+        assert_eq!(window.enter(&key("a"), UNIT, u64::MAX).bytes, UNIT);
+        assert_eq!(window.enter(&key("a"), 3 * UNIT, u64::MAX).bytes, 3 * UNIT);
+        window.0.lock().bytes_max = BYTES_MAX;
+        assert_eq!(window.enter(&key("a"), UNIT, u64::MAX).bytes, BYTES_MAX / REQUESTS);
+        assert_eq!(window.enter(&key("a"), UNIT, 2).bytes, 2 * UNIT);
     }
 }

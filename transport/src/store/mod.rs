@@ -19,6 +19,14 @@ pub use probe::probe_conditional_put;
 use crate::manifest::Object;
 use crate::{Error, Key, Result};
 
+/// Who is told how many bytes have come.
+pub type Arrived = Arc<dyn Fn(u64) + Send + Sync>;
+
+/// Nobody is told.
+pub(crate) fn nobody() -> Arrived {
+    Arc::new(|_| ())
+}
+
 /// What a put does when the key is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PutMode {
@@ -70,9 +78,12 @@ pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
     /// A range of an object whose digest the caller knows and checks: the one way in which bytes may come from somewhere that
     /// nobody vouches for, such as a cache.
     ///
+    /// `arrived` is told of bytes as they come, by a store that knows; those of a try that fails are told again.
+    ///
     /// # Errors
     /// As [`Store::get`].
-    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+        let _ = arrived;
         self.get(&object.key, Some(range))
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::manifest::Object;
-use crate::{Entry, Key, PutMode, Result, Store};
+use crate::{Arrived, Entry, Key, PutMode, Result, Store};
 
 /// Calls and bytes that passed a [`Count`]. Failed calls count as calls, not as bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -94,9 +94,9 @@ impl Store for Count {
         Ok(bytes)
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
         self.gets.fetch_add(1, Relaxed);
-        let bytes = self.inner.get_known(object, range)?;
+        let bytes = self.inner.get_known(object, range, arrived)?;
         self.bytes_got.fetch_add(bytes.len() as u64, Relaxed);
         Ok(bytes)
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::manifest::Object;
-use crate::{Entry, Error, Key, PutMode, Result, Store};
+use crate::{Arrived, Entry, Error, Key, PutMode, Result, Store};
 
 /// On which side of the real call a fault strikes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,8 +92,8 @@ impl Store for Fault {
         self.run("get", key, || self.inner.get(key, range))
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
-        self.run("get", &object.key, || self.inner.get_known(object, range))
+    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+        self.run("get", &object.key, || self.inner.get_known(object, range, arrived))
     }
 
     fn doubt(&self, object: &Object) -> bool {

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::manifest::Object;
-use crate::{Entry, Key, PutMode, Result, Store};
+use crate::{Arrived, Entry, Key, PutMode, Result, Store};
 
 /// Delays the calls of the store inside as one shared link would: a latency per call, and a rate that all bytes share.
 #[derive(Debug)]
@@ -59,8 +59,8 @@ impl Store for Throttle {
         bytes
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
-        let bytes = self.inner.get_known(object, range);
+    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+        let bytes = self.inner.get_known(object, range, arrived);
         self.pass(bytes.as_ref().map_or(0, Vec::len));
         bytes
     }

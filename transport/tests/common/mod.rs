@@ -1,6 +1,8 @@
 //! Weights made of seeded random bits, and readers to compare them with.
-#![allow(dead_code, reason = "every test binary uses its own part")]
+#![allow(dead_code, unused_imports, reason = "every test binary uses its own part")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
+
+mod hook;
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -10,6 +12,8 @@ use driftless_transport::{
     AuxFile, Checkpoint, Dtype, Publisher, PublisherOptions, Replica, Result, Run, Snapshot, Start, Step,
     Store, TensorInfo, Version,
 };
+
+pub(crate) use hook::Hook;
 
 /// The run that all tests publish.
 pub(crate) const RUN: &str = "test";

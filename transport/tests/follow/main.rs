@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod http;
+mod route;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -384,12 +385,12 @@ fn a_plan_is_what_the_advance_then_does() {
     let follower = fixture.follower(vec![]);
     let first = plan(1);
     let did = follower.prepare(Some(Version(1))).unwrap().advanced;
-    assert_eq!((did.links, did.bytes, did.changed), (2, first.bytes, first.changed));
+    assert_eq!((did.links, did.bytes, Some(did.changed)), (2, first.bytes, first.changed));
     follower.settle().unwrap();
     let rest = plan(3);
     assert_eq!((rest.from, rest.links.len(), rest.links[0].full), (Some(Version(1)), 2, false));
     let did = follower.prepare(None).unwrap().advanced;
-    assert_eq!((did.links, did.bytes, did.changed), (2, rest.bytes, rest.changed));
+    assert_eq!((did.links, did.bytes, Some(did.changed)), (2, rest.bytes, rest.changed));
     follower.settle().unwrap();
     assert!(plan(3).links.is_empty() && plan(3).bytes == 0);
     let error = Replica::plan(&fixture.path(), &run, MODEL, Version(1)).unwrap_err();

@@ -5,17 +5,15 @@
 mod common;
 mod world;
 
-use std::fmt;
-use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step};
+use common::{Hook, MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step};
 use driftless_transport::gc::{GcOptions, collect};
 use driftless_transport::wrap::{Fault, When};
 use driftless_transport::{
-    Entry, Error, Follower, FollowerOptions, Key, Memory, Mode, Publisher, PutMode, Replica, Result, Run,
-    Start, Stop, Store, Version,
+    Error, Follower, FollowerOptions, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Start, Stop,
+    Store, Version,
 };
 use world::{Clocked, TTL, World};
 
@@ -186,42 +184,6 @@ fn story(store: &Arc<dyn Store>, dir: &std::path::Path, versions: u64) -> (Publi
     (publisher, all)
 }
 
-/// Runs something before the first get of a key.
-#[derive(Debug)]
-struct Ambush {
-    inner: Arc<dyn Store>,
-    at: Mutex<Option<Key>>,
-    run: Mutex<Option<Run>>,
-}
-
-impl fmt::Display for Ambush {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.inner.fmt(f)
-    }
-}
-
-impl Store for Ambush {
-    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
-        self.inner.put(key, bytes, mode)
-    }
-    fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
-        let sprung = self.at.lock().unwrap().take_if(|at| at == key).is_some();
-        if sprung {
-            collect(self.run.lock().unwrap().as_ref().unwrap(), &GcOptions::new(MODEL)).unwrap();
-        }
-        self.inner.get(key, range)
-    }
-    fn head(&self, key: &Key) -> Result<Entry> {
-        self.inner.head(key)
-    }
-    fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
-        self.inner.list(prefix)
-    }
-    fn delete(&self, key: &Key) -> Result<()> {
-        self.inner.delete(key)
-    }
-}
-
 #[test]
 fn a_replica_in_the_middle_of_what_is_collected_goes_on_from_the_anchor() {
     let dir = tempfile::tempdir().unwrap();
@@ -232,9 +194,13 @@ fn a_replica_in_the_middle_of_what_is_collected_goes_on_from_the_anchor() {
     replica.advance(run, MODEL, Version(1), None).unwrap();
 
     let at = run.get(MODEL, Version(2)).unwrap().manifest.objects[0].key.clone();
-    let ambush =
-        Ambush { inner: inner.clone(), at: Mutex::new(Some(at)), run: Mutex::new(Some(run.clone())) };
-    let watched = Run::open(Arc::new(ambush), RUN).unwrap();
+    let (at, collected) = (Mutex::new(Some(at)), run.clone());
+    let ambush = Hook::before(&inner, move |key| {
+        if at.lock().unwrap().take_if(|at| at == key).is_some() {
+            collect(&collected, &GcOptions::new(MODEL)).unwrap();
+        }
+    });
+    let watched = Run::open(ambush, RUN).unwrap();
     replica.advance(&watched, MODEL, Version(7), None).unwrap();
     assert_same(replica.checkpoint().unwrap(), &versions[7]);
 

@@ -26,9 +26,15 @@ fn fixture(form: (&str, &str)) -> Fixture {
     let old = tensors(&weights);
     Delta::new(1, form, &base, &old, 1).write(&world.source());
     let host = world.follower();
-    host.prepare(None).unwrap();
+    prepare(&host);
     weights.step(2, 11);
     Fixture { world, host, old, new: tensors(&weights) }
+}
+
+/// Brings the host up to date, and waits until everything lies in its place, where who only looks finds it.
+fn prepare(host: &Follower) {
+    host.prepare(None).unwrap();
+    host.settle().unwrap();
 }
 
 impl Fixture {
@@ -36,9 +42,11 @@ impl Fixture {
         Delta::new(2, form, &self.old, &self.new, 2)
     }
 
-    /// Version 2 is refused, and the host has what it had.
+    /// Version 2 is refused, and the host has what it had. Who only asks what would happen is told the same.
     fn refused(&self, what: &str) -> Error {
+        let Err(planned) = self.world.plan(None) else { panic!("{what} was planned") };
         let Err(error) = self.host.prepare(None) else { panic!("{what} was accepted") };
+        assert_eq!(chain(&planned), chain(&error), "{what}");
         assert_eq!(self.host.status().applied.unwrap().version, Version(1), "{what}");
         assert!(self.world.host() == self.old, "{what}");
         fs::remove_dir_all(self.world.source().join("weight_v000002")).unwrap();
@@ -53,6 +61,17 @@ impl Fixture {
         drop(self.host);
         Replica::open(self.world.path("host")).unwrap().verify().unwrap();
     }
+}
+
+/// An error with its sources.
+fn chain(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(error) = source {
+        text += &format!(": {error}");
+        source = error.source();
+    }
+    text
 }
 
 /// What is done to a version, and whether the error is the one for it.
@@ -229,7 +248,9 @@ fn damage(harm: impl Fn(&mut Vec<u8>, usize), stride: usize) {
                 let mut bytes = fs::read(source.join(&file)).unwrap();
                 harm(&mut bytes, at);
                 fs::write(source.join(&file), bytes).unwrap();
+                let planned = fixture.world.plan(None);
                 let expected = if fixture.host.prepare(None).is_ok() { &fixture.new } else { &fixture.old };
+                assert_eq!(planned.is_ok(), *expected == fixture.new, "{form:?} {file:?} byte {at}");
                 assert!(fixture.world.host() == *expected, "{form:?} {file:?} byte {at}");
                 if *expected == fixture.new {
                     let (world, old, new) = (fixture.world, fixture.old, fixture.new);
@@ -237,7 +258,7 @@ fn damage(harm: impl Fn(&mut Vec<u8>, usize), stride: usize) {
                     fs::remove_dir_all(&source).unwrap();
                     fs::remove_dir_all(world.path("host")).unwrap();
                     let host = world.follower();
-                    host.prepare(None).unwrap();
+                    prepare(&host);
                     fixture = Fixture { world, host, old, new };
                 } else {
                     refused += 1;

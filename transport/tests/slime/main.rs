@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod hostile;
+mod plan;
 mod reference;
 mod runs;
 
@@ -15,7 +16,7 @@ use std::sync::Arc;
 use common::{Weights, assert_same};
 use driftless_transport::slime::{Checksum, Encoding, Publisher, PublisherOptions};
 use driftless_transport::{
-    Checkpoint, Disk, Dtype, Follower, FollowerOptions, Result, Start, Store, Version, write_checkpoint,
+    Checkpoint, Disk, Dtype, Follower, FollowerOptions, Plan, Result, Start, Store, Version, write_checkpoint,
 };
 use reference::{Delta, FORMS, Tensors, read_checkpoint, receive};
 
@@ -49,6 +50,13 @@ impl World {
         follower(self.store(), &self.path("hf"), &self.path("host"))
     }
 
+    /// What the host would do now, as somebody sees it who may only look.
+    pub(crate) fn plan(&self, until: Option<u64>) -> Result<Plan> {
+        let mut options = options(&self.path("hf"), &self.path("host"));
+        options.until = until.map(Version);
+        Follower::plan_slime(self.store(), &options)
+    }
+
     pub(crate) fn publisher(&self, start: Start, form: (Encoding, Checksum)) -> Result<Publisher> {
         let mut options = PublisherOptions::new(start, self.path("baseline"));
         options.hf_checkpoint = Some(self.path("hf"));
@@ -64,9 +72,13 @@ impl World {
 }
 
 pub(crate) fn follower(store: Arc<dyn Store>, hf: &Path, host: &Path) -> Follower {
+    Follower::open_slime(store, options(hf, host), Vec::new()).unwrap()
+}
+
+pub(crate) fn options(hf: &Path, host: &Path) -> FollowerOptions {
     let mut options = FollowerOptions::new("slime", host, "host");
     options.hf_checkpoint = Some(hf.to_path_buf());
-    Follower::open_slime(store, options, Vec::new()).unwrap()
+    options
 }
 
 /// The bytes of `weights`.

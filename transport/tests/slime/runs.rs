@@ -18,13 +18,29 @@ const FORM: (&str, &str) = ("xor", "xxh3-128");
 const OUR_FORM: (Encoding, Checksum) = (Encoding::Xor, Checksum::Xxh3);
 
 /// Writes versions `from..=to` of the run that `seed` names and returns where they lead.
-fn trainer(world: &World, base: &Weights, seed: u64, versions: std::ops::RangeInclusive<u64>) -> Weights {
+pub(crate) fn trainer(
+    world: &World,
+    base: &Weights,
+    seed: u64,
+    versions: std::ops::RangeInclusive<u64>,
+) -> Weights {
+    trainer_of(world, base, FORM, seed, versions)
+}
+
+/// [`trainer`] in any form.
+pub(crate) fn trainer_of(
+    world: &World,
+    base: &Weights,
+    form: (&str, &str),
+    seed: u64,
+    versions: std::ops::RangeInclusive<u64>,
+) -> Weights {
     let mut weights = base.clone();
     for version in 1..=*versions.end() {
         let old = tensors(&weights);
         weights.step(100 * seed + version, 11);
         if versions.contains(&version) {
-            Delta::new(version, FORM, &old, &tensors(&weights), 2).write(&world.source());
+            Delta::new(version, form, &old, &tensors(&weights), 2).write(&world.source());
         }
     }
     weights

@@ -14,8 +14,8 @@ use crate::manifest::Object;
 
 /// How long a connection may take to be made.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
-/// Sessions that are kept for the next request. A follower asks for four ranges at a time.
-const IDLE_MAX: usize = 4;
+/// Sessions that are kept for the next request: as many as a follower has requests under way when each has just begun.
+const IDLE_MAX: usize = 16;
 
 /// A relay that is asked over UCX.
 pub(in crate::relay) struct Remote {

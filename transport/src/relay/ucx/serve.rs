@@ -23,7 +23,7 @@ use crate::relay::{Refusal, Relay, WAIT_DEADLINE};
 use crate::replica::crash_point;
 
 /// Sessions at the same time; others wait to be accepted. Each has a bucket of the longest range that it was asked for.
-const SESSIONS_MAX: usize = 64;
+const SESSIONS_MAX: usize = 256;
 /// A session in which nothing is asked for so long ends.
 const IDLE_DEADLINE: Duration = Duration::from_secs(600);
 /// Pause after a connection that could not be accepted, such as for want of file descriptors.

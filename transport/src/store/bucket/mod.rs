@@ -9,7 +9,7 @@ mod service;
 mod url;
 
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, ready};
 use std::ops::Range;
 use std::sync::{Arc, mpsc};
 use std::time::SystemTime;
@@ -22,7 +22,8 @@ use object_store::{GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, Put
 use tokio::runtime::{self, Runtime};
 use tokio::sync::Semaphore;
 
-use super::{Entry, PutMode, Store};
+use super::{Arrived, Entry, PutMode, Store, nobody};
+use crate::manifest::Object;
 use crate::{Error, Key, Result};
 use ask::{Action, Asked, cause};
 
@@ -64,7 +65,7 @@ impl Default for Limits {
         Self {
             part_bytes: 8 << 20,
             parts: 4,
-            requests: 16,
+            requests: 64,
             attempt: Duration::from_secs(20),
             bytes_per_second_min: 128 << 10,
             deadline: Duration::from_secs(120),
@@ -161,7 +162,12 @@ impl Store for Bucket {
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
         let key = key.clone();
-        self.wait(|remote| async move { remote.get(&key, range).await })
+        self.wait(|remote| async move { remote.get(&key, range, &nobody()).await })
+    }
+
+    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+        let (key, arrived) = (object.key.clone(), arrived.clone());
+        self.wait(|remote| async move { remote.get(&key, Some(range), &arrived).await })
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {
@@ -222,7 +228,7 @@ impl Remote {
 
     /// Whether these bytes are what is stored: an earlier try took effect and its answer was lost.
     async fn holds(&self, key: &Key, bytes: &Bytes) -> Result<bool> {
-        match self.get(key, Some(0..bytes.len() as u64 + 1)).await {
+        match self.get(key, Some(0..bytes.len() as u64 + 1), &nobody()).await {
             Err(Error::NotFound { .. }) => Ok(false),
             found => Ok(found? == *bytes),
         }
@@ -276,7 +282,7 @@ impl Remote {
         }
     }
 
-    async fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
+    async fn get(&self, key: &Key, range: Option<Range<u64>>, arrived: &Arrived) -> Result<Vec<u8>> {
         let wanted = range.clone().unwrap_or(0..u64::MAX);
         let step = self.limits.part_bytes as u64;
         for _ in 0..REPLACED_MAX {
@@ -284,7 +290,7 @@ impl Remote {
             if first.is_empty() {
                 return super::clamp(key, range, self.head(key).await?.size).map(|_| Vec::new());
             }
-            let first = match self.part(key, first).await {
+            let first = match self.part(key, first, arrived).await {
                 // Ranges behind the end are answered in as many ways as there are servers.
                 Err(refused @ Error::Refused { .. }) => {
                     let Ok(entry) = self.head(key).await else { return Err(refused) };
@@ -293,7 +299,7 @@ impl Remote {
                 }
                 first => first?,
             };
-            if let Some(bytes) = self.rest(key, wanted.clone(), first).await? {
+            if let Some(bytes) = self.rest(key, wanted.clone(), first, arrived).await? {
                 return Ok(bytes);
             }
         }
@@ -304,7 +310,13 @@ impl Remote {
     }
 
     /// The whole range whose first part is here; `None` if the object was replaced meanwhile.
-    async fn rest(&self, key: &Key, wanted: Range<u64>, first: Part) -> Result<Option<Vec<u8>>> {
+    async fn rest(
+        &self,
+        key: &Key,
+        wanted: Range<u64>,
+        first: Part,
+        arrived: &Arrived,
+    ) -> Result<Option<Vec<u8>>> {
         let end = wanted.end.min(first.size);
         let mut bytes = Vec::new();
         let length = usize::try_from(end - wanted.start).unwrap_or(usize::MAX);
@@ -315,7 +327,7 @@ impl Remote {
         bytes.extend_from_slice(&first.bytes);
         let step = self.limits.part_bytes;
         let starts = (wanted.start + bytes.len() as u64..end).step_by(step);
-        let rest = starts.map(|start| self.part(key, start..end.min(start + step as u64)));
+        let rest = starts.map(|start| self.part(key, start..end.min(start + step as u64), arrived));
         let mut rest = stream::iter(rest).buffered(self.limits.parts);
         while let Some(part) = rest.next().await {
             let part = part?;
@@ -327,7 +339,7 @@ impl Remote {
         Ok(Some(bytes))
     }
 
-    async fn part(&self, key: &Key, range: Range<u64>) -> Result<Part> {
+    async fn part(&self, key: &Key, range: Range<u64>, arrived: &Arrived) -> Result<Part> {
         let path = self.path(key);
         let length = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
         let get = || async {
@@ -335,7 +347,15 @@ impl Remote {
             let found = self.backend.get_opts(&path, options).await?;
             let (size, identity) =
                 (found.meta.size, (found.meta.e_tag.clone(), found.meta.last_modified.into()));
-            Ok(Part { bytes: found.bytes().await?, size, identity })
+            // As long as it says, and not longer than it was asked for.
+            let expected = found.range.end.saturating_sub(found.range.start).min(length as u64);
+            let body = found.into_stream().inspect_ok(|bytes| arrived(bytes.len() as u64));
+            let append = |mut bytes: Vec<u8>, more: Bytes| {
+                bytes.extend_from_slice(&more);
+                ready(Ok(bytes))
+            };
+            let bytes = body.try_fold(Vec::with_capacity(expected as usize), append).await?;
+            Ok(Part { bytes: bytes.into(), size, identity })
         };
         self.ask(Action("get", key), length, get).await.result
     }

@@ -1,6 +1,7 @@
 mod link;
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use object_store::memory::InMemory;
@@ -71,6 +72,22 @@ fn over_the_fake_server_it_conforms() {
     let server = Server::start();
     conformance::check(&bucket(&server, Limits { part_bytes: 256 << 10, ..Limits::default() }));
     assert!(server.with(|bucket| bucket.uploads.is_empty()), "every upload was completed");
+}
+
+#[test]
+fn what_arrives_is_told_and_none_of_it_twice() {
+    let server = Server::start();
+    let store = bucket(&server, Limits { part_bytes: 64 << 10, ..Limits::default() });
+    let bytes = body(200_000);
+    let object = Object { key: key("a"), size: 200_000, blake3: crate::ContentDigest::of(&bytes) };
+    store.put(&object.key, &bytes, PutMode::Create).unwrap();
+    let told = Arc::new(AtomicU64::new(0));
+    let telling = told.clone();
+    let arrived: Arrived = Arc::new(move |bytes| {
+        telling.fetch_add(bytes, Relaxed);
+    });
+    assert!(store.get_known(&object, 1000..300_000, &arrived).unwrap() == bytes[1000..]);
+    assert_eq!(told.load(Relaxed), 199_000);
 }
 
 #[test]

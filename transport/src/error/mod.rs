@@ -1,8 +1,10 @@
-//! The crate's one error type.
+//! The crate's one error type, its variants in the order of the way that a version takes.
+
+mod judge;
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::{ContentDigest, Key, RunId, TrustKey, Version};
@@ -17,32 +19,7 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The store holds no object under this key.
-    #[error("no object `{key}` in {store}")]
-    NotFound {
-        /// The key asked for.
-        key: Key,
-        /// The store, as it displays itself.
-        store: String,
-    },
-    /// A put with [`PutMode::Create`](crate::PutMode::Create) met an existing object.
-    #[error("`{key}` exists already in {store}")]
-    AlreadyExists {
-        /// The key that is taken.
-        key: Key,
-        /// The store, as it displays itself.
-        store: String,
-    },
-    /// A ranged get began past the end of the object.
-    #[error("range starts at byte {start} of `{key}`, which has {size} bytes")]
-    RangeOutside {
-        /// The object.
-        key: Key,
-        /// First byte asked for.
-        start: u64,
-        /// Size of the object in bytes.
-        size: u64,
-    },
+    // What was asked for, or given, that cannot be.
     /// A text that is not a valid [`Key`].
     #[error("`{text}` is not a key: {reason}")]
     BadKey {
@@ -71,6 +48,30 @@ pub enum Error {
         /// The form that is accepted.
         expected: &'static str,
     },
+    /// A name that an auxiliary file of a checkpoint cannot have.
+    #[error("`{name}` cannot name an auxiliary file: it must be one plain, visible file name that no weight file would have", name = name.escape_default())]
+    BadFileName {
+        /// The name as given.
+        name: String,
+    },
+    /// A setting that cannot work.
+    #[error("the setting `{name}` is {found}, expected {expected}")]
+    BadSetting {
+        /// The setting's name.
+        name: &'static str,
+        /// What it has to be.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// Something is larger than this crate accepts.
+    #[error("{what} is larger than {max} bytes")]
+    TooLarge {
+        /// What is too large.
+        what: String,
+        /// The limit in bytes.
+        max: u64,
+    },
     /// Something this build, this store or this version of the format cannot do.
     #[error("{what} is not supported: {hint}")]
     Unsupported {
@@ -86,6 +87,34 @@ pub enum Error {
         key: String,
         /// The feature's name.
         feature: String,
+    },
+
+    // Stores.
+    /// The store holds no object under this key.
+    #[error("no object `{key}` in {store}")]
+    NotFound {
+        /// The key asked for.
+        key: Key,
+        /// The store, as it displays itself.
+        store: String,
+    },
+    /// A put with [`PutMode::Create`](crate::PutMode::Create) met an existing object.
+    #[error("`{key}` exists already in {store}")]
+    AlreadyExists {
+        /// The key that is taken.
+        key: Key,
+        /// The store, as it displays itself.
+        store: String,
+    },
+    /// A ranged get began past the end of the object.
+    #[error("range starts at byte {start} of `{key}`, which has {size} bytes")]
+    RangeOutside {
+        /// The object.
+        key: Key,
+        /// First byte asked for.
+        start: u64,
+        /// Size of the object in bytes.
+        size: u64,
     },
     /// A store accepted two creates of one key, so that its publications could overwrite one another.
     #[error(
@@ -124,6 +153,18 @@ pub enum Error {
         /// What it said.
         source: BoxError,
     },
+    /// A store call that [`Fault`](crate::wrap::Fault) was told to fail.
+    #[error("injected fault in store call {call} ({operation} `{key}`)")]
+    Injected {
+        /// Number of the call, from 0.
+        call: u64,
+        /// Which operation.
+        operation: &'static str,
+        /// The key it was called with.
+        key: Key,
+    },
+
+    // File systems.
     /// The file system is full.
     #[error("no space left for `{path}` while trying to {action}", path = path.display())]
     NoSpace {
@@ -154,16 +195,8 @@ pub enum Error {
         /// The operating system's error.
         source: io::Error,
     },
-    /// A store call that [`Fault`](crate::wrap::Fault) was told to fail.
-    #[error("injected fault in store call {call} ({operation} `{key}`)")]
-    Injected {
-        /// Number of the call, from 0.
-        call: u64,
-        /// Which operation.
-        operation: &'static str,
-        /// The key it was called with.
-        key: Key,
-    },
+
+    // Content that is not what it must be.
     /// Bytes that are not what they must be: a broken manifest, object, checkpoint, journal or state file.
     #[error("{subject} is corrupt: {what} (expected {expected}, found {found})")]
     Corrupt {
@@ -211,6 +244,34 @@ pub enum Error {
         /// The trusted key that it names.
         key: Box<TrustKey>,
     },
+    /// One tensor name stands twice in a snapshot, with different content.
+    #[error("tensor `{tensor}` stands twice in the snapshot with different content")]
+    DuplicateTensor {
+        /// The name.
+        tensor: String,
+    },
+    /// A tensor is not what the other side says it is.
+    #[error("tensor `{tensor}`: {what} is {found}, expected {expected}")]
+    TensorMismatch {
+        /// The tensor's name.
+        tensor: String,
+        /// The property that differs.
+        what: &'static str,
+        /// What it should be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// The delta codec refused.
+    #[error("tensor `{tensor}`: the delta codec failed")]
+    Codec {
+        /// The tensor's name.
+        tensor: String,
+        /// The codec's error.
+        source: driftless_delta::Error,
+    },
+
+    // Runs and chains.
     /// The run name is not in the store.
     #[error("no run named `{name}` in {store}; begin one explicitly with a new run")]
     NoSuchRun {
@@ -301,6 +362,8 @@ pub enum Error {
         /// The version asked for.
         wanted: Version,
     },
+
+    // Publishing.
     /// Another publisher committed this version first.
     #[error(
         "version {version} of model `{model}` in run {run_id} was committed by another publisher (manifest {winner}); \
@@ -378,45 +441,27 @@ pub enum Error {
         /// How long it was waited for.
         waited: Duration,
     },
-    /// Something is larger than this crate accepts.
-    #[error("{what} is larger than {max} bytes")]
-    TooLarge {
-        /// What is too large.
-        what: String,
-        /// The limit in bytes.
-        max: u64,
+
+    // Replicas.
+    /// Another process, or another value in this one, works on the same replica.
+    #[error("`{path}` is held by another process; it has one writer at a time", path = path.display())]
+    Locked {
+        /// The lock file.
+        path: PathBuf,
     },
-    /// A name that an auxiliary file of a checkpoint cannot have.
-    #[error("`{name}` cannot name an auxiliary file: it must be one plain, visible file name that no weight file would have", name = name.escape_default())]
-    BadFileName {
-        /// The name as given.
-        name: String,
+    /// The replica holds no version that could be read.
+    #[error("`{path}` holds no finished version yet", path = path.display())]
+    NothingApplied {
+        /// The replica's directory.
+        path: PathBuf,
     },
-    /// One tensor name stands twice in a snapshot, with different content.
-    #[error("tensor `{tensor}` stands twice in the snapshot with different content")]
-    DuplicateTensor {
-        /// The name.
-        tensor: String,
-    },
-    /// A tensor is not what the other side says it is.
-    #[error("tensor `{tensor}`: {what} is {found}, expected {expected}")]
-    TensorMismatch {
-        /// The tensor's name.
-        tensor: String,
-        /// The property that differs.
-        what: &'static str,
-        /// What it should be.
-        expected: String,
-        /// What it is.
-        found: String,
-    },
-    /// The delta codec refused.
-    #[error("tensor `{tensor}`: the delta codec failed")]
-    Codec {
-        /// The tensor's name.
-        tensor: String,
-        /// The codec's error.
-        source: driftless_delta::Error,
+    /// A replica's directory is not what its state says, and its journal cannot repair that.
+    #[error("the replica `{path}` is damaged; once no weight files but its own are in it, it is rebuilt from the store", path = path.display())]
+    DamagedReplica {
+        /// The replica's directory.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: Box<Error>,
     },
     /// Something is in use and cannot be changed now; the same call may succeed later.
     #[error("{what} is busy with {with}")]
@@ -426,6 +471,14 @@ pub enum Error {
         /// By whom or what.
         with: String,
     },
+    /// Work that was given up because another part of it failed.
+    #[error("{what} ended early")]
+    Cancelled {
+        /// The work.
+        what: &'static str,
+    },
+
+    // Engines, libraries and links.
     /// An engine, or the code that drives it, failed.
     #[error("engine `{engine}` failed to {action}")]
     Engine {
@@ -492,118 +545,8 @@ pub enum Error {
         /// The operating system's error.
         source: io::Error,
     },
-    /// Another process, or another value in this one, works on the same replica.
-    #[error("`{path}` is held by another process; it has one writer at a time", path = path.display())]
-    Locked {
-        /// The lock file.
-        path: PathBuf,
-    },
-    /// The replica holds no version that could be read.
-    #[error("`{path}` holds no finished version yet", path = path.display())]
-    NothingApplied {
-        /// The replica's directory.
-        path: PathBuf,
-    },
-    /// A replica's directory is not what its state says, and its journal cannot repair that.
-    #[error("the replica `{path}` is damaged; once no weight files but its own are in it, it is rebuilt from the store", path = path.display())]
-    DamagedReplica {
-        /// The replica's directory.
-        path: PathBuf,
-        /// What is wrong with it.
-        source: Box<Error>,
-    },
-    /// Work that was given up because another part of it failed.
-    #[error("{what} ended early")]
-    Cancelled {
-        /// The work.
-        what: &'static str,
-    },
-    /// A setting that cannot work.
-    #[error("the setting `{name}` is {found}, expected {expected}")]
-    BadSetting {
-        /// The setting's name.
-        name: &'static str,
-        /// What it has to be.
-        expected: String,
-        /// What was given.
-        found: String,
-    },
 }
 
 fn or_nobody(signers: &[String]) -> String {
     if signers.is_empty() { "nobody".to_owned() } else { signers.join(", ") }
-}
-
-impl Error {
-    /// Wraps an I/O error of the file system, keeping the path and telling apart what an operator treats differently.
-    pub(crate) fn io(action: &'static str, path: impl AsRef<Path>, source: io::Error) -> Self {
-        let path = path.as_ref().to_path_buf();
-        match source.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-                Self::NoSpace { path, action, source }
-            }
-            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-                Self::PermissionDenied { path, action, source }
-            }
-            _ => Self::Io { path, action, source },
-        }
-    }
-
-    /// True if the same call may succeed later without anybody changing its arguments.
-    #[must_use]
-    pub fn is_retryable(&self) -> bool {
-        matches!(
-            self,
-            Self::Io { .. }
-                | Self::NoSpace { .. }
-                | Self::Injected { .. }
-                | Self::Unreachable { .. }
-                | Self::CommitUnknown { .. }
-                | Self::Busy { .. }
-                | Self::Collected { .. }
-                | Self::Engine { .. }
-                | Self::EngineTimeout { .. }
-                | Self::LinkLost { .. }
-                | Self::LinkTimeout { .. }
-        )
-    }
-
-    /// True if bytes that came from a store are not what they must be, or not signed by who must; nothing of them was used.
-    #[must_use]
-    pub fn is_refusal(&self) -> bool {
-        matches!(
-            self,
-            Self::Corrupt { .. }
-                | Self::Parse { .. }
-                | Self::DigestMismatch { .. }
-                | Self::TensorMismatch { .. }
-                | Self::Codec { .. }
-                | Self::Unsigned { .. }
-                | Self::BadSignature { .. }
-        )
-    }
-
-    /// True if the object asked for is not there.
-    #[must_use]
-    pub fn is_not_found(&self) -> bool {
-        matches!(self, Self::NotFound { .. })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn io_errors_are_told_apart_and_keep_the_path() {
-        let full = Error::io("write", "/data/x", io::Error::from_raw_os_error(28));
-        assert!(matches!(&full, Error::NoSpace { path, .. } if path == Path::new("/data/x")), "{full:?}");
-        let denied = Error::io("open", "/data/x", io::Error::from_raw_os_error(13));
-        assert!(matches!(denied, Error::PermissionDenied { .. }));
-        let read_only = Error::io("open", "/data/x", io::Error::from_raw_os_error(30));
-        assert!(matches!(read_only, Error::PermissionDenied { .. }));
-        let other = Error::io("open", "/data/x", io::Error::from_raw_os_error(5));
-        assert!(matches!(other, Error::Io { .. }));
-        assert_eq!(full.to_string(), "no space left for `/data/x` while trying to write");
-    }
 }

@@ -1,0 +1,76 @@
+//! What a follower is told when it is opened.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Router;
+use crate::ids::Version;
+use crate::sign::TrustKey;
+use crate::spool::SpoolOptions;
+
+/// What a follower follows, and where to.
+#[derive(Clone, Debug)]
+pub struct FollowerOptions {
+    /// The run's name in the store.
+    pub run: String,
+    /// The model within the run.
+    pub model: String,
+    /// The directory that holds the materialised checkpoint; the follower owns it.
+    pub checkpoint_dir: PathBuf,
+    /// The checkpoint that version 0 refers to, when it was published by reference.
+    pub hf_checkpoint: Option<PathBuf>,
+    /// The follower's name in the store, unique within the run.
+    pub id: String,
+    /// The last version to follow: later ones are left alone, and [`Follower::run_until`](crate::Follower::run_until) ends when every engine has it.
+    pub until: Option<Version>,
+    /// Leave it to a coordinator to prepare and activate versions: [`Follower::run_until`](crate::Follower::run_until) then only renews the lease, and activates
+    /// again what was activated before on engines that were restarted.
+    pub coordinated: bool,
+    /// Time between two looks at the store.
+    pub poll: Duration,
+    /// Longest time between two renewals of the lease, which keeps what this follower needs from being collected.
+    pub renew: Duration,
+    /// Longest time between two attempts after failures.
+    pub backoff_max: Duration,
+    /// If given, only versions that one of these keys has signed are followed.
+    pub trust_keys: Vec<TrustKey>,
+    /// If given, decides for each version which way it comes; not for slime's layout.
+    pub router: Option<Arc<dyn Router>>,
+    /// How objects are kept while they arrive.
+    pub spool: SpoolOptions,
+    /// How long one engine may take to say which version it serves.
+    pub serving_deadline: Duration,
+    /// How long one engine may take to activate a version.
+    pub activate_deadline: Duration,
+}
+
+impl FollowerOptions {
+    /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, renew the lease every minute, back
+    /// off to 30 s, 10 s for a look at an engine, 10 minutes for an activation.
+    #[must_use]
+    pub fn new(run: impl Into<String>, checkpoint_dir: impl Into<PathBuf>, id: impl Into<String>) -> Self {
+        Self {
+            run: run.into(),
+            model: "policy".into(),
+            checkpoint_dir: checkpoint_dir.into(),
+            hf_checkpoint: None,
+            id: id.into(),
+            until: None,
+            coordinated: false,
+            poll: Duration::from_millis(500),
+            renew: Duration::from_secs(60),
+            backoff_max: Duration::from_secs(30),
+            trust_keys: Vec::new(),
+            router: None,
+            spool: SpoolOptions::default(),
+            serving_deadline: Duration::from_secs(10),
+            activate_deadline: Duration::from_secs(600),
+        }
+    }
+
+    /// The version to go to where the store has `newest`.
+    pub(super) fn last(&self, newest: Option<Version>) -> Option<Version> {
+        newest.map(|newest| self.until.map_or(newest, |until| until.min(newest)))
+    }
+}

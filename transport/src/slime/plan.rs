@@ -1,0 +1,153 @@
+//! What following a trainer's directory would do, without doing any of it.
+//!
+//! A version of this layout says neither how much it changes nor what it builds on; both show only when it is applied. So it is:
+//! to copies of the tensors, in memory.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use super::feed::{Feed, check_forward};
+use super::frame;
+use super::identity;
+use super::release::Release;
+use crate::manifest::Manifest;
+use crate::pool::{self, Bounds};
+use crate::replica::foreign::position;
+use crate::replica::{Held, Plan, PlannedLink};
+use crate::{Checkpoint, Error, Result, Version};
+
+/// More threads than this only wait for memory.
+const WORKERS_MAX: usize = 16;
+/// Tensors under way at once, in bytes; a single one may be larger.
+const MEMORY_MAX: u64 = 1 << 30;
+
+/// What bringing `dir` to the newest version up to `until` would take, with every version tried as following it would.
+///
+/// # Errors
+/// Those that [`Feed::survey`] and [`Feed::advance`] would give; [`Error::Busy`] if somebody else moved `dir` meanwhile.
+pub(crate) fn plan(mut feed: Feed, dir: &Path, until: Option<Version>) -> Result<Plan> {
+    let held = Held::look(dir);
+    let planned = plan_on(&mut feed, (dir, &held), until);
+    if Held::look(dir) == held {
+        return planned;
+    }
+    Err(Error::Busy { what: format!("`{}`", dir.display()), with: "a follower that moves it".into() })
+}
+
+fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>) -> Result<Plan> {
+    let last = |newest: Version| until.map_or(newest, |until| until.min(newest));
+    let mut links = Vec::new();
+    let (checkpoint, base, mut run_id, to) = match &held.version {
+        Some((applied, manifest)) => {
+            feed.check_pins(dir, manifest, applied)?;
+            let to = last(feed.newest(applied.version)?);
+            check_forward(dir, applied, to)?;
+            (Checkpoint::open(dir)?, manifest.clone(), applied.run_id, to)
+        }
+        None => {
+            let (checkpoint, link) = feed.version_0()?;
+            let changed = Some(link.manifest.changed);
+            links.push(PlannedLink { version: Version(0), full: true, objects: 0, bytes: 0, changed });
+            let to = last(feed.newest(Version(0))?);
+            let run_id = link.manifest.run_id;
+            (checkpoint, link.manifest, run_id, to)
+        }
+    };
+    let numbers = base.version.0 + 1..=to.0;
+    let releases =
+        numbers.map(|number| Release::read(feed.store(), Version(number))).collect::<Result<Vec<_>>>()?;
+    if let Some(first) = releases.first().filter(|first| first.version == Version(1)) {
+        run_id = identity::run_id(identity::content(first));
+    }
+    // The reference is whole whatever happened to the directory.
+    let torn = held.unfinished && held.version.is_some();
+    let changed = rehearse(feed, (&base, &checkpoint), &releases, !torn)?;
+    links.extend(releases.iter().zip(changed).map(|(release, changed)| planned(release, changed)));
+    let from = held.version.as_ref().map(|(applied, _)| applied.version);
+    Ok(Plan::of((run_id, &base.model), (from, to), held.unfinished, links))
+}
+
+fn planned(release: &Release, changed: Option<u64>) -> PlannedLink {
+    let files: BTreeSet<_> = release.tensors.values().map(|frame| &frame.key).collect();
+    PlannedLink {
+        version: release.version,
+        full: false,
+        objects: files.len() as u64,
+        bytes: release.tensors.values().map(|frame| frame.range.end - frame.range.start).sum(),
+        changed,
+    }
+}
+
+/// Takes every tensor through all versions, unless what is on disk is not `whole`. Returns how many elements each changes.
+fn rehearse(
+    feed: &Feed,
+    (base, checkpoint): (&Manifest, &Checkpoint),
+    releases: &[Release],
+    whole: bool,
+) -> Result<Vec<Option<u64>>> {
+    let names: BTreeSet<&str> =
+        releases.iter().flat_map(|release| release.tensors.keys().map(String::as_str)).collect();
+    let tensors = names
+        .into_iter()
+        .map(|name| Ok(base.tensors[position(base, name)?].info()))
+        .collect::<Result<Vec<_>>>()?;
+    if !whole {
+        return Ok(vec![None; releases.len()]);
+    }
+    // What a tensor was and what it becomes.
+    let weights = tensors.iter().map(|info| Ok(2 * info.byte_len()?)).collect::<Result<Vec<_>>>()?;
+    let bounds = Bounds { threads: pool::threads(WORKERS_MAX), weight: MEMORY_MAX };
+    let mut total = vec![0; releases.len()];
+    pool::in_order(
+        &weights,
+        bounds,
+        |index| Ok(&tensors[index]),
+        |info| {
+            let bytes = read(checkpoint, &info.name)?;
+            changes(feed, (&info.name, info.dtype.element().size()), bytes, releases)
+        },
+        |_, changed: Vec<u64>| {
+            total.iter_mut().zip(changed).for_each(|(total, changed)| *total += changed);
+            Ok(())
+        },
+    )?;
+    Ok(total.into_iter().map(Some).collect())
+}
+
+/// Takes a tensor through the versions that change it.
+fn changes(
+    feed: &Feed,
+    (name, element_bytes): (&str, usize),
+    bytes: Vec<u8>,
+    releases: &[Release],
+) -> Result<Vec<u64>> {
+    let mut now = bytes;
+    let mut new = Vec::with_capacity(now.len());
+    let change = |release: &Release| {
+        let Some(frame) = release.tensors.get(name) else { return Ok(0) };
+        new.clear();
+        let form = (release.encoding, release.checksum);
+        frame::rewrite(feed.store(), name, frame, form, &now, &mut |slice| {
+            new.extend_from_slice(slice);
+            Ok(())
+        })?;
+        std::mem::swap(&mut now, &mut new);
+        let pairs = now.chunks(element_bytes).zip(new.chunks(element_bytes));
+        Ok(pairs.filter(|(now, before)| now != before).count() as u64)
+    };
+    releases.iter().map(change).collect()
+}
+
+/// The bytes of a tensor, read and not mapped: without the directory's lock a follower may write to it.
+fn read(checkpoint: &Checkpoint, name: &str) -> Result<Vec<u8>> {
+    let Some(place) = checkpoint.position(name).and_then(|index| checkpoint.place(index)) else {
+        return Ok(Vec::new());
+    };
+    let mut bytes = vec![0; place.length as usize];
+    File::open(place.path)
+        .and_then(|file| file.read_exact_at(&mut bytes, place.offset))
+        .map_err(|source| Error::io("read", place.path, source))?;
+    Ok(bytes)
+}
