@@ -71,6 +71,13 @@ impl Log {
         Ok(Self { shared, keeper: None })
     }
 
+    /// Whether its thread would find nothing to sync.
+    #[cfg(all(test, not(loom)))]
+    pub(crate) fn is_clean(&self) -> bool {
+        let state = self.shared.lock();
+        state.ledger.dirty() == 0 && state.dirty_since.is_none()
+    }
+
     /// What its thread does, if there is no such thread.
     #[cfg(all(test, not(loom)))]
     pub(crate) fn make_ahead(&self) -> Result<()> {

@@ -75,6 +75,11 @@ impl Shared {
         let mut full = Vec::new();
         if flushed.is_ok() {
             state.ledger.finish(&batch);
+            if state.ledger.dirty() == 0 {
+                // What was given up during the sync needs none of its own. Were it noted on, the keeper would lead one sync of nothing
+                // after the other, and never let go of the lock.
+                state.dirty_since = None;
+            }
             state.publish();
             self.changed.notify_all();
             full = state.take_resolved();

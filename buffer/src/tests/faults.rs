@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use super::image::Medium;
 use super::work::{Work, check, open};
 use crate::storage::{SPARE, Storage};
-use crate::{Error, Sample};
+use crate::{Error, Sample, Shape};
 
 const STEPS: usize = 100;
 
@@ -81,6 +81,19 @@ fn a_failed_sync_poisons_the_log_until_it_is_opened_again() {
     drop(log);
     let log = open(&medium.crash().leave(|_, _| 0)).unwrap();
     assert_eq!(whole(&log), 2, "and recovery stored it, though the failed sync had marked its pages clean");
+}
+
+#[test]
+fn what_is_given_up_during_a_sync_leaves_nothing_to_do() {
+    let medium = Medium::new();
+    let log = open(&medium).unwrap();
+    let space = log.reserve(&Shape::default()).unwrap();
+    let pending = log.append(&Sample::default()).unwrap();
+    assert!(!log.is_clean());
+    medium.meanwhile(move || drop(space));
+    pending.wait().unwrap();
+    assert!(log.is_clean(), "or the thread of the log would sync nothing for ever, and hold everybody up");
+    assert_eq!((log.reader().end().0, whole(&log)), (2, 1));
 }
 
 #[test]

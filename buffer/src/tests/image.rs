@@ -95,6 +95,10 @@ impl Image {
 
     pub(crate) fn flush(&self, range: Range<usize>) -> io::Result<()> {
         let medium = self.medium.upgrade().unwrap();
+        let meanwhile = medium.calls.lock().unwrap().meanwhile.take();
+        if let Some(Meanwhile(happens)) = meanwhile {
+            happens();
+        }
         let failed = medium.called("flush");
         let mut pages = self.pages.lock().unwrap();
         for index in range.start / PAGE..range.end.div_ceil(PAGE) {
@@ -144,6 +148,16 @@ struct Calls {
     crashes: Option<Vec<Crash>>,
     /// What the workload has been promised so far; copied into every crash state.
     promised: Vec<u64>,
+    /// What happens while the next flush is under way.
+    meanwhile: Option<Meanwhile>,
+}
+
+struct Meanwhile(Box<dyn FnOnce() + Send>);
+
+impl std::fmt::Debug for Meanwhile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Meanwhile")
+    }
 }
 
 /// What a power cut at one moment may leave: per segment and page, every state it may be in, the durable one first.
@@ -196,6 +210,12 @@ impl Medium {
     pub(crate) fn fail(&self, k: usize, kind: io::ErrorKind) {
         let mut calls = self.0.calls.lock().unwrap();
         calls.fail = Some((calls.count + k, kind));
+    }
+
+    /// Has this happen while the next flush is under way.
+    #[cfg(not(loom))]
+    pub(crate) fn meanwhile(&self, happens: impl FnOnce() + Send + 'static) {
+        self.0.calls.lock().unwrap().meanwhile = Some(Meanwhile(Box::new(happens)));
     }
 
     /// From now on, keeps every state that a crash could leave.
