@@ -162,6 +162,10 @@ impl Patch {
                 continue;
             }
             let own = positions.split_off(..elements).unwrap_or_default();
+            // Stores that miss the caches go one after the other, loads side by side.
+            std::hint::black_box(
+                own.iter().fold(0, |seen, at| seen | target[usize::from(*at) * element.size()]),
+            );
             for (at, new) in own.iter().zip(new.chunks_exact(element.size())) {
                 let at = usize::from(*at) * element.size();
                 target[at..at + element.size()].copy_from_slice(new);
