@@ -16,13 +16,32 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     Err(Error::Failed { command: shown(command), status: status.to_string(), log: None })
 }
 
-/// Runs `command` with its output appended to `log`.
+/// How long a command with a log may take: more than any lane does on two cores that others use, too.
+const DEADLINE: Duration = Duration::from_secs(40 * 60);
+/// Time between two looks at whether it has ended.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Runs `command` with its output appended to `log`. One that hangs is killed with the processes that it has started.
 pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
-    let status = to_log(command, log)?.status().map_err(|source| start(command, source))?;
-    if status.success() {
-        return Ok(());
+    let failed = |command: &Command, status: String| Error::Failed {
+        command: shown(command),
+        status,
+        log: Some(log.to_path_buf()),
+    };
+    let mut child = to_log(command, log)?.spawn().map_err(|source| start(command, source))?;
+    let begin = Instant::now();
+    while begin.elapsed() < DEADLINE {
+        match child.try_wait().map_err(|source| start(command, source))? {
+            Some(status) if status.success() => return Ok(()),
+            Some(status) => return Err(failed(command, status.to_string())),
+            None => std::thread::sleep(LOOK),
+        }
     }
-    Err(Error::Failed { command: shown(command), status: status.to_string(), log: Some(log.to_path_buf()) })
+    // What it waits for first, which is what hangs. It stays in this process group, so that an interrupt reaches it.
+    let _ = Command::new("pkill").args(["-KILL", "-P", &child.id().to_string()]).status();
+    let _ = child.kill();
+    let _ = child.wait();
+    Err(failed(command, format!("killed after {} minutes", DEADLINE.as_secs() / 60)))
 }
 
 /// The standard output of `command`.
