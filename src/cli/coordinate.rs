@@ -43,16 +43,16 @@ pub(crate) struct Args {
     #[arg(long, value_name = "HOSTS")]
     hosts_min: Option<usize>,
     /// Seconds that the other hosts are waited for once so many are there.
-    #[arg(long, default_value_t = 5, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 5, value_name = "SECONDS", value_parser = crate::cli::seconds())]
     grace: u64,
     /// Seconds a host may take to prepare a version.
-    #[arg(long, default_value_t = 1800, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 1800, value_name = "SECONDS", value_parser = crate::cli::seconds())]
     prepare_deadline: u64,
     /// Seconds a host may take to activate a version on all its engines.
-    #[arg(long, default_value_t = 660, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 660, value_name = "SECONDS", value_parser = crate::cli::seconds())]
     activate_deadline: u64,
     /// Milliseconds between two looks at the store.
-    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 500, value_parser = crate::cli::milliseconds())]
     poll_ms: u64,
     /// Bring the hosts to the newest version once, then end; failures are not retried.
     #[arg(long)]

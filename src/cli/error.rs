@@ -36,6 +36,9 @@ impl Error {
         match self {
             Error::Usage { .. } => 2,
             Error::Damaged { .. } | Error::Delta(_) => 3,
+            Error::Buffer(error) => buffer_code(error),
+            #[cfg(feature = "torch")]
+            Error::Trainer(driftless::trainer::Error::Buffer(error)) => buffer_code(error),
             Error::Transport(error) => transport_code(error),
             #[cfg(feature = "torch")]
             Error::Trainer(driftless::trainer::Error::Transport(error)) => transport_code(error),
@@ -47,7 +50,16 @@ impl Error {
     }
 }
 
-/// Whether what is stored was refused, or ranks did not come.
+/// Whether a log was refused.
+fn buffer_code(error: &driftless::buffer::Error) -> u8 {
+    use driftless::buffer::Error as Buffer;
+    match error {
+        Buffer::Damaged { .. } | Buffer::Identity { .. } => 3,
+        _ => 1,
+    }
+}
+
+/// Whether what is stored was refused, or somebody did not answer.
 fn transport_code(error: &driftless::transport::Error) -> u8 {
     use driftless::transport::Error as Transport;
     match error {
@@ -59,8 +71,13 @@ fn transport_code(error: &driftless::transport::Error) -> u8 {
         | Transport::BrokenChain { .. }
         | Transport::Unsigned { .. }
         | Transport::BadSignature { .. }
+        | Transport::DamagedReplica { .. }
         | Transport::Codec { .. } => 3,
-        Transport::PartsMissing { .. } | Transport::NotJoined { .. } => 4,
+        Transport::PartsMissing { .. }
+        | Transport::NotJoined { .. }
+        | Transport::Unreachable { .. }
+        | Transport::EngineTimeout { .. }
+        | Transport::LinkTimeout { .. } => 4,
         _ => 1,
     }
 }

@@ -102,10 +102,10 @@ pub(crate) struct Args {
     #[arg(long, requires = "listen", conflicts_with = "once")]
     coordinated: bool,
     /// Milliseconds between two looks at the store.
-    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 500, value_parser = crate::cli::milliseconds())]
     poll_ms: u64,
     /// Seconds an engine may take to load a version.
-    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = crate::cli::seconds())]
     activate_deadline: u64,
     /// Answer HTTP calls (prepare, activate, status, metrics) on this address.
     #[arg(long, value_name = "ADDR:PORT")]
@@ -290,12 +290,16 @@ pub(crate) fn stop_on_signals(stop: &Stop) -> Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(start)?;
+    // From here on neither ends the process by itself, whenever the thread gets to run.
+    let (mut interrupted, mut terminated) = {
+        let _inside = runtime.enter();
+        (signal(SignalKind::interrupt()).map_err(start)?, signal(SignalKind::terminate()).map_err(start)?)
+    };
     let stop = stop.clone();
     let watch = move || {
         runtime.block_on(async {
-            let Ok(mut terminated) = signal(SignalKind::terminate()) else { return };
             tokio::select! {
-                _ = tokio::signal::ctrl_c() => {}
+                _ = interrupted.recv() => {}
                 _ = terminated.recv() => {}
             }
         });

@@ -36,7 +36,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "VERSIONS", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     keep: u64,
     /// Seconds after which a follower that has not renewed its lease is not waited for; followers renew every minute.
-    #[arg(long, value_name = "SECONDS", default_value_t = 900)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 900, value_parser = crate::cli::seconds())]
     lease_ttl: u64,
     /// Only show what would be removed.
     #[arg(long)]

@@ -39,7 +39,7 @@ Exit codes:
   0  done
   1  failed; the message says what, where and what to do, and the state on disk is intact
   2  the command line is wrong
-  3  something stored is damaged or belongs to another run: nothing of it was used
+  3  something stored is damaged, unsigned or of another run: nothing of it was used
   4  a peer did not answer in time
 
 Logs go to standard error; RUST_LOG=debug shows more. Results go to standard output, as JSON with --json.";
@@ -83,6 +83,16 @@ enum Command {
     Relay(relay::Args),
     /// Look at a rollout log.
     Log(log::Args),
+}
+
+/// Whole seconds, up to a year: more is a mistake, and what clocks can add to ends somewhere.
+fn seconds() -> clap::builder::RangedU64ValueParser {
+    clap::value_parser!(u64).range(..=365 * 24 * 60 * 60)
+}
+
+/// Milliseconds between two looks at something, up to a day.
+fn milliseconds() -> clap::builder::RangedU64ValueParser {
+    clap::value_parser!(u64).range(1..=24 * 60 * 60 * 1000)
 }
 
 /// Parses, runs, prints; returns the documented exit code.

@@ -135,8 +135,9 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
             None => Ok(()),
         };
     }
-    let server = args.serving.start(&mut store, output)?;
     let stop = Stop::new();
+    stop_on_signals(&stop)?;
+    let server = args.serving.start(&mut store, output)?;
     let (run, version) = publish(&args, (store, &run, baseline_dir), &stop, output)?;
     if server.is_some() {
         args.serving.linger(&run, &args.model, version, &stop);
@@ -154,11 +155,10 @@ fn publish(
     let rank = args.ranks.rank();
     let joins = rank.as_ref().is_some_and(|rank| rank.rank > 0);
     if joins && args.new_run {
-        args.ranks.wait_for_run(&store, run)?;
+        args.ranks.wait_for_run(&store, run, stop)?;
     }
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let mut publisher = Publisher::open(store, options(args, run, baseline_dir)?)?;
-    stop_on_signals(stop)?;
     publisher.stop_on(stop);
     let bar = progress::bytes(tensor_bytes(&checkpoint)?, "publish");
     let shown = bar.clone();

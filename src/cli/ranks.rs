@@ -3,7 +3,7 @@
 use crate::cli::error::{Error, Result};
 use driftless::transport::{
     AuxFile, Checkpoint, Error as Transport, Mode, Publisher, Rank, Result as TransportResult, Run, Shard,
-    Slice, Snapshot, Step, Store, Version,
+    Slice, Snapshot, Step, Stop, Store, Version,
 };
 use serde::Deserialize;
 use std::borrow::Cow;
@@ -28,7 +28,7 @@ pub(crate) struct RankArgs {
     #[arg(long, value_name = "FILE", requires = "rank")]
     slices: Option<PathBuf>,
     /// Seconds to wait for the other ranks.
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = crate::cli::seconds())]
     join_deadline: u64,
 }
 
@@ -70,13 +70,12 @@ impl RankArgs {
     }
 
     /// Waits for rank 0 to begin the run.
-    pub(crate) fn wait_for_run(&self, store: &Arc<dyn Store>, name: &str) -> Result<()> {
+    pub(crate) fn wait_for_run(&self, store: &Arc<dyn Store>, name: &str, stop: &Stop) -> Result<()> {
         let begin = Instant::now();
         loop {
             match Run::open(store.clone(), name) {
-                Err(Transport::NoSuchRun { .. }) if begin.elapsed() < self.deadline() => {
-                    std::thread::sleep(Duration::from_millis(100));
-                }
+                Err(Transport::NoSuchRun { .. })
+                    if begin.elapsed() < self.deadline() && !stop.wait(Duration::from_millis(100)) => {}
                 opened => return Ok(opened.map(drop)?),
             }
         }

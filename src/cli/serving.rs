@@ -17,8 +17,10 @@ use std::time::{Duration, Instant};
 
 /// Bytes of objects that are served from memory; the relay's cache gets them from there when they are asked for.
 const RECENT_BYTES: u64 = 1 << 30;
-/// Time between two looks at the leases.
-const POLL: Duration = Duration::from_secs(1);
+/// Time between the first two looks at the leases, each of which reads one object a follower.
+const POLL_MIN: Duration = Duration::from_secs(1);
+/// Time between later ones.
+const POLL_MAX: Duration = Duration::from_secs(16);
 
 #[derive(clap::Args)]
 pub(crate) struct ServingArgs {
@@ -36,7 +38,7 @@ pub(crate) struct ServingArgs {
     #[arg(long, value_name = "FILE", requires = "listen_ucx")]
     relay_token_file: Option<PathBuf>,
     /// End when every follower that holds a lease on the model has the version, and after so many seconds in any case.
-    #[arg(long, value_name = "SECONDS", requires = "listen_ucx")]
+    #[arg(long, value_name = "SECONDS", requires = "listen_ucx", value_parser = crate::cli::seconds())]
     until_followed: Option<u64>,
 }
 
@@ -69,18 +71,21 @@ impl ServingArgs {
             while !stop.wait(Duration::from_secs(3600)) {}
             return;
         };
-        let end = Instant::now() + Duration::from_secs(seconds);
+        let (begun, limit) = (Instant::now(), Duration::from_secs(seconds));
+        let mut poll = POLL_MIN;
         loop {
             let behind = behind(run, model, version);
             if behind.is_empty() {
                 return;
             }
-            if Instant::now() >= end {
+            let left = limit.saturating_sub(begun.elapsed());
+            if left.is_zero() {
                 return tracing::warn!(%version, seconds, ?behind, "ends before all followers have the version");
             }
-            if stop.wait(POLL.min(end.saturating_duration_since(Instant::now()))) {
+            if stop.wait(poll.min(left)) {
                 return;
             }
+            poll = (2 * poll).min(POLL_MAX);
         }
     }
 }

@@ -124,7 +124,7 @@ struct RolloutArgs {
     #[arg(long, default_value_t = 512)]
     n_eval_prompts: u64,
     /// Seconds that one generation may take, retries and recovering engines included.
-    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = crate::cli::seconds())]
     generate_deadline: u64,
     /// Generate and log, with the weights the engines serve; do not train or publish.
     #[arg(long, conflicts_with = "debug_train_only")]
@@ -168,7 +168,7 @@ struct UpdateArgs {
     #[arg(long)]
     check_weight_update_equal: bool,
     /// Seconds that an engine may take to come to a new version.
-    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = crate::cli::seconds())]
     update_deadline: u64,
     /// Write a training checkpoint after every so many steps.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
