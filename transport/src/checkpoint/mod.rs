@@ -8,9 +8,10 @@ mod write;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::{Read as _, Write as _};
 use std::ops::Range;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -206,6 +207,9 @@ fn copy_file(source: &Path, copy: &Path) -> Result<()> {
     let from = File::open(source).map_err(|error| Error::io("open", source, error))?;
     let io = |error| Error::io("write", copy, error);
     let mut to = watch::before(Call::Write, copy).and_then(|()| File::create(copy)).map_err(io)?;
+    // Weights that are private stay so; versions that follow are written into the copy.
+    let mode = from.metadata().map_err(|error| Error::io("inspect", source, error))?.mode() & 0o777;
+    to.set_permissions(Permissions::from_mode(mode | 0o200)).map_err(io)?;
     if rustix::fs::ioctl_ficlone(&to, &from).is_err() {
         let mut piece = Vec::new();
         loop {

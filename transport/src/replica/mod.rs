@@ -411,15 +411,10 @@ impl Replica {
 
     /// Names of the weight files in the directory. They are only ours to replace if we put them there.
     fn weight_names(&self, ours: bool) -> Result<Vec<String>> {
-        let names = weight_names(&self.dir)?;
-        match names.first() {
-            Some(name) if !ours => Err(Error::BadSetting {
-                name: "checkpoint directory",
-                expected: "a new or empty directory, or one that this program made".into(),
-                found: format!("`{}` with a foreign `{name}`", self.dir.display()),
-            }),
-            _ => Ok(names),
+        if !ours {
+            refuse_foreign(&self.dir)?;
         }
+        weight_names(&self.dir)
     }
 
     fn clean_staging(&self) -> Result<PathBuf> {
@@ -445,6 +440,19 @@ pub(crate) fn create_dir_synced(dir: &Path) -> Result<()> {
         _ => {}
     }
     sync_dir(parent)
+}
+
+/// Refuses a directory with weights that a replica has not put there; one that does not exist has none.
+pub(crate) fn refuse_foreign(dir: &Path) -> Result<()> {
+    let names = if dir.exists() { weight_names(dir)? } else { Vec::new() };
+    match names.first() {
+        Some(name) => Err(Error::BadSetting {
+            name: "checkpoint directory",
+            expected: "a new or empty directory, or one that this program made".into(),
+            found: format!("`{}` with a foreign `{name}`", dir.display()),
+        }),
+        None => Ok(()),
+    }
 }
 
 /// Names of the weight files in a directory.

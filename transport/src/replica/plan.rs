@@ -9,6 +9,8 @@ use serde::Serialize;
 use super::Applied;
 use super::state::{Copy, Layout, Marker, read_optional};
 use super::{Replica, check_model, fetch, quarantine};
+#[cfg(feature = "slime")]
+use crate::error::Error;
 use crate::error::Result;
 use crate::ids::{RunId, Version};
 use crate::manifest::{Base, File, Kind, Manifest};
@@ -142,16 +144,25 @@ pub(crate) struct Held {
     pub(crate) version: Option<(Applied, Manifest)>,
     /// Whether an apply is under way, or was interrupted.
     pub(crate) unfinished: bool,
+    /// Whether a replica was ever begun in it.
+    pub(crate) begun: bool,
 }
 
 #[cfg(feature = "slime")]
 impl Held {
-    /// Reads the state of `dir`, which need not exist, and writes nothing.
-    pub(crate) fn look(dir: &Path) -> Self {
+    /// Reads the state of `dir`, which need not exist, and writes nothing. One that is damaged counts as none: following builds it anew.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub(crate) fn look(dir: &Path) -> Result<Self> {
         let layout = Layout::new(dir);
-        let state = read(&layout).ok().flatten();
+        let state = match read(&layout) {
+            Err(error @ Error::Io { .. }) => return Err(error),
+            state => state.ok().flatten(),
+        };
         let version = state.map(|(marker, copy)| (marker.applied, copy.manifest));
-        Self { version, unfinished: layout.journal().exists() }
+        let unfinished = layout.journal().exists();
+        Ok(Self { version, unfinished, begun: unfinished || layout.marker().exists() })
     }
 }
 

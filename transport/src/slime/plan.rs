@@ -15,7 +15,7 @@ use super::release::Release;
 use crate::manifest::Manifest;
 use crate::pool::{self, Bounds};
 use crate::replica::foreign::position;
-use crate::replica::{Held, Plan, PlannedLink};
+use crate::replica::{Held, Plan, PlannedLink, refuse_foreign};
 use crate::{Checkpoint, Error, Result, Version};
 
 /// More threads than this only wait for memory.
@@ -28,9 +28,9 @@ const MEMORY_MAX: u64 = 1 << 30;
 /// # Errors
 /// Those that [`Feed::survey`] and [`Feed::advance`] would give; [`Error::Busy`] if somebody else moved `dir` meanwhile.
 pub(crate) fn plan(mut feed: Feed, dir: &Path, until: Option<Version>) -> Result<Plan> {
-    let held = Held::look(dir);
+    let held = Held::look(dir)?;
     let planned = plan_on(&mut feed, (dir, &held), until);
-    if Held::look(dir) == held {
+    if Held::look(dir)? == held {
         return planned;
     }
     Err(Error::Busy { what: format!("`{}`", dir.display()), with: "a follower that moves it".into() })
@@ -48,6 +48,10 @@ fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>)
         }
         None => {
             let (checkpoint, link) = feed.version_0()?;
+            // What was begun here is ours, and the reference itself may be adopted where it lies.
+            if !held.begun && checkpoint.dir().canonicalize().ok() != dir.canonicalize().ok() {
+                refuse_foreign(dir)?;
+            }
             let changed = Some(link.manifest.changed);
             links.push(PlannedLink { version: Version(0), full: true, objects: 0, bytes: 0, changed });
             let to = last(feed.newest(Version(0))?);

@@ -233,16 +233,15 @@ impl Spool {
                 {
                     rest.next();
                 }
-                if rest.peek().is_none() {
-                    return;
-                }
+                let Some((first, _)) = rest.peek() else { return };
+                let left = object.size - *first as u64 * kept.range_bytes;
                 // One waits for an object, so that nobody does once all of it is under way.
-                let request = self.window.enter(&object.key, kept.range_bytes, most);
+                let request = self.window.enter(&object.key, kept.range_bytes, most, left);
                 if failed.load(Relaxed) {
                     return;
                 }
                 let mut group: Vec<(usize, &mut [u8])> = rest.next().into_iter().collect();
-                while (group.len() as u64) < request.bytes / kept.range_bytes
+                while (group.len() as u64) < request.bytes.div_ceil(kept.range_bytes)
                     && let Some((index, range)) = rest.peek_mut()
                     && !here(*index, range)
                 {
@@ -251,7 +250,9 @@ impl Spool {
                 drop(rest);
                 arriving();
                 let fetched = fetch_ranges(store, object, kept.range_bytes, &mut group, &request.arrived());
-                drop(request);
+                if fetched.is_ok() {
+                    request.done();
+                }
                 if let Err(first) = fetched.and_then(|()| self.keep(object, kept, &group)) {
                     error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(first);
                     failed.store(true, Relaxed);
@@ -260,7 +261,8 @@ impl Spool {
         };
         thread::scope(|scope| {
             for _ in 1..PARALLEL.min(kept.ranges() as usize) {
-                scope.spawn(work);
+                // Where the system has no more threads, fewer do it.
+                let _ = thread::Builder::new().spawn_scoped(scope, work);
             }
             work();
         });

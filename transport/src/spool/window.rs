@@ -46,6 +46,8 @@ struct State {
 pub(super) struct Request {
     pub(super) bytes: u64,
     since: Instant,
+    /// Whether what was asked for has come.
+    done: bool,
     credit: Arc<Credit>,
 }
 
@@ -57,11 +59,11 @@ struct Credit {
 }
 
 impl Window {
-    /// Waits for the right to ask for bytes of an object, a multiple of `unit` and at most `most` units. It goes to objects in the
-    /// order of their keys, which is that of versions, and of what is decoded in them.
+    /// Waits for the right to ask for bytes of an object, a multiple of `unit` and at most `most` units, or the `left` bytes of it. It
+    /// goes to objects in the order of their keys, which is that of versions, and of what is decoded in them.
     ///
     /// The wait ends with bytes that arrive or requests that are over, each of which has the store's deadline.
-    pub(super) fn enter(&self, key: &Key, unit: u64, most: u64) -> Request {
+    pub(super) fn enter(&self, key: &Key, unit: u64, most: u64, left: u64) -> Request {
         let mut state = self.0.lock();
         state.requests += 1;
         let turn = (key.clone(), state.requests);
@@ -70,12 +72,13 @@ impl Window {
             state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.waiting.remove(&turn);
-        let bytes = unit.saturating_mul((state.bytes_max / REQUESTS / unit.max(1)).clamp(1, most.max(1)));
-        state.under_way += bytes;
+        let units = (state.bytes_max / REQUESTS / unit.max(1)).clamp(1, most.max(1));
+        let bytes = unit.saturating_mul(units).min(left.max(1));
+        state.under_way = state.under_way.saturating_add(bytes);
         // There may be room for the next one, too.
         self.0.changed.notify_all();
         let credit = Arc::new(Credit { shared: self.0.clone(), left: Mutex::new(bytes) });
-        Request { bytes, since: Instant::now(), credit }
+        Request { bytes, since: Instant::now(), done: false, credit }
     }
 }
 
@@ -95,7 +98,7 @@ impl State {
     /// Takes note of a request of so many bytes that is over.
     fn adjust(&mut self, bytes: u64, took: Duration) {
         if took < QUICK {
-            self.bytes_max = (self.bytes_max + bytes).min(BYTES_MAX);
+            self.bytes_max = self.bytes_max.saturating_add(bytes).min(BYTES_MAX);
         } else if took > SLOW {
             self.bytes_max = self.bytes_max.saturating_sub(bytes).max(BYTES_MIN);
         }
@@ -124,11 +127,18 @@ impl Request {
         let credit = self.credit.clone();
         Arc::new(move |bytes| credit.arrived(bytes))
     }
+
+    /// What was asked for has come: the time that it took tells how much the line takes.
+    pub(super) fn done(mut self) {
+        self.done = true;
+    }
 }
 
 impl Drop for Request {
     fn drop(&mut self) {
-        self.credit.shared.lock().adjust(self.bytes, self.since.elapsed());
+        if self.done {
+            self.credit.shared.lock().adjust(self.bytes, self.since.elapsed());
+        }
         self.credit.arrived(u64::MAX);
     }
 }
@@ -139,13 +149,15 @@ mod tests {
     use std::sync::mpsc::channel;
 
     const UNIT: u64 = 512 << 10;
+    /// After this a test that hangs ends.
+    const LONG: Duration = Duration::from_secs(60);
 
     fn key(name: &str) -> Key {
         Key::new(name).unwrap()
     }
 
     fn full(window: &Window) -> Vec<Request> {
-        (0..REQUESTS).map(|_| window.enter(&key("a"), UNIT, u64::MAX)).collect()
+        (0..REQUESTS).map(|_| window.enter(&key("a"), UNIT, u64::MAX, u64::MAX)).collect()
     }
 
     #[test]
@@ -157,16 +169,20 @@ mod tests {
         std::thread::scope(|scope| {
             for name in ["c", "b", "d"] {
                 let (window, entered) = (&window, entered.clone());
-                scope.spawn(move || entered.send((name, window.enter(&key(name), UNIT, 1))).unwrap());
+                scope.spawn(move || {
+                    entered.send((name, window.enter(&key(name), UNIT, 1, u64::MAX))).unwrap()
+                });
             }
+            let begun = Instant::now();
             while window.0.lock().waiting.len() < 3 {
+                assert!(begun.elapsed() < LONG, "all three wait");
                 std::thread::yield_now();
             }
             assert!(order.try_recv().is_err());
             // One byte of one request is room for the next one, which is in it with all of its bytes.
             let arrived = held[0].arrived();
             arrived(1);
-            let (name, first) = order.recv().unwrap();
+            let (name, first) = order.recv_timeout(LONG).unwrap();
             assert_eq!(name, "b");
             arrived(UNIT - 1);
             // What arrives twice counts once.
@@ -177,8 +193,8 @@ mod tests {
             let mut over = |expected| {
                 let mut ending = held.pop().unwrap();
                 ending.since -= QUICK;
-                drop(ending);
-                let (name, entered) = order.recv().unwrap();
+                ending.done();
+                let (name, entered) = order.recv_timeout(LONG).unwrap();
                 assert_eq!((name, window.0.lock().under_way), (expected, BYTES_MIN));
                 entered
             };
@@ -205,10 +221,29 @@ mod tests {
     #[test]
     fn requests_are_whole_units_and_grow_with_the_window() {
         let window = Window::default();
-        assert_eq!(window.enter(&key("a"), UNIT, u64::MAX).bytes, UNIT);
-        assert_eq!(window.enter(&key("a"), 3 * UNIT, u64::MAX).bytes, 3 * UNIT);
+        let asked = |unit, most, left| window.enter(&key("a"), unit, most, left).bytes;
+        assert_eq!(asked(UNIT, u64::MAX, u64::MAX), UNIT);
+        assert_eq!(asked(3 * UNIT, u64::MAX, u64::MAX), 3 * UNIT);
         window.0.lock().bytes_max = BYTES_MAX;
-        assert_eq!(window.enter(&key("a"), UNIT, u64::MAX).bytes, BYTES_MAX / REQUESTS);
-        assert_eq!(window.enter(&key("a"), UNIT, 2).bytes, 2 * UNIT);
+        assert_eq!(asked(UNIT, u64::MAX, u64::MAX), BYTES_MAX / REQUESTS);
+        assert_eq!(asked(UNIT, 2, u64::MAX), 2 * UNIT);
+        assert_eq!(asked(UNIT, u64::MAX, 3), 3, "of a short object, what there is of it");
+        assert_eq!(asked(u64::MAX, 1, u64::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn short_objects_do_not_take_the_room_of_long_ones() {
+        let window = Window::default();
+        let held: Vec<_> = (0..80).map(|_| window.enter(&key("a"), BYTES_MIN, 1, 100 << 10)).collect();
+        assert_eq!(held.iter().map(|request| request.bytes).sum::<u64>(), 80 * (100 << 10));
+    }
+
+    #[test]
+    fn what_fails_at_once_says_nothing_about_the_line() {
+        let window = Window::default();
+        drop(window.enter(&key("a"), UNIT, u64::MAX, u64::MAX));
+        assert_eq!(window.0.lock().bytes_max, BYTES_MIN);
+        window.enter(&key("a"), UNIT, u64::MAX, u64::MAX).done();
+        assert_eq!(window.0.lock().bytes_max, BYTES_MIN + UNIT);
     }
 }

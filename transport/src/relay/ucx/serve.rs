@@ -22,8 +22,10 @@ use crate::relay::cache::Content;
 use crate::relay::{Refusal, Relay, WAIT_DEADLINE};
 use crate::replica::crash_point;
 
-/// Sessions at the same time; others wait to be accepted. Each has a bucket of the longest range that it was asked for.
+/// Sessions at the same time; others wait to be accepted.
 const SESSIONS_MAX: usize = 256;
+/// Bytes of buckets that sessions keep registered for what they are asked for next. What answers hold is bounded with those over HTTP.
+const IDLE_BYTES_MAX: usize = 256 << 20;
 /// A session in which nothing is asked for so long ends.
 const IDLE_DEADLINE: Duration = Duration::from_secs(600);
 /// Pause after a connection that could not be accepted, such as for want of file descriptors.
@@ -66,6 +68,7 @@ impl Sessions {
             fabric,
             token: token.map(|token| blake3::hash(token.as_bytes())),
             runtime: runtime.handle().clone(),
+            idle: Arc::new(Semaphore::new(IDLE_BYTES_MAX)),
             ends: ends.clone(),
         };
         let accepting = runtime.spawn(accept(listener, shared, threads.clone())).abort_handle();
@@ -97,8 +100,12 @@ struct Shared {
     fabric: Fabric,
     token: Option<blake3::Hash>,
     runtime: Handle,
+    idle: Arc<Semaphore>,
     ends: Arc<AtomicBool>,
 }
+
+/// A bucket, and its share of what all buckets of its kind may hold.
+type Placed = (Bucket, OwnedSemaphorePermit);
 
 async fn accept(listener: TcpListener, shared: Shared, threads: Threads) {
     let places = Arc::new(Semaphore::new(SESSIONS_MAX));
@@ -152,11 +159,11 @@ impl Shared {
             Ok(()) => control.tell(&Answer::default(), WORD_DEADLINE)?,
             Err(refusal) => return control.tell(&refusal.answer(), WORD_DEADLINE),
         }
-        let mut bucket = None;
+        let mut idle: Option<Placed> = None;
         loop {
             let ask: Ask = control.hear(IDLE_DEADLINE, &|| self.going())?;
-            let mut filled = match self.fill(&ask, &link, bucket.take()) {
-                Ok(filled) => filled,
+            let (filled, place) = match self.fill(&ask, &link, idle.take()) {
+                Ok(placed) => placed,
                 Err(refusal) => {
                     control.tell(&refusal.answer(), WORD_DEADLINE)?;
                     continue;
@@ -166,9 +173,11 @@ impl Shared {
             let ticket = link.send(filled, 0..ask.bytes as usize, ask.tag)?;
             crash_point("relay.ucx.send")?;
             let mut watch = || if self.going() { control.check() } else { Err("the relay ends".to_owned()) };
-            (filled, _) = link.finish(ticket, patience(ask.bytes), &mut watch)?;
+            let (bucket, _) = link.finish(ticket, patience(ask.bytes), &mut watch)?;
             self.relay.cache.counters.served_bytes.fetch_add(ask.bytes, Relaxed);
-            bucket = Some(filled);
+            drop(place);
+            let share = self.idle.clone().try_acquire_many_owned(bucket.len() as u32);
+            idle = share.ok().map(|share| (bucket, share));
         }
     }
 
@@ -187,8 +196,8 @@ impl Shared {
         link.connect(&address).map_err(|error| bad(error.to_string()))
     }
 
-    /// What was asked for, in a bucket.
-    fn fill(&self, ask: &Ask, link: &Link, bucket: Option<Bucket>) -> std::result::Result<Bucket, Refusal> {
+    /// What was asked for, in a bucket, with its share of what all answers may hold.
+    fn fill(&self, ask: &Ask, link: &Link, idle: Option<Placed>) -> std::result::Result<Placed, Refusal> {
         let end = ask.start.saturating_add(ask.bytes);
         let (object, range) = crate::relay::named(&ask.key, ask.size, &ask.blake3, ask.start..end)?;
         let length = (range.end - range.start) as usize;
@@ -197,10 +206,10 @@ impl Shared {
                 format!("expected at least one byte, and all of them inside the object of {}", ask.size);
             return Err(Refusal::new(StatusCode::RANGE_NOT_SATISFIABLE, "range", message));
         }
-        let content = self.content(object)?;
+        let (content, place) = self.content(object, length)?;
         let failed = |error: String| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "cache", error);
-        let mut bucket = match bucket {
-            Some(bucket) if bucket.len() >= length => bucket,
+        let mut bucket = match idle {
+            Some((bucket, _)) if bucket.len() >= length => bucket,
             _ => link.bucket(length).map_err(|error| failed(error.to_string()))?,
         };
         let into = bucket.get_mut(..length).unwrap_or_default();
@@ -215,21 +224,29 @@ impl Shared {
                 file.read_exact_at(into, range.start).map_err(|error| failed(error.to_string()))?;
             }
         }
-        Ok(bucket)
+        Ok((bucket, place))
     }
 
-    /// The object, from the cache or the origin, by way of the relay's runtime.
-    fn content(&self, object: crate::manifest::Object) -> std::result::Result<Content, Refusal> {
+    /// The object, from the cache or the origin, and room for so many bytes of it among all answers, by way of the relay's runtime.
+    fn content(
+        &self,
+        object: crate::manifest::Object,
+        length: usize,
+    ) -> std::result::Result<(Content, OwnedSemaphorePermit), Refusal> {
+        let internal = |message| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message);
         let (tell, told) = sync_channel(1);
         let relay = self.relay.clone();
         self.runtime.spawn(async move {
+            let place = relay.answers.clone().acquire_many_owned(length as u32).await;
+            let content = relay.object(object).await;
             // Whoever asked may have given up.
-            let _ = tell.send(relay.object(object).await);
+            let _ = tell.send((content, place));
         });
-        // Its own deadline comes first, and it hears at once when the runtime ends.
-        told.recv_timeout(WAIT_DEADLINE + WORD_DEADLINE).unwrap_or_else(|_| {
-            Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", "the relay ends"))
-        })
+        // The object's own deadline comes first, and it hears at once when the runtime ends.
+        match told.recv_timeout(WAIT_DEADLINE + WORD_DEADLINE) {
+            Ok((content, Ok(place))) => Ok((content?, place)),
+            _ => Err(internal("the relay ends, or has no room for another answer")),
+        }
     }
 }
 

@@ -347,10 +347,13 @@ impl Remote {
             let found = self.backend.get_opts(&path, options).await?;
             let (size, identity) =
                 (found.meta.size, (found.meta.e_tag.clone(), found.meta.last_modified.into()));
-            // As long as it says, and not longer than it was asked for.
+            // As long as it says, and not longer than it was asked for: whoever sends more is not heard out.
             let expected = found.range.end.saturating_sub(found.range.start).min(length as u64);
             let body = found.into_stream().inspect_ok(|bytes| arrived(bytes.len() as u64));
             let append = |mut bytes: Vec<u8>, more: Bytes| {
+                if (bytes.len() + more.len()) as u64 > expected {
+                    return ready(Err(too_long(&path, expected)));
+                }
                 bytes.extend_from_slice(&more);
                 ready(Ok(bytes))
             };
@@ -389,6 +392,11 @@ impl Remote {
             result => result,
         }
     }
+}
+
+fn too_long(path: &Path, expected: u64) -> object_store::Error {
+    let source = format!("expected {expected} bytes of {path}, and there are more in the body").into();
+    object_store::Error::Generic { store: "answer", source }
 }
 
 #[cfg(test)]
