@@ -9,6 +9,10 @@
 //! | `transport` | [`transport`] | publications: stores, manifests, publish, follow | yes |
 //! | `buffer` | [`buffer`] | the rollout log | yes |
 //! | `bridge` | [`bridge`] | inference engines: attach, generate, activate | yes |
+//! | `object` | – | stores on S3, Google Cloud Storage and Azure | yes |
+//! | `arrow` | – | the log as Arrow IPC and Parquet | yes |
+//! | `nccl` | – | weights pushed over NCCL, which is opened at run time | with `cli` |
+//! | `ucx` | – | objects over UCX, which is opened at run time | with `cli` |
 //! | `slime` | – | slime's delta directories in `transport`; builds zstd | with `cli` |
 //! | `cli` | – | the `driftless` command | yes |
 //! | `torch` | `trainer` | models, losses, the loop, the embedded engine; links libtorch 2.11 | no |

@@ -22,8 +22,6 @@ Examples:
   driftless publish --store file:///shared/store --run my-run --new-run --checkpoint out/step-0
   driftless publish --store s3://bucket/prefix --run my-run --resume --checkpoint out/step-1 --step 1
 
-Credentials, region and endpoint of an object store come from the environment, as its own tools have them: AWS_…, GOOGLE_…, AZURE_….
-
   For slime's receivers, which have out/step-0 already:
     driftless publish --layout slime --store file:///shared/deltas --new-run --checkpoint out/step-0
     driftless publish --layout slime --store file:///shared/deltas --resume --checkpoint out/step-1
@@ -33,6 +31,8 @@ Credentials, region and endpoint of an object store come from the environment, a
   As rank 1 of 4, all of which run the same command:
     driftless publish --store file:///shared/store --run my-run --resume --checkpoint out/rank-1 --step 1 \\
         --rank 1 --ranks 4 --attempt job-7-step-1
+
+Credentials, region and endpoint of an object store come from the environment, as its own tools have them: AWS_…, GOOGLE_…, AZURE_….
 
 The baseline is a copy of the newest version that the next delta starts from. The command keeps it; if it is not there it is
 fetched from the store and verified.";

@@ -157,7 +157,7 @@ struct UpdateArgs {
     /// Publish after every so many steps.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     update_weights_interval: u64,
-    /// Publish in full after every so many versions, so that a late joiner need not replay the chain.
+    /// Carry full tensors too in every version whose number is a multiple of this, so that a late joiner need not replay the chain.
     #[arg(long, value_name = "VERSIONS")]
     anchor_every: Option<u64>,
     #[command(flatten)]

@@ -35,7 +35,7 @@ pub(crate) struct Args {
 enum Command {
     /// Count what is in the log.
     Stat { dir: PathBuf },
-    /// Check every byte; exit code 3 if an acknowledged record is damaged.
+    /// Check every byte; exit code 3 if anything is damaged that was whole before, copies that no record needs included.
     Verify { dir: PathBuf },
     /// Print the last records.
     Tail {
