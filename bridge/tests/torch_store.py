@@ -46,7 +46,9 @@ def client():
 
 
 def rank(number):
-    dist.init_process_group("gloo", store=dist.PrefixStore("pair", connect()), rank=number, world_size=2)
+    # Torch's own default is half an hour; a group whose other rank has died ends with this one.
+    store = dist.PrefixStore("pair", connect())
+    dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=timedelta(seconds=60))
     tensor = torch.arange(1000, dtype=torch.float32) * (number == 0)
     dist.broadcast(tensor, src=0)
     assert torch.equal(tensor, torch.arange(1000, dtype=torch.float32)), number
@@ -57,11 +59,16 @@ def rank(number):
     dist.destroy_process_group()
 
 
+# The other rank begins when `client` has counted its keys. It does not begin at all when this process has ended before.
+ready, begin = os.pipe()
 child = os.fork()
 if child == 0:
-    rank(1)
+    os.close(begin)
+    if os.read(ready, 1):
+        rank(1)
     os._exit(0)
 client()
+os.write(begin, b"1")
 rank(0)
 _, status = os.waitpid(child, 0)
 assert status == 0, status
