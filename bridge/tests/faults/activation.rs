@@ -3,7 +3,7 @@
 use driftless_bridge::{DiskActivator, DiskOptions, Error, PauseMode};
 use driftless_transport::{Activate, BoxError, Checkpoint, Manifest, Target};
 
-use crate::fake::{Fake, Fault, checkpoint, short, version, write};
+use crate::fake::{Fake, Fault, checkpoint, patient, short, version, write};
 
 const ORDER: [&str; 4] =
     ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"];
@@ -20,7 +20,7 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
-        Self::with(DiskOptions { client: short(), ..DiskOptions::default() })
+        Self::with(DiskOptions { client: patient(), ..DiskOptions::default() })
     }
 
     fn with(options: DiskOptions) -> Self {
@@ -102,7 +102,8 @@ fn a_failed_update_leaves_the_old_version_serving() {
         (Fault::Answer(400, r#"{"success":false,"message":"no"}"#.into()), false),
         (Fault::Hang, true),
     ] {
-        let mut scene = Scene::new();
+        let client = if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
+        let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
         scene.fake.fault("POST /update_weights_from_disk", fault.clone());
         let error = scene.fails();
         assert_eq!(error.is_transient(), transient, "{fault:?}: {error}");
@@ -116,7 +117,8 @@ fn a_failed_update_leaves_the_old_version_serving() {
 
 #[test]
 fn a_failure_before_the_update_is_continued_all_the_same() {
-    let mut scene = Scene::new();
+    let client = short(|calls| &mut calls.control);
+    let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
     scene.fake.fault("POST /flush_cache", Fault::Hang);
     assert!(matches!(scene.fails(), Error::Deadline { call, .. } if call == "POST /flush_cache"));
     assert_eq!(scene.transaction(), ["/pause_generation", "/flush_cache", "/continue_generation"]);
@@ -178,7 +180,7 @@ fn a_refused_flush_aborts_what_waits() {
 #[test]
 fn in_place_keeps_what_runs() {
     let mut scene =
-        Scene::with(DiskOptions { client: short(), pause: PauseMode::InPlace, ..DiskOptions::default() });
+        Scene::with(DiskOptions { client: patient(), pause: PauseMode::InPlace, ..DiskOptions::default() });
     scene.fake.fault("POST /flush_cache", Fault::Answer(400, "Flush cache failed.".into()));
     scene.activate().unwrap();
     assert_eq!(scene.transaction(), ORDER);
@@ -222,7 +224,8 @@ fn an_engine_that_dies_between_pause_and_continue_is_activated_again() {
 
 #[test]
 fn a_pause_that_could_not_be_ended_is_ended_later() {
-    let mut scene = Scene::new();
+    let client = short(|calls| &mut calls.control);
+    let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
     scene.fake.engine().faults.insert(
         "POST /continue_generation",
         [Fault::Answer(200, String::new()), Fault::Hang, Fault::Hang, Fault::Hang].into(),
@@ -264,7 +267,7 @@ fn an_engine_whose_config_is_elsewhere_needs_a_base() {
     scene.fake.engine().started_with = "/elsewhere/model".into();
     assert!(matches!(scene.fails(), Error::Refused { what, .. } if what.starts_with("config.json")));
     let base = Some(scene.dir.path().join("a"));
-    let options = DiskOptions { client: short(), base, ..DiskOptions::default() };
+    let options = DiskOptions { client: patient(), base, ..DiskOptions::default() };
     scene.activator = DiskActivator::new(&scene.fake.address.to_string(), options).unwrap();
     scene.activate().unwrap();
 }
@@ -274,7 +277,7 @@ fn the_engine_gets_the_path_as_it_sees_it() {
     let dir = tempfile::tempdir().unwrap();
     let seen = dir.path().join("seen");
     let mut scene = Scene::with(DiskOptions {
-        client: short(),
+        client: patient(),
         engine_checkpoint_dir: Some(seen.clone()),
         ..DiskOptions::default()
     });

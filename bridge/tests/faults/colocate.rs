@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use driftless_bridge::{
-    Bucket, Colocation, ColocationOptions, Error, InlineShare, MemoryTag, PauseMode, Place, PushActivator,
-    PushOptions, Result, Share, Weights,
+    Bucket, ClientOptions, Colocation, ColocationOptions, Error, InlineShare, MemoryTag, PauseMode, Place,
+    PushActivator, PushOptions, Result, Share, Weights,
 };
 use driftless_transport::{Activate, BoxError, Checkpoint, Manifest, Target};
 
-use crate::fake::{Fake, Fault, checkpoint, short, version};
+use crate::fake::{Fake, Fault, checkpoint, patient, short, version};
 
 /// Memory that ranks never let go of, if it is told so.
 #[derive(Debug, Default)]
@@ -68,7 +68,7 @@ impl Scene {
         let (next, manifest) = version(dir.path());
         let share = Held::default();
         let (stuck, closed) = (share.stuck.clone(), share.closed.clone());
-        let activator = activator(&fake, share);
+        let activator = activator(&fake, share, patient());
         Self { label: manifest.label(), fake, activator, stuck, closed, next, manifest, _dir: dir }
     }
 
@@ -83,7 +83,7 @@ impl Scene {
 
     /// A new process in the place of one that was killed.
     fn restart_follower(&mut self) {
-        self.activator = activator(&self.fake, Held::default());
+        self.activator = activator(&self.fake, Held::default(), patient());
     }
 
     fn holds(&mut self) {
@@ -95,12 +95,12 @@ impl Scene {
     }
 }
 
-fn activator(fake: &Fake, share: Held) -> PushActivator<Colocation<Held>> {
+fn activator(fake: &Fake, share: Held, client: ClientOptions) -> PushActivator<Colocation<Held>> {
     // Several buckets, of a checkpoint that has 13 tensors and 390 bytes.
     let options = ColocationOptions { bucket_bytes: 100, release: Duration::from_millis(50) };
     let push = Colocation::new(share, options).unwrap();
     let release = vec![MemoryTag::KvCache];
-    let options = PushOptions { client: short(), release, ..PushOptions::default() };
+    let options = PushOptions { client, release, ..PushOptions::default() };
     PushActivator::new(&[fake.address.to_string()], push, options).unwrap()
 }
 
@@ -232,6 +232,7 @@ fn memory_that_may_be_there_or_not_is_not_touched() {
 #[test]
 fn a_follower_that_dies_while_memory_goes_leaves_a_doubt() {
     let mut scene = Scene::new(true);
+    scene.activator = activator(&scene.fake, Held::default(), short(|calls| &mut calls.load));
     scene.fake.fault("POST /release_memory_occupation", Fault::Hang);
     let error = scene.fails();
     assert!(matches!(&error, Error::LeftPaused { first: Some(_), .. }), "{error}");

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftless_bridge::{
-    Coordinator, CoordinatorOptions, DiskActivator, DiskOptions, Error, Expected, Fleet, FleetOptions,
-    GenerateRequest, Keys, Label, Rid, Route, SamplingParams,
+    ClientOptions, Coordinator, CoordinatorOptions, DiskActivator, DiskOptions, Error, Expected, Fleet,
+    FleetOptions, GenerateRequest, Keys, Label, Rid, Route, SamplingParams,
 };
 use driftless_transport::{
     Activate, Checkpoint, Follower, FollowerOptions, Memory, Mode, Publisher, PublisherOptions, Start, Step,
@@ -15,7 +15,7 @@ use driftless_transport::{
 };
 use tokio::runtime::Runtime;
 
-use crate::fake::{Fake, Fault, checkpoint, short};
+use crate::fake::{Fake, Fault, checkpoint, patient, short};
 
 const TOKEN: &str = "of the followers";
 
@@ -34,6 +34,11 @@ struct Host {
 }
 
 fn scene(count: usize) -> Scene {
+    scene_with(count, &patient())
+}
+
+/// The followers ask their engines as `client` says.
+fn scene_with(count: usize, client: &ClientOptions) -> Scene {
     let dir = tempfile::tempdir().unwrap();
     let start = checkpoint(&dir.path().join("start"), 1, 4);
     let store: Arc<dyn Store> = Arc::new(Memory::new());
@@ -46,7 +51,8 @@ fn scene(count: usize) -> Scene {
     }
     let labels =
         (0..3).map(|version| Label::new(&publisher.run().id().to_string(), version).unwrap()).collect();
-    let hosts: Vec<Host> = (0..count).map(|number| host(&store, &start, dir.path(), number)).collect();
+    let hosts: Vec<Host> =
+        (0..count).map(|number| host(&store, &start, dir.path(), number, client)).collect();
     let addresses: Vec<String> = hosts.iter().map(|host| host.engine.address.to_string()).collect();
     let runtime = Runtime::new().unwrap();
     let coordinator = Coordinator::new(&followers(&hosts), options_of(0)).unwrap();
@@ -54,7 +60,7 @@ fn scene(count: usize) -> Scene {
     let options = FleetOptions {
         route: Route::RoundRobin,
         deadline: Duration::from_secs(60),
-        calls: short().deadlines,
+        calls: patient().deadlines,
         ..FleetOptions::default()
     };
     let expected = Expected::from_checkpoint(&start).unwrap();
@@ -62,9 +68,9 @@ fn scene(count: usize) -> Scene {
     Scene { hosts, fleet, labels, runtime, dir }
 }
 
-fn host(store: &Arc<dyn Store>, start: &Path, dir: &Path, number: usize) -> Host {
+fn host(store: &Arc<dyn Store>, start: &Path, dir: &Path, number: usize, client: &ClientOptions) -> Host {
     let engine = Fake::start(start);
-    let activator = DiskOptions { client: short(), ..DiskOptions::default() };
+    let activator = DiskOptions { client: client.clone(), ..DiskOptions::default() };
     let activator: Box<dyn Activate> =
         Box::new(DiskActivator::new(&engine.address.to_string(), activator).unwrap());
     let id = format!("host-{number}");
@@ -157,7 +163,8 @@ fn no_engine_is_paused_before_enough_hosts_are_prepared() {
 #[test]
 fn a_straggler_is_fenced_and_comes_along_later() {
     for fault in [Fault::Hang, Fault::Answer(500, "no".into()), Fault::KeepLabel, Fault::Die] {
-        let scene = scene(3);
+        let client = if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
+        let scene = scene_with(3, &client);
         let coordinator = scene.coordinator(2);
         scene.hosts[1].engine.fault("POST /update_weights_from_disk", fault.clone());
         let rolled = scene.runtime.block_on(coordinator.roll(1, Some(&scene.fleet))).unwrap();

@@ -20,7 +20,6 @@ use driftless_transport::{
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
-use tokio::task::JoinHandle;
 
 /// What a call does instead of what it should.
 #[derive(Debug, Clone)]
@@ -69,19 +68,16 @@ pub(crate) struct Engine {
     pub(crate) memory: crate::memory::Memory,
 }
 
-/// The engine and the runtime it lives on.
+/// The engine, and the runtime that its process would be: with it go all connections and all calls under way.
 pub(crate) struct Fake {
     pub(crate) address: SocketAddr,
     engine: Arc<Mutex<Engine>>,
-    runtime: Arc<Runtime>,
-    server: Mutex<Option<JoinHandle<()>>>,
+    process: Mutex<Option<Runtime>>,
 }
 
 impl Fake {
     /// Starts an engine with this checkpoint on a port of the system's choice.
     pub(crate) fn start(checkpoint: &Path) -> Self {
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let engine = Engine {
             model_path: checkpoint.into(),
             started_with: checkpoint.into(),
@@ -102,12 +98,7 @@ impl Fake {
         };
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let fake = Self {
-            address,
-            engine: Arc::new(Mutex::new(engine)),
-            runtime: Arc::new(runtime),
-            server: Mutex::default(),
-        };
+        let fake = Self { address, engine: Arc::new(Mutex::new(engine)), process: Mutex::default() };
         fake.serve(listener);
         fake
     }
@@ -135,12 +126,11 @@ impl Fake {
         assert!(others.iter().all(Option::is_none));
     }
 
-    /// Ends the engine, connections included, as a kill would.
+    /// Ends the engine as a kill would: its port and its connections are closed when this returns, and no call goes on.
     pub(crate) fn kill(&self) {
-        if let Some(server) = self.server.lock().unwrap().take() {
-            server.abort();
-            let _ = self.runtime.block_on(server);
-        }
+        let process = self.process.lock().unwrap().take();
+        // Waits for the threads, and with them for every task: aborting the server alone would leave its connections to themselves.
+        drop(process);
     }
 
     /// Starts it again at the same address as a new process would be: with its first weights, not paused.
@@ -159,48 +149,19 @@ impl Fake {
     fn serve(&self, listener: std::net::TcpListener) {
         listener.set_nonblocking(true).unwrap();
         let app = Router::new().fallback(answer).with_state(self.engine.clone());
-        let server = self.runtime.spawn(async move {
+        let process =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        process.spawn(async move {
             let listener = tokio::net::TcpListener::from_std(listener).unwrap();
-            // Connections live in tasks of this set, so that aborting it resets them all.
-            let mut connections = tokio::task::JoinSet::new();
-            loop {
-                let (stream, _) = listener.accept().await.unwrap();
-                let app = app.clone();
-                connections.spawn(async move { serve_one(stream, app).await });
-            }
+            axum::serve(listener, app).await.unwrap();
         });
-        *self.server.lock().unwrap() = Some(server);
+        *self.process.lock().unwrap() = Some(process);
     }
 }
 
 impl Drop for Fake {
     fn drop(&mut self) {
         self.kill();
-    }
-}
-
-/// Serves one connection; a handler that wants to die ends it without an answer.
-async fn serve_one(stream: tokio::net::TcpStream, app: Router) {
-    let listener = One(Some(stream));
-    let _ = axum::serve(listener, app).await;
-}
-
-/// A listener of one connection.
-struct One(Option<tokio::net::TcpStream>);
-
-impl axum::serve::Listener for One {
-    type Io = tokio::net::TcpStream;
-    type Addr = ();
-
-    async fn accept(&mut self) -> (Self::Io, ()) {
-        match self.0.take() {
-            Some(stream) => (stream, ()),
-            None => std::future::pending().await,
-        }
-    }
-
-    fn local_addr(&self) -> std::io::Result<()> {
-        Ok(())
     }
 }
 
@@ -427,9 +388,19 @@ impl Snapshot for Constant {
     }
 }
 
-/// Deadlines short enough for tests that wait for them to pass.
-pub(crate) fn short() -> ClientOptions {
-    let (brief, long) = (Duration::from_millis(400), Duration::from_secs(20));
-    let deadlines = Deadlines { connect: long, info: brief, control: brief, load: brief, generate: brief };
+/// For calls that end, whatever the machine is doing.
+pub(crate) fn patient() -> ClientOptions {
+    let long = Duration::from_secs(60);
+    let deadlines = Deadlines { connect: long, info: long, control: long, load: long, generate: long };
     ClientOptions { deadlines, ..ClientOptions::default() }
+}
+
+/// What a call has that is told to hang. Others of its kind have to end within it.
+pub(crate) const SHORT: Duration = Duration::from_secs(1);
+
+/// The same, but for the kind of call that hangs.
+pub(crate) fn short(hangs: fn(&mut Deadlines) -> &mut Duration) -> ClientOptions {
+    let mut options = patient();
+    *hangs(&mut options.deadlines) = SHORT;
+    options
 }

@@ -1,14 +1,14 @@
 //! A fleet of engines of which some are slow to learn, and some fail.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftless_bridge::{
     Error, Expected, Fleet, FleetOptions, GenerateRequest, Keys, Label, Rid, SamplingParams,
 };
 use tokio::runtime::Runtime;
 
-use crate::fake::{Fake, Fault, checkpoint, short};
+use crate::fake::{self, Fake, Fault, checkpoint};
 
 const OLD: &str = "3f0c9a12b7de:1";
 const NEW: &str = "3f0c9a12b7de:2";
@@ -41,12 +41,13 @@ fn scene_with(engines: usize, options: FleetOptions, change: impl Fn(&Fake)) -> 
 
 /// Enough for what should succeed, whatever the machine is doing.
 fn patient() -> FleetOptions {
-    FleetOptions { deadline: Duration::from_secs(60), calls: short().deadlines, ..FleetOptions::default() }
+    let calls = fake::patient().deadlines;
+    FleetOptions { deadline: Duration::from_secs(60), calls, ..FleetOptions::default() }
 }
 
 /// Little, for what should not.
 fn hasty() -> FleetOptions {
-    FleetOptions { deadline: Duration::from_millis(900), calls: short().deadlines, ..FleetOptions::default() }
+    FleetOptions { deadline: Duration::from_millis(900), ..patient() }
 }
 
 fn request(sample: u64) -> GenerateRequest {
@@ -56,6 +57,27 @@ fn request(sample: u64) -> GenerateRequest {
 
 fn label(text: &str) -> Label {
     text.parse().unwrap()
+}
+
+/// Until it is so; a test that waits in vain fails.
+fn until(what: &str, mut check: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !check() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+impl Scene {
+    /// Who is behind `minimum` when a short wait for it ends. What it says of an engine is from the last answer that came in time, so it
+    /// may take another wait until it says what is so.
+    fn laggards(&self, minimum: &str) -> Vec<String> {
+        let minimum = label(minimum);
+        match self.runtime.block_on(self.fleet.wait_for_label(&minimum, Duration::from_millis(300))) {
+            Err(Error::Behind { laggards, .. }) => laggards,
+            other => panic!("{other:?}"),
+        }
+    }
 }
 
 #[test]
@@ -97,7 +119,9 @@ fn a_failing_engine_is_replaced_by_another() {
     for fault in
         [Fault::Answer(500, "broken".into()), Fault::Hang, Fault::Die, Fault::Answer(200, "{}".into())]
     {
-        let scene = scene(2, patient());
+        let hangs = matches!(fault, Fault::Hang);
+        let calls = if hangs { fake::short(|calls| &mut calls.generate) } else { fake::patient() };
+        let scene = scene(2, FleetOptions { calls: calls.deadlines, ..patient() });
         for fake in &scene.fakes {
             // One of the two is asked first, and fails; the other may fail once as well.
             fake.fault("POST /generate", fault.clone());
@@ -133,11 +157,7 @@ fn a_restarted_engine_is_attached_again_and_not_asked_before_it_is_in_step() {
     let fleet = scene.fleet.clone();
     let waiting = scene.runtime.spawn(async move { fleet.generate(request(0), Some(&label(OLD))).await });
     scene.fakes[0].restart();
-    let failed = scene.runtime.block_on(scene.fleet.wait_for_label(&label(OLD), Duration::from_millis(500)));
-    assert!(
-        matches!(&failed, Err(Error::Behind { laggards, .. }) if laggards[0].contains("serves default")),
-        "{failed:?}"
-    );
+    until("it is attached again", || scene.laggards(OLD)[0].contains("serves default"));
     assert!(!waiting.is_finished());
     scene.fakes[0].engine().label = OLD.into();
     assert_eq!(scene.runtime.block_on(waiting).unwrap().unwrap().spans[0].label, OLD);
@@ -171,12 +191,12 @@ fn an_id_still_in_use_is_replaced_by_the_next_attempt() {
 fn laggards_are_named_with_what_they_serve() {
     let scene = scene(2, patient());
     scene.fakes[0].engine().label = NEW.into();
-    match scene.runtime.block_on(scene.fleet.wait_for_label(&label(NEW), Duration::from_millis(300))) {
-        Err(Error::Behind { laggards, .. }) => {
-            assert_eq!(laggards, [format!("http://{} (serves {OLD})", scene.fakes[1].address)]);
-        }
-        other => panic!("{other:?}"),
-    }
+    let behind = format!("http://{} (serves {OLD})", scene.fakes[1].address);
+    until("the other one is known to have caught up", || {
+        let laggards = scene.laggards(NEW);
+        assert!(laggards.contains(&behind), "{laggards:?}");
+        laggards == [behind.as_str()]
+    });
     scene.fakes[1].engine().label = "3f0c9a12b7de:3".into();
     scene.runtime.block_on(scene.fleet.wait_for_label(&label(NEW), Duration::from_secs(60))).unwrap();
 }
@@ -205,24 +225,11 @@ fn an_abandoned_request_is_aborted_on_its_engine() {
     scene.fakes[0].fault("POST /generate", Fault::Hang);
     let fleet = scene.fleet.clone();
     let abandoned = scene.runtime.spawn(async move { fleet.generate(request(5), None).await });
-    while scene.fleet.status()[0].in_flight == 0 {
-        std::thread::yield_now();
-    }
+    until("it is under way", || scene.fleet.status()[0].in_flight > 0);
     abandoned.abort();
-    let aborted = || {
-        scene.fakes[0]
-            .engine()
-            .calls
-            .iter()
-            .find(|(path, _)| path == "/abort_request")
-            .map(|(_, body)| body.clone())
-    };
-    let body = loop {
-        match aborted() {
-            Some(body) => break body,
-            None => std::thread::yield_now(),
-        }
-    };
+    until("it is aborted", || scene.fakes[0].changes().contains(&"/abort_request".to_owned()));
+    let calls = scene.fakes[0].engine().calls.clone();
+    let (_, body) = calls.iter().find(|(path, _)| path == "/abort_request").unwrap();
     assert_eq!(body["rid"], Rid::new(1, 5).to_string());
     assert_eq!(body["abort_all"], false);
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use driftless_bridge::{Error, Group, GroupOptions, PauseMode, PushActivator, PushOptions, UpdateMode};
 use driftless_transport::{Activate, BoxError, Checkpoint, Manifest, Target};
 
-use crate::fake::{Fake, Fault, checkpoint, short, version};
+use crate::fake::{Fake, Fault, checkpoint, patient, version};
 use crate::wire::FakeRoot;
 
 /// Two engines that serve one checkpoint, and another one to push.
@@ -41,7 +41,7 @@ impl Scene {
         }
         let log = root.log.clone();
         let addresses = fakes.each_ref().map(|fake| fake.address.to_string());
-        let client = PushOptions { client: short(), ..PushOptions::default() };
+        let client = PushOptions { client: patient(), ..PushOptions::default() };
         let group = Group::new(root, options).unwrap();
         let activator = PushActivator::new(&addresses, group, client).unwrap();
         Self { label: manifest.label(), fakes, activator, log, next, manifest, _dir: dir }
@@ -215,7 +215,7 @@ fn memory_that_is_mapped_otherwise_is_refused_before_anything_is_posted() {
 #[test]
 fn pausing_in_place_keeps_the_requests() {
     let mut scene = Scene::new();
-    let options = PushOptions { client: short(), pause: PauseMode::InPlace, ..PushOptions::default() };
+    let options = PushOptions { client: patient(), pause: PauseMode::InPlace, ..PushOptions::default() };
     let mut root = FakeRoot::new();
     root.log = scene.log.clone();
     scene.fakes[0].engine().pushes.wire = Some(root.wire.clone());
