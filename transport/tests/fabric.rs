@@ -5,14 +5,14 @@
 
 mod common;
 
-use std::io::{Read as _, Write as _};
+use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use common::Random;
+use common::{Process, Random};
 use driftless_transport::fabric::{Bucket, Fabric, FabricOptions, INFLIGHT_MAX, Link, Window, WindowKey};
 use driftless_transport::{Error, Result};
 
@@ -26,18 +26,7 @@ const ROLE: &str = "DRIFTLESS_TEST_FABRIC";
 fn fabric(transports: &str) -> Option<Fabric> {
     let mut options = FabricOptions::default();
     options.settings = vec![("TLS".to_owned(), transports.to_owned())];
-    match Fabric::open(&options) {
-        Ok(fabric) => {
-            let required = std::env::var("DRIFTLESS_UCX_REQUIRED").unwrap_or_else(|_| fabric.version());
-            assert!(required.starts_with(&fabric.version()), "{required}, not {}", fabric.version());
-            Some(fabric)
-        }
-        Err(error @ Error::Library { .. }) if std::env::var_os("DRIFTLESS_UCX_REQUIRED").is_none() => {
-            println!("skipped: {error}: {}", std::error::Error::source(&error).unwrap());
-            None
-        }
-        Err(error) => panic!("{error:?}"),
-    }
+    common::fabric(&options)
 }
 
 fn bytes(seed: u64, length: usize) -> Vec<u8> {
@@ -90,7 +79,7 @@ fn meet(fabric: &Fabric, socket: &mut TcpStream) -> Link {
 
 /// This test program as another process, which plays `role`.
 struct Other {
-    child: Child,
+    process: Process,
     socket: TcpStream,
 }
 
@@ -100,22 +89,20 @@ impl Other {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "other_process", "--nocapture"]);
         command.env(ROLE, format!("{role} {transports} {}", listener.local_addr().unwrap()));
-        let child = command.spawn().unwrap();
-        let (socket, _) = listener.accept().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let mut process = Process::start(&mut command);
+        let socket = process.brings("connection", || match listener.accept() {
+            Ok((socket, _)) => Some(socket),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => None,
+            Err(error) => panic!("{error}"),
+        });
+        socket.set_nonblocking(false).unwrap();
         socket.set_read_timeout(Some(LONG)).unwrap();
-        Self { child, socket }
+        Self { process, socket }
     }
 
-    fn succeed(mut self) {
-        assert!(self.child.wait().unwrap().success());
-    }
-}
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        // It has ended, or the test has failed.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+    fn succeed(self) {
+        self.process.succeed();
     }
 }
 
@@ -316,7 +303,7 @@ fn a_killed_peer_is_an_error_within_the_deadline() {
                 tag += 1;
                 if tag > after {
                     // Of those that flood, somewhere in the middle of a message.
-                    other.child.kill().unwrap();
+                    other.process.kill();
                 }
                 let ticket = link.receive(bucket, tag);
                 match ticket.and_then(|ticket| link.finish(ticket, DEADLINE, &mut nothing)) {

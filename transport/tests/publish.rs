@@ -312,15 +312,19 @@ fn of_publishers_at_the_same_moment_one_commits() {
     for version in 1..4 {
         let start = Barrier::new(3);
         let outcomes: Vec<_> = thread::scope(|scope| {
-            let race = |racer: u64| {
+            let open = |racer: u64| publisher(&store, Start::Resume, &dir.path().join(racer.to_string()));
+            let opening: Vec<_> = (0..3).map(|racer| scope.spawn(move || open(racer))).collect();
+            // All are there before one stands at the barrier: who fails to open leaves nobody waiting.
+            let opened: Vec<_> = opening.into_iter().map(|racer| racer.join().unwrap()).collect();
+            let race = |racer: u64, mut publisher: Publisher| {
                 let mut weights = Weights::small(1);
                 weights.step(10 * version + racer, 20);
-                let mut publisher = publisher(&store, Start::Resume, &dir.path().join(racer.to_string()));
                 start.wait();
                 let published = publisher.publish(&weights, step(version), Mode::Delta);
                 (weights, published)
             };
-            let racers: Vec<_> = (0..3).map(|racer| scope.spawn(move || race(racer))).collect();
+            let racers: Vec<_> =
+                (0..).zip(opened).map(|(racer, opened)| scope.spawn(move || race(racer, opened))).collect();
             racers.into_iter().map(|racer| racer.join().unwrap()).collect()
         });
         let (won, lost): (Vec<_>, Vec<_>) =

@@ -6,15 +6,13 @@ mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::borrow::Cow;
-use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use common::{MODEL, RUN, options, step};
+use common::{Hook, MODEL, RUN, options, step};
 use driftless_transport::{
-    AuxFile, Disk, Dtype, Entry, Error, Key, Mode, Publisher, PutMode, Replica, Result, Run, Snapshot, Start,
-    Stop, Store, TensorInfo, Version,
+    AuxFile, Disk, Dtype, Error, Key, Mode, Publisher, Replica, Result, Run, Snapshot, Start, Stop, Store,
+    TensorInfo, Version,
 };
 
 struct Counting;
@@ -86,39 +84,11 @@ impl Snapshot for Device {
     }
 }
 
-/// A store that knows how many bytes are being put at once.
-#[derive(Debug)]
+/// How many bytes are being put at once.
+#[derive(Default)]
 struct Gauge {
-    inner: Disk,
     under_way: AtomicUsize,
     most: AtomicUsize,
-}
-
-impl fmt::Display for Gauge {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.inner.fmt(f)
-    }
-}
-
-impl Store for Gauge {
-    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
-        self.most.fetch_max(self.under_way.fetch_add(bytes.len(), Relaxed) + bytes.len(), Relaxed);
-        let put = self.inner.put(key, bytes, mode);
-        self.under_way.fetch_sub(bytes.len(), Relaxed);
-        put
-    }
-    fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
-        self.inner.get(key, range)
-    }
-    fn head(&self, key: &Key) -> Result<Entry> {
-        self.inner.head(key)
-    }
-    fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
-        self.inner.list(prefix)
-    }
-    fn delete(&self, key: &Key) -> Result<()> {
-        self.inner.delete(key)
-    }
 }
 
 /// The most bytes that were allocated at once during `work`, beyond what was before.
@@ -134,12 +104,16 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
 fn memory_is_bounded_by_the_settings() {
     let memory = std::path::Path::new("/dev/shm");
     let dir = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
-    let gauge = Arc::new(Gauge {
-        inner: Disk::new(dir.path().join("store")),
-        under_way: AtomicUsize::new(0),
-        most: AtomicUsize::new(0),
+    let disk: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
+    let gauge = Arc::new(Gauge::default());
+    let measured = gauge.clone();
+    let store = Hook::puts(&disk, move |bytes, put| {
+        let Gauge { under_way, most } = &*measured;
+        most.fetch_max(under_way.fetch_add(bytes.len(), Relaxed) + bytes.len(), Relaxed);
+        let put = put();
+        under_way.fetch_sub(bytes.len(), Relaxed);
+        put
     });
-    let store: Arc<dyn Store> = gauge.clone();
     let mut options = options(Start::NewRun, &dir.path().join("baseline"));
     options.object_bytes_max = MIB as u64;
     options.uploads = 2;

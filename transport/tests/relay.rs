@@ -5,28 +5,25 @@
 mod common;
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use common::{Hook, MODEL, RUN, Random, Weights, assert_same, options, step};
+use common::{Hook, MODEL, RUN, Random, Weights, assert_same, exchange, named, options, step, turn};
 use driftless_transport::http::Server;
 use driftless_transport::manifest::Object;
 use driftless_transport::relay::{RelayOptions, Relays, serve};
 use driftless_transport::wrap::{Count, Fault, When};
 use driftless_transport::{
-    Arrived, Disk, Dtype, Error, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Start, Store, Version,
+    Arrived, Disk, Dtype, Error, Key, Memory, Mode, Publisher, Replica, Run, Start, Store, Version,
     conformance,
 };
-
-/// Those that take a lock again take turns with those that start processes, which hold all locks for a moment.
-static TURN: Mutex<()> = Mutex::new(());
 
 fn weights(rows: u64) -> Weights {
     let mut random = Random(5);
@@ -128,7 +125,7 @@ fn many_followers_are_one_reader_of_the_origin() {
 
 #[test]
 fn a_relay_that_starts_again_serves_what_it_had_and_checks_it() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = turn();
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     publish(&store, dir.path());
@@ -193,15 +190,6 @@ fn the_cache_stays_within_its_bound_and_keeps_what_was_asked_for_last() {
     let large = named(&store, "more/large", 3_000_000);
     assert!(fetched(&large) && fetched(&large));
     assert!(fetched(&named(&store, "more/empty", 1)), "and a short one");
-}
-
-/// Puts an object of random bytes.
-fn named(store: &Arc<dyn Store>, key: &str, size: u64) -> Object {
-    let mut random = Random(size);
-    let bytes: Vec<u8> = (0..size).map(|_| random.next() as u8).collect();
-    let key = Key::new(key).unwrap();
-    store.put(&key, &bytes, PutMode::Overwrite).unwrap();
-    Object { key, size, blake3: driftless_transport::ContentDigest::of(&bytes) }
 }
 
 #[test]
@@ -313,7 +301,7 @@ fn relays_that_lie_are_left_alone_and_stop_nobody() {
 
 #[test]
 fn followers_agree_on_relays_and_share_them_out() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = turn();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let objects: Vec<Object> = (0..60).map(|n| named(&store, &format!("many/{n}"), 100 + n)).collect();
     let dirs: Vec<tempfile::TempDir> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
@@ -340,14 +328,7 @@ fn followers_agree_on_relays_and_share_them_out() {
 }
 
 fn request(addr: SocketAddr, path: &str, headers: &str) -> (u16, String) {
-    let mut stream = TcpStream::connect(addr).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    write!(stream, "GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}\r\n").unwrap();
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).unwrap();
-    let answer = String::from_utf8_lossy(&answer).into_owned();
-    let status = answer.split(' ').nth(1).unwrap().parse().unwrap();
-    (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
+    exchange(addr, &format!("GET {path}"), headers, "")
 }
 
 #[test]
@@ -463,7 +444,7 @@ fn large(store: &Arc<dyn Store>, number: u64) -> Object {
 
 #[test]
 fn a_relay_killed_anywhere_goes_on_with_what_it_has() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = turn();
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
     (0..2).for_each(|number| drop(large(&store, number)));

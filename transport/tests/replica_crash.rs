@@ -166,7 +166,7 @@ fn a_version_can_be_loaded_before_it_is_durable_and_no_crash_takes_it_back() {
             })
             .unwrap();
             replica.advance(&fixture.run, MODEL, Version(to), Some(&fixture.reference)).unwrap();
-            waiting.recv().unwrap();
+            waiting.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
             // The other thread stands still; what a process that dies here leaves is this directory.
             assert_eq!(replica.applied().unwrap().version, Version(to));
             assert_same(replica.checkpoint().unwrap(), &fixture.versions[to as usize]);

@@ -3,13 +3,12 @@
 
 mod common;
 
-use std::io::{Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{MODEL, RUN, Weights, publisher, step};
+use common::{MODEL, RUN, Weights, exchange, publisher, step};
 use driftless_transport::wrap::{Count, Counts};
 use driftless_transport::{
     Checkpoint, Follower, FollowerOptions, Memory, Mode, Publisher, PutMode, Run, Start, Stop, Store,
@@ -130,22 +129,15 @@ fn a_version_after_a_quiet_look_is_taken_without_asking_for_another() {
     watcher.join().unwrap().unwrap();
 }
 
-fn exchange(addr: SocketAddr, path: &str) -> (u16, String) {
-    let mut stream = TcpStream::connect(addr).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-    let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n");
-    stream.write_all(head.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let status = answer.split(' ').nth(1).unwrap().parse().unwrap();
-    (status, answer.split("\r\n\r\n").nth(1).unwrap_or_default().to_owned())
+fn notified(addr: SocketAddr) -> (u16, String) {
+    exchange(addr, "POST /notify", "", "")
 }
 
 #[test]
 fn a_follower_that_is_told_looks_at_once() {
     let mut world = World::new();
     let server = http::serve(world.follower.clone(), "127.0.0.1:0".parse().unwrap(), None).unwrap();
-    assert_eq!(exchange(server.addr(), "/notify"), (202, "{\"watching\":false}".to_owned()));
+    assert_eq!(notified(server.addr()), (202, "{\"watching\":false}".to_owned()));
     let stop = Stop::new();
     let (follower, switch) = (world.follower.clone(), stop.clone());
     let (done, ended) = channel();
@@ -158,7 +150,7 @@ fn a_follower_that_is_told_looks_at_once() {
         if version > 0 {
             assert_eq!(world.publish(), Version(version));
             // Also while the loop is at work: the look that follows is not lost.
-            assert_eq!(exchange(server.addr(), "/notify"), (202, "{\"watching\":true}".to_owned()));
+            assert_eq!(notified(server.addr()), (202, "{\"watching\":true}".to_owned()));
         }
         until("the version was not looked for", &|| {
             world.follower.status().applied.is_some_and(|ack| ack.version == Version(version))

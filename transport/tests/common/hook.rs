@@ -1,4 +1,4 @@
-//! A store that lets a test see, delay or falsify what is read from it.
+//! A store that lets a test see, delay or falsify what passes through it.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,12 +9,14 @@ use driftless_transport::{Arrived, Entry, Key, PutMode, Result, Store};
 
 type Before = dyn Fn(&Key) + Send + Sync;
 type After = dyn Fn(&Object, &Range<u64>, &mut Vec<u8>) + Send + Sync;
+type Put = dyn Fn(&[u8], &dyn Fn() -> Result<()>) -> Result<()> + Send + Sync;
 
-/// Another store with something done before or after its reads.
+/// Another store with something done before or after its reads, or around its puts.
 pub(crate) struct Hook {
     inner: Arc<dyn Store>,
     before: Box<Before>,
     after: Box<After>,
+    put: Box<Put>,
 }
 
 impl Hook {
@@ -23,7 +25,7 @@ impl Hook {
         inner: &Arc<dyn Store>,
         before: impl Fn(&Key) + Send + Sync + 'static,
     ) -> Arc<dyn Store> {
-        Arc::new(Self { inner: inner.clone(), before: Box::new(before), after: Box::new(|_, _, _| {}) })
+        Arc::new(Self { before: Box::new(before), ..Self::forward(inner) })
     }
 
     /// Calls `after` with what was read of an object, which it may change.
@@ -31,7 +33,24 @@ impl Hook {
         inner: &Arc<dyn Store>,
         after: impl Fn(&Object, &Range<u64>, &mut Vec<u8>) + Send + Sync + 'static,
     ) -> Arc<dyn Store> {
-        Arc::new(Self { inner: inner.clone(), before: Box::new(|_| {}), after: Box::new(after) })
+        Arc::new(Self { after: Box::new(after), ..Self::forward(inner) })
+    }
+
+    /// Calls `put` with the bytes of each put, and with what makes it.
+    pub(crate) fn puts(
+        inner: &Arc<dyn Store>,
+        put: impl Fn(&[u8], &dyn Fn() -> Result<()>) -> Result<()> + Send + Sync + 'static,
+    ) -> Arc<dyn Store> {
+        Arc::new(Self { put: Box::new(put), ..Self::forward(inner) })
+    }
+
+    fn forward(inner: &Arc<dyn Store>) -> Self {
+        Self {
+            inner: inner.clone(),
+            before: Box::new(|_| {}),
+            after: Box::new(|_, _, _| {}),
+            put: Box::new(|_, put| put()),
+        }
     }
 }
 
@@ -49,7 +68,7 @@ impl fmt::Display for Hook {
 
 impl Store for Hook {
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
-        self.inner.put(key, bytes, mode)
+        (self.put)(bytes, &|| self.inner.put(key, bytes, mode))
     }
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
         (self.before)(key);

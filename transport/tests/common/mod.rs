@@ -3,17 +3,26 @@
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod hook;
+mod http;
+mod process;
+#[cfg(feature = "ucx")]
+mod ucx;
 
 use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
+use driftless_transport::manifest::Object;
 use driftless_transport::{
-    AuxFile, Checkpoint, Dtype, Publisher, PublisherOptions, Replica, Result, Run, Snapshot, Start, Step,
-    Store, TensorInfo, Version,
+    AuxFile, Checkpoint, ContentDigest, Dtype, Key, Publisher, PublisherOptions, PutMode, Replica, Result,
+    Run, Snapshot, Start, Step, Store, TensorInfo, Version,
 };
 
 pub(crate) use hook::Hook;
+pub(crate) use http::exchange;
+pub(crate) use process::{Process, turn};
+#[cfg(feature = "ucx")]
+pub(crate) use ucx::fabric;
 
 /// The run that all tests publish.
 pub(crate) const RUN: &str = "test";
@@ -145,6 +154,15 @@ pub(crate) fn step(number: u64) -> Step {
     Step { trainer_step: number, checkpoint: None }
 }
 
+/// Puts an object of random bytes.
+pub(crate) fn named(store: &Arc<dyn Store>, key: &str, size: u64) -> Object {
+    let mut random = Random(size);
+    let bytes: Vec<u8> = (0..size).map(|_| random.next() as u8).collect();
+    let key = Key::new(key).unwrap();
+    store.put(&key, &bytes, PutMode::Overwrite).unwrap();
+    Object { key, size, blake3: ContentDigest::of(&bytes) }
+}
+
 /// Takes a replica in `dir` to the newest version and compares it with `expected`.
 pub(crate) fn assert_reader(store: &Arc<dyn Store>, dir: &Path, version: u64, expected: &Weights) {
     let run = Run::open(store.clone(), RUN).unwrap();
@@ -162,8 +180,7 @@ pub(crate) fn orphans(run: &Run) -> Vec<String> {
     for version in run.versions(MODEL).unwrap() {
         let manifest = run.get(MODEL, version).unwrap().manifest;
         let manifest_key = run.manifest_key(MODEL, version).unwrap();
-        let place =
-            driftless_transport::Key::new(manifest_key.as_str().trim_end_matches("/manifest")).unwrap();
+        let place = Key::new(manifest_key.as_str().trim_end_matches("/manifest")).unwrap();
         for entry in run.store().list(&place).unwrap() {
             if entry.key != manifest_key && !manifest.objects.iter().any(|object| object.key == entry.key) {
                 orphans.push(entry.key.to_string());

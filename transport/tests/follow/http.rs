@@ -1,28 +1,9 @@
 //! What a follower answers over HTTP.
 
-use std::io::{Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
-
 use driftless_transport::{Error, Run, Status, Version, http};
 
-use super::common::{MODEL, RUN};
+use super::common::{MODEL, RUN, exchange};
 use super::{Engine, Fixture, Mood};
-
-/// One HTTP exchange over a plain socket: status and body.
-fn exchange(addr: SocketAddr, method: &str, path: &str, token: Option<&str>, body: &str) -> (u16, String) {
-    let mut socket = TcpStream::connect(addr).unwrap();
-    let authorization = token.map_or(String::new(), |token| format!("Authorization: Bearer {token}\r\n"));
-    let length = body.len();
-    write!(
-        socket,
-        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{authorization}Content-Length: {length}\r\n\r\n{body}"
-    )
-    .unwrap();
-    let mut reply = String::new();
-    socket.read_to_string(&mut reply).unwrap();
-    let status = reply.split(' ').nth(1).unwrap().parse().unwrap();
-    (status, reply.split_once("\r\n\r\n").unwrap().1.to_owned())
-}
 
 #[test]
 fn the_http_interface_does_what_the_calls_do() {
@@ -30,7 +11,8 @@ fn the_http_interface_does_what_the_calls_do() {
     let engine = Engine::default();
     let follower = fixture.follower(vec![engine.fake("http://a")]);
     let server = http::serve(follower.clone(), "127.0.0.1:0".parse().unwrap(), None).unwrap();
-    let call = |method: &str, path: &str, body: &str| exchange(server.addr(), method, path, None, body);
+    let call =
+        |method: &str, path: &str, body: &str| exchange(server.addr(), &format!("{method} {path}"), "", body);
     assert_eq!(call("GET", "/health", "").0, 200);
     let (status, body) = call("POST", "/activate", "");
     assert_eq!((status, body.contains("nothing_prepared")), (409, true), "{body}");
@@ -66,7 +48,8 @@ fn the_http_interface_does_what_the_calls_do() {
     }
     assert_eq!(call("GET", "/prepare", "").0, 405);
     assert_eq!(call("GET", "/absent", "").0, 404);
-    assert_eq!(call("POST", "/prepare", &"x".repeat(100_000)).0, 413);
+    // One byte too many. With more the server hangs up on what it has not read, and its answer may be lost.
+    assert_eq!(call("POST", "/prepare", &"x".repeat(4096 + 1)).0, 413);
 }
 
 #[test]
@@ -75,7 +58,10 @@ fn a_token_guards_everything_but_health_and_a_taken_port_is_an_error() {
     let follower = fixture.follower(vec![]);
     let server =
         http::serve(follower.clone(), "127.0.0.1:0".parse().unwrap(), Some("secret".into())).unwrap();
-    let call = |path: &str, token| exchange(server.addr(), "GET", path, token, "").0;
+    let call = |path: &str, token: Option<&str>| {
+        let token = token.map_or(String::new(), |token| format!("authorization: Bearer {token}\r\n"));
+        exchange(server.addr(), &format!("GET {path}"), &token, "").0
+    };
     assert_eq!(call("/health", None), 200);
     assert_eq!(call("/status", None), 401);
     assert_eq!(call("/metrics", None), 401);

@@ -1,8 +1,7 @@
 //! Whose versions these are: restarted trainers, emptied directories, two publishers, lost baselines, stores that fail.
 
 use std::fs;
-use std::io::{Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,7 +9,7 @@ use driftless_transport::slime::{Checksum, Encoding};
 use driftless_transport::wrap::{Fault, When};
 use driftless_transport::{Disk, Dtype, Error, Key, PutMode, Replica, Start, Stop, Store, Version};
 
-use crate::common::Weights;
+use crate::common::{Weights, exchange};
 use crate::reference::{Delta, receive};
 use crate::{World, follower, tensors};
 
@@ -305,13 +304,7 @@ fn pull(server: SocketAddr, dir: &Path, version: u64) -> (u16, bool) {
         "local_checkpoint_dir": dir, "source_dir": "/elsewhere", "target_version": version,
     })
     .to_string();
-    let mut stream = TcpStream::connect(server).unwrap();
-    let head =
-        "POST /pull_weights HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json";
-    write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len()).unwrap();
-    let mut reply = String::new();
-    stream.read_to_string(&mut reply).unwrap();
-    let (head, body) = reply.split_once("\r\n\r\n").unwrap();
-    let reply: serde_json::Value = serde_json::from_str(body).unwrap();
-    (head[9..12].parse().unwrap(), reply["success"].as_bool().unwrap())
+    let (status, reply) = exchange(server, "POST /pull_weights", "content-type: application/json\r\n", &body);
+    let reply: serde_json::Value = serde_json::from_str(&reply).unwrap();
+    (status, reply["success"].as_bool().unwrap())
 }

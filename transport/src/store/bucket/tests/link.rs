@@ -48,16 +48,22 @@ fn a_partition_costs_what_was_under_way() {
     let far = bucket_at(link.addr(), limits());
     std::thread::scope(|scope| {
         let getting = scope.spawn(|| far.get(&key("object"), None).unwrap());
-        for part in [3, 9, 15] {
-            while link.carried().down < (part * PART) as u64 {
+        let until = |what: &str, done: &dyn Fn() -> bool| {
+            loop {
+                // Asked for before the look: it may end with what is waited for.
+                let ended = getting.is_finished();
+                if done() {
+                    return;
+                }
+                assert!(!ended, "it ended before {what}");
                 std::thread::yield_now();
             }
+        };
+        for part in [3, 9, 15] {
+            until("the part", &|| link.carried().down >= (part * PART) as u64);
             let before = link.carried().connections;
             link.partition();
-            // It tries again, and in vain.
-            while link.carried().connections < before + 4 {
-                std::thread::yield_now();
-            }
+            until("it tried again, and in vain", &|| link.carried().connections >= before + 4);
             link.heal();
         }
         assert!(getting.join().unwrap() == body);
