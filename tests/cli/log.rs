@@ -1,6 +1,6 @@
 //! `driftless log`, on logs made by the crate.
 
-use crate::common::{driftless, json, run};
+use crate::common::{driftless, json, output, run};
 use driftless::buffer::{Identity, Log, Options, Position, PromptState, Reader, Sample, Scalars};
 use std::path::Path;
 use std::process::Output;
@@ -8,7 +8,7 @@ use std::process::Output;
 const RUN: &str = "000102030405060708090a0b0c0d0e0f";
 
 fn log(args: &[&str]) -> Output {
-    driftless().arg("log").args(args).output().expect("the command runs")
+    output(driftless().arg("log").args(args))
 }
 
 fn text(path: &Path) -> &str {

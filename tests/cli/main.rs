@@ -9,7 +9,7 @@ mod routes;
 mod serving;
 mod signed;
 
-use common::{driftless, json, run};
+use common::{code, driftless, json, output, run};
 use driftless::transport::{AuxFile, Checkpoint, Dtype, Result, Snapshot, TensorInfo, write_checkpoint};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -248,7 +248,7 @@ fn old_versions_are_collected_and_hosts_find_their_way() {
     publish(&mut run, &["--keep", "1"]);
     json(&mut run.follow_once());
     run.assert_host_is_current();
-    let output = run.command("gc").output().expect("it starts");
+    let output = output(&mut run.command("gc"));
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("newest version 4") && text.contains("0 bytes removed"), "{text}");
 }
@@ -273,14 +273,13 @@ fn ranks_publish_a_version_together() {
         command
     };
     let halves = [0, 1].map(|rank| half(&whole, rank));
-    let children = [1u32, 0].map(|rank| {
-        let (made, places) = &halves[rank as usize];
-        command(rank, "one", made, places).stdout(std::process::Stdio::piped()).spawn().expect("it starts")
+    std::thread::scope(|scope| {
+        for rank in [1u32, 0] {
+            let (made, places) = &halves[rank as usize];
+            let mut command = command(rank, "one", made, places);
+            scope.spawn(move || common::run(&mut command));
+        }
     });
-    for child in children {
-        let output = child.wait_with_output().expect("it ends");
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    }
     json(&mut run.follow_once());
     run.assert_host_is_current();
     // Rank 1 does not come: rank 0 says so.
@@ -301,9 +300,8 @@ fn ranks_publish_a_version_together() {
         "--slices",
     ]);
     alone.arg(run.path("slices-0.json")).arg("--checkpoint").arg(checkpoint);
-    let output = alone.arg("--baseline-dir").arg(run.path("baseline-0")).output().expect("it starts");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(4), "{error}");
+    let (status, error) = code(alone.arg("--baseline-dir").arg(run.path("baseline-0")));
+    assert_eq!(status, Some(4), "{error}");
     assert!(error.contains("ranks [1]"), "{error}");
 }
 
@@ -349,9 +347,8 @@ fn damage_in_the_store_ends_with_3_and_leaves_the_host_alone() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 4;
     std::fs::write(&object, bytes).expect("writable");
-    let output = run.follow_once().output().expect("it starts");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(3), "{error}");
+    let (status, error) = code(&mut run.follow_once());
+    assert_eq!(status, Some(3), "{error}");
     assert!(error.contains("v0000000001"), "the object is named: {error}");
     run.made = before;
     run.assert_host_is_current();
@@ -402,18 +399,13 @@ fn a_delta_file_carries_one_checkpoint_to_the_next() {
     let last = damaged.len() - 1;
     damaged[last] ^= 1;
     std::fs::write(&applied, &damaged).expect("a file");
-    let found = verify(&dir.join("applied")).output().expect("it starts");
-    assert_eq!(found.status.code(), Some(3));
-    let said = String::from_utf8_lossy(&found.stderr);
+    let (status, said) = code(&mut verify(&dir.join("applied")));
+    assert_eq!(status, Some(3));
     assert!(said.contains("tensor `") && said.contains("block 0"), "{said}");
     // Applied to another base it has to refuse, with the code for foreign data.
-    let other = driftless()
-        .args(["delta", "apply"])
-        .args([&dir.join("new"), &file])
-        .arg("-o")
-        .arg(dir.join("x"))
-        .output();
-    assert_eq!(other.expect("it starts").status.code(), Some(3));
+    let mut other = driftless();
+    other.args(["delta", "apply"]).args([&dir.join("new"), &file]).arg("-o").arg(dir.join("x"));
+    assert_eq!(code(&mut other).0, Some(3));
     assert!(!dir.join("x").exists());
 }
 
@@ -463,20 +455,19 @@ fn a_host_follows_slimes_layout_and_refuses_another_run() {
     let next = made.write(&dir.join("next"));
     json(publish(&next, "again").arg("--resume"));
     for also in [&[][..], &["--dry-run"]] {
-        let output = follow().args(also).output().expect("it starts");
-        let error = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(3), "{error}");
+        let (status, error) = code(follow().args(also));
+        assert_eq!(status, Some(3), "{error}");
         assert!(error.contains("belongs to run"), "{error}");
     }
 
-    let refused = publish(&next, "again").args(["--resume", "--mode", "full"]).output();
-    assert_eq!(refused.expect("it starts").status.code(), Some(2));
+    let (refused, _) = code(publish(&next, "again").args(["--resume", "--mode", "full"]));
+    assert_eq!(refused, Some(2));
 }
 
 #[test]
 fn errors_have_their_documented_codes() {
     let dir = tempfile::tempdir().expect("a directory");
-    let code = |command: &mut Command| command.output().expect("it starts").status.code();
+    let code = |command: &mut Command| code(command).0;
     let garbage = dir.path().join("garbage");
     std::fs::write(&garbage, b"not a delta at all").expect("a file");
     assert_eq!(code(driftless().args(["delta", "stat"]).arg(&garbage)), Some(3));
@@ -491,13 +482,12 @@ fn errors_have_their_documented_codes() {
 #[test]
 fn without_nccl_a_follower_says_what_it_looked_for() {
     let run = Run::new();
-    let output = run.follow_nccl("/nowhere/libnccl.so.2").output().expect("it runs");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let (status, said) = code(&mut run.follow_nccl("/nowhere/libnccl.so.2"));
+    assert_eq!(status, Some(1), "{said}");
     assert!(
         said.contains("/nowhere/libnccl.so.2") && said.contains("site-packages/nvidia/nccl/lib"),
         "{said}"
     );
-    let output = run.follow_nccl("libc.so.6").arg("--nccl-version").arg("2.28").output().expect("it runs");
-    assert_eq!(output.status.code(), Some(2), "two numbers are no version");
+    let (status, _) = code(run.follow_nccl("libc.so.6").arg("--nccl-version").arg("2.28"));
+    assert_eq!(status, Some(2), "two numbers are no version");
 }

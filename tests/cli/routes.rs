@@ -1,8 +1,8 @@
 //! Which way versions come, chosen by what was measured.
 
 use crate::Run;
-use crate::common::{driftless, json};
-use crate::signed::{code, start, without_ucx};
+use crate::common::{code, driftless, json};
+use crate::signed::{start, without_ucx};
 use std::path::PathBuf;
 use std::process::Command;
 

@@ -1,10 +1,9 @@
 //! A publisher that serves what it publishes over UCX.
 
 use crate::Run;
-use crate::common::{driftless, json};
-use crate::signed::{Relay as Process, code, without_ucx};
-use std::io::{BufRead as _, BufReader};
-use std::process::{ChildStdout, Command, ExitStatus, Stdio};
+use crate::common::{Process, code, driftless, json};
+use crate::signed::without_ucx;
+use std::process::Command;
 
 impl Run {
     /// The next version, by a process that serves it.
@@ -33,24 +32,17 @@ impl Run {
     }
 }
 
-/// Starts it, and returns what it says first, where it serves, and its other lines.
-fn start(mut command: Command) -> (Process, String, BufReader<ChildStdout>) {
-    let mut process = Process(command.stdout(Stdio::piped()).spawn().expect("a publisher"));
-    let mut lines = BufReader::new(process.0.stdout.take().expect("its output"));
-    let said = line(&mut lines);
-    let url = said["ucx_url"].as_str().expect("a URL").to_owned();
-    (process, url, lines)
+/// Starts it, and returns it with where it serves, once it has published this version.
+fn start(run: &mut Run, more: &[&str], version: u64) -> (Process, String) {
+    let mut command = run.serve(more);
+    let mut process = Process::start("publisher", run.dir.path(), &mut command);
+    let url = process.says(0).expect("where it serves")["ucx_url"].as_str().expect("a URL").to_owned();
+    assert_eq!(process.says(1).expect("what it published")["version"], version);
+    (process, url)
 }
 
-fn line(lines: &mut BufReader<ChildStdout>) -> serde_json::Value {
-    let mut line = String::new();
-    lines.read_line(&mut line).expect("a line");
-    serde_json::from_str(&line).expect("JSON")
-}
-
-fn end(process: &mut Process) -> ExitStatus {
-    process.0.wait().expect("it ends")
-}
+/// How it says that its time was up before everybody had the version.
+const TIME_IS_UP: &str = "ends before all followers";
 
 #[test]
 fn a_publisher_serves_until_its_followers_have_the_version() {
@@ -59,9 +51,9 @@ fn a_publisher_serves_until_its_followers_have_the_version() {
         return;
     }
     assert_eq!(json(&mut run.follow_once())["applied"]["version"], 0, "a follower with a lease");
-    let (mut publisher, url, mut lines) = start(run.serve(&["--until-followed", "600"]));
-    assert_eq!(line(&mut lines)["version"], 1);
-    assert!(publisher.0.try_wait().expect("asked").is_none(), "the follower does not have it yet");
+    // Longer than the test waits for its end.
+    let (mut publisher, url) = start(&mut run, &["--until-followed", "600"], 1);
+    assert!(publisher.ended().is_none(), "the follower does not have it yet");
     let over = ["--update-weight-transport", "ucx", "--relay", &url];
     assert_eq!(json(run.follow_once().args(over))["applied"]["version"], 1);
     run.assert_host_is_current();
@@ -69,13 +61,13 @@ fn a_publisher_serves_until_its_followers_have_the_version() {
         std::fs::read_dir(run.path("cache/objects")).expect("a cache").count() > 0,
         "through the publisher"
     );
-    assert!(end(&mut publisher).success());
+    let (ended, words) = (publisher.wait(), publisher.output());
+    assert!(ended.success() && !words.contains(TIME_IS_UP), "{ended}: {words}");
 
     // Nobody follows: it waits no longer than it should, and has published all the same.
     run.published += 1;
-    let output = run.serve(&["--until-followed", "1"]).output().expect("it ends");
-    let words = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && words.contains("ends before all followers"), "{words}");
+    let (status, words) = code(&mut run.serve(&["--until-followed", "1"]));
+    assert!(status == Some(0) && words.contains(TIME_IS_UP), "{status:?}: {words}");
     assert!(words.contains("host"), "it names who is behind: {words}");
     assert_eq!(json(&mut run.follow_once())["applied"]["version"], 2);
 }
@@ -86,12 +78,12 @@ fn a_publisher_serves_until_it_is_interrupted() {
     if !run.has_ucx() {
         return;
     }
-    let (mut publisher, _, mut lines) = start(run.serve(&[]));
-    assert_eq!(line(&mut lines)["version"], 1);
+    let (publisher, _) = start(&mut run, &[], 1);
     // The baseline is free again while it serves.
     run.published += 1;
     run.made.step(100);
     assert_eq!(run.publish()["version"], 2);
-    let kill = Command::new("kill").arg(publisher.0.id().to_string()).status().expect("kill");
-    assert!(kill.success() && end(&mut publisher).success());
+    let kill = Command::new("kill").arg(publisher.id().to_string()).status().expect("kill");
+    assert!(kill.success());
+    publisher.succeed();
 }

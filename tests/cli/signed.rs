@@ -1,24 +1,7 @@
 //! Keys, signed versions and relays, as a script uses them.
 
 use crate::Run;
-use crate::common::{driftless, json};
-use std::io::{BufRead as _, BufReader, Read as _};
-use std::process::{Child, Command, Stdio};
-
-/// Ends the child when dropped.
-pub(crate) struct Relay(pub(crate) Child);
-
-impl Drop for Relay {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-pub(crate) fn code(command: &mut Command) -> (Option<i32>, String) {
-    let output = command.output().expect("the command");
-    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
-}
+use crate::common::{Process, code, driftless, json};
 
 #[test]
 fn only_what_the_trainer_signed_is_followed() {
@@ -57,22 +40,15 @@ fn only_what_the_trainer_signed_is_followed() {
 }
 
 /// A relay of the run's store, and what it prints; none if it does not start, and its words.
-pub(crate) fn start(run: &Run, more: &[&str]) -> Result<(Relay, serde_json::Value), String> {
+pub(crate) fn start(run: &Run, more: &[&str]) -> Result<(Process, serde_json::Value), String> {
     let mut command = driftless();
     command
         .args(["--json", "--die-with-parent", "relay", "--listen", "127.0.0.1:0", "--store"])
         .arg(run.path("store"));
     command.arg("--cache-dir").arg(run.path("cache")).args(more);
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a relay");
-    let mut relay = Relay(child);
-    let mut line = String::new();
-    BufReader::new(relay.0.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
-    if line.is_empty() {
-        let mut words = String::new();
-        relay.0.stderr.take().expect("its words").read_to_string(&mut words).expect("text");
-        return Err(words);
-    }
-    Ok((relay, serde_json::from_str(&line).expect("JSON")))
+    let mut relay = Process::start("relay", run.dir.path(), &mut command);
+    let said = relay.says(0)?;
+    Ok((relay, said))
 }
 
 /// Checks what is said where there is no UCX, which ends a test, unless the lane `ucx` has brought one.
@@ -83,7 +59,7 @@ pub(crate) fn without_ucx(words: &str) {
 }
 
 /// Follows version 0 through the relay, and version 1 when the relay is gone.
-fn follow_through(mut run: Run, relay: Relay, url: &serde_json::Value, more: &[&str]) {
+fn follow_through(mut run: Run, relay: Process, url: &serde_json::Value, more: &[&str]) {
     let url = url.as_str().expect("a URL");
     let follow = |run: &Run| json(run.follow_once().args(["--relay", url]).args(more));
     assert_eq!(follow(&run)["applied"]["version"], 0);

@@ -2,10 +2,13 @@
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part of this")]
 
 use std::fs::File;
+use std::io::{Read as _, Seek as _};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// Long enough for a loaded machine; only a hang reaches it.
@@ -52,6 +55,8 @@ pub fn free_port() -> u16 {
 pub struct Process {
     pub name: String,
     pub log: PathBuf,
+    /// Where in the log its output begins: those of its name that came before have theirs there, too.
+    begin: usize,
     child: Child,
 }
 
@@ -60,10 +65,31 @@ impl Process {
         std::fs::create_dir_all(dir).expect("a directory for the log");
         let log = dir.join(format!("{name}.log"));
         let out = File::options().create(true).append(true).open(&log).expect("a log");
+        let begin = out.metadata().expect("a log").len() as usize;
         let err = out.try_clone().expect("a log");
         // A group of its own: SGLang's workers outlive a server that is merely killed.
         let child = command.process_group(0).stdin(Stdio::null()).stdout(out).stderr(err).spawn();
-        Process { name: name.to_owned(), log, child: child.expect("the program starts") }
+        Process { name: name.to_owned(), log, begin, child: child.expect("the program starts") }
+    }
+
+    /// Its `number`-th line of JSON, from 0; if it ends before that, what it printed.
+    pub fn says(&mut self, number: usize) -> Result<serde_json::Value, String> {
+        self.until(&format!("its JSON {number}"), |process| {
+            // Asked for before the look: the line may be the last thing that it does.
+            let ended = process.ended();
+            let bytes = std::fs::read(&process.log).expect("a log");
+            let text = text(&bytes[process.begin..]);
+            let whole = text.rsplit_once('\n').map_or("", |(lines, _)| lines);
+            match (whole.lines().filter(|line| line.starts_with('{')).nth(number), ended) {
+                (Some(line), _) => Some(Ok(serde_json::from_str(line).expect("JSON"))),
+                (None, Some(_)) => Some(Err(text)),
+                (None, None) => None,
+            }
+        })
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
     }
 
     /// How it ended, if it has.
@@ -106,25 +132,64 @@ impl Process {
 
     /// What it printed so far.
     pub fn output(&self) -> String {
-        let bytes = std::fs::read(&self.log).unwrap_or_default();
-        String::from_utf8_lossy(&bytes).into_owned()
+        text(&std::fs::read(&self.log).unwrap_or_default())
     }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        if let Some(group) = rustix::process::Pid::from_raw(self.child.id() as i32) {
-            // Fails only when the whole group is gone.
-            let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
-        }
+        kill_group(self.child.id());
         let _ = self.child.wait();
     }
 }
 
+fn kill_group(leader: u32) {
+    if let Some(group) = rustix::process::Pid::from_raw(leader as i32) {
+        // Fails only when the whole group is gone.
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+    }
+}
+
+/// Runs to the end. What hangs is killed at the deadline; then this panics with everything it printed.
+pub fn output(command: &mut Command) -> Output {
+    let mut files = [(); 2].map(|()| tempfile::tempfile().expect("a file"));
+    let [out, err] = files.each_ref().map(|file| file.try_clone().expect("a file"));
+    let child = command.process_group(0).stdin(Stdio::null()).stdout(out).stderr(err).spawn();
+    let mut child = child.expect("the program starts");
+    let (ended, end) = channel::<()>();
+    let leader = child.id();
+    let watch = thread::spawn(move || {
+        let hangs = end.recv_timeout(DEADLINE) == Err(RecvTimeoutError::Timeout);
+        if hangs {
+            kill_group(leader);
+        }
+        hangs
+    });
+    let status = child.wait().expect("a child can be waited for");
+    drop(ended);
+    let hung = watch.join().expect("it only waits");
+    let [stdout, stderr] = files.each_mut().map(|file| {
+        let mut bytes = Vec::new();
+        file.rewind().and_then(|()| file.read_to_end(&mut bytes)).expect("its output");
+        bytes
+    });
+    assert!(!hung, "{command:?} did not end:\n{}{}", text(&stdout), text(&stderr));
+    Output { status, stdout, stderr }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Runs to the end, whichever that is; its exit code and what it said on standard error.
+pub fn code(command: &mut Command) -> (Option<i32>, String) {
+    let output = output(command);
+    (output.status.code(), text(&output.stderr))
+}
+
 /// Runs to the end and returns its standard output; panics with everything it printed otherwise.
 pub fn run(command: &mut Command) -> String {
-    let output = command.output().expect("the program starts");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let output = output(command);
     assert!(
         output.status.success(),
         "{command:?} ended with {}:\n{}{}",

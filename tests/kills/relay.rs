@@ -1,19 +1,17 @@
 //! A relay as a process.
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Child, Stdio};
 use std::time::Duration;
 
-use super::common::driftless;
+use super::common::{Process, driftless};
 
 /// For an answer of a relay that lives.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// Killed when dropped.
 pub(crate) struct Relay {
-    child: Child,
+    process: Process,
     url: String,
 }
 
@@ -21,14 +19,12 @@ impl Relay {
     pub(crate) fn start(store: &Path, cache: &Path, kill_at: Option<&str>) -> Self {
         let mut command = driftless();
         command.args(["--json", "--die-with-parent", "relay", "--listen", "127.0.0.1:0", "--store"]);
-        command.arg(store).arg("--cache-dir").arg(cache).stdin(Stdio::null()).stdout(Stdio::piped());
+        command.arg(store).arg("--cache-dir").arg(cache);
         command.envs(kill_at.map(|at| ("DRIFTLESS_KILL_AT", at)));
-        let mut child = command.spawn().expect("the program starts");
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
-        let said: serde_json::Value = serde_json::from_str(&line).expect("JSON");
+        let mut process = Process::start("relay", cache.parent().expect("a directory"), &mut command);
+        let said = process.says(0).expect("where it listens");
         let url = said["url"].as_str().expect("where it listens").to_owned();
-        Self { child, url }
+        Self { process, url }
     }
 
     pub(crate) fn url(&self) -> &str {
@@ -40,7 +36,7 @@ impl Relay {
         if self.answers() {
             return false;
         }
-        self.child.wait().expect("a child");
+        self.process.wait();
         true
     }
 
@@ -53,13 +49,5 @@ impl Relay {
             stream.read(&mut [0; 16])
         });
         asked.is_ok_and(|bytes| bytes > 0)
-    }
-}
-
-impl Drop for Relay {
-    fn drop(&mut self) {
-        // It may have ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }

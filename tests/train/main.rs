@@ -7,10 +7,11 @@ mod common;
 #[path = "../common/stage.rs"]
 mod stage;
 
-use common::{Process, driftless, run};
+use common::{DEADLINE, Process, code, driftless, run};
 use serde_json::Value;
 use stage::{GROUPS, Role, SAMPLES, STEPS, Stage, cold_start};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// The recorded steps.
 fn steps(stage: &Stage) -> Vec<Value> {
@@ -55,6 +56,25 @@ fn a_finished_run_goes_on_when_more_steps_are_asked_for() {
     assert_eq!(second[STEPS as usize]["publication"]["version"], STEPS + 1);
 }
 
+/// Waits for the end of a trainer whose follower finds nothing by itself. A follower is told once, with 2 s for its answer, which a busy
+/// machine may not give it: a failure says whether it was that.
+fn told(mut trainer: Process, follower: &Process) {
+    let begun = Instant::now();
+    let ended = loop {
+        match trainer.ended() {
+            None if begun.elapsed() < DEADLINE => std::thread::sleep(Duration::from_millis(20)),
+            ended => break ended,
+        }
+    };
+    let words = trainer.output();
+    let heard = if words.contains("not told of the version") { "was not told" } else { "was told" };
+    assert!(
+        ended.is_some_and(|status| status.success()),
+        "{ended:?}; the follower {heard} of each version:\n{words}\nthe follower:\n{}",
+        follower.output()
+    );
+}
+
 /// A follower that by itself would look again in an hour, and believes nobody but the trainer's key.
 #[test]
 fn a_trainer_signs_its_versions_and_tells_its_followers() {
@@ -70,7 +90,9 @@ fn a_trainer_signs_its_versions_and_tells_its_followers() {
     let mut follower = Process::start("follower", &stage.dir, &mut follow);
     follower.listening(port);
     let key = key.display().to_string();
-    train(&stage, &["--sign-key", &key, "--notify", &format!("http://127.0.0.1:{port}")]);
+    let mut trainer = stage.command(Role::Trainer);
+    trainer.args(["--sign-key", &key, "--notify", &format!("http://127.0.0.1:{port}")]);
+    told(Process::start("trainer", &stage.dir, &mut trainer), &follower);
     let published: Vec<_> =
         steps(&stage).iter().map(|step| step["publication"]["version"].as_u64()).collect();
     assert_eq!(published, (1..=STEPS).map(Some).collect::<Vec<_>>());
@@ -79,9 +101,8 @@ fn a_trainer_signs_its_versions_and_tells_its_followers() {
     let other = stage.dir.join("other");
     run(driftless().arg("keygen").arg(&other));
     stage.steps = STEPS + 1;
-    let output = stage.command(Role::Trainer).arg("--sign-key").arg(&other).output().expect("it starts");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(3), "{error}");
+    let (status, error) = code(stage.command(Role::Trainer).arg("--sign-key").arg(&other));
+    assert_eq!(status, Some(3), "{error}");
     assert!(error.contains("is not signed by a trusted key"), "{error}");
 }
 
@@ -108,14 +129,12 @@ fn an_engine_of_another_model_is_refused_by_name() {
     let stage = Stage::new(dir.path(), &cold_start(dir.path()));
     let _engine = stage.start(Role::Engine, None);
     let other = other_model(&dir.path().join("other"));
-    let mut command = stage.command(Role::Trainer);
-    let output = command.arg("--debug-rollout-only").output().expect("it starts");
-    assert!(output.status.success(), "its own model it takes");
+    // Its own model it takes.
+    run(stage.command(Role::Trainer).arg("--debug-rollout-only"));
     let wrong = Stage { dir: dir.path().join("wrong"), model: other, ..stage };
     std::fs::create_dir_all(&wrong.dir).expect("a directory");
-    let output = wrong.command(Role::Trainer).arg("--debug-rollout-only").output().expect("it starts");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{error}");
+    let (status, error) = code(wrong.command(Role::Trainer).arg("--debug-rollout-only"));
+    assert_eq!(status, Some(1), "{error}");
     assert!(error.contains("hidden_size") && error.contains(&wrong.port.to_string()), "{error}");
 }
 
@@ -124,9 +143,8 @@ fn an_object_store_is_wanted_where_it_was_asked_for() {
     let dir = tempfile::tempdir().expect("a directory");
     let stage = Stage::new(dir.path(), dir.path());
     let mut command = stage.command(Role::Trainer);
-    let output = command.args(["--update-weight-transport", "object"]).output().expect("it starts");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{error}");
+    let (status, error) = code(command.args(["--update-weight-transport", "object"]));
+    assert_eq!(status, Some(2), "{error}");
     assert!(error.contains("--store of the kind `a path`"), "{error}");
 }
 
@@ -152,8 +170,7 @@ fn a_port_in_use_is_told_as_such() {
     let dir = tempfile::tempdir().expect("a directory");
     let stage = Stage::new(dir.path(), &cold_start(dir.path()));
     let _engine = stage.start(Role::Engine, None);
-    let output = stage.command(Role::Engine).output().expect("it starts");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{error}");
+    let (status, error) = code(&mut stage.command(Role::Engine));
+    assert_eq!(status, Some(1), "{error}");
     assert!(error.contains(&format!("listen on 127.0.0.1:{}", stage.port)), "{error}");
 }

@@ -198,15 +198,18 @@ fn an_id_is_taken_once_and_the_queue_is_bounded() {
 
 #[test]
 fn health_fails_while_paused_and_recovers() {
+    let fixture = Fixture::new();
+    assert_eq!(fixture.client.get("/health").status, 200);
+    assert_eq!(fixture.client.get("/health_generate").status, 200);
+    // A probe of a paused engine takes all the time it has.
     let fixture = Fixture::with(|options| options.health_timeout = Duration::from_millis(200));
     let client = &fixture.client;
-    assert_eq!(client.get("/health").status, 200);
-    assert_eq!(client.get("/health_generate").status, 200);
     pause(client, "in_place");
     assert_eq!(client.get("/health").status, 503);
     resume(client);
     assert_eq!(client.get("/ready").status, 503, "unhealthy until a probe succeeds");
-    assert_eq!(client.get("/health").status, 200);
+    // On a busy machine the first ones may not.
+    client.poll("/health", |reply| reply.status == 200);
     assert_eq!(client.get("/ready").status, 200);
 }
 
