@@ -8,12 +8,15 @@ mod log;
 mod routes;
 mod serving;
 mod signed;
+#[path = "../../transport/tests/common/tree.rs"]
+mod tree;
 
 use common::{code, driftless, json, output, run};
 use driftless::transport::{AuxFile, Checkpoint, Dtype, Result, Snapshot, TensorInfo, write_checkpoint};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use tree::tree;
 
 /// A checkpoint made of numbers: two bf16 matrices and an f32 vector.
 struct Made {
@@ -193,25 +196,6 @@ fn a_dry_run_touches_nothing_and_a_last_version_is_kept_to() {
     assert_eq!(status["applied"]["bytes"], plan["bytes"]);
     run.made = newest;
     run.assert_host_is_current();
-}
-
-/// Every file below `dir` with its bytes and the time of its last change, every directory with its own.
-fn tree(dir: &Path) -> Vec<(PathBuf, std::time::SystemTime, Vec<u8>)> {
-    let mut found = Vec::new();
-    let mut directories = vec![dir.to_path_buf()];
-    while let Some(directory) = directories.pop() {
-        for entry in std::fs::read_dir(directory).expect("a directory") {
-            let path = entry.expect("an entry").path();
-            let modified = path.metadata().and_then(|metadata| metadata.modified()).expect("a time");
-            let bytes = if path.is_dir() { Vec::new() } else { std::fs::read(&path).expect("a file") };
-            if path.is_dir() {
-                directories.push(path.clone());
-            }
-            found.push((path, modified, bytes));
-        }
-    }
-    found.sort();
-    found
 }
 
 #[test]

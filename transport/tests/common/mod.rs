@@ -5,6 +5,7 @@
 mod hook;
 mod http;
 mod process;
+mod tree;
 #[cfg(feature = "ucx")]
 mod ucx;
 
@@ -21,6 +22,7 @@ use driftless_transport::{
 pub(crate) use hook::Hook;
 pub(crate) use http::exchange;
 pub(crate) use process::{Process, turn};
+pub(crate) use tree::tree;
 #[cfg(feature = "ucx")]
 pub(crate) use ucx::fabric;
 

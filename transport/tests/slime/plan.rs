@@ -1,32 +1,13 @@
 //! What would be applied, told without applying it: compared with what then is applied.
 
 use std::fs;
-use std::path::Path;
-use std::time::SystemTime;
 
 use driftless_transport::{Error, Follower, Plan, Version};
 
-use crate::common::Weights;
+use crate::common::{Weights, tree};
 use crate::reference::FORMS;
 use crate::runs::trainer;
 use crate::{World, options, tensors};
-
-/// Every file and directory below `dir`, with its bytes and the time of its last change.
-fn tree(dir: &Path) -> Vec<(std::path::PathBuf, SystemTime, Vec<u8>)> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(dir).unwrap() {
-        let path = entry.unwrap().path();
-        let modified = path.metadata().unwrap().modified().unwrap();
-        if path.is_dir() {
-            found.push((path.clone(), modified, Vec::new()));
-            found.extend(tree(&path));
-        } else {
-            found.push((path.clone(), modified, fs::read(&path).unwrap()));
-        }
-    }
-    found.sort();
-    found
-}
 
 /// The plan, which must leave every byte and time as it was.
 fn plan(world: &World, until: Option<u64>) -> Plan {
