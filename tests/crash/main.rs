@@ -1,4 +1,4 @@
-//! kill -9 of the trainer, the follower and the engine at every named protocol point. The same command is started again,
+//! kill -9 of the trainer, the follower and the engine at named protocol points. The same command is started again,
 //! and the run has to end as if nothing had happened: every step once, every acknowledged record in the log, the fleet on
 //! the newest version, all digests equal.
 

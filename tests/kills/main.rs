@@ -1,4 +1,4 @@
-//! kill -9 of publishers, followers and relays, as the processes they are: at every named point and at random moments. Nobody repairs
+//! kill -9 of publishers, followers and relays, as the processes they are: at named points and at random moments. Nobody repairs
 //! anything; the same command is started again, and host and engine end on the newest version, bit for bit.
 //!
 //! 100 kills; `DRIFTLESS_LONG=1` makes it 1,000. What is random comes from seeds, which are printed.

@@ -84,7 +84,7 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "sglang",
-        what: "the loop and the engine suite against unmodified SGLang 0.5.23, our logits against transformers",
+        what: "the loop and the engine suite against SGLang 0.5.23 without its GPU kernels, our logits against transformers",
         needs: &[Need::Libtorch, Need::Sglang],
         run: with_sglang,
     },
@@ -102,11 +102,11 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "kills",
-        what: "kill -9 of publisher, follower and relay at every named point and at random moments",
+        what: "kill -9 of publisher, follower and relay at 16 points and at random moments",
         needs: &[],
         run: kills,
     },
-    Lane { name: "crash", what: "kill -9 at every named point", needs: &[Need::Libtorch], run: crash },
+    Lane { name: "crash", what: "kill -9 of trainer, follower and engine at 16 points", needs: &[Need::Libtorch], run: crash },
     Lane {
         name: "demo",
         what: "the demo, a few steps of it",

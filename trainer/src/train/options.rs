@@ -48,7 +48,7 @@ pub struct TrainOptions {
     pub update_weight_mode: UpdateWeightMode,
     /// Publish after every so many steps.
     pub update_weights_interval: u64,
-    /// Publish in full after every so many versions; never, if `None`.
+    /// Carry full tensors too in every version whose number is a multiple of this; never, if `None`.
     pub anchor_every: Option<u64>,
     /// After every update compare the engines' checksums with those of the trainer's bytes.
     pub check_weight_update_equal: bool,
