@@ -24,6 +24,10 @@ pub enum Carrier {
     Store,
 }
 
+impl Carrier {
+    const ALL: [Self; 3] = [Self::Nccl, Self::Ucx, Self::Store];
+}
+
 /// What travels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
@@ -65,6 +69,16 @@ pub struct Figures {
     pub ucx: Option<Link>,
     /// The store, from the trainer to a host that reads while others do.
     pub store: Option<Link>,
+}
+
+impl Figures {
+    fn link(&self, carrier: Carrier) -> Option<Link> {
+        match carrier {
+            Carrier::Nccl => self.nccl,
+            Carrier::Ucx => self.ucx,
+            Carrier::Store => self.store,
+        }
+    }
 }
 
 /// What somebody decided beforehand.
@@ -135,7 +149,7 @@ impl Estimate {
 /// [`Error::NoWay`] when none is left, or a figure is not a positive number.
 pub fn choose(figures: &Figures, pin: Pin) -> Result<Choice> {
     check(figures)?;
-    let links = [(Carrier::Nccl, figures.nccl), (Carrier::Ucx, figures.ucx), (Carrier::Store, figures.store)];
+    let links = Carrier::ALL.map(|carrier| (carrier, figures.link(carrier)));
     let mut estimates = Vec::new();
     for (carrier, link) in links {
         let Some(link) = link.filter(|_| pin.carrier.is_none_or(|pinned| pinned == carrier)) else {
@@ -164,7 +178,8 @@ pub fn choose(figures: &Figures, pin: Pin) -> Result<Choice> {
 }
 
 fn check(figures: &Figures) -> Result<()> {
-    let links = [("nccl", figures.nccl), ("ucx", figures.ucx), ("store", figures.store)];
+    let links = [("nccl", Carrier::Nccl), ("ucx", Carrier::Ucx), ("store", Carrier::Store)];
+    let links = links.map(|(name, carrier)| (name, figures.link(carrier)));
     let rates = links.map(|(name, link)| (name, link.map(|link| link.rate)));
     let own = [("encode", Some(figures.encode)), ("apply", Some(figures.apply)), ("load", figures.load)];
     for (name, rate) in rates.into_iter().chain(own) {
@@ -332,7 +347,7 @@ mod tests {
         }
     }
 
-    fn plain() -> Figures {
+    pub(super) fn plain() -> Figures {
         let link = |rate| Some(Link { rate, latency: 0.5 });
         Figures {
             model_bytes: 1000,

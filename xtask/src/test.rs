@@ -106,7 +106,12 @@ const LANES: &[Lane] = &[
         needs: &[],
         run: kills,
     },
-    Lane { name: "crash", what: "kill -9 of trainer, follower and engine at 16 points", needs: &[Need::Libtorch], run: crash },
+    Lane {
+        name: "crash",
+        what: "kill -9 of trainer, follower and engine at 16 points",
+        needs: &[Need::Libtorch],
+        run: crash,
+    },
     Lane {
         name: "demo",
         what: "the demo, a few steps of it",

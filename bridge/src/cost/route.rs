@@ -87,12 +87,9 @@ pub fn route(figures: &Figures, version: &Published, ways: &[(Carrier, Entry)]) 
 }
 
 fn link(figures: &Figures, carrier: Carrier) -> Result<Link> {
-    let link = match carrier {
-        Carrier::Nccl => figures.nccl,
-        Carrier::Ucx => figures.ucx,
-        Carrier::Store => figures.store,
-    };
-    link.ok_or_else(|| Error::NoWay { what: format!("a figure of {carrier}"), found: "none".into() })
+    figures
+        .link(carrier)
+        .ok_or_else(|| Error::NoWay { what: format!("a figure of {carrier}"), found: "none".into() })
 }
 
 impl fmt::Display for Way {
@@ -124,17 +121,8 @@ mod tests {
 
     fn figures() -> Figures {
         let link = |rate, latency| Some(Link { rate, latency });
-        Figures {
-            model_bytes: 1000,
-            delta_bytes: 10,
-            encode: 500.0,
-            apply: 250.0,
-            overlap: false,
-            load: Some(100.0),
-            nccl: link(50.0, 0.0),
-            ucx: link(1000.0, 1.0),
-            store: link(10.0, 0.25),
-        }
+        let (nccl, ucx, store) = (link(50.0, 0.0), link(1000.0, 1.0), link(10.0, 0.25));
+        Figures { nccl, ucx, store, ..super::super::tests::plain() }
     }
 
     #[test]
