@@ -94,3 +94,31 @@ fn bridge_code(error: &driftless::bridge::Error) -> u8 {
         _ => 1,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use driftless::buffer::Error as Buffer;
+    use driftless::transport::{Error as Transport, Key};
+    use std::time::Duration;
+
+    #[test]
+    fn exit_codes_are_those_of_the_help() {
+        let log = PathBuf::from("log");
+        let damaged = Buffer::Damaged { path: log.clone(), offset: 7, what: "frame header" };
+        assert_eq!(Error::Buffer(damaged).exit_code(), 3);
+        let locked = Buffer::Locked { path: log, holder: None };
+        assert_eq!(Error::Buffer(locked).exit_code(), 1);
+        let key = Key::new("run/manifest").expect("a key");
+        let waited = Duration::from_secs(120);
+        let store = "s3://bucket".to_owned();
+        let (action, source) = ("get", "no answer".into());
+        let silent = Transport::Unreachable { store, action, key, waited, attempts: 9, source };
+        assert_eq!(Error::Transport(silent).exit_code(), 4);
+        let peer = "host:1".to_owned();
+        let link = Transport::LinkTimeout { peer, action: "hear from", waited };
+        assert_eq!(Error::Transport(link).exit_code(), 4);
+        let (what, expected, found) = ("--store".to_owned(), "a URL".to_owned(), "none".to_owned());
+        assert_eq!(Error::Usage { what, expected, found }.exit_code(), 2);
+    }
+}

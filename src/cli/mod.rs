@@ -163,4 +163,17 @@ mod tests {
     fn the_command_line_contradicts_itself_nowhere() {
         <super::Cli as clap::CommandFactory>::command().debug_assert();
     }
+
+    #[test]
+    fn what_no_clock_can_count_to_is_refused() {
+        let follow = ["driftless", "follow", "--store", "memory:", "--run", "r", "--checkpoint-dir", "d"];
+        let parse = |flag: &str, value: &str| {
+            <super::Cli as clap::Parser>::try_parse_from(follow.iter().copied().chain([flag, value]))
+        };
+        for flag in ["--activate-deadline", "--poll-ms"] {
+            assert!(parse(flag, "60").is_ok(), "{flag}");
+            let refused = parse(flag, &u64::MAX.to_string()).err().map(|error| error.kind());
+            assert_eq!(refused, Some(clap::error::ErrorKind::ValueValidation), "{flag}");
+        }
+    }
 }

@@ -27,6 +27,8 @@ pub enum Fault {
     Silence,
     /// The answer ends in the middle.
     Cut,
+    /// The answer is longer than the range that it names.
+    Longer,
     /// The object is another one from here on.
     Replaced,
 }
@@ -109,6 +111,12 @@ async fn answer(State(bucket): State<Arc<Mutex<Bucket>>>, request: Request) -> R
             let half = bytes.slice(..bytes.len() / 2);
             let torn = futures_util::stream::iter([Ok(half), Err(std::io::Error::other("cut"))]);
             Response::from_parts(parts, Body::from_stream(torn))
+        }
+        Some(Fault::Longer) => {
+            let (mut parts, body) = response.into_parts();
+            parts.headers.remove(header::CONTENT_LENGTH);
+            let bytes = axum::body::to_bytes(body, 1 << 30).await.unwrap();
+            Response::from_parts(parts, Body::from(bytes.repeat(2)))
         }
         _ => response,
     }

@@ -4,7 +4,7 @@
 mod common;
 
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -129,6 +129,10 @@ fn a_sharded_reference_keeps_its_files_and_takes_deltas_across_them() {
     let mut weights = Weights::small(2);
     let source = dir.path().join("hf");
     write_checkpoint(&source, &weights, 7000).unwrap();
+    // Nobody else may read these, and not even their owner writes them.
+    for path in Checkpoint::open(&source).unwrap().weight_files() {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o400)).unwrap();
+    }
     let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
     publisher.publish_reference(&source, step(0)).unwrap();
     let run = Run::open(store, RUN).unwrap();
@@ -140,6 +144,10 @@ fn a_sharded_reference_keeps_its_files_and_takes_deltas_across_them() {
     assert_same(replica.checkpoint().unwrap(), &weights);
     let files = replica.checkpoint().unwrap().weight_files().count();
     assert!(files >= 3);
+    for path in replica.checkpoint().unwrap().weight_files() {
+        let mode = fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode, 0o600, "as private as the source, and writable: {}", path.display());
+    }
     for number in 1..4 {
         weights.step(number, 30);
         publisher.publish(&weights, step(number), Mode::Delta).unwrap();

@@ -113,6 +113,16 @@ fn a_plan_refuses_what_following_refuses() {
     trainer(&world, &base, 2, 1..=5);
     assert!(matches!(same("a trainer that began anew"), Error::ForeignRun { .. }));
 
+    let foreign = world.path("foreign");
+    fs::create_dir(&foreign).unwrap();
+    fs::write(foreign.join("model.safetensors"), b"somebody's").unwrap();
+    let into = || options(&world.path("hf"), &foreign);
+    let planned = Follower::plan_slime(world.store(), &into()).unwrap_err();
+    let follower = Follower::open_slime(world.store(), into(), Vec::new()).unwrap();
+    let error = follower.prepare(None).unwrap_err();
+    assert!(matches!(&error, Error::BadSetting { found, .. } if found.contains("foreign")), "{error}");
+    assert_eq!(planned.to_string(), error.to_string(), "weights of somebody else");
+
     let mut signed = options(&world.path("hf"), &world.path("host"));
     signed.trust_keys = vec![driftless_transport::SignKey::from_bytes([1; 32]).public()];
     let error = Follower::plan_slime(world.store(), &signed).unwrap_err();

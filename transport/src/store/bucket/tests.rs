@@ -164,6 +164,20 @@ fn large_objects_travel_in_parts_and_only_lost_parts_again() {
 }
 
 #[test]
+fn an_answer_longer_than_its_range_is_refused_before_it_is_kept() {
+    let server = Server::start();
+    let store = bucket(&server, limits());
+    let bytes = body(500);
+    store.put(&key("a"), &bytes, PutMode::Create).unwrap();
+    server.with(|bucket| bucket.faults.push_back(("GET", Fault::Longer)));
+    let error = store.get(&key("a"), None).unwrap_err();
+    assert!(matches!(error, Error::Refused { action: "get", .. }), "{error:?}");
+    let text = crate::follow::chain_text(&error);
+    assert!(text.contains("expected 500 bytes"), "{text}");
+    assert!(store.get(&key("a"), None).unwrap() == bytes, "it was that answer alone");
+}
+
+#[test]
 fn an_upload_whose_completion_was_lost_is_complete_and_a_failed_one_leaves_no_parts() {
     let server = Server::start();
     let store = bucket(&server, limits());
