@@ -59,5 +59,5 @@ pub use element::Element;
 pub use encode::{Encoded, Encoder, Profile, Source, encode, encode_full};
 pub use error::{Error, Result};
 pub use motion::{Motion, Moves};
-pub use patch::Patch;
+pub use patch::{JournaledPatch, Patch};
 pub use pool::{Pool, Serial};

@@ -1,5 +1,7 @@
 //! Absolute changes of one tensor: what a decoded delta does, in a form that can be journaled and applied twice.
 
+use std::ops::Range;
+
 use crate::bits::{ByteReader, put_varint};
 use crate::element::with_constant;
 use crate::payload::block_elements;
@@ -24,10 +26,31 @@ pub struct Patch {
     elements: usize,
     digests: DigestTable,
     blocks: Vec<PatchBlock>,
-    /// Positions in their block of the single changes, ascending, blocks one after the other.
-    positions: Vec<u16>,
+    /// Positions in their block of the single changes, ascending, blocks one after the other; little-endian, as in the journal.
+    positions: Vec<[u8; 2]>,
     /// Values of the single changes and bytes of the whole blocks, in order.
     values: Vec<u8>,
+}
+
+/// The journal form of a [`Patch`], checked, and applied from where it lies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JournaledPatch<'a> {
+    element: Element,
+    elements: usize,
+    digests: &'a [u8],
+    blocks: Vec<PatchBlock>,
+    positions: &'a [[u8; 2]],
+    values: &'a [u8],
+}
+
+/// What a patch changes, in either form. All of it lies within the tensor.
+#[derive(Clone, Copy)]
+struct Changes<'a> {
+    element: Element,
+    elements: usize,
+    blocks: &'a [PatchBlock],
+    positions: &'a [[u8; 2]],
+    values: &'a [u8],
 }
 
 /// What changes in some blocks of a tensor, in ascending order.
@@ -38,7 +61,7 @@ pub(crate) struct Part {
     blocks: Vec<PatchBlock>,
     /// How the digest of each of `blocks` changes (in a full payload: the digest of each block).
     pub(crate) digests: Vec<Digest>,
-    positions: Vec<u16>,
+    positions: Vec<[u8; 2]>,
     pub(crate) values: Vec<u8>,
     /// What moves, where that is asked for.
     pub(crate) moves: Moves,
@@ -57,7 +80,7 @@ impl Part {
     /// Adds single changes at ascending `positions` of the block that [`Part::end_block`] will name. Returns the place for their values.
     #[inline(always)]
     pub(crate) fn push_changes(&mut self, element: Element, positions: &[u16]) -> &mut [u8] {
-        self.positions.extend_from_slice(positions);
+        self.positions.extend(positions.iter().map(|at| at.to_le_bytes()));
         let start = self.values.len();
         self.values.resize(start + positions.len() * element.size(), 0);
         &mut self.values[start..]
@@ -125,7 +148,14 @@ impl Patch {
 
     /// Length in bytes of the tensor that the patch is for.
     pub fn tensor_bytes(&self) -> u64 {
-        (self.elements * self.element.size()) as u64
+        self.changes().tensor_bytes()
+    }
+
+    /// Bytes of memory that the patch holds; it keeps them when another payload is decoded into it.
+    pub fn memory(&self) -> usize {
+        self.blocks.capacity() * size_of::<PatchBlock>()
+            + self.positions.capacity() * 2
+            + self.values.capacity()
     }
 
     /// Digests of the result.
@@ -138,91 +168,77 @@ impl Patch {
     /// # Errors
     /// [`Error::LengthMismatch`] if `tensor` is not as long as the base was; nothing is written then.
     pub fn apply_to(&self, tensor: &mut [u8]) -> Result<()> {
-        let (expected, found) = (self.tensor_bytes(), tensor.len() as u64);
-        if expected != found {
-            return Err(Error::LengthMismatch { what: "tensor", expected, found });
-        }
-        with_constant!(self.element, e => self.apply_as(e, tensor));
-        Ok(())
-    }
-
-    /// As if for each of [`Patch::byte_runs`], but single changes cost less on their own than to be found in runs.
-    #[inline(always)]
-    fn apply_as(&self, element: Element, tensor: &mut [u8]) {
-        let block_bytes = BLOCK_ELEMENTS * element.size();
-        let (mut positions, mut values) = (self.positions.as_slice(), self.values.as_slice());
-        for block in &self.blocks {
-            let start = block.block * block_bytes;
-            let end = tensor.len().min(start + block_bytes);
-            let target = &mut tensor[start..end];
-            let elements = if block.whole { target.len() / element.size() } else { block.changed as usize };
-            let new = values.split_off(..elements * element.size()).unwrap_or_default();
-            if block.whole {
-                target.copy_from_slice(new);
-                continue;
-            }
-            let own = positions.split_off(..elements).unwrap_or_default();
-            // Stores that miss the caches go one after the other, loads side by side.
-            std::hint::black_box(
-                own.iter().fold(0, |seen, at| seen | target[usize::from(*at) * element.size()]),
-            );
-            for (at, new) in own.iter().zip(new.chunks_exact(element.size())) {
-                let at = usize::from(*at) * element.size();
-                target[at..at + element.size()].copy_from_slice(new);
-            }
-        }
+        self.changes().apply_to(tensor)
     }
 
     /// Runs of consecutive changed bytes: byte offset in the tensor and new bytes, ascending and disjoint.
     pub fn byte_runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        let size = self.element.size();
-        let mut blocks = self.blocks.iter();
-        let (mut positions, mut values) = (self.positions.as_slice(), self.values.as_slice());
-        let (mut block, mut left) = (0, 0_usize);
-        std::iter::from_fn(move || {
-            if left == 0 {
-                let next = blocks.next()?;
-                block = next.block;
-                if next.whole {
-                    let bytes = values.split_off(..block_elements(self.elements, block) * size)?;
-                    return Some(((block * BLOCK_ELEMENTS * size) as u64, bytes));
-                }
-                left = next.changed as usize;
-            }
-            let first = usize::from(*positions.first()?);
-            let run = (1..left)
-                .find(|&i| positions.get(i).is_none_or(|at| usize::from(*at) != first + i))
-                .unwrap_or(left);
-            left -= run;
-            positions = positions.get(run..)?;
-            let bytes = values.split_off(..run * size)?;
-            Some((((block * BLOCK_ELEMENTS + first) * size) as u64, bytes))
-        })
+        self.changes().byte_runs()
     }
 
-    /// The journal form: everything above, closed by a digest of all bytes before it.
-    pub fn to_bytes(&self) -> Vec<u8> {
-        let mut out = MAGIC.to_vec();
+    /// Ranges of bytes of the tensor in which all changes lie, ascending; changes with fewer than `gap` bytes between them are in one.
+    pub fn byte_ranges(&self, gap: u64) -> Vec<Range<u64>> {
+        self.changes().byte_ranges(gap)
+    }
+
+    fn changes(&self) -> Changes<'_> {
+        let Self { element, elements, blocks, positions, values, .. } = self;
+        Changes { element: *element, elements: *elements, blocks, positions, values }
+    }
+
+    /// The journal form: everything above, closed by a digest of all bytes before it. Replaces what `out` held; one that has held as
+    /// much before is not allocated anew.
+    pub fn write_to(&self, out: &mut Vec<u8>) {
+        out.clear();
+        let head = 64 + 16 * self.digests.blocks().len() + 16 * self.blocks.len();
+        out.reserve(head + self.positions.len() * 2 + self.values.len());
+        out.extend(MAGIC);
         out.push(self.element.code());
-        put_varint(&mut out, self.elements as u64);
+        put_varint(out, self.elements as u64);
         self.digests.blocks().iter().for_each(|digest| out.extend(digest.to_bytes()));
-        put_varint(&mut out, self.blocks.len() as u64);
+        put_varint(out, self.blocks.len() as u64);
         for block in &self.blocks {
-            put_varint(&mut out, block.block as u64);
-            put_varint(&mut out, u64::from(block.changed) << 1 | u64::from(block.whole));
+            put_varint(out, block.block as u64);
+            put_varint(out, u64::from(block.changed) << 1 | u64::from(block.whole));
         }
-        self.positions.iter().for_each(|position| out.extend(position.to_le_bytes()));
+        out.extend_from_slice(self.positions.as_flattened());
         out.extend_from_slice(&self.values);
-        let digest = Digest::of(Element::Bytes, 0, &out);
+        let digest = Digest::of(Element::Bytes, 0, out);
         out.extend(digest.to_bytes());
+    }
+
+    /// [`Patch::write_to`] with memory of its own.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        self.write_to(&mut out);
         out
     }
 
     /// The inverse of [`Patch::to_bytes`]. Allocates no more than a small multiple of `bytes`.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] if `bytes` are not what [`Patch::to_bytes`] wrote: their digest is checked first, then every bound.
+    /// As [`JournaledPatch::from_bytes`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let JournaledPatch { element, elements, digests, blocks, positions, values } =
+            JournaledPatch::from_bytes(bytes)?;
+        let digests = DigestTable::from_bytes(digests)?;
+        Ok(Self {
+            element,
+            elements,
+            digests,
+            blocks,
+            positions: positions.to_vec(),
+            values: values.to_vec(),
+        })
+    }
+}
+
+impl<'a> JournaledPatch<'a> {
+    /// Checks what [`Patch::to_bytes`] wrote. Allocates a few bytes for each block that changes.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] if `bytes` are not what [`Patch::to_bytes`] wrote: their digest is checked first, then every bound.
+    pub fn from_bytes(bytes: &'a [u8]) -> Result<Self> {
         let what = "patch";
         let corrupt = |offset, why| Error::Corrupt { what, offset, why };
         let (body, digest) = bytes.split_last_chunk::<16>().ok_or(corrupt(0, "bytes end too early"))?;
@@ -241,34 +257,144 @@ impl Patch {
             .ok_or(reader.corrupt("tensor exceeds the address space"))?;
         let table = elements.div_ceil(BLOCK_ELEMENTS);
         let table = table.checked_mul(16).ok_or(reader.corrupt("tensor exceeds the address space"))?;
-        let digests = DigestTable::from_bytes(reader.take(table)?)?;
+        let digests = reader.take(table)?;
         let (blocks, singles, value_bytes) = read_blocks(&mut reader, element, elements)?;
-        let positions: Vec<u16> = reader
-            .take(singles * 2)?
-            .as_chunks::<2>()
-            .0
-            .iter()
-            .map(|pair| u16::from_le_bytes(*pair))
-            .collect();
-        let values = reader.take(value_bytes)?.to_vec();
+        let positions = reader.take(singles * 2)?.as_chunks::<2>().0;
+        let values = reader.take(value_bytes)?;
         let patch = Self { element, elements, digests, blocks, positions, values };
-        if !patch.positions_fit() {
+        if !patch.changes().positions_fit() {
             return Err(reader.corrupt("positions do not ascend within their block"));
         }
         reader.finish()?;
         Ok(patch)
     }
 
-    fn positions_fit(&self) -> bool {
-        let mut positions = self.positions.as_slice();
-        self.blocks.iter().filter(|block| !block.whole).all(|block| {
-            let Some(own) = positions.split_off(..block.changed as usize) else { return false };
-            own.is_sorted_by(|a, b| a < b)
-                && own
-                    .last()
-                    .is_some_and(|last| usize::from(*last) < block_elements(self.elements, block.block))
+    /// As [`Patch::tensor_bytes`].
+    pub fn tensor_bytes(&self) -> u64 {
+        self.changes().tensor_bytes()
+    }
+
+    /// As [`Patch::apply_to`].
+    ///
+    /// # Errors
+    /// As [`Patch::apply_to`].
+    pub fn apply_to(&self, tensor: &mut [u8]) -> Result<()> {
+        self.changes().apply_to(tensor)
+    }
+
+    fn changes(&self) -> Changes<'_> {
+        let Self { element, elements, blocks, positions, values, .. } = self;
+        Changes { element: *element, elements: *elements, blocks, positions, values }
+    }
+}
+
+impl<'a> Changes<'a> {
+    fn tensor_bytes(&self) -> u64 {
+        (self.elements * self.element.size()) as u64
+    }
+
+    fn apply_to(&self, tensor: &mut [u8]) -> Result<()> {
+        let (expected, found) = (self.tensor_bytes(), tensor.len() as u64);
+        if expected != found {
+            return Err(Error::LengthMismatch { what: "tensor", expected, found });
+        }
+        with_constant!(self.element, e => self.apply_as(e, tensor));
+        Ok(())
+    }
+
+    /// As if for each of [`Changes::byte_runs`], but single changes cost less on their own than to be found in runs.
+    #[inline(always)]
+    fn apply_as(&self, element: Element, tensor: &mut [u8]) {
+        let block_bytes = BLOCK_ELEMENTS * element.size();
+        let (mut positions, mut values) = (self.positions, self.values);
+        for block in self.blocks {
+            let start = block.block * block_bytes;
+            let end = tensor.len().min(start + block_bytes);
+            let target = &mut tensor[start..end];
+            let elements = if block.whole { target.len() / element.size() } else { block.changed as usize };
+            let new = values.split_off(..elements * element.size()).unwrap_or_default();
+            if block.whole {
+                target.copy_from_slice(new);
+                continue;
+            }
+            let own = positions.split_off(..elements).unwrap_or_default();
+            // Stores that miss the caches go one after the other, loads side by side.
+            std::hint::black_box(
+                own.iter().fold(0, |seen, at| seen | target[position(*at) * element.size()]),
+            );
+            for (at, new) in own.iter().zip(new.chunks_exact(element.size())) {
+                let at = position(*at) * element.size();
+                target[at..at + element.size()].copy_from_slice(new);
+            }
+        }
+    }
+
+    fn byte_runs(self) -> impl Iterator<Item = (u64, &'a [u8])> {
+        let size = self.element.size();
+        let mut blocks = self.blocks.iter();
+        let (mut positions, mut values) = (self.positions, self.values);
+        let (mut block, mut left) = (0, 0_usize);
+        std::iter::from_fn(move || {
+            if left == 0 {
+                let next = blocks.next()?;
+                block = next.block;
+                if next.whole {
+                    let bytes = values.split_off(..block_elements(self.elements, block) * size)?;
+                    return Some(((block * BLOCK_ELEMENTS * size) as u64, bytes));
+                }
+                left = next.changed as usize;
+            }
+            let first = position(*positions.first()?);
+            let run = (1..left)
+                .find(|&i| positions.get(i).is_none_or(|at| position(*at) != first + i))
+                .unwrap_or(left);
+            left -= run;
+            positions = positions.get(run..)?;
+            let bytes = values.split_off(..run * size)?;
+            Some((((block * BLOCK_ELEMENTS + first) * size) as u64, bytes))
         })
     }
+
+    fn byte_ranges(&self, gap: u64) -> Vec<Range<u64>> {
+        let size = self.element.size() as u64;
+        let mut positions = self.positions;
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        let mut last = 0..0;
+        let mut add = |next: Range<u64>| {
+            if next.start - last.end >= gap || last.is_empty() {
+                ranges.push(std::mem::replace(&mut last, next));
+            } else {
+                last.end = next.end;
+            }
+        };
+        for block in self.blocks {
+            let start = (block.block * BLOCK_ELEMENTS) as u64 * size;
+            if block.whole {
+                add(start..start + block_elements(self.elements, block.block) as u64 * size);
+                continue;
+            }
+            for at in positions.split_off(..block.changed as usize).unwrap_or_default() {
+                let at = start + position(*at) as u64 * size;
+                add(at..at + size);
+            }
+        }
+        ranges.push(last);
+        ranges.retain(|range| !range.is_empty());
+        ranges
+    }
+
+    fn positions_fit(&self) -> bool {
+        let mut positions = self.positions;
+        self.blocks.iter().filter(|block| !block.whole).all(|block| {
+            let Some(own) = positions.split_off(..block.changed as usize) else { return false };
+            own.is_sorted_by(|a, b| position(*a) < position(*b))
+                && own.last().is_some_and(|last| position(*last) < block_elements(self.elements, block.block))
+        })
+    }
+}
+
+fn position(bytes: [u8; 2]) -> usize {
+    usize::from(u16::from_le_bytes(bytes))
 }
 
 /// Reads the list of blocks; also the number of single changes, and of value bytes.

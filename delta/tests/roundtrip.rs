@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::ops::Range;
+
 use common::{ALL, PROFILES, apply, noisy, random_bytes};
 use driftless_delta::{
     BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Profile, decode, decode_full, encode,
@@ -63,7 +65,7 @@ proptest! {
     }
 
     #[test]
-    fn runs_are_what_differs(element in element(), seed: u64, density in 0.0..1.0) {
+    fn runs_are_what_differs(element in element(), seed: u64, density in 0.0..1.0, gap in 1_u64..40) {
         let (base, new) = noisy(element, 1000, density, seed);
         let digests = DigestTable::of(element, &base).unwrap();
         let mut payload = Vec::new();
@@ -77,6 +79,15 @@ proptest! {
             prop_assert_eq!(&new[offset as usize..end as usize], bytes);
         }
         prop_assert!(end <= new.len() as u64);
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for (at, bytes) in patch.byte_runs() {
+            let next = at..at + bytes.len() as u64;
+            match ranges.last_mut().filter(|last| next.start - last.end < gap) {
+                Some(last) => last.end = next.end,
+                None => ranges.push(next),
+            }
+        }
+        prop_assert_eq!(patch.byte_ranges(gap), ranges);
     }
 
     #[test]
