@@ -8,6 +8,9 @@ use std::thread;
 use crate::manifest::{Object, Part};
 use crate::{ContentDigest, Error, Key, PutMode, Result, Store};
 
+/// Objects at the beginning of a publication that grow, each to twice the bytes of the one before, up to the size of the others.
+const FIRST_OBJECTS: usize = 2;
+
 /// Where the uploads of one attempt at a version stand. Shared by the encoding thread and the uploading ones.
 #[derive(Debug, Default)]
 pub(super) struct Uploaded {
@@ -113,7 +116,7 @@ impl Packer<'_> {
     /// Appends a payload, which has to fit into an object.
     pub(super) fn append(&mut self, payload: &[u8]) -> Result<Part> {
         self.uploaded.check()?;
-        if !self.current.is_empty() && self.current.len() + payload.len() > self.object_bytes_max {
+        if !self.current.is_empty() && self.current.len() + payload.len() > self.room() {
             self.flush()?;
         }
         let object = u32::try_from(self.index).map_err(|_| Error::TooLarge {
@@ -133,6 +136,12 @@ impl Packer<'_> {
     /// Bytes that are durable already.
     pub(super) fn bytes_uploaded(&self) -> u64 {
         self.uploaded.bytes()
+    }
+
+    /// Bytes for the current object. The first ones are smaller, so that whoever reads them has something to decode while the others
+    /// are on their way.
+    fn room(&self) -> usize {
+        self.object_bytes_max >> FIRST_OBJECTS.saturating_sub(self.index)
     }
 
     /// Hands the current object to the uploads and begins the next one.
