@@ -30,6 +30,30 @@ pub(crate) fn threads(max: usize) -> usize {
 pub(crate) fn in_order<J: Send, T: Send>(
     weights: &[u64],
     bounds: Bounds,
+    feed: impl FnMut(usize) -> Result<J>,
+    work: impl Fn(J) -> Result<T> + Sync,
+    take: impl FnMut(usize, T) -> Result<()>,
+) -> Result<()> {
+    run(weights, bounds, true, feed, work, take)
+}
+
+/// As [`in_order`], but results are taken as they come: nobody waits for a thread that was held up.
+///
+/// # Errors
+/// As [`in_order`], the first one that comes.
+pub(crate) fn as_they_come<T: Send>(
+    weights: &[u64],
+    bounds: Bounds,
+    work: impl Fn(usize) -> Result<T> + Sync,
+    take: impl FnMut(usize, T) -> Result<()>,
+) -> Result<()> {
+    run(weights, bounds, false, Ok, work, take)
+}
+
+fn run<J: Send, T: Send>(
+    weights: &[u64],
+    bounds: Bounds,
+    ordered: bool,
     mut feed: impl FnMut(usize) -> Result<J>,
     work: impl Fn(J) -> Result<T> + Sync,
     mut take: impl FnMut(usize, T) -> Result<()>,
@@ -46,9 +70,9 @@ pub(crate) fn in_order<J: Send, T: Send>(
         drop(outbox);
         let mut waiting = BTreeMap::new();
         let (mut fed, mut in_flight) = (0, 0u64);
-        for (next, weight) in weights.iter().enumerate() {
+        for taken in 0..weights.len() {
             while let Some(more) = weights.get(fed)
-                && (fed == next || in_flight.saturating_add(*more) <= bounds.weight)
+                && (fed == taken || in_flight.saturating_add(*more) <= bounds.weight)
             {
                 let job = feed(fed)?;
                 in_flight = in_flight.saturating_add(*more);
@@ -56,14 +80,14 @@ pub(crate) fn in_order<J: Send, T: Send>(
                 jobs.send((fed, job)).map_err(|_| CANCELLED)?;
                 fed += 1;
             }
-            while !waiting.contains_key(&next) {
+            while waiting.is_empty() || ordered && !waiting.contains_key(&taken) {
                 let (index, result) = results.recv().map_err(|_| CANCELLED)?;
                 waiting.insert(index, result);
             }
-            if let Some(result) = waiting.remove(&next) {
-                take(next, result?)?;
+            if let Some((index, result)) = waiting.pop_first() {
+                take(index, result?)?;
+                in_flight = in_flight.saturating_sub(weights[index]);
             }
-            in_flight = in_flight.saturating_sub(*weight);
         }
         drop(jobs);
         Ok(())
@@ -159,6 +183,40 @@ mod tests {
         assert_eq!(run(None, Some(7), Some(9)), Some(7));
         assert_eq!(run(None, Some(9), Some(7)), Some(7));
         assert_eq!(run(Some(0), None, None), Some(0));
+    }
+
+    #[test]
+    fn who_does_not_mind_the_order_waits_for_nobody_who_is_held_up() {
+        // The first item ends when all others have been taken.
+        let (all, held) = channel();
+        let held = Mutex::new(held);
+        let mut taken = Vec::new();
+        let work = |index: usize| {
+            if index == 0 {
+                held.lock().unwrap().recv().unwrap();
+            }
+            Ok(index)
+        };
+        as_they_come(&[1; 40], Bounds { threads: 3, weight: 4 }, work, |index, result| {
+            assert_eq!(index, result);
+            taken.push(index);
+            if taken.len() == 39 {
+                all.send(()).unwrap();
+            }
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(taken.pop(), Some(0));
+        taken.sort_unstable();
+        assert_eq!(taken, (1..40).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn an_error_ends_work_whose_order_does_not_matter() {
+        let bad = || Error::BadText { what: "item", text: "7".to_owned(), expected: "none" };
+        let work = |index: usize| if index == 7 { Err(bad()) } else { Ok(index) };
+        let outcome = as_they_come(&[1; 40], BOUNDS, work, |_, _| Ok(()));
+        assert!(matches!(outcome, Err(Error::BadText { .. })), "{outcome:?}");
     }
 
     #[test]

@@ -147,8 +147,8 @@ impl Replica {
         let started = Instant::now();
         let objects = objects::Objects::new(links, fetch);
         let base = self.state.as_ref().filter(|_| links.first().is_some_and(|first| self.is_base_of(first)));
-        let targets = base.map_or_else(Targets::default, |base| Targets::open(&base.checkpoint));
-        let sealed = self.journal_publications(links, &objects, &targets);
+        let mut targets = base.map_or_else(Targets::default, |base| Targets::open(&base.checkpoint));
+        let sealed = self.journal_publications(links, &objects, &mut targets);
         let (journal, bytes) = (started.elapsed(), objects.fetched());
         let overwrite = self.carry_out(sealed, targets)?;
         let changed = links.iter().map(|link| link.manifest.changed).sum();
@@ -170,7 +170,7 @@ impl Replica {
         &self,
         links: &[Committed],
         objects: &objects::Objects<'_>,
-        targets: &Targets,
+        targets: &mut Targets,
     ) -> Result<()> {
         let Some(first) = links.first() else { return Ok(()) };
         match &self.state {

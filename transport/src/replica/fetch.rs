@@ -5,16 +5,17 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use driftless_delta::{DigestTable, Patch, decode, decode_full};
+use driftless_delta::{DigestTable, Patch, Serial, Source};
 
 use super::journal::{Record, Writer};
 use super::objects::{Objects, Place};
+use super::spare::{Kit, Spare};
 use super::state::{Copy, State, Tables, digests_to_bytes};
-use super::target::Targets;
+use super::target::{Ready, Targets};
 use crate::checkpoint::{sync_dir, write_weights};
 use crate::error::{Error, Result};
 use crate::manifest::{File, Kind, Manifest, Piece, Tensor};
-use crate::pool::{Bounds, in_order, threads};
+use crate::pool::{Bounds, as_they_come, in_order, threads};
 use crate::run::Committed;
 use crate::snapshot::{AuxFile, TensorInfo};
 
@@ -70,7 +71,7 @@ fn same_names(a: &Manifest, b: &Manifest) -> bool {
 /// base's files, the pages are made ready that will change.
 pub(super) fn journal_deltas(
     path: &Path,
-    (base, targets): (&State, &Targets),
+    (base, targets): (&State, &mut Targets),
     links: &[Committed],
     objects: &Objects<'_>,
 ) -> Result<()> {
@@ -80,36 +81,38 @@ pub(super) fn journal_deltas(
         check_same_form(before, &link.manifest)?;
         before = &link.manifest;
     }
-    let mut journal = Writer::create(path)?;
-    journal.push(Record::Base(base.applied.manifest_digest.as_bytes()))?;
     let main_names: BTreeMap<&str, &str> =
         base.manifest.named_tensors().into_iter().map(|(name, entry)| (name, entry.name.as_str())).collect();
     let tensors = &last.manifest.tensors;
     let weights: Vec<u64> =
         (0..tensors.len()).map(|index| decoding_bytes(links, index)).collect::<Result<_>>()?;
-    let mut tables = Tables::new();
     let order =
         in_turn((0..tensors.len()).flat_map(|index| {
             steps(links, index).flat_map(|(number, tensor)| places(number, &tensor.pieces))
         }));
-    objects.ahead(order, || {
-        in_order(
-            &weights,
-            bounds(),
-            Ok,
-            |index| patch_tensor((base, targets), &main_names, links, index, objects),
-            |index, (patches, table): (Vec<PatchBytes>, DigestTable)| {
-                let tensor = &tensors[index].name;
-                for (offset, bytes) in &patches {
-                    journal.push(Record::Patch { tensor, offset: *offset, bytes })?;
-                }
-                tables.insert(tensor.clone(), table);
-                Ok(())
-            },
-        )
-    })?;
-    journal_files(&mut journal, &base.manifest.files, true, links, objects)?;
-    seal(journal, last, &tables)
+    targets.ready_while(&base.checkpoint, |ready| {
+        let mut journal = Writer::create(path)?;
+        journal.push(Record::Base(base.applied.manifest_digest.as_bytes()))?;
+        let (mut tables, spare) = (Tables::new(), Spare::default());
+        objects.ahead(order, || {
+            as_they_come(
+                &weights,
+                bounds(),
+                |index| patch_tensor((base, ready), &main_names, links, index, (objects, &spare)),
+                |index, (patches, table): (Vec<PatchBytes>, DigestTable)| {
+                    let tensor = &tensors[index].name;
+                    for (offset, bytes) in patches {
+                        journal.push(Record::Patch { tensor, offset, bytes: &bytes })?;
+                        spare.give_bytes(bytes);
+                    }
+                    tables.insert(tensor.clone(), table);
+                    Ok(())
+                },
+            )
+        })?;
+        journal_files(&mut journal, &base.manifest.files, true, links, objects)?;
+        seal(journal, last, &tables)
+    })
 }
 
 /// The objects of pieces of a link.
@@ -294,18 +297,18 @@ fn full_tensor(
     let element = first.dtype.element();
     let mut bytes = zeroed(first)?;
     let length = bytes.len();
+    let mut kit = Kit::default();
     for piece in links[0].manifest.full_pieces(first).unwrap_or_default() {
         let range = piece_range(first, piece, length)?;
         let payload = objects.range(0, piece.object, piece.offset, piece.length)?;
-        decode_full(element, &payload, &mut bytes[range]).map_err(codec)?;
+        kit.decoder.decode_full(&Serial, element, &payload, &mut bytes[range]).map_err(codec)?;
     }
     let mut table = DigestTable::of(element, &bytes).map_err(codec)?;
     check_digest(first, &table)?;
     for (number, tensor) in (1..).zip(deltas.iter().copied()) {
         if !tensor.pieces.is_empty() {
-            let (patches, new) = decode_pieces(number, tensor, &bytes, &table, objects)?;
-            apply(tensor, &patches, &mut bytes)?;
-            table = new;
+            table = decode_pieces(number, tensor, &bytes, &table, objects, &mut kit)?;
+            apply(tensor, &kit.patches, &mut bytes)?;
         }
         check_digest(tensor, &table)?;
     }
@@ -315,13 +318,13 @@ fn full_tensor(
 /// The patches, with the byte at which each begins, that take the `index`-th tensor over `links`; and what its digests
 /// are then.
 fn patch_tensor(
-    (base, targets): (&State, &Targets),
+    (base, ready): (&State, &Ready<'_>),
     main_names: &BTreeMap<&str, &str>,
     links: &[Committed],
     index: usize,
-    objects: &Objects<'_>,
+    (objects, spare): (&Objects<'_>, &Spare),
 ) -> Result<(Vec<PatchBytes>, DigestTable)> {
-    let mut patches = Vec::new();
+    let (mut patches, mut kit) = (Vec::new(), spare.take_kit());
     let mut table = None;
     let mut bytes: &[u8] = &[];
     // The tensor between two links, once it is not the base's any more.
@@ -341,52 +344,57 @@ fn patch_tensor(
             old
         } else {
             let before = between.as_deref().unwrap_or(bytes);
-            let (decoded, new) = decode_pieces(number, tensor, before, &old, objects)?;
+            let new = decode_pieces(number, tensor, before, &old, objects, &mut kit)?;
             if Some(number) != last {
-                apply(tensor, &decoded, between.get_or_insert_with(|| bytes.to_vec()))?;
+                apply(tensor, &kit.patches, between.get_or_insert_with(|| bytes.to_vec()))?;
             }
-            targets.make_ready(&base.checkpoint, tensor, &decoded);
-            patches.extend(decoded.iter().map(|(offset, patch)| (*offset, patch.to_bytes())));
+            ready.will_change(tensor, &kit.patches);
+            for (offset, patch) in &kit.patches {
+                let mut bytes = spare.take_bytes();
+                patch.write_to(&mut bytes);
+                patches.push((*offset, bytes));
+            }
             new
         };
         check_digest(tensor, &new)?;
         table = Some(new);
     }
+    spare.give_kit(kit);
     Ok((patches, table.unwrap_or_default()))
 }
 
-/// A tensor's patches in one link, each with the byte at which it begins, and the digests of the result.
+/// Leaves a tensor's patches in one link, each with the byte at which it begins, in `kit`. Returns the digests of the result.
 fn decode_pieces(
     link: usize,
     tensor: &Tensor,
     bytes: &[u8],
     old: &DigestTable,
     objects: &Objects<'_>,
-) -> Result<(Vec<(u64, Patch)>, DigestTable)> {
+    Kit { decoder, patches }: &mut Kit,
+) -> Result<DigestTable> {
     let element = tensor.dtype.element();
     let codec = |source| Error::Codec { tensor: tensor.name.clone(), source };
-    if let [piece] = tensor.pieces.as_slice() {
+    patches.resize_with(tensor.pieces.len(), Default::default);
+    if let ([piece], [(offset, patch)]) = (tensor.pieces.as_slice(), patches.as_mut_slice()) {
         let payload = objects.range(link, piece.object, piece.offset, piece.length)?;
-        let mut patch = Patch::default();
-        decode(element, bytes, old, &payload, &mut patch).map_err(codec)?;
-        let table = patch.digests().clone();
-        return Ok((vec![(0, patch)], table));
+        *offset = 0;
+        decoder.decode(&Serial, Source { element, bytes, digests: old }, &payload, patch).map_err(codec)?;
+        return Ok(patch.digests().clone());
     }
     // Pieces of several publishers may be cut anywhere, so their digests are not those of the tensor's
     // blocks: hash again.
-    let mut patches = Vec::new();
     let mut result = bytes.to_vec();
-    for piece in &tensor.pieces {
+    for (piece, (offset, patch)) in tensor.pieces.iter().zip(patches) {
         let range = piece_range(tensor, piece, bytes.len())?;
         let slice = &bytes[range.clone()];
         let digests = DigestTable::of(element, slice).map_err(codec)?;
         let payload = objects.range(link, piece.object, piece.offset, piece.length)?;
-        let mut patch = Patch::default();
-        decode(element, slice, &digests, &payload, &mut patch).map_err(codec)?;
+        let source = Source { element, bytes: slice, digests: &digests };
+        decoder.decode(&Serial, source, &payload, patch).map_err(codec)?;
         patch.apply_to(&mut result[range.clone()]).map_err(codec)?;
-        patches.push((range.start as u64, patch));
+        *offset = range.start as u64;
     }
-    Ok((patches, DigestTable::of(element, &result).map_err(codec)?))
+    DigestTable::of(element, &result).map_err(codec)
 }
 
 fn apply(tensor: &Tensor, patches: &[(u64, Patch)], bytes: &mut [u8]) -> Result<()> {

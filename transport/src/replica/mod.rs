@@ -11,6 +11,7 @@ mod plan;
 mod quarantine;
 mod redo;
 mod settle;
+mod spare;
 mod state;
 mod target;
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use driftless_delta::Patch;
+use driftless_delta::JournaledPatch;
 
 use super::journal::Record;
 use super::target::{Target, Targets};
@@ -94,7 +94,7 @@ fn write(map: &mut [u8], edits: &[Edit<'_>]) -> Result<()> {
 fn patch(edit: &Edit<'_>, tensor: &mut [u8]) -> Result<()> {
     let codec = |source| Error::Codec { tensor: edit.tensor.to_owned(), source };
     for (offset, bytes) in &edit.patches {
-        let patch = Patch::from_bytes(bytes).map_err(codec)?;
+        let patch = JournaledPatch::from_bytes(bytes).map_err(codec)?;
         let (start, length) = (usize::try_from(*offset).ok(), usize::try_from(patch.tensor_bytes()).ok());
         let target = start
             .zip(length)

@@ -1,0 +1,55 @@
+//! Memory of one apply that is used again, tensor after tensor.
+//!
+//! Memory that is mapped and unmapped for each tensor costs a fault for each of its pages, and all threads that do so wait for each
+//! other, because a process has one list of maps.
+
+use std::sync::{Mutex, PoisonError};
+
+use driftless_delta::{Decoder, Patch};
+
+/// What is larger is not kept: sixteen threads that have each seen an embedding would hold too much.
+const KEPT_BYTES: usize = 2 << 20;
+
+/// What one thread decodes a tensor with: the decoder, and patches, each with the byte of the tensor at which it begins.
+#[derive(Default)]
+pub(super) struct Kit {
+    pub(super) decoder: Decoder,
+    pub(super) patches: Vec<(u64, Patch)>,
+}
+
+/// Kits, and memory for patches in their journal form, that nobody uses at the moment.
+#[derive(Default)]
+pub(super) struct Spare {
+    kits: Mutex<Vec<Kit>>,
+    bytes: Mutex<Vec<Vec<u8>>>,
+}
+
+impl Spare {
+    pub(super) fn take_kit(&self) -> Kit {
+        take(&self.kits)
+    }
+
+    pub(super) fn give_kit(&self, kit: Kit) {
+        if kit.patches.iter().map(|(_, patch)| patch.memory()).sum::<usize>() <= KEPT_BYTES {
+            give(&self.kits, kit);
+        }
+    }
+
+    pub(super) fn take_bytes(&self) -> Vec<u8> {
+        take(&self.bytes)
+    }
+
+    pub(super) fn give_bytes(&self, bytes: Vec<u8>) {
+        if bytes.capacity() <= KEPT_BYTES {
+            give(&self.bytes, bytes);
+        }
+    }
+}
+
+fn take<T: Default>(from: &Mutex<Vec<T>>) -> T {
+    from.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+}
+
+fn give<T>(to: &Mutex<Vec<T>>, value: T) {
+    to.lock().unwrap_or_else(PoisonError::into_inner).push(value);
+}
