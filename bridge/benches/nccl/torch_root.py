@@ -21,7 +21,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world, default_pg_timeout
 
-URL, GROUP, PORT = sys.argv[1], "torch", 29471
+# An engine keeps the groups that it has joined, so each process has its own.
+URL, GROUP, PORT = sys.argv[1], f"torch-{os.getpid()}", 29471
 
 
 def post(path, body):
