@@ -4,7 +4,7 @@
 //! are kept here by ownership: readers borrow from a [`Checkpoint`](super::Checkpoint), and the one writer of
 //! this crate, the replica, needs itself mutably, so that no reader can be alive. Against other processes the
 //! replica holds a lock on its directory; a checkpoint directory given by the user must not be rewritten in
-//! place while it is being read, as its documentation says.
+//! place while it is being read, as its documentation says. (A replica that makes pages ready stores bytes that are there already.)
 #![expect(unsafe_code, reason = "memory maps of files")]
 
 use std::fs::File;

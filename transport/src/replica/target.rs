@@ -48,8 +48,9 @@ impl Target {
     /// The file's bytes, to be touched by several threads.
     fn bytes(&mut self) -> &[AtomicU8] {
         let (begin, length) = (self.map.as_mut_ptr().cast::<AtomicU8>(), self.map.len());
-        // SAFETY: an AtomicU8 lies in memory as a u8 does, and as long as the slice lives nobody reaches the map's bytes in another way:
-        // it borrows the map mutably.
+        // SAFETY: an AtomicU8 lies in memory as a u8 does, and as long as the slice lives nobody reaches the map's bytes through it in
+        // another way: it borrows the map mutably. Those who read the file through another map see what they saw before, as only
+        // bytes are stored that are there already.
         #[expect(unsafe_code, reason = "see above")]
         unsafe {
             std::slice::from_raw_parts(begin, length)
@@ -111,9 +112,10 @@ impl Targets {
             self.files.iter_mut().map(|(path, target)| (path.as_path(), target.bytes())).collect();
         let (jobs, inbox) = sync_channel::<Job<'_>>(JOBS_MAX);
         let (inbox, failed) = (Arc::new(Mutex::new(inbox)), AtomicBool::new(false));
+        let count = if files.is_empty() { 0 } else { threads(THREADS_MAX) };
         thread::scope(|scope| {
             let failed = &failed;
-            for _ in 0..if files.is_empty() { 0 } else { threads(THREADS_MAX) } {
+            for _ in 0..count {
                 // Only the threads own the receiver: where there are none, nothing is handed over, and nobody waits.
                 let inbox = inbox.clone();
                 let serve = move || {
