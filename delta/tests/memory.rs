@@ -68,7 +68,7 @@ fn allocations(pool: &dyn Pool, element: Element, profile: Profile, blocks: usiz
     let (base, new) = tensors(element, blocks);
     let digests = DigestTable::of(element, &base).unwrap();
     let (mut encoder, mut decoder, mut patch) = (Encoder::new(), Decoder::new(), Patch::new());
-    let (mut payload, mut tensor) = (Vec::new(), base.clone());
+    let (mut payload, mut journal, mut tensor) = (Vec::new(), Vec::new(), base.clone());
     let source = Source { element, bytes: &base, digests: &digests };
     let new_digests = DigestTable::of(element, &new).unwrap();
     let back = Source { element, bytes: &new, digests: &new_digests };
@@ -78,6 +78,7 @@ fn allocations(pool: &dyn Pool, element: Element, profile: Profile, blocks: usiz
         encoder.encode(pool, source, &new, profile, &mut payload).unwrap();
         decoder.decode(pool, source, &payload, &mut patch).unwrap();
         patch.apply_to(&mut tensor).unwrap();
+        patch.write_to(&mut journal);
         for (from, to) in [(source, &new), (back, &base)] {
             payload.clear();
             encoder.encode_after(pool, from, &motion, to, profile, &mut payload).unwrap();

@@ -8,8 +8,8 @@ use std::ops::Range;
 
 use common::{ALL, PROFILES, apply, noisy, random_bytes};
 use driftless_delta::{
-    BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Profile, decode, decode_full, encode,
-    encode_full,
+    BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, JournaledPatch, Patch, Profile, decode, decode_full,
+    encode, encode_full,
 };
 use proptest::prelude::*;
 
@@ -31,6 +31,15 @@ fn round_trip(element: Element, base: &[u8], new: &[u8], profile: Profile) -> us
     let mut twice = result.clone();
     journaled.apply_to(&mut twice).unwrap();
     assert!(twice == new, "applying again changes nothing");
+    // Into memory that held something else, and from there.
+    let mut journal = vec![0xaa; 1000];
+    patch.write_to(&mut journal);
+    assert_eq!(journal, patch.to_bytes());
+    let mut tensor = base.to_vec();
+    let journaled = JournaledPatch::from_bytes(&journal).unwrap();
+    assert_eq!(journaled.tensor_bytes(), patch.tensor_bytes());
+    journaled.apply_to(&mut tensor).unwrap();
+    assert!(tensor == new);
     payload.len()
 }
 

@@ -160,3 +160,26 @@ impl Packer<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Memory;
+
+    #[test]
+    fn the_first_objects_grow_and_no_payload_is_cut() {
+        let (store, root) = (Memory::new(), Key::new("run/v").unwrap());
+        let payloads = [100, 100, 100, 900, 300, 600, 200];
+        let (parts, objects) = with_uploads((&store, &root, "a"), (2, 1000), |packer| {
+            payloads.iter().map(|length| packer.append(&vec![1; *length])).collect::<Result<Vec<_>>>()
+        })
+        .unwrap();
+        // Room for 250, 500 and then 1000 bytes; one payload may have an object of its own that is larger.
+        let places: Vec<_> = parts.iter().map(|part| (part.object, part.offset, part.length)).collect();
+        assert_eq!(
+            places,
+            [(0, 0, 100), (0, 100, 100), (1, 0, 100), (2, 0, 900), (3, 0, 300), (3, 300, 600), (4, 0, 200)]
+        );
+        assert_eq!(objects.iter().map(|object| object.size).collect::<Vec<_>>(), [200, 100, 900, 900, 200]);
+    }
+}

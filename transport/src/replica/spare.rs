@@ -53,3 +53,18 @@ fn take<T: Default>(from: &Mutex<Vec<T>>) -> T {
 fn give<T>(to: &Mutex<Vec<T>>, value: T) {
     to.lock().unwrap_or_else(PoisonError::into_inner).push(value);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_comes_back_unless_it_is_large() {
+        let spare = Spare::default();
+        spare.give_bytes(Vec::with_capacity(1000));
+        spare.give_bytes(Vec::with_capacity(KEPT_BYTES + 1));
+        assert_eq!([spare.take_bytes().capacity(), spare.take_bytes().capacity()], [1000, 0]);
+        spare.give_kit(Kit { patches: vec![(7, Patch::new())], ..Kit::default() });
+        assert_eq!([spare.take_kit().patches.len(), spare.take_kit().patches.len()], [1, 0]);
+    }
+}

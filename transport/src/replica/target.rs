@@ -48,10 +48,10 @@ impl Target {
     /// The file's bytes, to be touched by several threads.
     fn bytes(&mut self) -> &[AtomicU8] {
         let (begin, length) = (self.map.as_mut_ptr().cast::<AtomicU8>(), self.map.len());
+        #[expect(unsafe_code, reason = "see below")]
         // SAFETY: an AtomicU8 lies in memory as a u8 does, and as long as the slice lives nobody reaches the map's bytes through it in
         // another way: it borrows the map mutably. Those who read the file through another map see what they saw before, as only
         // bytes are stored that are there already.
-        #[expect(unsafe_code, reason = "see above")]
         unsafe {
             std::slice::from_raw_parts(begin, length)
         }
@@ -185,7 +185,12 @@ fn next<T>(inbox: &Mutex<Receiver<T>>) -> Option<T> {
 
 #[cfg(test)]
 mod tests {
+    use driftless_delta::{DigestTable, Element, Profile, decode, encode};
+
     use super::*;
+    use crate::checkpoint::write_weights;
+    use crate::dtype::Dtype;
+    use crate::snapshot::TensorInfo;
 
     /// Of the map that begins at `begin`: KiB that are mapped, and KiB of them that this process has written to.
     #[cfg(target_os = "linux")]
@@ -198,6 +203,61 @@ mod tests {
             line.trim().trim_end_matches(" kB").parse().unwrap()
         };
         (of("Rss:"), of("Shared_Dirty:") + of("Private_Dirty:"))
+    }
+
+    /// A checkpoint of two tensors of 2 MiB, and a patch that changes the first and the last element of one.
+    fn checkpoint_and_patch(dir: &Path) -> (Checkpoint, Patch) {
+        let base: Vec<u8> = (0..2 << 20).map(|i: u32| (i / 4096 + i) as u8).collect();
+        let infos =
+            ["a", "b"].map(|name| TensorInfo { name: name.into(), dtype: Dtype::Bf16, shape: vec![1 << 20] });
+        write_weights(dir, &infos, u64::MAX, &mut |order, sink| order.iter().try_for_each(|_| sink(&base)))
+            .unwrap();
+        let mut new = base.clone();
+        new[0] ^= 1;
+        new[(2 << 20) - 1] ^= 1;
+        let digests = DigestTable::of(Element::Bf16, &base).unwrap();
+        let (mut payload, mut patch) = (Vec::new(), Patch::new());
+        encode(Element::Bf16, &base, &new, &digests, Profile::Fast, &mut payload).unwrap();
+        decode(Element::Bf16, &base, &digests, &payload, &mut patch).unwrap();
+        (Checkpoint::open(dir).unwrap(), patch)
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_is_told_is_ready_afterwards_in_the_tensor_and_in_those_tied_to_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let (checkpoint, patch) = checkpoint_and_patch(dir.path());
+        let path = checkpoint.weight_files().next().unwrap().to_owned();
+        let before = std::fs::read(&path).unwrap();
+        let mut targets = Targets::open(&checkpoint);
+        let begin = targets.files[&path].map.as_ptr();
+        let tensor = |name: &str, alias: Option<&str>| Tensor {
+            name: name.into(),
+            dtype: Dtype::Bf16,
+            shape: vec![1 << 20],
+            digest: patch.digests().total(),
+            aliases: alias.into_iter().map(str::to_owned).collect(),
+            pieces: Vec::new(),
+            anchor: Vec::new(),
+        };
+        let patches = [(0, patch.clone())];
+        // More of them than may wait.
+        let tell = |ready: &Ready<'_>, tensor: &Tensor| {
+            (0..3 * JOBS_MAX).for_each(|_| ready.will_change(tensor, &patches));
+            Ok(())
+        };
+        targets.ready_while(&checkpoint, |ready| tell(ready, &tensor("c", None))).unwrap();
+        assert!(!targets.moved_times() && mapped_and_dirty(begin) == (0, 0), "no tensor of this name");
+        targets.ready_while(&checkpoint, |ready| tell(ready, &tensor("a", Some("b")))).unwrap();
+        let (mapped, dirty) = mapped_and_dirty(begin);
+        assert!(targets.moved_times() && mapped >= 12 && dirty >= 12, "{mapped} and {dirty} KiB");
+        assert!(targets.take(&path).unwrap().map[..] == before[..]);
+        // Nobody waits where there are no files, and an error comes back.
+        let failed = Targets::default().ready_while(&checkpoint, |ready| {
+            tell(ready, &tensor("a", None))?;
+            Err(Error::Cancelled { what: "the test" })
+        });
+        assert!(matches!(failed, Err(Error::Cancelled { .. })), "{failed:?}");
     }
 
     #[cfg(target_os = "linux")]
