@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -75,20 +75,20 @@ impl Server {
 
     /// Looks at, or changes, what it has.
     pub fn with<T>(&self, f: impl FnOnce(&mut Bucket) -> T) -> T {
-        f(&mut self.bucket.lock().unwrap())
+        f(&mut self.bucket.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 async fn answer(State(bucket): State<Arc<Mutex<Bucket>>>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
-    let body = axum::body::to_bytes(body, 1 << 30).await.unwrap();
+    let Ok(body) = axum::body::to_bytes(body, 1 << 30).await else { return refuse(400, "IncompleteBody") };
     let query: BTreeMap<String, String> =
         url::form_urlencoded::parse(parts.uri.query().unwrap_or_default().as_bytes()).into_owned().collect();
     let path = percent(parts.uri.path());
     let key = path.strip_prefix("/bucket").unwrap_or_default().trim_start_matches('/').to_owned();
     let kind = if query.contains_key("partNumber") { "PUT part" } else { parts.method.as_str() };
     let (fault, response) = {
-        let mut bucket = bucket.lock().unwrap();
+        let mut bucket = bucket.lock().unwrap_or_else(PoisonError::into_inner);
         bucket.requests.push(kind.to_owned());
         let fault = bucket.faults.iter().position(|(of, _)| *of == kind);
         let fault = fault.and_then(|index| bucket.faults.remove(index)).map(|(_, fault)| fault);
@@ -135,7 +135,8 @@ impl Bucket {
         match (method.as_str(), id) {
             ("GET", _) if key.is_empty() => self.list(query),
             ("PUT", Some(id)) => {
-                let number = query["partNumber"].parse().unwrap();
+                let number = query.get("partNumber").and_then(|number| number.parse().ok());
+                let Some(number) = number else { return refuse(400, "InvalidArgument") };
                 let Some(parts) = self.uploads.get_mut(id) else { return refuse(404, "NoSuchUpload") };
                 parts.insert(number, body);
                 ([(header::ETAG, format!("\"{number}\""))], "").into_response()
@@ -189,12 +190,13 @@ impl Bucket {
             (header::LAST_MODIFIED, "Sat, 21 Nov 2026 13:00:00 GMT".to_owned()),
         ];
         let Some(range) = headers.get(header::RANGE) else { return (common, bytes.clone()).into_response() };
-        let (start, end) = range.to_str().unwrap().strip_prefix("bytes=").unwrap().split_once('-').unwrap();
-        let (start, end): (usize, usize) = (start.parse().unwrap(), end.parse().unwrap());
-        if start >= bytes.len() {
+        let Some((start, end)) = range.to_str().ok().and_then(first_and_last) else {
+            return refuse(400, "InvalidArgument");
+        };
+        if start >= bytes.len() || start > end {
             return refuse(416, "InvalidRange");
         }
-        let end = bytes.len().min(end + 1);
+        let end = bytes.len().min(end.saturating_add(1));
         let place = [(header::CONTENT_RANGE, format!("bytes {start}-{}/{}", end - 1, bytes.len()))];
         (StatusCode::PARTIAL_CONTENT, common, place, bytes.slice(start..end)).into_response()
     }
@@ -224,18 +226,23 @@ fn refuse(status: u16, code: &str) -> Response {
     (StatusCode::from_u16(status).unwrap(), said).into_response()
 }
 
-/// A path without its escapes.
+/// The first and the last byte that `bytes=0-99` asks for; the fake knows no other form.
+fn first_and_last(range: &str) -> Option<(usize, usize)> {
+    let (first, last) = range.strip_prefix("bytes=")?.split_once('-')?;
+    Some((first.parse().ok()?, last.parse().ok()?))
+}
+
+/// A path without its escapes; what is none stays as it is.
 fn percent(path: &str) -> String {
     let mut bytes = Vec::new();
     let mut rest = path.as_bytes();
     while let Some((&byte, tail)) = rest.split_first() {
-        if byte == b'%' {
-            bytes.push(u8::from_str_radix(std::str::from_utf8(&tail[..2]).unwrap(), 16).unwrap());
-            rest = &tail[2..];
-        } else {
-            bytes.push(byte);
-            rest = tail;
-        }
+        let escaped = tail.split_at_checked(2).filter(|_| byte == b'%').and_then(|(digits, behind)| {
+            Some((u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?, behind))
+        });
+        let (byte, behind) = escaped.unwrap_or((byte, tail));
+        bytes.push(byte);
+        rest = behind;
     }
-    String::from_utf8(bytes).unwrap()
+    String::from_utf8_lossy(&bytes).into_owned()
 }
