@@ -175,7 +175,8 @@ impl Replica {
         let Some(first) = links.first() else { return Ok(()) };
         match &self.state {
             Some(state) if self.is_base_of(first) => {
-                fetch::journal_deltas(&self.layout.journal(), (state, targets), links, objects)
+                let memory = (objects, &*self.spare);
+                fetch::journal_deltas(&self.layout.journal(), (state, targets), links, memory)
             }
             Some(state) if !first.manifest.is_anchor() => Err(broken_chain(state, &first.manifest)),
             state => {

@@ -27,6 +27,11 @@ const SHARD_BYTES: u64 = 5_000_000_000;
 const IN_FLIGHT_BYTES: u64 = 256 << 20;
 /// Most bytes that decoding holds for each byte of a payload: a change takes four to eight bytes in a patch, and hardly less than one in `wire`.
 const DECODED_PER_BYTE: u64 = 8;
+/// Bytes of payload for each page of a tensor from which on nearly all of its pages change: at random places some three changes, of
+/// which one page in twenty gets none. Where changes lie together more pages than that stay as they are, and are made ready in vain.
+const DENSE_BYTES: u64 = 4;
+/// Bytes of a page.
+const PAGE: u64 = 4096;
 /// Most threads that decode.
 const THREADS_MAX: usize = 16;
 /// Most versions that one apply takes at once.
@@ -68,12 +73,12 @@ fn same_names(a: &Manifest, b: &Manifest) -> bool {
 }
 
 /// Writes and seals the journal that takes `base` over `links` by their deltas. All links tie the same names. Of `targets`, the
-/// base's files, the pages are made ready that will change.
+/// base's files, the pages are made ready that will change. What is in `spare` when it returns is of no use any more.
 pub(super) fn journal_deltas(
     path: &Path,
     (base, targets): (&State, &mut Targets),
     links: &[Committed],
-    objects: &Objects<'_>,
+    (objects, spare): (&Objects<'_>, &Spare),
 ) -> Result<()> {
     let Some(last) = links.last() else { return Ok(()) };
     let mut before = &base.manifest;
@@ -90,15 +95,16 @@ pub(super) fn journal_deltas(
         in_turn((0..tensors.len()).flat_map(|index| {
             steps(links, index).flat_map(|(number, tensor)| places(number, &tensor.pieces))
         }));
-    targets.ready_while(&base.checkpoint, |ready| {
-        let mut journal = Writer::create(path)?;
+    let dense = dense_tensors(links)?;
+    targets.ready_while(&base.checkpoint, &dense, |ready| {
+        let mut journal = Writer::create(path)?.expecting(journal_bytes(links));
         journal.push(Record::Base(base.applied.manifest_digest.as_bytes()))?;
-        let (mut tables, spare) = (Tables::new(), Spare::default());
+        let mut tables = Tables::new();
         objects.ahead(order, || {
             as_they_come(
                 &weights,
                 bounds(),
-                |index| patch_tensor((base, ready), &main_names, links, index, (objects, &spare)),
+                |index| patch_tensor((base, ready), &main_names, links, index, (objects, spare)),
                 |index, (patches, table): (Vec<PatchBytes>, DigestTable)| {
                     let tensor = &tensors[index].name;
                     for (offset, bytes) in patches {
@@ -113,6 +119,30 @@ pub(super) fn journal_deltas(
         journal_files(&mut journal, &base.manifest.files, true, links, objects)?;
         seal(journal, last, &tables)
     })
+}
+
+/// Tensors with changes on nearly every page.
+fn dense_tensors(links: &[Committed]) -> Result<Vec<&Tensor>> {
+    let Some(last) = links.last() else { return Ok(Vec::new()) };
+    let mut dense = Vec::new();
+    for (index, tensor) in last.manifest.tensors.iter().enumerate() {
+        let pieces = steps(links, index).flat_map(|(_, tensor)| &tensor.pieces);
+        let payloads = pieces.fold(0u64, |sum, piece| sum.saturating_add(piece.length));
+        if is_dense(payloads, tensor.info().byte_len()?) {
+            dense.push(tensor);
+        }
+    }
+    Ok(dense)
+}
+
+fn is_dense(payload_bytes: u64, tensor_bytes: u64) -> bool {
+    payload_bytes >= tensor_bytes.div_ceil(PAGE).max(1).saturating_mul(DENSE_BYTES)
+}
+
+/// About how long the journal of these deltas will be: for each change its place and its value, of two bytes each in the most
+/// common types.
+fn journal_bytes(links: &[Committed]) -> u64 {
+    links.iter().fold(0, |sum: u64, link| sum.saturating_add(link.manifest.changed.saturating_mul(4)))
 }
 
 /// The objects of pieces of a link.

@@ -19,8 +19,13 @@ const MAGIC: [u8; 8] = *b"dftljnl1";
 const HEAD_BYTES: usize = 24;
 const DIGEST_BYTES: usize = 32;
 const COMMIT: u32 = 0xffff_ffff;
-/// After so many bytes the disk is told to begin with them.
-const BEGIN_BYTES: usize = 16 << 20;
+/// After so many bytes the disk is told to begin with them, unless the journal will be short.
+const BEGIN_BYTES: u64 = 16 << 20;
+/// After so many bytes, if it will be.
+const BEGIN_BYTES_MIN: u64 = 2 << 20;
+/// Parts of a short journal that the disk is told to begin with: little is left for the end. Of a long one that comes across a slow
+/// line, so many syncs would keep others from writing what arrives.
+const PARTS: u64 = 8;
 
 /// One step of an apply. All are idempotent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +79,9 @@ pub(super) struct Writer {
     path: PathBuf,
     file: BufWriter<File>,
     hash: blake3::Hasher,
-    /// Bytes since the disk was last told to begin with them.
-    unsynced: usize,
+    /// Bytes since the disk was last told to begin with them, and from how many on it is told again.
+    unsynced: u64,
+    begin_bytes: u64,
     begun: Option<Begun>,
 }
 
@@ -112,10 +118,16 @@ impl Writer {
         let file = watch::before(Call::Create, path).and_then(|()| File::create(path));
         let file = file.map_err(|source| Error::io("create", path, source))?;
         let file = BufWriter::with_capacity(1 << 18, file);
-        let mut writer =
-            Self { path: path.into(), file, hash: blake3::Hasher::new(), unsynced: 0, begun: None };
+        let (path, hash, begin_bytes) = (path.into(), blake3::Hasher::new(), BEGIN_BYTES);
+        let mut writer = Self { path, file, hash, unsynced: 0, begin_bytes, begun: None };
         writer.write(&MAGIC)?;
         Ok(writer)
+    }
+
+    /// The journal will have about so many bytes.
+    pub(super) fn expecting(mut self, bytes: u64) -> Self {
+        self.begin_bytes = (bytes / PARTS).clamp(BEGIN_BYTES_MIN, BEGIN_BYTES);
+        self
     }
 
     pub(super) fn push(&mut self, record: Record<'_>) -> Result<()> {
@@ -132,24 +144,24 @@ impl Writer {
         self.write(&digest)?;
         let file =
             self.file.into_inner().map_err(|error| Error::io("write", &self.path, error.into_error()))?;
-        self.begun
-            .map_or(Ok(()), Begun::end)
-            .and_then(|()| sync_file(&file, &self.path))
-            .map_err(|source| Error::io("sync", &self.path, source))
+        // Not one after the other: the last sync waits for the one before anyhow.
+        let synced = sync_file(&file, &self.path);
+        let begun = self.begun.map_or(Ok(()), Begun::end);
+        synced.and(begun).map_err(|source| Error::io("sync", &self.path, source))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.hash.update(bytes);
         watch::before(Call::Write, &self.path)
             .and_then(|()| self.file.write_all(bytes))
-            .and_then(|()| self.begin(bytes.len()))
+            .and_then(|()| self.begin(bytes.len() as u64))
             .map_err(|source| Error::io("write", &self.path, source))
     }
 
     /// Has the disk begin with what is there, every so many bytes.
-    fn begin(&mut self, written: usize) -> io::Result<()> {
+    fn begin(&mut self, written: u64) -> io::Result<()> {
         self.unsynced += written;
-        if self.unsynced >= BEGIN_BYTES {
+        if self.unsynced >= self.begin_bytes {
             self.unsynced = 0;
             let begun = match self.begun.take() {
                 Some(begun) => begun,
@@ -278,11 +290,28 @@ mod tests {
         assert!(committed(&fs::read(&path).unwrap()).is_none());
     }
 
+    #[test]
+    fn the_disk_begins_sooner_with_a_short_journal() {
+        let dir = tempfile::tempdir().unwrap();
+        let begun_after = |name: &str, expected: Option<u64>, mib: usize| {
+            let writer = Writer::create(&dir.path().join(name)).unwrap();
+            let mut writer = expected.into_iter().fold(writer, Writer::expecting);
+            (0..mib).for_each(|_| writer.push(Record::Digests(&vec![5; 1 << 20])).unwrap());
+            let begun = writer.begun.is_some();
+            writer.commit().unwrap();
+            begun
+        };
+        assert!(!begun_after("none yet", Some(0), 1));
+        assert!(begun_after("short", Some(24 << 20), 3));
+        assert!(!begun_after("long", Some(1 << 40), 3));
+        assert!(!begun_after("not known", None, 3));
+    }
+
     #[cfg(feature = "failpoints")]
     #[test]
     fn a_sync_that_fails_while_more_is_written_fails_the_commit() {
         let dir = tempfile::tempdir().unwrap();
-        let body = vec![5; BEGIN_BYTES / 2];
+        let body = vec![5; BEGIN_BYTES as usize / 2];
         let write = |name: &str| {
             let path = dir.path().join(name);
             let mut writer = Writer::create(&path)?;

@@ -33,6 +33,7 @@ use crate::spool::{Spool, SpoolOptions};
 use crate::watch::{self, Call};
 use journal::{Record, Writer};
 use settle::{Settling, Unsettled};
+use spare::Spare;
 use state::{Layout, State};
 use target::Targets;
 
@@ -74,6 +75,8 @@ pub struct Replica {
     unfinished: bool,
     /// Objects that arrive.
     spool: Arc<Spool>,
+    /// Memory of the apply that is under way.
+    spare: Arc<Spare>,
 }
 
 /// What one [`Replica::advance`] did.
@@ -132,7 +135,8 @@ impl Replica {
         }
         let lock = Arc::new(Lock::take(&layout.lock())?);
         let spool = Arc::new(Spool::new(layout.spool(), SpoolOptions::default(), RANGE_POINT));
-        Ok(Self { dir, layout, lock, state: None, settling: None, unfinished: true, spool })
+        let spare = Arc::default();
+        Ok(Self { dir, layout, lock, state: None, settling: None, unfinished: true, spool, spare })
     }
 
     /// Sets aside, after `damage`, everything of this directory that belongs to the replica: afterwards it holds no
@@ -301,6 +305,7 @@ impl Replica {
     /// Returns how long it took until an engine could load the version; it becomes durable behind.
     fn carry_out<T>(&mut self, sealed: Result<T>, targets: Targets) -> Result<Duration> {
         if let Err(error) = sealed {
+            self.spare.clear();
             if let Err(leftover) = redo::drop_journal(&self.layout) {
                 tracing::warn!(error = %leftover, "a part of an uncommitted apply stays behind");
             }

@@ -32,12 +32,14 @@ pub(super) fn overwrite(
     records: &[Record<'_>],
     mut targets: Targets,
 ) -> Result<Vec<(PathBuf, Target)>> {
-    let mut overwritten = Vec::new();
-    for (path, edits) in edits(checkpoint, manifest, records)? {
-        let mut target = targets.take(path)?;
-        write(&mut target.map, &edits)?;
-        overwritten.push((path.to_owned(), target));
+    let edits = edits(checkpoint, manifest, records)?;
+    let take = |path: &&Path| Ok((path.to_path_buf(), targets.take(path)?));
+    let mut overwritten: Vec<(PathBuf, Target)> = edits.keys().map(take).collect::<Result<_>>()?;
+    let mut places = Vec::new();
+    for ((_, target), edits) in overwritten.iter_mut().zip(edits.values()) {
+        places.append(&mut cut(&mut target.map, edits)?);
     }
+    write(places)?;
     Ok(overwritten)
 }
 
@@ -71,24 +73,29 @@ fn edits<'a>(
     Ok(edits)
 }
 
-/// Writes the edits of one file, of which no two overlap.
-fn write(map: &mut [u8], edits: &[Edit<'_>]) -> Result<()> {
+/// The bytes of each edit of one file, of which no two overlap.
+fn cut<'a, 'e>(map: &'a mut [u8], edits: &'a [Edit<'e>]) -> Result<Vec<(&'a Edit<'e>, &'a mut [u8])>> {
     let (mut rest, mut at) = (map, 0);
-    let mut targets = Vec::with_capacity(edits.len());
+    let mut places = Vec::with_capacity(edits.len());
     for edit in edits {
         let gone = || outside(edit.tensor, "a place beyond its file");
         let skip = edit.range.start.checked_sub(at).ok_or_else(gone)?;
         let (_, behind) = rest.split_at_mut_checked(skip).ok_or_else(gone)?;
         let (target, behind) = behind.split_at_mut_checked(edit.range.len()).ok_or_else(gone)?;
-        targets.push(Some((edit, target)));
+        places.push((edit, target));
         (rest, at) = (behind, edit.range.end);
     }
-    let weights = vec![1; targets.len()];
+    Ok(places)
+}
+
+/// Writes the edits of all files to their places.
+fn write(places: Vec<(&Edit<'_>, &mut [u8])>) -> Result<()> {
+    let weights = vec![1; places.len()];
     let bounds = Bounds { threads: threads(THREADS_MAX), weight: u64::MAX };
-    let feed = |index: usize| Ok(targets.get_mut(index).and_then(Option::take));
+    let mut places = places.into_iter();
     let work =
-        |target: Option<(&Edit<'_>, &mut [u8])>| target.map_or(Ok(()), |(edit, bytes)| patch(edit, bytes));
-    in_order(&weights, bounds, feed, work, |_, ()| Ok(()))
+        |place: Option<(&Edit<'_>, &mut [u8])>| place.map_or(Ok(()), |(edit, bytes)| patch(edit, bytes));
+    in_order(&weights, bounds, |_| Ok(places.next()), work, |_, ()| Ok(()))
 }
 
 fn patch(edit: &Edit<'_>, tensor: &mut [u8]) -> Result<()> {

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::spare::Spare;
 use super::state::{Applied, Layout, Stamp, State};
 use super::target::Target;
 use super::{Lock, Replica, crash_point, quarantine, redo};
@@ -68,11 +69,12 @@ pub(super) struct Settling {
 
 impl Settling {
     /// Starts the thread, which holds the directory's lock as long as it writes there.
-    fn start(unsettled: Unsettled, lock: Arc<Lock>, spool: Arc<Spool>) -> Result<Self> {
+    fn start(unsettled: Unsettled, lock: Arc<Lock>, spool: Arc<Spool>, spare: Arc<Spare>) -> Result<Self> {
         let what = format!("making version {} durable", unsettled.applied.version);
         let root = unsettled.layout.root.clone();
         let (tell, outcome) = sync_channel(1);
         let work = move || {
+            spare.clear();
             let settled = unsettled.settle();
             // The journal has what was in it. Not sooner: removing files waits for the sync.
             spool.resume();
@@ -135,7 +137,8 @@ impl Replica {
 
     /// Has another thread make a version durable that can be read from here on.
     pub(super) fn settle_behind(&mut self, unsettled: Unsettled) -> Result<()> {
-        self.settling = Some(Settling::start(unsettled, self.lock.clone(), self.spool.clone())?);
+        self.settling =
+            Some(Settling::start(unsettled, self.lock.clone(), self.spool.clone(), self.spare.clone())?);
         Ok(())
     }
 

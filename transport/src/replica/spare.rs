@@ -1,9 +1,10 @@
-//! Memory of one apply that is used again, tensor after tensor.
+//! Memory of one apply that is used again, tensor after tensor, and given back once an engine can load the version.
 //!
 //! Memory that is mapped and unmapped for each tensor costs a fault for each of its pages, and all threads that do so wait for each
 //! other, because a process has one list of maps.
 
-use std::sync::{Mutex, PoisonError};
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use driftless_delta::{Decoder, Patch};
 
@@ -24,6 +25,12 @@ pub(super) struct Spare {
     bytes: Mutex<Vec<Vec<u8>>>,
 }
 
+impl fmt::Debug for Spare {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Spare").finish_non_exhaustive()
+    }
+}
+
 impl Spare {
     pub(super) fn take_kit(&self) -> Kit {
         take(&self.kits)
@@ -33,6 +40,13 @@ impl Spare {
         if kit.patches.iter().map(|(_, patch)| patch.memory()).sum::<usize>() <= KEPT_BYTES {
             give(&self.kits, kit);
         }
+    }
+
+    /// Gives all of it back.
+    pub(super) fn clear(&self) {
+        let kits = std::mem::take(&mut *lock(&self.kits));
+        let bytes = std::mem::take(&mut *lock(&self.bytes));
+        drop((kits, bytes));
     }
 
     pub(super) fn take_bytes(&self) -> Vec<u8> {
@@ -47,11 +61,15 @@ impl Spare {
 }
 
 fn take<T: Default>(from: &Mutex<Vec<T>>) -> T {
-    from.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+    lock(from).pop().unwrap_or_default()
 }
 
 fn give<T>(to: &Mutex<Vec<T>>, value: T) {
-    to.lock().unwrap_or_else(PoisonError::into_inner).push(value);
+    lock(to).push(value);
+}
+
+fn lock<T>(values: &Mutex<Vec<T>>) -> MutexGuard<'_, Vec<T>> {
+    values.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -66,5 +84,9 @@ mod tests {
         assert_eq!([spare.take_bytes().capacity(), spare.take_bytes().capacity()], [1000, 0]);
         spare.give_kit(Kit { patches: vec![(7, Patch::new())], ..Kit::default() });
         assert_eq!([spare.take_kit().patches.len(), spare.take_kit().patches.len()], [1, 0]);
+        spare.give_bytes(Vec::with_capacity(1000));
+        spare.give_kit(Kit { patches: vec![(7, Patch::new())], ..Kit::default() });
+        spare.clear();
+        assert_eq!((spare.take_bytes().capacity(), spare.take_kit().patches.len()), (0, 0));
     }
 }

@@ -1,17 +1,18 @@
 //! The weight files of an apply, mapped for writing before there is anything to write.
 //!
 //! Overwriting costs little more than the faults of its pages, one for each page that is written to for the first time through a map.
-//! While objects arrive there is time for them: pages are made ready as soon as it is known that they will change. That leaves their
-//! bytes as they are. It moves the files' times, which [`Targets::moved_times`] tells, and the kernel writes the pages once more.
+//! While objects are decoded there is time for them: pages are made ready as soon as it is known that they will change, or, of a tensor
+//! with changes nearly everywhere, as soon as anything of the version has been decoded. That leaves their bytes as they are. It moves
+//! the files' times, which [`Targets::moved_times`] tells, and the kernel writes the pages once more.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::{thread, vec};
 
 use driftless_delta::Patch;
 use memmap2::MmapMut;
@@ -24,10 +25,12 @@ use crate::pool::threads;
 /// What pages are counted in; where the kernel's are larger, it makes those ready that these lie in.
 const PAGE: usize = 4096;
 /// Threads that make pages ready. They share a lock of each file's: of a file of 4 GiB in folios of 2 MiB all pages are ready after 0.10 s
-/// with one thread, 0.04 s with four, 0.03 s with eight, and 0.06 s with sixteen.
-const THREADS_MAX: usize = 8;
+/// with one thread, 0.04 s with four, 0.03 s with eight, and 0.06 s with sixteen. Those that decode do so sooner beside few of them.
+const THREADS_MAX: usize = 6;
 /// Tensors that wait for those threads at most, so that little is held if the kernel has them wait for the disk.
 const JOBS_MAX: usize = 64;
+/// Bytes of a tensor that one thread makes ready at a time.
+const JOB_BYTES: u64 = 16 << 20;
 
 /// A weight file that is written to.
 #[derive(Debug)]
@@ -75,10 +78,11 @@ impl Job<'_> {
     /// `MADV_POPULATE_WRITE` would do so without being told of each page, but holds the process's list of maps. Whoever allocates much
     /// memory waits for that, and behind those everybody else who has pages made ready, for 4 ms and more each time. The byte comes from the
     /// other map because a page that is read first is mapped for reading, which makes it far slower to map for writing.
-    fn make_ready(&self, failed: &AtomicBool) {
-        for range in self.ranges.iter().take_while(|_| !failed.load(Relaxed)) {
+    fn make_ready(&self, over: &AtomicBool) {
+        for range in &self.ranges {
             let mut at = range.start as usize;
             while (at as u64) < range.end
+                && !over.load(Relaxed)
                 && let Some((place, byte)) = self.tensor.get(at).zip(self.bytes.get(at))
             {
                 place.store(*byte, Relaxed);
@@ -102,33 +106,43 @@ impl Targets {
         Self { files: checkpoint.weight_files().filter_map(open).collect(), ..Self::default() }
     }
 
-    /// Does `work`, which says what of `checkpoint` will change, while a few threads make the pages of it ready.
+    /// Does `work`, which says what of `checkpoint` will change, while a few threads make the pages of it ready: of tensors that are
+    /// `dense` all, of others what work says. What they have not come to when it is done is left to whoever writes there.
     pub(super) fn ready_while(
         &mut self,
         checkpoint: &Checkpoint,
+        dense: &[&Tensor],
         work: impl FnOnce(&Ready<'_>) -> Result<()>,
     ) -> Result<()> {
+        let (begun, over) = (OnceLock::new(), AtomicBool::new(false));
         let files: BTreeMap<&Path, &[AtomicU8]> =
             self.files.iter_mut().map(|(path, target)| (path.as_path(), target.bytes())).collect();
-        let (jobs, inbox) = sync_channel::<Job<'_>>(JOBS_MAX);
-        let (inbox, failed) = (Arc::new(Mutex::new(inbox)), AtomicBool::new(false));
         let count = if files.is_empty() { 0 } else { threads(THREADS_MAX) };
+        let (jobs, told) = sync_channel::<Job<'_>>(JOBS_MAX);
+        let names = dense.iter().map(|tensor| tensor.name.as_str()).collect();
+        let ready =
+            Ready { files, moved_times: &self.moved_times, checkpoint, dense: names, begun: &begun, jobs };
+        let whole: Vec<Job<'_>> = dense.iter().flat_map(|tensor| ready.whole(tensor)).collect();
+        let queue = Arc::new(Queue { dense: Mutex::new(whole.into_iter()), told: Mutex::new(told) });
         thread::scope(|scope| {
-            let failed = &failed;
+            let (begun, over) = (&begun, &over);
             for _ in 0..count {
-                // Only the threads own the receiver: where there are none, nothing is handed over, and nobody waits.
-                let inbox = inbox.clone();
+                // Only the threads own the queue: where there are none, nothing is handed over, and nobody waits.
+                let queue = queue.clone();
                 let serve = move || {
-                    while let Some(job) = next(&inbox) {
-                        job.make_ready(failed);
+                    begun.wait();
+                    while let Some(job) = queue.next() {
+                        job.make_ready(over);
                     }
                 };
                 // With fewer of them whoever writes to the pages makes them ready.
                 drop(thread::Builder::new().spawn_scoped(scope, serve));
             }
-            drop(inbox);
-            let worked = work(&Ready { files, moved_times: &self.moved_times, checkpoint, jobs });
-            failed.store(worked.is_err(), Relaxed);
+            drop(queue);
+            let _over = Over { begun, over };
+            let worked = work(&ready);
+            // The threads wait for more as long as it lives.
+            drop(ready);
             worked
         })
     }
@@ -149,23 +163,49 @@ pub(super) struct Ready<'a> {
     files: BTreeMap<&'a Path, &'a [AtomicU8]>,
     moved_times: &'a AtomicBool,
     checkpoint: &'a Checkpoint,
+    /// Names of the tensors all of whose pages are made ready.
+    dense: BTreeSet<&'a str>,
+    begun: &'a OnceLock<()>,
     jobs: SyncSender<Job<'a>>,
 }
 
 impl<'a> Ready<'a> {
-    /// A tensor will change by these patches, each with the byte of the tensor at which it begins.
+    /// A tensor will change by these patches, each with the byte of the tensor at which it begins. Before the first call no page is
+    /// made ready: a version of which nothing arrives costs no writing.
     pub(super) fn will_change(&self, tensor: &Tensor, patches: &[(u64, Patch)]) {
-        for name in std::iter::once(&tensor.name).chain(&tensor.aliases) {
-            let Some((tensor, bytes, phase)) = self.place(name) else { continue };
+        if !self.dense.is_empty() {
+            self.moved_times.store(true, Relaxed);
+        }
+        let _ = self.begun.set(());
+        if self.dense.contains(tensor.name.as_str()) {
+            return;
+        }
+        for (tensor, bytes, phase) in self.places(tensor) {
+            self.moved_times.store(true, Relaxed);
             for (offset, patch) in patches {
                 // No page lies between changes that are less than a page apart.
                 let ranges = patch.byte_ranges(PAGE as u64).into_iter();
                 let ranges = ranges.map(|range| offset + range.start..offset + range.end).collect();
-                self.moved_times.store(true, Relaxed);
                 // Fails where there are no threads.
                 let _ = self.jobs.send(Job { tensor, bytes, phase, ranges });
             }
         }
+    }
+
+    /// All of a tensor, some bytes at a time.
+    fn whole(&self, tensor: &Tensor) -> Vec<Job<'a>> {
+        let jobs = |(tensor, bytes, phase): (&'a [AtomicU8], &'a [u8], usize)| {
+            let length = tensor.len() as u64;
+            let starts = (0..length).step_by(JOB_BYTES as usize);
+            let range = move |start: u64| start..length.min(start + JOB_BYTES);
+            starts.map(move |start| Job { tensor, bytes, phase, ranges: vec![range(start)] })
+        };
+        self.places(tensor).flat_map(jobs).collect()
+    }
+
+    /// Where the bytes of a tensor's names are.
+    fn places(&self, tensor: &Tensor) -> impl Iterator<Item = (&'a [AtomicU8], &'a [u8], usize)> {
+        std::iter::once(&tensor.name).chain(&tensor.aliases).filter_map(|name| self.place(name))
     }
 
     /// A tensor mapped for writing and for reading, and where in a page it begins.
@@ -179,12 +219,38 @@ impl<'a> Ready<'a> {
     }
 }
 
-fn next<T>(inbox: &Mutex<Receiver<T>>) -> Option<T> {
-    inbox.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
+/// What is to be made ready.
+struct Queue<'a> {
+    /// What was known from the beginning, first.
+    dense: Mutex<vec::IntoIter<Job<'a>>>,
+    told: Mutex<Receiver<Job<'a>>>,
+}
+
+impl<'a> Queue<'a> {
+    /// `None` once there will be no more.
+    fn next(&self) -> Option<Job<'a>> {
+        let known = self.dense.lock().unwrap_or_else(PoisonError::into_inner).next();
+        known.or_else(|| self.told.lock().unwrap_or_else(PoisonError::into_inner).recv().ok())
+    }
+}
+
+/// Ends the threads when the work ends, whichever way it does.
+struct Over<'a> {
+    begun: &'a OnceLock<()>,
+    over: &'a AtomicBool,
+}
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.over.store(true, Relaxed);
+        let _ = self.begun.set(());
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use driftless_delta::{DigestTable, Element, Profile, decode, encode};
 
     use super::*;
@@ -203,6 +269,16 @@ mod tests {
             line.trim().trim_end_matches(" kB").parse().unwrap()
         };
         (of("Rss:"), of("Shared_Dirty:") + of("Private_Dirty:"))
+    }
+
+    /// Waits until so many KiB of the map are mapped and written to, for a minute.
+    #[cfg(target_os = "linux")]
+    fn wait_until_ready(begin: *const u8, kib: u64) {
+        let patience = Instant::now() + Duration::from_secs(60);
+        while !matches!(mapped_and_dirty(begin), (mapped, dirty) if mapped >= kib && dirty >= kib) {
+            assert!(Instant::now() < patience, "{:?} KiB of {kib} are ready", mapped_and_dirty(begin));
+            thread::yield_now();
+        }
     }
 
     /// A checkpoint of two tensors of 2 MiB, and a patch that changes the first and the last element of one.
@@ -241,20 +317,33 @@ mod tests {
             anchor: Vec::new(),
         };
         let patches = [(0, patch.clone())];
-        // More of them than may wait.
-        let tell = |ready: &Ready<'_>, tensor: &Tensor| {
+        // More of them than may wait, and then, until so many KiB are ready, nothing.
+        let tell = |ready: &Ready<'_>, tensor: &Tensor, kib: u64| {
             (0..3 * JOBS_MAX).for_each(|_| ready.will_change(tensor, &patches));
+            wait_until_ready(begin, kib);
             Ok(())
         };
-        targets.ready_while(&checkpoint, |ready| tell(ready, &tensor("c", None))).unwrap();
+        let stranger = tensor("c", None);
+        targets.ready_while(&checkpoint, &[], |ready| tell(ready, &stranger, 0)).unwrap();
         assert!(!targets.moved_times() && mapped_and_dirty(begin) == (0, 0), "no tensor of this name");
-        targets.ready_while(&checkpoint, |ready| tell(ready, &tensor("a", Some("b")))).unwrap();
-        let (mapped, dirty) = mapped_and_dirty(begin);
-        assert!(targets.moved_times() && mapped >= 12 && dirty >= 12, "{mapped} and {dirty} KiB");
+        targets.ready_while(&checkpoint, &[], |ready| tell(ready, &tensor("a", Some("b")), 12)).unwrap();
+        assert!(targets.moved_times());
         assert!(targets.take(&path).unwrap().map[..] == before[..]);
+        // Of what is dense all pages, but none before something has come.
+        let (mut targets, dense) = (Targets::open(&checkpoint), tensor("a", Some("b")));
+        let begin = targets.files[&path].map.as_ptr();
+        targets.ready_while(&checkpoint, &[&dense], |_| Ok(())).unwrap();
+        assert!(!targets.moved_times() && mapped_and_dirty(begin) == (0, 0), "nothing came");
+        let tell = |ready: &Ready<'_>| {
+            ready.will_change(&stranger, &patches);
+            wait_until_ready(begin, 4 << 10);
+            Ok(())
+        };
+        targets.ready_while(&checkpoint, &[&dense], tell).unwrap();
+        assert!(targets.moved_times() && targets.take(&path).unwrap().map[..] == before[..]);
         // Nobody waits where there are no files, and an error comes back.
-        let failed = Targets::default().ready_while(&checkpoint, |ready| {
-            tell(ready, &tensor("a", None))?;
+        let failed = Targets::default().ready_while(&checkpoint, &[&dense], |ready| {
+            (0..3 * JOBS_MAX).for_each(|_| ready.will_change(&tensor("b", None), &patches));
             Err(Error::Cancelled { what: "the test" })
         });
         assert!(matches!(failed, Err(Error::Cancelled { .. })), "{failed:?}");
