@@ -31,8 +31,8 @@ pub(crate) fn run(options: &Options) {
         let place = dir.path().join(side);
         std::fs::create_dir(&place).expect("space");
         match side {
-            "fast" => stage_ours(&pairs, &place, Profile::Fast, options.repeat),
-            "wire" => stage_ours(&pairs, &place, Profile::Wire, options.repeat),
+            "fast" => stage_ours(&pairs, &place, Profile::Fast, options),
+            "wire" => stage_ours(&pairs, &place, Profile::Wire, options),
             _ => stage_slime(&mut pairs, &place),
         }
     }
@@ -60,10 +60,10 @@ pub(crate) fn run(options: &Options) {
 }
 
 /// A store with the versions, and a host at the one before them.
-fn stage_ours(pairs: &[Pair], dir: &Path, profile: Profile, versions: usize) {
+fn stage_ours(pairs: &[Pair], dir: &Path, profile: Profile, options: &Options) {
     let store: Arc<dyn Store> = Arc::new(Disk::new(dir.join("store")));
-    let mut publisher = begin(pairs, &store, dir, profile);
-    for version in 1..=versions {
+    let mut publisher = begin(pairs, &store, dir, profile, options.shard_mib);
+    for version in 1..=options.repeat {
         publish(&mut publisher, &if version % 2 == 1 { State::new(pairs) } else { State::base(pairs) });
     }
     let run = publisher.run().clone();
@@ -117,7 +117,11 @@ pub(crate) fn child(side: &str, dir: &Path, version: u64) {
 }
 
 fn ours(dir: &Path, version: u64) -> (Duration, Duration) {
-    warm(&dir.join("host/model.safetensors"));
+    let files =
+        std::fs::read_dir(dir.join("host")).expect("a host").map(|entry| entry.expect("a file").path());
+    files
+        .filter(|path| path.extension().is_some_and(|end| end == "safetensors"))
+        .for_each(|path| warm(&path));
     let run = Run::open(Arc::new(Disk::new(dir.join("store"))), RUN).expect("a run");
     let mut replica = Replica::open(dir.join("host")).expect("a replica");
     let begin = Instant::now();

@@ -20,6 +20,9 @@ pub(crate) struct Options {
     /// MiB of the model that is published and applied.
     #[arg(long, default_value_t = 4096)]
     pub(crate) mib: usize,
+    /// MiB of each weight file that `apply` writes to; slime's receiver has one file [default: one file].
+    #[arg(long)]
+    pub(crate) shard_mib: Option<u64>,
     /// MiB of the model that crosses the link.
     #[arg(long, default_value_t = 8192)]
     pub(crate) wire_mib: usize,

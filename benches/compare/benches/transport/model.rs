@@ -83,10 +83,17 @@ impl Snapshot for State<'_> {
     }
 }
 
-/// A run of deltas of `profile` whose version 0 is the base by reference, in `dir/base`.
-pub(crate) fn begin(pairs: &[Pair], store: &Arc<dyn Store>, dir: &Path, profile: Profile) -> Publisher {
+/// A run of deltas of `profile` whose version 0 is the base by reference, in `dir/base`, in weight files of `shard_mib`.
+pub(crate) fn begin(
+    pairs: &[Pair],
+    store: &Arc<dyn Store>,
+    dir: &Path,
+    profile: Profile,
+    shard_mib: Option<u64>,
+) -> Publisher {
     let base = dir.join("base");
-    write_checkpoint(&base, &State::base(pairs), 1 << 40).expect("a checkpoint");
+    let shard = shard_mib.map_or(1 << 40, |mib| mib << 20);
+    write_checkpoint(&base, &State::base(pairs), shard).expect("a checkpoint");
     let mut options = PublisherOptions::new(RUN, Start::NewRun, dir.join("baseline"));
     options.profile = profile;
     let mut publisher = Publisher::open(store.clone(), options).expect("a publisher");

@@ -22,7 +22,7 @@ pub(crate) fn run(options: &Options) {
     println!("publish of {} MiB at {} % to a directory", options.mib, 100.0 * DENSITY);
     let dir = directory(options);
     let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
-    let mut publisher = begin(&pairs, &store, dir.path(), Profile::Wire);
+    let mut publisher = begin(&pairs, &store, dir.path(), Profile::Wire, None);
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
     let tables: Vec<_> =

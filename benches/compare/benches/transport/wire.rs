@@ -31,7 +31,7 @@ pub(crate) fn run(options: &Options) {
     let dir = directory(options);
     let server = Server::start();
     let home = store(server.addr);
-    let mut publisher = begin(&pairs, &home, dir.path(), Profile::Wire);
+    let mut publisher = begin(&pairs, &home, dir.path(), Profile::Wire, None);
     let rate = options.link_mbps * 1_000_000 / 8;
     let delay = Duration::from_millis(options.link_ms) / 2;
     let link = Link::to(server.addr, Shape { rate: Some(rate), delay, ..Shape::default() }).expect("a link");
