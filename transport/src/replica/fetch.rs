@@ -121,15 +121,20 @@ pub(super) fn journal_deltas(
     })
 }
 
-/// Tensors with changes on nearly every page.
-fn dense_tensors(links: &[Committed]) -> Result<Vec<&Tensor>> {
+/// Tensors with changes on nearly every page, each with the object that is the first to change it.
+fn dense_tensors(links: &[Committed]) -> Result<Vec<(Place, &Tensor)>> {
     let Some(last) = links.last() else { return Ok(Vec::new()) };
     let mut dense = Vec::new();
     for (index, tensor) in last.manifest.tensors.iter().enumerate() {
-        let pieces = steps(links, index).flat_map(|(_, tensor)| &tensor.pieces);
-        let payloads = pieces.fold(0u64, |sum, piece| sum.saturating_add(piece.length));
-        if is_dense(payloads, tensor.info().byte_len()?) {
-            dense.push(tensor);
+        let pieces = || {
+            steps(links, index)
+                .flat_map(|(number, tensor)| tensor.pieces.iter().map(move |piece| (number, piece)))
+        };
+        let payloads = pieces().fold(0u64, |sum, (_, piece)| sum.saturating_add(piece.length));
+        if let Some((number, first)) = pieces().next()
+            && is_dense(payloads, tensor.info().byte_len()?)
+        {
+            dense.push(((number, first.object), tensor));
         }
     }
     Ok(dense)
@@ -378,7 +383,7 @@ fn patch_tensor(
             if Some(number) != last {
                 apply(tensor, &kit.patches, between.get_or_insert_with(|| bytes.to_vec()))?;
             }
-            ready.will_change(tensor, &kit.patches);
+            ready.will_change(number, tensor, &kit.patches);
             for (offset, patch) in &kit.patches {
                 let mut bytes = spare.take_bytes();
                 patch.write_to(&mut bytes);

@@ -2,21 +2,21 @@
 //!
 //! Overwriting costs little more than the faults of its pages, one for each page that is written to for the first time through a map.
 //! While objects are decoded there is time for them: pages are made ready as soon as it is known that they will change, or, of a tensor
-//! with changes nearly everywhere, as soon as anything of the version has been decoded. That leaves their bytes as they are. It moves
-//! the files' times, which [`Targets::moved_times`] tells, and the kernel writes the pages once more.
+//! with changes nearly everywhere, as soon as its object is here. That leaves their bytes as they are. It moves the files' times, which
+//! [`Targets::moved_times`] tells, and the kernel writes the pages once more.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::{thread, vec};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
 
 use driftless_delta::Patch;
 use memmap2::MmapMut;
 
+use super::objects::Place;
 use crate::checkpoint::{Checkpoint, map};
 use crate::error::{Error, Result};
 use crate::manifest::Tensor;
@@ -106,44 +106,34 @@ impl Targets {
         Self { files: checkpoint.weight_files().filter_map(open).collect(), ..Self::default() }
     }
 
-    /// Does `work`, which says what of `checkpoint` will change, while a few threads make the pages of it ready: of tensors that are
-    /// `dense` all, of others what work says. What they have not come to when it is done is left to whoever writes there.
+    /// Does `work`, which says what of `checkpoint` will change, while a few threads make the pages of it ready: all pages of the `dense`
+    /// tensors, once something is decoded from the object that each of them is named with, and of others what work says. What they
+    /// have not come to when work is done is left to whoever writes there.
     pub(super) fn ready_while(
         &mut self,
         checkpoint: &Checkpoint,
-        dense: &[&Tensor],
+        dense: &[(Place, &Tensor)],
         work: impl FnOnce(&Ready<'_>) -> Result<()>,
     ) -> Result<()> {
-        let (begun, over) = (OnceLock::new(), AtomicBool::new(false));
         let files: BTreeMap<&Path, &[AtomicU8]> =
             self.files.iter_mut().map(|(path, target)| (path.as_path(), target.bytes())).collect();
         let count = if files.is_empty() { 0 } else { threads(THREADS_MAX) };
-        let (jobs, told) = sync_channel::<Job<'_>>(JOBS_MAX);
-        let names = dense.iter().map(|tensor| tensor.name.as_str()).collect();
-        let ready =
-            Ready { files, moved_times: &self.moved_times, checkpoint, dense: names, begun: &begun, jobs };
-        let whole: Vec<Job<'_>> = dense.iter().flat_map(|tensor| ready.whole(tensor)).collect();
-        let queue = Arc::new(Queue { dense: Mutex::new(whole.into_iter()), told: Mutex::new(told) });
+        let queue = Queue::default();
+        let ready = Ready::new(files, checkpoint, dense, (&self.moved_times, &queue));
         thread::scope(|scope| {
-            let (begun, over) = (&begun, &over);
+            let _over = Over(&queue);
             for _ in 0..count {
-                // Only the threads own the queue: where there are none, nothing is handed over, and nobody waits.
-                let queue = queue.clone();
-                let serve = move || {
-                    begun.wait();
+                let serve = || {
                     while let Some(job) = queue.next() {
-                        job.make_ready(over);
+                        job.make_ready(&queue.over);
                     }
                 };
                 // With fewer of them whoever writes to the pages makes them ready.
-                drop(thread::Builder::new().spawn_scoped(scope, serve));
+                if thread::Builder::new().spawn_scoped(scope, serve).is_ok() {
+                    queue.lock().threads += 1;
+                }
             }
-            drop(queue);
-            let _over = Over { begun, over };
-            let worked = work(&ready);
-            // The threads wait for more as long as it lives.
-            drop(ready);
-            worked
+            work(&ready)
         })
     }
 
@@ -161,22 +151,40 @@ impl Targets {
 /// Takes note of what will change.
 pub(super) struct Ready<'a> {
     files: BTreeMap<&'a Path, &'a [AtomicU8]>,
-    moved_times: &'a AtomicBool,
     checkpoint: &'a Checkpoint,
+    moved_times: &'a AtomicBool,
+    queue: &'a Queue<'a>,
     /// Names of the tensors all of whose pages are made ready.
     dense: BTreeSet<&'a str>,
-    begun: &'a OnceLock<()>,
-    jobs: SyncSender<Job<'a>>,
+    /// Their pages, by the object that has to be here first.
+    waiting: Mutex<BTreeMap<Place, Vec<Job<'a>>>>,
 }
 
 impl<'a> Ready<'a> {
-    /// A tensor will change by these patches, each with the byte of the tensor at which it begins. Before the first call no page is
-    /// made ready: a version of which nothing arrives costs no writing.
-    pub(super) fn will_change(&self, tensor: &Tensor, patches: &[(u64, Patch)]) {
-        if !self.dense.is_empty() {
-            self.moved_times.store(true, Relaxed);
+    fn new(
+        files: BTreeMap<&'a Path, &'a [AtomicU8]>,
+        checkpoint: &'a Checkpoint,
+        dense: &[(Place, &'a Tensor)],
+        (moved_times, queue): (&'a AtomicBool, &'a Queue<'a>),
+    ) -> Self {
+        let names = dense.iter().map(|(_, tensor)| tensor.name.as_str()).collect();
+        let waiting = Mutex::default();
+        let ready = Self { files, checkpoint, moved_times, queue, dense: names, waiting };
+        for (place, tensor) in dense {
+            lock(&ready.waiting).entry(*place).or_default().append(&mut ready.whole(tensor));
         }
-        let _ = self.begun.set(());
+        ready
+    }
+
+    /// A tensor will change by these patches, each with the byte of the tensor at which it begins. They were decoded from its pieces in
+    /// the `link`-th publication. Where nothing of an object arrives, no page that it would change is made ready for nothing.
+    pub(super) fn will_change(&self, link: usize, tensor: &Tensor, patches: &[(u64, Patch)]) {
+        for piece in &tensor.pieces {
+            if let Some(jobs) = lock(&self.waiting).remove(&(link, piece.object)) {
+                self.moved_times.store(true, Relaxed);
+                self.queue.add(jobs);
+            }
+        }
         if self.dense.contains(tensor.name.as_str()) {
             return;
         }
@@ -186,8 +194,7 @@ impl<'a> Ready<'a> {
                 // No page lies between changes that are less than a page apart.
                 let ranges = patch.byte_ranges(PAGE as u64).into_iter();
                 let ranges = ranges.map(|range| offset + range.start..offset + range.end).collect();
-                // Fails where there are no threads.
-                let _ = self.jobs.send(Job { tensor, bytes, phase, ranges });
+                self.queue.tell(Job { tensor, bytes, phase, ranges });
             }
         }
     }
@@ -219,32 +226,77 @@ impl<'a> Ready<'a> {
     }
 }
 
-/// What is to be made ready.
+/// What is to be made ready, and by how many.
+#[derive(Default)]
 struct Queue<'a> {
-    /// What was known from the beginning, first.
-    dense: Mutex<vec::IntoIter<Job<'a>>>,
-    told: Mutex<Receiver<Job<'a>>>,
+    state: Mutex<Waiting<'a>>,
+    changed: Condvar,
+    over: AtomicBool,
+}
+
+#[derive(Default)]
+struct Waiting<'a> {
+    /// Parts of whole tensors, which are first: a range each.
+    whole: VecDeque<Job<'a>>,
+    told: VecDeque<Job<'a>>,
+    threads: usize,
 }
 
 impl<'a> Queue<'a> {
-    /// `None` once there will be no more.
+    fn lock(&self) -> MutexGuard<'_, Waiting<'a>> {
+        lock(&self.state)
+    }
+
+    /// Waits for something to do; `None` once the work is over.
     fn next(&self) -> Option<Job<'a>> {
-        let known = self.dense.lock().unwrap_or_else(PoisonError::into_inner).next();
-        known.or_else(|| self.told.lock().unwrap_or_else(PoisonError::into_inner).recv().ok())
+        let mut state = self.lock();
+        while !self.over.load(Relaxed) {
+            if let Some(job) = state.whole.pop_front() {
+                return Some(job);
+            }
+            if let Some(job) = state.told.pop_front() {
+                self.changed.notify_all();
+                return Some(job);
+            }
+            // Ends with more to do, or with the work.
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        None
+    }
+
+    fn add(&self, jobs: Vec<Job<'a>>) {
+        self.lock().whole.extend(jobs);
+        self.changed.notify_all();
+    }
+
+    /// Waits until there is room; where there are no threads, nobody does.
+    fn tell(&self, job: Job<'a>) {
+        let mut state = self.lock();
+        while state.threads > 0 && state.told.len() >= JOBS_MAX {
+            // Each thread ends with the memory that it has begun, and takes another.
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.threads > 0 {
+            state.told.push_back(job);
+            self.changed.notify_all();
+        }
     }
 }
 
 /// Ends the threads when the work ends, whichever way it does.
-struct Over<'a> {
-    begun: &'a OnceLock<()>,
-    over: &'a AtomicBool,
+struct Over<'q, 'a>(&'q Queue<'a>);
+
+impl Drop for Over<'_, '_> {
+    fn drop(&mut self) {
+        // Under the lock, so that nobody is about to wait.
+        let _state = self.0.lock();
+        self.0.over.store(true, Relaxed);
+        self.0.changed.notify_all();
+    }
 }
 
-impl Drop for Over<'_> {
-    fn drop(&mut self) {
-        self.over.store(true, Relaxed);
-        let _ = self.begun.set(());
-    }
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -256,6 +308,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::write_weights;
     use crate::dtype::Dtype;
+    use crate::manifest::Piece;
     use crate::snapshot::TensorInfo;
 
     /// Of the map that begins at `begin`: KiB that are mapped, and KiB of them that this process has written to.
@@ -319,7 +372,7 @@ mod tests {
         let patches = [(0, patch.clone())];
         // More of them than may wait, and then, until so many KiB are ready, nothing.
         let tell = |ready: &Ready<'_>, tensor: &Tensor, kib: u64| {
-            (0..3 * JOBS_MAX).for_each(|_| ready.will_change(tensor, &patches));
+            (0..3 * JOBS_MAX).for_each(|_| ready.will_change(0, tensor, &patches));
             wait_until_ready(begin, kib);
             Ok(())
         };
@@ -329,21 +382,27 @@ mod tests {
         targets.ready_while(&checkpoint, &[], |ready| tell(ready, &tensor("a", Some("b")), 12)).unwrap();
         assert!(targets.moved_times());
         assert!(targets.take(&path).unwrap().map[..] == before[..]);
-        // Of what is dense all pages, but none before something has come.
+        // Of what is dense all pages, but none before something of its object has come.
         let (mut targets, dense) = (Targets::open(&checkpoint), tensor("a", Some("b")));
         let begin = targets.files[&path].map.as_ptr();
-        targets.ready_while(&checkpoint, &[&dense], |_| Ok(())).unwrap();
-        assert!(!targets.moved_times() && mapped_and_dirty(begin) == (0, 0), "nothing came");
-        let tell = |ready: &Ready<'_>| {
-            ready.will_change(&stranger, &patches);
+        let piece = Piece { start: 0, elements: 1, object: 7, offset: 0, length: 1 };
+        let neighbour = Tensor { pieces: vec![piece], ..stranger.clone() };
+        let other_link = |ready: &Ready<'_>| {
+            ready.will_change(0, &neighbour, &patches);
+            Ok(())
+        };
+        targets.ready_while(&checkpoint, &[((1, 7), &dense)], other_link).unwrap();
+        assert!(!targets.moved_times() && mapped_and_dirty(begin) == (0, 0), "another version's object");
+        let its_link = |ready: &Ready<'_>| {
+            ready.will_change(1, &neighbour, &patches);
             wait_until_ready(begin, 4 << 10);
             Ok(())
         };
-        targets.ready_while(&checkpoint, &[&dense], tell).unwrap();
+        targets.ready_while(&checkpoint, &[((1, 7), &dense)], its_link).unwrap();
         assert!(targets.moved_times() && targets.take(&path).unwrap().map[..] == before[..]);
         // Nobody waits where there are no files, and an error comes back.
-        let failed = Targets::default().ready_while(&checkpoint, &[&dense], |ready| {
-            (0..3 * JOBS_MAX).for_each(|_| ready.will_change(&tensor("b", None), &patches));
+        let failed = Targets::default().ready_while(&checkpoint, &[((0, 7), &dense)], |ready| {
+            (0..3 * JOBS_MAX).for_each(|_| ready.will_change(0, &tensor("b", None), &patches));
             Err(Error::Cancelled { what: "the test" })
         });
         assert!(matches!(failed, Err(Error::Cancelled { .. })), "{failed:?}");
