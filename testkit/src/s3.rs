@@ -95,8 +95,9 @@ async fn answer(State(bucket): State<Arc<Mutex<Bucket>>>, request: Request) -> R
         if let Some(Fault::Before(status)) = fault {
             return refuse(status, "Injected");
         }
-        if fault == Some(Fault::Replaced) {
-            let (bytes, tag) = bucket.objects[&key].clone();
+        if let Some((bytes, tag)) =
+            bucket.objects.get(&key).cloned().filter(|_| fault == Some(Fault::Replaced))
+        {
             let other = bytes.iter().map(|byte| byte ^ 0xff).collect::<Vec<_>>();
             bucket.objects.insert(key.clone(), (other.into(), tag + 1000));
         }
@@ -245,4 +246,42 @@ fn percent(path: &str) -> String {
         rest = behind;
     }
     String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::TcpStream;
+
+    use super::*;
+
+    #[test]
+    fn odd_requests_are_answered() {
+        let server = Server::start();
+        server.with(|bucket| {
+            bucket.objects.insert("k%zz".into(), (Bytes::from_static(b"0123456789"), 1));
+            bucket.faults.push_back(("GET", Fault::Replaced));
+        });
+        let status = |method: &str, path: &str, header: &str| -> String {
+            let mut peer = TcpStream::connect(server.addr).unwrap();
+            let head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{header}\r\n");
+            peer.write_all(head.as_bytes()).unwrap();
+            let mut answer = String::new();
+            peer.read_to_string(&mut answer).unwrap();
+            answer.split(' ').nth(1).unwrap_or_default().to_owned()
+        };
+        assert_eq!(status("GET", "/bucket/nothing", ""), "404", "to be replaced, and not there");
+        assert_eq!(status("GET", "/bucket/k%25zz", "range: bytes=2-5\r\n"), "206");
+        assert_eq!(status("GET", "/bucket/k%zz", "range: bytes=2-99\r\n"), "206", "no escape");
+        for (range, expected) in [("2-", "400"), ("x-5", "400"), ("5-2", "416"), ("10-12", "416")] {
+            let header = format!("range: bytes={range}\r\n");
+            assert_eq!(status("GET", "/bucket/k%25zz", &header), expected, "{range}");
+        }
+        for query in ["uploadId=u", "uploadId=u&partNumber=x", "uploadId=u&partNumber=1"] {
+            let path = format!("/bucket/k?{query}");
+            let expected = if query.ends_with('1') { "404" } else { "400" };
+            assert_eq!(status("PUT", &path, "content-length: 0\r\n"), expected, "{query}");
+        }
+        assert_eq!(status("GET", "/bucket/%", ""), "404");
+    }
 }
