@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use crate::{Error, Result};
@@ -19,6 +19,11 @@ pub(crate) struct Bounds {
 /// The threads that this machine gives, at most `max`.
 pub(crate) fn threads(max: usize) -> usize {
     thread::available_parallelism().map_or(1, usize::from).min(max)
+}
+
+/// Locks what no panic leaves in halves.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Takes the items `weights` stands for through `feed` (on this thread, in order), `work` (on `bounds.threads` others) and
@@ -116,7 +121,7 @@ fn serve<J, T>(
     work: &(impl Fn(J) -> Result<T> + Sync),
 ) {
     loop {
-        let received = inbox.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let received = lock(inbox).recv();
         let Ok((index, job)) = received else { return };
         let mut reply = Reply { index, outbox, result: None };
         reply.result = Some(work(job));

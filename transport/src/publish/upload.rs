@@ -2,10 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use crate::manifest::{Object, Part};
+use crate::pool::lock;
 use crate::{ContentDigest, Error, Key, PutMode, Result, Store};
 
 /// Objects at the beginning of a publication that grow, each to twice the bytes of the one before, up to the size of the others.
@@ -97,10 +98,6 @@ pub(super) fn with_uploads<T>(
 
 fn next(receiver: &Mutex<Receiver<(usize, Vec<u8>)>>) -> Option<(usize, Vec<u8>)> {
     lock(receiver).recv().ok()
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Puts payloads one behind the other into objects of bounded size.

@@ -11,7 +11,7 @@ use super::journal::{Record, Writer};
 use super::objects::{Objects, Place};
 use super::spare::{Kit, Spare};
 use super::state::{Copy, State, Tables, digests_to_bytes};
-use super::target::{Ready, Targets};
+use super::target::{PAGE, Ready, Targets};
 use crate::checkpoint::{sync_dir, write_weights};
 use crate::error::{Error, Result};
 use crate::manifest::{File, Kind, Manifest, Piece, Tensor};
@@ -30,8 +30,6 @@ const DECODED_PER_BYTE: u64 = 8;
 /// Bytes of payload for each page of a tensor from which on nearly all of its pages change: at random places some three changes, of
 /// which one page in twenty gets none. Where changes lie together more pages than that stay as they are, and are made ready in vain.
 const DENSE_BYTES: u64 = 4;
-/// Bytes of a page.
-const PAGE: u64 = 4096;
 /// Most threads that decode.
 const THREADS_MAX: usize = 16;
 /// Most versions that one apply takes at once.
@@ -123,25 +121,25 @@ pub(super) fn journal_deltas(
 
 /// Tensors with changes on nearly every page, each with the object that is the first to change it.
 fn dense_tensors(links: &[Committed]) -> Result<Vec<(Place, &Tensor)>> {
-    let Some(last) = links.last() else { return Ok(Vec::new()) };
     let mut dense = Vec::new();
-    for (index, tensor) in last.manifest.tensors.iter().enumerate() {
-        let pieces = || {
-            steps(links, index)
-                .flat_map(|(number, tensor)| tensor.pieces.iter().map(move |piece| (number, piece)))
-        };
-        let payloads = pieces().fold(0u64, |sum, (_, piece)| sum.saturating_add(piece.length));
-        if let Some((number, first)) = pieces().next()
-            && is_dense(payloads, tensor.info().byte_len()?)
-        {
-            dense.push(((number, first.object), tensor));
-        }
+    let tensors = links.last().map_or(&[][..], |last| &last.manifest.tensors);
+    for (index, tensor) in tensors.iter().enumerate() {
+        let pieces = steps(links, index)
+            .flat_map(|(number, tensor)| tensor.pieces.iter().map(move |piece| (number, piece)));
+        dense.extend(place_if_dense(pieces, tensor.info().byte_len()?).map(|place| (place, tensor)));
     }
     Ok(dense)
 }
 
-fn is_dense(payload_bytes: u64, tensor_bytes: u64) -> bool {
-    payload_bytes >= tensor_bytes.div_ceil(PAGE).max(1).saturating_mul(DENSE_BYTES)
+/// The first object of these pieces, each with its link, if they are dense in a tensor of so many bytes.
+fn place_if_dense<'a>(
+    mut pieces: impl Iterator<Item = (usize, &'a Piece)>,
+    tensor_bytes: u64,
+) -> Option<Place> {
+    let (number, first) = pieces.next()?;
+    let payloads = pieces.fold(first.length, |sum, (_, piece)| sum.saturating_add(piece.length));
+    let dense = payloads >= tensor_bytes.div_ceil(PAGE as u64).saturating_mul(DENSE_BYTES);
+    dense.then_some((number, first.object))
 }
 
 /// About how long the journal of these deltas will be: for each change its place and its value, of two bytes each in the most
@@ -518,4 +516,26 @@ pub(crate) fn check_same_form(base: &Manifest, new: &Manifest) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dense_is_what_has_four_bytes_of_payload_a_page_wherever_they_come_from() {
+        let piece = |object, length| Piece { start: 0, elements: 1, object, offset: 0, length };
+        let place = |pieces: &[(usize, Piece)], pages: u64| {
+            place_if_dense(pieces.iter().map(|(number, piece)| (*number, piece)), pages * PAGE as u64)
+        };
+        assert_eq!(place(&[(0, piece(5, 400))], 100), Some((0, 5)));
+        assert_eq!(place(&[(0, piece(5, 399))], 100), None);
+        assert_eq!(
+            place(&[(2, piece(7, 300)), (3, piece(1, 100))], 100),
+            Some((2, 7)),
+            "the first of a fold"
+        );
+        assert_eq!(place(&[(2, piece(7, u64::MAX)), (3, piece(1, u64::MAX))], 100), Some((2, 7)));
+        assert_eq!(place(&[], 0), None, "nothing changes it");
+    }
 }

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 
 use crate::error::{Error, Result};
 use crate::manifest::Object;
+use crate::pool::lock;
 use crate::run::Committed;
 
 /// Bytes of objects that are kept for the next tensor; what is in use stays besides.
@@ -219,8 +220,4 @@ impl Drop for Over<'_, '_> {
         lock(&self.0.ahead).over = true;
         self.0.moved.notify_all();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -4,9 +4,11 @@
 //! other, because a process has one list of maps.
 
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use driftless_delta::{Decoder, Patch};
+
+use crate::pool::lock;
 
 /// What is larger is not kept: sixteen threads that have each seen an embedding would hold too much.
 const KEPT_BYTES: usize = 2 << 20;
@@ -66,10 +68,6 @@ fn take<T: Default>(from: &Mutex<Vec<T>>) -> T {
 
 fn give<T>(to: &Mutex<Vec<T>>, value: T) {
     lock(to).push(value);
-}
-
-fn lock<T>(values: &Mutex<Vec<T>>) -> MutexGuard<'_, Vec<T>> {
-    values.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 
 use driftless_delta::Patch;
@@ -20,10 +20,10 @@ use super::objects::Place;
 use crate::checkpoint::{Checkpoint, map};
 use crate::error::{Error, Result};
 use crate::manifest::Tensor;
-use crate::pool::threads;
+use crate::pool::{lock, threads};
 
 /// What pages are counted in; where the kernel's are larger, it makes those ready that these lie in.
-const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
 /// Threads that make pages ready. They share a lock of each file's: of a file of 4 GiB in folios of 2 MiB all pages are ready after 0.10 s
 /// with one thread, 0.04 s with four, 0.03 s with eight, and 0.06 s with sixteen. Those that decode do so sooner beside few of them.
 const THREADS_MAX: usize = 6;
@@ -130,7 +130,7 @@ impl Targets {
                 };
                 // With fewer of them whoever writes to the pages makes them ready.
                 if thread::Builder::new().spawn_scoped(scope, serve).is_ok() {
-                    queue.lock().threads += 1;
+                    lock(&queue.state).threads += 1;
                 }
             }
             work(&ready)
@@ -243,13 +243,9 @@ struct Waiting<'a> {
 }
 
 impl<'a> Queue<'a> {
-    fn lock(&self) -> MutexGuard<'_, Waiting<'a>> {
-        lock(&self.state)
-    }
-
     /// Waits for something to do; `None` once the work is over.
     fn next(&self) -> Option<Job<'a>> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         while !self.over.load(Relaxed) {
             if let Some(job) = state.whole.pop_front() {
                 return Some(job);
@@ -265,13 +261,13 @@ impl<'a> Queue<'a> {
     }
 
     fn add(&self, jobs: Vec<Job<'a>>) {
-        self.lock().whole.extend(jobs);
+        lock(&self.state).whole.extend(jobs);
         self.changed.notify_all();
     }
 
     /// Waits until there is room; where there are no threads, nobody does.
     fn tell(&self, job: Job<'a>) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         while state.threads > 0 && state.told.len() >= JOBS_MAX {
             // Each thread ends with the memory that it has begun, and takes another.
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -289,14 +285,10 @@ struct Over<'q, 'a>(&'q Queue<'a>);
 impl Drop for Over<'_, '_> {
     fn drop(&mut self) {
         // Under the lock, so that nobody is about to wait.
-        let _state = self.0.lock();
+        let _state = lock(&self.0.state);
         self.0.over.store(true, Relaxed);
         self.0.changed.notify_all();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
