@@ -169,22 +169,42 @@ fn who_does_not_read_is_closed() {
     eventually("it is forgotten", || rendezvous.clients() == 0);
 }
 
+/// Asks how many keys there are, as only a rank does.
+fn asks(stream: &mut TcpStream) -> bool {
+    stream.write_all(&[7]).is_ok() && stream.read_exact(&mut [0; 8]).is_ok()
+}
+
+fn greeted(rendezvous: &Rendezvous) -> TcpStream {
+    let mut stream = connect(rendezvous);
+    stream.write_all(&GREETING).unwrap();
+    stream
+}
+
 #[test]
 fn connections_are_bounded() {
     let rendezvous = start(RendezvousOptions { connections_max: 2, ..RendezvousOptions::default() });
-    let mut first = connect(&rendezvous);
-    first.write_all(&GREETING).unwrap();
-    let mut second = connect(&rendezvous);
-    second.write_all(&GREETING).unwrap();
-    assert!(served(&mut first) && served(&mut second));
-    let mut third = connect(&rendezvous);
-    assert!(closed(&mut third));
+    let (mut first, mut second) = (greeted(&rendezvous), greeted(&rendezvous));
+    assert!(asks(&mut first) && asks(&mut second));
+    let mut third = greeted(&rendezvous);
+    third.write_all(&[7]).unwrap();
+    assert!(asks(&mut first) && asks(&mut second), "who has asked for something stays");
+    assert_eq!(rendezvous.clients(), 2);
     second.shutdown(Shutdown::Both).unwrap();
-    eventually("there is room again", || rendezvous.clients() < 2);
-    eventually("and it is taken", || {
-        let mut fourth = connect(&rendezvous);
-        fourth.write_all(&GREETING).is_ok() && served(&mut fourth)
-    });
+    third.read_exact(&mut [0; 8]).unwrap();
+    assert!(asks(&mut first) && asks(&mut third), "and who waits is next");
+}
+
+#[test]
+fn silent_connections_make_room_for_ranks() {
+    let rendezvous = start(RendezvousOptions { connections_max: 4, ..RendezvousOptions::default() });
+    let mut rank = greeted(&rendezvous);
+    assert!(asks(&mut rank));
+    let mut strangers: Vec<TcpStream> = (0..200).map(|_| greeted(&rendezvous)).collect();
+    let mut other = greeted(&rendezvous);
+    assert!(asks(&mut other), "whoever is silent does not keep a rank out");
+    assert!(asks(&mut rank), "nor drive one away");
+    assert!(rendezvous.clients() <= 4);
+    assert!(closed(&mut strangers[0]));
 }
 
 #[test]

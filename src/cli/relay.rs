@@ -50,7 +50,7 @@ pub(crate) struct Args {
     /// File holding the token that followers must bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Connections at the same time.
+    /// Connections at the same time; fewer where the process may open few files (ulimit -n).
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u16).range(1..))]
     connections: u16,
 }
@@ -62,7 +62,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let mut options = RelayOptions::new(args.listen, &args.cache_dir);
     options.cache_bytes = args.cache_gib << 30;
     options.token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-    options.connections = args.connections.into();
+    options.limits.connections = args.connections.into();
     if let Some(listen) = args.listen_ucx {
         options.ucx = Some((listen, Fabric::open(&FabricOptions::default())?));
     }

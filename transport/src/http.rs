@@ -20,6 +20,7 @@ use tokio::sync::oneshot;
 use crate::error::{Error, Result};
 use crate::follow::{Follower, Prepared, chain_text};
 use crate::ids::Version;
+use crate::listen::{Limits, admit, serve_http};
 
 /// Requests carry a version number at most.
 const BODY_BYTES_MAX: usize = 4096;
@@ -62,17 +63,17 @@ impl Server {
 
 impl Server {
     /// Runs `serving` on a thread of its own until the server is dropped.
-    pub(crate) fn run<E: std::fmt::Debug>(
+    pub(crate) fn run(
         runtime: runtime::Runtime,
         addr: SocketAddr,
         name: &str,
-        serving: impl Future<Output = std::result::Result<(), E>> + Send + 'static,
+        serving: impl Future<Output = ()> + Send + 'static,
     ) -> Result<Self> {
         let (stop, stopped) = oneshot::channel::<()>();
         let thread = thread::Builder::new().name(name.into()).spawn(move || {
             runtime.block_on(async {
                 tokio::select! {
-                    ended = serving => tracing::error!(?ended, "the HTTP server ended"),
+                    () = serving => {}
                     _ = stopped => {}
                 }
             });
@@ -106,7 +107,7 @@ impl Token {
             let error = Body { kind: "unauthorized", message: "missing or wrong bearer token".into() };
             return (StatusCode::UNAUTHORIZED, Json(Failure { error })).into_response();
         }
-        next.run(request).await
+        admit(request, next).await
     }
 }
 
@@ -135,6 +136,20 @@ impl Drop for Server {
 /// [`Error::BadSetting`] for an address other than loopback without a token, or an empty token;
 /// [`Error::Listen`] if the address cannot be had.
 pub fn serve(follower: Follower, addr: SocketAddr, token: Option<String>) -> Result<Server> {
+    serve_within(follower, addr, token, Limits::default())
+}
+
+/// [`serve`], with limits of the caller's for those who connect.
+///
+/// # Errors
+///
+/// As [`serve`].
+pub fn serve_within(
+    follower: Follower,
+    addr: SocketAddr,
+    token: Option<String>,
+    limits: Limits,
+) -> Result<Server> {
     check_exposure("follower address", addr, token.as_deref())?;
     let listen = |source| Error::Listen { addr, source };
     let runtime = runtime::Builder::new_current_thread()
@@ -146,7 +161,7 @@ pub fn serve(follower: Follower, addr: SocketAddr, token: Option<String>) -> Res
     let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
     let addr = listener.local_addr().map_err(listen)?;
     let router = router(follower, token);
-    Server::run(runtime, addr, "follower-http", async move { axum::serve(listener, router).await })
+    Server::run(runtime, addr, "follower-http", serve_http(listener, limits, router))
 }
 
 /// Refuses to listen beyond loopback addresses without a token; `name` says who wants to.

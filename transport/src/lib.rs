@@ -15,6 +15,7 @@ pub mod gc;
 pub mod http;
 mod ids;
 mod key;
+pub mod listen;
 pub mod manifest;
 mod pool;
 mod publish;

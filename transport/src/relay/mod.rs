@@ -5,7 +5,6 @@
 //! can change (heads, manifests, leases) followers read at the origin. The wire format is documented in `docs/wire/relay.md`.
 
 mod cache;
-mod listen;
 mod recent;
 #[cfg(feature = "client")]
 mod relays;
@@ -29,6 +28,7 @@ use crate::follow::chain_text;
 use crate::http::{Server, check_exposure};
 use crate::ids::ContentDigest;
 use crate::key::Key;
+use crate::listen::Limits;
 use crate::manifest::{OBJECT_BYTES_MAX, Object};
 use crate::replica::{Lock, create_dir_synced};
 use crate::store::Store;
@@ -63,8 +63,8 @@ pub struct RelayOptions {
     pub cache_bytes: u64,
     /// The bearer token that clients have to bring; needed beyond loopback addresses.
     pub token: Option<String>,
-    /// Connections at the same time, 256 by default; others wait to be accepted.
-    pub connections: usize,
+    /// What those who connect may take.
+    pub limits: Limits,
     /// Where it listens for followers that ask over UCX as well, and with which UCX.
     #[cfg(feature = "ucx")]
     pub ucx: Option<(SocketAddr, crate::fabric::Fabric)>,
@@ -79,7 +79,7 @@ impl RelayOptions {
             cache_dir: cache_dir.into(),
             cache_bytes: 64 << 30,
             token: None,
-            connections: 256,
+            limits: Limits::default(),
             #[cfg(feature = "ucx")]
             ucx: None,
         }
@@ -126,7 +126,7 @@ pub fn serve(origin: Arc<dyn Store>, options: RelayOptions) -> Result<Server> {
     if let Some((listen, _)) = &options.ucx {
         check_exposure("relay address for UCX", *listen, options.token.as_deref())?;
     }
-    if options.connections == 0 {
+    if options.limits.connections == 0 {
         let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
         return Err(Error::BadSetting { name: "connections", expected, found });
     }

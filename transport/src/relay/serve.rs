@@ -20,10 +20,10 @@ use tokio::runtime;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::cache::{Content, Fill};
-use super::listen::Bounded;
 use super::{Refusal, Relay, RelayOptions};
 use crate::error::{Error, Result};
 use crate::http::{Server, Token};
+use crate::listen::serve_http;
 
 /// Threads that send and receive.
 const THREADS: usize = 2;
@@ -44,16 +44,21 @@ pub(super) fn start(relay: Arc<Relay>, options: RelayOptions) -> Result<Server> 
         .map_err(listen)?;
     let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
     let addr = listener.local_addr().map_err(listen)?;
-    let listener = Bounded::new(listener, options.connections);
     #[cfg(feature = "ucx")]
     let sessions = options.ucx.map(|(addr, fabric)| {
-        super::Sessions::start(relay.clone(), fabric, addr, options.token.as_deref(), &runtime)
+        super::Sessions::start(
+            relay.clone(),
+            fabric,
+            addr,
+            options.token.as_deref(),
+            options.limits,
+            &runtime,
+        )
     });
     #[cfg(feature = "ucx")]
     let sessions = sessions.transpose()?;
     let router = router(relay, options.token);
-    let serving = async move { axum::serve(listener, router).await };
-    let server = Server::run(runtime, addr, "relay-http", serving)?;
+    let server = Server::run(runtime, addr, "relay-http", serve_http(listener, options.limits, router))?;
     #[cfg(feature = "ucx")]
     let server = server.beside(sessions);
     Ok(server)

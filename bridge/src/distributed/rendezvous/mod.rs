@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use driftless_transport::listen::{Admission, Limits, accept};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, oneshot};
@@ -19,15 +20,18 @@ use tokio::time::Instant;
 
 use crate::{Error, Result};
 use state::{Client, Reply, State};
-use wire::Violation;
+use wire::{Request, Violation};
 
 /// Most replies that lie ready for a client. A client has one request under way; only one that does not read gets here.
 const REPLIES_MAX: usize = 64;
+/// Descriptors that are left to the rest of the process.
+const FILES_KEPT: u64 = 256;
 
 /// Bounds of a [`Rendezvous`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RendezvousOptions {
-    /// Most connections at a time; further ones are closed as they come.
+    /// Most connections at a time, fewer where the process may open few files. For a further one, the oldest that has asked for
+    /// nothing is closed; where all have, it waits.
     pub connections_max: usize,
     /// How long a client may take to greet, to finish a request it began, or to read a reply. Between requests it may be silent.
     pub deadline: Duration,
@@ -64,11 +68,15 @@ impl Rendezvous {
         let (stop, stopped) = oneshot::channel();
         let shared = Arc::<Mutex<Shared>>::default();
         let served = shared.clone();
+        let mut limits = Limits::default();
+        (limits.connections, limits.files_kept) = (options.connections_max, FILES_KEPT);
         let serve = move || {
             runtime.block_on(async {
                 match TcpListener::from_std(listener) {
                     Ok(listener) => tokio::select! {
-                        () = accept(listener, options, served) => {}
+                        () = accept(listener, limits, |stream, admission| {
+                            attend(stream, admission, options.deadline, served.clone())
+                        }) => {}
                         _ = stopped => {}
                     },
                     Err(error) => tracing::error!(%error, "the rendezvous cannot listen"),
@@ -141,40 +149,20 @@ fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-async fn accept(listener: TcpListener, options: RendezvousOptions, shared: Arc<Mutex<Shared>>) {
-    // Connections live in tasks of this set: when it is dropped, they are closed.
-    let mut connections = tokio::task::JoinSet::new();
-    loop {
-        let (stream, peer) = match listener.accept().await {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                // Out of descriptors, most likely: whoever is connected goes on.
-                tracing::warn!(%error, "the rendezvous could not accept a connection");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-                continue;
-            }
-        };
-        while connections.try_join_next().is_some() {}
-        if connections.len() >= options.connections_max {
-            tracing::warn!(%peer, max = options.connections_max, "the rendezvous is full");
-            continue;
-        }
-        let shared = shared.clone();
-        connections.spawn(async move {
-            let (client, outbox) = {
-                let mut shared = lock(&shared);
-                let (sender, outbox) = mpsc::channel(REPLIES_MAX);
-                shared.next += 1;
-                let client = shared.next;
-                shared.outboxes.insert(client, sender);
-                (client, outbox)
-            };
-            let _leave = Leave { shared: &shared, client };
-            match serve(stream, options.deadline, &shared, client, outbox).await {
-                Ok(()) => tracing::debug!(%peer, "left the rendezvous"),
-                Err(error) => tracing::warn!(%peer, %error, "the rendezvous closed a connection"),
-            }
-        });
+async fn attend(stream: TcpStream, admission: Admission, deadline: Duration, shared: Arc<Mutex<Shared>>) {
+    let (client, outbox) = {
+        let mut shared = lock(&shared);
+        let (sender, outbox) = mpsc::channel(REPLIES_MAX);
+        shared.next += 1;
+        let client = shared.next;
+        shared.outboxes.insert(client, sender);
+        (client, outbox)
+    };
+    let _leave = Leave { shared: &shared, client };
+    let peer = stream.peer_addr().ok();
+    match serve(stream, &admission, deadline, &shared, client, outbox).await {
+        Ok(()) => tracing::debug!(?peer, "left the rendezvous"),
+        Err(error) => tracing::warn!(?peer, %error, "the rendezvous closed a connection"),
     }
 }
 
@@ -205,6 +193,7 @@ enum Closed {
 /// Serves a client until it leaves.
 async fn serve(
     mut stream: TcpStream,
+    admission: &Admission,
     deadline: Duration,
     shared: &Mutex<Shared>,
     client: Client,
@@ -234,6 +223,10 @@ async fn serve(
                 while let Some((request, length)) = wire::decode(&received)? {
                     received.drain(..length);
                     due = None;
+                    // There are no passwords here; whoever asks for nothing is no rank.
+                    if !matches!(request, Request::Validate(_) | Request::Ping(_)) {
+                        admission.grant();
+                    }
                     let mut shared = lock(shared);
                     let replies = shared.state.handle(client, request)?;
                     shared.send(replies);

@@ -10,9 +10,15 @@ use serde::de::DeserializeOwned;
 use crate::error::{Error, Result};
 
 /// Longest document: an address of a host with many network devices, in hex.
-const DOCUMENT_BYTES_MAX: usize = 256 << 10;
+pub(super) const DOCUMENT_BYTES_MAX: usize = 256 << 10;
 /// How long a read goes on before it is asked whether it should.
 const SLICE: Duration = Duration::from_millis(200);
+
+/// A document behind its length.
+pub(super) fn frame(document: &impl Serialize) -> serde_json::Result<Vec<u8>> {
+    let body = serde_json::to_vec(document)?;
+    Ok([&(body.len() as u32).to_le_bytes()[..], &body].concat())
+}
 
 #[derive(Debug)]
 pub(super) struct Control {
@@ -41,8 +47,7 @@ impl Control {
     /// [`Error::LinkLost`] if the other side is gone or takes nothing until `deadline`.
     pub(super) fn tell(&mut self, document: &impl Serialize, deadline: Duration) -> Result<()> {
         let lost = |control: &Self, error: String| control.lost("tell", error);
-        let body = serde_json::to_vec(document).map_err(|error| lost(self, error.to_string()))?;
-        let frame = [&(body.len() as u32).to_le_bytes()[..], &body].concat();
+        let frame = frame(document).map_err(|error| lost(self, error.to_string()))?;
         let sent = self.stream.set_write_timeout(Some(deadline)).and_then(|()| self.stream.write_all(&frame));
         sent.map_err(|error| lost(self, error.to_string()))
     }

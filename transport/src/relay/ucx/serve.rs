@@ -1,5 +1,6 @@
 //! The relay's side: a thread a session.
 
+use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -9,15 +10,17 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::{Handle, Runtime};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 
-use super::control::Control;
+use super::control::{Control, DOCUMENT_BYTES_MAX, frame};
 use super::{Answer, Ask, Failure, Hello, PROTOCOL, WORD_DEADLINE, patience};
 use crate::error::{Error, Result};
 use crate::fabric::{Bucket, Fabric, Link};
+use crate::listen::{Admission, Limits, accept};
 use crate::relay::cache::Content;
 use crate::relay::{Refusal, Relay, WAIT_DEADLINE};
 use crate::replica::crash_point;
@@ -28,8 +31,6 @@ const SESSIONS_MAX: usize = 256;
 const IDLE_BYTES_MAX: usize = 256 << 20;
 /// A session in which nothing is asked for so long ends.
 const IDLE_DEADLINE: Duration = Duration::from_secs(600);
-/// Pause after a connection that could not be accepted, such as for want of file descriptors.
-const PAUSE: Duration = Duration::from_millis(100);
 
 /// The sessions of a relay. Dropping it ends them.
 #[derive(Debug)]
@@ -56,6 +57,7 @@ impl Sessions {
         fabric: Fabric,
         addr: SocketAddr,
         token: Option<&str>,
+        limits: Limits,
         runtime: &Runtime,
     ) -> Result<Self> {
         let listen = |source| Error::Listen { addr, source };
@@ -70,8 +72,13 @@ impl Sessions {
             runtime: runtime.handle().clone(),
             idle: Arc::new(Semaphore::new(IDLE_BYTES_MAX)),
             ends: ends.clone(),
+            threads: threads.clone(),
         };
-        let accepting = runtime.spawn(accept(listener, shared, threads.clone())).abort_handle();
+        let limits = Limits { connections: SESSIONS_MAX, ..limits };
+        let accepting = accept(listener, limits, move |stream, admission| {
+            greet(stream, admission, shared.clone(), limits.authorise)
+        });
+        let accepting = runtime.spawn(accepting).abort_handle();
         Ok(Self { addr, ends, accepting, threads })
     }
 
@@ -102,48 +109,26 @@ struct Shared {
     runtime: Handle,
     idle: Arc<Semaphore>,
     ends: Arc<AtomicBool>,
+    threads: Threads,
 }
 
 /// A bucket, and its share of what all buckets of its kind may hold.
 type Placed = (Bucket, OwnedSemaphorePermit);
 
-async fn accept(listener: TcpListener, shared: Shared, threads: Threads) {
-    let places = Arc::new(Semaphore::new(SESSIONS_MAX));
-    loop {
-        // Closed it is never; if it were, the bound would be gone and nothing else.
-        let place = places.clone().acquire_owned().await.ok();
-        let begun = match listener.accept().await {
-            Ok((stream, peer)) => begin(stream, peer, shared.clone(), place),
-            Err(error) => Err(error),
-        };
-        match begun {
-            Ok(thread) => {
-                let mut threads = lock(&threads);
-                threads.retain(|thread| !thread.is_finished());
-                threads.push(thread);
-            }
-            Err(error) => {
-                tracing::warn!(%error, "a UCX session was not begun");
-                tokio::time::sleep(PAUSE).await;
-            }
+/// Hears who has come. A stranger costs no thread and no link.
+async fn greet(mut stream: TcpStream, admission: Admission, shared: Shared, deadline: Duration) {
+    let begun = match tokio::time::timeout(deadline, shared.greeting(&mut stream)).await {
+        Ok(Ok(Some(hello))) => {
+            admission.grant();
+            shared.begin(stream, hello, admission)
         }
+        Ok(Ok(None)) => Ok(()),
+        Ok(Err(error)) => Err(error),
+        Err(_) => Err(io::ErrorKind::TimedOut.into()),
+    };
+    if let Err(error) = begun {
+        tracing::debug!(%error, "a UCX session was not begun");
     }
-}
-
-fn begin(
-    stream: TcpStream,
-    peer: SocketAddr,
-    shared: Shared,
-    place: Option<OwnedSemaphorePermit>,
-) -> std::io::Result<JoinHandle<()>> {
-    let stream = stream.into_std()?;
-    thread::Builder::new().name("relay-ucx".into()).spawn(move || {
-        let ended = Control::new(stream, peer.to_string()).and_then(|control| shared.session(control));
-        if let Err(error) = ended {
-            tracing::debug!(error = &error as &dyn std::error::Error, "a UCX session ended");
-        }
-        drop(place);
-    })
 }
 
 impl Shared {
@@ -151,11 +136,53 @@ impl Shared {
         !self.ends.load(Relaxed)
     }
 
+    /// What a follower says first; `None` for one that was told that it may not come in.
+    async fn greeting(&self, stream: &mut TcpStream) -> io::Result<Option<Hello>> {
+        let length = stream.read_u32_le().await? as usize;
+        if length > DOCUMENT_BYTES_MAX {
+            return Err(io::Error::other(format!("a document of {length} bytes")));
+        }
+        let mut body = vec![0; length];
+        stream.read_exact(&mut body).await?;
+        let hello = serde_json::from_slice(&body)?;
+        match self.check(&hello) {
+            Ok(()) => Ok(Some(hello)),
+            Err(refusal) => {
+                stream.write_all(&frame(&refusal.answer())?).await?;
+                Ok(None)
+            }
+        }
+    }
+
+    fn begin(self, stream: TcpStream, hello: Hello, admission: Admission) -> io::Result<()> {
+        let (peer, stream) = (stream.peer_addr()?, stream.into_std()?);
+        let threads = self.threads.clone();
+        let mut threads = lock(&threads);
+        // The end is told first, and joins the threads that are here then.
+        if !self.going() {
+            return Ok(());
+        }
+        let thread = thread::Builder::new().name("relay-ucx".into()).spawn(move || {
+            let ended =
+                Control::new(stream, peer.to_string()).and_then(|control| self.session(control, &hello));
+            if let Err(error) = ended {
+                tracing::debug!(error = &error as &dyn std::error::Error, "a UCX session ended");
+            }
+            drop(admission);
+        })?;
+        threads.retain(|thread| !thread.is_finished());
+        threads.push(thread);
+        Ok(())
+    }
+
     /// All that one follower asks for.
-    fn session(&self, mut control: Control) -> Result<()> {
-        let hello: Hello = control.hear(WORD_DEADLINE, &|| self.going())?;
+    fn session(&self, mut control: Control, hello: &Hello) -> Result<()> {
         let mut link = self.fabric.link(control.peer())?;
-        match self.greet(&hello, &mut link) {
+        let bad = |message: String| Refusal::new(StatusCode::BAD_REQUEST, "bad_request", message);
+        let address = hex::decode(&hello.address).map_err(|error| bad(error.to_string()));
+        let connected =
+            address.and_then(|address| link.connect(&address).map_err(|error| bad(error.to_string())));
+        match connected {
             Ok(()) => control.tell(&Answer::default(), WORD_DEADLINE)?,
             Err(refusal) => return control.tell(&refusal.answer(), WORD_DEADLINE),
         }
@@ -181,10 +208,10 @@ impl Shared {
         }
     }
 
-    fn greet(&self, hello: &Hello, link: &mut Link) -> std::result::Result<(), Refusal> {
-        let bad = |message: String| Refusal::new(StatusCode::BAD_REQUEST, "bad_request", message);
+    fn check(&self, hello: &Hello) -> std::result::Result<(), Refusal> {
         if hello.driftless_ucx != PROTOCOL {
-            return Err(bad(format!("protocol {} is spoken here, not {}", PROTOCOL, hello.driftless_ucx)));
+            let message = format!("protocol {} is spoken here, not {}", PROTOCOL, hello.driftless_ucx);
+            return Err(Refusal::new(StatusCode::BAD_REQUEST, "bad_request", message));
         }
         // Hashes of equal length compare in constant time.
         let given = hello.token.as_ref().map(|token| blake3::hash(token.as_bytes()));
@@ -192,8 +219,7 @@ impl Shared {
             let message = "missing or wrong token";
             return Err(Refusal::new(StatusCode::UNAUTHORIZED, "unauthorized", message));
         }
-        let address = hex::decode(&hello.address).map_err(|error| bad(error.to_string()))?;
-        link.connect(&address).map_err(|error| bad(error.to_string()))
+        Ok(())
     }
 
     /// What was asked for, in a bucket, with its share of what all answers may hold.
