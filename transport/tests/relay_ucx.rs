@@ -458,6 +458,44 @@ fn bad_requests_are_told_what_is_wrong() {
     }
 }
 
+#[test]
+fn strangers_have_a_deadline_and_keep_no_follower_out() {
+    let Some(fabric) = fabric() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let object = named(&store, "a/object", 100_000);
+    let start = |name: &str, authorise: Duration| {
+        let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir.path().join(name));
+        options.ucx = Some(("127.0.0.1:0".parse().unwrap(), fabric.clone()));
+        options.token = Some(TOKEN.to_owned());
+        (options.limits.connections, options.limits.authorise) = (4, authorise);
+        serve(store.clone(), options).unwrap()
+    };
+    let nowhere: Arc<dyn Store> = Arc::new(Memory::new());
+    let get = |server: &Server| {
+        let client = behind(&nowhere, &[url(server)]);
+        assert!(
+            client.get_known(&object, 0..object.size, &nobody()).unwrap()
+                == store.get(&object.key, None).unwrap()
+        );
+    };
+    let server = start("full", Duration::from_secs(24 * 3600));
+    let mut strangers: Vec<Raw> = (0..100).map(|_| Raw::to(server.ucx_addr().unwrap())).collect();
+    get(&server);
+    assert_eq!(strangers[0].hear(), None, "the oldest made room");
+    let server = start("slow", Duration::from_secs(1));
+    let mut slow = Raw::to(server.ucx_addr().unwrap());
+    slow.0.write_all(&100_000_u32.to_le_bytes()).unwrap();
+    slow.0.set_read_timeout(Some(Duration::from_millis(5))).unwrap();
+    let begun = Instant::now();
+    // It is closed though it goes on: a byte after each look that finds the connection there.
+    while matches!(slow.0.read(&mut [0]), Err(error) if error.kind() == std::io::ErrorKind::WouldBlock) {
+        let _ = slow.0.write_all(b" ");
+        assert!(begun.elapsed() < LONG, "a byte now and then keeps the connection");
+    }
+    get(&server);
+}
+
 /// A relay that is none: it answers each session by `session`, and says how many there were.
 fn fake(session: impl Fn(Raw, u64) + Send + Sync + 'static) -> (String, Arc<AtomicU64>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -25,7 +25,7 @@ use crate::relay::cache::Content;
 use crate::relay::{Refusal, Relay, WAIT_DEADLINE};
 use crate::replica::crash_point;
 
-/// Sessions at the same time; others wait to be accepted.
+/// Sessions at the same time at most.
 const SESSIONS_MAX: usize = 256;
 /// Bytes of buckets that sessions keep registered for what they are asked for next. What answers hold is bounded with those over HTTP.
 const IDLE_BYTES_MAX: usize = 256 << 20;
@@ -74,7 +74,7 @@ impl Sessions {
             ends: ends.clone(),
             threads: threads.clone(),
         };
-        let limits = Limits { connections: SESSIONS_MAX, ..limits };
+        let limits = Limits { connections: limits.connections.min(SESSIONS_MAX), ..limits };
         let accepting = accept(listener, limits, move |stream, admission| {
             greet(stream, admission, shared.clone(), limits.authorise)
         });
