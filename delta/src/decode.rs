@@ -44,6 +44,41 @@ pub fn decode_full(element: Element, payload: &[u8], out: &mut [u8]) -> Result<D
     Decoder::new().decode_full(&Serial, element, payload, out)
 }
 
+/// Digest of the tensor that a payload of [`Encoder::encode_full`](crate::Encoder::encode_full) holds, as a piece that begins at element
+/// `start` of its own: the proof that a payload is what it should be. One block at a time is in memory.
+///
+/// # Errors
+/// As [`Decoder::decode_full`], but for the length, which nothing is compared with.
+pub fn full_digest(element: Element, start: u64, payload: &[u8]) -> Result<Digest> {
+    let mut reader = ByteReader::new(payload, WHAT);
+    let header = Header::read(&mut reader)?;
+    header.expect(element)?;
+    let Kind::Full(elements) = header.kind else {
+        return Err(Error::KindMismatch { expected: "full", found: "a delta" });
+    };
+    let elements = usize::try_from(elements).map_err(|_| reader.corrupt("more elements than fit"))?;
+    let (mut digest, mut block, mut decoded) = (Digest::default(), 0, Vec::new());
+    while block < elements.div_ceil(BLOCK_ELEMENTS) {
+        let (run, bytes) = match Token::read(&mut reader)? {
+            Token::Raw(run) => {
+                let run =
+                    usize::try_from(run).unwrap_or(usize::MAX).min(elements.div_ceil(BLOCK_ELEMENTS) - block);
+                (run, reader.take(range_of(elements, block, run).len() * element.size())?)
+            }
+            Token::Entropy(bytes) => {
+                decoded.resize(block_elements(elements, block) * element.size(), 0);
+                entropy::decode(element, take(&mut reader, bytes)?, &mut decoded)?;
+                (1, decoded.as_slice())
+            }
+            _ => return Err(reader.corrupt("a full payload refers to a base")),
+        };
+        digest += Digest::of(element, start + (block * BLOCK_ELEMENTS) as u64, bytes);
+        block += run;
+    }
+    reader.finish()?;
+    Ok(digest)
+}
+
 /// Decodes payloads one after the other; once it has seen its largest, it allocates no more.
 #[derive(Default)]
 pub struct Decoder {

@@ -108,6 +108,17 @@ impl Element {
         self.magnitude(bits) >> self.mantissa_bits()
     }
 
+    /// Whether a bit pattern is neither NaN nor an infinity; opaque bytes are no numbers, and always are.
+    #[inline(always)]
+    pub(crate) const fn is_finite(self, bits: u32) -> bool {
+        match self {
+            Self::Bytes => true,
+            // Without infinities: its highest exponent has numbers, and one NaN.
+            Self::F8E4M3 => self.magnitude(bits) != self.mask() >> 1,
+            _ => self.exponent(bits) != self.exponent(self.mask()),
+        }
+    }
+
     /// Position of a bit pattern in the monotone order of the float: neighbours differ by one ulp, −0 lies just below +0,
     /// NaNs lie beyond the infinities. A bijection on all patterns.
     #[inline(always)]

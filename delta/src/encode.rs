@@ -23,7 +23,7 @@ pub struct Source<'a> {
     /// Its elements, little-endian.
     pub bytes: &'a [u8],
     /// The digests of `bytes`. They are taken at their word, because a rehash would cost more than a step: digests
-    /// of the result are carried over from them. [`DigestTable::verify`] compares.
+    /// of the result are carried over from them. [`Encoder::encode_checked`] and [`DigestTable::verify`] compare.
     pub digests: &'a DigestTable,
 }
 
@@ -43,6 +43,8 @@ pub struct Encoded {
     pub changed: u64,
     /// Digests of the new tensor.
     pub digests: DigestTable,
+    /// Whether one of these elements is NaN or infinite now.
+    pub not_finite: bool,
 }
 
 /// [`Encoder::encode`] with memory of its own, on this thread.
@@ -60,7 +62,25 @@ pub fn encode(
     let mut encoder = Encoder::new();
     let base = Source { element, bytes: base, digests: base_digests };
     let changed = encoder.encode(&Serial, base, new, profile, out)?;
-    Ok(Encoded { changed, digests: encoder.digests })
+    Ok(encoder.into_encoded(changed))
+}
+
+/// [`Encoder::encode_checked`] with memory of its own, on this thread.
+///
+/// # Errors
+/// As [`Encoder::encode_checked`].
+pub fn encode_checked(
+    element: Element,
+    base: &[u8],
+    new: &[u8],
+    base_digests: &DigestTable,
+    profile: Profile,
+    out: &mut Vec<u8>,
+) -> Result<Encoded> {
+    let mut encoder = Encoder::new();
+    let base = Source { element, bytes: base, digests: base_digests };
+    let changed = encoder.encode_checked(&Serial, base, new, profile, out)?;
+    Ok(encoder.into_encoded(changed))
 }
 
 /// [`Encoder::encode_full`] with memory of its own, on this thread.
@@ -70,7 +90,7 @@ pub fn encode(
 pub fn encode_full(element: Element, new: &[u8], out: &mut Vec<u8>) -> Result<Encoded> {
     let mut encoder = Encoder::new();
     let changed = encoder.encode_full(&Serial, element, new, out)?;
-    Ok(Encoded { changed, digests: encoder.digests })
+    Ok(encoder.into_encoded(changed))
 }
 
 /// Encodes tensors one after the other; once it has seen its largest, it allocates no more.
@@ -79,12 +99,17 @@ pub struct Encoder {
     jobs: Jobs<Scratch, Segment>,
     digests: DigestTable,
     moves: Moves,
+    not_finite: bool,
 }
 
 impl Encoder {
     /// One that holds no memory yet.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    fn into_encoded(self, changed: u64) -> Encoded {
+        Encoded { changed, digests: self.digests, not_finite: self.not_finite }
     }
 
     /// Digests of the tensor that was encoded last.
@@ -110,7 +135,27 @@ impl Encoder {
         profile: Profile,
         out: &mut Vec<u8>,
     ) -> Result<u64> {
-        self.encode_with(pool, base, None, new, profile, out)
+        self.encode_with(pool, base, (None, false), new, profile, out)
+    }
+
+    /// As [`Encoder::encode`], and digests `new` itself, block by block, on the way.
+    ///
+    /// Digests are linear: the digest of `new` is the base's digest and the changes exactly where the base's bytes have that digest. So a
+    /// bit that flipped in the bytes or in their digests is noticed, whether its element changes or not; and a payload that is made
+    /// leads to `new` from every base with these digests. One of a digest's two sums is compared, which is twice as fast as both: a single bit is
+    /// always noticed, and other damage missed with a chance of at most 2⁻³².
+    ///
+    /// # Errors
+    /// As [`Encoder::encode`], and [`Error::BlockMismatch`] for the first block of `base` that has another digest. `out` is unchanged then.
+    pub fn encode_checked(
+        &mut self,
+        pool: &dyn Pool,
+        base: Source<'_>,
+        new: &[u8],
+        profile: Profile,
+        out: &mut Vec<u8>,
+    ) -> Result<u64> {
+        self.encode_with(pool, base, (None, true), new, profile, out)
     }
 
     /// As [`Encoder::encode`], in the light of what earlier steps have moved, where that saves bytes: the payload then says which motion it
@@ -127,14 +172,14 @@ impl Encoder {
         profile: Profile,
         out: &mut Vec<u8>,
     ) -> Result<u64> {
-        self.encode_with(pool, base, Some(motion), new, profile, out)
+        self.encode_with(pool, base, (Some(motion), false), new, profile, out)
     }
 
     fn encode_with(
         &mut self,
         pool: &dyn Pool,
         base: Source<'_>,
-        motion: Option<&Motion>,
+        (motion, check): (Option<&Motion>, bool),
         new: &[u8],
         profile: Profile,
         out: &mut Vec<u8>,
@@ -160,9 +205,11 @@ impl Encoder {
             let first_block = segment * SEGMENT_BLOCKS;
             let (base, new) = (&bytes[range.clone()], &new[range]);
             let motion = view.map(|view| view.blocks(first_block, SEGMENT_BLOCKS));
-            scratch.delta(&Input { element, profile, first_block, base, new, motion }, result);
+            let digests = check.then(|| &digests.blocks()[first_block..]);
+            scratch.delta(&Input { element, profile, first_block, base, new, motion, digests }, result);
         };
-        let (changed, needs_motion) = self.assemble(pool, bytes.len().div_ceil(segment_bytes), work, out)?;
+        let assembled = self.assemble(pool, bytes.len().div_ceil(segment_bytes), work, out);
+        let (changed, needs_motion) = assembled.inspect_err(|_| out.truncate(start))?;
         header.result = self.digests.total().check();
         self.moves.between(digests.total(), self.digests.total());
         if let Some(motion) = motion.filter(|_| needs_motion) {
@@ -215,13 +262,18 @@ impl Encoder {
         work: impl Fn(usize, &mut Scratch, &mut Segment) + Sync,
         out: &mut Vec<u8>,
     ) -> Result<(u64, bool)> {
-        let Self { jobs, digests, moves } = self;
+        let Self { jobs, digests, moves, not_finite } = self;
+        *not_finite = false;
         let (mut changed, mut needs_motion, mut same, mut block) = (0, false, 0, 0);
         jobs.run(pool, segments, work, |segment| {
+            if let Some(error) = segment.error.take() {
+                return Err(error);
+            }
             for (digest, change) in digests.blocks_mut()[block..].iter_mut().zip(&segment.digests) {
                 *digest += *change;
             }
             block += segment.digests.len();
+            *not_finite |= segment.not_finite;
             changed += segment.changed;
             needs_motion |= segment.needs_motion;
             moves.append(&segment.moves);

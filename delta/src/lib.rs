@@ -53,10 +53,10 @@ mod table;
 /// Elements of a block, whatever their type. Blocks do not depend on each other.
 pub const BLOCK_ELEMENTS: usize = 65_536;
 
-pub use decode::{Decoder, decode, decode_full};
+pub use decode::{Decoder, decode, decode_full, full_digest};
 pub use digest::{Digest, DigestTable};
 pub use element::Element;
-pub use encode::{Encoded, Encoder, Profile, Source, encode, encode_full};
+pub use encode::{Encoded, Encoder, Profile, Source, encode, encode_checked, encode_full};
 pub use error::{Error, Result};
 pub use motion::{Motion, Moves};
 pub use patch::{JournaledPatch, Patch};

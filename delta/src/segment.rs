@@ -12,7 +12,7 @@ use crate::motion::View;
 use crate::payload::Token;
 use crate::scan::{GROUP, Path, Work};
 use crate::table::{CLASSES_MAX, Class, NUMBERS_MAX, Table};
-use crate::{BLOCK_ELEMENTS, Digest, Element, Moves, Profile, entropy, scan};
+use crate::{BLOCK_ELEMENTS, Digest, Element, Error, Moves, Profile, entropy, scan};
 
 /// Blocks that share a coder table: what is coded without regard to the rest of the tensor.
 pub(crate) const SEGMENT_BLOCKS: usize = 32;
@@ -30,6 +30,8 @@ pub(crate) struct Input<'a> {
     pub(crate) new: &'a [u8],
     /// What has moved in the segment, if that is told.
     pub(crate) motion: Option<View<'a>>,
+    /// The base's digests from `first_block` on, if its bytes are to be checked against them.
+    pub(crate) digests: Option<&'a [Digest]>,
 }
 
 /// A segment, coded: tokens, but for the unchanged blocks at both ends, which may be part of a longer run.
@@ -42,6 +44,10 @@ pub(crate) struct Segment {
     pub(crate) after: u64,
     /// What each block adds to the base's digests (in a full payload: the block's digest).
     pub(crate) digests: Vec<Digest>,
+    /// The first block whose base is not what its digest says.
+    pub(crate) error: Option<Error>,
+    /// Whether an element that changed is NaN or infinite.
+    pub(crate) not_finite: bool,
     /// Whether it can only be decoded with the motion.
     pub(crate) needs_motion: bool,
     /// What moves, where a motion is told.
@@ -51,7 +57,8 @@ pub(crate) struct Segment {
 impl Segment {
     fn clear(&mut self) {
         (self.changed, self.before, self.after) = (0, 0, 0);
-        self.needs_motion = false;
+        (self.needs_motion, self.not_finite) = (false, false);
+        self.error = None;
         self.moves.clear();
         self.tokens.clear();
         self.digests.clear();
@@ -84,6 +91,8 @@ pub(crate) struct Scratch {
     /// Changes of the segment in order: position in the block, and step.
     positions: Vec<u16>,
     steps: Vec<i32>,
+    /// Whether one of them leads to NaN or infinity.
+    not_finite: bool,
     /// Changes of each block.
     blocks: Vec<Range<usize>>,
     /// Classes of the blocks with changes, by exponent alone: the base is not read again once a table is chosen.
@@ -103,11 +112,21 @@ impl Scratch {
         self.positions.clear();
         self.steps.clear();
         self.blocks.clear();
+        self.not_finite = false;
         let block_bytes = BLOCK_ELEMENTS * input.element.size();
         let pairs = input.base.chunks(block_bytes).zip(input.new.chunks(block_bytes));
         for (block, (base, new)) in (input.first_block..).zip(pairs.clone()) {
             let before = self.positions.len();
-            out.digests.push(self.collect(input, (block * BLOCK_ELEMENTS) as u64, base, new));
+            let first = (block * BLOCK_ELEMENTS) as u64;
+            let change = self.collect(input, first, base, new);
+            out.digests.push(change);
+            if let Some(expected) = input.digests.and_then(|all| all.get(block - input.first_block)) {
+                // The block was read just now: it is still in the cache.
+                if !(*expected + change).is_first_of(input.element, first, new) {
+                    let (block, found) = (block as u64, Digest::of(input.element, first, base));
+                    out.error.get_or_insert(Error::BlockMismatch { block, expected: *expected, found });
+                }
+            }
             self.blocks.push(before..self.positions.len());
             if self.positions.len() > before {
                 self.count(input, block - input.first_block, base);
@@ -119,6 +138,7 @@ impl Scratch {
             }
         }
         out.changed = self.positions.len() as u64;
+        out.not_finite = self.not_finite;
         if self.positions.is_empty() {
             out.after = self.blocks.len() as u64;
             return;
@@ -169,6 +189,7 @@ impl Scratch {
         for (index, block) in new.chunks(block_bytes).enumerate() {
             let first = ((first_block + index) * BLOCK_ELEMENTS) as u64;
             out.digests.push(Digest::of(element, first, block));
+            out.not_finite |= Path::best().run(NotFinite { element, bytes: block });
             if entropy::encode(element, block, block.len(), &mut self.entropy, &mut self.alone) {
                 out.raw(&mut raw, new, block_bytes);
                 out.token(Token::Entropy(self.alone.len() as u64), &self.alone);
@@ -269,7 +290,7 @@ impl Collect<'_> {
     #[inline(always)]
     fn run_as(self, element: Element) -> Digest {
         let Self {
-            scratch: Scratch { statistics, positions, steps, .. },
+            scratch: Scratch { statistics, positions, steps, not_finite, .. },
             first,
             start,
             masks,
@@ -285,6 +306,7 @@ impl Collect<'_> {
             let inside = usize::from(at) - start;
             let (old, new) = (element.load(base, inside), element.load(new, inside));
             let step = element.step(old, new);
+            *not_finite |= !element.is_finite(new);
             digest.push(element, first + u64::from(at), old, new);
             match motion {
                 Some(motion) if motion.has_moved(at.into()) => {
@@ -295,6 +317,25 @@ impl Collect<'_> {
             step
         }));
         digest.finish()
+    }
+}
+
+/// Whether an element is NaN or infinite.
+struct NotFinite<'a> {
+    element: Element,
+    bytes: &'a [u8],
+}
+
+impl Work for NotFinite<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run(self) -> bool {
+        let Self { element, bytes } = self;
+        // No way out of the loop: it is then done for many elements at once.
+        with_constant!(element, e => bytes
+            .chunks_exact(e.size())
+            .fold(false, |found, bytes| found | !e.is_finite(e.load(bytes, 0))))
     }
 }
 

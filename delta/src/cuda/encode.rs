@@ -83,6 +83,8 @@ pub(super) struct State<M: Machine> {
     payload: HostRoom<M::Pinned>,
     block: HostRoom<M::Pinned>,
     places: HostRoom<M::Pinned>,
+    checks: Room<M::Memory>,
+    checked: HostRoom<M::Pinned>,
     entropy: entropy::Scratch,
     plan: Plan,
     digests: DigestTable,
@@ -103,6 +105,8 @@ impl<M: Machine> Default for State<M> {
             payload: HostRoom::default(),
             block: HostRoom::default(),
             places: HostRoom::default(),
+            checks: Room::default(),
+            checked: HostRoom::default(),
             entropy: entropy::Scratch::default(),
             plan: Plan::default(),
             digests: DigestTable::default(),
@@ -188,6 +192,18 @@ impl<M: Machine> State<M> {
 
     pub(super) fn encode(&mut self, machine: &M, pair: Pair<'_>) -> Result<Outcome> {
         let outcome = self.queue(machine, pair);
+        self.finished(machine, outcome)
+    }
+
+    /// As [`State::encode`], and digests the new tensor itself: as [`crate::Encoder::encode_checked`], but both sums.
+    pub(super) fn encode_checked(&mut self, machine: &M, pair: Pair<'_>) -> Result<Outcome> {
+        let outcome = self.encode(machine, pair)?;
+        let checked = self.check(machine, pair);
+        self.finished(machine, checked)?;
+        Ok(outcome)
+    }
+
+    fn finished<T>(&self, machine: &M, outcome: Result<T>) -> Result<T> {
         // Whatever went wrong: nothing may still be reading or writing when the borrows end.
         let finished = machine.finish();
         let outcome = outcome?;
@@ -227,6 +243,38 @@ impl<M: Machine> State<M> {
         };
         self.fetch(machine, &pair, &report, &arguments, end)?;
         Ok(Outcome { changed: summary.changed, bytes: end })
+    }
+
+    /// Compares the digests that were carried over with those of the new tensor's bytes.
+    fn check(&mut self, machine: &M, pair: Pair<'_>) -> Result<()> {
+        let elements = pair.element.count("new tensor", pair.new.bytes)?;
+        let blocks = self.digests.blocks().len();
+        if blocks == 0 {
+            return Ok(());
+        }
+        let arguments = Encode {
+            fresh: pair.new.address,
+            elements: elements as u64,
+            keys: keys_on(machine, &mut self.keys)?,
+            digests: self.checks.address(machine, 16 * blocks)?,
+            ..Encode::default()
+        };
+        let read = &mut self.checked.bytes(machine, 16 * blocks)?[..16 * blocks];
+        // SAFETY: the room was made for a digest a block, the tensor has as many blocks, and what is read is looked at after the wait.
+        unsafe {
+            machine.launch(pair.element, Kernel::Digest, Grid::of(blocks), &arguments)?;
+            machine.download(arguments.digests, read)?;
+        }
+        machine.finish()?;
+        let new = numbers::<16>(read).map(Digest::from_bytes);
+        let carried = self.digests.blocks().iter().zip(pair.digests.blocks());
+        for ((block, new), (carried, expected)) in (0..).zip(new).zip(carried) {
+            if new != *carried {
+                let (expected, found) = (*expected, *expected + (new - *carried));
+                return Err(crate::Error::BlockMismatch { block, expected, found }.into());
+            }
+        }
+        Ok(())
     }
 
     fn arguments(

@@ -13,6 +13,7 @@ pub(super) const THREADS: u32 = 256;
 pub(super) enum Kernel {
     Sample,
     Scan,
+    Digest,
     Choose,
     EmitFlat,
     Emit,
@@ -25,9 +26,10 @@ pub(super) enum Kernel {
 }
 
 impl Kernel {
-    pub(super) const ALL: [Self; 11] = [
+    pub(super) const ALL: [Self; 12] = [
         Self::Sample,
         Self::Scan,
+        Self::Digest,
         Self::Choose,
         Self::EmitFlat,
         Self::Emit,
@@ -43,6 +45,7 @@ impl Kernel {
         match self {
             Self::Sample => "sample",
             Self::Scan => "scan",
+            Self::Digest => "digest",
             Self::Choose => "choose",
             Self::EmitFlat => "emit_flat",
             Self::Emit => "emit",

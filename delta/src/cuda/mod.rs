@@ -195,7 +195,30 @@ impl Codec {
         let (base, new) = (self.placed("base", base)?, self.placed("new tensor", new)?);
         let pair = encode::Pair { element, base, new, digests: base_digests, profile };
         let encode::Outcome { changed, bytes } = self.encode.encode(&self.device, pair)?;
-        Ok(Encoded { changed, digests: self.encode.digests(), payload: self.encode.payload(bytes) })
+        Ok(self.encoded(changed, bytes))
+    }
+
+    /// As [`Codec::encode`], and digests the new tensor itself on the device: a bit that flipped in the base or in its digests is
+    /// noticed, as [`Encoder::encode_checked`](crate::Encoder::encode_checked) notices it.
+    ///
+    /// # Errors
+    /// As [`Codec::encode`], and [`crate::Error::BlockMismatch`] for the first block of the base that has another digest.
+    pub fn encode_checked(
+        &mut self,
+        element: Element,
+        base: &Tensor,
+        new: &Tensor,
+        base_digests: &DigestTable,
+        profile: Profile,
+    ) -> Result<Encoded<'_>> {
+        let (base, new) = (self.placed("base", base)?, self.placed("new tensor", new)?);
+        let pair = encode::Pair { element, base, new, digests: base_digests, profile };
+        let encode::Outcome { changed, bytes } = self.encode.encode_checked(&self.device, pair)?;
+        Ok(self.encoded(changed, bytes))
+    }
+
+    fn encoded(&self, changed: u64, bytes: usize) -> Encoded<'_> {
+        Encoded { changed, digests: self.encode.digests(), payload: self.encode.payload(bytes) }
     }
 
     /// Turns `base` into what a payload of [`Encoder::encode`](crate::Encoder::encode) was made of, in place, and its digests with it. Returns how many elements changed.

@@ -446,6 +446,45 @@ fn a_payload_for_another_base_is_refused() {
 }
 
 #[test]
+fn a_bit_that_flipped_in_the_base_or_its_digests_is_noticed() {
+    let mut both = Both::default();
+    let mut random = Random(12);
+    for element in ALL {
+        if compiled(element).is_none() {
+            return;
+        }
+        let (base, new) = pair(element, BLOCK_ELEMENTS + 4099, 0.02, 12);
+        let table = DigestTable::of(element, &base).unwrap();
+        let fresh = Bytes::new(&new);
+        let mut check = |base: &[u8], digests: &DigestTable| {
+            let old = Bytes::new(base);
+            let (base, new) = (old.placed(base.len()), fresh.placed(new.len()));
+            let outcome = both
+                .encode
+                .encode_checked(&Twin, Pair { element, base, new, digests, profile: Profile::Wire });
+            outcome.map(|outcome| outcome.changed)
+        };
+        assert!(check(&base, &table).is_ok_and(|changed| changed > 0), "{element:?}");
+        for _ in 0..20 {
+            let mut rotten = base.clone();
+            let bit = random.next() as usize % (8 * rotten.len());
+            rotten[bit / 8] ^= 1 << (bit % 8);
+            let block = (bit / 8 / element.size() / BLOCK_ELEMENTS) as u64;
+            let error = check(&rotten, &table).unwrap_err();
+            let Error::Codec(crate::Error::BlockMismatch { block: named, expected, found }) = error else {
+                panic!("{element:?}, bit {bit}: {error:?}")
+            };
+            assert_eq!((named, expected), (block, table.blocks()[block as usize]), "{element:?}, bit {bit}");
+            assert_eq!(found, DigestTable::of(element, &rotten).unwrap().blocks()[block as usize]);
+        }
+        let mut bytes = table.to_bytes();
+        bytes[5] ^= 4;
+        let error = check(&base, &DigestTable::from_bytes(&bytes).unwrap()).unwrap_err();
+        assert!(matches!(error, Error::Codec(crate::Error::BlockMismatch { block: 0, .. })), "{error:?}");
+    }
+}
+
+#[test]
 fn cudas_compiler_takes_the_kernels() {
     if let Err(error) = device::compiler() {
         eprintln!("skipped: {error}");

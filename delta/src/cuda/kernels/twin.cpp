@@ -152,6 +152,7 @@ extern "C" int twin_launch(const char* name, unsigned grid, unsigned threads, vo
 #define RUN(kernel) if (!strcmp(name, #kernel)) return launch(kernel, arguments, grid, threads), 0
     RUN(sample);
     RUN(scan);
+    RUN(digest);
     RUN(choose);
     RUN(emit_flat);
     RUN(emit);
