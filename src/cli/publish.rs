@@ -58,7 +58,7 @@ pub(crate) struct Args {
     /// Hugging Face checkpoint directory to publish.
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Whole tensors, or the difference to the newest version.
+    /// Whole tensors, or the difference to the newest version; the result says why a version is published in full.
     #[arg(long, value_enum, default_value_t = PublishMode::Delta)]
     mode: PublishMode,
     /// Publish version 0 by reference: digests only, for hosts that have the checkpoint already.
@@ -82,6 +82,12 @@ pub(crate) struct Args {
     /// Carry full tensors too when the deltas since the newest anchor weigh this share of the model, such as 0.5.
     #[arg(long, value_name = "SHARE")]
     anchor_share: Option<f64>,
+    /// Publish in full what has other tensors, shapes or types than the version before; refused without this.
+    #[arg(long)]
+    allow_layout_change: bool,
+    /// Publish elements that are NaN or infinite; refused without this.
+    #[arg(long)]
+    allow_non_finite: bool,
     #[command(flatten)]
     sign: keys::SignArgs,
     #[command(flatten)]
@@ -204,6 +210,8 @@ fn options(args: &Args, run: &str, baseline_dir: PathBuf) -> Result<PublisherOpt
     options.profile = args.profile.into();
     options.anchor_every = args.anchor_every;
     options.anchor_share = args.anchor_share;
+    options.allow_layout_change = args.allow_layout_change;
+    options.allow_non_finite = args.allow_non_finite;
     options.reference_dir = Some(args.checkpoint.clone()).filter(|_| args.by_reference);
     (options.sign_key, options.trust_keys) = args.sign.read()?;
     Ok(options)
@@ -216,6 +224,8 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
         ("--by-reference", args.by_reference),
         ("--anchor-every", args.anchor_every.is_some()),
         ("--anchor-share", args.anchor_share.is_some()),
+        ("--allow-layout-change", args.allow_layout_change),
+        ("--allow-non-finite", args.allow_non_finite),
         ("--keep", args.keep.is_some()),
         ("--sign-key", args.sign.is_given()),
         ("--notify", args.notify.is_given()),
@@ -256,15 +266,18 @@ fn show(published: &Published, output: Output) -> Result<()> {
         "label": published.label,
         "manifest_digest": published.manifest_digest.to_string(),
         "anchor": published.anchor,
+        "full_because": published.full_because.as_ref().map(ToString::to_string),
         "publication_bytes": published.publication_bytes,
         "full_bytes": published.full_bytes,
         "density": density,
         "encode_ms": published.encode.as_secs_f64() * 1e3,
         "upload_ms": published.upload.as_secs_f64() * 1e3,
     });
+    let why =
+        published.full_because.as_ref().map_or_else(String::new, |why| format!("; in full because {why}"));
     output.print(&value, |_| {
         format!(
-            "version {} ({}): {} bytes for {} in full ({:.1}x), {:.3} % of the elements changed, {:.0} ms",
+            "version {} ({}): {} bytes for {} in full ({:.1}x), {:.3} % of the elements changed, {:.0} ms{why}",
             published.version,
             published.label,
             published.publication_bytes,

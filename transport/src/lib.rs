@@ -44,8 +44,8 @@ pub use ids::{ContentDigest, RunId, Version};
 pub use key::Key;
 pub use manifest::Manifest;
 pub use publish::{
-    Mode, Progress, ProgressFn, Published, PublishedPart, Publisher, PublisherOptions, Rank, Shard, Slice,
-    Start, Step,
+    FullBecause, Mode, Progress, ProgressFn, Published, PublishedPart, Publisher, PublisherOptions, Rank,
+    Shard, Slice, Start, Step,
 };
 pub use replica::{Advanced, Applied, Arrival, FetchObject, Plan, PlannedLink, Replica};
 pub use run::{Chain, Committed, Run};

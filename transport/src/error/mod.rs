@@ -250,6 +250,39 @@ pub enum Error {
         /// The name.
         tensor: String,
     },
+    /// The tensors to publish are not those of the version before, by name, shape or type.
+    #[error(
+        "the tensors are not those of version {version}: {differences}. Nothing was published; publish the checkpoint that was meant, \
+         or allow the change (allow_layout_change, --allow-layout-change)"
+    )]
+    LayoutChanged {
+        /// The version before.
+        version: Version,
+        /// The first few differences.
+        differences: String,
+    },
+    /// Elements that are NaN or infinite.
+    #[error(
+        "tensor `{tensor}` holds {count} elements that are NaN or infinite, the first at index {first}. Nothing was published; mend the \
+         step that made them, or allow them (allow_non_finite, --allow-non-finite)"
+    )]
+    NotFinite {
+        /// The tensor.
+        tensor: String,
+        /// The first one, in row-major order from 0.
+        first: u64,
+        /// How many there are; in a delta, of those that changed.
+        count: u64,
+    },
+    /// A tensor was read more than once and was not the same each time.
+    #[error(
+        "tensor `{tensor}` was not the same each time it was read. Nothing was published; publish it again once nothing writes to the \
+         checkpoint, and test the machine's memory if nothing does"
+    )]
+    ChangedWhileRead {
+        /// The tensor.
+        tensor: String,
+    },
     /// A tensor is not what the other side says it is.
     #[error("tensor `{tensor}`: {what} is {found}, expected {expected}")]
     TensorMismatch {

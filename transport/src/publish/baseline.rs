@@ -59,6 +59,14 @@ impl Baseline {
         Ok(())
     }
 
+    /// Opens the replica anew, which reads its state again.
+    pub(super) fn reopen(&mut self) -> Result<()> {
+        self.wait()?;
+        // First, because the directory belongs to one at a time.
+        self.state = State::Gone;
+        self.wait()
+    }
+
     /// The replica, at rest.
     pub(super) fn replica(&mut self) -> Result<&mut Replica> {
         self.wait()?;

@@ -2,9 +2,11 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use driftless_delta::{BLOCK_ELEMENTS, Digest, DigestTable, Profile};
 
+use super::finite;
 use super::plan::Plan;
 use super::shard::{Shard, Slice, slice_bytes};
 use super::upload::Packer;
@@ -16,6 +18,19 @@ use crate::{Checkpoint, ContentDigest, Dtype, Error, Replica, Result, TensorInfo
 
 /// Where a piece of a tensor too large for one object may be cut, in bytes: whole blocks of every element type.
 pub(super) const PIECE_UNIT: usize = BLOCK_ELEMENTS * 8;
+
+/// What a tensor's error says that blames the baseline.
+const IN_BASELINE: &str = "digest in the baseline";
+
+/// Whether an error says that the baseline's bytes or digests are not what the version has.
+pub(super) fn blames_baseline(error: &Error) -> bool {
+    matches!(error, Error::TensorMismatch { what: IN_BASELINE, .. })
+}
+
+fn rotten(tensor: &str, expected: Digest, found: Digest) -> Error {
+    let (expected, found) = (expected.to_string(), found.to_string());
+    Error::TensorMismatch { tensor: tensor.to_owned(), what: IN_BASELINE, expected, found }
+}
 
 /// The base of a delta: the manifest, and the bytes and digests behind it.
 pub(super) struct BaseView<'a> {
@@ -36,9 +51,9 @@ impl<'a> BaseView<'a> {
             let entry = self.entries.get(info.name.as_str())?;
             let bytes = self.checkpoint.tensor(self.checkpoint.position(&info.name)?)?;
             let alike = entry.dtype == info.dtype && entry.shape == info.shape;
-            alike.then_some((bytes, self.replica.digests(&entry.name)?))
+            alike.then_some((entry.digest, bytes, self.replica.digests(&entry.name)?))
         };
-        find().ok_or_else(|| Error::TensorMismatch {
+        let (digest, bytes, table) = find().ok_or_else(|| Error::TensorMismatch {
             tensor: info.name.clone(),
             what: "entry in the baseline's tensor table",
             expected: self
@@ -48,7 +63,12 @@ impl<'a> BaseView<'a> {
                     format!("{} {:?}; publish in full to change it", entry.dtype, entry.shape)
                 }),
             found: format!("{} {:?}", info.dtype, info.shape),
-        })
+        })?;
+        if table.total() == digest {
+            Ok((bytes, table))
+        } else {
+            Err(rotten(&info.name, digest, table.total()))
+        }
     }
 }
 
@@ -83,6 +103,8 @@ pub(super) struct Coder {
     pub(super) plan: Plan,
     pub(super) profile: Profile,
     pub(super) object_bytes_max: usize,
+    /// Whether NaN and infinities are published.
+    pub(super) allow_non_finite: bool,
 }
 
 /// Slices that may turn out to be the same: type, shape, and the digest of the base (of the slice itself, without one).
@@ -108,6 +130,8 @@ struct Payloads {
     anchor: Vec<Payload>,
     digest: Digest,
     changed: u64,
+    /// Whether an element that changed is NaN or infinite, as far as the codec knows the type.
+    not_finite: bool,
 }
 
 impl Encoder<'_> {
@@ -153,7 +177,7 @@ impl Encoder<'_> {
                 if let Some(twin) = twin.and_then(|twin| coded.get_mut(twin)) {
                     twin.twins.push(index);
                 }
-                if let Some(Payloads { pieces, anchor, digest, changed }) = payloads {
+                if let Some(Payloads { pieces, anchor, digest, changed, .. }) = payloads {
                     let [pieces, anchor] = [pieces, anchor].map(|payloads| pack(payloads, packer));
                     let (pieces, anchor) = (pieces?, anchor?);
                     coded.push(Coded { index, twins: Vec::new(), digest, changed, pieces, anchor });
@@ -204,72 +228,90 @@ impl Encoder<'_> {
 }
 
 impl Coder {
+    /// Encodes a slice. What is promised of it is the digest of its own bytes, and what is encoded is known to lead there:
+    ///
+    /// - The changes are taken from the baseline's bytes, so they are right for a host exactly if those are the host's. Digests are
+    ///   linear: the digest of the new bytes is that of the table and the changes exactly if the baseline's bytes have the digests of the
+    ///   table, and [`BaseView::tensor`] has compared the table with the manifest, as hosts have theirs. So a bit that rotted in the
+    ///   weights, or in the table, ends the publication; where both rotted alike, the manifest tells.
+    /// - What is encoded in full is decoded again.
     fn encode(&self, job: &Job<'_>) -> Result<Payloads> {
         let Job { slice, new, base } = job;
         let element = slice.tensor.dtype.element();
         let first = slice.start * (slice.tensor.dtype.size() / element.size() as u64);
-        let Some((bytes, table)) = base else {
-            let digest = Digest::of(element, first, new);
-            return Ok(Payloads {
-                pieces: self.full(slice, new)?,
-                digest,
-                changed: slice.elements,
-                ..Payloads::default()
-            });
+        let mut payloads = match base {
+            None => {
+                let digest = Digest::of(element, first, new);
+                let (pieces, not_finite) = self.full(slice, new, digest)?;
+                Payloads { pieces, digest, changed: slice.elements, not_finite, ..Payloads::default() }
+            }
+            Some((bytes, table)) if slice.is_whole()? => self.delta(slice, bytes, new, table)?,
+            Some((bytes, table)) => {
+                let range = slice.byte_range(bytes.len())?;
+                check_blocks(slice, bytes, &range, table)?;
+                let part = bytes.get(range).unwrap_or_default();
+                let table = DigestTable::of(element, part).map_err(|source| codec(slice, source))?;
+                Payloads { digest: Digest::of(element, first, new), ..self.delta(slice, part, new, &table)? }
+            }
         };
-        let mut payloads = if slice.is_whole()? {
-            self.delta(slice, bytes, new, table)?
-        } else {
-            let range = slice.byte_range(bytes.len())?;
-            let part = bytes.get(range).unwrap_or_default();
-            let table = DigestTable::of(element, part).map_err(|source| codec(slice, source))?;
-            Payloads { digest: Digest::of(element, first, new), ..self.delta(slice, part, new, &table)? }
-        };
+        let unseen = payloads.changed > 0 && finite::is_opaque(slice.tensor.dtype);
+        if !self.allow_non_finite && (payloads.not_finite || unseen) {
+            let base =
+                base.map(|(bytes, _)| Ok(bytes.get(slice.byte_range(bytes.len())?).unwrap_or_default()));
+            finite::check(&slice.tensor, slice.start, new, base.transpose()?)?;
+        }
         if self.plan.anchor {
-            payloads.anchor = self.full(slice, new)?;
+            payloads.anchor = self.full(slice, new, payloads.digest)?.0;
         }
         Ok(payloads)
     }
 
-    /// A slice in full: one payload, or as many as objects of bounded size need.
-    fn full(&self, slice: &Slice, new: &[u8]) -> Result<Vec<Payload>> {
+    /// A slice in full, which has this digest: one payload, or as many as objects of bounded size need. Also whether it has NaN or infinity.
+    fn full(&self, slice: &Slice, new: &[u8], digest: Digest) -> Result<(Vec<Payload>, bool)> {
+        let element = slice.tensor.dtype.element();
+        let mut not_finite = false;
         let encode = |(start, bytes): (usize, &[u8])| {
             let mut out = Vec::new();
-            driftless_delta::encode_full(slice.tensor.dtype.element(), bytes, &mut out)
-                .map_err(|source| codec(slice, source))?;
+            let encoded = driftless_delta::encode_full(element, bytes, &mut out);
+            not_finite |= encoded.map_err(|source| codec(slice, source))?.not_finite;
             self.payload(slice, start, bytes.len(), out)
         };
-        self.cut(new).map(encode).collect()
+        let payloads = self.cut(new).map(encode).collect::<Result<Vec<_>>>()?;
+        check_full(slice, &payloads, digest)?;
+        Ok((payloads, not_finite))
     }
 
     /// A slice against its base. A whole tensor that did not change has no payload at all.
     fn delta(&self, slice: &Slice, base: &[u8], new: &[u8], table: &DigestTable) -> Result<Payloads> {
         let element = slice.tensor.dtype.element();
-        let encode = |base: &[u8], new: &[u8], table: &DigestTable, out: &mut Vec<u8>| {
-            driftless_delta::encode(element, base, new, table, self.profile, out)
-                .map_err(|source| codec(slice, source))
-        };
         // A delta of the whole slice, whose digest the codec carries along, fits into an object but for the rare case
         // of a huge tensor that changed nearly everywhere.
         let mut out = Vec::new();
-        let encoded = encode(base, new, table, &mut out)?;
+        let encoded = driftless_delta::encode_checked(element, base, new, table, self.profile, &mut out);
+        let encoded = encoded.map_err(|source| match source {
+            driftless_delta::Error::BlockMismatch { expected, found, .. } => {
+                rotten(&slice.tensor.name, expected, found)
+            }
+            source => codec(slice, source),
+        })?;
         let (digest, changed) = (encoded.digests.total(), encoded.changed.min(slice.elements));
+        let payloads = Payloads { digest, changed, not_finite: encoded.not_finite, ..Payloads::default() };
         if changed == 0 && slice.is_whole()? {
-            return Ok(Payloads { digest, ..Payloads::default() });
+            return Ok(payloads);
         }
         if out.len() <= self.object_bytes_max {
-            let pieces = vec![self.payload(slice, 0, new.len(), out)?];
-            return Ok(Payloads { pieces, digest, changed, ..Payloads::default() });
+            return Ok(Payloads { pieces: vec![self.payload(slice, 0, new.len(), out)?], ..payloads });
         }
         drop(out);
         let mut pieces = Vec::new();
         for ((start, base), (_, new)) in self.cut(base).zip(self.cut(new)) {
             let table = DigestTable::of(element, base).map_err(|source| codec(slice, source))?;
             let mut out = Vec::new();
-            encode(base, new, &table, &mut out)?;
+            driftless_delta::encode(element, base, new, &table, self.profile, &mut out)
+                .map_err(|source| codec(slice, source))?;
             pieces.push(self.payload(slice, start, new.len(), out)?);
         }
-        Ok(Payloads { pieces, digest, changed, ..Payloads::default() })
+        Ok(Payloads { pieces, ..payloads })
     }
 
     /// Ranges of bytes that are sure to fit into an object when coded, with their first byte.
@@ -289,6 +331,37 @@ impl Coder {
         let size = slice.tensor.dtype.size();
         Ok(Payload { start: slice.start + at as u64 / size, elements: length as u64 / size, bytes })
     }
+}
+
+/// Refuses a baseline whose blocks around `range` are not what their digests say.
+fn check_blocks(slice: &Slice, bytes: &[u8], range: &Range<usize>, table: &DigestTable) -> Result<()> {
+    let element = slice.tensor.dtype.element();
+    let length = BLOCK_ELEMENTS * element.size();
+    let blocks = bytes.chunks(length).zip(table.blocks()).enumerate();
+    let last = range.end.div_ceil(length);
+    for (block, (bytes, expected)) in blocks.take(last).skip(range.start / length) {
+        let found = Digest::of(element, (block * BLOCK_ELEMENTS) as u64, bytes);
+        if found != *expected {
+            return Err(rotten(&slice.tensor.name, *expected, found));
+        }
+    }
+    Ok(())
+}
+
+/// Decodes what a slice was encoded to in full, and refuses it if it has not this digest.
+fn check_full(slice: &Slice, payloads: &[Payload], expected: Digest) -> Result<()> {
+    let dtype = slice.tensor.dtype;
+    let codec_elements = dtype.size() / dtype.element().size() as u64;
+    let mut found = Digest::default();
+    for payload in payloads {
+        let decoded =
+            driftless_delta::full_digest(dtype.element(), payload.start * codec_elements, &payload.bytes);
+        found += decoded.map_err(|source| codec(slice, source))?;
+    }
+    if found == expected {
+        return Ok(());
+    }
+    Err(Error::ChangedWhileRead { tensor: slice.tensor.name.clone() })
 }
 
 /// Gives payloads their places in objects.
@@ -311,4 +384,30 @@ fn likeness(job: &Job<'_>) -> Likeness {
 
 fn codec(slice: &Slice, source: driftless_delta::Error) -> Error {
     Error::Codec { tensor: slice.tensor.name.clone(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_payload_that_decodes_to_something_else_is_refused() {
+        let tensor = TensorInfo { name: "a".to_owned(), dtype: Dtype::Bf16, shape: vec![3 << 20] };
+        let slice = Slice { tensor, start: 777, elements: 3 << 19 };
+        let bytes: Vec<u8> = (0..slice.elements as usize * 2).map(|i| [i as u8 / 2, 0x3c][i % 2]).collect();
+        let plan = Plan { kind: Kind::Full, anchor: false };
+        let coder =
+            Coder { plan, profile: Profile::Wire, object_bytes_max: 1 << 20, allow_non_finite: false };
+        let digest = Digest::of(slice.tensor.dtype.element(), slice.start, &bytes);
+        let (mut payloads, not_finite) = coder.full(&slice, &bytes, digest).unwrap();
+        assert!(payloads.len() > 2 && !not_finite);
+        assert!(matches!(coder.full(&slice, &bytes, Digest::default()), Err(Error::ChangedWhileRead { .. })));
+        let last = payloads.len() - 1;
+        for (piece, at) in [(0, 100), (1, 5000), (last, 300_000)] {
+            payloads[piece].bytes[at] ^= 4;
+            check_full(&slice, &payloads, digest).unwrap_err();
+            payloads[piece].bytes[at] ^= 4;
+        }
+        check_full(&slice, &payloads, digest).unwrap();
+    }
 }

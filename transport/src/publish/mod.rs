@@ -2,17 +2,19 @@
 
 mod baseline;
 mod encode;
+mod finite;
 mod options;
 mod part;
 mod plan;
 mod ranks;
 mod shard;
+mod sound;
 mod upload;
 
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::follow::Stop;
 use crate::gc::is_publishers;
@@ -32,7 +34,7 @@ use encode::{BaseView, Coded, Coder, Encoder};
 use plan::{Anchors, Plan};
 use shard::Whole;
 
-pub use options::{Mode, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step};
+pub use options::{FullBecause, Mode, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step};
 pub use ranks::PublishedPart;
 pub use shard::{Shard, Slice};
 
@@ -95,10 +97,19 @@ impl Publisher {
             Start::NewRun => {
                 // Before the name is claimed: a run that cannot be published to should not exist.
                 if let Some(applied) = baseline.replica()?.applied() {
+                    if let Ok(run) = Run::open(store, &options.run) {
+                        return Err(Error::RunExists { name: options.run, run_id: run.id() });
+                    }
                     return Err(Error::BadSetting {
                         name: "baseline_dir",
-                        expected: "a directory without a version, for a new run".to_owned(),
-                        found: format!("version {} of run {}", applied.version, applied.run_id),
+                        expected: "a directory without a version, for a new run; remove it, or name another"
+                            .to_owned(),
+                        found: format!(
+                            "`{}`, with version {} of run {}",
+                            options.baseline_dir.display(),
+                            applied.version,
+                            applied.run_id
+                        ),
                     });
                 }
                 Run::create(store, &options.run)?
@@ -173,6 +184,9 @@ impl Publisher {
         }
         let begin = Instant::now();
         let checkpoint = Checkpoint::open(dir)?;
+        if !self.options.allow_non_finite {
+            finite::check_all(&checkpoint)?;
+        }
         let tables = Tables::of(&checkpoint)?;
         let manifest = self.manifest(Kind::Reference, &checkpoint, step, tables, Vec::new())?;
         let encode = begin.elapsed();
@@ -180,7 +194,7 @@ impl Publisher {
         self.options.reference_dir = Some(dir.to_path_buf());
         let (dir, link) = (dir.to_path_buf(), committed.clone());
         self.move_baseline(&committed, move |replica| replica.adopt(&dir, &link));
-        self.report(&committed, encode, begin.elapsed())
+        self.report(&committed, None, (encode, begin.elapsed()))
     }
 
     /// Publishes `snapshot` as the next version and returns once it is committed.
@@ -188,26 +202,24 @@ impl Publisher {
     /// # Errors
     /// [`Error::LostRace`] if another publisher committed the version; this publisher then refuses to go on.
     /// [`Error::CommitUnknown`] if the store took the manifest but could not confirm it; the next call looks first.
-    /// [`Error::DuplicateTensor`] or [`Error::TensorMismatch`] for a snapshot that contradicts itself. Whatever the store,
+    /// [`Error::DuplicateTensor`] or [`Error::TensorMismatch`] for a snapshot that contradicts itself;
+    /// [`Error::ChangedWhileRead`] for one that somebody writes to. [`Error::LayoutChanged`] and [`Error::NotFinite`], unless the
+    /// options allow it. [`Error::DamagedReplica`] for a baseline that rotted and cannot be built anew. Whatever the store,
     /// the file system or the snapshot reports. After any error the store shows the old version or, whole, the new one.
     pub fn publish(&mut self, snapshot: &dyn Snapshot, step: Step, mode: Mode) -> Result<Published> {
         self.catch_up()?;
         let begin = Instant::now();
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;
-        let attempt = hex::encode(rand::random::<[u8; 8]>());
-        let (plan, tables, objects) = match self.encode(snapshot, mode, version, (&root, &attempt)) {
-            Ok(encoded) => encoded,
-            Err(error) => {
-                self.sweep_attempt(&root, &attempt);
-                return Err(error);
-            }
-        };
+        let ((kind, full_because), tables, objects) = self
+            .on_sound_baseline(&root, |publisher, attempt| {
+                publisher.encode(snapshot, mode, version, (&root, attempt))
+            })?;
         let encode = begin.elapsed();
-        let manifest = self.manifest(plan.kind, snapshot, step, tables, objects)?;
+        let manifest = self.manifest(kind, snapshot, step, tables, objects)?;
         let committed = self.commit(manifest)?;
         self.follow_commit(&committed);
-        self.report(&committed, encode, begin.elapsed())
+        self.report(&committed, full_because, (encode, begin.elapsed()))
     }
 
     fn next_version(&self) -> Result<Version> {
@@ -227,13 +239,14 @@ impl Publisher {
         mode: Mode,
         version: Version,
         (root, attempt): (&Key, &str),
-    ) -> Result<(Plan, Tables, Vec<Object>)> {
+    ) -> Result<((Kind, Option<FullBecause>), Tables, Vec<Object>)> {
         let unique = plan::unique_tensors(snapshot)?;
         let tensors: Vec<_> = unique.iter().map(|&index| &snapshot.tensors()[index]).collect();
         let representation = self.representation(snapshot);
         let anchor_due = self.anchor_due(version)?;
         let base = self.baseline.replica()?.manifest();
-        let plan = plan::plan(base, &tensors, &representation, (mode == Mode::Delta, anchor_due), version);
+        let allowed = self.options.allow_layout_change;
+        let (plan, full_because) = plan::plan(base, &tensors, &representation, (mode, anchor_due), allowed)?;
         let shard = Whole::new(snapshot)?;
         let (coded, files, objects) = self.store(&shard, plan, (&unique, true, true), (root, attempt))?;
         let mut tables = Tables { tensors: Vec::with_capacity(coded.len()), files, changed: 0 };
@@ -243,7 +256,7 @@ impl Publisher {
             tables.tensors.push(Tensor { name, dtype, shape, digest, aliases, pieces, anchor });
             tables.changed += changed;
         }
-        Ok((plan, tables, objects))
+        Ok(((plan.kind, full_because), tables, objects))
     }
 
     /// What a rank does without seeing what the others have: deltas, unless it is told otherwise or there is no base.
@@ -270,7 +283,8 @@ impl Publisher {
         };
         let object_bytes_max = options.object_bytes_max as usize;
         let bounds = Bounds { threads: options.threads, weight: options.buffer_bytes };
-        let coder = Coder { plan, profile: options.profile, object_bytes_max };
+        let (profile, allow_non_finite) = (options.profile, options.allow_non_finite);
+        let coder = Coder { plan, profile, object_bytes_max, allow_non_finite };
         let encoder = Encoder { shard, base, coder, bounds, tie, stop };
         let ((coded, files), objects) = upload::with_uploads(
             (&**run.store(), root, attempt),
@@ -558,8 +572,8 @@ impl Publisher {
     fn report(
         &self,
         committed: &Committed,
-        encode: std::time::Duration,
-        total: std::time::Duration,
+        full_because: Option<FullBecause>,
+        (encode, total): (Duration, Duration),
     ) -> Result<Published> {
         let manifest = &committed.manifest;
         let signature = self.options.sign_key.as_ref().map_or(0, |_| signature_bytes());
@@ -568,6 +582,7 @@ impl Publisher {
             label: manifest.label(),
             manifest_digest: committed.digest,
             kind: manifest.kind,
+            full_because,
             anchor: manifest.is_anchor(),
             publication_bytes: manifest.object_bytes() + manifest.to_bytes()?.len() as u64 + signature,
             full_bytes: manifest.tensor_bytes(),

@@ -1,5 +1,6 @@
 //! What a publisher is told, and what it tells.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -31,8 +32,30 @@ pub enum Start {
 pub enum Mode {
     /// Every tensor in full.
     Full,
-    /// Differences from the version in front, where there is one with the same tensors; in full otherwise.
+    /// Differences from the version in front; in full where there is none, or, if that is allowed, one with other tensors.
     Delta,
+}
+
+/// Why a version was published in full.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FullBecause {
+    /// There is no version before it.
+    FirstVersion,
+    /// [`Mode::Full`].
+    Asked,
+    /// The tensors are not those of the version before, which was allowed: the first few differences.
+    LayoutChanged(String),
+}
+
+impl fmt::Display for FullBecause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::FirstVersion => f.write_str("it is the first version"),
+            Self::Asked => f.write_str("that was asked for"),
+            Self::LayoutChanged(differences) => write!(f, "the layout changed: {differences}"),
+        }
+    }
 }
 
 /// Where the trainer is.
@@ -80,6 +103,11 @@ pub struct PublisherOptions {
     pub sign_key: Option<SignKey>,
     /// Other keys whose versions are trusted, such as the one before this.
     pub trust_keys: Vec<TrustKey>,
+    /// Whether tensors may be lost, added, or have another shape or element type than in the version before, which is then published in
+    /// full; refused by default, because it is a mistake of the trainer more often than not.
+    pub allow_layout_change: bool,
+    /// Whether NaN and infinities are published; refused by default, in every element that changed.
+    pub allow_non_finite: bool,
     /// The form of the tensors; by default the name of the element type that most of them have.
     pub representation: Option<Representation>,
 }
@@ -103,6 +131,8 @@ impl PublisherOptions {
             anchor_share: None,
             sign_key: None,
             trust_keys: Vec::new(),
+            allow_layout_change: false,
+            allow_non_finite: false,
             representation: None,
         }
     }
@@ -190,6 +220,8 @@ pub struct Published {
     pub manifest_digest: ContentDigest,
     /// What was published.
     pub kind: Kind,
+    /// Why it was published in full, if it was.
+    pub full_because: Option<FullBecause>,
     /// True if readers can start here.
     pub anchor: bool,
     /// Bytes stored: objects and manifest.

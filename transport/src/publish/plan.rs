@@ -1,9 +1,14 @@
 //! What to publish: pure decisions over tables.
 
 use std::borrow::Cow;
+use std::cmp::Ordering;
 
+use super::options::{FullBecause, Mode};
 use crate::manifest::{Kind, Manifest, Representation};
 use crate::{Error, Result, Snapshot, TensorInfo, Version};
+
+/// Most differences of a layout that are named.
+const DIFFERENCES_MAX: usize = 3;
 
 /// How a version's bytes are to be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,23 +19,87 @@ pub(super) struct Plan {
     pub(super) anchor: bool,
 }
 
-/// Decides how to publish `version` behind `base`.
+/// Decides how to publish a version behind `base`, and why in full if it is.
 ///
 /// A table or representation that differs from the base's leaves no choice: deltas exist only between equal tables.
+///
+/// # Errors
+/// [`Error::LayoutChanged`] for such a table, unless that is allowed.
 pub(super) fn plan(
     base: Option<&Manifest>,
     tensors: &[&TensorInfo],
     representation: &Representation,
-    (delta_wanted, anchor_due): (bool, bool),
-    version: Version,
-) -> Plan {
-    let full = Plan { kind: Kind::Full, anchor: false };
-    let Some(base) = base.filter(|_| delta_wanted) else { return full };
-    if base.representation != *representation || !same_table(base, tensors) {
-        tracing::info!(%version, "the tensors or their representation changed: publishing in full");
-        return full;
+    (mode, anchor_due): (Mode, bool),
+    allow_layout_change: bool,
+) -> Result<(Plan, Option<FullBecause>)> {
+    let full = |why| Ok((Plan { kind: Kind::Full, anchor: false }, Some(why)));
+    let Some(base) = base else { return full(FullBecause::FirstVersion) };
+    let layout = check_layout(base, tensors, representation, allow_layout_change)?;
+    match (mode, layout) {
+        (Mode::Full, _) => full(FullBecause::Asked),
+        (Mode::Delta, Some(differences)) => full(FullBecause::LayoutChanged(differences)),
+        (Mode::Delta, None) => Ok((Plan { kind: Kind::Delta, anchor: anchor_due }, None)),
     }
-    Plan { kind: Kind::Delta, anchor: anchor_due }
+}
+
+/// What differs from the version before in names, types, shapes and representation: the first few differences.
+///
+/// # Errors
+/// [`Error::LayoutChanged`] if something does, unless that is allowed.
+pub(super) fn check_layout(
+    base: &Manifest,
+    tensors: &[&TensorInfo],
+    representation: &Representation,
+    allowed: bool,
+) -> Result<Option<String>> {
+    let mut found = differences(base, tensors);
+    if found.is_empty() && base.representation != *representation {
+        found.push(format!("the representation is {representation:?}, it was {:?}", base.representation));
+    }
+    if found.is_empty() {
+        return Ok(None);
+    }
+    let more = found.len().saturating_sub(DIFFERENCES_MAX);
+    found.truncate(DIFFERENCES_MAX);
+    let mut differences = found.join("; ");
+    if more > 0 {
+        differences.push_str(&format!("; and {more} more"));
+    }
+    if allowed {
+        Ok(Some(differences))
+    } else {
+        Err(Error::LayoutChanged { version: base.version, differences })
+    }
+}
+
+/// Differences of two tables, both sorted by name.
+fn differences(base: &Manifest, tensors: &[&TensorInfo]) -> Vec<String> {
+    let form = |dtype, shape: &[u64]| format!("{dtype} {shape:?}");
+    let (old, mut differences) = (base.named_tensors(), Vec::new());
+    let (mut old, mut new) = (old.iter().peekable(), tensors.iter().peekable());
+    loop {
+        let order = match (old.peek(), new.peek()) {
+            (None, None) => return differences,
+            (Some(_), None) => Ordering::Less,
+            (None, Some(_)) => Ordering::Greater,
+            (Some((name, _)), Some(info)) => (*name).cmp(info.name.as_str()),
+        };
+        let before = if order.is_le() { old.next() } else { None };
+        let now = if order.is_ge() { new.next() } else { None };
+        match (before, now) {
+            (Some((name, was)), None) => {
+                differences.push(format!("`{name}` is missing, it was {}", form(was.dtype, &was.shape)));
+            }
+            (None, Some(is)) => {
+                differences.push(format!("`{}` is new, {}", is.name, form(is.dtype, &is.shape)));
+            }
+            (Some((name, was)), Some(is)) if (was.dtype, &was.shape) != (is.dtype, &is.shape) => {
+                let (is, was) = (form(is.dtype, &is.shape), form(was.dtype, &was.shape));
+                differences.push(format!("`{name}` is {is}, it was {was}"));
+            }
+            _ => {}
+        }
+    }
 }
 
 /// What makes a version an anchor: its number, or the weight of the deltas since the newest one.
@@ -46,14 +115,6 @@ impl Anchors {
         let by_number = self.every.is_some_and(|every| version.0.checked_rem(every) == Some(0));
         by_number || self.share.is_some_and(|share| chain_bytes as f64 >= share * tensor_bytes as f64)
     }
-}
-
-fn same_table(base: &Manifest, tensors: &[&TensorInfo]) -> bool {
-    let named = base.named_tensors();
-    named.len() == tensors.len()
-        && named.iter().zip(tensors).all(|((name, tensor), info)| {
-            *name == info.name && tensor.dtype == info.dtype && tensor.shape == info.shape
-        })
 }
 
 /// The form most of the elements have.

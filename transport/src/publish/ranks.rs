@@ -3,11 +3,11 @@
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::options::{Mode, Published, Rank, Step};
+use super::options::{FullBecause, Mode, Published, Rank, Step};
 use super::part::{Expected, PartManifest, PartSlice, holds, join};
 use super::shard::Shard;
-use super::{Publisher, Standing};
-use crate::manifest::{Algorithms, FORMAT, Features, Kind, MANIFEST_BYTES_MAX};
+use super::{Publisher, Standing, plan};
+use crate::manifest::{Algorithms, FORMAT, Features, Kind, MANIFEST_BYTES_MAX, Tensor};
 use crate::run::Committed;
 use crate::{Error, Key, PutMode, Result, Version};
 
@@ -42,7 +42,7 @@ impl Publisher {
     /// # Errors
     /// [`Error::BadSetting`] for a rank that cannot be; [`Error::TensorMismatch`] for a slice that leaves its tensor, or a
     /// tensor that the baseline has otherwise (publish in full then, on all ranks); whatever the store or the shard
-    /// reports. What was stored is removed then.
+    /// reports; what [`Publisher::publish`] refuses of the tensors' elements. What was stored is removed then.
     pub fn publish_part(
         &mut self,
         shard: &dyn Shard,
@@ -54,12 +54,9 @@ impl Publisher {
         self.catch_up()?;
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;
-        let attempt = hex::encode(rand::random::<[u8; 8]>());
-        let published = self.store_part(shard, step, mode, rank, (version, &root, &attempt));
-        if published.is_err() {
-            self.sweep_attempt(&root, &attempt);
-        }
-        published
+        self.on_sound_baseline(&root, |publisher, attempt| {
+            publisher.store_part(shard, step.clone(), mode, rank, (version, &root, attempt))
+        })
     }
 
     fn store_part(
@@ -136,7 +133,7 @@ impl Publisher {
     /// [`Error::PartsMissing`] names the ranks whose parts were not there within `deadline`; [`Error::PartConflict`], a
     /// rank that published against another base, at another step, or as one of another number of ranks;
     /// [`Error::Pieces`], elements that come from no rank or from two; [`Error::TensorMismatch`] if the tensors of a
-    /// delta are not its base's; otherwise as [`Publisher::publish`]. Nothing is committed then, and the ranks may publish
+    /// delta are not its base's, [`Error::LayoutChanged`] if those of a full version are not and that is not allowed; otherwise as [`Publisher::publish`]. Nothing is committed then, and the ranks may publish
     /// their parts again, as another attempt.
     pub fn join(&mut self, rank: &Rank, deadline: Duration) -> Result<Published> {
         rank.check()?;
@@ -156,16 +153,27 @@ impl Publisher {
             representation: replica.manifest().map(|manifest| &manifest.representation),
         };
         let manifest = join(parts, &expected)?;
-        if let (Kind::Delta, Some(base)) = (manifest.kind, replica.manifest()) {
-            crate::replica::check_same_form(base, &manifest)?;
-        }
+        let full_because = match (manifest.kind, replica.manifest()) {
+            (Kind::Delta, Some(base)) => {
+                crate::replica::check_same_form(base, &manifest)?;
+                None
+            }
+            (_, Some(base)) => {
+                let infos: Vec<_> = manifest.tensors.iter().map(Tensor::info).collect();
+                let tensors: Vec<_> = infos.iter().collect();
+                let allowed = self.options.allow_layout_change;
+                plan::check_layout(base, &tensors, &manifest.representation, allowed)?;
+                Some(FullBecause::Asked)
+            }
+            (_, None) => Some(FullBecause::FirstVersion),
+        };
         let committed = self.commit(manifest)?;
         for number in 0..rank.ranks {
             // Best effort: a part beside a committed version is garbage.
             self.discard(&part_key(&root, &rank.attempt, number)?);
         }
         self.follow_commit(&committed);
-        self.report(&committed, encode, begin.elapsed())
+        self.report(&committed, full_because, (encode, begin.elapsed()))
     }
 
     /// Waits until the version that `part` belongs to is committed.

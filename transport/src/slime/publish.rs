@@ -173,6 +173,7 @@ impl Publisher {
             label: applied.label(),
             manifest_digest: applied.manifest_digest,
             kind: Kind::Delta,
+            full_because: None,
             anchor: false,
             publication_bytes: bytes,
             full_bytes: manifest.tensor_bytes(),

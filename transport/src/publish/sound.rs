@@ -1,0 +1,59 @@
+//! A baseline that rotted under an unchanged date: noticed where the digest of what was given is not that of the baseline and the
+//! changes, and built anew from the store.
+
+use super::encode::blames_baseline;
+use super::{Publisher, Standing};
+use crate::{Error, Key, Result};
+
+impl Publisher {
+    /// Does `work`, which encodes against the baseline and stores objects under `root` with the name of an attempt. Where it finds that the
+    /// baseline is not what it was, that is mended, and the work is done once more. What a failed attempt stored is removed.
+    pub(super) fn on_sound_baseline<T>(
+        &mut self,
+        root: &Key,
+        mut work: impl FnMut(&mut Self, &str) -> Result<T>,
+    ) -> Result<T> {
+        let mut attempt = |publisher: &mut Self| {
+            let name = hex::encode(rand::random::<[u8; 8]>());
+            work(publisher, &name).inspect_err(|_| publisher.sweep_attempt(root, &name))
+        };
+        match attempt(self) {
+            Err(error) if blames_baseline(&error) => {
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "the baseline is not what was published"
+                );
+                self.mend_baseline()?;
+            }
+            done => return done,
+        }
+        attempt(self).map_err(|error| match error {
+            // The baseline was hashed just now: it is the new bytes that were not the same each time they were read.
+            Error::TensorMismatch { tensor, .. } if blames_baseline(&error) => {
+                Error::ChangedWhileRead { tensor }
+            }
+            error => error,
+        })
+    }
+
+    /// Hashes the baseline, and builds it anew from the store if it is not the newest version. If it is, its digests are read again.
+    fn mend_baseline(&mut self) -> Result<()> {
+        let Some(newest) = self.newest else { return Ok(()) };
+        // Whatever fails here: the next publication brings the baseline there first.
+        self.standing = Standing::Behind(newest);
+        let replica = self.baseline.replica()?;
+        match replica.verify() {
+            Ok(()) => self.baseline.reopen()?,
+            Err(error @ (Error::Io { .. } | Error::PermissionDenied { .. })) => return Err(error),
+            Err(source) => {
+                let path = replica.dir().to_path_buf();
+                replica.quarantine(Error::DamagedReplica { path, source: Box::new(source) })?;
+            }
+        }
+        let (replica, reference) = (self.baseline.replica()?, self.options.reference_dir.as_deref());
+        replica.advance(&self.run, &self.options.model, newest.version, reference)?;
+        replica.settle()?;
+        self.standing = Standing::Level;
+        Ok(())
+    }
+}
