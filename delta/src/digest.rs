@@ -287,7 +287,9 @@ impl SubAssign for Digest {
 
 impl fmt::Display for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.to_bytes().iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        // One write: manifests spell thousands of them.
+        let number = u128::from_be_bytes(self.to_bytes());
+        write!(f, "{number:032x}")
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::{ErrorKind, Write as _};
+use std::io::{BufWriter, ErrorKind, Write as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -12,6 +12,9 @@ use super::{INDEX, SINGLE, header, index};
 use crate::error::{Error, Result};
 use crate::snapshot::{Snapshot, TensorInfo};
 use crate::watch::{self, Call};
+
+/// Tensors that are shorter go to the file together.
+const WRITE_BYTES: usize = 1 << 18;
 
 /// Names of the weight files written, the index last where there is one.
 pub(crate) type WeightFiles = Vec<String>;
@@ -179,7 +182,8 @@ fn write_shard(
     let header = header::compose(&order.iter().map(|(_, info)| *info).collect::<Vec<_>>())?;
     let io = |source| Error::io("write", path, source);
     watch::before(Call::Create, path).map_err(io)?;
-    let mut file = File::create(path).map_err(io)?;
+    // Many small tensors are one write.
+    let mut file = BufWriter::with_capacity(WRITE_BYTES, File::create(path).map_err(io)?);
     watch::before(Call::Write, path).map_err(io)?;
     file.write_all(&header).map_err(io)?;
     let positions: Vec<usize> = order.iter().map(|(position, _)| *position).collect();
@@ -196,6 +200,7 @@ fn write_shard(
         }
         watch::before(Call::Write, path).and_then(|()| file.write_all(bytes)).map_err(io)
     })?;
+    let file = file.into_inner().map_err(|error| io(error.into_error()))?;
     sync_file(&file, path).map_err(io)
 }
 

@@ -27,12 +27,16 @@ impl Place {
 
 /// A model's versions, as listed.
 #[derive(Debug)]
-pub(super) struct Places(BTreeMap<Version, Place>);
+pub(super) struct Places {
+    versions: BTreeMap<Version, Place>,
+    /// Of all that is there but the manifests.
+    sizes: BTreeMap<Key, u64>,
+}
 
 impl Places {
     /// Sorts the entries under a model's `root`.
     pub(super) fn of(entries: Vec<Entry>, root: &Key) -> Self {
-        let mut places: BTreeMap<Version, Place> = BTreeMap::new();
+        let (mut versions, mut sizes) = (BTreeMap::<Version, Place>::new(), BTreeMap::new());
         for entry in entries {
             let parts = entry.key.under(root).and_then(|rest| rest.split_once('/'));
             let Some((version, name)) =
@@ -40,27 +44,27 @@ impl Places {
             else {
                 continue;
             };
-            let place = places.entry(version).or_default();
+            let place = versions.entry(version).or_default();
             if name == MANIFEST {
                 place.manifest_bytes = entry.size;
             } else {
+                sizes.insert(entry.key.clone(), entry.size);
                 place.others.push(entry);
             }
         }
-        Self(places)
+        Self { versions, sizes }
     }
 
     pub(super) fn range(
         &self,
         versions: RangeToInclusive<Version>,
     ) -> impl Iterator<Item = (&Version, &Place)> {
-        self.0.range(versions)
+        self.versions.range(versions)
     }
 
     /// The size of an object, if it is there.
     pub(super) fn size(&self, key: &Key) -> Option<u64> {
-        let all = self.0.values().flat_map(|place| &place.others);
-        all.into_iter().find(|entry| entry.key == *key).map(|entry| entry.size)
+        self.sizes.get(key).copied()
     }
 }
 

@@ -13,7 +13,7 @@ const TENSOR_NAME_BYTES_MAX: usize = 1024;
 
 /// Refuses a manifest that contradicts itself; `subject` names it in errors.
 pub(super) fn all(manifest: &Manifest, subject: &str) -> Result<()> {
-    let check = Check { manifest, subject };
+    let check = Check { manifest, subject, anchor: manifest.is_anchor() };
     check.identity()?;
     check.objects()?;
     check.tensors()?;
@@ -24,6 +24,8 @@ pub(super) fn all(manifest: &Manifest, subject: &str) -> Result<()> {
 struct Check<'a> {
     manifest: &'a Manifest,
     subject: &'a str,
+    /// Whether the manifest is an anchor, which takes a look at all tensors.
+    anchor: bool,
 }
 
 impl Check<'_> {
@@ -141,7 +143,7 @@ impl Check<'_> {
         let elements = info.elements()?;
         let full = match manifest.kind {
             Kind::Full => Some(&tensor.pieces),
-            Kind::Delta if manifest.is_anchor() => Some(&tensor.anchor),
+            Kind::Delta if self.anchor => Some(&tensor.anchor),
             Kind::Delta | Kind::Reference => None,
         };
         if let Some(pieces) = full {
@@ -235,7 +237,7 @@ impl Check<'_> {
             self.inside(place(), part.object, part.offset, part.length)?;
             length = length.saturating_add(part.length);
         }
-        let needs_bytes = self.manifest.is_anchor() && file.size > 0;
+        let needs_bytes = self.anchor && file.size > 0;
         if (needs_bytes || !file.parts.is_empty()) && length != file.size {
             return Err(self.corrupt(place(), "bytes of its parts", file.size, length));
         }

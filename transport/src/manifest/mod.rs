@@ -248,12 +248,17 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// What [`Manifest::parse`] checks of a document that can be read.
+    pub(crate) fn check(&self) -> Result<()> {
+        check::all(self, "manifest")
+    }
+
     /// The bytes to store, compact and in the order of the fields.
     ///
     /// # Errors
     /// As [`Manifest::parse`]: a manifest that no reader would accept is not written.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
-        check::all(self, "manifest")?;
+        self.check()?;
         let bytes = serde_json::to_vec(self)
             .map_err(|source| Error::Parse { subject: "manifest".to_owned(), source })?;
         if bytes.len() as u64 > MANIFEST_BYTES_MAX {
@@ -278,14 +283,20 @@ impl Manifest {
         }
     }
 
-    /// The pieces that give `tensor` in full, if this is an anchor.
+    /// The pieces that give `tensor` in full, if this is an anchor; `None` also for an anchor's tensor without elements.
     #[must_use]
     pub fn full_pieces<'a>(&self, tensor: &'a Tensor) -> Option<&'a [Piece]> {
         match self.kind {
             Kind::Full => Some(&tensor.pieces),
-            Kind::Delta if self.is_anchor() => Some(&tensor.anchor),
-            Kind::Delta | Kind::Reference => None,
+            // What `is_anchor` says of the manifest; asked for each tensor, that would take all tensors' time.
+            Kind::Delta => (!tensor.anchor.is_empty()).then_some(&tensor.anchor),
+            Kind::Reference => None,
         }
+    }
+
+    /// Where the tensor of this main name stands in [`Manifest::tensors`].
+    pub(crate) fn position(&self, name: &str) -> Option<usize> {
+        self.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
 
     /// Every tensor under every name it has, sorted by name, with its entry: what the checkpoint directory holds.

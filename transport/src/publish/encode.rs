@@ -110,6 +110,15 @@ pub(super) struct Coder {
 /// Slices that may turn out to be the same: type, shape, and the digest of the base (of the slice itself, without one).
 type Likeness = (Dtype, Vec<u64>, [u8; 16]);
 
+/// Slices of one likeness, each with its number among those that were encoded.
+#[derive(Default)]
+struct Alike {
+    first: Option<(usize, usize)>,
+    /// Once there is a second one, all of them by the digest of their bytes now: thousands that began alike (zeros, scales) are not
+    /// compared with each other.
+    known: BTreeMap<[u8; 16], Vec<(usize, usize)>>,
+}
+
 /// What a thread is given.
 struct Job<'a> {
     slice: &'a Slice,
@@ -145,7 +154,7 @@ impl Encoder<'_> {
         let (slices, coder) = (self.shard.slices(), self.coder);
         let weights = chosen.iter().map(|&index| slices[index].byte_len()).collect::<Result<Vec<_>>>()?;
         let mut state = Progress { tensors_total: chosen.len() as u64, ..Progress::default() };
-        let mut alike: BTreeMap<Likeness, Vec<(usize, usize)>> = BTreeMap::new();
+        let mut alike: BTreeMap<Likeness, Alike> = BTreeMap::new();
         let (mut fed, mut coded) = (0, Vec::<Coded>::with_capacity(chosen.len()));
         in_order(
             &weights,
@@ -160,11 +169,10 @@ impl Encoder<'_> {
                 let base = self.base.as_ref().map(|base| base.tensor(&slice.tensor)).transpose()?;
                 let job = Job { slice, new: slice_bytes(self.shard, index)?, base };
                 if self.tie {
-                    let candidates = alike.entry(likeness(&job)).or_default();
-                    if let Some(twin) = self.find_twin(&job, candidates)? {
+                    let alike = alike.entry(likeness(&job)).or_default();
+                    if let Some(twin) = self.find_twin(&job, alike, (fed, index))? {
                         return Ok((None, Some(twin)));
                     }
-                    candidates.push((fed, index));
                 }
                 fed += 1;
                 Ok((Some(job), None))
@@ -194,9 +202,18 @@ impl Encoder<'_> {
         Ok(coded)
     }
 
-    /// The entry among `candidates` whose bytes are the same now, and in the base if there is one.
-    fn find_twin(&self, job: &Job<'_>, candidates: &[(usize, usize)]) -> Result<Option<usize>> {
-        for &(position, index) in candidates {
+    /// The one of those `alike` whose bytes are the same now, and in the base if there is one; without it, `own` is one more of them.
+    fn find_twin(&self, job: &Job<'_>, alike: &mut Alike, own: (usize, usize)) -> Result<Option<usize>> {
+        let Some(first) = alike.first else {
+            alike.first = Some(own);
+            return Ok(None);
+        };
+        let digest = |new: &[u8]| Digest::of(job.slice.tensor.dtype.element(), 0, new).to_bytes();
+        if alike.known.is_empty() {
+            alike.known.insert(digest(&slice_bytes(self.shard, first.1)?), vec![first]);
+        }
+        let candidates = alike.known.entry(digest(&job.new)).or_default();
+        for &(position, index) in &*candidates {
             let twin = &self.shard.slices()[index].tensor;
             let same_base = match (job.base, &self.base) {
                 (Some((bytes, _)), Some(base)) => bytes == base.tensor(twin)?.0,
@@ -206,6 +223,7 @@ impl Encoder<'_> {
                 return Ok(Some(position));
             }
         }
+        candidates.push(own);
         Ok(None)
     }
 

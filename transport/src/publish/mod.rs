@@ -11,6 +11,7 @@ mod shard;
 mod sound;
 mod upload;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -541,7 +542,8 @@ impl Publisher {
     /// Removes what failed attempts at a committed version left beside it. Best effort: it costs space, nothing else.
     fn sweep(&self, committed: &Committed) {
         let manifest = &committed.manifest;
-        self.sweep_place(manifest.version, |key| manifest.objects.iter().any(|object| object.key == *key));
+        let named: BTreeSet<_> = manifest.objects.iter().map(|object| &object.key).collect();
+        self.sweep_place(manifest.version, |key| named.contains(key));
     }
 
     fn sweep_place(&self, version: Version, keep: impl Fn(&Key) -> bool) {

@@ -232,9 +232,10 @@ fn tensor(version: Version, mut slices: Vec<(u32, PartSlice)>) -> Result<Tensor>
 
 /// Whether a committed version holds what a part published: its objects, and the tensors that it alone has.
 pub(super) fn holds(manifest: &Manifest, part: &PartManifest) -> bool {
-    let named = |object: &Object| manifest.objects.contains(object);
+    let objects: BTreeMap<_, _> = manifest.objects.iter().map(|object| (&object.key, object)).collect();
+    let named = |object: &Object| objects.get(&object.key).is_some_and(|known| *known == object);
     let same = |slice: &PartSlice| {
-        let tensor = manifest.tensors.iter().find(|tensor| tensor.name == slice.name);
+        let tensor = manifest.position(&slice.name).and_then(|index| manifest.tensors.get(index));
         let whole =
             |tensor: &Tensor| tensor.info().elements().is_ok_and(|elements| elements == slice.elements);
         tensor.is_some_and(|tensor| !whole(tensor) || tensor.digest == slice.digest)

@@ -1,5 +1,6 @@
 //! Moving a replica from version to version: chains in, one journal for as many links as go together.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
@@ -7,7 +8,7 @@ use super::state::State;
 use super::target::Targets;
 use super::{Advanced, Replica, check_model, fetch, objects};
 use crate::error::{Error, Result};
-use crate::ids::{ContentDigest, Version};
+use crate::ids::Version;
 use crate::manifest::{Base, Kind, Manifest};
 use crate::run::{Chain, Committed, Run};
 use objects::FetchObject;
@@ -112,7 +113,12 @@ impl Replica {
                 _ => {
                     let length = fetch::fold_length(rest, !self.is_base_of(link));
                     let links = rest.get(..length).unwrap_or(rest);
-                    spool.retain(|digest| is_object_of(links, digest));
+                    let objects: BTreeSet<_> = links
+                        .iter()
+                        .flat_map(|link| &link.manifest.objects)
+                        .map(|object| object.blake3)
+                        .collect();
+                    spool.retain(|digest| objects.contains(digest));
                     let applied = self.apply(links, &fetch);
                     total.add(applied.map_err(|error| collected_instead(run, links, error))?);
                     length
@@ -198,11 +204,6 @@ impl Advanced {
         self.overwrite += other.overwrite;
         self.sync += other.sync;
     }
-}
-
-/// Whether one of the publications has an object with this digest.
-fn is_object_of(links: &[Committed], digest: &ContentDigest) -> bool {
-    links.iter().flat_map(|link| &link.manifest.objects).any(|object| object.blake3 == *digest)
 }
 
 /// Why an object is not there: its version may have been collected while it was read.

@@ -13,6 +13,7 @@ use super::spare::{Kit, Spare};
 use super::state::{Copy, State, Tables, digests_to_bytes};
 use super::target::{PAGE, Ready, Targets};
 use crate::checkpoint::{sync_dir, write_weights};
+use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::manifest::{File, Kind, Manifest, Piece, Tensor};
 use crate::pool::{Bounds, as_they_come, in_order, threads};
@@ -66,8 +67,8 @@ pub(super) fn fold_length(links: &[Committed], first_in_full: bool) -> usize {
 
 /// Whether the same names are tied in both.
 fn same_names(a: &Manifest, b: &Manifest) -> bool {
-    let names = |tensor: &Tensor| (tensor.name.clone(), tensor.aliases.clone());
-    a.tensors.len() == b.tensors.len() && a.tensors.iter().map(names).eq(b.tensors.iter().map(names))
+    let alike = |(a, b): (&Tensor, &Tensor)| a.name == b.name && a.aliases == b.aliases;
+    a.tensors.len() == b.tensors.len() && a.tensors.iter().zip(&b.tensors).all(alike)
 }
 
 /// Writes and seals the journal that takes `base` over `links` by their deltas. All links tie the same names. Of `targets`, the
@@ -507,11 +508,14 @@ pub(crate) fn check_same_form(base: &Manifest, new: &Manifest) -> Result<()> {
         }
         None => "none".to_owned(),
     };
+    fn form<'a>((name, tensor): &(&'a str, &'a Tensor)) -> (&'a str, Dtype, &'a [u64]) {
+        (name, tensor.dtype, &tensor.shape)
+    }
     for index in 0..old.len().max(new.len()) {
-        let (expected, found) = (describe(old.get(index)), describe(new.get(index)));
-        if expected != found {
-            let tensor =
-                new.get(index).or(old.get(index)).map_or_else(String::new, |(name, _)| (*name).to_owned());
+        let (expected, found) = (old.get(index), new.get(index));
+        if expected.map(form) != found.map(form) {
+            let tensor = found.or(expected).map_or_else(String::new, |(name, _)| (*name).to_owned());
+            let (expected, found) = (describe(expected), describe(found));
             return Err(Error::TensorMismatch { tensor, what: "entry in the tensor table", expected, found });
         }
     }

@@ -146,13 +146,11 @@ fn successor(state: &State, next: &Foreign<'_>) -> Manifest {
 
 /// Where a tensor that a version changes stands in the manifest of the version in front.
 pub(crate) fn position(manifest: &Manifest, name: &str) -> Result<usize> {
-    manifest.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).map_err(|_| {
-        Error::TensorMismatch {
-            tensor: name.to_owned(),
-            what: "place in the local checkpoint",
-            expected: "one that the version changes".into(),
-            found: "none".into(),
-        }
+    manifest.position(name).ok_or_else(|| Error::TensorMismatch {
+        tensor: name.to_owned(),
+        what: "place in the local checkpoint",
+        expected: "one that the version changes".into(),
+        found: "none".into(),
     })
 }
 

@@ -39,6 +39,8 @@ pub(super) struct Objects<'a> {
 #[derive(Default)]
 struct Ahead {
     order: Vec<Place>,
+    /// Where each of them stands there.
+    turns: BTreeMap<Place, usize>,
     /// How many of them have been begun.
     begun: usize,
     /// The last of them that was asked for, and one.
@@ -90,7 +92,8 @@ impl<'a> Objects<'a> {
     pub(super) fn ahead<T>(&self, order: Vec<Place>, work: impl FnOnce() -> T) -> T {
         // One object is asked for at once.
         let threads = if order.len() > 1 { AHEAD_THREADS.min(order.len()) } else { 0 };
-        *lock(&self.ahead) = Ahead { order, ..Ahead::default() };
+        let turns = order.iter().enumerate().map(|(turn, place)| (*place, turn)).collect();
+        *lock(&self.ahead) = Ahead { order, turns, ..Ahead::default() };
         thread::scope(|scope| {
             for _ in 0..threads {
                 scope.spawn(|| self.fetch_ahead());
@@ -130,9 +133,8 @@ impl<'a> Objects<'a> {
 
     fn asked(&self, place: Place) {
         let mut ahead = lock(&self.ahead);
-        let behind = ahead.order.iter().skip(ahead.asked).position(|other| *other == place);
-        if let Some(behind) = behind {
-            ahead.asked += behind + 1;
+        if let Some(turn) = ahead.turns.get(&place).copied().filter(|turn| *turn >= ahead.asked) {
+            ahead.asked = turn + 1;
             self.moved.notify_all();
         }
     }

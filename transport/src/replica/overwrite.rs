@@ -57,7 +57,7 @@ fn edits<'a>(
     }
     let mut edits: BTreeMap<&Path, Vec<Edit<'_>>> = BTreeMap::new();
     for (tensor, patches) in patches {
-        let entry = manifest.tensors.iter().find(|entry| entry.name == tensor);
+        let entry = manifest.position(tensor).and_then(|index| manifest.tensors.get(index));
         let aliases = entry.map_or(&[][..], |entry| &entry.aliases);
         for name in std::iter::once(tensor).chain(aliases.iter().map(String::as_str)) {
             let place = checkpoint.position(name).and_then(|index| checkpoint.place(index));

@@ -187,7 +187,7 @@ fn planned(base: Option<(Base, &Manifest)>, chain: &[Committed]) -> Vec<PlannedL
         let (portion, behind) = rest.split_at(length.clamp(1, rest.len()));
         let wanted = wanted(on, portion);
         planned.extend(portion.iter().enumerate().map(|(number, link)| {
-            let objects = wanted.iter().filter(|(of, _)| *of == number);
+            let objects = wanted.range((number, 0)..(number + 1, 0));
             let sizes = objects.filter_map(|(_, object)| link.manifest.objects.get(*object as usize));
             PlannedLink {
                 version: link.manifest.version,

@@ -8,6 +8,7 @@
 mod apply;
 mod model;
 mod publish;
+mod tensors;
 mod wire;
 
 use std::path::PathBuf;
@@ -63,6 +64,7 @@ enum Part {
     Wire,
     Apply,
     Publish,
+    Tensors,
 }
 
 /// Prints a measured value beside its target.
@@ -90,6 +92,9 @@ fn main() {
     }
     if wanted(Part::Apply) {
         apply::run(&options);
+    }
+    if wanted(Part::Tensors) {
+        tensors::run(&options);
     }
     if wanted(Part::Wire) {
         wire::run(&options);
