@@ -17,6 +17,7 @@ mod progress;
 mod publish;
 mod ranks;
 mod relay;
+mod repair;
 #[cfg(feature = "torch")]
 mod report;
 mod route;
@@ -81,6 +82,7 @@ enum Command {
     /// Say which way a version should go to the engines, from what was measured.
     Plan(plan::Args),
     Relay(relay::Args),
+    Repair(repair::Args),
     /// Look at a rollout log.
     Log(log::Args),
 }
@@ -128,6 +130,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Keygen(args) => keygen::run(args, output),
         Command::Plan(args) => plan::run(&args, output),
         Command::Relay(args) => relay::run(args, output),
+        Command::Repair(args) => repair::run(&args, output),
         Command::Log(args) => log::run(args, output),
     };
     match outcome {

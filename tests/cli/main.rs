@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod log;
+mod repair;
 mod routes;
 mod serving;
 mod signed;

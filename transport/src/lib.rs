@@ -47,7 +47,7 @@ pub use publish::{
     FullBecause, Mode, Progress, ProgressFn, Published, PublishedPart, Publisher, PublisherOptions, Rank,
     Shard, Slice, Start, Step,
 };
-pub use replica::{Advanced, Applied, Arrival, FetchObject, Plan, PlannedLink, Replica};
+pub use replica::{Advanced, Applied, Arrival, FetchObject, Plan, PlannedLink, Repaired, Replica};
 pub use run::{Chain, Committed, Run};
 pub use sign::{SignKey, TrustKey};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};

@@ -22,7 +22,7 @@ use driftless_transport::{
 const TIMES: usize = 10;
 const MOST: u64 = 16;
 /// Ticks of 10 ms that a phase may take besides.
-const SLACK: u64 = 20;
+const SLACK: u64 = 40;
 const TENSORS: usize = 20_000;
 
 /// One after the other: the processor's time is the process's.

@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::{MODEL, RUN, Weights, assert_same, publisher, step};
+use common::{MODEL, RUN, Weights, assert_loads_whole_or_not, assert_same, publisher, step};
 use driftless_transport::{
     Checkpoint, Error, Follower, FollowerOptions, Memory, Mode, Replica, Result, Run, Start, Stop, Store,
     Version, write_checkpoint,
@@ -99,7 +99,7 @@ fn a_crash_at_every_step_leaves_the_old_or_the_new_version() {
     let fixture = fixture();
     for (from, to) in MOVES {
         for point in POINTS {
-            let mut crashes = 0;
+            let (mut crashes, mut refused) = (0, 0);
             for passed in 0.. {
                 fail::remove(point);
                 let dir = fixture.prepared(&format!("{from:?}-{to}-{point}-{passed}"), from);
@@ -112,6 +112,8 @@ fn a_crash_at_every_step_leaves_the_old_or_the_new_version() {
                     break;
                 }
                 crashes += 1;
+                let versions = [from, Some(to)].map(|version| Some(&fixture.versions[version? as usize]));
+                refused += usize::from(!assert_loads_whole_or_not(&dir, &versions));
                 let committed = point != "follow.fetch";
                 fixture.assert_at(&dir, if committed { Some(to) } else { from });
                 let mut replica = Replica::open(&dir).unwrap();
@@ -121,6 +123,9 @@ fn a_crash_at_every_step_leaves_the_old_or_the_new_version() {
                 fs::remove_dir_all(&dir).unwrap();
             }
             let adopted = to == 0 && point == "follow.fetch";
+            if point == "follow.apply" {
+                assert_eq!(refused, crashes, "from {from:?} to {to}: all of them are before the last byte");
+            }
             assert!(crashes > 0 || adopted, "{point} was never reached from {from:?} to {to}");
         }
     }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use common::{MODEL, RUN, Random, Weights, publisher, step};
+use common::{MODEL, RUN, Random, Weights, assert_loads_whole_or_not, publisher, step};
 use driftless_transport::watch::{self, Call};
 use driftless_transport::{
     Checkpoint, Error, Memory, Mode, Replica, Result, Run, Snapshot as _, Start, Store, Version,
@@ -185,6 +185,29 @@ fn power_that_goes_again_during_the_recovery_does_no_harm() {
     }
     println!("{crashes} moments in recoveries, {images} images");
     assert!(images > 30);
+}
+
+/// At no call of an apply, and so at no kill, does an engine that starts get anything but a version whole.
+#[test]
+fn at_every_call_of_an_apply_a_mixture_has_no_config() {
+    let fixture = fixture();
+    for (from, to) in MOVES {
+        let dir = fixture.prepared(&format!("{from:?}-{to}"), from);
+        let versions =
+            [from, Some(to)].map(|version| version.map(|at| fixture.versions[at as usize].clone()));
+        let (place, seen) = (dir.clone(), Arc::new(Mutex::new([0, 0])));
+        let count = seen.clone();
+        watch::set(Some(Box::new(move |_, _| {
+            let loads = assert_loads_whole_or_not(&place, &versions.each_ref().map(Option::as_ref));
+            count.lock().unwrap()[usize::from(loads)] += 1;
+            Ok(())
+        })));
+        let moved = fixture.advance(&mut Replica::open(&dir).unwrap(), to);
+        watch::set(None);
+        moved.unwrap();
+        let [refused, loaded] = *seen.lock().unwrap();
+        assert!(refused > 0 && loaded > 0, "{from:?} to {to}: {refused} and {loaded} calls");
+    }
 }
 
 /// A disk that loses what it was to write: the sync fails once, the kernel takes the pages for clean, and they are what they

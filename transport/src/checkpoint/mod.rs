@@ -76,6 +76,13 @@ impl Checkpoint {
     /// the shards. [`Error::Unsupported`] for a sub-byte element type, [`Error::Io`] and
     /// [`Error::PermissionDenied`] for the file system's refusals.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
+        let mut checkpoint = Self::open_weights(dir)?;
+        checkpoint.read_files()?;
+        Ok(checkpoint)
+    }
+
+    /// [`Checkpoint::open`] without the auxiliary files.
+    pub(crate) fn open_weights(dir: impl Into<PathBuf>) -> Result<Self> {
         let dir = dir.into();
         let weight_map = index::read(&dir)?;
         let names: Vec<String> = match &weight_map {
@@ -107,9 +114,14 @@ impl Checkpoint {
         if let Some(map) = &weight_map {
             index::check(&dir, map, &names, &found)?;
         }
-        let files = read_files(&dir)?;
         let (tensors, places) = found.into_values().unzip();
-        Ok(Self { dir, tensors, places, shards, files })
+        Ok(Self { dir, tensors, places, shards, files: Vec::new() })
+    }
+
+    /// Reads the auxiliary files as they are now.
+    pub(crate) fn read_files(&mut self) -> Result<()> {
+        self.files = read_files(&self.dir)?;
+        Ok(())
     }
 
     /// The directory.

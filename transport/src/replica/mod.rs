@@ -10,10 +10,12 @@ mod overwrite;
 mod plan;
 mod quarantine;
 mod redo;
+mod repair;
 mod settle;
 mod spare;
 mod state;
 mod target;
+mod withhold;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -43,6 +45,7 @@ pub use objects::FetchObject;
 #[cfg(feature = "slime")]
 pub(crate) use plan::Held;
 pub use plan::{Arrival, Plan, PlannedLink};
+pub use repair::Repaired;
 pub use state::Applied;
 
 /// Directory inside a replica that holds its state.
@@ -279,8 +282,15 @@ impl Replica {
         if let Some((unsettled, _)) = self.redo(None)? {
             unsettled.settle().map_err(|error| self.judge(error))?;
         } else {
-            let loaded = redo::load(&self.dir, &self.layout, journal);
-            self.state = loaded.map_err(|error| self.judge(error))?;
+            if withhold::is_missing(&self.layout) {
+                withhold::give_back(&self.layout)?;
+            }
+            let loaded = redo::load(&self.dir, &self.layout, journal).map_err(|error| self.judge(error));
+            if matches!(loaded, Err(Error::DamagedReplica { .. })) {
+                // No engine starts from what is known to be damaged.
+                withhold::take(&self.layout)?;
+            }
+            self.state = loaded?;
             redo::drop_journal(&self.layout)?;
         }
         self.unfinished = false;

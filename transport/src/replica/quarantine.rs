@@ -41,9 +41,12 @@ pub(super) fn set_aside(dir: &Path, layout: &Layout) -> Result<()> {
         }
         _ => {}
     }
-    let mut names = weight_names(dir)?;
     let copy = read_optional(&layout.manifest())?.and_then(|bytes| Copy::parse(&bytes).ok());
-    names.extend(copy.iter().flat_map(|copy| &copy.manifest.files).map(|file| file.name.clone()));
+    // `config.json` among them, so first: without it no engine loads what is left.
+    let mut names: Vec<String> =
+        copy.iter().flat_map(|copy| &copy.manifest.files).map(|file| file.name.clone()).collect();
+    names.extend(weight_names(dir)?);
+    shift(&layout.withheld(), &quarantine.join("config.json"))?;
     for name in names.iter().filter(|name| is_plain_name(name)) {
         shift(&dir.join(name), &quarantine.join(name))?;
     }

@@ -19,6 +19,7 @@ use super::state::{
     stamps,
 };
 use super::target::Targets;
+use super::withhold;
 use crate::checkpoint::{Checkpoint, map, remove_dir, remove_file, rename, sync_dir};
 use crate::error::{Error, Result};
 use crate::ids::ContentDigest;
@@ -63,10 +64,14 @@ pub(super) fn redo(dir: &Path, layout: &Layout, sealed: Option<Targets>) -> Resu
     check_base(layout, &records, &parsed)?;
 
     let started = Instant::now();
+    withhold::take(layout)?;
+    super::crash_point("follow.apply")?;
     move_files(dir, layout, &records)?;
-    let checkpoint = Checkpoint::open(dir)?;
+    let mut checkpoint = Checkpoint::open_weights(dir)?;
     check_tensors(&checkpoint, &parsed.manifest)?;
     let overwritten = overwrite(&checkpoint, &parsed.manifest, &records, sealed.unwrap_or_default())?;
+    withhold::give_back(layout)?;
+    checkpoint.read_files()?;
     let overwrite = started.elapsed();
 
     let mut state = adopt(checkpoint, parsed, digests)?;
@@ -245,19 +250,26 @@ fn move_files(dir: &Path, layout: &Layout, records: &[Record<'_>]) -> Result<()>
                     renamed => renamed.map_err(|error| Error::io("install", &target, error))?,
                 }
             }
-            Record::Remove { name } => match remove_file(&dir.join(checked(name)?)) {
+            Record::Remove { name } => match remove_file(&withhold::place(layout, checked(name)?)) {
                 Err(error) if error.kind() != ErrorKind::NotFound => {
                     return Err(Error::io("remove", dir.join(name), error));
                 }
                 _ => {}
             },
-            Record::File { name, bytes } => layout.replace(&dir.join(checked(name)?), bytes)?,
+            Record::File { name, bytes } => {
+                layout.replace(&withhold::place(layout, checked(name)?), bytes)?
+            }
             Record::Manifest(_) | Record::Digests(_) | Record::Patch { .. } | Record::Base(_) => continue,
         }
         moved = true;
         super::crash_point("follow.apply")?;
     }
-    if moved { sync_dir(dir) } else { Ok(()) }
+    if moved {
+        // Where the file that is withheld lies must be durable before it is durable that it is not in its place.
+        layout.sync()?;
+        sync_dir(dir)?;
+    }
+    Ok(())
 }
 
 fn checked(name: &str) -> Result<&str> {

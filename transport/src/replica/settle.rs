@@ -14,7 +14,7 @@ use super::spare::Spare;
 use super::state::{Applied, Layout, Stamp, State};
 use super::target::Target;
 use super::{Lock, Replica, crash_point, quarantine, redo};
-use crate::checkpoint::sync_file;
+use crate::checkpoint::{sync_dir, sync_file};
 use crate::error::{Error, Result};
 use crate::spool::Spool;
 
@@ -47,6 +47,8 @@ impl Unsettled {
             sync_file(&target.file, path).map_err(|source| Error::io("sync", path, source))?;
         }
         let sync = started.elapsed();
+        // The way back of the file that was withheld, before it is durable that it is not in the state directory.
+        sync_dir(&self.layout.dir)?;
         // Unmapping gigabytes that are not yet written back takes long, and nobody else in the process can map or unmap anything
         // meanwhile. Behind the sync it is quick.
         drop((self.before, self.overwritten));

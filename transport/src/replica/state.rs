@@ -89,8 +89,7 @@ impl Copy {
         let subject = "replica manifest";
         let copy: Self = serde_json::from_slice(bytes)
             .map_err(|source| Error::Parse { subject: subject.into(), source })?;
-        // Runs the manifest's own checks again.
-        copy.manifest.to_bytes()?;
+        copy.manifest.check()?;
         Ok(copy)
     }
 }
@@ -120,12 +119,14 @@ pub(super) type Tables = BTreeMap<String, DigestTable>;
 /// The files of the state directory.
 #[derive(Clone, Debug)]
 pub(super) struct Layout {
+    /// The replica's directory.
+    pub(super) dir: PathBuf,
     pub(super) root: PathBuf,
 }
 
 impl Layout {
     pub(super) fn new(dir: &Path) -> Self {
-        Self { root: dir.join(super::STATE_DIR) }
+        Self { dir: dir.to_owned(), root: dir.join(super::STATE_DIR) }
     }
 
     pub(super) fn lock(&self) -> PathBuf {
@@ -151,6 +152,11 @@ impl Layout {
     /// New files of a rebuild, before they are installed.
     pub(super) fn staging(&self) -> PathBuf {
         self.root.join("next")
+    }
+
+    /// `config.json`, while the directory is between two versions.
+    pub(super) fn withheld(&self) -> PathBuf {
+        self.root.join("config.json")
     }
 
     /// Objects that arrive.

@@ -144,6 +144,25 @@ pub(crate) fn assert_same(found: &Checkpoint, expected: &Weights) {
     assert_eq!(found.files(), expected.files());
 }
 
+/// Whether a checkpoint is these weights, files included.
+pub(crate) fn is_same(found: &Checkpoint, expected: &Weights) -> bool {
+    let same = |index: usize| found.tensor(index) == expected.bytes.get(index).map(Vec::as_slice);
+    found.tensors() == expected.tensors()
+        && found.files() == expected.files()
+        && (0..expected.infos.len()).all(same)
+}
+
+/// What an engine gets that starts now in `dir`: one of `versions`, whole, or nothing, because there is no config. Returns whether there
+/// is something.
+pub(crate) fn assert_loads_whole_or_not(dir: &Path, versions: &[Option<&Weights>]) -> bool {
+    if !dir.join("config.json").exists() {
+        return false;
+    }
+    let found = Checkpoint::open(dir).unwrap();
+    assert!(versions.iter().flatten().any(|version| is_same(&found, version)), "a mixture could be loaded");
+    true
+}
+
 /// Weights are random bits here, and their tables change as tests like.
 pub(crate) fn options(start: Start, baseline: &Path) -> PublisherOptions {
     let mut options = PublisherOptions::new(RUN, start, baseline);

@@ -1,0 +1,59 @@
+//! Making a directory whole that a crash left, with what lies in it: no store, no follower.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::state::{Applied, Layout, Marker};
+use super::{Replica, withhold};
+use crate::checkpoint::remove_file;
+use crate::error::{Error, Result};
+use crate::ids::Version;
+
+/// What [`Replica::repair`] found and did.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Repaired {
+    /// The version that the directory holds, every byte of it.
+    pub applied: Applied,
+    /// The version that it was marked with before.
+    pub before: Option<Version>,
+    /// Whether an apply had been interrupted: it was finished if `applied` is another version than `before`. Otherwise it was finished
+    /// or had changed nothing, and what it left is gone.
+    pub interrupted: bool,
+}
+
+impl Replica {
+    /// Finishes or undoes what a crash interrupted in `dir`, and compares all of it with its digests. A directory that turns out to be
+    /// damaged is left without its `config.json`, so that no engine starts from it; a follower builds it anew.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NothingApplied`] for a directory without a version; [`Error::Locked`] while another process has it;
+    /// [`Error::DamagedReplica`]; the file system's errors.
+    pub fn repair(dir: &Path) -> Result<Repaired> {
+        let layout = Layout::new(dir);
+        let nothing = || Error::NothingApplied { path: dir.to_owned() };
+        if !layout.root.is_dir() {
+            return Err(nothing());
+        }
+        let before = Marker::read(&layout.marker()).ok().flatten().map(|marker| marker.applied.version);
+        let interrupted = layout.journal().exists();
+        let replica = Self::open(dir)?;
+        let applied = replica.applied().cloned().ok_or_else(nothing)?;
+        match replica.verify().map_err(|error| replica.judge(error)) {
+            Err(damage @ Error::DamagedReplica { .. }) => {
+                replica.distrust()?;
+                Err(damage)
+            }
+            verified => verified.map(|()| Repaired { applied, before, interrupted }),
+        }
+    }
+
+    /// Has whoever opens the directory next hash all of it, and engines refuse it.
+    fn distrust(&self) -> Result<()> {
+        withhold::take(&self.layout)?;
+        let digests = self.layout.digests();
+        remove_file(&digests).map_err(|source| Error::io("remove", digests, source))
+    }
+}

@@ -1,0 +1,43 @@
+//! Keeps a directory that is between two versions from being loaded: it has no `config.json` then.
+//!
+//! An engine that starts reads `config.json` first, and refuses a directory without one. The file is renamed into the state directory
+//! before the first byte of the checkpoint changes, and back after the last one. A process that is killed in between leaves a
+//! directory that does not load until the journal is carried out. Nothing here waits for the disk: after a loss of power, only
+//! carrying out the journal makes the directory whole.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use super::state::Layout;
+use crate::checkpoint::rename;
+use crate::error::{Error, Result};
+
+/// The file without which no engine starts.
+const CONFIG: &str = "config.json";
+
+/// Takes the file out of the directory, if it is there.
+pub(super) fn take(layout: &Layout) -> Result<()> {
+    shift(&layout.dir.join(CONFIG), &layout.withheld())
+}
+
+/// Whether the directory has none.
+pub(super) fn is_missing(layout: &Layout) -> bool {
+    !layout.dir.join(CONFIG).exists()
+}
+
+/// Puts it back, if it was taken.
+pub(super) fn give_back(layout: &Layout) -> Result<()> {
+    shift(&layout.withheld(), &layout.dir.join(CONFIG))
+}
+
+/// Where an auxiliary file of this name lies while the directory is between two versions.
+pub(super) fn place(layout: &Layout, name: &str) -> PathBuf {
+    if name == CONFIG { layout.withheld() } else { layout.dir.join(name) }
+}
+
+fn shift(from: &Path, to: &Path) -> Result<()> {
+    match rename(from, to) {
+        Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::io("move", from, source)),
+        _ => Ok(()),
+    }
+}
