@@ -104,6 +104,10 @@ pub(crate) struct Args {
     /// Milliseconds between two looks at the store.
     #[arg(long, default_value_t = 500, value_parser = crate::cli::milliseconds())]
     poll_ms: u64,
+    /// GiB of the checkpoint that are read and compared with their digests in an hour, beside following; 0 for none. What is
+    /// damaged is built anew from the store, and engines load it again.
+    #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
+    scrub_gib_per_hour: u64,
     /// Seconds an engine may take to load a version.
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = crate::cli::seconds())]
     activate_deadline: u64,
@@ -153,6 +157,7 @@ pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
     options.poll = Duration::from_millis(args.poll_ms);
     // An engine that was started again should not wait long for its weights.
     options.backoff_max = options.poll.max(Duration::from_secs(2));
+    options.scrub_bytes_per_hour = args.scrub_gib_per_hour << 30;
     options.activate_deadline = Duration::from_secs(args.activate_deadline);
     let mut store = store::open(&args.store)?;
     if !args.relay.is_empty() {

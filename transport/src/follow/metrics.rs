@@ -18,6 +18,8 @@ pub(super) struct Counters {
     prepare_failures: u64,
     refused: u64,
     last_error: Option<Instant>,
+    scrubbed_bytes: u64,
+    scrub_mismatches: u64,
     /// Since when the store has a version that is not on disk.
     behind: Option<Instant>,
     engines: BTreeMap<String, Engine>,
@@ -43,6 +45,16 @@ impl Counters {
         self.prepare_failures += 1;
         self.refused += u64::from(error.is_refusal());
         self.last_error = Some(now);
+    }
+
+    /// Notes bytes that were read and are what they should be.
+    pub(super) fn scrubbed(&mut self, bytes: u64) {
+        self.scrubbed_bytes += bytes;
+    }
+
+    /// Notes bytes that are not.
+    pub(super) fn scrub_mismatch(&mut self) {
+        self.scrub_mismatches += 1;
     }
 
     /// Notes whether the store has a version that is not on disk.
@@ -129,6 +141,10 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
     page.single("prepare_failures_total", "counter", "Prepares that failed.", counters.prepare_failures);
     let help = "Prepares that ended at bytes which are not what they must be.";
     page.single("refused_total", "counter", help, counters.refused);
+    let help = "Bytes of the checkpoint that were compared with their digests in the background.";
+    page.single("scrubbed_bytes_total", "counter", help, counters.scrubbed_bytes);
+    let help = "Damage that this found; the directory is then built anew.";
+    page.single("scrub_mismatches_total", "counter", help, counters.scrub_mismatches);
     if let Some(error) = counters.last_error {
         let age = now.saturating_duration_since(error).as_secs_f64();
         page.single("last_error_age_seconds", "gauge", "Since the last failure; absent before one.", age);
@@ -329,6 +345,9 @@ mod tests {
         counters.activated("http://a", Ok(Some(Duration::from_millis(20))), later(3));
         counters.activated("http://a", Ok(None), later(3));
         counters.activated("b\\\n", Err(()), later(4));
+        counters.scrubbed(500);
+        counters.scrubbed(30);
+        counters.scrub_mismatch();
         let status = status(Some(6), Some(4), &["http://a", "b\\\n"]);
         counters.compared(&status, later(4));
         counters.compared(&status, later(5));
@@ -345,6 +364,8 @@ mod tests {
             ("elements_changed_total", 80.0),
             ("prepare_failures_total", 2.0),
             ("refused_total", 1.0),
+            ("scrubbed_bytes_total", 530.0),
+            ("scrub_mismatches_total", 1.0),
             ("last_error_age_seconds", 6.0),
             ("store_read_bytes_total", 2048.0),
         ] {

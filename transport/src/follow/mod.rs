@@ -4,6 +4,7 @@ mod keeper;
 mod metrics;
 mod options;
 mod route;
+mod scrub;
 #[cfg(feature = "slime")]
 mod slime;
 mod status;
@@ -86,6 +87,8 @@ struct Slot {
     worker: Worker,
     failures: u32,
     not_before: Instant,
+    /// What it loaded may have been damaged.
+    reload: bool,
 }
 
 impl Follower {
@@ -110,7 +113,9 @@ impl Follower {
         let now = Instant::now();
         let engines = engines
             .into_iter()
-            .map(|engine| Ok(Slot { worker: Worker::start(engine)?, failures: 0, not_before: now }))
+            .map(|engine| {
+                Ok(Slot { worker: Worker::start(engine)?, failures: 0, not_before: now, reload: false })
+            })
             .collect::<Result<Vec<_>>>()?;
         let mut status = Status {
             id: options.id.clone(),
@@ -389,7 +394,10 @@ impl Follower {
         let due: Vec<bool> = engines.iter().map(due).collect();
 
         let served = ask_all(engines, &due, "report its version", options.serving_deadline, || Job::Serving);
-        let stale: Vec<bool> = served.iter().map(|answer| serves_another(answer.as_ref(), &label)).collect();
+        let stale = engines.iter().zip(&served).map(|(slot, answer)| {
+            serves_another(answer.as_ref(), &label) || slot.reload && matches!(answer, Some(Ok(_)))
+        });
+        let stale: Vec<bool> = stale.collect();
         if stale.contains(&true) {
             crash_point("follow.activate")?;
         }
@@ -413,6 +421,7 @@ impl Follower {
     /// Notes what became of one engine, and when to ask it again if it failed.
     fn record(&self, index: usize, slot: &mut Slot, label: &str, outcome: Result<Answer>) -> Result<()> {
         let options = &self.shared.options;
+        slot.reload &= !matches!(outcome, Ok(Answer::Activated(_)));
         let counted = match &outcome {
             Ok(Answer::Serving(_)) => Ok(None),
             Ok(Answer::Activated(activated)) => Ok(Some(activated.pause)),

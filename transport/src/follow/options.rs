@@ -39,6 +39,9 @@ pub struct FollowerOptions {
     pub router: Option<Arc<dyn Router>>,
     /// How objects are kept while they arrive.
     pub spool: SpoolOptions,
+    /// Bytes of the checkpoint that [`Follower::run_until`](crate::Follower::run_until) reads in an hour, beside following, to compare them with their digests; 0 for none. What is
+    /// damaged is built anew from the store, and engines load it again.
+    pub scrub_bytes_per_hour: u64,
     /// How long one engine may take to say which version it serves.
     pub serving_deadline: Duration,
     /// How long one engine may take to activate a version.
@@ -47,7 +50,7 @@ pub struct FollowerOptions {
 
 impl FollowerOptions {
     /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, renew the lease every minute, back
-    /// off to 30 s, 10 s for a look at an engine, 10 minutes for an activation.
+    /// off to 30 s, 10 s for a look at an engine, 10 minutes for an activation; 64 GiB are scrubbed in an hour.
     #[must_use]
     pub fn new(run: impl Into<String>, checkpoint_dir: impl Into<PathBuf>, id: impl Into<String>) -> Self {
         Self {
@@ -64,6 +67,7 @@ impl FollowerOptions {
             trust_keys: Vec::new(),
             router: None,
             spool: SpoolOptions::default(),
+            scrub_bytes_per_hour: 64 << 30,
             serving_deadline: Duration::from_secs(10),
             activate_deadline: Duration::from_secs(600),
         }

@@ -4,6 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::Follower;
+use super::scrub::Scrubbing;
 use crate::error::{Error, Result};
 
 /// A switch that ends [`Follower::run_until`], from any thread.
@@ -49,13 +50,32 @@ impl Stop {
     /// Sleeps for `time` or until the switch is thrown; true if it was.
     #[must_use]
     pub fn wait(&self, time: Duration) -> bool {
+        self.pause(time) == Ended::Stopped
+    }
+
+    /// [`Stop::wait`], with what ended it.
+    pub(super) fn pause(&self, time: Duration) -> Ended {
         let (switch, changed) = &*self.0;
         let guard = switch.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = changed.wait_timeout_while(guard, time, |switch| !switch.stopped && !switch.nudged);
         let mut switch = waited.unwrap_or_else(PoisonError::into_inner).0;
-        switch.nudged = false;
-        switch.stopped
+        match (switch.stopped, std::mem::take(&mut switch.nudged)) {
+            (true, _) => Ended::Stopped,
+            (false, true) => Ended::Nudged,
+            (false, false) => Ended::Over,
+        }
     }
+}
+
+/// What ended a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// The switch was thrown.
+    Stopped,
+    /// There is something to look at.
+    Nudged,
+    /// The time was over.
+    Over,
 }
 
 /// Takes the loop's switch away from the follower again.
@@ -102,7 +122,7 @@ impl Follower {
         }
         *self.watching() = Some(stop.clone());
         let _watching = Watching(self);
-        let mut failures = 0;
+        let (mut failures, mut scrubbing) = (0, Scrubbing::default());
         while !stop.is_stopped() {
             let began = Instant::now();
             let prepared = if self.options().coordinated { self.check_durable() } else { self.look() };
@@ -133,7 +153,7 @@ impl Follower {
             // From one look to the next, so that the way to the store is not waited for besides; after a failure, in full.
             let spent = if failures == 0 { began.elapsed() } else { Duration::ZERO };
             let pause = backoff(self.options().poll, self.options().backoff_max, failures);
-            if stop.wait(pause.saturating_sub(spent)) {
+            if self.wait_scrubbing(stop, pause.saturating_sub(spent), &mut scrubbing) {
                 break;
             }
         }

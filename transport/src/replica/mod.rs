@@ -11,6 +11,7 @@ mod plan;
 mod quarantine;
 mod redo;
 mod repair;
+mod scrub;
 mod settle;
 mod spare;
 mod state;
@@ -46,6 +47,7 @@ pub use objects::FetchObject;
 pub(crate) use plan::Held;
 pub use plan::{Arrival, Plan, PlannedLink};
 pub use repair::Repaired;
+pub(crate) use scrub::Scrub;
 pub use state::Applied;
 
 /// Directory inside a replica that holds its state.

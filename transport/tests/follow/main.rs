@@ -7,10 +7,13 @@ mod http;
 mod route;
 
 use std::collections::VecDeque;
-use std::path::PathBuf;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use common::{MODEL, RUN, Weights, assert_same, publisher, step};
 use driftless_transport::wrap::{Count, Fault, When};
@@ -563,4 +566,71 @@ fn bad_names_and_a_held_directory_are_refused_at_open() {
     let mut options = fixture.options();
     options.id = "a/b".into();
     assert!(matches!(Follower::open(fixture.store.clone(), options, vec![]), Err(Error::BadName { .. })));
+}
+
+/// Flips the last bit of a file and puts its time back, as rot does.
+fn rot(path: &Path) {
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let metadata = file.metadata().unwrap();
+    let mut last = [0];
+    file.read_exact_at(&mut last, metadata.len() - 1).unwrap();
+    file.write_all_at(&[last[0] ^ 1], metadata.len() - 1).unwrap();
+    file.set_modified(metadata.modified().unwrap()).unwrap();
+}
+
+fn metric(follower: &Follower, name: &str) -> u64 {
+    let name = format!("driftless_follower_{name} ");
+    follower.metrics().lines().find_map(|line| line.strip_prefix(&name)?.parse().ok()).unwrap()
+}
+
+#[test]
+fn rotten_bytes_are_scrubbed_built_anew_and_loaded_again_without_a_new_version() {
+    let fixture = Fixture::new();
+    let engine = Engine::default();
+    let mut options = fixture.options();
+    options.scrub_bytes_per_hour = 1 << 50;
+    let follower = Follower::open(fixture.fault.clone(), options, vec![engine.fake("http://a")]).unwrap();
+    let (stop, patience) = (Stop::new(), Instant::now() + Duration::from_secs(120));
+    let until = |what: &dyn Fn() -> bool| {
+        while !what() {
+            assert!(Instant::now() < patience, "{:?}", follower.status());
+            thread::yield_now();
+        }
+    };
+    thread::scope(|scope| {
+        let running = scope.spawn(|| follower.run_until(&stop, false));
+        until(&|| engine.activations() == 1 && metric(&follower, "scrubbed_bytes_total") > 100_000);
+        for (number, name) in (1..).zip(["model.safetensors", "tokenizer.json", "model.safetensors"]) {
+            rot(&fixture.path().join(name));
+            until(&|| engine.activations() == number + 1);
+            assert_eq!(metric(&follower, "scrub_mismatches_total"), number as u64, "{name}");
+            fixture.assert_on_disk();
+            let loaded = engine.0.lock().unwrap();
+            let position = fixture.weights.infos.iter().position(|info| info.name == "g.up").unwrap();
+            assert_eq!(loaded.loaded, fixture.weights.bytes[position]);
+            assert_eq!(loaded.serving, Some(fixture.label(0)));
+        }
+        stop.stop();
+        running.join().unwrap().unwrap();
+    });
+    assert_eq!(follower.status().applied.unwrap().engines[0].label, Some(fixture.label(0)));
+}
+
+#[test]
+fn with_a_rate_of_zero_nothing_is_scrubbed() {
+    let fixture = Fixture::new();
+    let mut options = fixture.options();
+    options.scrub_bytes_per_hour = 0;
+    let follower = Follower::open(fixture.fault.clone(), options, Vec::new()).unwrap();
+    let stop = Stop::new();
+    thread::scope(|scope| {
+        scope.spawn(|| follower.run_until(&stop, false).unwrap());
+        let begin = Instant::now();
+        while metric(&follower, "store_requests_total{operation=\"get\"}") < 50 {
+            assert!(begin.elapsed() < Duration::from_secs(120));
+            thread::yield_now();
+        }
+        stop.stop();
+    });
+    assert_eq!(metric(&follower, "scrubbed_bytes_total"), 0);
 }
