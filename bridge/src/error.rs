@@ -12,7 +12,7 @@ pub enum Error {
     /// An engine's address is not one that this crate can call.
     #[error("engine address {url:?} is not usable: {reason}; give host:port or http://host:port")]
     Address {
-        /// The address as given.
+        /// The address, without what may be a secret in it.
         url: String,
         /// What is wrong with it.
         reason: String,

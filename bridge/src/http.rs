@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use driftless_transport::redact;
 use reqwest::header::AUTHORIZATION;
 use reqwest::{Method, Url};
 use serde::de::DeserializeOwned;
@@ -172,7 +173,7 @@ impl Connection {
 
 /// `host:port` or `http://host:port`, nothing else: no TLS here, and a path would be dropped silently when joined.
 fn parse(address: &str) -> Result<Url> {
-    let fail = |reason: &str| Error::Address { url: address.into(), reason: reason.into() };
+    let fail = |reason: &str| Error::Address { url: redact(address), reason: reason.into() };
     let text = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
     let url = Url::parse(&text).map_err(|error| fail(&error.to_string()))?;
     if url.scheme() != "http" {
@@ -217,6 +218,11 @@ mod tests {
             ["", "localhost", "https://a:1", "http://a:1/v1", "http://u:p@a:1", "a:99999", "http://a:1?x=1"]
         {
             assert!(matches!(engine(bad), Err(Error::Address { .. })), "{bad:?}");
+        }
+        for secret in ["http://u:hidden@a:1", "u:hidden@a:1", "http://u:hid?den@a:1", "http://a:1?key=hidden"]
+        {
+            let error = engine(secret).unwrap_err().to_string();
+            assert!(!error.contains("hid") && !error.contains("den"), "{error}");
         }
     }
 

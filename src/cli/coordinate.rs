@@ -1,9 +1,9 @@
 //! `driftless coordinate`.
 
 use crate::cli::error::{Error, Result};
-use crate::cli::follow::stop_on_signals;
 use crate::cli::output::Output;
-use crate::cli::{keys, store};
+use crate::cli::signals::{PATIENCE, stop_on_signals};
+use crate::cli::{keys, numbers, store};
 use driftless::bridge::{Coordinator, CoordinatorOptions, Keys, Rolled};
 use driftless::transport::{Error as Transport, Run, Stop, Version};
 use serde_json::json;
@@ -40,19 +40,19 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
     /// Hosts that have to be prepared before any engine is paused [default: all].
-    #[arg(long, value_name = "HOSTS")]
+    #[arg(long, value_name = "HOSTS", value_parser = numbers::count::<usize>())]
     hosts_min: Option<usize>,
     /// Seconds that the other hosts are waited for once so many are there.
-    #[arg(long, default_value_t = 5, value_name = "SECONDS", value_parser = crate::cli::seconds())]
+    #[arg(long, default_value_t = 5, value_name = "SECONDS", value_parser = numbers::seconds())]
     grace: u64,
     /// Seconds a host may take to prepare a version.
-    #[arg(long, default_value_t = 1800, value_name = "SECONDS", value_parser = crate::cli::seconds())]
+    #[arg(long, default_value_t = 1800, value_name = "SECONDS", value_parser = numbers::deadline())]
     prepare_deadline: u64,
     /// Seconds a host may take to activate a version on all its engines.
-    #[arg(long, default_value_t = 660, value_name = "SECONDS", value_parser = crate::cli::seconds())]
+    #[arg(long, default_value_t = 660, value_name = "SECONDS", value_parser = numbers::deadline())]
     activate_deadline: u64,
     /// Milliseconds between two looks at the store.
-    #[arg(long, default_value_t = 500, value_parser = crate::cli::milliseconds())]
+    #[arg(long, default_value_t = 500, value_parser = numbers::milliseconds())]
     poll_ms: u64,
     /// Bring the hosts to the newest version once, then end; failures are not retried.
     #[arg(long)]
@@ -74,7 +74,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|source| Error::Io { path: PathBuf::from("runtime"), source })?;
     let stop = Stop::new();
-    stop_on_signals(&stop)?;
+    stop_on_signals(&stop, PATIENCE)?;
     let mut there = None;
     while !stop.is_stopped() {
         let newest = Run::open(store.clone(), &args.run).and_then(|run| run.newest_version(&args.model));

@@ -2,6 +2,7 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
+use crate::cli::paths;
 use crate::cli::publish::{DeltaProfile, tensor_bytes};
 use driftless::delta::Patch;
 use driftless::delta::bundle::{self, Bundle, Summary, Tensor};
@@ -26,7 +27,9 @@ pub(crate) struct Args {
 enum Command {
     /// Encode what turns the checkpoint BASE into NEW.
     Encode {
+        /// Checkpoint directory to start from.
         base: PathBuf,
+        /// Checkpoint directory to arrive at.
         new: PathBuf,
         /// File to write.
         #[arg(short, long, value_name = "FILE")]
@@ -37,16 +40,28 @@ enum Command {
     },
     /// Write the checkpoint that FILE makes of BASE; its auxiliary files are BASE's.
     Apply {
+        /// Checkpoint directory that the delta starts from.
         base: PathBuf,
+        /// Delta file, as `delta encode` writes it.
         file: PathBuf,
         /// Checkpoint directory to write.
         #[arg(short, long, value_name = "DIR")]
         output: PathBuf,
     },
     /// Check that FILE makes exactly NEW of BASE: reads and digests every byte of both checkpoints.
-    Verify { base: PathBuf, file: PathBuf, new: PathBuf },
+    Verify {
+        /// Checkpoint directory that the delta starts from.
+        base: PathBuf,
+        /// Delta file, as `delta encode` writes it.
+        file: PathBuf,
+        /// Checkpoint directory that it should arrive at.
+        new: PathBuf,
+    },
     /// Show what a delta file holds.
-    Stat { file: PathBuf },
+    Stat {
+        /// Delta file, as `delta encode` writes it.
+        file: PathBuf,
+    },
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
@@ -59,7 +74,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 }
 
 fn encode(base: &Path, new: &Path, file: &Path, profile: DeltaProfile, output: Output) -> Result<()> {
-    let (base, new) = (Checkpoint::open(base)?, Checkpoint::open(new)?);
+    paths::check_output("--output", file)?;
+    let (base, new) = (paths::checkpoint("BASE", base)?, paths::checkpoint("NEW", new)?);
     let begin = Instant::now();
     let mut bytes = Vec::new();
     let summary = bundle::encode(&tensors(&base), &tensors(&new), profile.into(), &mut bytes)?;
@@ -70,7 +86,7 @@ fn encode(base: &Path, new: &Path, file: &Path, profile: DeltaProfile, output: O
     write().map_err(|source| Error::Io { path: file.to_path_buf(), source })?;
     let full_bytes = tensor_bytes(&base)?;
     let value = json!({
-        "file": file, "bytes": bytes.len(), "full_bytes": full_bytes, "changed": summary.changed,
+        "file": file.display().to_string(), "bytes": bytes.len(), "full_bytes": full_bytes, "changed": summary.changed,
         "elements": summary.elements, "changed_tensors": summary.changed_tensors, "tensors": summary.tensors,
         "encode_ms": elapsed_ms,
     });
@@ -84,8 +100,9 @@ fn encode(base: &Path, new: &Path, file: &Path, profile: DeltaProfile, output: O
 }
 
 fn apply(base: &Path, file: &Path, dir: &Path, output: Output) -> Result<()> {
+    paths::check_place("--output", dir)?;
     let bytes = read(file)?;
-    let base = Checkpoint::open(base)?;
+    let base = paths::checkpoint("BASE", base)?;
     let mut patches = BTreeMap::new();
     Bundle::read(&bytes)?.decode(&tensors(&base), |index, patch| -> Result<()> {
         patches.insert(index, patch.clone());
@@ -93,17 +110,17 @@ fn apply(base: &Path, file: &Path, dir: &Path, output: Output) -> Result<()> {
     })?;
     let changed_tensors = patches.len();
     write_checkpoint(dir, &Patched { base, patches }, SHARD_BYTES_MAX)?;
-    let value = json!({"dir": dir, "changed_tensors": changed_tensors});
+    let value = json!({"dir": dir.display().to_string(), "changed_tensors": changed_tensors});
     output.print(&value, |_| format!("{}: {changed_tensors} tensors changed", dir.display()))
 }
 
 fn verify(base: &Path, file: &Path, new: &Path, output: Output) -> Result<()> {
     let bytes = read(file)?;
     let bundle = Bundle::read(&bytes)?;
-    let (base, new) = (Checkpoint::open(base)?, Checkpoint::open(new)?);
+    let (base, new) = (paths::checkpoint("BASE", base)?, paths::checkpoint("NEW", new)?);
     bundle.verify(&tensors(&base), &tensors(&new))?;
     let Summary { tensors, elements, .. } = bundle.summary();
-    let value = json!({"file": file, "tensors": tensors, "elements": elements});
+    let value = json!({"file": file.display().to_string(), "tensors": tensors, "elements": elements});
     output
         .print(&value, |_| format!("{}: exact in all {tensors} tensors, {elements} elements", file.display()))
 }
@@ -130,7 +147,7 @@ fn describe(summary: &Summary, bytes: usize) -> String {
 }
 
 fn read(file: &Path) -> Result<Vec<u8>> {
-    std::fs::read(file).map_err(|source| Error::Io { path: file.to_path_buf(), source })
+    paths::read("FILE", file, u64::MAX)
 }
 
 fn tensors(checkpoint: &Checkpoint) -> Vec<Tensor<'_>> {

@@ -23,6 +23,10 @@ pub(crate) enum Error {
     Json { what: String, source: serde_json::Error },
     #[error("{what}: expected {expected}, found {found}")]
     Usage { what: String, expected: String, found: String },
+    #[error("results cannot be written to standard output")]
+    Output(#[source] std::io::Error),
+    #[error("{what} was interrupted by {}; the same command goes on from what is stored", signal_name(*signal))]
+    Interrupted { what: &'static str, signal: i32 },
     #[error("{what}: {damaged} damaged, see above")]
     Damaged { what: String, damaged: u64 },
     #[cfg(feature = "torch")]
@@ -36,6 +40,11 @@ impl Error {
         match self {
             Error::Usage { .. } => 2,
             Error::Damaged { .. } | Error::Delta(_) => 3,
+            // As a shell says it of a program that the signal has ended.
+            Error::Interrupted { signal, .. } => {
+                128u8.saturating_add(u8::try_from(*signal).unwrap_or_default())
+            }
+            error if error.is_closed_pipe() => 128 + 13,
             Error::Buffer(error) => buffer_code(error),
             #[cfg(feature = "torch")]
             Error::Trainer(driftless::trainer::Error::Buffer(error)) => buffer_code(error),
@@ -48,6 +57,25 @@ impl Error {
             _ => 1,
         }
     }
+
+    /// What helps, where another command or option does.
+    pub(crate) fn hint(&self) -> Option<&'static str> {
+        match self {
+            Error::Transport(driftless::transport::Error::NoSuchRun { .. }) => Some(
+                "`driftless inspect --store URL` lists the runs of a store, `driftless publish --new-run` begins one",
+            ),
+            _ => None,
+        }
+    }
+
+    /// Whether the reader of the results has gone, which is no failure and nothing to talk about.
+    pub(crate) fn is_closed_pipe(&self) -> bool {
+        matches!(self, Error::Output(source) if source.kind() == std::io::ErrorKind::BrokenPipe)
+    }
+}
+
+fn signal_name(signal: i32) -> &'static str {
+    if signal == 2 { "SIGINT" } else { "SIGTERM" }
 }
 
 /// Whether a log was refused.

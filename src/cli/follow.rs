@@ -2,9 +2,10 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
+use crate::cli::signals::{self, PATIENCE, stop_on_signals};
 use crate::cli::slime::{self, Layout};
 use crate::cli::transport::TransportArgs;
-use crate::cli::{keys, store};
+use crate::cli::{keys, numbers, paths, store};
 use driftless::bridge::{ClientOptions, DiskActivator, DiskOptions, PauseMode};
 use driftless::transport::{
     Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Router, Run, Status, Stop, Version, http,
@@ -92,7 +93,7 @@ pub(crate) struct Args {
     #[arg(long)]
     once: bool,
     /// Go no further than this version, and end when it is on disk and on every engine.
-    #[arg(long, value_name = "VERSION")]
+    #[arg(long, value_name = "VERSION", value_parser = numbers::ordinal())]
     until_version: Option<u64>,
     /// Say what would be fetched and applied now, and do nothing: no directory, no lock, no lease, no engine is touched. With
     /// --layout slime, whose versions say little, they are read and taken to copies of the tensors, and every checksum is compared.
@@ -102,14 +103,14 @@ pub(crate) struct Args {
     #[arg(long, requires = "listen", conflicts_with = "once")]
     coordinated: bool,
     /// Milliseconds between two looks at the store.
-    #[arg(long, default_value_t = 500, value_parser = crate::cli::milliseconds())]
+    #[arg(long, default_value_t = 500, value_parser = numbers::milliseconds())]
     poll_ms: u64,
     /// GiB of the checkpoint that are read and compared with their digests in an hour, beside following; 0 for none. What is
     /// damaged is built anew from the store, and engines load it again.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
     scrub_gib_per_hour: u64,
     /// Seconds an engine may take to load a version.
-    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = crate::cli::seconds())]
+    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
     activate_deadline: u64,
     /// Answer HTTP calls (prepare, activate, status, metrics) on this address.
     #[arg(long, value_name = "ADDR:PORT")]
@@ -137,6 +138,10 @@ enum PauseGenerationMode {
 }
 
 pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
+    paths::check_own("--checkpoint-dir", &args.checkpoint_dir, args.hf_checkpoint.as_deref())?;
+    if let Some(dir) = &args.hf_checkpoint {
+        paths::check_checkpoint("--hf-checkpoint", dir)?;
+    }
     if args.dry_run {
         return dry_run(&args, output);
     }
@@ -146,6 +151,8 @@ pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
     args.transport.prepare(&args.relay)?;
     args.transport.log();
     let engines = engines(&args)?;
+    // A signal does not cut a pause short.
+    let pause = if engines.is_empty() { 0 } else { args.activate_deadline };
     let id = args.id.clone().unwrap_or_else(host_name);
     let run = slime::run_name(&args.run, args.layout)?;
     let mut options = FollowerOptions::new(run, &args.checkpoint_dir, id);
@@ -179,13 +186,17 @@ pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
         tracing::info!(address = %server.addr(), "listening");
     }
     let stop = Stop::new();
-    stop_on_signals(&stop)?;
+    stop_on_signals(&stop, PATIENCE + Duration::from_secs(pause))?;
     let outcome = follower.run_until(&stop, args.once);
     let ends = args.once || (args.until_version.is_some() && !stop.is_stopped());
     if ends && outcome.is_ok() {
         output.print(&follower.status(), text)?;
     }
-    Ok(outcome?)
+    outcome?;
+    if stop.is_stopped() && args.until_version.is_some() {
+        return Err(signals::interruption("following up to --until-version"));
+    }
+    Ok(())
 }
 
 /// slime's layout has no manifests that tell beforehand what a version weighs.
@@ -288,28 +299,4 @@ fn text(status: &Status) -> String {
 fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     if name.trim().is_empty() { "follower".to_owned() } else { name.trim().to_owned() }
-}
-
-/// SIGINT and SIGTERM throw the switch: the loop ends after the step it is in.
-pub(crate) fn stop_on_signals(stop: &Stop) -> Result<()> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(start)?;
-    // From here on neither ends the process by itself, whenever the thread gets to run.
-    let (mut interrupted, mut terminated) = {
-        let _inside = runtime.enter();
-        (signal(SignalKind::interrupt()).map_err(start)?, signal(SignalKind::terminate()).map_err(start)?)
-    };
-    let stop = stop.clone();
-    let watch = move || {
-        runtime.block_on(async {
-            tokio::select! {
-                _ = interrupted.recv() => {}
-                _ = terminated.recv() => {}
-            }
-        });
-        stop.stop();
-    };
-    std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(start)?;
-    Ok(())
 }

@@ -1,9 +1,8 @@
 //! `driftless gc`.
 
 use crate::cli::error::Result;
-use crate::cli::inspect;
 use crate::cli::output::{Output, table};
-use crate::cli::store;
+use crate::cli::{inspect, numbers, store};
 use driftless::transport::gc::{Collection, GcOptions, collect};
 use driftless::transport::{Run, Version};
 use serde_json::json;
@@ -33,10 +32,10 @@ pub(crate) struct Args {
     #[arg(long)]
     model: Option<String>,
     /// Keep at least this many of the newest versions.
-    #[arg(long, value_name = "VERSIONS", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "VERSIONS", default_value_t = 1, value_parser = numbers::count::<u64>())]
     keep: u64,
     /// Seconds after which a follower that has not renewed its lease is not waited for; followers renew every minute.
-    #[arg(long, value_name = "SECONDS", default_value_t = 900, value_parser = crate::cli::seconds())]
+    #[arg(long, value_name = "SECONDS", default_value_t = 900, value_parser = numbers::seconds())]
     lease_ttl: u64,
     /// Only show what would be removed.
     #[arg(long)]

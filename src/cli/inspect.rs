@@ -2,9 +2,11 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
-use crate::cli::store;
-use driftless::transport::manifest::Kind;
-use driftless::transport::{Committed, ContentDigest, Error as Transport, Manifest, Run, Store, Version};
+use crate::cli::{numbers, paths, store};
+use driftless::transport::manifest::{Kind, MANIFEST_BYTES_MAX};
+use driftless::transport::{
+    Committed, ContentDigest, Error as Transport, Manifest, Run, Store, Version, redact,
+};
 use serde::Serialize;
 use serde_json::json;
 use std::path::PathBuf;
@@ -17,7 +19,7 @@ pub(crate) struct Args {
     #[arg(value_name = "URL", group = "named", conflicts_with_all = ["store", "manifest"])]
     url: Option<String>,
     /// Store to look into: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
-    #[arg(long, value_name = "URL", required_unless_present_any = ["manifest", "url"])]
+    #[arg(long, value_name = "URL")]
     store: Option<String>,
     /// Run whose chain to show; without it, all runs of the store.
     #[arg(long, value_name = "NAME", group = "named", requires = "store")]
@@ -26,7 +28,7 @@ pub(crate) struct Args {
     #[arg(long, requires = "named")]
     model: Option<String>,
     /// One version, with its tensors.
-    #[arg(long, requires = "named")]
+    #[arg(long, requires = "named", value_parser = numbers::ordinal())]
     version: Option<u64>,
     /// A manifest in a file.
     #[arg(long, value_name = "FILE", conflicts_with = "store")]
@@ -35,12 +37,12 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if let Some(path) = &args.manifest {
-        let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.clone(), source })?;
+        let bytes = paths::read("--manifest", path, MANIFEST_BYTES_MAX)?;
         return version(&Manifest::parse(&bytes)?, output);
     }
     let (url, name) = match &args.url {
         Some(url) => place(url)?,
-        None => (args.store.unwrap_or_default(), args.run),
+        None => (args.store.ok_or_else(nothing_named)?, args.run),
     };
     let store = store::open(&url)?;
     let Some(name) = &name else {
@@ -51,6 +53,14 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     match args.version {
         Some(number) => version(&run.get(&model, Version(number))?.manifest, output),
         None => chain(&run, &model, output),
+    }
+}
+
+fn nothing_named() -> Error {
+    Error::Usage {
+        what: "inspect".to_owned(),
+        expected: "the URL of a run, --store URL, or --manifest FILE".to_owned(),
+        found: "none of them".to_owned(),
     }
 }
 
@@ -66,7 +76,7 @@ fn place(url: &str) -> Result<(String, Option<String>)> {
             what: "URL of a run".to_owned(),
             expected: "a store and a run's name, as s3://bucket/prefix/my-run, or --store and --run"
                 .to_owned(),
-            found: url.to_owned(),
+            found: redact(url),
         }),
     }
 }

@@ -21,6 +21,6 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let path = PathBuf::from(name);
     std::fs::write(&path, format!("{public}\n"))
         .map_err(|source| Error::Io { path: path.clone(), source })?;
-    let value = json!({ "public_key": public, "public_key_file": path });
+    let value = json!({ "public_key": public, "public_key_file": path.display().to_string() });
     output.print(&value, |_| format!("{public}\n(also in {})", path.display()))
 }

@@ -1,9 +1,15 @@
 //! Secrets: from files or the environment, never from the command line.
 
 use crate::cli::error::{Error, Result};
+use crate::cli::paths;
 use driftless::bridge::Keys;
 use driftless::transport::{SignKey, TrustKey};
+use std::fs::File;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
+
+/// Most bytes that are read of a secret.
+const SECRET_BYTES_MAX: u64 = 64 << 10;
 
 /// Where the keys of engines come from.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -44,7 +50,7 @@ pub(crate) struct SignArgs {
 impl SignArgs {
     /// The key to sign with, if there is one, and those that are trusted besides.
     pub(crate) fn read(&self) -> Result<(Option<SignKey>, Vec<TrustKey>)> {
-        let sign_key = self.sign_key.as_deref().map(SignKey::read).transpose()?;
+        let sign_key = self.sign_key.as_deref().map(signing).transpose()?;
         Ok((sign_key, trusted(&self.trust_key)?))
     }
 
@@ -56,8 +62,16 @@ impl SignArgs {
 
 /// The keys of files of public keys, all together.
 pub(crate) fn trusted(files: &[PathBuf]) -> Result<Vec<TrustKey>> {
-    let keys = files.iter().map(|path| TrustKey::read_all(path)).collect::<Result<Vec<_>, _>>()?;
-    Ok(keys.concat())
+    let read = |path: &PathBuf| -> Result<Vec<TrustKey>> {
+        paths::check_file("--trust-key", path)?;
+        Ok(TrustKey::read_all(path)?)
+    };
+    Ok(files.iter().map(read).collect::<Result<Vec<_>>>()?.concat())
+}
+
+fn signing(path: &Path) -> Result<SignKey> {
+    paths::check_file("--sign-key", path)?;
+    Ok(SignKey::read(path)?)
 }
 
 /// A secret from `file`, else from the environment.
@@ -65,7 +79,10 @@ pub(crate) fn secret(file: Option<&Path>, variable: &str) -> Result<Option<Strin
     let Some(path) = file else {
         return Ok(std::env::var(variable).ok().filter(|value| !value.is_empty()));
     };
-    let text =
-        std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+    paths::check_file("key file", path)?;
+    let io = |source| Error::Io { path: path.to_path_buf(), source };
+    // It may be a pipe from what keeps secrets.
+    let file = File::open(path).map_err(io)?;
+    let text = std::io::read_to_string(file.take(SECRET_BYTES_MAX)).map_err(io)?;
     Ok(Some(text.trim_end().to_owned()))
 }

@@ -11,7 +11,9 @@ mod inspect;
 mod keygen;
 mod keys;
 mod log;
+mod numbers;
 mod output;
+mod paths;
 mod plan;
 mod progress;
 mod publish;
@@ -24,6 +26,7 @@ mod route;
 #[cfg(feature = "torch")]
 mod serve;
 mod serving;
+mod signals;
 mod slime;
 mod store;
 #[cfg(feature = "torch")]
@@ -42,6 +45,9 @@ Exit codes:
   2  the command line is wrong
   3  something stored is damaged, unsigned or of another run: nothing of it was used
   4  a peer did not answer in time
+  130, 143  interrupted by SIGINT or SIGTERM before it was done; the store is as after any other failure. A service that either
+            signal ends after the step it is in has done what it is for, and ends with 0. A second signal ends it at once.
+  141  the reader of the results has closed the pipe
 
 Logs go to standard error; RUST_LOG=debug shows more. Results go to standard output, as JSON with --json.";
 
@@ -67,6 +73,12 @@ enum Command {
     /// Serve a checkpoint with the embedded engine, which speaks SGLang's HTTP routes.
     #[cfg(feature = "torch")]
     Serve(serve::Args),
+    #[cfg(not(feature = "torch"))]
+    #[command(hide = true, disable_help_flag = true)]
+    Train(Absent),
+    #[cfg(not(feature = "torch"))]
+    #[command(hide = true, disable_help_flag = true)]
+    Serve(Absent),
     /// Publish a Hugging Face checkpoint directory as the next version of a run.
     Publish(Box<publish::Args>),
     /// Keep a local checkpoint directory, and the engines that load it, at a run's newest version.
@@ -87,20 +99,32 @@ enum Command {
     Log(log::Args),
 }
 
-/// Whole seconds, up to a year: more is a mistake, and what clocks can add to ends somewhere.
-fn seconds() -> clap::builder::RangedU64ValueParser {
-    clap::value_parser!(u64).range(..=365 * 24 * 60 * 60)
+/// What is asked of a command that this build does not have.
+#[cfg(not(feature = "torch"))]
+#[derive(clap::Args)]
+struct Absent {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    _ignored: Vec<std::ffi::OsString>,
 }
 
-/// Milliseconds between two looks at something, up to a day.
-fn milliseconds() -> clap::builder::RangedU64ValueParser {
-    clap::value_parser!(u64).range(1..=24 * 60 * 60 * 1000)
+#[cfg(not(feature = "torch"))]
+fn absent() -> error::Result<()> {
+    Err(error::Error::Usage {
+        what: "`driftless train` and `driftless serve`".to_owned(),
+        expected: "a build with libtorch: `cargo install --locked --path . --features torch`, see docs/operations.md".to_owned(),
+        found: "one without the feature torch".to_owned(),
+    })
 }
 
 /// Parses, runs, prints; returns the documented exit code.
 pub(crate) fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
     tracing_subscriber::fmt()
+        // It would be told of standard error that is closed on standard error.
+        .log_internal_errors(false)
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
         )
@@ -121,6 +145,8 @@ pub(crate) fn main() -> ExitCode {
         Command::Train(args) => train::run(*args, output),
         #[cfg(feature = "torch")]
         Command::Serve(args) => serve::run(args, output),
+        #[cfg(not(feature = "torch"))]
+        Command::Train(_) | Command::Serve(_) => absent(),
         Command::Publish(args) => publish::run(*args, output),
         Command::Follow(args) => follow::run(*args, output),
         Command::Coordinate(args) => coordinate::run(args, output),
@@ -151,13 +177,33 @@ fn die_with_parent() {
 
 /// Prints the error with its causes.
 fn fail(error: &error::Error) -> ExitCode {
-    eprintln!("error: {error}");
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        eprintln!("  because: {error}");
-        cause = error.source();
+    if !error.is_closed_pipe() {
+        output::say(&format!("error: {error}"));
+        let mut cause = std::error::Error::source(error);
+        while let Some(error) = cause {
+            output::say(&format!("  because: {error}"));
+            cause = error.source();
+        }
+        if let Some(hint) = error.hint() {
+            output::say(&format!("  hint: {hint}"));
+        }
     }
     ExitCode::from(error.exit_code())
+}
+
+/// Prints what clap has to say: help on standard output, complaints on standard error.
+fn refuse(error: &clap::Error) -> ExitCode {
+    let text = error.render().to_string();
+    let printed = if error.use_stderr() && output::without_secrets(&text) != text {
+        output::say(&text);
+        Ok(())
+    } else {
+        error.print()
+    };
+    match printed {
+        Err(source) if !error.use_stderr() => fail(&error::Error::Output(source)),
+        _ => ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2)),
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,9 @@
 //! How results are printed: for people, or as one JSON document a line for scripts.
 
 use crate::cli::error::{Error, Result};
+use driftless::transport::redact;
 use serde::Serialize;
+use std::io::Write as _;
 
 /// Where results go.
 #[derive(Debug, Clone, Copy)]
@@ -19,9 +21,32 @@ impl Output {
         } else {
             text(value)
         };
-        println!("{}", line.trim_end());
-        Ok(())
+        line_out(line.trim_end())
     }
+}
+
+/// Writes a line of results.
+pub(crate) fn line_out(line: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(Error::Output)
+}
+
+/// Says something to whoever still reads standard error.
+pub(crate) fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{}", without_secrets(line));
+}
+
+/// A text that may repeat what was given, with no URL in it that may hold a secret. Stores name themselves with parameters that
+/// hold none.
+pub(crate) fn without_secrets(text: &str) -> String {
+    let ends = |end: char| end.is_whitespace() || ['\'', '`', '"', ','].contains(&end);
+    let is_plain = |url: &str| ["?endpoint=", "?region=", "?account="].iter().any(|name| url.contains(name));
+    let may_hold = |url: &str| url.contains('@') || (url.contains('?') && !is_plain(url));
+    let word = |word: &str| {
+        let url = word.trim_end_matches(ends);
+        if url.contains("://") && may_hold(url) { redact(url) + &word[url.len()..] } else { word.to_owned() }
+    };
+    text.split_inclusive(ends).map(word).collect()
 }
 
 /// A table with a header and aligned columns.
@@ -44,6 +69,13 @@ pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn urls_with_secrets_are_cut_and_others_are_not() {
+        let cut =
+            super::without_secrets("a `http://u:hidden@h:1`: 'http://h/?k=hidden'\n s3://b?region=r, c@d?");
+        assert_eq!(cut, "a `http://…@h:1`: 'http://h/'\n s3://b?region=r, c@d?");
+    }
+
     #[test]
     fn columns_line_up() {
         let rows = [vec!["1".to_owned(), "full".to_owned()], vec!["1000".to_owned(), "delta".to_owned()]];

@@ -1,8 +1,9 @@
 //! `driftless plan`.
 
-use crate::cli::error::Result;
+use crate::cli::error::{Error, Result};
+use crate::cli::numbers::{at_least_zero, positive};
 use crate::cli::output::Output;
-use crate::cli::route;
+use crate::cli::{paths, route};
 use driftless::bridge::{Carrier, Choice, Figures, Form, Link, Pin, choose};
 use serde_json::json;
 use std::path::PathBuf;
@@ -26,34 +27,34 @@ prepares and how long its engines are paused. GB are 10^9 bytes.";
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// GB of the model.
-    #[arg(long, value_name = "GB")]
+    #[arg(long, value_name = "GB", value_parser = positive)]
     model_gb: f64,
     /// GB of one version's delta.
-    #[arg(long, value_name = "GB")]
+    #[arg(long, value_name = "GB", value_parser = at_least_zero)]
     delta_gb: f64,
     /// GB of the model that the trainer encodes in a second.
-    #[arg(long, value_name = "GB/S", default_value_t = 7.5)]
+    #[arg(long, value_name = "GB/S", default_value_t = 7.5, value_parser = positive)]
     encode_gb_s: f64,
     /// GB of the model to which a host applies a delta in a second [default: as many as are encoded].
-    #[arg(long, value_name = "GB/S")]
+    #[arg(long, value_name = "GB/S", value_parser = positive)]
     apply_gb_s: Option<f64>,
     /// GB that an engine loads from its host in a second.
-    #[arg(long, value_name = "GB/S", default_value_t = 6.0)]
+    #[arg(long, value_name = "GB/S", default_value_t = 6.0, value_parser = positive)]
     load_gb_s: f64,
     /// Deltas are applied to the engine's own memory: nothing is loaded.
     #[arg(long, conflicts_with = "load_gb_s")]
     in_place: bool,
     /// GB a second that NCCL moves into the engines [default: there is no NCCL].
-    #[arg(long, value_name = "GB/S")]
+    #[arg(long, value_name = "GB/S", value_parser = positive)]
     nccl_gb_s: Option<f64>,
     /// GB a second that UCX moves between the hosts [default: there is no UCX].
-    #[arg(long, value_name = "GB/S")]
+    #[arg(long, value_name = "GB/S", value_parser = positive)]
     ucx_gb_s: Option<f64>,
     /// GB a second that a host gets out of the store while the others do [default: there is no store].
-    #[arg(long, value_name = "GB/S")]
+    #[arg(long, value_name = "GB/S", value_parser = positive)]
     store_gb_s: Option<f64>,
     /// Milliseconds before a version's first byte comes out of the store: requests and polls.
-    #[arg(long, value_name = "MS", default_value_t = 250.0)]
+    #[arg(long, value_name = "MS", default_value_t = 250.0, value_parser = at_least_zero)]
     store_latency_ms: f64,
     /// Write the figures, without what is pinned, to this file, for `follow --plan`.
     #[arg(long, value_name = "FILE")]
@@ -81,6 +82,13 @@ enum PlannedMode {
 }
 
 pub(crate) fn run(args: &Args, output: Output) -> Result<()> {
+    if args.nccl_gb_s.or(args.ucx_gb_s).or(args.store_gb_s).is_none() {
+        return Err(Error::Usage {
+            what: "links".to_owned(),
+            expected: "--store-gb-s, --nccl-gb-s or --ucx-gb-s, as far as there are any".to_owned(),
+            found: "none of them".to_owned(),
+        });
+    }
     let link = |rate: Option<f64>, latency| rate.map(|rate| Link { rate: rate * 1e9, latency });
     let figures = Figures {
         model_bytes: (args.model_gb * 1e9).round() as u64,
@@ -104,6 +112,7 @@ pub(crate) fn run(args: &Args, output: Output) -> Result<()> {
     });
     let choice = choose(&figures, Pin { carrier, form })?;
     if let Some(path) = &args.save {
+        paths::check_output("--save", path)?;
         route::save(path, &figures)?;
     }
     output.print(&value(&choice), |_| choice.to_string().replace("; ", "\n"))

@@ -1,12 +1,12 @@
 //! `driftless publish`.
 
 use crate::cli::error::{Error, Result};
-use crate::cli::follow::stop_on_signals;
 use crate::cli::output::Output;
 use crate::cli::ranks::RankArgs;
 use crate::cli::serving::ServingArgs;
+use crate::cli::signals::{self, PATIENCE, stop_on_signals};
 use crate::cli::slime::{self, Layout};
-use crate::cli::{keys, progress, store};
+use crate::cli::{keys, numbers, paths, progress, store};
 use driftless::delta::Profile;
 use driftless::transport::gc::{GcOptions, collect};
 use driftless::transport::{
@@ -74,13 +74,13 @@ pub(crate) struct Args {
     #[arg(long, default_value = "policy")]
     model: String,
     /// Optimiser step of the checkpoint, for the record.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = numbers::ordinal())]
     step: u64,
     /// Carry full tensors too in every version whose number is a multiple of this.
-    #[arg(long, value_name = "VERSIONS")]
+    #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
     anchor_every: Option<u64>,
     /// Carry full tensors too when the deltas since the newest anchor weigh this share of the model, such as 0.5.
-    #[arg(long, value_name = "SHARE")]
+    #[arg(long, value_name = "SHARE", value_parser = numbers::positive)]
     anchor_share: Option<f64>,
     /// Publish in full what has other tensors, shapes or types than the version before; refused without this.
     #[arg(long)]
@@ -93,7 +93,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     notify: store::NotifyArgs,
     /// Afterwards remove versions that nobody needs, as `driftless gc --keep` does.
-    #[arg(long, value_name = "VERSIONS", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
     keep: Option<u64>,
     #[command(flatten)]
     serving: ServingArgs,
@@ -126,11 +126,15 @@ impl From<DeltaProfile> for Profile {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    paths::check_checkpoint("--checkpoint", &args.checkpoint)?;
     args.serving.prepare()?;
     let mut store = store::open(&args.store)?;
     let run = slime::run_name(&args.run, args.layout)?;
     let baseline_dir = match &args.baseline_dir {
-        Some(dir) => dir.clone(),
+        Some(dir) => {
+            paths::check_own("--baseline-dir", dir, Some(&args.checkpoint))?;
+            dir.clone()
+        }
         None => default_baseline(&store.to_string(), &run, &args.model)?,
     };
     if args.layout == Layout::Slime {
@@ -142,9 +146,10 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         };
     }
     let stop = Stop::new();
-    stop_on_signals(&stop)?;
+    stop_on_signals(&stop, PATIENCE)?;
     let server = args.serving.start(&mut store, output)?;
-    let (run, version) = publish(&args, (store, &run, baseline_dir), &stop, output)?;
+    let published = publish(&args, (store, &run, baseline_dir), &stop, output);
+    let (run, version) = published.map_err(signals::caused)?;
     if server.is_some() {
         args.serving.linger(&run, &args.model, version, &stop);
     }

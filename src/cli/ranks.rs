@@ -1,6 +1,7 @@
 //! `driftless publish --rank`: one of several processes that publish a version together.
 
 use crate::cli::error::{Error, Result};
+use crate::cli::{numbers, paths};
 use driftless::transport::{
     AuxFile, Checkpoint, Error as Transport, Mode, Publisher, Rank, Result as TransportResult, Run, Shard,
     Slice, Snapshot, Step, Stop, Store, Version,
@@ -19,7 +20,7 @@ pub(crate) struct RankArgs {
     #[arg(long, requires = "ranks", requires = "attempt", conflicts_with = "by_reference")]
     rank: Option<u32>,
     /// Number of ranks that publish the version together.
-    #[arg(long, requires = "rank")]
+    #[arg(long, requires = "rank", value_parser = numbers::count::<u32>())]
     ranks: Option<u32>,
     /// What all ranks of this publication agree on, and no other one has: <job id>-<step>, for instance.
     #[arg(long, value_name = "NAME", requires = "rank")]
@@ -28,7 +29,7 @@ pub(crate) struct RankArgs {
     #[arg(long, value_name = "FILE", requires = "rank")]
     slices: Option<PathBuf>,
     /// Seconds to wait for the other ranks.
-    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = crate::cli::seconds())]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = numbers::seconds())]
     join_deadline: u64,
 }
 
@@ -74,8 +75,11 @@ impl RankArgs {
         let begin = Instant::now();
         loop {
             match Run::open(store.clone(), name) {
-                Err(Transport::NoSuchRun { .. })
-                    if begin.elapsed() < self.deadline() && !stop.wait(Duration::from_millis(100)) => {}
+                Err(Transport::NoSuchRun { .. }) if begin.elapsed() < self.deadline() => {
+                    if stop.wait(Duration::from_millis(100)) {
+                        return Err(Transport::Cancelled { what: "the wait for rank 0" }.into());
+                    }
+                }
                 opened => return Ok(opened.map(drop)?),
             }
         }
@@ -104,7 +108,7 @@ impl RankArgs {
         let mut places: BTreeMap<String, Place> = match &self.slices {
             None => BTreeMap::new(),
             Some(path) => {
-                let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.clone(), source })?;
+                let bytes = paths::read("--slices", path, paths::SMALL)?;
                 let what = path.display().to_string();
                 serde_json::from_slice(&bytes).map_err(|source| Error::Json { what, source })?
             }

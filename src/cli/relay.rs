@@ -1,10 +1,10 @@
 //! `driftless relay`.
 
 use crate::cli::error::{Error, Result};
-use crate::cli::follow::stop_on_signals;
 use crate::cli::output::Output;
+use crate::cli::signals::{PATIENCE, stop_on_signals};
 use crate::cli::transport::with_ucx_settings;
-use crate::cli::{keys, store};
+use crate::cli::{keys, paths, store};
 use driftless::transport::Stop;
 use driftless::transport::fabric::{Fabric, FabricOptions};
 use driftless::transport::relay::{RelayOptions, serve};
@@ -56,6 +56,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    paths::check_place("--cache-dir", &args.cache_dir)?;
     if args.listen_ucx.is_some() {
         with_ucx_settings()?;
     }
@@ -69,13 +70,13 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let server = serve(store::open(&args.store)?, options).map_err(Error::Transport)?;
     let url = format!("http://{}", server.addr());
     let ucx = server.ucx_addr().map(|addr| format!("ucx://{addr}"));
-    let value = json!({ "url": url, "ucx_url": ucx, "store": args.store, "cache_dir": args.cache_dir });
+    let value = json!({ "url": url, "ucx_url": ucx, "store": args.store, "cache_dir": args.cache_dir.display().to_string() });
     output.print(&value, |_| {
         let also = ucx.as_ref().map(|ucx| format!(" and {ucx}")).unwrap_or_default();
         format!("relaying {} on {url}{also}", args.store)
     })?;
     let stop = Stop::new();
-    stop_on_signals(&stop)?;
+    stop_on_signals(&stop, PATIENCE)?;
     while !stop.wait(Duration::from_secs(3600)) {}
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! What `driftless plan` saves, and what `driftless follow` makes of it for every version.
 
 use crate::cli::error::{Error, Result};
+use crate::cli::paths;
 use driftless::bridge::{Carrier, Entry, Figures, Form, Published, route};
 use driftless::transport::relay::Relays;
 use driftless::transport::{Arrival, Routed, Router};
@@ -28,7 +29,7 @@ pub(crate) fn save(path: &Path, figures: &Figures) -> Result<()> {
 
 /// Reads figures that [`save`] wrote.
 pub(crate) fn read(path: &Path) -> Result<Figures> {
-    let text = std::fs::read(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
+    let text = paths::read("--plan", path, paths::SMALL)?;
     let saved: Saved = serde_json::from_slice(&text).map_err(|source| json(path, source))?;
     if saved.driftless_plan != FORMAT {
         let what = format!("driftless_plan in {}", path.display());

@@ -1,8 +1,8 @@
 //! `driftless serve`.
 
 use crate::cli::error::Result;
-use crate::cli::keys;
 use crate::cli::output::Output;
+use crate::cli::{keys, numbers, paths};
 use driftless::trainer::engine::{self, Dialect, EngineOptions};
 use driftless::trainer::{Kind, device};
 use serde_json::json;
@@ -27,13 +27,13 @@ pub(crate) struct Args {
     #[arg(long, default_value = "cpu")]
     device: String,
     /// CPU threads of libtorch.
-    #[arg(long)]
+    #[arg(long, value_parser = numbers::count::<usize>())]
     num_threads: Option<usize>,
     /// Requests generated at once.
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, value_parser = numbers::count::<usize>())]
     max_running_requests: usize,
     /// Tokens the key-value cache holds.
-    #[arg(long, default_value_t = 65_536)]
+    #[arg(long, default_value_t = 65_536, value_parser = numbers::count::<usize>())]
     max_total_tokens: usize,
     /// Seed of requests that bring none.
     #[arg(long, default_value_t = 0)]
@@ -52,6 +52,7 @@ enum Dtype {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    paths::check_checkpoint("--model-path", &args.model_path)?;
     let dialect: Dialect = args.dialect.parse()?;
     let mut options = EngineOptions::new(&args.model_path);
     options.host = args.host;
@@ -69,7 +70,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.max_running_requests = args.max_running_requests;
     options.max_total_tokens = args.max_total_tokens;
     let server = engine::serve(options)?;
-    let value = json!({"url": server.url(), "model_path": args.model_path});
+    let value = json!({"url": server.url(), "model_path": args.model_path.display().to_string()});
     output.print(&value, |_| format!("serving {} on {}", args.model_path.display(), server.url()))?;
     Ok(server.run_until(interrupted())?)
 }

@@ -1,9 +1,9 @@
 //! A publisher that serves what it publishes.
 
 use crate::cli::error::{Error, Result};
-use crate::cli::keys;
 use crate::cli::output::Output;
 use crate::cli::transport::with_ucx_settings;
+use crate::cli::{keys, numbers};
 use driftless::transport::fabric::{Fabric, FabricOptions};
 use driftless::transport::gc::{GcOptions, leases};
 use driftless::transport::http::Server;
@@ -38,7 +38,7 @@ pub(crate) struct ServingArgs {
     #[arg(long, value_name = "FILE", requires = "listen_ucx")]
     relay_token_file: Option<PathBuf>,
     /// End when every follower that holds a lease on the model has the version, and after so many seconds in any case.
-    #[arg(long, value_name = "SECONDS", requires = "listen_ucx", value_parser = crate::cli::seconds())]
+    #[arg(long, value_name = "SECONDS", requires = "listen_ucx", value_parser = numbers::seconds())]
     until_followed: Option<u64>,
 }
 

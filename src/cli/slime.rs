@@ -2,8 +2,8 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
-use crate::cli::progress;
 use crate::cli::publish::tensor_bytes;
+use crate::cli::{paths, progress};
 use driftless::transport::slime::{Checksum, Encoding, Publisher, PublisherOptions};
 use driftless::transport::{Checkpoint, Published, Start, Store};
 use serde_json::json;
@@ -70,6 +70,9 @@ pub(crate) fn publish(
     output: Output,
 ) -> Result<Option<Published>> {
     let start = if new_run { Start::NewRun } else { Start::Resume };
+    if let Some(dir) = &args.hf_checkpoint {
+        paths::check_checkpoint("--hf-checkpoint", dir)?;
+    }
     let mut options = PublisherOptions::new(start, baseline);
     options.hf_checkpoint = if new_run { Some(checkpoint.to_path_buf()) } else { args.hf_checkpoint.clone() };
     options.encoding = match args.delta_encoding {

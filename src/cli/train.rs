@@ -1,10 +1,10 @@
 //! `driftless train`.
 
 use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
+use crate::cli::output::{Output, line_out, say};
 use crate::cli::report::{self, Summary};
 use crate::cli::transport::check_object_store;
-use crate::cli::{keys, progress, store};
+use crate::cli::{keys, numbers, paths, progress, store};
 use driftless::trainer::tasks::arithmetic::Recipe;
 use driftless::trainer::tasks::text::{self, Text};
 use driftless::trainer::{
@@ -51,16 +51,16 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     save_hf: Option<PathBuf>,
     /// Steps of the run; for SFT, optimiser steps.
-    #[arg(long)]
+    #[arg(long, value_parser = numbers::count::<u64>())]
     num_rollout: Option<u64>,
     /// Seed of weights, data and sampling.
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Learning rate.
-    #[arg(long)]
+    #[arg(long, value_parser = numbers::positive)]
     lr: Option<f64>,
     /// CPU threads of libtorch.
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = numbers::count::<usize>())]
     num_threads: usize,
     /// Where to train: cpu, or cuda:N.
     #[arg(long, default_value = "cpu")]
@@ -100,31 +100,31 @@ struct RolloutArgs {
     #[arg(long, value_name = "ADDR", num_args = 1..)]
     rollout_external_engine_addrs: Vec<String>,
     /// Prompts of a step; for SFT, examples.
-    #[arg(long)]
+    #[arg(long, value_parser = numbers::count::<u64>())]
     rollout_batch_size: Option<u64>,
     /// Samples of a prompt.
-    #[arg(long)]
+    #[arg(long, value_parser = numbers::count::<u64>())]
     n_samples_per_prompt: Option<u64>,
     /// Tokens a response may have.
-    #[arg(long)]
+    #[arg(long, value_parser = numbers::count::<u32>())]
     rollout_max_response_len: Option<u32>,
     /// Sampling temperature.
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, value_parser = numbers::at_least_zero)]
     rollout_temperature: f64,
     /// Requests an engine is given at once.
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, value_parser = numbers::count::<usize>())]
     sglang_server_concurrency: usize,
     /// Generate the next rollout while training on this one: samples are at most one step old.
     #[arg(long)]
     train_async: bool,
     /// Measure success on held-out problems after every so many steps; 0: only at both ends.
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value_t = 20, value_parser = numbers::ordinal())]
     eval_interval: u64,
     /// How many held-out problems.
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, value_parser = numbers::ordinal())]
     n_eval_prompts: u64,
     /// Seconds that one generation may take, retries and recovering engines included.
-    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = crate::cli::seconds())]
+    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
     generate_deadline: u64,
     /// Generate and log, with the weights the engines serve; do not train or publish.
     #[arg(long, conflicts_with = "debug_train_only")]
@@ -155,10 +155,10 @@ struct UpdateArgs {
     #[arg(long, value_enum, default_value_t = UpdateTransport::Disk)]
     update_weight_transport: UpdateTransport,
     /// Publish after every so many steps.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 1, value_parser = numbers::count::<u64>())]
     update_weights_interval: u64,
     /// Carry full tensors too in every version whose number is a multiple of this, so that a late joiner need not replay the chain.
-    #[arg(long, value_name = "VERSIONS")]
+    #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
     anchor_every: Option<u64>,
     #[command(flatten)]
     sign: keys::SignArgs,
@@ -168,10 +168,10 @@ struct UpdateArgs {
     #[arg(long)]
     check_weight_update_equal: bool,
     /// Seconds that an engine may take to come to a new version.
-    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = crate::cli::seconds())]
+    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = numbers::deadline())]
     update_deadline: u64,
     /// Write a training checkpoint after every so many steps.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 1, value_parser = numbers::count::<u64>())]
     save_interval: u64,
 }
 
@@ -185,28 +185,28 @@ struct LearnArgs {
     #[arg(long)]
     disable_grpo_std_normalization: bool,
     /// Lower clip of the probability ratio.
-    #[arg(long, default_value_t = 0.2)]
+    #[arg(long, default_value_t = 0.2, value_parser = numbers::positive)]
     eps_clip: f64,
     /// Upper clip of the probability ratio [default: --eps-clip].
-    #[arg(long)]
+    #[arg(long, value_parser = numbers::positive)]
     eps_clip_high: Option<f64>,
     /// Weight of the entropy bonus.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, value_parser = numbers::at_least_zero)]
     entropy_coef: f64,
     /// Weight decay of AdamW.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, value_parser = numbers::at_least_zero)]
     weight_decay: f64,
     /// Decay of the first moment.
-    #[arg(long, default_value_t = 0.9)]
+    #[arg(long, default_value_t = 0.9, value_parser = numbers::decay)]
     adam_beta1: f64,
     /// Decay of the second moment.
-    #[arg(long, default_value_t = 0.95)]
+    #[arg(long, default_value_t = 0.95, value_parser = numbers::decay)]
     adam_beta2: f64,
     /// Gradient norm to clip to.
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, value_parser = numbers::positive)]
     clip_grad: f64,
     /// Padded tokens of one forward and backward pass.
-    #[arg(long, default_value_t = 16384)]
+    #[arg(long, default_value_t = 16384, value_parser = numbers::count::<usize>())]
     max_tokens_per_gpu: usize,
 }
 
@@ -246,6 +246,9 @@ enum AdvantageEstimator {
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    if let Some(dir) = &args.hf_checkpoint {
+        paths::check_checkpoint("--hf-checkpoint", dir)?;
+    }
     match args.loss_type {
         LossType::Sft => cold_start(args, output),
         LossType::Policy => reinforce(args, output),
@@ -264,7 +267,7 @@ fn cold_start(args: Args, output: Output) -> Result<()> {
     bar.finish();
     let value = json!({
         "steps": summary.steps, "loss": summary.loss, "losses": losses, "parameters": summary.parameters,
-        "hf_checkpoint": options.save_hf, "seed": options.seed,
+        "hf_checkpoint": options.save_hf.display().to_string(), "seed": options.seed,
     });
     output.print(&value, |_| {
         let place = options.save_hf.display();
@@ -314,7 +317,7 @@ fn reinforce(args: Args, output: Output) -> Result<()> {
     let page = report::write(&save, &outcome.steps, &summary)?;
     output.print(&summary, Summary::table)?;
     if !output.json {
-        println!("report: {}", page.display());
+        line_out(&format!("report: {}", page.display()))?;
     }
     Ok(())
 }
@@ -438,5 +441,5 @@ fn show(bar: &ProgressBar, event: &Event<'_>) {
 
 /// A line above the bar; plain where there is no bar to be seen.
 fn line(bar: &ProgressBar, text: &str) {
-    if bar.is_hidden() { eprintln!("{text}") } else { bar.println(text) }
+    if bar.is_hidden() { say(text) } else { bar.println(text) }
 }

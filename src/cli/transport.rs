@@ -2,13 +2,14 @@
 //! within a GPU that both use.
 
 use crate::cli::error::{Error, Result};
+use crate::cli::numbers;
 use crate::cli::route::{self, Planned};
 use clap::ValueEnum as _;
 use driftless::bridge::{
     Carrier, ClientOptions, Colocation, ColocationOptions, CudaShare, Entry, Group, GroupOptions, MemoryTag,
     NcclOptions, NcclRoot, PauseMode, PushActivator, PushOptions,
 };
-use driftless::transport::Activate;
+use driftless::transport::{Activate, redact};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
@@ -68,7 +69,7 @@ pub(crate) struct TransportArgs {
     #[arg(long, value_name = "ADDR:PORT", default_value = "0.0.0.0:0")]
     group_listen: SocketAddr,
     /// Bytes of one bucket: this GPU holds two, an engine's one and what it needs to take it apart.
-    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30)]
+    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30, value_parser = numbers::buffer())]
     update_weight_buffer_size: u64,
 }
 
@@ -119,7 +120,8 @@ impl TransportArgs {
         };
         match self.way() {
             Transport::Ucx if !relays.iter().any(|url| is_ucx(url)) => {
-                let found = if relays.is_empty() { "no --relay".to_owned() } else { relays.join(", ") };
+                let shown: Vec<_> = relays.iter().map(|url| redact(url)).collect();
+                let found = if relays.is_empty() { "no --relay".to_owned() } else { shown.join(", ") };
                 refuse("--relay ucx://host:port, as driftless relay --listen-ucx serves it", found)
             }
             Transport::Object => check_object_store(store),

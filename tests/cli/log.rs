@@ -51,8 +51,8 @@ fn prompts_come_in_from_slimes_files() {
         let args = [&["import", text(&root), file, "--input-key", "prompt", "--json"][..], more].concat();
         log(&args)
     };
-    let unknown = import(text(&file), &[]);
-    assert_eq!(unknown.status.code(), Some(2), "a new log needs --run-id");
+    let unknown = import(text(&file), &["--run-id", "7"]);
+    assert_eq!(unknown.status.code(), Some(2), "no run has an id of one digit");
     let done = import(text(&file), &["--run-id", RUN, "--tokens-key", "ids"]);
     assert_eq!(done.status.code(), Some(0), "{}", String::from_utf8_lossy(&done.stderr));
     let done: serde_json::Value = serde_json::from_slice(&done.stdout).expect("JSON");

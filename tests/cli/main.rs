@@ -4,11 +4,15 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod interrupted;
 mod log;
+mod mistakes;
+mod pipes;
 mod repair;
 mod routes;
 mod serving;
 mod signed;
+mod surface;
 #[path = "../../transport/tests/common/tree.rs"]
 mod tree;
 

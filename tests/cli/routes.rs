@@ -75,7 +75,7 @@ fn plans_that_cannot_be_followed_are_refused_before_anything_is_touched() {
     let ucx = ["--update-weight-transport", "ucx", "--relay", "ucx://127.0.0.1:1"];
     let library = ["--nccl-library", "/nowhere/libnccl.so.2", "--engine", "127.0.0.1:1"];
     for (file, more, status, word) in [
-        (&run.path("absent.json"), &[][..], 1, "absent.json"),
+        (&run.path("absent.json"), &[][..], 2, "absent.json"),
         (&newer, &[], 2, "expected 1, found 2"),
         (&unknown, &[], 1, "unknown.json is not valid JSON"),
         (&zero, &[], 1, "a rate above 0 for store"),

@@ -52,4 +52,6 @@ pub use run::{Chain, Committed, Run};
 pub use sign::{SignKey, TrustKey};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};
 pub use spool::SpoolOptions;
-pub use store::{Arrived, Disk, Entry, Memory, PutMode, Store, open, open_with, probe_conditional_put};
+pub use store::{
+    Arrived, Disk, Entry, Memory, PutMode, Store, open, open_with, probe_conditional_put, redact,
+};

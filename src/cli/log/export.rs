@@ -2,6 +2,7 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
+use crate::cli::{numbers, paths};
 use driftless::buffer::{Position, Reader, export_arrow, export_parquet};
 use std::fs::File;
 use std::io::BufWriter;
@@ -17,10 +18,10 @@ pub(super) struct Args {
     #[arg(long, value_enum)]
     format: Option<Format>,
     /// First position.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = numbers::ordinal())]
     from: u64,
     /// One past the last position; by default the end of the log.
-    #[arg(long)]
+    #[arg(long, value_parser = numbers::ordinal())]
     to: Option<u64>,
 }
 
@@ -34,6 +35,12 @@ enum Format {
 
 pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     let format = format(args)?;
+    paths::check_output("FILE", &args.file)?;
+    paths::check_dir("log", &args.dir)?;
+    if let Some(to) = args.to.filter(|to| *to < args.from) {
+        let (what, expected) = ("--to".to_owned(), format!("at least --from, which is {}", args.from));
+        return Err(Error::Usage { what, expected, found: to.to_string() });
+    }
     let reader = Reader::open(&args.dir)?;
     let from = args.from.max(reader.oldest().0);
     let positions = Position(from)..Position(args.to.unwrap_or(u64::MAX).min(reader.end().0));

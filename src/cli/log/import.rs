@@ -2,17 +2,20 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
+use crate::cli::{numbers, paths};
 use driftless::buffer::{
     self, Identity, Kind, Log, Options, Producer, PromptState, Reader, Sample, Scalars, SyncPolicy,
 };
+use driftless::transport::RunId;
 use serde_json::Value;
-use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Prompts that are made durable together.
 const BATCH: usize = 256;
+/// Most bytes of a tokenizer.
+const TOKENIZER_BYTES_MAX: u64 = 1 << 30;
 /// How long the owner of a log that is in use may take to answer.
 const OWNER: Duration = Duration::from_secs(10);
 
@@ -31,9 +34,9 @@ pub(super) struct Args {
     #[arg(long, value_name = "FIELD")]
     tokens_key: Option<String>,
     /// Id of the first prompt; by default one past the largest in the log. A prompt of the same id is replaced.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = numbers::ordinal())]
     first_id: Option<u64>,
-    /// Run that a new log belongs to, 32 hex digits.
+    /// Run that a new log belongs to, 32 hex digits [default: a random one].
     #[arg(long, value_name = "HEX")]
     run_id: Option<String>,
     /// Model that a new log belongs to.
@@ -97,19 +100,16 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     if let Sink::Own(log) = sink {
         log.close()?;
     }
-    output.print(&Imported { prompts: next_id - first_id, first_id, next_id }, |done| {
-        format!("{} prompts, ids {} to {} exclusive", done.prompts, done.first_id, done.next_id)
+    output.print(&Imported { prompts: next_id - first_id, first_id, next_id }, |done| match done.prompts {
+        0 => "no prompts".to_owned(),
+        prompts => format!("{prompts} prompts, ids {} to {}", done.first_id, done.next_id - 1),
     })
 }
 
 fn open(args: &Args, known: Option<&Reader>) -> Result<Sink> {
     let identity = match (known.and_then(Reader::identity), &args.run_id) {
         (Some(identity), _) => identity.clone(),
-        (None, Some(run_id)) => identity(args, run_id)?,
-        (None, None) => {
-            let (what, expected) = (args.dir.display().to_string(), "--run-id for a new log".to_owned());
-            return Err(Error::Usage { what, expected, found: "none".into() });
-        }
+        (None, run_id) => identity(args, run_id.as_deref())?,
     };
     let options = Options { sync: SyncPolicy::Manual, ..Options::new(identity.clone()) };
     match Log::open(&args.dir, options) {
@@ -119,19 +119,21 @@ fn open(args: &Args, known: Option<&Reader>) -> Result<Sink> {
     }
 }
 
-fn identity(args: &Args, run_id: &str) -> Result<Identity> {
-    let mut bytes = [0; 16];
-    hex::decode_to_slice(run_id, &mut bytes).map_err(|_| Error::Usage {
-        what: "--run-id".into(),
-        expected: "32 hex digits".into(),
-        found: format!("`{run_id}`"),
-    })?;
+fn identity(args: &Args, run_id: Option<&str>) -> Result<Identity> {
+    let mut run = *RunId::random().as_bytes();
+    if let Some(run_id) = run_id {
+        hex::decode_to_slice(run_id, &mut run).map_err(|_| Error::Usage {
+            what: "--run-id".into(),
+            expected: "32 hex digits".into(),
+            found: format!("`{run_id}`"),
+        })?;
+    }
     let tokenizer = match &args.tokenizer {
-        Some(path) => std::fs::read(path).map_err(|source| Error::Io { path: path.clone(), source })?,
+        Some(path) => paths::read("--tokenizer", path, TOKENIZER_BYTES_MAX)?,
         None => Vec::new(),
     };
     let tokenizer_digest = *blake3::hash(&tokenizer).as_bytes();
-    Ok(Identity { run_id: bytes, model: args.model.clone(), tokenizer_digest })
+    Ok(Identity { run_id: run, model: args.model.clone(), tokenizer_digest })
 }
 
 fn flush(sink: &Sink, batch: &mut Vec<Prompt>, next_id: &mut u64) -> Result<()> {
@@ -162,7 +164,7 @@ fn record(id: u64, prompt: &Prompt) -> Sample<'_> {
 fn each(args: &Args, file: &str, mut take: impl FnMut(Prompt) -> Result<()>) -> Result<()> {
     let (path, first, end) = slice(file)?;
     let io = |source| Error::Io { path: path.to_owned(), source };
-    let lines = BufReader::new(File::open(path).map_err(io)?).lines();
+    let lines = BufReader::new(paths::open("file", path)?).lines();
     let filled =
         lines.enumerate().filter(|(_, line)| line.as_ref().map_or(true, |line| !line.trim().is_empty()));
     for (number, line) in filled.skip(first).take(end - first) {

@@ -6,6 +6,7 @@ mod import;
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
+use crate::cli::{numbers, paths};
 use driftless::buffer::{self, Reader, Record, Severity};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ Examples:
   driftless log tail run/log --follow --json | jq .reward
   driftless log verify run/log
   driftless log export run/log rollouts.parquet --from 1000
-  driftless log import run/log prompts.jsonl@[0:5000] --input-key prompt --run-id 0123456789abcdef0123456789abcdef
+  driftless log import run/log prompts.jsonl@[0:5000] --input-key prompt
 
 All but `import` are read-only. All are safe beside the process that owns the log; `import` then writes through it.";
 
@@ -41,7 +42,7 @@ enum Command {
     Tail {
         dir: PathBuf,
         /// How many.
-        #[arg(short = 'n', long, default_value_t = 10)]
+        #[arg(short = 'n', long, default_value_t = 10, value_parser = numbers::ordinal())]
         lines: u64,
         /// Go on with new ones as they come.
         #[arg(short, long)]
@@ -66,6 +67,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 }
 
 fn stat(dir: &Path, output: Output) -> Result<()> {
+    paths::check_dir("log", dir)?;
     output.print(&buffer::stat(dir)?, |stat| {
         let range = |range: Option<(u64, u64)>| {
             range.map_or_else(|| "none".to_owned(), |(a, b)| format!("{a} to {b}"))
@@ -96,6 +98,7 @@ fn stat(dir: &Path, output: Output) -> Result<()> {
 }
 
 fn verify(dir: &Path, output: Output) -> Result<()> {
+    paths::check_dir("log", dir)?;
     let report = buffer::verify(dir)?;
     output.print(&report, |report| {
         let mut lines: Vec<_> = report
@@ -122,6 +125,7 @@ fn verify(dir: &Path, output: Output) -> Result<()> {
 }
 
 fn tail(dir: &Path, lines: u64, follow: bool, output: Output) -> Result<()> {
+    paths::check_dir("log", dir)?;
     let reader = Reader::open(dir)?;
     let first = reader.end().0.saturating_sub(lines).max(reader.oldest().0);
     let mut position = buffer::Position(first);

@@ -306,7 +306,7 @@ pub enum Error {
 
     // Runs and chains.
     /// The run name is not in the store.
-    #[error("no run named `{name}` in {store}; begin one explicitly with a new run")]
+    #[error("no run named `{name}` in {store}")]
     NoSuchRun {
         /// The name asked for.
         name: String,

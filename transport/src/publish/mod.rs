@@ -164,8 +164,8 @@ impl Publisher {
         self.progress = Some(progress);
     }
 
-    /// Has publications end with [`Error::Cancelled`] when `stop` is thrown, before the next tensor is encoded; the store
-    /// is then left as after any other failure. A publication that is being committed is not stopped.
+    /// Has publications end with [`Error::Cancelled`] when `stop` is thrown, before the next tensor is encoded, or while ranks
+    /// wait for each other; the store is then left as after any other failure. A publication that is being committed is not stopped.
     pub fn stop_on(&mut self, stop: &Stop) {
         self.stop = stop.clone();
     }

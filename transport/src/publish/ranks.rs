@@ -1,6 +1,5 @@
 //! Several ranks publish one version: each its part, and one of them joins the parts.
 
-use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::options::{FullBecause, Mode, Published, Rank, Step};
@@ -133,7 +132,9 @@ impl Publisher {
     /// [`Error::PartsMissing`] names the ranks whose parts were not there within `deadline`; [`Error::PartConflict`], a
     /// rank that published against another base, at another step, or as one of another number of ranks;
     /// [`Error::Pieces`], elements that come from no rank or from two; [`Error::TensorMismatch`] if the tensors of a
-    /// delta are not its base's, [`Error::LayoutChanged`] if those of a full version are not and that is not allowed; otherwise as [`Publisher::publish`]. Nothing is committed then, and the ranks may publish
+    /// delta are not its base's, [`Error::LayoutChanged`] if those of a full version are not and that is not allowed;
+    /// [`Error::Cancelled`] as [`Publisher::stop_on`] says; otherwise as [`Publisher::publish`]. Nothing is committed then, and the
+    /// ranks may publish
     /// their parts again, as another attempt.
     pub fn join(&mut self, rank: &Rank, deadline: Duration) -> Result<Published> {
         rank.check()?;
@@ -203,9 +204,14 @@ impl Publisher {
                 }
                 Err(error) => return Err(error),
             }
-            thread::sleep(pause.min(deadline.saturating_sub(begin.elapsed())));
+            self.pause(pause.min(deadline.saturating_sub(begin.elapsed())), "the wait for rank 0")?;
             pause = (pause * 2).min(POLL.1);
         }
+    }
+
+    /// Sleeps, unless the work is given up.
+    fn pause(&self, time: Duration, what: &'static str) -> Result<()> {
+        if self.stop.wait(time) { Err(Error::Cancelled { what }) } else { Ok(()) }
     }
 
     fn wait_for_parts(
@@ -235,7 +241,7 @@ impl Publisher {
             if begin.elapsed() >= deadline {
                 return Err(Error::PartsMissing { version, ranks: missing, waited: begin.elapsed() });
             }
-            thread::sleep(pause.min(deadline.saturating_sub(begin.elapsed())));
+            self.pause(pause.min(deadline.saturating_sub(begin.elapsed())), "the wait for the other ranks")?;
             pause = (pause * 2).min(POLL.1);
         }
     }

@@ -17,7 +17,7 @@ use crate::fabric::{Fabric, FabricOptions};
 use crate::ids::ContentDigest;
 use crate::key::Key;
 use crate::manifest::Object;
-use crate::store::{Arrived, Entry, PutMode, Store};
+use crate::store::{Arrived, Entry, PutMode, Store, redact};
 
 /// Bytes that a relay is asked for at a time.
 const REQUEST_BYTES: u64 = 8 << 20;
@@ -170,12 +170,7 @@ fn ucx_way(text: &str, host: &str, token: Option<&str>, fabric: &mut Option<Fabr
     // As a URL of HTTP it is held to the same rules.
     let plain = parse_url("relay", &format!("http://{host}")).ok();
     let url = plain.and(Url::parse(text).ok()).filter(|url| url.port().is_some());
-    let url = url.ok_or(Error::BadText {
-        what: "relay",
-        // A user or a query may be a secret, and is not repeated.
-        text: text.split(['@', '?']).nth(1).map_or(text, |_| "something else").to_owned(),
-        expected: "ucx://host:port",
-    })?;
+    let url = url.ok_or(Error::BadText { what: "relay", text: redact(text), expected: "ucx://host:port" })?;
     let opened = match fabric.take() {
         Some(opened) => opened,
         None => Fabric::open(&FabricOptions::default())?,
@@ -188,7 +183,7 @@ fn ucx_way(text: &str, host: &str, token: Option<&str>, fabric: &mut Option<Fabr
 #[cfg(not(feature = "ucx"))]
 fn ucx_way(text: &str, _: &str, _: Option<&str>, _: &mut Option<()>) -> Result<(Url, Way)> {
     let hint = "build with the feature `ucx`, or ask the relay over http://".to_owned();
-    Err(Error::Unsupported { what: format!("the relay `{text}`"), hint })
+    Err(Error::Unsupported { what: format!("the relay `{}`", redact(text)), hint })
 }
 
 /// How much a relay is one for this object; `None` for no relay.

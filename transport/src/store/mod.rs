@@ -143,7 +143,7 @@ pub fn open_with(url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Sto
         Some(("file", path)) if path.starts_with('/') => path,
         Some(("file", _)) => {
             return Err(Error::Unsupported {
-                what: format!("the store `{url}`"),
+                what: format!("the store `{}`", redact(url)),
                 hint: "a file URL has three slashes: file:///absolute/dir".to_owned(),
             });
         }
@@ -158,6 +158,26 @@ pub fn open_with(url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Sto
     }
     let path = std::path::absolute(Path::new(path)).map_err(|source| Error::io("resolve", path, source))?;
     Ok(Arc::new(Disk::new(path)))
+}
+
+/// A URL or an address as it may be shown: without user and password, and without what stands behind `?` or `#`. All of them can
+/// hold a secret.
+#[must_use]
+pub fn redact(url: &str) -> String {
+    let (scheme, rest) = match url.split_once("://") {
+        Some((scheme, rest)) => (format!("{scheme}://"), rest),
+        None => (String::new(), url),
+    };
+    match rest.rsplit_once('@') {
+        // Where a password ends and a query begins cannot be told.
+        Some((user, _)) if user.contains(['?', '#']) => format!("{scheme}…"),
+        Some((_, place)) => format!("{scheme}…@{}", without_query(place)),
+        None => format!("{scheme}{}", without_query(rest)),
+    }
+}
+
+fn without_query(text: &str) -> &str {
+    text.split(['?', '#']).next().unwrap_or_default()
 }
 
 #[cfg(feature = "object")]
@@ -197,6 +217,22 @@ mod tests {
             assert!(found.contains(hint), "{found}");
         }
         assert!(matches!(open(""), Err(Error::BadText { .. })));
+    }
+
+    #[test]
+    fn what_may_be_a_secret_is_not_shown() {
+        for (url, shown) in [
+            ("http://user:hidden@host:1/path", "http://…@host:1/path"),
+            ("http://user:hid?den@host:1", "http://…"),
+            ("http://host:1/?key=hidden@hidden", "http://…"),
+            ("user:hidden@host:1", "…@host:1"),
+            ("https://bucket.host/key?X-Amz-Signature=hidden#hidden", "https://bucket.host/key"),
+            ("file:///srv/store", "file:///srv/store"),
+        ] {
+            assert_eq!(redact(url), shown, "{url}");
+        }
+        let error = open("file://user:hidden@host/store").unwrap_err().to_string();
+        assert!(error.contains("host/store") && !error.contains("hidden"), "{error}");
     }
 
     #[cfg(not(feature = "object"))]

@@ -8,6 +8,7 @@ use url::Url;
 
 use super::service::Connector;
 use super::{Backend, Bucket, Limits};
+use crate::store::redact;
 use crate::{Error, Key, Result};
 
 /// What may stand behind the `?` of a URL. Secrets may not: URLs end up in process lists and logs.
@@ -85,7 +86,7 @@ impl Place {
         }
         let mut parameters = Vec::new();
         for (name, value) in url.query_pairs() {
-            if !PARAMETERS.contains(&name.as_ref()) || value.contains('@') {
+            if !PARAMETERS.contains(&name.as_ref()) || value.contains(['@', '?']) {
                 return Err(bad());
             }
             parameters.push((name.into_owned(), value.into_owned()));
@@ -131,7 +132,7 @@ impl Place {
 
     fn note(&mut self, parameter: &str, value: Option<&str>) {
         if let (Some(value), false) = (value, self.parameters.iter().any(|(name, _)| name == parameter)) {
-            self.parameters.push((parameter.to_owned(), value.to_owned()));
+            self.parameters.push((parameter.to_owned(), redact(value)));
         }
     }
 }
@@ -146,14 +147,5 @@ impl std::fmt::Display for Place {
             write!(f, "{}{name}={value}", if index == 0 { '?' } else { '&' })?;
         }
         Ok(())
-    }
-}
-
-/// A URL without what might be a secret in it.
-fn redact(text: &str) -> String {
-    let text = text.split('?').next().unwrap_or_default();
-    match (text.split_once("://"), text.rsplit_once('@')) {
-        (Some((scheme, _)), Some((_, rest))) => format!("{scheme}://…@{rest}"),
-        _ => text.to_owned(),
     }
 }

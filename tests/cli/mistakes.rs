@@ -1,0 +1,245 @@
+//! What is wrong with a command line is said in its own words, with exit code 2 and without secrets.
+
+use crate::Run;
+use crate::common::{code, driftless, json};
+use crate::tree::tree;
+use std::path::Path;
+use std::process::Command;
+
+/// Runs a command that must be refused as a mistake, and returns its words.
+fn refused(command: &mut Command) -> String {
+    let (status, words) = code(command);
+    assert_eq!(status, Some(2), "{command:?}: {words}");
+    assert!(!words.contains("corrupt"), "{words}");
+    words
+}
+
+#[test]
+fn a_mistyped_path_is_named_with_its_flag() {
+    let mut run = Run::new();
+    let checkpoint = run.made.write(&run.path("checkpoint"));
+    run.publish();
+    let (empty, file) = (run.path("empty"), checkpoint.join("model.safetensors"));
+    std::fs::create_dir(&empty).expect("a directory");
+    let nowhere = Path::new("/nowhere");
+    let wrong: [(&Path, &str); 3] =
+        [(nowhere, "no such directory"), (&file, "found a file"), (&empty, "a directory with neither")];
+    for (path, expected) in wrong {
+        let before = tree(run.dir.path());
+        let of = |name: &str, args: &[&str], flag: &str| {
+            let mut command = run.command(name);
+            command.args(args).arg(flag).arg(path);
+            command
+        };
+        let base = |args: &[&str]| {
+            let mut command = driftless();
+            command.args(args);
+            command
+        };
+        let host = run.path("host");
+        let commands = [
+            ("--checkpoint", of("publish", &["--resume"], "--checkpoint")),
+            (
+                "--hf-checkpoint",
+                of("follow", &["--once", "--checkpoint-dir", &host.to_string_lossy()], "--hf-checkpoint"),
+            ),
+            ("BASE", {
+                let mut command = base(&["delta", "encode"]);
+                command.arg(path).arg(&checkpoint).arg("-o").arg(run.path("out"));
+                command
+            }),
+            ("NEW", {
+                let mut command = base(&["delta", "encode"]);
+                command.arg(&checkpoint).arg(path).arg("-o").arg(run.path("out"));
+                command
+            }),
+        ];
+        for (flag, mut command) in commands {
+            let words = refused(&mut command);
+            assert!(words.contains(&format!("{flag} {}: ", path.display())), "{words}");
+            assert!(words.contains(expected), "{words}");
+        }
+        assert!(tree(run.dir.path()) == before, "nothing is touched");
+    }
+    let wrong: [(&Path, &str); 3] =
+        [(nowhere, "no such file"), (&empty, "found a directory"), (Path::new("/dev/zero"), "a device")];
+    for (path, expected) in wrong {
+        for args in [
+            &["inspect", "--manifest"][..],
+            &["delta", "stat"],
+            &["delta", "apply", "-o", "x", &checkpoint.to_string_lossy()],
+        ] {
+            let words = refused(driftless().args(args).arg(path));
+            assert!(words.contains(&path.display().to_string()) && words.contains(expected), "{words}");
+        }
+    }
+    for subcommand in ["stat", "verify", "tail"] {
+        let words = refused(driftless().args(["log", subcommand]).arg(nowhere));
+        assert!(words.contains("log /nowhere: ") && words.contains("no such directory"), "{words}");
+    }
+}
+
+#[test]
+fn a_directory_of_somebody_else_stays_as_it_was() {
+    let mut run = Run::new();
+    run.publish();
+    let theirs = run.made.write(&run.path("theirs"));
+    let before = tree(run.dir.path());
+    let mut follow = run.command("follow");
+    follow.args(["--once", "--checkpoint-dir"]).arg(&theirs);
+    let mut publish = run.command("publish");
+    publish.args(["--resume", "--checkpoint"]).arg(run.path("checkpoint")).arg("--baseline-dir").arg(&theirs);
+    for mut command in [follow, publish] {
+        let words = refused(&mut command);
+        assert!(words.contains("theirs: ") && words.contains("foreign file `model.safetensors`"), "{words}");
+        assert!(tree(run.dir.path()) == before, "{command:?}");
+    }
+}
+
+#[test]
+fn a_pipe_in_place_of_a_file_is_refused_at_once() {
+    let run = Run::new();
+    let fifo = run.path("fifo");
+    let made = Command::new("mkfifo").arg(&fifo).status().expect("mkfifo");
+    assert!(made.success());
+    for args in [&["inspect", "--manifest"][..], &["delta", "stat"]] {
+        let words = refused(driftless().args(args).arg(&fifo));
+        assert!(words.contains("a pipe"), "{words}");
+    }
+}
+
+#[test]
+fn what_a_command_writes_replaces_no_pipe_and_no_device() {
+    let run = Run::new();
+    let checkpoint = run.made.write(&run.path("checkpoint"));
+    let fifo = run.path("fifo.parquet");
+    assert!(Command::new("mkfifo").arg(&fifo).status().expect("mkfifo").success());
+    let mut encode = driftless();
+    encode.args(["delta", "encode"]).args([&checkpoint, &checkpoint]).arg("--output").arg(&fifo);
+    let mut plan = driftless();
+    plan.args(["plan", "--model-gb=1", "--delta-gb=1", "--store-gb-s=1", "--save"]).arg(&fifo);
+    for mut command in [encode, plan] {
+        assert!(refused(&mut command).contains("a pipe"), "{command:?}");
+        let kind = std::fs::metadata(&fifo).expect("it is there").file_type();
+        assert!(std::os::unix::fs::FileTypeExt::is_fifo(&kind), "{command:?}");
+    }
+}
+
+#[test]
+fn a_manifest_that_never_ends_is_not_read_to_its_end() {
+    let run = Run::new();
+    let endless = run.path("endless");
+    // Sparse: nothing of it is on disk.
+    let file = std::fs::File::create(&endless).expect("a file");
+    file.set_len(1 << 40).expect("a sparse file");
+    let words = refused(driftless().args(["inspect", "--manifest"]).arg(&endless));
+    assert!(words.contains("at most 67108864 bytes"), "{words}");
+}
+
+#[test]
+fn numbers_that_mean_nothing_are_refused_by_their_flags() {
+    let plan = ["plan", "--model-gb=1", "--delta-gb=1", "--store-gb-s=1"];
+    for value in ["nan", "-1", "inf", "1e308", "0"] {
+        let words = refused(driftless().args(plan).arg(format!("--ucx-gb-s={value}")));
+        assert!(words.contains("--ucx-gb-s"), "{words}");
+        refused(
+            driftless().args(["plan", "--delta-gb=1", "--store-gb-s=1"]).arg(format!("--model-gb={value}")),
+        );
+    }
+    let words = refused(driftless().args(["plan", "--model-gb", "1", "--delta-gb", "1"]));
+    for flag in ["--store-gb-s", "--nccl-gb-s", "--ucx-gb-s"] {
+        assert!(words.contains(flag), "{words}");
+    }
+    let run = Run::new();
+    let publish = |flag: &str| refused(run.command("publish").args(["--resume", "--checkpoint", "x", flag]));
+    for flag in [
+        "--anchor-share=nan",
+        "--anchor-share=0",
+        "--anchor-every=0",
+        "--keep=0",
+        "--step=18446744073709551615",
+    ] {
+        let words = publish(flag);
+        assert!(words.contains(flag.split('=').next().expect("a flag")), "{words}");
+    }
+    for flag in
+        ["--activate-deadline=0", "--until-version=18446744073709551615", "--update-weight-buffer-size=0"]
+    {
+        refused(run.follow_once().arg(flag));
+    }
+}
+
+#[test]
+fn secrets_in_addresses_are_not_printed() {
+    let run = Run::new();
+    let mut publish = run.command("publish");
+    publish.args(["--new-run", "--checkpoint"]).arg(run.made.write(&run.path("checkpoint")));
+    publish.arg("--baseline-dir").arg(run.path("baseline"));
+    let published = json(publish.args(["--notify", "http://u:hidden@127.0.0.1:1"]));
+    assert_eq!(published["version"], 0, "followers are told as well as may be");
+    let secrets = [
+        "http://u:hidden@127.0.0.1:1",
+        "http://127.0.0.1:1/?key=hidden",
+        "ucx://u:hidden@127.0.0.1:1",
+        "http://u:hid?hidden@h:1",
+    ];
+    for secret in secrets {
+        let stores = ["follow", "inspect", "gc", "publish", "relay"].map(|name| {
+            let mut command = driftless();
+            command.args([name, "--run", "r", "--store", secret]);
+            command
+        });
+        let mut commands: Vec<Command> = stores.into();
+        for flag in ["--engine", "--relay", "--listen"] {
+            let mut command = run.follow_once();
+            command.args([flag, secret]);
+            commands.push(command);
+            let mut command = run.follow_once();
+            command.args([flag, secret, "--update-weight-transport", "ucx"]);
+            commands.push(command);
+        }
+        let mut coordinate = run.command("coordinate");
+        coordinate.args(["--once", "--follower", secret]);
+        let mut inspect = driftless();
+        inspect.args(["inspect", secret]);
+        let mut surplus = driftless();
+        surplus.args(["inspect", "one", secret]);
+        commands.extend([coordinate, inspect, surplus]);
+        for mut command in commands {
+            let output = command.env("RUST_LOG", "trace").output().expect("it runs");
+            let words = [output.stdout, output.stderr].concat();
+            let words = String::from_utf8_lossy(&words);
+            assert!(!words.contains("hidden"), "{command:?}: {words}");
+        }
+    }
+}
+
+#[test]
+fn a_run_that_is_not_there_is_no_reason_to_begin_one_by_reading() {
+    let run = Run::new();
+    let (status, words) = code(run.command("inspect").args(["--version", "0"]));
+    assert_eq!(status, Some(1), "{words}");
+    assert!(words.contains("no run named `test`") && words.contains("inspect --store URL"), "{words}");
+    let words = refused(driftless().arg("inspect"));
+    assert!(words.contains("URL of a run"), "{words}");
+}
+
+#[cfg(not(feature = "torch"))]
+#[test]
+fn a_plain_build_says_what_train_and_serve_want() {
+    for args in [&["train", "--loss-type", "sft_loss", "--save", "x"][..], &["serve", "--help"], &["train"]] {
+        let words = refused(driftless().args(args));
+        assert!(words.contains("--features torch"), "{words}");
+    }
+}
+
+#[test]
+fn a_new_log_gets_a_run_of_its_own() {
+    let run = Run::new();
+    let (log, file) = (run.path("log"), run.path("prompts.jsonl"));
+    std::fs::write(&file, "{\"input\": \"a\"}\n{\"input\": \"b\"}\n").expect("a file");
+    let said = crate::common::run(driftless().args(["log", "import"]).args([&log, &file]));
+    assert_eq!(said.trim(), "2 prompts, ids 0 to 1");
+    let stat = json(driftless().args(["log", "stat"]).arg(&log));
+    assert_eq!((stat["run_id"].as_str().map(str::len), stat["prompts"].as_u64()), (Some(32), Some(2)));
+}
