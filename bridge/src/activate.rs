@@ -1,17 +1,21 @@
 //! Activation from disk: an engine loads the checkpoint directory that a follower brought to a version.
 //!
-//! The order is the same for every release, and none dies of it: pause, flush, update without flush, look, continue. Releases before
-//! 0.5.22 end the whole server when an update that flushes meets a request; a flush of its own is merely refused. While the engine is
+//! The order is the same for every release, and none dies of it: pause, flush, fence, update without flush, look, label, continue. Releases
+//! before 0.5.22 end the whole server when an update that flushes meets a request; a flush of its own is merely refused. While the engine is
 //! paused nothing can fill the cache again between the flush and the update.
+//!
+//! An update that fails leaves new weights, old ones or a mixture: what SGLang calls a rollback loads the new path once more. So the engine
+//! carries a label that no request accepts from before the update until its weights were looked at, and stays paused until then.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
 use tokio::runtime::Runtime;
 
 use crate::checksums::check_tensors;
+use crate::pause::{self, Pause, partial, relabel};
 use crate::{
     Client, ClientOptions, DiskUpdate, DiskUpdated, Engine, Error, Expected, Label, PauseMode, Result,
     checksums,
@@ -57,8 +61,7 @@ pub struct DiskActivator {
     engine: Option<Engine>,
     /// Label of the last successful activation: while the engine reports it, it is still the process that was attached.
     activated: Option<String>,
-    /// Whether the engine may be paused because of us. True at first: an earlier process may have died between pause and continue.
-    resume_owed: bool,
+    pause: Pause,
 }
 
 /// Everything about an activation that is decided before the engine is paused.
@@ -79,7 +82,7 @@ impl DiskActivator {
         let runtime = runtime
             .map_err(|error| Error::SetUp { what: "the engine client's runtime", source: error.into() })?;
         let client = Client::new(address, options.client.clone())?;
-        Ok(Self { runtime, client, options, engine: None, activated: None, resume_owed: true })
+        Ok(Self { runtime, client, options, engine: None, activated: None, pause: Pause::default() })
     }
 
     /// Runs a future to its end on a thread of its own: the caller may be a runtime's thread, where blocking on another one panics.
@@ -97,45 +100,29 @@ impl Activate for DiskActivator {
     }
 
     fn serving(&mut self) -> Result<Option<String>, BoxError> {
-        let (client, owed) = (&self.client, self.resume_owed);
-        let label = Self::block_on(&self.runtime, async {
-            if owed {
-                client.resume().await?;
-            }
-            client.model_info().await.map(|info| info.weight_version)
-        })?;
-        self.resume_owed = false;
+        let (client, pause) = (self.client.limited(&pause::last_words()), &mut self.pause);
+        let label = Self::block_on(&self.runtime, pause.look(&client))?;
         Ok(label.filter(|label| label.parse::<Label>().is_ok()))
     }
 
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
-        let outcome = {
-            let (client, options, owed) = (&self.client, &self.options, self.resume_owed);
-            let (engine, activated) = (self.engine.take(), self.activated.take());
-            Self::block_on(&self.runtime, async move {
-                if owed {
-                    client.resume().await?;
-                }
-                let engine = attach(client, options.base.as_deref(), target, engine, activated).await?;
-                let plan = plan(&engine, options, target)?;
-                let (outcome, resumed) = transact(&engine, options.pause, &plan).await;
-                Ok::<_, Error>((engine, outcome, resumed))
-            })
-        };
-        let (engine, outcome, resumed) = outcome?;
-        self.resume_owed = resumed.is_err();
-        if let Err(source) = resumed {
-            let first = outcome.err().map(|error| error.to_string());
-            return Err(Box::new(Error::LeftPaused {
-                engine: self.client.url().into(),
-                first,
-                source: Box::new(source),
-            }));
-        }
-        let pause = outcome?;
+        let (client, options, pause) = (self.client.limited(target.limit), &self.options, &mut self.pause);
+        let (engine, activated) = (self.engine.take(), self.activated.take());
+        let (engine, paused_for) = Self::block_on(&self.runtime, async move {
+            let serving = pause.look(&client).await?;
+            let engine = attach(&client, options.base.as_deref(), target, engine, activated).await?;
+            let plan = plan(&engine, options, target)?;
+            transact(&engine, (pause, options.pause), serving, &plan)
+                .await
+                .map(|paused_for| (engine, paused_for))
+        })?;
         self.engine = Some(engine);
         self.activated = Some(target.label.to_owned());
-        Ok(Activated { pause })
+        Ok(Activated { pause: paused_for })
+    }
+
+    fn is_paused(&self) -> bool {
+        self.pause.is_on()
     }
 }
 
@@ -149,7 +136,7 @@ pub(crate) async fn attach(
 ) -> Result<Engine> {
     let serving = client.model_info().await?.weight_version;
     if let (Some(engine), true) = (known, activated.is_some() && serving == activated) {
-        return Ok(engine);
+        return Ok(engine.through(client.clone()));
     }
     let expected = Expected::from_snapshot(target.checkpoint, target.checkpoint.dir())?;
     let engine = Engine::attach(client.clone(), &expected).await?;
@@ -179,7 +166,8 @@ fn plan<'a>(engine: &Engine, options: &DiskOptions, target: &Target<'a>) -> Resu
     let update = DiskUpdate {
         model_path: engine_path(options, checkpoint)?,
         load_format: engine.update_load_format(),
-        weight_version: Some(target.label.to_owned()),
+        // The version's own label comes when its weights were looked at.
+        weight_version: Some(partial(target.label)),
         flush_cache: false,
     };
     Ok(Plan { label: target.label, update, sums })
@@ -194,58 +182,48 @@ fn engine_path(options: &DiskOptions, checkpoint: &Checkpoint) -> Result<PathBuf
     }
 }
 
-/// Pause, load, look, continue; the second result is that of continuing, which is tried whatever happened before.
-async fn transact(engine: &Engine, mode: PauseMode, plan: &Plan<'_>) -> (Result<Duration>, Result<()>) {
-    let begin = Instant::now();
-    let outcome = load(engine, mode, plan).await;
-    let resumed = resume(engine.client()).await;
-    let pause = begin.elapsed();
-    tracing::info!(
-        engine = engine.client().url(),
-        label = plan.label,
-        ?pause,
-        failed = outcome.is_err(),
-        "activation"
-    );
-    (outcome.map(|()| pause), resumed)
+/// Pause, load, look, continue. `serving` is the label of the weights that the engine has now, if they are known.
+async fn transact(
+    engine: &Engine,
+    (pause, mode): (&mut Pause, PauseMode),
+    serving: Option<String>,
+    plan: &Plan<'_>,
+) -> Result<Duration> {
+    let client = engine.client();
+    pause.begin(mode);
+    let outcome = match make_ready(client, mode, plan.label).await {
+        Ok(()) => {
+            pause.touched();
+            load(engine, mode, plan).await
+        }
+        failed => failed,
+    };
+    let client = &client.limited(&pause::last_words());
+    let ended = pause.end(client, serving.as_deref(), outcome.as_ref().err()).await;
+    let paused_for = pause.took();
+    let (engine, failed) = (client.url(), outcome.is_err());
+    tracing::info!(engine, label = plan.label, ?paused_for, failed, "activation");
+    ended.and(outcome).map(|()| paused_for)
 }
 
-async fn load(engine: &Engine, mode: PauseMode, plan: &Plan<'_>) -> Result<()> {
-    let client = engine.client();
+/// Brings an engine to where its weights may be changed: paused, without its cache, and fenced.
+pub(crate) async fn make_ready(client: &Client, mode: PauseMode, label: &str) -> Result<()> {
     client.pause(mode).await?;
     // A follower that dies here leaves the engine paused, for the next one to find.
     fail::fail_point!("activate.paused");
     empty_cache(client, mode).await?;
-    if client.update_weights_from_disk(&plan.update).await? == DiskUpdated::Unflushed {
-        // Applied all the same: the label and the flush are what is missing.
-        empty_cache(client, mode).await?;
-        client.set_weight_version(plan.label).await?;
-    }
-    look(engine, plan.label, plan.sums.as_ref()).await
+    relabel(client, &partial(label)).await
 }
 
-/// Checks what is live, before anybody is served from it.
-pub(crate) async fn look(
-    engine: &Engine,
-    label: &str,
-    sums: Option<&BTreeMap<String, String>>,
-) -> Result<()> {
-    let found = engine.serving().await?;
-    if found.as_deref() != Some(label) {
-        let found = found.unwrap_or_else(|| "none".into());
-        return Err(Error::LabelMismatch {
-            engine: engine.client().url().into(),
-            expected: label.into(),
-            found,
-        });
+async fn load(engine: &Engine, mode: PauseMode, plan: &Plan<'_>) -> Result<()> {
+    if engine.client().update_weights_from_disk(&plan.update).await? == DiskUpdated::Unflushed {
+        // Applied all the same: the flush is what is missing.
+        empty_cache(engine.client(), mode).await?;
     }
-    let Some(sums) = sums else { return Ok(()) };
-    let checked = engine.check_live(sums).await;
-    if matches!(checked, Err(Error::LiveWeights { .. })) {
-        // Nobody may take what these weights generate for this version.
-        engine.client().set_weight_version(&format!("{label}?unverified")).await?;
+    if let Some(sums) = &plan.sums {
+        engine.check_live(sums).await?;
     }
-    checked.map(drop)
+    relabel(engine.client(), plan.label).await
 }
 
 /// Drops the KV cache of the old weights. Before 0.5.21 a flush is refused while retracted requests wait; those are then aborted, and
@@ -264,16 +242,4 @@ pub(crate) async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> 
     let (expected, found) =
         ("accepted once every request is aborted".into(), format!("refused {TRIES} times"));
     Err(Error::Refused { engine: client.url().into(), what: "flush_cache".into(), expected, found })
-}
-
-pub(crate) async fn resume(client: &Client) -> Result<()> {
-    let mut outcome = client.resume().await;
-    for _ in 1..3 {
-        if outcome.is_ok() {
-            break;
-        }
-        tokio::time::sleep(BETWEEN_TRIES).await;
-        outcome = client.resume().await;
-    }
-    outcome
 }

@@ -1,11 +1,9 @@
 //! What an engine can do, asked of the engine itself.
 
-use std::time::Duration;
+use crate::{Client, Error, Result};
 
-use crate::{Client, Error, GenerateRequest, Result, Rid, SamplingParams};
-
-/// How long the one-token probe may take before the engine counts as busy or paused.
-const PROBE_DEADLINE: Duration = Duration::from_secs(10);
+/// First release whose replies say which output tokens came from which weights.
+const REPORTS_SPANS: [u32; 3] = [0, 5, 19];
 
 /// First release that answers a refused flush with an error; earlier ones end the whole server in an assertion.
 const SURVIVES_REFUSED_FLUSH: [u32; 3] = [0, 5, 22];
@@ -16,8 +14,9 @@ const SURVIVES_REFUSED_FLUSH: [u32; 3] = [0, 5, 22];
 pub struct Capabilities {
     /// Distributed updates want `begin_weight_update` and `end_weight_update` around them (0.5.21 and later).
     pub sessions: bool,
-    /// Replies say which output tokens came from which weights (0.5.19 and later). `None`: the engine was paused or too busy to tell.
-    pub spans: Option<bool>,
+    /// Replies say which output tokens came from which weights (0.5.19 and later). Taken from the release number, because a reply depends on
+    /// the weights that are live, and an engine with broken ones has to be given others.
+    pub spans: bool,
     /// `/ready` says whether the engine is paused (0.5.20 and later).
     pub ready: bool,
     /// An update that may not flush the cache is answered with an error; otherwise the server ends. Taken from the release number, because
@@ -26,12 +25,17 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
-    /// Asks the engine. Nothing changes there; one token is generated.
+    /// Asks the engine. Nothing changes there, and nothing is generated.
     ///
     /// # Errors
     /// As every call of [`Client`]; [`Error::Refused`] for an engine without pause and continue, such as SGLang's embedded Rust server.
     pub async fn probe(client: &Client) -> Result<Self> {
-        for path in ["/pause_generation", "/continue_generation", "/update_weights_from_disk"] {
+        for path in [
+            "/pause_generation",
+            "/continue_generation",
+            "/update_weights_from_disk",
+            "/update_weight_version",
+        ] {
             if !client.has_post(path).await? {
                 let (expected, found) = ("a call of the engine".into(), "no such call".into());
                 return Err(Error::Refused {
@@ -44,24 +48,13 @@ impl Capabilities {
         }
         let ready = client.ready().await?;
         let release = client.server_info().await?.version;
+        let since = |minimum| release.as_deref().is_some_and(|release| at_least(release, minimum));
         Ok(Self {
             sessions: client.has_post("/begin_weight_update").await?,
-            spans: if ready == Some(false) { None } else { spans(client).await? },
+            spans: since(REPORTS_SPANS),
             ready: ready.is_some(),
-            survives_refused_flush: release
-                .as_deref()
-                .is_some_and(|release| at_least(release, SURVIVES_REFUSED_FLUSH)),
+            survives_refused_flush: since(SURVIVES_REFUSED_FLUSH),
         })
-    }
-}
-
-async fn spans(client: &Client) -> Result<Option<bool>> {
-    let sampling =
-        SamplingParams { temperature: 0.0, max_new_tokens: 1, ignore_eos: true, ..SamplingParams::default() };
-    let request = GenerateRequest { rid: Rid::probe(), input_ids: vec![0], sampling };
-    match tokio::time::timeout(PROBE_DEADLINE, client.generate(&request)).await {
-        Ok(generation) => generation.map(|generation| Some(generation.spans_reported)),
-        Err(_) => client.abort(&request.rid).await.map(|()| None),
     }
 }
 

@@ -3,11 +3,12 @@
 use std::sync::LazyLock;
 use std::time::Duration;
 
+use driftless_transport::Limit;
 use serde_json::{Value, json};
 
 use crate::generate::RawGeneration;
 use crate::http::{Call, Connection, Level, Reply, excerpt};
-use crate::wire::{ChecksumReply, Loads, Outcome};
+use crate::wire::{ChecksumReply, Loads, Outcome, Status};
 use crate::{
     DiskUpdate, DiskUpdated, DistributedUpdate, Error, GenerateRequest, Generation, GroupInit, Keys, Load,
     MemoryTag, ModelInfo, PauseMode, RankChecksums, Result, ServerInfo, TensorUpdate,
@@ -93,6 +94,11 @@ impl Client {
         &self.connection.engine
     }
 
+    /// The same client, whose calls all end when nothing is left of `limit`.
+    pub(crate) fn limited(&self, limit: &Limit) -> Self {
+        Self { connection: self.connection.limited(limit), deadlines: self.deadlines }
+    }
+
     /// The deadlines this client was made with.
     pub fn deadlines(&self) -> Deadlines {
         self.deadlines
@@ -165,9 +171,7 @@ impl Client {
     /// As [`Client::model_info`].
     pub async fn pause(&self, mode: PauseMode) -> Result<()> {
         let body = json!({ "mode": mode.as_str() });
-        self.connection
-            .ok(self.post("/pause_generation", Level::Control, &body, self.deadlines.control))
-            .await
+        self.is_ok("/pause_generation", &body).await
     }
 
     /// `POST /continue_generation`. Harmless when the engine is not paused.
@@ -176,9 +180,7 @@ impl Client {
     /// As [`Client::model_info`].
     pub async fn resume(&self) -> Result<()> {
         let body = json!({ "torch_empty_cache": false });
-        self.connection
-            .ok(self.post("/continue_generation", Level::Control, &body, self.deadlines.control))
-            .await
+        self.is_ok("/continue_generation", &body).await
     }
 
     /// `POST /flush_cache`: drops the KV cache, or says false because requests still hold it. An engine that is paused with every request
@@ -358,6 +360,16 @@ impl Client {
             }
             result => result,
         }
+    }
+
+    /// A control call that answers `{"status": "ok"}`. Another body is a proxy's, or an engine's that did nothing.
+    async fn is_ok(&self, path: &str, body: &Value) -> Result<()> {
+        let call = self.post(path, Level::Control, body, self.deadlines.control);
+        let reply: Status = self.connection.json(call).await?;
+        if reply.status == "ok" {
+            return Ok(());
+        }
+        Err(self.connection.malformed(call, "status ok", &excerpt(reply.status.as_bytes())))
     }
 
     /// A control call that answers `{success, message}`.

@@ -42,6 +42,11 @@ impl Engine {
         Ok(Self { client, identity, capabilities, load_format: server.load_format, saves_memory })
     }
 
+    /// The same engine, called through another client of it.
+    pub(crate) fn through(self, client: Client) -> Self {
+        Self { client, ..self }
+    }
+
     /// Its client.
     pub fn client(&self) -> &Client {
         &self.client

@@ -45,6 +45,14 @@ pub enum Error {
         /// The deadline.
         after: Duration,
     },
+    /// The activation ran out of time, or the follower was told to stop.
+    #[error("engine {engine}: {call} was given up: the activation's time is over")]
+    GivenUp {
+        /// URL of the engine.
+        engine: String,
+        /// The call, as method and path.
+        call: String,
+    },
     /// The engine answered with another HTTP status than the call expects.
     #[error("engine {engine}: {call} answered {status}: {body}")]
     Status {
@@ -167,6 +175,18 @@ pub enum Error {
         /// The activation's own failure, where there was one.
         first: Option<String>,
         /// Why continuing failed.
+        source: Box<Error>,
+    },
+    /// What the engine generates with a version's weights is no sample. It was paused and fenced again.
+    #[error(
+        "engine {engine} generates nothing sound with the weights of {label}, and stays paused until it has others"
+    )]
+    Unsound {
+        /// URL of the engine.
+        engine: String,
+        /// The version's label.
+        label: String,
+        /// What is wrong with its reply.
         source: Box<Error>,
     },
     /// The engines did not reach a version in time.
@@ -318,6 +338,7 @@ impl Error {
         match self {
             Self::Unreachable { .. }
             | Self::Deadline { .. }
+            | Self::GivenUp { .. }
             | Self::Reply { .. }
             | Self::ReplyTooLarge { .. } => true,
             Self::Status { status, .. } => *status >= 500 || *status == 408 || *status == 429,

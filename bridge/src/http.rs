@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use driftless_transport::redact;
+use driftless_transport::{Limit, redact};
 use reqwest::header::AUTHORIZATION;
 use reqwest::{Method, Url};
 use serde::de::DeserializeOwned;
@@ -12,6 +12,9 @@ use crate::{Error, Keys, Result};
 
 /// How long an unused connection is kept. The engine's HTTP server closes it after 5 s, and a call sent on it just then would be lost.
 const IDLE: Duration = Duration::from_secs(2);
+
+/// How often a limit is looked at during a call: it may become shorter.
+const TICK: Duration = Duration::from_millis(50);
 
 /// Longest part of a foreign body that goes into an error.
 const EXCERPT_CHARS: usize = 600;
@@ -58,6 +61,8 @@ pub(crate) struct Connection {
     pub(crate) engine: String,
     keys: Keys,
     reply_bytes_max: usize,
+    /// Ends every call, whatever its own deadline.
+    limit: Option<Limit>,
 }
 
 impl Connection {
@@ -75,14 +80,27 @@ impl Connection {
             .build()
             .map_err(|error| Error::SetUp { what: "the HTTP client", source: error.into() })?;
         let engine = base.as_str().trim_end_matches('/').to_owned();
-        Ok(Self { http, base, engine, keys, reply_bytes_max })
+        Ok(Self { http, base, engine, keys, reply_bytes_max, limit: None })
+    }
+
+    /// The same connection, whose calls all end when nothing is left of `limit`.
+    pub(crate) fn limited(&self, limit: &Limit) -> Self {
+        Self { limit: Some(limit.clone()), ..self.clone() }
     }
 
     /// Sends a call and reads the whole reply, whatever its status.
     pub(crate) async fn send(&self, call: Call<'_>) -> Result<Reply> {
         let deadline =
             || Error::Deadline { engine: self.engine.clone(), call: call.name(), after: call.deadline };
-        tokio::time::timeout(call.deadline, self.exchange(call)).await.map_err(|_| deadline())?
+        let exchange = tokio::time::timeout(call.deadline, self.exchange(call));
+        let Some(limit) = &self.limit else { return exchange.await.map_err(|_| deadline())? };
+        tokio::select! {
+            biased;
+            () = reached(limit) => {
+                Err(Error::GivenUp { engine: self.engine.clone(), call: call.name() })
+            }
+            exchanged = exchange => exchanged.map_err(|_| deadline())?,
+        }
     }
 
     /// Sends a call that succeeds with 200 and a JSON body.
@@ -168,6 +186,17 @@ impl Connection {
             request = request.json(body);
         }
         Ok(request)
+    }
+}
+
+/// Waits until nothing is left of a limit.
+async fn reached(limit: &Limit) {
+    loop {
+        let left = limit.left();
+        if left.is_zero() {
+            return;
+        }
+        tokio::time::sleep(left.min(TICK)).await;
     }
 }
 

@@ -19,6 +19,7 @@ mod identity;
 mod keys;
 mod label;
 mod model;
+mod pause;
 mod push;
 mod wire;
 

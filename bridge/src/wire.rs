@@ -212,6 +212,11 @@ pub enum DiskUpdated {
 }
 
 #[derive(Debug, Deserialize)]
+pub(crate) struct Status {
+    pub(crate) status: String,
+}
+
+#[derive(Debug, Deserialize)]
 pub(crate) struct Outcome {
     pub(crate) success: bool,
     pub(crate) message: String,

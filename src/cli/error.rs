@@ -29,6 +29,10 @@ pub(crate) enum Error {
     Interrupted { what: &'static str, signal: i32 },
     #[error("{what}: {damaged} damaged, see above")]
     Damaged { what: String, damaged: u64 },
+    #[error(
+        "left paused: {engines}; start `driftless follow` again, or load weights that are known and POST /continue_generation"
+    )]
+    LeftPaused { engines: String, source: Option<Box<Error>> },
     #[cfg(feature = "torch")]
     #[error("cannot draw the report: {reason}")]
     Report { reason: String },
@@ -40,6 +44,7 @@ impl Error {
         match self {
             Error::Usage { .. } => 2,
             Error::Damaged { .. } | Error::Delta(_) => 3,
+            Error::LeftPaused { .. } => 5,
             // As a shell says it of a program that the signal has ended.
             Error::Interrupted { signal, .. } => {
                 128u8.saturating_add(u8::try_from(*signal).unwrap_or_default())
@@ -115,6 +120,7 @@ fn bridge_code(error: &driftless::bridge::Error) -> u8 {
     use driftless::bridge::Error as Bridge;
     match error {
         Bridge::Deadline { .. }
+        | Bridge::GivenUp { .. }
         | Bridge::Behind { .. }
         | Bridge::Exhausted { .. }
         | Bridge::Group { .. }
@@ -148,5 +154,6 @@ mod tests {
         assert_eq!(Error::Transport(link).exit_code(), 4);
         let (what, expected, found) = ("--store".to_owned(), "a URL".to_owned(), "none".to_owned());
         assert_eq!(Error::Usage { what, expected, found }.exit_code(), 2);
+        assert_eq!(Error::LeftPaused { engines: "http://e:1".to_owned(), source: None }.exit_code(), 5);
     }
 }

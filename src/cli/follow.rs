@@ -6,7 +6,7 @@ use crate::cli::signals::{self, PATIENCE, stop_on_signals};
 use crate::cli::slime::{self, Layout};
 use crate::cli::transport::TransportArgs;
 use crate::cli::{keys, numbers, paths, store};
-use driftless::bridge::{ClientOptions, DiskActivator, DiskOptions, PauseMode};
+use driftless::bridge::{ClientOptions, Deadlines, DiskActivator, DiskOptions, PauseMode};
 use driftless::transport::{
     Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Router, Run, Status, Stop, Version, http,
 };
@@ -14,6 +14,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Within which, after a signal, an engine's pause is ended or reported. What is under way has 5 s, its end 15 s more.
+const PAUSE_ENDS: Duration = Duration::from_secs(30);
 
 const EXAMPLES: &str = "\
 Examples:
@@ -109,7 +112,8 @@ pub(crate) struct Args {
     /// damaged is built anew from the store, and engines load it again.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
     scrub_gib_per_hour: u64,
-    /// Seconds an engine may take to load a version.
+    /// Seconds an engine may take to load a version, all calls together. Then the load is given up; the engine stays paused until one
+    /// succeeds, unless its weights were not touched.
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
     activate_deadline: u64,
     /// Answer HTTP calls (prepare, activate, status, metrics) on this address.
@@ -151,8 +155,7 @@ pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
     args.transport.prepare(&args.relay)?;
     args.transport.log();
     let engines = engines(&args)?;
-    // A signal does not cut a pause short.
-    let pause = if engines.is_empty() { 0 } else { args.activate_deadline };
+    let patience = if engines.is_empty() { PATIENCE } else { PAUSE_ENDS };
     let id = args.id.clone().unwrap_or_else(host_name);
     let run = slime::run_name(&args.run, args.layout)?;
     let mut options = FollowerOptions::new(run, &args.checkpoint_dir, id);
@@ -186,17 +189,27 @@ pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
         tracing::info!(address = %server.addr(), "listening");
     }
     let stop = Stop::new();
-    stop_on_signals(&stop, PATIENCE + Duration::from_secs(pause))?;
+    stop_on_signals(&stop, patience)?;
     let outcome = follower.run_until(&stop, args.once);
     let ends = args.once || (args.until_version.is_some() && !stop.is_stopped());
     if ends && outcome.is_ok() {
         output.print(&follower.status(), text)?;
     }
-    outcome?;
+    left_paused(&follower.status(), outcome.map_err(Error::from))?;
     if stop.is_stopped() && args.until_version.is_some() {
         return Err(signals::interruption("following up to --until-version"));
     }
     Ok(())
+}
+
+/// Has the exit code tell of engines that do not generate, whatever else there is to say.
+fn left_paused(status: &Status, outcome: Result<()>) -> Result<()> {
+    let engines = status.applied.iter().flat_map(|ack| &ack.engines).filter(|engine| engine.paused);
+    let engines: Vec<_> = engines.map(|engine| engine.url.as_str()).collect();
+    if engines.is_empty() {
+        return outcome;
+    }
+    Err(Error::LeftPaused { engines: engines.join(", "), source: outcome.err().map(Box::new) })
 }
 
 /// slime's layout has no manifests that tell beforehand what a version weighs.
@@ -253,7 +266,9 @@ fn plan_text(plan: &Plan) -> String {
 }
 
 fn engines(args: &Args) -> Result<Vec<Box<dyn Activate>>> {
-    let client = ClientOptions { keys: args.keys.read()?, ..ClientOptions::default() };
+    let load = Duration::from_secs(args.activate_deadline);
+    let deadlines = Deadlines { load, ..Deadlines::default() };
+    let client = ClientOptions { keys: args.keys.read()?, deadlines, ..ClientOptions::default() };
     let pause = match args.pause_generation_mode {
         PauseGenerationMode::Retract => PauseMode::Retract,
         PauseGenerationMode::Abort => PauseMode::Abort,
@@ -289,7 +304,9 @@ fn text(status: &Status) -> String {
             );
             lines.extend(ack.engines.iter().map(|engine| {
                 let label = engine.label.as_deref().unwrap_or("none of ours");
-                format!("{}: {label}, paused for {} ms", engine.url, engine.pause_ms.unwrap_or_default())
+                let paused = if engine.paused { ", still paused" } else { "" };
+                let pause_ms = engine.pause_ms.unwrap_or_default();
+                format!("{}: {label}, paused for {pause_ms} ms{paused}", engine.url)
             }));
             lines.join("\n")
         }
@@ -299,4 +316,35 @@ fn text(status: &Status) -> String {
 fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     if name.trim().is_empty() { "follower".to_owned() } else { name.trim().to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(paused: [bool; 2]) -> Status {
+        let engine = |(number, paused)| serde_json::json!({"url": format!("http://e:{number}"), "label": null, "paused": paused, "pause_ms": null});
+        let engines: Vec<_> = (1..).zip(paused).map(engine).collect();
+        let status = serde_json::json!({
+            "id": "h", "run": "r", "run_id": null, "model": "policy", "newest": 3,
+            "applied": {"version": 3, "label": "a:3", "manifest_digest": "0".repeat(64), "prepare_ms": 0.0,
+                "bytes": 0, "engines": engines},
+        });
+        serde_json::from_value(status).expect("a status")
+    }
+
+    #[test]
+    fn an_engine_that_is_left_paused_is_what_the_command_ends_with() {
+        let why = || Error::Damaged { what: "a log".to_owned(), damaged: 1 };
+        assert!(left_paused(&status([false, false]), Ok(())).is_ok());
+        assert_eq!(
+            left_paused(&status([false, false]), Err(why())).map_err(|error| error.exit_code()),
+            Err(3)
+        );
+        for outcome in [Ok(()), Err(why())] {
+            let error = left_paused(&status([false, true]), outcome).expect_err("an engine is paused");
+            assert_eq!(error.exit_code(), 5);
+            assert!(error.to_string().contains("http://e:2;"), "{error}");
+        }
+    }
 }

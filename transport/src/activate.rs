@@ -1,10 +1,42 @@
 //! The seam between a follower and whatever serves the weights.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::BoxError;
+use crate::follow::Stop;
 use crate::manifest::Manifest;
+
+/// How long what is under way at an engine may go on after the follower was told to stop.
+const STOP_GRACE: Duration = Duration::from_secs(5);
+
+/// How long an activation may go on: for some time, and for 5 s at most after the follower was told to stop.
+#[derive(Clone, Debug)]
+pub struct Limit {
+    until: Instant,
+    stop: Stop,
+}
+
+impl Limit {
+    /// A limit of `time` from now on, which `stop` cuts short.
+    #[must_use]
+    pub fn new(time: Duration, stop: Stop) -> Self {
+        Self { until: Instant::now() + time, stop }
+    }
+
+    /// A limit of `time` from now on.
+    #[must_use]
+    pub fn within(time: Duration) -> Self {
+        Self::new(time, Stop::new())
+    }
+
+    /// What is left of it. It may become less at any moment, never more.
+    #[must_use]
+    pub fn left(&self) -> Duration {
+        let until = self.stop.since().map_or(self.until, |at| self.until.min(at + STOP_GRACE));
+        until.saturating_duration_since(Instant::now())
+    }
+}
 
 /// What an engine has to serve.
 #[derive(Clone, Copy, Debug)]
@@ -15,6 +47,8 @@ pub struct Target<'a> {
     pub label: &'a str,
     /// The version's manifest.
     pub manifest: &'a Manifest,
+    /// How long the activation may go on. A driver that meets it leaves the engine in an honest state, which takes some seconds more.
+    pub limit: &'a Limit,
 }
 
 /// What an activation cost.
@@ -26,8 +60,8 @@ pub struct Activated {
 
 /// One inference engine, as a follower drives it: blocking calls from a thread of its own.
 ///
-/// A call should end within a deadline of its own. The follower stops waiting after its deadline and records
-/// a failure, but it does not overwrite the checkpoint before the call has returned.
+/// A call should end within a deadline of its own, an activation within its limit. The follower stops waiting some time after it and
+/// records a failure, but it does not overwrite the checkpoint before the call has returned.
 pub trait Activate: Send {
     /// How the engine is named in status, acknowledgements and errors: its URL.
     fn name(&self) -> String;
@@ -46,4 +80,9 @@ pub trait Activate: Send {
     ///
     /// Whatever went wrong. The engine may then serve anything or nothing; it is asked again and activated again.
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError>;
+
+    /// Whether the engine was paused when the last of these calls ended, whoever paused it.
+    fn is_paused(&self) -> bool {
+        false
+    }
 }

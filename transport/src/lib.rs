@@ -32,7 +32,7 @@ mod store;
 pub mod watch;
 pub mod wrap;
 
-pub use activate::{Activate, Activated, Target};
+pub use activate::{Activate, Activated, Limit, Target};
 pub use checkpoint::{Checkpoint, Place, write_checkpoint};
 #[cfg(feature = "client")]
 pub use client::notify;

@@ -55,7 +55,7 @@ pub(super) async fn capabilities(subject: &Subject) -> Checked {
     let found = Capabilities::probe(&subject.client).await?;
     let dialect = subject.dialect;
     let fits = found.sessions == dialect.sessions
-        && found.spans == Some(dialect.spans)
+        && found.spans == dialect.spans
         && found.ready == dialect.ready
         && found.survives_refused_flush == dialect.survives_refused_flush;
     ensure(fits, || format!("{dialect:?} expected, found {found:?}"))

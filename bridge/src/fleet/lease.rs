@@ -69,7 +69,7 @@ impl<'a> Lease<'a> {
     async fn generate(&self, request: &GenerateRequest) -> Result<(Generation, Option<String>)> {
         let client = &self.member.client;
         let spans = self.member.state().engine.capabilities().spans;
-        let before = if spans == Some(true) { None } else { client.model_info().await?.weight_version };
+        let before = if spans { None } else { client.model_info().await?.weight_version };
         Ok((client.generate(request).await?, before))
     }
 

@@ -1,20 +1,20 @@
 //! Activation by a push: every engine that is pushed into receives a version at once, into its memory.
 //!
-//! The order is that of activation from disk (pause, flush, load, look, continue), with more steps. While a push is under way an engine
-//! holds a mixture of two versions, so it carries a label that nobody asks for until its last bucket is loaded; and the engines continue
-//! whatever happened, because the label says that what they generate is nobody's. Where engines give memory back for as long as it takes
-//! ([`PushOptions::release`]), they have it again before they carry the version's label.
+//! The order is that of activation from disk (pause, flush, fence, load, look, label, continue), with more steps. While a push is under way an
+//! engine holds a mixture of two versions; if it fails the engines stay paused and fenced until one succeeds. Where engines give memory back
+//! for as long as it takes ([`PushOptions::release`]), they have it again before they carry the version's label.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
 
-use super::occupation::{self, Occupation, in_doubt, partial};
+use super::occupation::{self, Occupation, in_doubt};
 use super::{HostWeights, Member, Push};
-use crate::activate::{attach, empty_cache, look, resume};
+use crate::activate::{self, attach};
 use crate::checksums::check_tensors;
+use crate::pause::{self, Pause, left_paused, relabel};
 use crate::{Client, ClientOptions, Engine, Error, Expected, Label, MemoryTag, PauseMode, Result, checksums};
 
 /// Options of a [`PushActivator`].
@@ -48,13 +48,15 @@ pub struct PushActivator<P> {
     engines: Vec<Option<Engine>>,
     /// Label of the last successful activation: an engine that reports it is still the process that was attached.
     activated: Option<String>,
-    /// Whether an engine may be paused because of us. True at first: an earlier process may have died between pause and continue.
-    resume_owed: bool,
+    /// What is known of their pauses.
+    pauses: Vec<Pause>,
 }
 
 /// What is decided before an engine is paused.
 struct Plan {
     engine: Engine,
+    /// Label of the weights that it has now, if they are known.
+    serving: Option<String>,
     /// Checksums it must report afterwards, where they are comparable.
     sums: Option<BTreeMap<String, String>>,
     /// Whether it is the process of the last activation.
@@ -78,7 +80,8 @@ impl<P: Push> PushActivator<P> {
             return Err(Error::Fleet { found: addresses.to_vec() });
         }
         let engines = clients.iter().map(|_| None).collect();
-        Ok(Self { push, options, clients, engines, activated: None, resume_owed: true })
+        let pauses = vec![Pause::default(); clients.len()];
+        Ok(Self { push, options, clients, engines, activated: None, pauses })
     }
 
     /// What it pushes with.
@@ -91,36 +94,28 @@ impl<P: Push> PushActivator<P> {
     }
 
     fn current_label(&mut self) -> Result<Option<String>> {
-        self.resume_if_owed()?;
-        let labels = self.block_on(async {
-            let mut labels = std::collections::BTreeSet::new();
-            for client in &self.clients {
-                labels.insert(client.model_info().await?.weight_version);
-            }
-            Ok::<_, Error>(labels)
-        })?;
+        let limit = pause::last_words();
+        let clients: Vec<_> = self.clients.iter().map(|client| client.limited(&limit)).collect();
+        let labels: std::collections::BTreeSet<_> = self.look(&clients)?.into_iter().collect();
         let one = if labels.len() == 1 { labels.into_iter().next().flatten() } else { None };
         Ok(one.filter(|label| label.parse::<Label>().is_ok()))
     }
 
-    /// Lets engines continue that an earlier process may have left paused; not those that have no memory to do it with.
-    fn resume_if_owed(&mut self) -> Result<()> {
-        if self.resume_owed {
-            self.block_on(async {
-                for client in &self.clients {
-                    if Occupation::asked(client).await? == Occupation::Whole {
-                        resume(client).await?;
-                    }
-                }
-                Ok::<_, Error>(())
-            })?;
-            self.resume_owed = false;
-        }
-        Ok(())
+    /// The labels of their weights, where those are known.
+    fn look(&mut self, clients: &[Client]) -> Result<Vec<Option<String>>> {
+        let mut pauses = std::mem::take(&mut self.pauses);
+        let labels = self.block_on(async {
+            let mut labels = Vec::new();
+            for (client, pause) in clients.iter().zip(&mut pauses) {
+                labels.push(pause.look(client).await?);
+            }
+            Ok(labels)
+        });
+        self.pauses = pauses;
+        labels
     }
 
     fn activate_all(&mut self, target: &Target<'_>) -> Result<Duration> {
-        self.resume_if_owed()?;
         let plans = self.plan(target)?;
         let members = plans.iter().map(|plan| Member {
             engine: plan.engine.client().clone(),
@@ -130,23 +125,14 @@ impl<P: Push> PushActivator<P> {
         self.push.set_members(members.collect(), plans.iter().all(|plan| plan.same));
         // Slow the first time, and needs no pause.
         self.push.form()?;
-        let begin = Instant::now();
         let outcome = self.transact(&plans, target);
-        let resumed = self.resume_all(target.label);
-        let pause = begin.elapsed();
+        let ended = self.end(&plans, target.label, outcome.as_ref().err());
+        let pause = self.pauses.iter().map(Pause::took).max().unwrap_or_default();
         tracing::info!(label = target.label, ?pause, failed = outcome.is_err(), "activation by a push");
-        self.resume_owed = resumed.is_err();
-        if let Err(error) = resumed {
-            let failed = outcome.err().map(|error| error.to_string());
-            return Err(match error {
-                Error::LeftPaused { engine, source, .. } => {
-                    Error::LeftPaused { engine, first: failed, source }
-                }
-                other => other,
-            });
-        }
-        outcome?;
-        self.engines = plans.into_iter().map(|plan| Some(plan.engine)).collect();
+        ended.and(outcome)?;
+        let engines = plans.into_iter().zip(&self.clients);
+        // Not through the clients of this activation, whose time will be over.
+        self.engines = engines.map(|(plan, client)| Some(plan.engine.through(client.clone()))).collect();
         self.activated = Some(target.label.to_owned());
         Ok(pause)
     }
@@ -154,11 +140,11 @@ impl<P: Push> PushActivator<P> {
     fn plan(&mut self, target: &Target<'_>) -> Result<Vec<Plan>> {
         let (checkpoint, place) = (target.checkpoint, target.checkpoint.dir());
         let expected = Expected::from_snapshot(checkpoint, place)?;
+        let clients: Vec<_> = self.clients.iter().map(|client| client.limited(target.limit)).collect();
+        let labels = self.look(&clients)?;
         let (known, activated) = (std::mem::take(&mut self.engines), self.activated.take());
-        let mut known = known.into_iter();
         let mut plans = Vec::new();
-        for client in &self.clients {
-            let known = known.next().flatten();
+        for ((client, label), known) in clients.iter().zip(labels).zip(known) {
             let plan = self.block_on(async {
                 let serving = client.model_info().await?.weight_version;
                 let released = match Occupation::of(serving.as_deref()) {
@@ -173,7 +159,7 @@ impl<P: Push> PushActivator<P> {
                     self.push.admit(client.url(), &client.server_info().await?)?;
                 }
                 let release = if engine.saves_memory() { self.options.release.clone() } else { Vec::new() };
-                Ok::<_, Error>(Plan { engine, sums: None, same, release, released })
+                Ok::<_, Error>(Plan { engine, serving: label, sums: None, same, release, released })
             });
             // Whoever failed here is asked anew the next time, and so is everyone else.
             self.engines = self.clients.iter().map(|_| None).collect();
@@ -188,46 +174,48 @@ impl<P: Push> PushActivator<P> {
 
     fn transact(&mut self, plans: &[Plan], target: &Target<'_>) -> Result<()> {
         let mode = self.options.pause;
+        self.pauses.iter_mut().for_each(|pause| pause.begin(mode));
         self.block_on(async {
             for plan in plans {
                 make_ready(plan, mode, target.label).await?;
             }
             Ok::<_, Error>(())
         })?;
-        // A version's label is the last thing that an engine gets.
-        let whole = plans.iter().all(|plan| plan.released.is_empty() && plan.release.is_empty());
-        self.push.push(&HostWeights::<Checkpoint>(target.checkpoint), whole.then_some(target.label))?;
+        self.pauses.iter_mut().for_each(Pause::touched);
+        // A version's label is the last thing that an engine gets, once every engine was looked at.
+        self.push.push(&HostWeights::<Checkpoint>(target.checkpoint), None)?;
         self.block_on(async {
             for plan in plans {
-                let client = plan.engine.client();
-                if !whole {
-                    take_back(client, target.label).await?;
-                    client.set_weight_version(target.label).await?;
+                take_back(plan.engine.client(), target.label).await?;
+                if let Some(sums) = &plan.sums {
+                    plan.engine.check_live(sums).await?;
                 }
-                look(&plan.engine, target.label, plan.sums.as_ref()).await?;
+            }
+            for plan in plans {
+                relabel(plan.engine.client(), target.label).await?;
             }
             Ok(())
         })
     }
 
-    /// Tells every engine to continue, once it has its memory, and names the first that did not.
-    fn resume_all(&self, label: &str) -> Result<()> {
-        self.block_on(async {
-            let mut outcome = Ok(());
-            for client in &self.clients {
-                let left = |source| Error::LeftPaused {
-                    engine: client.url().into(),
-                    first: None,
-                    source: Box::new(source),
+    /// Ends every engine's pause, once it has its memory, and tells of the first that should go on and does not.
+    fn end(&mut self, plans: &[Plan], label: &str, failed: Option<&Error>) -> Result<()> {
+        let mut pauses = std::mem::take(&mut self.pauses);
+        let limit = pause::last_words();
+        let ended = self.block_on(async {
+            let mut ended = Ok(());
+            for (plan, pause) in plans.iter().zip(&mut pauses) {
+                let client = &plan.engine.client().limited(&limit);
+                let each = match take_back(client, label).await {
+                    Ok(()) => pause.end(client, plan.serving.as_deref(), failed).await,
+                    Err(source) => Err(left_paused(client, failed, source)),
                 };
-                let resumed = match take_back(client, label).await {
-                    Ok(()) => resume(client).await,
-                    Err(error) => Err(error),
-                };
-                outcome = outcome.and(resumed.map_err(left));
+                ended = ended.and(each);
             }
-            outcome
-        })
+            ended
+        });
+        self.pauses = pauses;
+        ended
     }
 
     /// Runs on a thread of its own: the caller may be a runtime's thread, where blocking on another one panics.
@@ -242,13 +230,12 @@ impl<P: Push> PushActivator<P> {
 /// Brings an engine to where it can be pushed into: paused, without its cache, labelled as a mixture, and with room.
 async fn make_ready(plan: &Plan, mode: PauseMode, label: &str) -> Result<()> {
     let client = plan.engine.client();
-    client.pause(mode).await?;
     if !plan.released.is_empty() {
+        client.pause(mode).await?;
         // Whoever let it give its memory back has emptied its cache; the update needs the weights' memory.
         return occupation::resume(client, label, &plan.released, &[MemoryTag::Weights]).await;
     }
-    empty_cache(client, mode).await?;
-    client.set_weight_version(&partial(label)).await?;
+    activate::make_ready(client, mode, label).await?;
     if plan.release.is_empty() {
         return Ok(());
     }
@@ -276,5 +263,9 @@ impl<P: Push> Activate for PushActivator<P> {
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
         let pause = self.apart(|this| this.activate_all(target))?;
         Ok(Activated { pause })
+    }
+
+    fn is_paused(&self) -> bool {
+        self.pauses.iter().any(Pause::is_on)
     }
 }

@@ -5,6 +5,7 @@
 //! outcome somebody who dies meanwhile does not see. No request accepts any of them. Whoever comes next resumes what is released and touches
 //! nothing that is in doubt.
 
+use crate::pause::{partial, plain};
 use crate::{Client, Error, MemoryTag, PauseMode, Result};
 
 /// What an engine's label says about its memory.
@@ -64,11 +65,6 @@ pub(crate) async fn resume(
     client.set_weight_version(&after).await
 }
 
-/// The label of an engine that holds a mixture of two versions.
-pub(crate) fn partial(label: &str) -> String {
-    format!("{}?partial", plain(label))
-}
-
 /// Memory that may or may not be there must not be touched.
 pub(crate) fn in_doubt(client: &Client) -> Error {
     Error::Refused {
@@ -83,10 +79,6 @@ pub(crate) fn in_doubt(client: &Client) -> Error {
 fn mark(label: &str, verb: &str, tags: &[MemoryTag]) -> String {
     let tags: Vec<_> = tags.iter().map(|tag| tag.as_str()).collect();
     format!("{}?{verb}={}", plain(label), tags.join(","))
-}
-
-fn plain(label: &str) -> &str {
-    label.split_once('?').map_or(label, |(plain, _)| plain)
 }
 
 /// Waits until a paused engine has no requests, after aborting those that it has.
@@ -121,7 +113,6 @@ mod tests {
             (Some("default"), Occupation::Whole),
             (Some("0123456789ab:3"), Occupation::Whole),
             (Some("0123456789ab:3?partial"), Occupation::Whole),
-            (Some("0123456789ab:3?unverified"), Occupation::Whole),
             (Some("a?released=kv_cache"), Occupation::Released(vec![KvCache])),
             (Some("a?released=weights,cuda_graph"), Occupation::Released(vec![Weights, CudaGraph])),
             // A tag of somebody else's.

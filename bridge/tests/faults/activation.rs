@@ -1,12 +1,20 @@
 //! Activation on an engine that misbehaves: it is never left paused, and never serves under our label what is not ours.
 
+use std::time::Duration;
+
 use driftless_bridge::{DiskActivator, DiskOptions, Error, PauseMode};
-use driftless_transport::{Activate, BoxError, Checkpoint, Manifest, Target};
+use driftless_transport::{Activate, BoxError, Checkpoint, Limit, Manifest, Stop, Target};
 
 use crate::fake::{Fake, Fault, checkpoint, patient, short, version, write};
 
-const ORDER: [&str; 4] =
-    ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"];
+const ORDER: [&str; 6] = [
+    "/pause_generation",
+    "/flush_cache",
+    "/update_weight_version",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/continue_generation",
+];
 
 /// An engine that serves one checkpoint, and another one to activate.
 struct Scene {
@@ -28,11 +36,17 @@ impl Scene {
         let fake = Fake::start(&checkpoint(&dir.path().join("a"), 1, 4));
         let (next, manifest) = version(dir.path());
         let activator = DiskActivator::new(&fake.address.to_string(), options).unwrap();
+        fake.engine().truths.insert(manifest.label(), next.dir().into());
         Self { label: manifest.label(), fake, activator, next, manifest, dir }
     }
 
     fn activate(&mut self) -> Result<(), BoxError> {
-        let target = Target { checkpoint: &self.next, label: &self.label, manifest: &self.manifest };
+        self.activate_within(&Limit::within(Duration::from_secs(60)))
+    }
+
+    fn activate_within(&mut self, limit: &Limit) -> Result<(), BoxError> {
+        let (checkpoint, manifest) = (&self.next, &self.manifest);
+        let target = Target { checkpoint, label: &self.label, manifest, limit };
         self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
     }
 
@@ -45,6 +59,23 @@ impl Scene {
         let calls = self.fake.changes();
         let begin = calls.iter().position(|path| path == "/pause_generation").unwrap_or(calls.len());
         calls[begin..].to_vec()
+    }
+
+    /// The engine is paused and fenced, and the activator knows.
+    fn is_fenced(&mut self) {
+        assert_eq!(self.activator.serving().unwrap(), None);
+        let engine = self.fake.engine();
+        assert!(engine.paused && engine.label.ends_with("?partial"), "{}", engine.label);
+        assert!(self.activator.is_paused(), "it says so");
+        assert_eq!(engine.lies, Vec::<String>::new());
+    }
+
+    /// The engine generates with the version's weights, under its label.
+    fn serves(&mut self) {
+        assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
+        let engine = self.fake.engine();
+        assert!(!engine.paused);
+        assert_eq!((engine.weights.as_deref(), &engine.lies[..]), (Some(self.next.dir()), &[][..]));
     }
 }
 
@@ -65,7 +96,7 @@ fn the_order_of_calls() {
         .1
         .clone();
     assert_eq!(body["flush_cache"], false);
-    assert_eq!(body["weight_version"], scene.label);
+    assert_eq!(body["weight_version"], format!("{}?partial", scene.label), "not looked at yet");
     assert_eq!(body["model_path"], scene.next.dir().to_str().unwrap());
     assert_eq!(body.get("load_format"), None);
 }
@@ -96,23 +127,64 @@ fn a_fresh_activator_ends_the_pause_that_a_dead_one_left() {
 }
 
 #[test]
-fn a_failed_update_leaves_the_old_version_serving() {
-    for (fault, transient) in [
-        (Fault::Answer(500, "no".into()), true),
-        (Fault::Answer(400, r#"{"success":false,"message":"no"}"#.into()), false),
-        (Fault::Hang, true),
+fn an_engine_whose_load_fails_is_fenced_until_one_succeeds() {
+    let refusal = r#"{"success":false,"message":"no"}"#;
+    for fault in [
+        Fault::Rollback,
+        Fault::Half(Some(400)),
+        Fault::Half(Some(500)),
+        Fault::Half(None),
+        Fault::Answer(500, "no".into()),
+        Fault::Answer(400, refusal.into()),
+        Fault::Answer(200, refusal.into()),
+        Fault::Answer(200, "<html>".into()),
+        Fault::Die,
+        Fault::Hang,
     ] {
-        let client = if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
-        let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
-        scene.fake.fault("POST /update_weights_from_disk", fault.clone());
-        let error = scene.fails();
-        assert_eq!(error.is_transient(), transient, "{fault:?}: {error}");
-        assert!(error.to_string().contains("/update_weights_from_disk"), "{error}");
-        assert!(!scene.fake.engine().paused, "{fault:?}");
-        assert_eq!(scene.activator.serving().unwrap(), None);
-        scene.activate().unwrap();
-        assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
+        // A GPU's engine: no checksum tells what it holds.
+        for device in ["cpu", "cuda"] {
+            let client =
+                if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
+            let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
+            scene.fake.engine().device = device;
+            for _ in 0..2 {
+                scene.fake.fault("POST /update_weights_from_disk", fault.clone());
+                let error = scene.fails();
+                assert!(error.to_string().contains("/update_weights_from_disk"), "{fault:?}: {error}");
+                scene.is_fenced();
+            }
+            // Whoever comes next does not know what happened, and still has the engine load first.
+            let options = DiskOptions { client: patient(), ..DiskOptions::default() };
+            scene.activator = DiskActivator::new(&scene.fake.address.to_string(), options).unwrap();
+            scene.is_fenced();
+            scene.activate().unwrap();
+            scene.serves();
+        }
     }
+}
+
+#[test]
+fn a_label_that_a_failed_load_set_is_not_believed() {
+    let mut scene = Scene::new();
+    scene.fake.fault("POST /update_weights_from_disk", Fault::Half(Some(400)));
+    scene.fails();
+    scene.fake.engine().label = scene.label.clone();
+    assert_eq!(scene.activator.serving().unwrap(), None);
+    assert!(scene.fake.engine().paused);
+    scene.activate().unwrap();
+    assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
+}
+
+#[test]
+fn an_engine_that_was_restarted_after_a_failed_load_goes_on() {
+    let mut scene = Scene::new();
+    scene.fake.fault("POST /update_weights_from_disk", Fault::Half(None));
+    scene.fails();
+    scene.fake.restart();
+    assert_eq!(scene.activator.serving().unwrap(), None);
+    assert!(!scene.fake.engine().paused, "the weights of its start are known");
+    scene.activate().unwrap();
+    scene.serves();
 }
 
 #[test]
@@ -121,19 +193,24 @@ fn a_failure_before_the_update_is_continued_all_the_same() {
     let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
     scene.fake.fault("POST /flush_cache", Fault::Hang);
     assert!(matches!(scene.fails(), Error::Deadline { call, .. } if call == "POST /flush_cache"));
-    assert_eq!(scene.transaction(), ["/pause_generation", "/flush_cache", "/continue_generation"]);
+    assert_eq!(
+        scene.transaction(),
+        ["/pause_generation", "/flush_cache", "/update_weight_version", "/continue_generation"]
+    );
+    assert_eq!(scene.fake.engine().label, "default", "nothing was touched");
 }
 
 #[test]
-fn an_engine_that_keeps_its_label_is_not_ours() {
+fn an_engine_that_keeps_its_label_is_not_loaded_into() {
     let mut scene = Scene::new();
-    scene.fake.fault("POST /update_weights_from_disk", Fault::KeepLabel);
+    scene.fake.fault("POST /update_weight_version", Fault::KeepLabel);
     assert!(matches!(scene.fails(), Error::LabelMismatch { found, .. } if found == "default"));
-    assert!(!scene.fake.engine().paused);
+    let engine = scene.fake.engine();
+    assert!(!engine.paused && engine.weights == Some(engine.started_with.clone()));
 }
 
 #[test]
-fn wrong_live_weights_lose_our_label_before_anybody_is_served() {
+fn wrong_live_weights_never_carry_our_label() {
     let mut scene = Scene::new();
     scene.fake.fault("POST /weights_checker", Fault::WrongSum);
     match scene.fails() {
@@ -142,12 +219,10 @@ fn wrong_live_weights_lose_our_label_before_anybody_is_served() {
         }
         other => panic!("{other:?}"),
     }
-    assert_eq!(
-        scene.transaction(),
-        [&ORDER[..3], &["/update_weight_version", "/continue_generation"]].concat()
-    );
-    assert_eq!(scene.activator.serving().unwrap(), None);
+    assert_eq!(scene.transaction(), &ORDER[..4]);
+    scene.is_fenced();
     scene.activate().unwrap();
+    scene.serves();
 }
 
 #[test]
@@ -171,7 +246,9 @@ fn a_refused_flush_aborts_what_waits() {
             "/flush_cache",
             "/pause_generation",
             "/flush_cache",
+            "/update_weight_version",
             "/update_weights_from_disk",
+            "/update_weight_version",
             "/continue_generation"
         ]
     );
@@ -193,24 +270,23 @@ fn applied_but_not_flushed_counts_as_applied() {
     scene.activate().unwrap();
     assert_eq!(
         scene.transaction(),
-        [&ORDER[..3], &["/flush_cache", "/update_weight_version", "/continue_generation"]].concat()
+        [&ORDER[..4], &["/flush_cache", "/update_weight_version", "/continue_generation"]].concat()
     );
-    assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
+    scene.serves();
 }
 
 #[test]
-fn an_engine_that_dies_between_pause_and_continue_is_activated_again() {
+fn an_engine_that_dies_before_it_is_told_to_continue_is_activated_again() {
     let mut scene = Scene::new();
-    scene.fake.fault("POST /update_weights_from_disk", Fault::Die);
+    scene.fake.fault("POST /flush_cache", Fault::Die);
     scene.fake.engine().faults.insert(
         "POST /continue_generation",
-        [Fault::Answer(200, String::new()), Fault::Die, Fault::Die, Fault::Die].into(),
+        [Fault::Answer(200, r#"{"status":"ok"}"#.into()), Fault::Die, Fault::Die, Fault::Die].into(),
     );
     match scene.fails() {
         Error::LeftPaused { engine, first: Some(first), .. } => {
             assert!(
-                engine.contains(&scene.fake.address.to_string())
-                    && first.contains("/update_weights_from_disk"),
+                engine.contains(&scene.fake.address.to_string()) && first.contains("/flush_cache"),
                 "{engine}: {first}"
             );
         }
@@ -219,7 +295,7 @@ fn an_engine_that_dies_between_pause_and_continue_is_activated_again() {
     scene.fake.restart();
     assert_eq!(scene.activator.serving().unwrap(), None);
     scene.activate().unwrap();
-    assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
+    scene.serves();
 }
 
 #[test]
@@ -228,7 +304,7 @@ fn a_pause_that_could_not_be_ended_is_ended_later() {
     let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
     scene.fake.engine().faults.insert(
         "POST /continue_generation",
-        [Fault::Answer(200, String::new()), Fault::Hang, Fault::Hang, Fault::Hang].into(),
+        [Fault::Answer(200, r#"{"status":"ok"}"#.into()), Fault::Hang, Fault::Hang, Fault::Hang].into(),
     );
     assert!(matches!(scene.fails(), Error::LeftPaused { first: None, .. }));
     assert!(scene.fake.engine().paused);
@@ -291,4 +367,96 @@ fn it_can_be_called_from_a_runtime() {
     let mut scene = Scene::new();
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(async { scene.activate().unwrap() });
+}
+
+/// Throws the switch once the engine has been asked for `path`, which it is told not to answer.
+fn stopped_at(scene: &mut Scene, call: &'static str) -> Error {
+    let (stop, asked) = (Stop::new(), scene.fake.hang(call));
+    let limit = Limit::new(Duration::from_secs(600), stop.clone());
+    let stopper = std::thread::spawn(move || {
+        asked.recv().unwrap();
+        stop.stop();
+    });
+    let failed = scene.activate_within(&limit).unwrap_err();
+    stopper.join().unwrap();
+    *failed.downcast::<Error>().unwrap()
+}
+
+#[test]
+fn a_follower_that_is_stopped_while_an_engine_loads_leaves_it_fenced_and_says_so() {
+    let mut scene = Scene::new();
+    let error = stopped_at(&mut scene, "POST /update_weights_from_disk");
+    assert!(matches!(&error, Error::GivenUp { call, .. } if call.contains("from_disk")), "{error}");
+    assert!(scene.activator.is_paused());
+    scene.is_fenced();
+    scene.activate().unwrap();
+    scene.serves();
+}
+
+#[test]
+fn a_follower_that_is_stopped_before_the_load_lets_the_engine_go_on() {
+    let mut scene = Scene::new();
+    let error = stopped_at(&mut scene, "POST /flush_cache");
+    assert!(matches!(&error, Error::GivenUp { call, .. } if call.contains("flush")), "{error}");
+    assert!(!scene.activator.is_paused());
+    let engine = scene.fake.engine();
+    assert!(!engine.paused && engine.label == "default", "{}", engine.label);
+}
+
+#[test]
+fn a_continue_that_does_nothing_is_not_believed() {
+    for reply in [r#"{"success": false}"#, "<html>ok</html>", "", r#"{"status": "ok"}"#] {
+        let mut scene = Scene::new();
+        scene.activator.serving().unwrap();
+        for _ in 0..3 {
+            scene.fake.fault("POST /continue_generation", Fault::Answer(200, reply.into()));
+        }
+        assert!(matches!(scene.fails(), Error::LeftPaused { first: None, .. }), "{reply}");
+        assert!(scene.activator.is_paused(), "{reply}");
+        scene.fake.engine().faults.clear();
+        scene.serves();
+        assert!(!scene.activator.is_paused());
+    }
+}
+
+#[test]
+fn an_engine_that_somebody_else_pauses_shows_as_paused() {
+    let mut scene = Scene::new();
+    scene.activate().unwrap();
+    scene.fake.engine().paused = true;
+    for _ in 0..2 {
+        assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
+        assert!(scene.activator.is_paused());
+    }
+    assert!(scene.fake.engine().paused, "it is left alone");
+    scene.fake.engine().paused = false;
+    scene.serves();
+    assert!(!scene.activator.is_paused());
+}
+
+#[test]
+fn an_engine_with_nan_weights_is_brought_to_the_next_version() {
+    let mut scene = Scene::new();
+    {
+        let mut engine = scene.fake.engine();
+        engine.broken = engine.weights.clone();
+    }
+    scene.activate().unwrap();
+    scene.serves();
+}
+
+#[test]
+fn a_version_that_generates_nan_is_fenced_and_loaded_over() {
+    let mut scene = Scene::new();
+    let sound = Checkpoint::open(scene.dir.path().join("a")).unwrap();
+    scene.fake.engine().broken = Some(scene.next.dir().into());
+    for _ in 0..2 {
+        assert!(matches!(scene.fails(), Error::Unsound { label, .. } if label == scene.label));
+        scene.is_fenced();
+    }
+    (scene.next, scene.label) = (sound, scene.label.replace(":0", ":1"));
+    let (label, path) = (scene.label.clone(), scene.next.dir().to_owned());
+    scene.fake.engine().truths.insert(label, path);
+    scene.activate().unwrap();
+    scene.serves();
 }

@@ -26,6 +26,8 @@ use tokio::sync::Notify;
 pub(crate) enum Fault {
     /// No answer, ever.
     Hang,
+    /// The same, and word that the call has come.
+    HangTold(std::sync::mpsc::Sender<()>),
     /// This status and body.
     Answer(u16, String),
     /// The engine ends, and with it the connection.
@@ -34,10 +36,14 @@ pub(crate) enum Fault {
     Label(&'static str),
     /// One checksum is wrong.
     WrongSum,
-    /// The update loads, but the label stays.
+    /// The new label is not taken, and the answer is that it was.
     KeepLabel,
     /// The update loads and says that it could not flush.
     Unflushed,
+    /// The update fails, and what the engine calls a rollback loads the new path once more, as SGLang's does.
+    Rollback,
+    /// The update fails with half of the weights loaded: this status, or else the connection ends.
+    Half(Option<u16>),
 }
 
 /// What the engine is and has seen.
@@ -45,9 +51,18 @@ pub(crate) enum Fault {
 pub(crate) struct Engine {
     pub(crate) model_path: PathBuf,
     pub(crate) started_with: PathBuf,
+    /// The checkpoint whose weights it holds; `None` for a mixture.
+    pub(crate) weights: Option<PathBuf>,
+    /// The checkpoint of each label that means one.
+    pub(crate) truths: BTreeMap<String, PathBuf>,
+    /// Every time that it carried the label of other weights than it had.
+    pub(crate) lies: Vec<String>,
+    pub(crate) device: &'static str,
     pub(crate) label: String,
     pub(crate) load_format: String,
     pub(crate) paused: bool,
+    /// The checkpoint whose weights generate NaN.
+    pub(crate) broken: Option<PathBuf>,
     pub(crate) spans: bool,
     pub(crate) release: &'static str,
     /// Path and body of every call that changes something.
@@ -81,9 +96,14 @@ impl Fake {
         let engine = Engine {
             model_path: checkpoint.into(),
             started_with: checkpoint.into(),
+            weights: Some(checkpoint.into()),
+            truths: [("default".to_owned(), checkpoint.into())].into(),
+            lies: Vec::new(),
+            device: "cpu",
             label: "default".into(),
             load_format: "auto".into(),
             paused: false,
+            broken: None,
             spans: true,
             release: "0.5.23",
             calls: Vec::new(),
@@ -111,19 +131,26 @@ impl Fake {
         self.engine().faults.entry(call).or_default().push_back(fault);
     }
 
+    /// The next such call hangs, and word of it comes.
+    pub(crate) fn hang(&self, call: &'static str) -> std::sync::mpsc::Receiver<()> {
+        let (told, asked) = std::sync::mpsc::channel();
+        self.fault(call, Fault::HangTold(told));
+        asked
+    }
+
     /// Paths of the calls that change something, in order.
     pub(crate) fn changes(&self) -> Vec<String> {
         self.engine().calls.iter().map(|(path, _)| path.clone()).collect()
     }
 
-    /// Of the calls of `path`, which brought buckets, only the last one named the version.
-    pub(crate) fn assert_only_last_labelled(&self, path: &str, label: &str) {
+    /// No call of `path`, which brought buckets, named the version; that came after the last of them.
+    pub(crate) fn assert_labelled_after(&self, path: &str, label: &str) {
         let engine = self.engine();
-        let calls = engine.calls.iter().filter(|(called, _)| called == path);
-        let labels: Vec<_> = calls.map(|(_, body)| body.get("weight_version").cloned()).collect();
-        let (last, others) = labels.split_last().unwrap();
-        assert_eq!(last.as_ref().unwrap(), label);
-        assert!(others.iter().all(Option::is_none));
+        let last = engine.calls.iter().rposition(|(called, _)| called == path).unwrap();
+        let (buckets, after) = engine.calls.split_at(last + 1);
+        let named = |body: &Value| body["weight_version"] == label || body["new_version"] == label;
+        assert!(!buckets.iter().any(|(_, body)| named(body)), "{buckets:?}");
+        assert!(after.iter().any(|(_, body)| named(body)), "{after:?}");
     }
 
     /// Ends the engine as a kill would: its port and its connections are closed when this returns, and no call goes on.
@@ -141,6 +168,7 @@ impl Fake {
         engine.memory.restart();
         (engine.model_path, engine.label, engine.paused) =
             (engine.started_with.clone(), "default".into(), false);
+        engine.weights = Some(engine.started_with.clone());
         drop(engine);
         let listener = std::net::TcpListener::bind(self.address).unwrap();
         self.serve(listener);
@@ -187,13 +215,43 @@ async fn answer(
     };
     match fault {
         Some(Fault::Hang) => std::future::pending().await,
+        Some(Fault::HangTold(told)) => {
+            told.send(()).unwrap();
+            std::future::pending().await
+        }
         Some(Fault::Answer(status, text)) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
         // Not a panic that is reported: its backtrace takes longer than the deadlines that the test is about.
         Some(Fault::Die) => std::panic::resume_unwind(Box::new("the engine dies here, as the test wants")),
         fault => {
+            let dies = matches!(fault, Some(Fault::Half(None)));
             let response = respond(engine.clone(), &method, &path, body, fault).await;
-            engine.lock().unwrap().changed.notify_waiters();
+            let mut engine = engine.lock().unwrap();
+            engine.audit();
+            engine.changed.notify_waiters();
+            if dies {
+                drop(engine);
+                std::panic::resume_unwind(Box::new("the connection ends here, as the test wants"));
+            }
             response
+        }
+    }
+}
+
+impl Engine {
+    /// Whether its label tells the truth about its weights; one that means no checkpoint claims nothing.
+    fn audit(&mut self) {
+        if self.truths.get(&self.label).is_some_and(|claimed| !self.holds(claimed)) {
+            self.lies.push(format!("{} over {:?} and what was pushed", self.label, self.weights));
+        }
+    }
+
+    fn holds(&self, path: &Path) -> bool {
+        match self.pushes.snapshot(&self.started_with) {
+            None => self.weights.as_deref() == Some(path),
+            Some(pushed) => {
+                let sums = checksums(&Checkpoint::open(path).unwrap(), path).unwrap();
+                checksums(&pushed, &self.started_with).is_ok_and(|pushed| pushed == sums)
+            }
         }
     }
 }
@@ -217,6 +275,7 @@ async fn respond(engine: Shared, method: &Method, path: &str, body: Value, fault
             | "/continue_generation"
             | "/update_weights_from_disk"
             | "/begin_weight_update"
+            | "/update_weight_version"
             | "/update_weights_from_tensor",
         ) => StatusCode::METHOD_NOT_ALLOWED.into_response(),
         ("POST", "/pause_generation") => {
@@ -233,7 +292,9 @@ async fn respond(engine: Shared, method: &Method, path: &str, body: Value, fault
         }
         ("POST", "/flush_cache" | "/abort_request") => StatusCode::OK.into_response(),
         ("POST", "/update_weight_version") => {
-            engine.lock().unwrap().label = body["new_version"].as_str().unwrap().to_owned();
+            if !matches!(fault, Some(Fault::KeepLabel)) {
+                engine.lock().unwrap().label = body["new_version"].as_str().unwrap().to_owned();
+            }
             ok(json!({"success": true, "message": ""}))
         }
         ("POST", "/update_weights_from_disk") => update(&mut engine.lock().unwrap(), &body, fault),
@@ -262,31 +323,47 @@ fn model_info(engine: &Engine) -> Value {
 
 fn server_info(engine: &Engine) -> Value {
     json!({"version": engine.release, "frontend": "python", "model_path": engine.started_with, "tokenizer_path": engine.started_with,
-        "tp_size": engine.memory.ranks.max(1), "pp_size": 1, "dp_size": 1, "device": "cpu", "dtype": "auto", "quantization": null, "load_format": engine.load_format,
+        "tp_size": engine.memory.ranks.max(1), "pp_size": 1, "dp_size": 1, "device": engine.device, "dtype": "auto", "quantization": null, "load_format": engine.load_format,
         "disaggregation_mode": "null", "weight_cache_mode": "off", "enable_memory_saver": engine.memory.saver, "speculative_algorithm": null, "json_model_override_args": "{}"})
 }
 
 fn update(engine: &mut Engine, body: &Value, fault: Option<Fault>) -> Response {
-    engine.model_path = body["model_path"].as_str().unwrap().into();
-    let label = body["weight_version"].as_str().unwrap().to_owned();
+    let fail = |status: u16, message: &str| {
+        let body = json!({"success": false, "message": message});
+        (StatusCode::from_u16(status).unwrap(), axum::Json(body)).into_response()
+    };
+    let path: PathBuf = body["model_path"].as_str().unwrap().into();
+    engine.weights = Some(path.clone());
     match fault {
-        Some(Fault::KeepLabel) => {}
-        Some(Fault::Unflushed) => {
-            let message = "Weights were updated, but the cache was not flushed because requests are still running or queued.";
-            return (StatusCode::BAD_REQUEST, axum::Json(json!({"success": false, "message": message})))
-                .into_response();
+        Some(Fault::Half(status)) => {
+            engine.weights = None;
+            return fail(status.unwrap_or(500), "Failed to update weights: no memory.");
         }
-        _ => engine.label = label,
+        Some(Fault::Rollback) => {
+            return fail(400, "Failed to update weights: no memory.\nRolling back to original weights.");
+        }
+        Some(Fault::Unflushed) => {
+            engine.model_path = path;
+            return fail(
+                400,
+                "Weights were updated, but the cache was not flushed because requests are still running or queued.",
+            );
+        }
+        _ => {}
     }
+    (engine.model_path, engine.label) = (path, body["weight_version"].as_str().unwrap().to_owned());
     axum::Json(json!({"success": true, "message": "", "num_paused_requests": 0})).into_response()
 }
 
 fn sums(engine: &Engine, fault: Option<Fault>) -> Value {
     let mut sums = match engine.pushes.snapshot(&engine.started_with) {
         Some(pushed) => checksums(&pushed, &engine.started_with).unwrap(),
-        None => checksums(&Checkpoint::open(&engine.model_path).unwrap(), &engine.model_path).unwrap(),
+        None => {
+            let path = engine.weights.as_ref().unwrap_or(&engine.started_with);
+            checksums(&Checkpoint::open(path).unwrap(), path).unwrap()
+        }
     };
-    if matches!(fault, Some(Fault::WrongSum)) {
+    if engine.weights.is_none() || matches!(fault, Some(Fault::WrongSum)) {
         sums.insert("model.norm.weight".into(), "0".repeat(16));
     }
     json!({"success": true, "message": "", "ranks": [{"checksums": sums}]})
@@ -315,8 +392,11 @@ async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response
     let mut engine = engine.lock().unwrap();
     engine.generating -= 1;
     let label = if let Some(Fault::Label(label)) = fault { label.to_owned() } else { engine.label.clone() };
+    let broken = engine.broken.is_some() && engine.broken == engine.weights;
+    // As orjson writes NaN.
+    let log_prob = if broken { Value::Null } else { json!(-0.25) };
     let mut meta = json!({"id": body["rid"], "finish_reason": {"type": "length", "length": 1}, "weight_version": label, "num_retractions": 0,
-        "output_token_logprobs": [[-0.25, 7, null]]});
+        "output_token_logprobs": [[log_prob, 7, null]]});
     if engine.spans {
         meta["weight_versions"] = json!([{"version": label, "start": 0, "end": 1}]);
     }

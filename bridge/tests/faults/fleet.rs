@@ -236,7 +236,9 @@ fn an_abandoned_request_is_aborted_on_its_engine() {
 
 #[test]
 fn without_spans_a_change_of_weights_in_mid_reply_is_noticed() {
-    let scene = scene_with(1, patient(), |fake| fake.engine().spans = false);
+    let scene = scene_with(1, patient(), |fake| {
+        (fake.engine().spans, fake.engine().release) = (false, "0.5.18");
+    });
     scene.fakes[0].fault("POST /generate", Fault::Label(NEW));
     let generation = scene.runtime.block_on(scene.fleet.generate(request(0), Some(&label(OLD)))).unwrap();
     assert_eq!((generation.spans[0].label.as_str(), generation.rid), (OLD, Rid::new(1, 0).next_attempt()));

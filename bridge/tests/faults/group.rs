@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use driftless_bridge::{Error, Group, GroupOptions, PauseMode, PushActivator, PushOptions, UpdateMode};
-use driftless_transport::{Activate, BoxError, Checkpoint, Manifest, Target};
+use driftless_transport::{Activate, BoxError, Checkpoint, Limit, Manifest, Target};
 
 use crate::fake::{Fake, Fault, checkpoint, patient, version};
 use crate::wire::FakeRoot;
@@ -48,7 +48,9 @@ impl Scene {
     }
 
     fn activate(&mut self) -> Result<(), BoxError> {
-        let target = Target { checkpoint: &self.next, label: &self.label, manifest: &self.manifest };
+        let limit = Limit::within(Duration::from_secs(60));
+        let (checkpoint, manifest) = (&self.next, &self.manifest);
+        let target = Target { checkpoint, label: &self.label, manifest, limit: &limit };
         self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
     }
 
@@ -65,10 +67,13 @@ impl Scene {
         }
     }
 
-    /// No engine is paused, and none says that it holds the version.
+    /// Every engine is fenced: paused, and none says that it holds the version.
     fn holds_nothing(&mut self) {
         assert_eq!(self.activator.serving().unwrap(), None);
-        assert!(self.fakes.iter().all(|fake| !fake.engine().paused));
+        for fake in &self.fakes {
+            let engine = fake.engine();
+            assert!(engine.paused && engine.label.ends_with("?partial"), "{}", engine.label);
+        }
     }
 
     fn logged(&self, what: &str) -> usize {
@@ -100,6 +105,7 @@ fn a_push_reaches_every_engine_and_is_looked_at() {
             "/begin_weight_update",
             "/update_weights_from_distributed",
             "/end_weight_update",
+            "/update_weight_version",
             "/continue_generation",
         ];
         assert_eq!(steps, order);
@@ -122,10 +128,10 @@ fn the_next_bucket_is_gathered_while_one_is_under_way() {
 }
 
 #[test]
-fn only_the_last_bucket_brings_the_label() {
+fn the_label_comes_after_the_last_bucket() {
     let mut scene = Scene::new();
     scene.activate().unwrap();
-    scene.fakes[1].assert_only_last_labelled("/update_weights_from_distributed", &scene.label);
+    scene.fakes[1].assert_labelled_after("/update_weights_from_distributed", &scene.label);
 }
 
 #[test]
@@ -144,6 +150,17 @@ fn a_refusal_in_the_middle_leaves_nobody_waiting_or_labelled() {
     scene.activate().unwrap();
     scene.holds();
     assert_eq!(scene.logged("open"), 2);
+}
+
+#[test]
+fn an_engine_that_refuses_its_pause_leaves_the_others_as_they_were() {
+    let mut scene = Scene::new();
+    scene.fakes[1].fault("POST /pause_generation", Fault::Answer(500, "no".into()));
+    assert!(matches!(scene.fails(), Error::Status { status: 500, .. }));
+    for fake in &scene.fakes {
+        let engine = fake.engine();
+        assert!(!engine.paused && engine.label == "default", "{}", engine.label);
+    }
 }
 
 #[test]
@@ -222,7 +239,9 @@ fn pausing_in_place_keeps_the_requests() {
     let group = Group::new(root, GroupOptions::new("127.0.0.1")).unwrap();
     let address = [scene.fakes[0].address.to_string()];
     let mut activator = PushActivator::new(&address, group, options).unwrap();
-    let target = Target { checkpoint: &scene.next, label: &scene.label, manifest: &scene.manifest };
+    let limit = Limit::within(Duration::from_secs(60));
+    let (checkpoint, manifest) = (&scene.next, &scene.manifest);
+    let target = Target { checkpoint, label: &scene.label, manifest, limit: &limit };
     activator.activate(&target).unwrap();
     let modes: Vec<_> =
         scene.fakes[0].engine().calls.iter().filter_map(|(_, body)| body.get("mode").cloned()).collect();

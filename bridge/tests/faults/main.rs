@@ -8,5 +8,7 @@ mod coordinate;
 mod fake;
 mod fleet;
 mod group;
+mod hostile;
 mod memory;
+mod proxy;
 mod wire;

@@ -4,7 +4,9 @@ use driftless_bridge::{
     Colocation, ColocationOptions, Error, HostWeights, InlineShare, Member, MemoryTag, Push, PushActivator,
     PushOptions,
 };
-use driftless_transport::{Activate, Checkpoint, Target};
+use std::time::Duration;
+
+use driftless_transport::{Activate, Checkpoint, Limit, Target};
 
 use crate::{ENGINE, manifests, subject};
 
@@ -23,7 +25,8 @@ fn what_travels_in_the_call_is_bit_equal() {
         let mut activator = PushActivator::new(&[subject.client.url().to_owned()], push, options).unwrap();
         for (manifest, checkpoint) in manifests.iter().zip(&checkpoints).rev() {
             let label = manifest.label();
-            let target = Target { checkpoint, label: &label, manifest };
+            let limit = Limit::within(Duration::from_secs(600));
+            let target = Target { checkpoint, label: &label, manifest, limit: &limit };
             // It ends by comparing the engine's checksums with those of the checkpoint.
             let activated = activator.activate(&target).unwrap();
             println!("{bucket_bytes} bytes a bucket: {label} paused {:?}", activated.pause);

@@ -17,7 +17,7 @@ use driftless_bridge::{
     Keys, Label, LiveWeights, PauseMode, Rid, SamplingParams, checksums,
 };
 use driftless_transport::{
-    Activate, Checkpoint, Manifest, Memory, Mode, Publisher, PublisherOptions, Start, Step, Target,
+    Activate, Checkpoint, Limit, Manifest, Memory, Mode, Publisher, PublisherOptions, Start, Step, Target,
 };
 use tokio::runtime::Runtime;
 
@@ -86,7 +86,8 @@ fn activation_under_load() {
                 async move { fleet.generate(request, None).await }
             });
             let label = manifest.label();
-            let target = Target { checkpoint, label: &label, manifest };
+            let limit = Limit::within(Duration::from_secs(600));
+            let target = Target { checkpoint, label: &label, manifest, limit: &limit };
             let activated = activator.activate(&target).unwrap();
             println!("{mode:?}: {label} paused {:?}", activated.pause);
             assert_eq!(activator.serving().unwrap().as_deref(), Some(label.as_str()));
@@ -119,7 +120,8 @@ fn what_would_end_the_server_is_refused_and_it_lives_on() {
     let lying = Checkpoint::open(&lying).unwrap();
     let mut activator = DiskActivator::new(subject.client.url(), DiskOptions::default()).unwrap();
     let label = manifests[0].label();
-    let target = Target { checkpoint: &lying, label: &label, manifest: &manifests[0] };
+    let limit = Limit::within(Duration::from_secs(600));
+    let target = Target { checkpoint: &lying, label: &label, manifest: &manifests[0], limit: &limit };
     let refused = *activator.activate(&target).unwrap_err().downcast::<Error>().unwrap();
     assert!(matches!(&refused, Error::Refused { what, .. } if what == "num_hidden_layers"), "{refused}");
 
@@ -134,4 +136,55 @@ fn what_would_end_the_server_is_refused_and_it_lives_on() {
     };
     assert!(matches!(runtime.block_on(fleet.generate(request, None)), Err(Error::Request { .. })));
     runtime.block_on(subject.client.health()).unwrap();
+}
+
+/// A checkpoint of the same tensors, every element of which is NaN.
+fn broken(checkpoint: &std::path::Path, directory: &std::path::Path) -> Checkpoint {
+    std::fs::create_dir(directory).unwrap();
+    std::fs::copy(checkpoint.join("config.json"), directory.join("config.json")).unwrap();
+    let mut bytes = std::fs::read(checkpoint.join("model.safetensors")).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    // In bf16, and two of it in f32.
+    bytes[header..].chunks_mut(2).for_each(|element| element.copy_from_slice(&[0xc0, 0x7f]));
+    std::fs::write(directory.join("model.safetensors"), bytes).unwrap();
+    Checkpoint::open(directory).unwrap()
+}
+
+#[test]
+fn a_version_of_nan_is_fenced_and_the_next_one_is_loaded() {
+    let Some(subject) = subject() else { return };
+    let _turn = ENGINE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let directory = tempfile::tempdir().unwrap();
+    let checkpoints = [&subject.first, &subject.second].map(|path| Checkpoint::open(path).unwrap());
+    let manifests = manifests(&checkpoints, directory.path());
+    let broken = broken(&subject.first, &directory.path().join("broken"));
+    let labels = manifests.each_ref().map(Manifest::label);
+    let limit = Limit::within(Duration::from_secs(600));
+    let target = |checkpoint, number: usize| Target {
+        checkpoint,
+        label: &labels[number],
+        manifest: &manifests[number],
+        limit: &limit,
+    };
+    let runtime = Runtime::new().unwrap();
+    let activator = || DiskActivator::new(subject.client.url(), DiskOptions::default()).unwrap();
+    let mut first = activator();
+    let refused = *first.activate(&target(&broken, 0)).unwrap_err().downcast::<Error>().unwrap();
+    assert!(matches!(&refused, Error::Unsound { label, .. } if *label == labels[0]), "{refused}");
+    assert_eq!((first.serving().unwrap(), first.is_paused()), (None, true));
+    assert_eq!(runtime.block_on(subject.client.ready()).unwrap(), Some(false));
+
+    // And by a follower that knows nothing of it, to which the engine is one that generates NaN.
+    runtime.block_on(subject.client.set_weight_version("default")).unwrap();
+    runtime.block_on(subject.client.resume()).unwrap();
+    let mut second = activator();
+    assert_eq!(second.serving().unwrap(), None);
+    second.activate(&target(&checkpoints[1], 1)).unwrap();
+    assert_eq!((second.serving().unwrap(), second.is_paused()), (Some(labels[1].clone()), false));
+    runtime
+        .block_on(fleet(&runtime, &subject).wait_for_label(&labels[1].parse().unwrap(), limit.left()))
+        .unwrap();
+    let sampling = SamplingParams { max_new_tokens: 4, ignore_eos: true, ..SamplingParams::default() };
+    let request = GenerateRequest { rid: Rid::new(9, 0), input_ids: vec![1, 2, 3], sampling };
+    assert_eq!(runtime.block_on(subject.client.generate(&request)).unwrap().output_ids.len(), 4);
 }

@@ -9,7 +9,9 @@ use driftless_bridge::{
     Bucket, Bytes, Error, Group, GroupOptions, HostWeights, Meeting, Member, PauseMode, PushActivator,
     PushOptions, Result, Root, UpdateMode, Weights,
 };
-use driftless_transport::{Activate, Checkpoint, Target};
+use std::time::Duration;
+
+use driftless_transport::{Activate, Checkpoint, Limit, Target};
 
 use crate::{ENGINE, manifests, subject};
 
@@ -151,7 +153,8 @@ fn pushes_are_bit_equal_and_the_group_is_formed_again() {
         let mut activator = PushActivator::new(&address, group, options).unwrap();
         for (manifest, checkpoint) in manifests.iter().zip(&checkpoints).rev() {
             let label = manifest.label();
-            let target = Target { checkpoint, label: &label, manifest };
+            let limit = Limit::within(Duration::from_secs(600));
+            let target = Target { checkpoint, label: &label, manifest, limit: &limit };
             // It ends by comparing the engine's checksums with those of the checkpoint.
             let activated = activator.activate(&target).unwrap();
             println!("{mode:?}, {bucket_bytes} bytes a bucket: {label} paused {:?}", activated.pause);

@@ -178,6 +178,9 @@ fn engines(page: &mut Page, status: &Status, counters: &Counters) {
     each("engine_in_step", "gauge", "Whether the engine serves the version on disk.", &|engine| {
         f64::from(u8::from(engine.label.as_ref() == Some(&applied.label)))
     });
+    each("engine_paused", "gauge", "Whether the engine was paused at the last look.", &|engine| {
+        f64::from(u8::from(engine.paused))
+    });
     each("activations_total", "counter", "Versions that the engine loaded.", &|engine| {
         counted(&engine.url).activations as f64
     });
@@ -293,6 +296,7 @@ mod tests {
         let engine = |url: &&str| EngineStatus {
             url: (*url).to_owned(),
             label: Some("a:4".into()),
+            paused: *url == "http://a",
             pause_ms: None,
             error: None,
         };
@@ -379,6 +383,8 @@ mod tests {
         assert_eq!(value(&page, "pause_seconds_total", &a), Some(0.05));
         assert_eq!(value(&page, "last_pause_seconds", &a), Some(0.02));
         assert_eq!(value(&page, "engine_in_step", &a), Some(1.0));
+        assert_eq!(value(&page, "engine_paused", &a), Some(1.0));
+        assert_eq!(value(&page, "engine_paused", &[("engine", "b\\\n")]), Some(0.0));
         assert_eq!(value(&page, "activation_failures_total", &[("engine", "b\\\n")]), Some(1.0));
         let who = [("follower", "host \"0\""), ("run", "r"), ("run_id", ""), ("model", "policy")];
         assert_eq!(value(&page, "info", &who), Some(1.0));

@@ -14,7 +14,7 @@ mod worker;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use crate::activate::Activate;
+use crate::activate::{Activate, Limit};
 use crate::error::{Error, Result};
 use crate::ids::{Version, check_name};
 use crate::replica::{Advanced, Replica, crash_point};
@@ -33,6 +33,13 @@ pub use status::{Ack, EngineStatus, Routed, Status};
 pub use watch::Stop;
 #[cfg(feature = "client")]
 pub(crate) use watch::backoff;
+
+/// What an engine is asked first, as errors name it.
+const LOOK: &str = "report its version";
+
+/// What the status tells of an engine that has the version and does not generate.
+const PAUSED: &str =
+    "it is paused, and not by this follower: whoever paused it has to send POST /continue_generation";
 
 /// A version that lies ready on the host: engines may load it, and a crash does not take it away.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,10 +92,22 @@ struct Core {
 
 struct Slot {
     worker: Worker,
+    /// How often in a row it did not say what it serves, and when it is asked again.
     failures: u32,
-    not_before: Instant,
+    look_at: Instant,
+    /// How often in a row it did not take the version although it was there, and when that is tried again.
+    refusals: u32,
+    load_at: Instant,
     /// What it loaded may have been damaged.
     reload: bool,
+}
+
+impl Slot {
+    fn new(engine: Box<dyn Activate>) -> Result<Self> {
+        let now = Instant::now();
+        let worker = Worker::start(engine)?;
+        Ok(Self { worker, failures: 0, look_at: now, refusals: 0, load_at: now, reload: false })
+    }
 }
 
 impl Follower {
@@ -110,13 +129,7 @@ impl Follower {
         check_name("model", &options.model)?;
         let mut replica = Replica::open_or_quarantine(&options.checkpoint_dir)?;
         replica.set_spool(options.spool);
-        let now = Instant::now();
-        let engines = engines
-            .into_iter()
-            .map(|engine| {
-                Ok(Slot { worker: Worker::start(engine)?, failures: 0, not_before: now, reload: false })
-            })
-            .collect::<Result<Vec<_>>>()?;
+        let engines = engines.into_iter().map(Slot::new).collect::<Result<Vec<_>>>()?;
         let mut status = Status {
             id: options.id.clone(),
             run: options.run.clone(),
@@ -240,7 +253,7 @@ impl Follower {
     pub fn activate(&self) -> Result<Status> {
         let mut core = self.core()?;
         core.released = core.replica.applied().map(|applied| applied.version);
-        self.activate_and_acknowledge(&mut core, |_| true)?;
+        self.activate_and_acknowledge(&mut core, None)?;
         Ok(self.status())
     }
 
@@ -252,11 +265,10 @@ impl Follower {
             self.acknowledge(&core);
             return Ok(());
         }
-        let now = Instant::now();
-        self.activate_and_acknowledge(&mut core, |slot| slot.not_before <= now)
+        self.activate_and_acknowledge(&mut core, Some(Instant::now()))
     }
 
-    fn activate_and_acknowledge(&self, core: &mut Core, due: impl Fn(&Slot) -> bool) -> Result<()> {
+    fn activate_and_acknowledge(&self, core: &mut Core, due: Option<Instant>) -> Result<()> {
         let activated = self.activate_in(core, due);
         self.acknowledge(core);
         activated
@@ -325,7 +337,8 @@ impl Follower {
         let Core { replica, engines, .. } = core;
         let bytes = moved.as_ref().map_or(0, |advanced| advanced.bytes);
         if !moved.as_ref().is_ok_and(|advanced| advanced.links == 0) {
-            // Also after an error: links applied before it stay applied.
+            // Also after an error: links applied before it stay applied. What an engine refused is another version now.
+            engines.iter_mut().for_each(|slot| slot.load_at = Instant::now());
             record_applied(&mut self.status_mut(), replica, engines, started.elapsed(), bytes);
         }
         let advanced = moved?;
@@ -380,7 +393,8 @@ impl Follower {
         (ours && self.status_mut().newest == Some(applied.version)).then_some(applied.version)
     }
 
-    fn activate_in(&self, core: &mut Core, due: impl Fn(&Slot) -> bool) -> Result<()> {
+    /// Asks the engines whose time has come by `due`, or all of them, and activates the version on those that serve another one.
+    fn activate_in(&self, core: &mut Core, due: Option<Instant>) -> Result<()> {
         let options = &self.shared.options;
         let Core { replica, engines, .. } = core;
         let checkpoint = replica.share()?;
@@ -391,19 +405,24 @@ impl Follower {
                 .ok_or_else(|| Error::NothingApplied { path: replica.dir().into() })?,
         );
         let label = manifest.label();
-        let due: Vec<bool> = engines.iter().map(due).collect();
+        let stop = self.watching().clone().unwrap_or_default();
+        let is_due = |at: Instant| due.is_none_or(|now| at <= now);
 
-        let served = ask_all(engines, &due, "report its version", options.serving_deadline, || Job::Serving);
-        let stale = engines.iter().zip(&served).map(|(slot, answer)| {
-            serves_another(answer.as_ref(), &label) || slot.reload && matches!(answer, Some(Ok(_)))
-        });
-        let stale: Vec<bool> = stale.collect();
+        let chosen: Vec<bool> = engines.iter().map(|slot| is_due(slot.look_at)).collect();
+        let limit = Limit::new(options.serving_deadline, stop.clone());
+        let wait = (LOOK, &limit, options.leave_deadline);
+        let served = ask_all(engines, &chosen, wait, || Job::Serving);
+        let stale = |(slot, served): (&Slot, &Option<Result<Answer>>)| {
+            let reload = slot.reload && matches!(served, Some(Ok(_)));
+            (reload || serves_another(served.as_ref(), &label)) && is_due(slot.load_at)
+        };
+        let stale: Vec<bool> = engines.iter().zip(&served).map(stale).collect();
         if stale.contains(&true) {
             crash_point("follow.activate")?;
         }
-        let activated = ask_all(engines, &stale, "activate", options.activate_deadline, || Job::Activate {
-            checkpoint: checkpoint.clone(),
-            manifest: manifest.clone(),
+        let limit = Limit::new(options.activate_deadline, stop);
+        let activated = ask_all(engines, &stale, ("activate", &limit, options.leave_deadline), || {
+            Job::Activate { checkpoint: checkpoint.clone(), manifest: manifest.clone(), limit: limit.clone() }
         });
 
         let mut first_failure = None;
@@ -420,7 +439,7 @@ impl Follower {
 
     /// Notes what became of one engine, and when to ask it again if it failed.
     fn record(&self, index: usize, slot: &mut Slot, label: &str, outcome: Result<Answer>) -> Result<()> {
-        let options = &self.shared.options;
+        let paused = slot.worker.is_paused();
         slot.reload &= !matches!(outcome, Ok(Answer::Activated(_)));
         let counted = match &outcome {
             Ok(Answer::Serving(_)) => Ok(None),
@@ -428,33 +447,48 @@ impl Follower {
             Err(_) => Err(()),
         };
         self.counters_mut().activated(slot.worker.name(), counted, Instant::now());
-        let mut status = self.status_mut();
-        let entry = status.applied.as_mut().and_then(|ack| ack.engines.get_mut(index));
-        let (serving, pause, error) = match &outcome {
-            Ok(Answer::Serving(_)) => (Some(label.to_owned()), None, None),
-            Ok(Answer::Activated(activated)) => (Some(label.to_owned()), Some(millis(activated.pause)), None),
-            Err(error) => (None, None, Some(chain_text(error))),
-        };
-        if let Some(pause_ms) = pause {
-            tracing::info!(engine = slot.worker.name(), label, pause_ms, "activated");
+        if let Ok(Some(pause)) = counted {
+            tracing::info!(engine = slot.worker.name(), label, pause_ms = millis(pause), "activated");
         }
-        if let Some(entry) = entry {
-            (entry.label, entry.error) = (serving, error);
-            entry.pause_ms = pause.or(entry.pause_ms);
+        if let Some(entry) = self.status_mut().applied.as_mut().and_then(|ack| ack.engines.get_mut(index)) {
+            entry.paused = paused;
+            entry.pause_ms = counted.ok().flatten().map(millis).or(entry.pause_ms);
+            entry.label = None;
+            match &outcome {
+                Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {}
+                Ok(_) if paused => entry.error = Some(PAUSED.into()),
+                Ok(_) => (entry.label, entry.error) = (Some(label.to_owned()), None),
+                Err(error) => entry.error = Some(chain_text(error)),
+            }
         }
-        slot.failures = if outcome.is_ok() { 0 } else { slot.failures + 1 };
-        let wait = match slot.failures {
-            0 => Duration::ZERO,
-            failures => watch::backoff(options.poll, options.backoff_max, failures),
-        };
-        slot.not_before = Instant::now() + wait;
+        self.schedule(slot, label, &outcome);
         outcome.map(|_| ()).inspect_err(|error| {
-            tracing::warn!(
-                error = error as &dyn std::error::Error,
-                failures = slot.failures,
-                "engine is not on {label}"
-            );
+            let (failures, refusals) = (slot.failures, slot.refusals);
+            let error = error as &dyn std::error::Error;
+            tracing::warn!(error, failures, refusals, paused, "engine is not on {label}");
         })
+    }
+
+    /// Decides when an engine is asked again: one that is away soon, one that is there and does not take the version ever later, until it
+    /// was away or there is another version.
+    fn schedule(&self, slot: &mut Slot, label: &str, outcome: &Result<Answer>) {
+        let (options, now) = (self.options(), Instant::now());
+        match outcome {
+            Err(Error::Engine { action: LOOK, .. } | Error::EngineTimeout { action: LOOK, .. }) => {
+                slot.failures += 1;
+                slot.look_at = now + watch::backoff(options.poll, options.backoff_max, slot.failures);
+                (slot.refusals, slot.load_at) = (0, now);
+            }
+            Err(_) => {
+                (slot.failures, slot.look_at) = (0, now);
+                slot.refusals += 1;
+                slot.load_at = now + watch::backoff(options.poll, options.refusal_backoff_max, slot.refusals);
+            }
+            Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {
+                slot.failures = 0;
+            }
+            Ok(_) => (slot.failures, slot.refusals) = (0, 0),
+        }
     }
 
     /// Tells the store what is here, if that changed or the lease has to be renewed.
@@ -484,13 +518,12 @@ fn serves_another(answer: Option<&Result<Answer>>, label: &str) -> bool {
     matches!(answer, Some(Ok(Answer::Serving(serving))) if serving.as_deref() != Some(label))
 }
 
-/// Asks the chosen engines at once and waits for each until the common deadline; `None` for those that were
-/// not asked.
+/// Asks the chosen engines at once and waits for each up to the common limit, and then for as long as it may take to leave; `None` for
+/// those that were not asked.
 fn ask_all(
     engines: &mut [Slot],
     chosen: &[bool],
-    action: &'static str,
-    limit: Duration,
+    (action, limit, leave): (&'static str, &Limit, Duration),
     job: impl Fn() -> Job,
 ) -> Vec<Option<Result<Answer>>> {
     let asked: Vec<Option<Result<()>>> = engines
@@ -498,11 +531,10 @@ fn ask_all(
         .zip(chosen)
         .map(|(slot, chosen)| chosen.then(|| slot.worker.ask(action, job())))
         .collect();
-    let deadline = Instant::now() + limit;
     engines
         .iter_mut()
         .zip(asked)
-        .map(|(slot, asked)| asked.map(|asked| asked.and_then(|()| slot.worker.wait(action, deadline))))
+        .map(|(slot, asked)| asked.map(|asked| asked.and_then(|()| slot.worker.wait(action, limit, leave))))
         .collect()
 }
 
@@ -516,6 +548,7 @@ fn record_applied(status: &mut Status, replica: &Replica, engines: &[Slot], prep
     let unknown = |slot: &Slot| EngineStatus {
         url: slot.worker.name().to_owned(),
         label: None,
+        paused: false,
         pause_ms: None,
         error: None,
     };

@@ -33,6 +33,8 @@ pub struct FollowerOptions {
     pub renew: Duration,
     /// Longest time between two attempts after failures.
     pub backoff_max: Duration,
+    /// Longest time between two attempts to activate a version on an engine that is there and does not take it.
+    pub refusal_backoff_max: Duration,
     /// If given, only versions that one of these keys has signed are followed.
     pub trust_keys: Vec<TrustKey>,
     /// If given, decides for each version which way it comes; not for slime's layout.
@@ -46,11 +48,14 @@ pub struct FollowerOptions {
     pub serving_deadline: Duration,
     /// How long one engine may take to activate a version.
     pub activate_deadline: Duration,
+    /// How long an engine's driver may take to end a look or an activation that has run out of time, before it is no longer waited for.
+    pub leave_deadline: Duration,
 }
 
 impl FollowerOptions {
     /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, renew the lease every minute, back
-    /// off to 30 s, 10 s for a look at an engine, 10 minutes for an activation; 64 GiB are scrubbed in an hour.
+    /// off to 30 s, or to 5 minutes at an engine that refuses; 10 s for a look at an engine, 10 minutes for an activation, 15 s to end it;
+    /// 64 GiB are scrubbed in an hour.
     #[must_use]
     pub fn new(run: impl Into<String>, checkpoint_dir: impl Into<PathBuf>, id: impl Into<String>) -> Self {
         Self {
@@ -64,12 +69,14 @@ impl FollowerOptions {
             poll: Duration::from_millis(500),
             renew: Duration::from_secs(60),
             backoff_max: Duration::from_secs(30),
+            refusal_backoff_max: Duration::from_secs(300),
             trust_keys: Vec::new(),
             router: None,
             spool: SpoolOptions::default(),
             scrub_bytes_per_hour: 64 << 30,
             serving_deadline: Duration::from_secs(10),
             activate_deadline: Duration::from_secs(600),
+            leave_deadline: Duration::from_secs(15),
         }
     }
 

@@ -11,6 +11,9 @@ pub struct EngineStatus {
     pub url: String,
     /// The version label it serves; `None` if unknown or not one of ours.
     pub label: Option<String>,
+    /// Whether it was paused when it was last looked at, whoever paused it.
+    #[serde(default)]
+    pub paused: bool,
     /// How long the last activation kept it from generating, in milliseconds.
     pub pause_ms: Option<f64>,
     /// Why it does not serve the follower's version, if it does not.

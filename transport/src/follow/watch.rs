@@ -13,7 +13,8 @@ pub struct Stop(Arc<(Mutex<Switch>, Condvar)>);
 
 #[derive(Debug, Default)]
 struct Switch {
-    stopped: bool,
+    /// Since when it is thrown.
+    stopped: Option<Instant>,
     /// The wait under way, or the next one, ends at once.
     nudged: bool,
 }
@@ -27,7 +28,7 @@ impl Stop {
 
     /// Throws the switch. The loop ends after the step it is in.
     pub fn stop(&self) {
-        self.change(|switch| switch.stopped = true);
+        self.change(|switch| _ = switch.stopped.get_or_insert_with(Instant::now));
     }
 
     /// Ends the wait that is under way, or else the next one, without throwing the switch.
@@ -44,6 +45,11 @@ impl Stop {
     /// Whether the switch was thrown.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
+        self.since().is_some()
+    }
+
+    /// When the switch was thrown.
+    pub(crate) fn since(&self) -> Option<Instant> {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner).stopped
     }
 
@@ -57,12 +63,13 @@ impl Stop {
     pub(super) fn pause(&self, time: Duration) -> Ended {
         let (switch, changed) = &*self.0;
         let guard = switch.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = changed.wait_timeout_while(guard, time, |switch| !switch.stopped && !switch.nudged);
+        let waited =
+            changed.wait_timeout_while(guard, time, |switch| switch.stopped.is_none() && !switch.nudged);
         let mut switch = waited.unwrap_or_else(PoisonError::into_inner).0;
         match (switch.stopped, std::mem::take(&mut switch.nudged)) {
-            (true, _) => Ended::Stopped,
-            (false, true) => Ended::Nudged,
-            (false, false) => Ended::Over,
+            (Some(_), _) => Ended::Stopped,
+            (None, true) => Ended::Nudged,
+            (None, false) => Ended::Over,
         }
     }
 }
@@ -98,7 +105,7 @@ impl Follower {
         watching.is_some()
     }
 
-    fn watching(&self) -> MutexGuard<'_, Option<Stop>> {
+    pub(super) fn watching(&self) -> MutexGuard<'_, Option<Stop>> {
         self.shared.watching.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -115,13 +122,13 @@ impl Follower {
     /// Those that no retry mends: another run or model under the pinned name, a rewind, a damaged replica, an
     /// unknown format or feature; [`Error::Collected`] for a last version that was.
     pub fn run_until(&self, stop: &Stop, once: bool) -> Result<()> {
+        *self.watching() = Some(stop.clone());
+        let _watching = Watching(self);
         if once {
             self.prepare(None)?;
             self.activate()?;
             return self.settle();
         }
-        *self.watching() = Some(stop.clone());
-        let _watching = Watching(self);
         let (mut failures, mut scrubbing) = (0, Scrubbing::default());
         while !stop.is_stopped() {
             let began = Instant::now();

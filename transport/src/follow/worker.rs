@@ -5,15 +5,18 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TryRecvError
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::activate::{Activate, Activated, Target};
+use crate::activate::{Activate, Activated, Limit, Target};
 use crate::checkpoint::Checkpoint;
 use crate::error::{BoxError, Error, Result};
 use crate::manifest::Manifest;
 
+/// How often a limit is looked at while an engine is waited for: it may become shorter.
+const TICK: Duration = Duration::from_millis(50);
+
 /// What an engine is asked.
 pub(super) enum Job {
     Serving,
-    Activate { checkpoint: Arc<Checkpoint>, manifest: Arc<Manifest> },
+    Activate { checkpoint: Arc<Checkpoint>, manifest: Arc<Manifest>, limit: Limit },
 }
 
 /// What it answered.
@@ -22,7 +25,11 @@ pub(super) enum Answer {
     Activated(Activated),
 }
 
-type Reply = (&'static str, Result<Answer, BoxError>);
+struct Reply {
+    action: &'static str,
+    answer: Result<Answer, BoxError>,
+    paused: bool,
+}
 
 /// An engine and its thread. There is at most one job under way; an answer that came after its deadline is
 /// thrown away.
@@ -32,6 +39,8 @@ pub(super) struct Worker {
     replies: Receiver<Reply>,
     /// Since when the engine owes an answer.
     owed: Option<Instant>,
+    /// Whether it was paused at the end of its last job.
+    paused: bool,
 }
 
 impl Worker {
@@ -49,19 +58,29 @@ impl Worker {
         thread::Builder::new().name(format!("engine {name}")).spawn(serve).map_err(|source| {
             Error::Engine { engine: name.clone(), action: "start", source: source.into() }
         })?;
-        Ok(Self { name, jobs, replies, owed: None })
+        Ok(Self { name, jobs, replies, owed: None, paused: false })
     }
 
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
+    /// Whether the engine was paused at the end of its last job, whoever paused it.
+    pub(super) fn is_paused(&self) -> bool {
+        self.paused
+    }
+
     /// Whether the engine is still inside an earlier job; takes and drops an answer that came late.
     pub(super) fn is_busy(&mut self) -> bool {
-        if self.owed.is_some() && !matches!(self.replies.try_recv(), Err(TryRecvError::Empty)) {
+        if self.owed.is_some() {
+            match self.replies.try_recv() {
+                Err(TryRecvError::Empty) => return true,
+                Ok(late) => self.paused = late.paused,
+                Err(TryRecvError::Disconnected) => {}
+            }
             self.owed = None;
         }
-        self.owed.is_some()
+        false
     }
 
     /// Hands over a job.
@@ -75,19 +94,30 @@ impl Worker {
         Ok(())
     }
 
-    /// Waits for the answer until `deadline`.
-    pub(super) fn wait(&mut self, action: &'static str, deadline: Instant) -> Result<Answer> {
-        let waited = self.owed.map_or(Duration::ZERO, |since| since.elapsed());
-        match self.replies.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok((action, answer)) => {
-                self.owed = None;
-                answer.map_err(|source| Error::Engine { engine: self.name.clone(), action, source })
+    /// Waits for the answer up to `limit`, and then for as long as the engine's driver may take to `leave` its job.
+    pub(super) fn wait(&mut self, action: &'static str, limit: &Limit, leave: Duration) -> Result<Answer> {
+        let mut over = None;
+        loop {
+            let left = limit.left();
+            let tick = if left.is_zero() { TICK.min(leave) } else { TICK.min(left) };
+            match self.replies.recv_timeout(tick) {
+                Ok(Reply { action, answer, paused }) => {
+                    (self.owed, self.paused) = (None, paused);
+                    return answer.map_err(|source| Error::Engine {
+                        engine: self.name.clone(),
+                        action,
+                        source,
+                    });
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(self.gone(action)),
+                Err(RecvTimeoutError::Timeout) if !limit.left().is_zero() => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    if over.get_or_insert_with(Instant::now).elapsed() >= leave {
+                        let waited = self.owed.map_or(Duration::ZERO, |since| since.elapsed());
+                        return Err(Error::EngineTimeout { engine: self.name.clone(), action, waited });
+                    }
+                }
             }
-            Err(RecvTimeoutError::Timeout) => {
-                let waited = self.owed.map_or(waited, |since| since.elapsed());
-                Err(Error::EngineTimeout { engine: self.name.clone(), action, waited })
-            }
-            Err(RecvTimeoutError::Disconnected) => Err(self.gone(action)),
         }
     }
 
@@ -101,12 +131,14 @@ impl Worker {
 }
 
 fn perform(engine: &mut dyn Activate, job: Job) -> Reply {
-    match job {
-        Job::Serving => ("report its version", engine.serving().map(Answer::Serving)),
-        Job::Activate { checkpoint, manifest } => {
+    let (action, answer) = match job {
+        Job::Serving => (super::LOOK, engine.serving().map(Answer::Serving)),
+        Job::Activate { checkpoint, manifest, limit } => {
             let label = manifest.label();
-            let target = Target { checkpoint: &checkpoint, label: &label, manifest: &manifest };
+            let target =
+                Target { checkpoint: &checkpoint, label: &label, manifest: &manifest, limit: &limit };
             ("activate", engine.activate(&target).map(Answer::Activated))
         }
-    }
+    };
+    Reply { action, answer, paused: engine.is_paused() }
 }

@@ -28,6 +28,8 @@ enum Mood {
     Panic,
     /// Says that it is inside, then waits to be let out.
     Hang(Sender<()>, Receiver<()>),
+    /// Says that it is inside, then takes all the time that it has, and leaves the engine paused.
+    Linger(Sender<()>),
 }
 
 /// An engine's side that the test sees.
@@ -42,6 +44,9 @@ struct EngineState {
     activations: Vec<String>,
     moods: VecDeque<Mood>,
     unreachable: bool,
+    paused: bool,
+    looks: usize,
+    tries: usize,
 }
 
 struct Fake {
@@ -55,13 +60,26 @@ impl Activate for Fake {
     }
 
     fn serving(&mut self) -> Result<Option<String>, BoxError> {
-        let state = self.engine.0.lock().unwrap();
+        let mut state = self.engine.0.lock().unwrap();
+        state.looks += 1;
         if state.unreachable { Err("connection refused".into()) } else { Ok(state.serving.clone()) }
     }
 
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
-        let mood = self.engine.0.lock().unwrap().moods.pop_front();
+        let mood = {
+            let mut state = self.engine.0.lock().unwrap();
+            state.tries += 1;
+            state.moods.pop_front()
+        };
         match mood {
+            Some(Mood::Linger(inside)) => {
+                inside.send(())?;
+                while !target.limit.left().is_zero() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                self.engine.0.lock().unwrap().paused = true;
+                return Err("given up".into());
+            }
             Some(Mood::Fail) => return Err("flush refused".into()),
             Some(Mood::Panic) => panic!("a bug in a driver"),
             Some(Mood::Hang(inside, out)) => {
@@ -77,6 +95,10 @@ impl Activate for Fake {
         state.activations.push(target.label.to_owned());
         assert_eq!(target.manifest.label(), target.label);
         Ok(Activated { pause: Duration::from_millis(7) })
+    }
+
+    fn is_paused(&self) -> bool {
+        self.engine.0.lock().unwrap().paused
     }
 }
 
@@ -220,7 +242,7 @@ fn an_engine_that_hangs_is_fenced_and_never_gets_torn_weights() {
     let (release, out) = channel();
     slow.next(Mood::Hang(inside, out));
     let mut options = fixture.options();
-    options.activate_deadline = Duration::from_millis(50);
+    (options.activate_deadline, options.leave_deadline) = (Duration::from_millis(50), Duration::ZERO);
     let engines = vec![slow.fake("http://slow"), good.fake("http://good")];
     let follower = Follower::open(fixture.store.clone(), options, engines).unwrap();
     follower.prepare(None).unwrap();
@@ -304,6 +326,81 @@ fn the_loop_follows_restarts_and_outages() {
     stop.stop();
     looping.join().unwrap().unwrap();
     fixture.assert_on_disk();
+}
+
+/// Runs the follower's loop meanwhile, which is stopped and has to end well.
+fn while_following(follower: &Follower, work: impl FnOnce()) {
+    let stop = Stop::new();
+    let looping = std::thread::spawn({
+        let (follower, stop) = (follower.clone(), stop.clone());
+        move || follower.run_until(&stop, false)
+    });
+    work();
+    stop.stop();
+    looping.join().unwrap().unwrap();
+}
+
+#[test]
+fn an_engine_that_refuses_is_asked_ever_later_and_at_once_for_another_version() {
+    let mut fixture = Fixture::new();
+    let engine = Engine::default();
+    engine.next(Mood::Fail);
+    let mut options = fixture.options();
+    // Whatever happens in this test happens because it was nudged.
+    (options.poll, options.refusal_backoff_max) = (Duration::from_secs(3600), Duration::from_secs(3600));
+    let follower = Follower::open(fixture.store.clone(), options, vec![engine.fake("http://a")]).unwrap();
+    while_following(&follower, || {
+        wait_for(|| engine.0.lock().unwrap().tries == 1);
+        wait_for(|| {
+            follower.notify();
+            engine.0.lock().unwrap().looks > 3
+        });
+        assert_eq!(engine.0.lock().unwrap().tries, 1, "it is looked at, and not paused again");
+        let error = follower.status().applied.unwrap().engines[0].error.clone();
+        assert!(error.unwrap().contains("flush refused"), "what happened stays told");
+        let version = fixture.publish();
+        wait_for(|| {
+            follower.notify();
+            engine.serving() == Some(fixture.label(version.0))
+        });
+    });
+}
+
+#[test]
+fn an_engine_that_somebody_else_paused_is_not_in_step() {
+    let fixture = Fixture::new();
+    let engine = Engine::default();
+    let follower = fixture.follower(vec![engine.fake("http://a")]);
+    follower.prepare(None).unwrap();
+    follower.activate().unwrap();
+    let metric = |name: &str, value: u8| {
+        let line = format!("driftless_follower_{name}{{engine=\"http://a\"}} {value}");
+        assert!(follower.metrics().lines().any(|found| found == line), "{line}\n{}", follower.metrics());
+    };
+    metric("engine_in_step", 1);
+    engine.0.lock().unwrap().paused = true;
+    let status = follower.activate().unwrap().applied.unwrap().engines[0].clone();
+    assert!(status.paused && status.label.is_none() && status.error.is_some(), "{status:?}");
+    metric("engine_in_step", 0);
+    metric("engine_paused", 1);
+    engine.0.lock().unwrap().paused = false;
+    let status = follower.activate().unwrap().applied.unwrap().engines[0].clone();
+    assert_eq!((status.paused, status.label, status.error), (false, Some(fixture.label(0)), None));
+    assert_eq!(engine.activations(), 1);
+}
+
+#[test]
+fn a_follower_that_is_stopped_does_not_wait_for_a_slow_load() {
+    let fixture = Fixture::new();
+    let engine = Engine::default();
+    let (inside, entered) = channel();
+    engine.next(Mood::Linger(inside));
+    let mut options = fixture.options();
+    options.activate_deadline = Duration::from_secs(24 * 3600);
+    let follower = Follower::open(fixture.store.clone(), options, vec![engine.fake("http://a")]).unwrap();
+    while_following(&follower, || entered.recv().unwrap());
+    let status = follower.status().applied.unwrap().engines[0].clone();
+    assert!(status.paused && status.error.unwrap().contains("given up"));
 }
 
 #[test]

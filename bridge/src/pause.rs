@@ -1,0 +1,230 @@
+//! An engine's pause: what the engine carries while its weights may be anything, and when it may go on.
+//!
+//! One rule holds for every way into an engine: it carries the label of a version only while it has that version's weights, and it
+//! generates only while its weights are known. What is not known is fenced: paused, under a label that no request accepts.
+
+use std::time::{Duration, Instant};
+
+use driftless_transport::Limit;
+
+use crate::activate::BETWEEN_TRIES;
+use crate::{Client, Error, GenerateRequest, Label, PauseMode, Result, Rid, SamplingParams};
+
+/// How long ending an activation may take, however it went.
+const LAST_WORDS: Duration = Duration::from_secs(10);
+
+/// How long one token may take, before the engine counts as paused or too busy to tell.
+const TOKEN: Duration = Duration::from_secs(3);
+
+/// What is known of an engine's pause.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pause {
+    /// Whether it may be paused because of us. True at first: an earlier process may have died between pause and continue.
+    owed: bool,
+    /// Whether its weights may be anything, whatever its label says.
+    unknown: bool,
+    /// Whether it was paused when it was last seen.
+    on: bool,
+    mode: PauseMode,
+    began: Instant,
+    took: Duration,
+}
+
+impl Default for Pause {
+    fn default() -> Self {
+        let (mode, began, took) = (PauseMode::Retract, Instant::now(), Duration::ZERO);
+        Self { owed: true, unknown: false, on: false, mode, began, took }
+    }
+}
+
+impl Pause {
+    /// Whether it was paused when it was last seen, whoever paused it.
+    pub(crate) fn is_on(&self) -> bool {
+        self.on
+    }
+
+    /// How long the last pause that ended was.
+    pub(crate) fn took(&self) -> Duration {
+        self.took
+    }
+
+    /// The label of an engine's weights, `None` if they may be anything. An engine that we or a process before this one left paused goes
+    /// on, unless its weights may be anything. None of this depends on what its weights generate.
+    pub(crate) async fn look(&mut self, client: &Client) -> Result<Option<String>> {
+        let label = client.model_info().await?.weight_version;
+        if self.is_fence(label.as_deref()) {
+            self.on = ready(client).await?.is_none_or(|ready| !ready);
+            return Ok(None);
+        }
+        // After a load that failed this is the label of a new process, with the weights of its start.
+        self.unknown = false;
+        if self.owed {
+            self.on = true;
+            resume(client).await?;
+            generates(client).await?;
+            (self.owed, self.on) = (false, false);
+        } else {
+            self.on = match ready(client).await? {
+                Some(true) => false,
+                None => self.on,
+                // Paused, or its last health probe failed.
+                Some(false) => self.on || matches!(token(client).await?, Token::None),
+            };
+        }
+        Ok(label)
+    }
+
+    /// Whether the weights under this label may be anything. After a load that failed no version's label is believed.
+    fn is_fence(&self, label: Option<&str>) -> bool {
+        label.is_some_and(|label| label.contains('?') || (self.unknown && label.parse::<Label>().is_ok()))
+    }
+
+    /// The engine is about to be paused.
+    pub(crate) fn begin(&mut self, mode: PauseMode) {
+        (self.owed, self.on, self.mode, self.began) = (true, true, mode, Instant::now());
+    }
+
+    /// Its weights are about to be changed.
+    pub(crate) fn touched(&mut self) {
+        self.unknown = true;
+    }
+
+    /// Ends a pause in which `failed` happened, if anything: the engine goes on with the version, or with the weights labelled `serving`
+    /// that it had where nothing was touched. Otherwise it stays paused, and so does one that generates nothing sound with the version.
+    ///
+    /// # Errors
+    /// [`Error::LeftPaused`] if it should go on and does not; [`Error::Unsound`].
+    pub(crate) async fn end(
+        &mut self,
+        client: &Client,
+        serving: Option<&str>,
+        failed: Option<&Error>,
+    ) -> Result<()> {
+        match (failed, serving) {
+            (None, _) => self.unknown = false,
+            (Some(_), Some(serving)) if !self.unknown => {
+                // It may be fenced already. If it keeps the fence, what it has is merely loaded over.
+                let _ = client.set_weight_version(serving).await;
+            }
+            (Some(error), _) => {
+                tracing::warn!(engine = client.url(), %error, "stays paused: its weights may be anything");
+                return Ok(());
+            }
+        }
+        let left = |source| left_paused(client, failed, source);
+        resume(client).await.map_err(left)?;
+        self.took = self.began.elapsed();
+        let token = generates(client).await.map_err(left)?;
+        (self.owed, self.on) = (false, false);
+        match token {
+            Token::Unsound(source) if failed.is_none() => Err(self.fence(client, source).await),
+            _ => Ok(()),
+        }
+    }
+
+    /// Pauses an engine again that has gone on, because what it generates is no sample.
+    async fn fence(&mut self, client: &Client, source: Error) -> Error {
+        (self.owed, self.unknown) = (true, true);
+        let fenced = async {
+            client.pause(self.mode).await?;
+            self.on = true;
+            let label = client.model_info().await?.weight_version.unwrap_or_default();
+            relabel(client, &partial(&label)).await.map(|()| label)
+        };
+        match fenced.await {
+            Ok(label) => Error::Unsound { engine: client.url().into(), label, source: Box::new(source) },
+            Err(error) => error,
+        }
+    }
+}
+
+/// The time for ending an activation, which begins now.
+pub(crate) fn last_words() -> Limit {
+    Limit::within(LAST_WORDS)
+}
+
+/// An engine that could not be told to go on, after `first` had happened.
+pub(crate) fn left_paused(client: &Client, first: Option<&Error>, source: Error) -> Error {
+    let first = first.map(ToString::to_string);
+    Error::LeftPaused { engine: client.url().into(), first, source: Box::new(source) }
+}
+
+/// Gives an engine a label, and sees that it took it.
+pub(crate) async fn relabel(client: &Client, label: &str) -> Result<()> {
+    client.set_weight_version(label).await?;
+    let found = client.model_info().await?.weight_version;
+    if found.as_deref() == Some(label) {
+        return Ok(());
+    }
+    let (expected, found) = (label.into(), found.unwrap_or_else(|| "none".into()));
+    Err(Error::LabelMismatch { engine: client.url().into(), expected, found })
+}
+
+/// The label of an engine whose weights may be a mixture. It is no version's, so no request that asks for one accepts it.
+pub(crate) fn partial(label: &str) -> String {
+    format!("{}?partial", plain(label))
+}
+
+/// A label without what was added to it.
+pub(crate) fn plain(label: &str) -> &str {
+    label.split_once('?').map_or(label, |(plain, _)| plain)
+}
+
+/// What a token that an engine was asked for says of it.
+enum Token {
+    /// It generates.
+    Sound,
+    /// It generates something that is no sample, such as NaN.
+    Unsound(Error),
+    /// None came in time: it is paused, or too busy.
+    None,
+}
+
+/// Tells an engine to go on.
+async fn resume(client: &Client) -> Result<()> {
+    let mut outcome = client.resume().await;
+    for _ in 1..3 {
+        if outcome.is_ok() {
+            break;
+        }
+        tokio::time::sleep(BETWEEN_TRIES).await;
+        outcome = client.resume().await;
+    }
+    outcome
+}
+
+/// Sees that an engine which was told to go on does.
+async fn generates(client: &Client) -> Result<Token> {
+    let token = token(client).await?;
+    if matches!(token, Token::None) && ready(client).await? == Some(false) {
+        return Err(Error::Refused {
+            engine: client.url().into(),
+            what: "continue_generation".into(),
+            expected: "200 of /ready and a token afterwards".into(),
+            found: format!("503, and no token within {TOKEN:?}"),
+        });
+    }
+    Ok(token)
+}
+
+async fn token(client: &Client) -> Result<Token> {
+    let sampling =
+        SamplingParams { temperature: 0.0, max_new_tokens: 1, ignore_eos: true, ..SamplingParams::default() };
+    let request = GenerateRequest { rid: Rid::probe(), input_ids: vec![0], sampling };
+    match tokio::time::timeout(TOKEN, client.generate(&request)).await {
+        Ok(Ok(generation)) if !generation.output_ids.is_empty() => Ok(Token::Sound),
+        Ok(Err(error @ Error::Reply { .. })) => Ok(Token::Unsound(error)),
+        // Aborted, or no room in the queue.
+        Ok(Ok(_) | Err(Error::Status { status: 429 | 503, .. })) => Ok(Token::None),
+        Ok(Err(error)) if !matches!(error, Error::Deadline { .. }) => Err(error),
+        _ => client.abort(&request.rid).await.map(|()| Token::None),
+    }
+}
+
+/// Whether an engine says that it takes requests, if it can tell.
+async fn ready(client: &Client) -> Result<Option<bool>> {
+    match client.ready().await {
+        Err(Error::Status { .. }) => Ok(None),
+        said => said,
+    }
+}

@@ -1,0 +1,170 @@
+//! Every way to misbehave at every call of an activation, from disk and by a push. Whatever an engine does: it never carries the label of
+//! other weights than it has, its pause ends or is reported, and it gets the version once it behaves.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use driftless_bridge::{
+    ClientOptions, Colocation, ColocationOptions, Deadlines, DiskActivator, DiskOptions, InlineShare,
+    PushActivator, PushOptions,
+};
+use driftless_transport::{Activate, Checkpoint, Limit, Manifest, Target};
+
+use crate::fake::{Fake, Fault, checkpoint, version};
+use crate::proxy::{ALL, Plan, Proxy};
+
+const DISK: [&str; 13] = [
+    "GET /model_info",
+    "GET /server_info",
+    "GET /ready",
+    "GET /pause_generation",
+    "GET /update_weight_version",
+    "POST /pause_generation",
+    "POST /flush_cache",
+    "POST /update_weight_version",
+    "POST /update_weights_from_disk",
+    "POST /weights_checker",
+    "POST /continue_generation",
+    "POST /generate",
+    "POST /abort_request",
+];
+
+const PUSH: [&str; 8] = [
+    "POST /pause_generation",
+    "POST /flush_cache",
+    "POST /update_weight_version",
+    "POST /begin_weight_update",
+    "POST /update_weights_from_tensor",
+    "POST /end_weight_update",
+    "POST /continue_generation",
+    "POST /generate",
+];
+
+/// For calls that hang. Others may miss it on a busy machine, and are then merely made again.
+const SHORT: Duration = Duration::from_millis(300);
+
+/// Bound on getting well again.
+const RECOVERS: Duration = Duration::from_secs(120);
+
+fn client() -> ClientOptions {
+    let deadlines = Deadlines { connect: SHORT, info: SHORT, control: SHORT, load: SHORT, generate: SHORT };
+    ClientOptions { deadlines, reply_bytes_max: 1 << 20, ..ClientOptions::default() }
+}
+
+fn disk(address: &str) -> Box<dyn Activate> {
+    let options = DiskOptions { client: client(), ..DiskOptions::default() };
+    Box::new(DiskActivator::new(address, options).unwrap())
+}
+
+fn push(address: &str) -> Box<dyn Activate> {
+    let options = ColocationOptions { bucket_bytes: 100, release: SHORT };
+    let push = Colocation::new(InlineShare, options).unwrap();
+    let options = PushOptions { client: client(), ..PushOptions::default() };
+    Box::new(PushActivator::new(&[address.to_owned()], push, options).unwrap())
+}
+
+/// A call that misbehaves, and what the engine does meanwhile.
+type Scenario = (Plan, Option<Fault>);
+
+/// Runs one scenario after the other on several threads: most of their time is waiting.
+fn all(calls: &[&'static str], activator: fn(&str) -> Box<dyn Activate>) {
+    let mut plans: Vec<Scenario> = Vec::new();
+    for call in calls {
+        for bad in ALL {
+            plans.push(((call, bad, false), None));
+            if call.starts_with("POST") {
+                plans.push(((call, bad, true), None));
+            }
+            if *call == "POST /update_weights_from_disk" {
+                plans.push(((call, bad, true), Some(Fault::Half(Some(500)))));
+                plans.push(((call, bad, true), Some(Fault::Rollback)));
+            }
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let first = checkpoint(&dir.path().join("a"), 1, 4);
+    let (next, manifest) = version(dir.path());
+    let (next, manifest, first) = (&next, &manifest, &first);
+    let (turn, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                while let Some(plan) = plans.get(turn.fetch_add(1, Ordering::SeqCst)) {
+                    let fake = Fake::start(first);
+                    if let Err(what) = scenario(&fake, plan, next, manifest, activator) {
+                        failures.lock().unwrap().push(format!("{plan:?}: {what}"));
+                    }
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().unwrap();
+    assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), plans.len(), failures.join("\n"));
+}
+
+fn scenario(
+    fake: &Fake,
+    (plan, fault): &Scenario,
+    next: &Checkpoint,
+    manifest: &Manifest,
+    activator: fn(&str) -> Box<dyn Activate>,
+) -> Result<(), String> {
+    let label = manifest.label();
+    fake.engine().truths.insert(label.clone(), next.dir().into());
+    let proxy = Proxy::start(fake.address);
+    let mut activator = activator(&proxy.address.to_string());
+    let activate = |activator: &mut dyn Activate| {
+        let limit = Limit::within(Duration::from_secs(30));
+        activator.activate(&Target { checkpoint: next, label: &label, manifest, limit: &limit })
+    };
+
+    proxy.set(Some(*plan));
+    for _ in 0..2 {
+        if let Some(fault) = fault {
+            // No checksum tells what it holds.
+            fake.engine().device = "cuda";
+            fake.fault(plan.0, fault.clone());
+        }
+        let outcome = activate(activator.as_mut()).map_err(|error| error.to_string());
+        let engine = fake.engine();
+        if !engine.lies.is_empty() {
+            return Err(format!("it lied: {:?}", engine.lies));
+        }
+        if engine.paused && (outcome.is_ok() || !activator.is_paused()) {
+            return Err(format!("it is paused, and {outcome:?} does not tell"));
+        }
+    }
+    if proxy.trapped() > 0 {
+        return Err("a redirect was followed".to_owned());
+    }
+
+    proxy.set(None);
+    fake.engine().faults.clear();
+    let end = Instant::now() + RECOVERS;
+    loop {
+        let serving = activator.serving().ok().flatten();
+        let well = serving.as_deref() == Some(&*label) && !activator.is_paused();
+        let outcome = if well { Ok(()) } else { activate(activator.as_mut()).map(drop) };
+        let engine = fake.engine();
+        if !engine.lies.is_empty() {
+            return Err(format!("it lied: {:?}", engine.lies));
+        }
+        if well && engine.label == label && !engine.paused {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(format!("it does not recover: {outcome:?}, {}, {}", engine.label, engine.paused));
+        }
+    }
+}
+
+#[test]
+fn hostile_engines_at_every_call_of_a_load_from_disk() {
+    all(&DISK, disk);
+}
+
+#[test]
+fn hostile_engines_at_every_call_of_a_push() {
+    all(&PUSH, push);
+}
