@@ -124,17 +124,17 @@ impl Demo {
 
 /// Builds the command and says where it is.
 pub(crate) fn build(smoke: bool) -> Result<PathBuf> {
-    let mut command = Command::new("cargo");
-    command.current_dir(crate::workspace()).args(["build", "-p", "driftless"]);
-    // The development build shares everything with the test lanes.
-    let profile = if smoke {
-        command.args(["--features", crate::test::ALL]);
-        "debug"
+    // The development build is the one that the test lanes have made.
+    let (mut command, profile) = if smoke {
+        let mut command = crate::test::cargo_test();
+        command.args(["--no-run", "--test", "crash"]);
+        (command, "debug")
     } else {
-        command.args(["--release", "--features", "torch"]);
-        "release"
+        let mut command = Command::new("cargo");
+        command.args(["build", "-p", "driftless", "--release", "--features", "torch"]);
+        (command, "release")
     };
-    process::run(&mut command)?;
+    process::run(command.current_dir(crate::workspace()))?;
     let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
     let target = target.unwrap_or_else(|| crate::workspace().join("target"));
     Ok(target.join(profile).join("driftless"))

@@ -17,7 +17,7 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
 }
 
 /// How long a command with a log may take: more than any lane does on two cores that others use, too.
-const DEADLINE: Duration = Duration::from_secs(40 * 60);
+const DEADLINE: Duration = Duration::from_secs(75 * 60);
 /// Time between two looks at whether it has ended.
 const LOOK: Duration = Duration::from_millis(100);
 

@@ -166,36 +166,40 @@ impl Drop for Server {
     }
 }
 
-/// Runs the bridge's conformance suite against a server with a small random model. Its files and logs go under `work`.
-pub(crate) fn conformance(cache: &Path, work: &Path, port: u16) -> Result<()> {
-    let checkpoint = |seed: &str| -> Result<PathBuf> {
-        let directory = work.join(format!("checkpoint-{seed}"));
-        fs::create_dir_all(&directory).map_err(|source| io_error(&directory, source))?;
-        let mut make = Command::new(python(cache));
-        step(
-            "make_checkpoint.py",
-            make.arg(python_path().join("make_checkpoint.py")).arg(&directory).arg(seed),
-        )?;
-        fs::canonicalize(&directory).map_err(|source| io_error(&directory, source))
-    };
-    let (first, second) = (checkpoint("0")?, checkpoint("1")?);
-    let mut server = Server::start(cache, &first, port, &work.join("sglang.log"))?;
-    server.wait_ready()?;
-    let mut test = Command::new("cargo");
-    test.current_dir(crate::workspace()).args([
-        "test",
-        "-p",
-        "driftless-bridge",
-        "--features",
-        "conformance,cuda",
-    ]);
-    // The library's own tests have SGLang's unpickler read what they wrote.
-    test.args(["--lib", "--test", "sglang", "--test", "rendezvous", "--", "--nocapture"]);
-    test.env("PYTHONPATH", python_path()).env("SGLANG_USE_CPU_ENGINE", "1");
-    test.env("DRIFTLESS_SGLANG_PYTHON", python(cache));
-    test.env("DRIFTLESS_SGLANG", format!("http://127.0.0.1:{port}"));
-    test.env("DRIFTLESS_SGLANG_FIRST", &first).env("DRIFTLESS_SGLANG_SECOND", &second);
-    step("the conformance suite", &mut test)
+/// A server with a small random model, and what the tests that run against it must know.
+pub(crate) struct Conformance {
+    server: Server,
+    python: PathBuf,
+    first: PathBuf,
+    second: PathBuf,
+}
+
+impl Conformance {
+    /// Starts the server. Its files and logs go under `work`.
+    pub(crate) fn start(cache: &Path, work: &Path, port: u16) -> Result<Self> {
+        let (first, second) = (checkpoint(cache, work, "0")?, checkpoint(cache, work, "1")?);
+        let mut server = Server::start(cache, &first, port, &work.join("sglang.log"))?;
+        server.wait_ready()?;
+        Ok(Self { server, python: python(cache), first, second })
+    }
+
+    /// Tells the tests of `command` where the server, its interpreter and its checkpoints are.
+    pub(crate) fn tell<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        command.env("PYTHONPATH", python_path()).env("SGLANG_USE_CPU_ENGINE", "1");
+        command.env("DRIFTLESS_SGLANG_PYTHON", &self.python);
+        command.env("DRIFTLESS_SGLANG_PYTHONPATH", python_path());
+        command.env("DRIFTLESS_SGLANG", format!("http://127.0.0.1:{}", self.server.port));
+        command.env("DRIFTLESS_SGLANG_FIRST", &self.first).env("DRIFTLESS_SGLANG_SECOND", &self.second)
+    }
+}
+
+/// A small random checkpoint under `work`.
+fn checkpoint(cache: &Path, work: &Path, seed: &str) -> Result<PathBuf> {
+    let directory = work.join(format!("checkpoint-{seed}"));
+    fs::create_dir_all(&directory).map_err(|source| io_error(&directory, source))?;
+    let mut make = Command::new(python(cache));
+    step("make_checkpoint.py", make.arg(python_path().join("make_checkpoint.py")).arg(&directory).arg(seed))?;
+    fs::canonicalize(&directory).map_err(|source| io_error(&directory, source))
 }
 
 /// Whether `/model_info` is answered with 200.

@@ -54,27 +54,11 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "unit",
-        what: "codec, transport, buffer, bridge and the command, without libtorch",
+        what: "every crate's tests, those with libtorch where it is installed, kill -9 at 32 points among them",
         needs: &[],
         run: unit,
     },
-    Lane {
-        name: "clippy",
-        what: "lints, with and without libtorch",
-        needs: &[Need::Libtorch],
-        run: |c| {
-            c.cargo(&[
-                "clippy",
-                "--all-targets",
-                "--features",
-                "driftless-delta/cuda",
-                "--",
-                "-D",
-                "warnings",
-            ])?;
-            c.cargo(&["clippy", "--workspace", "--all-targets", "--features", ALL, "--", "-D", "warnings"])
-        },
-    },
+    Lane { name: "clippy", what: "lints, with and without libtorch", needs: &[Need::Libtorch], run: clippy },
     Lane { name: "doc", what: "documentation without a broken link", needs: &[Need::Libtorch], run: doc },
     Lane {
         name: "torch",
@@ -104,13 +88,13 @@ const LANES: &[Lane] = &[
         name: "kills",
         what: "kill -9 of publisher, follower and relay at 16 points and at random moments",
         needs: &[],
-        run: kills,
+        run: |c| c.looped("kills"),
     },
     Lane {
         name: "crash",
         what: "kill -9 of trainer, follower and engine at 16 points",
         needs: &[Need::Libtorch],
-        run: crash,
+        run: |c| c.looped("crash"),
     },
     Lane {
         name: "demo",
@@ -145,14 +129,18 @@ const LANES: &[Lane] = &[
     },
 ];
 
-/// Lanes that run only when they are named: not every machine can have what they need.
-const BY_NAME: &[&str] = &["neon"];
+/// Lanes that run only when they are named: `unit` runs the first three, and not every machine can have what `neon` needs.
+const BY_NAME: &[&str] = &["torch", "kills", "crash", "neon"];
 
-/// Features of the facade that the torch lanes build, one set so that everything is built once.
-pub(crate) const ALL: &str = "driftless/torch,driftless/failpoints";
+/// Lanes with target directories of their own and little to do at once. They run one after another beside the others.
+const BESIDE: &[&str] = &["loom", "fuzz", "asan", "miri"];
 
-/// Features that the lanes without libtorch build.
-const LIGHT: &str = "driftless-transport/conformance,driftless-bridge/conformance,driftless-delta/cuda";
+/// Features of all lanes that run tests: one set, so that each crate is built once.
+const LIGHT: &str =
+    "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-delta/cuda";
+
+/// The same where libtorch is.
+const ALL: &str = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-delta/cuda,driftless/torch";
 
 /// Crates that must not be in the light build.
 const HEAVY: &[&str] = &[
@@ -176,16 +164,16 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if options.ci {
         install(&chosen)?;
     }
-    let mut report = Vec::new();
-    for lane in chosen {
-        let missing = lane.needs.iter().filter_map(|need| need.missing()).collect::<Vec<_>>();
-        let outcome = if missing.is_empty() {
-            run_lane(lane, &root, options.long)
-        } else {
-            Outcome::Skipped(missing.join("; "))
-        };
-        report.push((lane, outcome));
-    }
+    let (beside, others): (Vec<_>, Vec<_>) = chosen.iter().partition(|lane| BESIDE.contains(&lane.name));
+    let run_all = |lanes: Vec<&'static Lane>| -> Vec<_> {
+        lanes.into_iter().map(|lane| (lane, run_lane(lane, &root, options.long))).collect()
+    };
+    let report = std::thread::scope(|scope| {
+        let beside = scope.spawn(|| run_all(beside));
+        let mut report = run_all(others);
+        report.extend(beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        report
+    });
     summarise(&report, options.ci)
 }
 
@@ -238,6 +226,10 @@ fn install(lanes: &[&Lane]) -> Result<()> {
 }
 
 fn run_lane(lane: &Lane, root: &Path, long: bool) -> Outcome {
+    let missing = lane.needs.iter().filter_map(|need| need.missing()).collect::<Vec<_>>();
+    if !missing.is_empty() {
+        return Outcome::Skipped(missing.join("; "));
+    }
     let log = root.join("target/lanes").join(format!("{}.log", lane.name));
     // An old log would only confuse; that it may be absent is fine.
     let _ = std::fs::remove_file(&log);
@@ -325,6 +317,29 @@ impl Context {
     fn cargo(&self, args: &[&str]) -> Result<()> {
         self.logged(Command::new("cargo").args(args))
     }
+
+    /// The test program of this name, alone.
+    fn looped(&self, name: &str) -> Result<()> {
+        let mut command = cargo_test();
+        command.args(["--test", name, "--", "--nocapture"]);
+        if self.long {
+            command.env("DRIFTLESS_LONG", "1");
+        }
+        self.logged(&mut command)
+    }
+}
+
+/// `cargo test` over all crates that can be built here. Every call selects the same packages and features, because cargo builds a
+/// crate once more for each other set that its selection amounts to.
+pub(crate) fn cargo_test() -> Command {
+    let mut command = Command::new("cargo");
+    command.arg("test");
+    if libtorch::present().is_some() {
+        command.args(["--workspace", "--features", ALL]);
+    } else {
+        command.args(["--features", LIGHT]);
+    }
+    command
 }
 
 fn leak(context: &Context) -> Result<()> {
@@ -344,23 +359,23 @@ fn leak(context: &Context) -> Result<()> {
             found: found.join(", "),
         });
     }
-    context.cargo(&[
-        "check",
-        "-p",
-        "driftless",
-        "--no-default-features",
-        "--features",
-        "delta,transport,buffer",
-    ])
+    let light =
+        ["clippy", "-p", "driftless", "--no-default-features", "--features", "delta,transport,buffer"];
+    context.logged(Command::new("cargo").args(light).args(["--", "-D", "warnings"]))
 }
 
 fn unit(context: &Context) -> Result<()> {
-    let mut command = Command::new("cargo");
-    command.args(["test", "--features", LIGHT]);
+    let mut command = cargo_test();
     if context.long {
         command.env("DRIFTLESS_LONG", "1");
     }
     context.logged(&mut command)
+}
+
+fn clippy(context: &Context) -> Result<()> {
+    // The command as most users build it, then everything.
+    context.cargo(&["clippy", "-p", "driftless", "--", "-D", "warnings"])?;
+    context.cargo(&["clippy", "--workspace", "--all-targets", "--features", ALL, "--", "-D", "warnings"])
 }
 
 fn doc(context: &Context) -> Result<()> {
@@ -372,66 +387,45 @@ fn doc(context: &Context) -> Result<()> {
 }
 
 fn torch(context: &Context) -> Result<()> {
-    context.cargo(&["test", "-p", "driftless-trainer"])?;
-    context.cargo(&["test", "-p", "driftless", "--features", ALL, "--test", "train"])
+    let tests = ["checkpoint", "engine", "in_place", "loss", "model", "task", "train"];
+    context.logged(cargo_test().arg("--lib").args(tests.map(|name| ["--test", name]).as_flattened()))
 }
 
 fn with_sglang(context: &Context) -> Result<()> {
     let cache = crate::cache_dir()?;
     let work = context.root.join("target/lanes/sglang");
-    sglang::conformance(&cache, &work, process::free_port()?)?;
+    let server = sglang::Conformance::start(&cache, &work, process::free_port()?)?;
+    context.logged(server.tell(cargo_test().args([
+        "--test",
+        "sglang",
+        "--test",
+        "rendezvous",
+        "--",
+        "--nocapture",
+    ])))?;
+    // The bridge has SGLang's own unpickler read what it wrote.
+    context.logged(server.tell(cargo_test().args(["--lib", "payload"])))?;
+    drop(server);
     context.logged(
-        Command::new("cargo")
-            .args(["test", "-p", "driftless-trainer", "--test", "task"])
-            .env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache)),
-    )?;
-    context.logged(
-        Command::new("cargo")
-            .args(["test", "-p", "driftless", "--features", ALL, "--test", "sglang", "--", "--nocapture"])
-            .env("DRIFTLESS_SGLANG_PYTHON", sglang::python(&cache))
-            .env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path()),
+        cargo_test().args(["--test", "task"]).env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache)),
     )
-}
-
-/// The features of the lane `unit`, and the crash points of the command: little is built again.
-fn points() -> String {
-    format!("driftless/failpoints,{LIGHT}")
-}
-
-fn kills(context: &Context) -> Result<()> {
-    let mut command = Command::new("cargo");
-    command.args(["test", "--features", &points(), "--test", "kills", "--", "--nocapture"]);
-    if context.long {
-        command.env("DRIFTLESS_LONG", "1");
-    }
-    context.logged(&mut command)
 }
 
 fn with_stores(context: &Context) -> Result<()> {
     let servers = stores::Servers::start(&crate::cache_dir()?, &context.root.join("target/lanes/stores"))?;
-    let mut command = Command::new("cargo");
-    command.args(["test", "--features", &points(), "--test", "servers"]);
-    context.logged(servers.tell(command.args(["--", "--ignored", "--nocapture"])))
+    let mut command = cargo_test();
+    command.args(["--test", "servers", "--", "--ignored", "--nocapture"]);
+    context.logged(servers.tell(&mut command))
 }
 
 fn with_ucx(context: &Context) -> Result<()> {
     for (version, libraries) in ucx::releases(&crate::cache_dir()?) {
-        let mut command = Command::new("cargo");
-        command.args(["test", "--features", &points(), "--test", "fabric", "--test", "relay_ucx"]);
-        command.args(["--test", "cli"]);
+        let mut command = cargo_test();
+        command.args(["--test", "fabric", "--test", "relay_ucx", "--test", "cli"]);
         command.args(["--", "--nocapture"]).env("DRIFTLESS_UCX_REQUIRED", version);
         context.logged(command.env("LD_LIBRARY_PATH", libraries))?;
     }
     Ok(())
-}
-
-fn crash(context: &Context) -> Result<()> {
-    let mut command = Command::new("cargo");
-    command.args(["test", "-p", "driftless", "--features", ALL, "--test", "crash", "--", "--nocapture"]);
-    if context.long {
-        command.env("DRIFTLESS_LONG", "1");
-    }
-    context.logged(&mut command)
 }
 
 fn loom(context: &Context) -> Result<()> {

@@ -70,6 +70,14 @@ enum Standing {
     Lost(Base),
 }
 
+/// A version that is encoded and stored, and not yet committed.
+struct Encoded {
+    kind: Kind,
+    full_because: Option<FullBecause>,
+    tables: Tables,
+    objects: Vec<Object>,
+}
+
 impl fmt::Debug for Publisher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Publisher")
@@ -212,7 +220,7 @@ impl Publisher {
         let begin = Instant::now();
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;
-        let ((kind, full_because), tables, objects) = self
+        let Encoded { kind, full_because, tables, objects } = self
             .on_sound_baseline(&root, |publisher, attempt| {
                 publisher.encode(snapshot, mode, version, (&root, attempt))
             })?;
@@ -240,7 +248,7 @@ impl Publisher {
         mode: Mode,
         version: Version,
         (root, attempt): (&Key, &str),
-    ) -> Result<((Kind, Option<FullBecause>), Tables, Vec<Object>)> {
+    ) -> Result<Encoded> {
         let unique = plan::unique_tensors(snapshot)?;
         let tensors: Vec<_> = unique.iter().map(|&index| &snapshot.tensors()[index]).collect();
         let representation = self.representation(snapshot);
@@ -257,7 +265,7 @@ impl Publisher {
             tables.tensors.push(Tensor { name, dtype, shape, digest, aliases, pieces, anchor });
             tables.changed += changed;
         }
-        Ok(((plan.kind, full_because), tables, objects))
+        Ok(Encoded { kind: plan.kind, full_because, tables, objects })
     }
 
     /// What a rank does without seeing what the others have: deltas, unless it is told otherwise or there is no base.
