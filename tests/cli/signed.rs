@@ -39,7 +39,7 @@ fn only_what_the_trainer_signed_is_followed() {
     assert!(refused == Some(3) && words.contains("signed by: nobody"), "{refused:?} {words}");
 }
 
-/// A relay of the run's store, and what it prints; none if it does not start, and its words.
+/// Starts a relay of the run's store. Returns it and what it prints, or what it said when it did not start.
 pub(crate) fn start(run: &Run, more: &[&str]) -> Result<(Process, serde_json::Value), String> {
     let mut command = driftless();
     command
@@ -51,7 +51,7 @@ pub(crate) fn start(run: &Run, more: &[&str]) -> Result<(Process, serde_json::Va
     Ok((relay, said))
 }
 
-/// Checks what is said where there is no UCX, which ends a test, unless the lane `ucx` has brought one.
+/// Checks the message where there is no UCX, and ends the test, unless the lane `ucx` has installed it.
 pub(crate) fn without_ucx(words: &str) {
     assert!(words.contains("libucx0"), "it says what to install: {words}");
     assert!(std::env::var_os("DRIFTLESS_UCX_REQUIRED").is_none(), "{words}");

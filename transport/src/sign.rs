@@ -1,8 +1,8 @@
-//! Signatures: who may write a store should not be able to rule the fleet.
+//! Signatures of manifests and parts, so that write access to a store gives no control over the fleet.
 //!
-//! A signed document is a JSON object whose last member is `signatures`. What is signed is everything else, together with the
-//! run, the model and the version that it is for, so that no document can stand in another's place. Readers that trust keys
-//! parse exactly the bytes that were signed.
+//! A signed document is a JSON object whose last member is `signatures`. The signature covers all other members,
+//! and the run, the model and the version that the document is for. A document therefore cannot replace another.
+//! Readers that trust keys parse exactly the bytes that were signed.
 
 use std::fmt;
 use std::fs;
@@ -21,16 +21,16 @@ use crate::{Error, Result, RunId, Version};
 const DOMAIN: &[u8] = b"driftless signature 1\0";
 /// Separates what is signed from the signatures.
 const MARKER: &[u8] = b",\"signatures\":[";
-/// More signatures than this are not looked at.
+/// A document with more signatures than this is taken for unsigned.
 const SIGNATURES_MAX: usize = 16;
 /// First word of the line that a secret key's file consists of.
 const SECRET: &str = "driftless-sign-key-1";
 /// First word of the line of a public key.
 const PUBLIC: &str = "driftless-trust-key-1";
-/// Key files are a line or a few.
+/// Key files have one line or a few; more bytes are not read.
 const KEY_FILE_BYTES_MAX: u64 = 1 << 16;
 
-/// A key that signs publications (ed25519, RFC 8032). It is in no log, no error and no `Debug`.
+/// A key that signs publications (ed25519, RFC 8032). No log, no error and no `Debug` shows it.
 #[derive(Clone)]
 pub struct SignKey(SigningKey);
 
@@ -74,7 +74,7 @@ impl SignKey {
             let found = format!("which has the mode {:03o}", metadata.mode() & 0o777);
             return Err(bad("a file that only its owner may read (chmod 600)", found));
         }
-        // What is in the file is not repeated: it may be a key all the same.
+        // The error does not quote the file: it may hold a key in another form.
         let key = text.trim().strip_prefix(SECRET).and_then(|rest| decode(rest.trim()));
         key.map(Self::from_bytes).ok_or_else(|| {
             bad(&format!("one line `{SECRET} <64 hex digits>`"), "which holds something else".to_owned())
@@ -106,7 +106,7 @@ impl SignKey {
     }
 }
 
-/// A key whose signatures a reader takes for good: `driftless-trust-key-1 <64 hex digits>`.
+/// A key whose signatures a reader trusts: `driftless-trust-key-1 <64 hex digits>`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct TrustKey(VerifyingKey);
 
@@ -148,7 +148,7 @@ impl FromStr for TrustKey {
     fn from_str(text: &str) -> Result<Self> {
         let key = text.strip_prefix(PUBLIC).and_then(|rest| decode(rest.trim()));
         let key = key.and_then(|bytes| VerifyingKey::from_bytes(&bytes).ok()).filter(|key| !key.is_weak());
-        // What is no public key may be a secret one in the wrong place: it is not repeated.
+        // The error does not quote the text: it may be a secret key in the wrong file.
         key.map(Self).ok_or_else(|| Error::BadText {
             what: "trust key",
             text: format!("a line of {} characters", text.len()),
@@ -157,7 +157,7 @@ impl FromStr for TrustKey {
     }
 }
 
-/// Hex digits in their one spelling.
+/// Decodes hex digits; only lower case is accepted, so that each key has one spelling.
 fn decode<const N: usize>(text: &str) -> Option<[u8; N]> {
     let mut bytes = [0; N];
     let lower = text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
@@ -172,12 +172,12 @@ fn read_text(path: &Path) -> Result<String> {
     read().map_err(|source| Error::io("read", path, source))
 }
 
-/// What a document is and where it belongs: part of what is signed.
+/// The kind of a document and the version that it is for. Signatures cover it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place<'a> {
     /// `manifest` or `part`.
     pub(crate) what: &'static str,
-    /// The run's name, which is not in the document: a name that was led to another run is noticed.
+    /// The run's name, which the document does not hold. A name that points to another run is noticed by it.
     pub(crate) run: &'a str,
     pub(crate) run_id: RunId,
     pub(crate) model: &'a str,
@@ -209,7 +209,7 @@ struct Entry {
     signature: String,
 }
 
-/// What follows the signed bytes, whose last brace it brings back.
+/// The bytes behind the signed ones. They end in the brace that the signed document lost.
 fn suffix(entries: &[Entry]) -> Vec<u8> {
     let mut bytes = MARKER.to_vec();
     for (number, Entry { key, signature }) in entries.iter().enumerate() {
@@ -234,7 +234,7 @@ fn split(bytes: &[u8]) -> Option<(Vec<u8>, Vec<Entry>)> {
     let (document, tail) = bytes.split_at(position);
     let list = tail.get(MARKER.len() - 1..tail.len().checked_sub(1)?)?;
     let entries: Vec<Entry> = serde_json::from_slice(list).ok()?;
-    // One spelling only: nothing else can hide behind the document.
+    // The signatures must have the one spelling that we write, so that no other bytes follow the document.
     if entries.len() > SIGNATURES_MAX || suffix(&entries) != tail {
         return None;
     }
@@ -270,7 +270,7 @@ pub(crate) fn verify(
     match forged {
         Some(key) => Err(Error::BadSignature { subject, key }),
         None => {
-            // A key that is no hex text is nobody's, and not repeated.
+            // Text that is not hex names no key, and the error does not quote it.
             let keys = entries.iter().filter(|entry| decode::<32>(&entry.key).is_some());
             Err(Error::Unsigned { subject, signers: keys.map(|entry| entry.key.clone()).collect() })
         }
@@ -328,7 +328,7 @@ mod tests {
             Place { run_id: RunId::from_bytes([8; 16]), ..place() },
             Place { model: "policy2", ..place() },
             Place { version: Version(4), ..place() },
-            // The same letters, cut elsewhere.
+            // The same letters, divided differently.
             Place { run: "my-runp", model: "olicy", ..place() },
         ] {
             let found = check(&signed, &elsewhere);

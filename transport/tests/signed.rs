@@ -1,4 +1,4 @@
-//! Whoever can write the store cannot rule the fleet: what hostile hands can do to signed versions, and what becomes of it.
+//! Signed versions under attack: a writer of the store changes them, and followers refuse the result.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -111,7 +111,7 @@ fn unsigned_versions_are_refused_also_behind_signed_ones() {
     let world = World::new(2);
     let follower = world.follower("host", &[key(1).public()]);
     world.assert_follows(&follower, 1);
-    // Somebody with the store's keys, and with those of another trainer.
+    // The intruder can write to the store. First it has no signing key, then that of another trainer.
     for (name, sign_key) in [("none", None), ("other", Some(key(2)))] {
         let mut options = options(Start::Resume, &world.dir.path().join(name));
         (options.sign_key, options.trust_keys) = (sign_key.clone(), vec![key(1).public()]);
@@ -126,7 +126,7 @@ fn unsigned_versions_are_refused_also_behind_signed_ones() {
         world.store.delete(&world.manifest_key(2)).unwrap();
     }
     world.assert_follows(&follower, 1);
-    // Nor does the trainer build on it.
+    // The trainer's publisher does not build on it either.
     let baseline = world.dir.path().join("baseline");
     let mut options = options(Start::Resume, &world.dir.path().join("intruder"));
     options.sign_key = None;
@@ -165,7 +165,7 @@ fn changed_manifests_are_refused() {
 
 #[test]
 fn manifests_do_not_change_places() {
-    // Two versions in each other's places, also where the newest is an old one again.
+    // The manifest of version 1 under the key of version 2: an old version as the newest.
     let world = World::new(3);
     let follower = world.follower("host", &[key(1).public()]);
     follower.prepare(Some(Version(1))).unwrap();
@@ -173,7 +173,7 @@ fn manifests_do_not_change_places() {
     world.overwrite(&world.manifest_key(2), &old);
     world.assert_refused(&follower, is_forged);
 
-    // Another run of the same trainer, its versions under this run's keys.
+    // A manifest of another run of the same trainer, under this run's key.
     let (ours, theirs) = (World::new(1), World::new(1));
     let foreign = theirs.store.get(&theirs.manifest_key(0), None).unwrap();
     ours.overwrite(&ours.manifest_key(0), &foreign);
@@ -182,7 +182,7 @@ fn manifests_do_not_change_places() {
 
 #[test]
 fn a_name_that_leads_to_another_run_is_noticed() {
-    // Both runs are the trainer's own, in one store; somebody changes what the name stands for.
+    // Both runs are the trainer's own, in one store. The attacker changes which run the name points to.
     let world = World::new(1);
     let mut other = signing(Start::NewRun, &world.dir.path().join("other"), &key(1));
     other.run = "other".to_owned();

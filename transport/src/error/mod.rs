@@ -1,4 +1,5 @@
-//! The crate's one error type, its variants in the order of the way that a version takes.
+//! The crate's error type. Its variants follow the way of a version: store, run, manifest, publisher,
+//! replica, engine.
 
 mod judge;
 

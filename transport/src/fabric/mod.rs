@@ -1,13 +1,15 @@
 //! Bytes between processes over RDMA, TCP or shared memory, through UCX (feature `ucx`).
 //!
-//! A [`Fabric`] is UCX in this process. A [`Link`] joins one peer: whoever wants to send needs the [address](Link::address) of the
-//! other's link, which travels by other means, such as a TCP connection. What is moved lies in [`Bucket`]s, which are registered
-//! once and used again: a transfer takes the bucket, and [`Link::finish`] gives it back. Transfers are tagged
-//! ([`Link::send`] to [`Link::receive`]) or one-sided ([`Link::put`] to and [`Link::get`] from a peer's [`Window`]).
+//! A [`Fabric`] is UCX in this process. A [`Link`] joins one peer. To send, a process needs the
+//! [address](Link::address) of the peer's link, which travels by other means, such as a TCP connection.
+//! Transferred bytes are in [`Bucket`]s, which are registered once and used again: a transfer takes the
+//! bucket, and [`Link::finish`] gives it back. Transfers are tagged ([`Link::send`] to [`Link::receive`]) or
+//! one-sided ([`Link::put`] to and [`Link::get`] from a peer's [`Window`]).
 //!
-//! Nothing moves but while one side is in a call that waits: UCX has no threads, and neither does this module. Which way the bytes
-//! take is UCX's choice and its settings' (`TLS`, `NET_DEVICES`, from the environment as `UCX_TLS` and so on, or from [`FabricOptions`]).
-//! UCX believes what its peers send; addresses and keys are to be taken only from peers that showed who they are.
+//! UCX has no threads, and neither does this module: transfers progress only while one side is in a call that
+//! waits. UCX chooses the transport from its settings (`TLS`, `NET_DEVICES`), which come from the environment
+//! as `UCX_TLS` and so on, or from [`FabricOptions`]. UCX trusts what its peers send: take addresses and keys
+//! only from peers that have authenticated themselves.
 
 mod bucket;
 mod link;

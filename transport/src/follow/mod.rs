@@ -1,4 +1,14 @@
-//! Keeps a host's checkpoint and its engines on a run's newest version.
+//! Keeps a host's checkpoint, and the engines that load it, at a run's newest version.
+//!
+//! | File | Does |
+//! |---|---|
+//! | `options`, `status`, `metrics` | what a follower is given, and what it reports |
+//! | `watch` | the loop of a follower that acts alone; [`Stop`] |
+//! | `route` | asks a [`Router`] how a version's objects should come |
+//! | `worker` | one thread per engine, so that a slow engine delays only itself |
+//! | `keeper` | renews the lease, which carries the acknowledgement |
+//! | `scrub` | reads the checkpoint in the background, and repairs it |
+//! | `slime` | follows slime's directories (feature `slime`) |
 
 mod keeper;
 mod metrics;

@@ -1,4 +1,7 @@
-//! The document that commits a version: what it consists of, where its bytes are, and what they must become.
+//! The manifest: the document that commits a version.
+//!
+//! It names the version's objects, tensors and files, and the digest that each must have. `check` holds the
+//! rules that a manifest must satisfy by itself. `tables` is the part that the weights determine.
 
 mod check;
 mod tables;

@@ -1,4 +1,18 @@
-//! Publishing versions of a model: encode, store, commit, and keep the baseline of the next delta.
+//! Publishes versions of a model: encodes, stores, commits, and moves the baseline of the next delta.
+//!
+//! A publication goes through these files:
+//!
+//! | File | Does |
+//! |---|---|
+//! | `options` | what a publisher is given, and what it returns |
+//! | `plan` | decides over tensor tables: delta, anchor or full |
+//! | `shard` | all tensors of a version, or one rank's slices |
+//! | `finite` | refuses NaN and infinities |
+//! | `encode` | encodes tensors on several threads, in order |
+//! | `upload` | packs payloads into objects and stores them meanwhile |
+//! | `sound` | finds a baseline that rotted, and builds it anew |
+//! | `baseline` | applies the committed delta to the baseline |
+//! | `ranks`, `part` | several ranks store parts, and one of them joins them |
 
 mod baseline;
 mod encode;

@@ -1,8 +1,9 @@
-//! A read-through cache of objects: one crossing of a slow link for all followers behind it.
+//! A read-through cache of objects, so that each object crosses a slow link once for all followers behind it.
 //!
-//! A relay serves what is named by a digest, and nothing else: objects of publications, which never change. Whoever asks
-//! says which digest the bytes must have; the relay checks them before it serves a byte, and its clients check them again. What
-//! can change (heads, manifests, leases) followers read at the origin. The wire format is documented in `docs/wire/relay.md`.
+//! A relay serves only objects of publications, which never change. The client says which digest the bytes
+//! must have. The relay checks them before it serves a byte, and the client checks them again. Followers read
+//! what can change (heads, manifests, leases) from the origin. The wire format is documented in
+//! `docs/wire/relay.md`.
 
 mod cache;
 mod recent;

@@ -1,4 +1,23 @@
-//! A host-local checkpoint directory at a known version, moved from version to version without ever being lost.
+//! A checkpoint directory on a host that holds one known version, and moves to the next by a redo journal (a
+//! WAL).
+//!
+//! An apply goes through these files, in this order:
+//!
+//! | File | Does |
+//! |---|---|
+//! | `plan` | says what an advance would fetch, without doing it |
+//! | `advance` | reads chains, and groups versions that one journal takes together |
+//! | `objects` | fetches objects ahead of the threads that decode them |
+//! | `fetch` | decodes each tensor through all versions into journal records |
+//! | `foreign` | the same for versions that come as absolute bytes (slime) |
+//! | `target` | prefaults the pages that will change |
+//! | `spare` | keeps decoding memory from tensor to tensor |
+//! | `journal` | writes, syncs and seals the records |
+//! | `withhold` | keeps `config.json` out of the directory while files change |
+//! | `redo`, `overwrite` | carry out a sealed journal through memory maps |
+//! | `settle` | syncs the data behind the apply, and moves the marker |
+//! | `state` | the marker, the manifest and the digest tables in `.driftless/` |
+//! | `scrub`, `quarantine`, `repair` | find damage, set it aside, and finish what a crash left |
 
 mod advance;
 mod fetch;

@@ -1,10 +1,20 @@
-//! slime's delta directories (slime 0.3.1, `--update-weight-mode delta`), read and written.
+//! Reads and writes slime's delta directories (slime 0.3.1, `--update-weight-mode delta`).
 //!
-//! A trainer writes `weight_v000001/`, `weight_v000002/`, … below one directory: safetensors files that hold a zstd frame
-//! per changed tensor, and an index, written last. The bytes are described in `docs/format/slime.md`. They carry no run
-//! identity, no full version and no digest of an unchanged tensor; what can be pinned is, and the rest is refused.
+//! A trainer writes `weight_v000001/`, `weight_v000002/`, … below one directory: safetensors files with a
+//! zstd frame per changed tensor, and an index, written last. `docs/format/slime.md` describes the bytes.
+//! They carry no run identity, no full version and no digest of an unchanged tensor. The reader pins what it
+//! can and refuses the rest.
 //!
 //! [`Publisher`] writes such a directory, [`Follower::open_slime`](crate::Follower::open_slime) follows one.
+//!
+//! | File | Does |
+//! |---|---|
+//! | `release`, `json` | read one version's directory up to the headers of its files |
+//! | `identity` | derives the identities that the versions lack |
+//! | `feed` | moves a replica along the directory |
+//! | `plan` | says what following would do, without doing it |
+//! | `frame`, `checksum` | one tensor's zstd frame, and slime's checksums |
+//! | `publish` | writes a directory for slime's receiver |
 
 mod checksum;
 mod feed;

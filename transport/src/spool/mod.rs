@@ -1,9 +1,10 @@
-//! Objects on their way: the ranges that have arrived are kept on disk, so that whoever is stopped in the middle of a fetch
-//! goes on with what is missing.
+//! Keeps the ranges of objects that have arrived on disk, so that a fetch that was stopped continues with the
+//! rest.
 //!
-//! One file an object, named by its digest: the object's bytes at their places, and behind them 32 bytes for each range, the
-//! digest of the range once it is there. Nothing is synced. A range is taken from the file only if its digest is right, and
-//! an object only if its own is, so that a file that lost pages costs a second fetch of what it lost and nothing else.
+//! There is one file per object, named by its digest. It holds the object's bytes at their places. Behind
+//! them are 32 bytes per range: the range's digest once the range is there. Nothing is synced. A range counts
+//! only if its digest is right, and an object only if its own is. A file that lost pages costs a second fetch
+//! of what it lost, nothing else.
 
 mod window;
 

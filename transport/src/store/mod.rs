@@ -1,4 +1,8 @@
-//! Where publications live: the [`Store`] trait, its references [`Memory`] and [`Disk`], object stores, and [`open`].
+//! Stores of publications: the [`Store`] trait, the built-in [`Memory`] and [`Disk`], object stores, and
+//! [`open`].
+//!
+//! A store offers atomic puts, create-if-absent, ranged reads and listings. Every implementation passes the
+//! suite in `conformance`. `probe` tests at a publisher's start whether a store honours create-if-absent.
 
 #[cfg(feature = "object")]
 mod bucket;

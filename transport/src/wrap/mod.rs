@@ -1,4 +1,7 @@
-//! Stores around other stores, for tests and measurements: [`Count`], [`Fault`] and [`Throttle`].
+//! Stores around other stores: [`Count`] counts requests and bytes, [`Fault`] fails on command, [`Throttle`]
+//! is slow.
+//!
+//! [`Count`] also feeds a follower's metrics. The other two serve tests and measurements.
 
 mod count;
 mod fault;

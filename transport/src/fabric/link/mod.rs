@@ -1,4 +1,4 @@
-//! One peer: what is sent to it and comes from it.
+//! A link to one peer: sending, receiving, and one-sided transfers.
 
 mod end;
 

@@ -1,7 +1,8 @@
-//! Objects over UCX: what `docs/wire/fabric.md` describes.
+//! Objects over UCX, as `docs/wire/fabric.md` describes.
 //!
-//! A session is a TCP connection, over which a follower asks and hears whether it gets what it asked for, and a link, over which
-//! the bytes come. That the connection ends tells both sides at once that the other has ended, whatever the link's transport knows of it.
+//! A session is a TCP connection and a link. The follower asks and is answered over the connection; the bytes
+//! come over the link. The end of the connection tells each side that the other has ended, whatever the
+//! link's transport notices.
 
 mod ask;
 mod control;

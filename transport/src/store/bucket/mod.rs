@@ -1,8 +1,10 @@
-//! Publications in an object store: S3, Google Cloud Storage and Azure Blob Storage, over the crate `object_store`.
+//! Publications in an object store: S3, Google Cloud Storage and Azure Blob Storage, over the crate
+//! `object_store`.
 //!
-//! The crate signs, sends and parses. Around it stand, in this directory: the names of stores (`url`), requests with retries and
-//! a deadline (`ask`), what refusals mean (`service`); and here, the promises of a [`Store`]: objects read whole although they
-//! come in parts, and creates that know their own work again after a lost answer.
+//! The crate signs, sends and parses. This directory adds the names of stores (`url`), requests with retries
+//! and a deadline (`ask`), and the meaning of refusals (`service`). This file keeps the promises of a
+//! [`Store`]: objects that come in parts are read whole, and a create whose answer was lost is recognised as
+//! ours.
 
 mod ask;
 mod service;
