@@ -1,4 +1,4 @@
-//! What an engine can do, asked of the engine itself.
+//! What an engine can do, found by asking the engine itself.
 
 use crate::{Client, Error, Result};
 

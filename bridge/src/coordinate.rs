@@ -1,7 +1,9 @@
-//! One coordinator for many hosts: every follower prepares a version while its engines generate, then all engines change to it.
+//! A coordinator for many hosts: every follower prepares a version while its engines generate, then all
+//! engines change to it.
 //!
-//! Nobody waits for a straggler longer than a set time. It keeps the version it has, a fence keeps new requests off its engines
-//! ([`Fleet::require`]), and the next roll, of the same version or a later one, takes it along.
+//! A round waits for a straggler no longer than a set time. The straggler keeps its version, and a fence
+//! keeps new requests off its engines ([`Fleet::require`]). The next round, of the same version or a later
+//! one, includes it.
 
 use std::future::Future;
 use std::time::Duration;

@@ -1,7 +1,7 @@
-//! Which way a version should go to the engines: a function of figures that somebody measured, and nothing else.
+//! Compares the ways of a version to the engines, as a function of measured figures.
 //!
-//! Each way is a sum of phases, and each phase bytes over a rate. Rates count bytes of the model, so that they can be read off a run without
-//! knowing how dense its steps are.
+//! Each way is a sum of phases, and each phase is bytes over a rate. Rates count bytes of the model, so that
+//! they can be read off a run without knowing how dense its steps are.
 
 mod route;
 

@@ -1,4 +1,4 @@
-//! One engine that was asked who it is and accepted.
+//! One engine whose identity was checked and accepted.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! One engine's HTTP connection: a deadline on every call, a bound on every reply, keys that are never shown.
+//! One engine's HTTP connection: a deadline on every call and a bound on every reply. Keys are never shown.
 
 use std::time::Duration;
 

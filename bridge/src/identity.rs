@@ -1,4 +1,4 @@
-//! Who an engine is, and whether it is who it should be.
+//! What an engine says it is, and whether that is what was expected.
 
 use std::path::Path;
 

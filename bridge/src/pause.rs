@@ -1,7 +1,8 @@
-//! An engine's pause: what the engine carries while its weights may be anything, and when it may go on.
+//! An engine's pause: the label and state of an engine whose weights are unknown, and when it may continue.
 //!
-//! One rule holds for every way into an engine: it carries the label of a version only while it has that version's weights, and it
-//! generates only while its weights are known. What is not known is fenced: paused, under a label that no request accepts.
+//! One rule holds for every way into an engine. It carries the label of a version only while it has that
+//! version's weights, and it generates only while its weights are known. An engine with unknown weights is
+//! fenced: paused, under a label that no request accepts.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,6 @@
-//! The command line: one file a subcommand.
+//! The command line: a file per subcommand, and helpers that they share (`error`, `keys`, `numbers`,
+//! `output`, `paths`, `progress`, `ranks`, `report`, `route`, `serving`, `signals`, `slime`, `store`,
+//! `transport`).
 
 mod coordinate;
 mod delta;

@@ -1,4 +1,4 @@
-//! Numbers of the command line. What no version, clock or learning rate can be is refused where it is written.
+//! Parsers for numbers of the command line. They refuse what no version, clock or learning rate can be.
 
 use clap::builder::RangedU64ValueParser;
 

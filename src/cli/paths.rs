@@ -1,5 +1,5 @@
-//! Files and directories that the command line names. One that is not what its flag says is a mistake of the command line, not
-//! damage.
+//! Checks of files and directories that the command line names. One that is not what its flag says is a
+//! mistake of the command line (code 2), not damage (code 3).
 
 use crate::cli::error::{Error, Result};
 use driftless::transport::{Checkpoint, redact};

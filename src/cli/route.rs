@@ -1,4 +1,4 @@
-//! What `driftless plan` saves, and what `driftless follow` makes of it for every version.
+//! The figures that `driftless plan` saves, and how `driftless follow` applies them to each version.
 
 use crate::cli::error::{Error, Result};
 use crate::cli::paths;

@@ -1,5 +1,5 @@
-//! How weights reach a host, and an engine: by files that it loads, which come from the store or over UCX, or into its memory, over NCCL or
-//! within a GPU that both use.
+//! Options for how weights reach a host and its engines: files that engines load (from the store or over
+//! UCX), or pushes into their memory (over NCCL or within a GPU).
 
 use crate::cli::error::{Error, Result};
 use crate::cli::numbers;

@@ -1,4 +1,4 @@
-//! The seam between a follower and whatever serves the weights.
+//! The trait between a follower and the engines that serve the weights.
 
 use std::time::{Duration, Instant};
 

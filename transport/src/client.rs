@@ -1,4 +1,4 @@
-//! A small HTTP client that blocks: what a publisher tells followers, and what a follower asks relays for.
+//! A small blocking HTTP client: publishers notify followers with it, and followers ask relays.
 
 use std::fmt;
 use std::future::Future;

@@ -1,4 +1,4 @@
-//! The suite that every [`Store`] passes, bare and wrapped. For tests: a broken rule panics.
+//! The suite that every [`Store`] passes, bare and wrapped. It is for tests: a broken rule panics.
 #![expect(clippy::unwrap_used, reason = "a failed step is a failed test, and its panic names the line")]
 
 use std::sync::Barrier;

@@ -1,5 +1,5 @@
-//! The follower's HTTP interface, for a coordinator that moves a fleet and for whoever looks after it. The
-//! wire format is documented in `docs/wire/follower.md`.
+//! The follower's HTTP interface, for coordinators and operators. `docs/wire/follower.md` documents the wire
+//! format.
 
 use std::net::SocketAddr;
 use std::thread;

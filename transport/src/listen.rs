@@ -1,8 +1,10 @@
-//! Listening: how many may connect, and how long they have to show that they may. All servers of the workspace accept here.
+//! Accepting connections: how many, and how long each may take to authenticate. All servers of the workspace
+//! accept here.
 //!
-//! A connection counts as a stranger's until one of its requests is authorised. Strangers have a deadline that no byte moves, and one
-//! request each; where all places are taken, the stranger that has been here longest makes room. Thus a flood of strangers costs the
-//! process a bounded number of descriptors, and whoever has the token still gets in.
+//! A connection is a stranger's until one of its requests is authorised. A stranger has a deadline that no
+//! byte extends, and one request. When all places are taken, the oldest stranger's connection is closed for
+//! the new one. A flood of strangers therefore costs the process a bounded number of descriptors, and a
+//! client with the token still gets in.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};

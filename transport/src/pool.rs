@@ -1,4 +1,4 @@
-//! Work on several threads whose results are taken in order, with a bound on what is in flight.
+//! Runs work on several threads and returns the results in order, with a bound on what is in flight.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};

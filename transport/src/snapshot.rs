@@ -1,4 +1,4 @@
-//! What a version consists of: named tensors and the auxiliary files of a checkpoint.
+//! A version before it is published: named tensors and the auxiliary files of a checkpoint.
 
 use std::borrow::Cow;
 

@@ -1,4 +1,5 @@
-//! Where a replica or a store on a disk asks the operating system to change or to sync something: tests look on, and fail single calls.
+//! Announces each change and each sync that a replica or a disk store asks of the operating system. Tests
+//! record them and fail single calls.
 //!
 //! Without the feature `failpoints` this compiles to nothing.
 

@@ -1,5 +1,5 @@
-//! Which way a version that is published gets to a follower and into its engines: a function of the same figures, and of the sizes that
-//! its manifests tell.
+//! Chooses the route of a published version to a follower and its engines, from the same figures and the
+//! sizes in its manifests.
 
 use std::fmt;
 

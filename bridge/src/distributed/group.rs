@@ -1,4 +1,4 @@
-//! A weight-update group: who is in it, how it forms, how a push goes, and how it is given up.
+//! A weight-update group: its members, how it forms, how a push runs, and how it is given up.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};

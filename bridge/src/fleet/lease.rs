@@ -1,4 +1,4 @@
-//! One request's place on one engine, and what becomes of its reply.
+//! One request's place on one engine, and the handling of its reply.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! One engine of a fleet: what is known of it, and how that is kept up to date.
+//! One engine of a fleet: what is known of it, and how that is kept current.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

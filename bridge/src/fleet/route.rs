@@ -1,4 +1,4 @@
-//! Which engine takes a request: a function over what is known of them.
+//! Chooses the engine for a request, as a function over what is known of the engines.
 
 /// How a request finds its engine among those that may take it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -1,9 +1,10 @@
-//! Memory that an engine has given back for a while, and how that is remembered: in the engine's own label.
+//! Memory that an engine has given back for a while, recorded in the engine's own label.
 //!
-//! SGLang ends when it is told to release what it has released, or to resume what it has, and it does not say which of the two holds. So the
-//! label says it: `<label>?released=kv_cache` is set after the release, `<label>?releasing=…` and `<label>?resuming=…` before a call whose
-//! outcome somebody who dies meanwhile does not see. No request accepts any of them. Whoever comes next resumes what is released and touches
-//! nothing that is in doubt.
+//! SGLang ends when it is told to release what it has released, or to resume what it has, and it does not
+//! report which of the two holds. The label records it: `<label>?released=kv_cache` is set after the release,
+//! `<label>?releasing=…` and `<label>?resuming=…` before a call whose outcome a crash would hide. No request
+//! accepts any of them. The next process resumes what is released, and touches nothing whose state is
+//! unknown.
 
 use crate::pause::{partial, plain};
 use crate::{Client, Error, MemoryTag, PauseMode, Result};

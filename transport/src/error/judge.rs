@@ -1,4 +1,5 @@
-//! What an error means for whoever meets it: how one of the operating system is told apart, whether to try again, whether bytes were refused.
+//! Classifies errors: what an error of the operating system means, whether a retry can help, whether bytes
+//! were refused.
 
 use std::io;
 use std::path::Path;

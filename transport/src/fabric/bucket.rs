@@ -1,4 +1,4 @@
-//! Registered memory: for transfers of our own, and for peers to read and write.
+//! Registered memory, for transfers of our own and for peers to read and write.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};

@@ -1,4 +1,4 @@
-//! What a follower has done since it was opened, in the text format that Prometheus reads
+//! A follower's counters in Prometheus's text format
 //! (<https://prometheus.io/docs/instrumenting/exposition_formats/>, version 0.0.4). Pure: state in, text out.
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! What a follower is told when it is opened.
+//! What a follower is given when it is opened.
 
 use std::path::PathBuf;
 use std::sync::Arc;

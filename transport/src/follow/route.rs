@@ -1,4 +1,4 @@
-//! Which way a version's objects come, decided by somebody else before the first of them is asked for.
+//! A [`Router`] decides how a version's objects come, before the first of them is fetched.
 
 use std::fmt::Debug;
 

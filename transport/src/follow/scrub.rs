@@ -1,4 +1,4 @@
-//! A follower reads its own bytes while it waits for the next version, and repairs what is not as it was left.
+//! A follower reads its checkpoint in the background, and rebuilds it where bytes are not as it left them.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Following a directory that slime's trainer writes.
+//! Follows a directory that slime's trainer writes.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What a follower tells about itself, over HTTP and in the store.
+//! What a follower reports about itself, over HTTP and in the store.
 
 use serde::{Deserialize, Serialize};
 

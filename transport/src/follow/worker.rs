@@ -1,4 +1,4 @@
-//! One thread per engine, so that a slow engine costs its deadline and not the follower.
+//! One thread per engine, so that a slow engine costs only its own deadline.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TryRecvError};

@@ -1,4 +1,4 @@
-//! What must hold of a manifest by itself.
+//! The rules that a manifest must satisfy by itself.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;

@@ -1,4 +1,4 @@
-//! The part of a manifest that the weights decide.
+//! The part of a manifest that the weights determine.
 
 use driftless_delta::DigestTable;
 

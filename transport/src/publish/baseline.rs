@@ -1,4 +1,4 @@
-//! The publisher's copy of the newest version, moved beside whatever the trainer does next.
+//! The publisher's copy of the newest version. A thread moves it while the trainer goes on.
 
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};

@@ -1,4 +1,4 @@
-//! Turning tensors, or slices of them, into payloads: several at once on threads of their own, packed in order.
+//! Encodes tensors, or slices of them, into payloads: several at once on threads, packed in order.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Elements that are no numbers, which no trainer means to publish: NaN and the infinities.
+//! Refuses NaN and infinities, unless the version before had them at the same place.
 
 use crate::{Checkpoint, Dtype, Error, Result, Snapshot as _, TensorInfo};
 

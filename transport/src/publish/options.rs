@@ -1,4 +1,4 @@
-//! What a publisher is told, and what it tells.
+//! What a publisher is given, and what it returns.
 
 use std::fmt;
 use std::path::PathBuf;

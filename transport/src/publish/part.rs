@@ -1,4 +1,4 @@
-//! What a rank leaves for the others to join, and joining it: documents in, a manifest out.
+//! A rank's part of a version, and joining parts: documents in, a manifest out.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! What to publish: pure decisions over tables.
+//! Decides what to publish, as functions over tables.
 
 use std::borrow::Cow;
 use std::cmp::Ordering;

@@ -1,4 +1,4 @@
-//! Several ranks publish one version: each its part, and one of them joins the parts.
+//! Several ranks publish one version: each stores its part, and one of them joins the parts.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 

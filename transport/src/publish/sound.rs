@@ -1,5 +1,7 @@
-//! A baseline that rotted under an unchanged date: noticed where the digest of what was given is not that of the baseline and the
-//! changes, and built anew from the store.
+//! Finds a baseline that rotted under an unchanged date, and builds it anew from the store.
+//!
+//! The digest of the new bytes must equal the digest that follows from the baseline and the changes. Where it
+//! does not, the baseline is at fault.
 
 use super::encode::blames_baseline;
 use super::{Publisher, Standing};

@@ -1,4 +1,4 @@
-//! Packing payloads into objects, and storing them while the next ones are encoded.
+//! Packs payloads into objects, and stores them while the next ones are encoded.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};

@@ -1,4 +1,4 @@
-//! What a relay keeps: objects under their digests, those not asked for longest go when room is needed. Blocking.
+//! A relay's cache: objects under their digests, evicted least recently used first. Blocking.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! The store of a publisher that serves what it puts.
+//! The store of a publisher that also serves what it puts.
 
 use std::collections::VecDeque;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! The follower's side: objects from relays, everything else from the origin, and nothing believed.
+//! The follower's side: objects come from relays and are checked; everything else comes from the origin.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,4 +1,4 @@
-//! Moving a replica from version to version: chains in, one journal for as many links as go together.
+//! Moves a replica from version to version: chains in, one journal for as many versions as go together.
 
 use std::collections::BTreeSet;
 use std::path::Path;

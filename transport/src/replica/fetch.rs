@@ -1,6 +1,7 @@
-//! From publications to a sealed journal: objects in, records out. Nothing of the checkpoint is touched here.
+//! From publications to a sealed journal: objects in, records out. This file touches no byte of the
+//! checkpoint.
 //!
-//! Several publications in a row are folded: each tensor is taken through all of them at once, on its own thread.
+//! Several publications in a row are folded: each tensor goes through all of them at once, on its own thread.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Versions that somebody else's format describes: their tensors come as absolute new bytes, and take the same way
-//! through the journal as ours.
+//! Versions in a foreign format, whose tensors come as absolute new bytes. They go through the same journal
+//! as ours.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};

@@ -1,4 +1,4 @@
-//! The step of an apply that changes weights: patches go through shared memory maps, several tensors at a time.
+//! Overwrites weights in an apply: patches go through shared memory maps, several tensors at a time.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

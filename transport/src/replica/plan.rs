@@ -1,4 +1,4 @@
-//! What an advance would fetch and apply, without doing any of it.
+//! Says what an advance would fetch and apply, without doing any of it.
 
 use std::collections::BTreeSet;
 use std::path::Path;

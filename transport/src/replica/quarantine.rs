@@ -1,7 +1,8 @@
-//! Setting a damaged replica aside, so that it is built anew from the store without anybody's help.
+//! Sets a damaged replica aside, so that it is built anew from the store without an operator.
 //!
-//! The damaged files lie in `quarantine/` until another version is in place. The marker goes there last: until then the
-//! directory still says whose it is and the same steps are taken again, afterwards the marker there pins the run.
+//! The damaged files stay in `quarantine/` until another version is in place. The marker moves there last.
+//! Until then the directory still names its run, and a crash leads to the same steps again. Afterwards the
+//! marker in `quarantine/` pins the run.
 
 use std::fs;
 use std::io::ErrorKind;

@@ -1,7 +1,7 @@
-//! Carrying out a committed journal up to the page cache, and reading back what a directory holds.
+//! Carries out a committed journal up to the page cache, and reads back what a directory holds.
 //!
-//! Every step is idempotent and the marker moves last (`settle.rs`), so that a crash anywhere is followed by the same steps
-//! again.
+//! Every step is idempotent, and the marker moves last (`settle.rs`). After a crash the same steps are
+//! repeated.
 
 use std::fs::File;
 use std::io::ErrorKind;

@@ -1,4 +1,4 @@
-//! Making a directory whole that a crash left, with what lies in it: no store, no follower.
+//! Repairs a directory after a crash from what is in it, without a store or a follower.
 
 use std::path::Path;
 

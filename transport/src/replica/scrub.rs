@@ -1,4 +1,4 @@
-//! Reading what a replica holds, some of it at a time, and comparing it with the digests that it should have.
+//! Reads a replica some MiB at a time, and compares it with the digests that it should have.
 
 use driftless_delta::{BLOCK_ELEMENTS, Digest};
 

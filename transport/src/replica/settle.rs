@@ -1,7 +1,7 @@
-//! What lies behind an apply: making durable what the page cache has, while engines load it already.
+//! Makes an applied version durable behind the apply, while engines load it already.
 //!
-//! A version whose journal is durable cannot be lost any more, so nobody has to wait for its data: until they are synced and the
-//! marker is moved, a crash is followed by the journal again. The next journal waits, because it would take this one's place.
+//! A version is loadable once its journal is durable. Until the data is synced and the marker is moved, a
+//! crash is followed by the journal again. The next apply waits, because its journal takes this one's place.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;

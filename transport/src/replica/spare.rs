@@ -1,6 +1,6 @@
-//! Memory of one apply that is used again, tensor after tensor, and given back once an engine can load the version.
+//! Memory that an apply uses again, tensor after tensor, and frees once an engine can load the version.
 //!
-//! Memory that is mapped and unmapped for each tensor costs a fault for each of its pages, and all threads that do so wait for each
+//! Mapping and unmapping memory for each tensor costs a fault per page. All threads that do so wait for each
 //! other, because a process has one list of maps.
 
 use std::fmt;

@@ -1,4 +1,4 @@
-//! What a replica knows about its directory: the marker (`state.json`), the applied manifest, and the digest
+//! What a replica knows about its directory: the marker (`state.json`), the applied manifest and the digest
 //! tables.
 
 use std::collections::BTreeMap;

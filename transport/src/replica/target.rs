@@ -1,9 +1,10 @@
-//! The weight files of an apply, mapped for writing before there is anything to write.
+//! The weight files of an apply, mapped for writing, and the prefaulting of their pages.
 //!
-//! Overwriting costs little more than the faults of its pages, one for each page that is written to for the first time through a map.
-//! While objects are decoded there is time for them: pages are made ready as soon as it is known that they will change, or, of a tensor
-//! with changes nearly everywhere, as soon as its object is here. That leaves their bytes as they are. It moves the files' times, which
-//! [`Targets::moved_times`] tells, and the kernel writes the pages once more.
+//! Overwriting costs little more than its page faults: one for each page that is first written through a map.
+//! While objects are decoded there is time for them. Pages are prefaulted as soon as it is known that they
+//! will change; in a tensor that changes nearly everywhere, as soon as its object is here. Their bytes stay
+//! as they are. The files' times move, which [`Targets::moved_times`] reports, and the kernel writes the
+//! pages once more.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;

@@ -1,9 +1,9 @@
-//! Keeps a directory that is between two versions from being loaded: it has no `config.json` then.
+//! Keeps engines from loading a directory that is between two versions, by taking its `config.json` away.
 //!
-//! An engine that starts reads `config.json` first, and refuses a directory without one. The file is renamed into the state directory
-//! before the first byte of the checkpoint changes, and back after the last one. A process that is killed in between leaves a
-//! directory that does not load until the journal is carried out. Nothing here waits for the disk: after a loss of power, only
-//! carrying out the journal makes the directory whole.
+//! An engine that starts reads `config.json` first, and refuses a directory without one. The file is renamed
+//! into the state directory before the first byte of the checkpoint changes, and back after the last one. If
+//! the process is killed in between, the directory does not load until the journal is carried out. Nothing
+//! here is synced: after a loss of power, only carrying out the journal makes the directory whole.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

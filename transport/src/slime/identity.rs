@@ -1,7 +1,7 @@
 //! Identities for versions that have none of their own.
 //!
-//! They follow from what is in the directories, so that every host derives the same ones, and a directory that was
-//! replaced shows.
+//! They follow from the bytes in the directories. Every host derives the same ones, and a directory that was
+//! replaced gets another.
 
 use super::release::Release;
 use crate::manifest::{Algorithms, FORMAT, Features, Kind, Manifest, Representation, Tables, Tensor};

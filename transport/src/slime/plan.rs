@@ -1,7 +1,7 @@
-//! What following a trainer's directory would do, without doing any of it.
+//! Says what following a trainer's directory would do, without doing it.
 //!
-//! A version of this layout says neither how much it changes nor what it builds on; both show only when it is applied. So it is:
-//! to copies of the tensors, in memory.
+//! A version of this layout says neither how much it changes nor what it builds on. Only applying it shows
+//! both, so it is applied to copies of the tensors in memory.
 
 use std::collections::BTreeSet;
 use std::fs::File;

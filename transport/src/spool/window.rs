@@ -1,9 +1,9 @@
-//! How much of the objects that arrive is on its way at the same time: as much as keeps a long line busy, and what is needed first
-//! in front.
+//! Bounds the bytes of objects under way: enough to keep a long line busy, with what is needed first in
+//! front.
 //!
-//! Bytes are counted, not requests: what has arrived of a request makes room for the next one before it is over. Were room made
-//! only by requests that end, those that share a line would end together, and the line would be idle until the next ones are
-//! answered.
+//! Bytes are counted, not requests: what has arrived of a request makes room for the next one. If only the
+//! end of a request made room, requests that share a line would end together, and the line would be idle for
+//! a round trip.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

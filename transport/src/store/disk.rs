@@ -1,4 +1,4 @@
-//! Publications in a directory of a file system, local or shared.
+//! A store in a directory of a file system, local or shared.
 
 use std::fmt;
 use std::fs::{self, File};

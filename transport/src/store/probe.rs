@@ -1,4 +1,4 @@
-//! Asking a store whether it keeps its word.
+//! Tests whether a store honours create-if-absent.
 
 use super::{PutMode, Store};
 use crate::{Error, Key, Result};

@@ -1,4 +1,4 @@
-//! A store that counts what passes through it.
+//! A store that counts requests and bytes.
 
 use std::fmt;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! A store behind a slow link.
+//! A store behind a slow link, for tests.
 
 use std::fmt;
 use std::ops::Range;

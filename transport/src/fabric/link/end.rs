@@ -1,4 +1,4 @@
-//! The end of a link: UCX lets go of what it can, in the order that it wants, and keeps the rest from harm.
+//! Ends a link: releases what UCX lets go of, in the order that it wants, and keeps the rest alive.
 
 use std::mem;
 use std::sync::atomic::Ordering::SeqCst;

@@ -1,4 +1,4 @@
-//! The follower's side.
+//! The follower's side of a UCX session.
 
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::ops::Range;

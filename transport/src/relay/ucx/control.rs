@@ -1,4 +1,5 @@
-//! The TCP connection of a session: JSON documents, each behind its length, and whether the other side is still there.
+//! The TCP connection of a session: JSON documents, each behind its length, and whether the peer is still
+//! there.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;

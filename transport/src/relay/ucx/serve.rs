@@ -1,4 +1,4 @@
-//! The relay's side: a thread a session.
+//! The relay's side of UCX sessions, a thread for each.
 
 use std::io;
 use std::net::SocketAddr;

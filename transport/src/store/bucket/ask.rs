@@ -1,4 +1,4 @@
-//! One request, tried until it is answered or its deadline has passed.
+//! One request, retried until it is answered or its deadline has passed.
 
 use std::error::Error as _;
 use std::time::{Duration, Instant};

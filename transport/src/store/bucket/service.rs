@@ -1,7 +1,7 @@
 //! The HTTP client under `object_store`, with typed refusals.
 //!
-//! The crate tells apart what it acts on (not found, precondition failed) and turns everything else into text. What a caller
-//! needs to know, whether asking again can help, is decided here, where status and code are still values.
+//! The crate distinguishes what it acts on (not found, precondition failed) and turns everything else into
+//! text. Whether a retry can help is decided here, where status and code are still values.
 
 use std::fmt;
 
