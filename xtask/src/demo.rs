@@ -126,7 +126,7 @@ impl Demo {
 pub(crate) fn build(smoke: bool) -> Result<PathBuf> {
     // The development build is the one that the test lanes have made.
     let (mut command, profile) = if smoke {
-        let mut command = crate::test::cargo_test();
+        let mut command = crate::test::torch_test();
         command.args(["--no-run", "--test", "crash"]);
         (command, "debug")
     } else {

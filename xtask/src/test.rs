@@ -54,7 +54,7 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "unit",
-        what: "every crate's tests, those with libtorch where it is installed, kill -9 at 32 points among them",
+        what: "codec, transport, buffer, bridge and the command, without libtorch; kill -9 at 16 points",
         needs: &[],
         run: unit,
     },
@@ -88,13 +88,13 @@ const LANES: &[Lane] = &[
         name: "kills",
         what: "kill -9 of publisher, follower and relay at 16 points and at random moments",
         needs: &[],
-        run: |c| c.looped("kills"),
+        run: |c| c.looped(light_test(), "kills"),
     },
     Lane {
         name: "crash",
         what: "kill -9 of trainer, follower and engine at 16 points",
         needs: &[Need::Libtorch],
-        run: |c| c.looped("crash"),
+        run: |c| c.looped(torch_test(), "crash"),
     },
     Lane {
         name: "demo",
@@ -129,17 +129,17 @@ const LANES: &[Lane] = &[
     },
 ];
 
-/// Lanes that run only when they are named: `unit` runs the first three, and not every machine can have what `neon` needs.
-const BY_NAME: &[&str] = &["torch", "kills", "crash", "neon"];
+/// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what `neon` needs.
+const BY_NAME: &[&str] = &["kills", "neon"];
 
 /// Lanes with target directories of their own and little to do at once. They run one after another beside the others.
 const BESIDE: &[&str] = &["loom", "fuzz", "asan", "miri"];
 
-/// Features of all lanes that run tests: one set, so that each crate is built once.
+/// Features of the lanes without libtorch.
 const LIGHT: &str =
     "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-delta/cuda";
 
-/// The same where libtorch is.
+/// The same and libtorch. What the two sets share is built once.
 const ALL: &str = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-delta/cuda,driftless/torch";
 
 /// Crates that must not be in the light build.
@@ -319,8 +319,7 @@ impl Context {
     }
 
     /// The test program of this name, alone.
-    fn looped(&self, name: &str) -> Result<()> {
-        let mut command = cargo_test();
+    fn looped(&self, mut command: Command, name: &str) -> Result<()> {
         command.args(["--test", name, "--", "--nocapture"]);
         if self.long {
             command.env("DRIFTLESS_LONG", "1");
@@ -329,16 +328,18 @@ impl Context {
     }
 }
 
-/// `cargo test` over all crates that can be built here. Every call selects the same packages and features, because cargo builds a
-/// crate once more for each other set that its selection amounts to.
-pub(crate) fn cargo_test() -> Command {
+/// `cargo test` without libtorch. Every lane selects the same packages and features, because cargo builds a crate once more for each
+/// other set that a selection amounts to.
+fn light_test() -> Command {
     let mut command = Command::new("cargo");
-    command.arg("test");
-    if libtorch::present().is_some() {
-        command.args(["--workspace", "--features", ALL]);
-    } else {
-        command.args(["--features", LIGHT]);
-    }
+    command.args(["test", "--features", LIGHT]);
+    command
+}
+
+/// `cargo test` with libtorch.
+pub(crate) fn torch_test() -> Command {
+    let mut command = Command::new("cargo");
+    command.args(["test", "--workspace", "--features", ALL]);
     command
 }
 
@@ -365,7 +366,7 @@ fn leak(context: &Context) -> Result<()> {
 }
 
 fn unit(context: &Context) -> Result<()> {
-    let mut command = cargo_test();
+    let mut command = light_test();
     if context.long {
         command.env("DRIFTLESS_LONG", "1");
     }
@@ -388,14 +389,14 @@ fn doc(context: &Context) -> Result<()> {
 
 fn torch(context: &Context) -> Result<()> {
     let tests = ["checkpoint", "engine", "in_place", "loss", "model", "task", "train"];
-    context.logged(cargo_test().arg("--lib").args(tests.map(|name| ["--test", name]).as_flattened()))
+    context.logged(torch_test().arg("--lib").args(tests.map(|name| ["--test", name]).as_flattened()))
 }
 
 fn with_sglang(context: &Context) -> Result<()> {
     let cache = crate::cache_dir()?;
     let work = context.root.join("target/lanes/sglang");
     let server = sglang::Conformance::start(&cache, &work, process::free_port()?)?;
-    context.logged(server.tell(cargo_test().args([
+    context.logged(server.tell(torch_test().args([
         "--test",
         "sglang",
         "--test",
@@ -404,23 +405,23 @@ fn with_sglang(context: &Context) -> Result<()> {
         "--nocapture",
     ])))?;
     // The bridge has SGLang's own unpickler read what it wrote.
-    context.logged(server.tell(cargo_test().args(["--lib", "payload"])))?;
+    context.logged(server.tell(torch_test().args(["--lib", "payload"])))?;
     drop(server);
     context.logged(
-        cargo_test().args(["--test", "task"]).env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache)),
+        torch_test().args(["--test", "task"]).env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache)),
     )
 }
 
 fn with_stores(context: &Context) -> Result<()> {
     let servers = stores::Servers::start(&crate::cache_dir()?, &context.root.join("target/lanes/stores"))?;
-    let mut command = cargo_test();
+    let mut command = light_test();
     command.args(["--test", "servers", "--", "--ignored", "--nocapture"]);
     context.logged(servers.tell(&mut command))
 }
 
 fn with_ucx(context: &Context) -> Result<()> {
     for (version, libraries) in ucx::releases(&crate::cache_dir()?) {
-        let mut command = cargo_test();
+        let mut command = light_test();
         command.args(["--test", "fabric", "--test", "relay_ucx", "--test", "cli"]);
         command.args(["--", "--nocapture"]).env("DRIFTLESS_UCX_REQUIRED", version);
         context.logged(command.env("LD_LIBRARY_PATH", libraries))?;
