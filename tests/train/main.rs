@@ -141,6 +141,8 @@ fn an_engine_of_another_model_is_refused_by_name() {
 #[test]
 fn an_object_store_is_wanted_where_it_was_asked_for() {
     let dir = tempfile::tempdir().expect("a directory");
+    // Nothing is loaded before the options are known to agree.
+    std::fs::write(dir.path().join("model.safetensors"), "").expect("a file");
     let stage = Stage::new(dir.path(), dir.path());
     let mut command = stage.command(Role::Trainer);
     let (status, error) = code(command.args(["--update-weight-transport", "object"]));

@@ -152,7 +152,8 @@ impl Encoder<'_> {
         mut progress: Option<&mut ProgressFn>,
     ) -> Result<Vec<Coded>> {
         let (slices, coder) = (self.shard.slices(), self.coder);
-        let weights = chosen.iter().map(|&index| slices[index].byte_len()).collect::<Result<Vec<_>>>()?;
+        let lengths = chosen.iter().map(|&index| slices[index].byte_len()).collect::<Result<Vec<_>>>()?;
+        let weights: Vec<u64> = lengths.iter().map(|length| length.saturating_mul(coder.copies())).collect();
         let mut state = Progress { tensors_total: chosen.len() as u64, ..Progress::default() };
         let mut alike: BTreeMap<Likeness, Alike> = BTreeMap::new();
         let (mut fed, mut coded) = (0, Vec::<Coded>::with_capacity(chosen.len()));
@@ -191,7 +192,7 @@ impl Encoder<'_> {
                     coded.push(Coded { index, twins: Vec::new(), digest, changed, pieces, anchor });
                 }
                 state.tensors += 1;
-                state.bytes_encoded += weights[position];
+                state.bytes_encoded += lengths[position];
                 state.bytes_uploaded = packer.bytes_uploaded();
                 if let Some(progress) = &mut progress {
                     progress(state);
@@ -246,6 +247,12 @@ impl Encoder<'_> {
 }
 
 impl Coder {
+    /// How many times the bytes of a slice may be in memory while it is under way: as given, as coded, and once more while the buffer
+    /// of what is coded grows; an anchor beside it.
+    fn copies(&self) -> u64 {
+        3 + u64::from(self.plan.anchor)
+    }
+
     /// Encodes a slice. What is promised of it is the digest of its own bytes, and what is encoded is known to lead there:
     ///
     /// - The changes are taken from the baseline's bytes, so they are right for a host exactly if those are the host's. Digests are
@@ -289,8 +296,10 @@ impl Coder {
         let element = slice.tensor.dtype.element();
         let mut not_finite = false;
         let encode = |(start, bytes): (usize, &[u8])| {
-            let mut out = Vec::new();
+            // What does not shrink grows by less than a sixteenth.
+            let mut out = Vec::with_capacity(bytes.len() / 16 * 17 + 64);
             let encoded = driftless_delta::encode_full(element, bytes, &mut out);
+            out.shrink_to_fit();
             not_finite |= encoded.map_err(|source| codec(slice, source))?.not_finite;
             self.payload(slice, start, bytes.len(), out)
         };
@@ -312,6 +321,7 @@ impl Coder {
             }
             source => codec(slice, source),
         })?;
+        out.shrink_to_fit();
         let (digest, changed) = (encoded.digests.total(), encoded.changed.min(slice.elements));
         let payloads = Payloads { digest, changed, not_finite: encoded.not_finite, ..Payloads::default() };
         if changed == 0 && slice.is_whole()? {
@@ -327,6 +337,7 @@ impl Coder {
             let mut out = Vec::new();
             driftless_delta::encode(element, base, new, &table, self.profile, &mut out)
                 .map_err(|source| codec(slice, source))?;
+            out.shrink_to_fit();
             pieces.push(self.payload(slice, start, new.len(), out)?);
         }
         Ok(Payloads { pieces, ..payloads })

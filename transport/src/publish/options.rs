@@ -87,9 +87,9 @@ pub struct PublisherOptions {
     pub uploads: usize,
     /// Threads that encode; by default as many as there are cores, up to 8.
     pub threads: usize,
-    /// Bytes of tensors that may be under way between the snapshot and the objects at once, 512 MiB by default; a larger
-    /// tensor passes alone. Memory holds up to twice as much: what the snapshot gives, if it does not lend it, and what
-    /// becomes of it.
+    /// Bytes of memory that tensors may take on their way from the snapshot to the objects, 1.5 GiB by default. A tensor counts three
+    /// times: what the snapshot gives, what becomes of it, and a buffer that grows; four times with an anchor. One that counts
+    /// for more passes alone. Each thread holds another MiB or two.
     pub buffer_bytes: u64,
     /// Whether deltas are small or quick to decode.
     pub profile: Profile,
@@ -125,7 +125,7 @@ impl PublisherOptions {
             object_bytes_max: 8 << 20,
             uploads: 4,
             threads: crate::pool::threads(8),
-            buffer_bytes: 512 << 20,
+            buffer_bytes: 1536 << 20,
             profile: Profile::default(),
             anchor_every: None,
             anchor_share: None,
