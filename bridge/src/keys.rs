@@ -75,7 +75,11 @@ fn bearer(which: &'static str, key: &str) -> Result<HeaderValue> {
 
 fn read(which: &'static str, path: &Path) -> Result<String> {
     let fail = |reason: String| Error::Key { which, reason: format!("{}: {reason}", path.display()) };
-    let size = std::fs::metadata(path).map_err(|error| fail(error.to_string()))?.len();
+    let found = std::fs::metadata(path).map_err(|error| fail(error.to_string()))?;
+    if !found.is_file() {
+        return Err(fail("expected a regular file, found something else".to_owned()));
+    }
+    let size = found.len();
     if size > KEY_BYTES_MAX {
         return Err(fail(format!("the file has {size} bytes, a key at most {KEY_BYTES_MAX}")));
     }

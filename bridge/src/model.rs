@@ -356,6 +356,12 @@ fn read(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
             expected: format!("at most {limit} bytes"),
             found: format!("{}", found.len()),
         }),
+        Ok(found) if !found.is_file() => Err(Error::Config {
+            path: path.to_owned(),
+            what: "what lies there".into(),
+            expected: "a regular file".into(),
+            found: "a FIFO, a device or a directory".into(),
+        }),
         Ok(_) => std::fs::read(path).map(Some).map_err(fail),
     }
 }

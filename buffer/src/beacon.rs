@@ -3,7 +3,7 @@
 //! Nothing durable depends on it. It means something only while a process holds the log's lock, and each such process writes
 //! it anew.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -13,7 +13,7 @@ use memmap2::MmapOptions;
 use rustix::thread::futex;
 
 use crate::map::Map;
-use crate::{Error, Result};
+use crate::{Error, Result, regular};
 
 const NAME: &str = "end";
 const BYTES: usize = 64;
@@ -33,7 +33,9 @@ impl Beacon {
     pub(crate) fn light(root: &Path, end: u64) -> Result<Self> {
         let path = root.join(NAME);
         let open = || -> io::Result<Map> {
-            let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path)?;
+            let options = &mut OpenOptions::new();
+            let file =
+                regular::open_with(options.read(true).write(true).create(true).truncate(false), &path)?;
             // Readers may have it mapped: it is never cut short.
             if file.metadata()?.len() < BYTES as u64 {
                 file.set_len(BYTES as u64)?;
@@ -47,7 +49,7 @@ impl Beacon {
 
     /// For a reader; `None` when no process has ever written the log.
     pub(crate) fn see(root: &Path) -> Option<Self> {
-        let file = File::open(root.join(NAME)).ok()?;
+        let file = regular::open(&root.join(NAME)).ok()?;
         let whole = file.metadata().is_ok_and(|found| found.len() >= BYTES as u64);
         let raw = MmapOptions::new().len(BYTES).map_raw_read_only(&file);
         raw.ok().filter(|_| whole).map(|raw| Self { map: Map::file(raw, BYTES) })

@@ -41,17 +41,17 @@ impl std::fmt::Debug for Files {
 }
 
 /// Settled when no process writes: then what a crash left is told apart from what is being written.
-pub(crate) fn read_mode(root: &Path) -> Mode {
-    if !LockFile::is_taken(root) {
-        return Mode::Settled;
+pub(crate) fn read_mode(root: &Path) -> Result<Mode> {
+    if !LockFile::is_taken(root)? {
+        return Ok(Mode::Settled);
     }
-    Mode::Live { durable: Beacon::see(root).map_or(u64::MAX, |beacon| beacon.get().1) }
+    Ok(Mode::Live { durable: Beacon::see(root).map_or(u64::MAX, |beacon| beacon.get().1) })
 }
 
 impl Files {
     pub(crate) fn open(root: &Path) -> Result<Self> {
         let storage = Directory::new(root);
-        let mode = read_mode(root);
+        let mode = read_mode(root)?;
         let firsts = recover::firsts(&storage)?;
         let opened = recover::read(&storage, mode)?;
         let identity = opened.identity.map_or_else(OnceLock::new, OnceLock::from);
@@ -73,7 +73,7 @@ impl Files {
 
     /// Learns what has been appended, sealed and removed.
     pub(crate) fn refresh(&self) -> Result<()> {
-        let mode = read_mode(&self.root);
+        let mode = read_mode(&self.root)?;
         let firsts = recover::firsts(&self.storage)?;
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         match (known.mode, mode) {

@@ -81,7 +81,7 @@ impl Report {
 pub fn stat(dir: impl AsRef<Path>) -> Result<Stat> {
     let root = dir.as_ref();
     let storage = Directory::new(root);
-    let mode = read_mode(root);
+    let mode = read_mode(root)?;
     let mut opened = recover::read(&storage, mode)?;
     opened.index.complete();
     let mut stat = Stat {
@@ -136,7 +136,7 @@ fn widen(range: Option<(u64, u64)>, low: u64, high: u64) -> (u64, u64) {
 pub fn verify(dir: impl AsRef<Path>) -> Result<Report> {
     let root = dir.as_ref();
     let storage = Directory::new(root);
-    verify_on(&storage, read_mode(root))
+    verify_on(&storage, read_mode(root)?)
 }
 
 /// As [`verify`], on any storage.

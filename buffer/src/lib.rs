@@ -28,6 +28,7 @@ mod query;
 mod reader;
 mod record;
 mod recover;
+mod regular;
 mod reservation;
 mod retain;
 mod sample;

@@ -1,10 +1,10 @@
 //! One writing process per log: an advisory lock that the kernel releases when its holder dies.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Seek, Write};
+use std::io::{ErrorKind, Read, Seek, Write};
 use std::path::Path;
 
-use crate::{Error, Result};
+use crate::{Error, Result, regular};
 
 const NAME: &str = "lock";
 
@@ -19,7 +19,8 @@ impl LockFile {
     /// Takes the lock of the log in `root`.
     pub(crate) fn take(root: &Path) -> Result<Self> {
         let path = root.join(NAME);
-        let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        let options = &mut OpenOptions::new();
+        let open = regular::open_with(options.read(true).write(true).create(true).truncate(false), &path);
         let mut file = open.map_err(Error::io("open", &path))?;
         match file.try_lock() {
             Ok(()) => {}
@@ -41,9 +42,17 @@ impl LockFile {
     }
 
     /// Is a process writing the log in `root` right now? Takes nothing.
-    pub(crate) fn is_taken(root: &Path) -> bool {
-        let Ok(file) = File::open(root.join(NAME)) else { return false };
+    pub(crate) fn is_taken(root: &Path) -> Result<bool> {
+        let path = root.join(NAME);
+        let file = match regular::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == ErrorKind::InvalidInput => {
+                return Err(Error::io("open", &path)(error));
+            }
+            // Nobody has written here, or not for this user to know.
+            Err(_) => return Ok(false),
+        };
         // A shared lock lets other inspectors in; it is gone when `file` is closed.
-        matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))
+        Ok(matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
     }
 }

@@ -4,7 +4,7 @@
 //! and replace. The crash tests put a simulated medium behind the same calls.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ use memmap2::MmapOptions;
 
 use crate::layout::segment::HEADER_PAGE;
 use crate::map::Map;
+use crate::regular;
 
 /// A named set of segments and small files.
 pub(crate) trait Storage: Send + Sync {
@@ -68,7 +69,7 @@ impl Directory {
         let attempt = || {
             let mut options = OpenOptions::new();
             options.read(true).write(true).create(true).truncate(true);
-            let file = call(|| options.open(&path))?;
+            let file = call(|| regular::open_with(&mut options, &path))?;
             let out = write(&file)?;
             call(|| file.sync_all())?;
             Ok(out)
@@ -132,12 +133,12 @@ impl Storage for Directory {
     fn open(&self, name: &str, write: Option<usize>) -> io::Result<Map> {
         let path = self.root.join(name);
         let Some(bytes) = write else {
-            let file = call(|| File::open(path))?;
+            let file = call(|| regular::open(&path))?;
             let raw = call(|| MmapOptions::new().map_raw_read_only(&file))?;
             let tail = raw.len();
             return Ok(Map::file(raw, tail));
         };
-        let file = call(|| OpenOptions::new().read(true).write(true).open(path))?;
+        let file = call(|| regular::open_with(OpenOptions::new().read(true).write(true), &path))?;
         if file.metadata()?.len() < bytes as u64 {
             allocate(&file, bytes as u64)?;
             call(|| file.sync_all())?;
@@ -150,7 +151,7 @@ impl Storage for Directory {
     fn release(&self, name: &str, range: Range<usize>) {
         use rustix::fs::{FallocateFlags, fallocate};
         let free = || -> io::Result<()> {
-            let file = OpenOptions::new().write(true).open(self.root.join(name))?;
+            let file = regular::open_with(OpenOptions::new().write(true), &self.root.join(name))?;
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             Ok(fallocate(&file, flags, range.start as u64, range.len() as u64)?)
         };
@@ -169,12 +170,16 @@ impl Storage for Directory {
 
     fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         let path = self.root.join(name);
-        match call(|| fs::metadata(&path)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-            Ok(found) if found.len() > SMALL_BYTES_MAX => Err(io::Error::from(io::ErrorKind::FileTooLarge)),
-            Ok(_) => call(|| fs::read(path)).map(Some),
+        let file = match call(|| regular::open(&path)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let mut bytes = Vec::new();
+        call(|| file.take(SMALL_BYTES_MAX + 1).read_to_end(&mut bytes))?;
+        if bytes.len() as u64 > SMALL_BYTES_MAX {
+            return Err(io::Error::from(io::ErrorKind::FileTooLarge));
         }
+        Ok(Some(bytes))
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {

@@ -105,6 +105,7 @@ fn transport_code(error: &driftless::transport::Error) -> u8 {
         | Transport::Unsigned { .. }
         | Transport::BadSignature { .. }
         | Transport::DamagedReplica { .. }
+        | Transport::NotAFile { .. }
         | Transport::Codec { .. } => 3,
         Transport::PartsMissing { .. }
         | Transport::NotJoined { .. }
@@ -149,6 +150,8 @@ mod tests {
         let (action, source) = ("get", "no answer".into());
         let silent = Transport::Unreachable { store, action, key, waited, attempts: 9, source };
         assert_eq!(Error::Transport(silent).exit_code(), 4);
+        let odd = Transport::NotAFile { path: PathBuf::from("head"), found: "a FIFO" };
+        assert_eq!(Error::Transport(odd).exit_code(), 3);
         let peer = "host:1".to_owned();
         let link = Transport::LinkTimeout { peer, action: "hear from", waited };
         assert_eq!(Error::Transport(link).exit_code(), 4);

@@ -70,10 +70,13 @@ pub(crate) fn check_own(name: &str, dir: &Path, start: Option<&Path>) -> Result<
     }
 }
 
-/// Refuses a directory, and what is not there, in place of a file or a pipe.
+/// Refuses what is not there, and all that has a name and is no file. The nameless pipe that a shell makes of `<(command)` will do.
 pub(crate) fn check_file(name: &str, path: &Path) -> Result<()> {
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),
+        Ok(metadata) if !metadata.is_file() && path.canonicalize().is_ok() => {
+            Err(wrong(name, path, "a file", NO_FILE))
+        }
         Ok(_) => Ok(()),
         Err(source) => Err(unopened(name, path, "a file", source)),
     }

@@ -7,6 +7,7 @@ mod common;
 mod interrupted;
 mod log;
 mod mistakes;
+mod odd_files;
 mod pipes;
 mod repair;
 mod routes;

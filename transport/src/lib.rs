@@ -19,6 +19,7 @@ pub mod listen;
 pub mod manifest;
 mod pool;
 mod publish;
+mod regular;
 pub mod relay;
 mod replica;
 mod run;

@@ -349,6 +349,7 @@ impl Run {
         let key = self.head_key(model)?;
         let hint = match self.store.get(&key, Some(0..RECORD_BYTES_MAX)) {
             Err(Error::NotFound { .. }) => return Ok(None),
+            Err(error @ Error::NotAFile { .. }) => Err(error),
             bytes => from_json::<Base>(&key, &bytes?),
         };
         match hint {

@@ -15,7 +15,7 @@ use ed25519_dalek::{Signature, Signer as _, SigningKey, VerifyingKey};
 use rand::TryRngCore as _;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result, RunId, Version};
+use crate::{Error, Result, RunId, Version, regular};
 
 /// Begins every message that is signed.
 const DOMAIN: &[u8] = b"driftless signature 1\0";
@@ -166,7 +166,7 @@ fn decode<const N: usize>(text: &str) -> Option<[u8; N]> {
 
 fn read_text(path: &Path) -> Result<String> {
     let read = || {
-        let file = fs::File::open(path)?;
+        let file = regular::open_or_pipe(path)?;
         io::read_to_string(io::Read::take(file, KEY_FILE_BYTES_MAX))
     };
     read().map_err(|source| Error::io("read", path, source))

@@ -13,6 +13,7 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use super::INDEX;
 use super::header::bad;
 use crate::error::{Error, Result};
+use crate::regular;
 use crate::snapshot::{TensorInfo, is_plain_name};
 
 /// An index lists names only; a 1 T-parameter model's has 10 MB.
@@ -32,7 +33,7 @@ pub(super) fn read(dir: &Path) -> Result<Option<WeightMap>> {
     if size > INDEX_BYTES_MAX {
         return Err(Error::TooLarge { what: format!("`{}`", path.display()), max: INDEX_BYTES_MAX });
     }
-    let bytes = fs::read(&path).map_err(|source| Error::io("read", &path, source))?;
+    let bytes = regular::read(&path).map_err(|source| Error::io("read", &path, source))?;
     let index: Index = serde_json::from_slice(&bytes)
         .map_err(|source| Error::Parse { subject: format!("`{}`", path.display()), source })?;
     for (tensor, file) in &index.weight_map.0 {

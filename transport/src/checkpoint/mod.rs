@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 
 use crate::error::{Error, Result};
+use crate::regular;
 use crate::snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo, is_aux_name};
 use crate::watch::{self, Call};
 use header::bad;
@@ -66,16 +67,24 @@ impl Checkpoint {
     ///
     /// With an index, its files are the checkpoint and must hold exactly the tensors it lists; without one,
     /// `model.safetensors` is. Symbolic links are followed, as the Hugging Face cache consists of them.
-    /// Hidden files, other weight formats and files above [`AUX_FILE_BYTES_MAX`] are left out of the
+    /// Directories, hidden files, other weight formats and files above [`AUX_FILE_BYTES_MAX`] are left out of the
     /// auxiliary files.
     ///
     /// # Errors
     ///
     /// [`Error::Corrupt`] or [`Error::Parse`] name the file and tensor for: a missing shard, a truncated
     /// file, a header that contradicts its file, overlaps, gaps, a tensor twice, an index that disagrees with
-    /// the shards. [`Error::Unsupported`] for a sub-byte element type, [`Error::Io`] and
+    /// the shards. [`Error::NotAFile`] for a FIFO, a device or a socket in place of any of these files.
+    /// [`Error::Unsupported`] for a sub-byte element type, [`Error::Io`] and
     /// [`Error::PermissionDenied`] for the file system's refusals.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
+        let mut checkpoint = Self::open_weights(dir)?;
+        checkpoint.files = read_files(&checkpoint.dir, Strays::Refused)?;
+        Ok(checkpoint)
+    }
+
+    /// [`Checkpoint::open`] for a replica's directory, in which the manifest says what is part of the version.
+    pub(crate) fn open_replica(dir: impl Into<PathBuf>) -> Result<Self> {
         let mut checkpoint = Self::open_weights(dir)?;
         checkpoint.read_files()?;
         Ok(checkpoint)
@@ -118,9 +127,9 @@ impl Checkpoint {
         Ok(Self { dir, tensors, places, shards, files: Vec::new() })
     }
 
-    /// Reads the auxiliary files as they are now.
+    /// Reads the auxiliary files of a replica as they are now.
     pub(crate) fn read_files(&mut self) -> Result<()> {
-        self.files = read_files(&self.dir)?;
+        self.files = read_files(&self.dir, Strays::LeftOut)?;
         Ok(())
     }
 
@@ -200,7 +209,7 @@ impl fmt::Debug for Checkpoint {
 impl Shard {
     fn open(dir: &Path, name: &str) -> Result<Self> {
         let path = dir.join(name);
-        let file = File::open(&path).map_err(|source| match source.kind() {
+        let file = regular::open(&path).map_err(|source| match source.kind() {
             std::io::ErrorKind::NotFound => {
                 bad(dir, None, "weight file", format!("`{name}`"), "no such file")
             }
@@ -216,7 +225,7 @@ impl Shard {
 /// In pieces so large that the kernel can keep the copy in large folios, which is how a map of it later costs one fault where it
 /// would cost 32 after `copy_file_range`; unless the file system lets the copy share the source's blocks.
 fn copy_file(source: &Path, copy: &Path) -> Result<()> {
-    let from = File::open(source).map_err(|error| Error::io("open", source, error))?;
+    let from = regular::open(source).map_err(|error| Error::io("open", source, error))?;
     let io = |error| Error::io("write", copy, error);
     let mut to = watch::before(Call::Write, copy).and_then(|()| File::create(copy)).map_err(io)?;
     // Weights that are private stay so; versions that follow are written into the copy.
@@ -236,8 +245,15 @@ fn copy_file(source: &Path, copy: &Path) -> Result<()> {
     sync_file(&to, copy).map_err(|error| Error::io("sync", copy, error))
 }
 
+/// What becomes of that which no version can have, but which is named like a file of one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Strays {
+    Refused,
+    LeftOut,
+}
+
 /// The directory's auxiliary files, sorted by name.
-fn read_files(dir: &Path) -> Result<Vec<AuxFile>> {
+fn read_files(dir: &Path, strays: Strays) -> Result<Vec<AuxFile>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(dir).map_err(|source| Error::io("list", dir, source))? {
         let entry = entry.map_err(|source| Error::io("list", dir, source))?;
@@ -248,14 +264,14 @@ fn read_files(dir: &Path) -> Result<Vec<AuxFile>> {
         let path = entry.path();
         // Follows links, and a dangling one is an error worth hearing about.
         let metadata = fs::metadata(&path).map_err(|source| Error::io("inspect", &path, source))?;
-        if !metadata.is_file() {
+        if metadata.is_dir() || (!metadata.is_file() && strays == Strays::LeftOut) {
             continue;
         }
         if metadata.len() > AUX_FILE_BYTES_MAX {
             tracing::warn!(path = %path.display(), bytes = metadata.len(), "leaving out an auxiliary file: too large");
             continue;
         }
-        let bytes = fs::read(&path).map_err(|source| Error::io("read", &path, source))?;
+        let bytes = regular::read(&path).map_err(|source| Error::io("read", &path, source))?;
         files.push(AuxFile::new(name, bytes)?);
     }
     files.sort_by(|a, b| a.name().cmp(b.name()));

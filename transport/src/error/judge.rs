@@ -5,11 +5,15 @@ use std::io;
 use std::path::Path;
 
 use super::Error;
+use crate::regular::NotRegular;
 
 impl Error {
     /// Wraps an I/O error of the file system, keeping the path and telling apart what an operator treats differently.
     pub(crate) fn io(action: &'static str, path: impl AsRef<Path>, source: io::Error) -> Self {
         let path = path.as_ref().to_path_buf();
+        if let Some(NotRegular(found)) = source.get_ref().and_then(|source| source.downcast_ref()) {
+            return Self::NotAFile { path, found };
+        }
         match source.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 Self::NoSpace { path, action, source }

@@ -483,6 +483,14 @@ pub enum Error {
         /// The lock file.
         path: PathBuf,
     },
+    /// Something else lies where a file has to be.
+    #[error("`{path}` must be a regular file, found {found}; remove it, or put the file in its place", path = path.display())]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+        /// What lies there.
+        found: &'static str,
+    },
     /// The replica holds no version that could be read.
     #[error("`{path}` holds no finished version yet", path = path.display())]
     NothingApplied {

@@ -49,6 +49,7 @@ use crate::checkpoint::{Checkpoint, remove_dir, sync_dir};
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Base, Manifest};
+use crate::regular;
 use crate::run::Committed;
 use crate::snapshot::{Snapshot as _, is_plain_name};
 use crate::spool::{Spool, SpoolOptions};
@@ -275,7 +276,7 @@ impl Replica {
     pub fn verify(&self) -> Result<()> {
         let manifest = self.manifest().ok_or_else(|| Error::NothingApplied { path: self.dir.clone() })?;
         // Opened anew, so that replaced files are seen.
-        let checkpoint = Checkpoint::open(&self.dir)?;
+        let checkpoint = Checkpoint::open_replica(&self.dir)?;
         redo::check_tensors(&checkpoint, manifest)?;
         redo::check_files(&checkpoint, manifest)?;
         redo::hash_all(&checkpoint, manifest).map(|_| ())
@@ -519,11 +520,7 @@ impl Lock {
 }
 
 fn lock(path: &Path) -> Result<File> {
-    let file = File::options()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(path)
+    let file = regular::open_with(File::options().create(true).truncate(false).write(true), path)
         .map_err(|source| Error::io("open", path, source))?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),

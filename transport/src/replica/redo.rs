@@ -3,7 +3,6 @@
 //! Every step is idempotent, and the marker moves last (`settle.rs`). After a crash the same steps are
 //! repeated.
 
-use std::fs::File;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -24,6 +23,7 @@ use crate::checkpoint::{Checkpoint, map, remove_dir, remove_file, rename, sync_d
 use crate::error::{Error, Result};
 use crate::ids::ContentDigest;
 use crate::manifest::Manifest;
+use crate::regular;
 use crate::snapshot::{Snapshot as _, TensorInfo, is_plain_name};
 
 /// A version whose journal was carried out: an engine could load it, but it is not in its place on the disk.
@@ -38,7 +38,7 @@ pub(super) struct Redone {
 /// committed. With `sealed`, this process has just sealed it, and has these files open.
 pub(super) fn redo(dir: &Path, layout: &Layout, sealed: Option<Targets>) -> Result<Option<Redone>> {
     let path = layout.journal();
-    let file = match File::open(&path) {
+    let file = match regular::open(&path) {
         Ok(file) => file,
         Err(source) if source.kind() == ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(Error::io("open", &path, source)),
@@ -114,7 +114,7 @@ pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<St
             found: marker.applied.label(),
         });
     }
-    let checkpoint = Checkpoint::open(dir)?;
+    let checkpoint = Checkpoint::open_replica(dir)?;
     check_tensors(&checkpoint, &copy.manifest)?;
     check_files(&checkpoint, &copy.manifest)?;
     let tables =

@@ -15,6 +15,7 @@ use crate::checkpoint::{Checkpoint, rename, sync_dir, write_file};
 use crate::error::{Error, Result};
 use crate::ids::{ContentDigest, RunId, Version};
 use crate::manifest::{Manifest, Representation, Tensor};
+use crate::regular;
 
 const FORMAT: u32 = 1;
 const DIGESTS_MAGIC: [u8; 8] = *b"dftldig1";
@@ -220,7 +221,7 @@ impl Marker {
 
 /// A file's bytes, or `None` if it does not exist.
 pub(super) fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
-    match fs::read(path) {
+    match regular::read(path) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(source) if source.kind() == ErrorKind::NotFound => Ok(None),
         Err(source) => Err(Error::io("read", path, source)),

@@ -22,6 +22,7 @@ use crate::checkpoint::{Checkpoint, map};
 use crate::error::{Error, Result};
 use crate::manifest::Tensor;
 use crate::pool::{lock, threads};
+use crate::regular;
 
 /// What pages are counted in; where the kernel's are larger, it makes those ready that these lie in.
 pub(super) const PAGE: usize = 4096;
@@ -44,7 +45,7 @@ pub(super) struct Target {
 impl Target {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::io("open for writing", path, source);
-        let file = File::options().read(true).write(true).open(path).map_err(io)?;
+        let file = regular::open_with(File::options().read(true).write(true), path).map_err(io)?;
         let map = map::map_mut(path, &file)?;
         Ok(Self { file, map })
     }

@@ -4,7 +4,6 @@
 //! both, so it is applied to copies of the tensors in memory.
 
 use std::collections::BTreeSet;
-use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
@@ -16,7 +15,7 @@ use crate::manifest::Manifest;
 use crate::pool::{self, Bounds};
 use crate::replica::foreign::position;
 use crate::replica::{Held, Plan, PlannedLink, refuse_foreign};
-use crate::{Checkpoint, Error, Result, Version};
+use crate::{Checkpoint, Error, Result, Version, regular};
 
 /// More threads than this only wait for memory.
 const WORKERS_MAX: usize = 16;
@@ -44,7 +43,7 @@ fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>)
             feed.check_pins(dir, manifest, applied)?;
             let to = last(feed.newest(applied.version)?);
             check_forward(dir, applied, to)?;
-            (Checkpoint::open(dir)?, manifest.clone(), applied.run_id, to)
+            (Checkpoint::open_replica(dir)?, manifest.clone(), applied.run_id, to)
         }
         None => {
             let (checkpoint, link) = feed.version_0()?;
@@ -150,7 +149,7 @@ fn read(checkpoint: &Checkpoint, name: &str) -> Result<Vec<u8>> {
         return Ok(Vec::new());
     };
     let mut bytes = vec![0; place.length as usize];
-    File::open(place.path)
+    regular::open(place.path)
         .and_then(|file| file.read_exact_at(&mut bytes, place.offset))
         .map_err(|source| Error::io("read", place.path, source))?;
     Ok(bytes)

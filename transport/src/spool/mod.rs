@@ -22,6 +22,7 @@ use crate::checkpoint::remove_file;
 use crate::error::{Error, Result};
 use crate::ids::ContentDigest;
 use crate::manifest::Object;
+use crate::regular;
 use crate::run::{fetch_object, wrong_size};
 use crate::store::{Arrived, Store};
 use crate::watch::{self, Call};
@@ -164,7 +165,7 @@ impl Spool {
 
     /// The file of an object that is kept, its bytes at the front.
     pub(crate) fn kept_file(&self, digest: &ContentDigest) -> Option<File> {
-        self.keeps(digest).then(|| File::open(self.path(digest)).ok())?
+        self.keeps(digest).then(|| regular::open(&self.path(digest)).ok())?
     }
 
     /// Whether an object is kept, in whole or in part.
@@ -353,7 +354,8 @@ impl Kept {
     fn open(dir: &Path, path: &Path, size: u64, range_bytes: u64) -> io::Result<Self> {
         fs::create_dir_all(dir)?;
         watch::before(Call::Create, path)?;
-        let file = File::options().create(true).truncate(false).read(true).write(true).open(path)?;
+        let options = &mut File::options();
+        let file = regular::open_with(options.create(true).truncate(false).read(true).write(true), path)?;
         let kept = Self { file, path: path.to_path_buf(), size, range_bytes };
         let length = size + kept.ranges() * MARK_BYTES;
         if kept.file.metadata()?.len() != length {

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::{Entry, PutMode, Store};
 use crate::watch::{self, Call};
-use crate::{Error, Key, Result};
+use crate::{Error, Key, Result, regular};
 
 /// Where files are written before they get their name. It starts with a dot, which no key does.
 const STAGING: &str = ".staging";
@@ -38,10 +38,16 @@ impl Disk {
     }
 
     fn error(&self, action: &'static str, key: &Key, source: io::Error) -> Error {
-        if absent(&source) {
-            return Error::NotFound { key: key.clone(), store: self.to_string() };
+        match Error::io(action, self.path(key), source) {
+            Error::Io { source, .. } if absent(&source) => self.not_found(key),
+            // Other keys lie there, and no object.
+            Error::NotAFile { found: regular::DIRECTORY, .. } => self.not_found(key),
+            error => error,
         }
-        Error::io(action, self.path(key), source)
+    }
+
+    fn not_found(&self, key: &Key) -> Error {
+        Error::NotFound { key: key.clone(), store: self.to_string() }
     }
 
     /// Writes a locked, synced file in `.staging`.
@@ -127,11 +133,8 @@ impl Store for Disk {
     }
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
-        let mut file = File::open(self.path(key)).map_err(|source| self.error("open", key, source))?;
+        let mut file = regular::open(&self.path(key)).map_err(|source| self.error("open", key, source))?;
         let metadata = file.metadata().map_err(|source| self.error("examine", key, source))?;
-        if !metadata.is_file() {
-            return Err(Error::NotFound { key: key.clone(), store: self.to_string() });
-        }
         let range = super::clamp(key, range, metadata.len())?;
         let length = range.end - range.start;
         let mut bytes = Vec::new();
@@ -146,9 +149,7 @@ impl Store for Disk {
 
     fn head(&self, key: &Key) -> Result<Entry> {
         let metadata = fs::metadata(self.path(key)).map_err(|source| self.error("examine", key, source))?;
-        if !metadata.is_file() {
-            return Err(Error::NotFound { key: key.clone(), store: self.to_string() });
-        }
+        regular::check(metadata.file_type()).map_err(|source| self.error("examine", key, source))?;
         Ok(Entry::new(key.clone(), metadata.len(), metadata.modified().ok()))
     }
 
@@ -207,7 +208,7 @@ impl Drop for Staged {
 fn sweep(directory: &Path) {
     for found in fs::read_dir(directory).into_iter().flatten().flatten() {
         let path = found.path();
-        let Ok(file) = File::open(&path) else { continue };
+        let Ok(file) = regular::open(&path) else { continue };
         if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
             tracing::info!(path = %path.display(), "removing what a dead writer left");
             let _ = fs::remove_file(&path);

@@ -1,0 +1,62 @@
+//! FIFOs in place of files: named, and not waited for.
+
+use crate::Run;
+use crate::common::{code, driftless, json};
+use crate::tree::tree;
+use std::path::Path;
+use std::process::Command;
+
+#[test]
+fn a_fifo_in_place_of_a_stored_file_or_a_key_is_named_and_not_waited_for() {
+    let mut run = Run::new();
+    run.publish();
+    json(&mut run.follow_once());
+    let fifo = run.path("fifo");
+    let make = |path: &Path| {
+        let _ = std::fs::remove_file(path);
+        assert!(Command::new("mkfifo").arg(path).status().expect("mkfifo").success());
+    };
+    make(&fifo);
+    let checkpoint = run.path("checkpoint");
+    let key = |name: &str, flag: &str| {
+        let mut command = run.command(name);
+        match name {
+            "publish" => command.arg("--resume").arg("--checkpoint").arg(&checkpoint),
+            _ => command.args(["--once", "--checkpoint-dir"]).arg(run.path("host")),
+        };
+        command.arg(flag).arg(&fifo);
+        let (status, words) = code(&mut command);
+        assert_eq!(status, Some(2), "{words}");
+        words
+    };
+    for words in [key("publish", "--sign-key"), key("follow", "--trust-key"), key("follow", "--api-key-file")]
+    {
+        assert!(words.contains("a device, a pipe or a socket"), "{words}");
+    }
+    // A log: its segment, and its lock.
+    let (log, prompts) = (run.path("log"), run.path("prompts.jsonl"));
+    std::fs::write(&prompts, "{\"input\": \"a\"}\n").expect("a file");
+    for file in ["lock", "segment-00000000000000000000.log"] {
+        let _ = std::fs::remove_dir_all(&log);
+        crate::common::run(driftless().args(["log", "import"]).args([&log, &prompts]));
+        assert!(log.join(file).is_file(), "{file}");
+        make(&log.join(file));
+        for subcommand in ["stat", "verify", "tail"] {
+            let (status, words) = code(driftless().args(["log", subcommand]).arg(&log));
+            assert!(status == Some(1) && words.contains(file) && words.contains("a FIFO"), "{words}");
+        }
+    }
+    // The head of a store only says where to begin; a manifest does not.
+    let [head, manifest] = ["head", "manifest"].map(|name| {
+        let found = tree(&run.path("store")).into_iter().find(|(path, ..)| path.ends_with(name));
+        found.expect("a file of the store").0
+    });
+    make(&head);
+    json(&mut run.follow_once());
+    make(&manifest);
+    let (status, words) = code(run.command("inspect").args(["--model", "policy", "--version", "0"]));
+    assert!(
+        status == Some(3) && words.contains("manifest") && words.contains("a FIFO"),
+        "{status:?}: {words}"
+    );
+}

@@ -1,0 +1,60 @@
+//! Files are opened here: what lies in a file's place may be a FIFO, a device, a socket or a directory, and opening one must neither
+//! wait nor go on as if it were a file.
+
+use std::fs::{self, File, FileType, OpenOptions};
+use std::io::{self, Read as _};
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::path::Path;
+
+use rustix::fs::OFlags;
+
+/// What a directory is called.
+pub(crate) const DIRECTORY: &str = "a directory";
+
+/// What was found instead of a file: the source of the [`io::Error`] that says so.
+#[derive(Debug, thiserror::Error)]
+#[error("expected a regular file, found {0}")]
+pub(crate) struct NotRegular(pub(crate) &'static str);
+
+/// Opens a regular file for reading.
+pub(crate) fn open(path: &Path) -> io::Result<File> {
+    open_with(File::options().read(true), path)
+}
+
+/// Opens a regular file in the way that `options` say.
+pub(crate) fn open_with(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    // Neither the other end of a FIFO nor a device is waited for.
+    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
+    match options.custom_flags(flags).open(path) {
+        Ok(file) => check(file.metadata()?.file_type()).map(|()| file),
+        // Sockets refuse to be opened, and directories and FIFOs to be opened for writing.
+        Err(error) => match fs::metadata(path) {
+            Ok(found) => Err(check(found.file_type()).err().unwrap_or(error)),
+            Err(_) => Err(error),
+        },
+    }
+}
+
+/// All bytes of a regular file.
+pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Opens a regular file or what a shell makes of `<(command)`: a pipe that no name leads to, whose writer is there.
+pub(crate) fn open_or_pipe(path: &Path) -> io::Result<File> {
+    if path.canonicalize().is_ok() { open(path) } else { File::open(path) }
+}
+
+/// Refuses everything but a regular file.
+pub(crate) fn check(found: FileType) -> io::Result<()> {
+    let found = match found {
+        found if found.is_file() => return Ok(()),
+        found if found.is_dir() => DIRECTORY,
+        found if found.is_fifo() => "a FIFO",
+        found if found.is_socket() => "a socket",
+        _ => "a device",
+    };
+    Err(io::Error::new(io::ErrorKind::InvalidInput, NotRegular(found)))
+}
