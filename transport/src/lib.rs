@@ -51,7 +51,7 @@ pub use publish::{
 pub use replica::{Advanced, Applied, Arrival, FetchObject, Plan, PlannedLink, Repaired, Replica};
 pub use run::{Chain, Committed, Run};
 pub use sign::{SignKey, TrustKey};
-pub use snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo};
+pub use snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, AuxFile, Snapshot, TensorInfo};
 pub use spool::SpoolOptions;
 pub use store::{
     Arrived, Disk, Entry, Memory, PutMode, Store, open, open_with, probe_conditional_put, redact,

@@ -10,8 +10,8 @@ use common::{MODEL, RUN, Weights, assert_reader, assert_same, options, publisher
 use driftless_transport::manifest::Kind;
 use driftless_transport::wrap::Count;
 use driftless_transport::{
-    Checkpoint, Disk, Dtype, Error, Memory, Mode, Publisher, Replica, Run, Start, Store, Version,
-    write_checkpoint,
+    AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, Checkpoint, Disk, Dtype, Error, Memory, Mode, Publisher,
+    Replica, Run, Start, Store, Version, write_checkpoint,
 };
 
 fn store() -> Arc<dyn Store> {
@@ -127,6 +127,51 @@ fn a_changed_table_is_published_in_full() {
     weights.step(9, 50);
     assert_eq!(publisher.publish(&weights, step(5), Mode::Delta).unwrap().kind, Kind::Delta);
     assert_reader(&store, &dir.path().join("follower"), 5, &weights);
+}
+
+#[test]
+fn a_tokenizer_of_70_mib_arrives_bit_for_bit() {
+    let (store, dir) = (store(), tempfile::tempdir().unwrap());
+    let (source, weights) = (dir.path().join("source"), Weights::small(1));
+    write_checkpoint(&source, &weights, u64::MAX).unwrap();
+    // Sparse, and not the same everywhere: what is put together in another order is noticed.
+    let tokenizer = std::fs::File::create(source.join("tokenizer.json")).unwrap();
+    tokenizer.set_len(70 << 20).unwrap();
+    for part in 0..70u64 {
+        std::os::unix::fs::FileExt::write_all_at(&tokenizer, &part.to_le_bytes(), part << 20).unwrap();
+    }
+    let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
+    publisher.publish(&Checkpoint::open(&source).unwrap(), step(0), Mode::Full).unwrap();
+    let (run, host) = (publisher.run(), dir.path().join("host"));
+    Replica::open(&host).unwrap().advance(run, MODEL, Version(0), None).unwrap();
+    let read = |dir: &std::path::Path| std::fs::read(dir.join("tokenizer.json")).unwrap();
+    assert!(read(&host) == read(&source));
+    assert!(run.get(MODEL, Version(0)).unwrap().manifest.object_bytes() > 70 << 20);
+    // A replica with such a file is opened, and compared, like any other.
+    Replica::open(&host).unwrap().verify().unwrap();
+}
+
+#[test]
+fn auxiliary_files_over_the_limits_are_refused_and_not_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    write_checkpoint(dir.path(), &Weights::small(1), u64::MAX).unwrap();
+    let sparse = |name: &str, bytes| {
+        std::fs::File::create(dir.path().join(name)).unwrap().set_len(bytes).unwrap();
+    };
+    sparse("one.json", AUX_FILE_BYTES_MAX + 1);
+    let error = Checkpoint::open(dir.path()).unwrap_err();
+    assert!(
+        matches!(&error, Error::TooLarge { what, max: AUX_FILE_BYTES_MAX } if what.contains("one.json")),
+        "{error:?}"
+    );
+    assert!(error.to_string().contains("move it elsewhere"), "{error}");
+    std::fs::remove_file(dir.path().join("one.json")).unwrap();
+    // Sizes are added up before any of the files is read.
+    for name in ["a.json", "b.json", "c.json"] {
+        sparse(name, AUX_FILE_BYTES_MAX);
+    }
+    let error = Checkpoint::open(dir.path()).unwrap_err();
+    assert!(matches!(&error, Error::TooLarge { max: AUX_FILES_BYTES_MAX, .. }), "{error:?}");
 }
 
 #[test]

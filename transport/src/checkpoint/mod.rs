@@ -18,7 +18,7 @@ use memmap2::Mmap;
 
 use crate::error::{Error, Result};
 use crate::regular;
-use crate::snapshot::{AUX_FILE_BYTES_MAX, AuxFile, Snapshot, TensorInfo, is_aux_name};
+use crate::snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, AuxFile, Snapshot, TensorInfo, is_aux_name};
 use crate::watch::{self, Call};
 use header::bad;
 
@@ -67,15 +67,15 @@ impl Checkpoint {
     ///
     /// With an index, its files are the checkpoint and must hold exactly the tensors it lists; without one,
     /// `model.safetensors` is. Symbolic links are followed, as the Hugging Face cache consists of them.
-    /// Directories, hidden files, other weight formats and files above [`AUX_FILE_BYTES_MAX`] are left out of the
-    /// auxiliary files.
+    /// Directories, hidden files and other weight formats are left out of the auxiliary files.
     ///
     /// # Errors
     ///
     /// [`Error::Corrupt`] or [`Error::Parse`] name the file and tensor for: a missing shard, a truncated
     /// file, a header that contradicts its file, overlaps, gaps, a tensor twice, an index that disagrees with
     /// the shards. [`Error::NotAFile`] for a FIFO, a device or a socket in place of any of these files.
-    /// [`Error::Unsupported`] for a sub-byte element type, [`Error::Io`] and
+    /// [`Error::TooLarge`] for an auxiliary file above [`AUX_FILE_BYTES_MAX`], or above [`AUX_FILES_BYTES_MAX`] together with those
+    /// before it. [`Error::Unsupported`] for a sub-byte element type, [`Error::Io`] and
     /// [`Error::PermissionDenied`] for the file system's refusals.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
         let mut checkpoint = Self::open_weights(dir)?;
@@ -254,7 +254,7 @@ enum Strays {
 
 /// The directory's auxiliary files, sorted by name.
 fn read_files(dir: &Path, strays: Strays) -> Result<Vec<AuxFile>> {
-    let mut files = Vec::new();
+    let (mut found, mut total) = (Vec::new(), 0u64);
     for entry in fs::read_dir(dir).map_err(|source| Error::io("list", dir, source))? {
         let entry = entry.map_err(|source| Error::io("list", dir, source))?;
         let Some(name) = entry.file_name().to_str().filter(|name| is_aux_name(name)).map(str::to_owned)
@@ -264,16 +264,36 @@ fn read_files(dir: &Path, strays: Strays) -> Result<Vec<AuxFile>> {
         let path = entry.path();
         // Follows links, and a dangling one is an error worth hearing about.
         let metadata = fs::metadata(&path).map_err(|source| Error::io("inspect", &path, source))?;
-        if metadata.is_dir() || (!metadata.is_file() && strays == Strays::LeftOut) {
+        let fits = metadata.is_file() && metadata.len() <= AUX_FILE_BYTES_MAX;
+        if metadata.is_dir() || (!fits && strays == Strays::LeftOut) {
             continue;
         }
-        if metadata.len() > AUX_FILE_BYTES_MAX {
-            tracing::warn!(path = %path.display(), bytes = metadata.len(), "leaving out an auxiliary file: too large");
-            continue;
+        total = total.saturating_add(metadata.len());
+        if strays == Strays::Refused {
+            check_size(&path, metadata.len(), total)?;
         }
-        let bytes = regular::read(&path).map_err(|source| Error::io("read", &path, source))?;
-        files.push(AuxFile::new(name, bytes)?);
+        found.push((name, path));
     }
-    files.sort_by(|a, b| a.name().cmp(b.name()));
-    Ok(files)
+    // Read once all sizes are known: what people leave here may be larger than the memory.
+    found.sort();
+    let read = |(name, path): (String, PathBuf)| {
+        let bytes = regular::read(&path).map_err(|source| Error::io("read", &path, source))?;
+        AuxFile::new(name, bytes)
+    };
+    found.into_iter().map(read).collect()
+}
+
+/// Refuses an auxiliary file that is too large by itself, or together with others.
+fn check_size(path: &Path, size: u64, total: u64) -> Result<()> {
+    let what = |which| format!("{which} `{}` (move it elsewhere if engines do not need it)", path.display());
+    if size > AUX_FILE_BYTES_MAX {
+        return Err(Error::TooLarge { what: what("the auxiliary file"), max: AUX_FILE_BYTES_MAX });
+    }
+    if total > AUX_FILES_BYTES_MAX {
+        return Err(Error::TooLarge {
+            what: what("all auxiliary files together, with"),
+            max: AUX_FILES_BYTES_MAX,
+        });
+    }
+    Ok(())
 }

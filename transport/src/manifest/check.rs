@@ -5,7 +5,7 @@ use std::fmt::Display;
 
 use super::{Algorithms, File, Kind, Manifest, OBJECT_BYTES_MAX, Piece, Tensor, VERSION_MAX};
 use crate::run::check_model;
-use crate::snapshot::{AUX_FILE_BYTES_MAX, is_aux_name};
+use crate::snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, is_aux_name};
 use crate::{Error, Key, Result};
 
 /// Longest tensor name in bytes.
@@ -217,6 +217,12 @@ impl Check<'_> {
         self.sorted("file", manifest.files.iter().map(|file| file.name.as_str()))?;
         for file in &manifest.files {
             self.file(file)?;
+        }
+        if manifest.files.iter().fold(0u64, |total, file| total.saturating_add(file.size))
+            > AUX_FILES_BYTES_MAX
+        {
+            let what = format!("{}: all files together", self.subject);
+            return Err(Error::TooLarge { what, max: AUX_FILES_BYTES_MAX });
         }
         Ok(())
     }
