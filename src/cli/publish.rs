@@ -139,7 +139,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     };
     if args.layout == Layout::Slime {
         refuse_for_slime(&args)?;
-        let baseline = (args.new_run, baseline_dir);
+        let baseline = (args.new_run, baseline_dir, args.allow_non_finite);
         return match slime::publish(store, &args.slime, baseline, &args.checkpoint, output)? {
             Some(published) => show(&published, output),
             None => Ok(()),
@@ -230,7 +230,6 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
         ("--anchor-every", args.anchor_every.is_some()),
         ("--anchor-share", args.anchor_share.is_some()),
         ("--allow-layout-change", args.allow_layout_change),
-        ("--allow-non-finite", args.allow_non_finite),
         ("--keep", args.keep.is_some()),
         ("--sign-key", args.sign.is_given()),
         ("--notify", args.notify.is_given()),

@@ -65,7 +65,7 @@ pub(crate) struct PublishArgs {
 pub(crate) fn publish(
     store: Arc<dyn Store>,
     args: &PublishArgs,
-    (new_run, baseline): (bool, PathBuf),
+    (new_run, baseline, allow_non_finite): (bool, PathBuf, bool),
     checkpoint: &Path,
     output: Output,
 ) -> Result<Option<Published>> {
@@ -74,6 +74,7 @@ pub(crate) fn publish(
         paths::check_checkpoint("--hf-checkpoint", dir)?;
     }
     let mut options = PublisherOptions::new(start, baseline);
+    options.allow_non_finite = allow_non_finite;
     options.hf_checkpoint = if new_run { Some(checkpoint.to_path_buf()) } else { args.hf_checkpoint.clone() };
     options.encoding = match args.delta_encoding {
         DeltaEncoding::Xor => Encoding::Xor,

@@ -14,6 +14,34 @@ fn refused(command: &mut Command) -> String {
     words
 }
 
+/// Publishes what `run` has made and returns the exit code and the words.
+fn publish(run: &Run, args: &[&str]) -> (Option<i32>, String) {
+    let checkpoint = run.made.write(&run.path("checkpoint"));
+    let mut command = run.command("publish");
+    command.args(["--resume", "--checkpoint"]).arg(checkpoint).args(args);
+    code(command.arg("--baseline-dir").arg(run.path("baseline")))
+}
+
+#[test]
+fn a_checkpoint_with_nan_or_of_another_layout_needs_its_flag() {
+    let mut run = Run::new();
+    run.publish();
+    let sound = run.made.bytes[0][..2].to_vec();
+    run.made.bytes[0][..2].copy_from_slice(&[0xc0, 0x7f]);
+    let (status, words) = publish(&run, &[]);
+    assert_eq!(status, Some(1), "{words}");
+    assert!(words.contains("a.weight") && words.contains("--allow-non-finite"), "{words}");
+    let (status, words) = publish(&run, &["--allow-non-finite"]);
+    assert_eq!(status, Some(0), "{words}");
+    run.made.bytes[0][..2].copy_from_slice(&sound);
+    run.made.tensors[1].shape = vec![32, 128];
+    let (status, words) = publish(&run, &[]);
+    assert_eq!(status, Some(1), "{words}");
+    assert!(words.contains("b.weight") && words.contains("--allow-layout-change"), "{words}");
+    let (status, words) = publish(&run, &["--allow-layout-change"]);
+    assert_eq!(status, Some(0), "{words}");
+}
+
 #[test]
 fn a_mistyped_path_is_named_with_its_flag() {
     let mut run = Run::new();

@@ -16,7 +16,7 @@
 
 mod baseline;
 mod encode;
-mod finite;
+pub(crate) mod finite;
 mod options;
 mod part;
 mod plan;

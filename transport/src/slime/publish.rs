@@ -15,6 +15,7 @@ use serde_json::json;
 use super::release::Release;
 use super::{Checksum, Encoding, Feed, frame, identity, index_key, version_key};
 use crate::manifest::Kind;
+use crate::publish::finite;
 use crate::publish::{Progress, ProgressFn, Published, Start};
 use crate::replica::{Applied, Replica, STATE_DIR};
 use crate::store::PutMode;
@@ -36,6 +37,8 @@ pub struct PublisherOptions {
     pub checksum: Checksum,
     /// Frames in one file, in bytes; a larger frame has a file of its own. A file is in memory while it is stored.
     pub file_bytes: u64,
+    /// Whether elements that turned NaN or infinite are published; [`Error::NotFinite`] if not.
+    pub allow_non_finite: bool,
 }
 
 impl PublisherOptions {
@@ -49,6 +52,7 @@ impl PublisherOptions {
             encoding: Encoding::default(),
             checksum: Checksum::default(),
             file_bytes: 512 << 20,
+            allow_non_finite: false,
         }
     }
 }
@@ -237,7 +241,7 @@ impl Publisher {
         let base = self.baseline.checkpoint()?;
         let spool = Mutex::new(Spool::create(&self.options.baseline_dir.join(STATE_DIR))?);
         let made = Mutex::new(Vec::new());
-        let (encoding, checksum) = (self.options.encoding, self.options.checksum);
+        let PublisherOptions { encoding, checksum, allow_non_finite, .. } = self.options;
         let workers = thread::available_parallelism().map_or(1, std::num::NonZero::get).min(16);
         let mut progress = Progress { tensors_total: snapshot.tensors().len() as u64, ..Progress::default() };
         let failure = thread::scope(|scope| {
@@ -252,6 +256,9 @@ impl Publisher {
                             let old = base.tensor(index).unwrap_or_default();
                             if old == &*new {
                                 continue;
+                            }
+                            if !allow_non_finite {
+                                finite::check(info, 0, &new, Some(old))?;
                             }
                             let frame = frame::encode(&info.name, encoding, old, &new)?;
                             let range = locked(spool).append(&frame)?;

@@ -16,7 +16,8 @@ use std::sync::Arc;
 use common::{Weights, assert_same};
 use driftless_transport::slime::{Checksum, Encoding, Publisher, PublisherOptions};
 use driftless_transport::{
-    Checkpoint, Disk, Dtype, Follower, FollowerOptions, Plan, Result, Start, Store, Version, write_checkpoint,
+    Checkpoint, Disk, Dtype, Error, Follower, FollowerOptions, Plan, Result, Start, Store, Version,
+    write_checkpoint,
 };
 use reference::{Delta, FORMS, Tensors, read_checkpoint, receive};
 
@@ -62,6 +63,8 @@ impl World {
         options.hf_checkpoint = Some(self.path("hf"));
         (options.encoding, options.checksum) = form;
         options.file_bytes = 3000;
+        // Weights here are any bytes.
+        options.allow_non_finite = true;
         Publisher::open(self.store(), options)
     }
 
@@ -191,6 +194,24 @@ fn tensors_larger_than_a_slice_change_at_its_edges() {
         receive(&mut local, &world.source(), 1);
         assert!(local == tensors(&weights));
     }
+}
+
+#[test]
+fn an_element_that_turned_nan_is_refused_by_name_and_nothing_is_published() {
+    let mut weights = Weights::small(1);
+    let world = World::new(&weights);
+    let mut options = PublisherOptions::new(Start::NewRun, world.path("baseline"));
+    options.hf_checkpoint = Some(world.path("hf"));
+    let mut publisher = Publisher::open(world.store(), options).unwrap();
+    weights.tensor_mut("d.norm")[6..8].copy_from_slice(&[0xc0, 0x7f]);
+    let error = publisher.publish(&weights).unwrap_err();
+    assert!(
+        matches!(&error, Error::NotFinite { tensor, first: 3, count: 1 } if tensor == "d.norm"),
+        "{error:?}"
+    );
+    assert!(!world.source().join("weight_v000001/model.safetensors.index.json").exists());
+    weights.tensor_mut("d.norm")[6..8].copy_from_slice(&[0x81, 0x3f]);
+    assert_eq!(publisher.publish(&weights).unwrap().version, Version(1));
 }
 
 /// The index as slime writes it, and names that count from 0.
