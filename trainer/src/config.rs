@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tch::Kind;
 
-use crate::error::{Error, Result, io};
+use crate::error::{Error, Result, input, io};
 
 /// Upper bound of every size read from a config; larger numbers are taken as damage.
 const SIZE_MAX: i64 = 1 << 24;
@@ -294,6 +294,10 @@ impl Config {
 }
 
 fn read_json(path: &Path) -> Result<Value> {
+    // A pipe or a device would be read for ever.
+    if !std::fs::metadata(path).map_err(io("read", path))?.is_file() {
+        return Err(input("config.json", "a file", path.display()));
+    }
     let text = std::fs::read(path).map_err(io("read", path))?;
     serde_json::from_slice(&text).map_err(|source| Error::Json { path: path.to_path_buf(), source })
 }

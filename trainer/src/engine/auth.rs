@@ -22,18 +22,32 @@ const ADMIN: [&str; 9] = [
     "/weights_checker",
 ];
 
+/// What a request may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pass {
+    /// Nothing: a key is missing or wrong.
+    Refused,
+    /// It is answered, and says nothing about the client.
+    Probe,
+    /// What it asks for: it has the key, or none is needed.
+    Granted,
+}
+
 impl Access {
-    /// Whether a request may pass. Probes are always open, so that an orchestrator needs no key for them.
-    pub(super) fn allows(&self, method: &Method, path: &str, authorization: Option<&str>) -> bool {
+    /// What a request may do. Probes are always open, so that an orchestrator needs no key for them.
+    pub(super) fn pass(&self, method: &Method, path: &str, authorization: Option<&str>) -> Pass {
         let probe = ["/health", "/ready", "/metrics"].iter().any(|prefix| path.starts_with(prefix));
         if probe || method == Method::OPTIONS {
-            return true;
+            return Pass::Probe;
         }
         let needed = match ADMIN.contains(&path) {
             true => self.admin_key.as_ref().or(self.api_key.as_ref()),
             false => self.api_key.as_ref(),
         };
-        needed.is_none_or(|key| bearer(authorization).is_some_and(|found| same(found, key)))
+        match needed.is_none_or(|key| bearer(authorization).is_some_and(|found| same(found, key))) {
+            true => Pass::Granted,
+            false => Pass::Refused,
+        }
     }
 }
 
@@ -61,25 +75,23 @@ mod tests {
     fn levels_follow_sglang() {
         let (get, post) = (Method::GET, Method::POST);
         let open = access(None, None);
-        assert!(open.allows(&post, "/update_weights_from_disk", None));
+        assert_eq!(open.pass(&post, "/update_weights_from_disk", None), Pass::Granted);
 
         let api = access(Some("k"), None);
-        assert!(!api.allows(&post, "/generate", None));
-        assert!(!api.allows(&post, "/generate", Some("Bearer x")));
-        assert!(api.allows(&post, "/generate", Some("bearer k")));
-        assert!(api.allows(&post, "/pause_generation", Some("Bearer k")));
-        assert!(api.allows(&get, "/health", None) && api.allows(&get, "/ready", None));
+        assert_eq!(api.pass(&post, "/generate", None), Pass::Refused);
+        assert_eq!(api.pass(&post, "/generate", Some("Bearer x")), Pass::Refused);
+        assert_eq!(api.pass(&post, "/generate", Some("bearer k")), Pass::Granted);
+        assert_eq!(api.pass(&post, "/pause_generation", Some("Bearer k")), Pass::Granted);
+        assert_eq!(["/health", "/ready"].map(|path| api.pass(&get, path, None)), [Pass::Probe; 2]);
 
         let both = access(Some("k"), Some("a"));
-        assert!(
-            !both.allows(&post, "/pause_generation", Some("Bearer k")),
-            "the admin key replaces the other"
-        );
-        assert!(both.allows(&post, "/pause_generation", Some("Bearer a")));
-        assert!(!both.allows(&post, "/generate", Some("Bearer a")));
+        let replaced = both.pass(&post, "/pause_generation", Some("Bearer k"));
+        assert_eq!(replaced, Pass::Refused, "the admin key replaces the other");
+        assert_eq!(both.pass(&post, "/pause_generation", Some("Bearer a")), Pass::Granted);
+        assert_eq!(both.pass(&post, "/generate", Some("Bearer a")), Pass::Refused);
 
         let admin = access(None, Some("a"));
-        assert!(admin.allows(&post, "/generate", None));
-        assert!(!admin.allows(&post, "/flush_cache", None));
+        assert_eq!(admin.pass(&post, "/generate", None), Pass::Granted);
+        assert_eq!(admin.pass(&post, "/flush_cache", None), Pass::Refused);
     }
 }

@@ -14,12 +14,13 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use driftless_transport::listen::admit;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-use super::auth::Access;
+use super::auth::{Access, Pass};
 use super::dialect::Dialect;
 use super::gate::{Gate, Registry, Rejected};
 use super::info::{self, Facts, Shown};
@@ -46,6 +47,8 @@ pub(super) struct Shared {
     /// What `/model_info` shows: changes with updates.
     pub(super) shown: Mutex<Shown>,
     pub(super) healthy: AtomicBool,
+    /// When the last health probe was answered, and whether by a token.
+    pub(super) probed: tokio::sync::Mutex<Option<(Instant, bool)>>,
     pub(super) health_timeout: Duration,
 }
 
@@ -83,8 +86,9 @@ pub(super) fn router(shared: Arc<Shared>) -> Router {
         .method_not_allowed_fallback(async || {
             Refusal::json(StatusCode::METHOD_NOT_ALLOWED, &json!({"detail": "Method Not Allowed"}))
         })
-        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .layer(middleware::from_fn_with_state(Arc::clone(&shared), authorise))
+        // Outside of what reads the body.
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .with_state(shared)
 }
 
@@ -125,10 +129,13 @@ impl Shared {
 
 async fn authorise(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
     let authorization = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    if shared.access.allows(request.method(), request.uri().path(), authorization) {
-        return next.run(request).await;
+    match shared.access.pass(request.method(), request.uri().path(), authorization) {
+        Pass::Granted => admit(request, next).await,
+        Pass::Probe => next.run(request).await,
+        Pass::Refused => {
+            Refusal::json(StatusCode::UNAUTHORIZED, &json!({"error": "Unauthorized"})).into_response()
+        }
     }
-    Refusal::json(StatusCode::UNAUTHORIZED, &json!({"error": "Unauthorized"})).into_response()
 }
 
 /// The body of a control call. Unknown keys are ignored, as in SGLang.
@@ -156,6 +163,18 @@ async fn generate(State(shared): State<Arc<Shared>>, body: Bytes) -> Reply {
 
 /// Generates one token. While the engine is paused this waits, and ends in 503, as in SGLang.
 async fn health(State(shared): State<Arc<Shared>>) -> StatusCode {
+    let answered = tokio::time::timeout(shared.health_timeout, probe(&shared, Instant::now())).await;
+    let healthy = answered.unwrap_or(false);
+    shared.healthy.store(healthy, Ordering::Relaxed);
+    if healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
+}
+
+/// Whether the engine generates. One token serves all who asked before it came: a probe needs no key, so many cost what one costs.
+async fn probe(shared: &Shared, asked: Instant) -> bool {
+    let mut probed = shared.probed.lock().await;
+    if let Some((_, healthy)) = probed.filter(|(answered, _)| *answered >= asked) {
+        return healthy;
+    }
     let sampling = Sampling {
         temperature: 1.0,
         top_p: 1.0,
@@ -166,12 +185,11 @@ async fn health(State(shared): State<Arc<Shared>>) -> StatusCode {
         seed: Some(0),
     };
     let rid = format!("HEALTH_CHECK_{}", new_rid());
-    let probe = request::Request { rid, prompt: vec![0], sampling, prompt_log_probs_from: None };
-    let answered = tokio::time::timeout(shared.health_timeout, shared.run(vec![probe])).await;
+    let request = request::Request { rid, prompt: vec![0], sampling, prompt_log_probs_from: None };
     let failed = |outcome: &Outcome| matches!(outcome.finish, Finish::Failed(_));
-    let healthy = matches!(answered, Ok(Ok(outcomes)) if !outcomes.iter().any(failed));
-    shared.healthy.store(healthy, Ordering::Relaxed);
-    if healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
+    let healthy = matches!(shared.run(vec![request]).await, Ok(outcomes) if !outcomes.iter().any(failed));
+    *probed = Some((Instant::now(), healthy));
+    healthy
 }
 
 async fn ready(State(shared): State<Arc<Shared>>) -> StatusCode {

@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use axum::serve::ListenerExt;
+use driftless_transport::listen::{self, serve_http};
 use tch::{Device, Kind};
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
@@ -46,8 +46,14 @@ use worker::{Command, Worker};
 
 pub use dialect::Dialect;
 
+/// Requests that may be under way, unless told otherwise.
+const REQUESTS_MAX: usize = 8192;
 /// Control calls that may be under way beside the allowed requests.
 const CONTROL_CALLS_MAX: usize = 1024;
+/// Descriptors that connections leave to the engine, which opens a checkpoint's files and little else.
+const FILES_KEPT: u64 = 128;
+/// How long a connection may last without a key: longer than a health probe, which is then answered.
+const AUTHORISE: Duration = Duration::from_secs(30);
 
 /// How to start an engine.
 #[derive(Clone)]
@@ -82,12 +88,17 @@ pub struct EngineOptions {
     pub weight_version: String,
     /// How long `/health` waits for its token.
     pub health_timeout: Duration,
+    /// What those who connect may take. A request under way has a connection, and a health probe ends with `authorise`.
+    pub limits: listen::Limits,
 }
 
 impl EngineOptions {
     /// Defaults: loopback, a free port, the newest dialect, bf16 on the CPU, no keys.
     #[must_use]
     pub fn new(model_path: impl Into<PathBuf>) -> EngineOptions {
+        let mut limits = listen::Limits::default();
+        limits.connections = REQUESTS_MAX + CONTROL_CALLS_MAX;
+        (limits.files_kept, limits.authorise) = (FILES_KEPT, AUTHORISE);
         EngineOptions {
             model_path: model_path.into(),
             host: "127.0.0.1".to_owned(),
@@ -100,10 +111,11 @@ impl EngineOptions {
             seed: 0,
             threads: None,
             max_running_requests: 512,
-            max_queued_requests: 8192,
+            max_queued_requests: REQUESTS_MAX,
             max_total_tokens: 65_536,
             weight_version: "default".to_owned(),
             health_timeout: Duration::from_secs(20),
+            limits,
         }
     }
 }
@@ -143,7 +155,7 @@ pub fn serve(options: EngineOptions) -> Result<Server> {
         set_threads(threads)?;
     }
     // The port first: being told at once that it is taken beats being told after a long load.
-    let (listener, address) = listen(&options)?;
+    let (listener, address) = bind(&options)?;
     let model = Qwen3::open(&options.model_path, options.kind, options.device)?;
     let config = model.config().clone();
     let limits = Limits { running: options.max_running_requests, tokens: options.max_total_tokens };
@@ -159,13 +171,14 @@ pub fn serve(options: EngineOptions) -> Result<Server> {
     });
     let thread =
         thread.map_err(|source| Error::EngineStart { action: "start its thread".to_owned(), source })?;
+    let connections = options.limits;
     let shared = Arc::new(shared(options, &config, address, commands.clone()));
-    let runtime = start_http(listener, shared)?;
+    let runtime = start_http(listener, connections, shared)?;
     tracing::info!(%address, dialect = %dialect, "engine is serving");
     Ok(Server { address, commands, thread: Some(thread), ended, runtime: Some(runtime) })
 }
 
-fn listen(options: &EngineOptions) -> Result<(TcpListener, SocketAddr)> {
+fn bind(options: &EngineOptions) -> Result<(TcpListener, SocketAddr)> {
     let action = format!("listen on {}:{}", options.host, options.port);
     let failed = |source| Error::EngineStart { action: action.clone(), source };
     let listener = TcpListener::bind((options.host.as_str(), options.port)).map_err(failed)?;
@@ -209,11 +222,12 @@ fn shared(
         facts,
         shown: Mutex::new(shown),
         healthy: AtomicBool::new(true),
+        probed: tokio::sync::Mutex::default(),
         health_timeout: options.health_timeout,
     }
 }
 
-fn start_http(listener: TcpListener, shared: Arc<Shared>) -> Result<Runtime> {
+fn start_http(listener: TcpListener, limits: listen::Limits, shared: Arc<Shared>) -> Result<Runtime> {
     let failed = |source| Error::EngineStart { action: "start its HTTP server".to_owned(), source };
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     let runtime =
@@ -222,12 +236,7 @@ fn start_http(listener: TcpListener, shared: Arc<Shared>) -> Result<Runtime> {
         let _inside = runtime.enter();
         tokio::net::TcpListener::from_std(listener).map_err(failed)?
     };
-    // Replies are one small packet; waiting for more to send would only delay them.
-    let listener = listener.tap_io(|stream| {
-        let _best_effort = stream.set_nodelay(true);
-    });
-    let router = http::router(shared);
-    runtime.spawn(async move { axum::serve(listener, router).await });
+    runtime.spawn(serve_http(listener, limits, http::router(shared)));
     Ok(runtime)
 }
 

@@ -32,10 +32,12 @@ impl Row {
 /// Samples one token per row of `logits` `[R, V]` (f32). Returns ids and their log-probabilities.
 ///
 /// Log-probabilities are those of the whole softmax at the row's temperature, not of the truncated
-/// distribution that is drawn from: so SGLang reports them, and so a trainer can recompute them.
+/// distribution that is drawn from: so SGLang reports them, and so a trainer can recompute them. A row with NaN in it gets any token,
+/// and NaN as its log-probability, which tells that this is no sample.
 pub(super) fn sample(logits: &Tensor, rows: &[Row]) -> Result<(Vec<i64>, Vec<f32>)> {
     let vocabulary = logits.size2()?.1;
-    // One NaN would poison a row's cumulative sum, and JSON has no NaN.
+    let broken = logits.f_isnan()?.f_any_dim(-1, true)?;
+    // One NaN would poison a row's cumulative sum, and the token would be none of the vocabulary.
     let logits = logits.f_nan_to_num(0.0, None, None)?;
     let scaled = logits.f_div(&column(rows, &logits, |row| row.temperature as f32)?)?;
     let log_probs = scaled.f_log_softmax(-1, Kind::Float)?;
@@ -46,7 +48,7 @@ pub(super) fn sample(logits: &Tensor, rows: &[Row]) -> Result<(Vec<i64>, Vec<f32
     } else {
         truncated(&log_probs.f_exp()?, rows)?
     };
-    let chosen = log_probs.f_gather(-1, &ids, false)?;
+    let chosen = log_probs.f_gather(-1, &ids, false)?.f_masked_fill(&broken, f64::NAN)?;
     Ok((Vec::try_from(ids.f_flatten(0, -1)?)?, Vec::try_from(chosen.f_flatten(0, -1)?)?))
 }
 
@@ -145,11 +147,12 @@ mod tests {
     }
 
     #[test]
-    fn broken_logits_give_a_token_and_a_finite_log_prob() {
+    fn broken_logits_give_a_token_and_no_log_prob() {
         let nan = Tensor::full([2, 4], f64::NAN, (Kind::Float, tch::Device::Cpu));
-        let (ids, log_probs) = sample(&nan, &[PLAIN, Row { top_p: 0.5, uniform: 0.7, ..PLAIN }]).unwrap();
+        let rows = [PLAIN, Row { top_p: 0.5, uniform: 0.7, ..PLAIN }, PLAIN];
+        let (ids, log_probs) = sample(&Tensor::cat(&[nan, logits(1)], 0), &rows).unwrap();
         assert!(ids.iter().all(|id| (0..4).contains(id)));
-        assert!(log_probs.iter().all(|p| p.is_finite()));
+        assert_eq!([0, 1, 2].map(|row| log_probs[row].is_nan()), [true, true, false]);
     }
 
     #[test]

@@ -6,5 +6,6 @@ mod conformance;
 mod generation;
 mod lifecycle;
 mod model;
+mod strangers;
 mod surface;
 mod updates;

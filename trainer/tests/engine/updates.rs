@@ -38,6 +38,29 @@ fn an_update_changes_the_weights_and_the_names() {
 }
 
 #[test]
+fn samples_of_nan_have_no_log_probability_and_a_sound_update_mends_that() {
+    let fixture = Fixture::new();
+    let client = &fixture.client;
+    // What follows the header is weights, and all bits of an f32 set are NaN.
+    let weights = fixture.dir.path().join("b/model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[header..].fill(0xff);
+    std::fs::write(&weights, bytes).unwrap();
+    client.ok("/update_weights_from_disk", &fixture.update("b"));
+    for request in [greedy(&[1, 2], 2), json!({"input_ids": [1, 2], "return_logprob": true})] {
+        let mut request = request;
+        request["sampling_params"]["max_new_tokens"] = json!(2);
+        let reply = client.ok("/generate", &request);
+        let entries = reply["meta_info"]["output_token_logprobs"].as_array().unwrap();
+        assert!(!entries.is_empty() && entries.iter().all(|entry| entry[0].is_null()), "{reply}");
+    }
+    client.ok("/update_weights_from_disk", &fixture.update("a"));
+    let reply = client.ok("/generate", &greedy(&[4, 5], 10));
+    assert_close(&log_probs(&reply), &expected(&fixture.reference("a"), &[4, 5], &ids(&reply), 1.0));
+}
+
+#[test]
 fn checksums_are_those_of_the_fused_bytes() {
     let fixture = Fixture::new();
     let model = fixture.reference("a");
