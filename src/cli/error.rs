@@ -30,7 +30,7 @@ pub(crate) enum Error {
     #[error("{what}: {damaged} damaged, see above")]
     Damaged { what: String, damaged: u64 },
     #[error(
-        "left paused: {engines}; start `driftless follow` again, or load weights that are known and POST /continue_generation"
+        "paused, or inside an activation: {engines}; start `driftless follow` again, or load weights that are known and POST /continue_generation"
     )]
     LeftPaused { engines: String, source: Option<Box<Error>> },
     #[cfg(feature = "torch")]
@@ -51,14 +51,10 @@ impl Error {
             }
             error if error.is_closed_pipe() => 128 + 13,
             Error::Buffer(error) => buffer_code(error),
-            #[cfg(feature = "torch")]
-            Error::Trainer(driftless::trainer::Error::Buffer(error)) => buffer_code(error),
             Error::Transport(error) => transport_code(error),
-            #[cfg(feature = "torch")]
-            Error::Trainer(driftless::trainer::Error::Transport(error)) => transport_code(error),
             Error::Bridge(error) => bridge_code(error),
             #[cfg(feature = "torch")]
-            Error::Trainer(driftless::trainer::Error::Bridge(error)) => bridge_code(error),
+            Error::Trainer(error) => trainer_code(error),
             _ => 1,
         }
     }
@@ -79,7 +75,7 @@ impl Error {
     }
 }
 
-fn signal_name(signal: i32) -> &'static str {
+pub(crate) fn signal_name(signal: i32) -> &'static str {
     if signal == 2 { "SIGINT" } else { "SIGTERM" }
 }
 
@@ -126,6 +122,21 @@ fn bridge_code(error: &driftless::bridge::Error) -> u8 {
         | Bridge::Exhausted { .. }
         | Bridge::Group { .. }
         | Bridge::Unreachable { .. } => 4,
+        _ => 1,
+    }
+}
+
+/// Whether a checkpoint or the state of a run was refused, or one of the others' reasons.
+#[cfg(feature = "torch")]
+fn trainer_code(error: &driftless::trainer::Error) -> u8 {
+    use driftless::trainer::Error as Trainer;
+    match error {
+        Trainer::Buffer(error) => buffer_code(error),
+        Trainer::Transport(error) => transport_code(error),
+        Trainer::Bridge(error) => bridge_code(error),
+        Trainer::Json { .. } | Trainer::Tensor { .. } | Trainer::Resume { .. } | Trainer::OtherRun { .. } => {
+            3
+        }
         _ => 1,
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
-use crate::cli::signals::{self, PATIENCE, stop_on_signals};
+use crate::cli::signals::{self, PATIENCE, stop_on_signals_or};
 use crate::cli::slime::{self, Layout};
 use crate::cli::transport::TransportArgs;
 use crate::cli::{keys, numbers, paths, store};
@@ -189,27 +189,32 @@ pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
         tracing::info!(address = %server.addr(), "listening");
     }
     let stop = Stop::new();
-    stop_on_signals(&stop, patience)?;
+    let told = follower.clone();
+    stop_on_signals_or(&stop, patience, move |interrupted| match paused(&told) {
+        Some(engines) => Error::LeftPaused { engines, source: Some(Box::new(interrupted)) },
+        None => interrupted,
+    })?;
     let outcome = follower.run_until(&stop, args.once);
     let ends = args.once || (args.until_version.is_some() && !stop.is_stopped());
     if ends && outcome.is_ok() {
         output.print(&follower.status(), text)?;
     }
-    left_paused(&follower.status(), outcome.map_err(Error::from))?;
+    if let Some(engines) = paused(&follower) {
+        // Whatever else there is to say.
+        let source = outcome.err().map(|error| Box::new(error.into()));
+        return Err(Error::LeftPaused { engines, source });
+    }
+    outcome?;
     if stop.is_stopped() && args.until_version.is_some() {
         return Err(signals::interruption("following up to --until-version"));
     }
     Ok(())
 }
 
-/// Has the exit code tell of engines that do not generate, whatever else there is to say.
-fn left_paused(status: &Status, outcome: Result<()>) -> Result<()> {
-    let engines = status.applied.iter().flat_map(|ack| &ack.engines).filter(|engine| engine.paused);
-    let engines: Vec<_> = engines.map(|engine| engine.url.as_str()).collect();
-    if engines.is_empty() {
-        return outcome;
-    }
-    Err(Error::LeftPaused { engines: engines.join(", "), source: outcome.err().map(Box::new) })
+/// The engines that the command leaves paused, or may leave so.
+fn paused(follower: &Follower) -> Option<String> {
+    let engines = follower.maybe_paused();
+    (!engines.is_empty()).then(|| engines.join(", "))
 }
 
 /// slime's layout has no manifests that tell beforehand what a version weighs.
@@ -316,35 +321,4 @@ fn text(status: &Status) -> String {
 fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     if name.trim().is_empty() { "follower".to_owned() } else { name.trim().to_owned() }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn status(paused: [bool; 2]) -> Status {
-        let engine = |(number, paused)| serde_json::json!({"url": format!("http://e:{number}"), "label": null, "paused": paused, "pause_ms": null});
-        let engines: Vec<_> = (1..).zip(paused).map(engine).collect();
-        let status = serde_json::json!({
-            "id": "h", "run": "r", "run_id": null, "model": "policy", "newest": 3,
-            "applied": {"version": 3, "label": "a:3", "manifest_digest": "0".repeat(64), "prepare_ms": 0.0,
-                "bytes": 0, "engines": engines},
-        });
-        serde_json::from_value(status).expect("a status")
-    }
-
-    #[test]
-    fn an_engine_that_is_left_paused_is_what_the_command_ends_with() {
-        let why = || Error::Damaged { what: "a log".to_owned(), damaged: 1 };
-        assert!(left_paused(&status([false, false]), Ok(())).is_ok());
-        assert_eq!(
-            left_paused(&status([false, false]), Err(why())).map_err(|error| error.exit_code()),
-            Err(3)
-        );
-        for outcome in [Ok(()), Err(why())] {
-            let error = left_paused(&status([false, true]), outcome).expect_err("an engine is paused");
-            assert_eq!(error.exit_code(), 5);
-            assert!(error.to_string().contains("http://e:2;"), "{error}");
-        }
-    }
 }

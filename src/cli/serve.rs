@@ -2,11 +2,14 @@
 
 use crate::cli::error::Result;
 use crate::cli::output::Output;
+use crate::cli::signals::{PATIENCE, stop_on_signals};
 use crate::cli::{keys, numbers, paths};
 use driftless::trainer::engine::{self, Dialect, EngineOptions};
 use driftless::trainer::{Kind, device};
+use driftless::transport::Stop;
 use serde_json::json;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Serves token ids in and out on SGLang's routes; for demos, tests and small models.
 #[derive(clap::Args)]
@@ -40,7 +43,7 @@ pub(crate) struct Args {
     random_seed: i64,
     /// SGLang version to speak like: 0.5.12, 0.5.17 or 0.5.23.
     #[arg(long, default_value = "0.5.23")]
-    dialect: String,
+    dialect: Dialect,
     #[command(flatten)]
     keys: keys::KeyArgs,
 }
@@ -53,11 +56,10 @@ enum Dtype {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_checkpoint("--model-path", &args.model_path)?;
-    let dialect: Dialect = args.dialect.parse()?;
     let mut options = EngineOptions::new(&args.model_path);
     options.host = args.host;
     options.port = args.port;
-    options.dialect = dialect;
+    options.dialect = args.dialect;
     options.kind = match args.dtype {
         Some(Dtype::Bfloat16) => Kind::BFloat16,
         Some(Dtype::Float32) => Kind::Float,
@@ -70,23 +72,16 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.max_running_requests = args.max_running_requests;
     options.max_total_tokens = args.max_total_tokens;
     let server = engine::serve(options)?;
+    let stop = Stop::new();
+    stop_on_signals(&stop, PATIENCE)?;
     let value = json!({"url": server.url(), "model_path": args.model_path.display().to_string()});
     output.print(&value, |_| format!("serving {} on {}", args.model_path.display(), server.url()))?;
-    Ok(server.run_until(interrupted())?)
+    Ok(server.run_until(stopped(stop))?)
 }
 
-/// Ready at SIGINT or SIGTERM.
-async fn interrupted() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let terminated = async {
-        match signal(SignalKind::terminate()) {
-            Ok(mut signal) => drop(signal.recv().await),
-            // Without a handler the signal ends the process, which is what it asks for.
-            Err(_) => std::future::pending().await,
-        }
-    };
-    tokio::select! {
-        _ = tokio::signal::ctrl_c() => {}
-        () = terminated => {}
-    }
+/// Ready once the switch is thrown.
+async fn stopped(stop: Stop) {
+    let wait = move || while !stop.wait(Duration::from_secs(3600)) {};
+    // It ends in no other way.
+    let _ = tokio::task::spawn_blocking(wait).await;
 }

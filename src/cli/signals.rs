@@ -1,8 +1,8 @@
 //! SIGINT and SIGTERM, for commands that have something to put in order first. They end all other commands at once, as they
 //! end any program.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output;
+use crate::cli::error::{Error, Result, signal_name};
+use crate::cli::fail;
 use driftless::transport::{Error as Transport, Stop};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
@@ -18,6 +18,15 @@ static CAME: AtomicI32 = AtomicI32::new(0);
 /// The first signal throws the switch: the command ends after the step it is in. A second one, or `patience` without an end,
 /// ends the process.
 pub(crate) fn stop_on_signals(stop: &Stop, patience: Duration) -> Result<()> {
+    stop_on_signals_or(stop, patience, |interrupted| interrupted)
+}
+
+/// [`stop_on_signals`], with more to tell than the interruption where the process is ended.
+pub(crate) fn stop_on_signals_or(
+    stop: &Stop,
+    patience: Duration,
+    tell: impl FnOnce(Error) -> Error + Send + 'static,
+) -> Result<()> {
     let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(start)?;
     // From here on neither ends the process by itself, whenever the thread gets to run.
@@ -32,11 +41,12 @@ pub(crate) fn stop_on_signals(stop: &Stop, patience: Duration) -> Result<()> {
             let (interrupted, terminated) = signals;
             CAME.store(next(interrupted, terminated).await, Relaxed);
             stop.stop();
+            tracing::info!("{} came: ends after the step that is under way", signal_name(CAME.load(Relaxed)));
             // Either way the process ends.
             let _ = tokio::time::timeout(patience, next(interrupted, terminated)).await;
         });
-        let error = interruption("what was under way");
-        output::say(&format!("error: {error}"));
+        let error = tell(interruption("what was under way"));
+        fail(&error);
         std::process::exit(error.exit_code().into());
     };
     std::thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(start)?;

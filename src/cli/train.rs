@@ -249,6 +249,13 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if let Some(dir) = &args.hf_checkpoint {
         paths::check_checkpoint("--hf-checkpoint", dir)?;
     }
+    for (name, dir) in [("--save", Some(&args.save)), ("--save-hf", args.save_hf.as_ref())] {
+        dir.map_or(Ok(()), |dir| paths::check_place(name, dir))?;
+    }
+    for (name, file) in [("--text", &args.sft.text), ("--model-config", &args.sft.model_config)] {
+        file.as_ref().map_or(Ok(()), |file| paths::open(name, file).map(drop))?;
+    }
+    args.sft.load.as_ref().map_or(Ok(()), |dir| paths::check_dir("--load", dir))?;
     match args.loss_type {
         LossType::Sft => cold_start(args, output),
         LossType::Policy => reinforce(args, output),

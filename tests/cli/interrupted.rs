@@ -3,10 +3,12 @@
 use crate::Run;
 use crate::common::{Process, driftless};
 use rustix::process::{Pid, Signal, kill_process};
+use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Command, ExitStatus};
+use std::sync::mpsc::{Receiver, channel};
 
 /// Starts it, sends it the signal as soon as `ready`, and returns how it ended and what it printed.
 fn interrupt(
@@ -122,6 +124,58 @@ fn a_service_that_is_asked_to_end_has_done_what_it_is_for() {
             assert_eq!(process.wait().code(), Some(0), "{name}: {}", process.output());
         }
     }
+}
+
+/// An engine that somebody left paused and fenced. It answers one look, and nothing in the activation that follows; it tells when that
+/// asks.
+fn fenced_engine() -> (String, Receiver<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let url = format!("http://{}", listener.local_addr().expect("an address"));
+    let look = [
+        ("200 OK", r#"{"model_path": "/m", "weight_version": "r:0?partial"}"#),
+        ("503 Service Unavailable", "not ready"),
+    ];
+    let (asked, was_asked) = channel();
+    std::thread::spawn(move || {
+        let mut streams = listener.incoming().flatten();
+        for ((status, body), mut stream) in look.into_iter().zip(streams.by_ref()) {
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                let mut byte = [0];
+                stream.read_exact(&mut byte).expect("a request");
+                head.extend(byte);
+            }
+            let length = body.len();
+            let head = format!("HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n");
+            stream.write_all((head + body).as_bytes()).expect("it is read");
+        }
+        let mut unanswered = Vec::new();
+        for stream in streams {
+            unanswered.push(stream);
+            // A test that has ended does not listen.
+            let _ = asked.send(());
+        }
+    });
+    (url, was_asked)
+}
+
+#[test]
+fn a_second_signal_to_a_follower_says_which_engine_may_be_paused() {
+    let mut run = Run::new();
+    run.publish();
+    let (url, was_asked) = fenced_engine();
+    let mut command = run.command("follow");
+    command.args(["--engine", &url, "--checkpoint-dir"]).arg(run.path("host")).env("RUST_LOG", "info");
+    let mut process = Process::start("follower", run.dir.path(), &mut command);
+    let id = Pid::from_raw(process.id() as i32).expect("a process");
+    process.until("an activation", |_| was_asked.try_recv().ok());
+    kill_process(id, Signal::TERM).expect("it runs");
+    process.until("the first signal", |process| process.output().contains("SIGTERM came").then_some(()));
+    // It may have ended by the first one, on a busy machine, and with the same.
+    let _ = kill_process(id, Signal::INT);
+    let (ended, words) = (process.wait(), process.output());
+    assert_eq!(ended.code(), Some(5), "{words}");
+    assert!(words.contains(&format!("paused, or inside an activation: {url};")), "{words}");
 }
 
 /// Whether the process has a thread of this name.

@@ -13,7 +13,10 @@ use common::Process;
 use driftless::bridge::{Client, ClientOptions, checksums};
 use driftless::buffer::{self, Reader};
 use driftless::transport::{Checkpoint, Run, Snapshot, Version, open};
+use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 
@@ -190,4 +193,33 @@ impl Stage {
     fn clean_up(self) {
         std::fs::remove_dir_all(&self.dir).expect("the stage can be cleared");
     }
+}
+
+/// The status of a GET of the engine.
+fn status(port: u16, path: &str) -> String {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("it listens");
+    write!(stream, "GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").expect("it reads");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    answer.split(' ').nth(1).unwrap_or_default().to_owned()
+}
+
+#[test]
+fn a_second_signal_ends_an_engine_that_does_not_end_by_itself() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    let mut command = stage.command(Role::Engine);
+    // The generating thread stops in its first forward pass.
+    command.env("FAILPOINTS", "engine.generate=pause").env("RUST_LOG", "info");
+    let mut engine = Process::start("engine", &stage.dir, &mut command);
+    engine.listening(stage.port);
+    assert_eq!(status(stage.port, "/health"), "503");
+    let id = Pid::from_raw(engine.id() as i32).expect("a process");
+    kill_process(id, Signal::TERM).expect("it runs");
+    engine.until("the first signal", |engine| engine.output().contains("SIGTERM came").then_some(()));
+    // It may have ended by itself, on a busy machine, and with the same.
+    let _ = kill_process(id, Signal::INT);
+    let (ended, words) = (engine.wait(), engine.output());
+    assert_eq!(ended.code(), Some(143), "{words}");
+    assert!(words.contains("was interrupted by SIGTERM"), "{words}");
 }

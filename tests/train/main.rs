@@ -176,3 +176,54 @@ fn a_port_in_use_is_told_as_such() {
     assert_eq!(status, Some(1), "{error}");
     assert!(error.contains(&format!("listen on 127.0.0.1:{}", stage.port)), "{error}");
 }
+
+#[test]
+fn mistakes_of_the_command_line_are_told_before_anything_is_done() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let [file, fifo, save] = ["file", "fifo", "save"].map(|name| dir.path().join(name).display().to_string());
+    std::fs::write(&file, "not a directory").expect("a file");
+    run(std::process::Command::new("mkfifo").arg(&fifo));
+    let sft = ["train", "--loss-type", "sft_loss", "--num-rollout", "1"];
+    let cases: [(&[&str], &[&str]); 9] = [
+        (&["serve"], &["--model-path", "/nope"]),
+        (&["serve"], &["--model-path", &file]),
+        (&["serve"], &["--model-path", "/", "--dialect", "0.4.0"]),
+        (&sft, &["--save", &file]),
+        (&sft, &["--save", &save, "--save-hf", &file]),
+        (&sft, &["--save", &save, "--text", &fifo]),
+        (&sft, &["--save", &save, "--text", "/dev/zero"]),
+        (&sft, &["--save", &save, "--load", "/nope"]),
+        (&sft, &["--save", &save, "--model-config", &fifo]),
+    ];
+    for (command, flags) in cases {
+        let (status, error) = code(driftless().args(command).args(flags));
+        assert_eq!(status, Some(2), "{flags:?}: {error}");
+        assert!(error.contains(flags[flags.len() - 2]), "it names the flag: {error}");
+    }
+    assert!(!Path::new(&save).exists(), "nothing is made");
+}
+
+#[test]
+fn a_checkpoint_that_is_damaged_is_refused_by_name() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let model = cold_start(dir.path());
+    let [config, weights] = ["config.json", "model.safetensors"].map(|name| model.join(name));
+    let sound = [&config, &weights].map(|path| std::fs::read(path).expect("a file"));
+    let half = sound[1].len() / 2;
+    let other = String::from_utf8_lossy(&sound[0]).replace("\"hidden_size\": 64", "\"hidden_size\": 96");
+    assert_ne!(other.as_bytes(), sound[0]);
+    for (path, bytes, word) in [
+        (&weights, &sound[1][..half], "model.safetensors"),
+        (&weights, &sound[1][..4], "model.safetensors"),
+        (&weights, b"", "model.safetensors"),
+        (&config, b"\x00\xff garbage", "config.json"),
+        (&config, b"{}", "config"),
+        (&config, other.as_bytes(), "tensor"),
+    ] {
+        std::fs::write(path, bytes).expect("a file");
+        let (status, error) = code(driftless().args(["serve", "--port", "0", "--model-path"]).arg(&model));
+        assert!(matches!(status, Some(1 | 3)), "{word}: {status:?}: {error}");
+        assert!(error.contains(word) && !error.contains("panicked"), "{error}");
+        std::fs::write(path, &sound[usize::from(path == &weights)]).expect("a file");
+    }
+}

@@ -79,6 +79,8 @@ struct Shared {
     core: Mutex<Core>,
     /// Held for moments only, so that status answers during both.
     status: Mutex<Status>,
+    /// Engines that are inside an activation, or were paused when last looked at. Likewise.
+    maybe_paused: Mutex<Vec<String>>,
     /// What the loop waits on, while there is one.
     watching: Mutex<Option<Stop>>,
     /// Likewise.
@@ -166,6 +168,7 @@ impl Follower {
             options,
             core: Mutex::new(core),
             status: Mutex::new(status),
+            maybe_paused: Mutex::default(),
             watching: Mutex::default(),
             counters: Mutex::default(),
         };
@@ -182,6 +185,13 @@ impl Follower {
     #[must_use]
     pub fn status(&self) -> Status {
         self.status_mut().clone()
+    }
+
+    /// The engines that may be paused: those inside an activation, and those that were paused when last looked at. Never waits for a
+    /// prepare or an activate.
+    #[must_use]
+    pub fn maybe_paused(&self) -> Vec<String> {
+        self.maybe_paused_mut().clone()
     }
 
     /// What the follower has done since it was opened, as the text that Prometheus reads. Never waits for a prepare or an activate.
@@ -299,6 +309,10 @@ impl Follower {
 
     fn status_mut(&self) -> MutexGuard<'_, Status> {
         self.shared.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn maybe_paused_mut(&self) -> MutexGuard<'_, Vec<String>> {
+        self.shared.maybe_paused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn counters_mut(&self) -> MutexGuard<'_, Counters> {
@@ -430,6 +444,7 @@ impl Follower {
         if stale.contains(&true) {
             crash_point("follow.activate")?;
         }
+        self.note_paused(engines, |index| stale[index]);
         let limit = Limit::new(options.activate_deadline, stop);
         let activated = ask_all(engines, &stale, ("activate", &limit, options.leave_deadline), || {
             Job::Activate { checkpoint: checkpoint.clone(), manifest: manifest.clone(), limit: limit.clone() }
@@ -444,7 +459,20 @@ impl Follower {
                 first_failure.get_or_insert(error);
             }
         }
+        self.note_paused(engines, |_| false);
         first_failure.map_or(Ok(()), Err)
+    }
+
+    /// Notes which engines may be paused: those of which an activation begins or has not answered yet, and those that were paused.
+    fn note_paused(&self, engines: &mut [Slot], begins: impl Fn(usize) -> bool) {
+        let mut names = self.maybe_paused_mut();
+        let before = std::mem::take(&mut *names);
+        for (index, Slot { worker, .. }) in engines.iter_mut().enumerate() {
+            let still_inside = worker.is_busy() && before.iter().any(|name| name == worker.name());
+            if begins(index) || still_inside || worker.is_paused() {
+                names.push(worker.name().to_owned());
+            }
+        }
     }
 
     /// Notes what became of one engine, and when to ask it again if it failed.

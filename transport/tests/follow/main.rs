@@ -383,9 +383,11 @@ fn an_engine_that_somebody_else_paused_is_not_in_step() {
     assert!(status.paused && status.label.is_none() && status.error.is_some(), "{status:?}");
     metric("engine_in_step", 0);
     metric("engine_paused", 1);
+    assert_eq!(follower.maybe_paused(), ["http://a"]);
     engine.0.lock().unwrap().paused = false;
     let status = follower.activate().unwrap().applied.unwrap().engines[0].clone();
     assert_eq!((status.paused, status.label, status.error), (false, Some(fixture.label(0)), None));
+    assert!(follower.maybe_paused().is_empty());
     assert_eq!(engine.activations(), 1);
 }
 
@@ -398,9 +400,13 @@ fn a_follower_that_is_stopped_does_not_wait_for_a_slow_load() {
     let mut options = fixture.options();
     options.activate_deadline = Duration::from_secs(24 * 3600);
     let follower = Follower::open(fixture.store.clone(), options, vec![engine.fake("http://a")]).unwrap();
-    while_following(&follower, || entered.recv().unwrap());
+    while_following(&follower, || {
+        entered.recv().unwrap();
+        assert_eq!(follower.maybe_paused(), ["http://a"], "while it loads");
+    });
     let status = follower.status().applied.unwrap().engines[0].clone();
     assert!(status.paused && status.error.unwrap().contains("given up"));
+    assert_eq!(follower.maybe_paused(), ["http://a"]);
 }
 
 #[test]
