@@ -40,7 +40,7 @@ fn make(dir: &Path) {
 }
 
 fn assert_named(outcome: Result<()>, name: &str, odd: &str, who: &str) {
-    let error = outcome.expect_err(&format!("{who}: {name}: {odd}"));
+    let Err(error) = outcome else { panic!("{who}: {name}: {odd} is taken for a file") };
     let cause = error.source().map(ToString::to_string).unwrap_or_default();
     assert!(matches!(&error, Error::Io { path, .. } if path.ends_with(name)), "{who}: {name}: {error:?}");
     assert!(cause.contains(odd), "{who}: {name}: {cause}");
