@@ -4,9 +4,7 @@ use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
 use crate::cli::{numbers, paths, store};
 use driftless::transport::manifest::{Kind, MANIFEST_BYTES_MAX};
-use driftless::transport::{
-    Committed, ContentDigest, Error as Transport, Manifest, Run, Store, Version, redact,
-};
+use driftless::transport::{Committed, Error as Transport, Manifest, Run, Store, Version, redact};
 use serde::Serialize;
 use serde_json::json;
 use std::path::PathBuf;
@@ -144,8 +142,8 @@ impl Link {
         }
     }
 
-    /// What is left of a version that was collected.
-    fn collected(version: Version, manifest_digest: ContentDigest) -> Link {
+    /// A version that was collected by an earlier release, or while this command looked.
+    fn collected(version: Version) -> Link {
         Link {
             version: version.0,
             kind: "collected",
@@ -155,19 +153,20 @@ impl Link {
             bytes: 0,
             full_bytes: 0,
             density: 0.0,
-            manifest_digest: manifest_digest.to_string(),
+            manifest_digest: String::new(),
         }
     }
 }
 
 fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
-    let versions = run.versions(model)?;
+    let (versions, oldest) = (run.versions(model)?, run.oldest(model)?);
     let links = versions.into_iter().map(|version| match run.get(model, version) {
-        Err(Transport::Collected { manifest_digest, .. }) => Ok(Link::collected(version, manifest_digest)),
+        Err(Transport::Collected { .. }) => Ok(Link::collected(version)),
         committed => Ok(Link::of(&committed?)),
     });
     let links = links.collect::<Result<Vec<_>>>()?;
-    let shown = json!({"run": run.name(), "run_id": run.id(), "model": model, "chain": links});
+    let shown =
+        json!({"run": run.name(), "run_id": run.id(), "model": model, "oldest": oldest, "chain": links});
     output.print(&shown, |_| {
         // A reference stores nothing that could be compared with anything; of a collected version nothing is left.
         let stored = |link: &Link, text: String| match link.kind {
@@ -188,7 +187,11 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
         };
         let header = ["version", "kind", "base", "step", "bytes", "full/bytes", "changed", "manifest"];
         let rows: Vec<_> = links.iter().map(row).collect();
-        format!("run {} ({}), model {model}\n{}", run.name(), run.id(), table(&header, &rows))
+        let collected = match oldest.0 {
+            0 => String::new(),
+            oldest => format!("; versions below {oldest} were collected"),
+        };
+        format!("run {} ({}), model {model}{collected}\n{}", run.name(), run.id(), table(&header, &rows))
     })
 }
 

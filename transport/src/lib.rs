@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod activate;
+mod chain;
 mod checkpoint;
 #[cfg(feature = "client")]
 mod client;
@@ -34,6 +35,7 @@ pub mod watch;
 pub mod wrap;
 
 pub use activate::{Activate, Activated, Limit, Target};
+pub use chain::Chain;
 pub use checkpoint::{Checkpoint, Place, write_checkpoint};
 #[cfg(feature = "client")]
 pub use client::notify;
@@ -49,7 +51,7 @@ pub use publish::{
     Shard, Slice, Start, Step,
 };
 pub use replica::{Advanced, Applied, Arrival, FetchObject, Plan, PlannedLink, Repaired, Replica};
-pub use run::{Chain, Committed, Run};
+pub use run::{Committed, Run};
 pub use sign::{SignKey, TrustKey};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, AuxFile, Snapshot, TensorInfo};
 pub use spool::SpoolOptions;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::gc::Tombstone;
+use crate::gc::{Floor, Tombstone};
 use crate::ids::check_name;
-use crate::manifest::{Base, Kind, MANIFEST_BYTES_MAX, Object};
+use crate::manifest::{Base, MANIFEST_BYTES_MAX, Object};
 use crate::sign::{self, Place};
 use crate::store::nobody;
 use crate::{ContentDigest, Entry, Error, Key, Manifest, PutMode, Result, RunId, Store, TrustKey, Version};
@@ -50,16 +50,6 @@ impl Committed {
     pub fn identity(&self) -> Base {
         Base { version: self.manifest.version, manifest_digest: self.digest }
     }
-}
-
-/// The publications that lead to a version, oldest first, each one's base checked against the one in front of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Chain {
-    /// If true, the first link is to be taken in full, without the base: it is an anchor, or a reference to a directory.
-    pub restart: bool,
-    /// The links; none if the reader is there already.
-    pub links: Vec<Committed>,
 }
 
 /// A run in a store.
@@ -187,7 +177,7 @@ impl Run {
         Ok(models)
     }
 
-    /// The committed versions of a model, ascending, by listing; those that were collected since are among them.
+    /// The committed versions of a model, ascending, by listing; those below the floor are not among them.
     ///
     /// # Errors
     /// Whatever the store reports.
@@ -197,7 +187,10 @@ impl Run {
             let (version, rest) = entry.key.under(&root)?.split_once('/')?;
             (rest == MANIFEST).then(|| parse_version(version)).flatten()
         };
-        let mut versions: Vec<Version> = self.store.list(&root)?.iter().filter_map(version).collect();
+        let listed = self.store.list(&root)?;
+        let floor = listed.iter().filter_map(|entry| Floor::parse(&entry.key, &root)).max();
+        let mut versions: Vec<Version> = listed.iter().filter_map(version).collect();
+        versions.retain(|version| floor.is_none_or(|floor| *version >= floor.version));
         versions.sort_unstable();
         Ok(versions)
     }
@@ -209,6 +202,11 @@ impl Run {
     /// none of them has signed it for this run and version; [`Error::ForeignRun`], [`Error::ForeignModel`] or
     /// [`Error::Corrupt`] if the manifest there is of something else; the errors of [`Manifest::parse`].
     pub fn get(&self, model: &str, version: Version) -> Result<Committed> {
+        self.unless_collected((model, version), self.read(model, version)).map(|(committed, _)| committed)
+    }
+
+    /// [`Run::get`] without a look at the floor: of a collected version there may be nothing, or what is not to be used.
+    pub(crate) fn read(&self, model: &str, version: Version) -> Result<Committed> {
         let key = self.manifest_key(model, version)?;
         let bytes = match self.store.get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
             Err(Error::NotFound { .. }) => {
@@ -329,7 +327,7 @@ impl Run {
         have: Version,
         alone: bool,
     ) -> Result<(Version, Option<Committed>)> {
-        let next = match self.get(model, have.next()) {
+        let next = match self.read(model, have.next()) {
             Err(Error::NoSuchVersion { .. }) => return Ok((have, None)),
             Err(Error::Collected { .. }) => None,
             next => Some(next?),
@@ -354,7 +352,9 @@ impl Run {
         };
         match hint {
             Ok(hint)
-                if hint.version.0 <= crate::manifest::VERSION_MAX && self.has(model, hint.version)? =>
+                if hint.version.0 <= crate::manifest::VERSION_MAX
+                    && self.has(model, hint.version)?
+                    && hint.version >= self.oldest(model)? =>
             {
                 Ok(Some(hint.version))
             }
@@ -369,99 +369,6 @@ impl Run {
         }
     }
 
-    /// What leads a reader that has `from` (or nothing) to version `to`.
-    ///
-    /// Prefers the deltas behind `from`; starts over at an anchor where there is no other way (links were collected), or
-    /// where that moves fewer bytes. A reader that has nothing starts at the newest anchor up to `to`, or at version 0's
-    /// reference.
-    ///
-    /// # Errors
-    /// [`Error::Rewind`] if `from` is newer than `to`; [`Error::BrokenChain`] if a manifest is not the one that the next
-    /// version builds on, `from` included; [`Error::Collected`] if a link was collected and no anchor stands between it
-    /// and `to`; the errors of [`Run::get`].
-    pub fn chain(&self, model: &str, from: Option<Base>, to: Version) -> Result<Chain> {
-        self.chain_with(model, from, to, None)
-    }
-
-    /// [`Run::chain`], for a reader that has read one of the manifests already.
-    pub(crate) fn chain_with(
-        &self,
-        model: &str,
-        from: Option<Base>,
-        to: Version,
-        mut known: Option<Committed>,
-    ) -> Result<Chain> {
-        if let Some(have) = from
-            && have.version >= to
-        {
-            return self.nothing_to_do(model, have, to);
-        }
-        // Newest first. `cost` is what the deltas read so far weigh; `anchor`, how many links to keep to start over at
-        // the newest anchor, and what that weighs.
-        let mut links: Vec<Committed> = Vec::new();
-        let mut cost = 0u64;
-        let mut anchor: Option<(usize, u64)> = None;
-        let mut version = to;
-        loop {
-            let read = match known.take_if(|known| known.manifest.version == version) {
-                Some(known) => Ok(known),
-                None => self.get(model, version),
-            };
-            let link = match (read, anchor) {
-                (Err(Error::Collected { .. }), Some((keep, _))) => {
-                    links.truncate(keep);
-                    links.reverse();
-                    return Ok(Chain { restart: true, links });
-                }
-                (link, _) => link?,
-            };
-            if let Some(newer) = links.last() {
-                check_link(newer, link.identity())?;
-            }
-            if link.manifest.is_anchor() && anchor.is_none() {
-                anchor = Some((links.len() + 1, cost.saturating_add(link.manifest.full_piece_bytes())));
-            }
-            cost = cost.saturating_add(link.manifest.delta_piece_bytes());
-            let stands_alone = link.manifest.kind != Kind::Delta;
-            let base = link.manifest.base;
-            links.push(link);
-
-            let reached = from.filter(|have| base.is_some_and(|base| base.version == have.version));
-            if let (Some(have), Some(link)) = (reached, links.last()) {
-                check_link(link, have)?;
-            }
-            let restart =
-                stands_alone || anchor.is_some_and(|(_, anchor_cost)| from.is_none() || anchor_cost < cost);
-            match base {
-                Some(base) if !restart && reached.is_none() => version = base.version,
-                _ => {
-                    if let (true, Some((keep, _))) = (restart, anchor) {
-                        links.truncate(keep);
-                    }
-                    links.reverse();
-                    return Ok(Chain { restart, links });
-                }
-            }
-        }
-    }
-
-    /// The chain of a reader that is at `to` already, or refuses to go back.
-    fn nothing_to_do(&self, model: &str, have: Base, to: Version) -> Result<Chain> {
-        if have.version > to {
-            let subject = format!("model `{model}`");
-            return Err(Error::Rewind { subject, run_id: self.id, have: have.version, wanted: to });
-        }
-        let found = self.get(model, to)?.digest;
-        if found != have.manifest_digest {
-            return Err(Error::DigestMismatch {
-                subject: self.manifest_key(model, to)?.to_string(),
-                expected: have.manifest_digest,
-                found,
-            });
-        }
-        Ok(Chain { restart: false, links: Vec::new() })
-    }
-
     /// The bytes of an object, checked against its digest.
     ///
     /// # Errors
@@ -470,9 +377,16 @@ impl Run {
         fetch_object(&*self.store, object)
     }
 
-    /// Commits a manifest. Only its publisher calls this, after every object is durable.
+    /// Commits a manifest. Only its publisher calls this, after every object is durable. A number below the floor stays used.
     pub(crate) fn commit(&self, model: &str, version: Version, bytes: &[u8]) -> Result<()> {
-        self.store.put(&self.manifest_key(model, version)?, bytes, PutMode::Create)
+        let key = self.manifest_key(model, version)?;
+        self.store.put(&key, bytes, PutMode::Create)?;
+        if version >= self.oldest(model)? {
+            return Ok(());
+        }
+        // The number was used and collected while this publisher slept.
+        self.store.delete(&key)?;
+        Err(Error::AlreadyExists { key, store: self.store.to_string() })
     }
 
     /// Points the head hint at a committed version.
@@ -549,19 +463,6 @@ pub(crate) fn wrong_size(object: &Object, found: u64) -> Error {
         what: "its size",
         expected: object.size.to_string(),
         found: if found > object.size { "more".to_owned() } else { found.to_string() },
-    }
-}
-
-/// Refuses a version that is not the one which `newer` builds on.
-fn check_link(newer: &Committed, found: Base) -> Result<()> {
-    match newer.manifest.base {
-        Some(base) if base.manifest_digest != found.manifest_digest => Err(Error::BrokenChain {
-            version: newer.manifest.version,
-            base: base.version,
-            expected: base.manifest_digest,
-            found: found.manifest_digest,
-        }),
-        _ => Ok(()),
     }
 }
 

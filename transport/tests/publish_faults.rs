@@ -178,8 +178,8 @@ fn a_baseline_that_cannot_follow_is_moved_before_the_next_version() {
     publisher.publish(&weights, step(0), Mode::Delta).unwrap();
     publisher.wait().unwrap();
     weights.step(1, 10);
-    // One object, the manifest and the head pass; what the baseline fetches does not.
-    fault.arm(3, 1, When::Before);
+    // One object, the manifest, the floor and the head pass; what the baseline fetches does not.
+    fault.arm(4, 1, When::Before);
     let published = publisher.publish(&weights, step(1), Mode::Delta).unwrap();
     assert_eq!((published.version, publisher.version()), (Version(1), Some(Version(1))));
     let error = publisher.wait().unwrap_err();

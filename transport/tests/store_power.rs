@@ -133,12 +133,11 @@ fn power_that_goes_at_any_sync_of_a_collection_takes_nothing_that_is_needed() {
         let collected = collect(run, &GcOptions::new(MODEL)).unwrap();
         assert_eq!(collected.floor, Version(VERSIONS));
         for version in 0..VERSIONS {
-            // Nothing but the tombstone.
-            let tombstone = run.manifest_key(MODEL, Version(version)).unwrap();
-            let place = Key::new(tombstone.as_str().trim_end_matches("/manifest")).unwrap();
-            let left: Vec<Key> =
-                run.store().list(&place).unwrap().into_iter().map(|entry| entry.key).collect();
-            assert_eq!(left, [tombstone]);
+            let manifest = run.manifest_key(MODEL, Version(version)).unwrap();
+            let place = Key::new(manifest.as_str().trim_end_matches("/manifest")).unwrap();
+            assert_eq!(run.store().list(&place).unwrap(), []);
+            let got = run.get(MODEL, Version(version));
+            assert!(matches!(got, Err(Error::Collected { .. })), "{got:?}");
         }
     });
     assert!(moments.len() > 2 && found.len() > 8);

@@ -354,7 +354,7 @@ pub enum Error {
         /// The version asked for.
         version: Version,
     },
-    /// The version was committed once and has been collected since: a tombstone stands in its manifest's place.
+    /// The version was committed once and has been collected since.
     #[error(
         "version {version} of model `{model}` in run {run_id} was collected; start from the anchor, version {anchor}"
     )]
@@ -365,8 +365,6 @@ pub enum Error {
         model: String,
         /// The version asked for.
         version: Version,
-        /// The digest of the manifest that it had.
-        manifest_digest: ContentDigest,
         /// The newest anchor at the time: a reader starts there, or at a newer one.
         anchor: Version,
     },

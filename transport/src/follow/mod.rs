@@ -96,10 +96,19 @@ struct Core {
     engines: Vec<Slot>,
     /// The version that [`Follower::activate`] was last called for.
     released: Option<Version>,
-    /// The last look found nothing new, so that the next version will be the newest.
-    quiet: bool,
+    looks: Looks,
     /// There is one as soon as the run was seen.
     keeper: Option<Keeper>,
+}
+
+/// What earlier looks at the store found.
+#[derive(Default)]
+struct Looks {
+    /// The last one found nothing new, so that the next version will be the newest.
+    quiet: bool,
+    /// When one last asked for the newest version, and not only for the next one. That the next one is missing says nothing new where
+    /// it was collected, as it may be for a host that slept longer than its lease.
+    full: Option<Instant>,
 }
 
 struct Slot {
@@ -160,7 +169,7 @@ impl Follower {
             feed: None,
             engines,
             released: None,
-            quiet: false,
+            looks: Looks::default(),
             keeper: None,
         };
         let shared = Shared {
@@ -212,7 +221,7 @@ impl Follower {
     /// version before stays in place.
     pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
         let mut core = self.core()?;
-        core.quiet = false;
+        core.looks.quiet = false;
         self.prepare_noted(&mut core, target)
     }
 
@@ -337,19 +346,19 @@ impl Follower {
             core.keeper = Some(Keeper::new(&run, &options.model, &options.id, options.renew)?);
             core.run = Some(run);
         }
-        let Core { run: Some(run), replica, keeper: Some(keeper), quiet, .. } = core else {
+        let Core { run: Some(run), replica, keeper: Some(keeper), looks, .. } = core else {
             return Err(Error::NoSuchRun { name: options.run.clone(), store: self.shared.store.to_string() });
         };
         let started = Instant::now();
-        let mut moved = self.advance(run, replica, (keeper, &mut *quiet), target);
+        let mut moved = self.advance(run, replica, (keeper, &mut *looks), target);
         match moved {
             Err(damage @ Error::DamagedReplica { .. }) => {
                 replica.quarantine(damage)?;
-                moved = self.advance(run, replica, (keeper, &mut *quiet), target);
+                moved = self.advance(run, replica, (keeper, &mut *looks), target);
             }
             // More was published and collected than one advance takes time for: the newest is another one now.
             Err(Error::Collected { .. }) if target.is_none() => {
-                moved = self.advance(run, replica, (keeper, &mut *quiet), target);
+                moved = self.advance(run, replica, (keeper, &mut *looks), target);
             }
             _ => {}
         }
@@ -373,28 +382,33 @@ impl Follower {
         Ok(prepared)
     }
 
-    /// Moves the replica to `target`, or to the newest version; `quiet` says of one look to the next that nothing was new.
+    /// Moves the replica to `target`, or to the newest version.
     fn advance(
         &self,
         run: &Run,
         replica: &mut Replica,
-        (keeper, quiet): (&Keeper, &mut bool),
+        (keeper, looks): (&Keeper, &mut Looks),
         target: Option<Version>,
     ) -> Result<Advanced> {
         let options = &self.shared.options;
         let level = self.level(run, replica).filter(|_| target.is_none());
-        let alone = std::mem::take(quiet);
+        let alone = std::mem::take(&mut looks.quiet);
+        let is_full = looks.full.is_none_or(|full| full.elapsed() >= options.renew);
         let (newest, known) = match level {
-            Some(have) => {
+            Some(have) if !is_full => {
                 let (newest, known) = run.newest_behind(&options.model, have, alone)?;
-                if newest == have {
-                    *quiet = true;
-                    return Ok(Advanced::default());
-                }
                 (Some(newest), known)
             }
-            None => (run.newest_version(&options.model)?, None),
+            _ => {
+                let newest = run.newest_version(&options.model)?;
+                looks.full = Some(Instant::now());
+                (newest, None)
+            }
         };
+        if level.is_some() && newest == level {
+            looks.quiet = true;
+            return Ok(Advanced::default());
+        }
         {
             let mut status = self.status_mut();
             status.newest = newest;

@@ -1,12 +1,14 @@
 //! Collecting old versions: what no reader needs any more is removed, oldest first.
 //!
 //! All versions from a *floor* on are kept: the newest anchor and what stands behind it, what live followers need, and as
-//! many of the newest versions as asked for. A version below it loses its manifest first, in whose place a tombstone is
-//! put, and then its objects. So whoever reads meets a whole version, or the tombstone, which tells where to start; a
-//! collection that stops anywhere is finished by the next one; and a number that was used stays used.
+//! many of the newest versions as asked for. The floor is made durable first. Then each version below it loses its manifest,
+//! its objects and everything else. So whoever reads meets a whole version, or is told by the floor that it is gone and where to
+//! start; a collection that stops anywhere is finished by the next one; and a number that was used stays used, because whoever
+//! commits or reads one looks at the floor.
 //!
 //! Objects that no manifest names are removed where the version's number is taken: nothing can commit them any more.
 
+mod floor;
 mod lease;
 mod plan;
 mod tombstone;
@@ -14,9 +16,10 @@ mod tombstone;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use crate::{Error, Key, PutMode, Result, Run, Version};
+use crate::{Error, Key, Result, Run, Version};
 use plan::Places;
 
+pub(crate) use floor::Floor;
 pub use lease::Lease;
 pub(crate) use lease::Record;
 pub(crate) use plan::is_publishers;
@@ -52,7 +55,7 @@ pub struct Removed {
     pub version: Version,
     /// True if the version itself was collected, false if only what failed attempts at it had left.
     pub collected: bool,
-    /// Objects removed.
+    /// Objects removed, the manifest not counted.
     pub objects: u64,
     /// Their bytes, and those of the manifest.
     pub bytes: u64,
@@ -96,38 +99,46 @@ pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
     let model = options.model.as_str();
     let root = run.model_root(model)?;
     let Some(newest) = run.newest_version(model)? else { return Ok(Collection::default()) };
-    // Leases before the listing: a follower that takes one later reads a version that is kept, or meets a tombstone.
+    // Leases before the listing: a follower that takes one later reads a version that is kept, or meets the floor.
     let leases = leases(run, options)?;
     let places = Places::of(run.store().list(&root)?, &root);
     let (anchor, mut kept) = down_to_anchor(run, model, newest, &places)?;
     let needed = leases.iter().filter(|lease| lease.live).map(|lease| lease.needs);
-    let floor = plan::floor(newest, anchor, options.keep, needed);
+    let before = run.oldest(model)?;
+    // What is gone stays gone, whatever a lease that ran out or came too late asks for.
+    let floor = plan::floor(newest, anchor, options.keep, needed).max(before);
     for version in (floor.0..anchor.unwrap_or(Version(0)).0).rev() {
         match run.get(model, Version(version)) {
             Ok(committed) => kept.extend(committed.manifest.objects.into_iter().map(|object| object.key)),
-            // Below the floor of an earlier collection, which a lease that ran out or came too late asks for.
+            // Below a tombstone that an earlier release left.
             Err(Error::Collected { .. }) => break,
             Err(error) => return Err(error),
         }
     }
     let mut collection = Collection { newest: Some(newest), anchor, floor, leases, removed: Vec::new() };
-    let fresh = fresh_below(run, model, floor)?;
+    let fresh = fresh_below(run, model, before, floor)?;
+    if floor > before && !options.dry_run {
+        fail::fail_point!("gc.floor");
+        run.raise_floor(model, Floor { version: floor, anchor: anchor.unwrap_or(floor) })?;
+        fail::fail_point!("gc.manifest");
+    }
     for (version, place) in places.range(..=newest) {
         let dead = place.dead(&kept, *version < floor);
-        let collected = *version < floor && fresh.contains(version);
-        if !collected && dead.is_empty() {
+        let manifest = place.manifest.as_ref().filter(|_| *version < floor);
+        if manifest.is_none() && dead.is_empty() {
             continue;
         }
-        let manifest = if collected { place.manifest_bytes } else { 0 };
+        let collected = fresh.contains(version);
         let removed = Removed {
             version: *version,
             collected,
             objects: dead.len() as u64,
-            bytes: dead.iter().map(|entry| entry.size).sum::<u64>() + manifest,
+            bytes: dead.iter().copied().chain(manifest).map(|entry| entry.size).sum(),
         };
         if !options.dry_run {
-            if collected {
-                bury(run, model, *version, anchor.unwrap_or(floor))?;
+            if let Some(manifest) = manifest {
+                run.store().delete(&manifest.key)?;
+                fail::fail_point!("gc.objects");
             }
             for entry in dead {
                 run.store().delete(&entry.key)?;
@@ -150,7 +161,7 @@ fn down_to_anchor(
     let mut kept = BTreeSet::new();
     let mut version = newest;
     loop {
-        let manifest = run.get(model, version)?.manifest;
+        let manifest = run.read(model, version)?.manifest;
         for object in &manifest.objects {
             let found = places
                 .size(&object.key)
@@ -175,31 +186,17 @@ fn down_to_anchor(
     }
 }
 
-/// The versions below `floor` that have their manifests. As versions are collected in ascending order, everything below
-/// the newest tombstone has one too.
-fn fresh_below(run: &Run, model: &str, floor: Version) -> Result<BTreeSet<Version>> {
+/// The versions from `before` up to `floor` that have their manifests. Everything below the newest tombstone has one too.
+fn fresh_below(run: &Run, model: &str, before: Version, floor: Version) -> Result<BTreeSet<Version>> {
     let mut fresh = BTreeSet::new();
-    for version in (0..floor.0).rev().map(Version) {
+    for version in (before.0..floor.0).rev().map(Version) {
         match run.store().get(&run.manifest_key(model, version)?, None) {
             Ok(bytes) if Tombstone::parse(&bytes).is_some() => break,
             Ok(_) => fresh.insert(version),
+            // Another collection is at it.
+            Err(Error::NotFound { .. }) => break,
             Err(error) => return Err(error),
         };
     }
     Ok(fresh)
-}
-
-/// Replaces a manifest by its tombstone: from here on nobody begins to read the version.
-fn bury(run: &Run, model: &str, version: Version, anchor: Version) -> Result<()> {
-    let key = run.manifest_key(model, version)?;
-    let manifest = run.store().get(&key, None)?;
-    if Tombstone::parse(&manifest).is_some() {
-        // Another collection was here.
-        return Ok(());
-    }
-    let tombstone = Tombstone::new(run.id(), model, version, &manifest, anchor);
-    fail::fail_point!("gc.tombstone");
-    run.store().put(&key, &tombstone.to_bytes()?, PutMode::Overwrite)?;
-    fail::fail_point!("gc.objects");
-    Ok(())
 }

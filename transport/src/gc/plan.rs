@@ -12,15 +12,15 @@ const SIGNATURE: &str = "manifest.sig";
 /// What lies in the place of one version.
 #[derive(Debug, Default)]
 pub(super) struct Place {
-    pub(super) manifest_bytes: u64,
+    pub(super) manifest: Option<Entry>,
     others: Vec<Entry>,
 }
 
 impl Place {
-    /// What publishers put here and no manifest among the kept ones names; with `buried`, the signature of the manifest
-    /// that was here as well. Anything else is not ours to remove.
-    pub(super) fn dead(&self, kept: &BTreeSet<Key>, buried: bool) -> Vec<&Entry> {
-        let ours = |key: &Key| is_publishers(key) || (buried && key.name() == SIGNATURE);
+    /// What publishers put here and no manifest among the kept ones names; where the version is `collected`, the manifest's
+    /// signature as well. Anything else is not ours to remove.
+    pub(super) fn dead(&self, kept: &BTreeSet<Key>, collected: bool) -> Vec<&Entry> {
+        let ours = |key: &Key| is_publishers(key) || (collected && key.name() == SIGNATURE);
         self.others.iter().filter(|entry| ours(&entry.key) && !kept.contains(&entry.key)).collect()
     }
 }
@@ -46,7 +46,7 @@ impl Places {
             };
             let place = versions.entry(version).or_default();
             if name == MANIFEST {
-                place.manifest_bytes = entry.size;
+                place.manifest = Some(entry);
             } else {
                 sizes.insert(entry.key.clone(), entry.size);
                 place.others.push(entry);
@@ -126,9 +126,9 @@ mod tests {
         );
         let kept = BTreeSet::from([Key::new("r/policy/v0000000001/0123456789abcdef-00001").unwrap()]);
         let [(version, place)] = places.range(..=Version(9)).collect::<Vec<_>>()[..] else { panic!() };
-        assert_eq!((*version, place.manifest_bytes), (Version(1), 7));
+        assert_eq!((*version, place.manifest.as_ref().unwrap().key.name()), (Version(1), MANIFEST));
         let dead =
-            |buried| place.dead(&kept, buried).iter().map(|entry| entry.key.name()).collect::<Vec<_>>();
+            |collected| place.dead(&kept, collected).iter().map(|entry| entry.key.name()).collect::<Vec<_>>();
         assert_eq!(dead(false), ["0123456789abcdef-00000"]);
         assert_eq!(dead(true), ["0123456789abcdef-00000", "manifest.sig"]);
         assert_eq!(places.size(&Key::new("r/policy/v0000000001/manifest.sig").unwrap()), Some(7));

@@ -1,17 +1,16 @@
-//! What stands in the place of a manifest whose version was collected.
+//! What earlier releases left in the place of a manifest whose version was collected. The next collection removes it.
 
 use serde::{Deserialize, Serialize};
 
 use crate::manifest::{FORMAT, Features};
-use crate::{ContentDigest, Error, Result, RunId, Version};
+use crate::{ContentDigest, Error, RunId, Version};
 
 /// Manifests longer than this are not looked at as tombstones.
 const TOMBSTONE_BYTES_MAX: usize = 4096;
 /// The required feature by which a reader that knows no tombstones refuses one.
 const FEATURE: &str = "collected";
 
-/// Replaces a manifest. The key stays taken, so that a publisher that slept can never commit the number again, and a
-/// reader is told where to start.
+/// Stands in a manifest's place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Tombstone {
     format: u32,
@@ -29,24 +28,6 @@ struct Fate {
 }
 
 impl Tombstone {
-    /// For the version whose manifest has these bytes.
-    pub(super) fn new(
-        run_id: RunId,
-        model: &str,
-        version: Version,
-        manifest: &[u8],
-        anchor: Version,
-    ) -> Self {
-        Self {
-            format: FORMAT,
-            run_id,
-            model: model.to_owned(),
-            version,
-            features: Features { required: vec![FEATURE.to_owned()], optional: Vec::new() },
-            collected: Fate { manifest_digest: ContentDigest::of(manifest), anchor },
-        }
-    }
-
     /// The tombstone that `bytes` are, or `None` if they are anything else.
     pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
         let small = bytes.len() <= TOMBSTONE_BYTES_MAX;
@@ -54,20 +35,10 @@ impl Tombstone {
         (tombstone.format == FORMAT && tombstone.features.required == [FEATURE]).then_some(tombstone)
     }
 
-    pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
-        serde_json::to_vec(self).map_err(|source| Error::Parse { subject: "tombstone".to_owned(), source })
-    }
-
     /// What a reader of the version is told.
     pub(crate) fn into_error(self) -> Error {
-        let Fate { manifest_digest, anchor } = self.collected;
-        Error::Collected {
-            run_id: self.run_id,
-            model: self.model,
-            version: self.version,
-            manifest_digest,
-            anchor,
-        }
+        let Self { run_id, model, version, collected: Fate { anchor, .. }, .. } = self;
+        Error::Collected { run_id, model, version, anchor }
     }
 }
 
@@ -77,9 +48,15 @@ mod tests {
 
     #[test]
     fn readers_without_tombstones_refuse_one_and_others_see_nothing_else_in_it() {
-        let tombstone = Tombstone::new(RunId::from_bytes([7; 16]), "policy", Version(3), b"{}", Version(9));
-        let bytes = tombstone.to_bytes().unwrap();
-        assert_eq!(Tombstone::parse(&bytes).unwrap(), tombstone);
+        let digest = ContentDigest::of(b"{}");
+        let bytes = format!(
+            r#"{{"format":1,"run_id":"{}","model":"policy","version":3,"features":{{"required":["collected"],"optional":[]}},"collected":{{"manifest_digest":"{digest}","anchor":9}}}}"#,
+            RunId::from_bytes([7; 16])
+        )
+        .into_bytes();
+        let error = Tombstone::parse(&bytes).unwrap().into_error();
+        let expected = matches!(error, Error::Collected { version: Version(3), anchor: Version(9), .. });
+        assert!(expected, "{error:?}");
         let error = crate::Manifest::parse(&bytes).unwrap_err();
         assert!(matches!(&error, Error::UnknownFeature { feature, .. } if feature == FEATURE), "{error:?}");
         for cut in 0..bytes.len() {

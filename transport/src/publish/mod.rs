@@ -439,12 +439,13 @@ impl Publisher {
                 self.sweep(&found);
                 Err(self.lost(found.identity()))
             }
-            // It won so long ago that it was collected since.
-            Err(Error::Collected { manifest_digest, .. }) => {
-                let winner = Base { version, manifest_digest };
-                self.standing = Standing::Lost(winner);
+            // It was committed so long ago that it was collected since.
+            Err(Error::Collected { .. }) => {
                 self.sweep_place(version, |_| false);
-                Err(self.lost(winner))
+                self.standing = Standing::Behind(committed.identity());
+                let newest = self.run.newest(&self.options.model)?.ok_or(error)?.identity();
+                self.standing = Standing::Lost(newest);
+                Err(self.lost(newest))
             }
             Err(Error::NoSuchVersion { .. }) => {
                 self.standing = Standing::Behind(committed.identity());

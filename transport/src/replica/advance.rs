@@ -7,10 +7,11 @@ use std::time::Instant;
 use super::state::State;
 use super::target::Targets;
 use super::{Advanced, Replica, check_model, fetch, objects};
+use crate::chain::Chain;
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Base, Kind, Manifest};
-use crate::run::{Chain, Committed, Run};
+use crate::run::{Committed, Run};
 use objects::FetchObject;
 
 /// How often a chain is looked up again because links of it were collected while they were read.

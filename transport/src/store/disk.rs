@@ -16,6 +16,8 @@ use crate::{Error, Key, Result, regular};
 
 /// Where files are written before they get their name. It starts with a dot, which no key does.
 const STAGING: &str = ".staging";
+/// How often a put makes its directory again that somebody removes as an empty one.
+const RENAMES_MAX: usize = 100;
 
 /// A store in a directory.
 ///
@@ -115,21 +117,32 @@ impl Store for Disk {
             return Err(Error::AlreadyExists { key: key.clone(), store: self.to_string() });
         }
         let staged = self.stage(bytes)?;
-        create_dir_synced(parent)?;
-        watch::before(Call::Rename, &path).map_err(|source| Error::io("rename into place", &path, source))?;
-        match mode {
-            PutMode::Overwrite => {
-                fs::rename(&staged.path, &path)
-                    .map_err(|source| Error::io("rename into place", &path, source))?;
-            }
-            PutMode::Create => match rename_if_absent(&staged.path, &path) {
+        let place = || {
+            create_dir_synced(parent)?;
+            let renamed = watch::before(Call::Rename, &path).and_then(|()| match mode {
+                PutMode::Overwrite => fs::rename(&staged.path, &path),
+                PutMode::Create => rename_if_absent(&staged.path, &path),
+            });
+            match renamed {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    return Err(Error::AlreadyExists { key: key.clone(), store: self.to_string() });
+                    Err(Error::AlreadyExists { key: key.clone(), store: self.to_string() })
                 }
-                renamed => renamed.map_err(|source| Error::io("rename into place", &path, source))?,
-            },
+                renamed => renamed.map_err(|source| Error::io("rename into place", &path, source)),
+            }
+        };
+        let mut tries = 0;
+        loop {
+            match place() {
+                // The last object of the directory was deleted just now, and the directory with it.
+                Err(Error::Io { source, .. }) if absent(&source) && tries < RENAMES_MAX => tries += 1,
+                placed => break placed?,
+            }
         }
-        sync_directory(parent)
+        match sync_directory(parent) {
+            // As above, and what was put is gone as well.
+            Err(Error::Io { source, .. }) if absent(&source) => Ok(()),
+            synced => synced,
+        }
     }
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
@@ -163,9 +176,14 @@ impl Store for Disk {
     fn delete(&self, key: &Key) -> Result<()> {
         let path = self.path(key);
         match watch::before(Call::Remove, &path).and_then(|()| fs::remove_file(&path)) {
-            Err(error) if absent(&error) => Ok(()),
-            removed => removed.map_err(|source| Error::io("delete", path, source)),
+            Err(error) if absent(&error) => return Ok(()),
+            removed => removed.map_err(|source| Error::io("delete", &path, source))?,
         }
+        // A directory without objects would stay for ever, and be listed each time. One that has some refuses to go.
+        if let Some(parent) = path.parent().filter(|parent| *parent != self.root) {
+            let _ = fs::remove_dir(parent);
+        }
+        Ok(())
     }
 }
 
@@ -285,6 +303,31 @@ mod tests {
         store.put(&key("a"), b"x", PutMode::Create).unwrap();
         assert!(matches!(store.put(&key("a"), b"y", PutMode::Create), Err(Error::AlreadyExists { .. })));
         assert_eq!(fs::read_dir(directory.path().join(STAGING)).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_directory_goes_with_its_last_object_and_no_put_fails_for_that() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Disk::new(directory.path());
+        for name in ["a/b/x", "a/b/y"] {
+            store.put(&key(name), b"x", PutMode::Create).unwrap();
+        }
+        store.delete(&key("a/b/x")).unwrap();
+        assert!(directory.path().join("a/b").exists());
+        store.delete(&key("a/b/y")).unwrap();
+        assert!(!directory.path().join("a/b").exists() && directory.path().join("a").exists());
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (store, mode) =
+                    (&store, if thread % 2 == 0 { PutMode::Create } else { PutMode::Overwrite });
+                scope.spawn(move || {
+                    for _ in 0..100 {
+                        store.put(&key(&format!("a/c/{thread}")), b"x", mode).unwrap();
+                        store.delete(&key(&format!("a/c/{thread}"))).unwrap();
+                    }
+                });
+            }
+        });
     }
 
     #[test]

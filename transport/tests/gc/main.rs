@@ -57,7 +57,7 @@ fn any_interleaving_of_publishing_following_and_collecting_keeps_what_is_needed(
                 }
                 _ => {
                     let (live, keep) = (world.live(), 1 + world.below(4));
-                    let floor = world.floor(keep);
+                    let floor = world.floor(keep).max(world.run.oldest(MODEL).unwrap().0);
                     let collection = world.gc(keep).unwrap();
                     assert_eq!(collection.floor, Version(floor));
                     collected += collection.removed.iter().filter(|removed| removed.collected).count();
@@ -228,11 +228,11 @@ fn a_publisher_that_slept_through_a_collection_has_lost_and_leaves_nothing() {
         awake.publish(&weights, step(version), Mode::Delta).unwrap();
     }
     awake.wait().unwrap();
-    let winner = awake.run().get(MODEL, Version(2)).unwrap().digest;
+    let winner = awake.run().get(MODEL, Version(8)).unwrap().digest;
     collect(awake.run(), &GcOptions::new(MODEL)).unwrap();
     let error = asleep.publish(&versions[0], step(2), Mode::Delta).unwrap_err();
     assert!(
-        matches!(error, Error::LostRace { version: Version(2), winner: found, .. } if found == winner),
+        matches!(error, Error::LostRace { version: Version(8), winner: found, .. } if found == winner),
         "{error:?}"
     );
     assert_eq!(collect(awake.run(), &GcOptions::new(MODEL)).unwrap().removed, [], "it removed its objects");
@@ -242,6 +242,76 @@ fn a_publisher_that_slept_through_a_collection_has_lost_and_leaves_nothing() {
     weights.step(9, 30);
     resumed.publish(&weights, step(9), Mode::Delta).unwrap();
     assert_reader(&store, &dir.path().join("late"), 9, &weights);
+}
+
+#[test]
+fn a_number_that_is_taken_after_its_collection_is_nobodys_version() {
+    let dir = tempfile::tempdir().unwrap();
+    let clock = Arc::new(Clocked::default());
+    let store: Arc<dyn Store> = clock.clone();
+    let (mut publisher, versions) = story(&store, &dir.path().join("baseline"), 2);
+    let options = FollowerOptions::new(RUN, dir.path().join("host"), "host-0");
+    let follower = Follower::open(store.clone(), options, vec![]).unwrap();
+    assert_eq!(follower.prepare(None).unwrap().version, Version(1));
+    let mut weights = versions[1].clone();
+    for version in 2..9 {
+        weights.step(version, 30);
+        publisher.publish(&weights, step(version), Mode::Delta).unwrap();
+    }
+    publisher.wait().unwrap();
+    let run = publisher.run();
+    // What a publisher that slept would commit as version 2, were it killed before it looks at the floor.
+    let mut manifest = run.get(MODEL, Version(2)).unwrap().manifest;
+    manifest.trainer_step += 100;
+    let objects: Vec<_> = manifest.objects.iter().map(|o| (o.key.clone(), run.object(o).unwrap())).collect();
+    let mut gc_options = GcOptions::new(MODEL);
+    gc_options.lease_ttl = TTL;
+    clock.pass(TTL.as_secs() + 1);
+    assert_eq!(collect(run, &gc_options).unwrap().floor, Version(6));
+    for (key, bytes) in objects {
+        store.put(&key, &bytes, PutMode::Create).unwrap();
+    }
+    let key = run.manifest_key(MODEL, Version(2)).unwrap();
+    store.put(&key, &manifest.to_bytes().unwrap(), PutMode::Create).unwrap();
+
+    let got = run.get(MODEL, Version(2));
+    assert!(matches!(got, Err(Error::Collected { anchor: Version(6), .. })), "{got:?}");
+    // It is the next version of this host, which asks for it first.
+    assert_eq!(follower.prepare(None).unwrap().version, Version(8));
+    assert_same(&driftless_transport::Checkpoint::open(dir.path().join("host")).unwrap(), &weights);
+    // Not even a head that leads there makes it the newest.
+    let head = Key::new(format!("{}/{MODEL}/head", run.id())).unwrap();
+    store
+        .put(
+            &head,
+            format!("{{\"version\":2,\"manifest_digest\":\"{}\"}}", "0".repeat(64)).as_bytes(),
+            PutMode::Overwrite,
+        )
+        .unwrap();
+    assert_eq!(run.newest_version(MODEL).unwrap(), Some(Version(8)));
+    collect(run, &gc_options).unwrap();
+    assert!(matches!(store.get(&key, None), Err(Error::NotFound { .. })), "the next collection removes it");
+}
+
+#[test]
+fn a_run_of_100_000_versions_is_one_page_and_old_tombstones_are_folded() {
+    const COLLECTED: u64 = 100_000;
+    let mut world = World::new(11);
+    world.bury(COLLECTED);
+    let tombstone = world.run.get(MODEL, Version(7)).unwrap_err();
+    assert!(matches!(tombstone, Error::Collected { anchor: Version(COLLECTED), .. }), "{tombstone:?}");
+    (0..3).for_each(|_| world.publish());
+    let collection = world.gc(1).unwrap();
+    assert!(collection.floor >= Version(COLLECTED));
+    let folded = collection.removed.iter().filter(|removed| removed.version.0 < COLLECTED);
+    assert_eq!(folded.clone().count() as u64, COLLECTED);
+    assert!(folded.clone().all(|removed| !removed.collected), "they had been collected before");
+    let root = Key::new(format!("{}/{MODEL}", world.run.id())).unwrap();
+    assert!(world.clock.list(&root).unwrap().len() < 20);
+    let got = world.run.get(MODEL, Version(7)).unwrap_err();
+    assert!(matches!(got, Error::Collected { version: Version(7), .. }), "{got:?}");
+    assert_eq!(world.read(None, None), 0);
+    assert_eq!(world.gc(1).unwrap().removed, []);
 }
 
 #[test]

@@ -147,7 +147,7 @@ impl World {
     }
 
     pub(crate) fn publish(&mut self) {
-        let anchor = self.chain.is_empty() || self.below(4) == 0;
+        let anchor = self.anchors.is_empty() || self.below(4) == 0;
         let manifest = self.manifest(anchor);
         let bytes = manifest.to_bytes().unwrap();
         let version = manifest.version;
@@ -161,6 +161,19 @@ impl World {
             let head = Key::new(format!("{}/{MODEL}/head", self.run.id())).unwrap();
             let hint = serde_json::to_vec(self.chain.last().unwrap()).unwrap();
             self.clock.put(&head, &hint, PutMode::Overwrite).unwrap();
+        }
+    }
+
+    /// Versions that an earlier release collected, before the first one that is published.
+    pub(crate) fn bury(&mut self, versions: u64) {
+        let (run_id, digest) = (self.run.id(), ContentDigest::of(b"gone"));
+        for version in (0..versions).map(Version) {
+            let tombstone = format!(
+                r#"{{"format":1,"run_id":"{run_id}","model":"{MODEL}","version":{version},"features":{{"required":["collected"],"optional":[]}},"collected":{{"manifest_digest":"{digest}","anchor":{versions}}}}}"#
+            );
+            let key = self.run.manifest_key(MODEL, version).unwrap();
+            self.clock.put(&key, tombstone.as_bytes(), PutMode::Create).unwrap();
+            self.chain.push(Base { version, manifest_digest: digest });
         }
     }
 
@@ -257,8 +270,21 @@ impl World {
         }
         for version in 0..=newest {
             let key = self.run.manifest_key(MODEL, Version(version)).unwrap();
-            let again = self.clock.put(&key, b"{}", PutMode::Create);
-            assert!(matches!(again, Err(Error::AlreadyExists { .. })), "number {version} is free again");
+            match self.clock.put(&key, b"{}", PutMode::Create) {
+                Err(Error::AlreadyExists { .. }) => {}
+                // Whoever takes the number of a collected version has nothing of it.
+                taken => {
+                    taken.unwrap();
+                    assert!(
+                        Version(version) < self.run.oldest(MODEL).unwrap(),
+                        "number {version} is free again"
+                    );
+                    let got = self.run.get(MODEL, Version(version));
+                    assert!(matches!(got, Err(Error::Collected { .. })), "{got:?}");
+                    assert_eq!(self.run.newest_version(MODEL).unwrap(), Some(Version(newest)));
+                    self.clock.delete(&key).unwrap();
+                }
+            }
         }
     }
 
@@ -277,9 +303,11 @@ impl World {
         let newest = self.newest().unwrap();
         let mut expected: BTreeSet<Key> = BTreeSet::new();
         for version in 0..=newest {
-            expected.insert(self.run.manifest_key(MODEL, Version(version)).unwrap());
             match self.run.get(MODEL, Version(version)) {
-                Ok(committed) => expected.extend(committed.manifest.objects.into_iter().map(|o| o.key)),
+                Ok(committed) => {
+                    expected.insert(self.run.manifest_key(MODEL, Version(version)).unwrap());
+                    expected.extend(committed.manifest.objects.into_iter().map(|o| o.key));
+                }
                 Err(Error::Collected { .. }) => {}
                 Err(error) => panic!("{error:?}"),
             }
@@ -289,8 +317,11 @@ impl World {
         expected.extend(self.leftovers.iter().filter(|key| key.under(&above).is_some()).cloned());
         let root = Key::new(format!("{}/{MODEL}", self.run.id())).unwrap();
         let listed = self.clock.list(&root).unwrap();
-        let found: BTreeSet<Key> =
+        let mut found: BTreeSet<Key> =
             listed.into_iter().map(|entry| entry.key).filter(|key| key.name() != "head").collect();
+        let floors = found.len();
+        found.retain(|key| !key.as_str().contains("/floor/"));
+        assert!(floors - found.len() <= 2, "a new floor, and the one before");
         assert_eq!(found, expected);
     }
 }
