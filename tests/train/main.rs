@@ -211,7 +211,9 @@ fn a_checkpoint_that_is_damaged_is_refused_by_name() {
     let sound = [&config, &weights].map(|path| std::fs::read(path).expect("a file"));
     let half = sound[1].len() / 2;
     let other = String::from_utf8_lossy(&sound[0]).replace("\"hidden_size\": 64", "\"hidden_size\": 96");
-    assert_ne!(other.as_bytes(), sound[0]);
+    let deep = String::from_utf8_lossy(&sound[0])
+        .replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 16777216");
+    assert!([&other, &deep].iter().all(|config| config.as_bytes() != sound[0]));
     for (path, bytes, word) in [
         (&weights, &sound[1][..half], "model.safetensors"),
         (&weights, &sound[1][..4], "model.safetensors"),
@@ -219,11 +221,29 @@ fn a_checkpoint_that_is_damaged_is_refused_by_name() {
         (&config, b"\x00\xff garbage", "config.json"),
         (&config, b"{}", "config"),
         (&config, other.as_bytes(), "tensor"),
+        (&config, deep.as_bytes(), "num_hidden_layers"),
     ] {
         std::fs::write(path, bytes).expect("a file");
         let (status, error) = code(driftless().args(["serve", "--port", "0", "--model-path"]).arg(&model));
         assert!(matches!(status, Some(1 | 3)), "{word}: {status:?}: {error}");
         assert!(error.contains(word) && !error.contains("panicked"), "{error}");
         std::fs::write(path, &sound[usize::from(path == &weights)]).expect("a file");
+    }
+}
+
+#[test]
+fn what_cannot_be_saved_is_not_trained_first() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("file");
+    std::fs::write(&file, "not a directory").expect("a file");
+    let (below, save) = (file.join("below"), dir.path().join("save"));
+    let hf = below.join("hf");
+    for (save, hf) in [(&below, &save), (&save, &hf)] {
+        // More steps than anybody waits for.
+        let mut command = driftless();
+        command.args(["train", "--loss-type", "sft_loss", "--num-rollout", "1000000000", "--save"]).arg(save);
+        let (status, error) = code(command.arg("--save-hf").arg(hf));
+        assert_eq!(status, Some(1), "{error}");
+        assert!(error.contains("cannot create") && error.contains(&below.display().to_string()), "{error}");
     }
 }

@@ -8,7 +8,7 @@ use tch::{Device, Kind};
 use crate::batch::{Batch, Reduction, Sample, token_weights};
 use crate::checkpoint::{self, Progress};
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, io};
 use crate::models::Qwen3;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
@@ -93,6 +93,11 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
     let (mut policy, files) = begin(options, device)?;
     let done = options.load.as_deref().map_or(Ok(0), |dir| load(dir, options.seed, &mut policy))?;
     let series = options.save_hf.to_str().filter(|path| path.contains(ROLLOUT_ID));
+    // What cannot be kept is not trained first.
+    let parent = options.save_hf.parent().filter(|dir| series.is_none() && !dir.as_os_str().is_empty());
+    for dir in options.save.as_deref().into_iter().chain(parent) {
+        std::fs::create_dir_all(dir).map_err(io("create", dir))?;
+    }
     let mut losses = Vec::new();
     for step in done..options.steps {
         let batch = batch(options, step, policy.model().config().vocab_size, device)?;

@@ -366,6 +366,13 @@ fn locate(config: &Config, weights: &dyn Snapshot) -> Result<Vec<usize>> {
         expected,
         found,
     };
+    let tensors = weights.tensors().len();
+    // Before the names of them all are made, which a damaged config may want millions of.
+    if usize::try_from(config.num_hidden_layers).map_or(true, |layers| layers > tensors) {
+        let (expected, found) =
+            (format!("at most the {tensors} tensors"), config.num_hidden_layers.to_string());
+        return Err(Error::Config { field: "num_hidden_layers", expected, found });
+    }
     let mut found: BTreeMap<&str, usize> =
         weights.tensors().iter().enumerate().map(|(index, tensor)| (tensor.name.as_str(), index)).collect();
     let mut places = Vec::new();
