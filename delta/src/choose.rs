@@ -1,31 +1,26 @@
 //! Chooses the coder table of a segment from what changed in it. Only the encoder does this: any table decodes.
 
 use crate::bits::ESCAPE;
-use crate::classes::{Sample, SampleMoved};
+use crate::classes::Sample;
 use crate::scan::{GROUP, Path};
-use crate::table::{CLASSES_MAX, Class, EXPLICIT, MERGE_MAX, NONE_LARGE, PLAIN, RUN_MAX, TURNS_MAX, Table};
+use crate::table::{CLASSES_MAX, Class, EXPLICIT, NONE_LARGE, RUN_MAX, Table};
 use crate::{Element, Profile};
 
 /// Bits that one more class costs: its parameters, and the open end of its run codes in every block.
 const CLASS_COST: f64 = 8.0;
 const CLASS_COST_PER_BLOCK: f64 = 1.5;
 
-/// Bits of a second kind of classes in a table, and of the token in front of it.
-const MOVED_COST: f64 = 8.0;
-
 /// Counts of one exponent.
 #[derive(Clone, Copy)]
 struct Tally {
     members: f64,
     changed: u32,
-    /// Those of the changed that went the other way than the last time.
-    turned: u32,
     /// Steps by the number of bits of their size.
     sizes: [u32; 33],
 }
 
 impl Tally {
-    const ZERO: Self = Self { members: 0.0, changed: 0, turned: 0, sizes: [0; 33] };
+    const ZERO: Self = Self { members: 0.0, changed: 0, sizes: [0; 33] };
 
     fn is_empty(&self) -> bool {
         self.members == 0.0 && self.changed == 0
@@ -34,7 +29,6 @@ impl Tally {
     fn add(&mut self, other: &Self) {
         self.members += other.members;
         self.changed += other.changed;
-        self.turned += other.turned;
         for (mine, other) in self.sizes.iter_mut().zip(&other.sizes) {
             *mine += other;
         }
@@ -50,9 +44,7 @@ pub(crate) struct Statistics {
     profile: Profile,
     /// Exponent of the first class, once something changed; it stays unknown where there is one class only.
     first: Option<u32>,
-    /// Of elements that have not moved, or of which that is not told; and of those that have.
     tallies: [Tally; CLASSES_MAX],
-    moved: [Tally; CLASSES_MAX],
     blocks: u32,
     /// One row of so many is counted.
     apart: usize,
@@ -61,8 +53,7 @@ pub(crate) struct Statistics {
 impl Default for Statistics {
     fn default() -> Self {
         let (element, profile) = (Element::Bytes, Profile::Fast);
-        let tallies = [Tally::ZERO; CLASSES_MAX];
-        Self { element, profile, first: None, tallies, moved: tallies, blocks: 0, apart: 1 }
+        Self { element, profile, first: None, tallies: [Tally::ZERO; CLASSES_MAX], blocks: 0, apart: 1 }
     }
 }
 
@@ -72,7 +63,6 @@ impl Statistics {
         (self.element, self.profile) = (element, profile);
         (self.first, self.blocks) = (None, 0);
         self.tallies.fill(Tally::ZERO);
-        self.moved.fill(Tally::ZERO);
         self.apart = if segment_bytes / element.size() < 0x8_0000 { 1 } else { 4 };
     }
 
@@ -99,20 +89,11 @@ impl Statistics {
         self.first = first.map(|first| first as u32);
     }
 
-    /// Counts a change of an element that has not moved, or of which that is not told.
+    /// Counts a change.
     #[inline(always)]
     pub(crate) fn change(&mut self, base: u32, step: i32) {
         let tally = &mut self.tallies[self.class(base)];
         tally.changed += 1;
-        tally.sizes[(32 - step.unsigned_abs().leading_zeros()) as usize] += 1;
-    }
-
-    /// Counts a change of an element that has moved; `step` is relative to that.
-    #[inline(always)]
-    pub(crate) fn change_moved(&mut self, base: u32, step: i32) {
-        let tally = &mut self.moved[self.class(base)];
-        tally.changed += 1;
-        tally.turned += u32::from(step < 0);
         tally.sizes[(32 - step.unsigned_abs().leading_zeros()) as usize] += 1;
     }
 
@@ -123,8 +104,8 @@ impl Statistics {
         class.min(CLASSES_MAX as u32 - 1) as usize
     }
 
-    /// Counts the elements of a block that has changes, whose classes `planes` holds, and which of them have `moved`.
-    pub(crate) fn block(&mut self, path: Path, elements: usize, planes: &[u64], moved: Option<&[u64]>) {
+    /// Counts the elements of a block that has changes, whose classes `planes` holds.
+    pub(crate) fn block(&mut self, path: Path, elements: usize, planes: &[u64]) {
         self.blocks += 1;
         if self.first.is_none() {
             self.tallies[0].members += elements as f64;
@@ -137,94 +118,38 @@ impl Statistics {
             counts[0] -= (rows * GROUP - elements) as u64;
         }
         let apart = self.apart as f64;
-        let count_as = |tallies: &mut [Tally], counts: [u64; CLASSES_MAX], sign: f64| {
-            for (tally, count) in tallies.iter_mut().zip(counts) {
-                tally.members += sign * apart * count as f64;
-            }
-        };
-        count_as(&mut self.tallies, counts, 1.0);
-        if let Some(moved) = moved {
-            let counts = path.run(SampleMoved { planes, moved, apart: self.apart });
-            count_as(&mut self.tallies, counts, -1.0);
-            count_as(&mut self.moved, counts, 1.0);
+        for (tally, count) in self.tallies.iter_mut().zip(counts) {
+            tally.members += apart * count as f64;
         }
     }
 
-    /// The cheapest table found, with classes of elements that have moved where they save bits.
+    /// The cheapest table found.
     pub(crate) fn table(&self) -> Table {
-        let mut together = self.tallies;
-        together.iter_mut().zip(&self.moved).for_each(|(tally, moved)| tally.add(moved));
-        let (cost, table) = self.best_table(&together);
-        if self.moved.iter().all(Tally::is_empty) {
-            return table;
-        }
-        let Some((both_cost, cut)) = self.best_cut(&self.tallies, Some(&self.moved)) else { return table };
-        let moved: [_; MERGE_MAX as usize + 1] =
-            std::array::from_fn(|merge| self.moved_classes(&cut, merge as u32));
-        // The cut was chosen for classes of single exponents on both sides.
-        let single = moved[0].0;
-        match moved.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)) {
-            Some((merged, moved)) if both_cost - single + merged + MOVED_COST < cost => moved,
-            _ => table,
-        }
-    }
-
-    /// `table` with the best classes of elements that have moved, each of 2^`merge` exponents, and the bits that these classes take.
-    fn moved_classes(&self, table: &Table, merge: u32) -> (f64, Table) {
-        let (mut tallies, mut classes) = ([Tally::ZERO; CLASSES_MAX], [Class::UNUSED; CLASSES_MAX]);
-        for (exponent, moved) in (self.first.unwrap_or(0)..).zip(&self.moved) {
-            let class = exponent.saturating_sub(table.first).min(table.last());
-            tallies[(class >> merge) as usize].add(moved);
-        }
-        let mut cost = 0.0;
-        for (class, tally) in classes.iter_mut().zip(&tallies).take(table.moved_classes(merge)) {
-            let (best, own) = self.best_moved(tally);
-            (*class, cost) = (best, cost + own);
-        }
-        (cost, table.with_moved(merge, classes))
-    }
-
-    /// The cheapest table found for these counts, and its bits.
-    fn best_table(&self, tallies: &[Tally; CLASSES_MAX]) -> (f64, Table) {
         let mut all = Tally::ZERO;
-        tallies.iter().for_each(|tally| all.add(tally));
+        self.tallies.iter().for_each(|tally| all.add(tally));
         let flat = self.best_class(&all);
-        match self.best_cut(tallies, None) {
-            Some(best) if best.0 < flat.1 => best,
-            _ => (flat.1, Table::new(0, [flat.0])),
+        match self.best_cut() {
+            Some((cost, table)) if cost < flat.1 => table,
+            _ => Table::new(0, [flat.0]),
         }
     }
 
-    /// The best table of 2 classes or more, and its bits: classes are single exponents, those at both ends are merged while that saves bits, also those
-    /// that elements which have moved will have.
-    fn best_cut(
-        &self,
-        tallies: &[Tally; CLASSES_MAX],
-        moved: Option<&[Tally; CLASSES_MAX]>,
-    ) -> Option<(f64, Table)> {
-        let none = [Tally::ZERO; CLASSES_MAX];
-        let others = moved.unwrap_or(&none);
-        let used = |at: &usize| !tallies[*at].is_empty() || !others[*at].is_empty();
+    /// The best table of 2 classes or more, and its bits: classes are single exponents, those at both ends are merged while that saves bits.
+    fn best_cut(&self) -> Option<(f64, Table)> {
+        let used = |at: &usize| !self.tallies[*at].is_empty();
         let range = (0..CLASSES_MAX).find(used)?..(0..CLASSES_MAX).rev().find(used)? + 1;
         let first = self.first? + range.start as u32;
-        let best = |tally: &Tally, other: &Tally| {
-            let (class, cost) = self.best_class(tally);
-            (class, cost + moved.map_or(0.0, |_| self.best_moved(other).1))
-        };
         let none = (Class::UNUSED, 0.0);
         let (mut single, mut low, mut high) = ([none; CLASSES_MAX], [none; CLASSES_MAX], [none; CLASSES_MAX]);
-        let (mut below, mut above) = ([Tally::ZERO; 2], [Tally::ZERO; 2]);
-        let pairs = tallies[range.clone()].iter().zip(&others[range.clone()]);
-        for (at, (tally, other)) in pairs.clone().enumerate() {
-            single[at] = best(tally, other);
-            below[0].add(tally);
-            below[1].add(other);
-            low[at] = best(&below[0], &below[1]);
+        let (mut below, mut above) = (Tally::ZERO, Tally::ZERO);
+        for (at, tally) in self.tallies[range.clone()].iter().enumerate() {
+            single[at] = self.best_class(tally);
+            below.add(tally);
+            low[at] = self.best_class(&below);
         }
-        for (at, (tally, other)) in pairs.enumerate().rev() {
-            above[0].add(tally);
-            above[1].add(other);
-            high[at] = best(&above[0], &above[1]);
+        for (at, tally) in self.tallies[range.clone()].iter().enumerate().rev() {
+            above.add(tally);
+            high[at] = self.best_class(&above);
         }
         let mut best: Option<(f64, usize, usize)> = None;
         for (from, (_, low_cost)) in low[..range.len()].iter().enumerate() {
@@ -255,14 +180,7 @@ impl Statistics {
         let (large_run, rice, steps) = self.best_steps(tally);
         let blocks = if tally.is_empty() { 0 } else { self.blocks };
         let fixed = CLASS_COST + CLASS_COST_PER_BLOCK * f64::from(blocks);
-        (Class { inverted, run, large_run, rice, turns: PLAIN }, marked * per_mark + steps + changed + fixed)
-    }
-
-    /// The same for a class of elements that have moved.
-    fn best_moved(&self, tally: &Tally) -> (Class, f64) {
-        let (class, cost) = self.best_class(tally);
-        let (turns, directions) = best_turns(tally);
-        (Class { turns, ..class }, cost - f64::from(tally.changed) + directions)
+        (Class { inverted, run, large_run, rice }, marked * per_mark + steps + changed + fixed)
     }
 
     /// Best (run of large steps or [`EXPLICIT`], Rice parameter) and the bits of all step sizes.
@@ -296,23 +214,6 @@ impl Statistics {
             .map(|rice| (rice, cost(rice)))
             .min_by(|a, b| a.1.total_cmp(&b.1))
             .unwrap_or((0, 0.0))
-    }
-}
-
-/// Best [`Class::turns`] for these counts, and the bits of all directions.
-fn best_turns(tally: &Tally) -> (u32, f64) {
-    let (changed, turned) = (f64::from(tally.changed), f64::from(tally.turned));
-    let kept = turned * 2.0 > changed;
-    let marked = if kept { changed - turned } else { turned };
-    if marked == 0.0 {
-        return (if kept { TURNS_MAX } else { 0 }, 0.0);
-    }
-    let (run, per_mark) = best_run(marked / changed.max(1.0), PLAIN - 2);
-    let runs = marked * per_mark + 1.0;
-    match (runs < changed, kept) {
-        (true, false) => (PLAIN - 1 - run, runs),
-        (true, true) => (PLAIN + 1 + run, runs),
-        (false, _) => (PLAIN, changed),
     }
 }
 

@@ -29,45 +29,29 @@ const INVERT: [[u64; CLASSES_MAX]; PLANES] = {
 };
 
 /// The classes of one block.
-#[derive(Default)]
 pub(crate) struct Classes {
     /// One plane after the other.
     planes: Vec<u64>,
     rows: usize,
-    /// Elements that have moved, where that is told; their classes hold 2^`merge` exponents.
-    moved: Vec<u64>,
-    merge: u32,
-    /// Members among the elements that have not moved, or of which it is not told, and among those that have.
-    sides: [Side; 2],
-}
-
-/// Members of each class.
-struct Side {
-    /// In the rows before; after the last row, up to a power of two, more than any rank.
+    /// Members of each class in the rows before; after the last row, up to a power of two, more than any rank.
     before: Box<[[u16; CLASSES_MAX]; ROWS]>,
     members: [u32; CLASSES_MAX],
 }
 
-impl Default for Side {
+impl Default for Classes {
     fn default() -> Self {
-        Self { before: Box::new([[0; CLASSES_MAX]; ROWS]), members: [0; CLASSES_MAX] }
+        let before = Box::new([[0; CLASSES_MAX]; ROWS]);
+        Self { planes: Vec::new(), rows: 0, before, members: [0; CLASSES_MAX] }
     }
 }
 
 impl Classes {
-    /// Sorts the elements of a block, `base`, into the classes of `table`; those that have `moved`, if that is told, into their own.
-    pub(crate) fn fill(
-        &mut self,
-        path: Path,
-        element: Element,
-        base: &[u8],
-        table: &Table,
-        moved: Option<&[u64]>,
-    ) {
+    /// Sorts the elements of a block, `base`, into the classes of `table`.
+    pub(crate) fn fill(&mut self, path: Path, element: Element, base: &[u8], table: &Table) {
         let elements = base.len() / element.size();
         self.planes.resize(elements.div_ceil(GROUP) * PLANES, 0);
         path.planes(element, base, table.first, table.last(), &mut self.planes);
-        self.count(path, elements, table, moved);
+        self.count(path, elements);
     }
 
     /// The same from planes that hold finer classes, those of [`Path::planes`] from exponent `first` on. The table's classes lie within them.
@@ -77,72 +61,52 @@ impl Classes {
         (fine, first): (&[u64], u32),
         elements: usize,
         table: &Table,
-        moved: Option<&[u64]>,
     ) {
         self.planes.resize(fine.len(), 0);
         path.run(Merge { fine, less: table.first - first, last: table.last(), planes: &mut self.planes });
-        self.count(path, elements, table, moved);
+        self.count(path, elements);
     }
 
-    fn count(&mut self, path: Path, elements: usize, table: &Table, moved: Option<&[u64]>) {
+    fn count(&mut self, path: Path, elements: usize) {
         self.rows = self.planes.len() / PLANES;
-        self.merge = table.merge();
-        self.moved.clear();
-        self.moved.extend_from_slice(moved.unwrap_or_default());
-        self.moved.resize(self.rows, 0);
-        let sides = if moved.is_some() { 2 } else { 1 };
-        for (side, Side { before, members }) in self.sides[..sides].iter_mut().enumerate() {
-            before[self.rows..self.rows.next_power_of_two()].fill([u16::MAX; CLASSES_MAX]);
-            let (merge, outside) = if side == 0 { (0, 0) } else { (self.merge, u64::MAX) };
-            let before = &mut before[..self.rows];
-            *members = path.run(Count { planes: &self.planes, moved: &self.moved, merge, outside, before });
-        }
+        self.before[self.rows..self.rows.next_power_of_two()].fill([u16::MAX; CLASSES_MAX]);
+        self.members = path.run(Count { planes: &self.planes, before: &mut self.before[..self.rows] });
         // What the last row lacks counts for class 0, behind all that are there.
-        self.sides[0].members[0] -= (self.rows * GROUP - elements) as u32;
+        self.members[0] -= (self.rows * GROUP - elements) as u32;
     }
 
     /// Members of the class with this number.
-    pub(crate) fn members(&self, number: usize) -> u32 {
-        self.sides[number / CLASSES_MAX].members[number % CLASSES_MAX]
+    pub(crate) fn members(&self, class: usize) -> u32 {
+        self.members[class]
     }
 
     #[inline(always)]
-    fn mask(&self, row: usize, number: usize) -> u64 {
-        let (side, class) = (number / CLASSES_MAX, number % CLASSES_MAX);
-        let planes = [0, 1, 2, 3].map(|bit| self.planes[bit * self.rows + row]);
-        if side == 0 {
-            mask(planes, class) & !self.moved[row]
-        } else {
-            mask(merged(planes, self.merge), class) & self.moved[row]
-        }
+    fn mask(&self, row: usize, class: usize) -> u64 {
+        mask([0, 1, 2, 3].map(|bit| self.planes[bit * self.rows + row]), class)
     }
 
-    /// The number of the class of the element at `position`, and how many of its class stand before it.
+    /// The class of the element at `position`, and how many of its class stand before it.
     #[inline(always)]
     pub(crate) fn rank(&self, position: u16) -> (usize, u32) {
         let (row, bit) = (usize::from(position) / GROUP, usize::from(position) % GROUP);
         let class = (0..PLANES).fold(0, |class, k| class | (self.planes[k * self.rows + row] >> bit & 1) << k)
             as usize;
-        let has_moved = self.moved[row] >> bit & 1 == 1;
-        let number = if has_moved { CLASSES_MAX + (class >> self.merge) } else { class };
-        let below = self.mask(row, number) & ((1 << bit) - 1);
-        let before = self.sides[number / CLASSES_MAX].before[row][number % CLASSES_MAX];
-        (number, u32::from(before) + below.count_ones())
+        let below = self.mask(row, class) & ((1 << bit) - 1);
+        (class, u32::from(self.before[row][class]) + below.count_ones())
     }
 
-    /// The position of the member of the class with this number that has `rank`, which is below the class's number of members.
+    /// The position of the member of the class that has `rank`, which is below the class's number of members.
     #[inline(always)]
-    pub(crate) fn position(&self, number: usize, rank: u32) -> u32 {
-        let (before, class) = (&self.sides[number / CLASSES_MAX].before, number % CLASSES_MAX);
+    pub(crate) fn position(&self, class: usize, rank: u32) -> u32 {
         // Computed, because a branch would be as good as random: the sign of a difference says which way to go.
         let mut row = 0;
         for level in (0..self.rows.next_power_of_two().trailing_zeros()).rev() {
-            let before = u32::from(before[(row + (1 << level)) % ROWS][class]);
+            let before = u32::from(self.before[(row + (1 << level)) % ROWS][class]);
             row += ((before.wrapping_sub(rank + 1) >> 31) as usize) << level;
         }
         row %= ROWS;
-        let inside = rank - u32::from(before[row][class]);
-        (row * GROUP) as u32 + select(self.mask(row, number), inside)
+        let inside = rank - u32::from(self.before[row][class]);
+        (row * GROUP) as u32 + select(self.mask(row, class), inside)
     }
 }
 
@@ -163,33 +127,17 @@ fn mask(row: [u64; PLANES], class: usize) -> u64 {
         & (row[3] ^ INVERT[3][class])
 }
 
-/// A row of classes that each hold 2^`merge` of the row's.
+/// Adds the members of each class in a row to `sums`.
 #[inline(always)]
-fn merged(row: [u64; PLANES], merge: u32) -> [u64; PLANES] {
-    let [_, b, c, d] = row;
-    match merge {
-        0 => row,
-        1 => [b, c, d, 0],
-        2 => [c, d, 0, 0],
-        _ => [d, 0, 0, 0],
-    }
-}
-
-/// Adds the members of each class in a row, as far as they are `within`, to `sums`.
-#[inline(always)]
-fn add(sums: &mut [u64; CLASSES_MAX], row: [u64; PLANES], within: u64) {
+fn add(sums: &mut [u64; CLASSES_MAX], row: [u64; PLANES]) {
     for (class, sum) in sums.iter_mut().enumerate() {
-        *sum += u64::from((mask(row, class) & within).count_ones());
+        *sum += u64::from(mask(row, class).count_ones());
     }
 }
 
 /// Counts the members of each class: `before` each row, and in all.
 struct Count<'a> {
     planes: &'a [u64],
-    /// Elements that have moved. Those count, or, where `outside` is not all ones but zero, the others.
-    moved: &'a [u64],
-    outside: u64,
-    merge: u32,
     before: &'a mut [[u16; CLASSES_MAX]],
 }
 
@@ -199,9 +147,9 @@ impl Work for Count<'_> {
     #[inline(always)]
     fn run(self) -> Self::Output {
         let mut sums = [0; CLASSES_MAX];
-        for ((row, moved), before) in rows(self.planes).zip(self.moved).zip(self.before) {
+        for (row, before) in rows(self.planes).zip(self.before) {
             *before = sums.map(|sum| sum as u16);
-            add(&mut sums, merged(row, self.merge), moved ^ !self.outside);
+            add(&mut sums, row);
         }
         sums.map(|sum| sum as u32)
     }
@@ -219,29 +167,7 @@ impl Work for Sample<'_> {
     #[inline(always)]
     fn run(self) -> Self::Output {
         let mut sums = [0; CLASSES_MAX];
-        rows(self.planes).step_by(self.apart).for_each(|row| add(&mut sums, row, u64::MAX));
-        sums
-    }
-}
-
-/// Counts the members of each class among elements that have moved, in every `apart`-th row.
-pub(crate) struct SampleMoved<'a> {
-    pub(crate) planes: &'a [u64],
-    pub(crate) moved: &'a [u64],
-    pub(crate) apart: usize,
-}
-
-impl Work for SampleMoved<'_> {
-    type Output = [u64; CLASSES_MAX];
-
-    #[inline(always)]
-    fn run(self) -> Self::Output {
-        let mut sums = [0; CLASSES_MAX];
-        for (row, moved) in rows(self.planes).zip(self.moved).step_by(self.apart) {
-            if *moved != 0 {
-                add(&mut sums, row, *moved);
-            }
-        }
+        rows(self.planes).step_by(self.apart).for_each(|row| add(&mut sums, row));
         sums
     }
 }
@@ -311,7 +237,7 @@ mod tests {
                 let table = Table::new(middle, vec![class; count as usize]);
                 let base = sample(elements * element.size(), 3);
                 for path in paths() {
-                    classes.fill(path, element, &base, &table, None);
+                    classes.fill(path, element, &base, &table);
                     let mut seen = [0; CLASSES_MAX];
                     for at in 0..elements {
                         let exponent = element.exponent(element.load(&base, at));
@@ -324,61 +250,22 @@ mod tests {
                         assert_eq!(classes.position(expected, seen[expected]), at as u32);
                         seen[expected] += 1;
                     }
-                    assert_eq!(classes.sides[0].members, seen);
+                    assert_eq!(classes.members, seen);
                     let mut finer = vec![0; elements.div_ceil(GROUP) * PLANES];
                     for less in (0..3).filter(|less| less + count <= 16) {
                         path.planes(element, &base, middle - less, 15, &mut finer);
                         let mut merged = Classes::default();
-                        merged.fill_from(path, (&finer, middle - less), elements, &table, None);
+                        merged.fill_from(path, (&finer, middle - less), elements, &table);
                         assert_eq!(merged.planes, classes.planes, "{path:?} {element:?} {table:?}");
-                        assert_eq!(merged.sides[0].members, classes.sides[0].members);
+                        assert_eq!(merged.members, classes.members);
                     }
                 }
             }
         }
         // One class that is all of the block: its last rank is the largest number that fits.
         let table = Table::new(3, [class; 2]);
-        classes.fill(Path::best(), Element::Bf16, &[0; 2 * MOST], &table, None);
+        classes.fill(Path::best(), Element::Bf16, &[0; 2 * MOST], &table);
         assert_eq!(classes.position(0, MOST as u32 - 1), MOST as u32 - 1);
         assert_eq!(classes.members(0), MOST as u32);
-    }
-
-    #[test]
-    fn elements_that_have_moved_stand_apart() {
-        let mut classes = Classes::default();
-        let sizes = [(16, 0, 65_536), (16, 1, 65_535), (13, 2, 65_536), (5, 0, 4099), (2, 3, 1), (9, 3, 64)];
-        for (count, merge, elements) in sizes.into_iter().rev().step_by(APART) {
-            let elements = elements.min(MOST);
-            let table = Table::new(118, vec![Class::UNUSED; count]).with_moved(merge, []);
-            let base = sample(elements * 2, 4);
-            let mut moved: Vec<u64> = sample(elements.div_ceil(GROUP) * 8, 5)
-                .as_chunks()
-                .0
-                .iter()
-                .map(|w| u64::from_le_bytes(*w))
-                .collect();
-            moved.iter_mut().step_by(3).for_each(|row| *row = 0);
-            if elements % GROUP > 0 {
-                moved.last_mut().into_iter().for_each(|row| *row &= (1 << (elements % GROUP)) - 1);
-            }
-            for path in paths() {
-                classes.fill(path, Element::Bf16, &base, &table, Some(&moved));
-                let (mut seen, mut among) = ([0; 2 * CLASSES_MAX], [0; CLASSES_MAX]);
-                for at in 0..elements {
-                    let exponent = Element::Bf16.exponent(Element::Bf16.load(&base, at));
-                    let own = exponent.saturating_sub(118).min(count as u32 - 1) as usize;
-                    let has_moved = moved[at / GROUP] >> (at % GROUP) & 1 == 1;
-                    let expected = if has_moved { CLASSES_MAX + (own >> merge) } else { own };
-                    assert_eq!(classes.rank(at as u16), (expected, seen[expected]), "{path:?} {at}");
-                    assert_eq!(classes.position(expected, seen[expected]), at as u32);
-                    seen[expected] += 1;
-                    among[own] += u64::from(has_moved);
-                }
-                (0..seen.len()).for_each(|number| assert_eq!(classes.members(number), seen[number]));
-                let mut planes = vec![0; elements.div_ceil(GROUP) * PLANES];
-                path.planes(Element::Bf16, &base, 118, count as u32 - 1, &mut planes);
-                assert_eq!(path.run(SampleMoved { planes: &planes, moved: &moved, apart: 1 }), among);
-            }
-        }
     }
 }

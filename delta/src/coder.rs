@@ -5,7 +5,7 @@
 //! costs about 0.05 bits per marked member more than the entropy of a geometric gap.
 
 use crate::bits::{BitReader, BitWriter};
-use crate::table::{Class, EXPLICIT, NONE_LARGE, PLAIN, RUN_MAX, TURNS_MAX};
+use crate::table::{Class, EXPLICIT, NONE_LARGE, RUN_MAX};
 use crate::{Element, Error, Result};
 
 /// Bits of the number that a block adds to the run parameters of its classes.
@@ -54,17 +54,6 @@ fn shifted(class: &Class, shift: i32) -> u32 {
     if class.inverted { class.run } else { (class.run as i32 + shift).clamp(0, RUN_MAX as i32) as u32 }
 }
 
-/// Base-2 logarithm of the run between marked steps, if there are any, and whether those are marked that go on, for [`Class::turns`] that is not
-/// [`PLAIN`].
-fn turns_run(turns: u32) -> (Option<u32>, bool) {
-    match turns {
-        0 => (None, false),
-        1..PLAIN => (Some(PLAIN - 1 - turns), false),
-        PLAIN..TURNS_MAX => (Some(turns.saturating_sub(PLAIN + 1)), true),
-        TURNS_MAX.. => (None, true),
-    }
-}
-
 /// Writes the changes of one class: `steps[i]` at `ranks[i]`, ranks ascending and below `members`.
 #[inline(always)]
 pub(crate) fn put_class(
@@ -89,26 +78,13 @@ pub(crate) fn put_class(
     if class.large_run < EXPLICIT {
         put_runs(bits, class.large_run, steps.len() as u32, large().map(|(at, _)| at));
     }
-    if class.turns == PLAIN {
-        put_signs(bits, steps);
-    } else {
-        let (run, kept) = turns_run(class.turns);
-        let marked = (0_u32..).zip(steps).filter(|(_, step)| (**step < 0) != kept);
-        if let Some(run) = run {
-            put_runs(bits, run, steps.len() as u32, marked.map(|(at, _)| at));
-        }
-    }
-    for (_, step) in large() {
-        bits.rice(step.unsigned_abs() - least, class.rice, element.bits());
-    }
-}
-
-#[inline(always)]
-fn put_signs(bits: &mut BitWriter<'_>, steps: &[i32]) {
     for signs in steps.chunks(32) {
         let signs_bits =
             signs.iter().enumerate().fold(0, |all, (at, step)| all | (u32::from(*step < 0) << at));
         bits.put(signs_bits, signs.len() as u32);
+    }
+    for (_, step) in large() {
+        bits.rice(step.unsigned_abs() - least, class.rice, element.bits());
     }
 }
 
@@ -139,7 +115,7 @@ pub(crate) fn get_class(
     let count = ranks.len();
     if class.large_run == EXPLICIT {
         steps.resize(count, 1);
-        read_signs(bits, class.turns, steps)?;
+        read_signs(bits, steps);
         for step in steps.iter_mut() {
             *step = step.wrapping_mul(bits.rice(class.rice, element.bits()).wrapping_add(1) as i32);
         }
@@ -149,7 +125,7 @@ pub(crate) fn get_class(
         if class.large_run < NONE_LARGE {
             get_runs(bits, class.large_run, count as u32, |at| steps[at as usize] = 2)?;
         }
-        read_signs(bits, class.turns, steps)?;
+        read_signs(bits, steps);
         for step in steps.iter_mut().filter(|step| step.unsigned_abs() == 2) {
             *step = (*step >> 1).wrapping_mul(bits.rice(class.rice, element.bits()).wrapping_add(2) as i32);
         }
@@ -161,15 +137,7 @@ pub(crate) fn get_class(
 }
 
 #[inline(always)]
-fn read_signs(bits: &mut BitReader<'_>, turns: u32, steps: &mut [i32]) -> Result<()> {
-    if turns != PLAIN {
-        let (run, kept) = turns_run(turns);
-        if kept {
-            steps.iter_mut().for_each(|step| *step = -*step);
-        }
-        let Some(run) = run else { return Ok(()) };
-        return get_runs(bits, run, steps.len() as u32, |at| steps[at as usize] = -steps[at as usize]);
-    }
+fn read_signs(bits: &mut BitReader<'_>, steps: &mut [i32]) {
     for chunk in steps.chunks_mut(32) {
         let signs = bits.get(chunk.len() as u32);
         for (at, step) in chunk.iter_mut().enumerate() {
@@ -178,7 +146,6 @@ fn read_signs(bits: &mut BitReader<'_>, turns: u32, steps: &mut [i32]) -> Result
             }
         }
     }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -200,25 +167,14 @@ mod tests {
         for (members, ranks) in sets {
             let steps: Vec<i32> =
                 ranks.iter().map(|r| [1, -1, 1, 2, -3, i32::MIN, i32::MAX][*r as usize % 7]).collect();
-            for (run, large_run, rice, turns) in [
-                (0, 0, 0, PLAIN),
-                (4, NONE_LARGE, 0, 0),
-                (4, NONE_LARGE, 0, TURNS_MAX),
-                (5, 3, 1, 1),
-                (16, EXPLICIT, 4, 10),
-                (2, EXPLICIT, 31, 6),
-                (3, 1, 2, 9),
-                (3, 1, 2, 15),
-            ] {
+            for (run, large_run, rice) in
+                [(0, 0, 0), (4, NONE_LARGE, 0), (5, 3, 1), (16, EXPLICIT, 4), (2, EXPLICIT, 31), (3, 1, 2)]
+            {
                 for inverted in [false, true] {
-                    let class = Class { inverted, run, large_run, rice, turns };
+                    let class = Class { inverted, run, large_run, rice };
                     let steps: Vec<i32> = steps
                         .iter()
-                        .map(|step| match (large_run, turns) {
-                            (NONE_LARGE, 0) => 1,
-                            (NONE_LARGE, TURNS_MAX) => -1,
-                            _ => *step,
-                        })
+                        .map(|step| if large_run == NONE_LARGE { step.signum() } else { *step })
                         .collect();
                     let mut bytes = Vec::new();
                     let mut bits = BitWriter::new(&mut bytes);

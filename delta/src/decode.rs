@@ -7,15 +7,12 @@ use crate::classes::Classes;
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, get_class};
 use crate::digest::{Changes, short};
 use crate::element::with_constant;
-use crate::motion::View;
 use crate::patch::Part;
 use crate::payload::{Header, Kind, Token, block_elements};
 use crate::pool::{Jobs, Pool, Serial};
 use crate::scan::{GROUP, Path, Work};
-use crate::table::{CLASSES_MAX, Table};
-use crate::{
-    BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Motion, Moves, Patch, Result, Source, entropy, scan,
-};
+use crate::table::Table;
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Result, Source, entropy, scan};
 
 const WHAT: &str = "delta payload";
 
@@ -84,26 +81,20 @@ pub fn full_digest(element: Element, start: u64, payload: &[u8]) -> Result<Diges
 pub struct Decoder {
     spans: Vec<Span>,
     jobs: Jobs<Scratch, Part>,
-    moves: Moves,
 }
 
 /// Tokens of a payload that can be decoded on their own.
 struct Span {
     first_block: usize,
     tokens: Range<usize>,
-    /// The coder table in force at their beginning, and whether it has classes of elements that have moved.
-    table: Option<(Range<usize>, bool)>,
+    /// The coder table in force at their beginning.
+    table: Option<Range<usize>>,
 }
 
 impl Decoder {
     /// One that holds no memory yet.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// What the last step moves that was decoded by [`Decoder::decode_after`]; nothing after any other.
-    pub fn moves(&self) -> &Moves {
-        &self.moves
     }
 
     /// Decodes one payload of [`Encoder::encode`](crate::Encoder::encode) into `patch`; `base` is read, never written.
@@ -115,7 +106,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::BaseMismatch`] for another base, [`Error::ResultMismatch`] if the result is not the promised one, [`Error::Corrupt`] for bytes that no encoder
-    /// writes, [`Error::Unsupported`] for a later format, [`Error::MotionMismatch`] for a payload that needs a motion, and mismatches of
+    /// writes, [`Error::Unsupported`] for a later format, [`Error::UnsupportedMotion`] for a withdrawn one, and mismatches of
     /// element type, length or kind. The patch then does nothing.
     pub fn decode(
         &mut self,
@@ -124,39 +115,10 @@ impl Decoder {
         payload: &[u8],
         patch: &mut Patch,
     ) -> Result<()> {
-        self.decode_with(pool, base, None, payload, patch)
-    }
-
-    /// As [`Decoder::decode`], also payloads of [`Encoder::encode_after`](crate::Encoder::encode_after). [`Decoder::moves`] has what the step moves.
-    ///
-    /// # Errors
-    /// As [`Decoder::decode`]; [`Error::MotionMismatch`] if the payload needs another motion, and [`Error::ElementMismatch`],
-    /// [`Error::LengthMismatch`] or [`Error::MotionElsewhere`] if `motion` is not that of `base`.
-    pub fn decode_after(
-        &mut self,
-        pool: &dyn Pool,
-        base: Source<'_>,
-        motion: &Motion,
-        payload: &[u8],
-        patch: &mut Patch,
-    ) -> Result<()> {
-        self.decode_with(pool, base, Some(motion), payload, patch)
-    }
-
-    fn decode_with(
-        &mut self,
-        pool: &dyn Pool,
-        base: Source<'_>,
-        motion: Option<&Motion>,
-        payload: &[u8],
-        patch: &mut Patch,
-    ) -> Result<()> {
-        self.moves.clear();
         let elements = base.elements()?;
         patch.reset(base.element, elements, base.digests);
-        let decoded = self.decode_into(pool, base, motion, elements, payload, patch);
+        let decoded = self.decode_into(pool, base, elements, payload, patch);
         if decoded.is_err() {
-            self.moves.clear();
             patch.reset(base.element, elements, base.digests);
         }
         decoded
@@ -166,19 +128,15 @@ impl Decoder {
         &mut self,
         pool: &dyn Pool,
         base: Source<'_>,
-        motion: Option<&Motion>,
         elements: usize,
         payload: &[u8],
         patch: &mut Patch,
     ) -> Result<()> {
-        let view = motion.map(|motion| motion.view(base)).transpose()?;
         let mut reader = ByteReader::new(payload, WHAT);
         let header = Header::read(&mut reader)?;
         header.expect(base.element)?;
         let base_total = base.digests.total();
-        self.moves.between(base_total, base_total);
         let mismatch = |expected| Err(Error::BaseMismatch { expected, found: base_total.short_check() });
-        let at_hand = motion.map(|motion| motion.digest().short_check());
         match header.kind {
             Kind::Full(_) => return Err(Error::KindMismatch { expected: "a delta", found: "full" }),
             Kind::Unchanged if header.result != base_total.check() => {
@@ -186,30 +144,22 @@ impl Decoder {
             }
             Kind::Unchanged => return reader.finish(),
             Kind::Delta(check) if check != base_total.short_check() => return mismatch(check),
-            Kind::After(expected) if at_hand != Some(expected) => {
-                return Err(Error::MotionMismatch { expected, found: at_hand });
-            }
-            Kind::Delta(_) | Kind::After(_) => {}
+            Kind::Delta(_) => {}
         }
         self.cut(reader, base.element, elements)?;
-        let Self { spans, jobs, moves } = self;
-        let needs_motion = matches!(header.kind, Kind::After(_));
+        let Self { spans, jobs } = self;
+        let decode = Decode { base, elements, payload };
         let work = |span: usize, scratch: &mut Scratch, part: &mut Part| {
             part.clear();
-            let span = &spans[span];
-            let motion = if needs_motion { view } else { None };
-            let decode = Decode { base, elements, payload, motion, keeps_moves: view.is_some() };
-            part.error = decode.span(span, scratch, part).err();
+            part.error = decode.span(&spans[span], scratch, part).err();
         };
         jobs.run(pool, spans.len(), work, |part| match part.error.take() {
             Some(error) => Err(error),
             None => {
                 patch.append(part);
-                moves.append(&part.moves);
                 Ok(())
             }
         })?;
-        moves.between(base_total, patch.digests().total());
         expect_result(header.result, patch.digests())
     }
 
@@ -225,7 +175,6 @@ impl Decoder {
         out: &mut [u8],
     ) -> Result<DigestTable> {
         let elements = element.count("target", out.len())?;
-        self.moves.clear();
         let mut reader = ByteReader::new(payload, WHAT);
         let header = Header::read(&mut reader)?;
         header.expect(element)?;
@@ -239,7 +188,7 @@ impl Decoder {
         self.cut(reader, element, elements)?;
         let mut digests = DigestTable::default();
         digests.reset(elements);
-        let Self { spans, jobs, .. } = self;
+        let Self { spans, jobs } = self;
         let work = |span: usize, _: &mut Scratch, part: &mut Part| {
             part.clear();
             part.error = full_span(element, elements, payload, &spans[span], part).err();
@@ -276,8 +225,7 @@ impl Decoder {
                 coded = 0;
             }
             let left = (blocks - block) as u64;
-            let token = Token::read(&mut reader)?;
-            match token {
+            match Token::read(&mut reader)? {
                 Token::Same(run) | Token::Raw(run) if run > left => {
                     return Err(reader.corrupt("more blocks than the tensor has"));
                 }
@@ -287,15 +235,15 @@ impl Decoder {
                     block += run as usize;
                     coded += run;
                 }
-                Token::Changes(bytes) | Token::Moved(bytes) | Token::Entropy(bytes) => {
+                Token::Changes(bytes) | Token::Entropy(bytes) => {
                     take(&mut reader, bytes)?;
                     block += 1;
                     coded += 1;
                 }
-                Token::Table(bytes) | Token::MovedTable(bytes) => {
+                Token::Table(bytes) => {
                     let start = reader.at();
                     take(&mut reader, bytes)?;
-                    table = Some((start..reader.at(), matches!(token, Token::MovedTable(_))));
+                    table = Some(start..reader.at());
                 }
             }
             span.tokens.end = reader.at();
@@ -367,26 +315,19 @@ struct Decode<'a> {
     base: Source<'a>,
     elements: usize,
     payload: &'a [u8],
-    /// What has moved, if the payload may refer to it.
-    motion: Option<View<'a>>,
-    /// Whether to note what moves.
-    keeps_moves: bool,
 }
 
 impl<'a> Decode<'a> {
     fn span(&self, span: &Span, scratch: &mut Scratch, part: &mut Part) -> Result<()> {
         let element = self.base.element;
         let mut table = match span.table.clone() {
-            Some((range, moved)) => {
-                Some(Table::read(element, &self.payload[range.clone()], range.start, moved)?)
-            }
+            Some(range) => Some(Table::read(element, &self.payload[range.clone()], range.start)?),
             None => None,
         };
         let mut reader = ByteReader::starting(&self.payload[..span.tokens.end], span.tokens.start, WHAT);
         let mut block = span.first_block;
         while reader.at() < span.tokens.end {
-            let token = Token::read(&mut reader)?;
-            match token {
+            match Token::read(&mut reader)? {
                 Token::Same(run) => block += run as usize,
                 Token::Raw(run) => {
                     for block in block..block + run as usize {
@@ -394,15 +335,10 @@ impl<'a> Decode<'a> {
                     }
                     block += run as usize;
                 }
-                Token::Changes(bytes) | Token::Moved(bytes) => {
+                Token::Changes(bytes) => {
                     let coded = take(&mut reader, bytes)?;
                     let table = table.as_ref().ok_or(corrupt("no table before the first block"))?;
-                    let motion = match (token, self.motion) {
-                        (Token::Changes(_), _) => None,
-                        (_, Some(motion)) if table.has_moved() => Some(motion.block(block)),
-                        _ => return Err(corrupt("no motion, or no table for it, before a block")),
-                    };
-                    self.changes(coded, table, motion, block, scratch, part)?;
+                    self.changes(coded, table, block, scratch, part)?;
                     block += 1;
                 }
                 Token::Entropy(bytes) => {
@@ -413,9 +349,9 @@ impl<'a> Decode<'a> {
                     scratch.values = values;
                     block += 1;
                 }
-                Token::Table(bytes) | Token::MovedTable(bytes) => {
-                    let (offset, moved) = (reader.at(), matches!(token, Token::MovedTable(_)));
-                    table = Some(Table::read(element, take(&mut reader, bytes)?, offset, moved)?);
+                Token::Table(bytes) => {
+                    let offset = reader.at();
+                    table = Some(Table::read(element, take(&mut reader, bytes)?, offset)?);
                 }
             }
         }
@@ -435,15 +371,6 @@ impl<'a> Decode<'a> {
         scratch.changed.resize(block_elements(self.elements, block).div_ceil(GROUP), 0);
         Path::best().changed(element, self.block(block), bytes, &mut scratch.changed);
         let changed = scratch.changed.iter().map(|mask| mask.count_ones()).sum();
-        if self.keeps_moves {
-            scratch.positions.clear();
-            scan::positions(0, &scratch.changed, &mut scratch.positions);
-            let base = self.block(block);
-            let down = |at: &u16| {
-                element.step(element.load(base, (*at).into()), element.load(bytes, (*at).into())) < 0
-            };
-            part.moves.extend(block, &scratch.positions, scratch.positions.iter().map(down));
-        }
         let digest = Digest::of(element, (block * BLOCK_ELEMENTS) as u64, bytes);
         part.push_whole(block, bytes, changed, digest - self.base.digests.blocks()[block]);
     }
@@ -452,7 +379,6 @@ impl<'a> Decode<'a> {
         &self,
         coded: &[u8],
         table: &Table,
-        motion: Option<View<'_>>,
         block: usize,
         scratch: &mut Scratch,
         part: &mut Part,
@@ -462,20 +388,9 @@ impl<'a> Decode<'a> {
         let path = Path::best();
         let element = self.base.element;
         if !table.is_flat() {
-            scratch.classes.fill(path, element, base, table, motion.map(|view| view.moved));
+            scratch.classes.fill(path, element, base, table);
         }
-        let keeps_moves = self.keeps_moves;
-        path.run(Changed {
-            element,
-            base,
-            block,
-            table,
-            motion,
-            keeps_moves,
-            bits: &mut bits,
-            scratch,
-            part,
-        })?;
+        path.run(Changed { element, base, block, table, bits: &mut bits, scratch, part })?;
         if bits.finish("change block")? == coded.len() {
             Ok(())
         } else {
@@ -494,8 +409,6 @@ struct Changed<'a, 'b, 'c> {
     base: &'a [u8],
     block: usize,
     table: &'a Table,
-    motion: Option<View<'a>>,
-    keeps_moves: bool,
     bits: &'b mut BitReader<'c>,
     scratch: &'b mut Scratch,
     part: &'b mut Part,
@@ -506,45 +419,23 @@ impl Work for Changed<'_, '_, '_> {
 
     #[inline(always)]
     fn run(self) -> Result<()> {
-        let Self { element, base, block, table, motion, keeps_moves, bits, scratch, part } = self;
+        let Self { element, base, block, table, bits, scratch, part } = self;
         let elements = base.len() / element.size();
         let shift = bits.get(SHIFT_BITS) as i32 - SHIFT_BIAS;
         if let [class] = table.classes() {
             let Scratch { ranks, steps, .. } = scratch;
             get_class(bits, element, class, shift, elements as u32, ranks, steps)?;
             with_constant!(element, e => deliver(e, block, base, ranks, steps.iter().copied(), part));
-            if keeps_moves {
-                keep_moves(element, block, ranks, steps.iter().copied(), part)?;
-            }
         } else {
-            classes(element, elements, table, motion, shift, bits, scratch)?;
+            classes(element, elements, table, shift, bits, scratch)?;
             let Scratch { changed, positions, step_at, .. } = scratch;
             positions.clear();
             scan::positions(0, changed, positions);
             let steps = positions.iter().map(|at| step_at[usize::from(*at)]);
-            with_constant!(element, e => deliver(e, block, base, positions, steps.clone(), part));
-            if keeps_moves {
-                keep_moves(element, block, positions, steps, part)?;
-            }
+            with_constant!(element, e => deliver(e, block, base, positions, steps, part));
         }
         Ok(())
     }
-}
-
-/// Notes what moves in a block. Steps may be larger than an encoder writes, but they move every element that they name.
-#[inline(always)]
-fn keep_moves(
-    element: Element,
-    block: usize,
-    positions: &[u16],
-    steps: impl Iterator<Item = i32> + Clone,
-    part: &mut Part,
-) -> Result<()> {
-    if steps.clone().any(|step| step as u32 & element.mask() == 0) {
-        return Err(corrupt("a step of no ulp"));
-    }
-    part.moves.extend(block, positions, steps.map(|step| step as u32 >> (element.bits() - 1) & 1 == 1));
-    Ok(())
 }
 
 /// Decodes all classes of a block of `elements` into the scratch's `changed` and `step_at`.
@@ -553,7 +444,6 @@ fn classes(
     element: Element,
     elements: usize,
     table: &Table,
-    motion: Option<View<'_>>,
     shift: i32,
     bits: &mut BitReader<'_>,
     scratch: &mut Scratch,
@@ -564,15 +454,12 @@ fn classes(
     if step_at.len() < elements {
         step_at.resize(elements, 0);
     }
-    for (number, class) in table.numbered(motion.is_some()) {
+    for (number, class) in (0..).zip(table.classes()) {
         get_class(bits, element, class, shift, classes.members(number), ranks, steps)?;
         for (rank, step) in ranks.iter().zip(steps.iter()) {
             let at = classes.position(number, u32::from(*rank)) as usize;
             changed[at / GROUP] |= 1 << (at % GROUP);
-            step_at[at] = match motion {
-                Some(motion) if number >= CLASSES_MAX => motion.relative(at, *step),
-                _ => *step,
-            };
+            step_at[at] = *step;
         }
     }
     Ok(())

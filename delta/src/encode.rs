@@ -3,7 +3,7 @@
 use crate::payload::{Header, Kind, Token};
 use crate::pool::{Jobs, Pool, Serial};
 use crate::segment::{Input, SEGMENT_BLOCKS, Scratch, Segment};
-use crate::{BLOCK_ELEMENTS, DigestTable, Element, Error, Motion, Moves, Result};
+use crate::{BLOCK_ELEMENTS, DigestTable, Element, Error, Result};
 
 /// What a delta is optimised for. A decoder needs no such choice: it does what the payload says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -98,7 +98,6 @@ pub fn encode_full(element: Element, new: &[u8], out: &mut Vec<u8>) -> Result<En
 pub struct Encoder {
     jobs: Jobs<Scratch, Segment>,
     digests: DigestTable,
-    moves: Moves,
     not_finite: bool,
 }
 
@@ -117,11 +116,6 @@ impl Encoder {
         &self.digests
     }
 
-    /// What the last step moved that was encoded by [`Encoder::encode_after`]; nothing after any other.
-    pub fn moves(&self) -> &Moves {
-        &self.moves
-    }
-
     /// Appends to `out` one self-delimiting payload that turns `base` into `new`; returns how many elements changed.
     ///
     /// # Errors
@@ -135,7 +129,7 @@ impl Encoder {
         profile: Profile,
         out: &mut Vec<u8>,
     ) -> Result<u64> {
-        self.encode_with(pool, base, (None, false), new, profile, out)
+        self.encode_with(pool, base, false, new, profile, out)
     }
 
     /// As [`Encoder::encode`], and digests `new` itself, block by block, on the way.
@@ -155,39 +149,20 @@ impl Encoder {
         profile: Profile,
         out: &mut Vec<u8>,
     ) -> Result<u64> {
-        self.encode_with(pool, base, (None, true), new, profile, out)
-    }
-
-    /// As [`Encoder::encode`], in the light of what earlier steps have moved, where that saves bytes: the payload then says which motion it
-    /// needs. [`Encoder::moves`] has what this step moves.
-    ///
-    /// # Errors
-    /// As [`Encoder::encode`], and [`Error::ElementMismatch`], [`Error::LengthMismatch`] or [`Error::MotionElsewhere`] if `motion` is not that of `base`.
-    pub fn encode_after(
-        &mut self,
-        pool: &dyn Pool,
-        base: Source<'_>,
-        motion: &Motion,
-        new: &[u8],
-        profile: Profile,
-        out: &mut Vec<u8>,
-    ) -> Result<u64> {
-        self.encode_with(pool, base, (Some(motion), false), new, profile, out)
+        self.encode_with(pool, base, true, new, profile, out)
     }
 
     fn encode_with(
         &mut self,
         pool: &dyn Pool,
         base: Source<'_>,
-        (motion, check): (Option<&Motion>, bool),
+        check: bool,
         new: &[u8],
         profile: Profile,
         out: &mut Vec<u8>,
     ) -> Result<u64> {
         let Source { element, bytes, digests } = base;
-        self.moves.clear();
         base.elements()?;
-        let view = motion.map(|motion| motion.view(base)).transpose()?;
         if bytes.len() != new.len() {
             return Err(Error::LengthMismatch {
                 what: "new tensor",
@@ -204,18 +179,13 @@ impl Encoder {
             let range = segment * segment_bytes..bytes.len().min((segment + 1) * segment_bytes);
             let first_block = segment * SEGMENT_BLOCKS;
             let (base, new) = (&bytes[range.clone()], &new[range]);
-            let motion = view.map(|view| view.blocks(first_block, SEGMENT_BLOCKS));
             let digests = check.then(|| &digests.blocks()[first_block..]);
-            scratch.delta(&Input { element, profile, first_block, base, new, motion, digests }, result);
+            scratch.delta(&Input { element, profile, first_block, base, new, digests }, result);
         };
         let assembled = self.assemble(pool, bytes.len().div_ceil(segment_bytes), work, out);
-        let (changed, needs_motion) = assembled.inspect_err(|_| out.truncate(start))?;
+        let changed = assembled.inspect_err(|_| out.truncate(start))?;
         header.result = self.digests.total().check();
-        self.moves.between(digests.total(), self.digests.total());
-        if let Some(motion) = motion.filter(|_| needs_motion) {
-            header.kind = Kind::After(motion.digest().short_check());
-            header.write_over(&mut out[start..]);
-        } else if changed == 0 {
+        if changed == 0 {
             header.kind = Kind::Unchanged;
             out.truncate(start);
             header.write(out);
@@ -237,7 +207,6 @@ impl Encoder {
         out: &mut Vec<u8>,
     ) -> Result<u64> {
         let elements = element.count("new tensor", new.len())?;
-        self.moves.clear();
         self.digests.reset(elements);
         let mut header = Header { element, kind: Kind::Full(elements as u64), result: 0 };
         let start = out.len();
@@ -247,24 +216,24 @@ impl Encoder {
             let range = segment * segment_bytes..new.len().min((segment + 1) * segment_bytes);
             scratch.full(element, segment * SEGMENT_BLOCKS, &new[range], result);
         };
-        let (changed, _) = self.assemble(pool, new.len().div_ceil(segment_bytes), work, out)?;
+        let changed = self.assemble(pool, new.len().div_ceil(segment_bytes), work, out)?;
         header.result = self.digests.total().check();
         header.write_over(&mut out[start..]);
         Ok(changed)
     }
 
     /// Has the segments coded and puts them one after the other; unchanged blocks of neighbours become one run. Returns how many elements
-    /// changed, and whether it takes the motion to decode them.
+    /// changed.
     fn assemble(
         &mut self,
         pool: &dyn Pool,
         segments: usize,
         work: impl Fn(usize, &mut Scratch, &mut Segment) + Sync,
         out: &mut Vec<u8>,
-    ) -> Result<(u64, bool)> {
-        let Self { jobs, digests, moves, not_finite } = self;
+    ) -> Result<u64> {
+        let Self { jobs, digests, not_finite } = self;
         *not_finite = false;
-        let (mut changed, mut needs_motion, mut same, mut block) = (0, false, 0, 0);
+        let (mut changed, mut same, mut block) = (0, 0, 0);
         jobs.run(pool, segments, work, |segment| {
             if let Some(error) = segment.error.take() {
                 return Err(error);
@@ -275,8 +244,6 @@ impl Encoder {
             block += segment.digests.len();
             *not_finite |= segment.not_finite;
             changed += segment.changed;
-            needs_motion |= segment.needs_motion;
-            moves.append(&segment.moves);
             same += segment.before;
             if !segment.tokens.is_empty() {
                 Token::run_of_same(&mut same, out);
@@ -286,6 +253,6 @@ impl Encoder {
             Ok(())
         })?;
         Token::run_of_same(&mut same, out);
-        Ok((changed, needs_motion))
+        Ok(changed)
     }
 }

@@ -40,22 +40,6 @@ pub enum Error {
         /// Check of the base at hand.
         found: u16,
     },
-    /// The delta is coded in the light of what earlier steps moved, and that is not at hand. Nothing was written; fetch a version in full.
-    #[error("the delta needs the motion with check {expected:04x}; {}", at_hand(*.found))]
-    MotionMismatch {
-        /// Check of the motion that the payload was made with (folded digest).
-        expected: u16,
-        /// Check of the motion at hand, if there is one.
-        found: Option<u16>,
-    },
-    /// A motion belongs to another version of the tensor than the one it is used with.
-    #[error("the motion is that of a tensor with digest {found}, expected {expected}")]
-    MotionElsewhere {
-        /// Digest of the tensor.
-        expected: crate::Digest,
-        /// Digest of the tensor that the motion has come to.
-        found: crate::Digest,
-    },
     /// The decoded result is not the one that was encoded. Nothing was written.
     #[error("result has check {found:016x}, the payload promises {expected:016x}")]
     ResultMismatch {
@@ -100,6 +84,17 @@ pub enum Error {
         /// Its number.
         found: u64,
     },
+    /// The payload is coded with the history of earlier steps (motion), a withdrawn part of the format. Nothing was
+    /// written; have the tensor encoded again.
+    #[error(
+        "{what} {found} needs the history of earlier steps (motion), which is not supported; encode the tensor again with this build"
+    )]
+    UnsupportedMotion {
+        /// Which number of the payload asks for it.
+        what: &'static str,
+        /// The number.
+        found: u64,
+    },
     /// The tensor tables of base and new differ, so a delta cannot express the change.
     #[error("tensor tables differ at `{name}`: {why}; a full snapshot is needed")]
     TableMismatch {
@@ -132,10 +127,6 @@ pub enum Error {
         /// The text.
         found: String,
     },
-}
-
-fn at_hand(found: Option<u16>) -> String {
-    found.map_or_else(|| "none is at hand".to_owned(), |check| format!("the one at hand has {check:04x}"))
 }
 
 impl Error {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::bits::{ByteReader, put_varint};
 use crate::element::with_constant;
 use crate::payload::block_elements;
-use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Moves, Result};
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Result};
 
 const MAGIC: [u8; 4] = *b"DFP1";
 
@@ -63,8 +63,6 @@ pub(crate) struct Part {
     pub(crate) digests: Vec<Digest>,
     positions: Vec<[u8; 2]>,
     pub(crate) values: Vec<u8>,
-    /// What moves, where that is asked for.
-    pub(crate) moves: Moves,
 }
 
 impl Part {
@@ -74,7 +72,6 @@ impl Part {
         self.digests.clear();
         self.positions.clear();
         self.values.clear();
-        self.moves.clear();
     }
 
     /// Adds single changes at ascending `positions` of the block that [`Part::end_block`] will name. Returns the place for their values.

@@ -3,19 +3,19 @@
 use crate::bits::{ByteReader, put_varint, varint_bytes};
 use crate::{BLOCK_ELEMENTS, Element, Error, Result};
 
-/// Upper half of the first byte: format version 1 in its three kinds. Later versions take other numbers.
+/// Upper half of the first byte: format version 1 in its three kinds. Later versions take other numbers than these
+/// and [`MOTION`].
 const DELTA: u8 = 0x10;
 const UNCHANGED: u8 = 0x20;
 const FULL: u8 = 0x30;
-const AFTER: u8 = 0x40;
+/// Withdrawn, and reserved for that: a delta coded with the history of earlier steps.
+const MOTION: u8 = 0x40;
 
 /// What a payload is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Changes against the base with this check.
     Delta(u16),
-    /// Changes against the base at which the motion with this check is.
-    After(u16),
     /// Nothing changed: the result's check is the base's.
     Unchanged,
     /// So many elements without a base.
@@ -37,10 +37,6 @@ impl Header {
                 out.push(DELTA | self.element.code());
                 out.extend(base.to_le_bytes());
             }
-            Kind::After(motion) => {
-                out.push(AFTER | self.element.code());
-                out.extend(motion.to_le_bytes());
-            }
             Kind::Unchanged => out.push(UNCHANGED | self.element.code()),
             Kind::Full(elements) => {
                 out.push(FULL | self.element.code());
@@ -50,15 +46,10 @@ impl Header {
         out.extend(self.result.to_le_bytes());
     }
 
-    /// Writes the result, and what a delta refers to, over a header of the same length.
+    /// Writes the result over that of a header that [`Header::write`] wrote.
     pub(crate) fn write_over(&self, out: &mut [u8]) {
         let at = match self.kind {
-            Kind::Delta(check) | Kind::After(check) => {
-                let kind = if matches!(self.kind, Kind::After(_)) { AFTER } else { DELTA };
-                out[0] = kind | self.element.code();
-                out[1..3].copy_from_slice(&check.to_le_bytes());
-                3
-            }
+            Kind::Delta(_) => 3,
             Kind::Unchanged => 1,
             Kind::Full(elements) => 1 + varint_bytes(elements),
         };
@@ -69,9 +60,9 @@ impl Header {
         let first = bytes.byte()?;
         let kind = match first & 0xf0 {
             DELTA => Kind::Delta(u16::from_le_bytes(bytes.array()?)),
-            AFTER => Kind::After(u16::from_le_bytes(bytes.array()?)),
             UNCHANGED => Kind::Unchanged,
             FULL => Kind::Full(bytes.varint()?),
+            MOTION => return Err(Error::UnsupportedMotion { what: "payload kind", found: 4 }),
             found => return Err(Error::Unsupported { what: "payload kind", found: u64::from(found) >> 4 }),
         };
         let element = Element::from_code(first & 0x0f)?;
@@ -88,7 +79,8 @@ impl Header {
     }
 }
 
-/// What comes next in the body of a payload. The number on disk is `value << 3 | mode`; modes not listed are free for later coders.
+/// What comes next in the body of a payload. The number on disk is `value << 3 | mode`.
+/// Modes 5 and 6 were motion's and stay reserved; mode 7 is free for later coders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Token {
     /// This many blocks are the base's.
@@ -101,10 +93,6 @@ pub(crate) enum Token {
     Entropy(u64),
     /// A coder table in so many bytes: in force from here on.
     Table(u64),
-    /// As [`Token::Changes`], with elements that have moved in classes of their own.
-    Moved(u64),
-    /// A coder table that has such classes.
-    MovedTable(u64),
 }
 
 impl Token {
@@ -115,8 +103,6 @@ impl Token {
             Self::Changes(bytes) => (2, bytes),
             Self::Table(bytes) => (3, bytes),
             Self::Entropy(bytes) => (4, bytes),
-            Self::Moved(bytes) => (5, bytes),
-            Self::MovedTable(bytes) => (6, bytes),
         };
         put_varint(out, value << 3 | mode);
     }
@@ -141,8 +127,7 @@ impl Token {
             2 => Self::Changes(value),
             3 => Self::Table(value),
             4 => Self::Entropy(value),
-            5 => Self::Moved(value),
-            6 => Self::MovedTable(value),
+            found @ (5 | 6) => return Err(Error::UnsupportedMotion { what: "block mode", found }),
             mode => return Err(Error::Unsupported { what: "block mode", found: mode }),
         })
     }

@@ -8,11 +8,10 @@ use crate::classes::{Classes, PLANES};
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
 use crate::digest::Changes;
 use crate::element::with_constant;
-use crate::motion::View;
 use crate::payload::Token;
 use crate::scan::{GROUP, Path, Work};
-use crate::table::{CLASSES_MAX, Class, NUMBERS_MAX, Table};
-use crate::{BLOCK_ELEMENTS, Digest, Element, Error, Moves, Profile, entropy, scan};
+use crate::table::{CLASSES_MAX, Class, Table};
+use crate::{BLOCK_ELEMENTS, Digest, Element, Error, Profile, entropy, scan};
 
 /// Blocks that share a coder table: what is coded without regard to the rest of the tensor.
 pub(crate) const SEGMENT_BLOCKS: usize = 32;
@@ -28,8 +27,6 @@ pub(crate) struct Input<'a> {
     pub(crate) first_block: usize,
     pub(crate) base: &'a [u8],
     pub(crate) new: &'a [u8],
-    /// What has moved in the segment, if that is told.
-    pub(crate) motion: Option<View<'a>>,
     /// The base's digests from `first_block` on, if its bytes are to be checked against them.
     pub(crate) digests: Option<&'a [Digest]>,
 }
@@ -48,18 +45,13 @@ pub(crate) struct Segment {
     pub(crate) error: Option<Error>,
     /// Whether an element that changed is NaN or infinite.
     pub(crate) not_finite: bool,
-    /// Whether it can only be decoded with the motion.
-    pub(crate) needs_motion: bool,
-    /// What moves, where a motion is told.
-    pub(crate) moves: Moves,
 }
 
 impl Segment {
     fn clear(&mut self) {
         (self.changed, self.before, self.after) = (0, 0, 0);
-        (self.needs_motion, self.not_finite) = (false, false);
+        self.not_finite = false;
         self.error = None;
-        self.moves.clear();
         self.tokens.clear();
         self.digests.clear();
     }
@@ -130,11 +122,6 @@ impl Scratch {
             self.blocks.push(before..self.positions.len());
             if self.positions.len() > before {
                 self.count(input, block - input.first_block, base);
-                if input.motion.is_some() {
-                    let changes = before..self.positions.len();
-                    let down = self.steps[changes.clone()].iter().map(|step| *step < 0);
-                    out.moves.extend(block, &self.positions[changes], down);
-                }
             }
         }
         out.changed = self.positions.len() as u64;
@@ -146,11 +133,7 @@ impl Scratch {
         let table = self.statistics.table();
         self.coded.clear();
         table.write(&mut self.coded);
-        let bytes = self.coded.len() as u64;
-        let motion = input.motion.filter(|_| table.has_moved());
-        out.needs_motion = motion.is_some();
-        let token = if out.needs_motion { Token::MovedTable(bytes) } else { Token::Table(bytes) };
-        out.token(token, &self.coded);
+        out.token(Token::Table(self.coded.len() as u64), &self.coded);
         let mut raw = 0..0;
         for (block, (base, new)) in pairs.enumerate() {
             let changes = self.blocks[block].clone();
@@ -160,7 +143,7 @@ impl Scratch {
                 continue;
             }
             let elements = base.len() / input.element.size();
-            self.code(input.element, &table, block, elements, changes, motion.map(|all| all.block(block)));
+            self.code(input.element, &table, block, elements, changes);
             // A block that costs this much is hardly related to its base: it may be cheaper on its own.
             let limit = self.coded.len().min(new.len());
             if limit > new.len() / 2
@@ -170,9 +153,7 @@ impl Scratch {
                 out.token(Token::Entropy(self.alone.len() as u64), &self.alone);
             } else if self.coded.len() < new.len() {
                 out.raw(&mut raw, input.new, block_bytes);
-                let bytes = self.coded.len() as u64;
-                let token = if out.needs_motion { Token::Moved(bytes) } else { Token::Changes(bytes) };
-                out.token(token, &self.coded);
+                out.token(Token::Changes(self.coded.len() as u64), &self.coded);
             } else {
                 let start = block * block_bytes;
                 raw = if raw.is_empty() { start } else { raw.start }..start + new.len();
@@ -214,10 +195,7 @@ impl Scratch {
             let masks = &mut masks[..(base.len() / element.size()).div_ceil(GROUP)];
             if path.changed(element, base, new, masks) {
                 self.statistics.see(input.base);
-                let inside = first as usize - input.first_block * BLOCK_ELEMENTS;
-                let motion = input.motion.map(|all| all.block(inside / BLOCK_ELEMENTS));
-                digest +=
-                    path.run(Collect { scratch: self, element, first, start, masks, base, new, motion });
+                digest += path.run(Collect { scratch: self, element, first, start, masks, base, new });
             }
         }
         digest
@@ -233,8 +211,7 @@ impl Scratch {
             }
             path.planes(input.element, base, first, CLASSES_MAX as u32 - 1, &mut self.planes[planes.clone()]);
         }
-        let moved = input.motion.map(|all| all.block(block).moved);
-        self.statistics.block(path, elements, self.planes.get(planes).unwrap_or_default(), moved);
+        self.statistics.block(path, elements, self.planes.get(planes).unwrap_or_default());
     }
 
     /// Codes the changes of one block into `self.coded`.
@@ -245,15 +222,14 @@ impl Scratch {
         block: usize,
         elements: usize,
         changes: Range<usize>,
-        motion: Option<View<'_>>,
     ) {
         self.coded.clear();
         let path = Path::best();
         if let (false, Some(first)) = (table.is_flat(), self.statistics.first()) {
             let fine = &self.planes[planes_of(block, elements)];
-            self.classes.fill_from(path, (fine, first), elements, table, motion.map(|view| view.moved));
+            self.classes.fill_from(path, (fine, first), elements, table);
         }
-        path.run(Code { scratch: self, element, table, elements: elements as u32, changes, motion });
+        path.run(Code { scratch: self, element, table, elements: elements as u32, changes });
     }
 }
 
@@ -274,7 +250,6 @@ struct Collect<'a> {
     masks: &'a [u64],
     base: &'a [u8],
     new: &'a [u8],
-    motion: Option<View<'a>>,
 }
 
 impl Work for Collect<'_> {
@@ -296,7 +271,6 @@ impl Collect<'_> {
             masks,
             base,
             new,
-            motion,
             ..
         } = self;
         let before = positions.len();
@@ -308,12 +282,7 @@ impl Collect<'_> {
             let step = element.step(old, new);
             *not_finite |= !element.is_finite(new);
             digest.push(element, first + u64::from(at), old, new);
-            match motion {
-                Some(motion) if motion.has_moved(at.into()) => {
-                    statistics.change_moved(old, motion.relative(at.into(), step));
-                }
-                _ => statistics.change(old, step),
-            }
+            statistics.change(old, step);
             step
         }));
         digest.finish()
@@ -349,35 +318,25 @@ struct Sorted {
 }
 
 impl Sorted {
-    /// Sorts `steps` at `positions`; returns where the changes of each class begin. Steps of elements that have moved become relative to that.
+    /// Sorts `steps` at `positions`; returns where the changes of each class begin.
     #[inline(always)]
-    fn sort(
-        &mut self,
-        classes: &Classes,
-        positions: &[u16],
-        steps: &[i32],
-        motion: Option<View<'_>>,
-    ) -> [usize; NUMBERS_MAX + 1] {
-        let mut starts = [0; NUMBERS_MAX + 1];
+    fn sort(&mut self, classes: &Classes, positions: &[u16], steps: &[i32]) -> [usize; CLASSES_MAX + 1] {
+        let mut starts = [0; CLASSES_MAX + 1];
         self.places.clear();
         self.places.extend(positions.iter().map(|position| {
             let (class, rank) = classes.rank(*position);
             starts[class + 1] += 1;
             (class as u8, rank as u16)
         }));
-        for class in 0..NUMBERS_MAX {
+        for class in 0..CLASSES_MAX {
             starts[class + 1] += starts[class];
         }
         self.ranks.resize(positions.len(), 0);
         self.steps.resize(positions.len(), 0);
         let mut next = starts;
-        for ((&(class, rank), step), at) in self.places.iter().zip(steps).zip(positions) {
+        for (&(class, rank), step) in self.places.iter().zip(steps) {
             let slot = &mut next[usize::from(class)];
-            let step = match motion {
-                Some(motion) if usize::from(class) >= CLASSES_MAX => motion.relative((*at).into(), *step),
-                _ => *step,
-            };
-            (self.ranks[*slot], self.steps[*slot]) = (rank, step);
+            (self.ranks[*slot], self.steps[*slot]) = (rank, *step);
             *slot += 1;
         }
         starts
@@ -391,7 +350,6 @@ struct Code<'a> {
     table: &'a Table,
     elements: u32,
     changes: Range<usize>,
-    motion: Option<View<'a>>,
 }
 
 impl Work for Code<'_> {
@@ -399,7 +357,7 @@ impl Work for Code<'_> {
 
     #[inline(always)]
     fn run(self) {
-        let Self { scratch, element, table, elements, changes, motion } = self;
+        let Self { scratch, element, table, elements, changes } = self;
         let (positions, steps) = (&scratch.positions[changes.clone()], &scratch.steps[changes]);
         let mut bits = BitWriter::new(&mut scratch.coded);
         if let [class] = table.classes() {
@@ -407,8 +365,8 @@ impl Work for Code<'_> {
             bits.put((shift + SHIFT_BIAS) as u32, SHIFT_BITS);
             put_class(&mut bits, element, class, shift, elements, positions, steps);
         } else {
-            let starts = scratch.sorted.sort(&scratch.classes, positions, steps, motion);
-            let classes = || table.numbered(motion.is_some());
+            let starts = scratch.sorted.sort(&scratch.classes, positions, steps);
+            let classes = || (0..).zip(table.classes());
             let plain = classes().filter(|(_, class)| !class.inverted);
             let shift = best_shift(
                 plain.map(|(number, class)| expected(class, scratch.classes.members(number))).sum(),

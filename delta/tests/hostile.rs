@@ -6,7 +6,8 @@ mod common;
 
 use common::{ALL, PROFILES, Random, apply, noisy, random_bytes};
 use driftless_delta::{
-    Decoder, DigestTable, Element, Patch, Serial, Source, decode, decode_full, encode, encode_full,
+    Decoder, DigestTable, Element, Error, Patch, Serial, Source, decode, decode_full, encode, encode_full,
+    full_digest,
 };
 
 /// A payload that is not what the encoder wrote must not turn `base` into anything but `new`.
@@ -97,6 +98,39 @@ fn invented_bodies_behind_a_sound_header() {
             assert!(decode(element, &base, &digests, &invented, &mut patch).is_err());
             assert_eq!((patch.changed(), patch.byte_runs().count()), (0, 0));
         }
+    }
+}
+
+/// What an encoder wrote that still had motion: a table of mode 6, then a block of mode 5. The base is 700 numbers of
+/// bf16 from 0x3c00 up, every third with its lowest bit flipped; the result has them flipped back.
+const MOTION: [u8; 29] = [
+    0x44, 0x4c, 0x1e, 0x8c, 0x96, 0x9c, 0x3f, 0x1f, 0x40, 0x26, 0xf0, 0x7e, 0x81, 0x37, 0x00, 0x00, 0x10,
+    0x80, 0x79, 0x00, 0x00, 0x00, 0x08, 0xc0, 0x00, 0x00, 0x01, 0x0d, 0x00,
+];
+
+#[test]
+fn a_payload_that_asks_for_motion_is_refused_by_name() {
+    let mut base: Vec<u8> = (0..700_u16).flat_map(|i| (0x3c00 + i).to_le_bytes()).collect();
+    base.iter_mut().step_by(6).for_each(|byte| *byte ^= 1);
+    let digests = DigestTable::of(Element::Bf16, &base).unwrap();
+    let mut patch = Patch::new();
+    let kind = Error::UnsupportedMotion { what: "payload kind", found: 4 };
+    assert_eq!(decode(Element::Bf16, &base, &digests, &MOTION, &mut patch), Err(kind.clone()));
+    assert_eq!((patch.changed(), patch.byte_runs().count()), (0, 0));
+    assert_eq!(decode_full(Element::Bf16, &MOTION, &mut base.clone()), Err(kind.clone()));
+    assert_eq!(full_digest(Element::Bf16, 0, &MOTION), Err(kind.clone()));
+    assert_eq!(
+        kind.to_string(),
+        "payload kind 4 needs the history of earlier steps (motion), which is not supported; encode the tensor \
+         again with this build"
+    );
+    // The same body behind the header of a delta without motion: its table, and then its block.
+    let mut plain = Vec::new();
+    encode(Element::Bf16, &base, &vec![0; base.len()], &digests, PROFILES[0], &mut plain).unwrap();
+    for (mode, body) in [(6, &MOTION[11..]), (5, &MOTION[27..])] {
+        let payload = [&plain[..11], body].concat();
+        let refused = Error::UnsupportedMotion { what: "block mode", found: mode };
+        assert_eq!(decode(Element::Bf16, &base, &digests, &payload, &mut patch), Err(refused));
     }
 }
 

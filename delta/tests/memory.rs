@@ -8,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use common::{ALL, PROFILES, Pools, noisy, random_bytes};
-use driftless_delta::{Decoder, DigestTable, Element, Encoder, Motion, Patch, Pool, Profile, Serial, Source};
+use driftless_delta::{Decoder, DigestTable, Element, Encoder, Patch, Pool, Profile, Serial, Source};
 
 struct Counting;
 
@@ -70,21 +70,12 @@ fn allocations(pool: &dyn Pool, element: Element, profile: Profile, blocks: usiz
     let (mut encoder, mut decoder, mut patch) = (Encoder::new(), Decoder::new(), Patch::new());
     let (mut payload, mut journal, mut tensor) = (Vec::new(), Vec::new(), base.clone());
     let source = Source { element, bytes: &base, digests: &digests };
-    let new_digests = DigestTable::of(element, &new).unwrap();
-    let back = Source { element, bytes: &new, digests: &new_digests };
-    let mut motion = Motion::start(source).unwrap();
     let mut step = || {
         payload.clear();
         encoder.encode(pool, source, &new, profile, &mut payload).unwrap();
         decoder.decode(pool, source, &payload, &mut patch).unwrap();
         patch.apply_to(&mut tensor).unwrap();
         patch.write_to(&mut journal);
-        for (from, to) in [(source, &new), (back, &base)] {
-            payload.clear();
-            encoder.encode_after(pool, from, &motion, to, profile, &mut payload).unwrap();
-            decoder.decode_after(pool, from, &motion, &payload, &mut patch).unwrap();
-            motion.advance(decoder.moves()).unwrap();
-        }
     };
     step();
     step();

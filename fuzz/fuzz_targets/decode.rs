@@ -6,9 +6,7 @@
 use std::cell::RefCell;
 use std::sync::OnceLock;
 
-use driftless_delta::{
-    Decoder, Digest, DigestTable, Element, Encoder, Motion, Patch, Profile, Serial, Source, bundle,
-};
+use driftless_delta::{Decoder, Digest, DigestTable, Element, Patch, Serial, Source, bundle};
 use libfuzzer_sys::fuzz_target;
 
 const ELEMENTS: [Element; 6] =
@@ -23,26 +21,16 @@ fn check(digest: Digest) -> u64 {
     (sums as u64).wrapping_add((sums >> 64) as u64)
 }
 
-/// A base, its digests, and what a step before has moved, for each size and element type.
-fn bases() -> &'static [(Vec<u8>, DigestTable, Motion)] {
-    static BASES: OnceLock<Vec<(Vec<u8>, DigestTable, Motion)>> = OnceLock::new();
+/// A base and its digests, for each size and element type.
+fn bases() -> &'static [(Vec<u8>, DigestTable)] {
+    static BASES: OnceLock<Vec<(Vec<u8>, DigestTable)>> = OnceLock::new();
     BASES.get_or_init(|| {
         let all = SIZES.iter().flat_map(|elements| ELEMENTS.map(|element| (*elements, element)));
         all.map(|(elements, element)| {
             let bytes = 0..elements * element.size();
             let base: Vec<u8> = bytes.map(|at| ((at * 7) ^ (at >> 5) ^ (at >> 9)) as u8).collect();
-            let mut before = base.clone();
-            before.iter_mut().step_by(5).for_each(|byte| *byte ^= 1);
-            let digests = DigestTable::of(element, &before).expect("whole elements");
-            let source = Source { element, bytes: &before, digests: &digests };
-            let (mut encoder, mut payload) = (Encoder::new(), Vec::new());
-            let mut motion = Motion::start(source).expect("its own digests");
-            encoder
-                .encode_after(&Serial, source, &motion, &base, Profile::Wire, &mut payload)
-                .expect("consecutive steps");
-            motion.advance(encoder.moves()).expect("consecutive steps");
             let digests = DigestTable::of(element, &base).expect("whole elements");
-            (base, digests, motion)
+            (base, digests)
         })
         .collect()
     })
@@ -66,17 +54,14 @@ fuzz_target!(|data: &[u8]| {
     let element = ELEMENTS[usize::from(code)];
     REUSED.with_borrow_mut(|Reused { decoder, payload, patch, target }| match first / 6 {
         0..30 => {
-            let (base, digests, motion) = &bases()[size * ELEMENTS.len() + usize::from(code)];
+            let (base, digests) = &bases()[size * ELEMENTS.len() + usize::from(code)];
             payload.clear();
-            // Half of the bodies may refer to the motion.
-            let after = first / 6 % 2 == 1;
-            payload.push(if after { 0x40 } else { 0x10 } | code);
-            let refers_to = if after { motion.digest() } else { digests.total() };
-            payload.extend(((check(refers_to) >> 48) as u16).to_le_bytes());
+            payload.push(0x10 | code);
+            payload.extend(((check(digests.total()) >> 48) as u16).to_le_bytes());
             payload.extend([0; 8]);
             payload.extend(body);
             let base = Source { element, bytes: base, digests };
-            if decoder.decode_after(&Serial, base, motion, payload, patch).is_ok() {
+            if decoder.decode(&Serial, base, payload, patch).is_ok() {
                 assert_eq!(check(patch.digests().total()), 0, "the header promises this");
             }
         }
@@ -96,7 +81,6 @@ fuzz_target!(|data: &[u8]| {
             drop(decoder.decode_full(&Serial, element, payload, target));
         }
         38 => drop(Patch::from_bytes(body)),
-        39 => drop(Motion::from_bytes(body)),
         _ => drop(bundle::Bundle::read(body)),
     });
 });

@@ -1,5 +1,4 @@
-//! What the information allows: order-0 entropies of "changed or not" and of the ulp step, plain, by base exponent, and by what moved before,
-//! per tensor.
+//! What the information allows: order-0 entropies of "changed or not" and of the ulp step, plain and by base exponent, per tensor.
 
 use std::collections::HashMap;
 
@@ -10,8 +9,6 @@ pub struct Bound {
     pub plain: f64,
     /// Both conditioned on the exponent of the base.
     pub conditional: f64,
-    /// On the exponent and on whether the element has moved before; the step is then counted along its last direction.
-    pub after: f64,
 }
 
 fn ordered(bits: u16) -> i32 {
@@ -29,21 +26,7 @@ impl std::iter::Sum for Bound {
         bounds.fold(Bound::default(), |sum, bound| Bound {
             plain: sum.plain + bound.plain,
             conditional: sum.conditional + bound.conditional,
-            after: sum.after + bound.after,
         })
-    }
-}
-
-/// Which way each element of a tensor went when it moved last: 1, -1, or 0 for one that has not moved.
-pub type Directions = Vec<i32>;
-
-/// Takes the directions along a step.
-pub fn advance(directions: &mut Directions, base: &[u8], new: &[u8]) {
-    directions.resize(base.len() / 2, 0);
-    for (direction, (_, step)) in directions.iter_mut().zip(steps(base, new)) {
-        if step != 0 {
-            *direction = step.signum();
-        }
     }
 }
 
@@ -55,8 +38,8 @@ fn steps(base: &[u8], new: &[u8]) -> impl Iterator<Item = (usize, i32)> {
     })
 }
 
-/// Contexts there are: exponents, and whether an element has moved.
-const CONTEXTS: usize = 512;
+/// Contexts there are: exponents.
+const CONTEXTS: usize = 256;
 
 /// H(positions) + H(steps), both given the context: its number, and the step, of each element.
 fn given(elements: impl Iterator<Item = (usize, i32)>) -> f64 {
@@ -74,16 +57,8 @@ fn given(elements: impl Iterator<Item = (usize, i32)>) -> f64 {
     steps.map(|(zeros, others)| entropy([zeros].into_iter().chain(others.into_values()))).sum()
 }
 
-/// The bounds for one bf16 tensor, in bits, after steps that moved its elements in these directions.
+/// The bounds for one bf16 tensor, in bits.
 #[must_use]
-pub fn bound(base: &[u8], new: &[u8], directions: &Directions) -> Bound {
-    let moved = directions.iter().copied().chain(std::iter::repeat(0));
-    Bound {
-        plain: given(steps(base, new).map(|(_, step)| (0, step))),
-        conditional: given(steps(base, new)),
-        after: given(steps(base, new).zip(moved).map(|((exponent, step), direction)| {
-            let relative = if direction < 0 { -step } else { step };
-            (exponent + if direction == 0 { 0 } else { CONTEXTS / 2 }, relative)
-        })),
-    }
+pub fn bound(base: &[u8], new: &[u8]) -> Bound {
+    Bound { plain: given(steps(base, new).map(|(_, step)| (0, step))), conditional: given(steps(base, new)) }
 }

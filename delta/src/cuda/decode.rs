@@ -119,8 +119,6 @@ impl<M: Machine> State<M> {
         let mismatch = |expected| Err(Error::BaseMismatch { expected, found: check.short_check() }.into());
         match header.kind {
             Kind::Full(_) => return Err(Error::KindMismatch { expected: "a delta", found: "full" }.into()),
-            // Motions are kept on the processor only, so far.
-            Kind::After(expected) => return Err(Error::MotionMismatch { expected, found: None }.into()),
             Kind::Unchanged if header.result != check.check() => return mismatch(short(header.result)),
             Kind::Unchanged => return Ok(reader.finish().map(|()| 0)?),
             Kind::Delta(expected) if expected != check.short_check() => return mismatch(expected),
@@ -315,14 +313,9 @@ impl Plan {
                     plan.whole(block, (plan.payload_bytes + start) as u64);
                     block += 1;
                 }
-                Token::Moved(_) | Token::MovedTable(_) => {
-                    return Err(
-                        reader.corrupt("a block in the light of a motion, of which the header says nothing")
-                    );
-                }
                 Token::Table(bytes) => {
                     let offset = reader.at();
-                    plan.tables.push(Table::read(element, take(&mut reader, bytes)?, offset, false)?);
+                    plan.tables.push(Table::read(element, take(&mut reader, bytes)?, offset)?);
                 }
             }
         }

@@ -10,7 +10,7 @@ use super::Result;
 use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Placed, Room, keys_on, numbers};
 use crate::payload::{Header, Kind, Token, block_elements};
 use crate::segment::SEGMENT_BLOCKS;
-use crate::table::{Class, PLAIN, Table};
+use crate::table::{Class, Table};
 use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Profile, entropy};
 
 /// `struct Encode` of `kernels/encode.cu`.
@@ -444,7 +444,6 @@ fn table_of(bytes: &[u8]) -> Table {
         run: class & 0xff,
         large_run: class >> 8 & 0xff,
         rice: class >> 16 & 0xff,
-        turns: PLAIN,
     });
     Table::new(first, classes)
 }

@@ -78,11 +78,6 @@ fn key(seed: u8, index: u64) -> u64 {
 }
 
 fn check(bytes: &[u8]) -> u64 {
-    let [first, second] = sums(bytes);
-    first.wrapping_add(second)
-}
-
-fn sums(bytes: &[u8]) -> [u64; 2] {
     let (mut first, mut second) = (0_u64, 0_u64);
     for (j, word) in (0_u64..).zip(bytes.chunks(4)) {
         let w = word.iter().rev().fold(0_u32, |w, byte| w << 8 | u32::from(*byte));
@@ -90,7 +85,7 @@ fn sums(bytes: &[u8]) -> [u64; 2] {
         first = first.wrapping_add(term(w, b'A', b'M'));
         second = second.wrapping_add(term(w.rotate_left(16), b'B', b'N'));
     }
-    [first, second]
+    first.wrapping_add(second)
 }
 
 #[derive(Clone, Copy)]
@@ -145,52 +140,32 @@ fn elements(kind: Type, bytes: &[u8]) -> Vec<u64> {
     bytes.chunks(kind.size()).map(|e| e.iter().rev().fold(0, |x, byte| x << 8 | u64::from(*byte))).collect()
 }
 
-/// Digest, as its two sums, of what earlier steps have moved; and for each element that has moved, whether it went down the last time.
-pub(crate) type Motion = ([u64; 2], Vec<Option<bool>>);
+/// First exponent; (inverted, run, large run, rice) of each class.
+type Table = (u64, Vec<(bool, i64, i64, i64)>);
 
-/// First exponent; (inverted, run, large run, rice, turns) of each class; merge; and each class of elements that have moved.
-type Table = (u64, Vec<Class>, u64, Vec<Class>);
-type Class = (bool, i64, i64, i64, i64);
-
-fn table(bytes: &[u8], moved: bool) -> Table {
+fn table(bytes: &[u8]) -> Table {
     let mut bits = Bits(bytes, 0);
     let count = bits.number(4) + 1;
     let first = if count > 1 { bits.number(8) } else { 0 };
     let inverts = bits.bit() == 1;
-    let merge = if moved { bits.number(2) } else { 0 };
-    let mut classes = |count, mut run, moved| -> Vec<Class> {
-        let (mut large, mut rice, mut turns) = (3, 0, 8);
-        let one = |_| {
-            let inverted = inverts && bits.bit() == 1;
-            run += 1 + bits.near();
-            large += bits.near();
-            rice += bits.near();
-            turns += if moved { bits.near() } else { 0 };
-            (inverted, run, large, rice, turns)
-        };
-        (0..count).map(one).collect()
+    let (mut run, mut large, mut rice) = (5, 3, 0);
+    let one = |_| {
+        let inverted = inverts && bits.bit() == 1;
+        run += 1 + bits.near();
+        large += bits.near();
+        rice += bits.near();
+        (inverted, run, large, rice)
     };
-    let unmoved = classes(count, 5, false);
-    (first, unmoved, merge, if moved { classes(((count - 1) >> merge) + 1, 1, true) } else { vec![] })
+    (first, (0..count).map(one).collect())
 }
 
-fn changes(
-    kind: Type,
-    bytes: &[u8],
-    (first, classes, merge, moved_classes): &Table,
-    base: &[u64],
-    motion: Option<&[Option<bool>]>,
-) -> Vec<u64> {
+fn changes(kind: Type, bytes: &[u8], (first, classes): &Table, base: &[u64]) -> Vec<u64> {
     let mut bits = Bits(bytes, 0);
     let mut new = base.to_vec();
     let shift = bits.number(3) as i64 - 3;
-    let last = |at: usize| motion.and_then(|motion| motion[at]);
-    let class_of = |at: usize| {
-        let class = (kind.exponent(base[at]).saturating_sub(*first) as usize).min(classes.len() - 1);
-        if last(at).is_some() { 100 + (class >> merge) } else { class }
-    };
-    let numbered = (0..).zip(classes).chain((100..).zip(moved_classes).filter(|_| motion.is_some()));
-    for (index, &(inverted, run, large_run, rice, turns)) in numbered {
+    let class_of =
+        |at: usize| (kind.exponent(base[at]).saturating_sub(*first) as usize).min(classes.len() - 1);
+    for (index, &(inverted, run, large_run, rice)) in classes.iter().enumerate() {
         let members: Vec<usize> = (0..base.len()).filter(|at| class_of(*at) == index).collect();
         let count = members.len() as u64;
         let run = if inverted { run } else { (run + shift).clamp(0, 16) };
@@ -202,23 +177,13 @@ fn changes(
             8 => vec![],
             run => bits.runs(run as u32, changed.len() as u64),
         };
-        let negative: Vec<bool> = if turns == 8 {
-            changed.iter().map(|_| bits.bit() == 1).collect()
-        } else {
-            let marked = match turns {
-                0 | 16 => vec![],
-                1..8 => bits.runs(7 - turns as u32, changed.len() as u64),
-                _ => bits.runs(turns as u32 - 9, changed.len() as u64),
-            };
-            (0..changed.len() as u64).map(|at| marked.binary_search(&at).is_ok() != (turns > 8)).collect()
-        };
+        let negative: Vec<bool> = changed.iter().map(|_| bits.bit() == 1).collect();
         let mut sizes = vec![1; changed.len()];
         for at in large {
             sizes[at as usize] = bits.rice(rice as u32, kind.bits) + if large_run == 7 { 1 } else { 2 };
         }
         for ((rank, size), negative) in changed.into_iter().zip(sizes).zip(negative) {
             let at = members[rank as usize];
-            let negative = negative != (last(at) == Some(true));
             let step = if negative { size.wrapping_neg() } else { size };
             new[at] = kind.unordered(kind.ordered(base[at]).wrapping_add(step) & kind.mask());
         }
@@ -272,53 +237,14 @@ fn entropy(kind: Type, mut bytes: &[u8], count: usize) -> Vec<u64> {
     out
 }
 
-/// The motion at the version that it begins with: nothing has moved.
-pub(crate) fn start(element: u8, version: &[u8]) -> Motion {
-    let mut motion = ([0, 0], vec![None; version.len() / Type::of(element).size()]);
-    chain(&mut motion, version);
-    motion
-}
-
-/// Takes the motion along a step.
-pub(crate) fn advance(element: u8, motion: &mut Motion, base: &[u8], new: &[u8]) {
-    if base == new {
-        return;
-    }
-    let kind = Type::of(element);
-    for (last, (old, new)) in
-        motion.1.iter_mut().zip(elements(kind, base).into_iter().zip(elements(kind, new)))
-    {
-        let step = kind.ordered(new).wrapping_sub(kind.ordered(old)) & kind.mask();
-        if step != 0 {
-            *last = Some(step >> (kind.bits - 1) == 1);
-        }
-    }
-    chain(motion, new);
-}
-
-fn chain(motion: &mut Motion, version: &[u8]) {
-    let [before, at] = [motion.0, sums(version)].map(|sums| sums.map(u64::to_le_bytes).concat());
-    motion.0 = sums(&[before, at].concat());
-}
-
 /// Decodes one payload; panics where it is not a sound one.
-pub(crate) fn decode(base: &[u8], payload: &[u8]) -> Vec<u8> {
-    decode_after(base, None, payload)
-}
-
-/// Decodes one payload that may need a motion.
-pub(crate) fn decode_after(base: &[u8], motion: Option<&Motion>, mut payload: &[u8]) -> Vec<u8> {
+pub(crate) fn decode(base: &[u8], mut payload: &[u8]) -> Vec<u8> {
     let kind = payload[0] >> 4;
     let element = Type::of(payload[0] & 15);
     payload = &payload[1..];
     if kind == 1 {
         let short = u16::from_le_bytes(take(&mut payload, 2).try_into().unwrap());
         assert_eq!(u64::from(short), check(base) >> 48);
-    }
-    if kind == 4 {
-        let short = u16::from_le_bytes(take(&mut payload, 2).try_into().unwrap());
-        let [first, second] = motion.unwrap().0;
-        assert_eq!(u64::from(short), first.wrapping_add(second) >> 48);
     }
     let base = elements(element, base);
     let count = if kind == 3 { varint(&mut payload) as usize } else { base.len() };
@@ -335,14 +261,9 @@ pub(crate) fn decode_after(base: &[u8], motion: Option<&Motion>, mut payload: &[
             1 => new.extend(elements(element, take(&mut payload, blocks.len() * element.size()))),
             2 => {
                 let coded = take(&mut payload, value);
-                new.extend(changes(element, coded, current.as_ref().unwrap(), &base[block], None));
+                new.extend(changes(element, coded, current.as_ref().unwrap(), &base[block]));
             }
-            5 => {
-                let coded = take(&mut payload, value);
-                let motion = Some(&motion.unwrap().1[block.clone()]);
-                new.extend(changes(element, coded, current.as_ref().unwrap(), &base[block], motion));
-            }
-            mode @ (3 | 6) => current = Some(table(take(&mut payload, value), mode == 6)),
+            3 => current = Some(table(take(&mut payload, value))),
             4 => new.extend(entropy(element, take(&mut payload, value), block.len())),
             mode => panic!("mode {mode}"),
         }

@@ -1,17 +1,17 @@
 //! Bytes of a step in every encoding.
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 
-use driftless_compare::bound::{Bound, Directions, advance, bound};
+use driftless_compare::bound::{Bound, bound};
 use driftless_compare::data::{Pair, checkpoints};
 use driftless_compare::peers::{gaps_zstd, xor_zstd};
+use driftless_delta::Profile;
 use driftless_delta::bundle::{self, Tensor};
-use driftless_delta::{DigestTable, Element, Encoder, Motion, Profile, Serial, Source};
 
 use crate::Verdicts;
 
-pub(crate) const HEADER: &str = "data                       density   xor+zstd  gaps+zst      fast      wire         H     H|exp     after   H|exp,m";
+pub(crate) const HEADER: &str =
+    "data                       density   xor+zstd  gaps+zst      fast      wire         H     H|exp";
 
 /// Bytes of one step, or of several together.
 #[derive(Debug, Clone, Copy, Default)]
@@ -27,56 +27,13 @@ pub(crate) struct Sizes {
     pub(crate) plain: f64,
     /// Both conditioned on the exponent of the base.
     pub(crate) conditional: f64,
-    /// As `wire`, in the light of the steps before.
-    pub(crate) after: f64,
-    /// The bound given the exponent and what has moved.
-    pub(crate) conditional_after: f64,
-}
-
-/// What the steps before a pair have moved, by tensor.
-#[derive(Default)]
-pub(crate) struct Moved {
-    motions: HashMap<String, (Motion, Directions)>,
-    encoder: Encoder,
-}
-
-impl Moved {
-    /// Goes along with a step; returns the bytes that its payloads save when they are coded in the light of those before.
-    fn step(&mut self, pairs: &[Pair]) -> i64 {
-        pairs.iter().map(|pair| self.tensor(pair)).sum()
-    }
-
-    fn tensor(&mut self, Pair { name, base, new, .. }: &Pair) -> i64 {
-        let Self { motions, encoder } = self;
-        let digests = DigestTable::of(Element::Bf16, base).expect("whole elements");
-        let source = Source { element: Element::Bf16, bytes: base, digests: &digests };
-        let (motion, directions) = motions
-            .entry(name.clone())
-            .or_insert_with(|| (Motion::start(source).expect("its own digests"), Directions::new()));
-        let (mut plain, mut after) = (Vec::new(), Vec::new());
-        encoder.encode(&Serial, source, new, Profile::Wire, &mut plain).expect("equal lengths");
-        encoder
-            .encode_after(&Serial, source, motion, new, Profile::Wire, &mut after)
-            .expect("consecutive steps");
-        motion.advance(encoder.moves()).expect("consecutive steps");
-        advance(directions, base, new);
-        plain.len() as i64 - after.len() as i64
-    }
 }
 
 impl Sizes {
-    /// Sizes of a step on its own.
+    /// Sizes of a step.
     pub(crate) fn of(pairs: &[Pair]) -> Sizes {
-        Sizes::after(pairs, &mut Moved::default())
-    }
-
-    /// Sizes of a step after those that `moved` has seen; it goes along.
-    fn after(pairs: &[Pair], moved: &mut Moved) -> Sizes {
         let [fast, wire] = [Profile::Fast, Profile::Wire].map(|profile| file(pairs, profile));
-        let none = Directions::new();
-        let directions =
-            |pair: &Pair| moved.motions.get(&pair.name).map_or(&none, |(_, directions)| directions);
-        let bits: Bound = pairs.iter().map(|pair| bound(&pair.base, &pair.new, directions(pair))).sum();
+        let bits: Bound = pairs.iter().map(|pair| bound(&pair.base, &pair.new)).sum();
         let of_pairs = |bytes: fn(&Pair) -> usize| pairs.iter().map(bytes).sum::<usize>() as f64;
         Sizes {
             dense: of_pairs(|pair| pair.new.len()),
@@ -90,8 +47,6 @@ impl Sizes {
             wire: wire.0 as f64,
             plain: bits.plain / 8.0,
             conditional: bits.conditional / 8.0,
-            after: wire.0 as f64 - moved.step(pairs) as f64,
-            conditional_after: bits.after / 8.0,
         }
     }
 
@@ -105,8 +60,6 @@ impl Sizes {
             wire: self.wire + other.wire,
             plain: self.plain + other.plain,
             conditional: self.conditional + other.conditional,
-            after: self.after + other.after,
-            conditional_after: self.conditional_after + other.conditional_after,
         }
     }
 
@@ -119,9 +72,6 @@ impl Sizes {
         print!("{name:<26}{:>8.3}%", 100.0 * self.density());
         for bytes in [self.xor, self.gaps, self.fast, self.wire, self.plain, self.conditional] {
             print!("{:>10.1}", self.dense / bytes);
-        }
-        if self.after < self.wire {
-            print!("{:>10.1}{:>10.1}", self.dense / self.after, self.dense / self.conditional_after);
         }
         println!();
     }
@@ -137,16 +87,6 @@ impl Sizes {
             let verdict = verdicts.of(ours >= least);
             println!(
                 "    wire {ours:.2}x smaller than {peer} (at least {least}: {verdict}; the bound is {possible:.2}x)"
-            );
-        }
-        if self.after < self.wire {
-            println!(
-                "    wire after the steps before {:.1} % smaller, {:.3}x its bound: {:.2}x smaller than xor+zstd ({least_xor}; the bound is {:.2}x), {:.2}x than gaps+zstd",
-                100.0 * (1.0 - self.after / self.wire),
-                self.after / self.conditional_after,
-                self.xor / self.after,
-                self.xor / self.conditional_after,
-                self.gaps / self.after
             );
         }
         let fast = self.xor / self.fast;
@@ -172,19 +112,13 @@ fn file(pairs: &[Pair], profile: Profile) -> (usize, u64) {
     (out.len(), summary.changed)
 }
 
-/// All bytes of at most `pairs` steps, evenly spaced over the versions. The first version counts as published in full: what has moved since then is
-/// what the steps after the first one are coded after.
+/// All bytes of at most `pairs` steps, evenly spaced over the versions.
 pub(crate) fn of_trace(versions: &[PathBuf], pairs: usize) -> Result<Sizes, String> {
     let steps = versions.windows(2);
     let stride = steps.len().div_ceil(pairs.max(1)).max(1);
-    let (mut sum, mut moved) = (Sizes::default(), Moved::default());
-    for (number, step) in steps.enumerate() {
-        let pairs = checkpoints(&step[0], &step[1])?;
-        if number % stride == 0 {
-            sum = sum.add(Sizes::after(&pairs, &mut moved));
-        } else {
-            moved.step(&pairs);
-        }
+    let mut sum = Sizes::default();
+    for step in steps.step_by(stride) {
+        sum = sum.add(Sizes::of(&checkpoints(&step[0], &step[1])?));
     }
     Ok(sum)
 }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use driftless_compare::data::{Pair, Shape, synthetic};
 use driftless_compare::peers::{overwrite_zstd, xor_zstd};
-use driftless_delta::{Decoder, DigestTable, Element, Encoder, Motion, Patch, Pool, Profile, Serial, Source};
+use driftless_delta::{Decoder, DigestTable, Element, Encoder, Patch, Pool, Profile, Serial, Source};
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
 use crate::Verdicts;
@@ -157,7 +157,6 @@ fn sparse(Pair { base, new, .. }: &Pair, density: f64, verdicts: &mut Verdicts) 
             );
         }
     }
-    after(base, new, &digests);
     two_cores(base, new, &digests, verdicts);
 }
 
@@ -247,46 +246,6 @@ fn times(pool: &dyn Pool, profile: Profile, base: &[u8], new: &[u8], digests: &D
     });
     assert!(tensor == new, "decoded tensor differs");
     Times { encoding, decoding, applying }
-}
-
-/// Speeds of the next step in the light of this one: as many elements move, other ones.
-fn after(base: &[u8], new: &[u8], digests: &DigestTable) {
-    let mut newer = new.to_vec();
-    let elsewhere = base.len() / 4 * 2;
-    for at in (0..base.len()).step_by(2) {
-        let from = (at + elsewhere) % base.len();
-        if base[from..from + 2] != new[from..from + 2] {
-            newer[at] ^= 1;
-        }
-    }
-    let (mut encoder, mut payload) = (Encoder::new(), Vec::new());
-    let base = Source { element: ELEMENT, bytes: base, digests };
-    let mut motion = Motion::start(base).expect("its own digests");
-    encoder.encode_after(&Serial, base, &motion, new, Profile::Wire, &mut payload).expect("equal lengths");
-    motion.advance(encoder.moves()).expect("consecutive steps");
-    let digests = encoder.digests().clone();
-    let base = Source { element: ELEMENT, bytes: new, digests: &digests };
-    let encoding = seconds(|| {
-        payload.clear();
-        encoder
-            .encode_after(&Serial, base, &motion, &newer, Profile::Wire, &mut payload)
-            .expect("equal lengths")
-    });
-    let (mut tensor, mut decoder, mut patch) = (new.to_vec(), Decoder::new(), Patch::new());
-    let applying = seconds(|| {
-        decoder.decode_after(&Serial, base, &motion, &payload, &mut patch).expect("own payload");
-        patch.apply_to(&mut tensor).expect("same length");
-    });
-    assert!(tensor == newer, "decoded tensor differs");
-    let advancing = seconds(|| motion.clone().advance(decoder.moves()));
-    let rate = |seconds: f64| new.len() as f64 / 1e9 / seconds;
-    println!(
-        "  wire after a step: encode {:.2}, decode + apply {:.2} = {:.2}x encode time, copy and advance the motion {:.1}",
-        rate(encoding),
-        rate(applying),
-        applying / encoding,
-        rate(advancing)
-    );
 }
 
 /// Counts 64-byte groups that differ: the least any encoder must do.
