@@ -134,7 +134,8 @@ impl Statistics {
         }
     }
 
-    /// The best table of 2 classes or more, and its bits: classes are single exponents, those at both ends are merged while that saves bits.
+    /// The best table of 2 classes or more, and its bits: classes are single exponents, those at both ends are merged
+    /// while that saves bits.
     fn best_cut(&self) -> Option<(f64, Table)> {
         let used = |at: &usize| !self.tallies[*at].is_empty();
         let range = (0..CLASSES_MAX).find(used)?..(0..CLASSES_MAX).rev().find(used)? + 1;

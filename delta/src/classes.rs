@@ -33,7 +33,8 @@ pub(crate) struct Classes {
     /// One plane after the other.
     planes: Vec<u64>,
     rows: usize,
-    /// Members of each class in the rows before; after the last row, up to a power of two, more than any rank.
+    /// Members of each class in the rows before a row. Rows after the last one, up to a power of two, have more than
+    /// any rank.
     before: Box<[[u16; CLASSES_MAX]; ROWS]>,
     members: [u32; CLASSES_MAX],
 }

@@ -105,9 +105,10 @@ impl Decoder {
     /// before the patch is handed out. Memory is bounded by the size of the base, whatever the payload says.
     ///
     /// # Errors
-    /// [`Error::BaseMismatch`] for another base, [`Error::ResultMismatch`] if the result is not the promised one, [`Error::Corrupt`] for bytes that no encoder
-    /// writes, [`Error::Unsupported`] for a later format, [`Error::UnsupportedMotion`] for a withdrawn one, and mismatches of
-    /// element type, length or kind. The patch then does nothing.
+    /// [`Error::BaseMismatch`] for another base, [`Error::ResultMismatch`] if the result is not the promised one,
+    /// [`Error::Corrupt`] for bytes that no encoder writes, [`Error::Unsupported`] for a later format,
+    /// [`Error::UnsupportedMotion`] for a withdrawn one, and mismatches of element type, length or kind. The patch then
+    /// does nothing.
     pub fn decode(
         &mut self,
         pool: &dyn Pool,

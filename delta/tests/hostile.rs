@@ -109,7 +109,7 @@ const MOTION: [u8; 29] = [
 ];
 
 #[test]
-fn a_payload_that_asks_for_motion_is_refused_by_name() {
+fn decode_payload_with_motion_is_refused_by_name() {
     let mut base: Vec<u8> = (0..700_u16).flat_map(|i| (0x3c00 + i).to_le_bytes()).collect();
     base.iter_mut().step_by(6).for_each(|byte| *byte ^= 1);
     let digests = DigestTable::of(Element::Bf16, &base).unwrap();

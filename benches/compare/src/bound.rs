@@ -1,4 +1,5 @@
-//! What the information allows: order-0 entropies of "changed or not" and of the ulp step, plain and by base exponent, per tensor.
+//! What the information allows: order-0 entropies of "changed or not" and of the ulp step, plain and by base exponent,
+//! per tensor.
 
 use std::collections::HashMap;
 

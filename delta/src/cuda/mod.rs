@@ -227,7 +227,8 @@ impl Codec {
     /// Nothing is written before the whole payload was decoded and found to have the promised result.
     ///
     /// # Errors
-    /// As [`Decoder::decode`](crate::Decoder::decode); [`Error::Misaligned`], [`Error::OtherDevice`], [`Error::Driver`], and [`Error::Compile`] the first time.
+    /// As [`Decoder::decode`](crate::Decoder::decode); [`Error::Misaligned`], [`Error::OtherDevice`],
+    /// [`Error::Driver`], and [`Error::Compile`] the first time.
     /// But for an error of the driver, after which the device's memory cannot be relied on, tensor and digests are unchanged then.
     pub fn apply(
         &mut self,
