@@ -1,4 +1,4 @@
-//! The command line: a file per subcommand, and helpers that they share (`error`, `keys`, `numbers`,
+//! The command line: a file per subcommand, and helpers that they share (`error`, `keys`, `mapped`, `numbers`,
 //! `output`, `paths`, `progress`, `ranks`, `report`, `route`, `serving`, `signals`, `slime`, `store`,
 //! `transport`).
 
@@ -13,6 +13,7 @@ mod inspect;
 mod keygen;
 mod keys;
 mod log;
+mod mapped;
 mod numbers;
 mod output;
 mod paths;
@@ -142,6 +143,7 @@ pub(crate) fn main() -> ExitCode {
     if cli.die_with_parent {
         die_with_parent();
     }
+    mapped::name_unreadable_files();
     let output = Output { json: cli.json };
     let outcome = match cli.command {
         #[cfg(feature = "torch")]

@@ -80,6 +80,26 @@ fn prompts_come_in_from_slimes_files() {
 }
 
 #[test]
+fn import_into_a_log_that_does_not_say_its_run_wants_to_be_told() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (root, file) = (dir.path().join("log"), dir.path().join("prompts.jsonl"));
+    std::fs::write(&file, "{\"input\": \"a\"}\n").expect("a file");
+    filled(&root).close().expect("a disk");
+    let segment = root.join("segment-00000000000000000000.log");
+    let mut bytes = std::fs::read(&segment).expect("a segment");
+    bytes[..4096].fill(0);
+    std::fs::write(&segment, bytes).expect("a segment");
+    let segments = || std::fs::read_dir(&root).expect("a log").count();
+    let before = segments();
+    let refused = log(&["import", text(&root), text(&file)]);
+    let message = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!((refused.status.code(), segments()), (Some(2), before), "{message}");
+    assert!(message.contains("--run-id"), "{message}");
+    let told = log(&["import", text(&root), text(&file), "--run-id", RUN]);
+    assert_eq!(told.status.code(), Some(0), "{}", String::from_utf8_lossy(&told.stderr));
+}
+
+#[test]
 fn prompts_go_through_the_process_that_owns_the_log() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("prompts.jsonl");

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::{MODEL, RUN, Random, Weights, assert_reader, assert_same, publisher, step};
+use driftless_transport::manifest::Kind;
 use driftless_transport::{
     Disk, Error, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Start, Store, Version,
 };
@@ -67,6 +68,46 @@ fn every_damaged_object_is_refused_and_the_old_version_stays() {
     store.put(&key, &good, PutMode::Create).unwrap();
     replica.advance(run, MODEL, Version(2), None).unwrap();
     assert_same(replica.checkpoint().unwrap(), &versions[2]);
+}
+
+#[test]
+fn a_full_version_goes_on_where_the_store_has_lost_the_newest() {
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let (publisher, versions) = story(&store, &dir.path().join("baseline"));
+    let run = publisher.run().clone();
+    drop(publisher);
+    let mut replica = Replica::open(dir.path().join("follower")).unwrap();
+    replica.advance(&run, MODEL, Version(1), None).unwrap();
+    let key = run.get(MODEL, Version(2)).unwrap().manifest.objects[0].key.clone();
+    let mut weights = versions[2].clone();
+    for (number, lose) in [true, false].into_iter().enumerate() {
+        if lose {
+            store.delete(&key).unwrap();
+        } else {
+            let key = run.get(MODEL, Version(4)).unwrap().manifest.objects[0].key.clone();
+            rewrite(&*store, &key, |bytes| bytes[0] ^= 1);
+        }
+        // Its baseline is to be built from what is lost.
+        let mut publisher = publisher_at(&store, &dir.path().join(format!("baseline-{number}")));
+        let full = Version(3 + 2 * number as u64);
+        weights.step(full.0, 20);
+        for _ in 0..2 {
+            let error = publisher.publish(&weights, step(full.0), Mode::Delta).unwrap_err();
+            assert!(matches!(error, Error::NotFound { .. } | Error::DigestMismatch { .. }), "{error:?}");
+        }
+        assert_eq!(publisher.publish(&weights, step(full.0), Mode::Full).unwrap().version, full);
+        replica.advance(&run, MODEL, full, None).unwrap();
+        assert_same(replica.checkpoint().unwrap(), &weights);
+        weights.step(full.0 + 1, 20);
+        let delta = publisher.publish(&weights, step(full.0 + 1), Mode::Delta).unwrap();
+        assert_eq!((delta.version, delta.kind), (full.next(), Kind::Delta));
+    }
+}
+
+/// A publisher that goes on with the run.
+fn publisher_at(store: &Arc<dyn Store>, baseline: &Path) -> Publisher {
+    publisher(store, Start::Resume, baseline)
 }
 
 #[test]

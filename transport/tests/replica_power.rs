@@ -252,6 +252,7 @@ fn a_sync_behind_a_version_that_fails_is_told_and_its_journal_carried_out_again(
             for failure in 1..=failures {
                 assert!(matches!(told, Err(Error::Io { .. })), "{told:?}");
                 assert!(matches!(replica.checkpoint(), Err(Error::NothingApplied { .. })));
+                assert!(!dir.join("config.json").exists(), "an engine that starts would load a mixture");
                 if failure < failures {
                     told = replica.settle();
                 }

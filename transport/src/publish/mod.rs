@@ -152,7 +152,11 @@ impl Publisher {
             progress: None,
             stop: Stop::new(),
         };
-        publisher.restore_baseline()?;
+        if let Err(error) = publisher.restore_baseline() {
+            let Some(newest) = publisher.newest.filter(|_| is_lost(&error)) else { return Err(error) };
+            tracing::warn!(version = %newest.version, %error, "only a full version can be published behind this one");
+            publisher.standing = Standing::Behind(newest);
+        }
         Ok(publisher)
     }
 
@@ -197,7 +201,7 @@ impl Publisher {
     /// # Errors
     /// [`Error::Unsupported`] if the run has a version already; otherwise as [`Publisher::publish`].
     pub fn publish_reference(&mut self, dir: &Path, step: Step) -> Result<Published> {
-        self.catch_up()?;
+        self.catch_up(Mode::Delta)?;
         if let Some(version) = self.version() {
             return Err(Error::Unsupported {
                 what: format!("publishing by reference behind version {version}"),
@@ -230,7 +234,7 @@ impl Publisher {
     /// options allow it. [`Error::DamagedReplica`] for a baseline that rotted and cannot be built anew. Whatever the store,
     /// the file system or the snapshot reports. After any error the store shows the old version or, whole, the new one.
     pub fn publish(&mut self, snapshot: &dyn Snapshot, step: Step, mode: Mode) -> Result<Published> {
-        self.catch_up()?;
+        self.catch_up(mode)?;
         let begin = Instant::now();
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;
@@ -241,6 +245,8 @@ impl Publisher {
         let encode = begin.elapsed();
         let manifest = self.manifest(kind, snapshot, step, tables, objects)?;
         let committed = self.commit(manifest)?;
+        // Also where a full version left out what the store has lost.
+        self.standing = Standing::Level;
         self.follow_commit(&committed);
         self.report(&committed, full_because, (encode, begin.elapsed()))
     }
@@ -491,8 +497,9 @@ impl Publisher {
         }
     }
 
-    /// Brings the baseline to the newest version before another one is made.
-    fn catch_up(&mut self) -> Result<()> {
+    /// Brings the baseline to the newest version before another one is made. A full one can do without what the store has lost; the
+    /// standing says so until it is committed.
+    fn catch_up(&mut self, mode: Mode) -> Result<()> {
         // An error of the last move is in the standing now.
         let _ = self.wait();
         match self.standing {
@@ -502,11 +509,14 @@ impl Publisher {
                 let newest = self.run.newest(&self.options.model)?;
                 let have = self.baseline.replica()?.identity().map(|base| base.version);
                 match newest.filter(|newest| Some(newest.manifest.version) > have) {
-                    Some(newest) if newest.identity() != ours => {
+                    Some(newest) if newest.manifest.version >= ours.version && newest.identity() != ours => {
                         self.standing = Standing::Lost(newest.identity());
                         return Err(self.lost(newest.identity()));
                     }
-                    Some(_) => self.restore_baseline()?,
+                    Some(_) => match self.restore_baseline() {
+                        Err(error) if mode == Mode::Full && is_lost(&error) => return Ok(()),
+                        restored => restored?,
+                    },
                     // It is there, but perhaps not on the disk.
                     None => drop(self.baseline.replica()?.settle()?),
                 }
@@ -548,14 +558,15 @@ impl Publisher {
                     _ => return Err(error),
                 },
                 advanced => {
+                    // What a full version goes on from, whether or not the baseline gets there.
+                    self.newest = Some(newest.identity());
+                    self.chain_bytes = None;
                     advanced?;
                     replica.settle()?;
                     break;
                 }
             }
         }
-        self.newest = Some(newest.identity());
-        self.chain_bytes = None;
         if self.sweep_due {
             self.sweep(&newest);
         }
@@ -617,4 +628,9 @@ impl Publisher {
             upload: total.saturating_sub(encode),
         })
     }
+}
+
+/// Whether what the store held of a version is gone or is something else.
+fn is_lost(error: &Error) -> bool {
+    matches!(error, Error::NotFound { .. } | Error::DigestMismatch { .. } | Error::Corrupt { .. })
 }

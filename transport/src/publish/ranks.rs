@@ -50,7 +50,7 @@ impl Publisher {
         rank: &Rank,
     ) -> Result<PublishedPart> {
         rank.check()?;
-        self.catch_up()?;
+        self.catch_up(Mode::Delta)?;
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;
         self.on_sound_baseline(&root, |publisher, attempt| {
@@ -138,7 +138,7 @@ impl Publisher {
     /// their parts again, as another attempt.
     pub fn join(&mut self, rank: &Rank, deadline: Duration) -> Result<Published> {
         rank.check()?;
-        self.catch_up()?;
+        self.catch_up(Mode::Delta)?;
         let begin = Instant::now();
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;

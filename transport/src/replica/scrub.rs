@@ -1,9 +1,15 @@
 //! Reads a replica some MiB at a time, and compares it with the digests that it should have.
 
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
 use driftless_delta::{BLOCK_ELEMENTS, Digest};
+use rustix::io::Errno;
 
 use super::Replica;
-use super::state::{State, read_optional};
+use super::state::State;
 use crate::error::{Error, Result};
 use crate::manifest::Base;
 
@@ -59,19 +65,22 @@ impl State {
         let Some(main) = scrub.mains.get(scrub.item) else {
             let Some(file) = self.manifest.files.get(scrub.item - scrub.mains.len()) else { return Ok(None) };
             let path = self.checkpoint.dir().join(&file.name);
-            let bytes = read_optional(&path)?.unwrap_or_default();
+            let bytes = std::fs::read(&path).map_err(|source| unread(&path, source))?;
             file.blake3.check(&bytes, format_args!("`{}`", path.display()))?;
             scrub.item += 1;
             return Ok(Some(bytes.len() as u64));
         };
         let Some(tensor) = self.manifest.tensors.get(*main) else { return Ok(None) };
         let element = tensor.dtype.element();
-        let bytes = self.checkpoint.tensor(scrub.item).unwrap_or_default();
-        let Some(block) = bytes.chunks(BLOCK_ELEMENTS * element.size()).nth(scrub.block) else {
+        let Some(place) = self.checkpoint.place(scrub.item) else { return Ok(None) };
+        let begin = (scrub.block * BLOCK_ELEMENTS * element.size()) as u64;
+        let length = place.length.saturating_sub(begin).min((BLOCK_ELEMENTS * element.size()) as u64);
+        if length == 0 {
             (scrub.item, scrub.block) = (scrub.item + 1, 0);
             return Ok(Some(0));
-        };
-        let found = Digest::of(element, (scrub.block * BLOCK_ELEMENTS) as u64, block);
+        }
+        let block = read_part(place.path, place.offset + begin, length as usize)?;
+        let found = Digest::of(element, (scrub.block * BLOCK_ELEMENTS) as u64, &block);
         let expected = self.tables.get(&tensor.name).and_then(|table| table.blocks().get(scrub.block));
         if expected != Some(&found) {
             return Err(Error::TensorMismatch {
@@ -82,6 +91,27 @@ impl State {
             });
         }
         scrub.block += 1;
-        Ok(Some(block.len() as u64))
+        Ok(Some(length))
+    }
+}
+
+/// Reads a part of a file. Not through the map: a page that the disk does not give, or that is cut off, would end the process.
+fn read_part(path: &Path, offset: u64, length: usize) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; length];
+    let read = File::open(path).and_then(|file| file.read_exact_at(&mut bytes, offset));
+    read.map(|()| bytes).map_err(|source| unread(path, source))
+}
+
+/// Bytes that a disk has lost are damage, as wrong ones are. What else prevents a read may pass.
+fn unread(path: &Path, source: io::Error) -> Error {
+    let lost = matches!(Errno::from_io_error(&source), Some(Errno::IO | Errno::UCLEAN | Errno::BADMSG));
+    if !lost && source.kind() != ErrorKind::UnexpectedEof {
+        return Error::io("read", path, source);
+    }
+    Error::Corrupt {
+        subject: format!("`{}`", path.display()),
+        what: "its content",
+        expected: "bytes that can be read".to_owned(),
+        found: source.to_string(),
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::spare::Spare;
 use super::state::{Applied, Layout, Stamp, State};
 use super::target::Target;
-use super::{Lock, Replica, crash_point, quarantine, redo};
+use super::{Lock, Replica, crash_point, quarantine, redo, withhold};
 use crate::checkpoint::{sync_dir, sync_file};
 use crate::error::{Error, Result};
 use crate::spool::Spool;
@@ -44,7 +44,13 @@ impl Unsettled {
         crash_point("follow.sync")?;
         let started = Instant::now();
         for (path, target) in &self.overwritten {
-            sync_file(&target.file, path).map_err(|source| Error::io("sync", path, source))?;
+            if let Err(source) = sync_file(&target.file, path) {
+                // The disk may hold pages of both versions: no engine starts from them until the journal is carried out again.
+                if let Err(error) = withhold::take(&self.layout) {
+                    tracing::warn!(%error, "an engine that starts may load bytes of two versions");
+                }
+                return Err(Error::io("sync", path, source));
+            }
         }
         let sync = started.elapsed();
         // The way back of the file that was withheld, before it is durable that it is not in the state directory.

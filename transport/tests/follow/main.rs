@@ -681,6 +681,11 @@ fn rot(path: &Path) {
     file.set_modified(metadata.modified().unwrap()).unwrap();
 }
 
+/// Takes the end off a file that is mapped: whoever touches it through the map is killed, as by a sector that cannot be read.
+fn cut(path: &Path) {
+    File::options().write(true).open(path).unwrap().set_len(9000).unwrap();
+}
+
 fn metric(follower: &Follower, name: &str) -> u64 {
     let name = format!("driftless_follower_{name} ");
     follower.metrics().lines().find_map(|line| line.strip_prefix(&name)?.parse().ok()).unwrap()
@@ -703,8 +708,14 @@ fn rotten_bytes_are_scrubbed_built_anew_and_loaded_again_without_a_new_version()
     thread::scope(|scope| {
         let running = scope.spawn(|| follower.run_until(&stop, false));
         until(&|| engine.activations() == 1 && metric(&follower, "scrubbed_bytes_total") > 100_000);
-        for (number, name) in (1..).zip(["model.safetensors", "tokenizer.json", "model.safetensors"]) {
-            rot(&fixture.path().join(name));
+        let damage = [
+            ("model.safetensors", rot as fn(&Path)),
+            ("tokenizer.json", rot),
+            ("model.safetensors", cut),
+            ("model.safetensors", rot),
+        ];
+        for (number, (name, damage)) in (1..).zip(damage) {
+            damage(&fixture.path().join(name));
             until(&|| engine.activations() == number + 1);
             assert_eq!(metric(&follower, "scrub_mismatches_total"), number as u64, "{name}");
             fixture.assert_on_disk();
