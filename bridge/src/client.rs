@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 
 use crate::generate::RawGeneration;
 use crate::http::{Call, Connection, Level, Reply, excerpt};
-use crate::wire::{ChecksumReply, Loads, Outcome, Status};
+use crate::wire::{ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, Status, TensorUpdate};
 use crate::{
-    DiskUpdate, DiskUpdated, DistributedUpdate, Error, GenerateRequest, Generation, GroupInit, Keys, Load,
-    MemoryTag, ModelInfo, PauseMode, RankChecksums, Result, ServerInfo, TensorUpdate,
+    DiskUpdate, DiskUpdated, Error, GenerateRequest, Generation, Keys, Load, MemoryTag, ModelInfo, PauseMode,
+    RankChecksums, Result, ServerInfo,
 };
 
 /// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later; earlier ones die instead).
@@ -220,7 +220,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Status`] 400 with the engine's message; as [`Client::model_info`].
-    pub async fn init_weights_update_group(&self, init: &GroupInit) -> Result<()> {
+    pub(crate) async fn init_weights_update_group(&self, init: &GroupInit) -> Result<()> {
         self.succeeds("/init_weights_update_group", &json!(init), self.deadlines.control).await
     }
 
@@ -228,7 +228,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::model_info`].
-    pub async fn destroy_weights_update_group(&self, group: &str) -> Result<()> {
+    pub(crate) async fn destroy_weights_update_group(&self, group: &str) -> Result<()> {
         let body = json!({ "group_name": group });
         match self.succeeds("/destroy_weights_update_group", &body, self.deadlines.control).await {
             Err(Error::Status { status: 400, body, .. }) if body.contains(NO_GROUP) => Ok(()),
@@ -240,7 +240,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Status`] 400 with the engine's message: some of its weights may have changed; as [`Client::model_info`].
-    pub async fn update_weights_from_distributed(&self, update: &DistributedUpdate) -> Result<()> {
+    pub(crate) async fn update_weights_from_distributed(&self, update: &DistributedUpdate) -> Result<()> {
         self.succeeds("/update_weights_from_distributed", &json!(update), self.deadlines.load).await
     }
 
@@ -248,7 +248,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Status`] 400 with the engine's message: some of its weights may have changed; as [`Client::model_info`].
-    pub async fn update_weights_from_tensor(&self, update: &TensorUpdate) -> Result<()> {
+    pub(crate) async fn update_weights_from_tensor(&self, update: &TensorUpdate) -> Result<()> {
         self.succeeds("/update_weights_from_tensor", &json!(update), self.deadlines.load).await
     }
 
@@ -256,7 +256,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::model_info`].
-    pub async fn release_memory(&self, tags: &[MemoryTag]) -> Result<()> {
+    pub(crate) async fn release_memory(&self, tags: &[MemoryTag]) -> Result<()> {
         self.occupation("/release_memory_occupation", tags).await
     }
 
@@ -265,7 +265,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::model_info`].
-    pub async fn resume_memory(&self, tags: &[MemoryTag]) -> Result<()> {
+    pub(crate) async fn resume_memory(&self, tags: &[MemoryTag]) -> Result<()> {
         self.occupation("/resume_memory_occupation", tags).await
     }
 
@@ -280,7 +280,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::model_info`].
-    pub async fn begin_weight_update(&self) -> Result<()> {
+    pub(crate) async fn begin_weight_update(&self) -> Result<()> {
         let begin = || self.succeeds("/begin_weight_update", &EMPTY, self.deadlines.control);
         match begin().await {
             Err(Error::Status { body, .. }) if body.contains(OPEN_SESSION) => {
@@ -295,7 +295,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::model_info`].
-    pub async fn end_weight_update(&self) -> Result<()> {
+    pub(crate) async fn end_weight_update(&self) -> Result<()> {
         self.succeeds("/end_weight_update", &EMPTY, self.deadlines.load).await
     }
 

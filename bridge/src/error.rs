@@ -310,14 +310,6 @@ pub enum Error {
         /// The engines.
         engines: Vec<String>,
     },
-    /// No way for a version to the engines is left, or a figure that the choice depends on is none.
-    #[error("no way for weights can be chosen: expected {what}, found {found}")]
-    NoWay {
-        /// What would do.
-        what: String,
-        /// What was given.
-        found: String,
-    },
     /// The HTTP client or its runtime could not be set up.
     #[error("cannot set up {what}")]
     SetUp {

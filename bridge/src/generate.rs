@@ -113,7 +113,7 @@ impl GenerateRequest {
     ///
     /// # Errors
     /// [`Error::Request`] for an empty prompt or an id that is negative or not below `vocabulary` (where known).
-    pub fn validate(&self, vocabulary: Option<u64>) -> Result<()> {
+    pub(crate) fn validate(&self, vocabulary: Option<u64>) -> Result<()> {
         let fail = |what, expected: String, found: String| {
             Err(Error::Request { rid: self.rid.to_string(), what, expected, found })
         };

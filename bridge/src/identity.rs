@@ -33,7 +33,7 @@ pub struct Identity {
 impl Identity {
     /// Whether `/weights_checker` of this engine can be compared with [`checksums`](crate::checksums()): one rank, on the CPU. GPUs hash differently,
     /// and every further rank holds a slice.
-    pub fn checksums_comparable(&self) -> bool {
+    pub(crate) fn checksums_comparable(&self) -> bool {
         self.tp == 1 && self.device.as_deref() == Some("cpu")
     }
 }

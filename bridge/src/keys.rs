@@ -1,14 +1,10 @@
 //! The keys that engines ask for.
 
 use std::fmt;
-use std::path::Path;
 
 use reqwest::header::HeaderValue;
 
 use crate::{Error, Result};
-
-/// Longest key file that is read, in bytes.
-const KEY_BYTES_MAX: u64 = 4096;
 
 /// The two keys an engine can ask for; neither is ever shown, by `Debug` or by an error.
 ///
@@ -30,16 +26,6 @@ impl Keys {
             api: api.map(|key| bearer("api", key)).transpose()?,
             admin: admin.map(|key| bearer("admin", key)).transpose()?,
         })
-    }
-
-    /// Keys from files, one key each.
-    ///
-    /// # Errors
-    /// [`Error::Key`] when a file cannot be read, or as [`Keys::new`].
-    pub fn from_files(api: Option<&Path>, admin: Option<&Path>) -> Result<Self> {
-        let api = api.map(|path| read("api", path)).transpose()?;
-        let admin = admin.map(|path| read("admin", path)).transpose()?;
-        Self::new(api.as_deref(), admin.as_deref())
     }
 
     /// Header of the calls that everyone with the API key may make.
@@ -73,19 +59,6 @@ fn bearer(which: &'static str, key: &str) -> Result<HeaderValue> {
     Ok(value)
 }
 
-fn read(which: &'static str, path: &Path) -> Result<String> {
-    let fail = |reason: String| Error::Key { which, reason: format!("{}: {reason}", path.display()) };
-    let found = std::fs::metadata(path).map_err(|error| fail(error.to_string()))?;
-    if !found.is_file() {
-        return Err(fail("expected a regular file, found something else".to_owned()));
-    }
-    let size = found.len();
-    if size > KEY_BYTES_MAX {
-        return Err(fail(format!("the file has {size} bytes, a key at most {KEY_BYTES_MAX}")));
-    }
-    std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,17 +79,5 @@ mod tests {
         assert_eq!(both.control().unwrap(), "Bearer b");
         let one = Keys::new(Some("a"), None).unwrap();
         assert_eq!(one.control().unwrap(), "Bearer a");
-    }
-
-    #[test]
-    fn keys_come_from_files() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("key");
-        std::fs::write(&path, "from-file\n").unwrap();
-        let keys = Keys::from_files(Some(&path), None).unwrap();
-        assert_eq!(keys.normal().unwrap(), "Bearer from-file");
-        assert!(Keys::from_files(Some(&dir.path().join("none")), None).is_err());
-        std::fs::write(&path, " \n").unwrap();
-        assert!(Keys::from_files(Some(&path), None).is_err());
     }
 }

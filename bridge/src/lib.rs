@@ -8,7 +8,6 @@ mod colocate;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod coordinate;
-mod cost;
 mod distributed;
 mod engine;
 mod error;
@@ -29,11 +28,8 @@ pub use checksums::checksums;
 pub use client::{Client, ClientOptions, Deadlines};
 #[cfg(feature = "cuda")]
 pub use colocate::CudaShare;
-pub use colocate::{Colocation, ColocationOptions, CudaPlace, InlineShare, Place, Share};
+pub use colocate::{Colocation, ColocationOptions, CudaPlace, Place, Share};
 pub use coordinate::{Coordinator, CoordinatorOptions, HostOutcome, Rolled};
-pub use cost::{
-    Carrier, Choice, Entry, Estimate, Figures, Form, Link, Pin, Published, Way, Ways, choose, route,
-};
 pub use distributed::{Group, GroupOptions, Meeting, Rendezvous, RendezvousOptions, Root, UpdateMode};
 #[cfg(feature = "nccl")]
 pub use distributed::{NcclOptions, NcclRoot};
@@ -47,10 +43,5 @@ pub use label::Label;
 pub use model::{Expected, ModelConfig};
 #[cfg(feature = "cuda")]
 pub use push::DeviceWeights;
-pub use push::{
-    Bucket, Bytes, HostWeights, Member, Push, PushActivator, PushOptions, Pushed, Weights, plan, plan_growing,
-};
-pub use wire::{
-    DiskUpdate, DiskUpdated, DistributedUpdate, GroupInit, Load, MemoryTag, ModelInfo, PauseMode,
-    RankChecksums, ServerInfo, TensorUpdate,
-};
+pub use push::{Bucket, Bytes, HostWeights, Member, Push, PushActivator, PushOptions, Pushed, Weights, plan};
+pub use wire::{DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, PauseMode, RankChecksums, ServerInfo};

@@ -125,54 +125,54 @@ pub struct DiskUpdate {
 
 /// Body of `POST /init_weights_update_group`: the engine's ranks become `rank_offset`, `rank_offset + 1` … of a group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct GroupInit {
+pub(crate) struct GroupInit {
     /// Host of the group's TCPStore, as the engine reaches it.
-    pub master_address: String,
+    pub(crate) master_address: String,
     /// Its port.
-    pub master_port: u16,
+    pub(crate) master_port: u16,
     /// Rank of the engine's first rank.
-    pub rank_offset: u32,
+    pub(crate) rank_offset: u32,
     /// Ranks of the whole group, rank 0 included.
-    pub world_size: u32,
+    pub(crate) world_size: u32,
     /// Name of the group.
-    pub group_name: String,
+    pub(crate) group_name: String,
     /// `nccl`, or `gloo` on a CPU.
-    pub backend: String,
+    pub(crate) backend: String,
 }
 
 /// Body of `POST /update_weights_from_distributed`: what rank 0 is about to broadcast.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct DistributedUpdate {
+pub(crate) struct DistributedUpdate {
     /// Hugging Face names, in the order of the bytes.
-    pub names: Vec<String>,
+    pub(crate) names: Vec<String>,
     /// torch's names of their dtypes.
-    pub dtypes: Vec<&'static str>,
+    pub(crate) dtypes: Vec<&'static str>,
     /// Their shapes.
-    pub shapes: Vec<Vec<u64>>,
+    pub(crate) shapes: Vec<Vec<u64>>,
     /// Name of the group.
-    pub group_name: String,
+    pub(crate) group_name: String,
     /// `flattened_bucket`: one broadcast of all bytes, without gaps. `None`: one broadcast a tensor.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub load_format: Option<&'static str>,
+    pub(crate) load_format: Option<&'static str>,
     /// Label to carry from then on.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub weight_version: Option<String>,
+    pub(crate) weight_version: Option<String>,
     /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
-    pub flush_cache: bool,
+    pub(crate) flush_cache: bool,
 }
 
 /// Body of `POST /update_weights_from_tensor`: a bucket that the engine's ranks find in memory of their host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct TensorUpdate {
+pub(crate) struct TensorUpdate {
     /// One pickle for each tensor-parallel rank, in base64.
-    pub serialized_named_tensors: Vec<String>,
+    pub(crate) serialized_named_tensors: Vec<String>,
     /// `flattened_bucket`. A word that the engine does not know ends it.
-    pub load_format: &'static str,
+    pub(crate) load_format: &'static str,
     /// Label to carry from then on.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub weight_version: Option<String>,
+    pub(crate) weight_version: Option<String>,
     /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
-    pub flush_cache: bool,
+    pub(crate) flush_cache: bool,
 }
 
 /// Memory of an engine that was started with `--enable-memory-saver`, by the names that `POST /release_memory_occupation` takes.

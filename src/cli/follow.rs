@@ -8,11 +8,10 @@ use crate::cli::transport::TransportArgs;
 use crate::cli::{keys, numbers, paths, store};
 use driftless::bridge::{ClientOptions, Deadlines, DiskActivator, DiskOptions, PauseMode};
 use driftless::transport::{
-    Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Router, Run, Status, Stop, Version, http,
+    Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Run, Status, Stop, Version, http,
 };
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Within which, after a signal, an engine's pause is ended or reported. What is under way has 5 s, its end 15 s more.
@@ -26,10 +25,6 @@ Examples:
 
   What the next step would fetch, without taking it:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy --dry-run
-
-  By what was measured, UCX or the store for each version:
-    driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy \\
-        --engine http://127.0.0.1:30000 --relay ucx://10.0.0.2:7421 --plan plan.json
 
   For engines anywhere on a fast network, from a GPU of this host, without a follower beside each:
     driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
@@ -141,7 +136,7 @@ enum PauseGenerationMode {
     InPlace,
 }
 
-pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_own("--checkpoint-dir", &args.checkpoint_dir, args.hf_checkpoint.as_deref())?;
     if let Some(dir) = &args.hf_checkpoint {
         paths::check_checkpoint("--hf-checkpoint", dir)?;
@@ -150,8 +145,6 @@ pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
         return dry_run(&args, output);
     }
     args.transport.check(&args.store, &args.relay)?;
-    let mut planned = args.transport.planned(&args.relay, &args.engine)?;
-    refuse_plan_for_slime(&args)?;
     args.transport.prepare(&args.relay)?;
     args.transport.log();
     let engines = engines(&args)?;
@@ -172,13 +165,8 @@ pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
     let mut store = store::open(&args.store)?;
     if !args.relay.is_empty() {
         let token = keys::secret(args.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-        let relays = store::behind(store, &args.relay, token.as_deref())?;
-        if let Some(planned) = &mut planned {
-            planned.relays = Some(relays.clone());
-        }
-        store = relays;
+        store = store::behind(store, &args.relay, token.as_deref())?;
     }
-    options.router = planned.map(|planned| Arc::new(planned) as Arc<dyn Router>);
     let follower = match args.layout {
         Layout::Driftless => Follower::open(store, options, engines)?,
         Layout::Slime => Follower::open_slime(store, options, engines)?,
@@ -215,18 +203,6 @@ pub(crate) fn run(mut args: Args, output: Output) -> Result<()> {
 fn paused(follower: &Follower) -> Option<String> {
     let engines = follower.maybe_paused();
     (!engines.is_empty()).then(|| engines.join(", "))
-}
-
-/// slime's layout has no manifests that tell beforehand what a version weighs.
-fn refuse_plan_for_slime(args: &Args) -> Result<()> {
-    if args.layout == Layout::Slime && args.transport.plan.is_some() {
-        return Err(Error::Usage {
-            what: "--plan".to_owned(),
-            expected: "a store of driftless's own layout".to_owned(),
-            found: "--layout slime".to_owned(),
-        });
-    }
-    Ok(())
 }
 
 /// Prints what would be done. Opens neither the checkpoint directory nor an engine.
@@ -301,12 +277,6 @@ fn text(status: &Status) -> String {
         Some(ack) => {
             let mut lines =
                 vec![format!("{} ({}), {} ms to prepare", ack.label, ack.manifest_digest, ack.prepare_ms)];
-            lines.extend(
-                status
-                    .route
-                    .as_ref()
-                    .map(|route| format!("version {} by {}: {}", route.version, route.way, route.reason)),
-            );
             lines.extend(ack.engines.iter().map(|engine| {
                 let label = engine.label.as_deref().unwrap_or("none of ours");
                 let paused = if engine.paused { ", still paused" } else { "" };

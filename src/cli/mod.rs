@@ -1,5 +1,5 @@
 //! The command line: a file per subcommand, and helpers that they share (`error`, `keys`, `mapped`, `numbers`,
-//! `output`, `paths`, `progress`, `ranks`, `report`, `route`, `serving`, `signals`, `slime`, `store`,
+//! `output`, `paths`, `progress`, `ranks`, `report`, `serving`, `signals`, `slime`, `store`,
 //! `transport`).
 
 mod coordinate;
@@ -17,7 +17,6 @@ mod mapped;
 mod numbers;
 mod output;
 mod paths;
-mod plan;
 mod progress;
 mod publish;
 mod ranks;
@@ -25,7 +24,6 @@ mod relay;
 mod repair;
 #[cfg(feature = "torch")]
 mod report;
-mod route;
 #[cfg(feature = "torch")]
 mod serve;
 mod serving;
@@ -95,8 +93,6 @@ enum Command {
     Inspect(inspect::Args),
     Gc(gc::Args),
     Keygen(keygen::Args),
-    /// Say which way a version should go to the engines, from what was measured.
-    Plan(plan::Args),
     Relay(relay::Args),
     Repair(repair::Args),
     /// Look at a rollout log.
@@ -159,7 +155,6 @@ pub(crate) fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args, output),
         Command::Gc(args) => gc::run(args, output),
         Command::Keygen(args) => keygen::run(args, output),
-        Command::Plan(args) => plan::run(&args, output),
         Command::Relay(args) => relay::run(args, output),
         Command::Repair(args) => repair::run(&args, output),
         Command::Log(args) => log::run(args, output),

@@ -41,6 +41,7 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
 }
 
 /// A number that is not negative.
+#[cfg(any(feature = "torch", test))]
 pub(crate) fn at_least_zero(text: &str) -> Result<f64, String> {
     number(text, |number| number >= 0.0, "a number from 0 to 1e9")
 }

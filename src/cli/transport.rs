@@ -3,11 +3,10 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::numbers;
-use crate::cli::route::{self, Planned};
 use clap::ValueEnum as _;
 use driftless::bridge::{
-    Carrier, ClientOptions, Colocation, ColocationOptions, CudaShare, Entry, Group, GroupOptions, MemoryTag,
-    NcclOptions, NcclRoot, PauseMode, PushActivator, PushOptions,
+    ClientOptions, Colocation, ColocationOptions, CudaShare, Group, GroupOptions, MemoryTag, NcclOptions,
+    NcclRoot, PauseMode, PushActivator, PushOptions,
 };
 use driftless::transport::{Activate, redact};
 use std::net::SocketAddr;
@@ -38,14 +37,9 @@ pub(crate) enum Transport {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct TransportArgs {
-    /// How weights reach the engines [default: disk, or what --plan says].
-    #[arg(long, value_enum)]
-    update_weight_transport: Option<Transport>,
-    /// Choose the quickest way by these figures, which `driftless plan --save` wrote: for each version whether its objects come over UCX
-    /// (--relay ucx://…) or from the store, and at the start whether engines load them or get them over NCCL (--nccl-library).
-    /// --update-weight-transport leaves only its own ways.
-    #[arg(long, value_name = "FILE", conflicts_with = "colocate")]
-    pub(crate) plan: Option<PathBuf>,
+    /// How weights reach the engines.
+    #[arg(long, value_enum, default_value_t)]
+    update_weight_transport: Transport,
     /// The libnccl.so.2 that the engines' torch uses (site-packages/nvidia/nccl/lib).
     #[arg(long, value_name = "FILE", required_if_eq("update_weight_transport", "nccl"))]
     nccl_library: Option<PathBuf>,
@@ -74,38 +68,9 @@ pub(crate) struct TransportArgs {
 }
 
 impl TransportArgs {
-    fn way(&self) -> Transport {
-        self.update_weight_transport.unwrap_or_default()
-    }
-
-    /// What --plan chooses by, if it is given. How weights enter the engines is chosen here, as if it had been given.
-    pub(crate) fn planned(&mut self, relays: &[String], engines: &[String]) -> Result<Option<Planned>> {
-        let Some(path) = &self.plan else { return Ok(None) };
-        let pin = self.update_weight_transport;
-        let ucx = relays.iter().any(|url| is_ucx(url));
-        let carriers = match pin {
-            Some(Transport::Ucx) => vec![Carrier::Ucx],
-            None | Some(Transport::Nccl) if ucx => vec![Carrier::Store, Carrier::Ucx],
-            _ => vec![Carrier::Store],
-        };
-        let entries = match pin {
-            Some(Transport::Nccl) => vec![Entry::Nccl],
-            None if self.nccl_library.is_some() && !engines.is_empty() => vec![Entry::Load, Entry::Nccl],
-            _ => vec![Entry::Load],
-        };
-        let with_each = |carrier: Carrier| entries.iter().map(move |entry| (carrier, *entry));
-        let ways = carriers.into_iter().flat_map(with_each).collect();
-        let figures = route::read(path)?;
-        let mut planned = Planned { figures, ways, pinned: pin.is_some(), relays: None };
-        if planned.settle()? == Entry::Nccl {
-            self.update_weight_transport = Some(Transport::Nccl);
-        }
-        Ok(Some(planned))
-    }
-
     /// Gives the libraries that will be opened their settings.
     pub(crate) fn prepare(&self, relays: &[String]) -> Result<()> {
-        let nccl = self.way() == Transport::Nccl;
+        let nccl = self.update_weight_transport == Transport::Nccl;
         let ucx = relays.iter().any(|url| is_ucx(url));
         with_settings(&[(nccl, &NCCL_SETTINGS[..]), (ucx, &UCX_SETTINGS)])
     }
@@ -113,12 +78,12 @@ impl TransportArgs {
     /// Refuses a store and relays that do not go with the choice.
     pub(crate) fn check(&self, store: &str, relays: &[String]) -> Result<()> {
         let refuse = |expected: &str, found: String| {
-            let value = self.way().to_possible_value();
+            let value = self.update_weight_transport.to_possible_value();
             let value = value.as_ref().map_or("", |value| value.get_name());
             let what = format!("--update-weight-transport {value}");
             Err(Error::Usage { what, expected: expected.to_owned(), found })
         };
-        match self.way() {
+        match self.update_weight_transport {
             Transport::Ucx if !relays.iter().any(|url| is_ucx(url)) => {
                 let shown: Vec<_> = relays.iter().map(|url| redact(url)).collect();
                 let found = if relays.is_empty() { "no --relay".to_owned() } else { shown.join(", ") };
@@ -131,11 +96,8 @@ impl TransportArgs {
 
     /// Says in the log which way the weights go, and why.
     pub(crate) fn log(&self) {
-        let way = match self.way() {
+        let way = match self.update_weight_transport {
             _ if self.colocate => "full weights within a GPU that the engine shares",
-            _ if self.plan.is_some() && !self.pushes() => {
-                "to a checkpoint that engines load, as is chosen for each version"
-            }
             Transport::Disk => "from the store to a checkpoint that engines load",
             Transport::Object => "from an object store to a checkpoint that engines load",
             Transport::Ucx => "from a relay over UCX, else from the store, to a checkpoint that engines load",
@@ -169,7 +131,7 @@ impl TransportArgs {
 
     /// Whether weights go into the engines' memory.
     pub(crate) fn pushes(&self) -> bool {
-        self.colocate || self.way() == Transport::Nccl
+        self.colocate || self.update_weight_transport == Transport::Nccl
     }
 
     /// Rank 0 of all these engines.

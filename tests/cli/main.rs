@@ -10,7 +10,6 @@ mod mistakes;
 mod odd_files;
 mod pipes;
 mod repair;
-mod routes;
 mod serving;
 mod signed;
 mod surface;

@@ -144,13 +144,9 @@ fn what_a_command_writes_replaces_no_pipe_and_no_device() {
     assert!(Command::new("mkfifo").arg(&fifo).status().expect("mkfifo").success());
     let mut encode = driftless();
     encode.args(["delta", "encode"]).args([&checkpoint, &checkpoint]).arg("--output").arg(&fifo);
-    let mut plan = driftless();
-    plan.args(["plan", "--model-gb=1", "--delta-gb=1", "--store-gb-s=1", "--save"]).arg(&fifo);
-    for mut command in [encode, plan] {
-        assert!(refused(&mut command).contains("a pipe"), "{command:?}");
-        let kind = std::fs::metadata(&fifo).expect("it is there").file_type();
-        assert!(std::os::unix::fs::FileTypeExt::is_fifo(&kind), "{command:?}");
-    }
+    assert!(refused(&mut encode).contains("a pipe"), "{encode:?}");
+    let kind = std::fs::metadata(&fifo).expect("it is there").file_type();
+    assert!(std::os::unix::fs::FileTypeExt::is_fifo(&kind), "{encode:?}");
 }
 
 #[test]
@@ -166,22 +162,13 @@ fn a_manifest_that_never_ends_is_not_read_to_its_end() {
 
 #[test]
 fn numbers_that_mean_nothing_are_refused_by_their_flags() {
-    let plan = ["plan", "--model-gb=1", "--delta-gb=1", "--store-gb-s=1"];
-    for value in ["nan", "-1", "inf", "1e308", "0"] {
-        let words = refused(driftless().args(plan).arg(format!("--ucx-gb-s={value}")));
-        assert!(words.contains("--ucx-gb-s"), "{words}");
-        refused(
-            driftless().args(["plan", "--delta-gb=1", "--store-gb-s=1"]).arg(format!("--model-gb={value}")),
-        );
-    }
-    let words = refused(driftless().args(["plan", "--model-gb", "1", "--delta-gb", "1"]));
-    for flag in ["--store-gb-s", "--nccl-gb-s", "--ucx-gb-s"] {
-        assert!(words.contains(flag), "{words}");
-    }
     let run = Run::new();
     let publish = |flag: &str| refused(run.command("publish").args(["--resume", "--checkpoint", "x", flag]));
     for flag in [
         "--anchor-share=nan",
+        "--anchor-share=-1",
+        "--anchor-share=inf",
+        "--anchor-share=1e308",
         "--anchor-share=0",
         "--anchor-every=0",
         "--keep=0",

@@ -39,7 +39,6 @@ fn commands(run: &mut Run) -> Vec<Box<dyn Fn() -> Command>> {
         of(&["gc", "--run", "test", "--store"], vec![store]),
         of(&["delta", "stat"], vec![file.clone()]),
         of(&["delta", "verify"], vec![base.clone(), file, base]),
-        of(&["plan", "--model-gb", "1", "--delta-gb", "1", "--store-gb-s", "1"], vec![]),
         of(&["--help"], vec![]),
         of(&["publish", "--help"], vec![]),
         of(&["--version"], vec![]),

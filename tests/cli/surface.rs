@@ -95,7 +95,6 @@ fn sound(run: &mut Run) -> Vec<Sound> {
         ),
         Sound::new(&["inspect"], &[&"--store", &store], &[]),
         Sound::new(&["gc"], &[&"--store", &store, &"--run", &"test", &"--dry-run"], &[]),
-        Sound::new(&["plan"], &[&"--model-gb", &"1", &"--delta-gb", &"0.1", &"--store-gb-s", &"1"], &[]),
         Sound::new(&["delta", "encode"], &[&"--output", &out], &[&checkpoint, &checkpoint]),
         Sound::new(&["delta", "apply"], &[&"--output", &out], &[&checkpoint, &delta]),
         Sound::new(&["log", "tail"], &[], &[&log]),
@@ -131,7 +130,7 @@ fn nonsense(run: &Run) -> Vec<OsString> {
 
 /// Whether a command would write to what the value names, which should be no device of this machine.
 fn is_output(option: &str) -> bool {
-    matches!(option, "--output" | "--save")
+    option == "--output"
 }
 
 fn check(run: &Run, command: &mut Command) -> Option<i32> {

@@ -42,7 +42,7 @@ pub use client::notify;
 pub use driftless_delta::Profile;
 pub use dtype::Dtype;
 pub use error::{BoxError, Error, Result};
-pub use follow::{Ack, EngineStatus, Follower, FollowerOptions, Prepared, Routed, Router, Status, Stop};
+pub use follow::{Ack, EngineStatus, Follower, FollowerOptions, Prepared, Status, Stop};
 pub use ids::{ContentDigest, RunId, Version};
 pub use key::Key;
 pub use manifest::Manifest;
@@ -50,7 +50,7 @@ pub use publish::{
     FullBecause, Mode, Progress, ProgressFn, Published, PublishedPart, Publisher, PublisherOptions, Rank,
     Shard, Slice, Start, Step,
 };
-pub use replica::{Advanced, Applied, Arrival, FetchObject, Plan, PlannedLink, Repaired, Replica};
+pub use replica::{Advanced, Applied, FetchObject, Plan, PlannedLink, Repaired, Replica};
 pub use run::{Committed, Run};
 pub use sign::{SignKey, TrustKey};
 pub use snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, AuxFile, Snapshot, TensorInfo};

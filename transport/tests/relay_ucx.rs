@@ -351,22 +351,6 @@ fn a_relay_that_starts_again_is_found_again() {
     }
 }
 
-#[test]
-fn a_relay_is_left_out_and_asked_again_as_the_follower_says() {
-    let Some(fabric) = fabric() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let store: Arc<dyn Store> = Arc::new(Memory::new());
-    let objects: Vec<_> = (1..=4).map(|size| named(&store, &format!("a/{size}"), size)).collect();
-    let server = here(&fabric, store.clone(), dir.path());
-    let origin = Arc::new(Count::new(store));
-    let client = Relays::new(origin.clone(), &[url(&server)], Some(TOKEN)).unwrap();
-    for (object, (asked, direct)) in objects.iter().zip([(true, 0), (false, 1), (false, 2), (true, 2)]) {
-        client.use_ucx(asked);
-        client.get_known(object, 0..object.size, &nobody()).unwrap();
-        assert_eq!(origin.counts().gets, direct);
-    }
-}
-
 /// Speaks to a relay as a follower does.
 struct Raw(TcpStream);
 

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use driftless_bridge::{
-    Bucket, Meeting, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Root, Weights, plan, plan_growing,
+    Bucket, Meeting, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Root, Weights, plan,
 };
 
 use crate::memory::{Arena, tensors};
@@ -27,8 +27,8 @@ pub(crate) fn run(python: &str, gpus: u32) {
     let rendezvous = Rendezvous::start(([127, 0, 0, 1], 0).into(), RendezvousOptions::default()).unwrap();
     let mut peers = join(&mut root, &rendezvous, python, "alone", gpus);
     println!(
-        "{:>6} {:>8} {:>12}  {:>24} {:>24} {:>24}  ratios",
-        "GiB", "tensors", "of", "growing buckets", "even buckets", "one raw broadcast"
+        "{:>6} {:>8} {:>12}  {:>24} {:>24}  ratio",
+        "GiB", "tensors", "of", "buckets", "one raw broadcast"
     );
     for gib in [1u64, 8, 32] {
         for count in [8 * gib, 10_240] {
@@ -61,9 +61,9 @@ fn row(root: &mut NcclRoot, peers: &mut [Python], gib: u64, count: u64) {
     let apart = Arena::new(tensors(count, each), true);
     let whole = Arena::new(tensors(1, total), false);
     let infos = apart.weights.tensors();
-    let (growing, even) = (plan_growing(infos, BUCKET_BYTES).unwrap(), plan(infos, BUCKET_BYTES).unwrap());
+    let even = plan(infos, BUCKET_BYTES).unwrap();
     let one = plan(whole.weights.tensors(), u64::MAX).unwrap();
-    let mut sides = [(&apart, growing, Vec::new()), (&apart, even, Vec::new()), (&whole, one, Vec::new())];
+    let mut sides = [(&apart, even, Vec::new()), (&whole, one, Vec::new())];
     for turn in 0..=TURNS {
         for (arena, buckets, rates) in &mut sides {
             let seconds = push(root, peers, arena, buckets);
@@ -74,13 +74,8 @@ fn row(root: &mut NcclRoot, peers: &mut [Python], gib: u64, count: u64) {
         }
     }
     let rates = sides.map(|(_, _, rates)| median(rates));
-    let [growing, even, raw] =
-        rates.map(|(middle, least, most)| format!("{middle:6.1} ({least:.1} to {most:.1})"));
-    println!(
-        "{gib:>6} {count:>8} {each:>12}  {growing:>24} {even:>24} {raw:>24}  {:.3} {:.3}",
-        rates[0].0 / rates[2].0,
-        rates[1].0 / rates[2].0
-    );
+    let [even, raw] = rates.map(|(middle, least, most)| format!("{middle:6.1} ({least:.1} to {most:.1})"));
+    println!("{gib:>6} {count:>8} {each:>12}  {even:>24} {raw:>24}  {:.3}", rates[0].0 / rates[1].0);
 }
 
 /// Seconds from the first byte to the last, once the peers wait for them.

@@ -15,5 +15,5 @@ mod tensors;
 
 #[cfg(feature = "cuda")]
 pub use cuda::CudaShare;
-pub use share::{CudaPlace, InlineShare, Place, Share};
+pub use share::{CudaPlace, Place, Share};
 pub use tensors::{Colocation, ColocationOptions};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{Bucket, Bytes, Error, Result, Weights};
+use crate::{Bucket, Result, Weights};
 
 /// Where one rank finds a bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,45 +53,4 @@ pub trait Share: Send {
 
     /// Gives all memory back. A rank that still has some open keeps it until it lets go.
     fn close(&mut self);
-}
-
-/// Buckets that travel in the calls: for engines on the CPU, and small models.
-#[derive(Debug, Default)]
-pub struct InlineShare;
-
-impl Share for InlineShare {
-    fn device(&self) -> &'static str {
-        "cpu"
-    }
-
-    fn local(&self) -> bool {
-        false
-    }
-
-    fn place(
-        &mut self,
-        _slot: usize,
-        weights: &dyn Weights,
-        bucket: &Bucket,
-        ranks: u32,
-    ) -> Result<Vec<Place>> {
-        let mut bytes = Vec::new();
-        for &index in &bucket.tensors {
-            match weights.bytes(index)? {
-                Bytes::Host(part) => bytes.extend_from_slice(&part),
-                Bytes::Device(_) => {
-                    let source = "weights in a device's memory cannot travel in a call".into();
-                    return Err(Error::Root { what: "the weights".into(), source });
-                }
-            }
-        }
-        let place = Place::Inline(bytes.into());
-        Ok(vec![place; ranks as usize])
-    }
-
-    fn released(&self, _slot: usize) -> bool {
-        true
-    }
-
-    fn close(&mut self) {}
 }

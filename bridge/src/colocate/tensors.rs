@@ -12,7 +12,8 @@ use tokio::runtime::Runtime;
 use super::payload::payload;
 use super::{Place, Share};
 use crate::push::{Calls, begin_sessions, end_sessions};
-use crate::{Bucket, Client, Error, Member, Push, Pushed, Result, ServerInfo, TensorUpdate, Weights, plan};
+use crate::wire::TensorUpdate;
+use crate::{Bucket, Client, Error, Member, Push, Pushed, Result, ServerInfo, Weights, plan};
 
 const CALL: &str = "/update_weights_from_tensor";
 /// How long the ranks of engines are waited for of which one has refused: it may never have opened the memory, another may still read.

@@ -9,10 +9,8 @@ use tokio::runtime::Runtime;
 use super::{Meeting, Rendezvous, RendezvousOptions, Root};
 use crate::model::torch_name;
 use crate::push::{Calls, begin_sessions, end_sessions};
-use crate::{
-    Bucket, Client, DistributedUpdate, Error, GroupInit, Member, Push, Pushed, Result, ServerInfo, Weights,
-    plan,
-};
+use crate::wire::{DistributedUpdate, GroupInit};
+use crate::{Bucket, Client, Error, Member, Push, Pushed, Result, ServerInfo, Weights, plan};
 
 /// How the bytes of a bucket travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

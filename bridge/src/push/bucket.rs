@@ -43,60 +43,6 @@ pub fn plan(tensors: &[TensorInfo], budget: u64) -> Result<Vec<Bucket>> {
     Ok(buckets)
 }
 
-/// Shares of the budget that the first buckets of a growing plan have at most.
-const FIRST_SHARES: [u64; 2] = [16, 4];
-
-/// As [`plan`], but one bucket is cut into up to three that come first, each larger than the one before: nothing hides the gathering of the
-/// first one, and each broadcast hides the gathering of the next. At most two buckets more than [`plan`] makes.
-///
-/// This is for receivers that wait for bytes and nothing else. Into an engine it does not pay: the HTTP call takes longer than the
-/// first gathering, and two calls more cost 4 to 6 ms where a broadcast of 1 GiB takes 3. [`Group`](crate::Group) and
-/// [`Colocation`](crate::Colocation) use [`plan`].
-///
-/// # Errors
-/// As [`plan`].
-pub fn plan_growing(tensors: &[TensorInfo], budget: u64) -> Result<Vec<Bucket>> {
-    let mut buckets = plan(tensors, budget)?;
-    let largest = buckets.iter().map(|bucket| bucket.bytes).max().unwrap_or(0);
-    let heavy = (0..buckets.len()).filter(|&n| buckets[n].bytes >= largest - largest / 4);
-    // The finer its tensors, the better it can be cut.
-    let grain = |&n: &usize| buckets[n].tensors.iter().map(|&index| bytes_of(tensors, index)).max();
-    let Some(first) = heavy.min_by_key(grain) else { return Ok(buckets) };
-    let mut parts = cut(tensors, &buckets.remove(first), budget);
-    parts.append(&mut buckets);
-    Ok(parts)
-}
-
-/// A bucket in up to three, the smallest first. Parts that would be much smaller than their share, or larger than what they leave, are not
-/// worth a call.
-fn cut(tensors: &[TensorInfo], bucket: &Bucket, budget: u64) -> Vec<Bucket> {
-    let mut rest = bucket.tensors.clone();
-    rest.sort_by_key(|&index| (bytes_of(tensors, index), index));
-    let (mut parts, mut left) = (Vec::new(), bucket.bytes);
-    for most in FIRST_SHARES.map(|share| budget / share) {
-        let mut bytes = 0;
-        let fits = |index: &&usize| {
-            let sum = bytes + bytes_of(tensors, **index);
-            let fits = sum <= most;
-            bytes = if fits { sum } else { bytes };
-            fits
-        };
-        let count = rest.iter().take_while(fits).count();
-        if count > 0 && bytes >= most / 2 && bytes <= left / 2 {
-            left -= bytes;
-            parts.push(Bucket { tensors: rest.drain(..count).collect(), bytes });
-        }
-    }
-    parts.push(Bucket { tensors: rest, bytes: left });
-    parts.iter_mut().for_each(|part| align(tensors, part));
-    parts
-}
-
-/// Bytes of a tensor that is in a plan, which has refused those of which there are too many.
-fn bytes_of(tensors: &[TensorInfo], index: usize) -> u64 {
-    tensors[index].byte_len().unwrap_or_default()
-}
-
 /// Puts tensors of wide elements first.
 fn align(tensors: &[TensorInfo], bucket: &mut Bucket) {
     bucket.tensors.sort_by_key(|&index| (std::cmp::Reverse(tensors[index].dtype.size()), index));
@@ -178,29 +124,6 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_growing_plan_is_a_plan_of_at_most_two_buckets_more(tensors in lists(), budget in 1u64..30_000) {
-            let (even, growing) = (plan(&tensors, budget).unwrap(), plan_growing(&tensors, budget).unwrap());
-            check(&tensors, budget, &growing)?;
-            prop_assert!((even.len()..=even.len() + 2).contains(&growing.len()), "{} and {}", even.len(), growing.len());
-            let parts = growing.iter().take(growing.len() + 1 - even.len());
-            prop_assert!(parts.is_sorted_by_key(|part| part.bytes), "{growing:?}");
-        }
-
-        /// Where tensors are small against the budget and fill it, the first buckets are what they should be.
-        #[test]
-        fn fine_tensors_make_small_first_buckets(extents in prop::collection::vec(100u64..200, 150..300)) {
-            let tensors: Vec<_> =
-                extents.iter().enumerate().map(|(n, &extent)| tensor(&format!("t{n}"), Dtype::U8, &[extent])).collect();
-            let budget = 12_800;
-            let (even, growing) = (plan(&tensors, budget).unwrap(), plan_growing(&tensors, budget).unwrap());
-            prop_assert_eq!(growing.len(), even.len() + 2);
-            for (bucket, share) in growing.iter().zip(FIRST_SHARES) {
-                let most = budget / share;
-                prop_assert!((most / 2..=most).contains(&bucket.bytes), "{} of {most}", bucket.bytes);
-            }
-        }
-
-        #[test]
         fn every_plan_is_whole_aligned_apart_and_full(tensors in lists(), budget in 1u64..600) {
             let buckets = plan(&tensors, budget).unwrap();
             check(&tensors, budget, &buckets)?;
@@ -228,20 +151,6 @@ mod tests {
         assert_eq!(plan(&tensors, 26).unwrap().len(), 2);
         assert_eq!(plan(&tensors, 1).unwrap().len(), 3);
         assert_eq!(plan(&[], 1).unwrap(), []);
-    }
-
-    #[test]
-    fn what_cannot_be_cut_well_stays_whole() {
-        let mib = |size: u64| tensor("t", Dtype::U8, &[size << 20]);
-        let sizes = |tensors: &[TensorInfo]| -> Vec<u64> {
-            plan_growing(tensors, 512 << 20).unwrap().iter().map(|bucket| bucket.bytes >> 20).collect()
-        };
-        assert_eq!(sizes(&vec![mib(128); 8]), [128, 384, 512]);
-        assert_eq!(sizes(&vec![mib(1); 1024]), [32, 128, 352, 512]);
-        assert_eq!(sizes(&[mib(300), mib(200), mib(600)]), [500, 600], "nothing small to begin with");
-        assert_eq!(sizes(&[mib(1), mib(500), mib(512)]), [501, 512], "nor much");
-        assert_eq!(sizes(&vec![mib(1); 30]), [30], "one call where all fits in the first");
-        assert!(sizes(&[]).is_empty());
     }
 
     #[test]

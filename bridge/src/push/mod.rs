@@ -17,7 +17,7 @@ use std::time::Duration;
 use tokio::runtime::{Handle, Runtime};
 
 pub use activate::{PushActivator, PushOptions};
-pub use bucket::{Bucket, plan, plan_growing};
+pub use bucket::{Bucket, plan};
 pub(crate) use calls::Calls;
 #[cfg(feature = "cuda")]
 pub use weights::DeviceWeights;

@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use driftless_bridge::{
-    Bucket, ClientOptions, Colocation, ColocationOptions, Error, InlineShare, MemoryTag, PauseMode, Place,
-    PushActivator, PushOptions, Result, Share, Weights,
+    Bucket, ClientOptions, Colocation, ColocationOptions, Error, MemoryTag, PauseMode, Place, PushActivator,
+    PushOptions, Result, Share, Weights,
 };
 use driftless_transport::{Activate, BoxError, Checkpoint, Limit, Manifest, Target};
 
 use crate::fake::{Fake, Fault, checkpoint, patient, short, version};
+use crate::inline::InlineShare;
 
 /// Memory that ranks never let go of, if it is told so.
 #[derive(Debug, Default)]

@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use driftless_bridge::{
-    ClientOptions, Colocation, ColocationOptions, Deadlines, DiskActivator, DiskOptions, InlineShare,
-    PushActivator, PushOptions,
+    ClientOptions, Colocation, ColocationOptions, Deadlines, DiskActivator, DiskOptions, PushActivator,
+    PushOptions,
 };
 use driftless_transport::{Activate, Checkpoint, Limit, Manifest, Target};
 
 use crate::fake::{Fake, Fault, checkpoint, version};
+use crate::inline::InlineShare;
 use crate::proxy::{ALL, Plan, Proxy};
 
 const DISK: [&str; 13] = [

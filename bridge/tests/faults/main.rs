@@ -9,6 +9,8 @@ mod fake;
 mod fleet;
 mod group;
 mod hostile;
+#[path = "../common/inline.rs"]
+mod inline;
 mod memory;
 mod proxy;
 mod wire;

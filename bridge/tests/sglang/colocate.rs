@@ -1,13 +1,13 @@
 //! Buckets that travel in the call, into real SGLang on the CPU: its own unpickler reads what our writer wrote.
 
 use driftless_bridge::{
-    Colocation, ColocationOptions, Error, HostWeights, InlineShare, Member, MemoryTag, Push, PushActivator,
-    PushOptions,
+    Colocation, ColocationOptions, Error, HostWeights, Member, MemoryTag, Push, PushActivator, PushOptions,
 };
 use std::time::Duration;
 
 use driftless_transport::{Activate, Checkpoint, Limit, Target};
 
+use crate::inline::InlineShare;
 use crate::{ENGINE, manifests, subject};
 
 #[test]

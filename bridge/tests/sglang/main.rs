@@ -5,6 +5,8 @@
 #![cfg(feature = "conformance")]
 
 mod colocate;
+#[path = "../common/inline.rs"]
+mod inline;
 mod push;
 
 use std::path::PathBuf;

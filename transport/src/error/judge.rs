@@ -26,8 +26,7 @@ impl Error {
     }
 
     /// True if the same call may succeed later without anybody changing its arguments.
-    #[must_use]
-    pub fn is_retryable(&self) -> bool {
+    pub(crate) fn is_retryable(&self) -> bool {
         matches!(
             self,
             Self::Io { .. }
@@ -45,8 +44,7 @@ impl Error {
     }
 
     /// True if bytes that came from a store are not what they must be, or not signed by who must; nothing of them was used.
-    #[must_use]
-    pub fn is_refusal(&self) -> bool {
+    pub(crate) fn is_refusal(&self) -> bool {
         matches!(
             self,
             Self::Corrupt { .. }
@@ -60,8 +58,7 @@ impl Error {
     }
 
     /// True if the object asked for is not there.
-    #[must_use]
-    pub fn is_not_found(&self) -> bool {
+    pub(crate) fn is_not_found(&self) -> bool {
         matches!(self, Self::NotFound { .. })
     }
 }

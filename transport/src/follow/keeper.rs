@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::gc::Record;
 use crate::ids::Version;
 use crate::key::Key;
+use crate::replica::Observe;
 use crate::run::Run;
 use crate::store::PutMode;
 
@@ -41,16 +42,6 @@ impl Keeper {
         self.hold(|record| (record.needs, record.ack) = (ack.version, Some(ack)));
     }
 
-    /// What is needed begins with this version.
-    pub(super) fn planned(&self, oldest: Version) {
-        self.hold(|record| record.needs = oldest);
-    }
-
-    /// An object is to be fetched: the lease may have to be renewed.
-    pub(super) fn fetching(&self) {
-        self.hold(|_| {});
-    }
-
     fn hold(&self, change: impl FnOnce(&mut Record)) {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         let mut record = held.record.clone();
@@ -74,5 +65,17 @@ impl Keeper {
         let bytes = serde_json::to_vec(record)
             .map_err(|source| Error::Parse { subject: "acknowledgement".into(), source })?;
         self.run.store().put(&self.key, &bytes, PutMode::Overwrite)
+    }
+}
+
+impl Observe for Keeper {
+    /// What is needed begins with this version.
+    fn planned(&self, oldest: Version) {
+        self.hold(|record| record.needs = oldest);
+    }
+
+    /// An object is to be fetched: the lease may have to be renewed.
+    fn fetching(&self) {
+        self.hold(|_| {});
     }
 }

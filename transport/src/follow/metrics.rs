@@ -315,7 +315,6 @@ mod tests {
             model: "policy".into(),
             newest: newest.map(Version),
             applied: applied.map(ack),
-            route: None,
             error: None,
         }
     }

@@ -4,7 +4,6 @@
 //! |---|---|
 //! | `options`, `status`, `metrics` | what a follower is given, and what it reports |
 //! | `watch` | the loop of a follower that acts alone; [`Stop`] |
-//! | `route` | asks a [`Router`] how a version's objects should come |
 //! | `worker` | one thread per engine, so that a slow engine delays only itself |
 //! | `keeper` | renews the lease, which carries the acknowledgement |
 //! | `scrub` | reads the checkpoint in the background, and repairs it |
@@ -13,7 +12,6 @@
 mod keeper;
 mod metrics;
 mod options;
-mod route;
 mod scrub;
 #[cfg(feature = "slime")]
 mod slime;
@@ -36,10 +34,9 @@ use metrics::Counters;
 use worker::{Answer, Job, Worker};
 
 pub use options::FollowerOptions;
-pub use route::Router;
 #[cfg(feature = "slime")]
 pub(crate) use slime::pull_weights;
-pub use status::{Ack, EngineStatus, Routed, Status};
+pub use status::{Ack, EngineStatus, Status};
 pub use watch::Stop;
 #[cfg(feature = "client")]
 pub(crate) use watch::backoff;
@@ -158,7 +155,6 @@ impl Follower {
             model: options.model.clone(),
             newest: None,
             applied: None,
-            route: None,
             error: None,
         };
         record_applied(&mut status, &replica, &engines, Duration::ZERO, 0);
@@ -420,8 +416,7 @@ impl Follower {
             version: Version(0),
         })?;
         let place = (options.model.as_str(), to);
-        let watcher = route::Watcher { follower: self, keeper };
-        replica.advance_observed(run, place, known, options.hf_checkpoint.as_deref(), &watcher)
+        replica.advance_observed(run, place, known, options.hf_checkpoint.as_deref(), keeper)
     }
 
     /// The version on disk, if it was the newest at the last look and nothing is left to be finished.

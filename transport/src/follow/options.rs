@@ -1,10 +1,8 @@
 //! What a follower is given when it is opened.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::Router;
 use crate::ids::Version;
 use crate::sign::TrustKey;
 use crate::spool::SpoolOptions;
@@ -37,8 +35,6 @@ pub struct FollowerOptions {
     pub refusal_backoff_max: Duration,
     /// If given, only versions that one of these keys has signed are followed.
     pub trust_keys: Vec<TrustKey>,
-    /// If given, decides for each version which way it comes; not for slime's layout.
-    pub router: Option<Arc<dyn Router>>,
     /// How objects are kept while they arrive.
     pub spool: SpoolOptions,
     /// Bytes of the checkpoint that [`Follower::run_until`](crate::Follower::run_until) reads in an hour, beside following, to compare them with their digests; 0 for none. What is
@@ -71,7 +67,6 @@ impl FollowerOptions {
             backoff_max: Duration::from_secs(30),
             refusal_backoff_max: Duration::from_secs(300),
             trust_keys: Vec::new(),
-            router: None,
             spool: SpoolOptions::default(),
             scrub_bytes_per_hour: 64 << 30,
             serving_deadline: Duration::from_secs(10),

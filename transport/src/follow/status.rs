@@ -39,19 +39,6 @@ pub struct Ack {
     pub engines: Vec<EngineStatus>,
 }
 
-/// Which way a version comes, as [`Router`](crate::Router) decided.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Routed {
-    /// The version.
-    pub version: Version,
-    /// Bytes that were to be fetched for it.
-    pub bytes: u64,
-    /// The way, in a word.
-    pub way: String,
-    /// Why, for people.
-    pub reason: String,
-}
-
 /// A follower's whole status.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
@@ -67,9 +54,6 @@ pub struct Status {
     pub newest: Option<Version>,
     /// The version on disk and the engines, once there is one.
     pub applied: Option<Ack>,
-    /// Which way the last version came, or comes, if somebody decides that for each.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub route: Option<Routed>,
     /// Why the last prepare failed, if it did; what is wrong with an engine stands beside the engine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,

@@ -4,7 +4,6 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -40,8 +39,6 @@ pub struct Relays {
     origin: Arc<dyn Store>,
     http: Http,
     relays: Vec<Peer>,
-    /// Whether those are asked that are asked over UCX.
-    ucx: AtomicBool,
     /// Which relays have given ranges of an object.
     given: Mutex<BTreeMap<ContentDigest, BTreeSet<usize>>>,
 }
@@ -82,19 +79,7 @@ impl Relays {
             };
             relays.push(Peer { url, way, health: Mutex::default() });
         }
-        let (http, ucx) = (Http::new(token)?, AtomicBool::new(true));
-        Ok(Self { origin, http, relays, ucx, given: Mutex::default() })
-    }
-
-    /// Whether relays at `ucx://…` are asked from now on, as they are at first. Where they are not, objects come from the other relays and
-    /// the origin.
-    pub fn use_ucx(&self, on: bool) {
-        self.ucx.store(on, Relaxed);
-    }
-
-    /// Whether this relay is to be asked now.
-    fn is_wanted(&self, peer: &Peer) -> bool {
-        peer.is_due() && (self.ucx.load(Relaxed) || matches!(peer.way, Way::Http))
+        Ok(Self { origin, http: Http::new(token)?, relays, given: Mutex::default() })
     }
 
     fn given(&self) -> MutexGuard<'_, BTreeMap<ContentDigest, BTreeSet<usize>>> {
@@ -254,7 +239,7 @@ impl Store for Relays {
             return self.origin.get_known(object, range, arrived);
         }
         for index in self.order(&object.blake3) {
-            let Some(peer) = self.relays.get(index).filter(|peer| self.is_wanted(peer)) else { continue };
+            let Some(peer) = self.relays.get(index).filter(|peer| peer.is_due()) else { continue };
             match self.ask(peer, object, &inside, arrived) {
                 Ok(bytes) => {
                     peer.succeeded();

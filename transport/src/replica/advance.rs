@@ -10,26 +10,23 @@ use super::{Advanced, Replica, check_model, fetch, objects};
 use crate::chain::Chain;
 use crate::error::{Error, Result};
 use crate::ids::Version;
-use crate::manifest::{Base, Kind, Manifest};
+use crate::manifest::{Kind, Manifest};
 use crate::run::{Committed, Run};
 use objects::FetchObject;
 
 /// How often a chain is looked up again because links of it were collected while they were read.
 const COLLECTED_MAX: usize = 8;
 
-/// Who wants to know how far an advance is.
+/// Hears how far an advance is.
 pub(crate) trait Observe: Sync {
     /// The oldest version that will be read, before anything of it is.
     fn planned(&self, oldest: Version);
-    /// The chain that will be applied, on a version that is here or from nothing, before any object of it is read.
-    fn arriving(&self, base: Option<(Base, &Manifest)>, chain: &[Committed]);
     /// An object is to be fetched.
     fn fetching(&self);
 }
 
 impl Observe for () {
     fn planned(&self, _: Version) {}
-    fn arriving(&self, _: Option<(Base, &Manifest)>, _: &[Committed]) {}
     fn fetching(&self) {}
 }
 
@@ -79,7 +76,6 @@ impl Replica {
             let chain = run.chain_with(model, self.identity(), to, known.take())?;
             let start = if chain.restart { None } else { self.identity().map(|base| base.version) };
             observer.planned(start.or(chain.links.first().map(|link| link.manifest.version)).unwrap_or(to));
-            observer.arriving(self.identity().zip(self.manifest()).filter(|_| !chain.restart), &chain.links);
             tries += 1;
             match self.follow(run, &chain, reference, observer, &mut total) {
                 // Another chain leads there now.

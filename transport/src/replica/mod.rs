@@ -65,7 +65,7 @@ pub(crate) use fetch::check_same_form;
 pub use objects::FetchObject;
 #[cfg(feature = "slime")]
 pub(crate) use plan::Held;
-pub use plan::{Arrival, Plan, PlannedLink};
+pub use plan::{Plan, PlannedLink};
 pub use repair::Repaired;
 pub(crate) use scrub::Scrub;
 pub use state::Applied;
@@ -143,7 +143,7 @@ impl Replica {
     /// # Errors
     ///
     /// As [`Replica::open`] and [`Replica::quarantine`].
-    pub fn open_or_quarantine(dir: impl Into<PathBuf>) -> Result<Self> {
+    pub(crate) fn open_or_quarantine(dir: impl Into<PathBuf>) -> Result<Self> {
         let mut replica = Self::locked(dir.into())?;
         match replica.recover() {
             Err(damage @ Error::DamagedReplica { .. }) => replica.quarantine(damage)?,

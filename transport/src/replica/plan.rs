@@ -57,34 +57,6 @@ pub struct PlannedLink {
     pub changed: Option<u64>,
 }
 
-/// What is about to be fetched, as manifests tell before a byte of an object is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Arrival {
-    /// The version that the replica is brought to.
-    pub version: Version,
-    /// Whether it begins with a publication that is taken in full.
-    pub full: bool,
-    /// Bytes of the objects that will be fetched.
-    pub bytes: u64,
-    /// Bytes of the version's weights.
-    pub model_bytes: u64,
-}
-
-impl Arrival {
-    /// Of a chain that is applied on `base`, or from nothing; `None` for one that brings nothing.
-    pub(crate) fn of(base: Option<(Base, &Manifest)>, chain: &[Committed]) -> Option<Self> {
-        let last = &chain.last()?.manifest;
-        let links = planned(base, chain);
-        Some(Self {
-            version: last.version,
-            full: links.iter().any(|link| link.full),
-            bytes: links.iter().map(|link| link.bytes).sum(),
-            model_bytes: last.tensor_bytes(),
-        })
-    }
-}
-
 impl Replica {
     /// What bringing `dir` to version `to` of `model` would take. Reads manifests and the directory's state, and writes nothing,
     /// not even a lock: what somebody else does to the directory meanwhile is not seen. The weights are taken at their word.

@@ -4,7 +4,6 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod http;
-mod route;
 
 use std::collections::VecDeque;
 use std::fs::File;
