@@ -13,7 +13,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::{Process, Random};
-use driftless_transport::fabric::{Bucket, Fabric, FabricOptions, INFLIGHT_MAX, Link, Window, WindowKey};
+use driftless_transport::fabric::{Bucket, Fabric, FabricOptions, INFLIGHT_MAX, Link};
 use driftless_transport::{Error, Result};
 
 /// Only a hang reaches it.
@@ -116,7 +116,7 @@ fn other_process() {
     let fabric = fabric(transports).unwrap();
     let mut link = meet(&fabric, &mut socket);
     match role {
-        "mirror" => mirror(&fabric, &mut link, &mut socket),
+        "mirror" => mirror(&fabric, &mut link),
         "flood" => flood(&fabric, &mut link),
         "still" => {
             send(&mut link, filled(&fabric, &bytes(1, FLOOD_BYTES)), 1).unwrap();
@@ -127,10 +127,9 @@ fn other_process() {
 }
 
 const SIZES: [usize; 5] = [1, 4000, 100_000, 1 << 20, 20 << 20];
-const WINDOW: usize = 3 << 20;
 
-/// Sends back what comes, and lends a window.
-fn mirror(fabric: &Fabric, link: &mut Link, socket: &mut TcpStream) {
+/// Sends back what comes.
+fn mirror(fabric: &Fabric, link: &mut Link) {
     for (tag, size) in SIZES.into_iter().enumerate() {
         // Larger than the message: its length is learned.
         let (bucket, length) = receive(link, fabric.bucket(size + 10).unwrap(), tag as u64).unwrap();
@@ -138,15 +137,6 @@ fn mirror(fabric: &Fabric, link: &mut Link, socket: &mut TcpStream) {
         let ticket = link.send(bucket, 0..length, 100 + tag as u64).unwrap();
         let _ = link.finish(ticket, LONG, &mut nothing).unwrap();
     }
-    let window = Window::new(fabric.bucket(WINDOW).unwrap());
-    window.write(WINDOW - 1000, &bytes(8, 1000));
-    tell(socket, &window.key().unwrap().to_bytes());
-    socket.set_nonblocking(true).unwrap();
-    let mut told = [0; 1];
-    link.serve(LONG, &mut || socket.read(&mut told).is_ok()).unwrap();
-    let mut content = vec![0; 2 << 20];
-    window.read(1 << 20, &mut content[..]);
-    assert!(content[..(2 << 20) - 1000] == bytes(9, 2 << 20)[..(2 << 20) - 1000], "what was put is there");
 }
 
 #[test]
@@ -162,46 +152,17 @@ fn bytes_cross_between_processes_and_come_back() {
             let (found, length) = receive(&mut link, fabric.bucket(size).unwrap(), 100 + tag as u64).unwrap();
             assert!(length == size && found[..] == expected[..], "{transports}: {size} bytes");
         }
-        let key = WindowKey::from_bytes(&hear(&mut other.socket)).unwrap();
-        let remote = link.open(&key).unwrap();
-        let ticket = link.get(fabric.bucket(1000).unwrap(), 0..1000, remote, WINDOW as u64 - 1000).unwrap();
-        let (found, _) = link.finish(ticket, LONG, &mut nothing).unwrap();
-        assert!(found[..] == bytes(8, 1000), "{transports}: what was read");
-        let ticket =
-            link.put(filled(&fabric, &bytes(9, 2 << 20)), 0..(2 << 20) - 1000, remote, 1 << 20).unwrap();
-        let _ = link.finish(ticket, LONG, &mut nothing).unwrap();
-        link.flush(LONG, &mut nothing).unwrap();
-        other.socket.write_all(b"x").unwrap();
         other.succeed();
     }
 }
 
 #[test]
-fn windows_end_where_they_end() {
+fn a_range_outside_the_bucket_is_refused() {
     let Some(fabric) = fabric("tcp,self") else { return };
-    let (mut near, mut far) = (fabric.link("far").unwrap(), fabric.link("near").unwrap());
+    let (mut near, far) = (fabric.link("far").unwrap(), fabric.link("near").unwrap());
     near.connect(&far.address().unwrap()).unwrap();
-    far.connect(&near.address().unwrap()).unwrap();
-    let window = Window::new(fabric.bucket(5000).unwrap());
-    let remote = near.open(&window.key().unwrap()).unwrap();
-    for (offset, length) in [(4001, 1000), (5001, 0), (u64::MAX, 1)] {
-        for outcome in [
-            near.put(fabric.bucket(1000).unwrap(), 0..length, remote, offset),
-            near.get(fabric.bucket(1000).unwrap(), 0..length, remote, offset),
-        ] {
-            assert!(matches!(outcome, Err(Error::Link { .. })), "{offset}+{length}: {outcome:?}");
-        }
-    }
-    // Nor does a bucket give more than it has, or another link's window open.
-    assert!(matches!(near.send(fabric.bucket(10).unwrap(), 5..11, 1), Err(Error::Link { .. })));
-    assert!(matches!(far.get(fabric.bucket(10).unwrap(), 0..10, remote, 0), Err(Error::Link { .. })));
-    let reads = |offset| {
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| window.read(offset, &mut [0; 8]))).is_ok()
-    };
-    assert_eq!([0, 4992, 4993, usize::MAX].map(reads), [true, true, false, false]);
-    for length in [0, 16, 1 << 20] {
-        assert!(matches!(WindowKey::from_bytes(&vec![0; length]), Err(Error::Corrupt { .. })));
-    }
+    let refused = near.send(fabric.bucket(10).unwrap(), 5..11, 1);
+    assert!(matches!(refused, Err(Error::Link { .. })), "{refused:?}");
 }
 
 #[test]

@@ -5,8 +5,8 @@ set -eu
 cd "$(dirname "$0")"
 functions='ucp_(get_version_string|config_read|config_modify|config_release|init_version|cleanup'
 functions="$functions|worker_create|worker_destroy|worker_progress|worker_get_address|worker_release_address"
-functions="$functions|ep_create|ep_close_nbx|ep_flush_nbx|tag_send_nbx|tag_recv_nbx|put_nbx|get_nbx"
-functions="$functions|mem_map|mem_query|mem_unmap|rkey_pack|rkey_buffer_release|ep_rkey_unpack|rkey_destroy"
+functions="$functions|ep_create|ep_close_nbx|tag_send_nbx|tag_recv_nbx"
+functions="$functions|mem_map|mem_query|mem_unmap"
 functions="$functions|request_check_status|tag_recv_request_test|request_cancel|request_free)|ucs_status_string"
 masks='ucp_(params_field|feature|worker_params_field|ep_params_field|mem_map_params_field|mem_attr_field|op_attr_t|ep_close_flags_t)'
 version=$(sed -n 's/^#define UCP_API_M[AI][JN]OR *//p' /usr/include/ucp/api/ucp_version.h | paste -sd.)

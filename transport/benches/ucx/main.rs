@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use driftless_transport::fabric::{Bucket, Fabric, FabricOptions, Link, Ticket, Window, WindowKey};
+use driftless_transport::fabric::{Bucket, Fabric, FabricOptions, Link, Ticket};
 
 /// Only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(300);
@@ -41,9 +41,6 @@ struct Options {
     /// Runs one side of ours in a process of its own.
     #[arg(long, hide = true)]
     child: Option<String>,
-    /// Moves them so.
-    #[arg(long, hide = true, default_value = "")]
-    operation: String,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -64,8 +61,8 @@ const WAYS: [(&str, &[(&str, &str)]); 2] = [
     ("loopback TCP", &[("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo")]),
     ("shared memory", &[("UCX_TLS", "posix,sysv,cma,self")]),
 ];
-/// Ours, and the test of ucx_perftest.
-const OPERATIONS: [(&str, &str); 2] = [("tagged", "tag_bw"), ("put", "ucp_put_bw")];
+/// The test of ucx_perftest.
+const TEST: &str = "tag_bw";
 
 fn main() {
     let options = Options::parse();
@@ -86,19 +83,15 @@ fn main() {
     );
     drop(fabric);
     for (way, environment) in WAYS {
-        for (operation, test) in OPERATIONS {
-            let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-            for _ in 0..options.repeat {
-                ours.push(run_ours(&options, environment, operation));
-                theirs.push(run_theirs(&options, environment, test));
-            }
-            let (ours, theirs) = (Figures::of(ours), Figures::of(theirs));
-            let ratio = ours.median / theirs.median;
-            let verdict = if ratio >= TARGET { "pass" } else { "MISS" };
-            println!(
-                "  {verdict} {way}, {operation}: ours {ours}, {test} {theirs}, ratio {ratio:.2} (>= {TARGET})"
-            );
+        let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+        for _ in 0..options.repeat {
+            ours.push(run_ours(&options, environment));
+            theirs.push(run_theirs(&options, environment));
         }
+        let (ours, theirs) = (Figures::of(ours), Figures::of(theirs));
+        let ratio = ours.median / theirs.median;
+        let verdict = if ratio >= TARGET { "pass" } else { "MISS" };
+        println!("  {verdict} {way}: ours {ours}, {TEST} {theirs}, ratio {ratio:.2} (>= {TARGET})");
     }
 }
 
@@ -133,10 +126,10 @@ impl Drop for Process {
     }
 }
 
-fn run_ours(options: &Options, environment: &[(&str, &str)], operation: &str) -> f64 {
+fn run_ours(options: &Options, environment: &[(&str, &str)]) -> f64 {
     let start = |role: &str| {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
-        command.args(["--child", role, "--operation", operation]);
+        command.args(["--child", role]);
         for (name, value) in
             [("--mib", options.mib), ("--message-mib", options.message_mib), ("--window", options.window)]
         {
@@ -157,7 +150,7 @@ fn run_ours(options: &Options, environment: &[(&str, &str)], operation: &str) ->
     line(&mut sender).parse().expect("a rate")
 }
 
-fn run_theirs(options: &Options, environment: &[(&str, &str)], test: &str) -> f64 {
+fn run_theirs(options: &Options, environment: &[(&str, &str)]) -> f64 {
     let port =
         TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a port").port();
     let perftest = || {
@@ -171,7 +164,7 @@ fn run_theirs(options: &Options, environment: &[(&str, &str)], test: &str) -> f6
     let begin = Instant::now();
     loop {
         let mut client = perftest();
-        client.args(["127.0.0.1", "-t", test, "-f", "-v", "-s", &options.message().to_string()]);
+        client.args(["127.0.0.1", "-t", TEST, "-f", "-v", "-s", &options.message().to_string()]);
         client.args(["-n", &options.messages().to_string(), "-w", &WARM_UP.to_string()]);
         let output = client.stderr(Stdio::null()).output().expect("ucx_perftest");
         let text = String::from_utf8_lossy(&output.stdout);
@@ -181,7 +174,7 @@ fn run_theirs(options: &Options, environment: &[(&str, &str)], test: &str) -> f6
             return rate * f64::from(1 << 20) / 1e9;
         }
         // The server may not listen yet.
-        assert!(begin.elapsed() < DEADLINE, "ucx_perftest {test}: {text}");
+        assert!(begin.elapsed() < DEADLINE, "ucx_perftest {TEST}: {text}");
         thread::sleep(Duration::from_millis(50));
     }
 }
@@ -242,15 +235,6 @@ fn receive(options: &Options) {
     println!("{}", listener.local_addr().expect("an address"));
     let (mut socket, _) = listener.accept().expect("a connection");
     let (fabric, mut link) = meet(&mut socket);
-    if options.operation == "put" {
-        let window = Window::new(fabric.bucket(options.message()).expect("memory"));
-        tell(&mut socket, &window.key().expect("a key").to_bytes());
-        socket.set_nonblocking(true).expect("a socket");
-        let mut one = [0];
-        // The other side ends first, and this hears of it one way or the other.
-        let _ = link.serve(DEADLINE, &mut || socket.peek(&mut one).is_ok());
-        return;
-    }
     let mut buckets = buckets(&fabric, options);
     for messages in [WARM_UP, options.messages()] {
         pump(&mut link, &mut buckets, messages, |link, bucket, tag| {
@@ -267,28 +251,14 @@ fn send(options: &Options, address: &str) {
     let (fabric, mut link) = meet(&mut socket);
     let mut buckets = buckets(&fabric, options);
     let mut rate = 0.0;
-    if options.operation == "put" {
-        let key = WindowKey::from_bytes(&hear(&mut socket)).expect("a key");
-        let window = link.open(&key).expect("a window");
-        for messages in [WARM_UP, options.messages()] {
-            let begin = Instant::now();
-            pump(&mut link, &mut buckets, messages, |link, bucket, _| {
-                let range = 0..bucket.len();
-                link.put(bucket, range, window, 0).expect("a transfer")
-            });
-            link.flush(DEADLINE, &mut || Ok(())).expect("the other side");
-            rate = (messages * options.message()) as f64 / begin.elapsed().as_secs_f64() / 1e9;
-        }
-    } else {
-        for messages in [WARM_UP, options.messages()] {
-            let begin = Instant::now();
-            pump(&mut link, &mut buckets, messages, |link, bucket, tag| {
-                let range = 0..bucket.len();
-                link.send(bucket, range, tag).expect("a transfer")
-            });
-            hear(&mut socket);
-            rate = (messages * options.message()) as f64 / begin.elapsed().as_secs_f64() / 1e9;
-        }
+    for messages in [WARM_UP, options.messages()] {
+        let begin = Instant::now();
+        pump(&mut link, &mut buckets, messages, |link, bucket, tag| {
+            let range = 0..bucket.len();
+            link.send(bucket, range, tag).expect("a transfer")
+        });
+        hear(&mut socket);
+        rate = (messages * options.message()) as f64 / begin.elapsed().as_secs_f64() / 1e9;
     }
     println!("{rate}");
 }

@@ -1,4 +1,4 @@
-//! Registered memory, for transfers of our own and for peers to read and write.
+//! Registered memory for transfers.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -9,10 +9,7 @@ use std::sync::Arc;
 use driftless_ucx_sys as sys;
 
 use super::{Context, SELF, check};
-use crate::error::{Error, Result};
-
-/// Longest packed key that is taken from a peer: UCX's have some tens of bytes for each network device.
-const KEY_BYTES_MAX: usize = 64 << 10;
+use crate::error::Result;
 
 /// Memory for transfers, registered once and used again.
 pub struct Bucket {
@@ -110,110 +107,6 @@ impl Drop for Bucket {
         let status = unsafe { self.context.ucp.ucp_mem_unmap(self.context.handle, self.handle) };
         if let Err(error) = check(self.context.ucp, SELF, "free memory of", status) {
             tracing::warn!(%error, bytes = self.bytes, "memory is not given back");
-        }
-    }
-}
-
-/// Memory that peers read and write by themselves, at any moment. It is never lent as a slice, only copied.
-#[derive(Debug)]
-pub struct Window {
-    bucket: Bucket,
-}
-
-impl Window {
-    /// Opens a bucket to whoever gets the [key](Window::key).
-    #[must_use]
-    pub fn new(bucket: Bucket) -> Self {
-        Self { bucket }
-    }
-
-    /// What a peer needs to read and write the window, for as long as it exists.
-    ///
-    /// # Errors
-    /// [`Error::Link`] if UCX cannot pack it.
-    pub fn key(&self) -> Result<WindowKey> {
-        let context = &self.bucket.context;
-        let (mut packed, mut length) = (ptr::null_mut(), 0);
-        // SAFETY: the handle is the registration's; both results are written before they are read.
-        #[allow(unsafe_code, reason = "foreign call")]
-        let status = unsafe {
-            context.ucp.ucp_rkey_pack(context.handle, self.bucket.handle, &raw mut packed, &raw mut length)
-        };
-        check(context.ucp, SELF, "pack a key of", status)?;
-        // SAFETY: UCX packed that many bytes there, which are released once, afterwards.
-        #[allow(unsafe_code, reason = "foreign memory")]
-        let rkey = unsafe {
-            let rkey = slice::from_raw_parts(packed.cast::<u8>(), length).to_vec();
-            context.ucp.ucp_rkey_buffer_release(packed);
-            rkey
-        };
-        Ok(WindowKey { address: self.bucket.pointer() as u64, bytes: self.bucket.bytes as u64, rkey })
-    }
-
-    /// Copies out of the window, from `offset`.
-    ///
-    /// # Panics
-    /// If the window ends before.
-    pub fn read(&self, offset: usize, to: &mut [u8]) {
-        assert!(offset.checked_add(to.len()).is_some_and(|end| end <= self.bucket.bytes));
-        // SAFETY: inside the allocation, by the line above, which `windows_end_where_they_end` would miss; there is no reference to it. What a peer
-        // writes at the same time may be copied in part, as bytes, which have no invalid values.
-        #[allow(unsafe_code, reason = "memory that others write")]
-        unsafe {
-            ptr::copy(self.bucket.pointer().add(offset), to.as_mut_ptr(), to.len());
-        }
-    }
-
-    /// Copies into the window, at `offset`.
-    ///
-    /// # Panics
-    /// If the window ends before.
-    pub fn write(&self, offset: usize, from: &[u8]) {
-        assert!(offset.checked_add(from.len()).is_some_and(|end| end <= self.bucket.bytes));
-        // SAFETY: as in `read`; the window is not `Sync`, so that no other thread copies at the same time.
-        #[allow(unsafe_code, reason = "memory that others write")]
-        unsafe {
-            ptr::copy(from.as_ptr(), self.bucket.pointer().add(offset), from.len());
-        }
-    }
-}
-
-/// What it takes to reach a [`Window`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WindowKey {
-    pub(super) address: u64,
-    pub(super) bytes: u64,
-    pub(super) rkey: Vec<u8>,
-}
-
-impl WindowKey {
-    /// As bytes: address and size as little-endian numbers of 64 bits, then UCX's packed key.
-    #[must_use]
-    pub fn to_bytes(&self) -> Vec<u8> {
-        [&self.address.to_le_bytes()[..], &self.bytes.to_le_bytes(), &self.rkey].concat()
-    }
-
-    /// From [`WindowKey::to_bytes`] of a peer that is trusted.
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`] if the bytes are too few or too many.
-    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let parts = bytes.split_first_chunk().and_then(|(address, rest)| {
-            let (size, rkey) = rest.split_first_chunk()?;
-            Some((*address, *size, rkey))
-        });
-        match parts.filter(|(_, _, rkey)| !rkey.is_empty() && rkey.len() <= KEY_BYTES_MAX) {
-            Some((address, size, rkey)) => Ok(Self {
-                address: u64::from_le_bytes(address),
-                bytes: u64::from_le_bytes(size),
-                rkey: rkey.to_vec(),
-            }),
-            None => Err(Error::Corrupt {
-                subject: "the key of a window".to_owned(),
-                what: "length",
-                expected: format!("17 to {} bytes", KEY_BYTES_MAX + 16),
-                found: bytes.len().to_string(),
-            }),
         }
     }
 }

@@ -3,13 +3,12 @@
 //! A [`Fabric`] is UCX in this process. A [`Link`] joins one peer. To send, a process needs the
 //! [address](Link::address) of the peer's link, which travels by other means, such as a TCP connection.
 //! Transferred bytes are in [`Bucket`]s, which are registered once and used again: a transfer takes the
-//! bucket, and [`Link::finish`] gives it back. Transfers are tagged ([`Link::send`] to [`Link::receive`]) or
-//! one-sided ([`Link::put`] to and [`Link::get`] from a peer's [`Window`]).
+//! bucket, and [`Link::finish`] gives it back. Transfers are tagged ([`Link::send`] to [`Link::receive`]).
 //!
 //! UCX has no threads, and neither does this module: transfers progress only while one side is in a call that
 //! waits. UCX chooses the transport from its settings (`TLS`, `NET_DEVICES`), which come from the environment
-//! as `UCX_TLS` and so on, or from [`FabricOptions`]. UCX trusts what its peers send: take addresses and keys
-//! only from peers that have authenticated themselves.
+//! as `UCX_TLS` and so on, or from [`FabricOptions`]. UCX trusts what its peers send: take addresses only
+//! from peers that have authenticated themselves.
 
 mod bucket;
 mod link;
@@ -25,8 +24,8 @@ use driftless_ucx_sys::{self as sys, Ucp};
 
 use crate::error::{Error, Result};
 
-pub use bucket::{Bucket, Window, WindowKey};
-pub use link::{INFLIGHT_MAX, Link, RemoteWindow, Ticket};
+pub use bucket::Bucket;
+pub use link::{INFLIGHT_MAX, Link, Ticket};
 
 /// Who is waited for, in errors about UCX itself.
 const SELF: &str = "this process";
@@ -69,7 +68,7 @@ impl Context {
 
 #[allow(unsafe_code, reason = "see below")]
 // SAFETY: the context is made with `mt_workers_shared`, by which UCX guards what its workers share; the functions called with the
-// context from several threads (worker_create, mem_map, mem_unmap, rkey_pack) are those for which ucp.h says so.
+// context from several threads (worker_create, mem_map, mem_unmap) are those for which ucp.h says so.
 // The test `links_of_one_fabric_work_on_threads` runs them at once.
 unsafe impl Send for Context {}
 #[allow(unsafe_code, reason = "see below")]
@@ -94,7 +93,7 @@ impl Fabric {
         }
         let params = sys::ucp_params_t {
             field_mask: u64::from(sys::UCP_PARAM_FIELD_FEATURES | sys::UCP_PARAM_FIELD_MT_WORKERS_SHARED),
-            features: u64::from(sys::UCP_FEATURE_TAG | sys::UCP_FEATURE_RMA),
+            features: u64::from(sys::UCP_FEATURE_TAG),
             request_size: 0,
             request_init: None,
             request_cleanup: None,

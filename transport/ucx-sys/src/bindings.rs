@@ -112,12 +112,6 @@ pub const UCP_ERR_HANDLING_MODE_PEER: ucp_err_handling_mode_t = 1;
 pub type ucp_err_handling_mode_t = ::std::os::raw::c_uint;
 #[repr(C)]
 #[derive(Debug)]
-pub struct ucp_rkey {
-    _unused: [u8; 0],
-}
-pub type ucp_rkey_h = *mut ucp_rkey;
-#[repr(C)]
-#[derive(Debug)]
 pub struct ucp_mem {
     _unused: [u8; 0],
 }
@@ -556,8 +550,6 @@ pub struct Ucp {
     ) -> ucs_status_t,
     pub ucp_ep_close_nbx:
         unsafe extern "C" fn(ep: ucp_ep_h, param: *const ucp_request_param_t) -> ucs_status_ptr_t,
-    pub ucp_ep_flush_nbx:
-        unsafe extern "C" fn(ep: ucp_ep_h, param: *const ucp_request_param_t) -> ucs_status_ptr_t,
     pub ucp_mem_map: unsafe extern "C" fn(
         context: ucp_context_h,
         params: *const ucp_mem_map_params_t,
@@ -565,19 +557,6 @@ pub struct Ucp {
     ) -> ucs_status_t,
     pub ucp_mem_unmap: unsafe extern "C" fn(context: ucp_context_h, memh: ucp_mem_h) -> ucs_status_t,
     pub ucp_mem_query: unsafe extern "C" fn(memh: ucp_mem_h, attr: *mut ucp_mem_attr_t) -> ucs_status_t,
-    pub ucp_rkey_pack: unsafe extern "C" fn(
-        context: ucp_context_h,
-        memh: ucp_mem_h,
-        rkey_buffer_p: *mut *mut ::std::os::raw::c_void,
-        size_p: *mut usize,
-    ) -> ucs_status_t,
-    pub ucp_rkey_buffer_release: unsafe extern "C" fn(rkey_buffer: *mut ::std::os::raw::c_void),
-    pub ucp_ep_rkey_unpack: unsafe extern "C" fn(
-        ep: ucp_ep_h,
-        rkey_buffer: *const ::std::os::raw::c_void,
-        rkey_p: *mut ucp_rkey_h,
-    ) -> ucs_status_t,
-    pub ucp_rkey_destroy: unsafe extern "C" fn(rkey: ucp_rkey_h),
     pub ucp_tag_send_nbx: unsafe extern "C" fn(
         ep: ucp_ep_h,
         buffer: *const ::std::os::raw::c_void,
@@ -591,22 +570,6 @@ pub struct Ucp {
         count: usize,
         tag: ucp_tag_t,
         tag_mask: ucp_tag_t,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t,
-    pub ucp_put_nbx: unsafe extern "C" fn(
-        ep: ucp_ep_h,
-        buffer: *const ::std::os::raw::c_void,
-        count: usize,
-        remote_addr: u64,
-        rkey: ucp_rkey_h,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t,
-    pub ucp_get_nbx: unsafe extern "C" fn(
-        ep: ucp_ep_h,
-        buffer: *mut ::std::os::raw::c_void,
-        count: usize,
-        remote_addr: u64,
-        rkey: ucp_rkey_h,
         param: *const ucp_request_param_t,
     ) -> ucs_status_ptr_t,
     pub ucp_request_check_status: unsafe extern "C" fn(request: *mut ::std::os::raw::c_void) -> ucs_status_t,
@@ -646,19 +609,11 @@ impl Ucp {
         let ucp_worker_progress = unsafe { __library.get(b"ucp_worker_progress\0") }.map(|sym| *sym)?;
         let ucp_ep_create = unsafe { __library.get(b"ucp_ep_create\0") }.map(|sym| *sym)?;
         let ucp_ep_close_nbx = unsafe { __library.get(b"ucp_ep_close_nbx\0") }.map(|sym| *sym)?;
-        let ucp_ep_flush_nbx = unsafe { __library.get(b"ucp_ep_flush_nbx\0") }.map(|sym| *sym)?;
         let ucp_mem_map = unsafe { __library.get(b"ucp_mem_map\0") }.map(|sym| *sym)?;
         let ucp_mem_unmap = unsafe { __library.get(b"ucp_mem_unmap\0") }.map(|sym| *sym)?;
         let ucp_mem_query = unsafe { __library.get(b"ucp_mem_query\0") }.map(|sym| *sym)?;
-        let ucp_rkey_pack = unsafe { __library.get(b"ucp_rkey_pack\0") }.map(|sym| *sym)?;
-        let ucp_rkey_buffer_release =
-            unsafe { __library.get(b"ucp_rkey_buffer_release\0") }.map(|sym| *sym)?;
-        let ucp_ep_rkey_unpack = unsafe { __library.get(b"ucp_ep_rkey_unpack\0") }.map(|sym| *sym)?;
-        let ucp_rkey_destroy = unsafe { __library.get(b"ucp_rkey_destroy\0") }.map(|sym| *sym)?;
         let ucp_tag_send_nbx = unsafe { __library.get(b"ucp_tag_send_nbx\0") }.map(|sym| *sym)?;
         let ucp_tag_recv_nbx = unsafe { __library.get(b"ucp_tag_recv_nbx\0") }.map(|sym| *sym)?;
-        let ucp_put_nbx = unsafe { __library.get(b"ucp_put_nbx\0") }.map(|sym| *sym)?;
-        let ucp_get_nbx = unsafe { __library.get(b"ucp_get_nbx\0") }.map(|sym| *sym)?;
         let ucp_request_check_status =
             unsafe { __library.get(b"ucp_request_check_status\0") }.map(|sym| *sym)?;
         let ucp_tag_recv_request_test =
@@ -681,18 +636,11 @@ impl Ucp {
             ucp_worker_progress,
             ucp_ep_create,
             ucp_ep_close_nbx,
-            ucp_ep_flush_nbx,
             ucp_mem_map,
             ucp_mem_unmap,
             ucp_mem_query,
-            ucp_rkey_pack,
-            ucp_rkey_buffer_release,
-            ucp_ep_rkey_unpack,
-            ucp_rkey_destroy,
             ucp_tag_send_nbx,
             ucp_tag_recv_nbx,
-            ucp_put_nbx,
-            ucp_get_nbx,
             ucp_request_check_status,
             ucp_tag_recv_request_test,
             ucp_request_cancel,
@@ -777,13 +725,6 @@ impl Ucp {
     ) -> ucs_status_ptr_t {
         unsafe { (self.ucp_ep_close_nbx)(ep, param) }
     }
-    pub unsafe fn ucp_ep_flush_nbx(
-        &self,
-        ep: ucp_ep_h,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t {
-        unsafe { (self.ucp_ep_flush_nbx)(ep, param) }
-    }
     pub unsafe fn ucp_mem_map(
         &self,
         context: ucp_context_h,
@@ -797,29 +738,6 @@ impl Ucp {
     }
     pub unsafe fn ucp_mem_query(&self, memh: ucp_mem_h, attr: *mut ucp_mem_attr_t) -> ucs_status_t {
         unsafe { (self.ucp_mem_query)(memh, attr) }
-    }
-    pub unsafe fn ucp_rkey_pack(
-        &self,
-        context: ucp_context_h,
-        memh: ucp_mem_h,
-        rkey_buffer_p: *mut *mut ::std::os::raw::c_void,
-        size_p: *mut usize,
-    ) -> ucs_status_t {
-        unsafe { (self.ucp_rkey_pack)(context, memh, rkey_buffer_p, size_p) }
-    }
-    pub unsafe fn ucp_rkey_buffer_release(&self, rkey_buffer: *mut ::std::os::raw::c_void) {
-        unsafe { (self.ucp_rkey_buffer_release)(rkey_buffer) }
-    }
-    pub unsafe fn ucp_ep_rkey_unpack(
-        &self,
-        ep: ucp_ep_h,
-        rkey_buffer: *const ::std::os::raw::c_void,
-        rkey_p: *mut ucp_rkey_h,
-    ) -> ucs_status_t {
-        unsafe { (self.ucp_ep_rkey_unpack)(ep, rkey_buffer, rkey_p) }
-    }
-    pub unsafe fn ucp_rkey_destroy(&self, rkey: ucp_rkey_h) {
-        unsafe { (self.ucp_rkey_destroy)(rkey) }
     }
     pub unsafe fn ucp_tag_send_nbx(
         &self,
@@ -841,28 +759,6 @@ impl Ucp {
         param: *const ucp_request_param_t,
     ) -> ucs_status_ptr_t {
         unsafe { (self.ucp_tag_recv_nbx)(worker, buffer, count, tag, tag_mask, param) }
-    }
-    pub unsafe fn ucp_put_nbx(
-        &self,
-        ep: ucp_ep_h,
-        buffer: *const ::std::os::raw::c_void,
-        count: usize,
-        remote_addr: u64,
-        rkey: ucp_rkey_h,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t {
-        unsafe { (self.ucp_put_nbx)(ep, buffer, count, remote_addr, rkey, param) }
-    }
-    pub unsafe fn ucp_get_nbx(
-        &self,
-        ep: ucp_ep_h,
-        buffer: *mut ::std::os::raw::c_void,
-        count: usize,
-        remote_addr: u64,
-        rkey: ucp_rkey_h,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t {
-        unsafe { (self.ucp_get_nbx)(ep, buffer, count, remote_addr, rkey, param) }
     }
     pub unsafe fn ucp_request_check_status(&self, request: *mut ::std::os::raw::c_void) -> ucs_status_t {
         unsafe { (self.ucp_request_check_status)(request) }

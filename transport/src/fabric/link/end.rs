@@ -77,15 +77,7 @@ impl Drop for Link {
             }
             settled = settled || self.settle();
         }
-        if settled {
-            for window in &self.windows {
-                // SAFETY: no transfer uses the key any more, and it is destroyed once.
-                #[allow(unsafe_code, reason = "foreign call")]
-                unsafe {
-                    ucp.ucp_rkey_destroy(window.rkey);
-                }
-            }
-        } else {
+        if !settled {
             tracing::debug!(peer = self.peer, "UCX does not let go of a transfer that was given up");
             self.context.tainted.store(true, SeqCst);
         }

@@ -1,4 +1,4 @@
-//! A link to one peer: sending, receiving, and one-sided transfers.
+//! A link to one peer: sending and receiving.
 
 mod end;
 
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use driftless_ucx_sys as sys;
 
-use super::{Bucket, Context, SELF, WindowKey, check, words};
+use super::{Bucket, Context, SELF, check, words};
 use crate::error::{Error, Result};
 
 /// Transfers of one link that are not finished.
@@ -37,19 +37,6 @@ pub struct Ticket {
     number: u64,
 }
 
-/// A peer's window, as one link reaches it.
-#[derive(Clone, Copy, Debug)]
-pub struct RemoteWindow {
-    link: u64,
-    index: usize,
-}
-
-struct Opened {
-    rkey: sys::ucp_rkey_h,
-    address: u64,
-    bytes: u64,
-}
-
 /// A transfer, and the memory that it uses.
 struct Flight {
     bucket: Bucket,
@@ -68,7 +55,6 @@ pub struct Link {
     context: Arc<Context>,
     worker: sys::ucp_worker_h,
     endpoint: Option<Endpoint>,
-    windows: Vec<Opened>,
     flights: BTreeMap<u64, Flight>,
     next: u64,
     /// The status with which UCX lost the peer; its error handler writes it.
@@ -117,7 +103,6 @@ impl Link {
             context,
             worker,
             endpoint: None,
-            windows: Vec::new(),
             flights: BTreeMap::new(),
             next: 0,
             lost: Arc::new(AtomicI32::new(sys::UCS_OK.into())),
@@ -244,72 +229,6 @@ impl Link {
         })
     }
 
-    /// Opens a peer's window with the key that came from it.
-    ///
-    /// # Errors
-    /// [`Error::Link`] without a peer, or for a key with which UCX finds no way there.
-    pub fn open(&mut self, key: &WindowKey) -> Result<RemoteWindow> {
-        let endpoint = self.endpoint("open a window of")?;
-        let mut rkey = ptr::null_mut();
-        // Of a key that was cut short UCX reads zeros, not what lies behind.
-        let mut padded = key.rkey.clone();
-        padded.resize(key.rkey.len() + ADDRESS_BYTES_MAX, 0);
-        // SAFETY: the key outlives the call and the endpoint lives; the result is written before it is read.
-        // That the key is UCX's is the peer's word, as `WindowKey::from_bytes` says.
-        #[allow(unsafe_code, reason = "foreign call")]
-        let status =
-            unsafe { self.context.ucp.ucp_ep_rkey_unpack(endpoint, padded.as_ptr().cast(), &raw mut rkey) };
-        check(self.context.ucp, &self.peer, "open a window of", status)?;
-        self.windows.push(Opened { rkey, address: key.address, bytes: key.bytes });
-        Ok(RemoteWindow { link: self.id, index: self.windows.len() - 1 })
-    }
-
-    /// Writes a part of a bucket into a peer's window, at `offset`. It is there after [`Link::flush`].
-    ///
-    /// # Errors
-    /// As [`Link::send`], and for a place outside the window.
-    pub fn put(
-        &mut self,
-        bucket: Bucket,
-        range: Range<usize>,
-        window: RemoteWindow,
-        offset: u64,
-    ) -> Result<Ticket> {
-        const ACTION: &str = "write into a window of";
-        let endpoint = self.endpoint(ACTION)?;
-        let (rkey, to) = self.place(ACTION, window, offset, range.len())?;
-        self.start(ACTION, bucket, range, false, |ucp, _, memory, bytes, param| {
-            // SAFETY: as in `send`; the key was opened on this endpoint, and `place` found the bytes inside the window.
-            #[allow(unsafe_code, reason = "foreign call")]
-            unsafe {
-                ucp.ucp_put_nbx(endpoint, memory.cast(), bytes, to, rkey, param)
-            }
-        })
-    }
-
-    /// Reads from a peer's window, from `offset`, into the part of a bucket.
-    ///
-    /// # Errors
-    /// As [`Link::put`].
-    pub fn get(
-        &mut self,
-        bucket: Bucket,
-        range: Range<usize>,
-        window: RemoteWindow,
-        offset: u64,
-    ) -> Result<Ticket> {
-        const ACTION: &str = "read from a window of";
-        let endpoint = self.endpoint(ACTION)?;
-        let (rkey, from) = self.place(ACTION, window, offset, range.len())?;
-        self.start(ACTION, bucket, range, false, |ucp, _, memory, bytes, param| {
-            // SAFETY: as in `put`; no reference to the bucket exists while the flight owns it.
-            #[allow(unsafe_code, reason = "foreign call")]
-            unsafe {
-                ucp.ucp_get_nbx(endpoint, memory.cast(), bytes, from, rkey, param)
-            }
-        })
-    }
-
     /// Waits until a transfer is done, and gives back its bucket and the bytes that it moved. `watch` is asked every 20 ms; what it
     /// fails with says that the peer is gone.
     ///
@@ -340,57 +259,11 @@ impl Link {
         }
     }
 
-    /// Waits until all that was put is in the peer's windows.
-    ///
-    /// # Errors
-    /// As [`Link::finish`].
-    pub fn flush(
-        &mut self,
-        deadline: Duration,
-        watch: &mut dyn FnMut() -> std::result::Result<(), String>,
-    ) -> Result<()> {
-        const ACTION: &str = "wait for what was written into windows of";
-        let endpoint = self.endpoint(ACTION)?;
-        let empty = Bucket::new(self.context.clone(), 0)?;
-        let ticket = self.start(ACTION, empty, 0..0, false, |ucp, _, _, _, param| {
-            // SAFETY: the endpoint lives as long as the link.
-            #[allow(unsafe_code, reason = "foreign call")]
-            unsafe {
-                ucp.ucp_ep_flush_nbx(endpoint, param)
-            }
-        })?;
-        self.finish(ticket, deadline, watch).map(drop)
-    }
-
-    /// Lets UCX work until `until` is true: for a side that only lends a [`Window`](super::Window), where no hardware does it.
-    ///
-    /// # Errors
-    /// [`Error::LinkTimeout`] and [`Error::LinkLost`] as [`Link::finish`].
-    pub fn serve(&mut self, deadline: Duration, until: &mut dyn FnMut() -> bool) -> Result<()> {
-        self.wait("wait for", deadline, &mut || Ok(()), |_| until().then_some(()))
-    }
-
     fn endpoint(&self, action: &'static str) -> Result<sys::ucp_ep_h> {
         match &self.endpoint {
             Some(endpoint) => Ok(endpoint.handle),
             None => Err(self.refused(action, "the link is not connected")),
         }
-    }
-
-    fn place(
-        &self,
-        action: &'static str,
-        window: RemoteWindow,
-        offset: u64,
-        bytes: usize,
-    ) -> Result<(sys::ucp_rkey_h, u64)> {
-        let opened = self.windows.get(window.index).filter(|_| window.link == self.id);
-        let Some(opened) = opened else { return Err(self.refused(action, "the window is another link's")) };
-        if offset.checked_add(bytes as u64).is_none_or(|end| end > opened.bytes) {
-            let status = format!("{bytes} bytes at {offset} are outside the window of {}", opened.bytes);
-            return Err(self.refused(action, status));
-        }
-        Ok((opened.rkey, opened.address.wrapping_add(offset)))
     }
 
     /// Begins a transfer and keeps its bucket.
