@@ -381,6 +381,7 @@ fn bad_requests_are_told_what_is_wrong() {
         (format!("/objects/a/object?{named}"), "range: bytes=0-9\r\n", 206),
         (format!("/objects/a/object?{named}"), "range: bytes=990-5000\r\n", 206),
         (format!("/objects/a/object?{named}"), "", 400),
+        (format!("/objects/a/object?{named}"), "range: bytes=1000-1000\r\n", 416),
         (format!("/objects/a/object?{named}"), "range: bytes=1001-1002\r\n", 416),
         (format!("/objects/a/../object?{named}"), "range: bytes=0-9\r\n", 400),
         (format!("/objects/.staging/x?{named}"), "range: bytes=0-9\r\n", 400),

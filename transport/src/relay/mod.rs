@@ -245,7 +245,7 @@ fn named(
         return Err(bad("no object is that large"));
     }
     let (start, end) = (range.start, range.end.min(size));
-    if start > end || end - start > RANGE_BYTES_MAX {
+    if start >= end || end - start > RANGE_BYTES_MAX {
         let message = format!("expected a range inside the object, of at most {RANGE_BYTES_MAX} bytes");
         return Err(Refusal::new(StatusCode::RANGE_NOT_SATISFIABLE, "range", message));
     }
