@@ -221,9 +221,9 @@ fn parse(address: &str) -> Result<Url> {
     Ok(url)
 }
 
-/// The readable beginning of a foreign body.
+/// The readable beginning of a foreign body, in one line and without what a terminal would obey.
 pub(crate) fn excerpt(body: &[u8]) -> String {
-    let text = String::from_utf8_lossy(body);
+    let text = String::from_utf8_lossy(body).replace(char::is_control, " ");
     let text = text.trim();
     match text.char_indices().nth(EXCERPT_CHARS) {
         Some((end, _)) => format!("{}… ({} bytes)", &text[..end], body.len()),
@@ -262,5 +262,6 @@ mod tests {
         assert!(cut.starts_with("ää") && cut.ends_with("(4000 bytes)"));
         assert_eq!(excerpt(b" \n"), "an empty body");
         assert_eq!(excerpt(&[0xff, b'x']), "\u{fffd}x");
+        assert_eq!(excerpt(b"no\x1b[31m\nERROR of ours\x07"), "no [31m ERROR of ours");
     }
 }

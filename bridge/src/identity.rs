@@ -4,6 +4,7 @@ use std::path::Path;
 
 use driftless_transport::Dtype;
 
+use crate::http::excerpt;
 use crate::model::torch_dtype;
 use crate::{Error, Expected, ModelInfo, Result, ServerInfo};
 
@@ -109,7 +110,7 @@ impl Check<'_> {
             engine: self.engine.into(),
             what: what.into(),
             expected: expected.into(),
-            found: found.into(),
+            found: excerpt(found.as_bytes()),
         })
     }
 

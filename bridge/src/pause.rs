@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use driftless_transport::Limit;
 
 use crate::activate::BETWEEN_TRIES;
+use crate::http::excerpt;
 use crate::{Client, Error, GenerateRequest, Label, PauseMode, Result, Rid, SamplingParams};
 
 /// How long ending an activation may take, however it went.
@@ -157,7 +158,7 @@ pub(crate) async fn relabel(client: &Client, label: &str) -> Result<()> {
     if found.as_deref() == Some(label) {
         return Ok(());
     }
-    let (expected, found) = (label.into(), found.unwrap_or_else(|| "none".into()));
+    let (expected, found) = (label.into(), found.map_or("none".into(), |found| excerpt(found.as_bytes())));
     Err(Error::LabelMismatch { engine: client.url().into(), expected, found })
 }
 
