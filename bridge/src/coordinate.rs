@@ -13,7 +13,7 @@ use serde_json::json;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::http::{Call, Connection, Level, Reply};
+use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::{Error, Fleet, Keys, Label, Result};
 
 /// Largest reply of a follower: the status of a host's engines.
@@ -108,51 +108,47 @@ impl Coordinator {
         Ok(Self { hosts, options })
     }
 
-    /// Brings every host to `version`: prepare everywhere, and where that succeeded activate everywhere. As soon as enough hosts
-    /// are activated, `fleet` is fenced. Stragglers are named in what is returned.
+    /// Brings every host to the version of `label`: prepare everywhere, and where that succeeded activate everywhere. As soon as
+    /// enough hosts are activated, `fleet` is fenced. A host that prepared something else is a straggler. Stragglers are named in what is returned.
     ///
     /// # Errors
     /// [`Error::Unprepared`] if too few hosts were prepared in time: then no engine was paused. [`Error::Unactivated`] if too few
     /// were activated: then nothing was fenced.
-    pub async fn roll(&self, version: u64, fleet: Option<&Fleet>) -> Result<Rolled> {
+    pub async fn roll(&self, label: &Label, fleet: Option<&Fleet>) -> Result<Rolled> {
         let mut hosts = self.outcomes();
         let everybody: Vec<usize> = (0..hosts.len()).collect();
         let prepared = self.each(
             &everybody,
             self.options.prepare_deadline,
             |_| {},
-            move |host, deadline| async move { prepare(&host, version, deadline).await },
+            |host, deadline| {
+                let label = label.clone();
+                async move { prepare(&host, &label, deadline).await }
+            },
         );
-        let mut label: Option<Label> = None;
         let mut ready = Vec::new();
         for (index, outcome) in prepared.await? {
             match outcome {
-                Ok((found, took)) => {
-                    let first = label.get_or_insert_with(|| found.clone());
-                    if *first == found {
-                        hosts[index].prepared = Some(took);
-                        ready.push(index);
-                    } else {
-                        hosts[index].failure =
-                            Some(format!("prepared {found} where others prepared {first}"));
-                    }
+                Ok(took) => {
+                    hosts[index].prepared = Some(took);
+                    ready.push(index);
                 }
                 Err(error) => hosts[index].failure = Some(error.to_string()),
             }
         }
-        let (Some(label), true) = (label, ready.len() >= self.hosts_min()) else {
-            return Err(Error::Unprepared { version, wanted: self.hosts_min(), hosts: describe(&hosts) });
-        };
+        if ready.len() < self.hosts_min() {
+            let (version, wanted) = (label.version(), self.hosts_min());
+            return Err(Error::Unprepared { version, wanted, hosts: describe(&hosts) });
+        }
         let mut there = 0;
         let arrived = |_: usize| {
             there += 1;
             if let (true, Some(fleet)) = (there == self.hosts_min(), fleet) {
-                fleet.require(&label);
+                fleet.require(label);
             }
         };
-        let wanted = label.clone();
-        let activated = self.each(&ready, self.options.activate_deadline, arrived, move |host, deadline| {
-            let label = wanted.clone();
+        let activated = self.each(&ready, self.options.activate_deadline, arrived, |host, deadline| {
+            let label = label.clone();
             async move { activate(&host, &label, deadline).await }
         });
         for (index, outcome) in activated.await? {
@@ -161,7 +157,7 @@ impl Coordinator {
                 Err(error) => hosts[index].failure = Some(error.to_string()),
             }
         }
-        let rolled = Rolled { label, hosts };
+        let rolled = Rolled { label: label.clone(), hosts };
         for host in rolled.stragglers() {
             tracing::warn!(host = host.url, failure = host.failure, label = %rolled.label, "a straggler");
         }
@@ -233,13 +229,16 @@ impl Coordinator {
     }
 }
 
-/// Has a follower prepare a version; its label and how long it took.
-async fn prepare(host: &Connection, version: u64, end: Instant) -> Result<(Label, Duration)> {
+/// Has a follower prepare the version of `label`; how long it took.
+async fn prepare(host: &Connection, label: &Label, end: Instant) -> Result<Duration> {
     let begin = Instant::now();
-    let body = json!({ "version": version });
+    let body = json!({ "version": label.version() });
     let (call, reply) = order(host, "/prepare", Some(&body), end).await?;
     let reply: PrepareReply = host.decode(call, &reply.body)?;
-    Ok((reply.label.parse()?, begin.elapsed()))
+    if reply.label == label.to_string() {
+        return Ok(begin.elapsed());
+    }
+    Err(host.malformed(call, &format!("label {label}"), &excerpt(reply.label.as_bytes())))
 }
 
 /// Has a follower activate what it prepared, which has to be `label` on every one of its engines.
@@ -260,7 +259,7 @@ async fn activate(host: &Connection, label: &Label, end: Instant) -> Result<Dura
             expected: wanted,
             found: found.map_or_else(
                 || "nothing".to_owned(),
-                |(applied, engines)| format!("{applied} on disk, {engines:?}"),
+                |(applied, engines)| format!("{} on disk, {engines:?}", excerpt(applied.as_bytes())),
             ),
         }),
     }

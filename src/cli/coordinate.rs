@@ -4,10 +4,11 @@ use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
 use crate::cli::signals::{PATIENCE, stop_on_signals};
 use crate::cli::{keys, numbers, store};
-use driftless::bridge::{Coordinator, CoordinatorOptions, Keys, Rolled};
-use driftless::transport::{Error as Transport, Run, Stop, Version};
+use driftless::bridge::{Coordinator, CoordinatorOptions, Keys, Label, Rolled};
+use driftless::transport::{Error as Transport, Run, Stop, Store};
 use serde_json::json;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 const EXAMPLES: &str = "\
@@ -20,6 +21,9 @@ Examples:
 
 All hosts prepare a version while their engines generate; then all engines change to it. With --hosts-min nobody waits for
 stragglers longer than --grace: they keep what they have until a later round.";
+
+/// Polls after which the same version is rolled again: a host that was started anew has lost what it was ordered.
+const AGAIN: u32 = 20;
 
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
@@ -76,24 +80,27 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let stop = Stop::new();
     stop_on_signals(&stop, PATIENCE)?;
     let mut there = None;
+    let mut polls = 0_u32;
     while !stop.is_stopped() {
-        let newest = Run::open(store.clone(), &args.run).and_then(|run| run.newest_version(&args.model));
-        let round = match newest {
-            Ok(Some(newest)) if there == Some(newest) => Ok(None),
+        polls = polls.wrapping_add(1);
+        let round = match newest(&store, &args) {
+            Ok(Some(newest)) if there.as_ref() == Some(&newest) && !polls.is_multiple_of(AGAIN) => Ok(None),
             Ok(Some(newest)) => {
-                runtime.block_on(coordinator.roll(newest.0, None)).map(Some).map_err(Error::from)
+                runtime.block_on(coordinator.roll(&newest, None)).map(Some).map_err(Error::from)
             }
-            Ok(None) | Err(Transport::NoSuchRun { .. }) if !args.once => Ok(None),
+            Ok(None) | Err(Error::Transport(Transport::NoSuchRun { .. })) if !args.once => Ok(None),
             Ok(None) => Err(no_version(&args)),
-            Err(error) => Err(Error::from(error)),
+            Err(error) => Err(error),
         };
         match round {
             Ok(None) => {}
             Ok(Some(rolled)) => {
                 // With a straggler the same version is rolled again: nothing is done where it is already.
                 let complete = rolled.stragglers().next().is_none();
-                there = complete.then_some(Version(rolled.label.version()));
-                tracing::info!(label = %rolled.label, complete, "rolled");
+                if there.as_ref() != Some(&rolled.label) {
+                    tracing::info!(label = %rolled.label, complete, "rolled");
+                }
+                there = complete.then(|| rolled.label.clone());
                 if args.once {
                     return show(&rolled, output);
                 }
@@ -106,6 +113,13 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The label of the run's newest version.
+fn newest(store: &Arc<dyn Store>, args: &Args) -> Result<Option<Label>> {
+    let run = Run::open(store.clone(), &args.run)?;
+    let newest = run.newest_version(&args.model)?;
+    Ok(newest.map(|newest| Label::new(&run.id().to_string(), newest.0)).transpose()?)
 }
 
 fn no_version(args: &Args) -> Error {

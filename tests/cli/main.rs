@@ -4,6 +4,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod coordinated;
 mod interrupted;
 mod log;
 mod mistakes;

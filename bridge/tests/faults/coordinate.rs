@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::routing::post;
+use axum::{Json, Router};
 use driftless_bridge::{
     ClientOptions, Coordinator, CoordinatorOptions, DiskActivator, DiskOptions, Error, Expected, Fleet,
     FleetOptions, GenerateRequest, Keys, Label, Rid, Route, SamplingParams,
@@ -13,6 +15,7 @@ use driftless_transport::{
     Activate, Checkpoint, Follower, FollowerOptions, Memory, Mode, Publisher, PublisherOptions, Start, Step,
     Store, http,
 };
+use serde_json::json;
 use tokio::runtime::Runtime;
 
 use crate::fake::{Fake, Fault, checkpoint, patient, short};
@@ -49,14 +52,14 @@ fn scene_with(count: usize, client: &ClientOptions) -> Scene {
         let next = Checkpoint::open(checkpoint(&dir.path().join("next"), seed, 4)).unwrap();
         publisher.publish(&next, Step::default(), Mode::Delta).unwrap();
     }
-    let labels =
+    let labels: Vec<Label> =
         (0..3).map(|version| Label::new(&publisher.run().id().to_string(), version).unwrap()).collect();
     let hosts: Vec<Host> =
         (0..count).map(|number| host(&store, &start, dir.path(), number, client)).collect();
     let addresses: Vec<String> = hosts.iter().map(|host| host.engine.address.to_string()).collect();
     let runtime = Runtime::new().unwrap();
     let coordinator = Coordinator::new(&followers(&hosts), options_of(0)).unwrap();
-    runtime.block_on(coordinator.roll(0, None)).unwrap();
+    runtime.block_on(coordinator.roll(&labels[0], None)).unwrap();
     let options = FleetOptions {
         route: Route::RoundRobin,
         deadline: Duration::from_secs(60),
@@ -137,12 +140,12 @@ impl Scene {
 fn every_host_changes_and_a_second_time_nothing_is_done() {
     let scene = scene(3);
     let coordinator = scene.coordinator(0);
-    let rolled = scene.runtime.block_on(coordinator.roll(2, Some(&scene.fleet))).unwrap();
+    let rolled = scene.runtime.block_on(coordinator.roll(&scene.labels[2], Some(&scene.fleet))).unwrap();
     assert_eq!((rolled.label.to_string(), rolled.stragglers().count()), (scene.label(2), 0));
     assert_eq!(scene.serving(), vec![scene.label(2); 3]);
     assert_eq!(scene.asked(0), [0, 1, 2]);
     let before: Vec<usize> = (0..3).map(|host| scene.pauses(host)).collect();
-    scene.runtime.block_on(coordinator.roll(2, Some(&scene.fleet))).unwrap();
+    scene.runtime.block_on(coordinator.roll(&scene.labels[2], Some(&scene.fleet))).unwrap();
     assert_eq!((0..3).map(|host| scene.pauses(host)).collect::<Vec<_>>(), before);
 }
 
@@ -152,7 +155,7 @@ fn no_engine_is_paused_before_enough_hosts_are_prepared() {
     let coordinator = scene.coordinator(0);
     drop(scene.hosts[1].server.take());
     let before = scene.pauses(0);
-    match scene.runtime.block_on(coordinator.roll(1, Some(&scene.fleet))) {
+    match scene.runtime.block_on(coordinator.roll(&scene.labels[1], Some(&scene.fleet))) {
         Err(Error::Unprepared { version: 1, wanted: 2, hosts }) => assert_eq!(hosts.len(), 1, "{hosts:?}"),
         other => panic!("{other:?}"),
     }
@@ -167,7 +170,7 @@ fn a_straggler_is_fenced_and_comes_along_later() {
         let scene = scene_with(3, &client);
         let coordinator = scene.coordinator(2);
         scene.hosts[1].engine.fault("POST /update_weights_from_disk", fault.clone());
-        let rolled = scene.runtime.block_on(coordinator.roll(1, Some(&scene.fleet))).unwrap();
+        let rolled = scene.runtime.block_on(coordinator.roll(&scene.labels[1], Some(&scene.fleet))).unwrap();
         let stragglers: Vec<_> = rolled.stragglers().collect();
         assert_eq!(stragglers.len(), 1, "{fault:?}: {rolled:?}");
         assert!(stragglers[0].failure.is_some() && stragglers[0].prepared.is_some(), "{stragglers:?}");
@@ -175,7 +178,7 @@ fn a_straggler_is_fenced_and_comes_along_later() {
         assert_eq!(scene.serving(), [scene.label(1), unknown, scene.label(1)], "{fault:?}");
         assert_eq!(scene.asked(0), [0, 2], "{fault:?}: no traffic below the fence");
         // The next version takes it along.
-        let rolled = scene.runtime.block_on(coordinator.roll(2, Some(&scene.fleet))).unwrap();
+        let rolled = scene.runtime.block_on(coordinator.roll(&scene.labels[2], Some(&scene.fleet))).unwrap();
         assert_eq!(rolled.stragglers().count(), 0, "{fault:?}: {rolled:?}");
         scene
             .runtime
@@ -192,11 +195,31 @@ fn a_host_that_never_answers_costs_its_grace_and_is_named() {
     let addresses = [followers(&scene.hosts), vec![silent.local_addr().unwrap().to_string()]].concat();
     let options = CoordinatorOptions { grace: Duration::from_millis(50), ..options_of(1) };
     let coordinator = Coordinator::new(&addresses, options).unwrap();
-    let rolled = scene.runtime.block_on(coordinator.roll(1, None)).unwrap();
+    let rolled = scene.runtime.block_on(coordinator.roll(&scene.labels[1], None)).unwrap();
     let stragglers: Vec<_> = rolled.stragglers().map(|host| (&host.url, host.failure.as_ref())).collect();
     assert_eq!(stragglers.len(), 1);
     assert!(stragglers[0].0.contains(&addresses[1]), "{stragglers:?}");
     assert_eq!(scene.serving(), [scene.label(1)]);
+}
+
+/// A follower of another run, or one that is behind, which answers before anybody else.
+#[test]
+fn a_host_that_prepares_something_else_is_the_straggler_and_no_measure_for_others() {
+    let scene = scene(1);
+    for (version, label) in [(1, "ffffffffffff:1".to_owned()), (2, scene.label(1))] {
+        let reply = json!({"version": 1, "label": label, "links": 0, "bytes": 0, "changed": 0});
+        let prepared = Router::new().route("/prepare", post(move || async move { Json(reply) }));
+        let listener = scene.runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
+        let liar = listener.local_addr().unwrap().to_string();
+        scene.runtime.spawn(async move { axum::serve(listener, prepared).await });
+        let addresses = [vec![liar.clone()], followers(&scene.hosts)].concat();
+        let coordinator = Coordinator::new(&addresses, options_of(1)).unwrap();
+        let rolled = scene.runtime.block_on(coordinator.roll(&scene.labels[version], None)).unwrap();
+        let [straggler] = rolled.stragglers().collect::<Vec<_>>()[..] else { panic!("{rolled:?}") };
+        assert!(straggler.url.contains(&liar), "{straggler:?}");
+        assert!(straggler.failure.as_ref().unwrap().contains(&label), "{straggler:?}");
+        assert_eq!(scene.serving(), [scene.label(version)]);
+    }
 }
 
 #[test]
@@ -205,7 +228,7 @@ fn when_too_few_activate_nothing_is_fenced() {
     let coordinator = scene.coordinator(2);
     // It goes on with what it has.
     scene.hosts[0].engine.fault("POST /update_weight_version", Fault::KeepLabel);
-    match scene.runtime.block_on(coordinator.roll(1, Some(&scene.fleet))) {
+    match scene.runtime.block_on(coordinator.roll(&scene.labels[1], Some(&scene.fleet))) {
         Err(Error::Unactivated { label, wanted: 2, hosts }) => {
             assert_eq!((label.to_string(), hosts.len()), (scene.label(1), 1), "{hosts:?}")
         }
@@ -219,7 +242,7 @@ fn wrong_tokens_and_addresses_are_refused() {
     let scene = scene(1);
     let options = CoordinatorOptions { keys: Keys::default(), ..options_of(0) };
     let coordinator = Coordinator::new(&followers(&scene.hosts), options).unwrap();
-    match scene.runtime.block_on(coordinator.roll(1, None)) {
+    match scene.runtime.block_on(coordinator.roll(&scene.labels[1], None)) {
         Err(Error::Unprepared { hosts, .. }) => assert!(hosts[0].contains("401"), "{hosts:?}"),
         other => panic!("{other:?}"),
     }

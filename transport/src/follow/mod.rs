@@ -282,15 +282,10 @@ impl Follower {
         Ok(self.status())
     }
 
-    /// [`Follower::activate`] for the engines whose time to be asked again has come; where a coordinator decides, only once it has.
+    /// [`Follower::activate`] for the engines whose time to be asked again has come. Where a coordinator decides and has not yet, they
+    /// are only looked at, which ends a pause that an earlier process left.
     fn activate_due(&self) -> Result<()> {
-        let mut core = self.core()?;
-        let applied = core.replica.applied().map(|applied| applied.version);
-        if self.options().coordinated && (applied.is_none() || core.released != applied) {
-            self.acknowledge(&core);
-            return Ok(());
-        }
-        self.activate_and_acknowledge(&mut core, Some(Instant::now()))
+        self.activate_and_acknowledge(&mut *self.core()?, Some(Instant::now()))
     }
 
     fn activate_and_acknowledge(&self, core: &mut Core, due: Option<Instant>) -> Result<()> {
@@ -429,7 +424,8 @@ impl Follower {
     /// Asks the engines whose time has come by `due`, or all of them, and activates the version on those that serve another one.
     fn activate_in(&self, core: &mut Core, due: Option<Instant>) -> Result<()> {
         let options = &self.shared.options;
-        let Core { replica, engines, .. } = core;
+        let Core { replica, engines, released, .. } = core;
+        let ordered = !options.coordinated || *released == replica.applied().map(|applied| applied.version);
         let checkpoint = replica.share()?;
         let manifest = Arc::new(
             replica
@@ -447,7 +443,7 @@ impl Follower {
         let served = ask_all(engines, &chosen, wait, || Job::Serving);
         let stale = |(slot, served): (&Slot, &Option<Result<Answer>>)| {
             let reload = slot.reload && matches!(served, Some(Ok(_)));
-            (reload || serves_another(served.as_ref(), &label)) && is_due(slot.load_at)
+            ordered && (reload || serves_another(served.as_ref(), &label)) && is_due(slot.load_at)
         };
         let stale: Vec<bool> = engines.iter().zip(&served).map(stale).collect();
         if stale.contains(&true) {

@@ -465,10 +465,13 @@ fn a_coordinated_follower_waits_for_orders_and_mends_what_was_ordered() {
     fixture.publish();
     order(&|| follower.prepare(None).is_ok());
     assert_eq!(follower.status().applied.unwrap().version, Version(1));
-    // Prepared is not activated; many rounds of the loop pass while the engine is asked nothing.
+    // Prepared is not activated; many rounds of the loop look at the engine and load nothing. What an earlier process left paused shows.
     engine.0.lock().unwrap().serving = None;
+    engine.0.lock().unwrap().paused = true;
     rounds_pass();
     assert_eq!((engine.serving(), engine.activations()), (None, 1));
+    assert_eq!(follower.maybe_paused(), ["http://a"]);
+    engine.0.lock().unwrap().paused = false;
     order(&|| follower.activate().is_ok());
     assert_eq!(engine.serving(), Some(fixture.label(1)));
     // One that is started again gets what was ordered.
