@@ -175,7 +175,7 @@ where
 
 /// Serves `router` over HTTP/1 for ever. What has to be authorised passes through [`admit`]; a connection whose request does not is
 /// closed with the answer.
-pub(crate) async fn serve_http(listener: TcpListener, limits: Limits, router: Router) {
+pub async fn serve_http(listener: TcpListener, limits: Limits, router: Router) {
     let router = TowerToHyperService::new(router);
     let mut http = http1::Builder::new();
     // The deadlines are those of the stream.
