@@ -39,7 +39,7 @@ pub trait Share: Send {
     /// Lays a bucket into one of two slots, 0 or 1, and says where each of `ranks` ranks finds it. What was in the slot has been released.
     ///
     /// # Errors
-    /// [`Error::Root`] when there is no room or the weights cannot be read.
+    /// [`crate::Error::Root`] when there is no room or the weights cannot be read.
     fn place(
         &mut self,
         slot: usize,
