@@ -1,6 +1,7 @@
 //! Runs work on several threads and returns the results in order, with a bound on what is in flight.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -65,12 +66,14 @@ fn run<J: Send, T: Send>(
 ) -> Result<()> {
     let (jobs, inbox) = channel::<(usize, J)>();
     let (outbox, results) = channel();
-    let inbox = Mutex::new(inbox);
+    let (inbox, over) = (Mutex::new(inbox), AtomicBool::new(false));
     thread::scope(|scope| {
         let (inbox, work) = (&inbox, &work);
+        let _over = Over(&over);
         for _ in 0..bounds.threads.clamp(1, weights.len().max(1)) {
             let outbox = outbox.clone();
-            scope.spawn(move || serve(inbox, &outbox, work));
+            let over = &over;
+            scope.spawn(move || serve(inbox, &outbox, work, over));
         }
         drop(outbox);
         let mut waiting = BTreeMap::new();
@@ -101,6 +104,15 @@ fn run<J: Send, T: Send>(
 
 const CANCELLED: Error = Error::Cancelled { what: "the work on other threads" };
 
+/// Has what was fed and not begun be left, once the caller's thread wants no more results.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
 /// Sends a result also when the work panics, so that nobody waits for it.
 struct Reply<'a, T> {
     index: usize,
@@ -119,10 +131,14 @@ fn serve<J, T>(
     inbox: &Mutex<Receiver<(usize, J)>>,
     outbox: &Sender<(usize, Result<T>)>,
     work: &(impl Fn(J) -> Result<T> + Sync),
+    over: &AtomicBool,
 ) {
     loop {
         let received = lock(inbox).recv();
         let Ok((index, job)) = received else { return };
+        if over.load(Relaxed) {
+            return;
+        }
         let mut reply = Reply { index, outbox, result: None };
         reply.result = Some(work(job));
     }
@@ -222,6 +238,15 @@ mod tests {
         let work = |index: usize| if index == 7 { Err(bad()) } else { Ok(index) };
         let outcome = as_they_come(&[1; 40], BOUNDS, work, |_, _| Ok(()));
         assert!(matches!(outcome, Err(Error::BadText { .. })), "{outcome:?}");
+    }
+
+    #[test]
+    fn work_that_was_fed_is_left_when_the_caller_wants_no_more() {
+        let (jobs, inbox) = channel();
+        let (outbox, results) = channel();
+        jobs.send((0, 0)).unwrap();
+        serve(&Mutex::new(inbox), &outbox, &Ok, &AtomicBool::new(true));
+        assert!(results.try_recv().is_err());
     }
 
     #[test]

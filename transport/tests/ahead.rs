@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -100,6 +100,31 @@ fn an_object_that_cannot_be_fetched_ahead_fails_the_one_who_asks_and_is_fetched_
         assert!(matches!(error, Error::Cancelled { what: "this fetch" }), "{error:?}");
     }
     scene.advance(|_, object| scene.run.object(object)).unwrap();
+}
+
+#[test]
+fn object_that_the_store_does_not_give_in_time_is_asked_for_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let mut weights = Weights::default();
+    for tensor in 0..40 {
+        weights.set(&format!("t{tensor}"), Dtype::F32, &[64, 64], |_| tensor);
+    }
+    let mut publisher =
+        Publisher::open(store.clone(), options(Start::NewRun, &dir.path().join("baseline"))).unwrap();
+    publisher.publish(&weights, step(0), Mode::Full).unwrap();
+    let link = Run::open(store, RUN).unwrap().get(MODEL, Version(0)).unwrap();
+    let asked = Mutex::new(BTreeMap::<Key, usize>::new());
+    let fetch = |object: &Object| {
+        *asked.lock().unwrap().entry(object.key.clone()).or_default() += 1;
+        let (store, key, waited) = ("bucket".to_owned(), object.key.clone(), Duration::from_secs(120));
+        Err(Error::Unreachable { store, action: "get", key, waited, attempts: 5, source: "no answer".into() })
+    };
+    let mut replica = Replica::open(dir.path().join("replica")).unwrap();
+    let error = replica.advance_with(&link, &fetch).unwrap_err();
+    assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");
+    let asked = asked.into_inner().unwrap();
+    assert!(!asked.is_empty() && asked.values().all(|times| *times == 1), "{asked:?}");
 }
 
 /// The weight file's time by the marker, and as it is.

@@ -64,7 +64,7 @@ enum State {
     #[default]
     Absent,
     Here(Arc<Vec<u8>>),
-    /// Why it could not be fetched ahead, for the first one who asks.
+    /// Why it could not be fetched, for the next one who asks.
     Failed(Error),
 }
 
@@ -168,12 +168,12 @@ impl<'a> Objects<'a> {
         let slot = self.slot(place, entry.size);
         let mut state = lock(&slot.0);
         let bytes = match std::mem::take(&mut *state) {
-            State::Here(bytes) => bytes,
-            State::Failed(error) => return Err(error),
-            State::Absent => self.fetch(entry)?,
+            State::Here(bytes) => Ok(bytes),
+            State::Failed(error) => Err(error),
+            State::Absent => self.fetch(entry),
         };
-        *state = State::Here(bytes.clone());
-        Ok(bytes)
+        *state = bytes.as_ref().map_or_else(after, |bytes| State::Here(bytes.clone()));
+        bytes
     }
 
     fn fetch(&self, entry: &Object) -> Result<Arc<Vec<u8>>> {
@@ -212,6 +212,16 @@ impl<'a> Objects<'a> {
     fn size(&self, place: Place) -> u64 {
         self.entry(place).map_or(0, |object| object.size)
     }
+}
+
+/// What an object is after an error that one thread was told. Where the store's deadline has passed, the others are told as well:
+/// each of them would wait for it once more.
+fn after(error: &Error) -> State {
+    let Error::Unreachable { store, action, key, waited, attempts, source } = error else {
+        return State::Absent;
+    };
+    let (store, key, source) = (store.clone(), key.clone(), source.to_string().into());
+    State::Failed(Error::Unreachable { store, action, key, waited: *waited, attempts: *attempts, source })
 }
 
 /// Ends the fetching ahead when the work ends, whichever way it does.
