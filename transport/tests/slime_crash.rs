@@ -87,6 +87,7 @@ fn a_publisher_that_died_before_the_index_left_nothing_that_counts() {
     let store: Arc<dyn Store> = Arc::new(Disk::new(root.join("source")));
     let open = |start| {
         let mut options = PublisherOptions::new(start, root.join("baseline"));
+        options.allow_non_finite = true;
         options.hf_checkpoint = Some(root.join("hf"));
         options.file_bytes = 1000;
         Publisher::open(store.clone(), options).unwrap()

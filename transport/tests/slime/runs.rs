@@ -222,6 +222,7 @@ fn whichever_call_of_the_store_fails_a_version_is_there_or_not() {
                 let mut options =
                     driftless_transport::slime::PublisherOptions::new(start, world.path("baseline"));
                 options.hf_checkpoint = Some(world.path("hf"));
+                options.allow_non_finite = true;
                 driftless_transport::slime::Publisher::open(store.clone(), options)
             };
             let mut publisher = open(Start::NewRun).unwrap();
