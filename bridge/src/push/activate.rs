@@ -12,9 +12,9 @@ use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
 
 use super::occupation::{self, Occupation, in_doubt};
 use super::{HostWeights, Member, Push};
+use crate::activate::pause::{self, Pause, left_paused, relabel};
 use crate::activate::{self, attach};
-use crate::checksums::check_tensors;
-use crate::pause::{self, Pause, left_paused, relabel};
+use crate::sglang::check_tensors;
 use crate::{Client, ClientOptions, Engine, Error, Expected, Label, MemoryTag, PauseMode, Result, checksums};
 
 /// Options of a [`PushActivator`].

@@ -3,12 +3,25 @@
 //!
 //! [`plan`] says which tensors travel together, [`Weights`] where they are, [`Push`] brings them there, and [`PushActivator`] puts pause,
 //! label and a look at the result around it.
+//!
+//! | File | Is |
+//! |---|---|
+//! | `activate` | [`PushActivator`]: one follower drives several engines as if they were one |
+//! | `bucket` | which tensors travel together |
+//! | `weights` | where the weights are |
+//! | `calls` | HTTP calls under way at every engine meanwhile |
+//! | `occupation` | memory that engines give back for as long as a push takes |
+//! | `nccl/` | over a network: rank 0 of SGLang's weight-update group |
+//! | `colocate/` | within the GPU that the engine uses |
+//! | `device/` | buckets in CUDA memory, which both of these share |
 
 mod activate;
 mod bucket;
 mod calls;
+mod colocate;
 #[cfg(feature = "cuda")]
 pub(crate) mod device;
+mod nccl;
 mod occupation;
 mod weights;
 
@@ -19,6 +32,12 @@ use tokio::runtime::{Handle, Runtime};
 pub use activate::{PushActivator, PushOptions};
 pub use bucket::{Bucket, plan};
 pub(crate) use calls::Calls;
+#[cfg(feature = "cuda")]
+pub use colocate::CudaShare;
+pub use colocate::{Colocation, ColocationOptions, CudaPlace, Place, Share};
+pub use nccl::{Group, GroupOptions, Meeting, Rendezvous, RendezvousOptions, Root, UpdateMode};
+#[cfg(feature = "nccl")]
+pub use nccl::{NcclOptions, NcclRoot};
 #[cfg(feature = "cuda")]
 pub use weights::DeviceWeights;
 pub use weights::{Bytes, HostWeights, Weights};

@@ -6,7 +6,7 @@
 //! accepts any of them. The next process resumes what is released, and touches nothing whose state is
 //! unknown.
 
-use crate::pause::{partial, plain};
+use crate::activate::pause::{partial, plain};
 use crate::{Client, Error, MemoryTag, PauseMode, Result};
 
 /// What an engine's label says about its memory.

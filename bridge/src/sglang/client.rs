@@ -6,9 +6,9 @@ use std::time::Duration;
 use driftless_transport::Limit;
 use serde_json::{Value, json};
 
-use crate::generate::RawGeneration;
+use super::generate::{self, RawGeneration};
+use super::wire::{ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, Status, TensorUpdate};
 use crate::http::{Call, Connection, Level, Reply, excerpt};
-use crate::wire::{ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, Status, TensorUpdate};
 use crate::{
     DiskUpdate, DiskUpdated, Error, GenerateRequest, Generation, Keys, Load, MemoryTag, ModelInfo, PauseMode,
     RankChecksums, Result, ServerInfo,
@@ -158,7 +158,7 @@ impl Client {
     /// # Errors
     /// [`Error::Reply`] when it is not so; as [`Client::model_info`].
     pub async fn generate(&self, request: &GenerateRequest) -> Result<Generation> {
-        let body = request.to_json();
+        let body = generate::body(request);
         let call = self.post("/generate", Level::Normal, &body, self.deadlines.generate);
         let raw: RawGeneration = self.connection.json(call).await?;
         raw.check(request, self.url())

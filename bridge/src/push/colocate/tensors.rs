@@ -12,7 +12,7 @@ use tokio::runtime::Runtime;
 use super::payload::payload;
 use super::{Place, Share};
 use crate::push::{Calls, begin_sessions, end_sessions};
-use crate::wire::TensorUpdate;
+use crate::sglang::wire::TensorUpdate;
 use crate::{Bucket, Client, Error, Member, Push, Pushed, Result, ServerInfo, Weights, plan};
 
 const CALL: &str = "/update_weights_from_tensor";

@@ -9,7 +9,7 @@ use tokio::runtime::Runtime;
 use super::{Meeting, Rendezvous, RendezvousOptions, Root};
 use crate::model::torch_name;
 use crate::push::{Calls, begin_sessions, end_sessions};
-use crate::wire::{DistributedUpdate, GroupInit};
+use crate::sglang::wire::{DistributedUpdate, GroupInit};
 use crate::{Bucket, Client, Error, Member, Push, Pushed, Result, ServerInfo, Weights, plan};
 
 /// How the bytes of a bucket travel.

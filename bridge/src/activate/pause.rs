@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use driftless_transport::Limit;
 
-use crate::activate::BETWEEN_TRIES;
+use super::BETWEEN_TRIES;
 use crate::http::excerpt;
 use crate::{Client, Error, GenerateRequest, Label, PauseMode, Result, Rid, SamplingParams};
 

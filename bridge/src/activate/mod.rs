@@ -7,6 +7,8 @@
 //! An update that fails leaves new weights, old ones or a mixture: what SGLang calls a rollback loads the new path once more. So the engine
 //! carries a label that no request accepts from before the update until its weights were looked at, and stays paused until then.
 
+pub(crate) mod pause;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,8 +16,8 @@ use std::time::Duration;
 use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
 use tokio::runtime::Runtime;
 
-use crate::checksums::check_tensors;
-use crate::pause::{self, Pause, partial, relabel};
+use self::pause::{Pause, partial, relabel};
+use crate::sglang::check_tensors;
 use crate::{
     Client, ClientOptions, DiskUpdate, DiskUpdated, Engine, Error, Expected, Label, PauseMode, Result,
     checksums,

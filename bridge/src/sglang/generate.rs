@@ -1,191 +1,34 @@
-//! Generation with token ids in and out: the request, the reply, and what a reply must satisfy.
-
-use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+//! SGLang's form of a generation: the body of `POST /generate`, and what its reply must satisfy.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::{Error, Result};
+use crate::{Finish, GenerateRequest, Generation, Result, SamplingParams, VersionSpan};
 
-/// A request's id: 36 hex digits, always.
-///
-/// The length is fixed because an engine aborts every request whose id *starts with* the given one: aborting `7` would abort `71` too.
-/// The last four digits count attempts, because an engine refuses an id that it still works on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Rid {
-    scope: u64,
-    sample: u64,
-    attempt: u16,
+/// The body of `POST /generate`.
+pub(crate) fn body(request: &GenerateRequest) -> Value {
+    json!({
+        "rid": request.rid.to_string(),
+        "input_ids": request.input_ids,
+        "sampling_params": sampling(&request.sampling),
+        "return_logprob": true,
+        "stream": false,
+    })
 }
 
-impl Rid {
-    /// Id of `sample` within `scope`, first attempt. A scope is whatever keeps two trainers apart on a shared engine: digits of the run's id.
-    pub fn new(scope: u64, sample: u64) -> Self {
-        Self { scope, sample, attempt: 0 }
+fn sampling(params: &SamplingParams) -> Value {
+    let mut value = json!({
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "max_new_tokens": params.max_new_tokens,
+        "stop_token_ids": params.stop_token_ids,
+        "ignore_eos": params.ignore_eos,
+    });
+    if let (Some(seed), Some(object)) = (params.sampling_seed, value.as_object_mut()) {
+        object.insert("sampling_seed".into(), seed.into());
     }
-
-    /// A new id for a probe of an engine, apart from every sample's.
-    pub(crate) fn probe() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        // The process id keeps two processes that probe one engine at a time apart.
-        let scope = u64::from(std::process::id()) | (0xffff_ffff << 32);
-        Self::new(scope, NEXT.fetch_add(1, Ordering::Relaxed))
-    }
-
-    /// The same sample's next attempt.
-    #[must_use]
-    pub fn next_attempt(self) -> Self {
-        Self { attempt: self.attempt.wrapping_add(1), ..self }
-    }
-}
-
-impl fmt::Display for Rid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:016x}{:016x}{:04x}", self.scope, self.sample, self.attempt)
-    }
-}
-
-/// How tokens are drawn. SGLang's names and meanings; everything is sent, nothing is left to the engine's defaults.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SamplingParams {
-    /// Divides the logits; 0 takes the likeliest token.
-    pub temperature: f64,
-    /// Nucleus: smallest set of tokens with this much probability. 1 keeps all.
-    pub top_p: f64,
-    /// Number of likeliest tokens to keep; -1 keeps all.
-    pub top_k: i64,
-    /// Bound on the output's length, in tokens.
-    pub max_new_tokens: u32,
-    /// Tokens that end the output, themselves included in it.
-    pub stop_token_ids: Vec<i32>,
-    /// Whether to generate past the model's own end token.
-    pub ignore_eos: bool,
-    /// Seed of this request's draws; engines honour it with deterministic inference only.
-    pub sampling_seed: Option<u64>,
-}
-
-impl Default for SamplingParams {
-    /// Plain sampling from the model's distribution, 128 tokens at most.
-    fn default() -> Self {
-        Self {
-            temperature: 1.0,
-            top_p: 1.0,
-            top_k: -1,
-            max_new_tokens: 128,
-            stop_token_ids: Vec::new(),
-            ignore_eos: false,
-            sampling_seed: None,
-        }
-    }
-}
-
-impl SamplingParams {
-    fn to_json(&self) -> Value {
-        let mut value = json!({
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_new_tokens": self.max_new_tokens,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-        });
-        if let (Some(seed), Some(object)) = (self.sampling_seed, value.as_object_mut()) {
-            object.insert("sampling_seed".into(), seed.into());
-        }
-        value
-    }
-}
-
-/// One sample to generate.
-#[derive(Debug, Clone, PartialEq)]
-pub struct GenerateRequest {
-    /// The request's id.
-    pub rid: Rid,
-    /// The prompt's token ids.
-    pub input_ids: Vec<i32>,
-    /// How to draw.
-    pub sampling: SamplingParams,
-}
-
-impl GenerateRequest {
-    /// Refuses what an engine would misbehave on. A token id outside the vocabulary ends a CPU engine's process altogether.
-    ///
-    /// # Errors
-    /// [`Error::Request`] for an empty prompt or an id that is negative or not below `vocabulary` (where known).
-    pub(crate) fn validate(&self, vocabulary: Option<u64>) -> Result<()> {
-        let fail = |what, expected: String, found: String| {
-            Err(Error::Request { rid: self.rid.to_string(), what, expected, found })
-        };
-        if self.input_ids.is_empty() {
-            return fail("input_ids", "at least one token".into(), "none".into());
-        }
-        let bound = vocabulary.unwrap_or(i32::MAX as u64);
-        for ids in [&self.input_ids, &self.sampling.stop_token_ids] {
-            if let Some(id) = ids.iter().find(|id| u64::try_from(**id).map_or(true, |id| id >= bound)) {
-                return fail("a token id", format!("in 0..{bound}"), id.to_string());
-            }
-        }
-        Ok(())
-    }
-
-    pub(crate) fn to_json(&self) -> Value {
-        json!({
-            "rid": self.rid.to_string(),
-            "input_ids": self.input_ids,
-            "sampling_params": self.sampling.to_json(),
-            "return_logprob": true,
-            "stream": false,
-        })
-    }
-}
-
-/// Why an output ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Finish {
-    /// A stop token or the model's end token.
-    Stop,
-    /// `max_new_tokens`.
-    Length,
-    /// Somebody aborted it; the output is what there was.
-    Abort {
-        /// The engine's reason.
-        message: String,
-    },
-}
-
-/// Output tokens `start..end` were drawn from the weights with this label.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct VersionSpan {
-    /// The label.
-    #[serde(rename = "version")]
-    pub label: String,
-    /// First output token.
-    pub start: u32,
-    /// One past the last.
-    pub end: u32,
-}
-
-/// A finished sample.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Generation {
-    /// The request, with the attempt that succeeded.
-    pub rid: Rid,
-    /// URL of the engine that made it.
-    pub engine: String,
-    /// The sampled token ids.
-    pub output_ids: Vec<i32>,
-    /// Log-probability of each under the distribution it was drawn from, temperature included, before top-p and top-k cut it.
-    pub log_probs: Vec<f32>,
-    /// Which weights drew which tokens: contiguous and complete; empty only when there are no tokens.
-    pub spans: Vec<VersionSpan>,
-    /// False where the engine reports one label per reply only: a change of weights in the middle would not show.
-    pub spans_reported: bool,
-    /// Why it ended.
-    pub finish: Finish,
-    /// How often a pause sent the request back to the queue.
-    pub retractions: u64,
+    value
 }
 
 #[derive(Debug, Deserialize)]
@@ -321,6 +164,7 @@ fn spans(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Rid;
 
     fn request() -> GenerateRequest {
         GenerateRequest {
@@ -338,13 +182,6 @@ mod tests {
     }
 
     const LOGPROBS: &str = r#""output_token_logprobs":[[-0.5,5,null],[-1.5,6,"x"]]"#;
-
-    #[test]
-    fn rids_have_one_length_and_one_per_attempt() {
-        let (small, large) = (Rid::new(0, 7), Rid::new(u64::MAX, u64::MAX));
-        assert_eq!((small.to_string().len(), large.to_string().len()), (36, 36));
-        assert_ne!(small.to_string(), small.next_attempt().to_string());
-    }
 
     #[test]
     fn a_good_reply_is_taken() {
@@ -393,19 +230,5 @@ mod tests {
             let (expected, _) = reply(&meta).unwrap_err();
             assert!(expected.contains(word), "{meta}: {expected}");
         }
-    }
-
-    #[test]
-    fn requests_that_would_end_an_engine_are_refused() {
-        let mut bad = request();
-        assert!(bad.validate(Some(2)).is_ok());
-        assert!(bad.validate(Some(1)).is_err());
-        bad.input_ids = vec![-1];
-        assert!(bad.validate(None).is_err());
-        bad.input_ids.clear();
-        assert!(bad.validate(None).is_err());
-        let mut stop = request();
-        stop.sampling.stop_token_ids = vec![300];
-        assert!(stop.validate(Some(256)).is_err());
     }
 }

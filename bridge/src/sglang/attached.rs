@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::{Capabilities, Client, Error, Expected, Identity, Result, identity};
+use super::identity;
+use crate::{Capabilities, Client, Error, Expected, Identity, Result};
 
 /// An engine that fits: the right model, in a set-up that can be updated.
 #[derive(Debug, Clone)]

@@ -4,14 +4,14 @@
 //! HTTP, broadcasts it once, and gathers the next one while the engines load. What moves the bytes is a [`Root`]: NCCL (feature `nccl`),
 //! or whatever a test puts there.
 
-mod group;
 #[cfg(feature = "nccl")]
-mod nccl;
+mod communicator;
+mod group;
 mod rendezvous;
 mod root;
 
-pub use group::{Group, GroupOptions, UpdateMode};
 #[cfg(feature = "nccl")]
-pub use nccl::{NcclOptions, NcclRoot};
+pub use communicator::{NcclOptions, NcclRoot};
+pub use group::{Group, GroupOptions, UpdateMode};
 pub use rendezvous::{Rendezvous, RendezvousOptions};
 pub use root::{Meeting, Root};
