@@ -15,7 +15,8 @@
 //! | `ucx` | – | objects over UCX, which is opened at run time | with `cli` |
 //! | `slime` | – | slime's delta directories in `transport`; builds zstd | with `cli` |
 //! | `cli` | – | the `driftless` command | yes |
-//! | `torch` | `trainer` | models, losses, the loop, the embedded engine; links libtorch 2.11 | no |
+//! | `trainer` | [`trainer`] | the loop without a learner: tasks, advantages, schedule, metrics | yes |
+//! | `torch` | `torch` | models, losses, the loop, the embedded engine; links libtorch 2.11 | no |
 //! | `failpoints` | – | crash points, for kill tests | no |
 
 #[cfg(feature = "bridge")]
@@ -25,6 +26,8 @@ pub use driftless_buffer as buffer;
 #[cfg(feature = "delta")]
 pub use driftless_delta as delta;
 #[cfg(feature = "torch")]
+pub use driftless_torch as torch;
+#[cfg(feature = "trainer")]
 pub use driftless_trainer as trainer;
 #[cfg(feature = "transport")]
 pub use driftless_transport as transport;

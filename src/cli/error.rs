@@ -16,7 +16,7 @@ pub(crate) enum Error {
     Bridge(#[from] driftless::bridge::Error),
     #[cfg(feature = "torch")]
     #[error(transparent)]
-    Trainer(#[from] driftless::trainer::Error),
+    Torch(#[from] driftless::torch::Error),
     #[error("{}", path.display())]
     Io { path: PathBuf, source: std::io::Error },
     #[error("{what} is not valid JSON")]
@@ -54,7 +54,7 @@ impl Error {
             Error::Transport(error) => transport_code(error),
             Error::Bridge(error) => bridge_code(error),
             #[cfg(feature = "torch")]
-            Error::Trainer(error) => trainer_code(error),
+            Error::Torch(error) => torch_code(error),
             _ => 1,
         }
     }
@@ -128,15 +128,13 @@ fn bridge_code(error: &driftless::bridge::Error) -> u8 {
 
 /// Whether a checkpoint or the state of a run was refused, or one of the others' reasons.
 #[cfg(feature = "torch")]
-fn trainer_code(error: &driftless::trainer::Error) -> u8 {
-    use driftless::trainer::Error as Trainer;
+fn torch_code(error: &driftless::torch::Error) -> u8 {
+    use driftless::torch::Error as Torch;
     match error {
-        Trainer::Buffer(error) => buffer_code(error),
-        Trainer::Transport(error) => transport_code(error),
-        Trainer::Bridge(error) => bridge_code(error),
-        Trainer::Json { .. } | Trainer::Tensor { .. } | Trainer::Resume { .. } | Trainer::OtherRun { .. } => {
-            3
-        }
+        Torch::Buffer(error) => buffer_code(error),
+        Torch::Transport(error) => transport_code(error),
+        Torch::Bridge(error) => bridge_code(error),
+        Torch::Json { .. } | Torch::Tensor { .. } | Torch::Resume { .. } | Torch::OtherRun { .. } => 3,
         _ => 1,
     }
 }

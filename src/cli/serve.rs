@@ -4,8 +4,8 @@ use crate::cli::error::Result;
 use crate::cli::output::Output;
 use crate::cli::signals::{PATIENCE, stop_on_signals};
 use crate::cli::{keys, numbers, paths};
-use driftless::trainer::engine::{self, Dialect, EngineOptions};
-use driftless::trainer::{Kind, device};
+use driftless::torch::engine::{self, Dialect, EngineOptions};
+use driftless::torch::{Kind, device};
 use driftless::transport::Stop;
 use serde_json::json;
 use std::path::PathBuf;
@@ -63,7 +63,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.kind = match args.dtype {
         Some(Dtype::Bfloat16) => Kind::BFloat16,
         Some(Dtype::Float32) => Kind::Float,
-        None => driftless::trainer::Config::published_kind(&args.model_path)?,
+        None => driftless::torch::Config::published_kind(&args.model_path)?,
     };
     options.device = device(&args.device)?;
     (options.api_key, options.admin_key) = args.keys.secrets()?;

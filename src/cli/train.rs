@@ -5,12 +5,13 @@ use crate::cli::output::{Output, line_out, say};
 use crate::cli::report::{self, Summary};
 use crate::cli::transport::check_object_store;
 use crate::cli::{keys, numbers, paths, progress, store};
-use driftless::trainer::tasks::arithmetic::Recipe;
-use driftless::trainer::tasks::text::{self, Text};
-use driftless::trainer::{
-    Config, Debug, Estimator, Event, Kind, LearnOptions, Mode, Observer, SftOptions, SftTask, TrainOptions,
+use driftless::torch::tasks::arithmetic::Recipe;
+use driftless::torch::tasks::text::{self, Text};
+use driftless::torch::{
+    Config, Debug, Estimator, Event, Kind, LearnOptions, Observer, SftOptions, SftTask, TrainOptions,
     UpdateWeightMode, checkpoint, sft, train,
 };
+use driftless::trainer::Mode;
 use indicatif::ProgressBar;
 use serde_json::json;
 use std::path::PathBuf;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A file or directory could not be read, written, synced or renamed.
+    /// A file or directory could not be read, written or renamed.
     #[error("cannot {action} {path}")]
     Io {
         /// What was attempted, as a verb: `read`, `write`, `rename` …
@@ -16,134 +16,14 @@ pub enum Error {
         /// The operating system's answer.
         source: std::io::Error,
     },
-    /// A JSON file does not parse, or lacks a field.
-    #[error("{path} is not the JSON expected of it")]
+    /// A value cannot be written as JSON.
+    #[error("{path} cannot be written as JSON")]
     Json {
         /// The file.
         path: PathBuf,
-        /// Where and why.
+        /// Why.
         source: serde_json::Error,
     },
-    /// A model's `config.json` asks for something this crate does not compute.
-    #[error("config field {field}: expected {expected}, found {found}")]
-    Config {
-        /// Key in `config.json`.
-        field: &'static str,
-        /// What is supported.
-        expected: String,
-        /// What the file says.
-        found: String,
-    },
-    /// A tensor of a checkpoint is missing, surplus, or of another shape or dtype than the model's.
-    #[error("tensor {name}: expected {expected}, found {found}; the checkpoint is of another model")]
-    Tensor {
-        /// Hugging Face name of the tensor.
-        name: String,
-        /// What the model needs.
-        expected: String,
-        /// What the checkpoint holds.
-        found: String,
-    },
-    /// An argument is outside what the function can work with.
-    #[error("{what}: expected {expected}, found {found}")]
-    Input {
-        /// The argument or quantity.
-        what: &'static str,
-        /// The allowed range.
-        expected: String,
-        /// What was given.
-        found: String,
-    },
-    /// The asked-for device is not there.
-    #[error("device {asked} is not usable: {reason}")]
-    Device {
-        /// As asked for, e.g. `cuda:1`.
-        asked: String,
-        /// Why not, with the libraries searched.
-        reason: String,
-    },
-    /// A loss, gradient or weight became NaN or infinite; the weights before the step are kept.
-    #[error("{what} is {found} at optimizer step {step}; lower the learning rate or look at the batch")]
-    NotFinite {
-        /// The quantity.
-        what: &'static str,
-        /// Its value.
-        found: f64,
-        /// Optimizer steps done before.
-        step: u64,
-    },
-    /// A training checkpoint belongs to another configuration or lacks something.
-    #[error("training checkpoint {path}: {what}: expected {expected}, found {found}")]
-    Resume {
-        /// The checkpoint's directory.
-        path: PathBuf,
-        /// The field that disagrees.
-        what: &'static str,
-        /// What this run has.
-        expected: String,
-        /// What the checkpoint has.
-        found: String,
-    },
-    /// The embedded engine cannot start.
-    #[error("the engine cannot {action}")]
-    EngineStart {
-        /// What was attempted: `listen on 127.0.0.1:30000` …
-        action: String,
-        /// The operating system's answer.
-        source: std::io::Error,
-    },
-    /// The embedded engine's generating thread ended while it was serving; the log says why. Restart the engine.
-    #[error("the engine's generating thread ended; restart the engine")]
-    EngineEnded,
-    /// A checkpoint, publication or store answered with an error.
-    #[error(transparent)]
-    Transport(#[from] driftless_transport::Error),
-    /// The rollout log answered with an error.
-    #[error(transparent)]
-    Buffer(#[from] driftless_buffer::Error),
-    /// An engine, or the client of it, answered with an error.
-    #[error(transparent)]
-    Bridge(#[from] driftless_bridge::Error),
-    /// The state directory belongs to another run.
-    #[error(
-        "the state in {path} is of run `{found}`, not `{expected}`; give each run a directory of its own"
-    )]
-    OtherRun {
-        /// The state directory.
-        path: PathBuf,
-        /// The run asked for.
-        expected: String,
-        /// The run it belongs to.
-        found: String,
-    },
-    /// A rollout that is to be learned from is not whole in the log.
-    #[error(
-        "rollout {rollout} has {found} complete groups in the log, expected {expected}; generate it first, or train with the batch and group sizes it was generated with"
-    )]
-    IncompleteRollout {
-        /// The rollout.
-        rollout: u64,
-        /// Groups that it should have.
-        expected: u64,
-        /// Groups with enough samples.
-        found: u64,
-    },
-    /// The engine's checksums say nothing about the weights here, so that an equality that was asked for cannot be checked.
-    #[error(
-        "the checksums of engine {engine} cannot be compared: {reason}; leave out --check-weight-update-equal"
-    )]
-    NotComparable {
-        /// URL of the engine.
-        engine: String,
-        /// Why not.
-        reason: String,
-    },
-    /// A part of the loop was asked for what this mode does not have, or was stopped.
-    #[error("the loop was stopped while it waited")]
-    Cancelled,
-    /// libtorch refused an operation (out of memory, a shape, a missing kernel).
-    #[error("libtorch")]
-    Torch(#[from] tch::TchError),
 }
 
 /// `Result` with this crate's [`Error`].
@@ -153,9 +33,4 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.into();
     move |source| Error::Io { action, path, source }
-}
-
-/// An [`Error::Input`] from anything that can be shown.
-pub(crate) fn input(what: &'static str, expected: impl ToString, found: impl ToString) -> Error {
-    Error::Input { what, expected: expected.to_string(), found: found.to_string() }
 }

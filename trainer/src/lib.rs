@@ -1,39 +1,12 @@
-//! A thin libtorch trainer: models, losses, batches, and an embedded engine.
+//! The RL loop without a learner: tasks, advantages, the schedule, and what is measured of a step.
 //!
-//! Everything is token-in-token-out: the ids an engine sampled are the ids that are trained on. Weights travel
-//! only as publications of `driftless-transport`; rollouts only through the log of `driftless-buffer`.
+//! Nothing here links libtorch. `driftless-torch` is the learner, and runs the loop with it.
 
-mod advantage;
-mod batch;
-pub mod checkpoint;
-mod config;
-pub mod engine;
+pub mod advantage;
 mod error;
-mod loss;
 pub mod metrics;
-mod models;
-mod optimizer;
-mod policy;
 mod schedule;
-mod sft;
-mod snapshot;
 pub mod tasks;
-mod torch;
-mod train;
 
-pub use advantage::{grpo, reinforce_plus_plus_baseline};
-pub use batch::{Batch, Reduction, Sample, micro_batches, token_weights};
-pub use config::Config;
 pub use error::{Error, Result};
-pub use loss::{Kl, PolicyLoss, PolicyTerms, entropy, kl, log_probs, policy_loss, sft_loss};
-pub use models::{KvCache, Parameter, Qwen3};
-pub use optimizer::{AdamW, AdamWOptions};
-pub use policy::{Policy, StepStats};
 pub use schedule::{Mode, Schedule};
-pub use sft::{SftOptions, SftSummary, SftTask, sft};
-pub use snapshot::PolicySnapshot;
-pub use tch::Kind;
-pub use torch::{Borrowed, Column, borrow, device, set_threads};
-pub use train::{
-    Debug, Estimator, Event, LearnOptions, Observer, Outcome, TrainOptions, UpdateWeightMode, train,
-};

@@ -6,11 +6,9 @@
 //! Every problem belongs to one of three [`Split`]s by a hash of its operands, so that what is trained on by supervision,
 //! what is practised in RL, and what is tested never overlap.
 
-mod recipe;
 mod tokenizer;
 
-pub use recipe::Recipe;
-pub use tokenizer::files;
+pub use tokenizer::{VOCABULARY, tokenizer, tokenizer_config};
 
 use super::mix;
 

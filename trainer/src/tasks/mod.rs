@@ -1,10 +1,10 @@
-//! What there is to learn: a verifiable task that needs no data from outside, and plain text.
+//! What there is to learn that needs no data from outside.
 
 pub mod arithmetic;
-pub mod text;
 
-/// SplitMix64's finaliser (Steele, Lea and Flood 2014).
-fn mix(value: u64) -> u64 {
+/// Mixes 64 bits: SplitMix64's finaliser (Steele, Lea and Flood 2014).
+#[must_use]
+pub fn mix(value: u64) -> u64 {
     let z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -1,45 +1,16 @@
-//! The files that make the task's model a complete Hugging Face checkpoint.
+//! The task's tokenizer, as files of a Hugging Face checkpoint.
 
-use driftless_transport::AuxFile;
 use serde_json::{Value, json};
-use tch::Kind;
 
 use super::{BOS, EOS, PAD};
-use crate::config::Config;
-use crate::error::Result;
 
 /// The vocabulary, by id.
-pub(super) const VOCABULARY: [&str; 16] =
+pub const VOCABULARY: [&str; 16] =
     ["<pad>", "<bos>", "<eos>", "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "+", "=", "<unk>"];
 
-/// `config.json`, `generation_config.json`, `tokenizer.json` and `tokenizer_config.json` of a model of the task whose
-/// weights are of `kind`; sorted by name.
-///
-/// # Errors
-/// [`crate::Error::Transport`] if a file is refused.
-pub fn files(config: &Config, kind: Kind) -> Result<Vec<AuxFile>> {
-    let files = [
-        ("config.json", config.to_json(kind)),
-        ("generation_config.json", generation_config(config)),
-        ("tokenizer.json", tokenizer()),
-        ("tokenizer_config.json", tokenizer_config()),
-    ];
-    let file = |(name, value): (&str, Value)| Ok(AuxFile::new(name, format!("{value:#}\n").into_bytes())?);
-    files.into_iter().map(file).collect()
-}
-
-fn generation_config(config: &Config) -> Value {
-    json!({
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_json(),
-        "pad_token_id": config.pad_token_id,
-        "do_sample": true,
-        "temperature": 1.0,
-    })
-}
-
-/// A word-level tokenizer whose words are single characters, in the format of the `tokenizers` library.
-fn tokenizer() -> Value {
+/// `tokenizer.json`: a word-level tokenizer whose words are single characters, in the format of the `tokenizers` library.
+#[must_use]
+pub fn tokenizer() -> Value {
     let special = |id: i32| {
         json!({
             "id": id, "content": VOCABULARY[id as usize], "single_word": false, "lstrip": false, "rstrip": false,
@@ -68,7 +39,9 @@ fn tokenizer() -> Value {
     })
 }
 
-fn tokenizer_config() -> Value {
+/// `tokenizer_config.json`.
+#[must_use]
+pub fn tokenizer_config() -> Value {
     json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",

@@ -9,8 +9,8 @@ use tokio::task::JoinSet;
 
 use super::{Event, Observer};
 use crate::error::{Error, Result};
-use crate::metrics::EvalMetrics;
-use crate::tasks::arithmetic::{EOS, Problem, Split};
+use driftless_trainer::metrics::EvalMetrics;
+use driftless_trainer::tasks::arithmetic::{EOS, Problem, Split};
 
 /// Everything a rollout is made from. Prompt number `n` is a function of the seed and `n`, and the log says which samples
 /// are done: there is no other state.

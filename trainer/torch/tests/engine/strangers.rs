@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftless_trainer::engine::EngineOptions;
+use driftless_torch::engine::EngineOptions;
 use serde_json::{Value, json};
 
 use crate::client::Client;
@@ -181,7 +181,7 @@ fn other_process() {
     (options.threads, options.weight_version) = (Some(1), "a".to_owned());
     // No deadline helps it.
     locked(&mut options, NEVER, NEVER);
-    let server = driftless_trainer::engine::serve(options).unwrap();
+    let server = driftless_torch::engine::serve(options).unwrap();
     println!("listening {}", server.address());
     thread::park();
 }

@@ -20,12 +20,12 @@ use super::{Debug, Event, MODEL, Observer, TrainOptions};
 use crate::checkpoint::{self, Progress};
 use crate::config::Config;
 use crate::error::{Error, Result, io};
-use crate::metrics::{self, EvalMetrics, MetricsFile, PublicationMetrics, StepMetrics};
 use crate::models::Qwen3;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::snapshot::PolicySnapshot;
 use crate::torch;
+use driftless_trainer::metrics::{self, EvalMetrics, MetricsFile, PublicationMetrics, StepMetrics};
 
 /// Time between two attempts to attach engines that do not answer.
 const ATTACH_AGAIN: Duration = Duration::from_millis(200);

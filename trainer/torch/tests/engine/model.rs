@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use driftless_trainer::engine::{Dialect, EngineOptions, Server, serve};
-use driftless_trainer::{Config, Parameter, Qwen3};
+use driftless_torch::engine::{Dialect, EngineOptions, Server, serve};
+use driftless_torch::{Config, Parameter, Qwen3};
 use driftless_transport::{AuxFile, Dtype, Snapshot, TensorInfo};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};

@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use driftless_trainer::tasks::mix;
 use driftless_transport::AuxFile;
 use tch::Kind;
 
@@ -75,7 +76,7 @@ impl Text {
     #[must_use]
     pub fn draw(&self, number: u64, seed: u64) -> Vec<i32> {
         let places = (self.0.len() - WINDOW + 1) as u64;
-        let start = (super::mix(seed ^ super::mix(number)) % places) as usize;
+        let start = (mix(seed ^ mix(number)) % places) as usize;
         self.0[start..start + WINDOW].iter().map(|&byte| i32::from(byte)).collect()
     }
 }

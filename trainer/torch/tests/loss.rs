@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_trainer::{
+use driftless_torch::{
     Batch, Error, Kl, PolicyLoss, Reduction, Sample, entropy, kl, log_probs, policy_loss, sft_loss,
     token_weights,
 };

@@ -21,9 +21,9 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result, io};
-use crate::metrics::StepMetrics;
 use crate::policy::Policy;
 use crate::torch::{bytes_of, tensor_of};
+use driftless_trainer::metrics::StepMetrics;
 
 /// Tensor data per file.
 const SHARD_BYTES_MAX: u64 = 4 << 30;

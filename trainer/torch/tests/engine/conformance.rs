@@ -2,7 +2,7 @@
 
 use driftless_bridge::conformance::{self, Subject};
 use driftless_bridge::{Client, ClientOptions};
-use driftless_trainer::engine::Dialect;
+use driftless_torch::engine::Dialect;
 
 use crate::model::Fixture;
 

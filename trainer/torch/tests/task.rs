@@ -5,9 +5,10 @@
 use std::path::Path;
 use std::process::Command;
 
-use driftless_trainer::tasks::arithmetic::{Problem, Recipe, Split};
-use driftless_trainer::tasks::text::{self, Text};
-use driftless_trainer::{Config, Kind, Policy, PolicySnapshot, Qwen3, SftOptions, SftTask, sft};
+use driftless_torch::tasks::arithmetic::Recipe;
+use driftless_torch::tasks::text::{self, Text};
+use driftless_torch::{Config, Kind, Policy, PolicySnapshot, Qwen3, SftOptions, SftTask, sft};
+use driftless_trainer::tasks::arithmetic::{Problem, Split};
 use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Tensor};
 

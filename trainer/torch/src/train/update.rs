@@ -9,7 +9,7 @@ use driftless_bridge::{Fleet, Label, LiveWeights, checksums};
 use driftless_transport::{Ack, Mode, Published, Publisher, Run, Snapshot, Step, Version};
 
 use crate::error::{Error, Result};
-use crate::metrics::PublicationMetrics;
+use driftless_trainer::metrics::PublicationMetrics;
 
 /// The publishing side of the loop.
 pub(super) struct Updates {

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_trainer::{Config, Error, Qwen3};
+use driftless_torch::{Config, Error, Qwen3};
 use tch::{Device, Kind, Tensor};
 
 const SEED: i64 = 11;

@@ -1,7 +1,7 @@
 //! Everything the loop is told, in one place; the command line fills it.
 
-use crate::schedule::Mode;
 use driftless_bridge::Keys;
+use driftless_trainer::Mode;
 use driftless_transport::{SignKey, Store, TrustKey};
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-use driftless_trainer::engine::Server;
+use driftless_torch::engine::Server;
 use serde_json::Value;
 
 /// Longer than anything here takes; a test that hits it has found a hang.

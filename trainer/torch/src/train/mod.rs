@@ -14,8 +14,8 @@ use driftless_transport::{Mode, Snapshot, Step, write_checkpoint};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
-use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
-use crate::schedule::Schedule;
+use driftless_trainer::Schedule;
+use driftless_trainer::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
 use session::Session;
 use update::milliseconds;
 

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::net::TcpStream;
 
-use driftless_trainer::engine::Dialect;
+use driftless_torch::engine::Dialect;
 use serde_json::json;
 
 use crate::client::finish;

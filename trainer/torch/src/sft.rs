@@ -13,9 +13,10 @@ use crate::models::Qwen3;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::snapshot::PolicySnapshot;
-use crate::tasks::arithmetic::{self, Problem, Split};
+use crate::tasks::arithmetic;
 use crate::tasks::text::{self, Text};
 use crate::torch;
+use driftless_trainer::tasks::arithmetic::{Problem, Split};
 
 /// The learning rate rises linearly over so many steps.
 const WARMUP_STEPS: u64 = 20;

@@ -3,12 +3,12 @@
 use driftless_buffer::{Group, Record};
 
 use super::{Estimator, LearnOptions};
-use crate::advantage;
 use crate::batch::{Batch, Reduction, Sample, micro_batches, token_weights};
 use crate::error::Result;
 use crate::loss::PolicyLoss;
-use crate::metrics::StepMetrics;
 use crate::policy::Policy;
+use driftless_trainer::advantage;
+use driftless_trainer::metrics::StepMetrics;
 
 /// Learns from `groups` and describes the step. `staleness` gives, for a version, how many steps the weights that are being
 /// trained are ahead of it.

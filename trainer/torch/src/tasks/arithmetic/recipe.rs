@@ -14,8 +14,8 @@
 //!
 //! Cold starts ended after 77 to 89 steps. Three in ten of the bf16 weights change in a step of RL.
 
-use super::tokenizer::VOCABULARY;
-use super::{BOS, EOS, PAD};
+use driftless_trainer::tasks::arithmetic::{BOS, EOS, PAD, VOCABULARY};
+
 use crate::config::Config;
 
 /// Model, cold start and RL settings of the demo.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use driftless_trainer::engine::Dialect;
+use driftless_torch::engine::Dialect;
 use serde_json::{Value, json};
 
 use crate::client::{Client, finish};

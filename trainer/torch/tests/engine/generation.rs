@@ -117,9 +117,9 @@ fn the_models_end_token_ends_a_request() {
     let mut edited: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
     edited["eos_token_id"] = json!([end]);
     std::fs::write(&config, edited.to_string()).unwrap();
-    let mut options = driftless_trainer::engine::EngineOptions::new(fixture.dir.path().join("a"));
+    let mut options = driftless_torch::engine::EngineOptions::new(fixture.dir.path().join("a"));
     options.kind = tch::Kind::Float;
-    let server = driftless_trainer::engine::serve(options).unwrap();
+    let server = driftless_torch::engine::serve(options).unwrap();
     let params = json!({"temperature": 0, "max_new_tokens": 30});
     let reply = crate::client::Client::new(&server)
         .ok("/generate", &json!({"input_ids": [9], "sampling_params": params}));

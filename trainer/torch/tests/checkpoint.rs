@@ -4,8 +4,8 @@
 
 use std::path::Path;
 
-use driftless_trainer::checkpoint::{self, Progress};
-use driftless_trainer::{AdamWOptions, Batch, Config, Error, Policy, Qwen3, Sample};
+use driftless_torch::checkpoint::{self, Progress};
+use driftless_torch::{AdamWOptions, Batch, Config, Error, Policy, Qwen3, Sample};
 use tch::{Device, Kind};
 
 const SEED: i64 = 5;
@@ -55,7 +55,7 @@ fn state(policy: &Policy, dir: &Path) -> Vec<u8> {
 }
 
 fn weights(policy: &Policy) -> Vec<f32> {
-    let flat = |parameter: &driftless_trainer::Parameter| {
+    let flat = |parameter: &driftless_torch::Parameter| {
         Vec::<f32>::try_from(parameter.tensor.detach().flatten(0, -1)).unwrap()
     };
     policy.model().parameters().iter().flat_map(flat).collect()

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use driftless_trainer::engine::{Dialect, EngineOptions, serve};
+use driftless_torch::engine::{Dialect, EngineOptions, serve};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
