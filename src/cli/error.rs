@@ -91,9 +91,9 @@ fn buffer_code(error: &driftless::buffer::Error) -> u8 {
 /// Whether what is stored was refused, or somebody did not answer.
 fn transport_code(error: &driftless::transport::Error) -> u8 {
     use driftless::transport::Error as Transport;
+    use driftless::transport::store::Error as Store;
     match error {
         Transport::Corrupt { .. }
-        | Transport::DigestMismatch { .. }
         | Transport::Parse { .. }
         | Transport::ForeignRun { .. }
         | Transport::ForeignModel { .. }
@@ -101,11 +101,11 @@ fn transport_code(error: &driftless::transport::Error) -> u8 {
         | Transport::Unsigned { .. }
         | Transport::BadSignature { .. }
         | Transport::DamagedReplica { .. }
-        | Transport::NotAFile { .. }
+        | Transport::Store(Store::DigestMismatch { .. } | Store::NotAFile { .. })
         | Transport::Codec { .. } => 3,
         Transport::PartsMissing { .. }
         | Transport::NotJoined { .. }
-        | Transport::Unreachable { .. }
+        | Transport::Store(Store::Unreachable { .. })
         | Transport::EngineTimeout { .. }
         | Transport::LinkTimeout { .. } => 4,
         _ => 1,
@@ -143,6 +143,7 @@ fn torch_code(error: &driftless::torch::Error) -> u8 {
 mod tests {
     use super::*;
     use driftless::buffer::Error as Buffer;
+    use driftless::transport::store::Error as Store;
     use driftless::transport::{Error as Transport, Key};
     use std::time::Duration;
 
@@ -157,9 +158,9 @@ mod tests {
         let waited = Duration::from_secs(120);
         let store = "s3://bucket".to_owned();
         let (action, source) = ("get", "no answer".into());
-        let silent = Transport::Unreachable { store, action, key, waited, attempts: 9, source };
+        let silent = Transport::from(Store::Unreachable { store, action, key, waited, attempts: 9, source });
         assert_eq!(Error::Transport(silent).exit_code(), 4);
-        let odd = Transport::NotAFile { path: PathBuf::from("head"), found: "a FIFO" };
+        let odd = Transport::from(Store::NotAFile { path: PathBuf::from("head"), found: "a FIFO" });
         assert_eq!(Error::Transport(odd).exit_code(), 3);
         let peer = "host:1".to_owned();
         let link = Transport::LinkTimeout { peer, action: "hear from", waited };

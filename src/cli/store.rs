@@ -1,6 +1,6 @@
 //! Stores by URL, with what object stores take from the environment.
 
-use crate::cli::error::Result;
+use crate::cli::error::{Error, Result};
 use crate::cli::keys;
 use driftless::transport::relay::Relays;
 use driftless::transport::{Store, open_with};
@@ -20,7 +20,7 @@ pub(crate) fn open(url: &str) -> Result<Arc<dyn Store>> {
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .filter(|(name, _)| PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
         .collect();
-    Ok(open_with(url, &settings)?)
+    open_with(url, &settings).map_err(|error| Error::Transport(error.into()))
 }
 
 /// The store behind relays.

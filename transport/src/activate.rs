@@ -2,9 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use driftless_store::BoxError;
+use driftless_store::wait::Stop;
+
 use crate::checkpoint::Checkpoint;
-use crate::error::BoxError;
-use crate::follow::Stop;
 use crate::manifest::Manifest;
 
 /// How long what is under way at an engine may go on after the follower was told to stop.

@@ -1,7 +1,11 @@
 //! What leads from one version of a model to another.
 
+use driftless_store::Error as StoreError;
+
+use crate::error::{Error, Result};
+use crate::ids::Version;
 use crate::manifest::{Base, Kind};
-use crate::{Committed, Error, Result, Run, Version};
+use crate::run::{Committed, Run};
 
 /// The publications that lead to a version, oldest first, each one's base checked against the one in front of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,11 +109,11 @@ impl Run {
         }
         let found = self.get(model, to)?.digest;
         if found != have.manifest_digest {
-            return Err(Error::DigestMismatch {
+            return Err(Error::Store(StoreError::DigestMismatch {
                 subject: self.manifest_key(model, to)?.to_string(),
                 expected: have.manifest_digest,
                 found,
-            });
+            }));
         }
         Ok(Chain { restart: false, links: Vec::new() })
     }

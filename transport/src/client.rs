@@ -5,12 +5,11 @@ use std::future::Future;
 use std::sync::mpsc;
 use std::time::Duration;
 
+use driftless_store::{Arrived, chain_text, no_progress};
 use reqwest::{Client, Method, RequestBuilder, StatusCode, Url};
 use tokio::runtime::{self, Runtime};
 
-use crate::follow::chain_text;
-use crate::store::{Arrived, nobody};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// How long a connection may take to be made, whatever the whole request may take.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
@@ -50,7 +49,7 @@ impl Http {
     /// A client that brings `token`, if there is one, with every request.
     ///
     /// # Errors
-    /// [`Error::Io`] if its thread cannot be started.
+    /// [`Io`](driftless_store::Error::Io) if its thread cannot be started.
     pub(crate) fn new(token: Option<&str>) -> Result<Self> {
         // The only error is that there is a provider already, and any will do.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -181,7 +180,7 @@ pub fn notify(urls: &[String], token: Option<&str>, deadline: Duration) -> Resul
     let told = http.wait(async move {
         let told: Vec<_> = requests
             .into_iter()
-            .map(|request| tokio::spawn(exchange(request, WORDS_MAX as u64, nobody(), deadline)))
+            .map(|request| tokio::spawn(exchange(request, WORDS_MAX as u64, no_progress(), deadline)))
             .collect();
         let mut answers = Vec::new();
         for one in told {

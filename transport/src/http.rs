@@ -12,13 +12,14 @@ use axum::http::{StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::{get, post};
+use driftless_store::{Error as StoreError, chain_text};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::runtime;
 use tokio::sync::oneshot;
 
 use crate::error::{Error, Result};
-use crate::follow::{Follower, Prepared, chain_text};
+use crate::follow::{Follower, Prepared};
 use crate::ids::Version;
 use crate::listen::{Limits, admit, serve_http};
 
@@ -302,7 +303,7 @@ fn classify(error: &Error) -> (StatusCode, &'static str) {
         Error::BrokenChain { .. } => (StatusCode::CONFLICT, "broken_chain"),
         Error::Engine { .. } => (StatusCode::BAD_GATEWAY, "engine"),
         Error::EngineTimeout { .. } => (StatusCode::GATEWAY_TIMEOUT, "engine_timeout"),
-        Error::NoSpace { .. } => (StatusCode::INSUFFICIENT_STORAGE, "no_space"),
+        Error::Store(StoreError::NoSpace { .. }) => (StatusCode::INSUFFICIENT_STORAGE, "no_space"),
         Error::Unsigned { .. } | Error::BadSignature { .. } => (StatusCode::BAD_GATEWAY, "untrusted"),
         error if error.is_refusal() => (StatusCode::BAD_GATEWAY, "corrupt"),
         Error::DamagedReplica { .. } => (StatusCode::INTERNAL_SERVER_ERROR, "damaged_replica"),

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
+use driftless_store::{Error as StoreError, Key};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Key, Result};
+use crate::error::{Error, Result};
 
 /// Number of a policy's weights; 0 is the start of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -68,89 +69,7 @@ impl RunId {
     }
 }
 
-/// BLAKE3-256 of some bytes, written as 64 hex digits: names manifests, objects and files.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct ContentDigest([u8; 32]);
-
-impl ContentDigest {
-    /// The digest of `bytes`.
-    #[must_use]
-    pub fn of(bytes: &[u8]) -> Self {
-        Self(*blake3::hash(bytes).as_bytes())
-    }
-
-    /// The digest with these bytes.
-    #[must_use]
-    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
-        Self(bytes)
-    }
-
-    /// Its bytes.
-    #[must_use]
-    pub const fn as_bytes(&self) -> &[u8; 32] {
-        &self.0
-    }
-
-    /// Refuses bytes that this digest does not name; `subject` says what they are.
-    ///
-    /// # Errors
-    /// [`Error::DigestMismatch`] with both digests.
-    pub fn check(&self, bytes: &[u8], subject: impl fmt::Display) -> Result<()> {
-        let found = Self::of(bytes);
-        if found == *self {
-            return Ok(());
-        }
-        Err(Error::DigestMismatch { subject: subject.to_string(), expected: *self, found })
-    }
-}
-
-/// Text, hex and serde of a byte-array identity.
-macro_rules! hex_text {
-    ($type:ident, $what:literal, $expected:literal) => {
-        impl fmt::Display for $type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(&hex::encode(self.0))
-            }
-        }
-
-        impl fmt::Debug for $type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "{}({self})", stringify!($type))
-            }
-        }
-
-        impl FromStr for $type {
-            type Err = Error;
-            fn from_str(text: &str) -> Result<Self> {
-                let bad = || Error::BadText { what: $what, text: text.to_owned(), expected: $expected };
-                // Only one spelling: a digest that compares equal must also read equal.
-                if text.bytes().any(|byte| byte.is_ascii_uppercase()) {
-                    return Err(bad());
-                }
-                let mut bytes = [0; _];
-                hex::decode_to_slice(text, &mut bytes).map_err(|_| bad())?;
-                Ok(Self(bytes))
-            }
-        }
-
-        impl TryFrom<String> for $type {
-            type Error = Error;
-            fn try_from(text: String) -> Result<Self> {
-                text.parse()
-            }
-        }
-
-        impl From<$type> for String {
-            fn from(id: $type) -> Self {
-                id.to_string()
-            }
-        }
-    };
-}
-
-hex_text!(RunId, "run id", "32 lower-case hex digits");
-hex_text!(ContentDigest, "BLAKE3-256 digest", "64 lower-case hex digits");
+driftless_store::hex_text!(RunId, Error, "run id", "32 lower-case hex digits");
 
 /// Checks a name that becomes one segment of a key: a run's, a model's or a follower's.
 ///
@@ -158,7 +77,7 @@ hex_text!(ContentDigest, "BLAKE3-256 digest", "64 lower-case hex digits");
 /// [`Error::BadName`] with `what` and the rule broken.
 pub(crate) fn check_name(what: &'static str, text: &str) -> Result<()> {
     let reason = match Key::new(text) {
-        Err(Error::BadKey { reason, .. }) => reason,
+        Err(StoreError::BadKey { reason, .. }) => reason,
         Ok(_) if text.contains('/') => "it has a slash",
         _ => return Ok(()),
     };
@@ -180,16 +99,6 @@ mod tests {
         assert_eq!(serde_json::to_string(&id).unwrap(), "\"3f0c9a12b7de00112233445566778899\"");
         assert!("-1".parse::<Version>().is_err());
         assert_ne!(RunId::random(), RunId::random());
-    }
-
-    #[test]
-    fn a_digest_names_both_sides_when_it_refuses() {
-        let digest = ContentDigest::of(b"abc");
-        digest.check(b"abc", "x").unwrap();
-        let Err(Error::DigestMismatch { subject, expected, found }) = digest.check(b"abd", "x") else {
-            panic!()
-        };
-        assert_eq!((subject.as_str(), expected, found), ("x", digest, ContentDigest::of(b"abd")));
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! Runs work on several threads and returns the results in order, with a bound on what is in flight.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use crate::{Error, Result};
+use driftless_store::wait::lock;
+
+use crate::error::{Error, Result};
 
 /// How much may be under way at once.
 #[derive(Debug, Clone, Copy)]
@@ -20,11 +23,6 @@ pub(crate) struct Bounds {
 /// The threads that this machine gives, at most `max`.
 pub(crate) fn threads(max: usize) -> usize {
     thread::available_parallelism().map_or(1, usize::from).min(max)
-}
-
-/// Locks what no panic leaves in halves.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Takes the items `weights` stands for through `feed` (on this thread, in order), `work` (on `bounds.threads` others) and

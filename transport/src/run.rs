@@ -3,14 +3,14 @@
 use std::fmt;
 use std::sync::Arc;
 
+use driftless_store::{ContentDigest, Entry, Error as StoreError, Key, Object, PutMode, Store, no_progress};
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result};
 use crate::gc::{Floor, Tombstone};
-use crate::ids::check_name;
-use crate::manifest::{Base, MANIFEST_BYTES_MAX, Object};
-use crate::sign::{self, Place};
-use crate::store::nobody;
-use crate::{ContentDigest, Entry, Error, Key, Manifest, PutMode, Result, RunId, Store, TrustKey, Version};
+use crate::ids::{RunId, Version, check_name};
+use crate::manifest::{Base, MANIFEST_BYTES_MAX, Manifest};
+use crate::sign::{self, Place, TrustKey};
 
 /// Largest run record or head hint in bytes.
 const RECORD_BYTES_MAX: u64 = 4096;
@@ -84,7 +84,7 @@ impl Run {
                 // The put took effect and its answer was lost: nobody else draws the same identity.
                 Ok(run) if run.id == record.run_id => Ok(run),
                 Ok(run) => Err(Error::RunExists { name: name.to_owned(), run_id: run.id }),
-                Err(_) => Err(error),
+                Err(_) => Err(error.into()),
             },
         }
     }
@@ -97,7 +97,7 @@ impl Run {
         check_name("run", name)?;
         let key = run_key(name)?;
         let bytes = match store.get(&key, Some(0..RECORD_BYTES_MAX)) {
-            Err(Error::NotFound { .. }) => {
+            Err(StoreError::NotFound { .. }) => {
                 return Err(Error::NoSuchRun { name: name.to_owned(), store: store.to_string() });
             }
             bytes => bytes?,
@@ -209,7 +209,7 @@ impl Run {
     pub(crate) fn read(&self, model: &str, version: Version) -> Result<Committed> {
         let key = self.manifest_key(model, version)?;
         let bytes = match self.store.get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
-            Err(Error::NotFound { .. }) => {
+            Err(StoreError::NotFound { .. }) => {
                 return Err(Error::NoSuchVersion { run_id: self.id, model: model.to_owned(), version });
             }
             bytes => bytes?,
@@ -279,8 +279,8 @@ impl Run {
     /// Whatever the store reports.
     pub fn has(&self, model: &str, version: Version) -> Result<bool> {
         match self.store.head(&self.manifest_key(model, version)?) {
-            Err(Error::NotFound { .. }) => Ok(false),
-            head => head.map(|_| true),
+            Err(StoreError::NotFound { .. }) => Ok(false),
+            head => Ok(head.map(|_| true)?),
         }
     }
 
@@ -346,8 +346,8 @@ impl Run {
     fn hint(&self, model: &str) -> Result<Option<Version>> {
         let key = self.head_key(model)?;
         let hint = match self.store.get(&key, Some(0..RECORD_BYTES_MAX)) {
-            Err(Error::NotFound { .. }) => return Ok(None),
-            Err(error @ Error::NotAFile { .. }) => Err(error),
+            Err(StoreError::NotFound { .. }) => return Ok(None),
+            Err(error @ StoreError::NotAFile { .. }) => Err(error.into()),
             bytes => from_json::<Base>(&key, &bytes?),
         };
         match hint {
@@ -372,7 +372,7 @@ impl Run {
     /// The bytes of an object, checked against its digest.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] or [`Error::DigestMismatch`] if the object is not what the manifest says.
+    /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not what the manifest says.
     pub fn object(&self, object: &Object) -> Result<Vec<u8>> {
         fetch_object(&*self.store, object)
     }
@@ -386,13 +386,13 @@ impl Run {
         }
         // The number was used and collected while this publisher slept.
         self.store.delete(&key)?;
-        Err(Error::AlreadyExists { key, store: self.store.to_string() })
+        Err(Error::Store(StoreError::AlreadyExists { key, store: self.store.to_string() }))
     }
 
     /// Points the head hint at a committed version.
     pub(crate) fn set_head(&self, model: &str, newest: Base) -> Result<()> {
         let key = self.head_key(model)?;
-        self.store.put(&key, &to_json(&key, &newest)?, PutMode::Overwrite)
+        Ok(self.store.put(&key, &to_json(&key, &newest)?, PutMode::Overwrite)?)
     }
 
     /// The key of a version's manifest.
@@ -400,7 +400,7 @@ impl Run {
     /// # Errors
     /// [`Error::BadName`] if `model` cannot name a model.
     pub fn manifest_key(&self, model: &str, version: Version) -> Result<Key> {
-        self.version_root(model, version)?.join(MANIFEST)
+        Ok(self.version_root(model, version)?.join(MANIFEST)?)
     }
 
     /// The key under which a follower leaves its acknowledgement, which is also its lease; its date is the store's.
@@ -409,7 +409,7 @@ impl Run {
     /// [`Error::BadName`] if `follower` is not one segment of a key.
     pub fn follower_key(&self, follower: &str) -> Result<Key> {
         check_name("follower", follower)?;
-        self.root()?.join(&format!("{FOLLOWERS}/{follower}"))
+        Ok(self.root()?.join(&format!("{FOLLOWERS}/{follower}"))?)
     }
 
     /// The acknowledgements of all followers, dated by the store.
@@ -417,25 +417,25 @@ impl Run {
     /// # Errors
     /// Whatever the store reports.
     pub fn followers(&self) -> Result<Vec<Entry>> {
-        self.store.list(&self.root()?.join(FOLLOWERS)?)
+        Ok(self.store.list(&self.root()?.join(FOLLOWERS)?)?)
     }
 
     /// What lies under this key belongs to one version: its manifest and its objects.
     pub(crate) fn version_root(&self, model: &str, version: Version) -> Result<Key> {
-        self.model_root(model)?.join(&format!("v{:010}", version.0))
+        Ok(self.model_root(model)?.join(&format!("v{:010}", version.0))?)
     }
 
     fn head_key(&self, model: &str) -> Result<Key> {
-        self.model_root(model)?.join("head")
+        Ok(self.model_root(model)?.join("head")?)
     }
 
     pub(crate) fn model_root(&self, model: &str) -> Result<Key> {
         check_model(model)?;
-        self.root()?.join(model)
+        Ok(self.root()?.join(model)?)
     }
 
     fn root(&self) -> Result<Key> {
-        Key::new(self.id.to_string())
+        Ok(Key::new(self.id.to_string())?)
     }
 }
 
@@ -443,7 +443,7 @@ impl Run {
 pub(crate) fn fetch_object(store: &dyn Store, object: &Object) -> Result<Vec<u8>> {
     loop {
         // One byte more than announced, so that a longer object is noticed without being read to its end.
-        let bytes = store.get_known(object, 0..object.size.saturating_add(1), &nobody())?;
+        let bytes = store.get_known(object, 0..object.size.saturating_add(1), &no_progress())?;
         if bytes.len() as u64 != object.size {
             return Err(wrong_size(object, bytes.len() as u64));
         }
@@ -451,7 +451,7 @@ pub(crate) fn fetch_object(store: &dyn Store, object: &Object) -> Result<Vec<u8>
             Err(error) if store.doubt(object) => {
                 tracing::warn!(key = %object.key, %error, "fetching the object once more");
             }
-            checked => return checked.map(|()| bytes),
+            checked => return Ok(checked.map(|()| bytes)?),
         }
     }
 }
@@ -477,7 +477,7 @@ pub(crate) fn check_model(model: &str) -> Result<()> {
 }
 
 fn run_key(name: &str) -> Result<Key> {
-    Key::new(format!("runs/{name}"))
+    Ok(Key::new(format!("runs/{name}"))?)
 }
 
 /// The number in a version's segment `v0000000042`.

@@ -4,18 +4,19 @@
 //! and the run, the model and the version that the document is for. A document therefore cannot replace another.
 //! Readers that trust keys parse exactly the bytes that were signed.
 
-use std::fmt;
-use std::fs;
 use std::io::{self, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::str::FromStr;
+use std::{fmt, fs};
 
+use driftless_store::os::regular;
 use ed25519_dalek::{Signature, Signer as _, SigningKey, VerifyingKey};
 use rand::TryRngCore as _;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result, RunId, Version, regular};
+use crate::error::{Error, Result};
+use crate::ids::{RunId, Version};
 
 /// Begins every message that is signed.
 const DOMAIN: &[u8] = b"driftless signature 1\0";
@@ -44,7 +45,7 @@ impl SignKey {
     /// Makes a key from the operating system's randomness and writes it to `path`, which only its owner may read.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file exists already; the file system's errors.
+    /// [`Io`](driftless_store::Error::Io) if the file exists already; the file system's errors.
     pub fn create(path: &Path) -> Result<Self> {
         let mut secret = [0; 32];
         let drawn = rand::rngs::OsRng.try_fill_bytes(&mut secret);

@@ -10,11 +10,13 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use common::{MODEL, RUN, Random, Weights, assert_same, options, step};
 use driftless_transport::manifest::Object;
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::{
     Dtype, Error, Key, Memory, Mode, Publisher, Replica, Result, Run, Start, Store, Version,
 };
+
+use common::{MODEL, RUN, Random, Weights, assert_same, options, step};
 
 /// For what never comes.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -118,11 +120,18 @@ fn object_that_the_store_does_not_give_in_time_is_asked_for_once() {
     let fetch = |object: &Object| {
         *asked.lock().unwrap().entry(object.key.clone()).or_default() += 1;
         let (store, key, waited) = ("bucket".to_owned(), object.key.clone(), Duration::from_secs(120));
-        Err(Error::Unreachable { store, action: "get", key, waited, attempts: 5, source: "no answer".into() })
+        Err(Error::Store(StoreError::Unreachable {
+            store,
+            action: "get",
+            key,
+            waited,
+            attempts: 5,
+            source: "no answer".into(),
+        }))
     };
     let mut replica = Replica::open(dir.path().join("replica")).unwrap();
     let error = replica.advance_with(&link, &fetch).unwrap_err();
-    assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");
+    assert!(matches!(error, Error::Store(StoreError::Unreachable { .. })), "{error:?}");
     let asked = asked.into_inner().unwrap();
     assert!(!asked.is_empty() && asked.values().all(|times| *times == 1), "{asked:?}");
 }

@@ -8,10 +8,12 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use common::{Weights, assert_same};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::{
     AuxFile, Checkpoint, Dtype, Error, Result, Snapshot, TensorInfo, write_checkpoint,
 };
+
+use common::{Weights, assert_same};
 
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -99,7 +101,10 @@ fn what_is_missing_is_named() {
     fs::remove_file(dir.join(&shard)).unwrap();
     assert_refused(&dir, &[&shard, "no such file"]);
     fs::remove_dir_all(&dir).unwrap();
-    assert!(matches!(Checkpoint::open(&dir), Err(Error::Corrupt { .. } | Error::Io { .. })));
+    assert!(matches!(
+        Checkpoint::open(&dir),
+        Err(Error::Corrupt { .. } | Error::Store(StoreError::Io { .. }))
+    ));
 }
 
 #[test]

@@ -10,12 +10,14 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::{MODEL, RUN, Weights, publisher, step};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::{
     Checkpoint, Disk, Error, Key, Mode, PutMode, Replica, Run, SignKey, Start, Store, TrustKey, Version,
     write_checkpoint,
 };
 use rustix::fs::{CWD, FileType, mknodat};
+
+use common::{MODEL, RUN, Weights, publisher, step};
 
 /// What lies in a file's place, as errors call it.
 const ODD: [&str; 4] = ["a FIFO", "a socket", "a device", "a directory"];
@@ -49,7 +51,7 @@ fn assert_named(error: &Error, path: &Path, odd: &str) {
     while let Error::DamagedReplica { source, .. } = inner {
         inner = source;
     }
-    let named = matches!(inner, Error::NotAFile { path: at, found } if at == path && *found == odd);
+    let named = matches!(inner, Error::Store(StoreError::NotAFile { path: at, found }) if at == path && *found == odd);
     assert!(named, "{}: {odd}: {error:?}: {:?}", path.display(), error.source());
     assert!(inner.to_string().contains(odd) && inner.to_string().contains(path.to_str().unwrap()));
 }
@@ -137,7 +139,7 @@ fn a_store_with_something_odd_in_it_says_so_or_does_without() {
                 // Other keys lie there, and no object.
                 "a directory" => {
                     assert!(
-                        matches!(error, Error::NoSuchRun { .. } | Error::NotFound { .. }),
+                        matches!(error, Error::NoSuchRun { .. } | Error::Store(StoreError::NotFound { .. })),
                         "{name}: {error:?}"
                     );
                 }

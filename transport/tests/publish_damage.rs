@@ -6,11 +6,13 @@ mod common;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{MODEL, RUN, Random, Weights, assert_reader, assert_same, publisher, step};
 use driftless_transport::manifest::Kind;
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::{
     Disk, Error, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Start, Store, Version,
 };
+
+use common::{MODEL, RUN, Random, Weights, assert_reader, assert_same, publisher, step};
 
 /// A run with versions 0 to 2, and the weights of each.
 fn story(store: &Arc<dyn Store>, baseline: &Path) -> (Publisher, Vec<Weights>) {
@@ -56,7 +58,9 @@ fn every_damaged_object_is_refused_and_the_old_version_stays() {
         store.put(&key, &bytes, PutMode::Overwrite).unwrap();
         let error = replica.advance(run, MODEL, Version(2), None).unwrap_err();
         let told = match &error {
-            Error::Corrupt { subject, .. } | Error::DigestMismatch { subject, .. } => subject,
+            Error::Corrupt { subject, .. } | Error::Store(StoreError::DigestMismatch { subject, .. }) => {
+                subject
+            }
             _ => panic!("{error:?}"),
         };
         assert!(told.contains(key.as_str()), "{error}");
@@ -64,7 +68,10 @@ fn every_damaged_object_is_refused_and_the_old_version_stays() {
     }
     store.delete(&key).unwrap();
     let error = replica.advance(run, MODEL, Version(2), None).unwrap_err();
-    assert!(matches!(&error, Error::NotFound { key: missing, .. } if *missing == key), "{error:?}");
+    assert!(
+        matches!(&error, Error::Store(StoreError::NotFound { key: missing, .. }) if *missing == key),
+        "{error:?}"
+    );
     store.put(&key, &good, PutMode::Create).unwrap();
     replica.advance(run, MODEL, Version(2), None).unwrap();
     assert_same(replica.checkpoint().unwrap(), &versions[2]);
@@ -94,7 +101,13 @@ fn a_full_version_goes_on_where_the_store_has_lost_the_newest() {
         weights.step(full.0, 20);
         for _ in 0..2 {
             let error = publisher.publish(&weights, step(full.0), Mode::Delta).unwrap_err();
-            assert!(matches!(error, Error::NotFound { .. } | Error::DigestMismatch { .. }), "{error:?}");
+            assert!(
+                matches!(
+                    error,
+                    Error::Store(StoreError::NotFound { .. } | StoreError::DigestMismatch { .. })
+                ),
+                "{error:?}"
+            );
         }
         assert_eq!(publisher.publish(&weights, step(full.0), Mode::Full).unwrap().version, full);
         replica.advance(&run, MODEL, full, None).unwrap();
@@ -131,7 +144,10 @@ fn a_changed_manifest_breaks_the_chain() {
     // A reader that is there already is told that the store's version is another one.
     let have = driftless_transport::manifest::Base { version: Version(1), manifest_digest: expected };
     let error = run.chain(MODEL, Some(have), Version(1)).unwrap_err();
-    assert!(matches!(error, Error::DigestMismatch { expected: ours, .. } if ours == expected), "{error:?}");
+    assert!(
+        matches!(error, Error::Store(StoreError::DigestMismatch { expected: ours, .. }) if ours == expected),
+        "{error:?}"
+    );
     let foreign =
         driftless_transport::manifest::Base { version: Version(1), manifest_digest: from.manifest_digest };
     let error = run.chain(MODEL, Some(foreign), Version(2)).unwrap_err();

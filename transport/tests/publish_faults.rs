@@ -6,11 +6,13 @@ mod common;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::wrap::{Fault, When};
 use driftless_transport::{
     Dtype, Error, Key, Memory, Mode, Publisher, PublisherOptions, PutMode, Run, Start, Store, Version,
 };
+
+use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
 
 /// What happens to the publisher after the fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +73,7 @@ fn survive(k: u64, when: When, after: After, story: &[Weights; 3], seen: &mut Ve
         }
         Err(Error::CommitUnknown { .. }) => seen.push("unknown"),
         Err(error) => {
-            assert!(matches!(error, Error::Injected { .. }), "{error:?}");
+            assert!(matches!(error, Error::Store(StoreError::Injected { .. })), "{error:?}");
             assert_eq!(newest, Version(0), "what is reported to fail is not committed: {error:?}");
             seen.push("failed");
         }
@@ -183,7 +185,7 @@ fn a_baseline_that_cannot_follow_is_moved_before_the_next_version() {
     let published = publisher.publish(&weights, step(1), Mode::Delta).unwrap();
     assert_eq!((published.version, publisher.version()), (Version(1), Some(Version(1))));
     let error = publisher.wait().unwrap_err();
-    assert!(matches!(error, Error::Injected { operation: "get", .. }), "{error:?}");
+    assert!(matches!(error, Error::Store(StoreError::Injected { operation: "get", .. })), "{error:?}");
     weights.step(2, 10);
     publisher.publish(&weights, step(2), Mode::Delta).unwrap();
     assert_eq!(publisher.version(), Some(Version(2)));
@@ -224,5 +226,5 @@ fn what_others_keep_beside_a_version_is_not_swept() {
     drop(publisher);
     Publisher::open(store.clone(), options(Start::Resume, dir.path())).unwrap();
     assert!(store.head(&signature).is_ok());
-    assert!(matches!(store.head(&orphan), Err(Error::NotFound { .. })));
+    assert!(matches!(store.head(&orphan), Err(StoreError::NotFound { .. })));
 }

@@ -4,26 +4,28 @@
 
 mod common;
 
-use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::thread;
 use std::time::Duration;
+use std::{fs, thread};
 
-use common::{Hook, MODEL, RUN, Random, Weights, assert_same, exchange, named, options, step, turn};
 use driftless_transport::http::Server;
 use driftless_transport::manifest::Object;
 use driftless_transport::relay::{RelayOptions, Relays, serve};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::wrap::{Count, Fault, When};
 use driftless_transport::{
     Arrived, Disk, Dtype, Error, Key, Memory, Mode, Publisher, Replica, Run, Start, Store, Version,
     conformance,
 };
+
+use common::{Hook, MODEL, RUN, Random, Weights, assert_same, exchange, named, options, step, turn};
 
 fn weights(rows: u64) -> Weights {
     let mut random = Random(5);
@@ -373,7 +375,7 @@ fn bad_requests_are_told_what_is_wrong() {
     options.token = Some("secret".to_owned());
     let server = serve(store.clone(), options.clone()).unwrap();
     let error = serve(store.clone(), options).unwrap_err();
-    assert!(matches!(error, Error::Locked { .. }), "{error:?}");
+    assert!(matches!(error, Error::Store(StoreError::Locked { .. })), "{error:?}");
     let token = "authorization: Bearer secret\r\n";
     let named = format!("size={}&blake3={}", object.size, object.blake3);
     let other = format!("size=1000&blake3={}", "0".repeat(64));

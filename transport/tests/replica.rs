@@ -8,11 +8,13 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{MODEL, RUN, Weights, assert_same, publisher, step};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::{
     Checkpoint, Error, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Snapshot as _, Start, Store,
     Version, write_checkpoint,
 };
+
+use common::{MODEL, RUN, Weights, assert_same, publisher, step};
 
 /// A run with some versions, and what each of them is.
 struct Fixture {
@@ -217,7 +219,7 @@ fn foreign_weights_are_not_overwritten() {
 fn one_directory_has_one_writer() {
     let fixture = Fixture::new();
     let replica = fixture.replica("r", 0);
-    assert!(matches!(Replica::open(fixture.path("r")), Err(Error::Locked { .. })));
+    assert!(matches!(Replica::open(fixture.path("r")), Err(Error::Store(StoreError::Locked { .. }))));
     drop(replica);
     Replica::open(fixture.path("r")).unwrap();
 }
@@ -290,7 +292,10 @@ fn lies_of_the_store_are_refused_and_the_old_version_stays() {
         }
         fixture.store.delete(key).unwrap();
         let error = replica.advance(&fixture.run, MODEL, Version(1), None).unwrap_err();
-        assert!(matches!(error, Error::NotFound { .. } | Error::NoSuchVersion { .. }), "{error:?}");
+        assert!(
+            matches!(error, Error::Store(StoreError::NotFound { .. }) | Error::NoSuchVersion { .. }),
+            "{error:?}"
+        );
         fixture.assert_at(&replica, 0);
         fixture.store.put(key, &honest, PutMode::Overwrite).unwrap();
     }
@@ -422,7 +427,7 @@ fn a_full_disk_is_said_and_survived() {
     replica.settle().unwrap();
     symlink("/dev/full", state("journal")).unwrap();
     let error = replica.advance(&fixture.run, MODEL, Version(2), None).unwrap_err();
-    assert!(matches!(error, Error::NoSpace { .. }), "{error:?}");
+    assert!(matches!(error, Error::Store(StoreError::NoSpace { .. })), "{error:?}");
     fixture.assert_at(&replica, 1);
     assert!(!state("journal").exists());
 
@@ -437,7 +442,7 @@ fn a_full_disk_is_said_and_survived() {
         let state = |file: &str| fixture.path(&name).join(".driftless").join(file);
         symlink("/dev/full", state(partial)).unwrap();
         let error = durably(&mut replica).unwrap_err();
-        assert!(matches!(error, Error::NoSpace { .. }), "{partial}: {error:?}");
+        assert!(matches!(error, Error::Store(StoreError::NoSpace { .. })), "{partial}: {error:?}");
         assert!(
             matches!(replica.checkpoint(), Err(Error::NothingApplied { .. })),
             "neither version may be served"
@@ -446,7 +451,7 @@ fn a_full_disk_is_said_and_survived() {
         let before = partial == "config.json.partial";
         assert_eq!(replica.applied().unwrap().version, Version(if before { 1 } else { 2 }));
         let error = durably(&mut replica).unwrap_err();
-        assert!(matches!(error, Error::NoSpace { .. }), "{partial}: {error:?}");
+        assert!(matches!(error, Error::Store(StoreError::NoSpace { .. })), "{partial}: {error:?}");
         fs::remove_file(state(partial)).unwrap();
         durably(&mut replica).unwrap();
         fixture.assert_at(&replica, 2);
@@ -489,7 +494,7 @@ fn an_unreachable_store_costs_nothing() {
         fault.arm(skip, u64::MAX, driftless_transport::wrap::When::Before);
         match replica.advance(&run, MODEL, Version(2), None) {
             Ok(_) => break,
-            Err(error) => assert!(matches!(error, Error::Injected { .. }), "{error:?}"),
+            Err(error) => assert!(matches!(error, Error::Store(StoreError::Injected { .. })), "{error:?}"),
         }
         let version = replica.applied().unwrap().version.0;
         fixture.assert_at(&replica, version);

@@ -12,12 +12,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::{MODEL, RUN, Weights, assert_loads_whole_or_not, assert_same, publisher, step};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::{
     Checkpoint, Error, Follower, FollowerOptions, Memory, Mode, Replica, Result, Run, Start, Stop, Store,
     Version, write_checkpoint,
 };
 use fail::FailScenario;
+
+use common::{MODEL, RUN, Weights, assert_loads_whole_or_not, assert_same, publisher, step};
 
 const POINTS: [&str; 5] = ["follow.fetch", "follow.journal", "follow.apply", "follow.sync", "follow.marker"];
 
@@ -148,7 +150,7 @@ fn a_recovery_that_crashes_too_is_recovered() {
         ] {
             fail::cfg(point, &format!("{passed}*off->return")).unwrap();
             let error = Replica::open(&dir).unwrap_err();
-            assert!(matches!(error, Error::Io { .. }), "{point}: {error:?}");
+            assert!(matches!(error, Error::Store(StoreError::Io { .. })), "{point}: {error:?}");
             fail::remove(point);
         }
         fixture.assert_at(&dir, Some(to));
@@ -178,7 +180,7 @@ fn a_version_can_be_loaded_before_it_is_durable_and_no_crash_takes_it_back() {
             let copy = fixture.dir.path().join(format!("copy-{from:?}-{to}-{point}"));
             copy_dir(&dir, &copy);
             assert!(copy.join(".driftless/journal").exists());
-            assert!(matches!(Replica::open(&dir), Err(Error::Locked { .. })));
+            assert!(matches!(Replica::open(&dir), Err(Error::Store(StoreError::Locked { .. }))));
             release.send(()).unwrap();
             replica.settle().unwrap();
             fixture.assert_holds(&replica, Some(to));
@@ -209,7 +211,7 @@ fn a_value_that_is_dropped_lets_its_version_become_durable_first() {
     let mut replica = Replica::open(&dir).unwrap();
     replica.advance(&fixture.run, MODEL, Version(1), None).unwrap();
     let dropped = std::thread::spawn(move || drop(replica));
-    assert!(matches!(Replica::open(&dir), Err(Error::Locked { .. })));
+    assert!(matches!(Replica::open(&dir), Err(Error::Store(StoreError::Locked { .. }))));
     fail::remove("follow.sync");
     dropped.join().unwrap();
     assert!(!dir.join(".driftless/journal").exists());
@@ -247,7 +249,7 @@ fn a_follower_tells_of_a_version_that_did_not_become_durable_and_mends_it() {
         follower.prepare(Some(Version(0))).unwrap();
         follower.settle().unwrap();
         follower.prepare(Some(Version(1))).unwrap();
-        assert!(matches!(follower.settle(), Err(Error::Io { .. })));
+        assert!(matches!(follower.settle(), Err(Error::Store(StoreError::Io { .. }))));
         let error = follower.status().error.unwrap();
         assert!(error.contains("follow.sync"), "{error}");
         assert_eq!(follower.status().applied.unwrap().version, Version(1), "its journal has it");

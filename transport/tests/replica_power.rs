@@ -15,13 +15,14 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use common::{MODEL, RUN, Random, Weights, assert_loads_whole_or_not, publisher, step};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::watch::{self, Call};
 use driftless_transport::{
     Checkpoint, Error, Memory, Mode, Replica, Result, Run, Snapshot as _, Start, Store, Version,
     write_checkpoint,
 };
 
+use common::{MODEL, RUN, Random, Weights, assert_loads_whole_or_not, publisher, step};
 use power::{BEHIND, Image, Moment, TURN, record, scratch, with_failure};
 
 struct Fixture {
@@ -250,7 +251,7 @@ fn a_sync_behind_a_version_that_fails_is_told_and_its_journal_carried_out_again(
                 break;
             }
             for failure in 1..=failures {
-                assert!(matches!(told, Err(Error::Io { .. })), "{told:?}");
+                assert!(matches!(told, Err(Error::Store(StoreError::Io { .. }))), "{told:?}");
                 assert!(matches!(replica.checkpoint(), Err(Error::NothingApplied { .. })));
                 assert!(!dir.join("config.json").exists(), "an engine that starts would load a mixture");
                 if failure < failures {
@@ -325,10 +326,10 @@ fn every_call(which: fn(Call) -> bool, error: i32, is_typed: fn(&Error) -> bool)
 #[test]
 fn a_disk_that_is_full_at_any_write_is_named_and_survived() {
     let writes = |call| matches!(call, Call::Write | Call::Create);
-    every_call(writes, 28, |error| matches!(error, Error::NoSpace { .. }));
+    every_call(writes, 28, |error| matches!(error, Error::Store(StoreError::NoSpace { .. })));
 }
 
 #[test]
 fn any_call_that_fails_is_named_and_survived() {
-    every_call(|_| true, 5, |error| matches!(error, Error::Io { .. }));
+    every_call(|_| true, 5, |error| matches!(error, Error::Store(StoreError::Io { .. })));
 }

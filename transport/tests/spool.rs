@@ -7,15 +7,18 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use common::{Hook, MODEL, RUN, Random, Weights, assert_same, options, step};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::watch::{self, Call};
 use driftless_transport::wrap::{Count, Fault, When};
 use driftless_transport::{
     Disk, Dtype, Error, Memory, Mode, Publisher, Replica, Result, Run, SpoolOptions, Start, Store, Version,
 };
+
+use common::{Hook, MODEL, RUN, Random, Weights, assert_same, options, step};
 
 const RANGE: u64 = 100_000;
 const PAGE: usize = 4096;
@@ -114,7 +117,7 @@ fn cut_anywhere(store: &Arc<dyn Store>, dir: &Path, options: SpoolOptions, versi
         // The run's record and the manifest pass; everything after so many requests is cut off.
         fault.arm(2 + cuts, u64::MAX, When::Before);
         let Err(error) = advance(count.clone(), &replica, 0, options) else { return cuts };
-        assert!(matches!(error, Error::Injected { .. }), "{error:?}");
+        assert!(matches!(error, Error::Store(StoreError::Injected { .. })), "{error:?}");
         fault.disarm();
         let mut moved = advance(count.clone(), &replica, 0, options).unwrap();
         assert_same(moved.checkpoint().unwrap(), &version.weights);
@@ -159,7 +162,7 @@ fn one_process_that_tries_again_does_not_refetch_either() {
         tries += 1;
         match replica.advance(&run, MODEL, Version(0), None) {
             Ok(_) => break,
-            Err(error) => assert!(matches!(error, Error::Injected { .. }), "{error:?}"),
+            Err(error) => assert!(matches!(error, Error::Store(StoreError::Injected { .. })), "{error:?}"),
         }
     }
     assert!(tries > 4, "{tries}");
@@ -241,7 +244,7 @@ fn cut(inner: &Arc<dyn Store>, dir: &Path, ranges: u64) {
     let fault = Arc::new(Fault::new(inner.clone()));
     fault.arm(2 + ranges, u64::MAX, When::Before);
     let error = advance(fault, dir, 0, spooling()).unwrap_err();
-    assert!(matches!(error, Error::Injected { .. }), "{error:?}");
+    assert!(matches!(error, Error::Store(StoreError::Injected { .. })), "{error:?}");
     assert!(!spooled(dir).is_empty());
 }
 
@@ -333,7 +336,10 @@ fn a_store_that_lies_is_told_so_and_its_lies_are_not_kept() {
         });
         for _ in 0..2 {
             let error = advance(liar.clone(), &replica, 0, spooling()).unwrap_err();
-            assert!(matches!(error, Error::DigestMismatch { .. } | Error::Corrupt { .. }), "{error:?}");
+            assert!(
+                matches!(error, Error::Store(StoreError::DigestMismatch { .. }) | Error::Corrupt { .. }),
+                "{error:?}"
+            );
         }
         let moved = advance(inner.clone(), &replica, 0, spooling()).unwrap();
         assert_same(moved.checkpoint().unwrap(), &expected);

@@ -10,10 +10,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
 use driftless_transport::gc::{GcOptions, collect};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::watch::Call;
 use driftless_transport::{Disk, Error, Key, Mode, Publisher, Result, Run, Start, Store, Version};
+
+use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
 use power::{Image, Moment, TURN, images, record, scratch, with_failure};
 
 /// The versions that a test publishes. The third one is also an anchor, and the collection takes what stands before it.
@@ -171,10 +173,10 @@ fn every_call(which: fn(Call) -> bool, error: i32, is_typed: fn(&Error) -> bool)
 #[test]
 fn a_disk_that_is_full_at_any_write_is_named_and_survived() {
     let writes = |call| matches!(call, Call::Write | Call::Create);
-    every_call(writes, 28, |error| matches!(error, Error::NoSpace { .. }));
+    every_call(writes, 28, |error| matches!(error, Error::Store(StoreError::NoSpace { .. })));
 }
 
 #[test]
 fn any_call_that_fails_is_named_and_survived() {
-    every_call(|_| true, 5, |error| matches!(error, Error::Io { .. }));
+    every_call(|_| true, 5, |error| matches!(error, Error::Store(StoreError::Io { .. })));
 }

@@ -1,19 +1,17 @@
 //! `model.safetensors.index.json`: which file holds which tensor.
 
 use std::collections::BTreeMap;
-use std::fmt;
-use std::fs;
-use std::io;
 use std::ops::Range;
 use std::path::Path;
+use std::{fmt, fs, io};
 
+use driftless_store::os::regular;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use super::INDEX;
 use super::header::bad;
 use crate::error::{Error, Result};
-use crate::regular;
 use crate::snapshot::{TensorInfo, is_plain_name};
 
 /// An index lists names only; a 1 T-parameter model's has 10 MB.

@@ -60,6 +60,6 @@ mod tests {
         let path = dir.path().join("file");
         std::fs::write(&path, b"x").unwrap();
         let error = map_mut(&path, &File::open(&path).unwrap()).unwrap_err();
-        assert!(matches!(error, Error::PermissionDenied { .. }), "{error:?}");
+        assert!(matches!(error, Error::Store(driftless_store::Error::PermissionDenied { .. })), "{error:?}");
     }
 }

@@ -14,16 +14,17 @@ use std::ops::Range;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
+use driftless_store::os::regular;
+use driftless_store::os::sync_file;
+use driftless_store::os::watch::{self, Call};
 use memmap2::Mmap;
 
 use crate::error::{Error, Result};
-use crate::regular;
 use crate::snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, AuxFile, Snapshot, TensorInfo, is_aux_name};
-use crate::watch::{self, Call};
 use header::bad;
 
 pub use write::write_checkpoint;
-pub(crate) use write::{remove_dir, remove_file, rename, sync_dir, sync_file, write_file, write_weights};
+pub(crate) use write::write_weights;
 
 /// The one weight file of a small checkpoint.
 const SINGLE: &str = "model.safetensors";
@@ -73,10 +74,10 @@ impl Checkpoint {
     ///
     /// [`Error::Corrupt`] or [`Error::Parse`] name the file and tensor for: a missing shard, a truncated
     /// file, a header that contradicts its file, overlaps, gaps, a tensor twice, an index that disagrees with
-    /// the shards. [`Error::NotAFile`] for a FIFO, a device or a socket in place of any of these files.
+    /// the shards. [`NotAFile`](driftless_store::Error::NotAFile) for a FIFO, a device or a socket in place of any of these files.
     /// [`Error::TooLarge`] for an auxiliary file above [`AUX_FILE_BYTES_MAX`], or above [`AUX_FILES_BYTES_MAX`] together with those
-    /// before it. [`Error::Unsupported`] for a sub-byte element type, [`Error::Io`] and
-    /// [`Error::PermissionDenied`] for the file system's refusals.
+    /// before it. [`Error::Unsupported`] for a sub-byte element type, [`Io`](driftless_store::Error::Io) and
+    /// [`PermissionDenied`](driftless_store::Error::PermissionDenied) for the file system's refusals.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
         let mut checkpoint = Self::open_weights(dir)?;
         checkpoint.files = read_files(&checkpoint.dir, Strays::Refused)?;

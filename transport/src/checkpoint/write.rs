@@ -6,12 +6,13 @@ use std::io::{BufWriter, ErrorKind, Write as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use driftless_store::os::watch::{self, Call};
+use driftless_store::os::{remove_dir, sync_dir, sync_file, write_file};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 
 use super::{INDEX, SINGLE, header, index};
 use crate::error::{Error, Result};
 use crate::snapshot::{Snapshot, TensorInfo};
-use crate::watch::{self, Call};
 
 /// Tensors that are shorter go to the file together.
 const WRITE_BYTES: usize = 1 << 18;
@@ -29,7 +30,7 @@ pub(crate) type WeightFiles = Vec<String>;
 ///
 /// # Errors
 ///
-/// [`Error::BadSetting`] when `dir` is in use for something else, [`Error::NoSpace`] and the other file
+/// [`Error::BadSetting`] when `dir` is in use for something else, [`NoSpace`](driftless_store::Error::NoSpace) and the other file
 /// system errors, [`Error::DuplicateTensor`] and [`Error::TensorMismatch`] for a snapshot that contradicts
 /// itself. `dir` is untouched then.
 pub fn write_checkpoint(dir: impl AsRef<Path>, snapshot: &dyn Snapshot, max_shard_bytes: u64) -> Result<()> {
@@ -83,55 +84,6 @@ pub(crate) fn write_weights(
     write_file(&dir.join(INDEX), index::compose(&weight_map, sizes.iter().sum()).as_bytes())?;
     names.push(INDEX.to_owned());
     Ok(names)
-}
-
-/// Makes a directory's entries durable.
-pub(crate) fn sync_dir(dir: &Path) -> Result<()> {
-    watch::before(Call::SyncDir, dir)
-        .and_then(|()| File::open(dir))
-        .and_then(|file| file.sync_all())
-        .map_err(|source| Error::io("sync", dir, source))
-}
-
-/// Creates and syncs one file.
-pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    let write = || {
-        watch::before(Call::Create, path)?;
-        let mut file = File::create(path)?;
-        watch::before(Call::Write, path)?;
-        file.write_all(bytes)?;
-        sync_file(&file, path)
-    };
-    write().map_err(|source| Error::io("write", path, source))
-}
-
-/// Makes a file's content durable.
-pub(crate) fn sync_file(file: &File, path: &Path) -> std::io::Result<()> {
-    watch::before(Call::Sync, path)?;
-    file.sync_all()
-}
-
-/// Renames a file.
-pub(crate) fn rename(from: &Path, to: &Path) -> std::io::Result<()> {
-    watch::before(Call::Rename, to)?;
-    fs::rename(from, to)
-}
-
-/// Removes a file.
-pub(crate) fn remove_file(path: &Path) -> std::io::Result<()> {
-    watch::before(Call::Remove, path)?;
-    fs::remove_file(path)
-}
-
-/// Removes a directory tree if it exists.
-pub(crate) fn remove_dir(dir: &Path) -> Result<()> {
-    if !dir.exists() {
-        return Ok(());
-    }
-    match watch::before(Call::Remove, dir).and_then(|()| fs::remove_dir_all(dir)) {
-        Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::io("remove", dir, source)),
-        _ => Ok(()),
-    }
 }
 
 /// Greedy shards of consecutive tensors with at most `max` bytes each, except where one tensor alone is larger.
@@ -212,7 +164,7 @@ fn write_all(dir: &Path, snapshot: &dyn Snapshot, max_shard_bytes: u64) -> Resul
     for file in snapshot.files() {
         write_file(&dir.join(file.name()), file.bytes())?;
     }
-    sync_dir(dir)
+    Ok(sync_dir(dir)?)
 }
 
 /// Whether `dir` exists with content, which is only accepted when it is a checkpoint and nobody's replica.
@@ -256,7 +208,7 @@ fn install(partial: &Path, dir: &Path, replace: bool) -> Result<()> {
         // exchange.
         renameat_with(CWD, partial, CWD, dir, RenameFlags::EXCHANGE).map_err(|errno| io(errno.into()))?;
         sync_parent(dir)?;
-        return remove_dir(partial);
+        return Ok(remove_dir(partial)?);
     }
     fs::rename(partial, dir).map_err(io)?;
     sync_parent(dir)
@@ -264,8 +216,8 @@ fn install(partial: &Path, dir: &Path, replace: bool) -> Result<()> {
 
 fn sync_parent(dir: &Path) -> Result<()> {
     match dir.parent() {
-        Some(parent) if parent != Path::new("") => sync_dir(parent),
-        _ => sync_dir(Path::new(".")),
+        Some(parent) if parent != Path::new("") => Ok(sync_dir(parent)?),
+        _ => Ok(sync_dir(Path::new("."))?),
     }
 }
 

@@ -8,27 +8,24 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::{ContentDigest, Key, RunId, TrustKey, Version};
+use driftless_store::{BoxError, ContentDigest};
+
+use crate::ids::{RunId, Version};
+use crate::sign::TrustKey;
 
 /// What every fallible function of this crate returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// An error that comes from outside this crate, such as an engine's.
-pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Everything that can go wrong in this crate, by meaning.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    // What lies below.
+    /// What a store or a file system said.
+    #[error(transparent)]
+    Store(#[from] driftless_store::Error),
+
     // What was asked for, or given, that cannot be.
-    /// A text that is not a valid [`Key`].
-    #[error("`{text}` is not a key: {reason}")]
-    BadKey {
-        /// The text as given.
-        text: String,
-        /// Which rule it breaks.
-        reason: &'static str,
-    },
     /// A name (run, model, follower, tensor or file) that breaks the rules for it.
     #[error("`{text}` cannot name a {what}: {reason}")]
     BadName {
@@ -90,113 +87,6 @@ pub enum Error {
         feature: String,
     },
 
-    // Stores.
-    /// The store holds no object under this key.
-    #[error("no object `{key}` in {store}")]
-    NotFound {
-        /// The key asked for.
-        key: Key,
-        /// The store, as it displays itself.
-        store: String,
-    },
-    /// A put with [`PutMode::Create`](crate::PutMode::Create) met an existing object.
-    #[error("`{key}` exists already in {store}")]
-    AlreadyExists {
-        /// The key that is taken.
-        key: Key,
-        /// The store, as it displays itself.
-        store: String,
-    },
-    /// A ranged get began past the end of the object.
-    #[error("range starts at byte {start} of `{key}`, which has {size} bytes")]
-    RangeOutside {
-        /// The object.
-        key: Key,
-        /// First byte asked for.
-        start: u64,
-        /// Size of the object in bytes.
-        size: u64,
-    },
-    /// A store accepted two creates of one key, so that its publications could overwrite one another.
-    #[error(
-        "{store} ignores create-if-absent (If-None-Match on a put): two publishers would overwrite each other; \
-         use a server that honours it, or a directory that all hosts share"
-    )]
-    ConditionalPutIgnored {
-        /// The store, as it displays itself.
-        store: String,
-    },
-    /// An object store did not do what it was asked before the deadline, however often it was asked.
-    #[error("{store} did not {action} `{key}` within {waited:.1?}, tried {attempts} times")]
-    Unreachable {
-        /// The store, as it displays itself.
-        store: String,
-        /// What it was asked to do.
-        action: &'static str,
-        /// With which key.
-        key: Key,
-        /// How long it was asked.
-        waited: Duration,
-        /// How often.
-        attempts: u32,
-        /// What the last try ended with.
-        source: BoxError,
-    },
-    /// An object store said no, and would say it again.
-    #[error("{store} refuses to {action} `{key}`")]
-    Refused {
-        /// The store, as it displays itself.
-        store: String,
-        /// What it was asked to do.
-        action: &'static str,
-        /// With which key.
-        key: Key,
-        /// What it said.
-        source: BoxError,
-    },
-    /// A store call that [`Fault`](crate::wrap::Fault) was told to fail.
-    #[error("injected fault in store call {call} ({operation} `{key}`)")]
-    Injected {
-        /// Number of the call, from 0.
-        call: u64,
-        /// Which operation.
-        operation: &'static str,
-        /// The key it was called with.
-        key: Key,
-    },
-
-    // File systems.
-    /// The file system is full.
-    #[error("no space left for `{path}` while trying to {action}", path = path.display())]
-    NoSpace {
-        /// What could not be written.
-        path: PathBuf,
-        /// What was being done.
-        action: &'static str,
-        /// The operating system's error.
-        source: io::Error,
-    },
-    /// The operating system denied access.
-    #[error("no permission to {action} `{path}`", path = path.display())]
-    PermissionDenied {
-        /// What could not be touched.
-        path: PathBuf,
-        /// What was being done.
-        action: &'static str,
-        /// The operating system's error.
-        source: io::Error,
-    },
-    /// Any other failure of the file system.
-    #[error("cannot {action} `{path}`", path = path.display())]
-    Io {
-        /// The file or directory.
-        path: PathBuf,
-        /// What was being done.
-        action: &'static str,
-        /// The operating system's error.
-        source: io::Error,
-    },
-
     // Content that is not what it must be.
     /// Bytes that are not what they must be: a broken manifest, object, checkpoint, journal or state file.
     #[error("{subject} is corrupt: {what} (expected {expected}, found {found})")]
@@ -217,16 +107,6 @@ pub enum Error {
         subject: String,
         /// The parser's message, with line and column.
         source: serde_json::Error,
-    },
-    /// Content that differs from the digest that names it.
-    #[error("{subject} has the wrong content: digest is {found}, expected {expected}")]
-    DigestMismatch {
-        /// The object, file or manifest.
-        subject: String,
-        /// The digest on record.
-        expected: ContentDigest,
-        /// The digest of the bytes found.
-        found: ContentDigest,
     },
     /// A document that no trusted key claims to have signed. Nothing that it names is fetched.
     #[error("{subject} is not signed by a trusted key (signed by: {signers})", signers = or_nobody(signers))]
@@ -475,20 +355,6 @@ pub enum Error {
     },
 
     // Replicas.
-    /// Another process, or another value in this one, works on the same replica.
-    #[error("`{path}` is held by another process; it has one writer at a time", path = path.display())]
-    Locked {
-        /// The lock file.
-        path: PathBuf,
-    },
-    /// Something else lies where a file has to be.
-    #[error("`{path}` must be a regular file, found {found}; remove it, or put the file in its place", path = path.display())]
-    NotAFile {
-        /// The path.
-        path: PathBuf,
-        /// What lies there.
-        found: &'static str,
-    },
     /// The replica holds no version that could be read.
     #[error("`{path}` holds no finished version yet", path = path.display())]
     NothingApplied {

@@ -3,14 +3,14 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use driftless_store::{Key, PutMode};
+
 use super::status::Ack;
 use crate::error::{Error, Result};
 use crate::gc::Record;
 use crate::ids::Version;
-use crate::key::Key;
 use crate::replica::Observe;
 use crate::run::Run;
-use crate::store::PutMode;
 
 /// Writes the lease when it changes and, so that the store dates it anew, every so often while it does not. A store that
 /// does not take it is told again with the next change or round.
@@ -64,7 +64,7 @@ impl Keeper {
     fn put(&self, record: &Record) -> Result<()> {
         let bytes = serde_json::to_vec(record)
             .map_err(|source| Error::Parse { subject: "acknowledgement".into(), source })?;
-        self.run.store().put(&self.key, &bytes, PutMode::Overwrite)
+        Ok(self.run.store().put(&self.key, &bytes, PutMode::Overwrite)?)
     }
 }
 

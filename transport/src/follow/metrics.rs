@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 use std::time::{Duration, Instant};
 
+use driftless_store::wrap::Counts;
+
 use super::status::Status;
 use crate::error::Error;
 use crate::replica::Advanced;
-use crate::wrap::Counts;
 
 /// What is counted beside the status.
 #[derive(Clone, Debug, Default)]
@@ -234,9 +235,11 @@ fn escaped(value: &str) -> String {
 mod tests {
     use std::collections::BTreeSet;
 
+    use driftless_store::ContentDigest;
+
     use super::*;
     use crate::follow::{Ack, EngineStatus};
-    use crate::{ContentDigest, Version};
+    use crate::ids::Version;
 
     /// The samples of a page by name and labels, read as the format's description says.
     pub(crate) fn parse(page: &str) -> BTreeMap<(String, Vec<(String, String)>), f64> {
@@ -354,7 +357,8 @@ mod tests {
         let status = status(Some(6), Some(4), &["http://a", "b\\\n"]);
         counters.compared(&status, later(4));
         counters.compared(&status, later(5));
-        let store = Counts { gets: 3, bytes_got: 2048, ..Counts::default() };
+        let mut store = Counts::default();
+        (store.gets, store.bytes_got) = (3, 2048);
         let page = page(&status, &counters, &store, later(10));
         for (name, expected) in [
             ("version", 4.0),

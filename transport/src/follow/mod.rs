@@ -22,13 +22,17 @@ mod worker;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use driftless_store::Store;
+use driftless_store::chain_text;
+use driftless_store::os::crash_point;
+use driftless_store::wait::{Stop, backoff};
+use driftless_store::wrap::Count;
+
 use crate::activate::{Activate, Limit};
 use crate::error::{Error, Result};
 use crate::ids::{Version, check_name};
-use crate::replica::{Advanced, Replica, crash_point};
+use crate::replica::{Advanced, Replica};
 use crate::run::Run;
-use crate::store::Store;
-use crate::wrap::Count;
 use keeper::Keeper;
 use metrics::Counters;
 use worker::{Answer, Job, Worker};
@@ -37,9 +41,6 @@ pub use options::FollowerOptions;
 #[cfg(feature = "slime")]
 pub(crate) use slime::pull_weights;
 pub use status::{Ack, EngineStatus, Status};
-pub use watch::Stop;
-#[cfg(feature = "client")]
-pub(crate) use watch::backoff;
 
 /// What an engine is asked first, as errors name it.
 const LOOK: &str = "report its version";
@@ -134,7 +135,7 @@ impl Follower {
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] if another follower has the directory, [`Error::DamagedReplica`] for one that is damaged and has
+    /// [`Locked`](driftless_store::Error::Locked) if another follower has the directory, [`Error::DamagedReplica`] for one that is damaged and has
     /// weights of somebody else in it (otherwise it is built anew by the next prepare), [`Error::BadName`]
     /// for an `id` that cannot be a key, [`Error::ForeignModel`] if the directory holds another model.
     pub fn open(
@@ -519,13 +520,13 @@ impl Follower {
         match outcome {
             Err(Error::Engine { action: LOOK, .. } | Error::EngineTimeout { action: LOOK, .. }) => {
                 slot.failures += 1;
-                slot.look_at = now + watch::backoff(options.poll, options.backoff_max, slot.failures);
+                slot.look_at = now + backoff(options.poll, options.backoff_max, slot.failures);
                 (slot.refusals, slot.load_at) = (0, now);
             }
             Err(_) => {
                 (slot.failures, slot.look_at) = (0, now);
                 slot.refusals += 1;
-                slot.load_at = now + watch::backoff(options.poll, options.refusal_backoff_max, slot.refusals);
+                slot.load_at = now + backoff(options.poll, options.refusal_backoff_max, slot.refusals);
             }
             Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {
                 slot.failures = 0;
@@ -608,16 +609,4 @@ fn record_applied(status: &mut Status, replica: &Replica, engines: &[Slot], prep
 /// Milliseconds, to the microsecond: so few digits survive JSON exactly.
 fn millis(time: Duration) -> f64 {
     time.as_micros() as f64 / 1e3
-}
-
-/// An error and its sources in one line.
-pub(crate) fn chain_text(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        source = error.source();
-    }
-    text
 }

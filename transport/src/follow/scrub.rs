@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::watch::{Ended, Stop};
+use driftless_store::wait::{Ended, Stop};
+
 use super::{Follower, record_applied};
 use crate::error::Error;
 use crate::replica::Scrub;

@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Json;
+use driftless_store::{Store, chain_text};
 use serde::Deserialize;
 
-use super::{Core, Follower, FollowerOptions, Prepared, chain_text};
+use super::{Core, Follower, FollowerOptions, Prepared};
 use crate::activate::Activate;
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::replica::Plan;
 use crate::slime::{self, Feed};
-use crate::store::Store;
 
 /// How long a trainer's request waits for the follower's own round to end.
 const PULL_DEADLINE: Duration = Duration::from_secs(600);

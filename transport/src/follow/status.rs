@@ -1,8 +1,9 @@
 //! What a follower reports about itself, over HTTP and in the store.
 
+use driftless_store::ContentDigest;
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{ContentDigest, RunId, Version};
+use crate::ids::{RunId, Version};
 
 /// One engine, as its follower last saw it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

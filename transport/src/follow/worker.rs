@@ -5,9 +5,11 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TryRecvError
 use std::thread;
 use std::time::{Duration, Instant};
 
+use driftless_store::BoxError;
+
 use crate::activate::{Activate, Activated, Limit, Target};
 use crate::checkpoint::Checkpoint;
-use crate::error::{BoxError, Error, Result};
+use crate::error::{Error, Result};
 use crate::manifest::Manifest;
 
 /// How often a limit is looked at while an engine is waited for: it may become shorter.

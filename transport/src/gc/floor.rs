@@ -1,7 +1,10 @@
 //! The floor of a model: every version below it was collected, and nothing has to stay in its place to say so.
 
-use crate::run::parse_version;
-use crate::{Committed, Error, Key, PutMode, Result, Run, RunId, Version};
+use driftless_store::{Error as StoreError, Key, PutMode};
+
+use crate::error::{Error, Result};
+use crate::ids::{RunId, Version};
+use crate::run::{Committed, Run, parse_version};
 
 /// The segment under a model that holds the floors.
 const FLOORS: &str = "floor";
@@ -24,7 +27,7 @@ impl Floor {
     }
 
     fn key(self, root: &Key) -> Result<Key> {
-        root.join(&format!("{FLOORS}/v{:010}-v{:010}", self.version.0, self.anchor.0))
+        Ok(root.join(&format!("{FLOORS}/v{:010}-v{:010}", self.version.0, self.anchor.0))?)
     }
 
     /// What a reader of a version below it is told.
@@ -82,8 +85,8 @@ impl Run {
         }
         match self.store().put(&floor.key(&root)?, b"", PutMode::Create) {
             // Another collection came to the same conclusion.
-            Err(Error::AlreadyExists { .. }) => Ok(()),
-            put => put,
+            Err(StoreError::AlreadyExists { .. }) => Ok(()),
+            put => Ok(put?),
         }
     }
 }
@@ -110,7 +113,8 @@ mod tests {
     }
     #[test]
     fn a_floor_never_falls_and_leaves_one_more_behind() {
-        let store: std::sync::Arc<dyn crate::Store> = std::sync::Arc::new(crate::Memory::new());
+        let store: std::sync::Arc<dyn driftless_store::Store> =
+            std::sync::Arc::new(driftless_store::Memory::new());
         let run = Run::create(store.clone(), "run").unwrap();
         assert_eq!(run.oldest("policy").unwrap(), Version(0));
         for (raised, expected) in [(50, 50), (50, 50), (60, 60), (55, 60), (70, 70)] {

@@ -2,11 +2,13 @@
 
 use std::time::{Duration, SystemTime};
 
+use driftless_store::{Entry, Error as StoreError, Key, PutMode, Store};
 use serde::{Deserialize, Serialize};
 
+use crate::error::Result;
 use crate::follow::Ack;
-use crate::store::{PutMode, Store};
-use crate::{Entry, Error, Key, Result, Run, Version};
+use crate::ids::Version;
+use crate::run::Run;
 
 /// Largest lease in bytes that is read.
 const LEASE_BYTES_MAX: u64 = 1 << 20;
@@ -52,7 +54,7 @@ pub(super) fn leases(run: &Run, model: &str, now: Option<SystemTime>, ttl: Durat
     for entry in run.followers()? {
         let bytes = match run.store().get(&entry.key, Some(0..LEASE_BYTES_MAX)) {
             // Withdrawn since it was listed.
-            Err(Error::NotFound { .. }) => continue,
+            Err(StoreError::NotFound { .. }) => continue,
             bytes => bytes?,
         };
         if let Some(lease) = lease(&entry, &bytes, model, now, ttl) {

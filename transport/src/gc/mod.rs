@@ -16,7 +16,11 @@ mod tombstone;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use crate::{Error, Key, Result, Run, Version};
+use driftless_store::{Error as StoreError, Key};
+
+use crate::error::{Error, Result};
+use crate::ids::Version;
+use crate::run::Run;
 use plan::Places;
 
 pub(crate) use floor::Floor;
@@ -89,7 +93,7 @@ pub fn leases(run: &Run, options: &GcOptions) -> Result<Vec<Lease>> {
 /// Collects the versions of a model that nobody needs. May run beside the publisher, followers and other collections.
 ///
 /// # Errors
-/// [`Error::BadSetting`] for a `keep` of 0; [`Error::Corrupt`] or [`Error::NotFound`] if something is missing of what is
+/// [`Error::BadSetting`] for a `keep` of 0; [`Error::Corrupt`] or [`NotFound`](driftless_store::Error::NotFound) if something is missing of what is
 /// to be kept (nothing is removed then); whatever the store reports, after which the next call goes on.
 pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
     if options.keep == 0 {
@@ -163,9 +167,9 @@ fn down_to_anchor(
     loop {
         let manifest = run.read(model, version)?.manifest;
         for object in &manifest.objects {
-            let found = places
-                .size(&object.key)
-                .ok_or_else(|| Error::NotFound { key: object.key.clone(), store: run.store().to_string() })?;
+            let found = places.size(&object.key).ok_or_else(|| {
+                Error::Store(StoreError::NotFound { key: object.key.clone(), store: run.store().to_string() })
+            })?;
             if found != object.size {
                 return Err(Error::Corrupt {
                     subject: format!("object `{}`", object.key),
@@ -194,8 +198,8 @@ fn fresh_below(run: &Run, model: &str, before: Version, floor: Version) -> Resul
             Ok(bytes) if Tombstone::parse(&bytes).is_some() => break,
             Ok(_) => fresh.insert(version),
             // Another collection is at it.
-            Err(Error::NotFound { .. }) => break,
-            Err(error) => return Err(error),
+            Err(StoreError::NotFound { .. }) => break,
+            Err(error) => return Err(error.into()),
         };
     }
     Ok(fresh)

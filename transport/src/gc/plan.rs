@@ -3,8 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeToInclusive;
 
+use driftless_store::{Entry, Key};
+
+use crate::ids::Version;
 use crate::run::{MANIFEST, parse_version};
-use crate::{Entry, Key, Version};
 
 /// The last segment of the key of a manifest's signature.
 const SIGNATURE: &str = "manifest.sig";

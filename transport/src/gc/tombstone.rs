@@ -1,9 +1,11 @@
 //! What earlier releases left in the place of a manifest whose version was collected. The next collection removes it.
 
+use driftless_store::ContentDigest;
 use serde::{Deserialize, Serialize};
 
+use crate::error::Error;
+use crate::ids::{RunId, Version};
 use crate::manifest::{FORMAT, Features};
-use crate::{ContentDigest, Error, RunId, Version};
 
 /// Manifests longer than this are not looked at as tombstones.
 const TOMBSTONE_BYTES_MAX: usize = 4096;

@@ -3,10 +3,12 @@
 use std::collections::BTreeSet;
 use std::fmt::Display;
 
+use driftless_store::Key;
+
 use super::{Algorithms, File, Kind, Manifest, OBJECT_BYTES_MAX, Piece, Tensor, VERSION_MAX};
+use crate::error::{Error, Result};
 use crate::run::check_model;
 use crate::snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, is_aux_name};
-use crate::{Error, Key, Result};
 
 /// Longest tensor name in bytes.
 const TENSOR_NAME_BYTES_MAX: usize = 1024;

@@ -9,7 +9,13 @@ mod tables;
 use driftless_delta::Digest;
 use serde::{Deserialize, Serialize};
 
-use crate::{ContentDigest, Dtype, Error, Key, Result, RunId, TensorInfo, Version};
+use driftless_store::ContentDigest;
+pub use driftless_store::Object;
+
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::ids::{RunId, Version};
+use crate::snapshot::TensorInfo;
 pub(crate) use tables::Tables;
 
 /// The format that this crate writes and reads.
@@ -87,17 +93,6 @@ pub struct Features {
     /// A reader that does not know one of these ignores it.
     #[serde(default)]
     pub optional: Vec<String>,
-}
-
-/// One stored object.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Object {
-    /// Its key, from the root of the store; it lies under `<run_id>/<model>/`.
-    pub key: Key,
-    /// Its size in bytes.
-    pub size: u64,
-    /// The digest of all its bytes.
-    pub blake3: ContentDigest,
 }
 
 /// One contiguous range of a tensor's elements, coded on its own.

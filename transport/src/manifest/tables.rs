@@ -1,9 +1,12 @@
 //! The part of a manifest that the weights determine.
 
 use driftless_delta::DigestTable;
+use driftless_store::ContentDigest;
 
 use super::{File, Tensor};
-use crate::{Checkpoint, ContentDigest, Error, Result, Snapshot as _};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::snapshot::Snapshot as _;
 
 /// The tables of a version: its tensors and files, and how many elements changed.
 pub(crate) struct Tables {

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 
-use crate::{Error, Replica, Result};
+use crate::error::{Error, Result};
+use crate::replica::Replica;
 
 /// A replica that one move at a time is made on, on a thread of its own.
 #[derive(Debug)]

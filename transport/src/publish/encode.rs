@@ -5,16 +5,20 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use driftless_delta::{BLOCK_ELEMENTS, Digest, DigestTable, Profile};
+use driftless_store::ContentDigest;
+use driftless_store::wait::Stop;
 
-use super::finite;
 use super::plan::Plan;
 use super::shard::{Shard, Slice, slice_bytes};
 use super::upload::Packer;
-use super::{Progress, ProgressFn};
-use crate::follow::Stop;
+use super::{Progress, ProgressFn, finite};
+use crate::checkpoint::Checkpoint;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::manifest::{File, Kind, Manifest, Part, Piece};
 use crate::pool::{Bounds, in_order};
-use crate::{Checkpoint, ContentDigest, Dtype, Error, Replica, Result, TensorInfo};
+use crate::replica::Replica;
+use crate::snapshot::TensorInfo;
 
 /// Where a piece of a tensor too large for one object may be cut, in bytes: whole blocks of every element type.
 pub(super) const PIECE_UNIT: usize = BLOCK_ELEMENTS * 8;
@@ -281,8 +285,9 @@ impl Coder {
         };
         let unseen = payloads.changed > 0 && finite::is_opaque(slice.tensor.dtype);
         if !self.allow_non_finite && (payloads.not_finite || unseen) {
-            let base =
-                base.map(|(bytes, _)| Ok(bytes.get(slice.byte_range(bytes.len())?).unwrap_or_default()));
+            let base = base.map(|(bytes, _)| {
+                slice.byte_range(bytes.len()).map(|range| bytes.get(range).unwrap_or_default())
+            });
             finite::check(&slice.tensor, slice.start, new, base.transpose()?)?;
         }
         if self.plan.anchor {

@@ -1,6 +1,9 @@
 //! Refuses NaN and infinities, unless the version before had them at the same place.
 
-use crate::{Checkpoint, Dtype, Error, Result, Snapshot as _, TensorInfo};
+use crate::checkpoint::Checkpoint;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::snapshot::{Snapshot as _, TensorInfo};
 
 /// Whether a type has NaN that the codec does not know: it takes such elements for bytes.
 pub(super) fn is_opaque(dtype: Dtype) -> bool {

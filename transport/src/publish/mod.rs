@@ -31,19 +31,21 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crate::follow::Stop;
+use driftless_store::wait::Stop;
+use driftless_store::{ContentDigest, Error as StoreError, Key, Object, Store, probe_conditional_put};
+
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
 use crate::gc::is_publishers;
+use crate::ids::Version;
 use crate::manifest::{
-    Algorithms, Base, FORMAT, Features, File, Kind, MANIFEST_BYTES_MAX, Manifest, Object, Tables, Tensor,
-    VERSION_MAX,
+    Algorithms, Base, FORMAT, Features, File, Kind, MANIFEST_BYTES_MAX, Manifest, Tables, Tensor, VERSION_MAX,
 };
 use crate::pool::Bounds;
+use crate::replica::Replica;
 use crate::run::{Committed, Run};
 use crate::sign::signature_bytes;
-use crate::{
-    Checkpoint, ContentDigest, Error, Key, Replica, Result, Snapshot, Store, TensorInfo, Version,
-    probe_conditional_put,
-};
+use crate::snapshot::{Snapshot, TensorInfo};
 use baseline::Baseline;
 use encode::{BaseView, Coded, Coder, Encoder};
 use plan::{Anchors, Plan};
@@ -108,7 +110,7 @@ impl Publisher {
     /// to the newest committed version.
     ///
     /// # Errors
-    /// [`Error::ConditionalPutIgnored`], [`Error::RunExists`], [`Error::NoSuchRun`]; [`Error::ForeignRun`] or
+    /// [`ConditionalPutIgnored`](driftless_store::Error::ConditionalPutIgnored), [`Error::RunExists`], [`Error::NoSuchRun`]; [`Error::ForeignRun`] or
     /// [`Error::ForeignModel`] for a baseline of something else; [`Error::Rewind`] for a baseline newer than the store;
     /// [`Error::BadSetting`]; whatever the store or the file system reports.
     pub fn open(store: Arc<dyn Store>, options: PublisherOptions) -> Result<Self> {
@@ -582,7 +584,7 @@ impl Publisher {
 
     fn sweep_place(&self, version: Version, keep: impl Fn(&Key) -> bool) {
         let root = self.run.version_root(&self.options.model, version);
-        let Ok(entries) = root.and_then(|root| self.run.store().list(&root)) else { return };
+        let Ok(entries) = root.and_then(|root| Ok(self.run.store().list(&root)?)) else { return };
         for entry in entries.iter().filter(|entry| is_publishers(&entry.key) && !keep(&entry.key)) {
             self.discard(&entry.key);
         }
@@ -632,5 +634,8 @@ impl Publisher {
 
 /// Whether what the store held of a version is gone or is something else.
 fn is_lost(error: &Error) -> bool {
-    matches!(error, Error::NotFound { .. } | Error::DigestMismatch { .. } | Error::Corrupt { .. })
+    matches!(
+        error,
+        Error::Store(StoreError::NotFound { .. } | StoreError::DigestMismatch { .. }) | Error::Corrupt { .. }
+    )
 }

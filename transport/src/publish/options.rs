@@ -5,10 +5,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use driftless_delta::Profile;
+use driftless_store::ContentDigest;
 
 use super::encode::PIECE_UNIT;
+use crate::error::{Error, Result};
+use crate::ids::Version;
 use crate::manifest::{Kind, OBJECT_BYTES_MAX, Representation};
-use crate::{ContentDigest, Error, Result, SignKey, TrustKey, Version};
+use crate::sign::{SignKey, TrustKey};
 
 /// Smallest limit on the size of an object: one piece of every element type has to fit.
 const OBJECT_BYTES_MIN: u64 = 2 * PIECE_UNIT as u64;

@@ -3,14 +3,18 @@
 use std::collections::BTreeMap;
 
 use driftless_delta::Digest;
+use driftless_store::Object;
 use serde::{Deserialize, Serialize};
 
 use super::options::Rank;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::ids::{RunId, Version};
 use crate::manifest::{
-    Algorithms, Base, FORMAT, Features, File, Kind, MANIFEST_BYTES_MAX, Manifest, Object, Piece,
-    Representation, Tensor, as_text,
+    Algorithms, Base, FORMAT, Features, File, Kind, MANIFEST_BYTES_MAX, Manifest, Piece, Representation,
+    Tensor, as_text,
 };
-use crate::{Dtype, Error, Result, RunId, TensorInfo, Version};
+use crate::snapshot::TensorInfo;
 
 /// One rank's share of a version: its objects, and which slices lie where in them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

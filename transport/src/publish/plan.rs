@@ -4,8 +4,10 @@ use std::borrow::Cow;
 use std::cmp::Ordering;
 
 use super::options::{FullBecause, Mode};
+use crate::error::{Error, Result};
+use crate::ids::Version;
 use crate::manifest::{Kind, Manifest, Representation};
-use crate::{Error, Result, Snapshot, TensorInfo, Version};
+use crate::snapshot::{Snapshot, TensorInfo};
 
 /// Most differences of a layout that are named.
 const DIFFERENCES_MAX: usize = 3;

@@ -2,13 +2,16 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use driftless_store::{Error as StoreError, Key, PutMode};
+
 use super::options::{FullBecause, Mode, Published, Rank, Step};
 use super::part::{Expected, PartManifest, PartSlice, holds, join};
 use super::shard::Shard;
 use super::{Publisher, Standing, plan};
+use crate::error::{Error, Result};
+use crate::ids::Version;
 use crate::manifest::{Algorithms, FORMAT, Features, Kind, MANIFEST_BYTES_MAX, Tensor};
 use crate::run::Committed;
-use crate::{Error, Key, PutMode, Result, Version};
 
 /// First and longest time between two looks at the store for what another rank does.
 const POLL: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
@@ -229,8 +232,8 @@ impl Publisher {
                 let key = part_key(root, &rank.attempt, number)?;
                 match self.run.store().get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
                     Ok(bytes) => *slot = Some(self.read_part(&bytes, version, &key)?),
-                    Err(Error::NotFound { .. }) => {}
-                    Err(error) => return Err(error),
+                    Err(StoreError::NotFound { .. }) => {}
+                    Err(error) => return Err(error.into()),
                 }
             }
             let missing: Vec<u32> =
@@ -265,5 +268,5 @@ impl Publisher {
 
 /// The key of a rank's part.
 fn part_key(root: &Key, attempt: &str, rank: u32) -> Result<Key> {
-    root.join(&format!("part-{attempt}-{rank:05}"))
+    Ok(root.join(&format!("part-{attempt}-{rank:05}"))?)
 }

@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::{AuxFile, Error, Result, Snapshot, TensorInfo};
+use crate::error::{Error, Result};
+use crate::snapshot::{AuxFile, Snapshot, TensorInfo};
 
 /// A run of consecutive elements of a tensor, in flat row-major order: what tensor-, expert- or fully-sharded ranks hold.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,9 +3,11 @@
 //! The digest of the new bytes must equal the digest that follows from the baseline and the changes. Where it
 //! does not, the baseline is at fault.
 
+use driftless_store::{Error as StoreError, Key};
+
 use super::encode::blames_baseline;
 use super::{Publisher, Standing};
-use crate::{Error, Key, Result};
+use crate::error::{Error, Result};
 
 impl Publisher {
     /// Does `work`, which encodes against the baseline and stores objects under `root` with the name of an attempt. Where it finds that the
@@ -46,7 +48,9 @@ impl Publisher {
         let replica = self.baseline.replica()?;
         match replica.verify() {
             Ok(()) => self.baseline.reopen()?,
-            Err(error @ (Error::Io { .. } | Error::PermissionDenied { .. })) => return Err(error),
+            Err(error @ Error::Store(StoreError::Io { .. } | StoreError::PermissionDenied { .. })) => {
+                return Err(error);
+            }
             Err(source) => {
                 let path = replica.dir().to_path_buf();
                 replica.quarantine(Error::DamagedReplica { path, source: Box::new(source) })?;

@@ -1,13 +1,16 @@
 //! Packs payloads into objects, and stores them while the next ones are encoded.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use crate::manifest::{Object, Part};
-use crate::pool::lock;
-use crate::{ContentDigest, Error, Key, PutMode, Result, Store};
+use driftless_store::wait::lock;
+use driftless_store::{ContentDigest, Key, Object, PutMode, Store};
+
+use crate::error::{Error, Result};
+use crate::manifest::Part;
 
 /// Objects at the beginning of a publication that grow, each to twice the bytes of the one before, up to the size of the others.
 const FIRST_OBJECTS: usize = 2;
@@ -160,8 +163,9 @@ impl Packer<'_> {
 
 #[cfg(test)]
 mod tests {
+    use driftless_store::Memory;
+
     use super::*;
-    use crate::Memory;
 
     #[test]
     fn the_first_objects_grow_and_no_payload_is_cut() {

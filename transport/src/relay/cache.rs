@@ -2,19 +2,18 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
+use driftless_store::os::crash_point;
+use driftless_store::wrap::Count;
+use driftless_store::{ContentDigest, Object, Store};
 use serde::Serialize;
 
 use crate::error::{Error, Result};
-use crate::ids::ContentDigest;
-use crate::manifest::Object;
-use crate::replica::crash_point;
 use crate::spool::{Spool, SpoolOptions};
-use crate::store::Store;
-use crate::wrap::Count;
 
 /// An object's bytes, checked.
 #[derive(Clone, Debug)]

@@ -22,17 +22,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use driftless_store::os::{Lock, create_dir_synced};
+use driftless_store::{ContentDigest, Error as StoreError, Key, Object, Store, chain_text};
 use tokio::sync::{Semaphore, watch};
 
 use crate::error::{Error, Result};
-use crate::follow::chain_text;
 use crate::http::{Server, check_exposure};
-use crate::ids::ContentDigest;
-use crate::key::Key;
 use crate::listen::Limits;
-use crate::manifest::{OBJECT_BYTES_MAX, Object};
-use crate::replica::{Lock, create_dir_synced};
-use crate::store::Store;
+use crate::manifest::OBJECT_BYTES_MAX;
 use cache::{Cache, Content};
 
 pub use recent::Recent;
@@ -119,7 +116,7 @@ struct Relay {
 /// Serves the objects of `origin` from a cache, on threads of its own. Dropping the server ends it.
 ///
 /// # Errors
-/// [`Error::BadSetting`] for an address other than loopback without a token; [`Error::Locked`] if another relay has the
+/// [`Error::BadSetting`] for an address other than loopback without a token; [`Locked`](driftless_store::Error::Locked) if another relay has the
 /// directory; [`Error::Listen`] if the address cannot be had; the file system's errors.
 pub fn serve(origin: Arc<dyn Store>, options: RelayOptions) -> Result<Server> {
     check_exposure("relay address", options.listen, options.token.as_deref())?;
@@ -256,8 +253,10 @@ fn named(
 fn refusal(error: &Error) -> Refusal {
     let message = chain_text(error);
     match error {
-        Error::NotFound { .. } => Refusal::new(StatusCode::NOT_FOUND, "not_found", message),
-        Error::Corrupt { .. } | Error::DigestMismatch { .. } => {
+        Error::Store(StoreError::NotFound { .. }) => {
+            Refusal::new(StatusCode::NOT_FOUND, "not_found", message)
+        }
+        Error::Corrupt { .. } | Error::Store(StoreError::DigestMismatch { .. }) => {
             Refusal::new(StatusCode::BAD_GATEWAY, "corrupt", message)
         }
         error if error.is_retryable() => {

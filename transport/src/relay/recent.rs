@@ -5,10 +5,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::error::Result;
-use crate::key::Key;
-use crate::manifest::Object;
-use crate::store::{Arrived, Entry, PutMode, Store};
+use driftless_store::{Arrived, Entry, Key, Object, PutMode, Result, Store};
 
 /// A store whose objects are remembered when they are put through it, so that a relay beside a publisher, with this as its origin, does not
 /// read back what has just been written. Only [`Store::get_known`] is answered from memory, whose callers check what they get.
@@ -122,10 +119,10 @@ impl Store for Recent {
 
 #[cfg(test)]
 mod tests {
+    use driftless_store::wrap::{Count, Fault, When};
+    use driftless_store::{ContentDigest, Error, Memory, no_progress};
+
     use super::*;
-    use crate::store::nobody;
-    use crate::wrap::{Count, Fault, When};
-    use crate::{ContentDigest, Error, Memory};
 
     fn object(key: &str, bytes: &[u8]) -> Object {
         Object { key: Key::new(key).unwrap(), size: bytes.len() as u64, blake3: ContentDigest::of(bytes) }
@@ -138,14 +135,19 @@ mod tests {
     }
 
     #[test]
+    fn recent_conforms() {
+        driftless_store::conformance::check(&Recent::new(Arc::new(Memory::new()), 1 << 20));
+    }
+
+    #[test]
     fn what_was_put_last_is_not_read_back() {
         let origin = Arc::new(Count::new(Arc::new(Memory::new())));
         let store = Recent::new(origin.clone(), 10);
         let old = put(&store, "old", b"0123456");
         let new = put(&store, "new", b"789");
-        let whole = |object: &Object| store.get_known(object, 0..object.size, &nobody()).unwrap();
+        let whole = |object: &Object| store.get_known(object, 0..object.size, &no_progress()).unwrap();
         assert_eq!((whole(&old), whole(&new)), (b"0123456".to_vec(), b"789".to_vec()));
-        assert_eq!(store.get_known(&new, 1..9, &nobody()).unwrap(), b"89");
+        assert_eq!(store.get_known(&new, 1..9, &no_progress()).unwrap(), b"89");
         assert_eq!(origin.counts().gets, 0);
         let newer = put(&store, "newer", b"x");
         assert_eq!(
@@ -169,19 +171,19 @@ mod tests {
         fault.arm(0, 1, When::After);
         let other = object("a", b"other");
         store.put(&other.key, b"other", PutMode::Overwrite).unwrap_err();
-        assert_eq!(store.get_known(&other, 0..5, &nobody()).unwrap(), b"other", "an answer was lost");
+        assert_eq!(store.get_known(&other, 0..5, &no_progress()).unwrap(), b"other", "an answer was lost");
         put(&store, "a", b"first");
         inner.put(&first.key, b"other", PutMode::Overwrite).unwrap();
         assert_eq!(
-            store.get_known(&other, 0..5, &nobody()).unwrap(),
+            store.get_known(&other, 0..5, &no_progress()).unwrap(),
             b"first",
             "as long as nobody doubts it"
         );
         assert!(store.doubt(&other) && !store.doubt(&other));
-        assert_eq!(store.get_known(&other, 0..5, &nobody()).unwrap(), b"other");
+        assert_eq!(store.get_known(&other, 0..5, &no_progress()).unwrap(), b"other");
         let gone = put(&store, "b", b"gone");
         store.delete(&gone.key).unwrap();
-        let error = store.get_known(&gone, 0..4, &nobody()).unwrap_err();
+        let error = store.get_known(&gone, 0..4, &no_progress()).unwrap_err();
         assert!(matches!(error, Error::NotFound { .. }), "{error:?}");
     }
 }

@@ -12,11 +12,9 @@ use reqwest::{StatusCode, Url};
 use crate::client::{Http, parse_url};
 use crate::error::{Error, Result};
 #[cfg(feature = "ucx")]
+use driftless_store::{Arrived, ContentDigest, Entry, Key, Object, PutMode, Store, redact};
+
 use crate::fabric::{Fabric, FabricOptions};
-use crate::ids::ContentDigest;
-use crate::key::Key;
-use crate::manifest::Object;
-use crate::store::{Arrived, Entry, PutMode, Store, redact};
 
 /// Bytes that a relay is asked for at a time.
 const REQUEST_BYTES: u64 = 8 << 20;
@@ -197,7 +195,7 @@ impl Peer {
 
     fn failed(&self, key: &Key, error: &str) {
         let mut health = self.health();
-        let wait = crate::follow::backoff(BACKOFF[0], BACKOFF[1], health.failures);
+        let wait = driftless_store::wait::backoff(BACKOFF[0], BACKOFF[1], health.failures);
         health.failures = health.failures.saturating_add(1);
         health.not_before = health.not_before.max(Some(Instant::now() + wait));
         tracing::warn!(relay = %self.url, %key, error, wait_s = wait.as_secs(), "the relay is left alone for a while");
@@ -224,15 +222,20 @@ impl fmt::Debug for Relays {
 
 #[deny(clippy::missing_trait_methods)]
 impl Store for Relays {
-    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> driftless_store::Result<()> {
         self.origin.put(key, bytes, mode)
     }
 
-    fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
+    fn get(&self, key: &Key, range: Option<Range<u64>>) -> driftless_store::Result<Vec<u8>> {
         self.origin.get(key, range)
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+    fn get_known(
+        &self,
+        object: &Object,
+        range: Range<u64>,
+        arrived: &Arrived,
+    ) -> driftless_store::Result<Vec<u8>> {
         // A relay knows the object by its size, so a byte behind the end tells nothing there.
         let inside = range.start.min(object.size)..range.end.min(object.size);
         if inside.is_empty() {
@@ -264,15 +267,15 @@ impl Store for Relays {
         true
     }
 
-    fn head(&self, key: &Key) -> Result<Entry> {
+    fn head(&self, key: &Key) -> driftless_store::Result<Entry> {
         self.origin.head(key)
     }
 
-    fn list(&self, prefix: &Key) -> Result<Vec<Entry>> {
+    fn list(&self, prefix: &Key) -> driftless_store::Result<Vec<Entry>> {
         self.origin.list(prefix)
     }
 
-    fn delete(&self, key: &Key) -> Result<()> {
+    fn delete(&self, key: &Key) -> driftless_store::Result<()> {
         self.origin.delete(key)
     }
 }

@@ -42,7 +42,7 @@ impl Replica {
     /// # Errors
     ///
     /// [`Error::Rewind`], [`Error::ForeignRun`], [`Error::ForeignModel`] with both identities;
-    /// [`Error::BrokenChain`]; [`Error::Corrupt`], [`Error::DigestMismatch`], [`Error::Codec`] for bytes that
+    /// [`Error::BrokenChain`]; [`Error::Corrupt`], [`DigestMismatch`](driftless_store::Error::DigestMismatch), [`Error::Codec`] for bytes that
     /// are not what they must be; [`Error::DamagedReplica`] if it is this directory's that are not;
     /// [`Error::Collected`] if `to` was collected; [`Error::Unsupported`] when a reference is needed and `reference` is
     /// `None`; the store's and the file system's errors.
@@ -96,7 +96,7 @@ impl Replica {
     ) -> Result<()> {
         let spool = self.spool.clone();
         let fetch =
-            |object: &crate::manifest::Object| spool.object(&**run.store(), object, &|| observer.fetching());
+            |object: &driftless_store::Object| spool.object(&**run.store(), object, &|| observer.fetching());
         let mut rest = chain.links.as_slice();
         while let Some(link) = rest.first() {
             let taken = match reference {

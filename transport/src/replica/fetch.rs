@@ -7,13 +7,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use driftless_delta::{DigestTable, Patch, Serial, Source};
+use driftless_store::os::sync_dir;
 
 use super::journal::{Record, Writer};
 use super::objects::{Objects, Place};
 use super::spare::{Kit, Spare};
 use super::state::{Copy, State, Tables, digests_to_bytes};
 use super::target::{PAGE, Ready, Targets};
-use crate::checkpoint::{sync_dir, write_weights};
+use crate::checkpoint::write_weights;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::manifest::{File, Kind, Manifest, Piece, Tensor};

@@ -7,15 +7,15 @@ use std::thread;
 use std::time::Instant;
 
 use driftless_delta::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Patch, Profile, decode, encode};
+use driftless_store::ContentDigest;
 
-use super::fetch;
 use super::journal::{Record, Writer};
 use super::state::State;
 use super::target::Targets;
-use super::{Advanced, Replica};
+use super::{Advanced, Replica, fetch};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::ids::{ContentDigest, RunId, Version};
+use crate::ids::{RunId, Version};
 use crate::manifest::{Kind, Manifest};
 use crate::run::Committed;
 

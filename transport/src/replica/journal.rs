@@ -11,9 +11,10 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 
-use crate::checkpoint::{remove_file, sync_file};
+use driftless_store::os::watch::{self, Call};
+use driftless_store::os::{remove_file, sync_file};
+
 use crate::error::{Error, Result};
-use crate::watch::{self, Call};
 
 const MAGIC: [u8; 8] = *b"dftljnl1";
 const HEAD_BYTES: usize = 24;

@@ -37,23 +37,22 @@ mod state;
 mod target;
 mod withhold;
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftless_delta::DigestTable;
-use rustix::fs::{FlockOperation, flock};
+use driftless_store::os::watch::{self, Call};
+use driftless_store::os::{Lock, crash_point, create_dir_synced, remove_dir, sync_dir};
 
-use crate::checkpoint::{Checkpoint, remove_dir, sync_dir};
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Base, Manifest};
-use crate::regular;
 use crate::run::Committed;
 use crate::snapshot::{Snapshot as _, is_plain_name};
 use crate::spool::{Spool, SpoolOptions};
-use crate::watch::{self, Call};
 use journal::{Record, Writer};
 use settle::{Settling, Unsettled};
 use spare::Spare;
@@ -129,7 +128,7 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] if another process has it; [`Error::DamagedReplica`] if the directory does not hold
+    /// [`Locked`](driftless_store::Error::Locked) if another process has it; [`Error::DamagedReplica`] if the directory does not hold
     /// what its state says and the journal cannot repair that; the file system's errors.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
         let mut replica = Self::locked(dir.into())?;
@@ -254,7 +253,7 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// [`Error::TensorMismatch`] and [`Error::DigestMismatch`] name what differs from the manifest;
+    /// [`Error::TensorMismatch`] and [`DigestMismatch`](driftless_store::Error::DigestMismatch) name what differs from the manifest;
     /// [`Error::Rewind`] or [`Error::ForeignRun`] if another version is applied; [`Error::BadSetting`] if the
     /// directory holds other weights.
     pub fn adopt(&mut self, source: &Path, link: &Committed) -> Result<()> {
@@ -271,7 +270,7 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// [`Error::TensorMismatch`] or [`Error::DigestMismatch`] name the first difference;
+    /// [`Error::TensorMismatch`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) name the first difference;
     /// [`Error::NothingApplied`].
     pub fn verify(&self) -> Result<()> {
         let manifest = self.manifest().ok_or_else(|| Error::NothingApplied { path: self.dir.clone() })?;
@@ -465,21 +464,6 @@ impl Replica {
     }
 }
 
-/// Makes a directory and those above it, durably.
-pub(crate) fn create_dir_synced(dir: &Path) -> Result<()> {
-    let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if !parent.is_dir() {
-        create_dir_synced(parent)?;
-    }
-    match watch::before(Call::Create, dir).and_then(|()| fs::create_dir(dir)) {
-        Err(source) if source.kind() != std::io::ErrorKind::AlreadyExists => {
-            return Err(Error::io("create", dir, source));
-        }
-        _ => {}
-    }
-    sync_dir(parent)
-}
-
 /// Refuses a directory with weights that a replica has not put there; one that does not exist has none.
 pub(crate) fn refuse_foreign(dir: &Path) -> Result<()> {
     let names = if dir.exists() { weight_names(dir)? } else { Vec::new() };
@@ -506,29 +490,6 @@ fn weight_names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// An exclusive lock on a file, for as long as the value lives.
-#[derive(Debug)]
-pub(crate) struct Lock {
-    _file: File,
-}
-
-impl Lock {
-    /// Takes the lock, or fails with [`Error::Locked`].
-    pub(crate) fn take(path: &Path) -> Result<Self> {
-        lock(path).map(|_file| Self { _file })
-    }
-}
-
-fn lock(path: &Path) -> Result<File> {
-    let file = regular::open_with(File::options().create(true).truncate(false).write(true), path)
-        .map_err(|source| Error::io("open", path, source))?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Locked { path: path.into() }),
-        Err(errno) => Err(Error::io("lock", path, errno.into())),
-    }
-}
-
 fn check_model(dir: &Path, expected: &str, found: &str) -> Result<()> {
     if expected == found {
         return Ok(());
@@ -538,12 +499,4 @@ fn check_model(dir: &Path, expected: &str, found: &str) -> Result<()> {
         expected: expected.into(),
         found: found.into(),
     })
-}
-
-/// A named moment of the protocol at which tests stop or fail the process; nothing in other builds.
-pub(crate) fn crash_point(name: &'static str) -> Result<()> {
-    // Builds without crash points have no other use for the name.
-    let _ = name;
-    fail::fail_point!(name, |_| Err(Error::io("pass crash point", name, std::io::Error::other("injected"))));
-    Ok(())
 }

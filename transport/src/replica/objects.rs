@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 
+use driftless_store::wait::lock;
+use driftless_store::{Error as StoreError, Object};
+
 use crate::error::{Error, Result};
-use crate::manifest::Object;
-use crate::pool::lock;
 use crate::run::Committed;
 
 /// Bytes of objects that are kept for the next tensor; what is in use stays besides.
@@ -177,7 +179,7 @@ impl<'a> Objects<'a> {
     }
 
     fn fetch(&self, entry: &Object) -> Result<Arc<Vec<u8>>> {
-        super::crash_point("follow.fetch")?;
+        driftless_store::os::crash_point("follow.fetch")?;
         let fetched = (self.fetch)(entry)?;
         self.fetched.fetch_add(fetched.len() as u64, Relaxed);
         Ok(fetched.into())
@@ -217,11 +219,18 @@ impl<'a> Objects<'a> {
 /// What an object is after an error that one thread was told. Where the store's deadline has passed, the others are told as well:
 /// each of them would wait for it once more.
 fn after(error: &Error) -> State {
-    let Error::Unreachable { store, action, key, waited, attempts, source } = error else {
+    let Error::Store(StoreError::Unreachable { store, action, key, waited, attempts, source }) = error else {
         return State::Absent;
     };
     let (store, key, source) = (store.clone(), key.clone(), source.to_string().into());
-    State::Failed(Error::Unreachable { store, action, key, waited: *waited, attempts: *attempts, source })
+    State::Failed(Error::Store(StoreError::Unreachable {
+        store,
+        action,
+        key,
+        waited: *waited,
+        attempts: *attempts,
+        source,
+    }))
 }
 
 /// Ends the fetching ahead when the work ends, whichever way it does.

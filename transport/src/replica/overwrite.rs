@@ -108,7 +108,7 @@ fn patch(edit: &Edit<'_>, tensor: &mut [u8]) -> Result<()> {
             .and_then(|(start, length)| tensor.get_mut(start..start.checked_add(length)?))
             .ok_or_else(|| outside(edit.tensor, format!("{} bytes from {offset}", patch.tensor_bytes())))?;
         patch.apply_to(target).map_err(codec)?;
-        super::crash_point("follow.apply")?;
+        driftless_store::os::crash_point("follow.apply")?;
     }
     Ok(())
 }

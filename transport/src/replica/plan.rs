@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use driftless_store::Error as StoreError;
 use serde::Serialize;
 
 #[cfg(feature = "slime")]
@@ -129,7 +130,7 @@ impl Held {
     pub(crate) fn look(dir: &Path) -> Result<Self> {
         let layout = Layout::new(dir);
         let state = match read(&layout) {
-            Err(error @ Error::Io { .. }) => return Err(error),
+            Err(error @ Error::Store(StoreError::Io { .. })) => return Err(error),
             state => state.ok().flatten(),
         };
         let version = state.map(|(marker, copy)| (marker.applied, copy.manifest));

@@ -8,12 +8,14 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
+use driftless_store::Error as StoreError;
+use driftless_store::os::watch::{self, Call};
+use driftless_store::os::{remove_dir, remove_file, rename, sync_dir};
+
 use super::state::{Applied, Copy, Layout, Marker, read_optional};
 use super::weight_names;
-use crate::checkpoint::{remove_dir, remove_file, rename, sync_dir};
 use crate::error::{Error, Result};
 use crate::snapshot::is_plain_name;
-use crate::watch::{self, Call};
 
 /// A weight file in `dir` that this program did not put there, as far as can be told.
 pub(super) fn foreign_file(dir: &Path, layout: &Layout) -> Result<Option<String>> {
@@ -79,7 +81,7 @@ fn shift(from: &Path, to: &Path) -> Result<()> {
 pub(super) fn pinned(layout: &Layout) -> Result<Option<Applied>> {
     match Marker::read(&pin(layout)) {
         Ok(marker) => Ok(marker.map(|marker| marker.applied)),
-        Err(error @ (Error::Io { .. } | Error::PermissionDenied { .. })) => Err(error),
+        Err(error @ Error::Store(StoreError::Io { .. } | StoreError::PermissionDenied { .. })) => Err(error),
         // A marker that was part of the damage pins nothing.
         Err(_) => Ok(None),
     }

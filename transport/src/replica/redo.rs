@@ -8,6 +8,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use driftless_delta::DigestTable;
+use driftless_store::ContentDigest;
+use driftless_store::os::{regular, remove_dir, remove_file, rename, sync_dir};
 
 use super::fetch::check_digest;
 use super::journal::{self, Record};
@@ -19,11 +21,9 @@ use super::state::{
 };
 use super::target::Targets;
 use super::withhold;
-use crate::checkpoint::{Checkpoint, map, remove_dir, remove_file, rename, sync_dir};
+use crate::checkpoint::{Checkpoint, map};
 use crate::error::{Error, Result};
-use crate::ids::ContentDigest;
 use crate::manifest::Manifest;
-use crate::regular;
 use crate::snapshot::{Snapshot as _, TensorInfo, is_plain_name};
 
 /// A version whose journal was carried out: an engine could load it, but it is not in its place on the disk.
@@ -65,7 +65,7 @@ pub(super) fn redo(dir: &Path, layout: &Layout, sealed: Option<Targets>) -> Resu
 
     let started = Instant::now();
     withhold::take(layout)?;
-    super::crash_point("follow.apply")?;
+    driftless_store::os::crash_point("follow.apply")?;
     move_files(dir, layout, &records)?;
     let mut checkpoint = Checkpoint::open_weights(dir)?;
     check_tensors(&checkpoint, &parsed.manifest)?;
@@ -262,7 +262,7 @@ fn move_files(dir: &Path, layout: &Layout, records: &[Record<'_>]) -> Result<()>
             Record::Manifest(_) | Record::Digests(_) | Record::Patch { .. } | Record::Base(_) => continue,
         }
         moved = true;
-        super::crash_point("follow.apply")?;
+        driftless_store::os::crash_point("follow.apply")?;
     }
     if moved {
         // Where the file that is withheld lies must be durable before it is durable that it is not in its place.

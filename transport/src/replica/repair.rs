@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
+use driftless_store::os::remove_file;
 use serde::Serialize;
 
 use super::state::{Applied, Layout, Marker};
 use super::{Replica, withhold};
-use crate::checkpoint::remove_file;
 use crate::error::{Error, Result};
 use crate::ids::Version;
 
@@ -29,7 +29,7 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// [`Error::NothingApplied`] for a directory without a version; [`Error::Locked`] while another process has it;
+    /// [`Error::NothingApplied`] for a directory without a version; [`Locked`](driftless_store::Error::Locked) while another process has it;
     /// [`Error::DamagedReplica`]; the file system's errors.
     pub fn repair(dir: &Path) -> Result<Repaired> {
         let layout = Layout::new(dir);

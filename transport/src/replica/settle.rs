@@ -10,11 +10,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use driftless_store::Error as StoreError;
+use driftless_store::os::{Lock, crash_point, sync_dir, sync_file};
+
 use super::spare::Spare;
 use super::state::{Applied, Layout, Stamp, State};
 use super::target::Target;
-use super::{Lock, Replica, crash_point, quarantine, redo, withhold};
-use crate::checkpoint::{sync_dir, sync_file};
+use super::{Replica, quarantine, redo, withhold};
 use crate::error::{Error, Result};
 use crate::spool::Spool;
 
@@ -171,7 +173,7 @@ impl Replica {
 
     /// Gives up what is not needed, if `error` says that the disk is full.
     pub(super) fn make_room(&self, error: &Error) {
-        if matches!(error, Error::NoSpace { .. }) {
+        if matches!(error, Error::Store(StoreError::NoSpace { .. })) {
             quarantine::make_room(&self.layout);
             self.spool.pause();
         }
@@ -180,8 +182,12 @@ impl Replica {
     /// Whether an error of a committed apply speaks against the directory itself.
     pub(super) fn judge(&self, source: Error) -> Error {
         match source {
-            Error::Io { source: ref io, .. } if io.kind() == ErrorKind::NotFound => self.damaged(source),
-            Error::Io { .. } | Error::NoSpace { .. } | Error::PermissionDenied { .. } => source,
+            Error::Store(StoreError::Io { source: ref io, .. }) if io.kind() == ErrorKind::NotFound => {
+                self.damaged(source)
+            }
+            Error::Store(
+                StoreError::Io { .. } | StoreError::NoSpace { .. } | StoreError::PermissionDenied { .. },
+            ) => source,
             Error::Cancelled { .. } => source,
             source => self.damaged(source),
         }

@@ -7,8 +7,7 @@ use std::fmt;
 use std::sync::Mutex;
 
 use driftless_delta::{Decoder, Patch};
-
-use crate::pool::lock;
+use driftless_store::wait::lock;
 
 /// What is larger is not kept: sixteen threads that have each seen an embedding would hold too much.
 const KEPT_BYTES: usize = 2 << 20;

@@ -9,13 +9,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use driftless_delta::{BLOCK_ELEMENTS, DigestTable};
+use driftless_store::ContentDigest;
+use driftless_store::os::{regular, rename, sync_dir, write_file};
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{Checkpoint, rename, sync_dir, write_file};
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::ids::{ContentDigest, RunId, Version};
+use crate::ids::{RunId, Version};
 use crate::manifest::{Manifest, Representation, Tensor};
-use crate::regular;
 
 const FORMAT: u32 = 1;
 const DIGESTS_MAGIC: [u8; 8] = *b"dftldig1";
@@ -179,7 +180,7 @@ impl Layout {
     }
 
     pub(super) fn sync(&self) -> Result<()> {
-        sync_dir(&self.root)
+        Ok(sync_dir(&self.root)?)
     }
 }
 

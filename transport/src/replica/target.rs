@@ -10,19 +10,21 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU8};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 
 use driftless_delta::Patch;
+use driftless_store::os::regular;
+use driftless_store::wait::lock;
 use memmap2::MmapMut;
 
 use super::objects::Place;
 use crate::checkpoint::{Checkpoint, map};
 use crate::error::{Error, Result};
 use crate::manifest::Tensor;
-use crate::pool::{lock, threads};
-use crate::regular;
+use crate::pool::threads;
 
 /// What pages are counted in; where the kernel's are larger, it makes those ready that these lie in.
 pub(super) const PAGE: usize = 4096;

@@ -8,8 +8,9 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use driftless_store::os::rename;
+
 use super::state::Layout;
-use crate::checkpoint::rename;
 use crate::error::{Error, Result};
 
 /// The file without which no engine starts.

@@ -3,14 +3,18 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use driftless_store::os::crash_point;
+use driftless_store::{ContentDigest, Entry, Error as StoreError, Store};
+
 use super::release::Release;
 use super::{corrupt, frame, identity, index_key};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::ids::Version;
 use crate::manifest::Manifest;
 use crate::replica::foreign::Foreign;
-use crate::replica::{Advanced, Applied, Replica, crash_point};
+use crate::replica::{Advanced, Applied, Replica};
 use crate::run::Committed;
-use crate::store::Entry;
-use crate::{Checkpoint, ContentDigest, Error, Result, Store, Version};
 
 /// Versions of a directory that a trainer writes, for a replica that follows them.
 ///
@@ -43,7 +47,7 @@ impl Feed {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if version 0 is needed and not at hand; [`Error::ForeignRun`] if the directory holds another
-    /// run; [`Error::Corrupt`] if the applied version is gone from it, [`Error::DigestMismatch`] if it became another one.
+    /// run; [`Error::Corrupt`] if the applied version is gone from it, [`DigestMismatch`](driftless_store::Error::DigestMismatch) if it became another one.
     pub(crate) fn survey(&mut self, replica: &mut Replica) -> Result<Version> {
         if replica.applied().is_none() {
             self.adopt(replica)?;
@@ -110,8 +114,8 @@ impl Feed {
     fn look(&self, version: Version) -> Result<Option<Entry>> {
         match self.store.head(&index_key(version)?) {
             Ok(entry) => Ok(Some(entry)),
-            Err(Error::NotFound { .. }) => Ok(None),
-            Err(error) => Err(error),
+            Err(StoreError::NotFound { .. }) => Ok(None),
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -154,7 +158,11 @@ impl Feed {
         let content = identity::content(&Release::read(&*self.store, applied.version)?);
         let found = identity::link(base.manifest_digest, content);
         if found != applied.manifest_digest {
-            return Err(Error::DigestMismatch { subject, expected: applied.manifest_digest, found });
+            return Err(Error::Store(StoreError::DigestMismatch {
+                subject,
+                expected: applied.manifest_digest,
+                found,
+            }));
         }
         self.pinned = Some(Pinned { digest: applied.manifest_digest, indexes: now });
         Ok(())

@@ -5,13 +5,14 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::ops::Range;
 
+use driftless_store::{Key, Store};
 use zstd::stream::read::Decoder;
 use zstd::stream::write::Encoder;
 
 use super::release::Frame;
 use super::{Checksum, Encoding, corrupt};
+use crate::error::{Error, Result};
 use crate::replica::foreign::SLICE_BYTES;
-use crate::{Error, Key, Result, Store};
 
 /// The level that slime writes at.
 const LEVEL: i32 = 1;

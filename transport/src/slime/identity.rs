@@ -3,10 +3,14 @@
 //! They follow from the bytes in the directories. Every host derives the same ones, and a directory that was
 //! replaced gets another.
 
+use driftless_store::ContentDigest;
+
 use super::release::Release;
+use crate::checkpoint::Checkpoint;
+use crate::error::Result;
+use crate::ids::{RunId, Version};
 use crate::manifest::{Algorithms, FORMAT, Features, Kind, Manifest, Representation, Tables, Tensor};
 use crate::run::Committed;
-use crate::{Checkpoint, ContentDigest, Result, RunId, Version};
 
 /// BLAKE3 over fields that cannot run into each other.
 struct Fields(blake3::Hasher);

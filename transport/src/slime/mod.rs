@@ -27,9 +27,11 @@ mod release;
 
 use std::fmt;
 
+use driftless_store::Key;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Key, Result, Version};
+use crate::error::{Error, Result};
+use crate::ids::Version;
 
 pub use checksum::Checksum;
 pub(crate) use feed::Feed;
@@ -61,11 +63,11 @@ impl fmt::Display for Encoding {
 
 /// The directory of a version.
 fn version_key(version: Version) -> Result<Key> {
-    Key::new(format!("weight_v{:06}", version.0))
+    Ok(Key::new(format!("weight_v{:06}", version.0))?)
 }
 
 fn index_key(version: Version) -> Result<Key> {
-    version_key(version)?.join(INDEX)
+    Ok(version_key(version)?.join(INDEX)?)
 }
 
 /// Something in a version's directory that is not as it must be.

@@ -7,15 +7,18 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
+use driftless_store::os::regular;
+
 use super::feed::{Feed, check_forward};
-use super::frame;
-use super::identity;
 use super::release::Release;
+use super::{frame, identity};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::ids::Version;
 use crate::manifest::Manifest;
 use crate::pool::{self, Bounds};
 use crate::replica::foreign::position;
 use crate::replica::{Held, Plan, PlannedLink, refuse_foreign};
-use crate::{Checkpoint, Error, Result, Version, regular};
 
 /// More threads than this only wait for memory.
 const WORKERS_MAX: usize = 16;

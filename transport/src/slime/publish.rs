@@ -1,25 +1,26 @@
 //! Writes a trainer's directory, for slime's receiver.
 
-use std::fmt;
 use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::Instant;
+use std::{fmt, thread};
 
+use driftless_store::{Error as StoreError, PutMode, Store, probe_conditional_put};
 use serde_json::json;
 
 use super::release::Release;
 use super::{Checksum, Encoding, Feed, frame, identity, index_key, version_key};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::ids::Version;
 use crate::manifest::Kind;
-use crate::publish::finite;
-use crate::publish::{Progress, ProgressFn, Published, Start};
+use crate::publish::{Progress, ProgressFn, Published, Start, finite};
 use crate::replica::{Applied, Replica, STATE_DIR};
-use crate::store::PutMode;
-use crate::{Checkpoint, Error, Result, Snapshot, Store, TensorInfo, Version, probe_conditional_put};
+use crate::snapshot::{Snapshot, TensorInfo};
 
 /// What to publish, and how.
 #[derive(Debug, Clone)]
@@ -80,7 +81,7 @@ impl Publisher {
     ///
     /// # Errors
     /// [`Error::RunExists`] for a new run where there is one, [`Error::BadSetting`] if its baseline holds something;
-    /// [`Error::ConditionalPutIgnored`]; [`Error::Unsupported`] without a version 0; [`Error::ForeignRun`] for a baseline of
+    /// [`ConditionalPutIgnored`](driftless_store::Error::ConditionalPutIgnored); [`Error::Unsupported`] without a version 0; [`Error::ForeignRun`] for a baseline of
     /// something else; whatever the store or the file system reports.
     pub fn open(store: Arc<dyn Store>, options: PublisherOptions) -> Result<Self> {
         probe_conditional_put(&*store)?;
@@ -94,7 +95,7 @@ impl Publisher {
                 });
             }
             match Release::read(&*store, Version(1)) {
-                Err(Error::NotFound { .. }) => {}
+                Err(Error::Store(StoreError::NotFound { .. })) => {}
                 release => {
                     let run_id = identity::run_id(identity::content(&release?));
                     return Err(Error::RunExists { name: store.to_string(), run_id });
@@ -217,10 +218,12 @@ impl Publisher {
         match self.store.get(&key, None) {
             Ok(found) if found == index => Ok(()),
             Ok(_) => Err(self.lost(version)?),
-            Err(Error::NotFound { .. }) => Err(error),
-            Err(_) => {
-                Err(Error::CommitUnknown { version, store: self.store.to_string(), source: Box::new(error) })
-            }
+            Err(StoreError::NotFound { .. }) => Err(error.into()),
+            Err(_) => Err(Error::CommitUnknown {
+                version,
+                store: self.store.to_string(),
+                source: Box::new(error.into()),
+            }),
         }
     }
 

@@ -3,12 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use driftless_store::{Error as StoreError, Key, Store};
 use serde::Deserialize;
 
 use super::json::Unique;
 use super::{Checksum, Encoding, corrupt, index_key, version_key};
+use crate::error::{Error, Result};
+use crate::ids::Version;
 use crate::snapshot::is_plain_name;
-use crate::{Error, Key, Result, Store, Version};
 
 /// Largest index, and largest header of a file, in bytes: room for 300,000 tensors.
 const INDEX_BYTES_MAX: u64 = 64 << 20;
@@ -63,7 +65,7 @@ impl Release {
     /// Reads the index and every file's header.
     ///
     /// # Errors
-    /// [`Error::NotFound`] if there is no index: the version is not there, or not yet. [`Error::Unsupported`] for a full
+    /// [`NotFound`](driftless_store::Error::NotFound) if there is no index: the version is not there, or not yet. [`Error::Unsupported`] for a full
     /// checkpoint, an encoding, compression or checksum that is unknown. [`Error::Corrupt`], [`Error::Parse`] and
     /// [`Error::DuplicateTensor`] for a directory that contradicts itself.
     pub(super) fn read(store: &dyn Store, version: Version) -> Result<Self> {
@@ -188,8 +190,8 @@ fn check_metadata(key: &Key, version: Version, metadata: &Metadata) -> Result<(E
 /// The header's entries, not yet looked into, and the range of the data behind it.
 fn read_header(store: &dyn Store, key: &Key) -> Result<(BTreeMap<String, serde_json::Value>, Range<u64>)> {
     let missing = |error| match error {
-        Error::NotFound { .. } => corrupt(key, "a file of the index", "there", "missing"),
-        error => error,
+        StoreError::NotFound { .. } => corrupt(key, "a file of the index", "there", "missing"),
+        error => error.into(),
     };
     let size = store.head(key).map_err(missing)?.size;
     let length = store.get(key, Some(0..8)).map_err(missing)?;

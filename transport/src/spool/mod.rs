@@ -10,22 +10,20 @@ mod window;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread;
 use std::time::SystemTime;
+use std::{io, thread};
 
-use crate::checkpoint::remove_file;
+use driftless_store::os::watch::{self, Call};
+use driftless_store::os::{regular, remove_file};
+use driftless_store::{Arrived, ContentDigest, Error as StoreError, Object, Store};
+
 use crate::error::{Error, Result};
-use crate::ids::ContentDigest;
-use crate::manifest::Object;
-use crate::regular;
 use crate::run::{fetch_object, wrong_size};
-use crate::store::{Arrived, Store};
-use crate::watch::{self, Call};
 use window::Window;
 
 /// Bytes of a range's digest.
@@ -104,7 +102,7 @@ impl Spool {
     /// `arriving` is told before each request.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] or [`Error::DigestMismatch`] if the object is not what the manifest says; the store's.
+    /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not what the manifest says; the store's.
     pub(crate) fn object(
         &self,
         store: &dyn Store,
@@ -123,7 +121,7 @@ impl Spool {
             // Whoever is wrong, the disk or the store: nothing of this is believed again.
             self.forget(&object.blake3);
             if !reused && !store.doubt(object) {
-                return Err(error);
+                return Err(error.into());
             }
             tracing::warn!(key = %object.key, %error, "fetching the object once more");
         }
@@ -281,7 +279,7 @@ impl Spool {
                 tracing::warn!(path = %kept.path.display(), %error, "what arrives is not kept");
                 self.forget(&object.blake3);
             }
-            crate::replica::crash_point(self.point)?;
+            driftless_store::os::crash_point(self.point)?;
         }
         Ok(())
     }
@@ -300,7 +298,7 @@ fn fetch_ranges(
     let end = start + length as u64;
     let asked = if end == object.size { end + 1 } else { end };
     let bytes = match store.get_known(object, start..asked, arrived) {
-        Err(Error::RangeOutside { size, .. }) => return Err(wrong_size(object, size)),
+        Err(StoreError::RangeOutside { size, .. }) => return Err(wrong_size(object, size)),
         bytes => bytes?,
     };
     if bytes.len() != length {

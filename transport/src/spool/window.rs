@@ -9,8 +9,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::key::Key;
-use crate::store::Arrived;
+use driftless_store::{Arrived, Key};
 
 /// Bytes that are on their way at the beginning, and at least: more than three times what 200 Mb/s hold in 100 ms.
 const BYTES_MIN: u64 = 8 << 20;

@@ -5,7 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use driftless_transport::manifest::Object;
-use driftless_transport::{Arrived, Entry, Key, PutMode, Result, Store};
+use driftless_transport::store::Result;
+use driftless_transport::{Arrived, Entry, Key, PutMode, Store};
 
 type Before = dyn Fn(&Key) + Send + Sync;
 type After = dyn Fn(&Object, &Range<u64>, &mut Vec<u8>) + Send + Sync;

@@ -14,12 +14,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{MODEL, RUN, Weights, assert_same, publisher, step};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::wrap::{Count, Fault, When};
 use driftless_transport::{
     Ack, Activate, Activated, BoxError, Checkpoint, Error, Follower, FollowerOptions, Memory, Mode,
     Publisher, Replica, Run, Snapshot as _, Start, Stop, Store, Target, Version, write_checkpoint,
 };
+
+use common::{MODEL, RUN, Weights, assert_same, publisher, step};
 
 /// How a fake engine reacts to its next activation.
 enum Mood {
@@ -666,7 +668,7 @@ fn bad_names_and_a_held_directory_are_refused_at_open() {
     let _holder = fixture.follower(vec![]);
     assert!(matches!(
         Follower::open(fixture.store.clone(), fixture.options(), vec![]),
-        Err(Error::Locked { .. })
+        Err(Error::Store(StoreError::Locked { .. }))
     ));
     let mut options = fixture.options();
     options.id = "a/b".into();

@@ -8,13 +8,15 @@ mod world;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{Hook, MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step};
 use driftless_transport::gc::{GcOptions, collect};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::wrap::{Fault, When};
 use driftless_transport::{
     Error, Follower, FollowerOptions, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Start, Stop,
     Store, Version,
 };
+
+use common::{Hook, MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step};
 use world::{Clocked, TTL, World};
 
 #[test]
@@ -160,7 +162,7 @@ fn old_versions_are_kept_while_the_newest_anchor_is_not_whole() {
     let object = world.run.get(MODEL, anchor).unwrap().manifest.objects[0].key.clone();
     let whole = world.clock.get(&object, None).unwrap();
     world.clock.delete(&object).unwrap();
-    assert!(matches!(world.gc(1), Err(Error::NotFound { key, .. }) if key == object));
+    assert!(matches!(world.gc(1), Err(Error::Store(StoreError::NotFound { key, .. })) if key == object));
     world.clock.put(&object, &whole[1..], PutMode::Create).unwrap();
     assert!(matches!(world.gc(1), Err(Error::Corrupt { .. })));
     assert!(world.run.get(MODEL, Version(0)).is_ok());
@@ -290,7 +292,10 @@ fn a_number_that_is_taken_after_its_collection_is_nobodys_version() {
         .unwrap();
     assert_eq!(run.newest_version(MODEL).unwrap(), Some(Version(8)));
     collect(run, &gc_options).unwrap();
-    assert!(matches!(store.get(&key, None), Err(Error::NotFound { .. })), "the next collection removes it");
+    assert!(
+        matches!(store.get(&key, None), Err(StoreError::NotFound { .. })),
+        "the next collection removes it"
+    );
 }
 
 #[test]
@@ -371,7 +376,9 @@ fn a_new_follower_has_its_lease_before_it_reads_the_first_object() {
         let prepared = follower.prepare(None);
         fault.disarm();
         match prepared {
-            Err(Error::Injected { operation: "get", key: object, .. }) if object.name().contains('-') => {
+            Err(Error::Store(StoreError::Injected { operation: "get", key: object, .. }))
+                if object.name().contains('-') =>
+            {
                 break;
             }
             // What failed was the lease itself, which keeps nobody from reading.

@@ -10,10 +10,9 @@ use driftless_transport::gc::{Collection, GcOptions, collect};
 use driftless_transport::manifest::{
     Algorithms, Base, FORMAT, Features, Kind, Manifest, Object, Piece, Representation, Tensor,
 };
+use driftless_transport::store::{Error as StoreError, Result};
 use driftless_transport::wrap::Fault;
-use driftless_transport::{
-    ContentDigest, Dtype, Entry, Error, Key, Memory, PutMode, Result, Run, Store, Version,
-};
+use driftless_transport::{ContentDigest, Dtype, Entry, Error, Key, Memory, PutMode, Run, Store, Version};
 
 use crate::common::{MODEL, RUN, Random};
 
@@ -222,7 +221,7 @@ impl World {
                 for object in &link.manifest.objects {
                     match self.run.object(object) {
                         Ok(_) => {}
-                        Err(Error::NotFound { .. }) => {
+                        Err(Error::Store(StoreError::NotFound { .. })) => {
                             outcome = self.run.get(MODEL, link.manifest.version).map(drop);
                             assert!(matches!(outcome, Err(Error::Collected { .. })), "{outcome:?}");
                             break 'links;
@@ -243,7 +242,7 @@ impl World {
         }
     }
 
-    pub(crate) fn gc(&self, keep: u64) -> Result<Collection> {
+    pub(crate) fn gc(&self, keep: u64) -> driftless_transport::Result<Collection> {
         let mut options = GcOptions::new(MODEL);
         (options.keep, options.lease_ttl) = (keep, TTL);
         collect(&self.run, &options)
@@ -271,7 +270,7 @@ impl World {
         for version in 0..=newest {
             let key = self.run.manifest_key(MODEL, Version(version)).unwrap();
             match self.clock.put(&key, b"{}", PutMode::Create) {
-                Err(Error::AlreadyExists { .. }) => {}
+                Err(StoreError::AlreadyExists { .. }) => {}
                 // Whoever takes the number of a collected version has nothing of it.
                 taken => {
                     taken.unwrap();

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use driftless_transport::slime::{Checksum, Encoding};
+use driftless_transport::store::Error as StoreError;
 use driftless_transport::wrap::{Fault, When};
 use driftless_transport::{Disk, Dtype, Error, Key, PutMode, Replica, Start, Stop, Store, Version};
 
@@ -89,7 +90,7 @@ fn a_rewritten_version_is_noticed_and_a_pruned_chain_followed() {
     fs::rename(dir(3), world.path("kept")).unwrap();
     trainer(&world, &base, 2, 3..=3);
     let error = host.prepare(None).unwrap_err();
-    assert!(matches!(error, Error::DigestMismatch { .. }), "{error}");
+    assert!(matches!(error, Error::Store(StoreError::DigestMismatch { .. })), "{error}");
     fs::remove_dir_all(dir(3)).unwrap();
     fs::rename(world.path("kept"), dir(3)).unwrap();
 

@@ -77,7 +77,7 @@ impl Updates {
     pub(super) fn acknowledged(&self, version: Version) -> Result<(f64, f64)> {
         let (mut prepare, mut pause) = (0.0_f64, 0.0_f64);
         for entry in self.run().followers()? {
-            let bytes = self.run().store().get(&entry.key, None)?;
+            let bytes = self.run().store().get(&entry.key, None).map_err(driftless_transport::Error::from)?;
             // A follower that went on to a newer version, or of a newer program, tells nothing about this one.
             let Ok(ack) = serde_json::from_slice::<Ack>(&bytes) else { continue };
             if ack.version == version {

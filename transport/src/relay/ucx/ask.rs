@@ -5,12 +5,12 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use driftless_store::{Object, chain_text};
+
 use super::control::Control;
 use super::{Answer, Ask, Hello, PROTOCOL, WORD_DEADLINE, patience};
 use crate::error::{Error, Result};
 use crate::fabric::{Bucket, Fabric, Link};
-use crate::follow::chain_text;
-use crate::manifest::Object;
 
 /// How long a connection may take to be made.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);

@@ -3,13 +3,15 @@
 use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt as _;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use driftless_store::os::crash_point;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::{Handle, Runtime};
@@ -23,7 +25,6 @@ use crate::fabric::{Bucket, Fabric, Link};
 use crate::listen::{Admission, Limits, accept};
 use crate::relay::cache::Content;
 use crate::relay::{Refusal, Relay, WAIT_DEADLINE};
-use crate::replica::crash_point;
 
 /// Sessions at the same time at most.
 const SESSIONS_MAX: usize = 256;
@@ -256,7 +257,7 @@ impl Shared {
     /// The object, from the cache or the origin, and room for so many bytes of it among all answers, by way of the relay's runtime.
     fn content(
         &self,
-        object: crate::manifest::Object,
+        object: driftless_store::Object,
         length: usize,
     ) -> std::result::Result<(Content, OwnedSemaphorePermit), Refusal> {
         let internal = |message| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message);

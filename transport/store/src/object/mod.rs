@@ -24,12 +24,12 @@ use object_store::{GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, Put
 use tokio::runtime::{self, Runtime};
 use tokio::sync::Semaphore;
 
-use super::{Arrived, Entry, PutMode, Store, nobody};
-use crate::manifest::Object;
-use crate::{Error, Key, Result};
+use crate::error::{Error, Result};
+use crate::key::Key;
+use crate::store::{Arrived, Entry, Object, PutMode, Store, no_progress};
 use ask::{Action, Asked, cause};
 
-pub(super) use url::open;
+pub(crate) use url::open;
 
 /// Threads that send and receive; signing and TLS are their only work.
 const THREADS: usize = 2;
@@ -79,7 +79,7 @@ impl Default for Limits {
 /// A store in a bucket or container.
 ///
 /// It has a runtime of its own, and its calls may be made from any thread, those of another runtime included.
-pub(super) struct Bucket {
+pub(crate) struct Bucket {
     remote: Arc<Remote>,
     /// There until this is dropped.
     runtime: Option<Runtime>,
@@ -164,7 +164,7 @@ impl Store for Bucket {
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
         let key = key.clone();
-        self.wait(|remote| async move { remote.get(&key, range, &nobody()).await })
+        self.wait(|remote| async move { remote.get(&key, range, &no_progress()).await })
     }
 
     fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
@@ -230,7 +230,7 @@ impl Remote {
 
     /// Whether these bytes are what is stored: an earlier try took effect and its answer was lost.
     async fn holds(&self, key: &Key, bytes: &Bytes) -> Result<bool> {
-        match self.get(key, Some(0..bytes.len() as u64 + 1), &nobody()).await {
+        match self.get(key, Some(0..bytes.len() as u64 + 1), &no_progress()).await {
             Err(Error::NotFound { .. }) => Ok(false),
             found => Ok(found? == *bytes),
         }
@@ -290,13 +290,13 @@ impl Remote {
         for _ in 0..REPLACED_MAX {
             let first = wanted.start..wanted.end.min(wanted.start.saturating_add(step));
             if first.is_empty() {
-                return super::clamp(key, range, self.head(key).await?.size).map(|_| Vec::new());
+                return crate::store::clamp(key, range, self.head(key).await?.size).map(|_| Vec::new());
             }
             let first = match self.part(key, first, arrived).await {
                 // Ranges behind the end are answered in as many ways as there are servers.
                 Err(refused @ Error::Refused { .. }) => {
                     let Ok(entry) = self.head(key).await else { return Err(refused) };
-                    let found = super::clamp(key, range, entry.size)?;
+                    let found = crate::store::clamp(key, range, entry.size)?;
                     return if found.is_empty() { Ok(Vec::new()) } else { Err(refused) };
                 }
                 first => first?,

@@ -7,8 +7,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftless_transport::wrap::{Count, Fault, Throttle};
-use driftless_transport::{Error, Key, PutMode, Store, conformance, open_with};
+use driftless_store::wrap::{Count, Fault, Throttle};
+use driftless_store::{Error, Key, PutMode, Store, conformance, open_with};
 
 fn settings() -> Vec<(String, String)> {
     let ours = |name: &str| ["AWS_", "AZURE_", "GOOGLE_"].iter().any(|prefix| name.starts_with(prefix));

@@ -8,7 +8,8 @@ use tokio::time::{sleep, timeout};
 
 use super::Remote;
 use super::service::{Refusal, element};
-use crate::{Error, Key, Result};
+use crate::error::{Error, Result};
+use crate::key::Key;
 
 /// What a request does, and with which key.
 pub(super) struct Action<'a>(pub(super) &'static str, pub(super) &'a Key);
@@ -103,7 +104,7 @@ fn generic(error: &object_store::Error) -> Cause {
             if let Some(refusal) = http.source().and_then(|source| source.downcast_ref::<Refusal>()) {
                 return Cause { text: refusal.to_string(), transient: refusal.is_transient() };
             }
-            let text = http.source().map_or_else(|| http.to_string(), crate::follow::chain_text);
+            let text = http.source().map_or_else(|| http.to_string(), crate::error::chain_text);
             return Cause { text, transient: true };
         }
         source = inner.source();

@@ -1,33 +1,22 @@
-//! Stores of publications: the [`Store`] trait, the built-in [`Memory`] and [`Disk`], object stores, and
-//! [`open`].
-//!
-//! A store offers atomic puts, create-if-absent, ranged reads and listings. Every implementation passes the
-//! suite in `conformance`. `probe` tests at a publisher's start whether a store honours create-if-absent.
-
-#[cfg(feature = "object")]
-mod bucket;
-mod disk;
-mod memory;
-mod probe;
+//! The [`Store`] trait, and what its calls take and give.
 
 use std::fmt;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-pub use disk::Disk;
-pub use memory::Memory;
-pub use probe::probe_conditional_put;
+use serde::{Deserialize, Serialize};
 
-use crate::manifest::Object;
-use crate::{Error, Key, Result};
+use crate::digest::ContentDigest;
+use crate::error::{Error, Result};
+use crate::key::Key;
 
-/// Who is told how many bytes have come.
+/// Called with the number of bytes that have arrived since the call before.
 pub type Arrived = Arc<dyn Fn(u64) + Send + Sync>;
 
-/// Nobody is told.
-pub(crate) fn nobody() -> Arrived {
+/// An [`Arrived`] that does nothing.
+#[must_use]
+pub fn no_progress() -> Arrived {
     Arc::new(|_| ())
 }
 
@@ -38,6 +27,17 @@ pub enum PutMode {
     Overwrite,
     /// Leave the object alone and return [`Error::AlreadyExists`].
     Create,
+}
+
+/// An object whose content is known: what the document that names it says of it. It never changes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Object {
+    /// Its key, from the root of the store.
+    pub key: Key,
+    /// Its size in bytes.
+    pub size: u64,
+    /// The digest of all its bytes.
+    pub blake3: ContentDigest,
 }
 
 /// One object, as listed.
@@ -117,53 +117,6 @@ pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
     fn delete(&self, key: &Key) -> Result<()>;
 }
 
-/// Opens the store that `url` names, as [`open_with`] without settings.
-///
-/// # Errors
-/// As [`open_with`].
-pub fn open(url: &str) -> Result<Arc<dyn Store>> {
-    open_with(url, &[])
-}
-
-/// Opens the store that `url` names: `file:///absolute/dir`, a plain path, or `memory:` (a new, empty one). With the feature
-/// `object` also `s3://bucket/prefix`, `gs://bucket/prefix` and `az://container/prefix`, each with `?endpoint=`, `&region=`
-/// or `&account=` where that is needed.
-///
-/// `settings` are names and values as object stores take them from the environment (`AWS_ACCESS_KEY_ID`,
-/// `AZURE_STORAGE_ACCOUNT_KEY`, `GOOGLE_SERVICE_ACCOUNT` and so on); other names are ignored, and what the URL says wins.
-/// Secrets belong there: a URL that has one is refused. They are in no log, no error and no `Debug` of the store.
-///
-/// A directory is made when something is first put into it; a bucket has to exist.
-///
-/// # Errors
-/// [`Error::Unsupported`] for a scheme that this build does not have; [`Error::BadText`], [`Error::BadKey`] or
-/// [`Error::BadSetting`] for a URL or settings that describe no store. No request is made yet.
-pub fn open_with(url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Store>> {
-    if url == "memory:" {
-        return Ok(Arc::new(Memory::new()));
-    }
-    let path = match url.split_once("://") {
-        None => url,
-        Some(("file", path)) if path.starts_with('/') => path,
-        Some(("file", _)) => {
-            return Err(Error::Unsupported {
-                what: format!("the store `{}`", redact(url)),
-                hint: "a file URL has three slashes: file:///absolute/dir".to_owned(),
-            });
-        }
-        Some((scheme, _)) => return open_bucket(scheme, url, settings),
-    };
-    if path.is_empty() {
-        return Err(Error::BadText {
-            what: "store URL",
-            text: url.to_owned(),
-            expected: "file:///absolute/dir, a plain path, or memory:",
-        });
-    }
-    let path = std::path::absolute(Path::new(path)).map_err(|source| Error::io("resolve", path, source))?;
-    Ok(Arc::new(Disk::new(path)))
-}
-
 /// A URL or an address as it may be shown: without user and password, and without what stands behind `?` or `#`. All of them can
 /// hold a secret.
 #[must_use]
@@ -184,22 +137,8 @@ fn without_query(text: &str) -> &str {
     text.split(['?', '#']).next().unwrap_or_default()
 }
 
-#[cfg(feature = "object")]
-fn open_bucket(_: &str, url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Store>> {
-    Ok(Arc::new(bucket::open(url, settings)?))
-}
-
-#[cfg(not(feature = "object"))]
-fn open_bucket(scheme: &str, _: &str, _: &[(String, String)]) -> Result<Arc<dyn Store>> {
-    let hint = match scheme {
-        "s3" | "gs" | "az" => "build with the feature `object`, or use file:///absolute/dir",
-        _ => "use file:///absolute/dir, a plain path, or memory:",
-    };
-    Err(Error::Unsupported { what: format!("a store with the scheme `{scheme}`"), hint: hint.to_owned() })
-}
-
 /// The part of an object of `size` bytes that a get asks for.
-fn clamp(key: &Key, range: Option<Range<u64>>, size: u64) -> Result<Range<u64>> {
+pub(crate) fn clamp(key: &Key, range: Option<Range<u64>>, size: u64) -> Result<Range<u64>> {
     let range = range.unwrap_or(0..size);
     if range.start > size {
         return Err(Error::RangeOutside { key: key.clone(), start: range.start, size });
@@ -210,18 +149,6 @@ fn clamp(key: &Key, range: Option<Range<u64>>, size: u64) -> Result<Range<u64>> 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn urls_name_stores() {
-        assert_eq!(open("memory:").unwrap().to_string(), "memory:");
-        assert_eq!(open("file:///srv/runs").unwrap().to_string(), "file:///srv/runs");
-        assert!(open("some/dir").unwrap().to_string().starts_with("file:///"));
-        for (url, hint) in [("ftp://x", "file:///"), ("file://x", "three")] {
-            let Err(Error::Unsupported { hint: found, .. }) = open(url) else { panic!("{url}") };
-            assert!(found.contains(hint), "{found}");
-        }
-        assert!(matches!(open(""), Err(Error::BadText { .. })));
-    }
 
     #[test]
     fn what_may_be_a_secret_is_not_shown() {
@@ -235,14 +162,5 @@ mod tests {
         ] {
             assert_eq!(redact(url), shown, "{url}");
         }
-        let error = open("file://user:hidden@host/store").unwrap_err().to_string();
-        assert!(error.contains("host/store") && !error.contains("hidden"), "{error}");
-    }
-
-    #[cfg(not(feature = "object"))]
-    #[test]
-    fn a_light_build_says_what_it_lacks() {
-        let Err(Error::Unsupported { hint, .. }) = open("s3://bucket/prefix") else { panic!() };
-        assert!(hint.contains("feature `object`"), "{hint}");
     }
 }

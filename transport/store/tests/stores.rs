@@ -5,16 +5,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftless_transport::relay::Recent;
-use driftless_transport::wrap::{Count, Fault, Throttle};
-use driftless_transport::{
+use driftless_store::wrap::{Count, Fault, Throttle};
+use driftless_store::{
     Disk, Entry, Error, Key, Memory, PutMode, Result, Store, conformance, open, probe_conditional_put,
 };
 
 fn bare_and_wrapped(make: impl Fn() -> Arc<dyn Store>) {
     conformance::check(&*make());
     conformance::check(&Count::new(make()));
-    conformance::check(&Recent::new(make(), 1 << 20));
     conformance::check(&Fault::new(make()));
     conformance::check(&Throttle::new(make(), Duration::from_micros(50), 1 << 30));
 }

@@ -4,8 +4,9 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::manifest::Object;
-use crate::{Arrived, Entry, Error, Key, PutMode, Result, Store};
+use crate::error::{Error, Result};
+use crate::key::Key;
+use crate::store::{Arrived, Entry, Object, PutMode, Store};
 
 /// On which side of the real call a fault strikes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,8 +6,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use super::{Entry, PutMode, Store};
-use crate::{Error, Key, Result};
+use crate::error::{Error, Result};
+use crate::key::Key;
+use crate::store::{Entry, PutMode, Store};
 
 struct Object {
     bytes: Arc<[u8]>,
@@ -63,7 +64,7 @@ impl Store for Memory {
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
         let bytes =
             self.lock().get(key).map(|object| object.bytes.clone()).ok_or_else(|| self.not_found(key))?;
-        let range = super::clamp(key, range, bytes.len() as u64)?;
+        let range = crate::store::clamp(key, range, bytes.len() as u64)?;
         Ok(bytes[range.start as usize..range.end as usize].to_vec())
     }
 

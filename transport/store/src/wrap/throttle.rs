@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::manifest::Object;
-use crate::{Arrived, Entry, Key, PutMode, Result, Store};
+use crate::error::Result;
+use crate::key::Key;
+use crate::store::{Arrived, Entry, Object, PutMode, Store};
 
 /// Delays the calls of the store inside as one shared link would: a latency per call, and a rate that all bytes share.
 #[derive(Debug)]

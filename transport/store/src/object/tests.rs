@@ -1,12 +1,12 @@
 mod link;
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use object_store::memory::InMemory;
-
 use driftless_testkit::s3::{Fault, Server};
+use object_store::memory::InMemory;
 
 use super::*;
 use crate::wrap::{Count, Fault as FaultStore, Throttle};
@@ -120,7 +120,7 @@ fn busy_servers_are_asked_again_and_refusals_are_not() {
         let error = store.put(&key("a"), b"2", PutMode::Overwrite).unwrap_err();
         assert!(matches!(error, Error::Refused { action: "put", .. }), "{error:?}");
         assert_eq!(server.with(|bucket| bucket.requests.len()), 1, "{status}");
-        assert!(crate::follow::chain_text(&error).contains("Injected"), "{error:?}");
+        assert!(crate::chain_text(&error).contains("Injected"), "{error:?}");
     }
     assert_eq!(store.get(&key("a"), None).unwrap(), b"1");
 }
@@ -172,7 +172,7 @@ fn an_answer_longer_than_its_range_is_refused_before_it_is_kept() {
     server.with(|bucket| bucket.faults.push_back(("GET", Fault::Longer)));
     let error = store.get(&key("a"), None).unwrap_err();
     assert!(matches!(error, Error::Refused { action: "get", .. }), "{error:?}");
-    let text = crate::follow::chain_text(&error);
+    let text = crate::chain_text(&error);
     assert!(text.contains("expected 500 bytes"), "{text}");
     assert!(store.get(&key("a"), None).unwrap() == bytes, "it was that answer alone");
 }
@@ -231,7 +231,7 @@ fn a_silent_server_is_given_up_by_name() {
     let Error::Unreachable { store, action: "look at", attempts, .. } = &error else { panic!("{error:?}") };
     assert!(store.contains(&server.addr.to_string()) && *attempts > 1, "{error:?}");
     assert!(error.is_retryable());
-    assert!(crate::follow::chain_text(&error).contains("no answer within"), "{error:?}");
+    assert!(crate::chain_text(&error).contains("no answer within"), "{error:?}");
 }
 
 #[test]
@@ -241,7 +241,7 @@ fn a_server_that_is_away_is_named_with_the_reason() {
     drop(server);
     let error = store.get(&key("a"), None).unwrap_err();
     assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");
-    assert!(crate::follow::chain_text(&error).contains("onnect"), "{error:?}");
+    assert!(crate::chain_text(&error).contains("onnect"), "{error:?}");
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn secrets_are_neither_shown_nor_taken_from_the_url() {
     let store = bucket(&server, limits());
     server.with(|bucket| bucket.faults.push_back(("HEAD", Fault::Before(403))));
     let error = store.head(&key("a")).unwrap_err();
-    for text in [format!("{store} {store:?}"), format!("{error:?} {}", crate::follow::chain_text(&error))] {
+    for text in [format!("{store} {store:?}"), format!("{error:?} {}", crate::chain_text(&error))] {
         assert!(!text.contains(SECRET) && !text.contains("key-id"), "{text}");
     }
     for url in [

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Longest key in bytes; every store this crate knows takes at least this much.
 const KEY_BYTES_MAX: usize = 1024;

@@ -1,7 +1,8 @@
 //! Tests whether a store honours create-if-absent.
 
-use super::{PutMode, Store};
-use crate::{Error, Key, Result};
+use crate::error::{Error, Result};
+use crate::key::Key;
+use crate::store::{PutMode, Store};
 
 /// Checks that `store` honours create-if-absent: some servers accept the condition and ignore it, and two publishers
 /// would then overwrite each other's versions. Writes and removes one small object under `probes/`.

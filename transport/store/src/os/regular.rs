@@ -14,15 +14,21 @@ pub(crate) const DIRECTORY: &str = "a directory";
 /// What was found instead of a file: the source of the [`io::Error`] that says so.
 #[derive(Debug, thiserror::Error)]
 #[error("expected a regular file, found {0}")]
-pub(crate) struct NotRegular(pub(crate) &'static str);
+pub struct NotRegular(pub(crate) &'static str);
 
 /// Opens a regular file for reading.
-pub(crate) fn open(path: &Path) -> io::Result<File> {
+///
+/// # Errors
+/// The operating system's; [`NotRegular`] inside it for what is no regular file.
+pub fn open(path: &Path) -> io::Result<File> {
     open_with(File::options().read(true), path)
 }
 
 /// Opens a regular file in the way that `options` say.
-pub(crate) fn open_with(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+///
+/// # Errors
+/// The operating system's; [`NotRegular`] inside it for what is no regular file.
+pub fn open_with(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     // Neither the other end of a FIFO nor a device is waited for.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     match options.custom_flags(flags).open(path) {
@@ -36,19 +42,28 @@ pub(crate) fn open_with(options: &mut OpenOptions, path: &Path) -> io::Result<Fi
 }
 
 /// All bytes of a regular file.
-pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
+///
+/// # Errors
+/// The operating system's; [`NotRegular`] inside it for what is no regular file.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
 /// Opens a regular file or what a shell makes of `<(command)`: a pipe that no name leads to, whose writer is there.
-pub(crate) fn open_or_pipe(path: &Path) -> io::Result<File> {
+///
+/// # Errors
+/// The operating system's; [`NotRegular`] inside it for what is no regular file.
+pub fn open_or_pipe(path: &Path) -> io::Result<File> {
     if path.canonicalize().is_ok() { open(path) } else { File::open(path) }
 }
 
 /// Refuses everything but a regular file.
-pub(crate) fn check(found: FileType) -> io::Result<()> {
+///
+/// # Errors
+/// The operating system's; [`NotRegular`] inside it for what is no regular file.
+pub fn check(found: FileType) -> io::Result<()> {
     let found = match found {
         found if found.is_file() => return Ok(()),
         found if found.is_dir() => DIRECTORY,

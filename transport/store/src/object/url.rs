@@ -8,8 +8,9 @@ use url::Url;
 
 use super::service::Connector;
 use super::{Backend, Bucket, Limits};
+use crate::error::{Error, Result};
+use crate::key::Key;
 use crate::store::redact;
-use crate::{Error, Key, Result};
 
 /// What may stand behind the `?` of a URL. Secrets may not: URLs end up in process lists and logs.
 const PARAMETERS: [&str; 4] = ["account", "endpoint", "region", "virtual_hosted_style_request"];

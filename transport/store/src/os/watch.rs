@@ -37,7 +37,10 @@ pub fn set(watcher: Option<Watcher>) {
 }
 
 /// Announces a call on `path`.
-pub(crate) fn before(call: Call, path: &Path) -> io::Result<()> {
+///
+/// # Errors
+/// The one that the watcher answers with.
+pub fn before(call: Call, path: &Path) -> io::Result<()> {
     #[cfg(feature = "failpoints")]
     if let Some(watcher) = &mut *WATCHER.lock().unwrap_or_else(std::sync::PoisonError::into_inner) {
         return watcher(call, path);

@@ -10,9 +10,11 @@ use std::sync::Once;
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
 
-use super::{Entry, PutMode, Store};
-use crate::watch::{self, Call};
-use crate::{Error, Key, Result, regular};
+use crate::error::{Error, Result};
+use crate::key::Key;
+use crate::os::regular;
+use crate::os::watch::{self, Call};
+use crate::store::{Entry, PutMode, Store};
 
 /// Where files are written before they get their name. It starts with a dot, which no key does.
 const STAGING: &str = ".staging";
@@ -148,7 +150,7 @@ impl Store for Disk {
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
         let mut file = regular::open(&self.path(key)).map_err(|source| self.error("open", key, source))?;
         let metadata = file.metadata().map_err(|source| self.error("examine", key, source))?;
-        let range = super::clamp(key, range, metadata.len())?;
+        let range = crate::store::clamp(key, range, metadata.len())?;
         let length = range.end - range.start;
         let mut bytes = Vec::new();
         usize::try_from(length)

@@ -5,8 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::manifest::Object;
-use crate::{Arrived, Entry, Key, PutMode, Result, Store};
+use crate::error::Result;
+use crate::key::Key;
+use crate::store::{Arrived, Entry, Object, PutMode, Store};
 
 /// Calls and bytes that passed a [`Count`]. Failed calls count as calls, not as bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

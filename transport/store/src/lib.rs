@@ -1,0 +1,36 @@
+#![doc = include_str!("../README.md")]
+//!
+//! # Where things are
+//!
+//! | Module | Is |
+//! |---|---|
+//! | `store`, `open` | the [`Store`] trait, what its calls take and give; from a URL to a store |
+//! | `key`, `digest` | names, and digests of content |
+//! | `memory`, `disk`, `object` | the stores |
+//! | [`wrap`], `probe`, `conformance` | wrappers, the test at a publisher's start, the suite of all stores |
+//! | [`os`], [`wait`] | files and locks; threads that wait |
+
+#[cfg(feature = "conformance")]
+pub mod conformance;
+mod digest;
+mod disk;
+mod error;
+mod key;
+mod memory;
+#[cfg(feature = "object")]
+mod object;
+mod open;
+pub mod os;
+mod probe;
+mod store;
+pub mod wait;
+pub mod wrap;
+
+pub use digest::ContentDigest;
+pub use disk::Disk;
+pub use error::{BoxError, Error, Result, chain_text};
+pub use key::Key;
+pub use memory::Memory;
+pub use open::{open, open_with};
+pub use probe::probe_conditional_put;
+pub use store::{Arrived, Entry, Object, PutMode, Store, no_progress, redact};

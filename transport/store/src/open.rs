@@ -1,0 +1,100 @@
+//! From a URL to a store: [`open`].
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+use crate::store::{Store, redact};
+
+/// Opens the store that `url` names, as [`open_with`] without settings.
+///
+/// # Errors
+/// As [`open_with`].
+pub fn open(url: &str) -> Result<Arc<dyn Store>> {
+    open_with(url, &[])
+}
+
+/// Opens the store that `url` names: `file:///absolute/dir`, a plain path, or `memory:` (a new, empty one). With the feature
+/// `object` also `s3://bucket/prefix`, `gs://bucket/prefix` and `az://container/prefix`, each with `?endpoint=`, `&region=`
+/// or `&account=` where that is needed.
+///
+/// `settings` are names and values as object stores take them from the environment (`AWS_ACCESS_KEY_ID`,
+/// `AZURE_STORAGE_ACCOUNT_KEY`, `GOOGLE_SERVICE_ACCOUNT` and so on); other names are ignored, and what the URL says wins.
+/// Secrets belong there: a URL that has one is refused. They are in no log, no error and no `Debug` of the store.
+///
+/// A directory is made when something is first put into it; a bucket has to exist.
+///
+/// # Errors
+/// [`Error::Unsupported`] for a scheme that this build does not have; [`Error::BadText`], [`Error::BadKey`] or
+/// [`Error::BadSetting`] for a URL or settings that describe no store. No request is made yet.
+pub fn open_with(url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Store>> {
+    if url == "memory:" {
+        return Ok(Arc::new(Memory::new()));
+    }
+    let path = match url.split_once("://") {
+        None => url,
+        Some(("file", path)) if path.starts_with('/') => path,
+        Some(("file", _)) => {
+            return Err(Error::Unsupported {
+                what: format!("the store `{}`", redact(url)),
+                hint: "a file URL has three slashes: file:///absolute/dir".to_owned(),
+            });
+        }
+        Some((scheme, _)) => return open_object_store(scheme, url, settings),
+    };
+    if path.is_empty() {
+        return Err(Error::BadText {
+            what: "store URL",
+            text: url.to_owned(),
+            expected: "file:///absolute/dir, a plain path, or memory:",
+        });
+    }
+    let path = std::path::absolute(Path::new(path)).map_err(|source| Error::io("resolve", path, source))?;
+    Ok(Arc::new(Disk::new(path)))
+}
+
+#[cfg(feature = "object")]
+fn open_object_store(_: &str, url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Store>> {
+    Ok(Arc::new(crate::object::open(url, settings)?))
+}
+
+#[cfg(not(feature = "object"))]
+fn open_object_store(scheme: &str, _: &str, _: &[(String, String)]) -> Result<Arc<dyn Store>> {
+    let hint = match scheme {
+        "s3" | "gs" | "az" => "build with the feature `object`, or use file:///absolute/dir",
+        _ => "use file:///absolute/dir, a plain path, or memory:",
+    };
+    Err(Error::Unsupported { what: format!("a store with the scheme `{scheme}`"), hint: hint.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_name_stores() {
+        assert_eq!(open("memory:").unwrap().to_string(), "memory:");
+        assert_eq!(open("file:///srv/runs").unwrap().to_string(), "file:///srv/runs");
+        assert!(open("some/dir").unwrap().to_string().starts_with("file:///"));
+        for (url, hint) in [("ftp://x", "file:///"), ("file://x", "three")] {
+            let Err(Error::Unsupported { hint: found, .. }) = open(url) else { panic!("{url}") };
+            assert!(found.contains(hint), "{found}");
+        }
+        assert!(matches!(open(""), Err(Error::BadText { .. })));
+    }
+
+    #[test]
+    fn a_secret_in_a_refused_url_is_not_shown() {
+        let error = open("file://user:hidden@host/store").unwrap_err().to_string();
+        assert!(error.contains("host/store") && !error.contains("hidden"), "{error}");
+    }
+
+    #[cfg(not(feature = "object"))]
+    #[test]
+    fn a_light_build_says_what_it_lacks() {
+        let Err(Error::Unsupported { hint, .. }) = open("s3://bucket/prefix") else { panic!() };
+        assert!(hint.contains("feature `object`"), "{hint}");
+    }
+}

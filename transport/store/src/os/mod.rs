@@ -1,0 +1,29 @@
+//! Files, directories and locks, for this crate and those above it. Each change and each sync is announced to
+//! [`watch`], so that tests can record them and fail single ones.
+
+mod files;
+mod lock;
+pub mod regular;
+#[doc(hidden)]
+pub mod watch;
+
+pub use files::{create_dir_synced, remove_dir, remove_file, rename, sync_dir, sync_file, write_file};
+pub use lock::Lock;
+
+use crate::error::Result;
+
+/// A named moment of the protocol at which tests stop or fail the process; nothing in builds without the feature
+/// `failpoints`.
+///
+/// # Errors
+/// [`Error::Io`](crate::Error::Io) where a test has the point fail.
+pub fn crash_point(name: &'static str) -> Result<()> {
+    // Builds without crash points have no other use for the name.
+    let _ = name;
+    fail::fail_point!(name, |_| Err(crate::Error::io(
+        "pass crash point",
+        name,
+        std::io::Error::other("injected")
+    )));
+    Ok(())
+}
