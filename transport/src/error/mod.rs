@@ -144,7 +144,7 @@ pub enum Error {
     },
     /// Elements that are NaN or infinite.
     #[error(
-        "tensor `{tensor}` holds {count} elements that are NaN or infinite, the first at index {first}. Nothing was published; mend the \
+        "tensor `{tensor}` holds NaN or infinite elements: {count} of them, the first at index {first}. Nothing was published; mend the \
          step that made them, or allow them (allow_non_finite, --allow-non-finite)"
     )]
     NotFinite {
