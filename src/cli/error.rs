@@ -76,7 +76,11 @@ impl Error {
 }
 
 pub(crate) fn signal_name(signal: i32) -> &'static str {
-    if signal == 2 { "SIGINT" } else { "SIGTERM" }
+    match signal {
+        1 => "SIGHUP",
+        2 => "SIGINT",
+        _ => "SIGTERM",
+    }
 }
 
 /// Whether a log was refused.

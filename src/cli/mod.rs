@@ -47,8 +47,9 @@ Exit codes:
   3  something stored is damaged, unsigned or of another run: nothing of it was used
   4  a peer did not answer in time
   5  an engine is left paused, because its weights may be anything or it could not be told to continue
-  130, 143  interrupted by SIGINT or SIGTERM before it was done; the store is as after any other failure. A service that either
-            signal ends after the step it is in has done what it is for, and ends with 0. A second signal ends it at once.
+  129, 130, 143  interrupted by SIGHUP, SIGINT or SIGTERM before it was done; the store is as after any other failure.
+            A service that such a signal ends after the step it is in has done what it is for, and ends with 0.
+            A second signal ends it at once.
   141  the reader of the results has closed the pipe
 
 Logs go to standard error; RUST_LOG=debug shows more. Results go to standard output, as JSON with --json.";

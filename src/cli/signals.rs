@@ -1,5 +1,5 @@
-//! SIGINT and SIGTERM, for commands that have something to put in order first. They end all other commands at once, as they
-//! end any program.
+//! SIGINT, SIGTERM and SIGHUP (a closed terminal), for commands that have something to put in order first. They end all
+//! other commands at once, as they end any program.
 
 use crate::cli::error::{Error, Result, signal_name};
 use crate::cli::fail;
@@ -29,21 +29,23 @@ pub(crate) fn stop_on_signals_or(
 ) -> Result<()> {
     let start = |source| Error::Io { path: PathBuf::from("signal handler"), source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(start)?;
-    // From here on neither ends the process by itself, whenever the thread gets to run.
-    let (mut interrupted, mut terminated) = {
+    // From here on none of them ends the process by itself, whenever the thread gets to run.
+    let mut signals = {
         let _inside = runtime.enter();
-        (signal(SignalKind::interrupt()).map_err(start)?, signal(SignalKind::terminate()).map_err(start)?)
+        Signals {
+            interrupted: signal(SignalKind::interrupt()).map_err(start)?,
+            terminated: signal(SignalKind::terminate()).map_err(start)?,
+            hung_up: if hangup_ignored() { None } else { Some(signal(SignalKind::hangup()).map_err(start)?) },
+        }
     };
     let stop = stop.clone();
     let watch = move || {
-        let signals = (&mut interrupted, &mut terminated);
-        runtime.block_on(async move {
-            let (interrupted, terminated) = signals;
-            CAME.store(next(interrupted, terminated).await, Relaxed);
+        runtime.block_on(async {
+            CAME.store(signals.next().await, Relaxed);
             stop.stop();
             tracing::info!("{} came: ends after the step that is under way", signal_name(CAME.load(Relaxed)));
             // Either way the process ends.
-            let _ = tokio::time::timeout(patience, next(interrupted, terminated)).await;
+            let _ = tokio::time::timeout(patience, signals.next()).await;
         });
         let error = tell(interruption("what was under way"));
         fail(&error);
@@ -53,12 +55,36 @@ pub(crate) fn stop_on_signals_or(
     Ok(())
 }
 
-/// The number of the next signal.
-async fn next(interrupted: &mut Signal, terminated: &mut Signal) -> i32 {
-    tokio::select! {
-        _ = interrupted.recv() => SignalKind::interrupt().as_raw_value(),
-        _ = terminated.recv() => SignalKind::terminate().as_raw_value(),
+struct Signals {
+    interrupted: Signal,
+    terminated: Signal,
+    /// `None` under `nohup`.
+    hung_up: Option<Signal>,
+}
+
+impl Signals {
+    /// The number of the next signal.
+    async fn next(&mut self) -> i32 {
+        let hung_up = async {
+            match &mut self.hung_up {
+                Some(signal) => signal.recv().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            _ = self.interrupted.recv() => SignalKind::interrupt().as_raw_value(),
+            _ = self.terminated.recv() => SignalKind::terminate().as_raw_value(),
+            _ = hung_up => SignalKind::hangup().as_raw_value(),
+        }
     }
+}
+
+/// Whether the process was started with SIGHUP ignored, as `nohup` does: a handler would undo that.
+fn hangup_ignored() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    // Bit n - 1 of the mask is signal n.
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
 }
 
 /// How `what` ended: by the signal that came.

@@ -1,4 +1,4 @@
-//! SIGINT and SIGTERM end every command, whatever it waits for.
+//! SIGINT, SIGTERM and SIGHUP end every command, whatever it waits for.
 
 use crate::Run;
 use crate::common::{Process, driftless};
@@ -113,7 +113,7 @@ fn a_service_that_is_asked_to_end_has_done_what_it_is_for() {
         ("relay", &["--cache-dir", &cache, "--listen", "127.0.0.1:0"]),
     ];
     for (name, args) in services {
-        for signal in [Signal::TERM, Signal::INT] {
+        for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
             let mut command = driftless();
             command.arg(name).arg("--store").arg(run.path("store")).args(args).env("RUST_LOG", "debug");
             let mut process = Process::start(name, run.dir.path(), &mut command);
@@ -124,6 +124,24 @@ fn a_service_that_is_asked_to_end_has_done_what_it_is_for() {
             assert_eq!(process.wait().code(), Some(0), "{name}: {}", process.output());
         }
     }
+}
+
+#[test]
+fn hangup_under_nohup_does_not_end_a_service() {
+    let run = Run::new();
+    let host = run.path("host").display().to_string();
+    // What nohup does, and nothing else.
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(driftless().get_program());
+    command.args(["follow", "--run", "r", "--checkpoint-dir", &host, "--listen", "127.0.0.1:0", "--store"]);
+    command.arg(run.path("store")).env("RUST_LOG", "info");
+    let mut process = Process::start("follow", run.dir.path(), &mut command);
+    let id = Pid::from_raw(process.id() as i32).expect("a process");
+    process.until("its handlers", |process| has_thread(process.id(), "signals").then_some(()));
+    kill_process(id, Signal::HUP).expect("it runs");
+    kill_process(id, Signal::TERM).expect("it runs still");
+    assert_eq!(process.wait().code(), Some(0), "{}", process.output());
+    assert!(!process.output().contains("SIGHUP came"), "{}", process.output());
 }
 
 /// An engine that somebody left paused and fenced. It answers one look, and nothing in the activation that follows; it tells when that
