@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Serves token ids in and out on SGLang's routes; for demos, tests and small models.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Checkpoint directory of a Qwen3 dense model.
+    /// Checkpoint directory of a Llama, Qwen2 or Qwen3 model.
     #[arg(long, value_name = "DIR")]
     model_path: PathBuf,
     /// Address to listen on.

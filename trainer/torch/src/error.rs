@@ -24,6 +24,19 @@ pub enum Error {
         /// Where and why.
         source: serde_json::Error,
     },
+    /// A checkpoint is of a family that this crate does not compute.
+    #[error(
+        "{path} is of `{found}`; computed here are {known}. Train it elsewhere, and publish its \
+         checkpoints with `driftless publish --checkpoint`"
+    )]
+    Family {
+        /// Its `config.json`.
+        path: PathBuf,
+        /// `model_type`, or `architectures`, as the file says.
+        found: String,
+        /// Every `model_type` that is computed.
+        known: String,
+    },
     /// A model's `config.json` asks for something this crate does not compute.
     #[error("config field {field}: expected {expected}, found {found}")]
     Config {

@@ -19,10 +19,10 @@ mod torch;
 mod train;
 
 pub use batch::{Batch, Reduction, Sample, micro_batches, token_weights};
-pub use config::Config;
+pub use config::{Config, RopeScaling};
 pub use error::{Error, Result};
 pub use loss::{Kl, PolicyLoss, PolicyTerms, entropy, kl, log_probs, policy_loss, sft_loss};
-pub use models::{KvCache, Parameter, Qwen3};
+pub use models::{Family, KvCache, Model, Parameter};
 pub use optimizer::{AdamW, AdamWOptions};
 pub use policy::{Policy, StepStats};
 pub use sft::{SftOptions, SftSummary, SftTask, sft};

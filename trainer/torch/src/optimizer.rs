@@ -7,7 +7,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result, input};
-use crate::models::Qwen3;
+use crate::models::Model;
 
 /// Constants of AdamW; the learning rate is given with each step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,7 +55,7 @@ impl AdamW {
     ///
     /// # Errors
     /// [`Error::Input`] for another kind, or a bf16 model that should compute with f32 weights.
-    pub fn new(model: &mut Qwen3, rounded: Kind, options: AdamWOptions) -> Result<AdamW> {
+    pub fn new(model: &mut Model, rounded: Kind, options: AdamWOptions) -> Result<AdamW> {
         if !matches!((model.kind(), rounded), (_, Kind::BFloat16) | (Kind::Float, Kind::Float)) {
             let found = format!("weights in {rounded:?}, model in {:?}", model.kind());
             return Err(input("published weights", "a kind the model can hold", found));
@@ -93,7 +93,7 @@ impl AdamW {
     ///
     /// # Errors
     /// [`Error::Torch`] if libtorch refuses.
-    pub fn accumulate(&mut self, model: &mut Qwen3) -> Result<()> {
+    pub fn accumulate(&mut self, model: &mut Model) -> Result<()> {
         tch::no_grad(|| {
             for (state, parameter) in self.states.iter_mut().zip(model.parameters_mut()) {
                 let grad = parameter.tensor.f_grad()?;
@@ -112,7 +112,7 @@ impl AdamW {
     /// # Errors
     /// [`Error::NotFinite`] if that norm is NaN or infinite: masters, moments and weights are then unchanged and
     /// the gradients dropped.
-    pub fn step(&mut self, model: &mut Qwen3, lr: f64) -> Result<f64> {
+    pub fn step(&mut self, model: &mut Model, lr: f64) -> Result<f64> {
         tch::no_grad(|| {
             let norm = self.grad_norm()?;
             if !norm.is_finite() {
@@ -130,8 +130,8 @@ impl AdamW {
         })
     }
 
-    /// Replaces the state: per parameter (master, mean, square) as f32 in the order of [`Qwen3::parameters`].
-    pub(crate) fn restore(&mut self, model: &mut Qwen3, step: u64, states: &[[Tensor; 3]]) -> Result<()> {
+    /// Replaces the state: per parameter (master, mean, square) as f32 in the order of [`Model::parameters`].
+    pub(crate) fn restore(&mut self, model: &mut Model, step: u64, states: &[[Tensor; 3]]) -> Result<()> {
         tch::no_grad(|| {
             for (state, [master, mean, square]) in self.states.iter_mut().zip(states) {
                 state.master.f_copy_(master)?;
@@ -144,7 +144,7 @@ impl AdamW {
         })
     }
 
-    /// All states, in the order of [`Qwen3::parameters`].
+    /// All states, in the order of [`Model::parameters`].
     pub(crate) fn states(&self) -> &[State] {
         &self.states
     }
@@ -162,7 +162,7 @@ impl AdamW {
         Ok(())
     }
 
-    fn write_weights(&self, model: &mut Qwen3) -> Result<()> {
+    fn write_weights(&self, model: &mut Model) -> Result<()> {
         tch::no_grad(|| {
             for (state, parameter) in self.states.iter().zip(model.parameters_mut()) {
                 parameter.tensor.f_copy_(&state.master.f_to_kind(self.rounded)?)?;

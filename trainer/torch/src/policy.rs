@@ -5,13 +5,13 @@ use tch::{Kind, Tensor};
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::loss::{self, PolicyLoss};
-use crate::models::Qwen3;
+use crate::models::Model;
 use crate::optimizer::{AdamW, AdamWOptions};
 
 /// A model with the optimizer that moves it.
 #[derive(Debug)]
 pub struct Policy {
-    model: Qwen3,
+    model: Model,
     optimizer: AdamW,
 }
 
@@ -40,14 +40,14 @@ impl Policy {
     ///
     /// # Errors
     /// [`crate::Error::Input`] for kinds that do not go together.
-    pub fn new(mut model: Qwen3, published: Kind, options: AdamWOptions) -> Result<Policy> {
+    pub fn new(mut model: Model, published: Kind, options: AdamWOptions) -> Result<Policy> {
         let optimizer = AdamW::new(&mut model, published, options)?;
         Ok(Policy { model, optimizer })
     }
 
     /// The model, with the weights that are published.
     #[must_use]
-    pub fn model(&self) -> &Qwen3 {
+    pub fn model(&self) -> &Model {
         &self.model
     }
 

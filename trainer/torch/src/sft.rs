@@ -9,7 +9,7 @@ use crate::batch::{Batch, Reduction, Sample, token_weights};
 use crate::checkpoint::{self, Progress};
 use crate::config::Config;
 use crate::error::{Error, Result, io};
-use crate::models::Qwen3;
+use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::snapshot::PolicySnapshot;
@@ -133,11 +133,11 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
 fn begin(options: &SftOptions, device: Device) -> Result<(Policy, Vec<AuxFile>)> {
     let (model, published, files) = match &options.hf_checkpoint {
         Some(dir) => {
-            let model = Qwen3::open(dir, Kind::Float, device)?;
+            let model = Model::open(dir, Kind::Float, device)?;
             (model, Config::published_kind(dir)?, Checkpoint::open(dir)?.files().to_vec())
         }
         None => {
-            let model = Qwen3::fresh(options.config.clone(), options.seed as i64, Kind::Float, device)?;
+            let model = Model::fresh(options.config.clone(), options.seed as i64, Kind::Float, device)?;
             let files = match options.task {
                 SftTask::Arithmetic => arithmetic::files(&options.config, options.published)?,
                 SftTask::Text(_) => text::files(&options.config, options.published)?,

@@ -5,13 +5,14 @@
 use std::path::Path;
 
 use driftless_torch::checkpoint::{self, Progress};
-use driftless_torch::{AdamWOptions, Batch, Config, Error, Policy, Qwen3, Sample};
+use driftless_torch::{AdamWOptions, Batch, Config, Error, Family, Model, Policy, Sample};
 use tch::{Device, Kind};
 
 const SEED: i64 = 5;
 
 fn config() -> Config {
     Config {
+        family: Family::Qwen3,
         vocab_size: 16,
         hidden_size: 16,
         intermediate_size: 24,
@@ -21,6 +22,7 @@ fn config() -> Config {
         head_dim: 8,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         max_position_embeddings: 32,
         tie_word_embeddings: true,
         initializer_range: 0.1,
@@ -31,7 +33,7 @@ fn config() -> Config {
 }
 
 fn policy(config: Config, seed: i64) -> Policy {
-    let model = Qwen3::fresh(config, seed, Kind::Float, Device::Cpu).unwrap();
+    let model = Model::fresh(config, seed, Kind::Float, Device::Cpu).unwrap();
     Policy::new(model, Kind::BFloat16, AdamWOptions { weight_decay: 0.1, ..AdamWOptions::default() }).unwrap()
 }
 

@@ -2,13 +2,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_torch::{Config, Error, Qwen3};
+use driftless_torch::{Config, Error, Family, Model, RopeScaling};
 use tch::{Device, Kind, Tensor};
 
 const SEED: i64 = 11;
 
 fn config() -> Config {
     Config {
+        family: Family::Qwen3,
         vocab_size: 24,
         hidden_size: 32,
         intermediate_size: 48,
@@ -18,6 +19,7 @@ fn config() -> Config {
         head_dim: 16,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         max_position_embeddings: 128,
         tie_word_embeddings: true,
         initializer_range: 0.2,
@@ -27,8 +29,35 @@ fn config() -> Config {
     }
 }
 
-fn model() -> Qwen3 {
-    Qwen3::fresh(config(), SEED, Kind::Float, Device::Cpu).unwrap()
+/// One model a family, those of Llama with stretched frequencies. Biases are drawn, because fresh ones are
+/// zero.
+fn families() -> Vec<Model> {
+    let scaling = RopeScaling {
+        factor: 4.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 32,
+    };
+    let configs = [
+        Config { family: Family::Llama, rope_scaling: Some(scaling), ..config() },
+        Config { family: Family::Qwen2, tie_word_embeddings: false, ..config() },
+        config(),
+    ];
+    let _guard = tch::no_grad_guard();
+    configs
+        .into_iter()
+        .map(|config| {
+            let model = Model::fresh(config, SEED, Kind::Float, Device::Cpu).unwrap();
+            for parameter in model.parameters().iter().filter(|p| p.name.ends_with(".bias")) {
+                let _ = parameter.tensor.shallow_clone().normal_(0.0, 0.5);
+            }
+            model
+        })
+        .collect()
+}
+
+fn model() -> Model {
+    Model::fresh(config(), SEED, Kind::Float, Device::Cpu).unwrap()
 }
 
 fn tokens(rows: &[&[i64]]) -> Tensor {
@@ -44,7 +73,7 @@ fn difference(a: &Tensor, b: &Tensor) -> f64 {
 }
 
 /// Logits of one sequence alone.
-fn alone(model: &Qwen3, row: &[i64]) -> Tensor {
+fn alone(model: &Model, row: &[i64]) -> Tensor {
     model.forward(&tokens(&[row])).unwrap().get(0)
 }
 
@@ -62,12 +91,19 @@ fn right_padding_changes_nothing() {
 
 #[test]
 fn a_cache_changes_nothing() {
-    let (model, _guard) = (model(), tch::no_grad_guard());
+    for model in families() {
+        println!("{:?}", model.config().family);
+        the_cache_changes_nothing(&model);
+    }
+}
+
+fn the_cache_changes_nothing(model: &Model) {
+    let _guard = tch::no_grad_guard();
     let mut cache = model.cache(4).unwrap();
     let (a, b): (Vec<i64>, Vec<i64>) =
         ((2..60).map(|i| i % 24).collect(), (3..40).map(|i| i * 7 % 24).collect());
-    // Two ragged prompts in slots 2 and 0, one of them continued alone, then both a token at a time: slots in and
-    // out of order, padding, growth past the first capacity.
+    // Two ragged prompts in slots 2 and 0, one of them continued alone, then both a token at a time: slots in
+    // and out of order, padding, growth past the first capacity.
     let first = model.extend(&tokens(&[&a[..5], &b[..3]]), &[5, 3], &[2, 0], &mut cache).unwrap();
     let mut got_a = vec![first.get(0)];
     let mut got_b = vec![first.get(1).narrow(0, 0, 3)];
@@ -85,7 +121,7 @@ fn a_cache_changes_nothing() {
     assert_eq!((cache.length(2), cache.length(0), cache.length(1)), (a.len(), b.len(), 0));
     for (got, row) in [(got_a, &a), (got_b, &b)] {
         let logits = model.logits(&Tensor::cat(&got, 0)).unwrap();
-        assert!(difference(&logits, &alone(&model, row)) < 1e-4);
+        assert!(difference(&logits, &alone(model, row)) < 1e-4);
     }
 }
 
@@ -123,8 +159,8 @@ fn refused_rows_leave_the_cache_alone() {
 
 #[test]
 fn models_made_at_once_are_the_ones_their_seeds_name() {
-    let alone = Qwen3::fresh(config(), SEED, Kind::Float, Device::Cpu).unwrap();
-    let made = || Qwen3::fresh(config(), SEED, Kind::Float, Device::Cpu).unwrap();
+    let alone = Model::fresh(config(), SEED, Kind::Float, Device::Cpu).unwrap();
+    let made = || Model::fresh(config(), SEED, Kind::Float, Device::Cpu).unwrap();
     let together = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..4).map(|_| scope.spawn(made)).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use driftless_torch::tasks::arithmetic::Recipe;
 use driftless_torch::tasks::text::{self, Text};
-use driftless_torch::{Config, Kind, Policy, PolicySnapshot, Qwen3, SftOptions, SftTask, sft};
+use driftless_torch::{Config, Kind, Model, Policy, PolicySnapshot, SftOptions, SftTask, sft};
 use driftless_trainer::tasks::arithmetic::{Problem, Split};
 use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Tensor};
@@ -38,7 +38,7 @@ fn cold_start(dir: &Path, published: Kind, steps: u64) -> SftOptions {
 
 fn logits(dir: &Path) -> Vec<f32> {
     let _guard = tch::no_grad_guard();
-    let model = Qwen3::open(dir, Kind::Float, Device::Cpu).unwrap();
+    let model = Model::open(dir, Kind::Float, Device::Cpu).unwrap();
     let tokens = Tensor::from_slice2(&TOKENS);
     Vec::try_from(model.forward(&tokens).unwrap().flatten(0, -1)).unwrap()
 }
@@ -67,7 +67,7 @@ fn a_cold_start_learns_and_is_a_function_of_its_seed() {
     }
     assert_eq!(Config::published_kind(&a).unwrap(), Kind::BFloat16);
     // From there on: the same weights, and the same files beside them.
-    let model = Qwen3::open(&a, Kind::Float, Device::Cpu).unwrap();
+    let model = Model::open(&a, Kind::Float, Device::Cpu).unwrap();
     let policy = Policy::new(model, Kind::BFloat16, Default::default()).unwrap();
     let snapshot = PolicySnapshot::new(&policy, &a).unwrap();
     let checkpoint = Checkpoint::open(&a).unwrap();

@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::models::Qwen3;
+use crate::models::Model;
 use crate::torch::bytes_of;
 
 /// Parameters that SGLang keeps as one: `(part of the fused name, its parts in order)`.
@@ -24,7 +24,7 @@ pub(super) type Checksums = BTreeMap<String, String>;
 ///
 /// # Errors
 /// When libtorch cannot hand the bytes out.
-pub(super) fn checksums(model: &Qwen3, skip: &[String]) -> Result<Checksums> {
+pub(super) fn checksums(model: &Model, skip: &[String]) -> Result<Checksums> {
     let tensors: BTreeMap<&str, &Tensor> =
         model.parameters().iter().map(|parameter| (parameter.name.as_str(), &parameter.tensor)).collect();
     let mut sums = Checksums::new();

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use super::sampler::{Row, sample};
 use super::sequence::{Finish, Sequence};
 use crate::error::Result;
-use crate::models::{KvCache, Qwen3};
+use crate::models::{KvCache, Model};
 
 /// Most tokens, padding included, that one prefill pass computes: bounds its activations.
 const PREFILL_TOKENS_MAX: usize = 8192;
@@ -25,7 +25,7 @@ pub(super) struct Limits {
 
 /// Runs requests on a model, batching all that are in progress.
 pub(super) struct Generator {
-    pub(super) model: Qwen3,
+    pub(super) model: Model,
     pub(super) running: Vec<Sequence>,
     pub(super) waiting: VecDeque<Sequence>,
     /// Name of the weights.
@@ -41,7 +41,7 @@ pub(super) struct Generator {
 
 impl Generator {
     pub(super) fn new(
-        model: Qwen3,
+        model: Model,
         version: String,
         limits: Limits,
         stop_beats_length: bool,
@@ -243,7 +243,7 @@ fn padded<'a>(rows: impl Iterator<Item = &'a [i64]>, lengths: &[usize], device: 
 /// `(log-probability, id)` of `prompt[from..]` given what stands before each, from the prompt's hidden states
 /// `[T, hidden]`. The first entry has no log-probability, as in SGLang.
 fn prompt_log_probs(
-    model: &Qwen3,
+    model: &Model,
     hidden: &Tensor,
     prompt: &[i64],
     from: usize,

@@ -7,11 +7,13 @@ use serde_json::{Value, json};
 use super::dialect::Dialect;
 use super::reply::unix_seconds;
 use super::worker::Load;
+use crate::models::Family;
 
 /// What stays as it was at start.
 #[derive(Clone, Debug)]
 pub(super) struct Facts {
     pub(super) dialect: Dialect,
+    pub(super) family: Family,
     pub(super) address: SocketAddr,
     pub(super) model_path: String,
     /// `float32` or `bfloat16`.
@@ -43,8 +45,8 @@ pub(super) fn model_info(facts: &Facts, shown: &Shown) -> Value {
         "weight_version": shown.weight_version,
         "has_image_understanding": false,
         "has_audio_understanding": false,
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": facts.family.model_type(),
+        "architectures": [facts.family.architecture()],
     });
     if facts.dialect >= Dialect::V0_5_23 {
         info["load_format"] = json!(shown.load_format);

@@ -34,7 +34,7 @@ use tokio::sync::oneshot;
 
 use crate::config::Config;
 use crate::error::{Error, Result, input};
-use crate::models::Qwen3;
+use crate::models::Model;
 use crate::torch::set_threads;
 use auth::Access;
 use gate::{Gate, Registry};
@@ -58,7 +58,8 @@ const AUTHORISE: Duration = Duration::from_secs(30);
 /// How to start an engine.
 #[derive(Clone)]
 pub struct EngineOptions {
-    /// Checkpoint directory: `config.json` of a Qwen3 dense model, and safetensors.
+    /// Checkpoint directory: `config.json` of a [family](crate::Family) that is computed here, and
+    /// safetensors.
     pub model_path: PathBuf,
     /// Address to listen on.
     pub host: String,
@@ -88,7 +89,8 @@ pub struct EngineOptions {
     pub weight_version: String,
     /// How long `/health` waits for its token.
     pub health_timeout: Duration,
-    /// What those who connect may take. A request under way has a connection, and a health probe ends with `authorise`.
+    /// What those who connect may take. A request under way has a connection, and a health probe ends with
+    /// `authorise`.
     pub limits: listen::Limits,
 }
 
@@ -156,7 +158,7 @@ pub fn serve(options: EngineOptions) -> Result<Server> {
     }
     // The port first: being told at once that it is taken beats being told after a long load.
     let (listener, address) = bind(&options)?;
-    let model = Qwen3::open(&options.model_path, options.kind, options.device)?;
+    let model = Model::open(&options.model_path, options.kind, options.device)?;
     let config = model.config().clone();
     let limits = Limits { running: options.max_running_requests, tokens: options.max_total_tokens };
     let dialect = options.dialect;
@@ -197,6 +199,7 @@ fn shared(
     let model_path = options.model_path.display().to_string();
     let facts = Facts {
         dialect: options.dialect,
+        family: config.family,
         address,
         model_path: model_path.clone(),
         dtype: if options.kind == Kind::Float { "float32" } else { "bfloat16" },

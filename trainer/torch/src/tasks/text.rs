@@ -11,6 +11,7 @@ use tch::Kind;
 
 use crate::config::Config;
 use crate::error::{Result, input, io};
+use crate::models::Family;
 
 /// Tokens of one training sequence.
 pub const WINDOW: usize = 128;
@@ -22,6 +23,7 @@ pub const VOCABULARY: i64 = 256;
 #[must_use]
 pub fn config() -> Config {
     Config {
+        family: Family::Qwen3,
         vocab_size: VOCABULARY,
         hidden_size: 384,
         intermediate_size: 1536,
@@ -31,6 +33,7 @@ pub fn config() -> Config {
         head_dim: 64,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         max_position_embeddings: WINDOW as i64,
         tie_word_embeddings: true,
         initializer_range: 0.02,

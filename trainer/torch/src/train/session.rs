@@ -20,7 +20,7 @@ use super::{Debug, Event, MODEL, Observer, TrainOptions};
 use crate::checkpoint::{self, Progress};
 use crate::config::Config;
 use crate::error::{Error, Result, io};
-use crate::models::Qwen3;
+use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::snapshot::PolicySnapshot;
@@ -300,7 +300,7 @@ fn open_policy(options: &TrainOptions) -> Result<(Option<Policy>, Option<Progres
         ..AdamWOptions::default()
     };
     let device = torch::device(&options.device)?;
-    let model = Qwen3::open(&options.hf_checkpoint, Kind::Float, device)?;
+    let model = Model::open(&options.hf_checkpoint, Kind::Float, device)?;
     let published = Config::published_kind(&options.hf_checkpoint)?;
     let mut policy = Policy::new(model, published, adamw)?;
     let progress = checkpoint::load(&checkpoint::dir(&options.save), &mut policy)?;

@@ -2,12 +2,12 @@
 
 use driftless_bridge::conformance::{self, Subject};
 use driftless_bridge::{Client, ClientOptions};
+use driftless_torch::Family;
 use driftless_torch::engine::Dialect;
 
 use crate::model::Fixture;
 
-fn run(dialect: Dialect, release: u32) {
-    let fixture = Fixture::of(dialect);
+fn run(fixture: &Fixture, release: u32) {
     let client = Client::new(&fixture.server.url(), ClientOptions::default()).unwrap();
     let subject = Subject {
         client,
@@ -23,15 +23,23 @@ fn run(dialect: Dialect, release: u32) {
 
 #[test]
 fn speaks_0_5_23() {
-    run(Dialect::V0_5_23, 23);
+    run(&Fixture::of(Dialect::V0_5_23), 23);
 }
 
 #[test]
 fn speaks_0_5_17() {
-    run(Dialect::V0_5_17, 17);
+    run(&Fixture::of(Dialect::V0_5_17), 17);
 }
 
 #[test]
 fn speaks_0_5_12() {
-    run(Dialect::V0_5_12, 12);
+    run(&Fixture::of(Dialect::V0_5_12), 12);
+}
+
+#[test]
+fn serves_the_other_families() {
+    for family in [Family::Llama, Family::Qwen2] {
+        println!("{}", family.architecture());
+        run(&Fixture::of_family(family), 23);
+    }
 }

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 
 use driftless_torch::engine::{Dialect, EngineOptions, Server, serve};
-use driftless_torch::{Config, Parameter, Qwen3};
+use driftless_torch::{Config, Family, Model, Parameter};
 use driftless_transport::{AuxFile, Dtype, Snapshot, TensorInfo};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -17,8 +17,13 @@ pub(crate) const VOCABULARY: i64 = 64;
 
 /// `config.json` of the model under test.
 pub(crate) fn config() -> Value {
+    config_of(Family::Qwen3)
+}
+
+/// The same shape in a family.
+fn config_of(family: Family) -> Value {
     json!({
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCABULARY,
+        "architectures": [family.architecture()], "model_type": family.model_type(), "vocab_size": VOCABULARY,
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0, "max_position_embeddings": 2048, "tie_word_embeddings": true,
@@ -51,7 +56,7 @@ impl Snapshot for Fresh {
 pub(crate) fn write_checkpoint(dir: &Path, config: &Value, seed: i64) {
     let scratch = tempfile::tempdir().unwrap();
     std::fs::write(scratch.path().join("config.json"), config.to_string()).unwrap();
-    let model = Qwen3::fresh(Config::open(scratch.path()).unwrap(), seed, Kind::Float, Device::Cpu).unwrap();
+    let model = Model::fresh(Config::open(scratch.path()).unwrap(), seed, Kind::Float, Device::Cpu).unwrap();
     let info = |parameter: &Parameter| {
         let shape = parameter.tensor.size().iter().map(|size| *size as u64).collect();
         TensorInfo { name: parameter.name.clone(), dtype: Dtype::F32, shape }
@@ -87,10 +92,18 @@ impl Fixture {
         Fixture::with(|options| options.dialect = dialect)
     }
 
+    pub(crate) fn of_family(family: Family) -> Fixture {
+        Fixture::build(&config_of(family), |_| {})
+    }
+
     pub(crate) fn with(change: impl FnOnce(&mut EngineOptions)) -> Fixture {
+        Fixture::build(&config(), change)
+    }
+
+    fn build(config: &Value, change: impl FnOnce(&mut EngineOptions)) -> Fixture {
         let dir = tempfile::tempdir().unwrap();
         for (name, seed) in [("a", 1), ("b", 2)] {
-            write_checkpoint(&dir.path().join(name), &config(), seed);
+            write_checkpoint(&dir.path().join(name), config, seed);
         }
         let mut options = EngineOptions::new(dir.path().join("a"));
         options.kind = Kind::Float;
@@ -112,8 +125,8 @@ impl Fixture {
     }
 
     /// The checkpoint as a model, for reference results.
-    pub(crate) fn reference(&self, name: &str) -> Qwen3 {
-        Qwen3::open(&self.dir.path().join(name), Kind::Float, Device::Cpu).unwrap()
+    pub(crate) fn reference(&self, name: &str) -> Model {
+        Model::open(&self.dir.path().join(name), Kind::Float, Device::Cpu).unwrap()
     }
 }
 
@@ -138,7 +151,7 @@ pub(crate) fn log_probs(reply: &Value) -> Vec<f64> {
 }
 
 /// The log-probabilities that a full forward pass gives `output` after `prompt` at a temperature.
-pub(crate) fn expected(model: &Qwen3, prompt: &[i64], output: &[i64], temperature: f64) -> Vec<f64> {
+pub(crate) fn expected(model: &Model, prompt: &[i64], output: &[i64], temperature: f64) -> Vec<f64> {
     let tokens: Vec<i64> = prompt.iter().chain(output).copied().collect();
     let input = Tensor::from_slice(&tokens[..tokens.len() - 1]).unsqueeze(0);
     let logits = tch::no_grad(|| model.forward(&input)).unwrap().squeeze_dim(0) / temperature;

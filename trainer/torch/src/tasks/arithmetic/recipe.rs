@@ -17,6 +17,7 @@
 use driftless_trainer::tasks::arithmetic::{BOS, EOS, PAD, VOCABULARY};
 
 use crate::config::Config;
+use crate::models::Family;
 
 /// Model, cold start and RL settings of the demo.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,6 +49,7 @@ impl Default for Recipe {
     fn default() -> Self {
         Recipe {
             config: Config {
+                family: Family::Qwen3,
                 vocab_size: VOCABULARY.len() as i64,
                 hidden_size: 128,
                 intermediate_size: 384,
@@ -57,6 +59,7 @@ impl Default for Recipe {
                 head_dim: 32,
                 rms_norm_eps: 1e-6,
                 rope_theta: 10_000.0,
+                rope_scaling: None,
                 max_position_embeddings: 64,
                 tie_word_embeddings: true,
                 initializer_range: 0.05,
