@@ -1,7 +1,7 @@
 //! The lanes: what is checked, what each needs, and how long it took.
 
 use crate::error::{Error, Result};
-use crate::{foreign, libtorch, process, sglang, stores, ucx};
+use crate::{foreign, libtorch, process, sglang, smollm2, stores, ucx};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -24,6 +24,7 @@ pub(crate) struct Options {
 enum Need {
     Libtorch,
     Sglang,
+    Smollm2,
     CargoFuzz,
     Stores,
     Ucx,
@@ -68,8 +69,8 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "sglang",
-        what: "the loop and the engine suite against SGLang 0.5.23 without its GPU kernels, our logits against transformers",
-        needs: &[Need::Libtorch, Need::Sglang],
+        what: "the loop and the engine suite against SGLang 0.5.23 without its GPU kernels, our logits against transformers'",
+        needs: &[Need::Libtorch, Need::Sglang, Need::Smollm2],
         run: with_sglang,
     },
     Lane {
@@ -207,6 +208,9 @@ fn install(lanes: &[&Lane]) -> Result<()> {
     if needed(Need::Sglang) {
         sglang::install(&crate::cache_dir()?)?;
     }
+    if needed(Need::Smollm2) {
+        smollm2::install(&crate::cache_dir()?)?;
+    }
     if needed(Need::CargoFuzz) && Need::CargoFuzz.missing().is_some() {
         process::run(Command::new("cargo").args(["install", "--locked", "--quiet", "cargo-fuzz"]))?;
     }
@@ -289,6 +293,10 @@ impl Need {
             Need::Sglang => {
                 let found = crate::cache_dir().ok().and_then(|cache| sglang::present(&cache));
                 found.is_none().then(|| "SGLang 0.5.23, 10 GB (cargo xtask setup --sglang)".to_owned())
+            }
+            Need::Smollm2 => {
+                let found = crate::cache_dir().ok().and_then(|cache| smollm2::present(&cache));
+                found.is_none().then(|| "SmolLM2, 93 MB (cargo xtask setup --model smollm2)".to_owned())
             }
             Need::Stores => match crate::cache_dir() {
                 Ok(cache) => stores::missing(&cache),
@@ -407,9 +415,13 @@ fn with_sglang(context: &Context) -> Result<()> {
     // The bridge has SGLang's own unpickler read what it wrote.
     context.logged(server.tell(torch_test().args(["--lib", "payload"])))?;
     drop(server);
-    context.logged(
-        torch_test().args(["--test", "task"]).env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache)),
-    )
+    let mut ours = torch_test();
+    ours.args(["--test", "task", "--test", "families", "--", "--nocapture"]);
+    ours.env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache));
+    if let Some(model) = smollm2::present(&cache) {
+        ours.env("DRIFTLESS_REAL_CHECKPOINT", model);
+    }
+    context.logged(&mut ours)
 }
 
 fn with_stores(context: &Context) -> Result<()> {
