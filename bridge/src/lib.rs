@@ -7,16 +7,22 @@ mod error;
 pub mod fleet;
 mod http;
 mod keys;
+mod kinds;
 mod model;
 pub mod push;
 pub mod sglang;
+pub mod vllm;
 
 pub use activate::{DiskActivator, DiskOptions};
 pub use coordinate::{Coordinator, CoordinatorOptions, HostOutcome, Rolled};
-pub use engine::{Finish, GenerateRequest, Generation, Label, Rid, SamplingParams, VersionSpan};
+pub use engine::{
+    Attached, ClientOptions, Deadlines, Engine, Finish, GenerateRequest, Generation, Identity, Label,
+    LiveWeights, PauseMode, Rid, SamplingParams, VersionSpan,
+};
 pub use error::{Error, Result};
 pub use fleet::{EngineStatus, Fleet, FleetOptions, Route};
 pub use keys::Keys;
+pub use kinds::connect;
 pub use model::{Expected, ModelConfig};
 pub use push::{
     Bucket, Bytes, Colocation, ColocationOptions, CudaPlace, Group, GroupOptions, HostWeights, Meeting,
@@ -30,6 +36,6 @@ pub use push::{NcclOptions, NcclRoot};
 #[cfg(feature = "conformance")]
 pub use sglang::conformance;
 pub use sglang::{
-    Capabilities, Client, ClientOptions, Deadlines, DiskUpdate, DiskUpdated, Engine, Identity, LiveWeights,
-    Load, MemoryTag, ModelInfo, PauseMode, RankChecksums, ServerInfo, checksums,
+    Capabilities, Client, DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, RankChecksums, ServerInfo,
+    checksums,
 };

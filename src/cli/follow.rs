@@ -26,6 +26,12 @@ Examples:
   What the next step would fetch, without taking it:
     driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy --dry-run
 
+  Beside a vLLM server, on the directory that it loads; it is materialised before the server starts:
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy --once
+    VLLM_SERVER_DEV_MODE=1 vllm serve /dev/shm/policy --host 127.0.0.1
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
+        --engine vllm+http://127.0.0.1:8000
+
   For engines anywhere on a fast network, from a GPU of this host, without a follower beside each:
     driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
         --hf-checkpoint /models/start --engine http://10.0.0.2:30000 --engine http://10.0.0.3:30000 \\
@@ -72,7 +78,8 @@ pub(crate) struct Args {
     /// File of public keys: only versions that one of them has signed are followed; may be given several times.
     #[arg(long, value_name = "FILE")]
     trust_key: Vec<PathBuf>,
-    /// Engine to keep on the version, as host:port or URL; may be given several times.
+    /// Engine to keep on the version: host:port or http://host:port for SGLang, vllm+http://host:port for vLLM, which has to be
+    /// started with the checkpoint directory as its model. May be given several times.
     #[arg(long, value_name = "URL")]
     engine: Vec<String>,
     /// The checkpoint directory as the engines see it, if their file system is another [default: --checkpoint-dir].

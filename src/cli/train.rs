@@ -97,7 +97,7 @@ struct SftArgs {
 #[derive(clap::Args)]
 #[command(next_help_heading = "Rollouts")]
 struct RolloutArgs {
-    /// Running engines to attach, as host:port.
+    /// Running engines to attach, as host:port, or vllm+http://host:port for vLLM.
     #[arg(long, value_name = "ADDR", num_args = 1..)]
     rollout_external_engine_addrs: Vec<String>,
     /// Prompts of a step; for SFT, examples.

@@ -16,6 +16,7 @@ mod signed;
 mod surface;
 #[path = "../../transport/tests/common/tree.rs"]
 mod tree;
+mod vllm;
 
 use common::{code, driftless, json, output, run};
 use driftless::transport::{AuxFile, Checkpoint, Dtype, Result, Snapshot, TensorInfo, write_checkpoint};

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use driftless_transport::Limit;
 
-use super::BETWEEN_TRIES;
+use crate::engine::{BETWEEN_TRIES, Engine};
 use crate::http::excerpt;
-use crate::{Client, Error, GenerateRequest, Label, PauseMode, Result, Rid, SamplingParams};
+use crate::{Error, GenerateRequest, Label, PauseMode, Result, Rid, SamplingParams};
 
 /// How long ending an activation may take, however it went.
 const LAST_WORDS: Duration = Duration::from_secs(10);
@@ -52,25 +52,25 @@ impl Pause {
 
     /// The label of an engine's weights, `None` if they may be anything. An engine that we or a process before this one left paused goes
     /// on, unless its weights may be anything. None of this depends on what its weights generate.
-    pub(crate) async fn look(&mut self, client: &Client) -> Result<Option<String>> {
-        let label = client.model_info().await?.weight_version;
+    pub(crate) async fn look(&mut self, engine: &dyn Engine) -> Result<Option<String>> {
+        let label = engine.label().await?;
         if self.is_fence(label.as_deref()) {
-            self.on = ready(client).await?.is_none_or(|ready| !ready);
+            self.on = ready(engine).await?.is_none_or(|ready| !ready);
             return Ok(None);
         }
         // After a load that failed this is the label of a new process, with the weights of its start.
         self.unknown = false;
         if self.owed {
             self.on = true;
-            resume(client).await?;
-            generates(client).await?;
+            resume(engine).await?;
+            generates(engine).await?;
             (self.owed, self.on) = (false, false);
         } else {
-            self.on = match ready(client).await? {
+            self.on = match ready(engine).await? {
                 Some(true) => false,
                 None => self.on,
                 // Paused, or its last health probe failed.
-                Some(false) => self.on || matches!(token(client).await?, Token::None),
+                Some(false) => self.on || matches!(token(engine).await?, Token::None),
             };
         }
         Ok(label)
@@ -98,7 +98,7 @@ impl Pause {
     /// [`Error::LeftPaused`] if it should go on and does not; [`Error::Unsound`].
     pub(crate) async fn end(
         &mut self,
-        client: &Client,
+        engine: &dyn Engine,
         serving: Option<&str>,
         failed: Option<&Error>,
     ) -> Result<()> {
@@ -106,35 +106,35 @@ impl Pause {
             (None, _) => self.unknown = false,
             (Some(_), Some(serving)) if !self.unknown => {
                 // It may be fenced already. If it keeps the fence, what it has is merely loaded over.
-                let _ = client.set_weight_version(serving).await;
+                let _ = engine.set_label(serving).await;
             }
             (Some(error), _) => {
-                tracing::warn!(engine = client.url(), %error, "stays paused: its weights may be anything");
+                tracing::warn!(engine = engine.url(), %error, "stays paused: its weights may be anything");
                 return Ok(());
             }
         }
-        let left = |source| left_paused(client, failed, source);
-        resume(client).await.map_err(left)?;
+        let left = |source| left_paused(engine, failed, source);
+        resume(engine).await.map_err(left)?;
         self.took = self.began.elapsed();
-        let token = generates(client).await.map_err(left)?;
+        let token = generates(engine).await.map_err(left)?;
         (self.owed, self.on) = (false, false);
         match token {
-            Token::Unsound(source) if failed.is_none() => Err(self.fence(client, source).await),
+            Token::Unsound(source) if failed.is_none() => Err(self.fence(engine, source).await),
             _ => Ok(()),
         }
     }
 
     /// Pauses an engine again that has gone on, because what it generates is no sample.
-    async fn fence(&mut self, client: &Client, source: Error) -> Error {
+    async fn fence(&mut self, engine: &dyn Engine, source: Error) -> Error {
         (self.owed, self.unknown) = (true, true);
         let fenced = async {
-            client.pause(self.mode).await?;
+            engine.pause(self.mode).await?;
             self.on = true;
-            let label = client.model_info().await?.weight_version.unwrap_or_default();
-            relabel(client, &partial(&label)).await.map(|()| label)
+            let label = engine.label().await?.unwrap_or_default();
+            relabel(engine, &partial(&label)).await.map(|()| label)
         };
         match fenced.await {
-            Ok(label) => Error::Unsound { engine: client.url().into(), label, source: Box::new(source) },
+            Ok(label) => Error::Unsound { engine: engine.url().into(), label, source: Box::new(source) },
             Err(error) => error,
         }
     }
@@ -146,20 +146,20 @@ pub(crate) fn last_words() -> Limit {
 }
 
 /// An engine that could not be told to go on, after `first` had happened.
-pub(crate) fn left_paused(client: &Client, first: Option<&Error>, source: Error) -> Error {
+pub(crate) fn left_paused(engine: &dyn Engine, first: Option<&Error>, source: Error) -> Error {
     let first = first.map(ToString::to_string);
-    Error::LeftPaused { engine: client.url().into(), first, source: Box::new(source) }
+    Error::LeftPaused { engine: engine.url().into(), first, source: Box::new(source) }
 }
 
 /// Gives an engine a label, and sees that it took it.
-pub(crate) async fn relabel(client: &Client, label: &str) -> Result<()> {
-    client.set_weight_version(label).await?;
-    let found = client.model_info().await?.weight_version;
+pub(crate) async fn relabel(engine: &dyn Engine, label: &str) -> Result<()> {
+    engine.set_label(label).await?;
+    let found = engine.label().await?;
     if found.as_deref() == Some(label) {
         return Ok(());
     }
     let (expected, found) = (label.into(), found.map_or("none".into(), |found| excerpt(found.as_bytes())));
-    Err(Error::LabelMismatch { engine: client.url().into(), expected, found })
+    Err(Error::LabelMismatch { engine: engine.url().into(), expected, found })
 }
 
 /// The label of an engine whose weights may be a mixture. It is no version's, so no request that asks for one accepts it.
@@ -183,24 +183,24 @@ enum Token {
 }
 
 /// Tells an engine to go on.
-async fn resume(client: &Client) -> Result<()> {
-    let mut outcome = client.resume().await;
+async fn resume(engine: &dyn Engine) -> Result<()> {
+    let mut outcome = engine.resume().await;
     for _ in 1..3 {
         if outcome.is_ok() {
             break;
         }
         tokio::time::sleep(BETWEEN_TRIES).await;
-        outcome = client.resume().await;
+        outcome = engine.resume().await;
     }
     outcome
 }
 
 /// Sees that an engine which was told to go on does.
-async fn generates(client: &Client) -> Result<Token> {
-    let token = token(client).await?;
-    if matches!(token, Token::None) && ready(client).await? == Some(false) {
+async fn generates(engine: &dyn Engine) -> Result<Token> {
+    let token = token(engine).await?;
+    if matches!(token, Token::None) && ready(engine).await? == Some(false) {
         return Err(Error::Refused {
-            engine: client.url().into(),
+            engine: engine.url().into(),
             what: "continue_generation".into(),
             expected: "200 of /ready and a token afterwards".into(),
             found: format!("503, and no token within {TOKEN:?}"),
@@ -209,23 +209,23 @@ async fn generates(client: &Client) -> Result<Token> {
     Ok(token)
 }
 
-async fn token(client: &Client) -> Result<Token> {
+async fn token(engine: &dyn Engine) -> Result<Token> {
     let sampling =
         SamplingParams { temperature: 0.0, max_new_tokens: 1, ignore_eos: true, ..SamplingParams::default() };
     let request = GenerateRequest { rid: Rid::probe(), input_ids: vec![0], sampling };
-    match tokio::time::timeout(TOKEN, client.generate(&request)).await {
+    match tokio::time::timeout(TOKEN, engine.generate(&request)).await {
         Ok(Ok(generation)) if !generation.output_ids.is_empty() => Ok(Token::Sound),
         Ok(Err(error @ Error::Reply { .. })) => Ok(Token::Unsound(error)),
         // Aborted, or no room in the queue.
         Ok(Ok(_) | Err(Error::Status { status: 429 | 503, .. })) => Ok(Token::None),
         Ok(Err(error)) if !matches!(error, Error::Deadline { .. }) => Err(error),
-        _ => client.abort(&request.rid).await.map(|()| Token::None),
+        _ => engine.abort(&request.rid).await.map(|()| Token::None),
     }
 }
 
 /// Whether an engine says that it takes requests, if it can tell.
-async fn ready(client: &Client) -> Result<Option<bool>> {
-    match client.ready().await {
+async fn ready(engine: &dyn Engine) -> Result<Option<bool>> {
+    match engine.ready().await {
         Err(Error::Status { .. }) => Ok(None),
         said => said,
     }

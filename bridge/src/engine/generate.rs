@@ -1,4 +1,5 @@
-//! Generation with token ids in and out: the request and the finished sample, whatever kind of engine makes it.
+//! Generation with token ids in and out: the request and the finished sample, whatever kind of engine makes
+//! it.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,8 +10,9 @@ use crate::{Error, Result};
 
 /// A request's id: 36 hex digits, always.
 ///
-/// The length is fixed because an engine aborts every request whose id *starts with* the given one: aborting `7` would abort `71` too.
-/// The last four digits count attempts, because an engine refuses an id that it still works on.
+/// The length is fixed because an engine aborts every request whose id *starts with* the given one: aborting
+/// `7` would abort `71` too. The last four digits count attempts, because an engine refuses an id that it
+/// still works on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Rid {
     scope: u64,
@@ -19,7 +21,8 @@ pub struct Rid {
 }
 
 impl Rid {
-    /// Id of `sample` within `scope`, first attempt. A scope is whatever keeps two trainers apart on a shared engine: digits of the run's id.
+    /// Id of `sample` within `scope`, first attempt. A scope is whatever keeps two trainers apart on a shared
+    /// engine: digits of the run's id.
     pub fn new(scope: u64, sample: u64) -> Self {
         Self { scope, sample, attempt: 0 }
     }
@@ -45,7 +48,8 @@ impl fmt::Display for Rid {
     }
 }
 
-/// How tokens are drawn. SGLang's names and meanings; everything is sent, nothing is left to the engine's defaults.
+/// How tokens are drawn. SGLang's names and meanings; everything is sent, nothing is left to the engine's
+/// defaults.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
     /// Divides the logits; 0 takes the likeliest token.
@@ -91,10 +95,12 @@ pub struct GenerateRequest {
 }
 
 impl GenerateRequest {
-    /// Refuses what an engine would misbehave on. A token id outside the vocabulary ends a CPU engine's process altogether.
+    /// Refuses what an engine would misbehave on. A token id outside the vocabulary ends a CPU engine's
+    /// process altogether.
     ///
     /// # Errors
-    /// [`Error::Request`] for an empty prompt or an id that is negative or not below `vocabulary` (where known).
+    /// [`Error::Request`] for an empty prompt or an id that is negative or not below `vocabulary` (where
+    /// known).
     pub(crate) fn validate(&self, vocabulary: Option<u64>) -> Result<()> {
         let fail = |what, expected: String, found: String| {
             Err(Error::Request { rid: self.rid.to_string(), what, expected, found })
@@ -148,16 +154,30 @@ pub struct Generation {
     pub engine: String,
     /// The sampled token ids.
     pub output_ids: Vec<i32>,
-    /// Log-probability of each under the distribution it was drawn from, temperature included, before top-p and top-k cut it.
+    /// Log-probability of each under the distribution it was drawn from, temperature included, before top-p
+    /// and top-k cut it.
     pub log_probs: Vec<f32>,
     /// Which weights drew which tokens: contiguous and complete; empty only when there are no tokens.
     pub spans: Vec<VersionSpan>,
-    /// False where the engine reports one label per reply only: a change of weights in the middle would not show.
+    /// False where the engine reports one label per reply only: a change of weights in the middle would not
+    /// show.
     pub spans_reported: bool,
     /// Why it ended.
     pub finish: Finish,
     /// How often a pause sent the request back to the queue.
     pub retractions: u64,
+}
+
+/// What a reply should have been, and what it was.
+pub(crate) type Mismatch = (String, String);
+
+/// A token's log-probability as a reply says it; `name` is what the reply calls it.
+pub(crate) fn log_probability(value: Option<f32>, name: impl FnOnce() -> String) -> Result<f32, Mismatch> {
+    match value {
+        // A little above 0 is rounding of the engine's log-softmax.
+        Some(value) if value.is_finite() && value <= 1e-3 => Ok(value.min(0.0)),
+        other => Err((format!("{} finite and not positive", name()), format!("{other:?}"))),
+    }
 }
 
 #[cfg(test)]

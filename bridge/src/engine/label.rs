@@ -5,7 +5,8 @@ use std::str::FromStr;
 
 use crate::{Error, Result};
 
-/// The version string given to engines: `<first 12 hex digits of run_id>:<version>`, for example `3f0c9a12b7de:42`.
+/// The version string given to engines: `<first 12 hex digits of run_id>:<version>`, for example
+/// `3f0c9a12b7de:42`.
 ///
 /// Labels of two runs are never comparable, so there is no `Ord`; see [`Label::at_least`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

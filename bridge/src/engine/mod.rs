@@ -1,7 +1,184 @@
-//! What all kinds of engines have in common: requests, finished samples, and the labels of versions.
+//! The seam between what uses engines and the kinds of engines.
+//!
+//! The fleet, and activation from disk, know an [`Engine`] and nothing else of it. A kind of engine is one
+//! folder beside this one ([`sglang`](crate::sglang), [`vllm`](crate::vllm)) whose client implements the
+//! trait, and one line in [`connect`](crate::connect).
 
 mod generate;
+mod identity;
 mod label;
+mod options;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use driftless_transport::Limit;
 
 pub use generate::{Finish, GenerateRequest, Generation, Rid, SamplingParams, VersionSpan};
+pub(crate) use generate::{Mismatch, log_probability};
+pub use identity::Identity;
+pub(crate) use identity::{Check, local};
 pub use label::Label;
+pub use options::{ClientOptions, Deadlines};
+
+use crate::{Expected, Result};
+
+/// How often what an engine refuses for a moment is tried again, and how long apart. An engine answers a
+/// request slightly before it drops it, so the first flush after an abort may come too early.
+pub(crate) const TRIES: u32 = 20;
+pub(crate) const BETWEEN_TRIES: Duration = Duration::from_millis(50);
+
+/// A call under way at an engine. Every call ends within a deadline of its own.
+pub type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
+
+/// One inference server, of whatever kind.
+///
+/// Every call may fail as calls do: the engine is unreachable, its deadline or its limit passes, it answers
+/// another status, or with another reply than the protocol's.
+pub trait Engine: fmt::Debug + Send + Sync {
+    /// Its kind: `sglang`, `vllm`.
+    fn kind(&self) -> &'static str;
+
+    /// Its URL, as errors and statuses name it.
+    fn url(&self) -> &str;
+
+    /// The same engine, whose calls all end when nothing is left of `limit`.
+    fn limited(&self, limit: &Limit) -> Arc<dyn Engine>;
+
+    /// Asks the engine who it is and what it can do. Nothing changes there, and nothing is generated.
+    ///
+    /// Fails with [`Error::Refused`](crate::Error::Refused) for another model or a set-up that cannot be
+    /// updated, by the engine's own names, and with [`Error::Config`](crate::Error::Config) when the config
+    /// under its model path is readable here but not as one.
+    fn identify<'a>(&'a self, expected: &'a Expected) -> Answer<'a, Identity>;
+
+    /// The label of its weights; one that nobody set is no [`Label`].
+    fn label(&self) -> Answer<'_, Option<String>>;
+
+    /// Changes the label, and nothing else.
+    fn set_label<'a>(&'a self, label: &'a str) -> Answer<'a, ()>;
+
+    /// Generates one sample. The reply is checked: one finite log-probability per token, of that token, under
+    /// the distribution that it was drawn from.
+    ///
+    /// Fails with [`Error::Request`](crate::Error::Request) for what this kind of engine cannot do, and
+    /// [`Error::Reply`](crate::Error::Reply) for a reply that does not hold.
+    fn generate<'a>(&'a self, request: &'a GenerateRequest) -> Answer<'a, Generation>;
+
+    /// Aborts one request, never all. An id that the engine does not know is no error.
+    fn abort<'a>(&'a self, request: &'a Rid) -> Answer<'a, ()>;
+
+    /// Stops generation.
+    fn pause(&self, mode: PauseMode) -> Answer<'_, ()>;
+
+    /// Goes on with generation. Harmless when the engine is not paused.
+    fn resume(&self) -> Answer<'_, ()>;
+
+    /// Whether it takes requests and is not paused; `None` where it cannot tell.
+    fn ready(&self) -> Answer<'_, Option<bool>>;
+
+    /// Drops the KV cache of a paused engine. With [`PauseMode::InPlace`], what running requests hold may
+    /// stay.
+    fn empty_cache(&self, mode: PauseMode) -> Answer<'_, ()>;
+
+    /// Loads the weights of a checkpoint directory into a paused engine. After a failure they may be new, old
+    /// or a mixture.
+    fn load<'a>(&'a self, load: Reload<'a>) -> Answer<'a, ()>;
+
+    /// Compares the weights it holds with [`checksums`](crate::checksums()) of a checkpoint, where that is
+    /// possible.
+    ///
+    /// Fails with [`Error::LiveWeights`](crate::Error::LiveWeights) when they differ.
+    fn check<'a>(
+        &'a self,
+        identity: &'a Identity,
+        expected: &'a BTreeMap<String, String>,
+    ) -> Answer<'a, LiveWeights>;
+}
+
+/// What a load needs to know.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Reload<'a> {
+    /// The checkpoint directory, absolute, as the engine sees it.
+    pub directory: &'a Path,
+    /// The label to carry from then on, for kinds that take it with the load. It is the one that they carry
+    /// already.
+    pub label: &'a str,
+    /// How the engine was paused.
+    pub pause: PauseMode,
+    /// What the engine said about itself.
+    pub identity: &'a Identity,
+}
+
+/// What a pause does with running requests. New ones wait in every mode, unanswered, until generation
+/// continues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PauseMode {
+    /// They are answered with what they have, finish reason `abort`. Takes a second where there are any.
+    Abort,
+    /// They go back to the queue and lose their KV cache, which is recomputed with the weights that are live
+    /// then.
+    Retract,
+    /// They stay, with the KV cache of the old weights.
+    InPlace,
+}
+
+/// What a look at an engine's live weights showed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LiveWeights {
+    /// Every tensor's checksum equals the checkpoint's.
+    Equal,
+    /// This engine's checksums cannot be computed here.
+    Unchecked {
+        /// Why: more than one rank, or not on the CPU.
+        reason: String,
+    },
+}
+
+/// An engine that fits: the right model, in a set-up that can be updated.
+#[derive(Debug, Clone)]
+pub struct Attached {
+    engine: Arc<dyn Engine>,
+    identity: Identity,
+}
+
+impl Attached {
+    /// Asks an engine who it is, and accepts it if it fits.
+    ///
+    /// # Errors
+    /// As [`Engine::identify`].
+    pub async fn attach(engine: Arc<dyn Engine>, expected: &Expected) -> Result<Self> {
+        let identity = engine.identify(expected).await?;
+        tracing::info!(engine = engine.url(), kind = engine.kind(), ?identity, "attached");
+        Ok(Self::new(engine, identity))
+    }
+
+    /// An engine that was accepted before.
+    pub(crate) fn new(engine: Arc<dyn Engine>, identity: Identity) -> Self {
+        Self { engine, identity }
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &dyn Engine {
+        &*self.engine
+    }
+
+    /// What it said about itself.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// Compares the weights the engine holds with [`checksums`](crate::checksums()) of a checkpoint, where
+    /// that is possible.
+    ///
+    /// # Errors
+    /// As [`Engine::check`].
+    pub async fn check_live(&self, expected: &BTreeMap<String, String>) -> Result<LiveWeights> {
+        self.engine.check(&self.identity, expected).await
+    }
+}

@@ -67,10 +67,10 @@ impl<'a> Lease<'a> {
 
     /// The reply, and the engine's label before it where the reply will not say which tokens are whose.
     async fn generate(&self, request: &GenerateRequest) -> Result<(Generation, Option<String>)> {
-        let client = &self.member.client;
-        let spans = self.member.state().engine.capabilities().spans;
-        let before = if spans { None } else { client.model_info().await?.weight_version };
-        Ok((client.generate(request).await?, before))
+        let engine = &self.member.engine;
+        let spans = self.member.state().identity.spans;
+        let before = if spans { None } else { engine.label().await? };
+        Ok((engine.generate(request).await?, before))
     }
 
     /// Learns from a reply what its engine serves.
@@ -94,7 +94,7 @@ impl Drop for Lease<'_> {
         if let (true, Ok(runtime)) = (self.unanswered, tokio::runtime::Handle::try_current()) {
             let (member, rid) = (self.member.clone(), self.rid);
             runtime.spawn(async move {
-                if let Err(error) = member.client.abort(&rid).await {
+                if let Err(error) = member.engine.abort(&rid).await {
                     tracing::warn!(%rid, %error, "abort of an abandoned request");
                 }
             });

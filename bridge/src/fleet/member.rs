@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::{Client, Engine, Error, Expected, Label, Result};
+use crate::engine::{Attached, Engine, Identity};
+use crate::{Error, Expected, Label, Result};
 
 /// Shortest time between two looks at an engine.
 pub(super) const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -16,7 +17,7 @@ type Turn = tokio::sync::OwnedMutexGuard<Option<Instant>>;
 /// An engine of the fleet.
 #[derive(Debug)]
 pub(super) struct Member {
-    pub(super) client: Client,
+    pub(super) engine: Arc<dyn Engine>,
     expected: Expected,
     state: Mutex<State>,
     looking: Arc<tokio::sync::Mutex<Option<Instant>>>,
@@ -25,7 +26,7 @@ pub(super) struct Member {
 /// What is known of an engine.
 #[derive(Debug, Clone)]
 pub(super) struct State {
-    pub(super) engine: Engine,
+    pub(super) identity: Identity,
     /// Whether it answered the last time it was asked anything.
     pub(super) up: bool,
     /// What it serves, as far as known.
@@ -36,11 +37,16 @@ pub(super) struct State {
 }
 
 impl Member {
-    pub(super) async fn attach(client: Client, expected: Expected) -> Result<Self> {
-        let engine = Engine::attach(client.clone(), &expected).await?;
-        let serving = engine.serving().await?;
-        let state = Mutex::new(State { engine, up: true, serving, in_flight: 0, failure: None });
-        Ok(Self { client, expected, state, looking: Arc::default() })
+    pub(super) async fn attach(engine: Arc<dyn Engine>, expected: Expected) -> Result<Self> {
+        let attached = Attached::attach(engine.clone(), &expected).await?;
+        let (identity, serving) = (attached.identity().clone(), engine.label().await?);
+        let state = Mutex::new(State { identity, up: true, serving, in_flight: 0, failure: None });
+        Ok(Self { engine, expected, state, looking: Arc::default() })
+    }
+
+    /// The engine, as it was last attached.
+    pub(super) fn attached(&self) -> Attached {
+        Attached::new(self.engine.clone(), self.state().identity.clone())
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
@@ -71,11 +77,11 @@ impl Member {
     async fn look_in(&self, mut turn: Turn) {
         let up = self.state().up;
         match self.ask(up).await {
-            Ok((engine, serving)) => {
+            Ok((identity, serving)) => {
                 let mut state = self.state();
                 (state.up, state.serving) = (true, serving);
-                if let Some(engine) = engine {
-                    state.engine = engine;
+                if let Some(identity) = identity {
+                    state.identity = identity;
                 }
             }
             Err(error) => self.failed(&error),
@@ -83,16 +89,16 @@ impl Member {
         *turn = Some(Instant::now());
     }
 
-    async fn ask(&self, up: bool) -> Result<(Option<Engine>, Option<String>)> {
-        let engine = if up { None } else { Some(Engine::attach(self.client.clone(), &self.expected).await?) };
-        Ok((engine, self.client.model_info().await?.weight_version))
+    async fn ask(&self, up: bool) -> Result<(Option<Identity>, Option<String>)> {
+        let identity = if up { None } else { Some(self.engine.identify(&self.expected).await?) };
+        Ok((identity, self.engine.label().await?))
     }
 
     /// Takes the engine out until it is attached again.
     pub(super) fn failed(&self, error: &Error) {
         let mut state = self.state();
         if state.up {
-            tracing::warn!(engine = self.client.url(), %error, "engine is out");
+            tracing::warn!(engine = self.engine.url(), %error, "engine is out");
         }
         state.up = false;
         state.failure = Some(chain(error));

@@ -12,9 +12,9 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use crate::engine::Attached;
 use crate::{
-    Client, ClientOptions, Deadlines, Engine, Error, Expected, GenerateRequest, Generation, Keys, Label,
-    Result, Rid,
+    ClientOptions, Deadlines, Error, Expected, GenerateRequest, Generation, Keys, Label, Result, Rid, connect,
 };
 use lease::{Attempt, Lease};
 use member::{LOOK_EVERY, Member};
@@ -78,10 +78,10 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Attaches every engine, all at once; addresses are `host:port` or `http://host:port`.
+    /// Attaches every engine, all at once; addresses are those of [`connect`]; kinds may be mixed.
     ///
     /// # Errors
-    /// Those of [`Engine::attach`], for the first address that fails; [`Error::Fleet`] for no address or one twice.
+    /// Those of [`Attached::attach`], for the first address that fails; [`Error::Fleet`] for no address or one twice.
     pub async fn attach(
         addresses: &[String],
         keys: &Keys,
@@ -93,9 +93,9 @@ impl Fleet {
         for address in addresses {
             let client =
                 ClientOptions { keys: keys.clone(), deadlines: options.calls, ..ClientOptions::default() };
-            let client = Client::new(address, client)?;
-            urls.insert(client.url().to_owned());
-            attaching.push(tokio::spawn(Member::attach(client, expected.clone())));
+            let engine = connect(address, client)?;
+            urls.insert(engine.url().to_owned());
+            attaching.push(tokio::spawn(Member::attach(engine, expected.clone())));
         }
         if addresses.is_empty() || urls.len() != addresses.len() {
             return Err(Error::Fleet { found: addresses.to_vec() });
@@ -115,15 +115,15 @@ impl Fleet {
     }
 
     /// The engines, as they were last attached.
-    pub fn engines(&self) -> Vec<Engine> {
-        self.members.iter().map(|member| member.state().engine.clone()).collect()
+    pub fn engines(&self) -> Vec<Attached> {
+        self.members.iter().map(|member| member.attached()).collect()
     }
 
     /// What is known of each engine, without asking it.
     pub fn status(&self) -> Vec<EngineStatus> {
         let status = |member: &Arc<Member>| {
             let state = member.state().clone();
-            let url = member.client.url().to_owned();
+            let url = member.engine.url().to_owned();
             EngineStatus {
                 url,
                 up: state.up,
@@ -198,7 +198,7 @@ impl Fleet {
             let (member, label) = (member.clone(), label.clone());
             tokio::spawn(async move {
                 let reached = tokio::time::timeout_at(end, reach(&member, &label)).await.is_ok();
-                (!reached).then(|| format!("{} ({})", member.client.url(), member.state().describe()))
+                (!reached).then(|| format!("{} ({})", member.engine.url(), member.state().describe()))
             })
         });
         let mut laggards = Vec::new();
@@ -253,7 +253,7 @@ impl Fleet {
     fn exhausted(&self, request: &GenerateRequest) -> Error {
         let attempts = self.members.iter().map(|member| {
             let state = member.state();
-            format!("{}: {}", member.client.url(), state.failure.clone().unwrap_or_else(|| state.describe()))
+            format!("{}: {}", member.engine.url(), state.failure.clone().unwrap_or_else(|| state.describe()))
         });
         Error::Exhausted {
             rid: request.rid.to_string(),

@@ -1,11 +1,13 @@
 //! Activation by a push: every engine that is pushed into receives a version at once, into its memory.
 //!
-//! The order is that of activation from disk (pause, flush, fence, load, look, label, continue), with more steps. While a push is under way an
-//! engine holds a mixture of two versions; if it fails the engines stay paused and fenced until one succeeds. Where engines give memory back
-//! for as long as it takes ([`PushOptions::release`]), they have it again before they carry the version's label.
+//! The order is that of activation from disk (pause, flush, fence, load, look, label, continue), with more
+//! steps. While a push is under way an engine holds a mixture of two versions; if it fails the engines stay
+//! paused and fenced until one succeeds. Where engines give memory back for as long as it takes
+//! ([`PushOptions::release`]), they have it again before they carry the version's label.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
@@ -14,20 +16,26 @@ use super::occupation::{self, Occupation, in_doubt};
 use super::{HostWeights, Member, Push};
 use crate::activate::pause::{self, Pause, left_paused, relabel};
 use crate::activate::{self, attach};
+use crate::engine::Engine as _;
+use crate::kinds::connect_sglang;
 use crate::sglang::check_tensors;
-use crate::{Client, ClientOptions, Engine, Error, Expected, Label, MemoryTag, PauseMode, Result, checksums};
+use crate::{
+    Client, ClientOptions, Error, Expected, Identity, Label, MemoryTag, PauseMode, Result, checksums,
+};
 
 /// Options of a [`PushActivator`].
 #[derive(Debug, Clone)]
 pub struct PushOptions {
     /// Keys and deadlines of the engines' clients.
     pub client: ClientOptions,
-    /// What happens to running requests. With [`PauseMode::InPlace`] they keep the KV cache of the old weights.
+    /// What happens to running requests. With [`PauseMode::InPlace`] they keep the KV cache of the old
+    /// weights.
     pub pause: PauseMode,
-    /// A checkpoint directory of the model that the engines were started with, for engines whose own model path cannot be read from here.
+    /// A checkpoint directory of the model that the engines were started with, for engines whose own model
+    /// path cannot be read from here.
     pub base: Option<PathBuf>,
-    /// What engines with `--enable-memory-saver` give back while they are updated; their requests are aborted then. Never
-    /// [`MemoryTag::Weights`], which an update writes to.
+    /// What engines with `--enable-memory-saver` give back while they are updated; their requests are aborted
+    /// then. Never [`MemoryTag::Weights`], which an update writes to.
     pub release: Vec<MemoryTag>,
 }
 
@@ -44,9 +52,10 @@ pub struct PushActivator<P> {
     push: P,
     options: PushOptions,
     clients: Vec<Client>,
-    /// The engines as they were attached, in the order of the clients.
-    engines: Vec<Option<Engine>>,
-    /// Label of the last successful activation: an engine that reports it is still the process that was attached.
+    /// What the engines said when they were attached, in the order of the clients.
+    identities: Vec<Option<Identity>>,
+    /// Label of the last successful activation: an engine that reports it is still the process that was
+    /// attached.
     activated: Option<String>,
     /// What is known of their pauses.
     pauses: Vec<Pause>,
@@ -54,7 +63,8 @@ pub struct PushActivator<P> {
 
 /// What is decided before an engine is paused.
 struct Plan {
-    engine: Engine,
+    client: Client,
+    identity: Identity,
     /// Label of the weights that it has now, if they are known.
     serving: Option<String>,
     /// Checksums it must report afterwards, where they are comparable.
@@ -68,20 +78,22 @@ struct Plan {
 }
 
 impl<P: Push> PushActivator<P> {
-    /// An activator of the engines at these addresses, each `host:port` or `http://host:port`. Nothing is sent yet.
+    /// An activator of the SGLang engines at these addresses, each `host:port` or `http://host:port`. Nothing
+    /// is sent yet.
     ///
     /// # Errors
-    /// [`Error::Address`] for any other form of address; [`Error::Fleet`] when there is none, or one of them twice.
+    /// [`Error::Address`] for any other form of address, and for another kind of engine; [`Error::Fleet`]
+    /// when there is none, or one of them twice.
     pub fn new(addresses: &[String], push: P, options: PushOptions) -> Result<Self> {
-        let clients = addresses.iter().map(|address| Client::new(address, options.client.clone()));
+        let clients = addresses.iter().map(|address| connect_sglang(address, options.client.clone()));
         let clients = clients.collect::<Result<Vec<_>>>()?;
         let urls: std::collections::BTreeSet<_> = clients.iter().map(Client::url).collect();
         if urls.is_empty() || urls.len() < clients.len() {
             return Err(Error::Fleet { found: addresses.to_vec() });
         }
-        let engines = clients.iter().map(|_| None).collect();
+        let identities = clients.iter().map(|_| None).collect();
         let pauses = vec![Pause::default(); clients.len()];
-        Ok(Self { push, options, clients, engines, activated: None, pauses })
+        Ok(Self { push, options, clients, identities, activated: None, pauses })
     }
 
     /// What it pushes with.
@@ -118,9 +130,9 @@ impl<P: Push> PushActivator<P> {
     fn activate_all(&mut self, target: &Target<'_>) -> Result<Duration> {
         let plans = self.plan(target)?;
         let members = plans.iter().map(|plan| Member {
-            engine: plan.engine.client().clone(),
-            ranks: plan.engine.identity().tp,
-            sessions: plan.engine.capabilities().sessions,
+            engine: plan.client.clone(),
+            ranks: plan.identity.tp,
+            sessions: plan.identity.sessions,
         });
         self.push.set_members(members.collect(), plans.iter().all(|plan| plan.same));
         // Slow the first time, and needs no pause.
@@ -130,9 +142,7 @@ impl<P: Push> PushActivator<P> {
         let pause = self.pauses.iter().map(Pause::took).max().unwrap_or_default();
         tracing::info!(label = target.label, ?pause, failed = outcome.is_err(), "activation by a push");
         ended.and(outcome)?;
-        let engines = plans.into_iter().zip(&self.clients);
-        // Not through the clients of this activation, whose time will be over.
-        self.engines = engines.map(|(plan, client)| Some(plan.engine.through(client.clone()))).collect();
+        self.identities = plans.into_iter().map(|plan| Some(plan.identity)).collect();
         self.activated = Some(target.label.to_owned());
         Ok(pause)
     }
@@ -142,7 +152,7 @@ impl<P: Push> PushActivator<P> {
         let expected = Expected::from_snapshot(checkpoint, place)?;
         let clients: Vec<_> = self.clients.iter().map(|client| client.limited(target.limit)).collect();
         let labels = self.look(&clients)?;
-        let (known, activated) = (std::mem::take(&mut self.engines), self.activated.take());
+        let (known, activated) = (std::mem::take(&mut self.identities), self.activated.take());
         let mut plans = Vec::new();
         for ((client, label), known) in clients.iter().zip(labels).zip(known) {
             let plan = self.block_on(async {
@@ -154,18 +164,20 @@ impl<P: Push> PushActivator<P> {
                 };
                 let same = known.is_some() && activated.is_some() && serving == activated;
                 let base = self.options.base.as_deref();
-                let engine = attach(client, base, target, known, activated.clone()).await?;
+                let identity =
+                    attach(Arc::new(client.clone()), base, target, known, activated.clone()).await?;
                 if !same {
                     self.push.admit(client.url(), &client.server_info().await?)?;
                 }
-                let release = if engine.saves_memory() { self.options.release.clone() } else { Vec::new() };
-                Ok::<_, Error>(Plan { engine, serving: label, sums: None, same, release, released })
+                let release = if identity.saves_memory { self.options.release.clone() } else { Vec::new() };
+                let client = client.clone();
+                Ok::<_, Error>(Plan { client, identity, serving: label, sums: None, same, release, released })
             });
             // Whoever failed here is asked anew the next time, and so is everyone else.
-            self.engines = self.clients.iter().map(|_| None).collect();
+            self.identities = self.clients.iter().map(|_| None).collect();
             let mut plan = plan?;
-            check_tensors(checkpoint, place, &expected.config, plan.engine.identity().dtype)?;
-            let comparable = plan.engine.identity().checksums_comparable();
+            check_tensors(checkpoint, place, &expected.config, plan.identity.dtype)?;
+            let comparable = plan.identity.checksums_comparable();
             plan.sums = comparable.then(|| checksums(checkpoint, place)).transpose()?;
             plans.push(plan);
         }
@@ -186,26 +198,27 @@ impl<P: Push> PushActivator<P> {
         self.push.push(&HostWeights::<Checkpoint>(target.checkpoint), None)?;
         self.block_on(async {
             for plan in plans {
-                take_back(plan.engine.client(), target.label).await?;
+                take_back(&plan.client, target.label).await?;
                 if let Some(sums) = &plan.sums {
-                    plan.engine.check_live(sums).await?;
+                    plan.client.check(&plan.identity, sums).await?;
                 }
             }
             for plan in plans {
-                relabel(plan.engine.client(), target.label).await?;
+                relabel(&plan.client, target.label).await?;
             }
             Ok(())
         })
     }
 
-    /// Ends every engine's pause, once it has its memory, and tells of the first that should go on and does not.
+    /// Ends every engine's pause, once it has its memory, and tells of the first that should go on and does
+    /// not.
     fn end(&mut self, plans: &[Plan], label: &str, failed: Option<&Error>) -> Result<()> {
         let mut pauses = std::mem::take(&mut self.pauses);
         let limit = pause::last_words();
         let ended = self.block_on(async {
             let mut ended = Ok(());
             for (plan, pause) in plans.iter().zip(&mut pauses) {
-                let client = &plan.engine.client().limited(&limit);
+                let client = &plan.client.limited(&limit);
                 let each = match take_back(client, label).await {
                     Ok(()) => pause.end(client, plan.serving.as_deref(), failed).await,
                     Err(source) => Err(left_paused(client, failed, source)),
@@ -218,7 +231,8 @@ impl<P: Push> PushActivator<P> {
         ended
     }
 
-    /// Runs on a thread of its own: the caller may be a runtime's thread, where blocking on another one panics.
+    /// Runs on a thread of its own: the caller may be a runtime's thread, where blocking on another one
+    /// panics.
     fn apart<T: Send>(&mut self, work: impl FnOnce(&mut Self) -> T + Send) -> T {
         std::thread::scope(|scope| match scope.spawn(|| work(self)).join() {
             Ok(value) => value,
@@ -227,9 +241,10 @@ impl<P: Push> PushActivator<P> {
     }
 }
 
-/// Brings an engine to where it can be pushed into: paused, without its cache, labelled as a mixture, and with room.
+/// Brings an engine to where it can be pushed into: paused, without its cache, labelled as a mixture, and
+/// with room.
 async fn make_ready(plan: &Plan, mode: PauseMode, label: &str) -> Result<()> {
-    let client = plan.engine.client();
+    let client = &plan.client;
     if !plan.released.is_empty() {
         client.pause(mode).await?;
         // Whoever let it give its memory back has emptied its cache; the update needs the weights' memory.

@@ -1,8 +1,8 @@
-//! Weights pushed into engines' memory: what a push over a network ([`Group`](crate::Group)) and one within a device
-//! ([`Colocation`](crate::Colocation)) have in common.
+//! Weights pushed into engines' memory: what a push over a network ([`Group`]) and one within a device
+//! ([`Colocation`]) have in common.
 //!
-//! [`plan`] says which tensors travel together, [`Weights`] where they are, [`Push`] brings them there, and [`PushActivator`] puts pause,
-//! label and a look at the result around it.
+//! [`plan`] says which tensors travel together, [`Weights`] where they are, [`Push`] brings them there, and
+//! [`PushActivator`] puts pause, label and a look at the result around it.
 //!
 //! | File | Is |
 //! |---|---|
@@ -51,7 +51,8 @@ pub struct Member {
     pub engine: Client,
     /// Its tensor-parallel ranks.
     pub ranks: u32,
-    /// Whether it wants `begin_weight_update` and `end_weight_update` around updates: [`Capabilities::sessions`](crate::Capabilities).
+    /// Whether it wants `begin_weight_update` and `end_weight_update` around updates:
+    /// [`Capabilities::sessions`](crate::Capabilities).
     pub sessions: bool,
 }
 
@@ -71,7 +72,8 @@ pub trait Push: Send {
     /// The runtime on which the engines are called.
     fn runtime(&self) -> &Runtime;
 
-    /// Refuses an engine that this way would harm, by what it says about itself. Nothing has been posted to it yet.
+    /// Refuses an engine that this way would harm, by what it says about itself. Nothing has been posted to
+    /// it yet.
     ///
     /// # Errors
     /// [`Error::Refused`](crate::Error::Refused).
@@ -86,7 +88,8 @@ pub trait Push: Send {
     /// The implementation's.
     fn form(&mut self) -> Result<()>;
 
-    /// Pushes weights into every engine, which carry `label` afterwards if there is one. Their caches are not flushed.
+    /// Pushes weights into every engine, which carry `label` afterwards if there is one. Their caches are not
+    /// flushed.
     ///
     /// # Errors
     /// The implementation's. Afterwards the weights of any of the engines may be a mixture.

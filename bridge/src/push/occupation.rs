@@ -84,7 +84,7 @@ fn mark(label: &str, verb: &str, tags: &[MemoryTag]) -> String {
 
 /// Waits until a paused engine has no requests, after aborting those that it has.
 async fn idle(client: &Client) -> Result<()> {
-    for n in 0..crate::activate::TRIES {
+    for n in 0..crate::engine::TRIES {
         let loads = client.loads().await?;
         if loads.iter().all(|load| load.num_running_reqs + load.num_waiting_reqs == 0) {
             return Ok(());
@@ -92,7 +92,7 @@ async fn idle(client: &Client) -> Result<()> {
         if n == 0 {
             client.pause(PauseMode::Abort).await?;
         }
-        tokio::time::sleep(crate::activate::BETWEEN_TRIES).await;
+        tokio::time::sleep(crate::engine::BETWEEN_TRIES).await;
     }
     Err(Error::Refused {
         engine: client.url().into(),

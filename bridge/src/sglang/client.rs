@@ -7,10 +7,13 @@ use driftless_transport::Limit;
 use serde_json::{Value, json};
 
 use super::generate::{self, RawGeneration};
-use super::wire::{ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, Status, TensorUpdate};
+use super::wire::{
+    ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, Status, TensorUpdate, pause_word,
+};
+use crate::engine::{ClientOptions, Deadlines};
 use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::{
-    DiskUpdate, DiskUpdated, Error, GenerateRequest, Generation, Keys, Load, MemoryTag, ModelInfo, PauseMode,
+    DiskUpdate, DiskUpdated, Error, GenerateRequest, Generation, Load, MemoryTag, ModelInfo, PauseMode,
     RankChecksums, Result, ServerInfo,
 };
 
@@ -23,53 +26,6 @@ const NO_GROUP: &str = "does not exist";
 const OPEN_SESSION: &str = "already open";
 
 static EMPTY: LazyLock<Value> = LazyLock::new(|| json!({}));
-
-/// How long each kind of call may take, connection and reply included.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Deadlines {
-    /// Establishing a connection.
-    pub connect: Duration,
-    /// Information calls.
-    pub info: Duration,
-    /// Pause, continue, flush, abort, relabel.
-    pub control: Duration,
-    /// Loading weights, and computing checksums over all of them.
-    pub load: Duration,
-    /// One generation, pauses of the engine included.
-    pub generate: Duration,
-}
-
-impl Default for Deadlines {
-    /// 5 s, 10 s, 60 s, 10 min and 10 min.
-    fn default() -> Self {
-        let seconds = Duration::from_secs;
-        Self {
-            connect: seconds(5),
-            info: seconds(10),
-            control: seconds(60),
-            load: seconds(600),
-            generate: seconds(600),
-        }
-    }
-}
-
-/// Options of a [`Client`].
-#[derive(Debug, Clone)]
-pub struct ClientOptions {
-    /// The engine's keys.
-    pub keys: Keys,
-    /// Deadlines of its calls.
-    pub deadlines: Deadlines,
-    /// Bound on one reply, in bytes.
-    pub reply_bytes_max: usize,
-}
-
-impl Default for ClientOptions {
-    /// No keys, the default deadlines, 64 MiB.
-    fn default() -> Self {
-        Self { keys: Keys::default(), deadlines: Deadlines::default(), reply_bytes_max: 64 << 20 }
-    }
-}
 
 /// A client of one engine. Cheap to clone; clones share connections.
 #[derive(Debug, Clone)]
@@ -170,7 +126,7 @@ impl Client {
     /// # Errors
     /// As [`Client::model_info`].
     pub async fn pause(&self, mode: PauseMode) -> Result<()> {
-        let body = json!({ "mode": mode.as_str() });
+        let body = json!({ "mode": pause_word(mode) });
         self.is_ok("/pause_generation", &body).await
     }
 

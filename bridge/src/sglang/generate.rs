@@ -3,6 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::engine::{Mismatch, log_probability};
 use crate::{Finish, GenerateRequest, Generation, Result, SamplingParams, VersionSpan};
 
 /// The body of `POST /generate`.
@@ -60,9 +61,6 @@ struct RawFinish {
     message: Option<String>,
 }
 
-/// What a reply should have been, and what it was.
-pub(crate) type Mismatch = (String, String);
-
 impl RawGeneration {
     /// Checks a reply against its request and gives it its final form.
     pub(crate) fn check(self, request: &GenerateRequest, engine: &str) -> Result<Generation, Mismatch> {
@@ -119,16 +117,7 @@ fn log_probs(ids: &[i32], entries: Option<Vec<RawLogProb>>) -> Result<Vec<f32>, 
         if id != *sampled || id < 0 {
             return Err((format!("output_token_logprobs[{at}] of token {sampled}"), format!("token {id}")));
         }
-        match log_prob {
-            // A little above 0 is rounding of the engine's log-softmax.
-            Some(value) if value.is_finite() && value <= 1e-3 => out.push(value.min(0.0)),
-            other => {
-                return Err((
-                    format!("output_token_logprobs[{at}] finite and not positive"),
-                    format!("{other:?}"),
-                ));
-            }
-        }
+        out.push(log_probability(log_prob, || format!("output_token_logprobs[{at}]"))?);
     }
     Ok(out)
 }

@@ -1,43 +1,15 @@
-//! What an engine says it is, and whether that is what was expected.
-
-use std::path::Path;
+//! What SGLang says of itself, and whether that is what was expected.
 
 use driftless_transport::Dtype;
 
-use crate::http::excerpt;
+use super::{ModelInfo, ServerInfo};
+use crate::engine::{Check, Identity};
 use crate::model::torch_dtype;
-use crate::{Error, Expected, ModelInfo, Result, ServerInfo};
+use crate::{Expected, Result};
 
 /// The load formats whose engines can reload a safetensors directory.
 const LOAD_FORMATS: [&str; 6] =
     ["auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "dummy"];
-
-/// What an engine said about itself, after it was accepted.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Identity {
-    /// Its release, for people.
-    pub version: Option<String>,
-    /// `cpu`, `cuda` …
-    pub device: Option<String>,
-    /// Its tensor-parallel ranks.
-    pub tp: u32,
-    /// The dtype it holds weights in.
-    pub dtype: Dtype,
-    /// Whether the config under the engine's own model path could be read here and was compared; otherwise only architecture, dtype and
-    /// set-up were.
-    pub config_compared: bool,
-    /// The tokenizer's digest, where both sides have a tokenizer that could be read here; it was equal.
-    pub tokenizer: Option<String>,
-}
-
-impl Identity {
-    /// Whether `/weights_checker` of this engine can be compared with [`checksums`](crate::checksums()): one rank, on the CPU. GPUs hash differently,
-    /// and every further rank holds a slice.
-    pub(crate) fn checksums_comparable(&self) -> bool {
-        self.tp == 1 && self.device.as_deref() == Some("cpu")
-    }
-}
 
 /// Compares an engine's answers, and the config and tokenizer under its paths where they can be read here, with what is expected.
 ///
@@ -50,8 +22,9 @@ pub(crate) fn compare(
     server: &ServerInfo,
     local: Option<&Expected>,
 ) -> Result<Identity> {
-    let check = Check { engine };
-    check.set_up(model, server)?;
+    let set_up = SetUp(Check { engine });
+    let check = &set_up.0;
+    set_up.check(model, server)?;
     check.equal(
         "architectures",
         &[expected.config.architecture.as_str()].join(","),
@@ -63,77 +36,46 @@ pub(crate) fn compare(
     if let Some(local) = local {
         check.config(expected, local)?;
     }
-    let dtype = check.dtype(expected, server, local)?;
-    let tokenizer = match (&expected.tokenizer, local.and_then(|local| local.tokenizer.as_ref())) {
-        (Some(expected), Some(found)) => {
-            check.equal("tokenizer digest", expected, found)?;
-            Some(found.clone())
-        }
-        _ => None,
-    };
+    let dtype = set_up.dtype(expected, server, local)?;
     Ok(Identity {
         version: server.version.clone(),
         device: server.device.clone(),
         tp: server.tp_size.unwrap_or(1),
         dtype,
         config_compared: local.is_some(),
-        tokenizer,
+        tokenizer: check.tokenizer(expected, local)?,
+        spans: false,
+        load_format: (server.load_format.as_deref() == Some("dummy")).then(|| "auto".to_owned()),
+        loads_only: None,
+        sessions: false,
+        saves_memory: server.enable_memory_saver.unwrap_or(false),
     })
 }
 
-/// Config and tokenizer of an engine, read under the paths it names; `None` where they are not on this machine.
-pub(crate) fn local(server: &ServerInfo) -> Result<Option<Expected>> {
-    let directory = Path::new(&server.model_path);
-    if !directory.join("config.json").is_file() {
-        return Ok(None);
-    }
-    let mut found = Expected::from_checkpoint(directory)?;
-    match server.tokenizer_path.as_deref().map(Path::new) {
-        Some(path) if path != directory && path.join("config.json").is_file() => {
-            found.tokenizer = Expected::from_checkpoint(path)?.tokenizer
-        }
-        _ => {}
-    }
-    Ok(Some(found))
-}
+/// What SGLang alone says, compared with what can be updated.
+struct SetUp<'a>(Check<'a>);
 
-struct Check<'a> {
-    engine: &'a str,
-}
-
-impl Check<'_> {
-    fn equal(&self, what: &str, expected: &str, found: &str) -> Result<()> {
-        if expected == found {
-            return Ok(());
-        }
-        Err(Error::Refused {
-            engine: self.engine.into(),
-            what: what.into(),
-            expected: expected.into(),
-            found: excerpt(found.as_bytes()),
-        })
-    }
-
+impl SetUp<'_> {
     /// The combinations that cannot be updated from disk as a whole, or that were never run here.
-    fn set_up(&self, model: &ModelInfo, server: &ServerInfo) -> Result<()> {
-        self.equal("frontend", "python", server.frontend.as_deref().unwrap_or("python"))?;
-        self.equal(
+    fn check(&self, model: &ModelInfo, server: &ServerInfo) -> Result<()> {
+        self.0.equal("frontend", "python", server.frontend.as_deref().unwrap_or("python"))?;
+        self.0.equal(
             "is_generation",
             "true",
             if model.is_generation == Some(false) { "false" } else { "true" },
         )?;
         for (what, size) in [("pp_size", server.pp_size), ("dp_size", server.dp_size)] {
-            self.equal(what, "1", &size.unwrap_or(1).to_string())?;
+            self.0.equal(what, "1", &size.unwrap_or(1).to_string())?;
         }
         let role =
             server.disaggregation_mode.as_deref().or(model.disaggregation_mode.as_deref()).unwrap_or("null");
-        self.equal("disaggregation_mode", "null", role)?;
-        self.equal("weight_cache_mode", "off", server.weight_cache_mode.as_deref().unwrap_or("off"))?;
+        self.0.equal("disaggregation_mode", "null", role)?;
+        self.0.equal("weight_cache_mode", "off", server.weight_cache_mode.as_deref().unwrap_or("off"))?;
         let draft =
             server.speculative_draft_model_path.as_deref().or(server.speculative_algorithm.as_deref());
-        self.equal("speculative_algorithm and its draft model", "none", draft.unwrap_or("none"))?;
+        self.0.equal("speculative_algorithm and its draft model", "none", draft.unwrap_or("none"))?;
         let overrides = server.json_model_override_args.as_deref().unwrap_or("{}");
-        self.equal(
+        self.0.equal(
             "json_model_override_args",
             "{}",
             if overrides.trim().is_empty() { "{}" } else { overrides },
@@ -142,25 +84,8 @@ impl Check<'_> {
         if LOAD_FORMATS.contains(&format) {
             Ok(())
         } else {
-            self.equal("load_format", &LOAD_FORMATS.join(" or "), format)
+            self.0.equal("load_format", &LOAD_FORMATS.join(" or "), format)
         }
-    }
-
-    fn config(&self, expected: &Expected, local: &Expected) -> Result<()> {
-        let (want, have) = (&expected.config, &local.config);
-        for (what, want, have) in [
-            ("hidden_size", want.hidden_size, have.hidden_size),
-            ("num_hidden_layers", want.layers, have.layers),
-            ("vocab_size", want.vocabulary, have.vocabulary),
-            ("intermediate_size", want.intermediate_size, have.intermediate_size),
-            ("num_attention_heads", want.heads, have.heads),
-            ("num_key_value_heads", want.kv_heads, have.kv_heads),
-            ("head_dim", want.head_dim, have.head_dim),
-            ("tie_word_embeddings", want.tied.into(), have.tied.into()),
-        ] {
-            self.equal(what, &want.to_string(), &have.to_string())?;
-        }
-        Ok(())
     }
 
     /// The dtype of the engine's weights must be the checkpoint's: engines cast silently, and the cast would not be our bytes.
@@ -176,9 +101,10 @@ impl Check<'_> {
         match dtype {
             Some(dtype) if dtype == expected.config.dtype => Ok(dtype),
             Some(dtype) => self
+                .0
                 .equal("dtype", expected.config.dtype.name(), &format!("{} (--dtype {name})", dtype.name()))
                 .map(|()| dtype),
-            None => self.equal("dtype", expected.config.dtype.name(), name).map(|()| expected.config.dtype),
+            None => self.0.equal("dtype", expected.config.dtype.name(), name).map(|()| expected.config.dtype),
         }
     }
 }
@@ -187,8 +113,10 @@ impl Check<'_> {
 mod tests {
     use serde_json::{Value, json};
 
+    use std::path::Path;
+
     use super::*;
-    use crate::ModelConfig;
+    use crate::{Error, ModelConfig};
 
     fn expected(dtype: &str) -> Expected {
         let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,

@@ -7,24 +7,22 @@
 //! | `generate` | the body of `/generate`, and what its reply must satisfy |
 //! | `identity` | what an engine says it is, compared with what was expected |
 //! | `capabilities` | what an engine can do, found by asking it |
-//! | `attached` | an engine whose identity was accepted |
+//! | `engine` | [`Client`] as an [`Engine`](crate::engine::Engine) |
 //! | `checksums` | what `/weights_checker` should report for a checkpoint |
 //! | `conformance` | the suite that SGLang, and whatever stands in for it, must pass |
 
-mod attached;
 mod capabilities;
 mod checksums;
 mod client;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+mod engine;
 mod generate;
 mod identity;
 pub(crate) mod wire;
 
-pub use attached::{Engine, LiveWeights};
 pub use capabilities::Capabilities;
 pub(crate) use checksums::check_tensors;
 pub use checksums::checksums;
-pub use client::{Client, ClientOptions, Deadlines};
-pub use identity::Identity;
-pub use wire::{DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, PauseMode, RankChecksums, ServerInfo};
+pub use client::Client;
+pub use wire::{DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, RankChecksums, ServerInfo};

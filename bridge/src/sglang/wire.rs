@@ -7,6 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::PauseMode;
+
 /// Reply of `GET /model_info`: what the engine serves now.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[non_exhaustive]
@@ -88,25 +90,12 @@ pub(crate) struct Loads {
     pub(crate) loads: Vec<Load>,
 }
 
-/// What `POST /pause_generation` does with running requests. New ones wait in every mode, unanswered, until generation continues.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PauseMode {
-    /// They are answered with what they have, finish reason `abort`. Takes a second where there are any.
-    Abort,
-    /// They go back to the queue and lose their KV cache, which is recomputed with the weights that are live then.
-    Retract,
-    /// They stay, with the KV cache of the old weights.
-    InPlace,
-}
-
-impl PauseMode {
-    /// The engine's word for it.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Abort => "abort",
-            Self::Retract => "retract",
-            Self::InPlace => "in_place",
-        }
+/// What `POST /pause_generation` calls a mode.
+pub(crate) fn pause_word(mode: PauseMode) -> &'static str {
+    match mode {
+        PauseMode::Abort => "abort",
+        PauseMode::Retract => "retract",
+        PauseMode::InPlace => "in_place",
     }
 }
 

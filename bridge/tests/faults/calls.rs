@@ -1,7 +1,9 @@
 //! Single calls: deadlines, statuses, malformed replies, keys, identity.
 
+use std::sync::Arc;
+
 use driftless_bridge::{
-    Client, ClientOptions, Engine, Error, Expected, GenerateRequest, Keys, PauseMode, Rid, SamplingParams,
+    Attached, Client, ClientOptions, Error, Expected, GenerateRequest, Keys, PauseMode, Rid, SamplingParams,
 };
 use tokio::runtime::Runtime;
 
@@ -122,7 +124,7 @@ fn each_call_carries_the_key_of_its_level() {
 fn an_engine_of_another_model_is_refused() {
     let (fake, dir, client, runtime) = fake();
     let other = Expected::from_checkpoint(&checkpoint(&dir.path().join("b"), 1, 8)).unwrap();
-    match runtime.block_on(Engine::attach(client, &other)) {
+    match runtime.block_on(Attached::attach(Arc::new(client), &other)) {
         Err(Error::Refused { engine, what, expected, found }) => {
             assert!(engine.contains(&fake.address.to_string()));
             assert_eq!((what.as_str(), expected.as_str(), found.as_str()), ("hidden_size", "8", "4"));
@@ -136,6 +138,6 @@ fn an_engine_without_weight_calls_is_refused() {
     let (fake, dir, client, runtime) = fake();
     fake.fault("GET /pause_generation", Fault::Answer(404, "{}".into()));
     let expected = Expected::from_checkpoint(&dir.path().join("a")).unwrap();
-    let refused = runtime.block_on(Engine::attach(client, &expected));
+    let refused = runtime.block_on(Attached::attach(Arc::new(client), &expected));
     assert!(matches!(refused, Err(Error::Refused { what, .. }) if what == "/pause_generation"));
 }

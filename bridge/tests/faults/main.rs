@@ -13,4 +13,5 @@ mod hostile;
 mod inline;
 mod memory;
 mod proxy;
+mod vllm;
 mod wire;

@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::{Checked, Subject, ensure};
-use crate::{Capabilities, Engine, Error};
+use crate::{Attached, Capabilities, Error};
 
 pub(super) async fn model_info(subject: &Subject) -> Checked {
     let info = subject.client.model_info().await?;
@@ -63,9 +63,9 @@ pub(super) async fn capabilities(subject: &Subject) -> Checked {
 
 pub(super) async fn attach(subject: &Subject) -> Checked {
     let mut expected = subject.expected()?;
-    Engine::attach(subject.client.clone(), &expected).await?;
+    Attached::attach(subject.engine(), &expected).await?;
     expected.config.architecture.insert_str(0, "Other");
-    match Engine::attach(subject.client.clone(), &expected).await {
+    match Attached::attach(subject.engine(), &expected).await {
         Err(Error::Refused { what, .. }) if what == "architectures" => Ok(()),
         other => Err(format!("another architecture should be refused, found {other:?}").into()),
     }

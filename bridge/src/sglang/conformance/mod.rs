@@ -10,12 +10,14 @@ mod pause;
 mod update;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::{
-    Client, DiskUpdate, DiskUpdated, Expected, GenerateRequest, Generation, PauseMode, Rid, SamplingParams,
+    Client, DiskUpdate, DiskUpdated, Engine, Expected, GenerateRequest, Generation, PauseMode, Rid,
+    SamplingParams,
 };
 
 /// Outcome of one check; any error fails it.
@@ -164,6 +166,10 @@ fn ensure(holds: bool, otherwise: impl FnOnce() -> String) -> Checked {
 const SETTLE: Duration = Duration::from_secs(30);
 
 impl Subject {
+    fn engine(&self) -> Arc<dyn Engine> {
+        Arc::new(self.client.clone())
+    }
+
     fn expected(&self) -> Checked<Expected> {
         Ok(Expected::from_checkpoint(&self.first)?)
     }

@@ -6,7 +6,7 @@ use driftless_transport::Checkpoint;
 use serde_json::json;
 
 use super::{Checked, Subject, ensure, update_of};
-use crate::{DiskUpdated, Engine, Error, LiveWeights, PauseMode};
+use crate::{Attached, DiskUpdated, Error, LiveWeights, PauseMode};
 
 const FIRST: &str = "c0ffee000000:1";
 const SECOND: &str = "c0ffee000000:2";
@@ -62,7 +62,7 @@ pub(super) async fn paused(subject: &Subject) -> Checked {
 }
 
 pub(super) async fn checksums(subject: &Subject) -> Checked {
-    let engine = Engine::attach(subject.client.clone(), &subject.expected()?).await?;
+    let engine = Attached::attach(subject.engine(), &subject.expected()?).await?;
     let second = crate::checksums(&Checkpoint::open(&subject.second)?, &subject.second)?;
     let found = engine.check_live(&second).await?;
     if !engine.identity().checksums_comparable() {

@@ -117,7 +117,7 @@ pub(super) async fn check_equal(fleet: &Arc<Fleet>, snapshot: &dyn Snapshot, pla
         match engine.check_live(&expected).await? {
             LiveWeights::Equal => checked += 1,
             LiveWeights::Unchecked { reason } => {
-                return Err(Error::NotComparable { engine: engine.client().url().to_owned(), reason });
+                return Err(Error::NotComparable { engine: engine.engine().url().to_owned(), reason });
             }
         }
     }

@@ -1,0 +1,165 @@
+//! SGLang as an [`Engine`].
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use driftless_transport::Limit;
+
+use super::{Capabilities, Client, DiskUpdate, DiskUpdated, identity};
+use crate::engine::{Answer, BETWEEN_TRIES, Engine, Identity, LiveWeights, PauseMode, Reload, TRIES, local};
+use crate::{Error, Expected, GenerateRequest, Generation, Result, Rid};
+
+impl Engine for Client {
+    fn kind(&self) -> &'static str {
+        "sglang"
+    }
+
+    fn url(&self) -> &str {
+        Client::url(self)
+    }
+
+    fn limited(&self, limit: &Limit) -> Arc<dyn Engine> {
+        Arc::new(Client::limited(self, limit))
+    }
+
+    fn identify<'a>(&'a self, expected: &'a Expected) -> Answer<'a, Identity> {
+        Box::pin(identify(self, expected))
+    }
+
+    fn label(&self) -> Answer<'_, Option<String>> {
+        Box::pin(async { Ok(self.model_info().await?.weight_version) })
+    }
+
+    fn set_label<'a>(&'a self, label: &'a str) -> Answer<'a, ()> {
+        Box::pin(self.set_weight_version(label))
+    }
+
+    fn generate<'a>(&'a self, request: &'a GenerateRequest) -> Answer<'a, Generation> {
+        Box::pin(Client::generate(self, request))
+    }
+
+    fn abort<'a>(&'a self, request: &'a Rid) -> Answer<'a, ()> {
+        Box::pin(Client::abort(self, request))
+    }
+
+    fn pause(&self, mode: PauseMode) -> Answer<'_, ()> {
+        Box::pin(Client::pause(self, mode))
+    }
+
+    fn resume(&self) -> Answer<'_, ()> {
+        Box::pin(Client::resume(self))
+    }
+
+    fn ready(&self) -> Answer<'_, Option<bool>> {
+        Box::pin(Client::ready(self))
+    }
+
+    fn empty_cache(&self, mode: PauseMode) -> Answer<'_, ()> {
+        Box::pin(empty_cache(self, mode))
+    }
+
+    fn load<'a>(&'a self, load: Reload<'a>) -> Answer<'a, ()> {
+        Box::pin(reload(self, load))
+    }
+
+    fn check<'a>(
+        &'a self,
+        identity: &'a Identity,
+        expected: &'a BTreeMap<String, String>,
+    ) -> Answer<'a, LiveWeights> {
+        Box::pin(check(self, identity, expected))
+    }
+}
+
+async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
+    let (model, server) = (client.model_info().await?, client.server_info().await?);
+    let local = local(Path::new(&server.model_path), server.tokenizer_path.as_deref().map(Path::new))?;
+    let identity = identity::compare(client.url(), expected, &model, &server, local.as_ref())?;
+    let capabilities = Capabilities::probe(client).await?;
+    tracing::debug!(engine = client.url(), ?capabilities, "capabilities");
+    Ok(Identity { spans: capabilities.spans, sessions: capabilities.sessions, ..identity })
+}
+
+async fn reload(client: &Client, load: Reload<'_>) -> Result<()> {
+    let update = DiskUpdate {
+        model_path: load.directory.into(),
+        load_format: load.identity.load_format.clone(),
+        weight_version: Some(load.label.into()),
+        flush_cache: false,
+    };
+    match client.update_weights_from_disk(&update).await? {
+        DiskUpdated::Done => Ok(()),
+        // Applied all the same: the flush is what is missing.
+        DiskUpdated::Unflushed => empty_cache(client, load.pause).await,
+    }
+}
+
+/// Before 0.5.21 a flush is refused while retracted requests wait; those are then aborted, and whoever sent
+/// them sends them again.
+async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
+    if client.flush_cache().await? || mode == PauseMode::InPlace {
+        return Ok(());
+    }
+    client.pause(PauseMode::Abort).await?;
+    for _ in 0..TRIES {
+        if client.flush_cache().await? {
+            return Ok(());
+        }
+        tokio::time::sleep(BETWEEN_TRIES).await;
+    }
+    let (expected, found) =
+        ("accepted once every request is aborted".into(), format!("refused {TRIES} times"));
+    Err(Error::Refused { engine: client.url().into(), what: "flush_cache".into(), expected, found })
+}
+
+async fn check(
+    client: &Client,
+    identity: &Identity,
+    expected: &BTreeMap<String, String>,
+) -> Result<LiveWeights> {
+    if !identity.checksums_comparable() {
+        let (tp, device) = (identity.tp, identity.device.as_deref().unwrap_or("an unknown device"));
+        let reason = format!("checksums are known for one rank on the CPU, found {tp} on {device}");
+        return Ok(LiveWeights::Unchecked { reason });
+    }
+    let ranks = client.checksums().await?;
+    let empty = BTreeMap::new();
+    let found = ranks.first().map_or(&empty, |rank| &rank.checksums);
+    match difference(expected, found) {
+        None => Ok(LiveWeights::Equal),
+        Some((count, tensor, expected, found)) => {
+            Err(Error::LiveWeights { engine: client.url().into(), count, tensor, expected, found })
+        }
+    }
+}
+
+/// How many entries differ, and the first of them: name, expected, found.
+fn difference(
+    expected: &BTreeMap<String, String>,
+    found: &BTreeMap<String, String>,
+) -> Option<(usize, String, String, String)> {
+    let show = |sum: Option<&String>| sum.map_or_else(|| "none".to_owned(), Clone::clone);
+    let names: BTreeSet<&String> = expected.keys().chain(found.keys()).collect();
+    let mut differing = names.into_iter().filter(|name| expected.get(*name) != found.get(*name));
+    let first = differing.next()?;
+    Some((1 + differing.count(), first.clone(), show(expected.get(first)), show(found.get(first))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_difference_is_named() {
+        let map = |entries: &[(&str, &str)]| {
+            entries.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<BTreeMap<_, _>>()
+        };
+        let base = map(&[("a", "1"), ("b", "2")]);
+        assert_eq!(difference(&base, &base.clone()), None);
+        let changed = difference(&base, &map(&[("a", "1"), ("b", "3")])).unwrap();
+        assert_eq!(changed, (1, "b".into(), "2".into(), "3".into()));
+        let missing = difference(&base, &map(&[("c", "3")])).unwrap();
+        assert_eq!(missing, (3, "a".into(), "1".into(), "none".into()));
+    }
+}

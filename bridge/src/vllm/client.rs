@@ -1,0 +1,246 @@
+//! A client of one vLLM server: the calls that the bridge uses, each with its deadline.
+
+use std::time::Duration;
+
+use driftless_transport::Limit;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::generate::{self, RawCompletion};
+use crate::engine::{ClientOptions, Deadlines};
+use crate::http::{Call, Connection, Level, excerpt};
+use crate::{Error, GenerateRequest, Generation, PauseMode, Result};
+
+/// What a server without the calls that updates need is told.
+const WANTED: &str =
+    "a call of the server; start it with VLLM_SERVER_DEV_MODE=1, of a release that has weight versions";
+
+/// A client of one vLLM server. Cheap to clone; clones share connections.
+///
+/// It is an [`Engine`](crate::engine::Engine), and has no other calls.
+#[derive(Debug, Clone)]
+pub struct Client {
+    connection: Connection,
+    pub(super) deadlines: Deadlines,
+}
+
+#[derive(Debug, Deserialize)]
+struct Version {
+    version: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Models {
+    data: Vec<Model>,
+}
+
+/// A name that the server answers to.
+#[derive(Debug, Deserialize)]
+struct Model {
+    /// What the server was started with: a directory, or a name on a hub.
+    root: Option<String>,
+    /// The model that an adapter belongs to.
+    parent: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct WeightInfo {
+    weight_version: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct IsPaused {
+    is_paused: bool,
+}
+
+#[derive(Debug, Deserialize)]
+struct Status {
+    status: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Success {
+    success: bool,
+}
+
+#[derive(Debug, Deserialize)]
+struct Results {
+    results: Vec<Value>,
+}
+
+impl Client {
+    /// A client of the server at `host:port` or `http://host:port`. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// [`Error::Address`](crate::Error::Address) for any other form of address.
+    pub fn new(address: &str, options: ClientOptions) -> Result<Self> {
+        let ClientOptions { keys, deadlines, reply_bytes_max } = options;
+        let connection = Connection::new(address, keys, deadlines.connect, reply_bytes_max)?;
+        Ok(Self { connection, deadlines })
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.connection.engine
+    }
+
+    pub(super) fn within(&self, limit: &Limit) -> Self {
+        Self { connection: self.connection.limited(limit), deadlines: self.deadlines }
+    }
+
+    /// `GET /version`.
+    pub(super) async fn version(&self) -> Result<String> {
+        let version: Version = self.connection.json(self.get("/version", Level::Normal)).await?;
+        Ok(version.version)
+    }
+
+    /// `GET /v1/models`: the model that the server was started with, under whatever names.
+    pub(super) async fn root(&self) -> Result<String> {
+        let call = self.get("/v1/models", Level::Normal);
+        let models: Models = self.connection.json(call).await?;
+        let mut roots: Vec<String> =
+            models.data.into_iter().filter(|model| model.parent.is_none()).filter_map(|m| m.root).collect();
+        roots.dedup();
+        match <[String; 1]>::try_from(roots) {
+            Ok([root]) => Ok(root),
+            Err(roots) => {
+                Err(self.connection.malformed(call, "one model with a root", &format!("{roots:?}")))
+            }
+        }
+    }
+
+    /// `GET /weight_info`: the label.
+    pub(super) async fn weight_info(&self) -> Result<Option<String>> {
+        let call = self.get("/weight_info", Level::Control);
+        match self.connection.json::<WeightInfo>(call).await {
+            Ok(info) => Ok(info.weight_version),
+            Err(Error::Status { status: 404, .. }) => Err(self.lacks(call.path)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The server lacks a call, and here is why.
+    pub(super) fn lacks(&self, path: &str) -> Error {
+        Error::Refused {
+            engine: self.name().into(),
+            what: path.into(),
+            expected: WANTED.into(),
+            found: "no such call".into(),
+        }
+    }
+
+    /// `POST /update_weight_version`.
+    pub(super) async fn update_weight_version(&self, label: &str) -> Result<()> {
+        let body = json!({ "new_version": label });
+        let call = self.post("/update_weight_version", Level::Control, Some(&body), self.deadlines.control);
+        let reply: Success = self.connection.json(call).await?;
+        if reply.success { Ok(()) } else { Err(self.connection.malformed(call, "success true", "false")) }
+    }
+
+    /// `POST /v1/completions`: one sample, and then the label, which such a reply does not say.
+    pub(super) async fn completion(&self, request: &GenerateRequest) -> Result<Generation> {
+        generate::check_request(request)?;
+        let body = generate::body(request);
+        let call = self.post("/v1/completions", Level::Normal, Some(&body), self.deadlines.generate);
+        let raw: RawCompletion = self.connection.json(call).await?;
+        let label = self.weight_info().await?;
+        raw.check(request, self.name(), label)
+            .map_err(|(expected, found)| self.connection.malformed(call, &expected, &found))
+    }
+
+    /// `POST /pause`.
+    pub(super) async fn pause_scheduler(&self, mode: PauseMode) -> Result<()> {
+        let path = match mode {
+            PauseMode::Abort => "/pause?mode=abort",
+            PauseMode::Retract | PauseMode::InPlace => "/pause?mode=keep",
+        };
+        self.status_is(path, "paused").await
+    }
+
+    /// `POST /resume`.
+    pub(super) async fn resume_scheduler(&self) -> Result<()> {
+        self.status_is("/resume", "resumed").await
+    }
+
+    /// `GET /is_paused`.
+    pub(super) async fn is_paused(&self) -> Result<bool> {
+        let reply: IsPaused = self.connection.json(self.get("/is_paused", Level::Control)).await?;
+        Ok(reply.is_paused)
+    }
+
+    /// `POST /reset_prefix_cache`: drops the KV cache, or says false because requests hold it. Running
+    /// requests are sent back to the queue first, without their cache, if `preempt` says so.
+    pub(super) async fn reset_prefix_cache(&self, preempt: bool) -> Result<bool> {
+        let path =
+            if preempt { "/reset_prefix_cache?reset_running_requests=true" } else { "/reset_prefix_cache" };
+        let call = self.post(path, Level::Control, None, self.deadlines.control);
+        let reply = self.connection.send(call).await?;
+        match reply.status {
+            // Some releases answer nothing, some whether they did it.
+            200 if reply.body.is_empty() => Ok(true),
+            200 => Ok(self.connection.decode::<Success>(call, &reply.body)?.success),
+            409 => Ok(false),
+            _ => Err(self.connection.status_error(call, &reply)),
+        }
+    }
+
+    /// `POST /collective_rpc` of `reload_weights`: every worker reads what the server was started with once
+    /// more.
+    pub(super) async fn reload_weights(&self) -> Result<()> {
+        let body = json!({ "method": "reload_weights" });
+        let call = self.post("/collective_rpc", Level::Control, Some(&body), self.deadlines.load);
+        let reply = self.connection.send(call).await?;
+        if reply.status != 200 {
+            return Err(self.connection.status_error(call, &reply));
+        }
+        if reply.body.is_empty() {
+            return Ok(());
+        }
+        let workers: Results = self.connection.decode(call, &reply.body)?;
+        if workers.results.iter().all(Value::is_null) {
+            return Ok(());
+        }
+        Err(self.connection.malformed(call, "null from every worker", &excerpt(&reply.body)))
+    }
+
+    /// Whether the server knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown
+    /// path it is 404.
+    pub(super) async fn has_post(&self, path: &str) -> Result<bool> {
+        let call = self.get(path, Level::Control);
+        let reply = self.connection.send(call).await?;
+        match reply.status {
+            405 => Ok(true),
+            404 => Ok(false),
+            _ => Err(self.connection.status_error(call, &reply)),
+        }
+    }
+
+    /// Whether the server knows a path that is asked with GET.
+    pub(super) async fn has_get(&self, path: &str) -> Result<bool> {
+        let call = self.get(path, Level::Control);
+        let reply = self.connection.send(call).await?;
+        match reply.status {
+            200 => Ok(true),
+            404 => Ok(false),
+            _ => Err(self.connection.status_error(call, &reply)),
+        }
+    }
+
+    /// A control call that answers `{"status": …}`. Another word is a proxy's, or an engine's that did
+    /// nothing.
+    async fn status_is(&self, path: &str, word: &str) -> Result<()> {
+        let call = self.post(path, Level::Control, None, self.deadlines.control);
+        let reply: Status = self.connection.json(call).await?;
+        if reply.status == word {
+            return Ok(());
+        }
+        Err(self.connection.malformed(call, &format!("status {word}"), &excerpt(reply.status.as_bytes())))
+    }
+
+    fn get<'a>(&self, path: &'a str, level: Level) -> Call<'a> {
+        Call { method: "GET", path, level, body: None, deadline: self.deadlines.info }
+    }
+
+    fn post<'a>(&self, path: &'a str, level: Level, body: Option<&'a Value>, deadline: Duration) -> Call<'a> {
+        Call { method: "POST", path, level, body, deadline }
+    }
+}

@@ -1,0 +1,174 @@
+//! vLLM as an [`Engine`].
+//!
+//! vLLM loads the directory that it was started with, so that is the one which a follower overwrites. The
+//! label is the server's own weight version, which driftless sets: it ends with the process, as the weights
+//! do.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use driftless_transport::{Dtype, Limit};
+
+use super::Client;
+use crate::engine::{Answer, Check, Engine, Identity, LiveWeights, PauseMode, Reload, local};
+use crate::{Error, Expected, GenerateRequest, Generation, Result, Rid};
+
+/// The calls without which a server cannot be updated.
+const POSTS: [&str; 5] =
+    ["/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"];
+const GETS: [&str; 2] = ["/weight_info", "/is_paused"];
+
+impl Engine for Client {
+    fn kind(&self) -> &'static str {
+        "vllm"
+    }
+
+    fn url(&self) -> &str {
+        self.name()
+    }
+
+    fn limited(&self, limit: &Limit) -> Arc<dyn Engine> {
+        Arc::new(self.within(limit))
+    }
+
+    fn identify<'a>(&'a self, expected: &'a Expected) -> Answer<'a, Identity> {
+        Box::pin(identify(self, expected))
+    }
+
+    fn label(&self) -> Answer<'_, Option<String>> {
+        Box::pin(self.weight_info())
+    }
+
+    fn set_label<'a>(&'a self, label: &'a str) -> Answer<'a, ()> {
+        Box::pin(self.update_weight_version(label))
+    }
+
+    fn generate<'a>(&'a self, request: &'a GenerateRequest) -> Answer<'a, Generation> {
+        Box::pin(self.completion(request))
+    }
+
+    /// Nothing to send: vLLM aborts a request when its client hangs up, as whoever gives one up has done.
+    fn abort<'a>(&'a self, _request: &'a Rid) -> Answer<'a, ()> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn pause(&self, mode: PauseMode) -> Answer<'_, ()> {
+        Box::pin(self.pause_scheduler(mode))
+    }
+
+    fn resume(&self) -> Answer<'_, ()> {
+        Box::pin(self.resume_scheduler())
+    }
+
+    fn ready(&self) -> Answer<'_, Option<bool>> {
+        Box::pin(async { Ok(Some(!self.is_paused().await?)) })
+    }
+
+    fn empty_cache(&self, mode: PauseMode) -> Answer<'_, ()> {
+        Box::pin(empty_cache(self, mode))
+    }
+
+    fn load<'a>(&'a self, _load: Reload<'a>) -> Answer<'a, ()> {
+        Box::pin(self.reload_weights())
+    }
+
+    fn check<'a>(
+        &'a self,
+        _identity: &'a Identity,
+        _expected: &'a BTreeMap<String, String>,
+    ) -> Answer<'a, LiveWeights> {
+        let reason = "vLLM's checksums are not known here".to_owned();
+        Box::pin(std::future::ready(Ok(LiveWeights::Unchecked { reason })))
+    }
+}
+
+async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
+    for path in POSTS {
+        if !client.has_post(path).await? {
+            return Err(client.lacks(path));
+        }
+    }
+    for path in GETS {
+        if !client.has_get(path).await? {
+            return Err(client.lacks(path));
+        }
+    }
+    let (version, root) = (client.version().await?, client.root().await?);
+    let local = local(Path::new(&root), None)?;
+    let identity = compare(client.name(), expected, local.as_ref())?;
+    Ok(Identity { version: Some(version), loads_only: Some(PathBuf::from(root)), ..identity })
+}
+
+/// Compares the config under the server's model path, where that can be read here, with what is expected.
+fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Result<Identity> {
+    let check = Check { engine };
+    if let Some(local) = local {
+        check.equal("architectures", &expected.config.architecture, &local.config.architecture)?;
+        check.equal("torch_dtype", expected.config.dtype.name(), local.config.dtype.name())?;
+        check.config(expected, local)?;
+    }
+    let quantization = local.and_then(|local| local.config.quantization.as_deref());
+    check.equal("quantization", "none", quantization.unwrap_or("none"))?;
+    // A float32 model is loaded as float16 unless --dtype says otherwise, and no call says what it said.
+    if expected.config.dtype == Dtype::F32 {
+        check.equal("dtype", "BF16 or F16, which vLLM keeps", expected.config.dtype.name())?;
+    }
+    Ok(Identity {
+        version: None,
+        device: None,
+        tp: 1,
+        dtype: expected.config.dtype,
+        config_compared: local.is_some(),
+        tokenizer: check.tokenizer(expected, local)?,
+        spans: false,
+        load_format: None,
+        loads_only: None,
+        sessions: false,
+        saves_memory: false,
+    })
+}
+
+/// Requests that were retracted lose their cache here, and requests that were aborted may hold it a moment
+/// longer.
+async fn empty_cache(client: &Client, mode: PauseMode) -> Result<()> {
+    if client.reset_prefix_cache(mode != PauseMode::InPlace).await? || mode == PauseMode::InPlace {
+        return Ok(());
+    }
+    Err(Error::Refused {
+        engine: client.name().into(),
+        what: "reset_prefix_cache".into(),
+        expected: "done once every request is back in the queue".into(),
+        found: "refused".into(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::ModelConfig;
+
+    fn expected(hidden: u64, dtype: &str) -> Expected {
+        let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden, "intermediate_size": 12,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 70, "torch_dtype": dtype});
+        let config = ModelConfig::parse(Path::new("c"), config.to_string().as_bytes()).unwrap();
+        Expected { config, tokenizer: None }
+    }
+
+    #[test]
+    fn compare_other_model_is_refused_by_name() {
+        let want = expected(8, "bfloat16");
+        assert!(compare("e", &want, Some(&want)).unwrap().config_compared);
+        assert!(!compare("e", &want, None).unwrap().config_compared);
+        for (want, local, name) in [
+            (expected(8, "bfloat16"), expected(16, "bfloat16"), "hidden_size"),
+            (expected(8, "bfloat16"), expected(8, "float16"), "torch_dtype"),
+            (expected(8, "float32"), expected(8, "float32"), "dtype"),
+        ] {
+            let refused = compare("e", &want, Some(&local));
+            assert!(matches!(&refused, Err(Error::Refused { what, .. }) if what == name), "{refused:?}");
+        }
+    }
+}

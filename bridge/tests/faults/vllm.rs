@@ -1,0 +1,276 @@
+//! vLLM behind the seam of engines: what it is asked, and what becomes of one that fails, lies, or was
+//! started again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use driftless_bridge::{
+    ClientOptions, DiskActivator, DiskOptions, Error, Expected, Fleet, FleetOptions, GenerateRequest, Keys,
+    Label, PauseMode, Rid, SamplingParams, connect,
+};
+use driftless_testkit::vllm::{Fault, Vllm, digest};
+use driftless_transport::{Activate, BoxError, Checkpoint, Limit, Manifest, Target};
+use tokio::runtime::Runtime;
+
+use crate::fake::{Fake, checkpoint, patient, short, version};
+
+const ORDER: [&str; 6] = [
+    "/pause?mode=keep",
+    "/reset_prefix_cache?reset_running_requests=true",
+    "/update_weight_version",
+    "/collective_rpc reload_weights",
+    "/update_weight_version",
+    "/resume",
+];
+
+const OLD: &str = "3f0c9a12b7de:1";
+const NEW: &str = "3f0c9a12b7de:2";
+
+/// A server that was started with a directory in which other weights lie by now: those of a version.
+struct Scene {
+    vllm: Vllm,
+    activator: DiskActivator,
+    next: Checkpoint,
+    manifest: Manifest,
+    label: String,
+    _dir: tempfile::TempDir,
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self::with(DiskOptions { client: patient(), ..DiskOptions::default() })
+    }
+
+    fn with(options: DiskOptions) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let (next, manifest) = version(dir.path());
+        let vllm = Vllm::start(next.dir());
+        let label = manifest.label();
+        {
+            let mut server = vllm.server();
+            server.weights = Some(digest(&checkpoint(&dir.path().join("a"), 1, 4)));
+            server.truths.insert(label.clone(), digest(next.dir()));
+        }
+        let activator = DiskActivator::new(&vllm.url(), options).unwrap();
+        Self { vllm, activator, next, manifest, label, _dir: dir }
+    }
+
+    fn activate(&mut self) -> Result<(), BoxError> {
+        let (checkpoint, manifest) = (&self.next, &self.manifest);
+        let limit = &Limit::within(Duration::from_secs(60));
+        let target = Target { checkpoint, label: &self.label, manifest, limit };
+        self.activator.activate(&target).map(drop)
+    }
+
+    fn fails(&mut self) -> Error {
+        *self.activate().unwrap_err().downcast::<Error>().unwrap()
+    }
+
+    /// Paused, under a label that is no version's.
+    fn is_fenced(&mut self) {
+        assert_eq!(self.activator.serving().unwrap(), None);
+        assert!(self.activator.is_paused(), "it says so");
+        let server = self.vllm.server();
+        assert!(server.paused && server.label.ends_with("?partial"), "{}", server.label);
+        assert_eq!(server.lies, Vec::<String>::new());
+    }
+
+    /// Generates with the version's weights, under its label.
+    fn serves(&mut self) {
+        assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
+        let server = self.vllm.server();
+        assert!(!server.paused);
+        assert_eq!((server.weights, &server.lies[..]), (Some(digest(self.next.dir())), &[][..]));
+    }
+}
+
+#[test]
+fn activate_asks_in_the_order_of_every_engine() {
+    let mut scene = Scene::new();
+    assert_eq!(scene.activator.serving().unwrap(), None, "`default` is no label of ours");
+    scene.activate().unwrap();
+    scene.serves();
+    let calls = scene.vllm.server().calls.clone();
+    let begin = calls.iter().position(|call| call.starts_with("/pause")).unwrap();
+    assert_eq!(calls[begin..], ORDER);
+    scene.activate().unwrap();
+    let again = scene.vllm.server().calls[calls.len()..].to_vec();
+    assert_eq!(again, ORDER, "nothing else for a process that is known");
+}
+
+#[test]
+fn activate_each_pause_mode_in_the_servers_words() {
+    for (pause, calls) in [
+        (PauseMode::Abort, ["/pause?mode=abort", "/reset_prefix_cache?reset_running_requests=true"]),
+        (PauseMode::InPlace, ["/pause?mode=keep", "/reset_prefix_cache"]),
+    ] {
+        let mut scene = Scene::with(DiskOptions { client: patient(), pause, ..DiskOptions::default() });
+        scene.activate().unwrap();
+        let seen = scene.vllm.server().calls.clone();
+        let begin = seen.iter().position(|call| call.starts_with("/pause")).unwrap();
+        assert_eq!(seen[begin..begin + 2], calls, "{pause:?}");
+    }
+}
+
+#[test]
+fn activate_failed_load_fences_until_one_succeeds() {
+    for fault in [
+        Fault::Half(Some(400)),
+        Fault::Half(Some(500)),
+        Fault::Half(None),
+        Fault::Answer(500, "Internal Server Error"),
+        Fault::Answer(200, "<html>"),
+        Fault::Answer(200, r#"{"results": ["RuntimeError('shape')"]}"#),
+        Fault::Answer(200, r#"{"error": "no"}"#),
+        Fault::Die,
+        Fault::Hang,
+    ] {
+        let client = if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
+        let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
+        for _ in 0..2 {
+            scene.vllm.fault("POST /collective_rpc", fault.clone());
+            let error = scene.fails();
+            assert!(error.to_string().contains("/collective_rpc"), "{fault:?}: {error}");
+            scene.is_fenced();
+        }
+        // The next follower does not know what happened, and has the engine load first all the same.
+        let options = DiskOptions { client: patient(), ..DiskOptions::default() };
+        scene.activator = DiskActivator::new(&scene.vllm.url(), options).unwrap();
+        scene.is_fenced();
+        scene.activate().unwrap();
+        scene.serves();
+    }
+}
+
+#[test]
+fn activate_failure_before_the_load_goes_on_with_the_old_weights() {
+    for (call, fault) in [
+        ("POST /pause", Fault::Answer(200, r#"{"status": "ok"}"#)),
+        ("POST /reset_prefix_cache", Fault::Answer(409, "held")),
+        ("POST /reset_prefix_cache", Fault::Answer(200, r#"{"success": false}"#)),
+        ("POST /update_weight_version", Fault::Answer(200, r#"{"success": false}"#)),
+        ("POST /update_weight_version", Fault::KeepLabel),
+    ] {
+        let mut scene = Scene::new();
+        scene.vllm.fault(call, fault.clone());
+        scene.fails();
+        assert!(!scene.activator.is_paused(), "{call} {fault:?}");
+        let server = scene.vllm.server();
+        assert_eq!((server.paused, server.label.as_str()), (false, "default"), "{call} {fault:?}");
+        assert!(!server.calls.iter().any(|call| call.starts_with("/collective_rpc")), "{call} {fault:?}");
+    }
+}
+
+#[test]
+fn serving_after_a_restart_is_no_version() {
+    let mut scene = Scene::new();
+    scene.activate().unwrap();
+    scene.serves();
+    scene.vllm.restart();
+    assert_eq!(scene.activator.serving().unwrap(), None, "the label went with the process");
+    scene.activate().unwrap();
+    scene.serves();
+    scene.vllm.fault("POST /collective_rpc", Fault::Half(None));
+    scene.fails();
+    scene.is_fenced();
+    scene.vllm.restart();
+    assert_eq!(scene.activator.serving().unwrap(), None);
+    assert!(!scene.vllm.server().paused, "the weights of its start are known");
+    scene.activate().unwrap();
+    scene.serves();
+}
+
+#[test]
+fn activate_server_of_another_directory_is_refused() {
+    let mut scene = Scene::new();
+    let other = checkpoint(&scene._dir.path().join("other"), 1, 4);
+    scene.vllm.server().root = other.clone();
+    let refused = scene.fails().to_string();
+    for directory in [&other, &scene.next.dir().to_path_buf()] {
+        assert!(refused.contains(directory.to_str().unwrap()), "{refused}");
+    }
+    assert!(!scene.vllm.server().calls.iter().any(|call| call.starts_with("/pause")), "nothing was touched");
+}
+
+#[test]
+fn activate_server_without_development_mode_is_refused() {
+    let mut scene = Scene::new();
+    scene.vllm.server().dev_mode = false;
+    let refused = scene.fails().to_string();
+    assert!(refused.contains("VLLM_SERVER_DEV_MODE=1"), "{refused}");
+}
+
+/// A fleet of a vLLM server and an SGLang engine, of which only the first may serve `NEW` later.
+fn fleet(vllm: &Vllm, others: &[&Fake], path: &std::path::Path) -> (Runtime, Arc<Fleet>) {
+    let mut addresses = vec![vllm.url()];
+    addresses.extend(others.iter().map(|fake| fake.address.to_string()));
+    let runtime = Runtime::new().unwrap();
+    let expected = Expected::from_checkpoint(path).unwrap();
+    let options = FleetOptions {
+        deadline: Duration::from_secs(60),
+        calls: patient().deadlines,
+        ..FleetOptions::default()
+    };
+    let fleet = runtime.block_on(Fleet::attach(&addresses, &Keys::default(), &expected, options)).unwrap();
+    (runtime, Arc::new(fleet))
+}
+
+fn request(sample: u64) -> GenerateRequest {
+    let sampling = SamplingParams { max_new_tokens: 1, ..SamplingParams::default() };
+    GenerateRequest { rid: Rid::new(1, sample), input_ids: vec![1, 2], sampling }
+}
+
+#[test]
+fn fleet_routes_to_both_kinds_by_their_labels() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = checkpoint(&dir.path().join("a"), 1, 4);
+    let (vllm, fake) = (Vllm::start(&path), Fake::start(&path));
+    vllm.server().label = NEW.into();
+    fake.engine().label = OLD.into();
+    let (runtime, fleet) = fleet(&vllm, &[&fake], &path);
+    let minimum: Label = NEW.parse().unwrap();
+    for sample in 0..4 {
+        let made = runtime.block_on(fleet.generate(request(sample), Some(&minimum))).unwrap();
+        assert_eq!(made.engine, format!("http://{}", vllm.address), "the other one is behind");
+        assert_eq!((made.output_ids, made.spans[0].label.as_str()), (vec![7], NEW));
+    }
+    let engines: Vec<_> = (4..8)
+        .map(|sample| runtime.block_on(fleet.generate(request(sample), None)).unwrap().engine)
+        .collect();
+    assert!(engines.contains(&format!("http://{}", fake.address)), "{engines:?}");
+}
+
+#[test]
+fn fleet_reply_across_a_change_of_weights_is_thrown_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = checkpoint(&dir.path().join("a"), 1, 4);
+    let vllm = Vllm::start(&path);
+    vllm.server().label = OLD.into();
+    let (runtime, fleet) = fleet(&vllm, &[], &path);
+    vllm.fault("POST /v1/completions", Fault::Cross);
+    let sample = runtime.spawn({
+        let fleet = fleet.clone();
+        async move { fleet.generate(request(1), None).await }
+    });
+    let engine = connect(&vllm.url(), ClientOptions::default()).unwrap();
+    while vllm.server().generations.is_empty() {
+        std::thread::yield_now();
+    }
+    runtime.block_on(engine.set_label(NEW)).unwrap();
+    let made = runtime.block_on(sample).unwrap().unwrap();
+    assert_eq!(made.spans[0].label, NEW);
+    assert_eq!(vllm.server().generations.len(), 2, "the first one could not say which tokens were whose");
+}
+
+#[test]
+fn fleet_request_that_a_kind_cannot_do_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = checkpoint(&dir.path().join("a"), 1, 4);
+    let vllm = Vllm::start(&path);
+    let (runtime, fleet) = fleet(&vllm, &[], &path);
+    let mut hot = request(1);
+    hot.sampling.temperature = 0.7;
+    let refused = runtime.block_on(fleet.generate(hot, None));
+    assert!(matches!(&refused, Err(Error::Request { what: "temperature", .. })), "{refused:?}");
+    assert!(vllm.server().generations.is_empty());
+}

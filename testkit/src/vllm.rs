@@ -1,0 +1,278 @@
+//! A stand-in for a vLLM server, in this process: what the documentation of vLLM says of the calls that the
+//! bridge uses, for one model, and faults on command.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::hash::{DefaultHasher, Hasher as _};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{Method, StatusCode, Uri};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use tokio::runtime::Runtime;
+use tokio::sync::Notify;
+
+/// What the next call of a path does instead of what it should.
+#[derive(Debug, Clone)]
+pub enum Fault {
+    /// No answer, ever.
+    Hang,
+    /// This status and body, and nothing is done.
+    Answer(u16, &'static str),
+    /// The connection ends, and nothing is done.
+    Die,
+    /// A load that fails with half of the weights changed: with this status, or else the connection ends.
+    Half(Option<u16>),
+    /// The new label is not taken, and the answer is that it was.
+    KeepLabel,
+    /// A generation goes on until the label has changed, as one does that is kept through an update.
+    Cross,
+}
+
+/// What the server is and has seen.
+#[derive(Debug)]
+pub struct Server {
+    /// The directory that it was started with.
+    pub root: PathBuf,
+    /// [`digest`] of the weights that it holds; `None` for a mixture.
+    pub weights: Option<u64>,
+    /// Its weight version.
+    pub label: String,
+    /// Whether the scheduler is paused.
+    pub paused: bool,
+    /// Whether it was started with `VLLM_SERVER_DEV_MODE=1`.
+    pub dev_mode: bool,
+    /// Every `POST` but generations, with its query; an RPC by its method.
+    pub calls: Vec<String>,
+    /// Bodies of generations.
+    pub generations: Vec<Value>,
+    /// [`digest`] of the weights of each label that means some.
+    pub truths: BTreeMap<String, u64>,
+    /// Every time that it carried the label of other weights than it had, or generated with a mixture.
+    pub lies: Vec<String>,
+    faults: BTreeMap<&'static str, VecDeque<Fault>>,
+    changed: Arc<Notify>,
+}
+
+/// The server, and the runtime that its process would be.
+pub struct Vllm {
+    /// Where it listens.
+    pub address: SocketAddr,
+    server: Arc<Mutex<Server>>,
+    process: Mutex<Option<Runtime>>,
+}
+
+impl Vllm {
+    /// Starts a server of the checkpoint in a directory, on a port of the system's choice.
+    pub fn start(root: &Path) -> Self {
+        let server = Server {
+            root: root.into(),
+            weights: Some(digest(root)),
+            label: "default".into(),
+            paused: false,
+            dev_mode: true,
+            calls: Vec::new(),
+            generations: Vec::new(),
+            truths: BTreeMap::new(),
+            lies: Vec::new(),
+            faults: BTreeMap::new(),
+            changed: Arc::default(),
+        };
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let started = Self { address, server: Arc::new(Mutex::new(server)), process: Mutex::default() };
+        started.serve(listener);
+        started
+    }
+
+    /// Its address, as a follower is told it.
+    pub fn url(&self) -> String {
+        format!("vllm+http://{}", self.address)
+    }
+
+    /// What it is and has seen.
+    pub fn server(&self) -> MutexGuard<'_, Server> {
+        self.server.lock().unwrap()
+    }
+
+    /// The next call of `METHOD path` meets a fault; several wait for one call each.
+    pub fn fault(&self, call: &'static str, fault: Fault) {
+        self.server().faults.entry(call).or_default().push_back(fault);
+    }
+
+    /// Starts it again at the same address, as a new process would be: with what lies in its directory now,
+    /// without a label.
+    pub fn restart(&self) {
+        drop(self.process.lock().unwrap().take());
+        let mut server = self.server();
+        (server.weights, server.label, server.paused) = (Some(digest(&server.root)), "default".into(), false);
+        drop(server);
+        self.serve(std::net::TcpListener::bind(self.address).unwrap());
+    }
+
+    fn serve(&self, listener: std::net::TcpListener) {
+        listener.set_nonblocking(true).unwrap();
+        let app = Router::new().fallback(answer).with_state(self.server.clone());
+        let process =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        process.spawn(async move {
+            let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+            axum::serve(listener, app).await.unwrap();
+        });
+        *self.process.lock().unwrap() = Some(process);
+    }
+}
+
+/// A digest over the weights in a checkpoint directory.
+pub fn digest(directory: &Path) -> u64 {
+    let files = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let mut files: Vec<_> =
+        files.filter(|path| path.extension().is_some_and(|end| end == "safetensors")).collect();
+    files.sort();
+    let mut hasher = DefaultHasher::new();
+    files.iter().for_each(|path| hasher.write(&std::fs::read(path).unwrap()));
+    hasher.finish()
+}
+
+type Shared = Arc<Mutex<Server>>;
+
+async fn answer(State(server): State<Shared>, method: Method, uri: Uri, body: Bytes) -> Response {
+    let (method, path) = (method.as_str().to_owned(), uri.path().to_owned());
+    let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let fault = {
+        let mut server = server.lock().unwrap();
+        let rpc = body["method"].as_str().map(|name| format!(" {name}")).unwrap_or_default();
+        match (method.as_str(), path.as_str()) {
+            ("POST", "/v1/completions") => server.generations.push(body.clone()),
+            ("POST", _) => server.calls.push(format!("{uri}{rpc}")),
+            _ => {}
+        }
+        server.faults.get_mut(format!("{method} {path}").as_str()).and_then(VecDeque::pop_front)
+    };
+    let half = matches!(fault, Some(Fault::Half(None)));
+    let response = match fault {
+        Some(Fault::Hang) => std::future::pending().await,
+        Some(Fault::Die) => end_connection(),
+        Some(Fault::Answer(status, text)) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
+        fault => respond(&server, &method, &path, uri.query(), &body, fault).await,
+    };
+    let mut server = server.lock().unwrap();
+    server.audit();
+    server.changed.notify_waiters();
+    drop(server);
+    if half { end_connection() } else { response }
+}
+
+/// Not a panic that is reported: its backtrace takes longer than the deadlines that tests are about.
+fn end_connection() -> Response {
+    std::panic::resume_unwind(Box::new("the connection ends here, as the test wants"))
+}
+
+impl Server {
+    fn audit(&mut self) {
+        if self.truths.get(&self.label).is_some_and(|weights| self.weights != Some(*weights)) {
+            self.lies.push(format!("{} over {:?}", self.label, self.weights));
+        }
+    }
+}
+
+/// The calls that only a server in development mode has.
+const DEV: [&str; 7] = [
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/weight_info",
+    "/update_weight_version",
+];
+
+async fn respond(
+    shared: &Shared,
+    method: &str,
+    path: &str,
+    query: Option<&str>,
+    body: &Value,
+    fault: Option<Fault>,
+) -> Response {
+    if (method, path) == ("POST", "/v1/completions") {
+        return generate(shared, body, matches!(fault, Some(Fault::Cross))).await;
+    }
+    let ok = |value: Value| axum::Json(value).into_response();
+    let mut server = shared.lock().unwrap();
+    if DEV.contains(&path) && !server.dev_mode {
+        return StatusCode::NOT_FOUND.into_response();
+    }
+    match (method, path) {
+        ("GET", "/version") => ok(json!({"version": "0.33.0"})),
+        ("GET", "/v1/models") => ok(json!({"object": "list", "data": [
+            {"id": "policy", "object": "model", "root": server.root, "parent": null, "max_model_len": 4096},
+            {"id": "adapter", "object": "model", "root": "/adapters/a", "parent": "policy"},
+        ]})),
+        ("GET", "/weight_info") => ok(json!({"weight_version": server.label})),
+        ("GET", "/is_paused") => ok(json!({"is_paused": server.paused})),
+        ("POST", "/pause") => {
+            assert!(matches!(query, Some("mode=abort" | "mode=keep")), "{query:?}");
+            server.paused = true;
+            ok(json!({"status": "paused"}))
+        }
+        ("POST", "/resume") => {
+            server.paused = false;
+            if server.weights.is_none() {
+                server.lies.push("it generates with a mixture".into());
+            }
+            ok(json!({"status": "resumed"}))
+        }
+        ("POST", "/reset_prefix_cache") => ok(json!({"success": true})),
+        ("POST", "/update_weight_version") => {
+            let label = body["new_version"].as_str().unwrap();
+            if !matches!(fault, Some(Fault::KeepLabel)) {
+                server.label = label.to_owned();
+            }
+            ok(json!({"success": true, "new_version": label}))
+        }
+        ("POST", "/collective_rpc") => reload(&mut server, body, fault),
+        ("GET", path) if DEV.contains(&path) => StatusCode::METHOD_NOT_ALLOWED.into_response(),
+        _ => StatusCode::NOT_FOUND.into_response(),
+    }
+}
+
+fn reload(server: &mut Server, body: &Value, fault: Option<Fault>) -> Response {
+    assert_eq!(body["method"], "reload_weights");
+    if let Some(Fault::Half(status)) = fault {
+        server.weights = None;
+        return StatusCode::from_u16(status.unwrap_or(500)).unwrap().into_response();
+    }
+    server.weights = Some(digest(&server.root));
+    axum::Json(json!({"results": [null, null]})).into_response()
+}
+
+async fn generate(shared: &Shared, body: &Value, cross: bool) -> Response {
+    let (changed, began) = {
+        let server = shared.lock().unwrap();
+        (server.changed.clone(), server.label.clone())
+    };
+    loop {
+        // Asked for before the look, so that no change falls between the two.
+        let change = changed.notified();
+        let waits = {
+            let server = shared.lock().unwrap();
+            server.paused || (cross && server.label == began)
+        };
+        if !waits {
+            break;
+        }
+        change.await;
+    }
+    let id = body["request_id"].as_str().unwrap();
+    axum::Json(json!({"id": format!("cmpl-{id}"), "object": "text_completion", "model": "policy", "choices": [{
+        "index": 0, "text": "g", "finish_reason": "length", "stop_reason": null, "token_ids": [7],
+        "prompt_token_ids": body["prompt"],
+        "logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.25], "text_offset": [0], "top_logprobs": [null]},
+    }]}))
+    .into_response()
+}
