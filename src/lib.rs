@@ -19,6 +19,13 @@
 //! | `torch` | `torch` | models, losses, the loop, the embedded engine; links libtorch 2.11 | no |
 //! | `failpoints` | – | crash points, for kill tests | no |
 
+// The command names the crates as its users do.
+#[cfg(feature = "cli")]
+extern crate self as driftless;
+
+#[cfg(feature = "cli")]
+mod cli;
+
 #[cfg(feature = "bridge")]
 pub use driftless_bridge as bridge;
 #[cfg(feature = "buffer")]
@@ -31,3 +38,9 @@ pub use driftless_torch as torch;
 pub use driftless_trainer as trainer;
 #[cfg(feature = "transport")]
 pub use driftless_transport as transport;
+
+/// The `driftless` command, for programs that are it under another name, and the rules of its that they share.
+#[cfg(feature = "cli")]
+pub mod command {
+    pub use crate::cli::{buffer_code, default_baseline, main, open_store, transport_code};
+}

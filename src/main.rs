@@ -1,7 +1,5 @@
 //! The `driftless` command: parse, call, print.
 
-mod cli;
-
 fn main() -> std::process::ExitCode {
-    cli::main()
+    driftless::command::main(std::env::args_os()).into()
 }

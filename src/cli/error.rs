@@ -83,8 +83,9 @@ pub(crate) fn signal_name(signal: i32) -> &'static str {
     }
 }
 
-/// Whether a log was refused.
-fn buffer_code(error: &driftless::buffer::Error) -> u8 {
+/// The command's exit code for an error of the log: 3 where it was refused, else 1.
+#[must_use]
+pub fn buffer_code(error: &driftless::buffer::Error) -> u8 {
     use driftless::buffer::Error as Buffer;
     match error {
         Buffer::Damaged { .. } | Buffer::Identity { .. } => 3,
@@ -92,8 +93,9 @@ fn buffer_code(error: &driftless::buffer::Error) -> u8 {
     }
 }
 
-/// Whether what is stored was refused, or somebody did not answer.
-fn transport_code(error: &driftless::transport::Error) -> u8 {
+/// The command's exit code for an error of a publication: 3 where what is stored was refused, 4 where somebody did not answer, else 1.
+#[must_use]
+pub fn transport_code(error: &driftless::transport::Error) -> u8 {
     use driftless::transport::Error as Transport;
     use driftless::transport::store::Error as Store;
     match error {

@@ -36,8 +36,12 @@ mod transport;
 
 use clap::{Parser, Subcommand};
 use output::Output;
+use std::ffi::OsString;
 use std::io::IsTerminal;
-use std::process::ExitCode;
+
+pub use error::{buffer_code, transport_code};
+pub use publish::default_baseline;
+pub use store::open as open_store;
 
 const AFTER_HELP: &str = "\
 Exit codes:
@@ -117,9 +121,10 @@ fn absent() -> error::Result<()> {
     })
 }
 
-/// Parses, runs, prints; returns the documented exit code.
-pub(crate) fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+/// Parses the arguments (the first is the program's name), runs, prints; returns the exit code that `--help` documents. Once in a
+/// process: it takes over logging, SIGINT and SIGTERM.
+pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
+    let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
     };
@@ -161,7 +166,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Log(args) => log::run(args, output),
     };
     match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(error) => fail(&error),
     }
 }
@@ -177,7 +182,7 @@ fn die_with_parent() {
 }
 
 /// Prints the error with its causes.
-fn fail(error: &error::Error) -> ExitCode {
+fn fail(error: &error::Error) -> u8 {
     if !error.is_closed_pipe() {
         output::say(&format!("error: {error}"));
         let mut cause = std::error::Error::source(error);
@@ -189,11 +194,11 @@ fn fail(error: &error::Error) -> ExitCode {
             output::say(&format!("  hint: {hint}"));
         }
     }
-    ExitCode::from(error.exit_code())
+    error.exit_code()
 }
 
 /// Prints what clap has to say: help on standard output, complaints on standard error.
-fn refuse(error: &clap::Error) -> ExitCode {
+fn refuse(error: &clap::Error) -> u8 {
     let text = error.render().to_string();
     let printed = if error.use_stderr() && output::without_secrets(&text) != text {
         output::say(&text);
@@ -203,7 +208,7 @@ fn refuse(error: &clap::Error) -> ExitCode {
     };
     match printed {
         Err(source) if !error.use_stderr() => fail(&error::Error::Output(source)),
-        _ => ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2)),
+        _ => u8::try_from(error.exit_code()).unwrap_or(2),
     }
 }
 

@@ -135,7 +135,11 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
             paths::check_own("--baseline-dir", dir, Some(&args.checkpoint))?;
             dir.clone()
         }
-        None => default_baseline(&store.to_string(), &run, &args.model)?,
+        None => default_baseline(&store.to_string(), &run, &args.model).ok_or_else(|| Error::Usage {
+            what: "baseline directory".to_owned(),
+            expected: "--baseline-dir, or HOME to put it under".to_owned(),
+            found: "neither".to_owned(),
+        })?,
     };
     if args.layout == Layout::Slime {
         refuse_for_slime(&args)?;
@@ -293,16 +297,13 @@ fn show(published: &Published, output: Output) -> Result<()> {
     })
 }
 
-/// A directory in the user's cache that no other store, run or model has.
-fn default_baseline(store: &str, run: &str, model: &str) -> Result<PathBuf> {
+/// Where the baseline of a model is kept by default: a directory in the user's cache that no other store, run or model has. `None`
+/// where neither XDG_CACHE_HOME nor HOME says where that cache is.
+#[must_use]
+pub fn default_baseline(store: &str, run: &str, model: &str) -> Option<PathBuf> {
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let cache = cache.or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")));
-    let cache = cache.ok_or_else(|| Error::Usage {
-        what: "baseline directory".to_owned(),
-        expected: "--baseline-dir, or HOME to put it under".to_owned(),
-        found: "neither".to_owned(),
-    })?;
+    let cache = cache.or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")))?;
     // Escaped, so that every store and name is one path component of its own.
     let escape = |text: &str| text.replace('%', "%25").replace('/', "%2F");
-    Ok(cache.join("driftless/baselines").join(escape(store)).join(escape(run)).join(escape(model)))
+    Some(cache.join("driftless/baselines").join(escape(store)).join(escape(run)).join(escape(model)))
 }

@@ -1,6 +1,6 @@
 //! Stores by URL, with what object stores take from the environment.
 
-use crate::cli::error::{Error, Result};
+use crate::cli::error::Result;
 use crate::cli::keys;
 use driftless::transport::relay::Relays;
 use driftless::transport::{Store, open_with};
@@ -13,14 +13,17 @@ const PREFIXES: [&str; 3] = ["AWS_", "AZURE_", "GOOGLE_"];
 /// How long a publisher waits for followers to hear of a version.
 const NOTIFY_DEADLINE: std::time::Duration = std::time::Duration::from_secs(2);
 
-/// Opens the store that `url` names.
-pub(crate) fn open(url: &str) -> Result<Arc<dyn Store>> {
+/// Opens the store that `url` names, with the credentials, region and endpoint that the environment has for object stores.
+///
+/// # Errors
+/// As [`open_with`].
+pub fn open(url: &str) -> driftless::transport::Result<Arc<dyn Store>> {
     // A variable that is not text is none that a store could use.
     let settings: Vec<(String, String)> = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .filter(|(name, _)| PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
         .collect();
-    open_with(url, &settings).map_err(|error| Error::Transport(error.into()))
+    Ok(open_with(url, &settings)?)
 }
 
 /// The store behind relays.

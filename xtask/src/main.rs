@@ -5,6 +5,7 @@ mod error;
 mod foreign;
 mod libtorch;
 mod process;
+mod python;
 mod sglang;
 mod smollm2;
 mod stores;

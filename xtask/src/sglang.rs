@@ -94,7 +94,8 @@ pub(crate) fn python_path() -> PathBuf {
     crate::workspace().join("xtask/sglang")
 }
 
-fn home(cache: &Path) -> PathBuf {
+/// Its directory.
+pub(crate) fn home(cache: &Path) -> PathBuf {
     cache.join(format!("sglang-{VERSION}"))
 }
 

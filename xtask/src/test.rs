@@ -1,7 +1,7 @@
 //! The lanes: what is checked, what each needs, and how long it took.
 
 use crate::error::{Error, Result};
-use crate::{foreign, libtorch, process, sglang, smollm2, stores, ucx};
+use crate::{foreign, libtorch, process, python, sglang, smollm2, stores, ucx};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -30,6 +30,7 @@ enum Need {
     Ucx,
     Miri,
     Arm,
+    Python,
 }
 
 struct Lane {
@@ -72,6 +73,12 @@ const LANES: &[Lane] = &[
         what: "the loop and the engine suite against SGLang 0.5.23 without its GPU kernels, our logits against transformers'",
         needs: &[Need::Libtorch, Need::Sglang, Need::Smollm2],
         run: with_sglang,
+    },
+    Lane {
+        name: "python",
+        what: "the wheel, alone and with torch and transformers",
+        needs: &[Need::Sglang, Need::Python],
+        run: |c| python::test(&c.root, &c.root.join("target/lanes/python"), &crate::cache_dir()?, &c.log),
     },
     Lane {
         name: "stores",
@@ -211,6 +218,9 @@ fn install(lanes: &[&Lane]) -> Result<()> {
     if needed(Need::Smollm2) {
         smollm2::install(&crate::cache_dir()?)?;
     }
+    if needed(Need::Python) {
+        python::install(&crate::cache_dir()?)?;
+    }
     if needed(Need::CargoFuzz) && Need::CargoFuzz.missing().is_some() {
         process::run(Command::new("cargo").args(["install", "--locked", "--quiet", "cargo-fuzz"]))?;
     }
@@ -306,6 +316,10 @@ impl Need {
                 Ok(cache) => ucx::missing(&cache),
                 Err(error) => Some(error.to_string()),
             },
+            Need::Python => match crate::cache_dir() {
+                Ok(cache) => python::missing(&cache),
+                Err(error) => Some(error.to_string()),
+            },
             Need::Miri => foreign::miri_missing(),
             Need::Arm => foreign::arm_missing(),
             Need::CargoFuzz => {
@@ -347,7 +361,8 @@ fn light_test() -> Command {
 /// `cargo test` with libtorch.
 pub(crate) fn torch_test() -> Command {
     let mut command = Command::new("cargo");
-    command.args(["test", "--workspace", "--features", ALL]);
+    // The Python package links only as an extension; its lane is `python`.
+    command.args(["test", "--workspace", "--exclude", "driftless-python", "--features", ALL]);
     command
 }
 

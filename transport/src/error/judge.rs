@@ -12,7 +12,8 @@ impl Error {
     }
 
     /// True if the same call may succeed later without anybody changing its arguments.
-    pub(crate) fn is_retryable(&self) -> bool {
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
         match self {
             Self::Store(error) => error.is_retryable(),
             Self::CommitUnknown { .. }

@@ -1,0 +1,119 @@
+"""The native half of driftless. Its public half is ``driftless``."""
+
+from typing import Any, final
+
+__version__: str
+
+def main(args: list[str]) -> int: ...
+def end(seconds: float) -> bool: ...
+@final
+class Published:
+    """A committed version, in numbers."""
+
+    version: int
+    """The version."""
+    label: str
+    """The text that engines are given for it: ``<12 hex digits of the run>:<version>``."""
+    manifest_digest: str
+    """Its identity."""
+    full_because: str | None
+    """Why it was published in full, or None."""
+    anchor: bool
+    """Whether readers can start here."""
+    publication_bytes: int
+    """Bytes stored: objects and manifest."""
+    full_bytes: int
+    """Bytes of all tensors; tied weights count once."""
+    changed: int
+    """Elements that differ from the version before."""
+    elements: int
+    """Elements in all."""
+    density: float
+    """Share of elements that changed, 0 to 1."""
+    encode_seconds: float
+    """Until the last tensor was encoded; uploads run beside it."""
+    upload_seconds: float
+    """From there until the version was committed."""
+
+@final
+class Publisher:
+    def __init__(self, settings: dict[str, Any]) -> None: ...
+    def state(self) -> tuple[str, int | None]: ...
+    def check(self) -> None: ...
+    def publish(
+        self,
+        tensors: list[tuple[str, Any, tuple[list[int], int] | None]],
+        step: int,
+        mode: str,
+        checkpoint: str | None,
+        attempt: str | None,
+    ) -> Published | None: ...
+    def publish_reference(self, checkpoint: Any, step: int) -> Published: ...
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
+@final
+class Codec:
+    """Lossless deltas of single tensors, from buffer to buffer: floats by steps in units of the last place, other types by bytes.
+
+    Args:
+        profile: ``wire`` for payloads as small as they get, ``fast`` for payloads that are quick to decode.
+    """
+
+    def __init__(self, profile: str = "wire") -> None: ...
+    def encode(self, base: Any, new: Any) -> bytes:
+        """The payload that turns ``base`` into ``new``: contiguous numpy arrays or torch tensors in host memory, of one dtype
+        and size. Nothing is copied, and other threads run meanwhile.
+
+        Raises:
+            TensorError: a tensor that cannot be read, or another dtype.
+            RefusedError: another size.
+        """
+    def apply(self, tensor: Any, payload: bytes) -> int:
+        """Applies a payload to ``tensor``, the base, in place; returns how many elements changed.
+
+        Raises:
+            TensorError: a tensor that cannot be written.
+            RefusedError: another base, or a damaged payload. Nothing was written.
+        """
+
+@final
+class Follower:
+    def __init__(self, settings: dict[str, Any]) -> None: ...
+    def advance(self, version: int | None = None) -> tuple[int, int]: ...
+    def status_json(self) -> str: ...
+    def close(self) -> None: ...
+
+@final
+class Column:
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class LogRecord:
+    def fields(self) -> tuple[int, int, int, int, float, str, int, str]: ...
+    def spans(self) -> list[tuple[int, int, int]]: ...
+    def metadata(self) -> bytes: ...
+    def column(self, id: int) -> Column | None: ...
+
+@final
+class LogReader:
+    def __init__(self, directory: Any) -> None: ...
+    def end(self) -> int: ...
+    def get(self, position: int) -> LogRecord | None: ...
+    def wait(self, position: int, seconds: float) -> int: ...
+    def groups(
+        self,
+        samples: int,
+        rollout_id: int | None,
+        completed_from: int,
+        version_min: int | None,
+        limit: int | None,
+    ) -> list[tuple[int, int, int, tuple[int, int] | None, list[LogRecord]]]: ...
+
+@final
+class RolloutLog:
+    def __init__(self, directory: Any, run_id: bytes, model: str, tokenizer_digest: bytes) -> None: ...
+    def append(self, rows: list[dict[str, Any]]) -> list[int]: ...
+    def cursor(self, name: str) -> int: ...
+    def commit(self, name: str, position: int) -> None: ...
+    def reader(self) -> LogReader: ...
+    def close(self) -> None: ...

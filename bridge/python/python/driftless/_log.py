@@ -1,0 +1,264 @@
+"""The rollout log. It needs numpy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _driftless
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Columns by their numbers in the log, with numpy's name of their elements.
+_COLUMNS = {"tokens": (1, "<i4"), "log_probs": (2, "<f4"), "loss_mask": (3, "u1"), "rewards": (16, "<f4")}
+
+
+class Sample:
+    """A sample of the log. Its arrays are views of the log's map: read-only, without a copy, valid for as long as they are held,
+    also after retention removed the file.
+
+    Attributes:
+        position: its number in the log.
+        sample_id, group_id, rollout_id: whose it is; the samples of one prompt share ``group_id``.
+        reward: scalar reward.
+        finish: ``stop``, ``length`` or ``abort``.
+        prompt_len: how many of ``tokens`` are the prompt.
+        engine: name of the engine; information only.
+    """
+
+    def __init__(self, native: _driftless.LogRecord) -> None:
+        self._native = native
+        (
+            self.position,
+            self.sample_id,
+            self.group_id,
+            self.rollout_id,
+            self.reward,
+            self.finish,
+            self.prompt_len,
+            self.engine,
+        ) = native.fields()
+
+    def _view(self, name: str) -> np.ndarray:
+        import numpy as np
+
+        number, dtype = _COLUMNS[name]
+        column = self._native.column(number)
+        return np.empty(0, dtype) if column is None else np.frombuffer(column, dtype)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Token ids of prompt and response: int32, ``[prompt + response]``."""
+        return self._view("tokens")
+
+    @property
+    def response(self) -> np.ndarray:
+        """Token ids of the response: int32, ``[response]``."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def log_probs(self) -> np.ndarray:
+        """Log-probability of each response token when it was sampled: float32, ``[response]``."""
+        return self._view("log_probs")
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """1 where a response token is trained on: uint8, ``[response]``."""
+        return self._view("loss_mask")
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Which version generated which response tokens: ``(version, start, end)``."""
+        return self._native.spans()
+
+    @property
+    def metadata(self) -> bytes:
+        """The user's bytes."""
+        return self._native.metadata()
+
+    def __repr__(self) -> str:
+        return f"Sample(position={self.position}, sample_id={self.sample_id}, group_id={self.group_id}, reward={self.reward})"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt.
+
+    Attributes:
+        rollout_id: the training step that they were generated for.
+        group_id: the group.
+        completed: the position at which it became complete.
+        versions: oldest and newest version among all tokens; None without spans.
+        samples: the newest record of each finished sample, by sample id.
+    """
+
+    rollout_id: int
+    group_id: int
+    completed: int
+    versions: tuple[int, int] | None
+    samples: list[Sample]
+
+
+class RolloutReader:
+    """Reads a log that this process or another one writes. It sees exactly the records that are on stable storage.
+
+    Args:
+        directory: the log's directory.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._reader = _driftless.LogReader(directory)
+
+    @property
+    def end(self) -> int:
+        """One past the last position that can be read."""
+        return self._reader.end()
+
+    def get(self, position: int) -> Sample | None:
+        """The record at a position; None where there is none.
+
+        Raises:
+            RefusedError: its bytes have changed.
+            StoreError: retention removed it.
+        """
+        found = self._reader.get(position)
+        return None if found is None else Sample(found)
+
+    def groups(
+        self,
+        samples: int,
+        *,
+        rollout_id: int | None = None,
+        completed_from: int = 0,
+        version_min: int | None = None,
+        limit: int | None = None,
+    ) -> list[Group]:
+        """The groups that have at least ``samples`` finished samples, as they became complete.
+
+        With ``completed_from`` behind the ``completed`` of the last group taken, each group is given exactly once.
+
+        Args:
+            samples: finished samples that make a group complete.
+            rollout_id: only groups of this training step, by group id.
+            completed_from: only groups that became complete at or after this position.
+            version_min: only groups of which every token was generated by this version or a later one.
+            limit: at most so many.
+        """
+        found = self._reader.groups(samples, rollout_id, completed_from, version_min, limit)
+        return [Group(*ids, [Sample(record) for record in records]) for *ids, records in found]
+
+    def wait(self, position: int, timeout: float) -> int:
+        """Waits until something can be read at or after ``position``, ``timeout`` seconds at most. Returns the end, which is at or
+        before ``position`` when the time passed. The writer wakes it; Ctrl-C ends it."""
+        return self._reader.wait(position, timeout)
+
+
+class RolloutLog(RolloutReader):
+    """A log, open for writing: durable, in mapped files. One process writes a log at a time; threads may share it.
+
+    Args:
+        directory: the log's directory, made if absent.
+        run_id: the training run, 16 bytes or 32 hex digits; ``Publisher.run_id`` is one.
+        model: the model that generates the rollouts.
+        tokenizer_digest: 32 bytes that tell tokenizers apart.
+
+    Raises:
+        BusyError: another process writes it.
+        RefusedError: it belongs to another run, model or tokenizer.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        run_id: bytes | str,
+        *,
+        model: str = "policy",
+        tokenizer_digest: bytes = bytes(32),
+    ) -> None:
+        run_id = bytes.fromhex(run_id) if isinstance(run_id, str) else run_id
+        self._log = _driftless.RolloutLog(directory, run_id, model, tokenizer_digest)
+        self._reader = self._log.reader()
+
+    def append(self, **sample: Any) -> int:
+        """Appends one sample and returns its position once it is on stable storage.
+
+        Args:
+            sample_id, group_id, rollout_id: whose it is.
+            tokens: token ids of prompt and response, ``[prompt + response]``.
+            prompt_len: how many of them are the prompt.
+            log_probs: one for each response token.
+            loss_mask: 1 where a response token is trained on; by default all are.
+            reward: scalar reward, 0 by default.
+            finish: ``stop`` (by default), ``length`` or ``abort``.
+            spans: ``(version, start, end)``, ascending within the response.
+            engine: name of the engine.
+            metadata: anything, as bytes.
+
+        Raises:
+            UsageError: lengths that contradict each other, or a record larger than a segment.
+            StoreError: the medium failed, and what a failed sync has left is unknown.
+        """
+        return self.append_all([sample])[0]
+
+    def append_all(self, samples: Iterable[Mapping[str, Any]]) -> list[int]:
+        """Appends several samples, each as for ``append``, makes them durable together, and returns their positions."""
+        return self._log.append([_row(**sample) for sample in samples])
+
+    def cursor(self, name: str) -> int:
+        """The durable position called ``name``: the next record that its consumer wants; 0 until it is first committed."""
+        return self._log.cursor(name)
+
+    def commit(self, name: str, position: int) -> None:
+        """Moves a cursor. On return it is on stable storage.
+
+        Raises:
+            UsageError: a position beyond the end of what is durable, or a name that is not 1 to 64 of ``A-Z a-z 0-9 . _ -``.
+        """
+        self._log.commit(name, position)
+
+    def close(self) -> None:
+        """Syncs and seals the log, and lets another process write it. What was read of it stays valid."""
+        self._log.close()
+
+    def __enter__(self) -> RolloutLog:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def _row(
+    *,
+    sample_id: int,
+    group_id: int,
+    rollout_id: int,
+    tokens: Any,
+    prompt_len: int,
+    log_probs: Any,
+    loss_mask: Any = None,
+    reward: float = 0.0,
+    finish: str = "stop",
+    spans: Iterable[tuple[int, int, int]] = (),
+    engine: str = "",
+    metadata: bytes = b"",
+) -> dict[str, Any]:
+    import numpy as np
+
+    log_probs = np.ascontiguousarray(log_probs, np.float32)
+    return {
+        "sample_id": sample_id,
+        "group_id": group_id,
+        "rollout_id": rollout_id,
+        "reward": reward,
+        "finish": finish,
+        "prompt_len": prompt_len,
+        "tokens": np.ascontiguousarray(tokens, np.int32),
+        "log_probs": log_probs,
+        "loss_mask": np.ones(log_probs.shape, np.uint8) if loss_mask is None else np.ascontiguousarray(loss_mask, np.uint8),
+        "spans": [tuple(span) for span in spans],
+        "engine": engine,
+        "metadata": metadata,
+    }

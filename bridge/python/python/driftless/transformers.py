@@ -1,0 +1,121 @@
+"""Publishing from ``transformers.Trainer``, and from what builds on it, such as TRL's trainers.
+
+    trainer = Trainer(model, args, …, callbacks=[PublishCallback("file:///shared/store", "my-run")])
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ._errors import UsageError
+from ._publisher import Publisher
+
+__all__ = ["PublishCallback", "hf_state_dict"]
+
+
+class PublishCallback(TrainerCallback):
+    """Publishes the model before the first step, after every ``every_steps`` optimiser steps, and after the last one.
+
+    A training that goes on from a Trainer's checkpoint goes on with the run. Of a trainer with several processes, the
+    first one publishes, whose model has to be whole. ``config.json``, the generation config and the tokenizer are those
+    of the model and of the trainer's ``processing_class``, unless ``hf_checkpoint`` names a directory to take them from.
+
+    Args:
+        store, run: as for ``driftless.Publisher``.
+        every_steps: optimiser steps between two versions.
+        dtype: publish floating-point tensors as this; by default as they are. Casting makes a copy of the model in host
+            memory, and so does a model on a GPU.
+        settings: further arguments of ``driftless.Publisher``.
+
+    Attributes:
+        published: the numbers of the newest version that this callback published, a ``driftless.Published``.
+
+    Raises:
+        UsageError: ``every_steps`` below 1; when training begins, a model with adapters, which have to be merged first.
+        driftless.Error: what ``Publisher.publish`` raises ends the training.
+    """
+
+    def __init__(
+        self, store: str | os.PathLike[str], run: str, *, every_steps: int = 1, dtype: Any = None, **settings: Any
+    ) -> None:
+        if every_steps < 1:
+            raise UsageError(f"every_steps: expected at least 1, found {every_steps}", kind="Usage", code=2)
+        self._where = (store, run)
+        self._every_steps = every_steps
+        self._dtype = dtype
+        self._settings = settings
+        self._publisher: Publisher | None = None
+        self._step: int | None = None
+        self.published = None
+
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, **others):
+        if not state.is_world_process_zero:
+            return
+        if getattr(model, "peft_config", None):
+            raise UsageError(
+                f"model: expected one without adapters (`merge_and_unload()`), found {type(model).__name__}",
+                kind="Usage",
+                code=2,
+            )
+        settings = {"resume": state.global_step > 0, **self._settings}
+        if "hf_checkpoint" in settings:
+            self._publisher = Publisher(*self._where, **settings)
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                _save_files(directory, model, processing_class)
+                self._publisher = Publisher(*self._where, **{**settings, "hf_checkpoint": directory})
+        if self._publisher.version is None:
+            self._publish(model, state.global_step)
+
+    def on_step_end(self, args, state, control, model=None, **others):
+        if state.global_step % self._every_steps == 0:
+            self._publish(model, state.global_step)
+
+    def on_train_end(self, args, state, control, model=None, **others):
+        if self._step != state.global_step:
+            self._publish(model, state.global_step)
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _publish(self, model: Any, step: int) -> None:
+        if self._publisher is not None:
+            self.published = self._publisher.publish(hf_state_dict(model, self._dtype), step=step)
+            self._step = step
+
+
+def hf_state_dict(model: Any, dtype: Any = None) -> dict[str, Any]:
+    """The tensors of a transformers model under the names that its checkpoints have, contiguous and in host memory.
+
+    What is both already, and of ``dtype`` (where given and floating-point), is not copied. Tensors that share their
+    memory stand once, as ``save_pretrained`` has it.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or dict.fromkeys(getattr(model, "_tied_weights_keys", None) or ())
+    state = model.state_dict()
+    owners = {tensor.data_ptr() for name, tensor in state.items() if name not in tied}
+    tensors = {name: tensor for name, tensor in state.items() if name not in tied or tensor.data_ptr() not in owners}
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        # Before transformers 5, models have the names of their checkpoints.
+        pass
+    else:
+        tensors = revert_weight_conversion(model, tensors)
+    cast = lambda tensor: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    return {name: cast(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _save_files(directory: str, model: Any, processing_class: Any) -> None:
+    """Writes the files that belong to a checkpoint beside its weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
+    if hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(directory)

@@ -1,0 +1,43 @@
+//! The native half of the Python package `driftless`; its public half is in `python/driftless`.
+//!
+//! | File | Does |
+//! |---|---|
+//! | `work` | runs calls without the interpreter's lock, with Ctrl-C, forks and the interpreter's end in mind |
+//! | `tensor` | borrows the memory of numpy arrays and torch tensors |
+//! | `publisher` | publishes them |
+//! | `follower` | keeps a checkpoint directory at the newest version |
+//! | `codec` | deltas of single tensors |
+//! | `log` | the rollout log, read where it lies |
+//! | `error` | makes Python's exceptions of the crates' errors |
+
+mod codec;
+mod error;
+mod follower;
+mod log;
+mod publisher;
+mod tensor;
+mod work;
+
+use pyo3::prelude::*;
+use std::ffi::OsString;
+
+/// Runs the `driftless` command with these arguments, the first of which is its name, and returns its exit code.
+#[pyfunction]
+fn main(py: Python<'_>, args: Vec<OsString>) -> u8 {
+    py.detach(|| driftless::command::main(args))
+}
+
+#[pymodule]
+fn _driftless(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<publisher::Publisher>()?;
+    module.add_class::<publisher::Published>()?;
+    module.add_class::<follower::Follower>()?;
+    module.add_class::<codec::Codec>()?;
+    module.add_class::<log::RolloutLog>()?;
+    module.add_class::<log::LogReader>()?;
+    module.add_class::<log::LogRecord>()?;
+    module.add_class::<log::Column>()?;
+    module.add_function(wrap_pyfunction!(main, module)?)?;
+    module.add_function(wrap_pyfunction!(work::end, module)?)
+}

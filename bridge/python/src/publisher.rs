@@ -1,0 +1,359 @@
+//! `Publisher`: tensors of a trainer in Python, published from where they lie.
+
+use crate::error::{self, transport};
+use crate::tensor::Borrowed;
+use crate::work::{self, Held};
+use driftless::command;
+use driftless::transport::{
+    AUX_FILE_BYTES_MAX, AuxFile, Error, Mode, Profile, Publisher as Inner, PublisherOptions, Rank,
+    Result as TransportResult, Run, Shard, SignKey, Slice, Snapshot, Start, Step, Stop, Store, TensorInfo,
+    TrustKey,
+};
+use pyo3::prelude::*;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Time between two looks for a run that rank 0 begins.
+const POLL: Duration = Duration::from_millis(100);
+
+/// A committed version, in numbers.
+#[pyclass(frozen, get_all, module = "driftless")]
+pub(crate) struct Published {
+    version: u64,
+    label: String,
+    manifest_digest: String,
+    full_because: Option<String>,
+    anchor: bool,
+    publication_bytes: u64,
+    full_bytes: u64,
+    changed: u64,
+    elements: u64,
+    density: f64,
+    encode_seconds: f64,
+    upload_seconds: f64,
+}
+
+#[pymethods]
+impl Published {
+    fn __repr__(&self) -> String {
+        let Self { version, label, publication_bytes, full_bytes, density, .. } = self;
+        format!(
+            "Published(version={version}, label='{label}', publication_bytes={publication_bytes}, full_bytes={full_bytes}, \
+             density={density:.6})"
+        )
+    }
+}
+
+impl From<driftless::transport::Published> for Published {
+    fn from(published: driftless::transport::Published) -> Self {
+        Self {
+            version: published.version.0,
+            manifest_digest: published.manifest_digest.to_string(),
+            full_because: published.full_because.as_ref().map(ToString::to_string),
+            anchor: published.anchor,
+            publication_bytes: published.publication_bytes,
+            full_bytes: published.full_bytes,
+            changed: published.changed,
+            elements: published.elements,
+            density: published.density(),
+            encode_seconds: published.encode.as_secs_f64(),
+            upload_seconds: published.upload.as_secs_f64(),
+            label: published.label,
+        }
+    }
+}
+
+/// What `Publisher` of `driftless` stands on: see there.
+#[pyclass(frozen, module = "driftless._driftless")]
+pub(crate) struct Publisher {
+    held: Held<Inner>,
+    files: Vec<AuxFile>,
+    rank: Option<(u32, u32)>,
+    join_deadline: Duration,
+    /// The switch of the call under way.
+    stop: Mutex<Stop>,
+}
+
+/// Settings, as Python's class passes them on.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Settings {
+    store: String,
+    run: String,
+    model: String,
+    resume: bool,
+    baseline_dir: Option<PathBuf>,
+    files: Vec<(String, Vec<u8>)>,
+    hf_checkpoint: Option<PathBuf>,
+    profile: String,
+    anchor_every: Option<u64>,
+    anchor_share: Option<f64>,
+    allow_layout_change: bool,
+    allow_non_finite: bool,
+    sign_key: Option<PathBuf>,
+    trust_keys: Vec<PathBuf>,
+    threads: Option<usize>,
+    buffer_bytes: Option<u64>,
+    rank: Option<(u32, u32)>,
+    join_deadline: f64,
+}
+
+/// A tensor, or the slice of one: name, value, and for a slice the whole tensor's shape and the slice's first element.
+type Given<'py> = (String, Bound<'py, PyAny>, Option<(Vec<u64>, u64)>);
+
+#[pymethods]
+impl Publisher {
+    #[new]
+    fn new(py: Python<'_>, settings: Settings) -> PyResult<Self> {
+        let files = files(&settings)?;
+        let join_deadline = seconds("join_deadline", settings.join_deadline)?;
+        let rank = settings.rank;
+        let stop = Stop::new();
+        let inner = work::run(py, &stop, || open(settings, join_deadline, &stop))??;
+        let held = Held::new("Publisher", inner);
+        Ok(Self { held, files, rank, join_deadline, stop: Mutex::new(stop) })
+    }
+
+    /// Refuses another process than the one that opened it.
+    fn check(&self) -> PyResult<()> {
+        self.held.check()
+    }
+
+    /// The run's id, and the newest version that is known.
+    fn state(&self) -> PyResult<(String, Option<u64>)> {
+        self.held.with(|inner| Ok((inner.run().id().to_string(), inner.version().map(|version| version.0))))
+    }
+
+    fn publish(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<Given<'_>>,
+        step: u64,
+        mode: &str,
+        checkpoint: Option<String>,
+        attempt: Option<String>,
+    ) -> PyResult<Option<Published>> {
+        let mode = mode_named(mode)?;
+        let step = Step { trainer_step: step, checkpoint };
+        let tensors = Tensors::new(tensors, &self.files)?;
+        let rank = match (self.rank, attempt) {
+            (None, None) => None,
+            (Some((rank, ranks)), Some(attempt)) => Some(Rank { rank, ranks, attempt }),
+            (None, Some(found)) => {
+                return Err(error::usage("attempt", "none without rank= and ranks=", &found));
+            }
+            (Some(_), None) => {
+                let expected = "a name that all ranks of this publication share, such as `<job id>-<step>`";
+                return Err(error::usage("attempt", expected, "none"));
+            }
+        };
+        if let (None, Some(slice)) = (&rank, tensors.slices.iter().find(|slice| !is_whole(slice))) {
+            let expected = "all of it, or rank= and ranks= for a trainer with several ranks";
+            return Err(error::tensor(&slice.tensor.name, "what is given of it", expected, "a slice"));
+        }
+        self.cancellable(py, |inner| match rank {
+            None => inner.publish(&tensors, step, mode).map(|published| Some(published.into())),
+            Some(rank) => {
+                let part = inner.publish_part(&tensors, step, mode, &rank)?;
+                if rank.rank == 0 {
+                    return inner.join(&rank, self.join_deadline).map(|published| Some(published.into()));
+                }
+                inner.await_join(&part, self.join_deadline).map(|_| None)
+            }
+        })
+    }
+
+    fn publish_reference(&self, py: Python<'_>, checkpoint: PathBuf, step: u64) -> PyResult<Published> {
+        let step = Step { trainer_step: step, checkpoint: Some(checkpoint.display().to_string()) };
+        self.cancellable(py, |inner| inner.publish_reference(&checkpoint, step).map(Published::from))
+    }
+
+    /// Ends the call under way, if there is one, before its next tensor.
+    fn cancel(&self) {
+        self.stop().stop();
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.held.close(py)
+    }
+}
+
+impl Publisher {
+    fn stop(&self) -> std::sync::MutexGuard<'_, Stop> {
+        self.stop.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs a publication that Ctrl-C and `cancel` can end.
+    fn cancellable<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Inner) -> TransportResult<T> + Send,
+    ) -> PyResult<T> {
+        self.held.with(|inner| {
+            let stop = Stop::new();
+            *self.stop() = stop.clone();
+            inner.stop_on(&stop);
+            work::run(py, &stop, || work(inner))?.map_err(transport)
+        })
+    }
+}
+
+/// What is published: borrowed tensors, in order.
+struct Tensors<'a> {
+    infos: Vec<TensorInfo>,
+    slices: Vec<Slice>,
+    memory: Vec<Borrowed>,
+    files: &'a [AuxFile],
+}
+
+impl<'a> Tensors<'a> {
+    fn new(given: Vec<Given<'_>>, files: &'a [AuxFile]) -> PyResult<Self> {
+        let mut parts = Vec::with_capacity(given.len());
+        for (name, value, place) in given {
+            let memory = Borrowed::new(name, &value)?;
+            let slice = match place {
+                None => Slice::whole(memory.info.clone()),
+                Some((shape, start)) => memory.info.elements().map(|elements| {
+                    let tensor = TensorInfo { shape, ..memory.info.clone() };
+                    Slice { tensor, start, elements }
+                }),
+            };
+            parts.push((slice.map_err(transport)?, memory));
+        }
+        let key = |slice: &Slice| (slice.tensor.name.clone(), slice.start);
+        parts.sort_by_cached_key(|(slice, _)| key(slice));
+        let (slices, memory): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        let infos = slices.iter().map(|slice: &Slice| slice.tensor.clone()).collect();
+        Ok(Self { infos, slices, memory, files })
+    }
+}
+
+impl Snapshot for Tensors<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+    fn bytes(&self, index: usize) -> TransportResult<Cow<'_, [u8]>> {
+        Ok(Cow::Borrowed(self.memory[index].bytes()))
+    }
+    fn files(&self) -> &[AuxFile] {
+        self.files
+    }
+}
+
+impl Shard for Tensors<'_> {
+    fn slices(&self) -> &[Slice] {
+        &self.slices
+    }
+    fn bytes(&self, index: usize) -> TransportResult<Cow<'_, [u8]>> {
+        Ok(Cow::Borrowed(self.memory[index].bytes()))
+    }
+    fn files(&self) -> &[AuxFile] {
+        self.files
+    }
+}
+
+fn is_whole(slice: &Slice) -> bool {
+    slice.start == 0 && slice.tensor.elements().is_ok_and(|elements| elements == slice.elements)
+}
+
+fn open(settings: Settings, deadline: Duration, stop: &Stop) -> PyResult<Inner> {
+    let store = command::open_store(&settings.store).map_err(transport)?;
+    let baseline = settings.baseline_dir.clone();
+    let baseline =
+        baseline.or_else(|| command::default_baseline(&store.to_string(), &settings.run, &settings.model));
+    let Some(baseline) = baseline else {
+        return Err(error::usage("baseline_dir", "a directory, or HOME to put it under", "neither"));
+    };
+    let joins = settings.rank.is_some_and(|(rank, _)| rank > 0);
+    if joins && !settings.resume {
+        wait_for_run(&store, &settings.run, deadline, stop).map_err(transport)?;
+    }
+    let start = if settings.resume || joins { Start::Resume } else { Start::NewRun };
+    let mut options = PublisherOptions::new(&settings.run, start, baseline);
+    options.model = settings.model;
+    options.profile = profile_named(&settings.profile)?;
+    options.anchor_every = settings.anchor_every;
+    options.anchor_share = settings.anchor_share;
+    options.allow_layout_change = settings.allow_layout_change;
+    options.allow_non_finite = settings.allow_non_finite;
+    options.reference_dir = settings.hf_checkpoint;
+    options.threads = settings.threads.unwrap_or(options.threads);
+    options.buffer_bytes = settings.buffer_bytes.unwrap_or(options.buffer_bytes);
+    options.sign_key = settings.sign_key.map(|path| SignKey::read(&path)).transpose().map_err(transport)?;
+    for path in &settings.trust_keys {
+        options.trust_keys.extend(TrustKey::read_all(path).map_err(transport)?);
+    }
+    Inner::open(store, options).map_err(transport)
+}
+
+/// Waits for rank 0 to begin the run.
+fn wait_for_run(store: &Arc<dyn Store>, name: &str, deadline: Duration, stop: &Stop) -> TransportResult<()> {
+    let begin = Instant::now();
+    loop {
+        match Run::open(store.clone(), name) {
+            Err(Error::NoSuchRun { .. }) if begin.elapsed() < deadline => {
+                if stop.wait(POLL) {
+                    return Err(Error::Cancelled { what: "the wait for rank 0" });
+                }
+            }
+            opened => return opened.map(drop),
+        }
+    }
+}
+
+/// The auxiliary files: those of the checkpoint, and those given, which win.
+fn files(settings: &Settings) -> PyResult<Vec<AuxFile>> {
+    let mut files = BTreeMap::new();
+    if let Some(dir) = &settings.hf_checkpoint {
+        let unreadable = |path: &Path, source: std::io::Error| {
+            error::usage(
+                "hf_checkpoint",
+                "a checkpoint directory that can be read",
+                &format!("`{}`: {source}", path.display()),
+            )
+        };
+        for entry in std::fs::read_dir(dir).map_err(|source| unreadable(dir, source))? {
+            let path = entry.map_err(|source| unreadable(dir, source))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let found = std::fs::metadata(&path).map_err(|source| unreadable(&path, source))?;
+            // Weights, directories and hidden files are none.
+            if !found.is_file() || AuxFile::new(name, Vec::new()).is_err() {
+                continue;
+            }
+            if found.len() > AUX_FILE_BYTES_MAX {
+                let what = format!("auxiliary file `{}`", path.display());
+                return Err(transport(Error::TooLarge { what, max: AUX_FILE_BYTES_MAX }));
+            }
+            let bytes = std::fs::read(&path).map_err(|source| unreadable(&path, source))?;
+            files.insert(name.to_owned(), AuxFile::new(name, bytes).map_err(transport)?);
+        }
+    }
+    for (name, bytes) in &settings.files {
+        files.insert(name.clone(), AuxFile::new(name, bytes.clone()).map_err(transport)?);
+    }
+    Ok(files.into_values().collect())
+}
+
+fn seconds(name: &str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| error::usage(name, "seconds, 0 or more", &seconds.to_string()))
+}
+
+fn mode_named(name: &str) -> PyResult<Mode> {
+    match name {
+        "delta" => Ok(Mode::Delta),
+        "full" => Ok(Mode::Full),
+        _ => Err(error::usage("mode", "`delta` or `full`", name)),
+    }
+}
+
+pub(crate) fn profile_named(name: &str) -> PyResult<Profile> {
+    match name {
+        "wire" => Ok(Profile::Wire),
+        "fast" => Ok(Profile::Fast),
+        _ => Err(error::usage("profile", "`wire` or `fast`", name)),
+    }
+}

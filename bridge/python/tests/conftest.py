@@ -1,0 +1,59 @@
+"""What the tests share: a store, publishers to it, and a follower's view of it."""
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import driftless
+import pytest
+
+CONFIG = b'{"architectures": ["Qwen3ForCausalLM"]}'
+
+
+class Store:
+    """A directory that versions are published to, and what a host gets of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = (root / "store").as_uri()
+        self.baseline = root / "baseline"
+
+    def publisher(self, **settings) -> driftless.Publisher:
+        defaults = {"baseline_dir": self.baseline, "files": {"config.json": CONFIG}}
+        return driftless.Publisher(self.url, "run", **{**defaults, **settings})
+
+    def follow(self) -> dict[str, tuple[str, list[int], bytes]]:
+        """Has the command bring a host to the newest version, and reads every tensor of it: dtype, shape, bytes."""
+        host = self.root / "host"
+        run_command("follow", "--store", self.url, "--run", "run", "--checkpoint-dir", str(host), "--once")
+        assert (host / "config.json").read_bytes() == CONFIG
+        return read_checkpoint(host)
+
+    def manifests(self) -> list[Path]:
+        """The committed versions."""
+        return sorted((self.root / "store").glob("**/manifest"))
+
+
+def read_checkpoint(directory: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    tensors = {}
+    for path in directory.glob("*.safetensors"):
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        for name, entry in json.loads(content[8 : 8 + length]).items():
+            if name != "__metadata__":
+                start, end = (8 + length + offset for offset in entry["data_offsets"])
+                tensors[name] = (entry["dtype"], entry["shape"], content[start:end])
+    return tensors
+
+
+def run_command(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run([sys.executable, "-m", "driftless", *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)

@@ -1,0 +1,95 @@
+//! The Python package: its wheel, an environment that has nothing else, and its tests beside SGLang's torch and transformers.
+
+use crate::error::{Error, Result};
+use crate::{process, sglang};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// What builds and tests the wheel. Further libraries come from SGLang's environment, as they are there.
+const TOOLS: [&str; 3] = ["maturin==1.16.0", "pytest==9.2.0", "accelerate==1.15.0"];
+/// The directory of the tools in the cache: another one for other tools.
+const HOME: &str = "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0";
+/// Most bytes of a wheel.
+const WHEEL_BYTES_MAX: u64 = 25_000_000;
+
+/// What is missing and how to get it, or `None`.
+pub(crate) fn missing(cache: &Path) -> Option<String> {
+    let found = cache.join(HOME).join("bin/maturin").exists();
+    (!found).then(|| "maturin and pytest (cargo xtask test --ci python)".to_owned())
+}
+
+/// Installs the tools, with SGLang's interpreter.
+pub(crate) fn install(cache: &Path) -> Result<()> {
+    if missing(cache).is_none() {
+        return Ok(());
+    }
+    println!("python: {}", TOOLS.join(", "));
+    // An environment cannot be moved. What an interrupted installation left is begun anew.
+    let home = cache.join(HOME);
+    process::run(
+        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(&home),
+    )?;
+    let install = ["pip", "install", "--quiet", "--no-deps", "iniconfig", "packaging", "pluggy", "pygments"];
+    process::run(uv(cache).args(install).args(TOOLS).arg("--python").arg(home.join("bin/python")))
+}
+
+/// Builds the wheel, installs it under `work`, and runs the tests.
+pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result<()> {
+    let package = root.join("bridge/python");
+    let wheels = work.join("wheels");
+    // An older one would be ambiguous; that there may be none is fine.
+    let _ = fs::remove_dir_all(&wheels);
+    let mut build = Command::new(cache.join(HOME).join("bin/maturin"));
+    build.args(["build", "--release", "--locked", "--out"]).arg(&wheels).current_dir(&package);
+    process::run_logged(&mut build, log)?;
+    let wheel = wheel(&wheels)?;
+
+    let venv = work.join("venv");
+    process::run_logged(
+        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(&venv),
+        log,
+    )?;
+    let python = venv.join("bin/python");
+    let install = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--python"];
+    process::run_logged(uv(cache).args(install).arg(&python).arg(&wheel), log)?;
+    let alone = package.join("tests/alone.py");
+    process::run_logged(Command::new(&python).arg("-I").arg(&alone), log)?;
+
+    let site = |home: &Path| -> Result<PathBuf> {
+        let version = "import sys; print('lib/python%d.%d/site-packages' % sys.version_info[:2])";
+        let found = process::output(Command::new(&python).args(["-c", version]))?;
+        Ok(home.join(found.trim()))
+    };
+    let others = [site(&cache.join(HOME))?, site(&sglang::home(cache))?];
+    let path = others.map(|site| format!("{}\n", site.display())).concat();
+    let beside = site(&venv)?.join("others.pth");
+    fs::write(&beside, path).map_err(|source| Error::io(&beside, source))?;
+    let mut tests = Command::new(&python);
+    tests.args(["-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "tests"]).current_dir(&package);
+    tests.env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
+    process::run_logged(&mut tests, log)
+}
+
+/// The one wheel of a directory, which is not too large.
+fn wheel(dir: &Path) -> Result<PathBuf> {
+    let entries = fs::read_dir(dir).map_err(|source| Error::io(dir, source))?;
+    let found: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    let check = |expected: &str, found: String| Error::Check {
+        what: "the wheel".to_owned(),
+        expected: expected.to_owned(),
+        found,
+    };
+    let [wheel] = found.as_slice() else { return Err(check("one", found.len().to_string())) };
+    let bytes = fs::metadata(wheel).map_err(|source| Error::io(wheel, source))?.len();
+    println!("python   {bytes} bytes: {}", wheel.display());
+    if bytes > WHEEL_BYTES_MAX {
+        return Err(check("at most 25 MB", format!("{bytes} bytes")));
+    }
+    Ok(wheel.clone())
+}
+
+/// SGLang's environment was made with it.
+fn uv(cache: &Path) -> Command {
+    Command::new(sglang::home(cache).join("bin/uv"))
+}
