@@ -13,7 +13,7 @@
 //! | `arrow` | – | the log as Arrow IPC and Parquet | yes |
 //! | `nccl` | – | weights pushed over NCCL, which is opened at run time | with `cli` |
 //! | `ucx` | – | objects over UCX, which is opened at run time | with `cli` |
-//! | `slime` | – | slime's delta directories in `transport`; builds zstd | with `cli` |
+//! | `slime` | [`slime`] | slime's delta directories, followed and written; builds zstd | with `cli` |
 //! | `cli` | – | the `driftless` command | yes |
 //! | `trainer` | [`trainer`] | the loop without a learner: tasks, advantages, schedule, metrics | yes |
 //! | `torch` | `torch` | models, losses, the loop, the embedded engine; links libtorch 2.11 | no |
@@ -32,6 +32,8 @@ pub use driftless_bridge as bridge;
 pub use driftless_buffer as buffer;
 #[cfg(feature = "delta")]
 pub use driftless_delta as delta;
+#[cfg(feature = "slime")]
+pub use driftless_slime as slime;
 #[cfg(feature = "torch")]
 pub use driftless_torch as torch;
 #[cfg(feature = "trainer")]

@@ -7,6 +7,7 @@ use crate::cli::slime::{self, Layout};
 use crate::cli::transport::TransportArgs;
 use crate::cli::{keys, numbers, paths, store};
 use driftless::bridge::{ClientOptions, Deadlines, DiskActivator, DiskOptions, PauseMode};
+use driftless::transport::listen::Limits;
 use driftless::transport::{
     Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Run, Status, Stop, Version, http,
 };
@@ -176,10 +177,17 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     }
     let follower = match args.layout {
         Layout::Driftless => Follower::open(store, options, engines)?,
-        Layout::Slime => Follower::open_slime(store, options, engines)?,
+        Layout::Slime => driftless::slime::open(store, options, engines)?,
     };
     let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-    let server = args.listen.map(|address| http::serve(follower.clone(), address, token)).transpose()?;
+    let serve = |address| match args.layout {
+        Layout::Driftless => http::serve(follower.clone(), address, token),
+        Layout::Slime => {
+            let routes = driftless::slime::routes(follower.clone());
+            http::serve_with(follower.clone(), address, token, Limits::default(), routes)
+        }
+    };
+    let server = args.listen.map(serve).transpose()?;
     if let Some(server) = &server {
         tracing::info!(address = %server.addr(), "listening");
     }
@@ -223,7 +231,7 @@ fn dry_run(args: &Args, output: Output) -> Result<()> {
         options.hf_checkpoint.clone_from(&args.hf_checkpoint);
         options.until = args.until_version.map(Version);
         options.trust_keys = trust_keys;
-        return output.print(&Follower::plan_slime(store, &options)?, plan_text);
+        return output.print(&driftless::slime::plan(store, &options)?, plan_text);
     }
     let run = Run::open(store, &name)?.trusting(&trust_keys);
     let newest = run.newest_version(&args.model)?.unwrap_or_default();

@@ -4,7 +4,7 @@ use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
 use crate::cli::publish::tensor_bytes;
 use crate::cli::{paths, progress};
-use driftless::transport::slime::{Checksum, Encoding, Publisher, PublisherOptions};
+use driftless::slime::{Checksum, Encoding, Publisher, PublisherOptions};
 use driftless::transport::{Checkpoint, Published, Start, Store};
 use serde_json::json;
 use std::path::{Path, PathBuf};

@@ -151,6 +151,21 @@ pub fn serve_within(
     token: Option<String>,
     limits: Limits,
 ) -> Result<Server> {
+    serve_with(follower, addr, token, limits, Router::new())
+}
+
+/// [`serve_within`], with further routes behind the same token and the same limits.
+///
+/// # Errors
+///
+/// As [`serve`].
+pub fn serve_with(
+    follower: Follower,
+    addr: SocketAddr,
+    token: Option<String>,
+    limits: Limits,
+    routes: Router,
+) -> Result<Server> {
     check_exposure("follower address", addr, token.as_deref())?;
     let listen = |source| Error::Listen { addr, source };
     let runtime = runtime::Builder::new_current_thread()
@@ -161,7 +176,7 @@ pub fn serve_within(
         .map_err(listen)?;
     let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
     let addr = listener.local_addr().map_err(listen)?;
-    let router = router(follower, token);
+    let router = router(follower, token, routes);
     Server::run(runtime, addr, "follower-http", serve_http(listener, limits, router))
 }
 
@@ -178,21 +193,20 @@ pub(crate) fn check_exposure(name: &'static str, addr: SocketAddr, token: Option
     }
 }
 
-fn router(follower: Follower, token: Option<String>) -> Router {
+fn router(follower: Follower, token: Option<String>, more: Router) -> Router {
     let token = Token::new(token);
     let routes = Router::new()
         .route("/prepare", post(prepare))
         .route("/activate", post(activate))
         .route("/notify", post(notify))
         .route("/status", get(status))
-        .route("/metrics", get(metrics));
-    #[cfg(feature = "slime")]
-    let routes = routes.route("/pull_weights", post(crate::follow::pull_weights));
+        .route("/metrics", get(metrics))
+        .with_state(follower)
+        .merge(more);
     routes
         .layer(middleware::from_fn(move |request, next| token.clone().check(request, next)))
         .route("/health", get(|| async { Json(serde_json::json!({ "ok": true })) }))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
-        .with_state(follower)
 }
 
 #[derive(Default, Deserialize)]

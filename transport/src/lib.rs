@@ -10,6 +10,7 @@ mod error;
 #[cfg(feature = "ucx")]
 pub mod fabric;
 mod follow;
+pub mod foreign;
 pub mod gc;
 pub mod http;
 mod ids;
@@ -21,9 +22,8 @@ pub mod relay;
 mod replica;
 mod run;
 mod sign;
-#[cfg(feature = "slime")]
-pub mod slime;
 mod snapshot;
+pub mod source;
 mod spool;
 
 pub use activate::{Activate, Activated, Limit, Target};
@@ -43,7 +43,8 @@ pub use driftless_store::{
 };
 pub use dtype::Dtype;
 pub use error::{Error, Result};
-pub use follow::{Ack, EngineStatus, Follower, FollowerOptions, Prepared, Status};
+pub use follow::{Follower, FollowerOptions, Prepared, Status};
+pub use gc::{Ack, EngineStatus};
 pub use ids::{RunId, Version};
 pub use manifest::Manifest;
 pub use publish::{

@@ -13,15 +13,15 @@ use crate::error::{Error, Result};
 
 /// How much may be under way at once.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Bounds {
+pub struct Bounds {
     /// Threads that work, beside the caller's.
-    pub(crate) threads: usize,
+    pub threads: usize,
     /// Sum of the weights of the items that were fed and not yet taken. One item alone may weigh more.
-    pub(crate) weight: u64,
+    pub weight: u64,
 }
 
 /// The threads that this machine gives, at most `max`.
-pub(crate) fn threads(max: usize) -> usize {
+pub fn threads(max: usize) -> usize {
     thread::available_parallelism().map_or(1, usize::from).min(max)
 }
 
@@ -31,7 +31,7 @@ pub(crate) fn threads(max: usize) -> usize {
 /// # Errors
 /// The first error of any of the three, in the order of the items. [`Error::Cancelled`] for work that panicked, before the
 /// panic goes on.
-pub(crate) fn in_order<J: Send, T: Send>(
+pub fn in_order<J: Send, T: Send>(
     weights: &[u64],
     bounds: Bounds,
     feed: impl FnMut(usize) -> Result<J>,

@@ -115,7 +115,8 @@ pub trait Snapshot {
 
 /// Whether `name` is one plain path component that is safe to create in a directory: no separator, not
 /// hidden, printable, ≤ 255 bytes.
-pub(crate) fn is_plain_name(name: &str) -> bool {
+#[must_use]
+pub fn is_plain_name(name: &str) -> bool {
     !name.is_empty()
         && name.len() <= 255
         && !name.starts_with('.')

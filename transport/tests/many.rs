@@ -14,8 +14,8 @@ use std::time::Duration;
 use common::{MODEL, Weights, assert_same, options, step};
 use driftless_transport::gc::{GcOptions, collect};
 use driftless_transport::{
-    AuxFile, Checkpoint, Disk, Dtype, Follower, FollowerOptions, Manifest, Memory, Mode, Publisher, Rank,
-    Replica, Result, Run, Shard, Slice, Start, Store, TensorInfo, Version, slime, write_checkpoint,
+    AuxFile, Checkpoint, Disk, Dtype, FollowerOptions, Manifest, Memory, Mode, Publisher, Rank, Replica,
+    Result, Run, Shard, Slice, Start, Store, TensorInfo, Version, write_checkpoint,
 };
 
 /// Times as many tensors, and times as much work at most; it would be a hundred times for what is quadratic and nothing else.
@@ -210,20 +210,20 @@ fn slimes_layout_with_ten_times_the_tensors_takes_about_ten_times_the_work() {
         let (base, next) = (weights(count, 0), weights(count, 1));
         write_checkpoint(path(&dir, "hf"), &base, u64::MAX).unwrap();
         let store: Arc<dyn Store> = Arc::new(Disk::new(path(&dir, "source")));
-        let mut publishing = slime::PublisherOptions::new(Start::NewRun, path(&dir, "baseline"));
+        let mut publishing = driftless_slime::PublisherOptions::new(Start::NewRun, path(&dir, "baseline"));
         publishing.hf_checkpoint = Some(path(&dir, "hf"));
         work.of("publishing", || {
-            let mut publisher = slime::Publisher::open(store.clone(), publishing).unwrap();
+            let mut publisher = driftless_slime::Publisher::open(store.clone(), publishing).unwrap();
             publisher.publish(&next).unwrap();
         });
         let mut following = FollowerOptions::new("slime", path(&dir, "host"), "host");
         following.hf_checkpoint = Some(path(&dir, "hf"));
         work.of("planning", || {
-            let plan = Follower::plan_slime(store.clone(), &following).unwrap();
+            let plan = driftless_slime::plan(store.clone(), &following).unwrap();
             assert_eq!(plan.to, Version(1));
         });
         work.of("following", || {
-            let follower = Follower::open_slime(store.clone(), following, Vec::new()).unwrap();
+            let follower = driftless_slime::open(store.clone(), following, Vec::new()).unwrap();
             follower.prepare(None).unwrap();
             follower.settle().unwrap();
         });

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::{Weights, assert_same};
-use driftless_transport::slime::{Publisher, PublisherOptions};
+use driftless_slime::{Publisher, PublisherOptions};
 use driftless_transport::{
     Checkpoint, Disk, Follower, FollowerOptions, Replica, Start, Store, Version, write_checkpoint,
 };
@@ -27,7 +27,7 @@ fn tensors(weights: &Weights) -> Tensors {
 fn follower(root: &Path) -> Follower {
     let mut options = FollowerOptions::new("slime", root.join("host"), "host");
     options.hf_checkpoint = Some(root.join("hf"));
-    Follower::open_slime(Arc::new(Disk::new(root.join("source"))), options, Vec::new()).unwrap()
+    driftless_slime::open(Arc::new(Disk::new(root.join("source"))), options, Vec::new()).unwrap()
 }
 
 /// Interrupted at every passage of every point: the version is the old one until the journal is sealed, the new one after.

@@ -85,7 +85,10 @@ impl Checkpoint {
     }
 
     /// [`Checkpoint::open`] for a replica's directory, in which the manifest says what is part of the version.
-    pub(crate) fn open_replica(dir: impl Into<PathBuf>) -> Result<Self> {
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open_replica(dir: impl Into<PathBuf>) -> Result<Self> {
         let mut checkpoint = Self::open_weights(dir)?;
         checkpoint.read_files()?;
         Ok(checkpoint)

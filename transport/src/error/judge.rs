@@ -7,7 +7,7 @@ use super::Error;
 
 impl Error {
     /// Wraps an I/O error of the file system, as [`driftless_store::Error::io`] does.
-    pub(crate) fn io(action: &'static str, path: impl AsRef<Path>, source: io::Error) -> Self {
+    pub fn io(action: &'static str, path: impl AsRef<Path>, source: io::Error) -> Self {
         Self::Store(driftless_store::Error::io(action, path, source))
     }
 

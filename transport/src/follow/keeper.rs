@@ -5,9 +5,8 @@ use std::time::{Duration, Instant};
 
 use driftless_store::{Key, PutMode};
 
-use super::status::Ack;
 use crate::error::{Error, Result};
-use crate::gc::Record;
+use crate::gc::{Ack, Record};
 use crate::ids::Version;
 use crate::replica::Observe;
 use crate::run::Run;

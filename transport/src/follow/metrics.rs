@@ -238,7 +238,7 @@ mod tests {
     use driftless_store::ContentDigest;
 
     use super::*;
-    use crate::follow::{Ack, EngineStatus};
+    use crate::gc::{Ack, EngineStatus};
     use crate::ids::Version;
 
     /// The samples of a page by name and labels, read as the format's description says.

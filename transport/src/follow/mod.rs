@@ -3,18 +3,17 @@
 //! | File | Does |
 //! |---|---|
 //! | `options`, `status`, `metrics` | what a follower is given, and what it reports |
-//! | `watch` | the loop of a follower that acts alone; [`Stop`] |
+//! | `run` | a run of ours as a source of versions |
+//! | `watch` | the loop of a follower that acts alone |
 //! | `worker` | one thread per engine, so that a slow engine delays only itself |
 //! | `keeper` | renews the lease, which carries the acknowledgement |
 //! | `scrub` | reads the checkpoint in the background, and repairs it |
-//! | `slime` | follows slime's directories (feature `slime`) |
 
 mod keeper;
 mod metrics;
 mod options;
+mod run;
 mod scrub;
-#[cfg(feature = "slime")]
-mod slime;
 mod status;
 mod watch;
 mod worker;
@@ -22,25 +21,23 @@ mod worker;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use driftless_store::Store;
-use driftless_store::chain_text;
 use driftless_store::os::crash_point;
 use driftless_store::wait::{Stop, backoff};
 use driftless_store::wrap::Count;
+use driftless_store::{Store, chain_text};
 
 use crate::activate::{Activate, Limit};
 use crate::error::{Error, Result};
+use crate::gc::{Ack, EngineStatus};
 use crate::ids::{Version, check_name};
 use crate::replica::{Advanced, Replica};
-use crate::run::Run;
-use keeper::Keeper;
+use crate::source::{Asked, Source};
 use metrics::Counters;
+use run::RunSource;
 use worker::{Answer, Job, Worker};
 
 pub use options::FollowerOptions;
-#[cfg(feature = "slime")]
-pub(crate) use slime::pull_weights;
-pub use status::{Ack, EngineStatus, Status};
+pub use status::Status;
 
 /// What an engine is asked first, as errors name it.
 const LOOK: &str = "report its version";
@@ -87,26 +84,10 @@ struct Shared {
 
 struct Core {
     replica: Replica,
-    run: Option<Run>,
-    /// Where versions come from, if it is no store of ours.
-    #[cfg(feature = "slime")]
-    feed: Option<crate::slime::Feed>,
+    source: Box<dyn Source>,
     engines: Vec<Slot>,
     /// The version that [`Follower::activate`] was last called for.
     released: Option<Version>,
-    looks: Looks,
-    /// There is one as soon as the run was seen.
-    keeper: Option<Keeper>,
-}
-
-/// What earlier looks at the store found.
-#[derive(Default)]
-struct Looks {
-    /// The last one found nothing new, so that the next version will be the newest.
-    quiet: bool,
-    /// When one last asked for the newest version, and not only for the next one. That the next one is missing says nothing new where
-    /// it was collected, as it may be for a host that slept longer than its lease.
-    full: Option<Instant>,
 }
 
 struct Slot {
@@ -143,6 +124,22 @@ impl Follower {
         options: FollowerOptions,
         engines: Vec<Box<dyn Activate>>,
     ) -> Result<Self> {
+        let store = Arc::new(Count::new(store));
+        let source = Box::new(RunSource::new(store.clone(), &options));
+        Self::open_source(source, store, options, engines)
+    }
+
+    /// [`Follower::open`] for versions that come from `source`; the metrics tell the calls that pass `store`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Follower::open`].
+    pub fn open_source(
+        source: Box<dyn Source>,
+        store: Arc<Count>,
+        options: FollowerOptions,
+        engines: Vec<Box<dyn Activate>>,
+    ) -> Result<Self> {
         check_name("follower", &options.id)?;
         check_name("run", &options.run)?;
         check_name("model", &options.model)?;
@@ -159,18 +156,9 @@ impl Follower {
             error: None,
         };
         record_applied(&mut status, &replica, &engines, Duration::ZERO, 0);
-        let core = Core {
-            replica,
-            run: None,
-            #[cfg(feature = "slime")]
-            feed: None,
-            engines,
-            released: None,
-            looks: Looks::default(),
-            keeper: None,
-        };
+        let core = Core { replica, source, engines, released: None };
         let shared = Shared {
-            store: Arc::new(Count::new(store)),
+            store,
             options,
             core: Mutex::new(core),
             status: Mutex::new(status),
@@ -217,19 +205,17 @@ impl Follower {
     /// another prepare or activate, and while an engine still loads; those of [`Replica::advance`]. The
     /// version before stays in place.
     pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
-        let mut core = self.core()?;
-        core.looks.quiet = false;
-        self.prepare_noted(&mut core, target)
+        self.prepare_noted(&mut *self.core()?, target.map_or(Asked::Newest, Asked::Version))
     }
 
     /// One look of the loop: to the newest version, or to the next one if the look before found nothing new.
     fn look(&self) -> Result<()> {
-        self.prepare_noted(&mut *self.core()?, None).map(drop)
+        self.prepare_noted(&mut *self.core()?, Asked::Poll).map(drop)
     }
 
     /// Prepares, and has the status and the counters tell of it.
-    fn prepare_noted(&self, core: &mut Core, target: Option<Version>) -> Result<Prepared> {
-        let prepared = self.prepare_in(core, target);
+    fn prepare_noted(&self, core: &mut Core, asked: Asked) -> Result<Prepared> {
+        let prepared = self.prepare_in(core, asked);
         let status = {
             let mut status = self.status_mut();
             status.error = prepared.as_ref().err().map(|error| chain_text(error));
@@ -320,7 +306,7 @@ impl Follower {
         self.shared.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn prepare_in(&self, core: &mut Core, target: Option<Version>) -> Result<Prepared> {
+    fn prepare_in(&self, core: &mut Core, asked: Asked) -> Result<Prepared> {
         let options = &self.shared.options;
         if let Some(slot) = core.engines.iter_mut().find_map(|slot| slot.worker.is_busy().then_some(slot)) {
             return Err(Error::Busy {
@@ -329,28 +315,16 @@ impl Follower {
             });
         }
         heal(&mut core.replica, Replica::poll)?;
-        #[cfg(feature = "slime")]
-        if core.feed.is_some() {
-            return self.prepare_slime(core, target);
-        }
-        if core.run.is_none() {
-            let run = Run::open(self.shared.store.clone(), &options.run)?.trusting(&options.trust_keys);
-            core.keeper = Some(Keeper::new(&run, &options.model, &options.id, options.renew)?);
-            core.run = Some(run);
-        }
-        let Core { run: Some(run), replica, keeper: Some(keeper), looks, .. } = core else {
-            return Err(Error::NoSuchRun { name: options.run.clone(), store: self.shared.store.to_string() });
-        };
         let started = Instant::now();
-        let mut moved = self.advance(run, replica, (keeper, &mut *looks), target);
+        let mut moved = self.advance(core, asked);
         match moved {
             Err(damage @ Error::DamagedReplica { .. }) => {
-                replica.quarantine(damage)?;
-                moved = self.advance(run, replica, (keeper, &mut *looks), target);
+                core.replica.quarantine(damage)?;
+                moved = self.advance(core, asked);
             }
             // More was published and collected than one advance takes time for: the newest is another one now.
-            Err(Error::Collected { .. }) if target.is_none() => {
-                moved = self.advance(run, replica, (keeper, &mut *looks), target);
+            Err(Error::Collected { .. }) if !matches!(asked, Asked::Version(_)) => {
+                moved = self.advance(core, asked);
             }
             _ => {}
         }
@@ -374,52 +348,36 @@ impl Follower {
         Ok(prepared)
     }
 
-    /// Moves the replica to `target`, or to the newest version.
-    fn advance(
-        &self,
-        run: &Run,
-        replica: &mut Replica,
-        (keeper, looks): (&Keeper, &mut Looks),
-        target: Option<Version>,
-    ) -> Result<Advanced> {
+    /// Moves the replica to the version asked for, or to the newest.
+    fn advance(&self, core: &mut Core, asked: Asked) -> Result<Advanced> {
         let options = &self.shared.options;
-        let level = self.level(run, replica).filter(|_| target.is_none());
-        let alone = std::mem::take(&mut looks.quiet);
-        let is_full = looks.full.is_none_or(|full| full.elapsed() >= options.renew);
-        let (newest, known) = match level {
-            Some(have) if !is_full => {
-                let (newest, known) = run.newest_behind(&options.model, have, alone)?;
-                (Some(newest), known)
-            }
-            _ => {
-                let newest = run.newest_version(&options.model)?;
-                looks.full = Some(Instant::now());
-                (newest, None)
-            }
-        };
-        if level.is_some() && newest == level {
-            looks.quiet = true;
+        let Core { source, replica, .. } = core;
+        let newest = source.newest(replica, asked);
+        if newest.as_ref().is_ok_and(|newest| newest.is_reached) {
             return Ok(Advanced::default());
         }
+        let run_id = |replica: &Replica| replica.applied().map(|applied| applied.run_id);
+        let known = source.run_id();
         {
             let mut status = self.status_mut();
-            status.newest = newest;
-            status.run_id = Some(run.id());
+            status.newest = newest.as_ref().map_or(status.newest, |newest| newest.version);
+            status.run_id = known.or(run_id(replica));
         }
-        let to = target.or(options.last(newest)).ok_or_else(|| Error::NoSuchVersion {
-            run_id: run.id(),
-            model: options.model.clone(),
-            version: Version(0),
-        })?;
-        let place = (options.model.as_str(), to);
-        replica.advance_observed(run, place, known, options.hf_checkpoint.as_deref(), keeper)
-    }
-
-    /// The version on disk, if it was the newest at the last look and nothing is left to be finished.
-    fn level(&self, run: &Run, replica: &Replica) -> Option<Version> {
-        let applied = replica.applied().filter(|_| replica.checkpoint().is_ok())?;
-        let ours = applied.run_id == run.id() && applied.model == self.options().model;
-        (ours && self.status_mut().newest == Some(applied.version)).then_some(applied.version)
+        let last = options.last(newest?.version);
+        let to = match (asked, last, known) {
+            (Asked::Version(to), ..) | (_, Some(to), _) => to,
+            (_, None, Some(run_id)) => {
+                let model = options.model.clone();
+                return Err(Error::NoSuchVersion { run_id, model, version: Version(0) });
+            }
+            (_, None, None) => {
+                let store = self.shared.store.to_string();
+                return Err(Error::NoSuchRun { name: options.run.clone(), store });
+            }
+        };
+        let moved = source.advance(replica, to);
+        self.status_mut().run_id = known.or(run_id(replica));
+        moved
     }
 
     /// Asks the engines whose time has come by `due`, or all of them, and activates the version on those that serve another one.
@@ -537,8 +495,8 @@ impl Follower {
 
     /// Tells the store what is here, if that changed or the lease has to be renewed.
     fn acknowledge(&self, core: &Core) {
-        if let (Some(ack), Some(keeper)) = (self.status().applied, &core.keeper) {
-            keeper.acknowledge(ack);
+        if let Some(ack) = self.status().applied {
+            core.source.acknowledge(ack);
         }
     }
 }

@@ -69,7 +69,6 @@ impl Follower {
         if let Err(error) = core.replica.quarantine(damage) {
             return self.put_off(error);
         }
-        core.looks.quiet = false;
         // Whatever their label, what they loaded may have been damaged.
         core.engines.iter_mut().for_each(|slot| slot.reload = true);
         record_applied(&mut self.status_mut(), &core.replica, &core.engines, Duration::ZERO, 0);

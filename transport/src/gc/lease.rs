@@ -5,8 +5,8 @@ use std::time::{Duration, SystemTime};
 use driftless_store::{Entry, Error as StoreError, Key, PutMode, Store};
 use serde::{Deserialize, Serialize};
 
+use super::Ack;
 use crate::error::Result;
-use crate::follow::Ack;
 use crate::ids::Version;
 use crate::run::Run;
 

@@ -8,6 +8,7 @@
 //!
 //! Objects that no manifest names are removed where the version's number is taken: nothing can commit them any more.
 
+mod ack;
 mod floor;
 mod lease;
 mod plan;
@@ -23,6 +24,7 @@ use crate::ids::Version;
 use crate::run::Run;
 use plan::Places;
 
+pub use ack::{Ack, EngineStatus};
 pub(crate) use floor::Floor;
 pub use lease::Lease;
 pub(crate) use lease::Record;

@@ -16,7 +16,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::ids::{RunId, Version};
 use crate::snapshot::TensorInfo;
-pub(crate) use tables::Tables;
+pub use tables::Tables;
 
 /// The format that this crate writes and reads.
 pub const FORMAT: u32 = 1;

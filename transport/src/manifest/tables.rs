@@ -6,21 +6,25 @@ use driftless_store::ContentDigest;
 use super::{File, Tensor};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::snapshot::Snapshot as _;
+use crate::snapshot::{AuxFile, Snapshot as _};
 
 /// The tables of a version: its tensors and files, and how many elements changed.
-pub(crate) struct Tables {
-    pub(crate) tensors: Vec<Tensor>,
-    pub(crate) files: Vec<File>,
-    pub(crate) changed: u64,
+#[derive(Debug)]
+pub struct Tables {
+    /// Its tensors, by name.
+    pub tensors: Vec<Tensor>,
+    /// Its auxiliary files.
+    pub files: Vec<File>,
+    /// The elements of all tensors.
+    pub changed: u64,
 }
 
 impl Tables {
     /// The tables of a version that is a checkpoint directory: every tensor's digest, and no objects. Reads every byte.
     ///
     /// # Errors
-    /// [`Error::Codec`] if a tensor's bytes are no whole elements; [`Error::Invalid`] for a shape that overflows.
-    pub(crate) fn of(checkpoint: &Checkpoint) -> Result<Self> {
+    /// [`Error::Codec`] if a tensor's bytes are no whole elements; [`Error::TensorMismatch`] for a shape that overflows.
+    pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
         let mut tables = Self { tensors: Vec::new(), files: Vec::new(), changed: 0 };
         for (index, info) in checkpoint.tensors().iter().enumerate() {
             let digest = DigestTable::of(info.dtype.element(), &checkpoint.bytes(index)?)
@@ -37,7 +41,7 @@ impl Tables {
                 anchor: Vec::new(),
             });
         }
-        let file = |file: &crate::AuxFile| File {
+        let file = |file: &AuxFile| File {
             name: file.name().to_owned(),
             size: file.bytes().len() as u64,
             blake3: ContentDigest::of(file.bytes()),

@@ -14,7 +14,7 @@ pub(super) fn is_opaque(dtype: Dtype) -> bool {
 ///
 /// # Errors
 /// [`Error::NotFinite`].
-pub(crate) fn check(tensor: &TensorInfo, start: u64, new: &[u8], base: Option<&[u8]>) -> Result<()> {
+pub fn check(tensor: &TensorInfo, start: u64, new: &[u8], base: Option<&[u8]>) -> Result<()> {
     let (dtype, size) = (tensor.dtype, tensor.dtype.size() as usize);
     let is_new = |at: usize| base.and_then(|base| base.get(at * size..(at + 1) * size));
     let elements = new.chunks_exact(size).enumerate();

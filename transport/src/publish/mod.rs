@@ -16,7 +16,7 @@
 
 mod baseline;
 mod encode;
-pub(crate) mod finite;
+mod finite;
 mod options;
 mod part;
 mod plan;
@@ -51,6 +51,7 @@ use encode::{BaseView, Coded, Coder, Encoder};
 use plan::{Anchors, Plan};
 use shard::Whole;
 
+pub use finite::check as check_finite;
 pub use options::{FullBecause, Mode, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step};
 pub use ranks::PublishedPart;
 pub use shard::{Shard, Slice};

@@ -10,7 +10,8 @@ use driftless_store::ContentDigest;
 use super::encode::PIECE_UNIT;
 use crate::error::{Error, Result};
 use crate::ids::Version;
-use crate::manifest::{Kind, OBJECT_BYTES_MAX, Representation};
+use crate::manifest::{Kind, Manifest, OBJECT_BYTES_MAX, Representation};
+use crate::replica::Applied;
 use crate::sign::{SignKey, TrustKey};
 
 /// Smallest limit on the size of an object: one piece of every element type has to fit.
@@ -242,6 +243,31 @@ pub struct Published {
 }
 
 impl Published {
+    /// A delta of another layout, which led to `applied`: `publication_bytes` stored, `changed` elements, and the times of encoding
+    /// and of the rest.
+    #[must_use]
+    pub fn of_delta(
+        (applied, manifest): (&Applied, &Manifest),
+        publication_bytes: u64,
+        changed: u64,
+        [encode, upload]: [Duration; 2],
+    ) -> Self {
+        Self {
+            version: applied.version,
+            label: applied.label(),
+            manifest_digest: applied.manifest_digest,
+            kind: Kind::Delta,
+            full_because: None,
+            anchor: false,
+            publication_bytes,
+            full_bytes: manifest.tensor_bytes(),
+            changed,
+            elements: manifest.elements(),
+            encode,
+            upload,
+        }
+    }
+
     /// Share of elements that changed, 0 to 1.
     #[must_use]
     pub fn density(&self) -> f64 {

@@ -193,7 +193,8 @@ impl Replica {
 }
 
 impl Advanced {
-    pub(crate) fn add(&mut self, other: Self) {
+    /// Counts another advance in.
+    pub fn add(&mut self, other: Self) {
         self.links += other.links;
         self.bytes += other.bytes;
         self.changed += other.changed;

@@ -20,27 +20,29 @@ use crate::manifest::{Kind, Manifest};
 use crate::run::Committed;
 
 /// Bytes of a tensor that are rewritten at a time: a whole number of blocks of every element type.
-pub(crate) const SLICE_BYTES: usize = 4 << 20;
+pub const SLICE_BYTES: usize = 4 << 20;
 /// More threads than this only wait for memory.
 const WORKERS_MAX: usize = 16;
 
 /// The version that comes after the applied one.
 #[derive(Debug)]
-pub(crate) struct Foreign<'a> {
-    pub(crate) run_id: RunId,
-    pub(crate) version: Version,
+pub struct Foreign<'a> {
+    /// Its run.
+    pub run_id: RunId,
+    /// Its number.
+    pub version: Version,
     /// Its identity.
-    pub(crate) digest: ContentDigest,
+    pub digest: ContentDigest,
     /// The tensors that change, each once.
-    pub(crate) tensors: Vec<&'a str>,
+    pub tensors: Vec<&'a str>,
 }
 
 /// Gives the new bytes of `tensors[index]`, whose bytes now are the slice, to the rewriter; called from several threads.
 /// It returns only when it has checked them.
-pub(crate) type Rewrite<'f> = dyn Fn(usize, &[u8], &mut Rewriter<'_>) -> Result<()> + Sync + 'f;
+pub type Rewrite<'f> = dyn Fn(usize, &[u8], &mut Rewriter<'_>) -> Result<()> + Sync + 'f;
 
 /// Takes the new bytes of one tensor, [`SLICE_BYTES`] at a time.
-pub(crate) struct Rewriter<'a> {
+pub struct Rewriter<'a> {
     index: usize,
     name: &'a str,
     element: Element,
@@ -66,7 +68,7 @@ impl Replica {
     ///
     /// Those of `rewrite` and `confirm`; [`Error::TensorMismatch`] for a tensor that is not here; the file system's. Nothing
     /// has changed then.
-    pub(crate) fn advance_foreign(
+    pub fn advance_foreign(
         &mut self,
         next: &Foreign<'_>,
         rewrite: &Rewrite<'_>,
@@ -145,7 +147,10 @@ fn successor(state: &State, next: &Foreign<'_>) -> Manifest {
 }
 
 /// Where a tensor that a version changes stands in the manifest of the version in front.
-pub(crate) fn position(manifest: &Manifest, name: &str) -> Result<usize> {
+///
+/// # Errors
+/// [`Error::TensorMismatch`] if it is not there.
+pub fn position(manifest: &Manifest, name: &str) -> Result<usize> {
     manifest.position(name).ok_or_else(|| Error::TensorMismatch {
         tensor: name.to_owned(),
         what: "place in the local checkpoint",
@@ -226,7 +231,10 @@ fn rewrite_one(
 
 impl Rewriter<'_> {
     /// Takes the next bytes of the tensor: [`SLICE_BYTES`], or all that are left.
-    pub(crate) fn push(&mut self, new: &[u8]) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::TensorMismatch`] for any other number of bytes; [`Error::Codec`]; [`Error::Cancelled`] once other work failed.
+    pub fn push(&mut self, new: &[u8]) -> Result<()> {
         let expected = SLICE_BYTES.min(self.base.len() - self.at);
         let Some(base) = self.base.get(self.at..self.at + new.len()).filter(|_| new.len() == expected) else {
             return Err(self.mismatch("bytes of a slice", expected, new.len()));

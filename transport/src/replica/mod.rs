@@ -21,8 +21,7 @@
 
 mod advance;
 mod fetch;
-#[cfg(feature = "slime")]
-pub(crate) mod foreign;
+mod foreign;
 mod journal;
 mod objects;
 mod overwrite;
@@ -61,16 +60,15 @@ use target::Targets;
 
 pub(crate) use advance::Observe;
 pub(crate) use fetch::check_same_form;
+pub use foreign::{Foreign, Rewrite, Rewriter, SLICE_BYTES, position};
 pub use objects::FetchObject;
-#[cfg(feature = "slime")]
-pub(crate) use plan::Held;
-pub use plan::{Plan, PlannedLink};
+pub use plan::{Held, Plan, PlannedLink};
 pub use repair::Repaired;
 pub(crate) use scrub::Scrub;
 pub use state::Applied;
 
 /// Directory inside a replica that holds its state.
-pub(crate) const STATE_DIR: &str = ".driftless";
+pub const STATE_DIR: &str = ".driftless";
 
 /// The moment at which a range of an object has been kept.
 const RANGE_POINT: &str = "follow.range";
@@ -465,7 +463,10 @@ impl Replica {
 }
 
 /// Refuses a directory with weights that a replica has not put there; one that does not exist has none.
-pub(crate) fn refuse_foreign(dir: &Path) -> Result<()> {
+///
+/// # Errors
+/// [`Error::BadSetting`] that names the first such file; the file system's.
+pub fn refuse_foreign(dir: &Path) -> Result<()> {
     let names = if dir.exists() { weight_names(dir)? } else { Vec::new() };
     match names.first() {
         Some(name) => Err(Error::BadSetting {

@@ -6,13 +6,10 @@ use std::path::Path;
 use driftless_store::Error as StoreError;
 use serde::Serialize;
 
-#[cfg(feature = "slime")]
 use super::Applied;
 use super::state::{Copy, Layout, Marker, read_optional};
 use super::{Replica, check_model, fetch, quarantine};
-#[cfg(feature = "slime")]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ids::{RunId, Version};
 use crate::manifest::{Base, File, Kind, Manifest};
 use crate::run::{Committed, Run};
@@ -87,9 +84,18 @@ impl Replica {
     }
 }
 
+impl PlannedLink {
+    /// A publication in as many objects and bytes.
+    #[must_use]
+    pub fn new(version: Version, full: bool, (objects, bytes): (u64, u64), changed: Option<u64>) -> Self {
+        Self { version, full, objects, bytes, changed }
+    }
+}
+
 impl Plan {
-    /// The plan that takes `links`.
-    pub(crate) fn of(
+    /// The plan that takes `links` of a model of a run, from one version to another.
+    #[must_use]
+    pub fn of(
         (run_id, model): (RunId, &str),
         (from, to): (Option<Version>, Version),
         unfinished: bool,
@@ -110,24 +116,22 @@ impl Plan {
 }
 
 /// What a directory says that it holds.
-#[cfg(feature = "slime")]
 #[derive(Debug, PartialEq)]
-pub(crate) struct Held {
+pub struct Held {
     /// The version, unless there is none that could be built upon.
-    pub(crate) version: Option<(Applied, Manifest)>,
+    pub version: Option<(Applied, Manifest)>,
     /// Whether an apply is under way, or was interrupted.
-    pub(crate) unfinished: bool,
+    pub unfinished: bool,
     /// Whether a replica was ever begun in it.
-    pub(crate) begun: bool,
+    pub begun: bool,
 }
 
-#[cfg(feature = "slime")]
 impl Held {
     /// Reads the state of `dir`, which need not exist, and writes nothing. One that is damaged counts as none: following builds it anew.
     ///
     /// # Errors
     /// The file system's.
-    pub(crate) fn look(dir: &Path) -> Result<Self> {
+    pub fn look(dir: &Path) -> Result<Self> {
         let layout = Layout::new(dir);
         let state = match read(&layout) {
             Err(error @ Error::Store(StoreError::Io { .. })) => return Err(error),

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use common::{Weights, assert_same};
-use driftless_transport::slime::{Checksum, Encoding, Publisher, PublisherOptions};
+use driftless_slime::{Checksum, Encoding, Publisher, PublisherOptions};
 use driftless_transport::{
     Checkpoint, Disk, Dtype, Error, Follower, FollowerOptions, Plan, Result, Start, Store, Version,
     write_checkpoint,
@@ -55,7 +55,7 @@ impl World {
     pub(crate) fn plan(&self, until: Option<u64>) -> Result<Plan> {
         let mut options = options(&self.path("hf"), &self.path("host"));
         options.until = until.map(Version);
-        Follower::plan_slime(self.store(), &options)
+        driftless_slime::plan(self.store(), &options)
     }
 
     pub(crate) fn publisher(&self, start: Start, form: (Encoding, Checksum)) -> Result<Publisher> {
@@ -75,7 +75,7 @@ impl World {
 }
 
 pub(crate) fn follower(store: Arc<dyn Store>, hf: &Path, host: &Path) -> Follower {
-    Follower::open_slime(store, options(hf, host), Vec::new()).unwrap()
+    driftless_slime::open(store, options(hf, host), Vec::new()).unwrap()
 }
 
 pub(crate) fn options(hf: &Path, host: &Path) -> FollowerOptions {

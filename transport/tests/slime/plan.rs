@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use driftless_transport::{Error, Follower, Plan, Version};
+use driftless_transport::{Error, Plan, Version};
 
 use crate::common::{Weights, tree};
 use crate::reference::FORMS;
@@ -117,18 +117,18 @@ fn a_plan_refuses_what_following_refuses() {
     fs::create_dir(&foreign).unwrap();
     fs::write(foreign.join("model.safetensors"), b"somebody's").unwrap();
     let into = || options(&world.path("hf"), &foreign);
-    let planned = Follower::plan_slime(world.store(), &into()).unwrap_err();
-    let follower = Follower::open_slime(world.store(), into(), Vec::new()).unwrap();
+    let planned = driftless_slime::plan(world.store(), &into()).unwrap_err();
+    let follower = driftless_slime::open(world.store(), into(), Vec::new()).unwrap();
     let error = follower.prepare(None).unwrap_err();
     assert!(matches!(&error, Error::BadSetting { found, .. } if found.contains("foreign")), "{error}");
     assert_eq!(planned.to_string(), error.to_string(), "weights of somebody else");
 
     let mut signed = options(&world.path("hf"), &world.path("host"));
     signed.trust_keys = vec![driftless_transport::SignKey::from_bytes([1; 32]).public()];
-    let error = Follower::plan_slime(world.store(), &signed).unwrap_err();
+    let error = driftless_slime::plan(world.store(), &signed).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
     let mut without = options(&world.path("hf"), &world.path("new"));
     without.hf_checkpoint = None;
-    let error = Follower::plan_slime(world.store(), &without).unwrap_err();
+    let error = driftless_slime::plan(world.store(), &without).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
 }

@@ -5,7 +5,9 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
-use driftless_transport::slime::{Checksum, Encoding};
+use driftless_slime::{Checksum, Encoding};
+use driftless_transport::http::serve_with;
+use driftless_transport::listen::Limits;
 use driftless_transport::store::Error as StoreError;
 use driftless_transport::wrap::{Fault, When};
 use driftless_transport::{Disk, Dtype, Error, Key, PutMode, Replica, Start, Stop, Store, Version};
@@ -113,7 +115,7 @@ fn a_host_needs_version_0_and_a_directory_of_its_own() {
     let world = World::new(&base);
     trainer(&world, &base, 1, 1..=1);
     let options = driftless_transport::FollowerOptions::new("slime", world.path("host"), "host");
-    let host = driftless_transport::Follower::open_slime(world.store(), options, Vec::new()).unwrap();
+    let host = driftless_slime::open(world.store(), options, Vec::new()).unwrap();
     assert!(matches!(host.prepare(None), Err(Error::Unsupported { .. })));
 
     // A replica of one of our own runs is none of slime's.
@@ -220,11 +222,10 @@ fn whichever_call_of_the_store_fails_a_version_is_there_or_not() {
             let world = World::new(&base);
             let store = Arc::new(Fault::new(Arc::new(Disk::new(world.source()))));
             let open = |start| {
-                let mut options =
-                    driftless_transport::slime::PublisherOptions::new(start, world.path("baseline"));
+                let mut options = driftless_slime::PublisherOptions::new(start, world.path("baseline"));
                 options.hf_checkpoint = Some(world.path("hf"));
                 options.allow_non_finite = true;
-                driftless_transport::slime::Publisher::open(store.clone(), options)
+                driftless_slime::Publisher::open(store.clone(), options)
             };
             let mut publisher = open(Start::NewRun).unwrap();
             store.arm(call, 1, when);
@@ -278,8 +279,8 @@ fn a_trainer_pulls_through_the_follower() {
     let base = Weights::small(1);
     let world = World::new(&base);
     let host = world.follower();
-    let server =
-        driftless_transport::http::serve(host.clone(), "127.0.0.1:0".parse().unwrap(), None).unwrap();
+    let (addr, routes) = ("127.0.0.1:0".parse().unwrap(), driftless_slime::routes(host.clone()));
+    let server = serve_with(host.clone(), addr, None, Limits::default(), routes).unwrap();
     let pull = |dir: &Path, version: u64| pull(server.addr(), dir, version);
     let local = world.path("host");
     assert_eq!(pull(&local, 0), (200, true), "the trainer's first request");

@@ -1,23 +1,20 @@
-//! Reads and writes slime's delta directories (slime 0.3.1, `--update-weight-mode delta`).
+#![doc = include_str!("../README.md")]
 //!
-//! A trainer writes `weight_v000001/`, `weight_v000002/`, … below one directory: safetensors files with a
-//! zstd frame per changed tensor, and an index, written last. `docs/format/slime.md` describes the bytes.
-//! They carry no run identity, no full version and no digest of an unchanged tensor. The reader pins what it
-//! can and refuses the rest.
-//!
-//! [`Publisher`] writes such a directory, [`Follower::open_slime`](crate::Follower::open_slime) follows one.
+//! # Where things are
 //!
 //! | File | Does |
 //! |---|---|
 //! | `release`, `json` | read one version's directory up to the headers of its files |
 //! | `identity` | derives the identities that the versions lack |
 //! | `feed` | moves a replica along the directory |
+//! | `follow` | the directory as a follower's source, and the call of slime's trainer |
 //! | `plan` | says what following would do, without doing it |
 //! | `frame`, `checksum` | one tensor's zstd frame, and slime's checksums |
 //! | `publish` | writes a directory for slime's receiver |
 
 mod checksum;
 mod feed;
+mod follow;
 mod frame;
 mod identity;
 mod json;
@@ -28,14 +25,11 @@ mod release;
 use std::fmt;
 
 use driftless_store::Key;
+use driftless_transport::{Error, Result, Version};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
-use crate::ids::Version;
-
 pub use checksum::Checksum;
-pub(crate) use feed::Feed;
-pub(crate) use plan::plan;
+pub use follow::{SlimeFeed, open, plan, routes};
 pub use publish::{Publisher, PublisherOptions};
 
 /// File that commits a version.

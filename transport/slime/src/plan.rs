@@ -8,17 +8,13 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use driftless_store::os::regular;
+use driftless_transport::foreign::{Bounds, Held, position, refuse_foreign};
+use driftless_transport::manifest::Manifest;
+use driftless_transport::{Checkpoint, Error, Plan, PlannedLink, Result, Version, foreign};
 
-use super::feed::{Feed, check_forward};
-use super::release::Release;
-use super::{frame, identity};
-use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
-use crate::ids::Version;
-use crate::manifest::Manifest;
-use crate::pool::{self, Bounds};
-use crate::replica::foreign::position;
-use crate::replica::{Held, Plan, PlannedLink, refuse_foreign};
+use crate::feed::{Feed, check_forward};
+use crate::release::Release;
+use crate::{frame, identity};
 
 /// More threads than this only wait for memory.
 const WORKERS_MAX: usize = 16;
@@ -55,7 +51,7 @@ fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>)
                 refuse_foreign(dir)?;
             }
             let changed = Some(link.manifest.changed);
-            links.push(PlannedLink { version: Version(0), full: true, objects: 0, bytes: 0, changed });
+            links.push(PlannedLink::new(Version(0), true, (0, 0), changed));
             let to = last(feed.newest(Version(0))?);
             let run_id = link.manifest.run_id;
             (checkpoint, link.manifest, run_id, to)
@@ -77,13 +73,8 @@ fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>)
 
 fn planned(release: &Release, changed: Option<u64>) -> PlannedLink {
     let files: BTreeSet<_> = release.tensors.values().map(|frame| &frame.key).collect();
-    PlannedLink {
-        version: release.version,
-        full: false,
-        objects: files.len() as u64,
-        bytes: release.tensors.values().map(|frame| frame.range.end - frame.range.start).sum(),
-        changed,
-    }
+    let bytes = release.tensors.values().map(|frame| frame.range.end - frame.range.start).sum();
+    PlannedLink::new(release.version, false, (files.len() as u64, bytes), changed)
 }
 
 /// Takes every tensor through all versions, unless what is on disk is not `whole`. Returns how many elements each changes.
@@ -104,9 +95,9 @@ fn rehearse(
     }
     // What a tensor was and what it becomes.
     let weights = tensors.iter().map(|info| Ok(2 * info.byte_len()?)).collect::<Result<Vec<_>>>()?;
-    let bounds = Bounds { threads: pool::threads(WORKERS_MAX), weight: MEMORY_MAX };
+    let bounds = Bounds { threads: foreign::threads(WORKERS_MAX), weight: MEMORY_MAX };
     let mut total = vec![0; releases.len()];
-    pool::in_order(
+    foreign::in_order(
         &weights,
         bounds,
         |index| Ok(&tensors[index]),

@@ -4,13 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use driftless_store::{Error as StoreError, Key, Store};
+use driftless_transport::foreign::is_plain_name;
+use driftless_transport::{Error, Result, Version};
 use serde::Deserialize;
 
-use super::json::Unique;
-use super::{Checksum, Encoding, corrupt, index_key, version_key};
-use crate::error::{Error, Result};
-use crate::ids::Version;
-use crate::snapshot::is_plain_name;
+use crate::json::Unique;
+use crate::{Checksum, Encoding, corrupt, index_key, version_key};
 
 /// Largest index, and largest header of a file, in bytes: room for 300,000 tensors.
 const INDEX_BYTES_MAX: u64 = 64 << 20;
@@ -19,23 +18,23 @@ const METADATA: &str = "__metadata__";
 
 /// What a version's directory says.
 #[derive(Debug)]
-pub(super) struct Release {
-    pub(super) version: Version,
-    pub(super) encoding: Encoding,
-    pub(super) checksum: Checksum,
+pub(crate) struct Release {
+    pub(crate) version: Version,
+    pub(crate) encoding: Encoding,
+    pub(crate) checksum: Checksum,
     /// The tensors that change.
-    pub(super) tensors: BTreeMap<String, Frame>,
+    pub(crate) tensors: BTreeMap<String, Frame>,
 }
 
 /// A changed tensor.
 #[derive(Debug)]
-pub(super) struct Frame {
+pub(crate) struct Frame {
     /// The file that holds it.
-    pub(super) key: Key,
+    pub(crate) key: Key,
     /// Its zstd frame within the file.
-    pub(super) range: Range<u64>,
+    pub(crate) range: Range<u64>,
     /// Checksum of all bytes of the new tensor.
-    pub(super) checksum: String,
+    pub(crate) checksum: String,
 }
 
 #[derive(Deserialize)]
@@ -68,7 +67,7 @@ impl Release {
     /// [`NotFound`](driftless_store::Error::NotFound) if there is no index: the version is not there, or not yet. [`Error::Unsupported`] for a full
     /// checkpoint, an encoding, compression or checksum that is unknown. [`Error::Corrupt`], [`Error::Parse`] and
     /// [`Error::DuplicateTensor`] for a directory that contradicts itself.
-    pub(super) fn read(store: &dyn Store, version: Version) -> Result<Self> {
+    pub(crate) fn read(store: &dyn Store, version: Version) -> Result<Self> {
         let key = index_key(version)?;
         let bytes = store.get(&key, Some(0..INDEX_BYTES_MAX + 1))?;
         if bytes.len() as u64 > INDEX_BYTES_MAX {

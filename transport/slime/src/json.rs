@@ -8,7 +8,7 @@ use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
 /// A map that refuses a key that occurs twice.
 #[derive(Debug)]
-pub(super) struct Unique<T>(pub(super) BTreeMap<String, T>);
+pub(crate) struct Unique<T>(pub(crate) BTreeMap<String, T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Unique<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

@@ -6,13 +6,13 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::ops::Range;
 
 use driftless_store::{Key, Store};
+use driftless_transport::foreign::SLICE_BYTES;
+use driftless_transport::{Error, Result};
 use zstd::stream::read::Decoder;
 use zstd::stream::write::Encoder;
 
-use super::release::Frame;
-use super::{Checksum, Encoding, corrupt};
-use crate::error::{Error, Result};
-use crate::replica::foreign::SLICE_BYTES;
+use crate::release::Frame;
+use crate::{Checksum, Encoding, corrupt};
 
 /// The level that slime writes at.
 const LEVEL: i32 = 1;
@@ -26,7 +26,7 @@ const CHUNK_BYTES: u64 = 4 << 20;
 /// # Errors
 /// [`Error::Corrupt`] unless the frame holds exactly what the tensor's size asks for and the new bytes have the promised
 /// checksum: a wrong base shows in it too.
-pub(super) fn rewrite(
+pub(crate) fn rewrite(
     store: &dyn Store,
     name: &str,
     frame: &Frame,
@@ -241,7 +241,7 @@ impl Read for Source<'_> {
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a tensor that the encoding cannot describe.
-pub(super) fn encode(name: &str, encoding: Encoding, old: &[u8], new: &[u8]) -> Result<Vec<u8>> {
+pub(crate) fn encode(name: &str, encoding: Encoding, old: &[u8], new: &[u8]) -> Result<Vec<u8>> {
     let written = match encoding {
         Encoding::Xor => xor(old, new),
         Encoding::Overwrite if u32::try_from(new.len()).is_ok() => overwrite(old, new),

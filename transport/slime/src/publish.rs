@@ -10,17 +10,16 @@ use std::time::Instant;
 use std::{fmt, thread};
 
 use driftless_store::{Error as StoreError, PutMode, Store, probe_conditional_put};
+use driftless_transport::foreign::{STATE_DIR, check_finite};
+use driftless_transport::{
+    Applied, Checkpoint, Error, Progress, ProgressFn, Published, Replica, Result, Snapshot, Start,
+    TensorInfo, Version,
+};
 use serde_json::json;
 
-use super::release::Release;
-use super::{Checksum, Encoding, Feed, frame, identity, index_key, version_key};
-use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
-use crate::ids::Version;
-use crate::manifest::Kind;
-use crate::publish::{Progress, ProgressFn, Published, Start, finite};
-use crate::replica::{Applied, Replica, STATE_DIR};
-use crate::snapshot::{Snapshot, TensorInfo};
+use crate::feed::Feed;
+use crate::release::Release;
+use crate::{Checksum, Encoding, frame, identity, index_key, version_key};
 
 /// What to publish, and how.
 #[derive(Debug, Clone)]
@@ -173,20 +172,8 @@ impl Publisher {
         let missing = || Error::NothingApplied { path: self.options.baseline_dir.clone() };
         let manifest = self.baseline.manifest().ok_or_else(missing)?;
         let applied = self.applied().ok_or_else(missing)?;
-        Ok(Published {
-            version: applied.version,
-            label: applied.label(),
-            manifest_digest: applied.manifest_digest,
-            kind: Kind::Delta,
-            full_because: None,
-            anchor: false,
-            publication_bytes: bytes,
-            full_bytes: manifest.tensor_bytes(),
-            changed,
-            elements: manifest.elements(),
-            encode,
-            upload: begin.elapsed() - encode,
-        })
+        let times = [encode, begin.elapsed() - encode];
+        Ok(Published::of_delta((applied, manifest), bytes, changed, times))
     }
 
     fn catch_up(&mut self) -> Result<Applied> {
@@ -246,7 +233,8 @@ impl Publisher {
         let made = Mutex::new(Vec::new());
         let PublisherOptions { encoding, checksum, allow_non_finite, .. } = self.options;
         let workers = thread::available_parallelism().map_or(1, std::num::NonZero::get).min(16);
-        let mut progress = Progress { tensors_total: snapshot.tensors().len() as u64, ..Progress::default() };
+        let mut progress = Progress::default();
+        progress.tensors_total = snapshot.tensors().len() as u64;
         let failure = thread::scope(|scope| {
             let (jobs, inbox) = sync_channel::<(usize, std::borrow::Cow<'_, [u8]>)>(workers);
             let inbox = Arc::new(Mutex::new(inbox));
@@ -261,7 +249,7 @@ impl Publisher {
                                 continue;
                             }
                             if !allow_non_finite {
-                                finite::check(info, 0, &new, Some(old))?;
+                                check_finite(info, 0, &new, Some(old))?;
                             }
                             let frame = frame::encode(&info.name, encoding, old, &new)?;
                             let range = locked(spool).append(&frame)?;

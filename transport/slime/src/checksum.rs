@@ -31,7 +31,7 @@ impl Checksum {
     }
 
     /// Number of hex digits.
-    pub(super) fn digits(self) -> usize {
+    pub(crate) fn digits(self) -> usize {
         match self {
             Self::Xxh3 => 32,
             Self::Blake3 => 64,
@@ -39,7 +39,7 @@ impl Checksum {
         }
     }
 
-    pub(super) fn hasher(self) -> Hasher {
+    pub(crate) fn hasher(self) -> Hasher {
         match self {
             Self::Xxh3 => Hasher::Xxh3(Box::default()),
             Self::Blake3 => Hasher::Blake3(Box::default()),
@@ -48,7 +48,7 @@ impl Checksum {
     }
 
     /// The checksum of `bytes`.
-    pub(super) fn of(self, bytes: &[u8]) -> String {
+    pub(crate) fn of(self, bytes: &[u8]) -> String {
         let mut hasher = self.hasher();
         hasher.update(bytes);
         hasher.finish()
@@ -62,14 +62,14 @@ impl fmt::Display for Checksum {
 }
 
 /// A checksum being computed.
-pub(super) enum Hasher {
+pub(crate) enum Hasher {
     Xxh3(Box<xxhash_rust::xxh3::Xxh3>),
     Blake3(Box<blake3::Hasher>),
     Adler32(adler2::Adler32),
 }
 
 impl Hasher {
-    pub(super) fn update(&mut self, bytes: &[u8]) {
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
         match self {
             Self::Xxh3(hasher) => hasher.update(bytes),
             Self::Blake3(hasher) => {
@@ -80,7 +80,7 @@ impl Hasher {
     }
 
     /// Lower-case hex, most significant digit first.
-    pub(super) fn finish(self) -> String {
+    pub(crate) fn finish(self) -> String {
         match self {
             Self::Xxh3(hasher) => format!("{:032x}", hasher.digest128()),
             Self::Blake3(hasher) => hasher.finalize().to_hex().to_string(),

@@ -4,13 +4,11 @@
 //! replaced gets another.
 
 use driftless_store::ContentDigest;
+use driftless_transport::foreign::Tables;
+use driftless_transport::manifest::{Algorithms, FORMAT, Features, Kind, Manifest, Representation, Tensor};
+use driftless_transport::{Checkpoint, Committed, Result, RunId, Version};
 
-use super::release::Release;
-use crate::checkpoint::Checkpoint;
-use crate::error::Result;
-use crate::ids::{RunId, Version};
-use crate::manifest::{Algorithms, FORMAT, Features, Kind, Manifest, Representation, Tables, Tensor};
-use crate::run::Committed;
+use crate::release::Release;
 
 /// BLAKE3 over fields that cannot run into each other.
 struct Fields(blake3::Hasher);
@@ -33,7 +31,7 @@ impl Fields {
 }
 
 /// What a version's directory says: its number and what each of its tensors becomes. How the bytes are packed does not matter.
-pub(super) fn content(release: &Release) -> ContentDigest {
+pub(crate) fn content(release: &Release) -> ContentDigest {
     let mut fields = Fields::new("driftless slime version 1");
     fields.push(&release.version.0.to_le_bytes());
     fields.push(release.checksum.name().as_bytes());
@@ -45,7 +43,7 @@ pub(super) fn content(release: &Release) -> ContentDigest {
 }
 
 /// The identity of a version: its content, and the version it follows.
-pub(super) fn link(base: ContentDigest, content: ContentDigest) -> ContentDigest {
+pub(crate) fn link(base: ContentDigest, content: ContentDigest) -> ContentDigest {
     let mut fields = Fields::new("driftless slime link 1");
     fields.push(base.as_bytes());
     fields.push(content.as_bytes());
@@ -53,7 +51,7 @@ pub(super) fn link(base: ContentDigest, content: ContentDigest) -> ContentDigest
 }
 
 /// A run is known by the content of its version 1.
-pub(super) fn run_id(content: ContentDigest) -> RunId {
+pub(crate) fn run_id(content: ContentDigest) -> RunId {
     first_half(content)
 }
 
@@ -78,12 +76,12 @@ fn base(tensors: &[Tensor]) -> ContentDigest {
 }
 
 /// True if `manifest` stands for a version 0 of this module's making.
-pub(super) fn is_base(manifest: &Manifest, digest: ContentDigest) -> bool {
+pub(crate) fn is_base(manifest: &Manifest, digest: ContentDigest) -> bool {
     base(&manifest.tensors) == digest
 }
 
 /// Version 0, by reference to a checkpoint directory. Hashes every tensor.
-pub(super) fn base_link(checkpoint: &Checkpoint, model: &str) -> Result<Committed> {
+pub(crate) fn base_link(checkpoint: &Checkpoint, model: &str) -> Result<Committed> {
     let Tables { tensors, files, changed } = Tables::of(checkpoint)?;
     let digest = base(&tensors);
     let manifest = Manifest {

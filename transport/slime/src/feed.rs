@@ -5,16 +5,12 @@ use std::sync::Arc;
 
 use driftless_store::os::crash_point;
 use driftless_store::{ContentDigest, Entry, Error as StoreError, Store};
+use driftless_transport::foreign::Foreign;
+use driftless_transport::manifest::Manifest;
+use driftless_transport::{Advanced, Applied, Checkpoint, Committed, Error, Replica, Result, Version};
 
-use super::release::Release;
-use super::{corrupt, frame, identity, index_key};
-use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
-use crate::ids::Version;
-use crate::manifest::Manifest;
-use crate::replica::foreign::Foreign;
-use crate::replica::{Advanced, Applied, Replica};
-use crate::run::Committed;
+use crate::release::Release;
+use crate::{corrupt, frame, identity, index_key};
 
 /// Versions of a directory that a trainer writes, for a replica that follows them.
 ///
@@ -60,7 +56,7 @@ impl Feed {
     }
 
     /// The newest of the versions that follow `version` without a gap.
-    pub(super) fn newest(&self, version: Version) -> Result<Version> {
+    pub(crate) fn newest(&self, version: Version) -> Result<Version> {
         let mut newest = version;
         while self.look(newest.next())?.is_some() {
             newest = newest.next();
@@ -69,7 +65,7 @@ impl Feed {
     }
 
     /// Where the versions lie.
-    pub(super) fn store(&self) -> &dyn Store {
+    pub(crate) fn store(&self) -> &dyn Store {
         &*self.store
     }
 
@@ -97,7 +93,7 @@ impl Feed {
     }
 
     /// Version 0: the checkpoint that the trainer and every host start from.
-    pub(super) fn version_0(&self) -> Result<(Checkpoint, Committed)> {
+    pub(crate) fn version_0(&self) -> Result<(Checkpoint, Committed)> {
         let Some(reference) = &self.reference else {
             return Err(Error::Unsupported {
                 what: format!("beginning without version 0 of {}", self.store),
@@ -131,7 +127,7 @@ impl Feed {
     }
 
     /// The directory must hold the run and the version that the replica in `dir` has.
-    pub(super) fn check_pins(&mut self, dir: &Path, manifest: &Manifest, applied: &Applied) -> Result<()> {
+    pub(crate) fn check_pins(&mut self, dir: &Path, manifest: &Manifest, applied: &Applied) -> Result<()> {
         let Some(base) = manifest.base else {
             // Version 0 belongs to every run that starts from it; but it must be one of this layout.
             let ours = identity::is_base(manifest, applied.manifest_digest);
@@ -222,7 +218,7 @@ impl Feed {
 }
 
 /// Versions only go forward.
-pub(super) fn check_forward(dir: &Path, applied: &Applied, to: Version) -> Result<()> {
+pub(crate) fn check_forward(dir: &Path, applied: &Applied, to: Version) -> Result<()> {
     if applied.version <= to {
         return Ok(());
     }
