@@ -13,6 +13,7 @@
 //! | `arrow` | – | the log as Arrow IPC and Parquet | yes |
 //! | `nccl` | – | weights pushed over NCCL, which is opened at run time | with `cli` |
 //! | `ucx` | – | objects over UCX, which is opened at run time | with `cli` |
+//! | `relay` | [`relay`] | a cache of objects for the followers of a region, and its clients | with `cli` |
 //! | `slime` | [`slime`] | slime's delta directories, followed and written; builds zstd | with `cli` |
 //! | `cli` | – | the `driftless` command | yes |
 //! | `trainer` | [`trainer`] | the loop without a learner: tasks, advantages, schedule, metrics | yes |
@@ -32,6 +33,8 @@ pub use driftless_bridge as bridge;
 pub use driftless_buffer as buffer;
 #[cfg(feature = "delta")]
 pub use driftless_delta as delta;
+#[cfg(feature = "relay")]
+pub use driftless_relay as relay;
 #[cfg(feature = "slime")]
 pub use driftless_slime as slime;
 #[cfg(feature = "torch")]

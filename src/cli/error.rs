@@ -11,6 +11,8 @@ pub(crate) enum Error {
     #[error(transparent)]
     Transport(#[from] driftless::transport::Error),
     #[error(transparent)]
+    Relay(#[from] driftless::relay::Error),
+    #[error(transparent)]
     Buffer(#[from] driftless::buffer::Error),
     #[error(transparent)]
     Bridge(#[from] driftless::bridge::Error),
@@ -52,6 +54,7 @@ impl Error {
             error if error.is_closed_pipe() => 128 + 13,
             Error::Buffer(error) => buffer_code(error),
             Error::Transport(error) => transport_code(error),
+            Error::Relay(error) => relay_code(error),
             Error::Bridge(error) => bridge_code(error),
             #[cfg(feature = "torch")]
             Error::Torch(error) => torch_code(error),
@@ -112,8 +115,17 @@ pub fn transport_code(error: &driftless::transport::Error) -> u8 {
         Transport::PartsMissing { .. }
         | Transport::NotJoined { .. }
         | Transport::Store(Store::Unreachable { .. })
-        | Transport::EngineTimeout { .. }
-        | Transport::LinkTimeout { .. } => 4,
+        | Transport::EngineTimeout { .. } => 4,
+        _ => 1,
+    }
+}
+
+/// Whether a relay did not answer, or one of the others' reasons.
+fn relay_code(error: &driftless::relay::Error) -> u8 {
+    use driftless::relay::Error as Relay;
+    match error {
+        Relay::Transport(error) => transport_code(error),
+        Relay::LinkTimeout { .. } => 4,
         _ => 1,
     }
 }
@@ -169,8 +181,8 @@ mod tests {
         let odd = Transport::from(Store::NotAFile { path: PathBuf::from("head"), found: "a FIFO" });
         assert_eq!(Error::Transport(odd).exit_code(), 3);
         let peer = "host:1".to_owned();
-        let link = Transport::LinkTimeout { peer, action: "hear from", waited };
-        assert_eq!(Error::Transport(link).exit_code(), 4);
+        let link = driftless::relay::Error::LinkTimeout { peer, action: "hear from", waited };
+        assert_eq!(Error::Relay(link).exit_code(), 4);
         let (what, expected, found) = ("--store".to_owned(), "a URL".to_owned(), "none".to_owned());
         assert_eq!(Error::Usage { what, expected, found }.exit_code(), 2);
         assert_eq!(Error::LeftPaused { engines: "http://e:1".to_owned(), source: None }.exit_code(), 5);

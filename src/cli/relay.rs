@@ -5,9 +5,9 @@ use crate::cli::output::Output;
 use crate::cli::signals::{PATIENCE, stop_on_signals};
 use crate::cli::transport::with_ucx_settings;
 use crate::cli::{keys, paths, store};
+use driftless::relay::fabric::{Fabric, FabricOptions};
+use driftless::relay::{RelayOptions, serve};
 use driftless::transport::Stop;
-use driftless::transport::fabric::{Fabric, FabricOptions};
-use driftless::transport::relay::{RelayOptions, serve};
 use serde_json::json;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -67,7 +67,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if let Some(listen) = args.listen_ucx {
         options.ucx = Some((listen, Fabric::open(&FabricOptions::default())?));
     }
-    let server = serve(store::open(&args.store)?, options).map_err(Error::Transport)?;
+    let server = serve(store::open(&args.store)?, options).map_err(Error::Relay)?;
     let url = format!("http://{}", server.addr());
     let ucx = server.ucx_addr().map(|addr| format!("ucx://{addr}"));
     let value = json!({ "url": url, "ucx_url": ucx, "store": args.store, "cache_dir": args.cache_dir.display().to_string() });

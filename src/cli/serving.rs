@@ -4,10 +4,9 @@ use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
 use crate::cli::transport::with_ucx_settings;
 use crate::cli::{keys, numbers};
-use driftless::transport::fabric::{Fabric, FabricOptions};
+use driftless::relay::fabric::{Fabric, FabricOptions};
+use driftless::relay::{Recent, RelayOptions, Server, serve};
 use driftless::transport::gc::{GcOptions, leases};
-use driftless::transport::http::Server;
-use driftless::transport::relay::{Recent, RelayOptions, serve};
 use driftless::transport::{Run, Stop, Store, Version};
 use serde_json::json;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -56,7 +55,7 @@ impl ServingArgs {
         options.token = keys::secret(self.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
         options.ucx = Some((listen, Fabric::open(&FabricOptions::default())?));
         *store = Arc::new(Recent::new(store.clone(), RECENT_BYTES));
-        let server = serve(store.clone(), options).map_err(Error::Transport)?;
+        let server = serve(store.clone(), options).map_err(Error::Relay)?;
         let url = format!("http://{}", server.addr());
         let ucx = server.ucx_addr().map(|addr| format!("ucx://{addr}"));
         output.print(&json!({ "url": url, "ucx_url": ucx }), |_| {

@@ -2,7 +2,7 @@
 
 use crate::cli::error::Result;
 use crate::cli::keys;
-use driftless::transport::relay::Relays;
+use driftless::relay::Relays;
 use driftless::transport::{Store, open_with};
 use std::path::PathBuf;
 use std::sync::Arc;

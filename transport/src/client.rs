@@ -17,7 +17,7 @@ const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 const WORDS_MAX: usize = 200;
 
 /// A client with a thread of its own; its calls may be made from any thread.
-pub(crate) struct Http {
+pub struct Http {
     client: Client,
     token: Option<String>,
     /// There until this is dropped.
@@ -32,14 +32,17 @@ impl fmt::Debug for Http {
 
 /// An answer.
 #[derive(Debug)]
-pub(crate) struct Answer {
-    pub(crate) status: StatusCode,
-    pub(crate) body: Vec<u8>,
+pub struct Answer {
+    /// Its status.
+    pub status: StatusCode,
+    /// Its body.
+    pub body: Vec<u8>,
 }
 
 impl Answer {
     /// What the answer says, cut short, for an error.
-    pub(crate) fn words(&self) -> String {
+    #[must_use]
+    pub fn words(&self) -> String {
         let text = String::from_utf8_lossy(&self.body[..self.body.len().min(WORDS_MAX)]).into_owned();
         format!("status {}: {}", self.status.as_u16(), text.escape_debug())
     }
@@ -50,7 +53,7 @@ impl Http {
     ///
     /// # Errors
     /// [`Io`](driftless_store::Error::Io) if its thread cannot be started.
-    pub(crate) fn new(token: Option<&str>) -> Result<Self> {
+    pub fn new(token: Option<&str>) -> Result<Self> {
         // The only error is that there is a provider already, and any will do.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let start = |source| Error::io("start the thread of", "the HTTP client", source);
@@ -82,7 +85,7 @@ impl Http {
     ///
     /// # Errors
     /// A text for people: no answer within `deadline`, a broken connection, or more bytes than that.
-    pub(crate) fn get(
+    pub fn get(
         &self,
         url: Url,
         range: &str,
@@ -141,8 +144,11 @@ async fn exchange(
         .unwrap_or_else(|_| Err(format!("no answer within {deadline:.1?}")))
 }
 
-/// Checks the URL of a server.
-pub(crate) fn parse_url(what: &'static str, text: &str) -> Result<Url> {
+/// Checks the URL of a server; `what` says which.
+///
+/// # Errors
+/// [`Error::BadText`] for something that is no URL, or has a user, a password or a query.
+pub fn parse_url(what: &'static str, text: &str) -> Result<Url> {
     let parsed = Url::parse(text).ok();
     // A user, a password or a query may be a secret, and is not repeated.
     let host = parsed.as_ref().and_then(Url::host_str).unwrap_or("something else").to_owned();

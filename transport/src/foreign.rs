@@ -1,8 +1,10 @@
-//! What an implementation of [`Source`](crate::source::Source) for another program's layout needs: tensors come as absolute bytes,
-//! and go through the same journal as ours ([`Replica::advance_foreign`](crate::Replica::advance_foreign)).
+//! What an implementation of [`Source`](crate::source::Source) for another program's layout needs: tensors
+//! come as absolute bytes, and go through the same journal as ours
+//! ([`Replica::advance_foreign`](crate::Replica::advance_foreign)).
 
+pub use crate::checkpoint::STATE_DIR;
 pub use crate::manifest::Tables;
 pub use crate::pool::{Bounds, in_order, threads};
 pub use crate::publish::check_finite;
-pub use crate::replica::{Foreign, Held, Rewrite, Rewriter, SLICE_BYTES, STATE_DIR, position, refuse_foreign};
+pub use crate::replica::{Foreign, Held, Rewrite, Rewriter, SLICE_BYTES, position, refuse_foreign};
 pub use crate::snapshot::is_plain_name;

@@ -2,130 +2,31 @@
 //! format.
 
 use std::net::SocketAddr;
-use std::thread;
-use std::time::Duration;
 
 use axum::Router;
 use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{StatusCode, header};
-use axum::middleware::{self, Next};
+use axum::middleware;
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::{get, post};
 use driftless_store::{Error as StoreError, chain_text};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::runtime;
-use tokio::sync::oneshot;
 
 use crate::error::{Error, Result};
 use crate::follow::{Follower, Prepared};
 use crate::ids::Version;
-use crate::listen::{Limits, admit, serve_http};
+use crate::listen::{Limits, serve_http};
+use crate::server::{Body, Failure, Token, check_exposure};
+
+pub use crate::server::Server;
 
 /// Requests carry a version number at most.
 const BODY_BYTES_MAX: usize = 4096;
 /// Prepares and activates at once; all but one are told that the follower is busy.
 const REQUESTS_MAX: usize = 8;
-/// How long requests under way may hold up the end of the server.
-const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
-
-/// A running HTTP server. Dropping it ends the server.
-#[derive(Debug)]
-pub struct Server {
-    addr: SocketAddr,
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<thread::JoinHandle<()>>,
-    /// What a relay serves over UCX.
-    #[cfg(feature = "ucx")]
-    sessions: Option<crate::relay::Sessions>,
-}
-
-impl Server {
-    /// The address it listens on, with the port that the system picked if port 0 was asked for.
-    #[must_use]
-    pub fn addr(&self) -> SocketAddr {
-        self.addr
-    }
-
-    /// The address at which a relay listens for those that ask over UCX.
-    #[cfg(feature = "ucx")]
-    #[must_use]
-    pub fn ucx_addr(&self) -> Option<SocketAddr> {
-        self.sessions.as_ref().map(crate::relay::Sessions::addr)
-    }
-
-    #[cfg(feature = "ucx")]
-    pub(crate) fn beside(mut self, sessions: Option<crate::relay::Sessions>) -> Self {
-        self.sessions = sessions;
-        self
-    }
-}
-
-impl Server {
-    /// Runs `serving` on a thread of its own until the server is dropped.
-    pub(crate) fn run(
-        runtime: runtime::Runtime,
-        addr: SocketAddr,
-        name: &str,
-        serving: impl Future<Output = ()> + Send + 'static,
-    ) -> Result<Self> {
-        let (stop, stopped) = oneshot::channel::<()>();
-        let thread = thread::Builder::new().name(name.into()).spawn(move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = serving => {}
-                    _ = stopped => {}
-                }
-            });
-            runtime.shutdown_timeout(SHUTDOWN_DEADLINE);
-        });
-        let thread = thread.map_err(|source| Error::Listen { addr, source })?;
-        Ok(Self {
-            addr,
-            stop: Some(stop),
-            thread: Some(thread),
-            #[cfg(feature = "ucx")]
-            sessions: None,
-        })
-    }
-}
-
-/// What a caller has to bring; nothing, if there is no token.
-#[derive(Clone)]
-pub(crate) struct Token(Option<blake3::Hash>);
-
-impl Token {
-    pub(crate) fn new(token: Option<String>) -> Self {
-        Self(token.map(|token| blake3::hash(format!("Bearer {token}").as_bytes())))
-    }
-
-    /// Answers 401 to a request without the token.
-    pub(crate) async fn check(self, request: Request, next: Next) -> Response {
-        let given = request.headers().get(header::AUTHORIZATION).map(|value| blake3::hash(value.as_bytes()));
-        // Hashes of equal length compare in constant time.
-        if self.0.is_some() && given != self.0 {
-            let error = Body { kind: "unauthorized", message: "missing or wrong bearer token".into() };
-            return (StatusCode::UNAUTHORIZED, Json(Failure { error })).into_response();
-        }
-        admit(request, next).await
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // While the runtime still answers them.
-        #[cfg(feature = "ucx")]
-        drop(self.sessions.take());
-        // A closed channel says the same.
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("the HTTP server's thread panicked");
-        }
-    }
-}
 
 /// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `POST /notify`, `GET /status`,
 /// `GET /metrics`, `GET /health`.
@@ -178,19 +79,6 @@ pub fn serve_with(
     let addr = listener.local_addr().map_err(listen)?;
     let router = router(follower, token, routes);
     Server::run(runtime, addr, "follower-http", serve_http(listener, limits, router))
-}
-
-/// Refuses to listen beyond loopback addresses without a token; `name` says who wants to.
-pub(crate) fn check_exposure(name: &'static str, addr: SocketAddr, token: Option<&str>) -> Result<()> {
-    let refuse =
-        |expected: &str, found: String| Err(Error::BadSetting { name, expected: expected.into(), found });
-    match token {
-        None if !addr.ip().is_loopback() => {
-            refuse("a loopback address, or a token for all others", addr.to_string())
-        }
-        Some("") => refuse("a token that is not empty", "an empty one".into()),
-        _ => Ok(()),
-    }
 }
 
 fn router(follower: Follower, token: Option<String>, more: Router) -> Router {
@@ -293,17 +181,6 @@ async fn blocking<T: Serialize + Send + 'static>(
     }
 }
 
-#[derive(Serialize)]
-struct Failure {
-    error: Body,
-}
-
-#[derive(Serialize)]
-struct Body {
-    kind: &'static str,
-    message: String,
-}
-
 /// HTTP status and stable name of an error.
 fn classify(error: &Error) -> (StatusCode, &'static str) {
     match error {
@@ -323,21 +200,5 @@ fn classify(error: &Error) -> (StatusCode, &'static str) {
         Error::DamagedReplica { .. } => (StatusCode::INTERNAL_SERVER_ERROR, "damaged_replica"),
         error if error.is_retryable() => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
         _ => (StatusCode::INTERNAL_SERVER_ERROR, "internal"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_loopback_is_served_without_a_token() {
-        let check = |addr: &str, token| check_exposure("address", addr.parse().unwrap(), token);
-        check("127.0.0.1:0", None).unwrap();
-        check("[::1]:0", None).unwrap();
-        check("0.0.0.0:0", Some("secret")).unwrap();
-        for (addr, token) in [("0.0.0.0:0", None), ("10.0.0.1:80", None), ("127.0.0.1:0", Some(""))] {
-            assert!(matches!(check(addr, token), Err(Error::BadSetting { .. })), "{addr}");
-        }
     }
 }

@@ -84,6 +84,19 @@ pub(crate) fn check_name(what: &'static str, text: &str) -> Result<()> {
     Err(Error::BadName { what, text: text.to_owned(), reason })
 }
 
+/// The segment under a run's id that holds its followers; no model may have this name.
+pub(crate) const FOLLOWERS: &str = "followers";
+
+/// Checks a model's name: one segment of a key, and not the followers' place.
+pub(crate) fn check_model(model: &str) -> Result<()> {
+    check_name("model", model)?;
+    if model == FOLLOWERS {
+        let reason = "the followers of the run have this place";
+        return Err(Error::BadName { what: "model", text: model.to_owned(), reason });
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,11 +4,9 @@ mod activate;
 mod chain;
 mod checkpoint;
 #[cfg(feature = "client")]
-mod client;
+pub mod client;
 mod dtype;
 mod error;
-#[cfg(feature = "ucx")]
-pub mod fabric;
 mod follow;
 pub mod foreign;
 pub mod gc;
@@ -18,13 +16,13 @@ pub mod listen;
 pub mod manifest;
 mod pool;
 mod publish;
-pub mod relay;
 mod replica;
 mod run;
+pub mod server;
 mod sign;
 mod snapshot;
 pub mod source;
-mod spool;
+pub mod spool;
 
 pub use activate::{Activate, Activated, Limit, Target};
 pub use chain::Chain;

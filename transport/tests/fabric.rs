@@ -1,6 +1,5 @@
 //! Links over real UCX, between threads and between processes, one of which is killed. Without libucp the tests say so and do nothing,
 //! unless `DRIFTLESS_UCX_REQUIRED` names the release that is to be there.
-#![cfg(feature = "ucx")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -13,8 +12,8 @@ use std::thread;
 use std::time::Duration;
 
 use common::{Process, Random};
-use driftless_transport::fabric::{Bucket, Fabric, FabricOptions, INFLIGHT_MAX, Link};
-use driftless_transport::{Error, Result};
+use driftless_relay::fabric::{Bucket, Fabric, FabricOptions, INFLIGHT_MAX, Link};
+use driftless_relay::{Error, Result};
 
 /// Only a hang reaches it.
 const LONG: Duration = Duration::from_secs(120);
@@ -225,7 +224,10 @@ fn what_is_in_flight_is_bounded_and_messages_must_fit() {
     for tag in 0..INFLIGHT_MAX {
         tickets.push(far.receive(fabric.bucket(10).unwrap(), tag as u64).unwrap());
     }
-    assert!(matches!(far.receive(fabric.bucket(10).unwrap(), 99), Err(Error::Busy { .. })));
+    assert!(matches!(
+        far.receive(fabric.bucket(10).unwrap(), 99),
+        Err(Error::Transport(driftless_transport::Error::Busy { .. }))
+    ));
     // Another link's ticket finishes nothing.
     assert!(matches!(near.finish(tickets.remove(0), LONG, &mut nothing), Err(Error::Link { .. })));
     let sending = near.send(fabric.bucket(11).unwrap(), 0..11, 1).unwrap();
@@ -301,7 +303,10 @@ fn settings_that_ucx_does_not_take_are_errors() {
     for (name, value) in [("RNDV_THRESH", "many"), ("TLS\0", "tcp")] {
         options.settings = vec![(name.to_owned(), value.to_owned())];
         let outcome = Fabric::open(&options).map(drop);
-        assert!(matches!(outcome, Err(Error::BadSetting { .. })), "{name}={value}: {outcome:?}");
+        assert!(
+            matches!(outcome, Err(Error::Transport(driftless_transport::Error::BadSetting { .. }))),
+            "{name}={value}: {outcome:?}"
+        );
     }
     options.settings = vec![("TLS".to_owned(), "no_such_transport".to_owned())];
     let outcome = Fabric::open(&options).map(drop);

@@ -15,9 +15,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use std::{fs, thread};
 
-use driftless_transport::http::Server;
+use driftless_relay::{RelayOptions, Relays, Server, serve};
 use driftless_transport::manifest::Object;
-use driftless_transport::relay::{RelayOptions, Relays, serve};
 use driftless_transport::store::Error as StoreError;
 use driftless_transport::wrap::{Count, Fault, When};
 use driftless_transport::{
@@ -375,7 +374,10 @@ fn bad_requests_are_told_what_is_wrong() {
     options.token = Some("secret".to_owned());
     let server = serve(store.clone(), options.clone()).unwrap();
     let error = serve(store.clone(), options).unwrap_err();
-    assert!(matches!(error, Error::Store(StoreError::Locked { .. })), "{error:?}");
+    assert!(
+        matches!(error, driftless_relay::Error::Transport(Error::Store(StoreError::Locked { .. }))),
+        "{error:?}"
+    );
     let token = "authorization: Bearer secret\r\n";
     let named = format!("size={}&blake3={}", object.size, object.blake3);
     let other = format!("size=1000&blake3={}", "0".repeat(64));
@@ -406,7 +408,7 @@ fn bad_requests_are_told_what_is_wrong() {
     assert!(metrics.contains("driftless_relay_served_bytes_total 20\n"), "{metrics}");
     let open =
         serve(store, RelayOptions::new("0.0.0.0:0".parse().unwrap(), dir.path().join("open"))).unwrap_err();
-    assert!(matches!(open, Error::BadSetting { .. }), "{open:?}");
+    assert!(matches!(open, driftless_relay::Error::Transport(Error::BadSetting { .. })), "{open:?}");
 }
 
 /// Tells the child where to work, and where to die: `<point>:<passes before>`.

@@ -1,7 +1,6 @@
 //! Relays that are asked over UCX: followers in other processes, over TCP, shared memory and between network namespaces; relays that are
 //! killed in the middle, and relays that lie. Without libucp the tests say so and do nothing, unless `DRIFTLESS_UCX_REQUIRED` names
 //! the release that is to be there.
-#![cfg(feature = "ucx")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -16,9 +15,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{MODEL, Process, RUN, Random, Weights, assert_reader, assert_same, named, options, step, turn};
-use driftless_transport::fabric::{Fabric, FabricOptions};
-use driftless_transport::http::Server;
-use driftless_transport::relay::{Recent, RelayOptions, Relays, serve};
+use driftless_relay::fabric::{Fabric, FabricOptions};
+use driftless_relay::{Recent, RelayOptions, Relays, Server, serve};
 use driftless_transport::wrap::Count;
 use driftless_transport::{
     Arrived, Disk, Dtype, Error, Key, Memory, Mode, Publisher, Replica, Run, Start, Store, Version,
@@ -432,12 +430,15 @@ fn bad_requests_are_told_what_is_wrong() {
     let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir.path().join("open"));
     options.ucx = Some(("0.0.0.0:0".parse().unwrap(), fabric.clone()));
     let open = serve(store.clone(), options).unwrap_err();
-    assert!(matches!(open, Error::BadSetting { .. }), "{open:?}");
+    assert!(matches!(open, driftless_relay::Error::Transport(Error::BadSetting { .. })), "{open:?}");
     for bad in
         ["ucx://", "ucx://host", "ucx://host:port", "ucx://user:secret@host:1", "ucx://host:1/?x=secret"]
     {
         let refused = Relays::new(store.clone(), &[bad.to_owned()], None).unwrap_err();
-        assert!(matches!(refused, Error::BadText { .. }), "{bad}: {refused:?}");
+        assert!(
+            matches!(refused, driftless_relay::Error::Transport(Error::BadText { .. })),
+            "{bad}: {refused:?}"
+        );
         assert!(!refused.to_string().contains("secret"), "{refused}");
     }
 }

@@ -14,8 +14,9 @@ use crate::{corrupt, frame, identity, index_key};
 
 /// Versions of a directory that a trainer writes, for a replica that follows them.
 ///
-/// The layout has no run identity. What there is gets pinned: the weights of version 0, and the content of version 1 and of
-/// the applied version. A directory that was begun anew or rewritten is refused before anything of it is applied.
+/// The layout has no run identity. What there is gets pinned: the weights of version 0, and the content of
+/// version 1 and of the applied version. A directory that was begun anew or rewritten is refused before
+/// anything of it is applied.
 pub(crate) struct Feed {
     store: Arc<dyn Store>,
     model: String,
@@ -38,12 +39,13 @@ impl Feed {
         Self { store, model: model.into(), reference, pinned: None }
     }
 
-    /// Sees to it that the replica holds a version and that the directory still is the one it came from. Returns the
-    /// newest version.
+    /// Sees to it that the replica holds a version and that the directory still is the one it came from.
+    /// Returns the newest version.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if version 0 is needed and not at hand; [`Error::ForeignRun`] if the directory holds another
-    /// run; [`Error::Corrupt`] if the applied version is gone from it, [`DigestMismatch`](driftless_store::Error::DigestMismatch) if it became another one.
+    /// [`Error::Unsupported`] if version 0 is needed and not at hand; [`Error::ForeignRun`] if the directory
+    /// holds another run; [`Error::Corrupt`] if the applied version is gone from it,
+    /// [`DigestMismatch`](driftless_store::Error::DigestMismatch) if it became another one.
     pub(crate) fn survey(&mut self, replica: &mut Replica) -> Result<Version> {
         if replica.applied().is_none() {
             self.adopt(replica)?;
@@ -73,8 +75,8 @@ impl Feed {
     ///
     /// # Errors
     /// [`Error::Rewind`] for an older version, [`Error::NoSuchVersion`] for one that is not there; those of
-    /// [`Feed::survey`]; [`Error::Corrupt`] and others for a version that cannot be trusted. Versions applied before the
-    /// error stay applied.
+    /// [`Feed::survey`]; [`Error::Corrupt`] and others for a version that cannot be trusted. Versions applied
+    /// before the error stay applied.
     pub(crate) fn advance(&mut self, replica: &mut Replica, to: Version) -> Result<Advanced> {
         let mut total = Advanced::default();
         loop {

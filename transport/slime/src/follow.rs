@@ -39,18 +39,21 @@ pub fn open(
     Follower::open_source(source, store, options, engines)
 }
 
-/// What a follower with these options would do to its directory now, up to [`FollowerOptions::until`]. Nothing is written, no
-/// lock is taken, no engine asked. Every changed tensor is read and taken through all versions in memory (twice the bytes of the
-/// tensors under way: 1 GiB, or one tensor), so what this accepts follows on from the weights that are here.
+/// What a follower with these options would do to its directory now, up to [`FollowerOptions::until`].
+/// Nothing is written, no lock is taken, no engine asked. Every changed tensor is read and taken through all
+/// versions in memory (twice the bytes of the tensors under way: 1 GiB, or one tensor), so what this accepts
+/// follows on from the weights that are here.
 ///
 /// # Errors
 ///
-/// Those that [`open`] and [`Follower::prepare`] would give; [`Error::Busy`] if somebody else moves the directory meanwhile.
+/// Those that [`open`] and [`Follower::prepare`] would give; [`Error::Busy`] if somebody else moves the
+/// directory meanwhile.
 pub fn plan(store: Arc<dyn Store>, options: &FollowerOptions) -> Result<Plan> {
     crate::plan::plan(feed(store, options)?, &options.checkpoint_dir, options.until)
 }
 
-/// The route that slime's trainer calls, for [`serve_with`](driftless_transport::http::serve_with): `POST /pull_weights`.
+/// The route that slime's trainer calls, for [`serve_with`](driftless_transport::http::serve_with): `POST
+/// /pull_weights`.
 pub fn routes(follower: Follower) -> Router {
     Router::new().route("/pull_weights", post(pull_weights)).with_state(follower)
 }

@@ -21,11 +21,12 @@ const WINDOW_LOG_MAX: u32 = 27;
 /// Bytes fetched at a time.
 const CHUNK_BYTES: u64 = 4 << 20;
 
-/// Gives the new bytes of a tensor, whose bytes now are `base`, to `push`: [`SLICE_BYTES`] at a time, or all that are left.
+/// Gives the new bytes of a tensor, whose bytes now are `base`, to `push`: [`SLICE_BYTES`] at a time, or all
+/// that are left.
 ///
 /// # Errors
-/// [`Error::Corrupt`] unless the frame holds exactly what the tensor's size asks for and the new bytes have the promised
-/// checksum: a wrong base shows in it too.
+/// [`Error::Corrupt`] unless the frame holds exactly what the tensor's size asks for and the new bytes have
+/// the promised checksum: a wrong base shows in it too.
 pub(crate) fn rewrite(
     store: &dyn Store,
     name: &str,

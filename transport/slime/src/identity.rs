@@ -30,7 +30,8 @@ impl Fields {
     }
 }
 
-/// What a version's directory says: its number and what each of its tensors becomes. How the bytes are packed does not matter.
+/// What a version's directory says: its number and what each of its tensors becomes. How the bytes are packed
+/// does not matter.
 pub(crate) fn content(release: &Release) -> ContentDigest {
     let mut fields = Fields::new("driftless slime version 1");
     fields.push(&release.version.0.to_le_bytes());
@@ -61,8 +62,8 @@ fn first_half(digest: ContentDigest) -> RunId {
     RunId::from_bytes(id)
 }
 
-/// The identity of version 0: names, types, shapes and digests of its tensors. Every run that starts from these weights
-/// has this version 0.
+/// The identity of version 0: names, types, shapes and digests of its tensors. Every run that starts from
+/// these weights has this version 0.
 fn base(tensors: &[Tensor]) -> ContentDigest {
     let mut fields = Fields::new("driftless slime base 1");
     for tensor in tensors {

@@ -42,7 +42,8 @@ pub enum Encoding {
     /// All bytes, exclusive-or with the version in front.
     #[default]
     Xor,
-    /// Positions and new values of the bytes that changed. Positions have 32 bits, so tensors are below 4 GiB.
+    /// Positions and new values of the bytes that changed. Positions have 32 bits, so tensors are below 4
+    /// GiB.
     Overwrite,
 }
 

@@ -21,10 +21,12 @@ const WORKERS_MAX: usize = 16;
 /// Tensors under way at once, in bytes; a single one may be larger.
 const MEMORY_MAX: u64 = 1 << 30;
 
-/// What bringing `dir` to the newest version up to `until` would take, with every version tried as following it would.
+/// What bringing `dir` to the newest version up to `until` would take, with every version tried as following
+/// it would.
 ///
 /// # Errors
-/// Those that [`Feed::survey`] and [`Feed::advance`] would give; [`Error::Busy`] if somebody else moved `dir` meanwhile.
+/// Those that [`Feed::survey`] and [`Feed::advance`] would give; [`Error::Busy`] if somebody else moved `dir`
+/// meanwhile.
 pub(crate) fn plan(mut feed: Feed, dir: &Path, until: Option<Version>) -> Result<Plan> {
     let held = Held::look(dir)?;
     let planned = plan_on(&mut feed, (dir, &held), until);
@@ -77,7 +79,8 @@ fn planned(release: &Release, changed: Option<u64>) -> PlannedLink {
     PlannedLink::new(release.version, false, (files.len() as u64, bytes), changed)
 }
 
-/// Takes every tensor through all versions, unless what is on disk is not `whole`. Returns how many elements each changes.
+/// Takes every tensor through all versions, unless what is on disk is not `whole`. Returns how many elements
+/// each changes.
 fn rehearse(
     feed: &Feed,
     (base, checkpoint): (&Manifest, &Checkpoint),

@@ -29,13 +29,15 @@ pub struct PublisherOptions {
     pub start: Start,
     /// Directory of the baseline, a copy of the newest version that the next delta starts from.
     pub baseline_dir: PathBuf,
-    /// The checkpoint that is version 0, which every receiver has; needed as long as the baseline holds no version.
+    /// The checkpoint that is version 0, which every receiver has; needed as long as the baseline holds no
+    /// version.
     pub hf_checkpoint: Option<PathBuf>,
     /// How changed tensors are written.
     pub encoding: Encoding,
     /// Checksum of changed tensors.
     pub checksum: Checksum,
-    /// Frames in one file, in bytes; a larger frame has a file of its own. A file is in memory while it is stored.
+    /// Frames in one file, in bytes; a larger frame has a file of its own. A file is in memory while it is
+    /// stored.
     pub file_bytes: u64,
     /// Whether elements that turned NaN or infinite are published; [`Error::NotFinite`] if not.
     pub allow_non_finite: bool,
@@ -59,8 +61,8 @@ impl PublisherOptions {
 
 /// Publishes versions in slime's layout, one writer to a directory.
 ///
-/// The layout has no full versions: version 0 is a checkpoint that every receiver has, and nothing is written for it. A
-/// version is committed by its index, which is written last.
+/// The layout has no full versions: version 0 is a checkpoint that every receiver has, and nothing is written
+/// for it. A version is committed by its index, which is written last.
 pub struct Publisher {
     store: Arc<dyn Store>,
     options: PublisherOptions,
@@ -79,9 +81,10 @@ impl Publisher {
     /// Opens a publisher and brings the baseline to the newest version in the directory.
     ///
     /// # Errors
-    /// [`Error::RunExists`] for a new run where there is one, [`Error::BadSetting`] if its baseline holds something;
-    /// [`ConditionalPutIgnored`](driftless_store::Error::ConditionalPutIgnored); [`Error::Unsupported`] without a version 0; [`Error::ForeignRun`] for a baseline of
-    /// something else; whatever the store or the file system reports.
+    /// [`Error::RunExists`] for a new run where there is one, [`Error::BadSetting`] if its baseline holds
+    /// something; [`ConditionalPutIgnored`](driftless_store::Error::ConditionalPutIgnored);
+    /// [`Error::Unsupported`] without a version 0; [`Error::ForeignRun`] for a baseline of something else;
+    /// whatever the store or the file system reports.
     pub fn open(store: Arc<dyn Store>, options: PublisherOptions) -> Result<Self> {
         probe_conditional_put(&*store)?;
         let baseline = Replica::open(&options.baseline_dir)?;
@@ -121,9 +124,10 @@ impl Publisher {
     /// Publishes `snapshot` as the next version and returns once it is committed, and read back.
     ///
     /// # Errors
-    /// [`Error::TensorMismatch`] if its tensors are not the baseline's by name, type and shape; [`Error::LostRace`] if
-    /// another publisher committed the version; [`Error::Unsupported`] for a tensor that the encoding cannot describe;
-    /// whatever the store, the file system or the snapshot reports. The version is not there then, or whole.
+    /// [`Error::TensorMismatch`] if its tensors are not the baseline's by name, type and shape;
+    /// [`Error::LostRace`] if another publisher committed the version; [`Error::Unsupported`] for a tensor
+    /// that the encoding cannot describe; whatever the store, the file system or the snapshot reports. The
+    /// version is not there then, or whole.
     pub fn publish(&mut self, snapshot: &dyn Snapshot) -> Result<Published> {
         let begin = Instant::now();
         let applied = self.catch_up()?;
@@ -185,7 +189,8 @@ impl Publisher {
         self.baseline.applied().cloned().ok_or_else(|| Error::NothingApplied { path: path() })
     }
 
-    /// Removes what an attempt that was never committed left in the version's place: receivers read every file there.
+    /// Removes what an attempt that was never committed left in the version's place: receivers read every
+    /// file there.
     fn clear(&self, version: Version) -> Result<()> {
         let index = index_key(version)?;
         let entries = self.store.list(&version_key(version)?)?;
@@ -311,7 +316,8 @@ struct Encoded {
     checksum: String,
 }
 
-/// Frames on their way to a file, whose name says how many there are: a file without a name, so that it never stays behind.
+/// Frames on their way to a file, whose name says how many there are: a file without a name, so that it never
+/// stays behind.
 struct Spool {
     path: PathBuf,
     file: File,

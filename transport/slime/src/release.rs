@@ -64,9 +64,10 @@ impl Release {
     /// Reads the index and every file's header.
     ///
     /// # Errors
-    /// [`NotFound`](driftless_store::Error::NotFound) if there is no index: the version is not there, or not yet. [`Error::Unsupported`] for a full
-    /// checkpoint, an encoding, compression or checksum that is unknown. [`Error::Corrupt`], [`Error::Parse`] and
-    /// [`Error::DuplicateTensor`] for a directory that contradicts itself.
+    /// [`NotFound`](driftless_store::Error::NotFound) if there is no index: the version is not there, or not
+    /// yet. [`Error::Unsupported`] for a full checkpoint, an encoding, compression or checksum that is
+    /// unknown. [`Error::Corrupt`], [`Error::Parse`] and [`Error::DuplicateTensor`] for a directory that
+    /// contradicts itself.
     pub(crate) fn read(store: &dyn Store, version: Version) -> Result<Self> {
         let key = index_key(version)?;
         let bytes = store.get(&key, Some(0..INDEX_BYTES_MAX + 1))?;
@@ -98,7 +99,8 @@ impl Release {
         Ok(release)
     }
 
-    /// Adds the tensors of one file. Ranks that share a tensor each write it: the same content twice is the same tensor.
+    /// Adds the tensors of one file. Ranks that share a tensor each write it: the same content twice is the
+    /// same tensor.
     fn read_file(
         &mut self,
         store: &dyn Store,

@@ -26,6 +26,9 @@ use header::bad;
 pub use write::write_checkpoint;
 pub(crate) use write::write_weights;
 
+/// Directory inside a replica that holds its state.
+pub const STATE_DIR: &str = ".driftless";
+
 /// The one weight file of a small checkpoint.
 const SINGLE: &str = "model.safetensors";
 /// The list of shards of a large one.

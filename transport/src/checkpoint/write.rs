@@ -178,7 +178,7 @@ fn replaceable(dir: &Path) -> Result<bool> {
         return Ok(false);
     }
     let is_checkpoint = dir.join(SINGLE).exists() || dir.join(INDEX).exists();
-    if is_checkpoint && !dir.join(crate::replica::STATE_DIR).exists() {
+    if is_checkpoint && !dir.join(super::STATE_DIR).exists() {
         return Ok(true);
     }
     Err(Error::BadSetting {

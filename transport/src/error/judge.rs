@@ -20,9 +20,7 @@ impl Error {
             | Self::Busy { .. }
             | Self::Collected { .. }
             | Self::Engine { .. }
-            | Self::EngineTimeout { .. }
-            | Self::LinkLost { .. }
-            | Self::LinkTimeout { .. } => true,
+            | Self::EngineTimeout { .. } => true,
             _ => false,
         }
     }
@@ -42,7 +40,8 @@ impl Error {
     }
 
     /// True if the object asked for is not there.
-    pub(crate) fn is_not_found(&self) -> bool {
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
         matches!(self, Self::Store(error) if error.is_not_found())
     }
 }

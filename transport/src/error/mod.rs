@@ -384,7 +384,7 @@ pub enum Error {
         what: &'static str,
     },
 
-    // Engines, libraries and links.
+    // Engines and servers.
     /// An engine, or the code that drives it, failed.
     #[error("engine `{engine}` failed to {action}")]
     Engine {
@@ -403,44 +403,6 @@ pub enum Error {
         /// What it was asked to do.
         action: &'static str,
         /// How long it has been silent.
-        waited: Duration,
-    },
-    /// A library that is opened at run time is not there, or is not usable.
-    #[error("{what} cannot be used")]
-    Library {
-        /// What it would be used for.
-        what: &'static str,
-        /// What is missing, and what to install.
-        source: BoxError,
-    },
-    /// Something that was asked of a link, or of the library below it, cannot be done or failed.
-    #[error("cannot {action} {peer}: {status}")]
-    Link {
-        /// The other side, or this process.
-        peer: String,
-        /// What was asked.
-        action: &'static str,
-        /// The library's word for why not.
-        status: String,
-    },
-    /// The other side of a link has ended, or cannot be reached any more.
-    #[error("lost {peer} while trying to {action} it: {reason}")]
-    LinkLost {
-        /// The other side.
-        peer: String,
-        /// What was being done.
-        action: &'static str,
-        /// How that shows.
-        reason: String,
-    },
-    /// The other side of a link did nothing for too long.
-    #[error("{peer} is silent: waited {waited:.1?} to {action} it")]
-    LinkTimeout {
-        /// The other side.
-        peer: String,
-        /// What was being done.
-        action: &'static str,
-        /// How long it was waited for.
         waited: Duration,
     },
     /// An address cannot be listened on.

@@ -20,38 +20,44 @@ pub struct FollowerOptions {
     pub hf_checkpoint: Option<PathBuf>,
     /// The follower's name in the store, unique within the run.
     pub id: String,
-    /// The last version to follow: later ones are left alone, and [`Follower::run_until`](crate::Follower::run_until) ends when every engine has it.
+    /// The last version to follow: later ones are left alone, and
+    /// [`Follower::run_until`](crate::Follower::run_until) ends when every engine has it.
     pub until: Option<Version>,
-    /// Leave it to a coordinator to prepare and activate versions: [`Follower::run_until`](crate::Follower::run_until) then only renews the lease, and activates
-    /// again what was activated before on engines that were restarted.
+    /// Leave it to a coordinator to prepare and activate versions:
+    /// [`Follower::run_until`](crate::Follower::run_until) then only renews the lease, and activates again
+    /// what was activated before on engines that were restarted.
     pub coordinated: bool,
     /// Time between two looks at the store.
     pub poll: Duration,
-    /// Longest time between two renewals of the lease, which keeps what this follower needs from being collected.
+    /// Longest time between two renewals of the lease, which keeps what this follower needs from being
+    /// collected.
     pub renew: Duration,
     /// Longest time between two attempts after failures.
     pub backoff_max: Duration,
-    /// Longest time between two attempts to activate a version on an engine that is there and does not take it.
+    /// Longest time between two attempts to activate a version on an engine that is there and does not take
+    /// it.
     pub refusal_backoff_max: Duration,
     /// If given, only versions that one of these keys has signed are followed.
     pub trust_keys: Vec<TrustKey>,
     /// How objects are kept while they arrive.
     pub spool: SpoolOptions,
-    /// Bytes of the checkpoint that [`Follower::run_until`](crate::Follower::run_until) reads in an hour, beside following, to compare them with their digests; 0 for none. What is
-    /// damaged is built anew from the store, and engines load it again.
+    /// Bytes of the checkpoint that [`Follower::run_until`](crate::Follower::run_until) reads in an hour,
+    /// beside following, to compare them with their digests; 0 for none. What is damaged is built anew from
+    /// the store, and engines load it again.
     pub scrub_bytes_per_hour: u64,
     /// How long one engine may take to say which version it serves.
     pub serving_deadline: Duration,
     /// How long one engine may take to activate a version.
     pub activate_deadline: Duration,
-    /// How long an engine's driver may take to end a look or an activation that has run out of time, before it is no longer waited for.
+    /// How long an engine's driver may take to end a look or an activation that has run out of time, before
+    /// it is no longer waited for.
     pub leave_deadline: Duration,
 }
 
 impl FollowerOptions {
-    /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, renew the lease every minute, back
-    /// off to 30 s, or to 5 minutes at an engine that refuses; 10 s for a look at an engine, 10 minutes for an activation, 15 s to end it;
-    /// 64 GiB are scrubbed in an hour.
+    /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, renew the lease every
+    /// minute, back off to 30 s, or to 5 minutes at an engine that refuses; 10 s for a look at an engine, 10
+    /// minutes for an activation, 15 s to end it; 64 GiB are scrubbed in an hour.
     #[must_use]
     pub fn new(run: impl Into<String>, checkpoint_dir: impl Into<PathBuf>, id: impl Into<String>) -> Self {
         Self {

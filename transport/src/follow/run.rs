@@ -32,8 +32,9 @@ struct Polls {
     known: Option<Committed>,
     /// The last one found nothing new, so that the next version will be the newest.
     quiet: bool,
-    /// When one last asked for the newest version, and not only for the next one. That the next one is missing says nothing new where
-    /// it was collected, as it may be for a host that slept longer than its lease.
+    /// When one last asked for the newest version, and not only for the next one. That the next one is
+    /// missing says nothing new where it was collected, as it may be for a host that slept longer than its
+    /// lease.
     full: Option<Instant>,
 }
 

@@ -22,17 +22,19 @@ pub struct EngineStatus {
     pub error: Option<String>,
 }
 
-/// What a follower leaves in the store under `<run_id>/followers/<id>`, beside its lease: which version it holds, and who
-/// serves it.
+/// What a follower leaves in the store under `<run_id>/followers/<id>`, beside its lease: which version it
+/// holds, and who serves it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Ack {
-    /// The version that the host has: in its page cache and durable in the replica's journal, if not yet in its place on the disk.
+    /// The version that the host has: in its page cache and durable in the replica's journal, if not yet in
+    /// its place on the disk.
     pub version: Version,
     /// The label engines are given for it.
     pub label: String,
     /// Its identity.
     pub manifest_digest: ContentDigest,
-    /// Milliseconds of the prepare that led to it: fetch, verify, apply, until engines could load it; 0 after a restart.
+    /// Milliseconds of the prepare that led to it: fetch, verify, apply, until engines could load it; 0 after
+    /// a restart.
     pub prepare_ms: f64,
     /// Bytes fetched by that prepare.
     pub bytes: u64,

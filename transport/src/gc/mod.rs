@@ -9,10 +9,8 @@
 //! Objects that no manifest names are removed where the version's number is taken: nothing can commit them any more.
 
 mod ack;
-mod floor;
 mod lease;
 mod plan;
-mod tombstone;
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -21,15 +19,13 @@ use driftless_store::{Error as StoreError, Key};
 
 use crate::error::{Error, Result};
 use crate::ids::Version;
-use crate::run::Run;
+use crate::run::{Floor, Run, Tombstone};
 use plan::Places;
 
 pub use ack::{Ack, EngineStatus};
-pub(crate) use floor::Floor;
 pub use lease::Lease;
 pub(crate) use lease::Record;
 pub(crate) use plan::is_publishers;
-pub(crate) use tombstone::Tombstone;
 
 /// What to keep.
 #[derive(Debug, Clone)]

@@ -7,7 +7,7 @@ use driftless_store::Key;
 
 use super::{Algorithms, File, Kind, Manifest, OBJECT_BYTES_MAX, Piece, Tensor, VERSION_MAX};
 use crate::error::{Error, Result};
-use crate::run::check_model;
+use crate::ids::check_model;
 use crate::snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, is_aux_name};
 
 /// Longest tensor name in bytes.

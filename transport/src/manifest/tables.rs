@@ -20,10 +20,12 @@ pub struct Tables {
 }
 
 impl Tables {
-    /// The tables of a version that is a checkpoint directory: every tensor's digest, and no objects. Reads every byte.
+    /// The tables of a version that is a checkpoint directory: every tensor's digest, and no objects. Reads
+    /// every byte.
     ///
     /// # Errors
-    /// [`Error::Codec`] if a tensor's bytes are no whole elements; [`Error::TensorMismatch`] for a shape that overflows.
+    /// [`Error::Codec`] if a tensor's bytes are no whole elements; [`Error::TensorMismatch`] for a shape that
+    /// overflows.
     pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
         let mut tables = Self { tensors: Vec::new(), files: Vec::new(), changed: 0 };
         for (index, info) in checkpoint.tensors().iter().enumerate() {

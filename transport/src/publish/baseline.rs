@@ -27,8 +27,8 @@ impl Baseline {
         Ok(Self { dir: dir.to_path_buf(), state: State::Here(Box::new(Replica::open_or_quarantine(dir)?)) })
     }
 
-    /// Begins a move; the next call of anything else waits until it is durable: what the next delta starts from must not be
-    /// found to be another one while it is encoded.
+    /// Begins a move; the next call of anything else waits until it is durable: what the next delta starts
+    /// from must not be found to be another one while it is encoded.
     pub(super) fn begin(
         &mut self,
         change: impl FnOnce(&mut Replica) -> Result<()> + Send + 'static,
@@ -44,8 +44,8 @@ impl Baseline {
         Ok(())
     }
 
-    /// Waits until no move is under way, and returns how the last one ended. After an error the replica is as the move
-    /// left it: at a version it had before.
+    /// Waits until no move is under way, and returns how the last one ended. After an error the replica is as
+    /// the move left it: at a version it had before.
     pub(super) fn wait(&mut self) -> Result<()> {
         match std::mem::replace(&mut self.state, State::Gone) {
             State::Here(replica) => self.state = State::Here(replica),

@@ -20,7 +20,8 @@ use crate::pool::{Bounds, in_order};
 use crate::replica::Replica;
 use crate::snapshot::TensorInfo;
 
-/// Where a piece of a tensor too large for one object may be cut, in bytes: whole blocks of every element type.
+/// Where a piece of a tensor too large for one object may be cut, in bytes: whole blocks of every element
+/// type.
 pub(super) const PIECE_UNIT: usize = BLOCK_ELEMENTS * 8;
 
 /// What a tensor's error says that blames the baseline.
@@ -111,15 +112,16 @@ pub(super) struct Coder {
     pub(super) allow_non_finite: bool,
 }
 
-/// Slices that may turn out to be the same: type, shape, and the digest of the base (of the slice itself, without one).
+/// Slices that may turn out to be the same: type, shape, and the digest of the base (of the slice itself,
+/// without one).
 type Likeness = (Dtype, Vec<u64>, [u8; 16]);
 
 /// Slices of one likeness, each with its number among those that were encoded.
 #[derive(Default)]
 struct Alike {
     first: Option<(usize, usize)>,
-    /// Once there is a second one, all of them by the digest of their bytes now: thousands that began alike (zeros, scales) are not
-    /// compared with each other.
+    /// Once there is a second one, all of them by the digest of their bytes now: thousands that began alike
+    /// (zeros, scales) are not compared with each other.
     known: BTreeMap<[u8; 16], Vec<(usize, usize)>>,
 }
 
@@ -207,7 +209,8 @@ impl Encoder<'_> {
         Ok(coded)
     }
 
-    /// The one of those `alike` whose bytes are the same now, and in the base if there is one; without it, `own` is one more of them.
+    /// The one of those `alike` whose bytes are the same now, and in the base if there is one; without it,
+    /// `own` is one more of them.
     fn find_twin(&self, job: &Job<'_>, alike: &mut Alike, own: (usize, usize)) -> Result<Option<usize>> {
         let Some(first) = alike.first else {
             alike.first = Some(own);
@@ -251,13 +254,14 @@ impl Encoder<'_> {
 }
 
 impl Coder {
-    /// How many times the bytes of a slice may be in memory while it is under way: as given, as coded, and once more while the buffer
-    /// of what is coded grows; an anchor beside it.
+    /// How many times the bytes of a slice may be in memory while it is under way: as given, as coded, and
+    /// once more while the buffer of what is coded grows; an anchor beside it.
     fn copies(&self) -> u64 {
         3 + u64::from(self.plan.anchor)
     }
 
-    /// Encodes a slice. What is promised of it is the digest of its own bytes, and what is encoded is known to lead there:
+    /// Encodes a slice. What is promised of it is the digest of its own bytes, and what is encoded is known
+    /// to lead there:
     ///
     /// - The changes are taken from the baseline's bytes, so they are right for a host exactly if those are the host's. Digests are
     ///   linear: the digest of the new bytes is that of the table and the changes exactly if the baseline's bytes have the digests of the
@@ -296,7 +300,8 @@ impl Coder {
         Ok(payloads)
     }
 
-    /// A slice in full, which has this digest: one payload, or as many as objects of bounded size need. Also whether it has NaN or infinity.
+    /// A slice in full, which has this digest: one payload, or as many as objects of bounded size need. Also
+    /// whether it has NaN or infinity.
     fn full(&self, slice: &Slice, new: &[u8], digest: Digest) -> Result<(Vec<Payload>, bool)> {
         let element = slice.tensor.dtype.element();
         let mut not_finite = false;
@@ -316,8 +321,8 @@ impl Coder {
     /// A slice against its base. A whole tensor that did not change has no payload at all.
     fn delta(&self, slice: &Slice, base: &[u8], new: &[u8], table: &DigestTable) -> Result<Payloads> {
         let element = slice.tensor.dtype.element();
-        // A delta of the whole slice, whose digest the codec carries along, fits into an object but for the rare case
-        // of a huge tensor that changed nearly everywhere.
+        // A delta of the whole slice, whose digest the codec carries along, fits into an object but for the
+        // rare case of a huge tensor that changed nearly everywhere.
         let mut out = Vec::new();
         let encoded = driftless_delta::encode_checked(element, base, new, table, self.profile, &mut out);
         let encoded = encoded.map_err(|source| match source {

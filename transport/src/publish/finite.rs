@@ -10,7 +10,8 @@ pub(super) fn is_opaque(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F64 | Dtype::C64 | Dtype::F8E8M0)
 }
 
-/// Refuses elements of `new`, which begin at element `start` of the tensor, that are NaN or infinite and were not so in `base`.
+/// Refuses elements of `new`, which begin at element `start` of the tensor, that are NaN or infinite and were
+/// not so in `base`.
 ///
 /// # Errors
 /// [`Error::NotFinite`].

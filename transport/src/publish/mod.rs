@@ -11,10 +11,13 @@
 //! | `encode` | encodes tensors on several threads, in order |
 //! | `upload` | packs payloads into objects and stores them meanwhile |
 //! | `sound` | finds a baseline that rotted, and builds it anew |
-//! | `baseline` | applies the committed delta to the baseline |
+//! | `commit` | signs and creates the manifest, finds out who won a race, and sweeps what belongs to no version |
+//! | `baseline`, `catch_up` | applies the committed delta to the baseline, and brings one that lags to the newest version |
 //! | `ranks`, `part` | several ranks store parts, and one of them joins them |
 
 mod baseline;
+mod catch_up;
+mod commit;
 mod encode;
 mod finite;
 mod options;
@@ -25,28 +28,26 @@ mod shard;
 mod sound;
 mod upload;
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use driftless_store::wait::Stop;
-use driftless_store::{ContentDigest, Error as StoreError, Key, Object, Store, probe_conditional_put};
+use driftless_store::{Key, Object, Store, probe_conditional_put};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::gc::is_publishers;
 use crate::ids::Version;
 use crate::manifest::{
-    Algorithms, Base, FORMAT, Features, File, Kind, MANIFEST_BYTES_MAX, Manifest, Tables, Tensor, VERSION_MAX,
+    Algorithms, Base, FORMAT, Features, File, Kind, Manifest, Tables, Tensor, VERSION_MAX,
 };
 use crate::pool::Bounds;
-use crate::replica::Replica;
 use crate::run::{Committed, Run};
 use crate::sign::signature_bytes;
 use crate::snapshot::{Snapshot, TensorInfo};
 use baseline::Baseline;
+use catch_up::is_lost;
 use encode::{BaseView, Coded, Coder, Encoder};
 use plan::{Anchors, Plan};
 use shard::Whole;
@@ -58,9 +59,9 @@ pub use shard::{Shard, Slice};
 
 /// Publishes the versions of one model of one run, one after the other.
 ///
-/// The baseline, a [`Replica`](crate::Replica) of the newest committed version, is what deltas start from. It moves only
-/// after a manifest is committed, on a thread of its own; a publication that fails leaves it alone, and the next one starts
-/// from it again. Dropping the publisher waits for that thread.
+/// The baseline, a [`Replica`](crate::Replica) of the newest committed version, is what deltas start from. It
+/// moves only after a manifest is committed, on a thread of its own; a publication that fails leaves it
+/// alone, and the next one starts from it again. Dropping the publisher waits for that thread.
 pub struct Publisher {
     run: Run,
     options: PublisherOptions,
@@ -107,13 +108,14 @@ impl fmt::Debug for Publisher {
 }
 
 impl Publisher {
-    /// Opens a publisher: checks that the store honours create-if-absent, claims or opens the run, and brings the baseline
-    /// to the newest committed version.
+    /// Opens a publisher: checks that the store honours create-if-absent, claims or opens the run, and brings
+    /// the baseline to the newest committed version.
     ///
     /// # Errors
-    /// [`ConditionalPutIgnored`](driftless_store::Error::ConditionalPutIgnored), [`Error::RunExists`], [`Error::NoSuchRun`]; [`Error::ForeignRun`] or
-    /// [`Error::ForeignModel`] for a baseline of something else; [`Error::Rewind`] for a baseline newer than the store;
-    /// [`Error::BadSetting`]; whatever the store or the file system reports.
+    /// [`ConditionalPutIgnored`](driftless_store::Error::ConditionalPutIgnored), [`Error::RunExists`],
+    /// [`Error::NoSuchRun`]; [`Error::ForeignRun`] or [`Error::ForeignModel`] for a baseline of something
+    /// else; [`Error::Rewind`] for a baseline newer than the store; [`Error::BadSetting`]; whatever the store
+    /// or the file system reports.
     pub fn open(store: Arc<dyn Store>, options: PublisherOptions) -> Result<Self> {
         options.check()?;
         probe_conditional_put(&*store)?;
@@ -193,8 +195,9 @@ impl Publisher {
         self.progress = Some(progress);
     }
 
-    /// Has publications end with [`Error::Cancelled`] when `stop` is thrown, before the next tensor is encoded, or while ranks
-    /// wait for each other; the store is then left as after any other failure. A publication that is being committed is not stopped.
+    /// Has publications end with [`Error::Cancelled`] when `stop` is thrown, before the next tensor is
+    /// encoded, or while ranks wait for each other; the store is then left as after any other failure. A
+    /// publication that is being committed is not stopped.
     pub fn stop_on(&mut self, stop: &Stop) {
         self.stop = stop.clone();
     }
@@ -231,11 +234,12 @@ impl Publisher {
     ///
     /// # Errors
     /// [`Error::LostRace`] if another publisher committed the version; this publisher then refuses to go on.
-    /// [`Error::CommitUnknown`] if the store took the manifest but could not confirm it; the next call looks first.
-    /// [`Error::DuplicateTensor`] or [`Error::TensorMismatch`] for a snapshot that contradicts itself;
-    /// [`Error::ChangedWhileRead`] for one that somebody writes to. [`Error::LayoutChanged`] and [`Error::NotFinite`], unless the
-    /// options allow it. [`Error::DamagedReplica`] for a baseline that rotted and cannot be built anew. Whatever the store,
-    /// the file system or the snapshot reports. After any error the store shows the old version or, whole, the new one.
+    /// [`Error::CommitUnknown`] if the store took the manifest but could not confirm it; the next call looks
+    /// first. [`Error::DuplicateTensor`] or [`Error::TensorMismatch`] for a snapshot that contradicts itself;
+    /// [`Error::ChangedWhileRead`] for one that somebody writes to. [`Error::LayoutChanged`] and
+    /// [`Error::NotFinite`], unless the options allow it. [`Error::DamagedReplica`] for a baseline that
+    /// rotted and cannot be built anew. Whatever the store, the file system or the snapshot reports. After
+    /// any error the store shows the old version or, whole, the new one.
     pub fn publish(&mut self, snapshot: &dyn Snapshot, step: Step, mode: Mode) -> Result<Published> {
         self.catch_up(mode)?;
         let begin = Instant::now();
@@ -291,7 +295,8 @@ impl Publisher {
         Ok(Encoded { kind: plan.kind, full_because, tables, objects })
     }
 
-    /// What a rank does without seeing what the others have: deltas, unless it is told otherwise or there is no base.
+    /// What a rank does without seeing what the others have: deltas, unless it is told otherwise or there is
+    /// no base.
     fn plan_part(&mut self, mode: Mode, version: Version) -> Result<Plan> {
         if mode == Mode::Full || self.baseline.replica()?.manifest().is_none() {
             return Ok(Plan { kind: Kind::Full, anchor: false });
@@ -395,219 +400,6 @@ impl Publisher {
         })
     }
 
-    /// Creates the manifest, and finds out what became of it if the store does not say.
-    fn commit(&mut self, manifest: Manifest) -> Result<Committed> {
-        // Until the manifest is known to be there, its objects belong to nothing.
-        let version = manifest.version;
-        let bytes = manifest.to_bytes().and_then(|bytes| self.sign("manifest", bytes, version));
-        let bytes = bytes.inspect_err(|_| self.sweep_due = true)?;
-        let committed = Committed::new(manifest, ContentDigest::of(&bytes));
-        fail::fail_point!("publish.manifest");
-        if let Err(error) = self.run.commit(&self.options.model, version, &bytes) {
-            self.settle(&committed, error)?;
-        }
-        self.note_committed(&committed);
-        fail::fail_point!("publish.committed");
-        tracing::info!(run = %self.run.id(), model = self.options.model, %version, "committed");
-        if let Err(error) = self.run.set_head(&self.options.model, committed.identity()) {
-            // Readers list instead; the next version sets it again.
-            tracing::warn!(%version, %error, "the head hint was not written");
-        }
-        if std::mem::take(&mut self.sweep_due) {
-            self.sweep(&committed);
-        }
-        Ok(committed)
-    }
-
-    /// Signs a document of a version, if this publisher has a key.
-    fn sign(&self, what: &'static str, document: Vec<u8>, version: Version) -> Result<Vec<u8>> {
-        let Some(key) = &self.options.sign_key else { return Ok(document) };
-        let signed = key.sign(document, &self.run.place(what, &self.options.model, version));
-        if signed.len() as u64 > MANIFEST_BYTES_MAX {
-            return Err(Error::TooLarge { what: what.to_owned(), max: MANIFEST_BYTES_MAX });
-        }
-        Ok(signed)
-    }
-
-    /// Notes a version that is behind the newest one known.
-    fn note_committed(&mut self, committed: &Committed) {
-        self.newest = Some(committed.identity());
-        let (anchor, bytes) = (committed.manifest.is_anchor(), committed.manifest.delta_piece_bytes());
-        self.chain_bytes =
-            if anchor { Some(0) } else { self.chain_bytes.map(|chain| chain.saturating_add(bytes)) };
-    }
-
-    /// Decides after a failed create whether the version is ours (its answer was lost), another's, or not there.
-    fn settle(&mut self, committed: &Committed, error: Error) -> Result<()> {
-        let version = committed.manifest.version;
-        match self.run.get(&self.options.model, version) {
-            Ok(found) if found.digest == committed.digest => Ok(()),
-            Ok(found) => {
-                self.standing = Standing::Lost(found.identity());
-                // The winner's manifest is there, so nothing else in the version's place can ever be committed.
-                self.sweep(&found);
-                Err(self.lost(found.identity()))
-            }
-            // It was committed so long ago that it was collected since.
-            Err(Error::Collected { .. }) => {
-                self.sweep_place(version, |_| false);
-                self.standing = Standing::Behind(committed.identity());
-                let newest = self.run.newest(&self.options.model)?.ok_or(error)?.identity();
-                self.standing = Standing::Lost(newest);
-                Err(self.lost(newest))
-            }
-            Err(Error::NoSuchVersion { .. }) => {
-                self.standing = Standing::Behind(committed.identity());
-                self.sweep_due = true;
-                Err(error)
-            }
-            Err(untrusted @ (Error::Unsigned { .. } | Error::BadSignature { .. })) => {
-                self.standing = Standing::Behind(committed.identity());
-                self.sweep_due = true;
-                Err(untrusted)
-            }
-            Err(_) => {
-                self.standing = Standing::Behind(committed.identity());
-                self.sweep_due = true;
-                Err(Error::CommitUnknown {
-                    version,
-                    store: self.run.store().to_string(),
-                    source: Box::new(error),
-                })
-            }
-        }
-    }
-
-    fn lost(&self, winner: Base) -> Error {
-        Error::LostRace {
-            run_id: self.run.id(),
-            model: self.options.model.clone(),
-            version: winner.version,
-            winner: winner.manifest_digest,
-        }
-    }
-
-    /// Begins to move the baseline to a version just committed, which stands whether that succeeds or not.
-    fn move_baseline(
-        &mut self,
-        committed: &Committed,
-        change: impl FnOnce(&mut Replica) -> Result<()> + Send + 'static,
-    ) {
-        if let Err(error) = self.baseline.begin(change) {
-            let version = committed.manifest.version;
-            tracing::warn!(%version, %error, "the baseline lags; the next publication moves it first");
-            self.standing = Standing::Behind(committed.identity());
-        }
-    }
-
-    /// Brings the baseline to the newest version before another one is made. A full one can do without what the store has lost; the
-    /// standing says so until it is committed.
-    fn catch_up(&mut self, mode: Mode) -> Result<()> {
-        // An error of the last move is in the standing now.
-        let _ = self.wait();
-        match self.standing {
-            Standing::Level => Ok(()),
-            Standing::Lost(winner) => Err(self.lost(winner)),
-            Standing::Behind(ours) => {
-                let newest = self.run.newest(&self.options.model)?;
-                let have = self.baseline.replica()?.identity().map(|base| base.version);
-                match newest.filter(|newest| Some(newest.manifest.version) > have) {
-                    Some(newest) if newest.manifest.version >= ours.version && newest.identity() != ours => {
-                        self.standing = Standing::Lost(newest.identity());
-                        return Err(self.lost(newest.identity()));
-                    }
-                    Some(_) => match self.restore_baseline() {
-                        Err(error) if mode == Mode::Full && is_lost(&error) => return Ok(()),
-                        restored => restored?,
-                    },
-                    // It is there, but perhaps not on the disk.
-                    None => drop(self.baseline.replica()?.settle()?),
-                }
-                self.standing = Standing::Level;
-                Ok(())
-            }
-        }
-    }
-
-    /// Brings the baseline to the newest committed version, from wherever it is.
-    fn restore_baseline(&mut self) -> Result<()> {
-        let model = self.options.model.as_str();
-        let subject = || format!("the baseline `{}`", self.options.baseline_dir.display());
-        let replica = self.baseline.replica()?;
-        let applied = replica.applied().cloned();
-        if let Some(applied) = &applied {
-            self.run.check_id(subject(), applied.run_id)?;
-            if applied.model != model {
-                let (expected, found) = (model.to_owned(), applied.model.clone());
-                return Err(Error::ForeignModel { subject: subject(), expected, found });
-            }
-        }
-        let Some(mut newest) = self.run.newest(model)? else {
-            return match applied {
-                None => Ok(()),
-                Some(applied) => Err(Error::NoSuchVersion {
-                    run_id: applied.run_id,
-                    model: applied.model,
-                    version: applied.version,
-                }),
-            };
-        };
-        let reference = self.options.reference_dir.as_deref();
-        loop {
-            match replica.advance(&self.run, model, newest.manifest.version, reference) {
-                // Versions were published and collected meanwhile: it is not the newest any more.
-                Err(error @ Error::Collected { .. }) => match self.run.newest(model)? {
-                    Some(now) if now.manifest.version > newest.manifest.version => newest = now,
-                    _ => return Err(error),
-                },
-                advanced => {
-                    // What a full version goes on from, whether or not the baseline gets there.
-                    self.newest = Some(newest.identity());
-                    self.chain_bytes = None;
-                    advanced?;
-                    replica.settle()?;
-                    break;
-                }
-            }
-        }
-        if self.sweep_due {
-            self.sweep(&newest);
-        }
-        Ok(())
-    }
-
-    /// Removes what failed attempts at a committed version left beside it. Best effort: it costs space, nothing else.
-    fn sweep(&self, committed: &Committed) {
-        let manifest = &committed.manifest;
-        let named: BTreeSet<_> = manifest.objects.iter().map(|object| &object.key).collect();
-        self.sweep_place(manifest.version, |key| named.contains(key));
-    }
-
-    fn sweep_place(&self, version: Version, keep: impl Fn(&Key) -> bool) {
-        let root = self.run.version_root(&self.options.model, version);
-        let Ok(entries) = root.and_then(|root| Ok(self.run.store().list(&root)?)) else { return };
-        for entry in entries.iter().filter(|entry| is_publishers(&entry.key) && !keep(&entry.key)) {
-            self.discard(&entry.key);
-        }
-    }
-
-    /// Removes the objects of an attempt that has no manifest and will get none.
-    fn sweep_attempt(&mut self, root: &Key, attempt: &str) {
-        let Ok(entries) = self.run.store().list(root) else {
-            self.sweep_due = true;
-            return;
-        };
-        for entry in entries.iter().filter(|entry| entry.key.name().starts_with(attempt)) {
-            self.discard(&entry.key);
-        }
-    }
-
-    fn discard(&self, key: &Key) {
-        if let Err(error) = self.run.store().delete(key) {
-            tracing::warn!(%key, %error, "an object that no manifest names was left behind");
-        }
-    }
-
     fn report(
         &self,
         committed: &Committed,
@@ -631,12 +423,4 @@ impl Publisher {
             upload: total.saturating_sub(encode),
         })
     }
-}
-
-/// Whether what the store held of a version is gone or is something else.
-fn is_lost(error: &Error) -> bool {
-    matches!(
-        error,
-        Error::Store(StoreError::NotFound { .. } | StoreError::DigestMismatch { .. }) | Error::Corrupt { .. }
-    )
 }

@@ -36,7 +36,8 @@ pub enum Start {
 pub enum Mode {
     /// Every tensor in full.
     Full,
-    /// Differences from the version in front; in full where there is none, or, if that is allowed, one with other tensors.
+    /// Differences from the version in front; in full where there is none, or, if that is allowed, one with
+    /// other tensors.
     Delta,
 }
 
@@ -77,38 +78,43 @@ pub struct Step {
 pub struct PublisherOptions {
     /// Name of the run.
     pub run: String,
-    /// Name of the model within the run; `policy` by default. A second representation of the same policy is another model.
+    /// Name of the model within the run; `policy` by default. A second representation of the same policy is
+    /// another model.
     pub model: String,
     /// Begin or go on.
     pub start: Start,
     /// Directory of the baseline: a copy of the newest committed version, kept by the publisher alone.
     pub baseline_dir: PathBuf,
-    /// Directory of the checkpoint that version 0 was published from by reference, for rebuilding a lost baseline.
+    /// Directory of the checkpoint that version 0 was published from by reference, for rebuilding a lost
+    /// baseline.
     pub reference_dir: Option<PathBuf>,
-    /// Largest object in bytes, 8 MiB by default; at least 1 MiB, at most 256 MiB. Whoever follows decodes an object while the next ones arrive.
+    /// Largest object in bytes, 8 MiB by default; at least 1 MiB, at most 256 MiB. Whoever follows decodes an
+    /// object while the next ones arrive.
     pub object_bytes_max: u64,
     /// Objects stored at the same time, 4 by default. Memory holds two objects more than that.
     pub uploads: usize,
     /// Threads that encode; by default as many as there are cores, up to 8.
     pub threads: usize,
-    /// Bytes of memory that tensors may take on their way from the snapshot to the objects, 1.5 GiB by default. A tensor counts three
-    /// times: what the snapshot gives, what becomes of it, and a buffer that grows; four times with an anchor. One that counts
-    /// for more passes alone. Each thread holds another MiB or two.
+    /// Bytes of memory that tensors may take on their way from the snapshot to the objects, 1.5 GiB by
+    /// default. A tensor counts three times: what the snapshot gives, what becomes of it, and a buffer that
+    /// grows; four times with an anchor. One that counts for more passes alone. Each thread holds another MiB
+    /// or two.
     pub buffer_bytes: u64,
     /// Whether deltas are small or quick to decode.
     pub profile: Profile,
     /// If set, every version whose number is a multiple of this carries full tensors beside its delta.
     pub anchor_every: Option<u64>,
-    /// If set, a version carries full tensors beside its delta when the deltas since the newest anchor weigh this share of
-    /// the tensors' bytes, or more. More than 0.
+    /// If set, a version carries full tensors beside its delta when the deltas since the newest anchor weigh
+    /// this share of the tensors' bytes, or more. More than 0.
     pub anchor_share: Option<f64>,
-    /// If set, signs every version (and every part of one). Then only versions that this key or one of `trust_keys` has signed
-    /// are gone on from: what somebody else put into the store is refused.
+    /// If set, signs every version (and every part of one). Then only versions that this key or one of
+    /// `trust_keys` has signed are gone on from: what somebody else put into the store is refused.
     pub sign_key: Option<SignKey>,
     /// Other keys whose versions are trusted, such as the one before this.
     pub trust_keys: Vec<TrustKey>,
-    /// Whether tensors may be lost, added, or have another shape or element type than in the version before, which is then published in
-    /// full; refused by default, because it is a mistake of the trainer more often than not.
+    /// Whether tensors may be lost, added, or have another shape or element type than in the version before,
+    /// which is then published in full; refused by default, because it is a mistake of the trainer more often
+    /// than not.
     pub allow_layout_change: bool,
     /// Whether NaN and infinities are published; refused by default, in every element that changed.
     pub allow_non_finite: bool,
@@ -160,7 +166,7 @@ impl PublisherOptions {
             let (expected, found) = ("a number above 0".to_owned(), share.to_string());
             return Err(Error::BadSetting { name: "anchor_share", expected, found });
         }
-        crate::run::check_model(&self.model)
+        crate::ids::check_model(&self.model)
     }
 }
 
@@ -171,8 +177,9 @@ pub struct Rank {
     pub rank: u32,
     /// Number of ranks.
     pub ranks: u32,
-    /// What all ranks of this publication agree on and no other publication has: a name such as `<job id>-<step>`. Parts of
-    /// different attempts are never joined, so that those of a trainer that died do not mix with those of the next one.
+    /// What all ranks of this publication agree on and no other publication has: a name such as `<job
+    /// id>-<step>`. Parts of different attempts are never joined, so that those of a trainer that died do not
+    /// mix with those of the next one.
     pub attempt: String,
 }
 
@@ -243,8 +250,8 @@ pub struct Published {
 }
 
 impl Published {
-    /// A delta of another layout, which led to `applied`: `publication_bytes` stored, `changed` elements, and the times of encoding
-    /// and of the rest.
+    /// A delta of another layout, which led to `applied`: `publication_bytes` stored, `changed` elements, and
+    /// the times of encoding and of the rest.
     #[must_use]
     pub fn of_delta(
         (applied, manifest): (&Applied, &Manifest),

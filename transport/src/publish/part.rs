@@ -93,12 +93,12 @@ pub(super) struct Expected<'a> {
     pub(super) representation: Option<&'a Representation>,
 }
 
-/// Joins the parts of all ranks, in the order of the ranks, to the version's manifest. The same parts give the same
-/// manifest, whoever joins them.
+/// Joins the parts of all ranks, in the order of the ranks, to the version's manifest. The same parts give
+/// the same manifest, whoever joins them.
 ///
 /// # Errors
-/// [`Error::PartConflict`] names the rank that contradicts the others; [`Error::Pieces`], the elements that come from no
-/// rank or from two.
+/// [`Error::PartConflict`] names the rank that contradicts the others; [`Error::Pieces`], the elements that
+/// come from no rank or from two.
 pub(super) fn join(parts: Vec<PartManifest>, expected: &Expected<'_>) -> Result<Manifest> {
     let Some(first) = parts.first() else {
         return Err(Error::BadSetting {

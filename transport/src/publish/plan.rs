@@ -23,7 +23,8 @@ pub(super) struct Plan {
 
 /// Decides how to publish a version behind `base`, and why in full if it is.
 ///
-/// A table or representation that differs from the base's leaves no choice: deltas exist only between equal tables.
+/// A table or representation that differs from the base's leaves no choice: deltas exist only between equal
+/// tables.
 ///
 /// # Errors
 /// [`Error::LayoutChanged`] for such a table, unless that is allowed.
@@ -44,7 +45,8 @@ pub(super) fn plan(
     }
 }
 
-/// What differs from the version before in names, types, shapes and representation: the first few differences.
+/// What differs from the version before in names, types, shapes and representation: the first few
+/// differences.
 ///
 /// # Errors
 /// [`Error::LayoutChanged`] if something does, unless that is allowed.
@@ -133,7 +135,8 @@ pub(super) fn representation(tensors: &[&TensorInfo]) -> Representation {
 /// Positions of the tensors to publish, sorted by name. The same tensor given twice is published once.
 ///
 /// # Errors
-/// [`Error::DuplicateTensor`] for one name with two contents; [`Error::TensorMismatch`] if the snapshot is not sorted.
+/// [`Error::DuplicateTensor`] for one name with two contents; [`Error::TensorMismatch`] if the snapshot is
+/// not sorted.
 pub(super) fn unique_tensors(snapshot: &dyn Snapshot) -> Result<Vec<usize>> {
     let tensors = snapshot.tensors();
     let mut unique: Vec<usize> = Vec::with_capacity(tensors.len());

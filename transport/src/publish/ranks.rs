@@ -35,16 +35,17 @@ impl PublishedPart {
 }
 
 impl Publisher {
-    /// Publishes this rank's part of the next version. It counts once it is joined: [`Publisher::join`] on one rank,
-    /// [`Publisher::await_join`] on the others.
+    /// Publishes this rank's part of the next version. It counts once it is joined: [`Publisher::join`] on
+    /// one rank, [`Publisher::await_join`] on the others.
     ///
-    /// All ranks have a publisher of their own, with a baseline of its own, at the same version, and give the same step and
-    /// mode.
+    /// All ranks have a publisher of their own, with a baseline of its own, at the same version, and give the
+    /// same step and mode.
     ///
     /// # Errors
-    /// [`Error::BadSetting`] for a rank that cannot be; [`Error::TensorMismatch`] for a slice that leaves its tensor, or a
-    /// tensor that the baseline has otherwise (publish in full then, on all ranks); whatever the store or the shard
-    /// reports; what [`Publisher::publish`] refuses of the tensors' elements. What was stored is removed then.
+    /// [`Error::BadSetting`] for a rank that cannot be; [`Error::TensorMismatch`] for a slice that leaves its
+    /// tensor, or a tensor that the baseline has otherwise (publish in full then, on all ranks); whatever the
+    /// store or the shard reports; what [`Publisher::publish`] refuses of the tensors' elements. What was
+    /// stored is removed then.
     pub fn publish_part(
         &mut self,
         shard: &dyn Shard,
@@ -128,17 +129,17 @@ impl Publisher {
         Ok(PublishedPart { part, publication_bytes: stored + bytes.len() as u64, changed })
     }
 
-    /// Waits for the parts of all ranks and commits the version that they make. Any rank may do this, also one that
-    /// published no part, and also several: they commit the same.
+    /// Waits for the parts of all ranks and commits the version that they make. Any rank may do this, also
+    /// one that published no part, and also several: they commit the same.
     ///
     /// # Errors
-    /// [`Error::PartsMissing`] names the ranks whose parts were not there within `deadline`; [`Error::PartConflict`], a
-    /// rank that published against another base, at another step, or as one of another number of ranks;
-    /// [`Error::Pieces`], elements that come from no rank or from two; [`Error::TensorMismatch`] if the tensors of a
-    /// delta are not its base's, [`Error::LayoutChanged`] if those of a full version are not and that is not allowed;
-    /// [`Error::Cancelled`] as [`Publisher::stop_on`] says; otherwise as [`Publisher::publish`]. Nothing is committed then, and the
-    /// ranks may publish
-    /// their parts again, as another attempt.
+    /// [`Error::PartsMissing`] names the ranks whose parts were not there within `deadline`;
+    /// [`Error::PartConflict`], a rank that published against another base, at another step, or as one of
+    /// another number of ranks; [`Error::Pieces`], elements that come from no rank or from two;
+    /// [`Error::TensorMismatch`] if the tensors of a delta are not its base's, [`Error::LayoutChanged`] if
+    /// those of a full version are not and that is not allowed; [`Error::Cancelled`] as
+    /// [`Publisher::stop_on`] says; otherwise as [`Publisher::publish`]. Nothing is committed then, and the
+    /// ranks may publish their parts again, as another attempt.
     pub fn join(&mut self, rank: &Rank, deadline: Duration) -> Result<Published> {
         rank.check()?;
         self.catch_up(Mode::Delta)?;
@@ -183,8 +184,8 @@ impl Publisher {
     /// Waits until the version that `part` belongs to is committed.
     ///
     /// # Errors
-    /// [`Error::NotJoined`] if it was not within `deadline`; [`Error::LostRace`] if something else was committed under
-    /// its number; whatever the store reports.
+    /// [`Error::NotJoined`] if it was not within `deadline`; [`Error::LostRace`] if something else was
+    /// committed under its number; whatever the store reports.
     pub fn await_join(&mut self, part: &PublishedPart, deadline: Duration) -> Result<Version> {
         let (begin, version) = (Instant::now(), part.version());
         let mut pause = POLL.0;

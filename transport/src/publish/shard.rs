@@ -6,7 +6,8 @@ use std::ops::Range;
 use crate::error::{Error, Result};
 use crate::snapshot::{AuxFile, Snapshot, TensorInfo};
 
-/// A run of consecutive elements of a tensor, in flat row-major order: what tensor-, expert- or fully-sharded ranks hold.
+/// A run of consecutive elements of a tensor, in flat row-major order: what tensor-, expert- or fully-sharded
+/// ranks hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice {
     /// The whole tensor.
@@ -30,7 +31,8 @@ impl Slice {
     /// Number of bytes of the slice.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] when it does not fit in 64 bits; [`Error::TensorMismatch`] for a slice that leaves its tensor.
+    /// [`Error::Corrupt`] when it does not fit in 64 bits; [`Error::TensorMismatch`] for a slice that leaves
+    /// its tensor.
     pub fn byte_len(&self) -> Result<u64> {
         let (total, end) = (self.tensor.elements()?, self.start.checked_add(self.elements));
         if end.is_none_or(|end| end > total) {
@@ -66,8 +68,9 @@ impl Slice {
     }
 }
 
-/// What one rank publishes of a version, readable one slice at a time. Copying from a device to the host is its own
-/// affair: [`Shard::bytes`] is asked on the publishing thread while earlier slices are encoded and stored on others.
+/// What one rank publishes of a version, readable one slice at a time. Copying from a device to the host is
+/// its own affair: [`Shard::bytes`] is asked on the publishing thread while earlier slices are encoded and
+/// stored on others.
 pub trait Shard {
     /// The slices, sorted by tensor name and first element.
     fn slices(&self) -> &[Slice];

@@ -10,8 +10,9 @@ use super::{Publisher, Standing};
 use crate::error::{Error, Result};
 
 impl Publisher {
-    /// Does `work`, which encodes against the baseline and stores objects under `root` with the name of an attempt. Where it finds that the
-    /// baseline is not what it was, that is mended, and the work is done once more. What a failed attempt stored is removed.
+    /// Does `work`, which encodes against the baseline and stores objects under `root` with the name of an
+    /// attempt. Where it finds that the baseline is not what it was, that is mended, and the work is done
+    /// once more. What a failed attempt stored is removed.
     pub(super) fn on_sound_baseline<T>(
         &mut self,
         root: &Key,
@@ -32,7 +33,8 @@ impl Publisher {
             done => return done,
         }
         attempt(self).map_err(|error| match error {
-            // The baseline was hashed just now: it is the new bytes that were not the same each time they were read.
+            // The baseline was hashed just now: it is the new bytes that were not the same each time they
+            // were read.
             Error::TensorMismatch { tensor, .. } if blames_baseline(&error) => {
                 Error::ChangedWhileRead { tensor }
             }
@@ -40,7 +42,8 @@ impl Publisher {
         })
     }
 
-    /// Hashes the baseline, and builds it anew from the store if it is not the newest version. If it is, its digests are read again.
+    /// Hashes the baseline, and builds it anew from the store if it is not the newest version. If it is, its
+    /// digests are read again.
     fn mend_baseline(&mut self) -> Result<()> {
         let Some(newest) = self.newest else { return Ok(()) };
         // Whatever fails here: the next publication brings the baseline there first.

@@ -12,7 +12,8 @@ use driftless_store::{ContentDigest, Key, Object, PutMode, Store};
 use crate::error::{Error, Result};
 use crate::manifest::Part;
 
-/// Objects at the beginning of a publication that grow, each to twice the bytes of the one before, up to the size of the others.
+/// Objects at the beginning of a publication that grow, each to twice the bytes of the one before, up to the
+/// size of the others.
 const FIRST_OBJECTS: usize = 2;
 
 /// Where the uploads of one attempt at a version stand. Shared by the encoding thread and the uploading ones.
@@ -60,7 +61,8 @@ impl Uploaded {
     }
 }
 
-/// Runs `encode` with a packer whose full objects are stored by `uploads` threads, and returns all objects, durable.
+/// Runs `encode` with a packer whose full objects are stored by `uploads` threads, and returns all objects,
+/// durable.
 ///
 /// At most `uploads` + 2 objects are in memory. Objects are named `<root>/<attempt>-<index>`.
 pub(super) fn with_uploads<T>(
@@ -138,8 +140,8 @@ impl Packer<'_> {
         self.uploaded.bytes()
     }
 
-    /// Bytes for the current object. The first ones are smaller, so that whoever reads them has something to decode while the others
-    /// are on their way.
+    /// Bytes for the current object. The first ones are smaller, so that whoever reads them has something to
+    /// decode while the others are on their way.
     fn room(&self) -> usize {
         self.object_bytes_max >> FIRST_OBJECTS.saturating_sub(self.index)
     }

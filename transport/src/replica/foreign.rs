@@ -37,8 +37,8 @@ pub struct Foreign<'a> {
     pub tensors: Vec<&'a str>,
 }
 
-/// Gives the new bytes of `tensors[index]`, whose bytes now are the slice, to the rewriter; called from several threads.
-/// It returns only when it has checked them.
+/// Gives the new bytes of `tensors[index]`, whose bytes now are the slice, to the rewriter; called from
+/// several threads. It returns only when it has checked them.
 pub type Rewrite<'f> = dyn Fn(usize, &[u8], &mut Rewriter<'_>) -> Result<()> + Sync + 'f;
 
 /// Takes the new bytes of one tensor, [`SLICE_BYTES`] at a time.
@@ -61,13 +61,13 @@ enum Made {
 }
 
 impl Replica {
-    /// Applies a version of a foreign format: `rewrite` gives the bytes, and `confirm` is asked a last time before the
-    /// version is committed. Whether the version follows the applied one is the caller's to check.
+    /// Applies a version of a foreign format: `rewrite` gives the bytes, and `confirm` is asked a last time
+    /// before the version is committed. Whether the version follows the applied one is the caller's to check.
     ///
     /// # Errors
     ///
-    /// Those of `rewrite` and `confirm`; [`Error::TensorMismatch`] for a tensor that is not here; the file system's. Nothing
-    /// has changed then.
+    /// Those of `rewrite` and `confirm`; [`Error::TensorMismatch`] for a tensor that is not here; the file
+    /// system's. Nothing has changed then.
     pub fn advance_foreign(
         &mut self,
         next: &Foreign<'_>,
@@ -134,7 +134,8 @@ fn journal(
     Ok(changed)
 }
 
-/// The manifest that stands for the version in the replica's state. It names no objects: there are none in a store of ours.
+/// The manifest that stands for the version in the replica's state. It names no objects: there are none in a
+/// store of ours.
 fn successor(state: &State, next: &Foreign<'_>) -> Manifest {
     let mut manifest = state.manifest.clone();
     manifest.base = Some(crate::manifest::Base {
@@ -233,7 +234,8 @@ impl Rewriter<'_> {
     /// Takes the next bytes of the tensor: [`SLICE_BYTES`], or all that are left.
     ///
     /// # Errors
-    /// [`Error::TensorMismatch`] for any other number of bytes; [`Error::Codec`]; [`Error::Cancelled`] once other work failed.
+    /// [`Error::TensorMismatch`] for any other number of bytes; [`Error::Codec`]; [`Error::Cancelled`] once
+    /// other work failed.
     pub fn push(&mut self, new: &[u8]) -> Result<()> {
         let expected = SLICE_BYTES.min(self.base.len() - self.at);
         let Some(base) = self.base.get(self.at..self.at + new.len()).filter(|_| new.len() == expected) else {

@@ -67,9 +67,6 @@ pub use repair::Repaired;
 pub(crate) use scrub::Scrub;
 pub use state::Applied;
 
-/// Directory inside a replica that holds its state.
-pub const STATE_DIR: &str = ".driftless";
-
 /// The moment at which a range of an object has been kept.
 const RANGE_POINT: &str = "follow.range";
 

@@ -32,8 +32,9 @@ pub struct Plan {
     pub objects: u64,
     /// Bytes of these objects.
     pub bytes: u64,
-    /// Elements that would change: by the manifests' account, or counted where versions say nothing of it. `None` for slime's
-    /// layout while an apply is unfinished, because there is nothing whole to compare with.
+    /// Elements that would change: by the manifests' account, or counted where versions say nothing of it.
+    /// `None` for slime's layout while an apply is unfinished, because there is nothing whole to compare
+    /// with.
     pub changed: Option<u64>,
     /// The publications, oldest first; none if the version is there.
     pub links: Vec<PlannedLink>,
@@ -56,13 +57,14 @@ pub struct PlannedLink {
 }
 
 impl Replica {
-    /// What bringing `dir` to version `to` of `model` would take. Reads manifests and the directory's state, and writes nothing,
-    /// not even a lock: what somebody else does to the directory meanwhile is not seen. The weights are taken at their word.
+    /// What bringing `dir` to version `to` of `model` would take. Reads manifests and the directory's state,
+    /// and writes nothing, not even a lock: what somebody else does to the directory meanwhile is not seen.
+    /// The weights are taken at their word.
     ///
     /// # Errors
     ///
-    /// [`Error::Rewind`](crate::Error), `ForeignRun` and `ForeignModel` as [`Replica::advance`] would give; the store's and the
-    /// file system's errors.
+    /// [`Error::Rewind`](crate::Error), `ForeignRun` and `ForeignModel` as [`Replica::advance`] would give;
+    /// the store's and the file system's errors.
     pub fn plan(dir: &Path, run: &Run, model: &str, to: Version) -> Result<Plan> {
         let layout = Layout::new(dir);
         // A state that cannot be read is one that would be built anew.
@@ -127,7 +129,8 @@ pub struct Held {
 }
 
 impl Held {
-    /// Reads the state of `dir`, which need not exist, and writes nothing. One that is damaged counts as none: following builds it anew.
+    /// Reads the state of `dir`, which need not exist, and writes nothing. One that is damaged counts as
+    /// none: following builds it anew.
     ///
     /// # Errors
     /// The file system's.

@@ -128,7 +128,7 @@ pub(super) struct Layout {
 
 impl Layout {
     pub(super) fn new(dir: &Path) -> Self {
-        Self { dir: dir.to_owned(), root: dir.join(super::STATE_DIR) }
+        Self { dir: dir.to_owned(), root: dir.join(crate::checkpoint::STATE_DIR) }
     }
 
     pub(super) fn lock(&self) -> PathBuf {

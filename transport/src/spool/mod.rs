@@ -60,7 +60,7 @@ impl Default for SpoolOptions {
 
 /// A directory of objects that arrive. It has one user at a time, which its owner sees to.
 #[derive(Debug)]
-pub(crate) struct Spool {
+pub struct Spool {
     dir: PathBuf,
     options: SpoolOptions,
     /// The moment, for tests, at which a range has been kept.
@@ -74,7 +74,7 @@ pub(crate) struct Spool {
 
 impl Spool {
     /// The spool in `dir`, which is made when something is kept. What an earlier process kept there is found again.
-    pub(crate) fn new(dir: PathBuf, options: SpoolOptions, point: &'static str) -> Self {
+    pub fn new(dir: PathBuf, options: SpoolOptions, point: &'static str) -> Self {
         let (held, paused) = (OnceLock::new(), AtomicBool::new(false));
         Self { dir, options, point, held, paused, window: Window::default() }
     }
@@ -103,7 +103,7 @@ impl Spool {
     ///
     /// # Errors
     /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not what the manifest says; the store's.
-    pub(crate) fn object(
+    pub fn object(
         &self,
         store: &dyn Store,
         object: &Object,
@@ -128,7 +128,7 @@ impl Spool {
     }
 
     /// Removes the objects that `wanted` does not choose.
-    pub(crate) fn retain(&self, wanted: impl Fn(&ContentDigest) -> bool) {
+    pub fn retain(&self, wanted: impl Fn(&ContentDigest) -> bool) {
         let unwanted: Vec<ContentDigest> =
             self.lock().keys().filter(|digest| !wanted(digest)).copied().collect();
         for digest in unwanted {
@@ -137,37 +137,37 @@ impl Spool {
     }
 
     /// Removes everything, and keeps nothing more until [`Spool::resume`]: others need the space.
-    pub(crate) fn pause(&self) {
+    pub fn pause(&self) {
         self.paused.store(true, Relaxed);
         self.retain(|_| false);
     }
 
     /// Removes everything; from here on objects are kept again.
-    pub(crate) fn resume(&self) {
+    pub fn resume(&self) {
         self.retain(|_| false);
         self.paused.store(false, Relaxed);
     }
 
     /// Removes what is kept of an object.
-    pub(crate) fn forget(&self, digest: &ContentDigest) {
+    pub fn forget(&self, digest: &ContentDigest) {
         if self.lock().remove(digest).is_some() {
             discard(&self.path(digest));
         }
     }
 
     /// What is kept, in whole or in part: digest, size, and when it was last written or asked for.
-    pub(crate) fn kept_objects(&self) -> Vec<(ContentDigest, u64, Option<SystemTime>)> {
+    pub fn kept_objects(&self) -> Vec<(ContentDigest, u64, Option<SystemTime>)> {
         let modified = |digest| fs::metadata(self.path(digest)).and_then(|metadata| metadata.modified()).ok();
         self.lock().iter().map(|(digest, size)| (*digest, *size, modified(digest))).collect()
     }
 
     /// The file of an object that is kept, its bytes at the front.
-    pub(crate) fn kept_file(&self, digest: &ContentDigest) -> Option<File> {
+    pub fn kept_file(&self, digest: &ContentDigest) -> Option<File> {
         self.keeps(digest).then(|| regular::open(&self.path(digest)).ok())?
     }
 
     /// Whether an object is kept, in whole or in part.
-    pub(crate) fn keeps(&self, digest: &ContentDigest) -> bool {
+    pub fn keeps(&self, digest: &ContentDigest) -> bool {
         self.lock().contains_key(digest)
     }
 

@@ -6,7 +6,6 @@ mod hook;
 mod http;
 mod process;
 mod tree;
-#[cfg(feature = "ucx")]
 mod ucx;
 
 use std::borrow::Cow;
@@ -23,7 +22,6 @@ pub(crate) use hook::Hook;
 pub(crate) use http::exchange;
 pub(crate) use process::{Process, turn};
 pub(crate) use tree::tree;
-#[cfg(feature = "ucx")]
 pub(crate) use ucx::fabric;
 
 /// The run that all tests publish.

@@ -1,7 +1,7 @@
 //! UCX, where there is one.
 
-use driftless_transport::Error;
-use driftless_transport::fabric::{Fabric, FabricOptions};
+use driftless_relay::Error;
+use driftless_relay::fabric::{Fabric, FabricOptions};
 
 /// Says so and gives none where there is no libucp, unless `DRIFTLESS_UCX_REQUIRED` names the release that is to be there.
 pub(crate) fn fabric(options: &FabricOptions) -> Option<Fabric> {

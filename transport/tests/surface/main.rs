@@ -14,9 +14,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{MODEL, RUN, Weights, publisher, step};
+use driftless_relay::{RelayOptions, serve};
 use driftless_transport::http::{Server, serve_within};
 use driftless_transport::listen::Limits;
-use driftless_transport::relay::{RelayOptions, serve};
 use driftless_transport::{Follower, FollowerOptions, Mode, Start, Store, Version};
 
 const TOKEN: &str = "the token";
@@ -55,7 +55,7 @@ fn serve_follower(store: &Arc<dyn Store>, dir: &Path, limits: Limits) -> Server 
     serve_within(follower, "127.0.0.1:0".parse().unwrap(), Some(TOKEN.to_owned()), limits).unwrap()
 }
 
-fn serve_relay(store: &Arc<dyn Store>, dir: &Path, limits: Limits) -> Server {
+fn serve_relay(store: &Arc<dyn Store>, dir: &Path, limits: Limits) -> driftless_relay::Server {
     let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir.join("cache"));
     (options.token, options.limits) = (Some(TOKEN.to_owned()), limits);
     serve(store.clone(), options).unwrap()

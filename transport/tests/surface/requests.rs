@@ -16,7 +16,7 @@ use super::{AUTHORISED, answer, ask, connect, publish, raw, rest, serve_follower
 struct World {
     dir: tempfile::TempDir,
     follower: Server,
-    relay: Server,
+    relay: driftless_relay::Server,
     object: Object,
 }
 

@@ -43,11 +43,9 @@ fn strangers_have_a_deadline_that_no_byte_moves() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     publish(&store, dir.path());
-    let servers = [
-        serve_follower(&store, dir.path(), limits(SHORT, NEVER)),
-        serve_relay(&store, dir.path(), limits(SHORT, NEVER)),
-    ];
-    for addr in servers.iter().map(driftless_transport::http::Server::addr) {
+    let follower = serve_follower(&store, dir.path(), limits(SHORT, NEVER));
+    let relay = serve_relay(&store, dir.path(), limits(SHORT, NEVER));
+    for addr in [follower.addr(), relay.addr()] {
         let mut known = connect(addr);
         assert!(ask(&mut known, "GET /status").starts_with("HTTP/1.1 200"));
         // The head tells who asks; nobody waits for a body.

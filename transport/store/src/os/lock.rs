@@ -19,7 +19,8 @@ impl Lock {
     /// Takes the lock on `path`, and makes the file if it is not there.
     ///
     /// # Errors
-    /// [`Error::Locked`] if another value, in this process or another, holds it; otherwise whatever the file system reports.
+    /// [`Error::Locked`] if another value, in this process or another, holds it; otherwise whatever the file
+    /// system reports.
     pub fn take(path: &Path) -> Result<Self> {
         let file = regular::open_with(File::options().create(true).truncate(false).write(true), path)
             .map_err(|source| Error::io("open", path, source))?;

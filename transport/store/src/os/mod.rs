@@ -12,8 +12,8 @@ pub use lock::Lock;
 
 use crate::error::Result;
 
-/// A named moment of the protocol at which tests stop or fail the process; nothing in builds without the feature
-/// `failpoints`.
+/// A named moment of the protocol at which tests stop or fail the process; nothing in builds without the
+/// feature `failpoints`.
 ///
 /// # Errors
 /// [`Error::Io`](crate::Error::Io) where a test has the point fail.

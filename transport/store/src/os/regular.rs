@@ -1,5 +1,5 @@
-//! Files are opened here: what lies in a file's place may be a FIFO, a device, a socket or a directory, and opening one must neither
-//! wait nor go on as if it were a file.
+//! Files are opened here: what lies in a file's place may be a FIFO, a device, a socket or a directory, and
+//! opening one must neither wait nor go on as if it were a file.
 
 use std::fs::{self, File, FileType, OpenOptions};
 use std::io::{self, Read as _};
@@ -51,7 +51,8 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Opens a regular file or what a shell makes of `<(command)`: a pipe that no name leads to, whose writer is there.
+/// Opens a regular file or what a shell makes of `<(command)`: a pipe that no name leads to, whose writer is
+/// there.
 ///
 /// # Errors
 /// The operating system's; [`NotRegular`] inside it for what is no regular file.

@@ -1,19 +1,22 @@
 //! The relay's HTTP interface.
 
 use std::fmt::Write as _;
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{DefaultBodyLimit, Path, Query, State};
 use axum::http::{HeaderMap, StatusCode, header};
-use axum::middleware;
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::get;
+use axum::{Router, middleware};
+use driftless_transport::Error as TransportError;
+use driftless_transport::listen::serve_http;
+use driftless_transport::server::{self, Token};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::runtime;
@@ -21,19 +24,41 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::cache::{Content, Fill};
 use super::{Refusal, Relay, RelayOptions};
-use crate::error::{Error, Result};
-use crate::http::{Server, Token};
-use crate::listen::serve_http;
+use crate::error::Result;
 
 /// Threads that send and receive.
 const THREADS: usize = 2;
 /// Threads that read files, and the origin.
 const BLOCKING_THREADS: usize = 16;
 
+/// A running relay. Dropping it ends it.
+#[derive(Debug)]
+pub struct Server {
+    /// What is served over UCX, which ends while the runtime still answers it.
+    #[cfg(feature = "ucx")]
+    sessions: Option<super::Sessions>,
+    http: server::Server,
+}
+
+impl Server {
+    /// The address it listens on, with the port that the system picked if port 0 was asked for.
+    #[must_use]
+    pub fn addr(&self) -> SocketAddr {
+        self.http.addr()
+    }
+
+    /// The address at which it listens for those that ask over UCX.
+    #[cfg(feature = "ucx")]
+    #[must_use]
+    pub fn ucx_addr(&self) -> Option<SocketAddr> {
+        self.sessions.as_ref().map(super::Sessions::addr)
+    }
+}
+
 /// Listens, and serves from threads of its own.
 pub(super) fn start(relay: Arc<Relay>, options: RelayOptions) -> Result<Server> {
     let addr = options.listen;
-    let listen = |source| Error::Listen { addr, source };
+    let listen = |source| TransportError::Listen { addr, source };
     let runtime = runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
         .max_blocking_threads(BLOCKING_THREADS)
@@ -58,10 +83,12 @@ pub(super) fn start(relay: Arc<Relay>, options: RelayOptions) -> Result<Server> 
     #[cfg(feature = "ucx")]
     let sessions = sessions.transpose()?;
     let router = router(relay, options.token);
-    let server = Server::run(runtime, addr, "relay-http", serve_http(listener, options.limits, router))?;
-    #[cfg(feature = "ucx")]
-    let server = server.beside(sessions);
-    Ok(server)
+    let serving = serve_http(listener, options.limits, router);
+    Ok(Server {
+        #[cfg(feature = "ucx")]
+        sessions,
+        http: server::Server::run(runtime, addr, "relay-http", serving)?,
+    })
 }
 
 fn router(relay: Arc<Relay>, token: Option<String>) -> Router {

@@ -1,9 +1,8 @@
 //! Ends a link: releases what UCX lets go of, in the order that it wants, and keeps the rest alive.
 
-use std::mem;
 use std::sync::atomic::Ordering::SeqCst;
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{mem, thread};
 
 use driftless_ucx_sys as sys;
 

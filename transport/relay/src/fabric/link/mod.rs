@@ -3,15 +3,12 @@
 mod end;
 
 use std::collections::BTreeMap;
-use std::fmt;
-use std::mem;
 use std::ops::Range;
-use std::ptr;
-use std::slice;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::SeqCst};
-use std::thread;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicI32, AtomicU64};
 use std::time::{Duration, Instant};
+use std::{fmt, mem, ptr, slice, thread};
 
 use driftless_ucx_sys as sys;
 
@@ -284,7 +281,9 @@ impl Link {
         self.check_alive(action)?;
         if self.flights.len() >= INFLIGHT_MAX {
             let what = format!("the link to {}", self.peer);
-            return Err(Error::Busy { what, with: format!("{INFLIGHT_MAX} transfers") });
+            return Err(
+                driftless_transport::Error::Busy { what, with: format!("{INFLIGHT_MAX} transfers") }.into()
+            );
         }
         if range.start > range.end || range.end > bucket.len() {
             let status = format!("{range:?} is outside the bucket of {} bytes", bucket.len());

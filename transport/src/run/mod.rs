@@ -1,5 +1,8 @@
 //! A training run in a store: its identity, and the chain of versions of each model.
 
+mod floor;
+mod tombstone;
+
 use std::fmt;
 use std::sync::Arc;
 
@@ -7,17 +10,17 @@ use driftless_store::{ContentDigest, Entry, Error as StoreError, Key, Object, Pu
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::gc::{Floor, Tombstone};
-use crate::ids::{RunId, Version, check_name};
+use crate::ids::{FOLLOWERS, RunId, Version, check_model, check_name};
 use crate::manifest::{Base, MANIFEST_BYTES_MAX, Manifest};
 use crate::sign::{self, Place, TrustKey};
+
+pub(crate) use floor::Floor;
+pub(crate) use tombstone::Tombstone;
 
 /// Largest run record or head hint in bytes.
 const RECORD_BYTES_MAX: u64 = 4096;
 /// How many versions the head hint may lag before a listing is cheaper than asking for one after the other.
 const HINT_LAG_MAX: u64 = 16;
-/// The segment under a run's id that holds its followers; no model may have this name.
-const FOLLOWERS: &str = "followers";
 /// The last segment of a manifest's key.
 pub(crate) const MANIFEST: &str = "manifest";
 
@@ -464,16 +467,6 @@ pub(crate) fn wrong_size(object: &Object, found: u64) -> Error {
         expected: object.size.to_string(),
         found: if found > object.size { "more".to_owned() } else { found.to_string() },
     }
-}
-
-/// Checks a model's name: one segment of a key, and not the followers' place.
-pub(crate) fn check_model(model: &str) -> Result<()> {
-    check_name("model", model)?;
-    if model == FOLLOWERS {
-        let reason = "the followers of the run have this place";
-        return Err(Error::BadName { what: "model", text: model.to_owned(), reason });
-    }
-    Ok(())
 }
 
 fn run_key(name: &str) -> Result<Key> {

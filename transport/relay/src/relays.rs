@@ -7,18 +7,19 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use driftless_store::{Arrived, ContentDigest, Entry, Key, Object, PutMode, Store, redact};
+use driftless_transport::Error as TransportError;
+use driftless_transport::client::{Http, parse_url};
 use reqwest::{StatusCode, Url};
 
-use crate::client::{Http, parse_url};
-use crate::error::{Error, Result};
+use crate::error::Result;
 #[cfg(feature = "ucx")]
-use driftless_store::{Arrived, ContentDigest, Entry, Key, Object, PutMode, Store, redact};
-
 use crate::fabric::{Fabric, FabricOptions};
 
 /// Bytes that a relay is asked for at a time.
 const REQUEST_BYTES: u64 = 8 << 20;
-/// How long a relay may take for an object that it has to fetch first, and how many bytes a second are added to that.
+/// How long a relay may take for an object that it has to fetch first, and how many bytes a second are added
+/// to that.
 const PATIENCE: Duration = Duration::from_secs(10);
 const BYTES_PER_SECOND_MIN: u64 = 2 << 20;
 /// How long a relay that failed is left alone: doubled with every failure, up to the second.
@@ -28,11 +29,13 @@ const DISTRUST: Duration = Duration::from_secs(600);
 /// Objects of which it is remembered who gave them.
 const REMEMBERED_MAX: usize = 1024;
 
-/// A store whose objects come from relays, as far as these do what they should, and from the store itself otherwise.
+/// A store whose objects come from relays, as far as these do what they should, and from the store itself
+/// otherwise.
 ///
-/// Which relay is asked for an object follows from the object's digest and the relays' names (rendezvous hashing): all
-/// followers ask the same one, and each relay has its share. A relay that does not answer is left alone for a while, one that
-/// gives wrong bytes for longer; the next one is asked meanwhile, the origin last.
+/// Which relay is asked for an object follows from the object's digest and the relays' names (rendezvous
+/// hashing): all followers ask the same one, and each relay has its share. A relay that does not answer is
+/// left alone for a while, one that gives wrong bytes for longer; the next one is asked meanwhile, the origin
+/// last.
 pub struct Relays {
     origin: Arc<dyn Store>,
     http: Http,
@@ -61,11 +64,12 @@ struct Health {
 }
 
 impl Relays {
-    /// The store `origin` behind relays at `urls`, which are brought `token` with every request: `http://host:port`, and with the feature
-    /// `ucx` also `ucx://host:port`.
+    /// The store `origin` behind relays at `urls`, which are brought `token` with every request:
+    /// `http://host:port`, and with the feature `ucx` also `ucx://host:port`.
     ///
     /// # Errors
-    /// [`Error::BadText`] for something that is no URL; [`Error::Unsupported`] for UCX in a build without it, and
+    /// [`BadText`](driftless_transport::Error::BadText) for something that is no URL;
+    /// [`Unsupported`](driftless_transport::Error::Unsupported) for UCX in a build without it, and
     /// [`Error::Library`] or [`Error::Link`] where it cannot be used.
     pub fn new(origin: Arc<dyn Store>, urls: &[String], token: Option<&str>) -> Result<Self> {
         let mut fabric = None;
@@ -153,7 +157,11 @@ fn ucx_way(text: &str, host: &str, token: Option<&str>, fabric: &mut Option<Fabr
     // As a URL of HTTP it is held to the same rules.
     let plain = parse_url("relay", &format!("http://{host}")).ok();
     let url = plain.and(Url::parse(text).ok()).filter(|url| url.port().is_some());
-    let url = url.ok_or(Error::BadText { what: "relay", text: redact(text), expected: "ucx://host:port" })?;
+    let url = url.ok_or(TransportError::BadText {
+        what: "relay",
+        text: redact(text),
+        expected: "ucx://host:port",
+    })?;
     let opened = match fabric.take() {
         Some(opened) => opened,
         None => Fabric::open(&FabricOptions::default())?,
@@ -166,7 +174,7 @@ fn ucx_way(text: &str, host: &str, token: Option<&str>, fabric: &mut Option<Fabr
 #[cfg(not(feature = "ucx"))]
 fn ucx_way(text: &str, _: &str, _: Option<&str>, _: &mut Option<()>) -> Result<(Url, Way)> {
     let hint = "build with the feature `ucx`, or ask the relay over http://".to_owned();
-    Err(Error::Unsupported { what: format!("the relay `{}`", redact(text)), hint })
+    Err(TransportError::Unsupported { what: format!("the relay `{}`", redact(text)), hint }.into())
 }
 
 /// How much a relay is one for this object; `None` for no relay.

@@ -10,10 +10,9 @@ use std::time::SystemTime;
 use driftless_store::os::crash_point;
 use driftless_store::wrap::Count;
 use driftless_store::{ContentDigest, Object, Store};
+use driftless_transport::spool::{Spool, SpoolOptions};
+use driftless_transport::{Error, Result};
 use serde::Serialize;
-
-use crate::error::{Error, Result};
-use crate::spool::{Spool, SpoolOptions};
 
 /// An object's bytes, checked.
 #[derive(Clone, Debug)]

@@ -1,10 +1,9 @@
 //! Registered memory for transfers.
 
-use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::{self, NonNull};
-use std::slice;
 use std::sync::Arc;
+use std::{fmt, slice};
 
 use driftless_ucx_sys as sys;
 

@@ -2,9 +2,9 @@
 
 use driftless_store::{Error as StoreError, Key, PutMode};
 
+use super::{Committed, Run, parse_version};
 use crate::error::{Error, Result};
 use crate::ids::{RunId, Version};
-use crate::run::{Committed, Run, parse_version};
 
 /// The segment under a model that holds the floors.
 const FLOORS: &str = "floor";
@@ -45,7 +45,7 @@ impl Run {
         Ok(self.floor(model)?.map_or(Version(0), |floor| floor.version))
     }
 
-    pub(super) fn floors(&self, model: &str) -> Result<Vec<Floor>> {
+    pub(crate) fn floors(&self, model: &str) -> Result<Vec<Floor>> {
         let root = self.model_root(model)?;
         let listed = self.store().list(&root.join(FLOORS)?)?;
         let mut floors: Vec<Floor> =
@@ -76,7 +76,7 @@ impl Run {
     }
 
     /// Raises the floor, durably; of the ones that are there the highest stays, for a reader that lists them just now.
-    pub(super) fn raise_floor(&self, model: &str, floor: Floor) -> Result<()> {
+    pub(crate) fn raise_floor(&self, model: &str, floor: Floor) -> Result<()> {
         let root = self.model_root(model)?;
         let mut old = self.floors(model)?;
         old.pop();

@@ -14,12 +14,13 @@ mod bucket;
 mod link;
 
 use std::ffi::{CStr, CString};
-use std::fmt;
 use std::path::PathBuf;
-use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
+use std::{fmt, ptr};
 
+use driftless_transport::Error as TransportError;
 use driftless_ucx_sys::{self as sys, Ucp};
 
 use crate::error::{Error, Result};
@@ -52,7 +53,8 @@ struct Context {
     handle: sys::ucp_context_h,
     /// A transfer was left behind unfinished: what UCX holds for it would make its clean-up end the process.
     tainted: AtomicBool,
-    /// The transports do not tell when a peer ends. UCX complains aloud when it is asked to, so that it is asked once.
+    /// The transports do not tell when a peer ends. UCX complains aloud when it is asked to, so that it is
+    /// asked once.
     unwatched: AtomicBool,
 }
 
@@ -67,9 +69,9 @@ impl Context {
 }
 
 #[allow(unsafe_code, reason = "see below")]
-// SAFETY: the context is made with `mt_workers_shared`, by which UCX guards what its workers share; the functions called with the
-// context from several threads (worker_create, mem_map, mem_unmap) are those for which ucp.h says so.
-// The test `links_of_one_fabric_work_on_threads` runs them at once.
+// SAFETY: the context is made with `mt_workers_shared`, by which UCX guards what its workers share; the
+// functions called with the context from several threads (worker_create, mem_map, mem_unmap) are those for
+// which ucp.h says so. The test `links_of_one_fabric_work_on_threads` runs them at once.
 unsafe impl Send for Context {}
 #[allow(unsafe_code, reason = "see below")]
 // SAFETY: as above.
@@ -79,14 +81,15 @@ impl Fabric {
     /// Opens UCX.
     ///
     /// # Errors
-    /// [`Error::Library`] if libucp is not there or too old; [`Error::BadSetting`] for a setting it does not know;
-    /// [`Error::Link`] if it cannot be set up, such as for a transport that this machine lacks.
+    /// [`Error::Library`] if libucp is not there or too old;
+    /// [`BadSetting`](driftless_transport::Error::BadSetting) for a setting it does not know; [`Error::Link`]
+    /// if it cannot be set up, such as for a transport that this machine lacks.
     pub fn open(options: &FabricOptions) -> Result<Self> {
         let ucp = sys::open(options.library.as_deref())
             .map_err(|source| Error::Library { what: "UCX", source: source.into() })?;
         let config = Config::read(ucp)?;
-        // So that only this process writes to its memory in a tagged transfer: the receiver fetches, and what is left of a transfer that
-        // was given up ends with its link.
+        // So that only this process writes to its memory in a tagged transfer: the receiver fetches, and what
+        // is left of a transfer that was given up ends with its link.
         config.set("RNDV_SCHEME", "get_zcopy")?;
         for (name, value) in &options.settings {
             config.set(name, value)?;
@@ -104,7 +107,8 @@ impl Fabric {
             name: ptr::null(),
         };
         let mut handle = ptr::null_mut();
-        // SAFETY: params and configuration are valid for the call, and the handle is written before it is read.
+        // SAFETY: params and configuration are valid for the call, and the handle is written before it is
+        // read.
         #[allow(unsafe_code, reason = "foreign call")]
         let status = unsafe {
             ucp.ucp_init_version(
@@ -143,7 +147,8 @@ impl Fabric {
     /// Memory for transfers, zeroed and registered.
     ///
     /// # Errors
-    /// [`Error::Link`] if there is no memory, or none that can be registered (`ulimit -l` is the limit for RDMA).
+    /// [`Error::Link`] if there is no memory, or none that can be registered (`ulimit -l` is the limit for
+    /// RDMA).
     pub fn bucket(&self, bytes: usize) -> Result<Bucket> {
         Bucket::new(self.context.clone(), bytes)
     }
@@ -185,18 +190,18 @@ impl Config {
     }
 
     fn set(&self, name: &str, value: &str) -> Result<()> {
-        let bad = |found: String| Error::BadSetting {
+        let bad = |found: String| TransportError::BadSetting {
             name: "UCX setting",
             expected: "a name without UCX_ and a value that UCX knows (ucx_info -cf lists them)".to_owned(),
             found,
         };
         let (Ok(c_name), Ok(c_value)) = (CString::new(name), CString::new(value)) else {
-            return Err(bad("text with a zero byte".to_owned()));
+            return Err(bad("text with a zero byte".to_owned()).into());
         };
         // SAFETY: both are strings that end with 0, and UCX copies them.
         #[allow(unsafe_code, reason = "foreign call")]
         let status = unsafe { self.ucp.ucp_config_modify(self.handle, c_name.as_ptr(), c_value.as_ptr()) };
-        check(self.ucp, SELF, "set UCX in", status).map_err(|_| bad(format!("{name}={value}")))
+        Ok(check(self.ucp, SELF, "set UCX in", status).map_err(|_| bad(format!("{name}={value}")))?)
     }
 }
 

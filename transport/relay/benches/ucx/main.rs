@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use driftless_transport::fabric::{Bucket, Fabric, FabricOptions, Link, Ticket};
+use driftless_relay::fabric::{Bucket, Fabric, FabricOptions, Link, Ticket};
 
 /// Only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(300);

@@ -1,13 +1,20 @@
-//! A read-through cache of objects, so that each object crosses a slow link once for all followers behind it.
+#![doc = include_str!("../README.md")]
 //!
-//! A relay serves only objects of publications, which never change. The client says which digest the bytes
-//! must have. The relay checks them before it serves a byte, and the client checks them again. Followers read
-//! what can change (heads, manifests, leases) from the origin. The wire format is documented in
-//! `docs/wire/relay.md`.
+//! # Where things are
+//!
+//! | Module | Is |
+//! |---|---|
+//! | `relays` | the follower's side: a store whose objects come from relays, and are checked |
+//! | `serve`, `cache` | the relay: its HTTP interface, and the objects that it keeps |
+//! | `recent` | a store that keeps in memory what was put last |
+//! | `fabric` | bytes over UCX (feature `ucx`) |
+//! | `ucx` | a relay and its clients over UCX (feature `ucx`) |
 
 mod cache;
+mod error;
+#[cfg(feature = "ucx")]
+pub mod fabric;
 mod recent;
-#[cfg(feature = "client")]
 mod relays;
 mod serve;
 #[cfg(feature = "ucx")]
@@ -24,19 +31,20 @@ use std::time::Duration;
 use axum::http::StatusCode;
 use driftless_store::os::{Lock, create_dir_synced};
 use driftless_store::{ContentDigest, Error as StoreError, Key, Object, Store, chain_text};
+use driftless_transport::Error as TransportError;
+use driftless_transport::listen::Limits;
+use driftless_transport::manifest::OBJECT_BYTES_MAX;
+use driftless_transport::server::check_exposure;
 use tokio::sync::{Semaphore, watch};
 
-use crate::error::{Error, Result};
-use crate::http::{Server, check_exposure};
-use crate::listen::Limits;
-use crate::manifest::OBJECT_BYTES_MAX;
 use cache::{Cache, Content};
 
+pub use error::{Error, Result};
 pub use recent::Recent;
-#[cfg(feature = "client")]
 pub use relays::Relays;
+pub use serve::Server;
 #[cfg(feature = "ucx")]
-pub(crate) use ucx::Sessions;
+use ucx::Sessions;
 
 /// Longest range that is answered.
 pub(crate) const RANGE_BYTES_MAX: u64 = 16 << 20;
@@ -116,8 +124,9 @@ struct Relay {
 /// Serves the objects of `origin` from a cache, on threads of its own. Dropping the server ends it.
 ///
 /// # Errors
-/// [`Error::BadSetting`] for an address other than loopback without a token; [`Locked`](driftless_store::Error::Locked) if another relay has the
-/// directory; [`Error::Listen`] if the address cannot be had; the file system's errors.
+/// [`BadSetting`](driftless_transport::Error::BadSetting) for an address other than loopback without a token;
+/// [`Locked`](driftless_store::Error::Locked) if another relay has the directory;
+/// [`Listen`](driftless_transport::Error::Listen) if the address cannot be had; the file system's errors.
 pub fn serve(origin: Arc<dyn Store>, options: RelayOptions) -> Result<Server> {
     check_exposure("relay address", options.listen, options.token.as_deref())?;
     #[cfg(feature = "ucx")]
@@ -126,7 +135,7 @@ pub fn serve(origin: Arc<dyn Store>, options: RelayOptions) -> Result<Server> {
     }
     if options.limits.connections == 0 {
         let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
-        return Err(Error::BadSetting { name: "connections", expected, found });
+        return Err(TransportError::BadSetting { name: "connections", expected, found }.into());
     }
     if !options.cache_dir.is_dir() {
         create_dir_synced(&options.cache_dir)?;
@@ -250,13 +259,13 @@ fn named(
 }
 
 /// What a client is told of an error.
-fn refusal(error: &Error) -> Refusal {
+fn refusal(error: &TransportError) -> Refusal {
     let message = chain_text(error);
     match error {
-        Error::Store(StoreError::NotFound { .. }) => {
+        TransportError::Store(StoreError::NotFound { .. }) => {
             Refusal::new(StatusCode::NOT_FOUND, "not_found", message)
         }
-        Error::Corrupt { .. } | Error::Store(StoreError::DigestMismatch { .. }) => {
+        TransportError::Corrupt { .. } | TransportError::Store(StoreError::DigestMismatch { .. }) => {
             Refusal::new(StatusCode::BAD_GATEWAY, "corrupt", message)
         }
         error if error.is_retryable() => {

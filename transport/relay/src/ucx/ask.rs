@@ -18,7 +18,7 @@ const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 const IDLE_MAX: usize = 16;
 
 /// A relay that is asked over UCX.
-pub(in crate::relay) struct Remote {
+pub(crate) struct Remote {
     fabric: Fabric,
     /// `host:port`.
     host: String,
@@ -41,7 +41,7 @@ enum Outcome {
 }
 
 impl Remote {
-    pub(in crate::relay) fn new(fabric: Fabric, host: String, token: Option<&str>) -> Self {
+    pub(crate) fn new(fabric: Fabric, host: String, token: Option<&str>) -> Self {
         Self { fabric, host, token: token.map(str::to_owned), idle: Mutex::default() }
     }
 
@@ -53,7 +53,7 @@ impl Remote {
     ///
     /// # Errors
     /// A text for people: what the relay says, or what became of it.
-    pub(in crate::relay) fn get(
+    pub(crate) fn get(
         &self,
         object: &Object,
         range: Range<u64>,

@@ -12,6 +12,8 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 use driftless_store::os::crash_point;
+use driftless_transport::Error as TransportError;
+use driftless_transport::listen::{Admission, Limits, accept};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::{Handle, Runtime};
@@ -20,11 +22,10 @@ use tokio::task::AbortHandle;
 
 use super::control::{Control, DOCUMENT_BYTES_MAX, frame};
 use super::{Answer, Ask, Failure, Hello, PROTOCOL, WORD_DEADLINE, patience};
-use crate::error::{Error, Result};
+use crate::cache::Content;
+use crate::error::Result;
 use crate::fabric::{Bucket, Fabric, Link};
-use crate::listen::{Admission, Limits, accept};
-use crate::relay::cache::Content;
-use crate::relay::{Refusal, Relay, WAIT_DEADLINE};
+use crate::{Refusal, Relay, WAIT_DEADLINE};
 
 /// Sessions at the same time at most.
 const SESSIONS_MAX: usize = 256;
@@ -52,8 +53,8 @@ impl Sessions {
     /// Listens on `addr`, and serves on threads of its own what `relay` has.
     ///
     /// # Errors
-    /// [`Error::Listen`].
-    pub(in crate::relay) fn start(
+    /// [`Listen`](driftless_transport::Error::Listen).
+    pub(crate) fn start(
         relay: Arc<Relay>,
         fabric: Fabric,
         addr: SocketAddr,
@@ -61,7 +62,7 @@ impl Sessions {
         limits: Limits,
         runtime: &Runtime,
     ) -> Result<Self> {
-        let listen = |source| Error::Listen { addr, source };
+        let listen = |source| TransportError::Listen { addr, source };
         let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
         let addr = listener.local_addr().map_err(listen)?;
         let ends = Arc::new(AtomicBool::new(false));
@@ -75,7 +76,8 @@ impl Sessions {
             ends: ends.clone(),
             threads: threads.clone(),
         };
-        let limits = Limits { connections: limits.connections.min(SESSIONS_MAX), ..limits };
+        let mut limits = limits;
+        limits.connections = limits.connections.min(SESSIONS_MAX);
         let accepting = accept(listener, limits, move |stream, admission| {
             greet(stream, admission, shared.clone(), limits.authorise)
         });
@@ -226,7 +228,7 @@ impl Shared {
     /// What was asked for, in a bucket, with its share of what all answers may hold.
     fn fill(&self, ask: &Ask, link: &Link, idle: Option<Placed>) -> std::result::Result<Placed, Refusal> {
         let end = ask.start.saturating_add(ask.bytes);
-        let (object, range) = crate::relay::named(&ask.key, ask.size, &ask.blake3, ask.start..end)?;
+        let (object, range) = crate::named(&ask.key, ask.size, &ask.blake3, ask.start..end)?;
         let length = (range.end - range.start) as usize;
         if length as u64 != ask.bytes || length == 0 {
             let message =
