@@ -2,6 +2,7 @@
 
 mod demo;
 mod error;
+mod floors;
 mod foreign;
 mod libtorch;
 mod process;

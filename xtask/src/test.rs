@@ -1,7 +1,7 @@
 //! The lanes: what is checked, what each needs, and how long it took.
 
 use crate::error::{Error, Result};
-use crate::{foreign, libtorch, process, python, sglang, smollm2, stores, ucx};
+use crate::{floors, foreign, libtorch, process, python, sglang, smollm2, stores, ucx};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -53,6 +53,15 @@ const LANES: &[Lane] = &[
         what: "the light build pulls in no torch, CUDA, UCX, TLS, reqwest or bindgen crate",
         needs: &[],
         run: leak,
+    },
+    Lane {
+        name: "floors",
+        what: "crates, and rooms of transport, know only what lies below them; none has more than 12,000 lines",
+        needs: &[],
+        run: |c| {
+            c.cargo(&["test", "-p", "xtask", "floors"])?;
+            floors::check(&c.root)
+        },
     },
     Lane {
         name: "unit",
