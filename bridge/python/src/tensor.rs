@@ -58,7 +58,7 @@ impl Borrowed {
         }
         if value.hasattr("placements")? {
             let expected =
-                "a plain tensor: `tensor.full_tensor()`, or `driftless.Slice` of `tensor.to_local()`";
+                "a plain tensor: `tensor.full_tensor()`, or `driftless.torch.slices` on every rank";
             return Err(error::tensor(&name, "its class", expected, "a DTensor"));
         }
         let layout = value.getattr("layout")?.str()?.to_string();
