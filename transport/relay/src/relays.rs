@@ -70,7 +70,7 @@ impl Relays {
     /// # Errors
     /// [`BadText`](driftless_transport::Error::BadText) for something that is no URL;
     /// [`Unsupported`](driftless_transport::Error::Unsupported) for UCX in a build without it, and
-    /// [`Error::Library`] or [`Error::Link`] where it cannot be used.
+    /// [`Library`](crate::Error::Library) or [`Link`](crate::Error::Link) where it cannot be used.
     pub fn new(origin: Arc<dyn Store>, urls: &[String], token: Option<&str>) -> Result<Self> {
         let mut fabric = None;
         let mut relays = Vec::new();

@@ -199,7 +199,7 @@ impl Link {
     ///
     /// # Errors
     /// [`Error::Link`] without a peer, for a range outside the bucket, or if UCX refuses; [`Error::LinkLost`] if the peer is gone;
-    /// [`Error::Busy`] if [`INFLIGHT_MAX`] transfers are under way. The bucket is dropped then.
+    /// [`Busy`](driftless_transport::Error::Busy) if [`INFLIGHT_MAX`] transfers are under way. The bucket is dropped then.
     pub fn send(&mut self, bucket: Bucket, range: Range<usize>, tag: u64) -> Result<Ticket> {
         let endpoint = self.endpoint("send to")?;
         self.start("send to", bucket, range, false, |ucp, _, memory, bytes, param| {
