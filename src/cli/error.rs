@@ -16,6 +16,8 @@ pub(crate) enum Error {
     Buffer(#[from] driftless::buffer::Error),
     #[error(transparent)]
     Bridge(#[from] driftless::bridge::Error),
+    #[error(transparent)]
+    Trainer(#[from] driftless::trainer::Error),
     #[cfg(feature = "torch")]
     #[error(transparent)]
     Torch(#[from] driftless::torch::Error),
@@ -56,6 +58,7 @@ impl Error {
             Error::Transport(error) => transport_code(error),
             Error::Relay(error) => relay_code(error),
             Error::Bridge(error) => bridge_code(error),
+            Error::Trainer(error) => trainer_code(error),
             #[cfg(feature = "torch")]
             Error::Torch(error) => torch_code(error),
             _ => 1,
@@ -144,11 +147,22 @@ fn bridge_code(error: &driftless::bridge::Error) -> u8 {
     }
 }
 
+/// Whether an option, or a file that it names, was not what it has to be.
+fn trainer_code(error: &driftless::trainer::Error) -> u8 {
+    use driftless::trainer::Error as Trainer;
+    match error {
+        Trainer::Input { .. } => 2,
+        Trainer::Json { .. } => 3,
+        _ => 1,
+    }
+}
+
 /// Whether a checkpoint or the state of a run was refused, or one of the others' reasons.
 #[cfg(feature = "torch")]
 fn torch_code(error: &driftless::torch::Error) -> u8 {
     use driftless::torch::Error as Torch;
     match error {
+        Torch::Loop(error) => trainer_code(error),
         Torch::Buffer(error) => buffer_code(error),
         Torch::Transport(error) => transport_code(error),
         Torch::Bridge(error) => bridge_code(error),

@@ -3,6 +3,7 @@
 //! `transport`).
 
 mod coordinate;
+mod data;
 mod delta;
 mod error;
 #[cfg(feature = "failpoints")]
@@ -92,6 +93,7 @@ enum Command {
     Follow(Box<follow::Args>),
     /// Bring the followers of many hosts to each version together.
     Coordinate(coordinate::Args),
+    Data(data::Args),
     /// Encode, apply and look at a delta between two checkpoint directories.
     Delta(delta::Args),
     /// Show what a store holds: its runs, a run's chain, one version.
@@ -157,6 +159,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Publish(args) => publish::run(*args, output),
         Command::Follow(args) => follow::run(*args, output),
         Command::Coordinate(args) => coordinate::run(args, output),
+        Command::Data(args) => data::run(&args, output),
         Command::Delta(args) => delta::run(args, output),
         Command::Inspect(args) => inspect::run(args, output),
         Command::Gc(args) => gc::run(args, output),

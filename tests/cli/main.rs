@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod coordinated;
+mod data;
 mod interrupted;
 mod log;
 mod mistakes;

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::data::Place;
+
 /// Everything that can go wrong in this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -16,13 +18,120 @@ pub enum Error {
         /// The operating system's answer.
         source: std::io::Error,
     },
-    /// A value cannot be written as JSON.
-    #[error("{path} cannot be written as JSON")]
+    /// A value cannot be written as JSON, or a JSON file does not parse.
+    #[error("{path} is not the JSON expected of it")]
     Json {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Where and why.
         source: serde_json::Error,
+    },
+    /// An option, or a file that it names, is not what it has to be.
+    #[error("{what}: expected {expected}, found {found}")]
+    Input {
+        /// The option or file.
+        what: String,
+        /// What is allowed.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// A row of a data file cannot become a prompt.
+    #[error(
+        "{place}: expected {expected}, found {found}; mend it, or leave such rows out with --skip-bad-prompts"
+    )]
+    Row {
+        /// File and line.
+        place: Place,
+        /// What a row has to be.
+        expected: String,
+        /// What this one is.
+        found: String,
+    },
+    /// Every row of the data was refused.
+    #[error("{files}: none of {rows} rows is a prompt to train on; the first was refused because: {first}")]
+    NoPrompts {
+        /// The files.
+        files: String,
+        /// Rows read.
+        rows: u64,
+        /// Why the first was refused; "there are no rows" if there are none.
+        first: String,
+    },
+    /// The checkpoint's chat template cannot be used.
+    #[error("chat template of {path}: {reason}")]
+    Template {
+        /// Where it was looked for or read.
+        path: PathBuf,
+        /// What is wrong, and what to do.
+        reason: String,
+    },
+    /// The checkpoint's tokenizer cannot be used.
+    #[error("tokenizer {path}: {reason}")]
+    Tokenizer {
+        /// `tokenizer.json`.
+        path: PathBuf,
+        /// The library's answer.
+        reason: String,
+    },
+    /// The tokens of a checkpoint are not those of what is to be learned.
+    #[error(
+        "the tokens of {path} are not the task's: expected {expected}, found {found}; give prompts of your own with --prompt-data, or the checkpoint that goes with the task"
+    )]
+    OtherTokenizer {
+        /// The checkpoint directory.
+        path: PathBuf,
+        /// What its tokens have to be.
+        expected: String,
+        /// What they are.
+        found: String,
+    },
+    /// A prompt that the log knows is another now.
+    #[error(
+        "prompt {number} of the run is another than when it was first asked, now from {source_now}: the prompt files, their options or the seed have changed; go on with the same ones, or begin with another --save"
+    )]
+    OtherPrompt {
+        /// Number of the prompt in the run.
+        number: u64,
+        /// Where the prompt of that number is from now.
+        source_now: String,
+    },
+    /// So many groups of a rollout were left out that something must be wrong.
+    #[error(
+        "rollout {rollout}: {failed} groups failed and {filtered} were filtered out before {kept} were complete; the last: {last}"
+    )]
+    Unlearnable {
+        /// The rollout.
+        rollout: u64,
+        /// Groups with a sample that was not generated or got no reward.
+        failed: u64,
+        /// Groups that the filter left out.
+        filtered: u64,
+        /// Groups to learn from.
+        kept: u64,
+        /// Why the last was left out.
+        last: String,
+    },
+    /// The rollout log answered with an error.
+    #[error(transparent)]
+    Buffer(#[from] driftless_buffer::Error),
+    /// An engine, or the client of it, answered with an error.
+    #[error(transparent)]
+    Bridge(#[from] driftless_bridge::Error),
+    /// The loop was stopped while it waited.
+    #[error("the loop was stopped while it waited")]
+    Cancelled,
+    /// An answer got no reward.
+    #[error("reward of sample {sample}: expected {expected}, found {found}; {todo}")]
+    Reward {
+        /// Number of the sample.
+        sample: u64,
+        /// What was asked for.
+        expected: String,
+        /// What came.
+        found: String,
+        /// What to do about it.
+        todo: &'static str,
     },
 }
 
@@ -33,4 +142,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.into();
     move |source| Error::Io { action, path, source }
+}
+
+/// An [`Error::Input`] from anything that can be shown.
+pub(crate) fn input(what: impl ToString, expected: impl ToString, found: impl ToString) -> Error {
+    Error::Input { what: what.to_string(), expected: expected.to_string(), found: found.to_string() }
 }

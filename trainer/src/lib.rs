@@ -3,10 +3,14 @@
 //! Nothing here links libtorch. `driftless-torch` is the learner, and runs the loop with it.
 
 pub mod advantage;
+mod chat;
+pub mod data;
 mod error;
 pub mod metrics;
+pub mod reward;
 mod schedule;
 pub mod tasks;
 
+pub use chat::ChatTemplate;
 pub use error::{Error, Result};
 pub use schedule::{Mode, Schedule};

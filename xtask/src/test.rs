@@ -79,7 +79,7 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "sglang",
-        what: "the loop and the engine suite against SGLang 0.5.23 without its GPU kernels, our logits against transformers'",
+        what: "the loop and the engine suite against SGLang 0.5.23 without its GPU kernels, our logits and chat templates against transformers'",
         needs: &[Need::Libtorch, Need::Sglang, Need::Smollm2],
         run: with_sglang,
     },
@@ -440,7 +440,7 @@ fn with_sglang(context: &Context) -> Result<()> {
     context.logged(server.tell(torch_test().args(["--lib", "payload"])))?;
     drop(server);
     let mut ours = torch_test();
-    ours.args(["--test", "task", "--test", "families", "--", "--nocapture"]);
+    ours.args(["--test", "task", "--test", "families", "--test", "chat", "--", "--nocapture"]);
     ours.env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache));
     if let Some(model) = smollm2::present(&cache) {
         ours.env("DRIFTLESS_REAL_CHECKPOINT", model);

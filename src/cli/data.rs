@@ -1,0 +1,187 @@
+//! `driftless data`, and the flags of prompt files that `driftless train` shares.
+
+use crate::cli::error::{Error, Result};
+use crate::cli::output::Output;
+use crate::cli::{numbers, paths};
+use driftless::trainer::data::{DataOptions, Dataset, Example, Refused, Source};
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+const HELP: &str = "\
+What is shown is what a run with the same flags reads: each prompt after the chat template, its token ids, and the rows that
+are refused. A broken row ends the command, as it ends a run, unless --skip-bad-prompts is given.
+
+Examples:
+  driftless data prompts.jsonl --hf-checkpoint models/Qwen3-0.6B --input-key question --label-key answer --apply-chat-template
+  driftless data 'train.parquet@[0:1000]' --hf-checkpoint models/Qwen3-0.6B --input-key messages --apply-chat-template --show 5";
+
+/// Show what prompt files become: rendered, tokenised, and what is refused.
+#[derive(clap::Args)]
+#[command(after_help = HELP)]
+pub(crate) struct Args {
+    /// JSONL or Parquet files. `FILE@[a:b]` takes rows a to b - 1, counted from 0.
+    #[arg(required = true, value_name = "FILE", value_parser = source)]
+    files: Vec<Source>,
+    /// Checkpoint directory with the tokenizer and the chat template.
+    #[arg(long, value_name = "DIR")]
+    hf_checkpoint: PathBuf,
+    /// How many prompts to show.
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    show: usize,
+    #[command(flatten)]
+    data: DataArgs,
+}
+
+/// How rows become prompts. The names are slime's.
+#[derive(Clone, clap::Args)]
+#[command(next_help_heading = "Data")]
+pub(crate) struct DataArgs {
+    /// Field with the prompt: text, or a list of chat messages.
+    #[arg(long, value_name = "FIELD", default_value = "input")]
+    input_key: String,
+    /// Field with what rewards compare the answer with; every row must have it.
+    #[arg(long, value_name = "FIELD")]
+    label_key: Option<String>,
+    /// Field with an object that rewards are given; rows may lack it.
+    #[arg(long, value_name = "FIELD", default_value = "metadata")]
+    metadata_key: String,
+    /// Field with the tools of a chat; rows may lack it.
+    #[arg(long, value_name = "FIELD", default_value = "tools")]
+    tool_key: String,
+    /// Render prompts through the checkpoint's chat template. A prompt that is text becomes a message of the user.
+    #[arg(long)]
+    apply_chat_template: bool,
+    /// JSON object of further variables for the template, such as {"enable_thinking": false}.
+    #[arg(long, value_name = "JSON", requires = "apply_chat_template")]
+    apply_chat_template_kwargs: Option<String>,
+    /// Leave out prompts of more tokens than these.
+    #[arg(long, value_name = "TOKENS", value_parser = numbers::count::<usize>())]
+    rollout_max_prompt_len: Option<usize>,
+    /// Tokens that prompt and response may have together.
+    #[arg(long, value_name = "TOKENS", value_parser = numbers::count::<usize>())]
+    rollout_max_context_len: Option<usize>,
+    /// Count broken rows, instead of ending with the first.
+    #[arg(long)]
+    skip_bad_prompts: bool,
+}
+
+impl DataArgs {
+    /// These flags for `files`, each of which has to be there.
+    pub(crate) fn options(&self, name: &str, files: &[Source]) -> Result<DataOptions> {
+        for file in files {
+            paths::check_file(name, &file.path)?;
+        }
+        let args = self.clone();
+        Ok(DataOptions {
+            prompt_data: files.to_vec(),
+            input_key: args.input_key,
+            label_key: args.label_key,
+            metadata_key: args.metadata_key,
+            tool_key: args.tool_key,
+            apply_chat_template: args.apply_chat_template,
+            apply_chat_template_kwargs: args.apply_chat_template_kwargs,
+            rollout_max_prompt_len: args.rollout_max_prompt_len,
+            rollout_max_context_len: args.rollout_max_context_len,
+            skip_bad_prompts: args.skip_bad_prompts,
+        })
+    }
+}
+
+/// `FILE` or `FILE@[a:b]`, for clap.
+pub(crate) fn source(text: &str) -> Result<Source, String> {
+    text.parse().map_err(|error: driftless::trainer::Error| error.to_string())
+}
+
+pub(crate) fn run(args: &Args, output: Output) -> Result<()> {
+    paths::check_dir("--hf-checkpoint", &args.hf_checkpoint)?;
+    let options = args.data.options("FILE", &args.files)?;
+    let data = Dataset::load(&options, &args.hf_checkpoint)?;
+    let shown = &data.examples[..args.show.min(data.examples.len())];
+    let lengths = Lengths::of(&data.examples);
+    let refused: Vec<_> = data.refused.iter().map(Refused::to_string).collect();
+    let value = json!({
+        "prompts": data.examples.len(), "bad": data.bad, "too_long": data.too_long,
+        "tokens": lengths.json(), "refused": refused,
+        "examples": shown.iter().map(example).collect::<Result<Vec<_>>>()?,
+    });
+    output.print(&value, |_| describe(&data, &lengths, shown))
+}
+
+fn example(example: &Example) -> Result<Value> {
+    let parsed = |raw: Option<&str>| {
+        let value = raw.map(serde_json::from_str::<Value>).transpose();
+        value.map_err(|source| Error::Json { what: example.place.to_string(), source })
+    };
+    Ok(json!({
+        "place": example.place.to_string(), "text": example.text, "tokens": example.tokens,
+        "label": parsed(example.label.as_deref().map(|raw| raw.get()))?,
+        "metadata": parsed(example.metadata.as_deref().map(|raw| raw.get()))?,
+    }))
+}
+
+/// Lengths of prompts in tokens.
+struct Lengths {
+    sorted: Vec<usize>,
+}
+
+impl Lengths {
+    fn of(examples: &[Example]) -> Self {
+        let mut sorted: Vec<_> = examples.iter().map(|example| example.tokens.len()).collect();
+        sorted.sort_unstable();
+        Lengths { sorted }
+    }
+
+    /// The length that this share of the prompts does not exceed.
+    fn at(&self, share: f64) -> usize {
+        let last = self.sorted.len().saturating_sub(1);
+        self.sorted.get((last as f64 * share).round() as usize).copied().unwrap_or_default()
+    }
+
+    fn json(&self) -> Value {
+        let (least, most) = (self.at(0.0), self.at(1.0));
+        json!({ "min": least, "median": self.at(0.5), "p95": self.at(0.95), "max": most, "total": self.total() })
+    }
+
+    fn total(&self) -> usize {
+        self.sorted.iter().sum()
+    }
+}
+
+fn describe(data: &Dataset, lengths: &Lengths, shown: &[Example]) -> String {
+    let mut text = format!(
+        "{} prompts; refused: {} broken, {} too long\n\
+         tokens of a prompt: {} at least, {} in the middle, {} at 95 %, {} at most; {} in all\n",
+        data.examples.len(),
+        data.bad,
+        data.too_long,
+        lengths.at(0.0),
+        lengths.at(0.5),
+        lengths.at(0.95),
+        lengths.at(1.0),
+        lengths.total(),
+    );
+    // Writing to a String does not fail.
+    for example in shown {
+        let label =
+            example.label.as_ref().map_or_else(String::new, |label| format!(", label {}", label.get()));
+        let _ = writeln!(text, "\n{}, {} tokens{label}", example.place, example.tokens.len());
+        for line in example.text.lines() {
+            let _ = writeln!(text, "    {}", printable(line));
+        }
+        let _ = writeln!(text, "  ids {:?}", example.tokens);
+    }
+    for refused in &data.refused {
+        let _ = write!(text, "\nrefused: {}", printable(&refused.to_string()));
+    }
+    text
+}
+
+/// The text without what could move a terminal's cursor.
+fn printable(text: &str) -> String {
+    let shown = |letter: char| match letter.is_control() {
+        true => letter.escape_default().to_string(),
+        false => letter.to_string(),
+    };
+    text.chars().map(shown).collect()
+}

@@ -1,0 +1,226 @@
+//! Chat templates, rendered to the same bytes as `transformers` renders them.
+
+mod clock;
+mod json;
+
+use std::path::{Path, PathBuf};
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, ValueKind};
+use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior, Value};
+use regex::Regex;
+use serde_json::Value as Json;
+
+use crate::error::{Error, Result, io};
+
+/// Name of the template that is used where messages come with tools.
+const TOOL_USE: &str = "tool_use";
+/// Name of the template that is used otherwise.
+const DEFAULT: &str = "default";
+
+/// Special tokens that a template can name, as `transformers` gives them.
+const SPECIAL: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// The chat template of a checkpoint, with the special tokens that it can name.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    path: PathBuf,
+    environment: Environment<'static>,
+    special: Vec<(String, Value)>,
+}
+
+impl ChatTemplate {
+    /// Reads the template of a checkpoint directory: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Template`] if there is none or it is no template, [`Error::Io`] and [`Error::Json`] for the files.
+    pub fn open(checkpoint: &Path) -> Result<Self> {
+        let file = checkpoint.join("chat_template.jinja");
+        let config_path = checkpoint.join("tokenizer_config.json");
+        let config: Json = match read(&config_path)? {
+            Some(bytes) => serde_json::from_str(&bytes)
+                .map_err(|source| Error::Json { path: config_path.clone(), source })?,
+            None => Json::Null,
+        };
+        let special = special_tokens(&config);
+        if let Some(source) = read(&file)? {
+            return Self::new(&file, &[(DEFAULT.to_owned(), source)], special);
+        }
+        let named = |entry: &Json| {
+            Some((entry.get("name")?.as_str()?.to_owned(), entry.get("template")?.as_str()?.to_owned()))
+        };
+        let sources: Vec<(String, String)> = match config.get("chat_template") {
+            Some(Json::String(source)) => vec![(DEFAULT.to_owned(), source.clone())],
+            Some(Json::Array(entries)) => entries.iter().filter_map(named).collect(),
+            _ => Vec::new(),
+        };
+        if sources.iter().any(|(name, _)| name == DEFAULT) {
+            return Self::new(&config_path, &sources, special);
+        }
+        Err(Error::Template {
+            path: checkpoint.to_owned(),
+            reason: "there is none, neither chat_template.jinja nor one in tokenizer_config.json; use the model's instruction-tuned \
+                     release, put a chat_template.jinja there, or leave out --apply-chat-template"
+                .into(),
+        })
+    }
+
+    /// A template by its text; `special` are tokens such as `("eos_token", "</s>")`.
+    ///
+    /// # Errors
+    /// [`Error::Template`] if it is no template.
+    pub fn from_source(source: &str, special: &[(&str, &str)]) -> Result<Self> {
+        let special = special.iter().map(|(name, token)| ((*name).to_owned(), Value::from(*token))).collect();
+        Self::new(Path::new("(text)"), &[(DEFAULT.to_owned(), source.to_owned())], special)
+    }
+
+    fn new(path: &Path, sources: &[(String, String)], special: Vec<(String, Value)>) -> Result<Self> {
+        let refused = |error| Error::Template { path: path.to_owned(), reason: said(&error) };
+        let mut environment = environment().map_err(refused)?;
+        for (name, source) in sources {
+            environment.add_template_owned(name.clone(), without_generation(source)).map_err(refused)?;
+        }
+        Ok(ChatTemplate { path: path.to_owned(), environment, special })
+    }
+
+    /// Renders JSON: `messages` is a list, `tools` a list of schemas, `variables` an object of what else the template may ask for.
+    /// The start of an answer is put behind them.
+    ///
+    /// # Errors
+    /// [`Error::Template`] with what the template says, or does that it must not; [`Error::Json`].
+    pub fn render_json(
+        &self,
+        messages: &str,
+        tools: Option<&str>,
+        variables: Option<&str>,
+    ) -> Result<String> {
+        let parse = |text: &str| {
+            serde_json::from_str(text).map_err(|source| Error::Json { path: self.path.clone(), source })
+        };
+        let (tools, variables) = (tools.map(parse).transpose()?, variables.map(parse).transpose()?);
+        let rendered = self.render(parse(messages)?, tools, variables.as_ref());
+        rendered.map_err(|reason| Error::Template { path: self.path.clone(), reason })
+    }
+
+    /// Renders `messages` with the start of an answer behind them.
+    ///
+    /// `tools` is a list of JSON schemas, `variables` a map of what else the template may ask for.
+    ///
+    /// # Errors
+    /// What the template says, or what it does that it must not.
+    pub(crate) fn render(
+        &self,
+        messages: Value,
+        tools: Option<Value>,
+        variables: Option<&Value>,
+    ) -> Result<String, String> {
+        let name = match tools {
+            Some(_) if self.environment.get_template(TOOL_USE).is_ok() => TOOL_USE,
+            _ => DEFAULT,
+        };
+        let none = || Value::from(());
+        let mut context: Vec<(String, Value)> = vec![
+            ("messages".into(), messages),
+            ("tools".into(), tools.unwrap_or_else(none)),
+            ("documents".into(), none()),
+            ("add_generation_prompt".into(), Value::from(true)),
+        ];
+        context.extend(self.special.iter().cloned());
+        let keys = variables
+            .into_iter()
+            .flat_map(|map| map.try_iter().into_iter().flatten().map(move |key| (map, key)));
+        for (map, key) in keys {
+            let value = map.get_item(&key).map_err(|error| said(&error))?;
+            context.push((key.to_string(), value));
+        }
+        let context = Value::from_pairs(context);
+        let rendered = self.environment.get_template(name).and_then(|template| template.render(context));
+        rendered.map_err(|error| said(&error))
+    }
+}
+
+/// The environment of `transformers`: jinja2 with these settings, filters and functions.
+fn environment() -> Result<Environment<'static>, minijinja::Error> {
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_undefined_behavior(UndefinedBehavior::Lenient);
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_formatter(|out, state, value| match json::float(value) {
+        Some(text) => out.write_str(&text).map_err(minijinja::Error::from),
+        None => minijinja::escape_formatter(out, state, value),
+    });
+    environment.add_filter("tojson", tojson);
+    environment.add_filter("string", |value: &Value| match value.as_str() {
+        Some(text) => text.to_owned(),
+        None => json::float(value).unwrap_or_else(|| value.to_string()),
+    });
+    environment
+        .add_test("iterable", |value: &Value| is_sequence(value) || value.kind() == ValueKind::Iterable);
+    environment.add_test("sequence", is_sequence);
+    environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
+        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+    });
+    environment.add_function("strftime_now", |format: String| {
+        clock::now(&format).map_err(|found| minijinja::Error::new(ErrorKind::InvalidOperation, found))
+    });
+    Ok(environment)
+}
+
+/// As jinja2 sees it: whatever has a length and elements, and nothing that was not given.
+fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
+}
+
+fn tojson(
+    value: &Value,
+    ensure_ascii: Option<bool>,
+    indent: Option<Value>,
+    kwargs: Kwargs,
+) -> Result<Value, minijinja::Error> {
+    let style = json::Style {
+        ensure_ascii: ensure_ascii
+            .map_or_else(|| kwargs.get("ensure_ascii"), |given| Ok(Some(given)))?
+            .unwrap_or(false),
+        indent: indent.map_or_else(|| kwargs.get("indent"), |given| Ok(Some(given)))?,
+        separators: kwargs.get("separators")?,
+        sort_keys: kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+    };
+    kwargs.assert_all_used()?;
+    Ok(Value::from(style.dumps(value)?))
+}
+
+/// `{% generation %}` marks what an assistant says, and changes nothing of it.
+fn without_generation(source: &str) -> String {
+    let Ok(tag) = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}") else { return source.to_owned() };
+    let replaced = |tag: &regex::Captures<'_>| {
+        let word = if tag.get(2).is_some() { "endif" } else { "if true" };
+        format!("{{%{} {word} {}%}}", &tag[1], &tag[3])
+    };
+    tag.replace_all(source, replaced).into_owned()
+}
+
+/// A special token is a string, or an object with its text in `content`.
+fn special_tokens(config: &Json) -> Vec<(String, Value)> {
+    let token = |name: &&str| {
+        let value = config.get(*name)?;
+        let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
+        Some(((*name).to_owned(), Value::from(text)))
+    };
+    SPECIAL.iter().filter_map(token).collect()
+}
+
+fn read(path: &Path) -> Result<Option<String>> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(io("read", path)(source)),
+    }
+}
+
+/// What a template error says, in one line with its place.
+fn said(error: &minijinja::Error) -> String {
+    let what = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    error.line().map_or(what.clone(), |line| format!("{what} (line {line} of the template)"))
+}

@@ -1,0 +1,224 @@
+//! A row becomes a prompt.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use minijinja::Value;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::rows::{Fault, Fields, Row, start_of};
+use super::{DataOptions, Place, Tokenizer};
+use crate::chat::ChatTemplate;
+use crate::error::{Result, input};
+
+/// A prompt to train on.
+#[derive(Debug, Clone)]
+pub struct Example {
+    /// The row that it is from.
+    pub place: Place,
+    /// What the model reads.
+    pub text: String,
+    /// The same as token ids; at least one.
+    pub tokens: Vec<i32>,
+    /// What rewards compare with, as the JSON in the row.
+    pub label: Option<Box<RawValue>>,
+    /// The row's object for rewards, as JSON.
+    pub metadata: Option<Box<RawValue>>,
+}
+
+/// A row that is not trained on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// The row.
+    pub place: Place,
+    /// Why.
+    pub why: Why,
+}
+
+/// Why a row is not trained on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Why {
+    /// It is no prompt.
+    Bad {
+        /// What a row has to be.
+        expected: String,
+        /// What this one is.
+        found: String,
+    },
+    /// Its prompt has too many tokens.
+    TooLong {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Tokens that it may have.
+        limit: usize,
+    },
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.why {
+            Why::Bad { expected, found } => write!(f, "{}: expected {expected}, found {found}", self.place),
+            Why::TooLong { tokens, limit } => {
+                write!(f, "{}: a prompt of {tokens} tokens, of which {limit} are allowed", self.place)
+            }
+        }
+    }
+}
+
+/// What makes prompts of rows.
+pub(super) struct Reader<'a> {
+    options: &'a DataOptions,
+    template: Option<&'a ChatTemplate>,
+    variables: Option<Value>,
+    limit: usize,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(options: &'a DataOptions, template: Option<&'a ChatTemplate>) -> Result<Self> {
+        let what = "--apply-chat-template-kwargs";
+        let parse = |text: &String| {
+            let value: Value =
+                serde_json::from_str(text).map_err(|error| input(what, "a JSON object", error))?;
+            let is_map = value.kind() == minijinja::value::ValueKind::Map;
+            if is_map {
+                Ok(value)
+            } else {
+                Err(input(what, "a JSON object", format!("`{}`", start_of(text))))
+            }
+        };
+        let variables = options.apply_chat_template_kwargs.as_ref().map(parse).transpose()?;
+        let context = options.rollout_max_context_len.map(|tokens| tokens.saturating_sub(1));
+        let limits = options.rollout_max_prompt_len.into_iter().chain(context);
+        Ok(Reader { options, template, variables, limit: limits.min().unwrap_or(usize::MAX) })
+    }
+
+    pub(super) fn skips(&self) -> bool {
+        self.options.skip_bad_prompts
+    }
+
+    /// The fields that are read of a row.
+    pub(super) fn fields(&self) -> Vec<&'a str> {
+        let options = self.options;
+        let mut fields = vec![options.input_key.as_str(), &options.metadata_key, &options.tool_key];
+        fields.extend(options.label_key.as_deref());
+        fields
+    }
+
+    pub(super) fn example(
+        &self,
+        row: &Row,
+        path: &Arc<Path>,
+        tokenizer: &Tokenizer,
+    ) -> Result<Example, Refused> {
+        let place = Place { path: path.clone(), line: row.line };
+        let bad = |fault: Fault| Why::Bad { expected: fault.expected, found: fault.found };
+        let made = match &row.fields {
+            Ok(fields) => self.prompt(fields, &place, tokenizer),
+            Err(fault) => Err(bad(fault.clone())),
+        };
+        made.map_err(|why| Refused { place, why })
+    }
+
+    fn prompt(&self, fields: &Fields, place: &Place, tokenizer: &Tokenizer) -> Result<Example, Why> {
+        let bad = |fault: Fault| Why::Bad { expected: fault.expected, found: fault.found };
+        let text = self.text(fields).map_err(bad)?;
+        let label = self.label(fields).map_err(bad)?;
+        let metadata = optional(fields, &self.options.metadata_key, '{', "an object").map_err(bad)?;
+        let tokens = tokenizer.encode(&text);
+        let tokens = tokens.map_err(|error| bad(Fault::new("text that the tokenizer knows", error)))?;
+        if tokens.is_empty() {
+            return Err(bad(Fault::new("a prompt", "no tokens")));
+        }
+        if tokens.len() > self.limit {
+            return Err(Why::TooLong { tokens: tokens.len(), limit: self.limit });
+        }
+        Ok(Example { place: place.clone(), text, tokens, label, metadata: metadata.map(ToOwned::to_owned) })
+    }
+
+    /// The prompt as the model reads it.
+    fn text(&self, fields: &Fields) -> Result<String, Fault> {
+        let key = &self.options.input_key;
+        let expected = format!("text or a list of messages in `{key}`");
+        let input = fields.get(key).ok_or_else(|| Fault::new(&expected, "no such field"))?.get();
+        match (self.template, input.as_bytes().first()) {
+            (None, Some(b'"')) => parse(input),
+            (Some(template), Some(b'"')) => {
+                let content: String = parse(input)?;
+                let message = Value::from_pairs([("role", "user"), ("content", content.as_str())]);
+                self.render(template, Value::from(vec![message]), fields)
+            }
+            (Some(template), Some(b'[')) => self.render(template, messages(input, &expected)?, fields),
+            (None, Some(b'[')) => Err(Fault::new(
+                format!("text in `{key}`"),
+                "a list of messages, which --apply-chat-template renders",
+            )),
+            _ => Err(Fault::new(expected, format!("`{}`", start_of(input)))),
+        }
+    }
+
+    fn render(&self, template: &ChatTemplate, messages: Value, fields: &Fields) -> Result<String, Fault> {
+        let key = &self.options.tool_key;
+        let tools = match fields.get(key).map(|tools| tools.get()) {
+            // Some data sets keep them as text.
+            Some(text) if text.starts_with('"') => Some(parse::<String>(text)?),
+            Some("null") | None => None,
+            Some(list) => Some(list.to_owned()),
+        };
+        let list = |text: String| match text.trim_start().starts_with('[') {
+            true => parse::<Value>(&text),
+            false => Err(Fault::new(format!("a list of tools in `{key}`"), format!("`{}`", start_of(&text)))),
+        };
+        let tools = tools.map(list).transpose()?;
+        let rendered = template.render(messages, tools, self.variables.as_ref());
+        rendered
+            .map_err(|said| Fault::new("messages that the chat template takes", format!("its error: {said}")))
+    }
+
+    fn label(&self, fields: &Fields) -> Result<Option<Box<RawValue>>, Fault> {
+        let Some(key) = &self.options.label_key else { return Ok(None) };
+        match fields.get(key) {
+            Some(label) if label.get() != "null" => Ok(Some(label.clone())),
+            Some(_) => Err(Fault::new(format!("a label in `{key}`"), "null")),
+            None => Err(Fault::new(format!("a label in `{key}`"), "no such field")),
+        }
+    }
+}
+
+/// A field that a row may lack or have empty, but not of another form.
+fn optional<'f>(
+    fields: &'f Fields,
+    key: &str,
+    first: char,
+    form: &str,
+) -> Result<Option<&'f RawValue>, Fault> {
+    match fields.get(key) {
+        Some(value) if value.get().starts_with(first) => Ok(Some(value)),
+        Some(value) if value.get() != "null" => {
+            Err(Fault::new(format!("{form} in `{key}`"), format!("`{}`", start_of(value.get()))))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// A list of messages, each an object with a role.
+fn messages(text: &str, expected: &str) -> Result<Value, Fault> {
+    let messages: Value = parse(text)?;
+    if messages.len() == Some(0) {
+        return Err(Fault::new(expected, "an empty list"));
+    }
+    let role = |message: &Value| message.get_attr("role").is_ok_and(|role| role.as_str().is_some());
+    let mut all = messages.try_iter().map_err(|error| Fault::new(expected, error))?;
+    match all.find(|message| !role(message)) {
+        None => Ok(messages),
+        Some(message) => {
+            let found = start_of(&message.to_string());
+            Err(Fault::new("messages that are objects with a `role`", format!("`{found}`")))
+        }
+    }
+}
+
+fn parse<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Fault> {
+    serde_json::from_str(text).map_err(|error| Fault::new("JSON", error))
+}

@@ -1,0 +1,178 @@
+//! Prompts from files: rows, chat templates, tokens, and what is refused.
+
+mod example;
+mod order;
+mod parquet;
+mod rows;
+mod source;
+mod tokenizer;
+
+pub use example::{Example, Refused, Why};
+pub use order::Order;
+pub use source::{Place, Source};
+pub use tokenizer::Tokenizer;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use example::Reader;
+use rows::Row;
+
+use crate::chat::ChatTemplate;
+use crate::error::{Error, Result, input};
+
+/// Rows that are read before all threads tokenise them.
+const CHUNK: usize = 4096;
+/// Refused rows that are kept for messages; the others are counted.
+const REFUSED_KEPT: usize = 20;
+
+/// Which prompts, and how rows become prompts. Field names follow slime's flags.
+#[derive(Debug, Clone)]
+pub struct DataOptions {
+    /// The files, in order.
+    pub prompt_data: Vec<Source>,
+    /// Field with the prompt: text, or a list of messages.
+    pub input_key: String,
+    /// Field with what rewards compare with; every row must have it.
+    pub label_key: Option<String>,
+    /// Field with an object for rewards; rows may lack it.
+    pub metadata_key: String,
+    /// Field with a list of tools, or that list as text; rows may lack it.
+    pub tool_key: String,
+    /// Render prompts through the checkpoint's chat template.
+    pub apply_chat_template: bool,
+    /// JSON object of further variables for the template.
+    pub apply_chat_template_kwargs: Option<String>,
+    /// Leave out prompts of more tokens.
+    pub rollout_max_prompt_len: Option<usize>,
+    /// Leave out prompts that leave no token of so many for an answer.
+    pub rollout_max_context_len: Option<usize>,
+    /// Count rows that are broken, instead of ending with the first.
+    pub skip_bad_prompts: bool,
+}
+
+impl Default for DataOptions {
+    /// No files; slime's names of fields.
+    fn default() -> Self {
+        DataOptions {
+            prompt_data: Vec::new(),
+            input_key: "input".to_owned(),
+            label_key: None,
+            metadata_key: "metadata".to_owned(),
+            tool_key: "tools".to_owned(),
+            apply_chat_template: false,
+            apply_chat_template_kwargs: None,
+            rollout_max_prompt_len: None,
+            rollout_max_context_len: None,
+            skip_bad_prompts: false,
+        }
+    }
+}
+
+/// The prompts of some files, in their order.
+#[derive(Debug)]
+pub struct Dataset {
+    /// What is trained on.
+    pub examples: Vec<Example>,
+    /// The first rows that are not, at most 20.
+    pub refused: Vec<Refused>,
+    /// Rows that were broken.
+    pub bad: u64,
+    /// Rows whose prompts are too long.
+    pub too_long: u64,
+    /// The tokenizer that made the tokens.
+    pub tokenizer: Arc<Tokenizer>,
+}
+
+impl Dataset {
+    /// Reads all files with the tokenizer, and if asked for the chat template, of a checkpoint directory.
+    ///
+    /// # Errors
+    /// [`Error::Row`] for the first broken row, unless they are skipped; [`Error::NoPrompts`] if nothing is left; else what the files
+    /// or the checkpoint are refused for.
+    pub fn load(options: &DataOptions, checkpoint: &Path) -> Result<Self> {
+        let tokenizer = Arc::new(Tokenizer::open(checkpoint)?);
+        let template = options.apply_chat_template.then(|| ChatTemplate::open(checkpoint)).transpose()?;
+        Self::with(options, tokenizer, template.as_ref())
+    }
+
+    /// As [`Dataset::load`], with a tokenizer and a template that are already there.
+    ///
+    /// # Errors
+    /// Those of [`Dataset::load`].
+    pub fn with(
+        options: &DataOptions,
+        tokenizer: Arc<Tokenizer>,
+        template: Option<&ChatTemplate>,
+    ) -> Result<Self> {
+        let mut data = Dataset { examples: Vec::new(), refused: Vec::new(), bad: 0, too_long: 0, tokenizer };
+        let reader = Reader::new(options, template)?;
+        let wanted = reader.fields();
+        for source in &options.prompt_data {
+            let path: Arc<Path> = source.path.as_path().into();
+            let mut chunk = Vec::new();
+            rows::each(source, &wanted, |row| {
+                chunk.push(row);
+                if chunk.len() == CHUNK {
+                    data.take(&reader, &path, std::mem::take(&mut chunk))
+                } else {
+                    Ok(())
+                }
+            })?;
+            data.take(&reader, &path, chunk)?;
+        }
+        if data.examples.is_empty() {
+            return Err(data.nothing(options));
+        }
+        Ok(data)
+    }
+
+    /// Makes prompts of rows, on all threads, and keeps them in order.
+    fn take(&mut self, reader: &Reader<'_>, path: &Arc<Path>, rows: Vec<Row>) -> Result<()> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let tokenizer = &*self.tokenizer;
+        let make = |rows: &[Row]| -> Vec<_> {
+            rows.iter().map(|row| reader.example(row, path, tokenizer)).collect()
+        };
+        let made: Vec<Vec<Result<Example, Refused>>> = std::thread::scope(|scope| {
+            let parts = rows.chunks(rows.len().div_ceil(threads).max(1));
+            let running: Vec<_> = parts.map(|part| scope.spawn(move || make(part))).collect();
+            let join = |part: std::thread::ScopedJoinHandle<'_, _>| {
+                part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            running.into_iter().map(join).collect()
+        });
+        for example in made.into_iter().flatten() {
+            match example {
+                Ok(example) => self.examples.push(example),
+                Err(refused) => self.refuse(refused, reader.skips())?,
+            }
+        }
+        Ok(())
+    }
+
+    fn refuse(&mut self, refused: Refused, skip: bool) -> Result<()> {
+        match &refused.why {
+            Why::TooLong { .. } => self.too_long += 1,
+            Why::Bad { expected, found } if !skip => {
+                let (expected, found) = (expected.clone(), found.clone());
+                return Err(Error::Row { place: refused.place, expected, found });
+            }
+            Why::Bad { .. } => self.bad += 1,
+        }
+        if self.refused.len() < REFUSED_KEPT {
+            self.refused.push(refused);
+        }
+        Ok(())
+    }
+
+    fn nothing(&self, options: &DataOptions) -> Error {
+        let files: Vec<_> =
+            options.prompt_data.iter().map(|source| source.path.display().to_string()).collect();
+        if files.is_empty() {
+            return input("--prompt-data", "a file", "none");
+        }
+        let first = self.refused.first().map_or_else(|| "there are no rows".to_owned(), Refused::to_string);
+        Error::NoPrompts { files: files.join(", "), rows: self.bad + self.too_long, first }
+    }
+}

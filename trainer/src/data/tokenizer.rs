@@ -1,0 +1,70 @@
+//! The checkpoint's tokenizer.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// `tokenizer.json` of a checkpoint directory.
+pub struct Tokenizer {
+    path: PathBuf,
+    inner: tokenizers::Tokenizer,
+}
+
+impl Tokenizer {
+    /// Reads it. A large one takes a second or two.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] if there is none, or none that the library knows.
+    pub fn open(checkpoint: &Path) -> Result<Self> {
+        let path = checkpoint.join("tokenizer.json");
+        let refused = |reason: String| Error::Tokenizer { path: path.clone(), reason };
+        if !path.is_file() {
+            return Err(refused(
+                "there is none; save the tokenizer with transformers' `save_pretrained` beside the weights"
+                    .into(),
+            ));
+        }
+        let inner = tokenizers::Tokenizer::from_file(&path).map_err(|error| refused(error.to_string()))?;
+        Ok(Tokenizer { path, inner })
+    }
+
+    /// Ids of `text`, nothing put before or after it: templates write their special tokens themselves.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] for a text that the tokenizer has no ids for.
+    pub fn encode(&self, text: &str) -> Result<Vec<i32>> {
+        let encoding = self.inner.encode_fast(text, false).map_err(|error| self.refused(error.as_ref()))?;
+        Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
+    }
+
+    /// The text of `ids`, without special tokens; an id that it does not have adds nothing.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] if its decoder fails.
+    pub fn decode(&self, ids: &[i32]) -> Result<String> {
+        let ids: Vec<u32> = ids.iter().map(|id| *id as u32).collect();
+        self.inner.decode(&ids, true).map_err(|error| self.refused(error.as_ref()))
+    }
+
+    /// The text of one id, special or not; none if it has no such id.
+    #[must_use]
+    pub fn token(&self, id: i32) -> Option<String> {
+        u32::try_from(id).ok().and_then(|id| self.inner.id_to_token(id))
+    }
+
+    /// One past the largest id.
+    #[must_use]
+    pub fn ids(&self) -> u64 {
+        self.inner.get_vocab(true).values().max().map_or(0, |id| u64::from(*id) + 1)
+    }
+
+    fn refused(&self, error: &(dyn std::error::Error + Send + Sync)) -> Error {
+        Error::Tokenizer { path: self.path.clone(), reason: error.to_string() }
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer").field("path", &self.path).finish_non_exhaustive()
+    }
+}

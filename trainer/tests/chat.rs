@@ -1,0 +1,126 @@
+//! Chat templates: what own templates render to, and that `transformers` renders the same bytes.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use driftless_trainer::ChatTemplate;
+use std::process::Command;
+
+/// Templates with what the templates of models use: each has its own corner of jinja2.
+const TEMPLATES: [(&str, &str); 6] = [
+    ("chatml", include_str!("templates/chatml.jinja")),
+    ("tools", include_str!("templates/tools.jinja")),
+    ("thinking", include_str!("templates/thinking.jinja")),
+    ("brackets", include_str!("templates/brackets.jinja")),
+    ("strict", include_str!("templates/strict.jinja")),
+    ("values", include_str!("templates/values.jinja")),
+];
+
+const SPECIAL: [(&str, &str); 2] = [("bos_token", "<s>"), ("eos_token", "</s>")];
+
+/// Messages, tools and further variables.
+const CHATS: [(&str, Option<&str>, Option<&str>); 5] = [
+    (r#"[{"role":"user","content":"What is 7 + 5?"}]"#, None, None),
+    (
+        r#"[{"role":"system","content":" Be  brief.\n"},{"role":"user","content":"\"Größe\" <b> & 'x' 漢字 🙂\n"},
+            {"role":"assistant","content":"<think>\nHm.\n</think>\n\nNo."},{"role":"user","content":"Why?  "}]"#,
+        None,
+        Some(r#"{"enable_thinking": false}"#),
+    ),
+    (
+        r#"[{"role":"user","content":"Weather?"},
+            {"role":"assistant","content":null,"tool_calls":[{"type":"function","id":"a1","function":
+              {"name":"weather","arguments":{"city":"Zürich \"old\" <town>","days":3,"exact":true,"limit":null,
+               "step":1e-7,"scale":1.0,"large":1e22,"nested":{"b":[1,2.5,[]],"a":{}}}}}]},
+            {"role":"tool","content":"{\"t\": 21}"},{"role":"tool","content":"late"},
+            {"role":"user","content":"And tomorrow?"}]"#,
+        Some(
+            r#"[{"type":"function","function":{"name":"weather","description":"It's the weather\u2026","parameters":
+                {"type":"object","properties":{"z":{"type":"string"},"a":{"type":"integer","default":-0.5}},"required":["z"]}}}]"#,
+        ),
+        Some(r#"{"enable_thinking": true, "date_string": "26 Jul 2024"}"#),
+    ),
+    (
+        r#"[{"role":"user","content":[{"type":"text","text":"one "},{"type":"image"},{"type":"text","text":"two"}]},
+            {"role":"assistant","content":"x\u0001\u007f\u2028"},{"role":"user","content":""}]"#,
+        Some("[]"),
+        None,
+    ),
+    (r#"[{"role":"assistant","content":"first"},{"role":"assistant","content":"again"}]"#, None, None),
+];
+
+/// What each template makes of each chat: a text, or a refusal.
+fn rendered() -> Vec<(String, Option<String>)> {
+    let render = |(name, source): &(&str, &str)| -> Vec<_> {
+        let template = ChatTemplate::from_source(source, &SPECIAL).unwrap();
+        let chats = CHATS.iter().enumerate();
+        chats
+            .map(|(number, (messages, tools, variables))| {
+                (format!("{name} {number}"), template.render_json(messages, *tools, *variables).ok())
+            })
+            .collect()
+    };
+    TEMPLATES.iter().flat_map(render).collect()
+}
+
+#[test]
+fn chatml_of_a_question_is_the_question_between_its_marks() {
+    let template = ChatTemplate::from_source(TEMPLATES[0].1, &SPECIAL).unwrap();
+    let text = template.render_json(CHATS[0].0, None, None).unwrap();
+    assert_eq!(text, "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n");
+}
+
+#[test]
+fn what_a_template_raises_is_said_with_its_place() {
+    let template = ChatTemplate::from_source(TEMPLATES[4].1, &SPECIAL).unwrap();
+    let words = template.render_json(CHATS[4].0, None, None).unwrap_err().to_string();
+    assert!(words.contains("roles must alternate") && words.contains("line"), "{words}");
+}
+
+#[test]
+fn a_template_that_is_none_is_refused_with_its_line() {
+    let words = ChatTemplate::from_source("a\n{% for x in %}", &SPECIAL).unwrap_err().to_string();
+    assert!(words.contains("line 2"), "{words}");
+}
+
+/// Renders with `transformers` what the JSON on standard input holds.
+const PYTHON: &str = r#"
+import json, sys
+from transformers.utils.chat_template_utils import render_jinja_template
+ask = json.load(sys.stdin)
+said = []
+for name, source in ask["templates"]:
+    for number, (messages, tools, variables) in enumerate(ask["chats"]):
+        variables = {**dict(ask["special"]), **(json.loads(variables) if variables else {})}
+        try:
+            text = render_jinja_template([json.loads(messages)], tools=json.loads(tools) if tools else None,
+                chat_template=source, add_generation_prompt=True, **variables)[0][0]
+        except Exception as error:
+            print(name, number, error, file=sys.stderr)
+            text = None
+        said.append([f"{name} {number}", text])
+print(json.dumps(said))
+"#;
+
+/// Needs a Python with `transformers`: lane `sglang` has one.
+#[test]
+fn transformers_renders_the_same_bytes() {
+    let Some(python) = std::env::var_os("DRIFTLESS_TRANSFORMERS_PYTHON") else { return };
+    let ask = serde_json::json!({ "templates": TEMPLATES, "chats": CHATS, "special": SPECIAL });
+    let dir = tempfile::tempdir().unwrap();
+    let input = dir.path().join("ask.json");
+    std::fs::write(&input, ask.to_string()).unwrap();
+    let output = Command::new(python)
+        .args(["-c", PYTHON])
+        .stdin(std::fs::File::open(input).unwrap())
+        .output()
+        .unwrap();
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{words}");
+    let said: Vec<(String, Option<String>)> = serde_json::from_slice(&output.stdout).unwrap();
+    let rendered = rendered();
+    assert_eq!(said.len(), rendered.len());
+    for (theirs, ours) in said.iter().zip(&rendered) {
+        assert_eq!(theirs, ours, "{words}");
+    }
+    assert!(said.iter().filter(|(_, text)| text.is_some()).count() > 20, "{words}");
+}
