@@ -67,6 +67,12 @@ pub(crate) struct DataArgs {
 }
 
 impl DataArgs {
+    /// The field with labels.
+    #[cfg(feature = "torch")]
+    pub(crate) fn label_key(&self) -> Option<&str> {
+        self.label_key.as_deref()
+    }
+
     /// These flags for `files`, each of which has to be there.
     pub(crate) fn options(&self, name: &str, files: &[Source]) -> Result<DataOptions> {
         for file in files {

@@ -151,6 +151,8 @@ fn bridge_code(error: &driftless::bridge::Error) -> u8 {
 fn trainer_code(error: &driftless::trainer::Error) -> u8 {
     use driftless::trainer::Error as Trainer;
     match error {
+        Trainer::Buffer(error) => buffer_code(error),
+        Trainer::Bridge(error) => bridge_code(error),
         Trainer::Input { .. } => 2,
         Trainer::Json { .. } => 3,
         _ => 1,

@@ -32,6 +32,8 @@ mod signals;
 mod slime;
 mod store;
 #[cfg(feature = "torch")]
+mod task;
+#[cfg(feature = "torch")]
 mod train;
 mod transport;
 

@@ -46,6 +46,12 @@ pub(crate) fn at_least_zero(text: &str) -> Result<f64, String> {
     number(text, |number| number >= 0.0, "a number from 0 to 1e9")
 }
 
+/// A share that is not none: above 0, up to 1.
+#[cfg(feature = "torch")]
+pub(crate) fn share(text: &str) -> Result<f64, String> {
+    number(text, |number| number > 0.0 && number <= 1.0, "a number above 0 and up to 1")
+}
+
 /// How much of something is kept: from 0 to 1, but not 1.
 #[cfg(feature = "torch")]
 pub(crate) fn decay(text: &str) -> Result<f64, String> {

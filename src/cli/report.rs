@@ -1,7 +1,7 @@
 //! The end of a run: a table for the terminal, a page with plots beside the run's data.
 
 use crate::cli::error::{Error, Result};
-use driftless::trainer::metrics::{EvalMetrics, PublicationMetrics, StepMetrics};
+use driftless::trainer::metrics::{EvalMetrics, PublicationMetrics, SetMetrics, StepMetrics};
 use plotters::prelude::*;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -63,12 +63,18 @@ impl Summary {
     /// Label and value, a line each.
     pub(crate) fn rows(&self) -> Vec<(&'static str, String)> {
         let mut rows = Vec::new();
-        if let (Some(start), Some(end)) = (&self.eval_start, &self.eval_end) {
+        let (start, end) = (&self.eval_start, &self.eval_end);
+        if let (Some(start), Some(end)) = (start, end.as_ref().filter(|end| end.problems > 0)) {
             rows.push((
                 "success, sampled",
                 format!("{:.3} -> {:.3}  ({} held-out problems)", start.sampled, end.sampled, end.problems),
             ));
             rows.push(("success, greedy", format!("{:.3} -> {:.3}", start.greedy, end.greedy)));
+        }
+        for (name, set) in end.iter().flat_map(|end| &end.sets) {
+            let before = start.as_ref().and_then(|start| start.sets.get(name));
+            let before = before.map_or_else(String::new, |set| format!("reward {:.3} -> ", set.reward));
+            rows.push(("held-out", format!("{name}: {before}{}", describe(set))));
         }
         let ratio = self.full_bytes as f64 / self.publication_bytes.max(1) as f64;
         rows.extend([
@@ -153,13 +159,35 @@ fn draw(svg: &mut String, steps: &[StepMetrics], summary: &Summary) -> DrawResul
     Ok(())
 }
 
+/// What was measured on a set, in one line.
+pub(crate) fn describe(set: &SetMetrics) -> String {
+    let failed = if set.failed > 0 { format!(", {} failed", set.failed) } else { String::new() };
+    format!(
+        "reward {:.3}, pass@{} {:.3} of {} prompts{failed}, {:.0} tokens, {:.1} % cut off",
+        set.reward,
+        set.samples,
+        set.pass,
+        set.prompts,
+        set.response_length,
+        100.0 * set.truncated
+    )
+}
+
+/// What the held-out curve shows: the task's own problems, else the first set.
+fn held_out(eval: &EvalMetrics) -> Option<f64> {
+    let own = (eval.problems > 0).then_some(eval.sampled);
+    own.or_else(|| eval.sets.values().next().map(|set| set.reward))
+}
+
 fn plots<'a>(steps: &[StepMetrics], summary: &Summary) -> [Plot<'a>; 4] {
     let published = |f: fn(&PublicationMetrics) -> f64| -> Points {
         let point = |s: &StepMetrics| s.publication.as_ref().map(|p| (s.rollout_id as f64 + 1.0, f(p)));
         steps.iter().filter_map(point).collect()
     };
-    let mut eval: Points = summary.eval_start.iter().map(|e| (0.0, e.sampled)).collect();
-    eval.extend(steps.iter().filter_map(|s| s.eval.as_ref().map(|e| (s.rollout_id as f64 + 1.0, e.sampled))));
+    let mut eval: Points =
+        summary.eval_start.iter().filter_map(held_out).map(|success| (0.0, success)).collect();
+    let measured = |s: &StepMetrics| Some((s.rollout_id as f64 + 1.0, held_out(s.eval.as_ref()?)?));
+    eval.extend(steps.iter().filter_map(measured));
     let reward = steps.iter().map(|s| (s.rollout_id as f64, s.reward)).collect();
     [
         Plot {

@@ -3,8 +3,10 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, line_out, say};
 use crate::cli::report::{self, Summary};
+use crate::cli::task::TaskArgs;
 use crate::cli::transport::check_object_store;
 use crate::cli::{keys, numbers, paths, progress, store};
+use driftless::bridge::SamplingParams;
 use driftless::torch::tasks::arithmetic::Recipe;
 use driftless::torch::tasks::text::{self, Text};
 use driftless::torch::{
@@ -24,11 +26,16 @@ Examples:
     driftless train --loss-type sft_loss --save runs/sft --save-hf runs/sft-hf
 
   The RL loop with two engines that are already running, each with a `driftless follow` beside it:
-    driftless train --hf-checkpoint runs/sft-hf --save runs/rl --store file:///shared/store --run demo \\
+    driftless train --task arithmetic --hf-checkpoint runs/sft-hf --save runs/rl --store file:///shared/store --run demo \\
         --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000
 
+  A model, prompts and a reward of your own:
+    driftless train --hf-checkpoint models/Qwen3-0.6B --save runs/math --store file:///shared/store --run math \\
+        --prompt-data train.jsonl --input-key question --label-key answer --apply-chat-template --rm-type math \\
+        --eval-prompt-data test test.jsonl --rollout-external-engine-addrs 10.0.0.1:30000
+
   The same with the engines elsewhere: through an object store, signed, and with followers that are told at once:
-    driftless train --hf-checkpoint runs/sft-hf --save runs/rl --store s3://bucket/prefix --run demo \\
+    driftless train --task arithmetic --hf-checkpoint runs/sft-hf --save runs/rl --store s3://bucket/prefix --run demo \\
         --update-weight-transport object --sign-key trainer.key --notify http://10.0.0.1:9750 --notify http://10.0.0.2:9750 \\
         --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000
 
@@ -51,13 +58,13 @@ pub(crate) struct Args {
     /// each step, named by the steps done.
     #[arg(long, value_name = "DIR")]
     save_hf: Option<PathBuf>,
-    /// Steps of the run; for SFT, optimiser steps.
+    /// Steps of the run; for SFT, optimiser steps [default: as many as --num-epoch needs].
     #[arg(long, value_parser = numbers::count::<u64>())]
     num_rollout: Option<u64>,
     /// Seed of weights, data and sampling.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Learning rate.
+    /// Learning rate [default: 1e-6; that of the demo with --task arithmetic and for SFT].
     #[arg(long, value_parser = numbers::positive)]
     lr: Option<f64>,
     /// CPU threads of libtorch.
@@ -68,6 +75,8 @@ pub(crate) struct Args {
     device: String,
     #[command(flatten)]
     sft: SftArgs,
+    #[command(flatten)]
+    task: TaskArgs,
     #[command(flatten)]
     rollout: RolloutArgs,
     #[command(flatten)]
@@ -100,18 +109,30 @@ struct RolloutArgs {
     /// Running engines to attach, as host:port, or vllm+http://host:port for vLLM.
     #[arg(long, value_name = "ADDR", num_args = 1..)]
     rollout_external_engine_addrs: Vec<String>,
-    /// Prompts of a step; for SFT, examples.
+    /// Prompts of a step; for SFT, examples [default: 32; 256 with --task arithmetic].
     #[arg(long, value_parser = numbers::count::<u64>())]
     rollout_batch_size: Option<u64>,
-    /// Samples of a prompt.
+    /// Samples of a prompt [default: 8; 4 with --task arithmetic].
     #[arg(long, value_parser = numbers::count::<u64>())]
     n_samples_per_prompt: Option<u64>,
-    /// Tokens a response may have.
+    /// Tokens a response may have [default: 1024; 4 with --task arithmetic].
     #[arg(long, value_parser = numbers::count::<u32>())]
     rollout_max_response_len: Option<u32>,
     /// Sampling temperature.
-    #[arg(long, default_value_t = 1.0, value_parser = numbers::at_least_zero)]
+    #[arg(long, default_value_t = 1.0, value_parser = numbers::positive)]
     rollout_temperature: f64,
+    /// Sample from the smallest set of tokens with this much probability. Log-probs are of the whole distribution.
+    #[arg(long, default_value_t = 1.0, value_parser = numbers::share)]
+    rollout_top_p: f64,
+    /// Sample from so many of the likeliest tokens; -1: from all.
+    #[arg(long, default_value_t = -1, allow_negative_numbers = true, value_parser = clap::value_parser!(i64).range(-1..=1 << 31))]
+    rollout_top_k: i64,
+    /// Texts that end a response, for engines with a tokenizer.
+    #[arg(long, value_name = "TEXT", num_args = 1..)]
+    rollout_stop: Vec<String>,
+    /// Tokens that end a response, besides the model's own.
+    #[arg(long, value_name = "ID", num_args = 1.., value_parser = clap::value_parser!(i32).range(0..))]
+    rollout_stop_token_ids: Vec<i32>,
     /// Requests an engine is given at once.
     #[arg(long, default_value_t = 512, value_parser = numbers::count::<usize>())]
     sglang_server_concurrency: usize,
@@ -121,7 +142,7 @@ struct RolloutArgs {
     /// Measure success on held-out problems after every so many steps; 0: only at both ends.
     #[arg(long, default_value_t = 20, value_parser = numbers::ordinal())]
     eval_interval: u64,
-    /// How many held-out problems.
+    /// How many of the held-out problems of --task arithmetic.
     #[arg(long, default_value_t = 512, value_parser = numbers::ordinal())]
     n_eval_prompts: u64,
     /// Seconds that one generation may take, retries and recovering engines included.
@@ -171,9 +192,9 @@ struct UpdateArgs {
     /// Seconds that an engine may take to come to a new version.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = numbers::deadline())]
     update_deadline: u64,
-    /// Write a training checkpoint after every so many steps.
-    #[arg(long, default_value_t = 1, value_parser = numbers::count::<u64>())]
-    save_interval: u64,
+    /// Write a training checkpoint after every so many steps [default: 20; 1 with --task arithmetic].
+    #[arg(long, value_parser = numbers::count::<u64>())]
+    save_interval: Option<u64>,
 }
 
 #[derive(clap::Args)]
@@ -331,7 +352,6 @@ fn reinforce(args: Args, output: Output) -> Result<()> {
 }
 
 fn train_options(args: Args) -> Result<TrainOptions> {
-    let recipe = Recipe::default();
     let (rollout, update, learn) = (args.rollout, args.update, args.learn);
     let debug = match (rollout.debug_rollout_only, rollout.debug_train_only) {
         (true, _) => Debug::RolloutOnly,
@@ -355,8 +375,31 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         check_object_store(url)?;
     }
     let (sign_key, trust_keys) = update.sign.read()?;
+    let hf_checkpoint = args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?;
+    let chosen = args.task.choose(&hf_checkpoint, args.seed)?;
+    let defaults = &chosen.defaults;
+    let rollout_batch_size = rollout.rollout_batch_size.unwrap_or(defaults.rollout_batch_size);
+    let mut stop_token_ids = chosen.task.stop_token_ids();
+    stop_token_ids.extend(&rollout.rollout_stop_token_ids);
+    let sampling = SamplingParams {
+        temperature: rollout.rollout_temperature,
+        top_p: rollout.rollout_top_p,
+        // SGLang knows no 0.
+        top_k: if rollout.rollout_top_k == 0 { -1 } else { rollout.rollout_top_k },
+        max_new_tokens: rollout.rollout_max_response_len.unwrap_or(defaults.rollout_max_response_len),
+        stop_token_ids,
+        stop: rollout.rollout_stop,
+        ..SamplingParams::default()
+    };
+    let eval = args.task.evaluation(&chosen, &hf_checkpoint, rollout.n_eval_prompts, &sampling)?;
     Ok(TrainOptions {
-        hf_checkpoint: args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?,
+        hf_checkpoint,
+        num_rollout: args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?,
+        rollout_batch_size,
+        n_samples_per_prompt: rollout.n_samples_per_prompt.unwrap_or(defaults.n_samples_per_prompt),
+        rollout_max_context_len: chosen.context_len,
+        sampling,
+        eval,
         save: args.save,
         save_hf: args.save_hf,
         // Debugging leaves it alone.
@@ -368,11 +411,6 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         keys: rollout.keys.read()?,
         mode: if rollout.train_async { Mode::OneStepOff } else { Mode::Synchronous },
         debug,
-        num_rollout: args.num_rollout.unwrap_or(recipe.rl_steps),
-        rollout_batch_size: rollout.rollout_batch_size.unwrap_or(recipe.rollout_batch_size),
-        n_samples_per_prompt: rollout.n_samples_per_prompt.unwrap_or(recipe.n_samples_per_prompt),
-        rollout_max_response_len: rollout.rollout_max_response_len.unwrap_or(recipe.rollout_max_response_len),
-        rollout_temperature: rollout.rollout_temperature,
         server_concurrency: rollout.sglang_server_concurrency,
         update_weight_mode: match update.update_weight_mode {
             WeightMode::Full => UpdateWeightMode::Full,
@@ -382,11 +420,10 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         anchor_every: update.anchor_every,
         check_weight_update_equal: update.check_weight_update_equal,
         eval_interval: rollout.eval_interval,
-        n_eval_prompts: rollout.n_eval_prompts,
-        save_interval: update.save_interval,
+        save_interval: update.save_interval.unwrap_or(defaults.save_interval),
         keep_checkpoints: 2,
         learn: LearnOptions {
-            lr: args.lr.unwrap_or(recipe.rl_lr),
+            lr: args.lr.unwrap_or(defaults.lr),
             weight_decay: learn.weight_decay,
             adam_beta1: learn.adam_beta1,
             adam_beta2: learn.adam_beta2,
@@ -401,6 +438,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             grpo_std_normalization: !learn.disable_grpo_std_normalization,
             max_tokens_per_gpu: learn.max_tokens_per_gpu,
         },
+        task: chosen.task,
         seed: args.seed,
         num_threads: args.num_threads,
         device: args.device,
@@ -432,13 +470,17 @@ fn show(bar: &ProgressBar, event: &Event<'_>) {
         Event::Generating { rollout, done, total } => {
             bar.set_message(format!("rollout {rollout}: {done} of {total} samples"));
         }
-        Event::Evaluated { step, eval } => line(
-            bar,
-            &format!(
-                "rl: step {step}: {:.3} of {} held-out problems solved ({:.3} greedily)",
-                eval.sampled, eval.problems, eval.greedy
-            ),
-        ),
+        Event::Evaluated { step, eval } => {
+            if eval.problems > 0 {
+                let (sampled, problems, greedy) = (eval.sampled, eval.problems, eval.greedy);
+                let solved =
+                    format!("{sampled:.3} of {problems} held-out problems solved ({greedy:.3} greedily)");
+                line(bar, &format!("rl: step {step}: {solved}"));
+            }
+            for (name, set) in &eval.sets {
+                line(bar, &format!("rl: step {step}: {name}: {}", report::describe(set)));
+            }
+        }
         Event::Step(step) => {
             bar.set_position(step.rollout_id + 1);
             bar.set_message(format!("reward {:.3}", step.reward));

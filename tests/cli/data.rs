@@ -89,3 +89,15 @@ fn what_the_checkpoint_lacks_is_said_with_what_to_do() {
     assert_eq!(status, Some(1), "{words}");
     assert!(words.contains("tokenizer.json") && words.contains("save_pretrained"), "{words}");
 }
+
+#[test]
+fn the_example_of_the_documentation_is_whole() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut command = driftless();
+    command.args(["data", "examples/prompts.jsonl", "--input-key", "question", "--label-key", "answer"]);
+    command.args(["--show", "20", "--hf-checkpoint"]).arg(checkpoint(dir.path()));
+    let shown: Value = json(&mut command);
+    assert_eq!((&shown["prompts"], &shown["bad"]), (&json!(20), &json!(0)));
+    let examples = shown["examples"].as_array().expect("examples");
+    assert!(examples.iter().all(|example| example["label"].is_string()), "{shown}");
+}

@@ -28,6 +28,8 @@ pub struct Stage {
     pub model: PathBuf,
     pub port: u16,
     pub steps: u64,
+    /// What is learned, as flags.
+    pub task: Vec<String>,
     /// Milliseconds between two looks of the follower.
     pub poll_ms: u64,
 }
@@ -35,7 +37,8 @@ pub struct Stage {
 impl Stage {
     pub fn new(dir: &Path, model: &Path) -> Stage {
         let (dir, model) = (dir.to_path_buf(), model.to_path_buf());
-        Stage { dir, model, port: free_port(), steps: STEPS, poll_ms: 20 }
+        let task = ["--task", "arithmetic"].map(str::to_owned).to_vec();
+        Stage { dir, model, port: free_port(), steps: STEPS, task, poll_ms: 20 }
     }
 
     pub fn command(&self, who: Role) -> Command {
@@ -54,15 +57,8 @@ impl Stage {
                 command.arg("--hf-checkpoint").arg(&self.model);
             }
             Role::Trainer => {
-                command.args([
-                    "train",
-                    "--run",
-                    "test",
-                    "--seed",
-                    "3",
-                    "--num-rollout",
-                    &self.steps.to_string(),
-                ]);
+                command.arg("train").args(&self.task);
+                command.args(["--run", "test", "--seed", "3", "--num-rollout", &self.steps.to_string()]);
                 command.args(["--rollout-batch-size", &GROUPS.to_string()]);
                 command.args(["--n-samples-per-prompt", &SAMPLES.to_string()]);
                 // The entropy term moves the weights also where all rewards are equal.

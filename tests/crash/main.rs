@@ -130,6 +130,7 @@ impl Stage {
             return BTreeMap::new();
         };
         let records = reader.iter(reader.oldest()).filter_map(|record| record.ok());
+        let records = records.filter(|record| record.kind() == buffer::Kind::Sample);
         records.map(|record| (record.scalars().sample_id, record.tokens().to_vec())).collect()
     }
 

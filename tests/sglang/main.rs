@@ -93,7 +93,16 @@ fn train(dir: &Path, model: &Path, port: u16) {
     let mut command = driftless();
     command
         .args(["train", "--run", "test", "--seed", "7", "--num-rollout", &STEPS.to_string()])
-        .args(["--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"])
+        .args([
+            "--task",
+            "arithmetic",
+            "--rollout-batch-size",
+            "8",
+            "--n-samples-per-prompt",
+            "4",
+            "--rollout-max-response-len",
+            "8",
+        ])
         // The entropy term moves the weights also where all rewards are equal.
         .args([
             "--lr",

@@ -4,6 +4,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod prompts;
 #[path = "../common/stage.rs"]
 mod stage;
 

@@ -8,6 +8,7 @@ pub mod data;
 mod error;
 pub mod metrics;
 pub mod reward;
+pub mod rollout;
 mod schedule;
 pub mod tasks;
 

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result, io};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -15,6 +16,15 @@ pub struct StepMetrics {
     pub reward: f64,
     /// Mean number of response tokens.
     pub response_length: f64,
+    /// Share of the samples that were cut off at the token limit.
+    #[serde(default)]
+    pub truncated: f64,
+    /// Groups that were left out because a sample was not generated or got no reward.
+    #[serde(default)]
+    pub groups_failed: u64,
+    /// Groups that the filter left out.
+    #[serde(default)]
+    pub groups_filtered: u64,
     /// Policy loss.
     pub loss: f64,
     /// Gradient norm before clipping.
@@ -62,7 +72,7 @@ pub struct PublicationMetrics {
     pub engines_checked: u64,
 }
 
-/// Success rates on the held-out problems.
+/// What was measured on held-out prompts. Where a task has none of its own, only `sets` say something.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct EvalMetrics {
     /// How many problems were asked.
@@ -71,6 +81,28 @@ pub struct EvalMetrics {
     pub sampled: f64,
     /// Share solved greedily.
     pub greedy: f64,
+    /// Of each set of `--eval-prompt-data`, by its name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sets: BTreeMap<String, SetMetrics>,
+}
+
+/// What was measured on one set of prompts.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct SetMetrics {
+    /// Prompts that were asked.
+    pub prompts: u64,
+    /// Samples of each.
+    pub samples: u64,
+    /// Mean reward.
+    pub reward: f64,
+    /// Share of the prompts of which a sample has a reward of 1 or more.
+    pub pass: f64,
+    /// Mean number of response tokens.
+    pub response_length: f64,
+    /// Share of the samples that were cut off at the token limit.
+    pub truncated: f64,
+    /// Prompts that are in none of these figures, because a sample was not generated or got no reward.
+    pub failed: u64,
 }
 
 /// `metrics.jsonl` of a run; appended to, and cut back when a run resumes from an older checkpoint.

@@ -93,6 +93,7 @@ impl Demo {
     fn learn(&self, fleet: &mut Fleet) -> Result<()> {
         let mut command = Command::new(&self.program);
         command.args(["train", "--die-with-parent", "--seed", &self.seed.to_string(), "--run", "demo"]);
+        command.args(["--task", "arithmetic"]);
         command.arg("--hf-checkpoint").arg(self.sft());
         command.arg("--store").arg(self.store());
         command.arg("--save").arg(self.dir.join("rl"));

@@ -62,6 +62,8 @@ pub struct SamplingParams {
     pub max_new_tokens: u32,
     /// Tokens that end the output, themselves included in it.
     pub stop_token_ids: Vec<i32>,
+    /// Texts that end the output; engines without a tokenizer refuse them.
+    pub stop: Vec<String>,
     /// Whether to generate past the model's own end token.
     pub ignore_eos: bool,
     /// Seed of this request's draws; engines honour it with deterministic inference only.
@@ -77,6 +79,7 @@ impl Default for SamplingParams {
             top_k: -1,
             max_new_tokens: 128,
             stop_token_ids: Vec::new(),
+            stop: Vec::new(),
             ignore_eos: false,
             sampling_seed: None,
         }

@@ -26,8 +26,15 @@ fn sampling(params: &SamplingParams) -> Value {
         "stop_token_ids": params.stop_token_ids,
         "ignore_eos": params.ignore_eos,
     });
-    if let (Some(seed), Some(object)) = (params.sampling_seed, value.as_object_mut()) {
-        object.insert("sampling_seed".into(), seed.into());
+    if let Some(object) = value.as_object_mut() {
+        if let Some(seed) = params.sampling_seed {
+            object.insert("sampling_seed".into(), seed.into());
+        }
+        if !params.stop.is_empty() {
+            object.insert("stop".into(), params.stop.clone().into());
+            // Token ids are what is trained on: the text that they end with stays.
+            object.insert("no_stop_trim".into(), true.into());
+        }
     }
     value
 }

@@ -44,6 +44,9 @@ pub(super) fn body(request: &GenerateRequest) -> Value {
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": params.stop_token_ids,
+        "stop": params.stop,
+        // Token ids are what is trained on: the text that they end with stays.
+        "include_stop_str_in_output": true,
         "ignore_eos": params.ignore_eos,
         "n": 1,
         "stream": false,

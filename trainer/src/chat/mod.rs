@@ -146,7 +146,12 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(|state, value, method, args| {
+        match (method, value.as_str(), args) {
+            ("title", Some(text), []) => Ok(Value::from(title(text))),
+            _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args),
+        }
+    });
     environment.set_formatter(|out, state, value| match json::float(value) {
         Some(text) => out.write_str(&text).map_err(minijinja::Error::from),
         None => minijinja::escape_formatter(out, state, value),
@@ -166,6 +171,20 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
         clock::now(&format).map_err(|found| minijinja::Error::new(ErrorKind::InvalidOperation, found))
     });
     Ok(environment)
+}
+
+/// `str.title` of Python: a letter is a capital if none stands before it.
+fn title(text: &str) -> String {
+    let mut inside = false;
+    let mut titled = String::new();
+    for letter in text.chars() {
+        match inside {
+            true => titled.extend(letter.to_lowercase()),
+            false => titled.extend(letter.to_uppercase()),
+        }
+        inside = letter.is_alphabetic();
+    }
+    titled
 }
 
 /// As jinja2 sees it: whatever has a length and elements, and nothing that was not given.

@@ -6,8 +6,10 @@
 //! Every problem belongs to one of three [`Split`]s by a hash of its operands, so that what is trained on by supervision,
 //! what is practised in RL, and what is tested never overlap.
 
+mod task;
 mod tokenizer;
 
+pub use task::Arithmetic;
 pub use tokenizer::{VOCABULARY, tokenizer, tokenizer_config};
 
 use super::mix;

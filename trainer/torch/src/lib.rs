@@ -30,5 +30,6 @@ pub use snapshot::PolicySnapshot;
 pub use tch::Kind;
 pub use torch::{Borrowed, Column, borrow, device, set_threads};
 pub use train::{
-    Debug, Estimator, Event, LearnOptions, Observer, Outcome, TrainOptions, UpdateWeightMode, train,
+    Debug, Estimator, Evaluation, Event, LearnOptions, Observer, Outcome, TrainOptions, UpdateWeightMode,
+    train,
 };

@@ -16,7 +16,7 @@ use crate::snapshot::PolicySnapshot;
 use crate::tasks::arithmetic;
 use crate::tasks::text::{self, Text};
 use crate::torch;
-use driftless_trainer::tasks::arithmetic::{Problem, Split};
+use driftless_trainer::tasks::arithmetic::{Arithmetic, Problem, Split};
 
 /// The learning rate rises linearly over so many steps.
 const WARMUP_STEPS: u64 = 20;
@@ -133,6 +133,9 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
 fn begin(options: &SftOptions, device: Device) -> Result<(Policy, Vec<AuxFile>)> {
     let (model, published, files) = match &options.hf_checkpoint {
         Some(dir) => {
+            if options.task == SftTask::Arithmetic {
+                Arithmetic::check_checkpoint(dir)?;
+            }
             let model = Model::open(dir, Kind::Float, device)?;
             (model, Config::published_kind(dir)?, Checkpoint::open(dir)?.files().to_vec())
         }

@@ -61,6 +61,7 @@ pub(super) fn describe(groups: &[Group]) -> StepMetrics {
     StepMetrics {
         reward: mean(|record| f64::from(record.scalars().reward)),
         response_length: mean(|record| record.response().len() as f64),
+        truncated: mean(|record| f64::from(u8::from(record.finish() == driftless_buffer::Finish::Length))),
         ..StepMetrics::default()
     }
 }

@@ -2,7 +2,6 @@
 
 mod learn;
 mod options;
-mod rollouts;
 mod session;
 mod update;
 
@@ -16,10 +15,11 @@ use tokio::task::JoinHandle;
 use crate::error::{Error, Result};
 use driftless_trainer::Schedule;
 use driftless_trainer::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
+use driftless_trainer::rollout::{Dropped, EvalSet};
 use session::Session;
 use update::milliseconds;
 
-pub use options::{Debug, Estimator, LearnOptions, TrainOptions, UpdateWeightMode};
+pub use options::{Debug, Estimator, Evaluation, LearnOptions, TrainOptions, UpdateWeightMode};
 
 /// Name of the policy among the models of a run.
 const MODEL: &str = "policy";
@@ -99,12 +99,13 @@ pub fn train(options: &TrainOptions, observer: Observer) -> Result<Outcome> {
             Some(in_flight) => in_flight,
             None => session.start(rollout)?,
         };
-        let generate_ms = session.finish(generated)?;
+        let (generate_ms, dropped) = session.finish(generated)?;
         if let Some(next) = schedule.ahead(rollout) {
             ahead = Some(session.start(next)?);
         }
         let mut step = session.learn(rollout)?;
         step.generate_ms = generate_ms;
+        (step.groups_failed, step.groups_filtered) = (dropped.failed, dropped.filtered);
         session.save(&step)?;
         session.complete(step)?;
     }
@@ -113,7 +114,7 @@ pub fn train(options: &TrainOptions, observer: Observer) -> Result<Outcome> {
 
 /// A rollout that is being generated.
 struct InFlight {
-    task: JoinHandle<Result<()>>,
+    task: JoinHandle<Result<Dropped>>,
     begin: Instant,
 }
 
@@ -149,16 +150,19 @@ impl Session<'_> {
     fn start(&self, rollout: u64) -> Result<InFlight> {
         let begin = Instant::now();
         let task = match &self.rollouts {
-            Some(rollouts) => self.runtime.spawn(rollouts.clone().generate(rollout, self.label()?)),
-            None => self.runtime.spawn(std::future::ready(Ok(()))),
+            Some(rollouts) => {
+                let generated = rollouts.clone().generate(rollout, self.label()?);
+                self.runtime.spawn(async { Ok(generated.await?) })
+            }
+            None => self.runtime.spawn(std::future::ready(Ok(Dropped::default()))),
         };
         Ok(InFlight { task, begin })
     }
 
-    /// Waits until a rollout is in the log; returns how long it took, in milliseconds.
-    fn finish(&self, in_flight: InFlight) -> Result<f64> {
+    /// Waits until a rollout is in the log; returns how long it took, in milliseconds, and what was left out of it.
+    fn finish(&self, in_flight: InFlight) -> Result<(f64, Dropped)> {
         match self.runtime.block_on(in_flight.task) {
-            Ok(outcome) => outcome.map(|()| milliseconds(in_flight.begin.elapsed())),
+            Ok(outcome) => outcome.map(|dropped| (milliseconds(in_flight.begin.elapsed()), dropped)),
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
                 Err(_) => Err(Error::Cancelled),
@@ -180,7 +184,7 @@ impl Session<'_> {
             None => Ok(0),
         };
         let learned =
-            learn::learn(policy, &groups, &self.options.learn, self.options.rollout_temperature, staleness)?;
+            learn::learn(policy, &groups, &self.options.learn, self.options.sampling.temperature, staleness)?;
         fail::fail_point!("train.step");
         self.step = rollout + 1;
         Ok(StepMetrics { rollout_id: rollout, train_ms: milliseconds(begin.elapsed()), ..learned })
@@ -232,16 +236,25 @@ impl Session<'_> {
         Ok(Some(metrics))
     }
 
-    /// Success on held-out problems with the newest weights.
+    /// What held-out prompts say of the newest weights.
     fn evaluate(&self, step: u64) -> Result<Option<EvalMetrics>> {
         let Some(rollouts) = &self.rollouts else {
             return Ok(None);
         };
-        if self.options.n_eval_prompts == 0 {
+        let Evaluation { held_out, sets } = &self.options.eval;
+        if held_out.is_none() && sets.is_empty() {
             return Ok(None);
         }
         self.tell(Event::Waiting { what: "the held-out problems" });
-        let eval = self.block_on(rollouts.clone().evaluate(self.options.n_eval_prompts, self.label()?))?;
+        let measure = |set: &EvalSet| self.block_on(rollouts.clone().measure(set, self.label()?));
+        let mut eval = EvalMetrics::default();
+        if let Some([sampled, greedy]) = held_out {
+            let (sampled, greedy) = (measure(sampled)?, measure(greedy)?);
+            (eval.problems, eval.sampled, eval.greedy) = (sampled.prompts, sampled.reward, greedy.reward);
+        }
+        for set in sets {
+            eval.sets.insert(set.name.clone(), measure(set)?);
+        }
         self.tell(Event::Evaluated { step, eval: &eval });
         Ok(Some(eval))
     }

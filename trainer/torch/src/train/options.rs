@@ -1,7 +1,9 @@
 //! Everything the loop is told, in one place; the command line fills it.
 
-use driftless_bridge::Keys;
+use driftless_bridge::{Keys, SamplingParams};
 use driftless_trainer::Mode;
+use driftless_trainer::rollout::EvalSet;
+use driftless_trainer::tasks::Task;
 use driftless_transport::{SignKey, Store, TrustKey};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -38,10 +40,12 @@ pub struct TrainOptions {
     pub rollout_batch_size: u64,
     /// Samples of a prompt; they form a group.
     pub n_samples_per_prompt: u64,
-    /// Tokens a response may have.
-    pub rollout_max_response_len: u32,
-    /// Sampling temperature of rollouts.
-    pub rollout_temperature: f64,
+    /// What is learned.
+    pub task: Arc<dyn Task>,
+    /// How tokens of rollouts are drawn; each sample gets a seed of its own.
+    pub sampling: SamplingParams,
+    /// Tokens that prompt and response may have together.
+    pub rollout_max_context_len: Option<usize>,
     /// Requests an engine is given at once.
     pub server_concurrency: usize,
     /// Full or delta publications.
@@ -54,8 +58,8 @@ pub struct TrainOptions {
     pub check_weight_update_equal: bool,
     /// Measure success on held-out problems after every so many steps; only at both ends, if 0.
     pub eval_interval: u64,
-    /// How many held-out problems.
-    pub n_eval_prompts: u64,
+    /// What is measured then.
+    pub eval: Evaluation,
     /// Write a training checkpoint after every so many steps.
     pub save_interval: u64,
     /// Training checkpoints kept.
@@ -72,6 +76,15 @@ pub struct TrainOptions {
     pub update_deadline: Duration,
     /// How long one generation may take, retries included.
     pub generate_deadline: Duration,
+}
+
+/// Held-out prompts to measure on.
+#[derive(Debug, Clone, Default)]
+pub struct Evaluation {
+    /// The task's own problems, sampled as the rollouts are and greedily.
+    pub held_out: Option<[EvalSet; 2]>,
+    /// Sets by name.
+    pub sets: Vec<EvalSet>,
 }
 
 /// What the optimiser and the loss are told.

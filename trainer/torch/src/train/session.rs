@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use driftless_bridge::{Expected, Fleet, FleetOptions};
 use driftless_buffer::{self as buffer, Group, Identity, Log, Reader};
+use driftless_trainer::rollout::{RolloutOptions, Rollouts};
 use driftless_transport::{
     self as transport, Published, Publisher, PublisherOptions, Run, RunId, Start, Store,
 };
@@ -14,7 +15,6 @@ use serde::{Deserialize, Serialize};
 use tch::Kind;
 use tokio::runtime::Runtime;
 
-use super::rollouts::Rollouts;
 use super::update::{self, Updates};
 use super::{Debug, Event, MODEL, Observer, TrainOptions};
 use crate::checkpoint::{self, Progress};
@@ -40,6 +40,8 @@ pub(super) struct Session<'o> {
     pub(super) policy: Option<Policy>,
     /// Absent when nothing is published.
     pub(super) updates: Option<Updates>,
+    /// Absent when there are no engines.
+    fleet: Option<Arc<Fleet>>,
     /// Absent when there are no engines.
     pub(super) rollouts: Option<Arc<Rollouts>>,
     log: Reader,
@@ -90,6 +92,8 @@ impl<'o> Session<'o> {
     /// state that opens again.
     pub(super) fn open(options: &'o TrainOptions, observer: Observer) -> Result<Self> {
         torch::set_threads(options.num_threads)?;
+        // Before anything is claimed, sent or written: tokens of another task would be trained on to no effect.
+        options.task.check(&options.hf_checkpoint)?;
         std::fs::create_dir_all(&options.save).map_err(io("create", &options.save))?;
         let runtime = Runtime::new().map_err(io("start threads for", "the engines' connections"))?;
         let (record, updates) = open_run(options)?;
@@ -108,6 +112,7 @@ impl<'o> Session<'o> {
             record,
             policy,
             updates,
+            fleet: None,
             rollouts: None,
             log: log.reader(),
             metrics,
@@ -121,7 +126,7 @@ impl<'o> Session<'o> {
     }
 
     /// Attaches the engines, which have to be of the model that the run starts from.
-    fn attach(&self, log: Log) -> Result<Arc<Rollouts>> {
+    fn attach(&mut self, log: Log) -> Result<Arc<Rollouts>> {
         let options = self.options;
         let expected = Expected::from_checkpoint(&options.hf_checkpoint)?;
         let fleet_options = FleetOptions {
@@ -145,16 +150,23 @@ impl<'o> Session<'o> {
             }
         });
         let fleet = Arc::new(fleet?);
+        self.fleet = Some(fleet.clone());
+        let observer = self.observer.clone();
         Ok(Arc::new(Rollouts {
-            fleet,
-            scope: scope(log.identity()),
+            engines: fleet,
+            task: options.task.clone(),
+            progress: Arc::new(move |rollout, done, total| {
+                observer(Event::Generating { rollout, done, total });
+            }),
+            options: RolloutOptions {
+                scope: scope(log.identity()),
+                seed: options.seed,
+                rollout_batch_size: options.rollout_batch_size,
+                n_samples_per_prompt: options.n_samples_per_prompt,
+                sampling: options.sampling.clone(),
+                rollout_max_context_len: options.rollout_max_context_len,
+            },
             log,
-            observer: self.observer.clone(),
-            seed: options.seed,
-            groups: options.rollout_batch_size,
-            samples_per_group: options.n_samples_per_prompt,
-            max_new_tokens: options.rollout_max_response_len,
-            temperature: options.rollout_temperature,
         }))
     }
 
@@ -163,7 +175,7 @@ impl<'o> Session<'o> {
     }
 
     pub(super) fn fleet(&self) -> Result<&Arc<Fleet>> {
-        self.rollouts.as_ref().map(|rollouts| &rollouts.fleet).ok_or(Error::Cancelled)
+        self.fleet.as_ref().ok_or(Error::Cancelled)
     }
 
     /// The groups of a rollout, which has to be complete in the log.

@@ -1,0 +1,97 @@
+//! Measuring on held-out prompts. Nothing is logged.
+
+use std::sync::Arc;
+
+use driftless_bridge::{Label, SamplingParams};
+use tokio::task::JoinSet;
+
+use super::group::{answer, rewards};
+use super::{Rollouts, finished};
+use crate::error::{Error, Result};
+use crate::metrics::SetMetrics;
+use crate::tasks::{Task, Turn};
+
+/// Prompts to measure on.
+#[derive(Debug, Clone)]
+pub struct EvalSet {
+    /// Its name in `metrics.jsonl`.
+    pub name: String,
+    /// Its prompts from number 0 on, and their reward.
+    pub task: Arc<dyn Task>,
+    /// How many prompts.
+    pub prompts: u64,
+    /// Samples of each prompt.
+    pub samples: u64,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
+}
+
+/// The samples of one prompt.
+struct Asked {
+    rewards: Vec<f32>,
+    tokens: usize,
+    truncated: usize,
+}
+
+impl Rollouts {
+    /// Asks every prompt of `set`, on engines with weights of `minimum` or later.
+    ///
+    /// # Errors
+    /// The first error if no prompt could be measured.
+    pub async fn measure(self: Arc<Self>, set: &EvalSet, minimum: Option<Label>) -> Result<SetMetrics> {
+        let mut running = JoinSet::new();
+        for number in 0..set.prompts {
+            running.spawn(self.clone().ask(set.clone(), number, minimum.clone()));
+        }
+        let mut metrics = SetMetrics { samples: set.samples, ..SetMetrics::default() };
+        let (mut tokens, mut truncated, mut failure) = (0, 0, None);
+        while let Some(asked) = running.join_next().await {
+            match finished(asked)? {
+                Ok(asked) => {
+                    metrics.prompts += 1;
+                    metrics.reward += asked.rewards.iter().map(|reward| f64::from(*reward)).sum::<f64>();
+                    metrics.pass += f64::from(u8::from(asked.rewards.iter().any(|reward| *reward >= 1.0)));
+                    tokens += asked.tokens;
+                    truncated += asked.truncated;
+                }
+                Err(error) => {
+                    tracing::warn!(set = set.name, %error, "prompt left out");
+                    metrics.failed += 1;
+                    failure.get_or_insert(error);
+                }
+            }
+        }
+        if let Some(error) = failure.filter(|_| metrics.prompts == 0) {
+            return Err(error);
+        }
+        let prompts = metrics.prompts.max(1) as f64;
+        let samples = prompts * set.samples.max(1) as f64;
+        metrics.reward /= samples;
+        metrics.pass /= prompts;
+        metrics.response_length = tokens as f64 / samples;
+        metrics.truncated = truncated as f64 / samples;
+        Ok(metrics)
+    }
+
+    async fn ask(self: Arc<Self>, set: EvalSet, number: u64, minimum: Option<Label>) -> Result<Asked> {
+        let prompt = set.task.prompt(number)?;
+        let drawn = (0..set.samples).map(|index| {
+            // Ids from the top down: no rollout reaches them.
+            let sample = u64::MAX - (number * set.samples + index);
+            let (rid, sampling) = self.request(sample, &prompt, &set.sampling);
+            let turn = Turn { engines: &*self.engines, minimum: minimum.as_ref(), rid, sampling };
+            let (task, prompt) = (&set.task, &prompt);
+            async move {
+                let made = task.generate(prompt, &turn).await?;
+                let answer = answer(&**task, sample, prompt, &made.tokens[made.prompt_len..], made.finish)?;
+                Ok::<_, Error>(answer)
+            }
+        });
+        let answers = futures_util::future::try_join_all(drawn).await?;
+        Ok(Asked {
+            rewards: rewards(&*set.task, &answers).await?,
+            tokens: answers.iter().map(|answer| answer.response_length).sum(),
+            truncated: answers.iter().filter(|answer| answer.truncated).count(),
+        })
+    }
+}

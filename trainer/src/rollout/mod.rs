@@ -1,0 +1,200 @@
+//! Rollouts: the groups that a step learns from, generated, rewarded and logged.
+//!
+//! The log alone says how far a run has come. A prompt that is taken is logged as in flight, with its rollout, before an engine is
+//! asked. The samples of its group follow together with the record that it is done. A run that was interrupted goes on with the
+//! prompts in flight, then takes the next ones.
+
+mod group;
+mod measure;
+mod record;
+
+pub use measure::EvalSet;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use driftless_bridge::{Label, Rid, SamplingParams};
+use driftless_buffer::{self as buffer, PromptState};
+use tokio::task::{JoinError, JoinSet};
+
+use crate::error::{Error, Result};
+use crate::tasks::{Engines, Prompt, Task};
+use group::Outcome;
+
+/// Groups of a rollout that may fail, beyond a quarter of it.
+const FAILED_MAX: u64 = 8;
+/// Groups that the filter may leave out, for each that is wanted.
+const FILTERED_MAX: u64 = 16;
+
+/// Is told how many groups of a rollout are in the log, and of how many; called from several threads.
+pub type Progress = Arc<dyn Fn(u64, u64, u64) + Send + Sync>;
+
+/// Settings of rollouts. Field names follow slime's flags.
+#[derive(Debug, Clone)]
+pub struct RolloutOptions {
+    /// Keeps request ids of two runs apart on a shared engine.
+    pub scope: u64,
+    /// Seed of sampling.
+    pub seed: u64,
+    /// Prompts of a rollout.
+    pub rollout_batch_size: u64,
+    /// Samples of a prompt; they form a group.
+    pub n_samples_per_prompt: u64,
+    /// How tokens are drawn. Its seed is not used: each sample has its own.
+    pub sampling: SamplingParams,
+    /// Tokens that prompt and response may have together.
+    pub rollout_max_context_len: Option<usize>,
+}
+
+/// What became of a rollout's groups, besides those in the log.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Dropped {
+    /// Groups with a sample that was not generated or got no reward.
+    pub failed: u64,
+    /// Groups that the task's filter left out.
+    pub filtered: u64,
+}
+
+/// Everything a rollout is made from.
+pub struct Rollouts {
+    /// Who generates.
+    pub engines: Arc<dyn Engines>,
+    /// What is learned.
+    pub task: Arc<dyn Task>,
+    /// Where samples and prompts are kept.
+    pub log: buffer::Log,
+    /// Is told of progress.
+    pub progress: Progress,
+    /// Settings.
+    pub options: RolloutOptions,
+}
+
+impl Rollouts {
+    /// Completes `rollout` in the log. On return all its samples are durable.
+    ///
+    /// No engine whose weights are older than `minimum` is asked; without one, any engine is. A group with a sample that fails is left
+    /// out, and so is one that the task does not keep: the next prompt takes its place.
+    ///
+    /// # Errors
+    /// [`Error::Unlearnable`] when too many groups are left out, [`Error::OtherPrompt`] when the prompts have changed, and what the log
+    /// says.
+    pub async fn generate(self: Arc<Self>, rollout: u64, minimum: Option<Label>) -> Result<Dropped> {
+        let wanted = self.options.rollout_batch_size;
+        let samples = self.options.n_samples_per_prompt as usize;
+        let mut kept = self.log.reader().groups(rollout, samples).len() as u64;
+        let mut running = JoinSet::new();
+        let mut dropped = Dropped::default();
+        for (number, prompt) in
+            self.in_flight(rollout)?.into_iter().take(wanted.saturating_sub(kept) as usize)
+        {
+            running.spawn(self.clone().group(rollout, number, prompt, minimum.clone()));
+        }
+        loop {
+            let missing = wanted.saturating_sub(kept + running.len() as u64);
+            for (number, prompt) in tokio::task::block_in_place(|| self.assign(rollout, missing))? {
+                running.spawn(self.clone().group(rollout, number, prompt, minimum.clone()));
+            }
+            let Some(first) = running.join_next().await else { return Ok(dropped) };
+            // What has arrived meanwhile shares the sync.
+            let mut arrived = vec![finished(first)?];
+            while let Some(next) = running.try_join_next() {
+                arrived.push(finished(next)?);
+            }
+            tokio::task::block_in_place(|| self.append(rollout, &arrived))?;
+            for group in &arrived {
+                let last = match &group.outcome {
+                    Outcome::Kept(_) => {
+                        kept += 1;
+                        continue;
+                    }
+                    Outcome::Failed(error) => {
+                        dropped.failed += 1;
+                        error.clone()
+                    }
+                    Outcome::Filtered => {
+                        dropped.filtered += 1;
+                        "the filter left it out".to_owned()
+                    }
+                };
+                tracing::warn!(rollout, prompt = group.prompt.source, "group left out: {last}");
+                self.check(rollout, kept, dropped, last)?;
+            }
+            (self.progress)(rollout, kept * samples as u64, wanted * samples as u64);
+        }
+    }
+
+    /// Ends a rollout of which more is left out than chance would.
+    fn check(&self, rollout: u64, kept: u64, dropped: Dropped, last: String) -> Result<()> {
+        let Dropped { failed, filtered } = dropped;
+        let wanted = self.options.rollout_batch_size;
+        if failed <= wanted / 4 + FAILED_MAX && filtered <= wanted.saturating_mul(FILTERED_MAX) {
+            return Ok(());
+        }
+        Err(Error::Unlearnable { rollout, failed, filtered, kept, last })
+    }
+
+    /// The prompts that a crash left in flight for `rollout`, which have to be what they were.
+    fn in_flight(&self, rollout: u64) -> Result<BTreeMap<u64, Prompt>> {
+        let mut prompts = BTreeMap::new();
+        for record in self.log.reader().prompts(PromptState::InFlight) {
+            let number = record.scalars().sample_id;
+            if record.scalars().rollout_id != rollout {
+                continue;
+            }
+            let prompt = self.task.prompt(number)?;
+            if prompt.tokens != record.tokens() {
+                return Err(Error::OtherPrompt { number, source_now: prompt.source });
+            }
+            prompts.insert(number, prompt);
+        }
+        Ok(prompts)
+    }
+
+    /// Takes the next prompts for `rollout` and makes that durable.
+    fn assign(&self, rollout: u64, count: u64) -> Result<Vec<(u64, Prompt)>> {
+        if count == 0 {
+            return Ok(Vec::new());
+        }
+        let next = self.log.reader().next_prompt();
+        let prompts =
+            (next..next.saturating_add(count)).map(|number| Ok((number, self.task.prompt(number)?)));
+        let prompts = prompts.collect::<Result<Vec<_>>>()?;
+        let sources: Vec<_> = prompts.iter().map(|(_, prompt)| record::source(prompt, None)).collect();
+        let records = prompts.iter().zip(&sources);
+        let records: Vec<_> = records
+            .map(|((number, prompt), source)| {
+                record::prompt(*number, rollout, PromptState::InFlight, &prompt.tokens, source)
+            })
+            .collect();
+        self.log.append_all(&records)?;
+        Ok(prompts)
+    }
+
+    /// The request's id and sampling of one sample.
+    fn request(&self, sample: u64, prompt: &Prompt, sampling: &SamplingParams) -> (Rid, SamplingParams) {
+        let room =
+            self.options.rollout_max_context_len.map(|context| context.saturating_sub(prompt.tokens.len()));
+        let room = room.and_then(|room| u32::try_from(room).ok()).unwrap_or(u32::MAX).max(1);
+        let mut sampling = sampling.clone();
+        sampling.max_new_tokens = sampling.max_new_tokens.min(room);
+        sampling.sampling_seed = Some(sampling_seed(self.options.seed, sample));
+        (Rid::new(self.options.scope, sample), sampling)
+    }
+}
+
+/// The result of a task; a panic in it goes on here.
+fn finished<T>(joined: std::result::Result<T, JoinError>) -> Result<T> {
+    joined.map_err(|error| match error.try_into_panic() {
+        Ok(panic) => std::panic::resume_unwind(panic),
+        Err(_) => Error::Cancelled,
+    })
+}
+
+/// A sample is drawn with the same seed whenever it is asked for, so that what a crash lost comes back as it was.
+fn sampling_seed(seed: u64, sample: u64) -> u64 {
+    let digest = blake3::hash(&[seed.to_le_bytes(), sample.to_le_bytes()].concat());
+    let mut first = [0; 8];
+    first.copy_from_slice(&digest.as_bytes()[..8]);
+    // SGLang keeps seeds in signed 64-bit tensors.
+    u64::from_le_bytes(first) >> 1
+}
