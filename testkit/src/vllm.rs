@@ -38,7 +38,7 @@ pub enum Fault {
 pub struct Server {
     /// The directory that it was started with.
     pub root: PathBuf,
-    /// [`digest`] of the weights that it holds; `None` for a mixture.
+    /// [`digest()`] of the weights that it holds; `None` for a mixture.
     pub weights: Option<u64>,
     /// Its weight version.
     pub label: String,
@@ -50,7 +50,7 @@ pub struct Server {
     pub calls: Vec<String>,
     /// Bodies of generations.
     pub generations: Vec<Value>,
-    /// [`digest`] of the weights of each label that means some.
+    /// [`digest()`] of the weights of each label that means some.
     pub truths: BTreeMap<String, u64>,
     /// Every time that it carried the label of other weights than it had, or generated with a mixture.
     pub lies: Vec<String>,
