@@ -10,7 +10,7 @@ mod record;
 
 pub use measure::EvalSet;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use driftless_bridge::{Label, Rid, SamplingParams};
@@ -19,7 +19,7 @@ use tokio::task::{JoinError, JoinSet};
 
 use crate::error::{Error, Result};
 use crate::tasks::{Engines, Prompt, Task};
-use group::Outcome;
+use group::{Group, Outcome};
 
 /// Groups of a rollout that may fail, beyond a quarter of it.
 const FAILED_MAX: u64 = 8;
@@ -81,12 +81,22 @@ impl Rollouts {
     pub async fn generate(self: Arc<Self>, rollout: u64, minimum: Option<Label>) -> Result<Dropped> {
         let wanted = self.options.rollout_batch_size;
         let samples = self.options.n_samples_per_prompt as usize;
-        let mut kept = self.log.reader().groups(rollout, samples).len() as u64;
+        let complete = self.log.reader().groups(rollout, samples);
+        let complete: BTreeSet<u64> = complete.iter().map(|group| group.group_id).collect();
+        let mut kept = complete.len() as u64;
         let mut running = JoinSet::new();
         let mut dropped = Dropped::default();
-        for (number, prompt) in
-            self.in_flight(rollout)?.into_iter().take(wanted.saturating_sub(kept) as usize)
-        {
+        let in_flight = self.in_flight(rollout)?.into_iter();
+        let (done, unfinished): (Vec<_>, Vec<_>) =
+            in_flight.partition(|(number, _)| complete.contains(number));
+        // A crash came between the last sample of these and the record that they are done.
+        let done = done.into_iter().map(|(number, prompt)| Group {
+            number,
+            prompt,
+            outcome: Outcome::Kept(Vec::new()),
+        });
+        tokio::task::block_in_place(|| self.append(rollout, &done.collect::<Vec<_>>()))?;
+        for (number, prompt) in unfinished.into_iter().take(wanted.saturating_sub(kept) as usize) {
             running.spawn(self.clone().group(rollout, number, prompt, minimum.clone()));
         }
         loop {

@@ -78,7 +78,9 @@ impl Rollouts {
             }
             records.push(prompt(group.number, rollout, PromptState::Done, &group.prompt.tokens, source));
         }
-        self.log.append_all(&records)?;
+        if !records.is_empty() {
+            self.log.append_all(&records)?;
+        }
         Ok(())
     }
 }
