@@ -4,7 +4,7 @@
 
 use async_trait::async_trait;
 use driftless_bridge::{Finish, GenerateRequest, Generation, Label, SamplingParams};
-use driftless_buffer::{self as buffer, Identity, Log, Options, PromptState};
+use driftless_buffer::{self as buffer, Identity, Log, Options, PromptState, Sample, Scalars};
 use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, Dataset, Source};
 use driftless_trainer::reward::{Answer, Reward};
@@ -147,6 +147,36 @@ async fn a_rollout_that_is_interrupted_anywhere_takes_no_prompt_twice_and_loses_
         assert_eq!(second.log.reader().prompts(PromptState::Done).len(), 6);
         assert!(second.log.reader().prompts(PromptState::InFlight).is_empty());
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_group_complete_but_not_marked_done_is_counted_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let echo = Echo { stuck_from: Some(0), ..Echo::default() };
+    let first = rollouts(dir.path(), task(dir.path(), &["a"; 6], 0), echo);
+    let run = tokio::spawn(first.clone().generate(0, None));
+    while first.log.reader().next_prompt() < GROUPS {
+        tokio::task::yield_now().await;
+    }
+    run.abort();
+    assert!(run.await.unwrap_err().is_cancelled());
+    // What a crash leaves between the last sample of group 0 and the record that its prompt is done.
+    let tokens = [first.task.prompt(0).unwrap().tokens, vec![1]].concat();
+    let sample = |sample_id: u64| Sample {
+        scalars: Scalars { sample_id, status: buffer::Finish::Stop.code(), ..Scalars::default() },
+        prompt_len: tokens.len() - 1,
+        tokens: &tokens,
+        log_probs: &[-0.5],
+        loss_mask: &[1],
+        ..Sample::default()
+    };
+    first.log.append_all(&(0..SAMPLES).map(sample).collect::<Vec<_>>()).unwrap();
+    close(first).await;
+    let second = rollouts(dir.path(), task(dir.path(), &["a"; 6], 0), Echo::default());
+    second.clone().generate(0, None).await.unwrap();
+    assert_eq!(groups(&second, 0), [0, 1, 2]);
+    assert_eq!(second.log.reader().prompts(PromptState::Done).len(), 3);
+    assert!(second.log.reader().prompts(PromptState::InFlight).is_empty());
 }
 
 /// Closes the log, once the tasks that were aborted let go of it.
