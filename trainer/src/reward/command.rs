@@ -28,7 +28,7 @@ const NOTE_BYTES_MAX: u64 = 16 << 10;
 const ATTEMPTS: u32 = 2;
 
 const EXPECTED: &str = "one line {\"id\": …, \"rewards\": [one finite number per sample]} from the command";
-const TODO: &str =
+const REMEDY: &str =
     "look at what the command wrote on standard error, above; it gets and gives lines as docs/loop.md shows";
 
 /// How a command is run.
@@ -97,7 +97,7 @@ impl Reward for Command {
     async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>> {
         let Some(first) = answers.first() else { return Ok(Vec::new()) };
         let (reply, replied) = oneshot::channel();
-        let gone = || first.refused(EXPECTED, "the end of its processes", TODO);
+        let gone = || first.refused(EXPECTED, "the end of its processes", REMEDY);
         let queue = self.queue.get_or_init(|| self.start()).await;
         queue.send(Job { answers: answers.to_vec(), reply }).await.map_err(|_| gone())?;
         replied.await.map_err(|_| gone())?
@@ -136,7 +136,7 @@ async fn score(
             }
             // It ended: a new one may do better.
             Ok(Err(Broken::Ended(how))) => found = how,
-            Ok(Err(Broken::Nonsense(line))) => return Err(first.refused(EXPECTED, line, TODO)),
+            Ok(Err(Broken::Nonsense(line))) => return Err(first.refused(EXPECTED, line, REMEDY)),
             Err(_) => {
                 let found = format!("nothing after {} s", options.deadline.as_secs_f64());
                 return Err(first.refused(
@@ -147,20 +147,20 @@ async fn score(
             }
         }
     }
-    Err(first.refused(EXPECTED, format_args!("its end, {ATTEMPTS} times: {found}"), TODO))
+    Err(first.refused(EXPECTED, format_args!("its end, {ATTEMPTS} times: {found}"), REMEDY))
 }
 
 fn rewards(reply: Reply, answers: &[Answer]) -> Result<Vec<f32>> {
     let Some(first) = answers.first() else { return Ok(Vec::new()) };
     if let Some(error) = reply.error {
-        return Err(first.refused(EXPECTED, format_args!("its error: {}", short(&error)), TODO));
+        return Err(first.refused(EXPECTED, format_args!("its error: {}", short(&error)), REMEDY));
     }
     let rewards = reply.rewards.unwrap_or_default();
     if rewards.len() != answers.len() {
         let found = format!("{} rewards for {} samples", rewards.len(), answers.len());
-        return Err(first.refused(EXPECTED, found, TODO));
+        return Err(first.refused(EXPECTED, found, REMEDY));
     }
-    rewards.iter().zip(answers).map(|(reward, answer)| answer.number(reward, TODO)).collect()
+    rewards.iter().zip(answers).map(|(reward, answer)| answer.number(reward, REMEDY)).collect()
 }
 
 /// Why a process is not asked again.

@@ -10,7 +10,7 @@ use crate::error::{Result, input};
 
 /// Longest reply.
 const REPLY_BYTES_MAX: usize = 1 << 20;
-const TODO: &str =
+const REMEDY: &str =
     "look at the service's own log; it has to answer with one number, or an object with `score` or `reward`";
 
 /// A service behind a URL: `POST {"prompt", "response", "label"}`, answered by a number or `{"score": number}`.
@@ -60,9 +60,9 @@ impl Remote {
             true => answer.refused(
                 expected,
                 format_args!("nothing after {} s", self.deadline.as_secs_f64()),
-                TODO,
+                REMEDY,
             ),
-            false => answer.refused(expected, error.without_url(), TODO),
+            false => answer.refused(expected, error.without_url(), REMEDY),
         })?;
         let text = String::from_utf8_lossy(&bytes);
         let value: Value = match serde_json::from_slice(&bytes) {
@@ -71,12 +71,12 @@ impl Remote {
                 return Err(answer.refused(
                     expected,
                     format_args!("HTTP {}: `{}`", status.as_u16(), short(&text)),
-                    TODO,
+                    REMEDY,
                 ));
             }
         };
         let score = ["score", "reward"].iter().find_map(|name| value.get(name)).unwrap_or(&value);
-        answer.number(score, TODO)
+        answer.number(score, REMEDY)
     }
 }
 
