@@ -120,6 +120,8 @@ fn unsigned_versions_are_refused_also_behind_signed_ones() {
         }
         let mut intruder = Publisher::open(world.store.clone(), options).unwrap();
         intruder.publish(&Weights::small(9), step(9), Mode::Full).unwrap();
+        // Its baseline moves behind the publication, and reads objects.
+        intruder.wait().unwrap();
         world.assert_refused(&follower, is_unsigned);
         world.assert_refused(&world.follower(&format!("late-{name}"), &[key(1).public()]), is_unsigned);
         assert_eq!(follower.status().applied.unwrap().version, Version(1));
