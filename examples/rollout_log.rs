@@ -1,5 +1,5 @@
-//! The rollout log alone, under somebody else's RL stack: two generators append, a trainer takes complete groups without
-//! copying them, stops in the middle, and continues where its checkpoint says.
+//! The rollout log alone, under somebody else's RL stack: two generators append, a trainer takes complete
+//! groups without copying them, stops in the middle, and continues where its checkpoint says.
 //!
 //! `cargo run --example rollout_log`
 
@@ -107,7 +107,8 @@ fn write_in_place(log: &Log, prompt: u64) -> driftless::buffer::Result<()> {
     Ok(())
 }
 
-/// Takes complete groups in the order in which they became complete, from `position` on; answers where it stopped.
+/// Takes complete groups in the order in which they became complete, from `position` on; answers where it
+/// stopped.
 fn train(dir: &Path, mut position: Position, batches: usize) -> Result<Position, Box<dyn Error>> {
     let log = open(dir)?;
     let reader = log.reader();

@@ -1,5 +1,5 @@
-//! driftless keeps a fleet of inference engines in step with an RL trainer: lossless weight deltas, crash-safe
-//! publications, a durable rollout log.
+//! driftless keeps a fleet of inference engines in step with an RL trainer: lossless weight deltas,
+//! crash-safe publications, a durable rollout log.
 //!
 //! This package re-exports the crates of the workspace, each behind the feature of its name:
 //!
@@ -16,8 +16,8 @@
 //! | `relay` | [`relay`] | a cache of objects for the followers of a region, and its clients | with `cli` |
 //! | `slime` | [`slime`] | slime's delta directories, followed and written; builds zstd | with `cli` |
 //! | `cli` | – | the `driftless` command | yes |
-//! | `trainer` | [`trainer`] | the loop without a learner: tasks, advantages, schedule, metrics | yes |
-//! | `torch` | `torch` | models, losses, the loop, the embedded engine; links libtorch 2.11 | no |
+//! | `trainer` | [`trainer`] | the loop: tasks, rollouts, schedule, learners behind one trait | yes |
+//! | `torch` | `torch` | libtorch as a learner, the embedded engine; links libtorch 2.11 | no |
 //! | `failpoints` | – | crash points, for kill tests | no |
 
 // The command names the crates as its users do.
@@ -44,7 +44,8 @@ pub use driftless_trainer as trainer;
 #[cfg(feature = "transport")]
 pub use driftless_transport as transport;
 
-/// The `driftless` command, for programs that are it under another name, and the rules of its that they share.
+/// The `driftless` command, for programs that are it under another name, and the rules of its that they
+/// share.
 #[cfg(feature = "cli")]
 pub mod command {
     pub use crate::cli::{buffer_code, default_baseline, main, open_store, transport_code};

@@ -28,13 +28,15 @@ pub struct CoordinatorOptions {
     pub keys: Keys,
     /// To connect to a follower.
     pub connect: Duration,
-    /// How many hosts have to be prepared before any engine is paused, and activated before the fence goes up. 0 means all.
+    /// How many hosts have to be prepared before any engine is paused, and activated before the fence goes
+    /// up. 0 means all.
     pub hosts_min: usize,
     /// Once so many are, how much longer the others are waited for, in each of the two steps.
     pub grace: Duration,
     /// How long a host may take to prepare a version.
     pub prepare_deadline: Duration,
-    /// How long a host may take to activate it on all its engines; above the followers' own deadline for one engine.
+    /// How long a host may take to activate it on all its engines; above the followers' own deadline for one
+    /// engine.
     pub activate_deadline: Duration,
 }
 
@@ -83,8 +85,9 @@ impl Rolled {
     }
 }
 
-/// Moves the followers of several hosts from version to version together. They have to be told to leave that to it
-/// (`driftless follow --coordinated`); a roll is repeated freely, and does nothing on hosts that are there.
+/// Moves the followers of several hosts from version to version together. They have to be told to leave that
+/// to it (`driftless follow --coordinated`); a roll is repeated freely, and does nothing on hosts that are
+/// there.
 #[derive(Debug)]
 pub struct Coordinator {
     hosts: Vec<Connection>,
@@ -92,7 +95,8 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// A coordinator of the followers at these addresses, `host:port` or `http://host:port`. Nothing is sent yet.
+    /// A coordinator of the followers at these addresses, `host:port` or `http://host:port`. Nothing is sent
+    /// yet.
     ///
     /// # Errors
     /// [`Error::Address`] for any other form; [`Error::Fleet`] for no address or one twice.
@@ -108,12 +112,13 @@ impl Coordinator {
         Ok(Self { hosts, options })
     }
 
-    /// Brings every host to the version of `label`: prepare everywhere, and where that succeeded activate everywhere. As soon as
-    /// enough hosts are activated, `fleet` is fenced. A host that prepared something else is a straggler. Stragglers are named in what is returned.
+    /// Brings every host to the version of `label`: prepare everywhere, and where that succeeded activate
+    /// everywhere. As soon as enough hosts are activated, `fleet` is fenced. A host that prepared something
+    /// else is a straggler. Stragglers are named in what is returned.
     ///
     /// # Errors
-    /// [`Error::Unprepared`] if too few hosts were prepared in time: then no engine was paused. [`Error::Unactivated`] if too few
-    /// were activated: then nothing was fenced.
+    /// [`Error::Unprepared`] if too few hosts were prepared in time: then no engine was paused.
+    /// [`Error::Unactivated`] if too few were activated: then nothing was fenced.
     pub async fn roll(&self, label: &Label, fleet: Option<&Fleet>) -> Result<Rolled> {
         let mut hosts = self.outcomes();
         let everybody: Vec<usize> = (0..hosts.len()).collect();
@@ -185,8 +190,8 @@ impl Coordinator {
         self.hosts.iter().map(outcome).collect()
     }
 
-    /// Asks some hosts at once. All have until `limit`; once enough have succeeded, the others have the grace. `arrived` hears of
-    /// each success at once.
+    /// Asks some hosts at once. All have until `limit`; once enough have succeeded, the others have the
+    /// grace. `arrived` hears of each success at once.
     async fn each<T: Send + 'static, F: Future<Output = Result<T>> + Send + 'static>(
         &self,
         hosts: &[usize],

@@ -189,6 +189,17 @@ pub enum Error {
         /// What is wrong with its reply.
         source: Box<Error>,
     },
+    /// The engine does not have our plugin, which was asked for.
+    #[error(
+        "engine {engine} cannot be patched, as --plugin require wants: {why}. Install driftless into its environment and start it \
+         again as the user of this process, or follow without --plugin require"
+    )]
+    NoPlugin {
+        /// URL of the engine.
+        engine: String,
+        /// What was looked for, and what was found.
+        why: String,
+    },
     /// The engines did not reach a version in time.
     #[error("after {after:?} not every engine serves {label}: {}", list(.laggards))]
     Behind {
@@ -324,8 +335,8 @@ pub enum Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// Whether another engine, or the same one later, may do what this one did not: true for lost connections, deadlines and
-    /// the server's own failures (5xx), false for refusals and malformed requests.
+    /// Whether another engine, or the same one later, may do what this one did not: true for lost
+    /// connections, deadlines and the server's own failures (5xx), false for refusals and malformed requests.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Unreachable { .. }

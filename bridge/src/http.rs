@@ -10,7 +10,8 @@ use serde_json::Value;
 
 use crate::{Error, Keys, Result};
 
-/// How long an unused connection is kept. The engine's HTTP server closes it after 5 s, and a call sent on it just then would be lost.
+/// How long an unused connection is kept. The engine's HTTP server closes it after 5 s, and a call sent on it
+/// just then would be lost.
 const IDLE: Duration = Duration::from_secs(2);
 
 /// How often a limit is looked at during a call: it may become shorter.
@@ -68,13 +69,14 @@ pub(crate) struct Connection {
 impl Connection {
     pub(crate) fn new(address: &str, keys: Keys, connect: Duration, reply_bytes_max: usize) -> Result<Self> {
         let base = parse(address)?;
-        // Where the store of buckets is built too, reqwest has TLS without a provider, and would panic for want of one even for
-        // plain HTTP. The only error is that there is one already, and any will do.
+        // Where the store of buckets is built too, reqwest has TLS without a provider, and would panic for
+        // want of one even for plain HTTP. The only error is that there is one already, and any will do.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder()
             .connect_timeout(connect)
             .pool_idle_timeout(IDLE)
-            // Proxies come from the environment, which libraries do not read; a redirect would carry the key elsewhere.
+            // Proxies come from the environment, which libraries do not read; a redirect would carry the key
+            // elsewhere.
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
             .build()
@@ -144,7 +146,8 @@ impl Connection {
     async fn exchange(&self, call: Call<'_>) -> Result<Reply> {
         let lost = |source| Error::Unreachable { engine: self.engine.clone(), call: call.name(), source };
         let mut sent = self.request(call)?.send().await;
-        // The connection may be one kept from an engine that has been started again since. What only asks may be asked twice.
+        // The connection may be one kept from an engine that has been started again since. What only asks may
+        // be asked twice.
         if call.method == "GET" && sent.as_ref().is_err_and(|error| !error.is_connect()) {
             sent = self.request(call)?.send().await;
         }
@@ -200,7 +203,8 @@ async fn reached(limit: &Limit) {
     }
 }
 
-/// `host:port` or `http://host:port`, nothing else: no TLS here, and a path would be dropped silently when joined.
+/// `host:port` or `http://host:port`, nothing else: no TLS here, and a path would be dropped silently when
+/// joined.
 fn parse(address: &str) -> Result<Url> {
     let fail = |reason: &str| Error::Address { url: redact(address), reason: reason.into() };
     let text = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
@@ -214,7 +218,8 @@ fn parse(address: &str) -> Result<Url> {
     if url.path() != "/" || url.query().is_some() || url.fragment().is_some() {
         return Err(fail("it has a path, a query or a fragment"));
     }
-    // Port 80 is what an address without a port means; no engine listens there by default, so it is a forgotten port.
+    // Port 80 is what an address without a port means; no engine listens there by default, so it is a
+    // forgotten port.
     if url.port().is_none() && !text.trim_end_matches('/').ends_with(":80") {
         return Err(fail("it has no port"));
     }

@@ -8,8 +8,8 @@ use crate::{Error, Result};
 
 /// The two keys an engine can ask for; neither is ever shown, by `Debug` or by an error.
 ///
-/// SGLang's rule: with `--admin-api-key` the weight and lifecycle calls want the admin key and refuse the API key; without it they want the
-/// API key, if there is one. [`Client`](crate::Client) follows it.
+/// SGLang's rule: with `--admin-api-key` the weight and lifecycle calls want the admin key and refuse the API
+/// key; without it they want the API key, if there is one. [`Client`](crate::Client) follows it.
 #[derive(Clone, Default)]
 pub struct Keys {
     api: Option<HeaderValue>,

@@ -13,11 +13,11 @@ pub mod push;
 pub mod sglang;
 pub mod vllm;
 
-pub use activate::{DiskActivator, DiskOptions};
+pub use activate::{DiskActivator, DiskOptions, PluginOptions};
 pub use coordinate::{Coordinator, CoordinatorOptions, HostOutcome, Rolled};
 pub use engine::{
     Attached, ClientOptions, Deadlines, Engine, Finish, GenerateRequest, Generation, Identity, Label,
-    LiveWeights, PauseMode, Rid, SamplingParams, VersionSpan,
+    LiveWeights, Patched, PauseMode, Rid, SamplingParams, VersionSpan,
 };
 pub use error::{Error, Result};
 pub use fleet::{EngineStatus, Fleet, FleetOptions, Route};

@@ -1,4 +1,5 @@
-//! What a checkpoint's `config.json` says about the tensors an engine holds: names, shapes, and how the engine fuses them.
+//! What a checkpoint's `config.json` says about the tensors an engine holds: names, shapes, and how the
+//! engine fuses them.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +13,8 @@ use crate::{Error, Result};
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
 /// Bound on one tokenizer file; real ones reach 35 MB.
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
-/// Bound on the number of layers, so that a lying config cannot make a large table. Published dense models have at most 126.
+/// Bound on the number of layers, so that a lying config cannot make a large table. Published dense models
+/// have at most 126.
 const LAYERS_MAX: u64 = 4096;
 /// Engines pad the vocabulary's rows to a multiple of this, with zeros (`DEFAULT_VOCAB_PADDING_SIZE`).
 const VOCABULARY_PADDING: u64 = 64;
@@ -20,7 +22,8 @@ const VOCABULARY_PADDING: u64 = 64;
 const TOKENIZER_FILES: [&str; 5] =
     ["added_tokens.json", "merges.txt", "tokenizer.json", "tokenizer.model", "vocab.json"];
 
-/// The dense architectures whose tensors are known here. Adding one means its tensor table, below, and a run against the engine.
+/// The dense architectures whose tensors are known here. Adding one means its tensor table, below, and a run
+/// against the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Family {
     Qwen3,
@@ -70,7 +73,8 @@ impl Expected {
     /// Reads `config.json` and the tokenizer's files of a checkpoint directory; no weights.
     ///
     /// # Errors
-    /// [`Error::Read`] for files that cannot be read, [`Error::Config`] for a config that is malformed or of an unknown architecture.
+    /// [`Error::Read`] for files that cannot be read, [`Error::Config`] for a config that is malformed or of
+    /// an unknown architecture.
     pub fn from_checkpoint(directory: &Path) -> Result<Self> {
         let config = directory.join("config.json");
         let bytes = read(&config, CONFIG_BYTES_MAX)?;
@@ -171,7 +175,8 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// The engine's parameters, as SGLang's loaders for these architectures fuse the checkpoint's tensors with one rank.
+    /// The engine's parameters, as SGLang's loaders for these architectures fuse the checkpoint's tensors
+    /// with one rank.
     pub(crate) fn parameters(&self) -> Vec<Parameter> {
         let mut out = vec![self.vocabulary_rows("model.embed_tokens.weight")];
         for layer in 0..self.layers {

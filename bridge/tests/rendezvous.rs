@@ -1,5 +1,5 @@
-//! The store of a weight-update group: with torch's own client, where `DRIFTLESS_SGLANG_PYTHON` names a Python that has torch, and with
-//! clients that mean harm.
+//! The store of a weight-update group: with torch's own client, where `DRIFTLESS_SGLANG_PYTHON` names a
+//! Python that has torch, and with clients that mean harm.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 use std::io::{Read, Write};

@@ -1,7 +1,8 @@
-//! Tells readers in other processes how far the log is durable, and wakes those that wait: one small mapped file.
+//! Tells readers in other processes how far the log is durable, and wakes those that wait: one small mapped
+//! file.
 //!
-//! Nothing durable depends on it. It means something only while a process holds the log's lock, and each such process writes
-//! it anew.
+//! Nothing durable depends on it. It means something only while a process holds the log's lock, and each such
+//! process writes it anew.
 
 use std::fs::OpenOptions;
 use std::io;

@@ -12,8 +12,8 @@ const MAGIC: &str = "driftless-cursor";
 
 /// A consumer's durable position: the next record it wants to read.
 ///
-/// A trainer that must train on every record exactly once keeps the position in its own checkpoint too, and after a restart
-/// continues from there; the cursor then tells the log what may be removed.
+/// A trainer that must train on every record exactly once keeps the position in its own checkpoint too, and
+/// after a restart continues from there; the cursor then tells the log what may be removed.
 #[derive(Debug)]
 pub struct Cursor {
     shared: Arc<Shared>,
@@ -38,12 +38,13 @@ impl Cursor {
         self.position
     }
 
-    /// Moves the cursor, forwards or back. On return the new position is on stable storage; after a crash it is either the
-    /// old or the new one.
+    /// Moves the cursor, forwards or back. On return the new position is on stable storage; after a crash it
+    /// is either the old or the new one.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] for a position beyond the end of what is durable, [`Error::Io`] (the cursor has not moved).
+    /// [`Error::Invalid`] for a position beyond the end of what is durable, [`Error::Io`] (the cursor has not
+    /// moved).
     pub fn commit(&mut self, position: Position) -> Result<()> {
         let end = Position(self.shared.lock().ledger.visible());
         if position > end {

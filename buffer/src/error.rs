@@ -91,7 +91,8 @@ pub enum Error {
         /// The failure that poisoned the handle.
         cause: String,
     },
-    /// The process that owns the log does not answer, or is gone. What it had not acknowledged is in the log or not.
+    /// The process that owns the log does not answer, or is gone. What it had not acknowledged is in the log
+    /// or not.
     #[error("the process that owns the log at {path}: {cause}; connect again when one serves it", path = path.display())]
     Owner {
         /// The log's directory.

@@ -1,5 +1,5 @@
-//! Records as Arrow record batches, written as an Arrow IPC file or as Parquet: for notebooks and data frames, not for training,
-//! which reads the log in place.
+//! Records as Arrow record batches, written as an Arrow IPC file or as Parquet: for notebooks and data
+//! frames, not for training, which reads the log in place.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -31,7 +31,8 @@ const OWN: [ColumnId; 6] = [
     ColumnId::METADATA,
 ];
 
-/// Writes the records at these positions as an Arrow IPC file. Damaged ones are left out and reported as [`Exported::damaged`].
+/// Writes the records at these positions as an Arrow IPC file. Damaged ones are left out and reported as
+/// [`Exported::damaged`].
 ///
 /// # Errors
 ///

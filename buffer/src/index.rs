@@ -113,8 +113,8 @@ impl Index {
         self.segments.insert(first, loaded);
     }
 
-    /// Adds a segment with a whole trailer. Its table is read when it is first needed: opening a log must not take longer the
-    /// more there is in it.
+    /// Adds a segment with a whole trailer. Its table is read when it is first needed: opening a log must not
+    /// take longer the more there is in it.
     pub(crate) fn add_sealed(&mut self, segment: Arc<Segment>, trailer: Trailer) {
         let first = segment.header.first;
         self.add_segment(segment);
@@ -125,8 +125,8 @@ impl Index {
         }
     }
 
-    /// The newest segment that a question needs and of which the table has not been read yet: to be read without a lock, and
-    /// given to [`Index::fill`].
+    /// The newest segment that a question needs and of which the table has not been read yet: to be read
+    /// without a lock, and given to [`Index::fill`].
     pub(crate) fn unread(&self, needed: impl Fn(&Trailer) -> bool) -> Option<Unread> {
         self.pending.iter().rev().find_map(|first| {
             let loaded = self.segments.get(first)?;
@@ -149,7 +149,8 @@ impl Index {
         }
     }
 
-    /// The rollouts among these that have samples at or after `position`. Narrowed by what is known without reading a table.
+    /// The rollouts among these that have samples at or after `position`. Narrowed by what is known without
+    /// reading a table.
     pub(crate) fn rollouts_from(&self, rollouts: RangeInclusive<u64>, position: u64) -> RangeInclusive<u64> {
         if position == 0 || self.pending.is_empty() {
             return rollouts;
@@ -239,8 +240,8 @@ impl Index {
         Some((first + index as u64, Place { segment: Arc::clone(&loaded.segment), entry, checked }))
     }
 
-    /// A segment is read from. Of the sealed ones, a few stay in memory; the others only as long as somebody holds records of
-    /// them.
+    /// A segment is read from. Of the sealed ones, a few stay in memory; the others only as long as somebody
+    /// holds records of them.
     fn touched(&mut self, first: u64) {
         if self.resident.back() == Some(&first) {
             return;
@@ -311,8 +312,8 @@ impl Index {
         self.prompts.last_key_value().map(|(&id, _)| id)
     }
 
-    /// The first position of a segment that is needed to resume: the newest record of a prompt that is not done, or of a
-    /// sample that is not finished.
+    /// The first position of a segment that is needed to resume: the newest record of a prompt that is not
+    /// done, or of a sample that is not finished.
     pub(crate) fn needed(&self, first: u64) -> Option<u64> {
         let entries = &self.segments.get(&first)?.entries;
         let needed = |(sequence, entry): &(u64, &Entry)| match (entry.state, Kind::from_code(entry.kind)) {

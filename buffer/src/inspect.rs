@@ -73,7 +73,8 @@ impl Report {
     }
 }
 
-/// Counts what is in the log, from its index: the records themselves are not read, except in segments that are not sealed.
+/// Counts what is in the log, from its index: the records themselves are not read, except in segments that
+/// are not sealed.
 ///
 /// # Errors
 ///
@@ -166,7 +167,8 @@ pub(crate) fn verify_on(storage: &dyn Storage, mode: Mode) -> Result<Report> {
     Ok(report)
 }
 
-/// Checks the frames of a sealed segment against its table, and that nothing was written where nothing belongs.
+/// Checks the frames of a sealed segment against its table, and that nothing was written where nothing
+/// belongs.
 fn verify_sealed(path: &Path, loaded: &Loaded, report: &mut Report) {
     let segment = &loaded.segment;
     let first = segment.header.first;

@@ -1,10 +1,13 @@
-//! Who holds which frame between reservation and stable storage: pure bookkeeping, no clock, no memory, no file.
+//! Who holds which frame between reservation and stable storage: pure bookkeeping, no clock, no memory, no
+//! file.
 //!
-//! A slot goes `Reserved → Committed → Durable`, or `Reserved → Void → Durable`. Slots leave from the front only, and only
-//! when durable, so what has left is a prefix of the log without gaps: that is what readers see.
+//! A slot goes `Reserved → Committed → Durable`, or `Reserved → Void → Durable`. Slots leave from the front
+//! only, and only when durable, so what has left is a prefix of the log without gaps: that is what readers
+//! see.
 //!
-//! Of a void slot nothing but its header matters, and there any state that recovery can step over will do. So a reservation
-//! that is given up after a sync has stored its header counts as durable at once: nobody waits for another sync.
+//! Of a void slot nothing but its header matters, and there any state that recovery can step over will do. So
+//! a reservation that is given up after a sync has stored its header counts as durable at once: nobody waits
+//! for another sync.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -123,7 +126,8 @@ impl Ledger {
         }
     }
 
-    /// Gives a reservation up and tells its segment and range. `None` when it was committed or given up before.
+    /// Gives a reservation up and tells its segment and range. `None` when it was committed or given up
+    /// before.
     pub(crate) fn void(&mut self, sequence: u64) -> Option<(u64, Range<usize>)> {
         let slot = self.slot(sequence).filter(|slot| slot.state == State::Reserved)?;
         slot.state = if slot.stored { State::Durable } else { State::Void };
@@ -139,8 +143,8 @@ impl Ledger {
 
     /// Everything that a sync started now can acknowledge; `None` when there is nothing.
     ///
-    /// The ranges begin at the oldest frame that is not durable, even if it is only reserved: recovery walks over its
-    /// header to reach the ones behind it.
+    /// The ranges begin at the oldest frame that is not durable, even if it is only reserved: recovery walks
+    /// over its header to reach the ones behind it.
     pub(crate) fn batch(&self) -> Option<Batch> {
         let mut batch = Batch { ranges: Vec::new(), sequences: Vec::new(), end: self.next() };
         let pending = |slot: &&Slot| slot.state != State::Durable;

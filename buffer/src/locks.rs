@@ -1,4 +1,5 @@
-//! The locks under the log: std's, or loom's when its model checker runs the protocol through every interleaving.
+//! The locks under the log: std's, or loom's when its model checker runs the protocol through every
+//! interleaving.
 
 #[cfg(all(test, loom))]
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};

@@ -26,8 +26,8 @@ const PAGE: u64 = 4096;
 
 /// A log, open for writing. Clones are handles of the same log and may be used from any thread.
 ///
-/// Dropping the last handle syncs nothing: what was acknowledged is safe, the rest is as after a crash. [`Log::close`]
-/// syncs and seals, so that the next open has nothing to scan.
+/// Dropping the last handle syncs nothing: what was acknowledged is safe, the rest is as after a crash.
+/// [`Log::close`] syncs and seals, so that the next open has nothing to scan.
 #[derive(Debug, Clone)]
 pub struct Log {
     shared: Arc<Shared>,
@@ -36,14 +36,15 @@ pub struct Log {
 }
 
 impl Log {
-    /// Opens the log in `dir`, creating the directory if it is absent, and recovers what an earlier process left:
-    /// incomplete records at the end are dropped, damaged ones are quarantined and told by [`Log::recovery`].
+    /// Opens the log in `dir`, creating the directory if it is absent, and recovers what an earlier process
+    /// left: incomplete records at the end are dropped, damaged ones are quarantined and told by
+    /// [`Log::recovery`].
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] when another process writes it, [`Error::Identity`] when it belongs to another run, model or
-    /// tokenizer, [`Error::Unsupported`] when a newer program wrote it, [`Error::Invalid`] for options that make no sense,
-    /// [`Error::Io`].
+    /// [`Error::Locked`] when another process writes it, [`Error::Identity`] when it belongs to another run,
+    /// model or tokenizer, [`Error::Unsupported`] when a newer program wrote it, [`Error::Invalid`] for
+    /// options that make no sense, [`Error::Io`].
     pub fn open(dir: impl AsRef<Path>, options: Options) -> Result<Self> {
         let root = dir.as_ref();
         fs::create_dir_all(root).map_err(Error::io("create", root))?;
@@ -104,9 +105,9 @@ impl Log {
     ///
     /// # Errors
     ///
-    /// [`Error::TooLarge`], [`Error::Invalid`] for an impossible shape, [`Error::Full`] when too much stays unsynced for
-    /// longer than `wait_deadline`, [`Error::Poisoned`], [`Error::Io`] when a new segment cannot be made (the log stays
-    /// usable: a full disk may have room later).
+    /// [`Error::TooLarge`], [`Error::Invalid`] for an impossible shape, [`Error::Full`] when too much stays
+    /// unsynced for longer than `wait_deadline`, [`Error::Poisoned`], [`Error::Io`] when a new segment cannot
+    /// be made (the log stays usable: a full disk may have room later).
     pub fn reserve(&self, shape: &Shape) -> Result<Reservation> {
         self.take(shape, false)
     }
@@ -127,7 +128,8 @@ impl Log {
         append::fill(self.take(&append::shape(sample)?, true)?, sample)
     }
 
-    /// Appends several records and makes them durable together. The answer has one [`Ack`] per record, in order.
+    /// Appends several records and makes them durable together. The answer has one [`Ack`] per record, in
+    /// order.
     ///
     /// # Errors
     ///
@@ -140,8 +142,9 @@ impl Log {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] when the medium fails; from then on every call that writes answers [`Error::Poisoned`], because nobody
-    /// knows what a failed sync has left behind. [`Error::Full`] when another thread's sync does not finish in time.
+    /// [`Error::Io`] when the medium fails; from then on every call that writes answers [`Error::Poisoned`],
+    /// because nobody knows what a failed sync has left behind. [`Error::Full`] when another thread's sync
+    /// does not finish in time.
     pub fn sync(&self) -> Result<Position> {
         self.shared.sync()
     }
@@ -165,8 +168,8 @@ impl Log {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] for a name that is not 1–64 of `A-Z a-z 0-9 . _ -`, [`Error::Damaged`], [`Error::Identity`] when the
-    /// file belongs to another run, [`Error::Io`].
+    /// [`Error::Invalid`] for a name that is not 1–64 of `A-Z a-z 0-9 . _ -`, [`Error::Damaged`],
+    /// [`Error::Identity`] when the file belongs to another run, [`Error::Io`].
     pub fn cursor(&self, name: &str) -> Result<Cursor> {
         Cursor::open(Arc::clone(&self.shared), name)
     }
@@ -175,14 +178,15 @@ impl Log {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] for a retention without limit or cursor, [`Error::Poisoned`], [`Error::Io`] (what was not removed
-    /// is found again when the log is next opened).
+    /// [`Error::Invalid`] for a retention without limit or cursor, [`Error::Poisoned`], [`Error::Io`] (what
+    /// was not removed is found again when the log is next opened).
     pub fn retain(&self, retention: &Retention) -> Result<Retired> {
         self.shared.retain(retention)
     }
 
-    /// Syncs, seals the last segment, ends the log for all handles and lets another process own it. Readers keep
-    /// working. Without it, the log stays locked until the last handle, reservation and reader are dropped.
+    /// Syncs, seals the last segment, ends the log for all handles and lets another process own it. Readers
+    /// keep working. Without it, the log stays locked until the last handle, reservation and reader are
+    /// dropped.
     ///
     /// # Errors
     ///

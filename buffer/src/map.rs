@@ -1,13 +1,13 @@
 #![expect(unsafe_code, reason = "memory maps: the one place where bytes of a file become slices")]
 //! A mapped segment, and the rule that makes slices of it sound.
 //!
-//! The rule: a byte is handed out either to the one producer that reserved it ([`Exclusive`], from a bump allocation, so two
-//! never overlap), or to readers ([`Bytes`]) once its frame header says `Committed`. A header becomes `Committed` only after
-//! its producer's `Exclusive` is gone, and nothing ever changes it back. Everything else (frame headers, header page, index
-//! table) is touched through atomics alone.
+//! The rule: a byte is handed out either to the one producer that reserved it ([`Exclusive`], from a bump
+//! allocation, so two never overlap), or to readers ([`Bytes`]) once its frame header says `Committed`. A
+//! header becomes `Committed` only after its producer's `Exclusive` is gone, and nothing ever changes it
+//! back. Everything else (frame headers, header page, index table) is touched through atomics alone.
 //!
-//! What the rule cannot cover is a process that ignores it: writing to or truncating a log's files from outside is the same
-//! as writing into this process's memory. That is stated in `docs/format/log.md`.
+//! What the rule cannot cover is a process that ignores it: writing to or truncating a log's files from
+//! outside is the same as writing into this process's memory. That is stated in `docs/format/log.md`.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -60,8 +60,8 @@ impl Map {
 
     /// As [`Map::file`], for a segment that is to be written.
     pub(crate) fn writable(raw: MmapRaw, file: File, tail: usize) -> Self {
-        // Otherwise the first touch of a header makes the kernel read ahead: it fills with zeros what is about to be written.
-        // Refused advice costs time, nothing else.
+        // Otherwise the first touch of a header makes the kernel read ahead: it fills with zeros what is
+        // about to be written. Refused advice costs time, nothing else.
         let _ = raw.advise(Advice::Random);
         Self { file: RwLock::new(Some(file)), ..Self::file(raw, tail) }
     }
@@ -101,8 +101,9 @@ impl Map {
     pub(crate) fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8));
         let pointer = self.pointer(offset..offset + 8).cast();
-        // SAFETY: inside the map, which lives as long as `self`; maps start at a page, so the word is aligned. Read-only
-        // maps are only loaded from, relaxed, which std's atomics allow on read-only memory.
+        // SAFETY: inside the map, which lives as long as `self`; maps start at a page, so the word is
+        // aligned. Read-only maps are only loaded from, relaxed, which std's atomics allow on read-only
+        // memory.
         unsafe { AtomicU64::from_ptr(pointer) }
     }
 
@@ -179,8 +180,8 @@ impl Map {
         *self.tail.get_mut() = end.min(self.bytes);
     }
 
-    /// Marks every page of `range` as written, so that the next flush stores it even if an earlier, failed one left the
-    /// page marked clean.
+    /// Marks every page of `range` as written, so that the next flush stores it even if an earlier, failed
+    /// one left the page marked clean.
     pub(crate) fn touch(&mut self, range: Range<usize>) {
         for at in range.step_by(PAGE) {
             let word = self.word(at);
@@ -201,7 +202,8 @@ impl Map {
         Some(Exclusive { map: Arc::clone(self), start, bytes, copied: false })
     }
 
-    /// A frame that the process which owns the log has given to this one alone; `None` when it lies outside the map.
+    /// A frame that the process which owns the log has given to this one alone; `None` when it lies outside
+    /// the map.
     pub(crate) fn granted(self: &Arc<Self>, start: usize, bytes: usize) -> Option<Exclusive> {
         let end = start.checked_add(bytes)?;
         let sane = bytes >= FRAME_HEADER && start.is_multiple_of(ALIGN) && end <= self.bytes;
@@ -216,7 +218,8 @@ impl Map {
         }
     }
 
-    /// As [`Map::set_header`], through the file: where nothing else touches the page in memory, that is cheaper than a fault.
+    /// As [`Map::set_header`], through the file: where nothing else touches the page in memory, that is
+    /// cheaper than a fault.
     pub(crate) fn write_header(&self, offset: usize, block: &[u8; FRAME_HEADER]) {
         if self.write(offset, &[block]) != Some(FRAME_HEADER) {
             self.set_header(offset, block);
@@ -242,7 +245,8 @@ impl Map {
         FrameHeader::peek(&block, salt, offset as u64, limit.min(self.bytes) as u64)
     }
 
-    /// The committed frame at `offset`, with its body; `None` for anything else. The body's CRC is not checked here.
+    /// The committed frame at `offset`, with its body; `None` for anything else. The body's CRC is not
+    /// checked here.
     pub(crate) fn committed(self: &Arc<Self>, offset: usize, salt: u64) -> Option<(FrameHeader, Bytes)> {
         let header = self.committed_header(offset, salt)?;
         let bytes = header.bytes as usize - FRAME_HEADER;
@@ -255,7 +259,8 @@ impl Map {
         let range = offset + FRAME_HEADER..offset + header.bytes as usize;
         let bytes = range.len();
         let pointer = self.pointer(range);
-        // SAFETY: inside the map; the frame is committed, so by the rule above nobody writes to its body any more.
+        // SAFETY: inside the map; the frame is committed, so by the rule above nobody writes to its body any
+        // more.
         Some((header, unsafe { std::slice::from_raw_parts(pointer, bytes) }))
     }
 
@@ -266,23 +271,27 @@ impl Map {
         }
     }
 
-    /// Writes pieces through the file; how many bytes that stored, `None` where there is no file or it refuses.
+    /// Writes pieces through the file; how many bytes that stored, `None` where there is no file or it
+    /// refuses.
     fn write(&self, offset: usize, pieces: &[&[u8]]) -> Option<usize> {
         let pieces: Vec<IoSlice<'_>> = pieces.iter().map(|piece| IoSlice::new(piece)).collect();
         let file = self.file.read().unwrap_or_else(PoisonError::into_inner);
         rustix::io::pwritev(file.as_ref()?, &pieces, offset as u64).ok()
     }
 
-    /// Makes the disk begin with what lies before `end`, without waiting for it. The sync that follows finds less to do.
+    /// Makes the disk begin with what lies before `end`, without waiting for it. The sync that follows finds
+    /// less to do.
     fn begin(&self, end: usize) {
         let (from, end) = (self.begun.load(Ordering::Relaxed), end / PAGE * PAGE);
         let mine = from + BEGIN <= end
             && self.begun.compare_exchange(from, end, Ordering::Relaxed, Ordering::Relaxed).is_ok();
         let file = self.file.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = file.as_ref().filter(|_| mine) {
-            // Lengths of files are far below what these take. A refusal costs time; an error of the disk is kept for the sync.
+            // Lengths of files are far below what these take. A refusal costs time; an error of the disk is
+            // kept for the sync.
             let (offset, bytes) = (from as libc::off64_t, (end - from) as libc::off64_t);
-            // SAFETY: the descriptor is open as long as `file` is borrowed, and the call touches no memory of ours.
+            // SAFETY: the descriptor is open as long as `file` is borrowed, and the call touches no memory of
+            // ours.
             let _ = unsafe {
                 libc::sync_file_range(file.as_raw_fd(), offset, bytes, libc::SYNC_FILE_RANGE_WRITE)
             };
@@ -301,10 +310,12 @@ impl Map {
         self.let_go();
     }
 
-    /// Lets the kernel take the memory of its pages back. They are the file's, and come again when they are touched.
+    /// Lets the kernel take the memory of its pages back. They are the file's, and come again when they are
+    /// touched.
     pub(crate) fn let_go(&self) {
         match &self.memory {
-            // SAFETY: a shared map of a file loses nothing by this: its pages, dirty ones too, stay in the page cache.
+            // SAFETY: a shared map of a file loses nothing by this: its pages, dirty ones too, stay in the
+            // page cache.
             Memory::File(raw) => unsafe {
                 // A kernel that will not costs memory, nothing else.
                 let _ = raw.unchecked_advise(memmap2::UncheckedAdvice::DontNeed);
@@ -349,8 +360,8 @@ impl Exclusive {
         self.start
     }
 
-    /// Fills the body with these pieces, one after another. Many bytes go through the file: one call of the kernel instead
-    /// of a page fault for every page, and no fault ever waits for the file system's journal.
+    /// Fills the body with these pieces, one after another. Many bytes go through the file: one call of the
+    /// kernel instead of a page fault for every page, and no fault ever waits for the file system's journal.
     ///
     /// # Panics
     ///
@@ -380,8 +391,8 @@ impl Deref for Exclusive {
         let range = self.start + FRAME_HEADER..self.start + self.bytes;
         let bytes = range.len();
         let pointer = self.map.pointer(range);
-        // SAFETY: inside the map, which `self.map` keeps; `allot` gave these bytes to this value alone, and readers get
-        // them only after it is gone.
+        // SAFETY: inside the map, which `self.map` keeps; `allot` gave these bytes to this value alone, and
+        // readers get them only after it is gone.
         unsafe { std::slice::from_raw_parts(pointer, bytes) }
     }
 }
@@ -410,7 +421,8 @@ impl Deref for Bytes {
 
     fn deref(&self) -> &[u8] {
         let pointer = self.map.pointer(self.start..self.start + self.bytes);
-        // SAFETY: inside the map, which `self.map` keeps; only `committed` makes this value, so nobody writes here.
+        // SAFETY: inside the map, which `self.map` keeps; only `committed` makes this value, so nobody writes
+        // here.
         unsafe { std::slice::from_raw_parts(pointer, self.bytes) }
     }
 }

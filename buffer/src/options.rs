@@ -8,7 +8,8 @@ use crate::Identity;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SyncPolicy {
-    /// Every commit returns only when its record is durable. Producers that commit at the same time share a sync.
+    /// Every commit returns only when its record is durable. Producers that commit at the same time share a
+    /// sync.
     EachRecord,
     /// The commit that makes `n` records wait for a sync performs it.
     EveryRecords(usize),
@@ -27,9 +28,11 @@ pub struct Options {
     pub segment_bytes: u64,
     /// When committed records become durable.
     pub sync: SyncPolicy,
-    /// How long a producer may hold a reservation before it is reclaimed. Readers do not see past an open reservation.
+    /// How long a producer may hold a reservation before it is reclaimed. Readers do not see past an open
+    /// reservation.
     pub reservation_deadline: Duration,
-    /// Most bytes that may be reserved or committed without being durable; [`crate::Log::reserve`] waits above it.
+    /// Most bytes that may be reserved or committed without being durable; [`crate::Log::reserve`] waits
+    /// above it.
     pub unsynced_bytes_max: u64,
     /// How long any call waits for room, or for another thread's sync, before it gives up.
     pub wait_deadline: Duration,

@@ -4,8 +4,8 @@ use std::fmt;
 
 /// The number of a record in its log: 0, 1, 2, … in the order of reservation, never reused.
 ///
-/// A position may stay empty, when its reservation was dropped or its record damaged. As a cursor, a position names the
-/// next record to read.
+/// A position may stay empty, when its reservation was dropped or its record damaged. As a cursor, a position
+/// names the next record to read.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, serde::Serialize, serde::Deserialize,
 )]

@@ -1,8 +1,8 @@
 //! A producer in another process than the one that owns the log.
 //!
-//! The owner keeps all the bookkeeping. A producer asks it for space, writes its columns in place through its own map of the
-//! segment, and asks the owner to commit; frame headers, CRCs and syncs are the owner's. The kernel closes the socket of a
-//! producer that dies, and with that its reservations end.
+//! The owner keeps all the bookkeeping. A producer asks it for space, writes its columns in place through its
+//! own map of the segment, and asks the owner to commit; frame headers, CRCs and syncs are the owner's. The
+//! kernel closes the socket of a producer that dies, and with that its reservations end.
 
 use std::fs::File;
 use std::io;
@@ -31,7 +31,8 @@ const RETRY: Duration = Duration::from_millis(10);
 
 /// Writes to a log that another process has open and serves (see [`crate::Log::serve`]).
 ///
-/// Calls of one producer take turns. A thread that should not wait for another one's sync connects for itself.
+/// Calls of one producer take turns. A thread that should not wait for another one's sync connects for
+/// itself.
 #[derive(Debug)]
 pub struct Producer {
     connection: Arc<Connection>,
@@ -42,8 +43,8 @@ impl Producer {
     ///
     /// # Errors
     ///
-    /// [`Error::Owner`] when no process answers in time, [`Error::Identity`] when its log belongs to another run, model or
-    /// tokenizer, [`Error::Io`] when there is no such directory.
+    /// [`Error::Owner`] when no process answers in time, [`Error::Identity`] when its log belongs to another
+    /// run, model or tokenizer, [`Error::Io`] when there is no such directory.
     pub fn connect(dir: impl AsRef<Path>, identity: &Identity, deadline: Duration) -> Result<Self> {
         let root = dir.as_ref();
         let until = Instant::now() + deadline;
@@ -65,8 +66,8 @@ impl Producer {
     ///
     /// # Errors
     ///
-    /// As [`crate::Log::reserve`]; and [`Error::Owner`] when the owner is gone or does not answer. Then nothing that was not
-    /// acknowledged is certain: connect again.
+    /// As [`crate::Log::reserve`]; and [`Error::Owner`] when the owner is gone or does not answer. Then
+    /// nothing that was not acknowledged is certain: connect again.
     pub fn reserve(&self, shape: &Shape) -> Result<Reservation> {
         let plan = append::plan(shape)?;
         let (sequence, body) = self.connection.reserve(shape.kind, &plan)?;
@@ -82,7 +83,8 @@ impl Producer {
         append::fill(self.reserve(&append::shape(sample)?)?, sample)
     }
 
-    /// Appends several records and makes them durable together. The answer has one [`Ack`] per record, in order.
+    /// Appends several records and makes them durable together. The answer has one [`Ack`] per record, in
+    /// order.
     ///
     /// # Errors
     ///

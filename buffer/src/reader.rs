@@ -13,8 +13,9 @@ use crate::{Error, Identity, Position, Result};
 
 /// Reads a log in place. Clones share everything.
 ///
-/// It sees exactly the records that are on stable storage: from [`crate::Log::reader`] as they become so, from
-/// [`Reader::open`], possibly beside a writing process, as of the last [`Reader::refresh`] or [`Reader::wait`].
+/// It sees exactly the records that are on stable storage: from [`crate::Log::reader`] as they become so,
+/// from [`Reader::open`], possibly beside a writing process, as of the last [`Reader::refresh`] or
+/// [`Reader::wait`].
 #[derive(Debug, Clone)]
 pub struct Reader {
     source: Source,
@@ -49,8 +50,8 @@ impl Reader {
         }
     }
 
-    /// Looks for records that another process has appended; what is known already is not read again. Nothing to do for a
-    /// reader of [`crate::Log::reader`].
+    /// Looks for records that another process has appended; what is known already is not read again. Nothing
+    /// to do for a reader of [`crate::Log::reader`].
     ///
     /// # Errors
     ///
@@ -86,8 +87,8 @@ impl Reader {
         Position(self.with(|index| index.oldest()))
     }
 
-    /// The record at `position`; `None` where there is none (not written yet, given up, or lost to a crash before it was
-    /// acknowledged).
+    /// The record at `position`; `None` where there is none (not written yet, given up, or lost to a crash
+    /// before it was acknowledged).
     ///
     /// # Errors
     ///
@@ -148,8 +149,9 @@ impl Reader {
         Records { reader: self.clone(), next: position }
     }
 
-    /// Waits until something can be read at or after `position`, at most for `deadline`. Returns the end, which is at or
-    /// before `position` when the deadline passed. The writer, in this process or another, wakes it: it does not poll.
+    /// Waits until something can be read at or after `position`, at most for `deadline`. Returns the end,
+    /// which is at or before `position` when the deadline passed. The writer, in this process or another,
+    /// wakes it: it does not poll.
     ///
     /// # Errors
     ///
@@ -174,8 +176,8 @@ impl Reader {
 
 /// Iterator over records, from [`Reader::iter`].
 ///
-/// A damaged record is one `Err` item; the iteration goes on behind it. After `None` it may be asked again: new records
-/// continue where it ended.
+/// A damaged record is one `Err` item; the iteration goes on behind it. After `None` it may be asked again:
+/// new records continue where it ended.
 #[derive(Debug)]
 pub struct Records {
     reader: Reader,

@@ -6,8 +6,8 @@ use crate::layout::frame::{FRAME_HEADER, FrameHeader};
 use crate::map::Bytes;
 use crate::sample::{ColumnId, Element, Finish, Kind, PromptState, Scalars, VersionSpan};
 
-/// A record of the log. Its slices point into the mapped file and stay valid as long as the record (or a clone of it) is
-/// held, also after retention removed the file.
+/// A record of the log. Its slices point into the mapped file and stay valid as long as the record (or a
+/// clone of it) is held, also after retention removed the file.
 ///
 /// Every column starts at a multiple of 64 bytes in memory, as libtorch's `from_blob` likes it.
 #[derive(Debug, Clone)]

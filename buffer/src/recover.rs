@@ -28,8 +28,8 @@ pub(crate) enum Mode {
     Repair,
     /// Change nothing; nobody writes.
     Settled,
-    /// Change nothing; somebody is writing, and tells that everything before this position is durable (`u64::MAX`: does not
-    /// tell).
+    /// Change nothing; somebody is writing, and tells that everything before this position is durable
+    /// (`u64::MAX`: does not tell).
     Live { durable: u64 },
 }
 
@@ -64,8 +64,9 @@ pub(crate) fn read(storage: &dyn Storage, mode: Mode) -> Result<Opened> {
     open(storage, mode, None, 0)
 }
 
-/// Opens every segment and seals those that a crash left open. Refuses a log of another run, model or tokenizer before
-/// anything is written. Positions before `noted` are never given out again, whatever became of their records.
+/// Opens every segment and seals those that a crash left open. Refuses a log of another run, model or
+/// tokenizer before anything is written. Positions before `noted` are never given out again, whatever became
+/// of their records.
 pub(crate) fn repair(storage: &dyn Storage, identity: &Identity, noted: u64) -> Result<Opened> {
     open(storage, Mode::Repair, Some(identity), noted)
 }
@@ -98,8 +99,8 @@ pub(crate) fn firsts(storage: &dyn Storage) -> Result<Vec<u64>> {
     Ok(firsts)
 }
 
-/// Makes a segment of a spare that records had gone into when its owner died, and removes any other. Answers with its first
-/// position.
+/// Makes a segment of a spare that records had gone into when its owner died, and removes any other. Answers
+/// with its first position.
 fn settle_spare(storage: &dyn Storage, identity: &Identity, firsts: &[u64]) -> Result<Option<u64>> {
     let io = |source| Error::io("settle", storage.path(SPARE))(source);
     let mut map = match storage.open(SPARE, Some(0)) {
@@ -149,7 +150,8 @@ fn read_header(storage: &dyn Storage, name: &str, map: &Map) -> Result<Option<(S
     }
 }
 
-/// Opens one segment and adds it, with what is wrong with it, to `opened`. `after` is where the segment behind it starts.
+/// Opens one segment and adds it, with what is wrong with it, to `opened`. `after` is where the segment
+/// behind it starts.
 pub(crate) fn load(
     storage: &dyn Storage,
     mode: Mode,
@@ -175,7 +177,8 @@ pub(crate) fn load(
             Severity::Corrupt,
             "segment header: no copy is whole, its records cannot be read",
         );
-        // Its positions must not be used again; there cannot be more of them than the largest segment has room for.
+        // Its positions must not be used again; there cannot be more of them than the largest segment has
+        // room for.
         opened.next =
             opened.next.max(after.unwrap_or(first.saturating_add(SEGMENT_BYTES_MAX / ENTRY as u64)));
         opened.recovery.damage.append(&mut found);
@@ -335,7 +338,8 @@ fn finish(map: &mut Map, header: &SegmentHeader, scan: &Scan, next: u64) -> std:
     seal(map, header, &scan.entries, scan.end, next)
 }
 
-/// Writes index table and trailer behind the last frame and brings them to stable storage. Returns the time it noted.
+/// Writes index table and trailer behind the last frame and brings them to stable storage. Returns the time
+/// it noted.
 pub(crate) fn seal(
     map: &Map,
     header: &SegmentHeader,

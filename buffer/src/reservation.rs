@@ -16,8 +16,9 @@ use crate::{Error, Position, Result};
 
 /// Space for one record in the log, to be filled in place and committed.
 ///
-/// Dropping it gives the space up: the position stays empty. Readers see nothing behind an open reservation, so fill and
-/// commit without waiting for anything else; one held for longer than the log's `reservation_deadline` is reclaimed.
+/// Dropping it gives the space up: the position stays empty. Readers see nothing behind an open reservation,
+/// so fill and commit without waiting for anything else; one held for longer than the log's
+/// `reservation_deadline` is reclaimed.
 #[derive(Debug)]
 pub struct Reservation {
     // Declared before the ticket, so that a dropped reservation gives its bytes back before its number.
@@ -115,8 +116,9 @@ impl Reservation {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] when the columns contradict each other (the position then stays empty), [`Error::Expired`] when
-    /// the reservation was reclaimed, and what [`crate::Log::sync`] answers when the policy asks for a sync.
+    /// [`Error::Invalid`] when the columns contradict each other (the position then stays empty),
+    /// [`Error::Expired`] when the reservation was reclaimed, and what [`crate::Log::sync`] answers when the
+    /// policy asks for a sync.
     pub fn commit(mut self) -> Result<Pending> {
         let spans: Vec<VersionSpan> = self.spans_mut().to_vec();
         let fixed = self.fixed(&spans)?;

@@ -9,11 +9,11 @@ use crate::sample::Kind;
 use crate::shared::Shared;
 use crate::{Error, Position, Result};
 
-/// What may be removed. A sealed segment goes when one of the limits says so (or, without limits, when it was consumed),
-/// and never before all the cursors named have passed it.
+/// What may be removed. A sealed segment goes when one of the limits says so (or, without limits, when it was
+/// consumed), and never before all the cursors named have passed it.
 ///
-/// Segments go from the oldest on, without gaps. One that holds the newest record of a prompt that is not done, or of a
-/// sample that is not finished, stays, and everything behind it: see [`Retired::needed`].
+/// Segments go from the oldest on, without gaps. One that holds the newest record of a prompt that is not
+/// done, or of a sample that is not finished, stays, and everything behind it: see [`Retired::needed`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Retention {
     /// Keep at most about this many bytes.
@@ -37,8 +37,8 @@ pub struct Retired {
     pub records: u64,
     /// The first position that is left.
     pub oldest: Position,
-    /// The record that kept its segment from being removed, because a prompt or a generation is resumed from it. Append its
-    /// state again and the next call can go on.
+    /// The record that kept its segment from being removed, because a prompt or a generation is resumed from
+    /// it. Append its state again and the next call can go on.
     pub needed: Option<Position>,
 }
 

@@ -6,8 +6,8 @@
 pub enum Kind {
     /// A finished sample, ready for training.
     Sample,
-    /// A generation that was interrupted: tokens, log-probs and spans so far. The next record of the same sample id
-    /// continues and replaces it.
+    /// A generation that was interrupted: tokens, log-probs and spans so far. The next record of the same
+    /// sample id continues and replaces it.
     Partial,
     /// A prompt and where it stands ([`PromptState`]); the newest record of the same sample id counts.
     Prompt,
@@ -228,7 +228,8 @@ pub struct Shape {
     pub kind: Kind,
     /// Tokens of the prompt.
     pub prompt: usize,
-    /// Tokens of the response; log-probs and loss mask have as many entries. In a [`Kind::Prompt`] record both are absent.
+    /// Tokens of the response; log-probs and loss mask have as many entries. In a [`Kind::Prompt`] record
+    /// both are absent.
     pub response: usize,
     /// Version spans.
     pub spans: usize,

@@ -1,8 +1,8 @@
 //! Finds the records of a segment that has no index table yet, by walking its frames.
 //!
-//! Frames follow each other without gaps, so normally the walk goes from header to header. Where a header is not valid (a
-//! crash lost its page, or it was damaged), the walk tries every multiple of 64 bytes behind it: a frame header carries its
-//! own offset and a CRC salted for its segment, so nothing else passes for one.
+//! Frames follow each other without gaps, so normally the walk goes from header to header. Where a header is
+//! not valid (a crash lost its page, or it was damaged), the walk tries every multiple of 64 bytes behind it:
+//! a frame header carries its own offset and a CRC salted for its segment, so nothing else passes for one.
 
 use crate::layout::ALIGN;
 use crate::layout::body;
@@ -66,8 +66,8 @@ pub(crate) fn settled(map: &Map, header: &SegmentHeader, start: Start, is_last: 
     scan
 }
 
-/// Walks a segment beside its writer: stops at the first frame that may still be in the making, and before position `durable`
-/// (`u64::MAX` when the writer does not tell).
+/// Walks a segment beside its writer: stops at the first frame that may still be in the making, and before
+/// position `durable` (`u64::MAX` when the writer does not tell).
 pub(crate) fn live(map: &Map, header: &SegmentHeader, start: Start, durable: u64) -> Scan {
     let limit = frames_end(map, header);
     let nothing_yet = start.sequence >= durable
@@ -90,8 +90,8 @@ pub(crate) fn live(map: &Map, header: &SegmentHeader, start: Start, durable: u64
     scan
 }
 
-/// All valid frame headers before position `until` in ascending order, and the first place behind the last of them that is
-/// not zero.
+/// All valid frame headers before position `until` in ascending order, and the first place behind the last of
+/// them that is not zero.
 fn walk(
     map: &Map,
     header: &SegmentHeader,

@@ -1,10 +1,10 @@
 //! Where frames come from: the segment that takes reservations, and the spare that follows it.
 //!
-//! A spare is a zeroed file with storage behind every byte. When the active segment is full, the spare gets a header in
-//! memory and takes over: no call to the medium is made under the log's lock. Its header reaches stable storage, and the file
-//! its name, with the first sync of its records, or before: nothing in it is acknowledged, visible or open to other
-//! processes until then. A spare that is left over is settled by the next owner: it becomes a segment if
-//! records had gone into it, and is removed if not.
+//! A spare is a zeroed file with storage behind every byte. When the active segment is full, the spare gets a
+//! header in memory and takes over: no call to the medium is made under the log's lock. Its header reaches
+//! stable storage, and the file its name, with the first sync of its records, or before: nothing in it is
+//! acknowledged, visible or open to other processes until then. A spare that is left over is settled by the
+//! next owner: it becomes a segment if records had gone into it, and is removed if not.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -57,7 +57,8 @@ impl Shared {
         self.options().segment_bytes as usize - TRAILER - 2 * ENTRY
     }
 
-    /// Takes `bytes` of the active segment, or of the spare, which becomes active; `None` when there is no spare.
+    /// Takes `bytes` of the active segment, or of the spare, which becomes active; `None` when there is no
+    /// spare.
     pub(crate) fn allot(&self, state: &mut State, bytes: usize) -> Option<(Arc<Segment>, Exclusive)> {
         let limit = self.frame_limit();
         if let Some(active) = &mut state.active
@@ -84,7 +85,8 @@ impl Shared {
 
     fn begin_segment(&self, map: Map, first: u64) -> Arc<Segment> {
         use std::hash::{BuildHasher, Hasher};
-        // std's hasher keys are random per process and differ from one to the next: no other source is needed for a salt.
+        // std's hasher keys are random per process and differ from one to the next: no other source is needed
+        // for a salt.
         let salt = std::hash::RandomState::new().build_hasher().finish();
         let header = SegmentHeader {
             identity: self.options().identity.clone(),
@@ -153,8 +155,8 @@ impl Shared {
         matches!(state.spare, Spare::None) && state.active.as_ref().is_some_and(half_full)
     }
 
-    /// Brings the header of a segment to stable storage and gives it its name. Every record in it is acknowledged, and every
-    /// other process told of it, after that only.
+    /// Brings the header of a segment to stable storage and gives it its name. Every record in it is
+    /// acknowledged, and every other process told of it, after that only.
     pub(crate) fn name(&self, segment: &Segment) -> Result<()> {
         let mut named = segment.named.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if *named {

@@ -1,4 +1,5 @@
-//! The owner's side of producers in other processes: one thread for each, all on the log that the owner has open.
+//! The owner's side of producers in other processes: one thread for each, all on the log that the owner has
+//! open.
 
 use std::collections::HashMap;
 use std::fs::{self, File};

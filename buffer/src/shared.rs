@@ -1,4 +1,5 @@
-//! What all handles, reservations and readers of an open log share: taking space, committing it, giving it up.
+//! What all handles, reservations and readers of an open log share: taking space, committing it, giving it
+//! up.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -108,7 +109,8 @@ impl Shared {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        // A thread that panics under this lock leaves the bookkeeping consistent: every change is a single call.
+        // A thread that panics under this lock leaves the bookkeeping consistent: every change is a single
+        // call.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

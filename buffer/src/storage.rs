@@ -1,7 +1,7 @@
 //! The few things a log asks of the medium under it, and the directory that normally provides them.
 //!
-//! A mapped file bypasses any trait once it is mapped, so the seam sits around it: create, open, flush (in [`Map`]), remove
-//! and replace. The crash tests put a simulated medium behind the same calls.
+//! A mapped file bypasses any trait once it is mapped, so the seam sits around it: create, open, flush (in
+//! [`Map`]), remove and replace. The crash tests put a simulated medium behind the same calls.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -21,8 +21,8 @@ pub(crate) trait Storage: Send + Sync {
     fn path(&self, name: &str) -> PathBuf;
     /// Names of all files.
     fn names(&self) -> io::Result<Vec<String>>;
-    /// Makes the spare: a zeroed file of `bytes` bytes, all of them backed by storage, durable on return. There is at most
-    /// one; another one takes its place.
+    /// Makes the spare: a zeroed file of `bytes` bytes, all of them backed by storage, durable on return.
+    /// There is at most one; another one takes its place.
     fn prepare(&self, bytes: usize) -> io::Result<Map>;
     /// Gives the spare, whose header is on stable storage, its name as a segment, durably.
     fn adopt(&self, name: &str) -> io::Result<()>;
@@ -211,7 +211,8 @@ impl Write for Calls<'_> {
     }
 }
 
-/// Gives every byte of the file storage, so that a full disk is an error here and not a signal at some later store.
+/// Gives every byte of the file storage, so that a full disk is an error here and not a signal at some later
+/// store.
 fn allocate(file: &File, bytes: u64) -> io::Result<()> {
     use rustix::fs::{FallocateFlags, fallocate};
     match call(|| Ok(fallocate(file, FallocateFlags::empty(), 0, bytes)?)) {

@@ -76,8 +76,8 @@ impl Shared {
         if flushed.is_ok() {
             state.ledger.finish(&batch);
             if state.ledger.dirty() == 0 {
-                // What was given up during the sync needs none of its own. Were it noted on, the keeper would lead one sync of nothing
-                // after the other, and never let go of the lock.
+                // What was given up during the sync needs none of its own. Were it noted on, the keeper would
+                // lead one sync of nothing after the other, and never let go of the lock.
                 state.dirty_since = None;
             }
             state.publish();
@@ -101,7 +101,8 @@ impl Shared {
         }
     }
 
-    /// Seals segments, each given with its positions; answers with their first records and the times noted in them.
+    /// Seals segments, each given with its positions; answers with their first records and the times noted in
+    /// them.
     fn seal(&self, full: Vec<(Arc<Segment>, Vec<Entry>)>) -> Result<Vec<(u64, u64)>> {
         let one = |(segment, entries): (Arc<Segment>, Vec<Entry>)| {
             let end = entries.last().map_or(HEADER_PAGE, |last| (last.offset + last.bytes) as usize);
@@ -148,7 +149,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Body of the keeper: syncs at the latest `bound` after a commit, and makes the next segment before it is needed.
+    /// Body of the keeper: syncs at the latest `bound` after a commit, and makes the next segment before it
+    /// is needed.
     fn keep(&self, bound: Option<Duration>) {
         let mut state = self.lock();
         while !state.closing && !state.unattended && state.poison.is_none() {

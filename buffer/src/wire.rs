@@ -1,4 +1,5 @@
-//! What a producer and the process that owns the log say to each other. Fixed-size little-endian messages on a Unix socket.
+//! What a producer and the process that owns the log say to each other. Fixed-size little-endian messages on
+//! a Unix socket.
 
 use std::io::{self, Read, Write};
 
@@ -51,8 +52,8 @@ impl Message {
         stream.write_all(&bytes)
     }
 
-    /// Reads one message; `None` at the end of the stream. `idle` is called whenever a read times out, and says whether to
-    /// go on.
+    /// Reads one message; `None` at the end of the stream. `idle` is called whenever a read times out, and
+    /// says whether to go on.
     pub(crate) fn read(stream: &mut impl Read, mut idle: impl FnMut() -> bool) -> io::Result<Option<Self>> {
         let mut head = [0; FIXED];
         if !fill(stream, &mut head, &mut idle)? {

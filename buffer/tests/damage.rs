@@ -1,4 +1,5 @@
-//! Any flipped or missing byte is told with its file and offset, costs one record, and never reaches a reader.
+//! Any flipped or missing byte is told with its file and offset, costs one record, and never reaches a
+//! reader.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
 mod common;

@@ -1,5 +1,5 @@
-//! Processes are killed again and again, the one that owns the log and the producers that write through it; what was
-//! acknowledged to any of them is there every time.
+//! Processes are killed again and again, the one that owns the log and the producers that write through it;
+//! what was acknowledged to any of them is there every time.
 //!
 //! 200 kills; `DRIFTLESS_LONG=1` makes it 2,000.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]

@@ -1,4 +1,5 @@
-//! FIFOs, sockets, devices and directories in place of a log's files: refused by name, and nothing waits for them.
+//! FIFOs, sockets, devices and directories in place of a log's files: refused by name, and nothing waits for
+//! them.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
 mod common;
@@ -68,7 +69,8 @@ fn a_log_with_something_odd_in_it_is_refused() {
                 ("stat", stat(&log).map(drop)),
                 ("verify", verify(&log).map(drop)),
             ];
-            // The one file that only means something while a process writes is not needed by readers of a log at rest.
+            // The one file that only means something while a process writes is not needed by readers of a log
+            // at rest.
             let is_read = name != "end";
             if name != "spare.new" {
                 assert_named(opened, name, odd, "owner");

@@ -1,5 +1,5 @@
-//! Producers and readers of other processes. Here they are other connections and maps, which is all that the owner sees of
-//! them; `kill.rs` has real processes.
+//! Producers and readers of other processes. Here they are other connections and maps, which is all that the
+//! owner sees of them; `kill.rs` has real processes.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
 mod common;

@@ -295,7 +295,8 @@ fn wide_columns_go_in_and_out_in_place() {
     let dir = tempfile::tempdir().unwrap();
     let log = Log::open(dir.path(), options()).unwrap();
     let response = 100;
-    // 48 layers of 8 experts for each token; 5 likeliest tokens at each place; a teacher; an image; the user's own.
+    // 48 layers of 8 experts for each token; 5 likeliest tokens at each place; a teacher; an image; the
+    // user's own.
     let experts: Vec<u8> = (0..response * 48 * 8u32).flat_map(|at| (at as u16 % 128).to_le_bytes()).collect();
     let likeliest: Vec<u8> = (0..response * 5).flat_map(|at| (-(at as f32)).to_le_bytes()).collect();
     let teacher: Vec<u8> = (0..response).flat_map(|at| (at as f32 / 7.0).to_le_bytes()).collect();

@@ -1,6 +1,8 @@
-//! Encoding and applying on a CUDA device, tensors in its memory, payloads in pinned memory of the host: everything that a call does counts.
+//! Encoding and applying on a CUDA device, tensors in its memory, payloads in pinned memory of the host:
+//! everything that a call does counts.
 //!
-//! `cargo bench -p driftless-delta --features cuda --bench cuda [-- MiB of base … densities such as 1%]`. Bytes are those of base and new.
+//! `cargo bench -p driftless-delta --features cuda --bench cuda [-- MiB of base … densities such as 1%]`.
+//! Bytes are those of base and new.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;

@@ -1,4 +1,5 @@
-//! Bit and byte primitives of the format: bits go from the least significant of each byte upwards, numbers are little-endian.
+//! Bit and byte primitives of the format: bits go from the least significant of each byte upwards, numbers
+//! are little-endian.
 
 use crate::{Error, Result};
 
@@ -50,8 +51,8 @@ impl<'a> BitWriter<'a> {
         }
     }
 
-    /// `value` in Rice code with parameter `rice`: quotient in zeros closed by a one, then `rice` bits. Long quotients
-    /// become [`ESCAPE`] zeros and `width` bits.
+    /// `value` in Rice code with parameter `rice`: quotient in zeros closed by a one, then `rice` bits. Long
+    /// quotients become [`ESCAPE`] zeros and `width` bits.
     #[inline(always)]
     pub(crate) fn rice(&mut self, value: u32, rice: u32, width: u32) {
         let quotient = value >> rice;
@@ -76,7 +77,8 @@ impl<'a> BitWriter<'a> {
     }
 }
 
-/// Reads what [`BitWriter`] wrote. Past the end it delivers zeros and remembers; [`BitReader::finish`] then refuses.
+/// Reads what [`BitWriter`] wrote. Past the end it delivers zeros and remembers; [`BitReader::finish`] then
+/// refuses.
 pub(crate) struct BitReader<'a> {
     bytes: &'a [u8],
     /// Next bit.
@@ -127,7 +129,8 @@ impl<'a> BitReader<'a> {
         self.at += count as usize;
     }
 
-    /// Zeros before the next one (which is consumed too), or `limit` if there are at least that many (then only those are consumed).
+    /// Zeros before the next one (which is consumed too), or `limit` if there are at least that many (then
+    /// only those are consumed).
     #[inline(always)]
     pub(crate) fn unary(&mut self, limit: u32) -> u32 {
         let run = self.peek().trailing_zeros();
@@ -183,7 +186,8 @@ impl<'a> BitReader<'a> {
     }
 }
 
-/// Appends `value` in LEB128: seven bits a byte, least significant first, the top bit set on all but the last.
+/// Appends `value` in LEB128: seven bits a byte, least significant first, the top bit set on all but the
+/// last.
 pub(crate) fn put_varint(out: &mut Vec<u8>, mut value: u64) {
     while value >= 0x80 {
         out.push(value as u8 | 0x80);

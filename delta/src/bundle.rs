@@ -1,7 +1,7 @@
 //! One file that turns a list of named tensors into another: a delta of whole checkpoints.
 //!
-//! The bundle repeats no name: both sides sort their tensors by name, and digests of that table and of the base's contents say whether
-//! they mean the same. Only changed tensors have an entry.
+//! The bundle repeats no name: both sides sort their tensors by name, and digests of that table and of the
+//! base's contents say whether they mean the same. Only changed tensors have an entry.
 
 use crate::bits::{ByteReader, put_varint};
 use crate::{Decoder, Digest, DigestTable, Element, Error, Patch, Profile, Result, Serial, Source};
@@ -38,7 +38,8 @@ pub struct Summary {
 /// Appends to `out` a bundle that turns the tensors `base` into `new`. The lists may be in any order.
 ///
 /// # Errors
-/// [`Error::TableMismatch`] if names, dtypes or shapes differ or a name occurs twice, and what [`encode`](crate::encode) refuses. `out` may hold a part of a bundle then.
+/// [`Error::TableMismatch`] if names, dtypes or shapes differ or a name occurs twice, and what
+/// [`encode`](crate::encode) refuses. `out` may hold a part of a bundle then.
 pub fn encode(
     base: &[Tensor<'_>],
     new: &[Tensor<'_>],
@@ -128,11 +129,12 @@ impl<'a> Bundle<'a> {
         self.summary
     }
 
-    /// Decodes against `base`, tensor by tensor: calls `changed(index in base, patch)` for each tensor that changes.
-    /// All of `base` is read first, to be sure that it is the base.
+    /// Decodes against `base`, tensor by tensor: calls `changed(index in base, patch)` for each tensor that
+    /// changes. All of `base` is read first, to be sure that it is the base.
     ///
     /// # Errors
-    /// [`Error::OtherBase`] if `base` has another table or other contents, what [`decode`](crate::decode) refuses, and what `changed` returns.
+    /// [`Error::OtherBase`] if `base` has another table or other contents, what [`decode`](crate::decode)
+    /// refuses, and what `changed` returns.
     pub fn decode<E: From<Error>>(
         &self,
         base: &[Tensor<'_>],
@@ -153,8 +155,9 @@ impl<'a> Bundle<'a> {
     /// Whether the bundle turns `base` into exactly `new`, by the digests of all bytes of both.
     ///
     /// # Errors
-    /// What [`Bundle::decode`] refuses; [`Error::TableMismatch`] if `new` has other tensors; [`Error::InTensor`] with [`Error::BlockMismatch`]
-    /// for the first block of `new` that is not the promised one.
+    /// What [`Bundle::decode`] refuses; [`Error::TableMismatch`] if `new` has other tensors;
+    /// [`Error::InTensor`] with [`Error::BlockMismatch`] for the first block of `new` that is not the
+    /// promised one.
     pub fn verify(&self, base: &[Tensor<'_>], new: &[Tensor<'_>]) -> Result<()> {
         let (base, new) = (sorted(base)?, sorted(new)?);
         expect_same_table(&base, &new)?;

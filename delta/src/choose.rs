@@ -1,4 +1,5 @@
-//! Chooses the coder table of a segment from what changed in it. Only the encoder does this: any table decodes.
+//! Chooses the coder table of a segment from what changed in it. Only the encoder does this: any table
+//! decodes.
 
 use crate::bits::ESCAPE;
 use crate::classes::Sample;
@@ -38,7 +39,8 @@ impl Tally {
 /// Samples from which the exponents that matter are guessed.
 const SAMPLES: usize = 1024;
 
-/// What changed in a segment, by class of the base: its exponent less that of the first class, within 0 to 15.
+/// What changed in a segment, by class of the base: its exponent less that of the first class, within 0 to
+/// 15.
 pub(crate) struct Statistics {
     element: Element,
     profile: Profile,
@@ -71,7 +73,8 @@ impl Statistics {
         self.first
     }
 
-    /// Chooses the exponents that classes may tell apart, before the first change, from samples of the segment.
+    /// Chooses the exponents that classes may tell apart, before the first change, from samples of the
+    /// segment.
     pub(crate) fn see(&mut self, base: &[u8]) {
         if self.first.is_some() || self.profile == Profile::Fast || self.element == Element::Bytes {
             return;
@@ -81,10 +84,15 @@ impl Statistics {
         for index in (0..elements).step_by((elements / SAMPLES) | 1) {
             counts[self.element.exponent(self.element.load(base, index)) as usize & 0xff] += 1;
         }
-        // The highest place that covers the most, but for one exponent above: weights are many near the largest, and rare beyond.
+        // The highest place that covers the most, but for one exponent above: weights are many near the
+        // largest, and rare beyond.
         let highest = counts.iter().rposition(|count| *count > 0).unwrap_or(0);
         let top = (highest + 1).min(self.element.exponent(self.element.mask()) as usize);
-        let covered = |first: usize| counts[first + 1..256.min(first + CLASSES_MAX)].iter().sum::<u32>();
+        let mut below = [0_u32; 257];
+        for (exponent, count) in counts.iter().enumerate() {
+            below[exponent + 1] = below[exponent] + count;
+        }
+        let covered = |first: usize| below[256.min(first + CLASSES_MAX)] - below[first + 1];
         let first = (0..=top.saturating_sub(CLASSES_MAX - 1)).max_by_key(|first| covered(*first));
         self.first = first.map(|first| first as u32);
     }
@@ -134,8 +142,8 @@ impl Statistics {
         }
     }
 
-    /// The best table of 2 classes or more, and its bits: classes are single exponents, those at both ends are merged
-    /// while that saves bits.
+    /// The best table of 2 classes or more, and its bits: classes are single exponents, those at both ends
+    /// are merged while that saves bits.
     fn best_cut(&self) -> Option<(f64, Table)> {
         let used = |at: &usize| !self.tallies[*at].is_empty();
         let range = (0..CLASSES_MAX).find(used)?..(0..CLASSES_MAX).rev().find(used)? + 1;
@@ -197,29 +205,28 @@ impl Statistics {
         if explicit < implied { (EXPLICIT, explicit_rice, explicit) } else { (run, rice, implied) }
     }
 
-    /// Best Rice parameter for sizes from `least` up, and its bits. Sizes of one bit length are taken as their middle.
+    /// Best Rice parameter for sizes from `least` up, and its bits. Sizes of one bit length are taken as
+    /// their middle.
     fn best_rice(&self, tally: &Tally, least: u32) -> (u32, f64) {
         let width = self.element.bits();
         let longest = tally.sizes.iter().rposition(|count| *count > 0).unwrap_or(0) as u32;
-        let cost = |rice: u32| -> f64 {
-            (least..=longest)
-                .map(|length| {
-                    let middle = (3_u64 << (length - 1)) / 2 - u64::from(least);
-                    let quotient = (middle >> rice) as u32;
-                    let bits = if quotient < ESCAPE { quotient + 1 + rice } else { ESCAPE + width };
-                    f64::from(tally.sizes[length as usize]) * f64::from(bits)
-                })
-                .sum()
+        let cost = |rice: u32| -> u64 {
+            let bits = |length: u32| {
+                let middle = (3_u64 << (length - 1)) / 2 - u64::from(least);
+                let quotient = (middle >> rice) as u32;
+                u64::from(if quotient < ESCAPE { quotient + 1 + rice } else { ESCAPE + width })
+            };
+            let counts = (least..=longest).zip(&tally.sizes[least as usize..]);
+            counts.map(|(length, count)| u64::from(*count) * bits(length)).sum()
         };
-        (0..longest.max(1))
-            .map(|rice| (rice, cost(rice)))
-            .min_by(|a, b| a.1.total_cmp(&b.1))
-            .unwrap_or((0, 0.0))
+        let costs = (0..longest.max(1)).map(|rice| (rice, cost(rice)));
+        costs.min_by_key(|(_, cost)| *cost).map_or((0, 0.0), |(rice, cost)| (rice, cost as f64))
     }
 }
 
-/// Exponent of the power of two at or below `x`, which is positive and normal. Read from its bits, as powers are multiplied out
-/// here: the last digits of logarithms and powers depend on the machine, and what is encoded must not.
+/// Exponent of the power of two at or below `x`, which is positive and normal. Read from its bits, as powers
+/// are multiplied out here: the last digits of logarithms and powers depend on the machine, and what is
+/// encoded must not.
 pub(crate) fn floor_log2(x: f64) -> i32 {
     (x.to_bits() >> 52 & 0x7ff) as i32 - 1023
 }

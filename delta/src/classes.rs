@@ -1,7 +1,8 @@
 //! Where each class of a block has its members: from position to rank, and back.
 //!
-//! The class of an element is a number of four bits, kept as four bit planes; a row is a word of each, for 64 elements. From
-//! them the mask of any class in any row is three operations away, so that rows in which nothing changed cost a count only.
+//! The class of an element is a number of four bits, kept as four bit planes; a row is a word of each, for 64
+//! elements. From them the mask of any class in any row is three operations away, so that rows in which
+//! nothing changed cost a count only.
 
 use crate::BLOCK_ELEMENTS;
 use crate::element::Element;
@@ -33,8 +34,8 @@ pub(crate) struct Classes {
     /// One plane after the other.
     planes: Vec<u64>,
     rows: usize,
-    /// Members of each class in the rows before a row. Rows after the last one, up to a power of two, have more than
-    /// any rank.
+    /// Members of each class in the rows before a row. Rows after the last one, up to a power of two, have
+    /// more than any rank.
     before: Box<[[u16; CLASSES_MAX]; ROWS]>,
     members: [u32; CLASSES_MAX],
 }
@@ -55,7 +56,8 @@ impl Classes {
         self.count(path, elements);
     }
 
-    /// The same from planes that hold finer classes, those of [`Path::planes`] from exponent `first` on. The table's classes lie within them.
+    /// The same from planes that hold finer classes, those of [`Path::planes`] from exponent `first` on. The
+    /// table's classes lie within them.
     pub(crate) fn fill_from(
         &mut self,
         path: Path,
@@ -99,7 +101,8 @@ impl Classes {
     /// The position of the member of the class that has `rank`, which is below the class's number of members.
     #[inline(always)]
     pub(crate) fn position(&self, class: usize, rank: u32) -> u32 {
-        // Computed, because a branch would be as good as random: the sign of a difference says which way to go.
+        // Computed, because a branch would be as good as random: the sign of a difference says which way to
+        // go.
         let mut row = 0;
         for level in (0..self.rows.next_power_of_two().trailing_zeros()).rev() {
             let before = u32::from(self.before[(row + (1 << level)) % ROWS][class]);
@@ -193,7 +196,8 @@ impl Work for Merge<'_> {
         let (low, high) = self.planes.split_at_mut(self.planes.len() / 2);
         let ((a, b), (c, d)) = (low.split_at_mut(low.len() / 2), high.split_at_mut(high.len() / 2));
         for ((((row, a), b), c), d) in rows(self.fine).zip(a).zip(b).zip(c).zip(d) {
-            // All 64 numbers of the row at once, bit by bit: the difference, with a borrow, and then whether `last` is smaller.
+            // All 64 numbers of the row at once, bit by bit: the difference, with a borrow, and then whether
+            // `last` is smaller.
             let (mut difference, mut borrow) = ([0; PLANES], 0);
             for bit in 0..PLANES {
                 difference[bit] = row[bit] ^ less[bit] ^ borrow;

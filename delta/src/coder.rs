@@ -1,8 +1,9 @@
 //! The change coder: positions and steps of one class of one block, as runs and Rice codes.
 //!
-//! Ranks count the members of a class in the block. A run code with parameter `k` is a string of tokens: `0` skips 2ᵏ
-//! members (or the rest), `1` and `k` bits skip that many and mark the next member. It needs no count and no end mark, and
-//! costs about 0.05 bits per marked member more than the entropy of a geometric gap.
+//! Ranks count the members of a class in the block. A run code with parameter `k` is a string of tokens: `0`
+//! skips 2ᵏ members (or the rest), `1` and `k` bits skip that many and mark the next member. It needs no
+//! count and no end mark, and costs about 0.05 bits per marked member more than the entropy of a geometric
+//! gap.
 
 use crate::bits::{BitReader, BitWriter};
 use crate::table::{Class, EXPLICIT, NONE_LARGE, RUN_MAX};

@@ -1,4 +1,5 @@
-//! Decoding: checks the base, cuts the payload into spans of tokens, and has each turned into absolute changes whose digest is the promised one.
+//! Decoding: checks the base, cuts the payload into spans of tokens, and has each turned into absolute
+//! changes whose digest is the promised one.
 
 use std::ops::Range;
 
@@ -41,8 +42,9 @@ pub fn decode_full(element: Element, payload: &[u8], out: &mut [u8]) -> Result<D
     Decoder::new().decode_full(&Serial, element, payload, out)
 }
 
-/// Digest of the tensor that a payload of [`Encoder::encode_full`](crate::Encoder::encode_full) holds, as a piece that begins at element
-/// `start` of its own: the proof that a payload is what it should be. One block at a time is in memory.
+/// Digest of the tensor that a payload of [`Encoder::encode_full`](crate::Encoder::encode_full) holds, as a
+/// piece that begins at element `start` of its own: the proof that a payload is what it should be. One block
+/// at a time is in memory.
 ///
 /// # Errors
 /// As [`Decoder::decode_full`], but for the length, which nothing is compared with.
@@ -97,18 +99,20 @@ impl Decoder {
         Self::default()
     }
 
-    /// Decodes one payload of [`Encoder::encode`](crate::Encoder::encode) into `patch`; `base` is read, never written.
+    /// Decodes one payload of [`Encoder::encode`](crate::Encoder::encode) into `patch`; `base` is read, never
+    /// written.
     ///
     /// The base's digests are taken at their word, because a rehash per step would cost more than the step.
-    /// (Digests are linear, so a base that silently differs from them shifts base and result alike and is not noticed here; compare
-    /// with [`DigestTable::verify`] after an unclean stop and as a scrub.) The base's check is compared before anything is decoded, the result's
-    /// before the patch is handed out. Memory is bounded by the size of the base, whatever the payload says.
+    /// (Digests are linear, so a base that silently differs from them shifts base and result alike and is not
+    /// noticed here; compare with [`DigestTable::verify`] after an unclean stop and as a scrub.) The base's
+    /// check is compared before anything is decoded, the result's before the patch is handed out. Memory is
+    /// bounded by the size of the base, whatever the payload says.
     ///
     /// # Errors
-    /// [`Error::BaseMismatch`] for another base, [`Error::ResultMismatch`] if the result is not the promised one,
-    /// [`Error::Corrupt`] for bytes that no encoder writes, [`Error::Unsupported`] for a later format,
-    /// [`Error::UnsupportedMotion`] for a withdrawn one, and mismatches of element type, length or kind. The patch then
-    /// does nothing.
+    /// [`Error::BaseMismatch`] for another base, [`Error::ResultMismatch`] if the result is not the promised
+    /// one, [`Error::Corrupt`] for bytes that no encoder writes, [`Error::Unsupported`] for a later format,
+    /// [`Error::UnsupportedMotion`] for a withdrawn one, and mismatches of element type, length or kind. The
+    /// patch then does nothing.
     pub fn decode(
         &mut self,
         pool: &dyn Pool,
@@ -164,7 +168,8 @@ impl Decoder {
         expect_result(header.result, patch.digests())
     }
 
-    /// Decodes one payload of [`Encoder::encode_full`](crate::Encoder::encode_full) over all of `out`; returns the digests of the result.
+    /// Decodes one payload of [`Encoder::encode_full`](crate::Encoder::encode_full) over all of `out`;
+    /// returns the digests of the result.
     ///
     /// # Errors
     /// As [`Decoder::decode`], without a base. `out` may be partly overwritten then.
@@ -211,8 +216,8 @@ impl Decoder {
         Ok(digests)
     }
 
-    /// Cuts what `reader` still holds, the body of a payload, into spans. After this, the tokens are known to cover the tensor's
-    /// blocks, once each, and to lie within the payload.
+    /// Cuts what `reader` still holds, the body of a payload, into spans. After this, the tokens are known to
+    /// cover the tensor's blocks, once each, and to lie within the payload.
     fn cut(&mut self, mut reader: ByteReader<'_>, element: Element, elements: usize) -> Result<()> {
         self.spans.clear();
         let blocks = elements.div_ceil(BLOCK_ELEMENTS);
@@ -479,7 +484,8 @@ fn deliver(
     let (first, size) = ((block * BLOCK_ELEMENTS) as u64, element.size());
     let mut digest = Changes::new();
     let values = part.push_changes(element, positions);
-    // The base's values come before anything is done with them: these loads hardly ever hit a cache, and wait side by side here.
+    // The base's values come before anything is done with them: these loads hardly ever hit a cache, and wait
+    // side by side here.
     for (at, value) in positions.iter().zip(values.chunks_exact_mut(size)) {
         let at = usize::from(*at) * size;
         value.copy_from_slice(&base[at..at + size]);

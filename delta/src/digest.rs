@@ -1,20 +1,23 @@
-//! The additive digest: position-keyed, linear in the words, so that a change updates it without reading anything else.
+//! The additive digest: position-keyed, linear in the words, so that a change updates it without reading
+//! anything else.
 //!
-//! The bytes of a tensor are little-endian 32-bit words `w[j]`, the last one padded with zeros. With `s = j / 1024` and
-//! `p = j % 1024`, both sums modulo 2⁶⁴:
+//! The bytes of a tensor are little-endian 32-bit words `w[j]`, the last one padded with zeros. With `s = j /
+//! 1024` and `p = j % 1024`, both sums modulo 2⁶⁴:
 //!
 //! ```text
 //! first  = Σ_j  w[j]               · A[p] · M[s]
 //! second = Σ_j  rotate16(w[j])     · B[p] · N[s]
 //! ```
 //!
-//! `A`, `B`, `M`, `N` are odd 64-bit numbers that `splitmix64` draws from fixed seeds. A word is a sum of its bytes, so
-//! an element smaller than a word contributes on its own, and digests of disjoint pieces of a tensor add up.
+//! `A`, `B`, `M`, `N` are odd 64-bit numbers that `splitmix64` draws from fixed seeds. A word is a sum of its
+//! bytes, so an element smaller than a word contributes on its own, and digests of disjoint pieces of a
+//! tensor add up.
 //!
-//! What it detects, and why, is in the format's description: two different tensors have the same digest with a chance of
-//! at most 2⁻⁶⁶ over the choice of keys, and the same check (both sums in 64 bits) with one of at most 2⁻⁴¹, 2⁻⁵⁶ where the lowest
-//! bits of an element differ. The keys are public: the digest stands against accidents, not against
-//! somebody who forges weights. Objects and manifests carry cryptographic digests for that. Length is not covered: both sides know it.
+//! What it detects, and why, is in the format's description: two different tensors have the same digest with
+//! a chance of at most 2⁻⁶⁶ over the choice of keys, and the same check (both sums in 64 bits) with one of at
+//! most 2⁻⁴¹, 2⁻⁵⁶ where the lowest bits of an element differ. The keys are public: the digest stands against
+//! accidents, not against somebody who forges weights. Objects and manifests carry cryptographic digests for
+//! that. Length is not covered: both sides know it.
 
 use std::fmt;
 use std::ops::{Add, AddAssign, Sub, SubAssign};
@@ -71,9 +74,11 @@ const LOW: u64 = 0xffff_ffff;
 static A: [u64; STRIPE_WORDS] = keys(SEED_A);
 static B: [u64; STRIPE_WORDS] = keys(SEED_B);
 
-/// 128-bit additive digest of (part of) a tensor. Not cryptographic; the crate's documentation of the format states what it detects.
+/// 128-bit additive digest of (part of) a tensor. Not cryptographic; the crate's documentation of the format
+/// states what it detects.
 ///
-/// Digests of disjoint pieces add up to the digest of the whole. `Digest::default()` is the digest of nothing (and of zeros).
+/// Digests of disjoint pieces add up to the digest of the whole. `Digest::default()` is the digest of nothing
+/// (and of zeros).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Digest {
     sums: [u64; 2],
@@ -85,7 +90,8 @@ impl Digest {
         Path::best().run(Sum { at: start * element.size() as u64, bytes })
     }
 
-    /// Whether this digest's first sum is that of `bytes`, which begin at element `start`, the first of a stripe.
+    /// Whether this digest's first sum is that of `bytes`, which begin at element `start`, the first of a
+    /// stripe.
     pub(crate) fn is_first_of(self, element: Element, start: u64, bytes: &[u8]) -> bool {
         let stripe = start * element.size() as u64 / STRIPE_BYTES as u64;
         Path::best().run(First { stripe, bytes }) == self.sums[0]
@@ -177,7 +183,8 @@ impl Work for First<'_> {
     }
 }
 
-/// The first sum of a whole stripe, before its own key. Of the products' upper halves only the lowest 32 bits count.
+/// The first sum of a whole stripe, before its own key. Of the products' upper halves only the lowest 32 bits
+/// count.
 #[inline(always)]
 fn first_sum(stripe: &[u8]) -> u64 {
     let (mut low, mut high) = (0_u64, 0_u32);
@@ -217,7 +224,8 @@ fn stripe_sums(bytes: &[u8], first: usize) -> Digest {
     Digest { sums }
 }
 
-/// Carries a digest over a run of element changes in ascending order; the stripe's key is applied once per stripe, not per change.
+/// Carries a digest over a run of element changes in ascending order; the stripe's key is applied once per
+/// stripe, not per change.
 pub(crate) struct Changes {
     total: Digest,
     stripe: u64,
@@ -333,11 +341,12 @@ impl DigestTable {
         Ok(Self { blocks })
     }
 
-    /// Compares all of `bytes` with the table: reads every byte, as [`DigestTable::of`] does. This is the check that a delta leaves out.
+    /// Compares all of `bytes` with the table: reads every byte, as [`DigestTable::of`] does. This is the
+    /// check that a delta leaves out.
     ///
     /// # Errors
-    /// [`Error::BlockMismatch`] for the first block that has another digest, [`Error::OddLength`] and [`Error::LengthMismatch`] if the
-    /// table cannot be that of `bytes`.
+    /// [`Error::BlockMismatch`] for the first block that has another digest, [`Error::OddLength`] and
+    /// [`Error::LengthMismatch`] if the table cannot be that of `bytes`.
     pub fn verify(&self, element: Element, bytes: &[u8]) -> Result<()> {
         self.expect_elements(element.count("tensor", bytes.len())?)?;
         for ((block, bytes), expected) in

@@ -2,10 +2,12 @@
 
 use crate::{Error, Result};
 
-/// Type of one element. It decides the size of a step, never whether bytes survive: every bit pattern round-trips.
+/// Type of one element. It decides the size of a step, never whether bytes survive: every bit pattern
+/// round-trips.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
-    /// Opaque bytes (packed formats, integers): one element is one byte, and a step is the difference of two bytes.
+    /// Opaque bytes (packed formats, integers): one element is one byte, and a step is the difference of two
+    /// bytes.
     Bytes,
     /// 8-bit float, 4 exponent bits, 3 mantissa bits.
     F8E4M3,
@@ -20,7 +22,8 @@ pub enum Element {
 }
 
 impl Element {
-    /// The element type for a safetensors dtype name (`BF16`, `F8_E4M3`, …). What is no float of up to 32 bits is [`Element::Bytes`].
+    /// The element type for a safetensors dtype name (`BF16`, `F8_E4M3`, …). What is no float of up to 32
+    /// bits is [`Element::Bytes`].
     pub fn of_dtype(dtype: &str) -> Self {
         match dtype {
             "F8_E4M3" => Self::F8E4M3,
@@ -119,11 +122,12 @@ impl Element {
         }
     }
 
-    /// Position of a bit pattern in the monotone order of the float: neighbours differ by one ulp, −0 lies just below +0,
-    /// NaNs lie beyond the infinities. A bijection on all patterns.
+    /// Position of a bit pattern in the monotone order of the float: neighbours differ by one ulp, −0 lies
+    /// just below +0, NaNs lie beyond the infinities. A bijection on all patterns.
     #[inline(always)]
     pub(crate) const fn ordered(self, bits: u32) -> u32 {
-        // No branch: signs are as good as random, and a wrong guess would wait for the memory that holds them.
+        // No branch: signs are as good as random, and a wrong guess would wait for the memory that holds
+        // them.
         let negative = (bits >> (self.bits() - 1)).wrapping_neg();
         match self {
             Self::Bytes => bits,

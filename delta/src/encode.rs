@@ -22,8 +22,9 @@ pub struct Source<'a> {
     pub element: Element,
     /// Its elements, little-endian.
     pub bytes: &'a [u8],
-    /// The digests of `bytes`. They are taken at their word, because a rehash would cost more than a step: digests
-    /// of the result are carried over from them. [`Encoder::encode_checked`] and [`DigestTable::verify`] compare.
+    /// The digests of `bytes`. They are taken at their word, because a rehash would cost more than a step:
+    /// digests of the result are carried over from them. [`Encoder::encode_checked`] and
+    /// [`DigestTable::verify`] compare.
     pub digests: &'a DigestTable,
 }
 
@@ -116,11 +117,12 @@ impl Encoder {
         &self.digests
     }
 
-    /// Appends to `out` one self-delimiting payload that turns `base` into `new`; returns how many elements changed.
+    /// Appends to `out` one self-delimiting payload that turns `base` into `new`; returns how many elements
+    /// changed.
     ///
     /// # Errors
-    /// [`Error::OddLength`] if `base` is not a whole number of elements, [`Error::LengthMismatch`] if `new` is not as long or the digests
-    /// are not one per block. `out` is unchanged then.
+    /// [`Error::OddLength`] if `base` is not a whole number of elements, [`Error::LengthMismatch`] if `new`
+    /// is not as long or the digests are not one per block. `out` is unchanged then.
     pub fn encode(
         &mut self,
         pool: &dyn Pool,
@@ -134,13 +136,15 @@ impl Encoder {
 
     /// As [`Encoder::encode`], and digests `new` itself, block by block, on the way.
     ///
-    /// Digests are linear: the digest of `new` is the base's digest and the changes exactly where the base's bytes have that digest. So a
-    /// bit that flipped in the bytes or in their digests is noticed, whether its element changes or not; and a payload that is made
-    /// leads to `new` from every base with these digests. One of a digest's two sums is compared, which is twice as fast as both: a single bit is
-    /// always noticed, and other damage missed with a chance of at most 2⁻³².
+    /// Digests are linear: the digest of `new` is the base's digest and the changes exactly where the base's
+    /// bytes have that digest. So a bit that flipped in the bytes or in their digests is noticed, whether its
+    /// element changes or not; and a payload that is made leads to `new` from every base with these digests.
+    /// One of a digest's two sums is compared, which is twice as fast as both: a single bit is always
+    /// noticed, and other damage missed with a chance of at most 2⁻³².
     ///
     /// # Errors
-    /// As [`Encoder::encode`], and [`Error::BlockMismatch`] for the first block of `base` that has another digest. `out` is unchanged then.
+    /// As [`Encoder::encode`], and [`Error::BlockMismatch`] for the first block of `base` that has another
+    /// digest. `out` is unchanged then.
     pub fn encode_checked(
         &mut self,
         pool: &dyn Pool,
@@ -195,7 +199,8 @@ impl Encoder {
         Ok(changed)
     }
 
-    /// Appends to `out` one self-delimiting payload that holds all of `new`, for anchors: no base is needed to decode it. Returns the number of elements.
+    /// Appends to `out` one self-delimiting payload that holds all of `new`, for anchors: no base is needed
+    /// to decode it. Returns the number of elements.
     ///
     /// # Errors
     /// [`Error::OddLength`] if `new` is not a whole number of elements. `out` is unchanged then.
@@ -222,8 +227,8 @@ impl Encoder {
         Ok(changed)
     }
 
-    /// Has the segments coded and puts them one after the other; unchanged blocks of neighbours become one run. Returns how many elements
-    /// changed.
+    /// Has the segments coded and puts them one after the other; unchanged blocks of neighbours become one
+    /// run. Returns how many elements changed.
     fn assemble(
         &mut self,
         pool: &dyn Pool,

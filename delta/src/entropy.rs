@@ -1,8 +1,10 @@
-//! The block coder for elements without a base: the byte that holds the exponent in a Huffman code, the rest as it is.
+//! The block coder for elements without a base: the byte that holds the exponent in a Huffman code, the rest
+//! as it is.
 //!
-//! An element is rotated left by one bit, so that sign and mantissa lie below and the exponent on top. The top byte is the symbol.
-//! For one-byte elements that is all of it; of bf16 and f32 it is exactly the exponent. Symbols go to [`STREAMS`] bit streams
-//! in quarters of the block, which a decoder can read side by side.
+//! An element is rotated left by one bit, so that sign and mantissa lie below and the exponent on top. The
+//! top byte is the symbol. For one-byte elements that is all of it; of bf16 and f32 it is exactly the
+//! exponent. Symbols go to [`STREAMS`] bit streams in quarters of the block, which a decoder can read side by
+//! side.
 
 use std::ops::Range;
 
@@ -30,7 +32,8 @@ fn unrotated(element: Element, bits: u32) -> u32 {
     ((bits >> 1) | (bits << (width - 1))) & element.mask()
 }
 
-/// Lengths of a Huffman code for these counts, none above [`LENGTH_MAX`]: counts are flattened until it holds.
+/// Lengths of a Huffman code for these counts, none above [`LENGTH_MAX`]: counts are flattened until it
+/// holds.
 fn lengths(counts: &[u32; 256]) -> Lengths {
     let mut weights = counts.map(u64::from);
     loop {
@@ -42,7 +45,8 @@ fn lengths(counts: &[u32; 256]) -> Lengths {
     }
 }
 
-/// Huffman's algorithm with two queues: leaves by weight, and inner nodes, which come in ascending order by themselves.
+/// Huffman's algorithm with two queues: leaves by weight, and inner nodes, which come in ascending order by
+/// themselves.
 fn unlimited_lengths(weights: &[u64; 256]) -> Lengths {
     let mut leaves = [(0, 0); 256];
     let mut n = 0;
@@ -76,7 +80,8 @@ fn unlimited_lengths(weights: &[u64; 256]) -> Lengths {
     result
 }
 
-/// Canonical codes: by length, then by symbol; bit-reversed, because bits are read from the least significant up.
+/// Canonical codes: by length, then by symbol; bit-reversed, because bits are read from the least significant
+/// up.
 fn codes(lengths: &Lengths) -> [u16; 256] {
     let mut codes = [0; 256];
     let mut next = 0_u16;

@@ -84,8 +84,8 @@ pub enum Error {
         /// Its number.
         found: u64,
     },
-    /// The payload is coded with the history of earlier steps (motion), a withdrawn part of the format. Nothing was
-    /// written; have the tensor encoded again.
+    /// The payload is coded with the history of earlier steps (motion), a withdrawn part of the format.
+    /// Nothing was written; have the tensor encoded again.
     #[error(
         "{what} {found} needs the history of earlier steps (motion), which is not supported; encode the tensor again with this build"
     )]

@@ -1,8 +1,8 @@
 //! Lossless delta codec for model weights: bytes in, bytes out. No I/O, no threads, no configuration.
 //!
-//! A trainer changes few of the elements of a tensor in one step, and those by very few units in the last place. The codec
-//! stores which elements changed, within classes of the exponent that both sides know from the base, and by how many ulps.
-//! Every bit pattern survives: NaN payloads, signed zeros, opaque bytes.
+//! A trainer changes few of the elements of a tensor in one step, and those by very few units in the last
+//! place. The codec stores which elements changed, within classes of the exponent that both sides know from
+//! the base, and by how many ulps. Every bit pattern survives: NaN payloads, signed zeros, opaque bytes.
 //!
 //! ```
 //! use driftless_delta::{DigestTable, Element, Patch, Profile, decode, encode};
@@ -25,9 +25,9 @@
 //! # Ok::<(), driftless_delta::Error>(())
 //! ```
 //!
-//! Tensors are cut into blocks of [`BLOCK_ELEMENTS`], coded and digested on their own. A [`Digest`] is additive, so the
-//! digests of a result follow from the base's and the changes; a wrong base is refused before anything is decoded, and a
-//! result that is not the promised one is never handed out.
+//! Tensors are cut into blocks of [`BLOCK_ELEMENTS`], coded and digested on their own. A [`Digest`] is
+//! additive, so the digests of a result follow from the base's and the changes; a wrong base is refused
+//! before anything is decoded, and a result that is not the promised one is never handed out.
 
 mod bits;
 pub mod bundle;

@@ -1,4 +1,5 @@
-//! Absolute changes of one tensor: what a decoded delta does, in a form that can be journaled and applied twice.
+//! Absolute changes of one tensor: what a decoded delta does, in a form that can be journaled and applied
+//! twice.
 
 use std::ops::Range;
 
@@ -17,7 +18,8 @@ struct PatchBlock {
     whole: bool,
 }
 
-/// Absolute changes of one tensor: (element, new value) pairs and whole blocks. Made by [`decode`](crate::decode).
+/// Absolute changes of one tensor: (element, new value) pairs and whole blocks. Made by
+/// [`decode`](crate::decode).
 ///
 /// Applying it twice is applying it once, so it can be written to a journal first and replayed after a crash.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,7 +28,8 @@ pub struct Patch {
     elements: usize,
     digests: DigestTable,
     blocks: Vec<PatchBlock>,
-    /// Positions in their block of the single changes, ascending, blocks one after the other; little-endian, as in the journal.
+    /// Positions in their block of the single changes, ascending, blocks one after the other; little-endian,
+    /// as in the journal.
     positions: Vec<[u8; 2]>,
     /// Values of the single changes and bytes of the whole blocks, in order.
     values: Vec<u8>,
@@ -74,7 +77,8 @@ impl Part {
         self.values.clear();
     }
 
-    /// Adds single changes at ascending `positions` of the block that [`Part::end_block`] will name. Returns the place for their values.
+    /// Adds single changes at ascending `positions` of the block that [`Part::end_block`] will name. Returns
+    /// the place for their values.
     #[inline(always)]
     pub(crate) fn push_changes(&mut self, element: Element, positions: &[u16]) -> &mut [u8] {
         self.positions.extend(positions.iter().map(|at| at.to_le_bytes()));
@@ -91,7 +95,8 @@ impl Part {
         }
     }
 
-    /// Adds all bytes of `block`, of which `changed` elements differ from the base, and whose digest changes by `digest`.
+    /// Adds all bytes of `block`, of which `changed` elements differ from the base, and whose digest changes
+    /// by `digest`.
     pub(crate) fn push_whole(&mut self, block: usize, bytes: &[u8], changed: u32, digest: Digest) {
         self.values.extend_from_slice(bytes);
         self.blocks.push(PatchBlock { block, changed, whole: true });
@@ -173,7 +178,8 @@ impl Patch {
         self.changes().byte_runs()
     }
 
-    /// Ranges of bytes of the tensor in which all changes lie, ascending; changes with fewer than `gap` bytes between them are in one.
+    /// Ranges of bytes of the tensor in which all changes lie, ascending; changes with fewer than `gap` bytes
+    /// between them are in one.
     pub fn byte_ranges(&self, gap: u64) -> Vec<Range<u64>> {
         self.changes().byte_ranges(gap)
     }
@@ -183,8 +189,8 @@ impl Patch {
         Changes { element: *element, elements: *elements, blocks, positions, values }
     }
 
-    /// The journal form: everything above, closed by a digest of all bytes before it. Replaces what `out` held; one that has held as
-    /// much before is not allocated anew.
+    /// The journal form: everything above, closed by a digest of all bytes before it. Replaces what `out`
+    /// held; one that has held as much before is not allocated anew.
     pub fn write_to(&self, out: &mut Vec<u8>) {
         out.clear();
         let head = 64 + 16 * self.digests.blocks().len() + 16 * self.blocks.len();
@@ -234,7 +240,8 @@ impl<'a> JournaledPatch<'a> {
     /// Checks what [`Patch::to_bytes`] wrote. Allocates a few bytes for each block that changes.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] if `bytes` are not what [`Patch::to_bytes`] wrote: their digest is checked first, then every bound.
+    /// [`Error::Corrupt`] if `bytes` are not what [`Patch::to_bytes`] wrote: their digest is checked first,
+    /// then every bound.
     pub fn from_bytes(bytes: &'a [u8]) -> Result<Self> {
         let what = "patch";
         let corrupt = |offset, why| Error::Corrupt { what, offset, why };
@@ -279,6 +286,11 @@ impl<'a> JournaledPatch<'a> {
         self.changes().apply_to(tensor)
     }
 
+    /// As [`Patch::byte_runs`].
+    pub fn byte_runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        self.changes().byte_runs()
+    }
+
     fn changes(&self) -> Changes<'_> {
         let Self { element, elements, blocks, positions, values, .. } = self;
         Changes { element: *element, elements: *elements, blocks, positions, values }
@@ -299,7 +311,8 @@ impl<'a> Changes<'a> {
         Ok(())
     }
 
-    /// As if for each of [`Changes::byte_runs`], but single changes cost less on their own than to be found in runs.
+    /// As if for each of [`Changes::byte_runs`], but single changes cost less on their own than to be found
+    /// in runs.
     #[inline(always)]
     fn apply_as(&self, element: Element, tensor: &mut [u8]) {
         let block_bytes = BLOCK_ELEMENTS * element.size();

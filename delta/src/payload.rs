@@ -3,8 +3,8 @@
 use crate::bits::{ByteReader, put_varint, varint_bytes};
 use crate::{BLOCK_ELEMENTS, Element, Error, Result};
 
-/// Upper half of the first byte: format version 1 in its three kinds. Later versions take other numbers than these
-/// and [`MOTION`].
+/// Upper half of the first byte: format version 1 in its three kinds. Later versions take other numbers than
+/// these and [`MOTION`].
 const DELTA: u8 = 0x10;
 const UNCHANGED: u8 = 0x20;
 const FULL: u8 = 0x30;

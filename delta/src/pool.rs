@@ -43,10 +43,12 @@ pub trait Pool {
     /// How many jobs may run at the same time; at least 1.
     fn threads(&self) -> usize;
 
-    /// Calls `job` once with each number below `jobs`, in any order and on any threads, and returns when all calls have.
+    /// Calls `job` once with each number below `jobs`, in any order and on any threads, and returns when all
+    /// calls have.
     ///
-    /// Each is best given to the next thread that is free: there are few of them, so threads that take several at once wait for each other.
-    /// Jobs that were left out are done by the caller of `run`; a number that is too large, or comes twice, does nothing.
+    /// Each is best given to the next thread that is free: there are few of them, so threads that take
+    /// several at once wait for each other. Jobs that were left out are done by the caller of `run`; a number
+    /// that is too large, or comes twice, does nothing.
     fn run(&self, jobs: usize, job: &(dyn Fn(usize) + Sync));
 }
 
@@ -83,7 +85,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<S: Default + Send, T: Default + Send> Jobs<S, T> {
-    /// Does `work` for each number below `jobs` and hands the results to `take` in order, until that refuses one.
+    /// Does `work` for each number below `jobs` and hands the results to `take` in order, until that refuses
+    /// one.
     pub(crate) fn run(
         &mut self,
         pool: &dyn Pool,

@@ -16,7 +16,8 @@ use crate::{BLOCK_ELEMENTS, Digest, Element, Error, Profile, entropy, scan};
 /// Blocks that share a coder table: what is coded without regard to the rest of the tensor.
 pub(crate) const SEGMENT_BLOCKS: usize = 32;
 
-/// Elements that are compared before those that changed are looked at again: few enough to stay in the first-level cache.
+/// Elements that are compared before those that changed are looked at again: few enough to stay in the
+/// first-level cache.
 const CHUNK_ELEMENTS: usize = 4096;
 
 /// What a segment is made of.
@@ -87,7 +88,8 @@ pub(crate) struct Scratch {
     not_finite: bool,
     /// Changes of each block.
     blocks: Vec<Range<usize>>,
-    /// Classes of the blocks with changes, by exponent alone: the base is not read again once a table is chosen.
+    /// Classes of the blocks with changes, by exponent alone: the base is not read again once a table is
+    /// chosen.
     planes: Vec<u64>,
     classes: Classes,
     sorted: Sorted,
@@ -384,12 +386,14 @@ impl Work for Code<'_> {
     }
 }
 
-/// Changes that a class of so many members has if its run parameter is right: a run is then as long as half of all gaps.
+/// Changes that a class of so many members has if its run parameter is right: a run is then as long as half
+/// of all gaps.
 fn expected(class: &Class, members: u32) -> f64 {
     f64::from(members) * std::f64::consts::LN_2 / f64::from(1_u32 << class.run)
 }
 
-/// How much longer runs should be in a block with `found` changes than in one with `expected`: a power of two.
+/// How much longer runs should be in a block with `found` changes than in one with `expected`: a power of
+/// two.
 fn best_shift(expected: f64, found: usize) -> i32 {
     let ratio = expected.max(1.0) / found.max(1) as f64;
     let whole = floor_log2(ratio);

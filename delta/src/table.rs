@@ -1,4 +1,5 @@
-//! Coder tables: how a segment's elements are split into classes by the base's exponent, and the parameters of each class.
+//! Coder tables: how a segment's elements are split into classes by the base's exponent, and the parameters
+//! of each class.
 
 use crate::Element;
 use crate::bits::{BitReader, BitWriter};
@@ -22,7 +23,8 @@ pub(crate) struct Class {
     pub(crate) inverted: bool,
     /// Base-2 logarithm of the run in the position code.
     pub(crate) run: u32,
-    /// Base-2 logarithm of the run in the code of steps larger than one ulp, or [`EXPLICIT`] or [`NONE_LARGE`].
+    /// Base-2 logarithm of the run in the code of steps larger than one ulp, or [`EXPLICIT`] or
+    /// [`NONE_LARGE`].
     pub(crate) large_run: u32,
     /// Rice parameter of step sizes.
     pub(crate) rice: u32,
@@ -36,7 +38,8 @@ impl Class {
 /// What stands before the first class: parameters are written as differences.
 const BEFORE: Class = Class { inverted: false, run: 5, large_run: 3, rice: 0 };
 
-/// Classes of one segment. Class 0 holds the base exponents up to `first`, each further class one exponent more, the last one all above.
+/// Classes of one segment. Class 0 holds the base exponents up to `first`, each further class one exponent
+/// more, the last one all above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Table {
     pub(crate) first: u32,

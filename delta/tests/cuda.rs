@@ -1,5 +1,5 @@
-//! The codec on a real device against the crate's own. Without a device each test says why it is skipped; `src/cuda/tests.rs` runs the
-//! kernels on the processor then.
+//! The codec on a real device against the crate's own. Without a device each test says why it is skipped;
+//! `src/cuda/tests.rs` runs the kernels on the processor then.
 #![allow(unsafe_code, reason = "tensors at addresses that do not suit")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -73,7 +73,8 @@ fn every_pattern_and_blocks_that_are_new() {
         let new: Vec<u8> = (0..=u16::MAX).flat_map(|bits| change(bits).to_le_bytes()).collect();
         check(&mut codec, "patterns", Element::Bf16, &all, &new);
     }
-    // Noise is left as it is, other weights take the entropy code; between them changes and blocks of the base.
+    // Noise is left as it is, other weights take the entropy code; between them changes and blocks of the
+    // base.
     let (mut base, mut new) = noisy(Element::Bf16, 7 * BLOCK + 55, 0.01, 3);
     let block = 2 * BLOCK;
     for at in [0, 2, 3] {

@@ -1,6 +1,8 @@
-//! What the model of each element type is worth: the same bytes coded as that type and as opaque bytes, next to the bound.
+//! What the model of each element type is worth: the same bytes coded as that type and as opaque bytes, next
+//! to the bound.
 //!
-//! `cargo test --release -p driftless-delta --test dtypes -- --nocapture` prints the table of the crate's README.
+//! `cargo test --release -p driftless-delta --test dtypes -- --nocapture` prints the table of the crate's
+//! README.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -173,7 +175,8 @@ fn models_pay() {
             assert!(wire <= fast && fast <= opaque, "the model must pay");
             assert!(wire as f64 <= 0.9 * opaque as f64, "{kind:?}: {wire} of {opaque}");
         }
-        // Opaque bytes have no model of what lies in them: two weights to a byte move it by one or by sixteen.
+        // Opaque bytes have no model of what lies in them: two weights to a byte move it by one or by
+        // sixteen.
         let most = if kind == Kind::Int4 { 1.3 } else { 1.15 };
         // Of steps nearly all of which are different, so few samples tell too low a bound.
         assert!(element == Element::F32 || wire as f64 <= most * bound, "{kind:?}: {wire} of {bound}");

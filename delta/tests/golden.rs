@@ -1,6 +1,7 @@
 //! The encoder writes the same bytes on every machine, whatever path it takes there.
 //!
-//! A change of the encoder's choices, or of the format, changes these digests: the test prints the new ones. Another machine must not.
+//! A change of the encoder's choices, or of the format, changes these digests: the test prints the new ones.
+//! Another machine must not.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -11,7 +12,8 @@ use driftless_delta::{
     BLOCK_ELEMENTS, Digest, DigestTable, Element, Patch, decode_full, encode, encode_full,
 };
 
-/// What each element type's payloads are, in the order of `ALL`: tiny ones, small ones, and those of several blocks.
+/// What each element type's payloads are, in the order of `ALL`: tiny ones, small ones, and those of several
+/// blocks.
 const TINY: [&str; 6] = [
     "f15a8609ecf6dd6f1dde48fb017d6b8a",
     "5b916cf538ed0def086818e1d0360c38",

@@ -1,4 +1,5 @@
-//! Bytes from outside: flipped, cut, spliced or invented. Either a typed error, or the right result with its digest as proof.
+//! Bytes from outside: flipped, cut, spliced or invented. Either a typed error, or the right result with its
+//! digest as proof.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -101,8 +102,8 @@ fn invented_bodies_behind_a_sound_header() {
     }
 }
 
-/// What an encoder wrote that still had motion: a table of mode 6, then a block of mode 5. The base is 700 numbers of
-/// bf16 from 0x3c00 up, every third with its lowest bit flipped; the result has them flipped back.
+/// What an encoder wrote that still had motion: a table of mode 6, then a block of mode 5. The base is 700
+/// numbers of bf16 from 0x3c00 up, every third with its lowest bit flipped; the result has them flipped back.
 const MOTION: [u8; 29] = [
     0x44, 0x4c, 0x1e, 0x8c, 0x96, 0x9c, 0x3f, 0x1f, 0x40, 0x26, 0xf0, 0x7e, 0x81, 0x37, 0x00, 0x00, 0x10,
     0x80, 0x79, 0x00, 0x00, 0x00, 0x08, 0xc0, 0x00, 0x00, 0x01, 0x0d, 0x00,

@@ -1,4 +1,5 @@
-//! What was encoded comes back bit for bit, through the journal too: base and new are the two halves of the input, or the base with edits.
+//! What was encoded comes back bit for bit, through the journal too: base and new are the two halves of the
+//! input, or the base with edits.
 #![no_main]
 
 use std::cell::RefCell;

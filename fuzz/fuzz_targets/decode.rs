@@ -1,6 +1,7 @@
 //! Bytes from outside: no reader panics or allocates beyond its input and its base.
 //!
-//! The first two bytes pick the reader, the element type and the size of the base. Payloads get a sound header, so that their body is reached.
+//! The first two bytes pick the reader, the element type and the size of the base. Payloads get a sound
+//! header, so that their body is reached.
 #![no_main]
 
 use std::cell::RefCell;
@@ -12,7 +13,8 @@ use libfuzzer_sys::fuzz_target;
 const ELEMENTS: [Element; 6] =
     [Element::Bytes, Element::F8E4M3, Element::F8E5M2, Element::F16, Element::Bf16, Element::F32];
 
-/// Elements of the bases. One byte in sixteen picks a base of more than one block: what it costs to read is lost to other inputs.
+/// Elements of the bases. One byte in sixteen picks a base of more than one block: what it costs to read is
+/// lost to other inputs.
 const SIZES: [usize; 16] = [0, 1, 2, 5, 40, 63, 64, 65, 100, 128, 130, 257, 500, 1000, 3, 65_540];
 
 /// Check of a digest, as headers hold it.

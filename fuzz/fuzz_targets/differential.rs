@@ -1,4 +1,5 @@
-//! What this machine's fastest paths encode, the plain decoder made from the format's page decodes: the two share no code.
+//! What this machine's fastest paths encode, the plain decoder made from the format's page decodes: the two
+//! share no code.
 #![no_main]
 
 #[path = "../../delta/tests/common/stranger.rs"]

@@ -22,7 +22,8 @@ Examples:
 All hosts prepare a version while their engines generate; then all engines change to it. With --hosts-min nobody waits for
 stragglers longer than --grace: they keep what they have until a later round.";
 
-/// Polls after which the same version is rolled again: a host that was started anew has lost what it was ordered.
+/// Polls after which the same version is rolled again: a host that was started anew has lost what it was
+/// ordered.
 const AGAIN: u32 = 20;
 
 #[derive(clap::Args)]

@@ -49,7 +49,8 @@ pub(crate) struct DataArgs {
     /// Field with the tools of a chat; rows may lack it.
     #[arg(long, value_name = "FIELD", default_value = "tools")]
     tool_key: String,
-    /// Render prompts through the checkpoint's chat template. A prompt that is text becomes a message of the user.
+    /// Render prompts through the checkpoint's chat template. A prompt that is text becomes a message of the
+    /// user.
     #[arg(long)]
     apply_chat_template: bool,
     /// JSON object of further variables for the template, such as {"enable_thinking": false}.
@@ -68,7 +69,6 @@ pub(crate) struct DataArgs {
 
 impl DataArgs {
     /// The field with labels.
-    #[cfg(feature = "torch")]
     pub(crate) fn label_key(&self) -> Option<&str> {
         self.label_key.as_deref()
     }

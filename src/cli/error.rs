@@ -37,7 +37,6 @@ pub(crate) enum Error {
         "paused, or inside an activation: {engines}; start `driftless follow` again, or load weights that are known and POST /continue_generation"
     )]
     LeftPaused { engines: String, source: Option<Box<Error>> },
-    #[cfg(feature = "torch")]
     #[error("cannot draw the report: {reason}")]
     Report { reason: String },
 }
@@ -99,7 +98,8 @@ pub fn buffer_code(error: &driftless::buffer::Error) -> u8 {
     }
 }
 
-/// The command's exit code for an error of a publication: 3 where what is stored was refused, 4 where somebody did not answer, else 1.
+/// The command's exit code for an error of a publication: 3 where what is stored was refused, 4 where
+/// somebody did not answer, else 1.
 #[must_use]
 pub fn transport_code(error: &driftless::transport::Error) -> u8 {
     use driftless::transport::Error as Transport;
@@ -153,8 +153,12 @@ fn trainer_code(error: &driftless::trainer::Error) -> u8 {
     match error {
         Trainer::Buffer(error) => buffer_code(error),
         Trainer::Bridge(error) => bridge_code(error),
+        Trainer::Transport(error) => transport_code(error),
         Trainer::Input { .. } => 2,
-        Trainer::Json { .. } => 3,
+        Trainer::Json { .. } | Trainer::OtherRun { .. } | Trainer::Resume { .. } => 3,
+        Trainer::LearnerLost { .. } | Trainer::LearnerStillRuns { .. } => 4,
+        #[cfg(feature = "torch")]
+        Trainer::Learner { source, .. } => source.downcast_ref().map_or(1, torch_code),
         _ => 1,
     }
 }
@@ -165,10 +169,8 @@ fn torch_code(error: &driftless::torch::Error) -> u8 {
     use driftless::torch::Error as Torch;
     match error {
         Torch::Loop(error) => trainer_code(error),
-        Torch::Buffer(error) => buffer_code(error),
         Torch::Transport(error) => transport_code(error),
-        Torch::Bridge(error) => bridge_code(error),
-        Torch::Json { .. } | Torch::Tensor { .. } | Torch::Resume { .. } | Torch::OtherRun { .. } => 3,
+        Torch::Json { .. } | Torch::Tensor { .. } | Torch::Resume { .. } => 3,
         _ => 1,
     }
 }

@@ -1,4 +1,5 @@
-//! `DRIFTLESS_KILL_AT=<point>[:<n>]`: this process kills itself with SIGKILL at the n-th passage of a crash point.
+//! `DRIFTLESS_KILL_AT=<point>[:<n>]`: this process kills itself with SIGKILL at the n-th passage of a crash
+//! point.
 
 use crate::cli::error::{Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -6,7 +6,7 @@ use crate::cli::signals::{self, PATIENCE, stop_on_signals_or};
 use crate::cli::slime::{self, Layout};
 use crate::cli::transport::TransportArgs;
 use crate::cli::{keys, numbers, paths, store};
-use driftless::bridge::{ClientOptions, Deadlines, DiskActivator, DiskOptions, PauseMode};
+use driftless::bridge::{ClientOptions, Deadlines, DiskActivator, DiskOptions, PauseMode, PluginOptions};
 use driftless::transport::listen::Limits;
 use driftless::transport::{
     Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Run, Status, Stop, Version, http,
@@ -15,7 +15,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Within which, after a signal, an engine's pause is ended or reported. What is under way has 5 s, its end 15 s more.
+/// Within which, after a signal, an engine's pause is ended or reported. What is under way has 5 s, its end
+/// 15 s more.
 const PAUSE_ENDS: Duration = Duration::from_secs(30);
 
 const EXAMPLES: &str = "\
@@ -73,25 +74,36 @@ pub(crate) struct Args {
     /// Directory for the checkpoint; the follower owns it.
     #[arg(long, value_name = "DIR")]
     checkpoint_dir: PathBuf,
-    /// The checkpoint that version 0 refers to, when it was published by reference; always so with --layout slime.
+    /// The checkpoint that version 0 refers to, when it was published by reference; always so with --layout
+    /// slime.
     #[arg(long, value_name = "DIR")]
     hf_checkpoint: Option<PathBuf>,
-    /// File of public keys: only versions that one of them has signed are followed; may be given several times.
+    /// File of public keys: only versions that one of them has signed are followed; may be given several
+    /// times.
     #[arg(long, value_name = "FILE")]
     trust_key: Vec<PathBuf>,
-    /// Engine to keep on the version: host:port or http://host:port for SGLang, vllm+http://host:port for vLLM, which has to be
-    /// started with the checkpoint directory as its model. May be given several times.
+    /// Engine to keep on the version: host:port or http://host:port for SGLang, vllm+http://host:port for
+    /// vLLM, which has to be started with the checkpoint directory as its model. May be given several times.
     #[arg(long, value_name = "URL")]
     engine: Vec<String>,
-    /// The checkpoint directory as the engines see it, if their file system is another [default: --checkpoint-dir].
+    /// The checkpoint directory as the engines see it, if their file system is another [default:
+    /// --checkpoint-dir].
     #[arg(long, value_name = "DIR")]
     engine_checkpoint_dir: Option<PathBuf>,
     #[command(flatten)]
     transport: TransportArgs,
-    /// What becomes of running requests while an engine loads: computed anew with the new weights, aborted, or continued on the
-    /// key-value cache of the old ones.
+    /// What becomes of running requests while an engine loads: computed anew with the new weights, aborted,
+    /// or continued on the key-value cache of the old ones.
     #[arg(long, value_enum, default_value_t = PauseGenerationMode::Retract)]
     pause_generation_mode: PauseGenerationMode,
+    /// Whether engines that have the plugin of the Python package are patched in place: where it is there, or
+    /// else they are refused, or never. One that cannot be patched to a version loads it.
+    #[arg(long, value_enum, default_value_t = PluginUse::Auto)]
+    plugin: PluginUse,
+    /// Directory where plugins and followers of one user meet [default: DRIFTLESS_PLUGIN_DIR, or
+    /// /dev/shm/driftless-<user id>].
+    #[arg(long, value_name = "DIR")]
+    plugin_dir: Option<PathBuf>,
     /// Name of this follower in the store [default: the host's name].
     #[arg(long)]
     id: Option<String>,
@@ -101,8 +113,9 @@ pub(crate) struct Args {
     /// Go no further than this version, and end when it is on disk and on every engine.
     #[arg(long, value_name = "VERSION", value_parser = numbers::ordinal())]
     until_version: Option<u64>,
-    /// Say what would be fetched and applied now, and do nothing: no directory, no lock, no lease, no engine is touched. With
-    /// --layout slime, whose versions say little, they are read and taken to copies of the tensors, and every checksum is compared.
+    /// Say what would be fetched and applied now, and do nothing: no directory, no lock, no lease, no engine
+    /// is touched. With --layout slime, whose versions say little, they are read and taken to copies of the
+    /// tensors, and every checksum is compared.
     #[arg(long)]
     dry_run: bool,
     /// Prepare and activate only when told to over HTTP, as `driftless coordinate` does.
@@ -111,25 +124,26 @@ pub(crate) struct Args {
     /// Milliseconds between two looks at the store.
     #[arg(long, default_value_t = 500, value_parser = numbers::milliseconds())]
     poll_ms: u64,
-    /// GiB of the checkpoint that are read and compared with their digests in an hour, beside following; 0 for none. What is
-    /// damaged is built anew from the store, and engines load it again.
+    /// GiB of the checkpoint that are read and compared with their digests in an hour, beside following; 0
+    /// for none. What is damaged is built anew from the store, and engines load it again.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
     scrub_gib_per_hour: u64,
-    /// Seconds an engine may take to load a version, all calls together. Then the load is given up; the engine stays paused until one
-    /// succeeds, unless its weights were not touched.
+    /// Seconds an engine may take to load a version, all calls together. Then the load is given up; the
+    /// engine stays paused until one succeeds, unless its weights were not touched.
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
     activate_deadline: u64,
     /// Answer HTTP calls (prepare, activate, status, metrics) on this address.
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<SocketAddr>,
-    /// Relay to read objects through, as http://host:port or ucx://host:port; may be given several times. What relays do not give
-    /// comes from the store.
+    /// Relay to read objects through, as http://host:port or ucx://host:port; may be given several times.
+    /// What relays do not give comes from the store.
     #[arg(long, value_name = "URL")]
     relay: Vec<String>,
     /// File holding the token that relays want [default: DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE", requires = "relay")]
     relay_token_file: Option<PathBuf>,
-    /// File holding the token that HTTP calls must bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
+    /// File holding the token that HTTP calls must bring; needed to listen beyond loopback [default:
+    /// DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
     #[command(flatten)]
@@ -144,6 +158,13 @@ enum PauseGenerationMode {
     InPlace,
 }
 
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+enum PluginUse {
+    Auto,
+    Require,
+    Off,
+}
+
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_own("--checkpoint-dir", &args.checkpoint_dir, args.hf_checkpoint.as_deref())?;
     if let Some(dir) = &args.hf_checkpoint {
@@ -155,7 +176,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     args.transport.check(&args.store, &args.relay)?;
     args.transport.prepare(&args.relay)?;
     args.transport.log();
-    let engines = engines(&args)?;
+    let plugin = plugin(&args)?;
+    let engines = engines(&args, plugin.clone())?;
     let patience = if engines.is_empty() { PATIENCE } else { PAUSE_ENDS };
     let id = args.id.clone().unwrap_or_else(host_name);
     let run = slime::run_name(&args.run, args.layout)?;
@@ -170,6 +192,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.backoff_max = options.poll.max(Duration::from_secs(2));
     options.scrub_bytes_per_hour = args.scrub_gib_per_hour << 30;
     options.activate_deadline = Duration::from_secs(args.activate_deadline);
+    options.plugin_dir = plugin.map(|plugin| plugin.dir);
     let mut store = store::open(&args.store)?;
     if !args.relay.is_empty() {
         let token = keys::secret(args.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
@@ -261,7 +284,24 @@ fn plan_text(plan: &Plan) -> String {
     lines.join("\n")
 }
 
-fn engines(args: &Args) -> Result<Vec<Box<dyn Activate>>> {
+/// How engines' plugins are used, if any may be.
+fn plugin(args: &Args) -> Result<Option<PluginOptions>> {
+    let pushes = args.transport.pushes();
+    if pushes && args.plugin == PluginUse::Require {
+        let (what, expected) = ("--plugin".into(), "auto or off where weights are pushed".into());
+        return Err(Error::Usage { what, expected, found: "require".into() });
+    }
+    if pushes || args.plugin == PluginUse::Off || args.engine.is_empty() {
+        return Ok(None);
+    }
+    let user = || PathBuf::from(format!("/dev/shm/driftless-{}", rustix::process::geteuid().as_raw()));
+    let named = std::env::var_os("DRIFTLESS_PLUGIN_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    let dir = args.plugin_dir.clone().or(named).unwrap_or_else(user);
+    let required = args.plugin == PluginUse::Require;
+    Ok(Some(PluginOptions { required, ..PluginOptions::new(dir) }))
+}
+
+fn engines(args: &Args, plugin: Option<PluginOptions>) -> Result<Vec<Box<dyn Activate>>> {
     let load = Duration::from_secs(args.activate_deadline);
     let deadlines = Deadlines { load, ..Deadlines::default() };
     let client = ClientOptions { keys: args.keys.read()?, deadlines, ..ClientOptions::default() };
@@ -279,6 +319,7 @@ fn engines(args: &Args) -> Result<Vec<Box<dyn Activate>>> {
         pause,
         engine_checkpoint_dir: args.engine_checkpoint_dir.clone(),
         base: args.hf_checkpoint.clone(),
+        plugin,
     };
     let engine = |url: &String| -> Result<Box<dyn Activate>> {
         Ok(Box::new(DiskActivator::new(url, options.clone())?))

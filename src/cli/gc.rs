@@ -34,7 +34,8 @@ pub(crate) struct Args {
     /// Keep at least this many of the newest versions.
     #[arg(long, value_name = "VERSIONS", default_value_t = 1, value_parser = numbers::count::<u64>())]
     keep: u64,
-    /// Seconds after which a follower that has not renewed its lease is not waited for; followers renew every minute.
+    /// Seconds after which a follower that has not renewed its lease is not waited for; followers renew every
+    /// minute.
     #[arg(long, value_name = "SECONDS", default_value_t = 900, value_parser = numbers::seconds())]
     lease_ttl: u64,
     /// Only show what would be removed.

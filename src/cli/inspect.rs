@@ -168,7 +168,8 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
     let shown =
         json!({"run": run.name(), "run_id": run.id(), "model": model, "oldest": oldest, "chain": links});
     output.print(&shown, |_| {
-        // A reference stores nothing that could be compared with anything; of a collected version nothing is left.
+        // A reference stores nothing that could be compared with anything; of a collected version nothing is
+        // left.
         let stored = |link: &Link, text: String| match link.kind {
             "reference" | "collected" => "-".to_owned(),
             _ => text,

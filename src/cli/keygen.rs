@@ -6,7 +6,8 @@ use driftless::transport::SignKey;
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Make a key for `publish --sign-key`: FILE, which only its owner may read, and FILE.pub for `follow --trust-key`.
+/// Make a key for `publish --sign-key`: FILE, which only its owner may read, and FILE.pub for `follow
+/// --trust-key`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Where the secret key goes; refused if the file is there.

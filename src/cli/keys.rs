@@ -39,10 +39,12 @@ impl KeyArgs {
 /// Who signs what is published, and who else may have signed what is gone on from.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct SignArgs {
-    /// Key to sign versions with, as `driftless keygen` makes it; versions that it has not signed are not gone on from.
+    /// Key to sign versions with, as `driftless keygen` makes it; versions that it has not signed are not
+    /// gone on from.
     #[arg(long, value_name = "FILE")]
     sign_key: Option<PathBuf>,
-    /// File of public keys whose versions are gone on from as well, such as the key before; may be given several times.
+    /// File of public keys whose versions are gone on from as well, such as the key before; may be given
+    /// several times.
     #[arg(long, value_name = "FILE", requires = "sign_key")]
     trust_key: Vec<PathBuf>,
 }

@@ -1,5 +1,5 @@
-//! SIGBUS, by which the kernel says that a page of a memory-mapped file cannot be read or written. The command names the file, as it
-//! does for any other failure of a file, and ends with code 1.
+//! SIGBUS, by which the kernel says that a page of a memory-mapped file cannot be read or written. The
+//! command names the file, as it does for any other failure of a file, and ends with code 1.
 #![expect(unsafe_code, reason = "a signal handler")]
 
 use rustix::fs::{Mode, OFlags};
@@ -17,7 +17,8 @@ pub(crate) fn name_unreadable_files() {
     let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut libc::c_void) = report;
     action.sa_sigaction = handler as usize;
     action.sa_flags = libc::SA_SIGINFO;
-    // SAFETY: the action is valid and outlives the call, and its handler makes system calls only, which handlers may.
+    // SAFETY: the action is valid and outlives the call, and its handler makes system calls only, which
+    // handlers may.
     unsafe { libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) };
 }
 

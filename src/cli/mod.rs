@@ -1,5 +1,5 @@
-//! The command line: a file per subcommand, and helpers that they share (`error`, `keys`, `mapped`, `numbers`,
-//! `output`, `paths`, `progress`, `ranks`, `report`, `serving`, `signals`, `slime`, `store`,
+//! The command line: a file per subcommand, and helpers that they share (`error`, `keys`, `mapped`,
+//! `numbers`, `output`, `paths`, `progress`, `ranks`, `report`, `serving`, `signals`, `slime`, `store`,
 //! `transport`).
 
 mod coordinate;
@@ -23,17 +23,16 @@ mod publish;
 mod ranks;
 mod relay;
 mod repair;
-#[cfg(feature = "torch")]
 mod report;
 #[cfg(feature = "torch")]
 mod serve;
 mod serving;
+#[cfg(feature = "torch")]
+mod sft;
 mod signals;
 mod slime;
 mod store;
-#[cfg(feature = "torch")]
 mod task;
-#[cfg(feature = "torch")]
 mod train;
 mod transport;
 
@@ -61,7 +60,8 @@ Exit codes:
 
 Logs go to standard error; RUST_LOG=debug shows more. Results go to standard output, as JSON with --json.";
 
-/// Keeps inference engines in step with an RL trainer: lossless weight deltas, crash-safe publications, a durable rollout log.
+/// Keeps inference engines in step with an RL trainer: lossless weight deltas, crash-safe publications, a
+/// durable rollout log.
 #[derive(Parser)]
 #[command(version, after_help = AFTER_HELP)]
 struct Cli {
@@ -70,7 +70,8 @@ struct Cli {
     /// Print results as JSON, for scripts.
     #[arg(long, global = true)]
     json: bool,
-    /// End with SIGKILL when the process that started this one ends, however it ends; for supervisors (Linux).
+    /// End with SIGKILL when the process that started this one ends, however it ends; for supervisors
+    /// (Linux).
     #[arg(long, global = true)]
     die_with_parent: bool,
 }
@@ -78,14 +79,10 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Train a policy: SFT, or the RL loop with external engines.
-    #[cfg(feature = "torch")]
     Train(Box<train::Args>),
     /// Serve a checkpoint with the embedded engine, which speaks SGLang's HTTP routes.
     #[cfg(feature = "torch")]
     Serve(serve::Args),
-    #[cfg(not(feature = "torch"))]
-    #[command(hide = true, disable_help_flag = true)]
-    Train(Absent),
     #[cfg(not(feature = "torch"))]
     #[command(hide = true, disable_help_flag = true)]
     Serve(Absent),
@@ -116,17 +113,20 @@ struct Absent {
     _ignored: Vec<std::ffi::OsString>,
 }
 
+/// A refusal of what this build does not have.
 #[cfg(not(feature = "torch"))]
-fn absent() -> error::Result<()> {
-    Err(error::Error::Usage {
-        what: "`driftless train` and `driftless serve`".to_owned(),
-        expected: "a build with libtorch: `cargo install --locked --path . --features torch`, see docs/operations.md".to_owned(),
+fn absent(what: &str, or: &str) -> error::Error {
+    error::Error::Usage {
+        what: what.to_owned(),
+        expected: format!(
+            "{or}a build with libtorch: `cargo install --locked --path . --features torch`, see docs/operations.md"
+        ),
         found: "one without the feature torch".to_owned(),
-    })
+    }
 }
 
-/// Parses the arguments (the first is the program's name), runs, prints; returns the exit code that `--help` documents. Once in a
-/// process: it takes over logging, SIGINT and SIGTERM.
+/// Parses the arguments (the first is the program's name), runs, prints; returns the exit code that `--help`
+/// documents. Once in a process: it takes over logging, SIGINT and SIGTERM.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
@@ -152,12 +152,11 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     mapped::name_unreadable_files();
     let output = Output { json: cli.json };
     let outcome = match cli.command {
-        #[cfg(feature = "torch")]
         Command::Train(args) => train::run(*args, output),
         #[cfg(feature = "torch")]
         Command::Serve(args) => serve::run(args, output),
         #[cfg(not(feature = "torch"))]
-        Command::Train(_) | Command::Serve(_) => absent(),
+        Command::Serve(_) => Err(absent("`driftless serve`", "")),
         Command::Publish(args) => publish::run(*args, output),
         Command::Follow(args) => follow::run(*args, output),
         Command::Coordinate(args) => coordinate::run(args, output),

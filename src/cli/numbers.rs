@@ -40,20 +40,22 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
     number(text, |number| number > 0.0, "a number above 0 and up to 1e9")
 }
 
+/// A number above 1.
+pub(crate) fn above_one(text: &str) -> Result<f64, String> {
+    number(text, |number| number > 1.0, "a number above 1 and up to 1e9")
+}
+
 /// A number that is not negative.
-#[cfg(any(feature = "torch", test))]
 pub(crate) fn at_least_zero(text: &str) -> Result<f64, String> {
     number(text, |number| number >= 0.0, "a number from 0 to 1e9")
 }
 
 /// A share that is not none: above 0, up to 1.
-#[cfg(feature = "torch")]
 pub(crate) fn share(text: &str) -> Result<f64, String> {
     number(text, |number| number > 0.0 && number <= 1.0, "a number above 0 and up to 1")
 }
 
 /// How much of something is kept: from 0 to 1, but not 1.
-#[cfg(feature = "torch")]
 pub(crate) fn decay(text: &str) -> Result<f64, String> {
     number(text, |number| (0.0..1.0).contains(&number), "a number from 0 to below 1")
 }
@@ -74,7 +76,6 @@ mod tests {
         }
         assert!(positive("0").is_err() && positive("-0").is_err() && positive("1e-9").is_ok());
         assert_eq!(at_least_zero("0"), Ok(0.0));
-        #[cfg(feature = "torch")]
         assert!(decay("0.95").is_ok() && decay("1").is_err());
     }
 }

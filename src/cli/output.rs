@@ -36,8 +36,8 @@ pub(crate) fn say(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", without_secrets(line));
 }
 
-/// A text that may repeat what was given, with no URL in it that may hold a secret. Stores name themselves with parameters that
-/// hold none.
+/// A text that may repeat what was given, with no URL in it that may hold a secret. Stores name themselves
+/// with parameters that hold none.
 pub(crate) fn without_secrets(text: &str) -> String {
     let ends = |end: char| end.is_whitespace() || ['\'', '`', '"', ','].contains(&end);
     let is_plain = |url: &str| ["?endpoint=", "?region=", "?account="].iter().any(|name| url.contains(name));

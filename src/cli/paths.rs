@@ -46,8 +46,8 @@ pub(crate) fn check_place(name: &str, dir: &Path) -> Result<()> {
     if dir.exists() { check_dir(name, dir) } else { Ok(()) }
 }
 
-/// Refuses, before anything is made in it, a directory whose weights this program has not put there. `start` is one that it may
-/// go on from in place.
+/// Refuses, before anything is made in it, a directory whose weights this program has not put there. `start`
+/// is one that it may go on from in place.
 pub(crate) fn check_own(name: &str, dir: &Path, start: Option<&Path>) -> Result<()> {
     check_place(name, dir)?;
     let is_start = start.is_some_and(|start| {
@@ -70,7 +70,8 @@ pub(crate) fn check_own(name: &str, dir: &Path, start: Option<&Path>) -> Result<
     }
 }
 
-/// Refuses what is not there, and all that has a name and is no file. The nameless pipe that a shell makes of `<(command)` will do.
+/// Refuses what is not there, and all that has a name and is no file. The nameless pipe that a shell makes of
+/// `<(command)` will do.
 pub(crate) fn check_file(name: &str, path: &Path) -> Result<()> {
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),
@@ -82,7 +83,8 @@ pub(crate) fn check_file(name: &str, path: &Path) -> Result<()> {
     }
 }
 
-/// Refuses to write over a device or a pipe: what is written whole is renamed into its place, which would replace it.
+/// Refuses to write over a device or a pipe: what is written whole is renamed into its place, which would
+/// replace it.
 pub(crate) fn check_output(name: &str, path: &Path) -> Result<()> {
     match std::fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),

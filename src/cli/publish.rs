@@ -58,7 +58,8 @@ pub(crate) struct Args {
     /// Hugging Face checkpoint directory to publish.
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Whole tensors, or the difference to the newest version; the result says why a version is published in full.
+    /// Whole tensors, or the difference to the newest version; the result says why a version is published in
+    /// full.
     #[arg(long, value_enum, default_value_t = PublishMode::Delta)]
     mode: PublishMode,
     /// Publish version 0 by reference: digests only, for hosts that have the checkpoint already.
@@ -67,7 +68,8 @@ pub(crate) struct Args {
     /// Deltas as small as they get, or quick to decode.
     #[arg(long, value_enum, default_value_t = DeltaProfile::Wire)]
     profile: DeltaProfile,
-    /// Where the baseline is kept [default: driftless/baselines in the user's cache directory, by store and run].
+    /// Where the baseline is kept [default: driftless/baselines in the user's cache directory, by store and
+    /// run].
     #[arg(long, value_name = "DIR")]
     baseline_dir: Option<PathBuf>,
     /// Model of the run.
@@ -79,7 +81,8 @@ pub(crate) struct Args {
     /// Carry full tensors too in every version whose number is a multiple of this.
     #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
     anchor_every: Option<u64>,
-    /// Carry full tensors too when the deltas since the newest anchor weigh this share of the model, such as 0.5.
+    /// Carry full tensors too when the deltas since the newest anchor weigh this share of the model, such as
+    /// 0.5.
     #[arg(long, value_name = "SHARE", value_parser = numbers::positive)]
     anchor_share: Option<f64>,
     /// Publish in full what has other tensors, shapes or types than the version before; refused without this.
@@ -297,8 +300,8 @@ fn show(published: &Published, output: Output) -> Result<()> {
     })
 }
 
-/// Where the baseline of a model is kept by default: a directory in the user's cache that no other store, run or model has. `None`
-/// where neither XDG_CACHE_HOME nor HOME says where that cache is.
+/// Where the baseline of a model is kept by default: a directory in the user's cache that no other store, run
+/// or model has. `None` where neither XDG_CACHE_HOME nor HOME says where that cache is.
 #[must_use]
 pub fn default_baseline(store: &str, run: &str, model: &str) -> Option<PathBuf> {
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);

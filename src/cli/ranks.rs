@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
 pub(crate) struct RankArgs {
-    /// Publish as this rank of --ranks: the checkpoint holds its tensors, whole or, with --slices, in part. Rank 0 joins the
-    /// parts and brings the auxiliary files.
+    /// Publish as this rank of --ranks: the checkpoint holds its tensors, whole or, with --slices, in part.
+    /// Rank 0 joins the parts and brings the auxiliary files.
     #[arg(long, requires = "ranks", requires = "attempt", conflicts_with = "by_reference")]
     rank: Option<u32>,
     /// Number of ranks that publish the version together.
@@ -25,7 +25,8 @@ pub(crate) struct RankArgs {
     /// What all ranks of this publication agree on, and no other one has: <job id>-<step>, for instance.
     #[arg(long, value_name = "NAME", requires = "rank")]
     attempt: Option<String>,
-    /// JSON file that says which tensors of the checkpoint are slices: {"<name>": {"shape": [whole], "start": first element}}.
+    /// JSON file that says which tensors of the checkpoint are slices: {"<name>": {"shape": [whole], "start":
+    /// first element}}.
     #[arg(long, value_name = "FILE", requires = "rank")]
     slices: Option<PathBuf>,
     /// Seconds to wait for the other ranks.

@@ -44,10 +44,12 @@ pub(crate) struct Args {
     /// Address to listen on; port 0: the system chooses, and the address is printed.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7420")]
     listen: SocketAddr,
-    /// Address to listen on for followers that come over UCX (--relay ucx://ADDR:PORT) as well; needs libucp 1.14 or newer.
+    /// Address to listen on for followers that come over UCX (--relay ucx://ADDR:PORT) as well; needs libucp
+    /// 1.14 or newer.
     #[arg(long, value_name = "ADDR:PORT")]
     listen_ucx: Option<SocketAddr>,
-    /// File holding the token that followers must bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
+    /// File holding the token that followers must bring; needed to listen beyond loopback [default:
+    /// DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
     /// Connections at the same time; fewer where the process may open few files (ulimit -n).

@@ -163,8 +163,9 @@ fn draw(svg: &mut String, steps: &[StepMetrics], summary: &Summary) -> DrawResul
 pub(crate) fn describe(set: &SetMetrics) -> String {
     let failed = if set.failed > 0 { format!(", {} failed", set.failed) } else { String::new() };
     format!(
-        "reward {:.3}, pass@{} {:.3} of {} prompts{failed}, {:.0} tokens, {:.1} % cut off",
+        "reward {:.3}, pass@1 {:.3}, pass@{} {:.3} of {} prompts{failed}, {:.0} tokens, {:.1} % cut off",
         set.reward,
+        set.pass_1,
         set.samples,
         set.pass,
         set.prompts,

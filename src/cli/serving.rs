@@ -14,7 +14,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Bytes of objects that are served from memory; the relay's cache gets them from there when they are asked for.
+/// Bytes of objects that are served from memory; the relay's cache gets them from there when they are asked
+/// for.
 const RECENT_BYTES: u64 = 1 << 30;
 /// Time between the first two looks at the leases, each of which reads one object a follower.
 const POLL_MIN: Duration = Duration::from_secs(1);
@@ -23,8 +24,9 @@ const POLL_MAX: Duration = Duration::from_secs(16);
 
 #[derive(clap::Args)]
 pub(crate) struct ServingArgs {
-    /// Serve the store's objects to followers that come over UCX (--relay ucx://ADDR:PORT), what is published now without reading
-    /// it back: from before the version is committed until interrupted, or as --until-followed says. Needs libucp 1.14 or newer.
+    /// Serve the store's objects to followers that come over UCX (--relay ucx://ADDR:PORT), what is published
+    /// now without reading it back: from before the version is committed until interrupted, or as
+    /// --until-followed says. Needs libucp 1.14 or newer.
     #[arg(long, value_name = "ADDR:PORT", requires = "relay_cache_dir")]
     pub(crate) listen_ucx: Option<SocketAddr>,
     /// Directory for the objects that are served; one process at a time owns it.
@@ -33,10 +35,12 @@ pub(crate) struct ServingArgs {
     /// Gibibytes of objects to keep there; those not asked for longest go.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..1 << 20))]
     relay_cache_gib: u64,
-    /// File holding the token that these followers must bring; needed to listen beyond loopback [default: DRIFTLESS_TOKEN].
+    /// File holding the token that these followers must bring; needed to listen beyond loopback [default:
+    /// DRIFTLESS_TOKEN].
     #[arg(long, value_name = "FILE", requires = "listen_ucx")]
     relay_token_file: Option<PathBuf>,
-    /// End when every follower that holds a lease on the model has the version, and after so many seconds in any case.
+    /// End when every follower that holds a lease on the model has the version, and after so many seconds in
+    /// any case.
     #[arg(long, value_name = "SECONDS", requires = "listen_ucx", value_parser = numbers::seconds())]
     until_followed: Option<u64>,
 }
@@ -47,7 +51,8 @@ impl ServingArgs {
         if self.listen_ucx.is_some() { with_ucx_settings() } else { Ok(()) }
     }
 
-    /// Begins to serve `store`, if that was asked for, says where, and has what is put from now on go through memory.
+    /// Begins to serve `store`, if that was asked for, says where, and has what is put from now on go through
+    /// memory.
     pub(crate) fn start(&self, store: &mut Arc<dyn Store>, output: Output) -> Result<Option<Server>> {
         let (Some(listen), Some(dir)) = (self.listen_ucx, &self.relay_cache_dir) else { return Ok(None) };
         let mut options = RelayOptions::new((Ipv4Addr::LOCALHOST, 0).into(), dir);

@@ -1,5 +1,5 @@
-//! SIGINT, SIGTERM and SIGHUP (a closed terminal), for commands that have something to put in order first. They end all
-//! other commands at once, as they end any program.
+//! SIGINT, SIGTERM and SIGHUP (a closed terminal), for commands that have something to put in order first.
+//! They end all other commands at once, as they end any program.
 
 use crate::cli::error::{Error, Result, signal_name};
 use crate::cli::fail;
@@ -9,14 +9,15 @@ use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Time in which a command that holds no engine has to end by itself. What it leaves then is what a crash leaves.
+/// Time in which a command that holds no engine has to end by itself. What it leaves then is what a crash
+/// leaves.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The first signal that came, or 0.
 static CAME: AtomicI32 = AtomicI32::new(0);
 
-/// The first signal throws the switch: the command ends after the step it is in. A second one, or `patience` without an end,
-/// ends the process.
+/// The first signal throws the switch: the command ends after the step it is in. A second one, or `patience`
+/// without an end, ends the process.
 pub(crate) fn stop_on_signals(stop: &Stop, patience: Duration) -> Result<()> {
     stop_on_signals_or(stop, patience, |interrupted| interrupted)
 }

@@ -16,7 +16,8 @@ pub(crate) enum Layout {
     /// Runs, manifests and objects.
     #[default]
     Driftless,
-    /// The delta directories of slime 0.3.1, weight_v000001 and so on; the store is its --update-weight-disk-dir.
+    /// The delta directories of slime 0.3.1, weight_v000001 and so on; the store is its
+    /// --update-weight-disk-dir.
     Slime,
 }
 
@@ -61,7 +62,8 @@ pub(crate) struct PublishArgs {
     hf_checkpoint: Option<PathBuf>,
 }
 
-/// Publishes `checkpoint` as the next version. For a new run it is version 0, for which nothing is written: `None`.
+/// Publishes `checkpoint` as the next version. For a new run it is version 0, for which nothing is written:
+/// `None`.
 pub(crate) fn publish(
     store: Arc<dyn Store>,
     args: &PublishArgs,

@@ -13,7 +13,8 @@ const PREFIXES: [&str; 3] = ["AWS_", "AZURE_", "GOOGLE_"];
 /// How long a publisher waits for followers to hear of a version.
 const NOTIFY_DEADLINE: std::time::Duration = std::time::Duration::from_secs(2);
 
-/// Opens the store that `url` names, with the credentials, region and endpoint that the environment has for object stores.
+/// Opens the store that `url` names, with the credentials, region and endpoint that the environment has for
+/// object stores.
 ///
 /// # Errors
 /// As [`open_with`].
@@ -34,8 +35,8 @@ pub(crate) fn behind(origin: Arc<dyn Store>, relays: &[String], token: Option<&s
 /// Who is told of a version as soon as it is published.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct NotifyArgs {
-    /// Follower to tell of a version at once, as URL of its --listen address; may be given several times. Those that do not
-    /// answer within 2 s find it with their next look.
+    /// Follower to tell of a version at once, as URL of its --listen address; may be given several times.
+    /// Those that do not answer within 2 s find it with their next look.
     #[arg(long, value_name = "URL")]
     notify: Vec<String>,
     /// File holding the token that these followers want [default: DRIFTLESS_TOKEN].

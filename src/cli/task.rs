@@ -4,12 +4,11 @@ use crate::cli::data::{DataArgs, source};
 use crate::cli::error::{Error, Result};
 use crate::cli::numbers;
 use driftless::bridge::SamplingParams;
-use driftless::torch::Evaluation;
-use driftless::torch::tasks::arithmetic::Recipe;
+use driftless::trainer::Evaluation;
 use driftless::trainer::data::{Dataset, Source};
 use driftless::trainer::reward::{BuiltIn, Command, CommandOptions, Remote, Reward};
 use driftless::trainer::rollout::EvalSet;
-use driftless::trainer::tasks::arithmetic::Arithmetic;
+use driftless::trainer::tasks::arithmetic::{Arithmetic, Recipe};
 use driftless::trainer::tasks::{Filter, Prompts, Task};
 use std::path::Path;
 use std::sync::Arc;
@@ -59,7 +58,8 @@ enum BuiltInTask {
 #[derive(clap::Args)]
 #[command(next_help_heading = "Task")]
 pub(crate) struct TaskArgs {
-    /// Prompts to learn on: JSONL or Parquet. `FILE@[a:b]` takes rows a to b - 1, counted from 0. May be given several times.
+    /// Prompts to learn on: JSONL or Parquet. `FILE@[a:b]` takes rows a to b - 1, counted from 0. May be
+    /// given several times.
     #[arg(long, value_name = "FILE", value_parser = source, conflicts_with = "task")]
     prompt_data: Vec<Source>,
     /// A task that needs no data.
@@ -68,7 +68,8 @@ pub(crate) struct TaskArgs {
     /// How answers are rewarded: exact, math, dapo, deepscaler, f1, gpqa, regex, or remote_rm with --rm-url.
     #[arg(long, value_name = "NAME", conflicts_with = "custom_rm_command")]
     rm_type: Option<String>,
-    /// Service that rewards answers: it is sent {"prompt", "response", "label", "metadata"} and answers with a number.
+    /// Service that rewards answers: it is sent {"prompt", "response", "label", "metadata"} and answers with
+    /// a number.
     #[arg(long, value_name = "URL")]
     rm_url: Option<String>,
     /// Command that rewards answers, over JSON lines on standard input and output: see docs/loop.md.
@@ -89,7 +90,8 @@ pub(crate) struct TaskArgs {
     /// Seed of that order.
     #[arg(long, default_value_t = 42)]
     rollout_seed: u64,
-    /// Times that the prompts are gone through, where --num-rollout does not say how many steps there are [default: 1].
+    /// Times that the prompts are gone through, where --num-rollout does not say how many steps there are
+    /// [default: 1].
     #[arg(long, value_name = "N", value_parser = numbers::count::<u64>(), conflicts_with = "num_rollout")]
     num_epoch: Option<u64>,
     /// Measure on the prompts of FILE, under NAME. May be given several times.
@@ -98,6 +100,15 @@ pub(crate) struct TaskArgs {
     /// Samples of each such prompt.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = numbers::count::<u64>())]
     n_samples_per_eval_prompt: u64,
+    /// Sampling temperature of these [default: --rollout-temperature].
+    #[arg(long, value_parser = numbers::at_least_zero)]
+    eval_temperature: Option<f64>,
+    /// Sample these from the smallest set of tokens with this much probability [default: --rollout-top-p].
+    #[arg(long, value_parser = numbers::share)]
+    eval_top_p: Option<f64>,
+    /// Tokens that a response to these may have [default: --rollout-max-response-len].
+    #[arg(long, value_parser = numbers::count::<u32>())]
+    eval_max_response_len: Option<u32>,
     #[command(flatten)]
     data: DataArgs,
 }
@@ -134,7 +145,8 @@ impl Chosen {
 }
 
 impl TaskArgs {
-    /// Reads the prompts, with the tokenizer of `checkpoint`. `seed` draws the problems of a task without data.
+    /// Reads the prompts, with the tokenizer of `checkpoint`. `seed` draws the problems of a task without
+    /// data.
     pub(crate) fn choose(&self, checkpoint: &Path, seed: u64) -> Result<Chosen> {
         if self.task == Some(BuiltInTask::Arithmetic) {
             let task = Arc::new(Arithmetic::practice(seed));
@@ -212,7 +224,13 @@ impl TaskArgs {
             let task = Prompts::new(Dataset::load(&options, checkpoint)?, false, 0, reward, Filter::None);
             task.check(checkpoint)?;
             let (prompts, samples) = (task.len(), self.n_samples_per_eval_prompt);
-            sets.push(EvalSet { name, task: Arc::new(task), prompts, samples, sampling: sampling.clone() });
+            let sampling = SamplingParams {
+                temperature: self.eval_temperature.unwrap_or(sampling.temperature),
+                top_p: self.eval_top_p.unwrap_or(sampling.top_p),
+                max_new_tokens: self.eval_max_response_len.unwrap_or(sampling.max_new_tokens),
+                ..sampling.clone()
+            };
+            sets.push(EvalSet { name, task: Arc::new(task), prompts, samples, sampling });
         }
         if self.task.is_none() || problems == 0 {
             return Ok(Evaluation { held_out: None, sets });

@@ -3,19 +3,21 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, line_out, say};
 use crate::cli::report::{self, Summary};
+#[cfg(feature = "torch")]
+use crate::cli::sft::{self, SftArgs};
 use crate::cli::task::TaskArgs;
 use crate::cli::transport::check_object_store;
 use crate::cli::{keys, numbers, paths, progress, store};
 use driftless::bridge::SamplingParams;
-use driftless::torch::tasks::arithmetic::Recipe;
-use driftless::torch::tasks::text::{self, Text};
-use driftless::torch::{
-    Config, Debug, Estimator, Event, Kind, LearnOptions, Observer, SftOptions, SftTask, TrainOptions,
-    UpdateWeightMode, checkpoint, sft, train,
+#[cfg(feature = "torch")]
+use driftless::torch::{TorchLearner, TorchOptions};
+use driftless::trainer::learner::{Child, ChildOptions, Learner};
+use driftless::trainer::lr::Decay;
+use driftless::trainer::{
+    Debug, Dtype, Estimator, Event, Kl, KlLoss, LearnOptions, Mode, Observer, Tis, TrainOptions,
+    UpdateWeightMode, train,
 };
-use driftless::trainer::Mode;
 use indicatif::ProgressBar;
-use serde_json::json;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,11 +53,18 @@ pub(crate) struct Args {
     /// Checkpoint directory to start from; required for the RL loop.
     #[arg(long, value_name = "DIR", required_if_eq("loss_type", "policy_loss"))]
     hf_checkpoint: Option<PathBuf>,
+    /// Command that trains, as a process of its own, instead of libtorch in this one: see
+    /// docs/wire/learner.md.
+    #[arg(long, value_name = "COMMAND")]
+    learner: Option<String>,
+    /// Seconds that the command may take for its start and for each call.
+    #[arg(long, value_name = "SECONDS", default_value_t = 1800, value_parser = numbers::deadline())]
+    learner_deadline: u64,
     /// Directory of the run's state: training checkpoints, rollout log, baseline, metrics, report.
     #[arg(long, value_name = "DIR")]
     save: PathBuf,
-    /// Write the final policy there as a Hugging Face checkpoint. For SFT: `{rollout_id}` in the name writes one after
-    /// each step, named by the steps done.
+    /// Write the final policy there as a Hugging Face checkpoint. `{rollout_id}` in the name writes one
+    /// beside each training checkpoint instead, for SFT after each step, named by the steps done.
     #[arg(long, value_name = "DIR")]
     save_hf: Option<PathBuf>,
     /// Steps of the run; for SFT, optimiser steps [default: as many as --num-epoch needs].
@@ -67,12 +76,19 @@ pub(crate) struct Args {
     /// Learning rate [default: 1e-6; that of the demo with --task arithmetic and for SFT].
     #[arg(long, value_parser = numbers::positive)]
     lr: Option<f64>,
+    /// dtype that the model computes in; a fresh one is written in it too [default: that of --hf-checkpoint,
+    /// which engines compute in; else bfloat16].
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeArg>,
     /// CPU threads of libtorch.
+    #[cfg(feature = "torch")]
     #[arg(long, default_value_t = 2, value_parser = numbers::count::<usize>())]
     num_threads: usize,
     /// Where to train: cpu, or cuda:N.
+    #[cfg(feature = "torch")]
     #[arg(long, default_value = "cpu")]
     device: String,
+    #[cfg(feature = "torch")]
     #[command(flatten)]
     sft: SftArgs,
     #[command(flatten)]
@@ -83,24 +99,6 @@ pub(crate) struct Args {
     update: UpdateArgs,
     #[command(flatten)]
     learn: LearnArgs,
-}
-
-/// Only for `--loss-type sft_loss`.
-#[derive(clap::Args)]
-#[command(next_help_heading = "SFT")]
-struct SftArgs {
-    /// Learn to predict this text byte by byte, instead of the arithmetic task.
-    #[arg(long, value_name = "FILE")]
-    text: Option<PathBuf>,
-    /// State directory of an earlier SFT to go on from: its weights, moments and steps.
-    #[arg(long, value_name = "DIR")]
-    load: Option<PathBuf>,
-    /// `config.json` of the fresh model [default: a Qwen3 of 1.2 M parameters; with --text, of 21 M].
-    #[arg(long, value_name = "FILE", conflicts_with = "hf_checkpoint")]
-    model_config: Option<PathBuf>,
-    /// dtype of the checkpoint that is written.
-    #[arg(long, value_enum, default_value_t = SaveDtype::Bfloat16)]
-    dtype: SaveDtype,
 }
 
 #[derive(clap::Args)]
@@ -121,7 +119,8 @@ struct RolloutArgs {
     /// Sampling temperature.
     #[arg(long, default_value_t = 1.0, value_parser = numbers::positive)]
     rollout_temperature: f64,
-    /// Sample from the smallest set of tokens with this much probability. Log-probs are of the whole distribution.
+    /// Sample from the smallest set of tokens with this much probability. Log-probs are of the whole
+    /// distribution.
     #[arg(long, default_value_t = 1.0, value_parser = numbers::share)]
     rollout_top_p: f64,
     /// Sample from so many of the likeliest tokens; -1: from all.
@@ -145,9 +144,14 @@ struct RolloutArgs {
     /// How many of the held-out problems of --task arithmetic.
     #[arg(long, default_value_t = 512, value_parser = numbers::ordinal())]
     n_eval_prompts: u64,
-    /// Seconds that one generation may take, retries and recovering engines included.
+    /// Seconds that one generation may take, retries and recovering engines included; waiting for its turn is
+    /// not.
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
     generate_deadline: u64,
+    /// GiB of the rollout log; beyond that, what no step learns from again is removed after a training
+    /// checkpoint.
+    #[arg(long, default_value_t = 64, value_name = "GIB", value_parser = numbers::ordinal())]
+    rollout_log_gib_max: u64,
     /// Generate and log, with the weights the engines serve; do not train or publish.
     #[arg(long, conflicts_with = "debug_train_only")]
     debug_rollout_only: bool,
@@ -179,17 +183,20 @@ struct UpdateArgs {
     /// Publish after every so many steps.
     #[arg(long, default_value_t = 1, value_parser = numbers::count::<u64>())]
     update_weights_interval: u64,
-    /// Carry full tensors too in every version whose number is a multiple of this, so that a late joiner need not replay the chain.
+    /// Carry full tensors too in every version whose number is a multiple of this, so that a late joiner need
+    /// not replay the chain.
     #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
     anchor_every: Option<u64>,
     #[command(flatten)]
     sign: keys::SignArgs,
     #[command(flatten)]
     notify: store::NotifyArgs,
-    /// After every update compare the engines' checksums with those of the trainer's bytes; a difference ends the run.
+    /// After every update compare the engines' checksums with those of the trainer's bytes; a difference ends
+    /// the run.
     #[arg(long)]
     check_weight_update_equal: bool,
-    /// Seconds that an engine may take to come to a new version.
+    /// Seconds that an engine may take to come to a new version. The run goes on without one that takes
+    /// longer, or that is down, as long as another is there.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = numbers::deadline())]
     update_deadline: u64,
     /// Write a training checkpoint after every so many steps [default: 20; 1 with --task arithmetic].
@@ -206,12 +213,54 @@ struct LearnArgs {
     /// Do not divide by the group's standard deviation.
     #[arg(long)]
     disable_grpo_std_normalization: bool,
+    /// Normalise advantages over the trained tokens of a step; the two of REINFORCE++ always do.
+    #[arg(long)]
+    normalize_advantages: bool,
     /// Lower clip of the probability ratio.
     #[arg(long, default_value_t = 0.2, value_parser = numbers::positive)]
     eps_clip: f64,
     /// Upper clip of the probability ratio [default: --eps-clip].
     #[arg(long, value_parser = numbers::positive)]
     eps_clip_high: Option<f64>,
+    /// Upper bound of the ratio where the advantage is negative (dual clip); above 1.
+    #[arg(long, value_parser = numbers::above_one)]
+    eps_clip_c: Option<f64>,
+    /// Penalise the distance to a reference policy.
+    #[arg(long)]
+    use_kl_loss: bool,
+    /// Weight of that penalty.
+    #[arg(long, default_value_t = 0.0, value_parser = numbers::at_least_zero, requires = "use_kl_loss")]
+    kl_loss_coef: f64,
+    /// Estimator of that distance.
+    #[arg(long, value_enum, default_value_t = KlLossType::K1, requires = "use_kl_loss")]
+    kl_loss_type: KlLossType,
+    /// Checkpoint directory of the reference policy [default: --hf-checkpoint].
+    #[arg(long, value_name = "DIR", requires = "use_kl_loss")]
+    ref_load: Option<PathBuf>,
+    /// Weigh each token by the trainer's probability over the engine's (truncated importance sampling).
+    #[arg(long)]
+    use_tis: bool,
+    /// Largest such weight.
+    #[arg(long, default_value_t = 2.0, value_parser = numbers::positive, requires = "use_tis")]
+    tis_clip: f64,
+    /// Least such weight.
+    #[arg(long, default_value_t = 0.0, value_parser = numbers::at_least_zero, requires = "use_tis")]
+    tis_clip_low: f64,
+    /// Mean over all tokens of a step, instead of over each sample's and then over samples.
+    #[arg(long)]
+    calculate_per_token_loss: bool,
+    /// Steps over which the learning rate rises from 0.
+    #[arg(long, default_value_t = 0, value_parser = numbers::ordinal())]
+    lr_warmup_iters: u64,
+    /// How the learning rate falls after that.
+    #[arg(long, value_enum, default_value_t = LrDecayStyle::Constant)]
+    lr_decay_style: LrDecayStyle,
+    /// Step at which the learning rate has fallen to --min-lr [default: --num-rollout].
+    #[arg(long, value_parser = numbers::count::<u64>())]
+    lr_decay_iters: Option<u64>,
+    /// Learning rate at the end of the decay.
+    #[arg(long, default_value_t = 0.0, value_parser = numbers::at_least_zero)]
+    min_lr: f64,
     /// Weight of the entropy bonus.
     #[arg(long, default_value_t = 0.0, value_parser = numbers::at_least_zero)]
     entropy_coef: f64,
@@ -224,12 +273,63 @@ struct LearnArgs {
     /// Decay of the second moment.
     #[arg(long, default_value_t = 0.95, value_parser = numbers::decay)]
     adam_beta2: f64,
-    /// Gradient norm to clip to.
-    #[arg(long, default_value_t = 1.0, value_parser = numbers::positive)]
+    /// Gradient norm to clip to; 0: none.
+    #[arg(long, default_value_t = 1.0, value_parser = numbers::at_least_zero)]
     clip_grad: f64,
-    /// Padded tokens of one forward and backward pass.
+    /// Steps in a row that may be left out because a loss or a gradient is NaN or infinite.
+    #[arg(long, default_value_t = 3, value_parser = numbers::ordinal())]
+    max_skipped_steps: u64,
+    /// Tokens of one forward and backward pass.
     #[arg(long, default_value_t = 16384, value_parser = numbers::count::<usize>())]
     max_tokens_per_gpu: usize,
+    /// Compute activations again on the way back, instead of keeping them.
+    #[arg(long, value_enum, default_value_t = Granularity::None)]
+    recompute_granularity: Granularity,
+    /// Tokens whose logits are held at once [default: as many as fit half a GiB].
+    #[arg(long, value_parser = numbers::count::<usize>())]
+    log_probs_chunk_size: Option<usize>,
+}
+
+impl LearnArgs {
+    fn options(self, lr: f64, dtype: Option<DtypeArg>, num_rollout: u64) -> LearnOptions {
+        let kind = match self.kl_loss_type {
+            KlLossType::K1 => Kl::K1,
+            KlLossType::K2 => Kl::K2,
+            KlLossType::K3 => Kl::K3,
+            KlLossType::LowVarKl => Kl::LowVarKl,
+        };
+        let decay = match self.lr_decay_style {
+            LrDecayStyle::Constant => Decay::Constant,
+            LrDecayStyle::Linear => Decay::Linear,
+            LrDecayStyle::Cosine => Decay::Cosine,
+        };
+        let kl_loss = KlLoss { kind, coef: self.kl_loss_coef, ref_load: self.ref_load };
+        LearnOptions {
+            dtype: dtype.map(DtypeArg::dtype),
+            lr,
+            min_lr: self.min_lr,
+            lr_warmup_iters: self.lr_warmup_iters,
+            lr_decay_style: decay,
+            lr_decay_iters: self.lr_decay_iters.unwrap_or(num_rollout),
+            weight_decay: self.weight_decay,
+            adam_beta1: self.adam_beta1,
+            adam_beta2: self.adam_beta2,
+            clip_grad: self.clip_grad,
+            eps_clip: self.eps_clip,
+            eps_clip_high: self.eps_clip_high.unwrap_or(self.eps_clip),
+            eps_clip_c: self.eps_clip_c,
+            tis: self.use_tis.then_some(Tis { low: self.tis_clip_low, high: self.tis_clip }),
+            kl_loss: self.use_kl_loss.then_some(kl_loss),
+            calculate_per_token_loss: self.calculate_per_token_loss,
+            entropy_coef: self.entropy_coef,
+            advantage_estimator: self.advantage_estimator.estimator(),
+            grpo_std_normalization: !self.disable_grpo_std_normalization,
+            normalize_advantages: self.normalize_advantages,
+            max_tokens_per_gpu: self.max_tokens_per_gpu,
+            recompute: self.recompute_granularity == Granularity::Full,
+            log_probs_chunk_size: self.log_probs_chunk_size,
+        }
+    }
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -241,9 +341,42 @@ enum LossType {
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
-enum SaveDtype {
+enum DtypeArg {
     Bfloat16,
     Float32,
+}
+
+impl DtypeArg {
+    fn dtype(self) -> Dtype {
+        match self {
+            DtypeArg::Bfloat16 => Dtype::Bfloat16,
+            DtypeArg::Float32 => Dtype::Float32,
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+enum Granularity {
+    /// Whole layers: only what flows between them is kept.
+    Full,
+    /// Nothing.
+    None,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum KlLossType {
+    K1,
+    K2,
+    K3,
+    #[value(name = "low_var_kl")]
+    LowVarKl,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum LrDecayStyle {
+    Constant,
+    Linear,
+    Cosine,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -263,85 +396,66 @@ enum UpdateTransport {
 #[derive(Clone, Copy, clap::ValueEnum)]
 enum AdvantageEstimator {
     Grpo,
+    Gspo,
+    Cispo,
+    #[value(name = "reinforce_plus_plus")]
+    ReinforcePlusPlus,
     #[value(name = "reinforce_plus_plus_baseline")]
     ReinforcePlusPlusBaseline,
 }
 
+impl AdvantageEstimator {
+    fn estimator(self) -> Estimator {
+        match self {
+            AdvantageEstimator::Grpo => Estimator::Grpo,
+            AdvantageEstimator::Gspo => Estimator::Gspo,
+            AdvantageEstimator::Cispo => Estimator::Cispo,
+            AdvantageEstimator::ReinforcePlusPlus => Estimator::ReinforcePlusPlus,
+            AdvantageEstimator::ReinforcePlusPlusBaseline => Estimator::ReinforcePlusPlusBaseline,
+        }
+    }
+}
+
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    #[cfg(not(feature = "torch"))]
+    if matches!(args.loss_type, LossType::Policy) && args.learner.is_none() {
+        return Err(crate::cli::absent("a learner", "`--learner COMMAND`, or "));
+    }
     if let Some(dir) = &args.hf_checkpoint {
         paths::check_checkpoint("--hf-checkpoint", dir)?;
     }
     for (name, dir) in [("--save", Some(&args.save)), ("--save-hf", args.save_hf.as_ref())] {
         dir.map_or(Ok(()), |dir| paths::check_place(name, dir))?;
     }
-    for (name, file) in [("--text", &args.sft.text), ("--model-config", &args.sft.model_config)] {
-        file.as_ref().map_or(Ok(()), |file| paths::open(name, file).map(drop))?;
-    }
-    args.sft.load.as_ref().map_or(Ok(()), |dir| paths::check_dir("--load", dir))?;
+    args.learn.ref_load.as_ref().map_or(Ok(()), |dir| paths::check_checkpoint("--ref-load", dir))?;
     match args.loss_type {
-        LossType::Sft => cold_start(args, output),
+        #[cfg(feature = "torch")]
+        LossType::Sft => {
+            let common = sft::Common {
+                hf_checkpoint: args.hf_checkpoint,
+                save: args.save,
+                save_hf: args.save_hf,
+                num_rollout: args.num_rollout,
+                rollout_batch_size: args.rollout.rollout_batch_size,
+                lr: args.lr,
+                dtype: args.dtype.map(DtypeArg::dtype),
+                seed: args.seed,
+                num_threads: args.num_threads,
+                device: args.device,
+            };
+            sft::run(&args.sft, common, output)
+        }
+        #[cfg(not(feature = "torch"))]
+        LossType::Sft => Err(crate::cli::absent("`--loss-type sft_loss`", "")),
         LossType::Policy => reinforce(args, output),
     }
 }
 
-fn cold_start(args: Args, output: Output) -> Result<()> {
-    let options = sft_options(args)?;
-    let bar = progress::bar(options.steps, "sft");
-    let mut losses = Vec::new();
-    let summary = sft(&options, |step, loss| {
-        losses.push(loss);
-        bar.set_position(step);
-        bar.set_message(format!("loss {loss:.3}"));
-    })?;
-    bar.finish();
-    let value = json!({
-        "steps": summary.steps, "loss": summary.loss, "losses": losses, "parameters": summary.parameters,
-        "hf_checkpoint": options.save_hf.display().to_string(), "seed": options.seed,
-    });
-    output.print(&value, |_| {
-        let place = options.save_hf.display();
-        format!(
-            "sft: {} parameters, {} steps, loss {:.3}, seed {}: {place}",
-            summary.parameters, summary.steps, summary.loss, options.seed
-        )
-    })
-}
-
-/// Sequences of text in one step, unless told.
-const TEXT_BATCH_SIZE: u64 = 16;
-
-fn sft_options(args: Args) -> Result<SftOptions> {
-    let recipe = Recipe::default();
-    let (task, config, batch_size) = match &args.sft.text {
-        Some(path) => (SftTask::Text(Text::open(path)?), text::config(), TEXT_BATCH_SIZE),
-        None => (SftTask::Arithmetic, recipe.config, recipe.sft_batch_size),
-    };
-    let until_solved = args.num_rollout.is_none() && task == SftTask::Arithmetic;
-    Ok(SftOptions {
-        task,
-        config: args.sft.model_config.as_deref().map_or(Ok(config), Config::read)?,
-        hf_checkpoint: args.hf_checkpoint,
-        load: args.sft.load.as_deref().map(checkpoint::dir),
-        save: Some(checkpoint::dir(&args.save)),
-        save_hf: args.save_hf.unwrap_or_else(|| args.save.join("hf")),
-        published: match args.sft.dtype {
-            SaveDtype::Bfloat16 => Kind::BFloat16,
-            SaveDtype::Float32 => Kind::Float,
-        },
-        steps: args.num_rollout.unwrap_or(recipe.sft_steps),
-        stop_loss: until_solved.then_some(recipe.sft_stop_loss),
-        batch_size: args.rollout.rollout_batch_size.unwrap_or(batch_size),
-        lr: args.lr.unwrap_or(recipe.sft_lr),
-        seed: args.seed,
-        num_threads: args.num_threads,
-        device: args.device,
-    })
-}
-
 fn reinforce(args: Args, output: Output) -> Result<()> {
     let (save, notify) = (args.save.clone(), args.update.notify.clone());
+    let learner = learner(&args);
     let options = train_options(args)?;
-    let outcome = train(&options, observer(options.num_rollout, notify))?;
+    let outcome = train(&options, learner(&options), observer(options.num_rollout, notify))?;
     let summary = Summary::of(&outcome.steps, outcome.eval_start);
     let page = report::write(&save, &outcome.steps, &summary)?;
     output.print(&summary, Summary::table)?;
@@ -349,6 +463,23 @@ fn reinforce(args: Args, output: Output) -> Result<()> {
         line_out(&format!("report: {}", page.display()))?;
     }
     Ok(())
+}
+
+/// The learner that was asked for, which `train` loads.
+fn learner(args: &Args) -> impl FnOnce(&TrainOptions) -> Box<dyn Learner> + use<> {
+    let (command, deadline) = (args.learner.clone(), Duration::from_secs(args.learner_deadline));
+    #[cfg(feature = "torch")]
+    let (num_threads, device) = (args.num_threads, args.device.clone());
+    move |options| {
+        let (learn, temperature) = (options.learn.clone(), options.sampling.temperature);
+        #[cfg(feature = "torch")]
+        if command.is_none() {
+            return Box::new(TorchLearner::new(TorchOptions { learn, temperature, num_threads, device }));
+        }
+        // Without libtorch, `run` has asked for it.
+        let command = command.unwrap_or_default();
+        Box::new(Child::new(ChildOptions { command, deadline, learn, temperature, seed: options.seed }))
+    }
 }
 
 fn train_options(args: Args) -> Result<TrainOptions> {
@@ -374,7 +505,16 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     {
         check_object_store(url)?;
     }
+    let store = store.unwrap_or_else(|| "memory:".to_owned());
     let (sign_key, trust_keys) = update.sign.read()?;
+    if args.learner.is_some() && update.check_weight_update_equal {
+        return Err(Error::Usage {
+            what: "--check-weight-update-equal".to_owned(),
+            expected: "no --learner: its bytes are not here; followers compare what is live anyway"
+                .to_owned(),
+            found: "both".to_owned(),
+        });
+    }
     let hf_checkpoint = args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?;
     let chosen = args.task.choose(&hf_checkpoint, args.seed)?;
     let defaults = &chosen.defaults;
@@ -392,9 +532,10 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         ..SamplingParams::default()
     };
     let eval = args.task.evaluation(&chosen, &hf_checkpoint, rollout.n_eval_prompts, &sampling)?;
+    let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
     Ok(TrainOptions {
         hf_checkpoint,
-        num_rollout: args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?,
+        num_rollout,
         rollout_batch_size,
         n_samples_per_prompt: rollout.n_samples_per_prompt.unwrap_or(defaults.n_samples_per_prompt),
         rollout_max_context_len: chosen.context_len,
@@ -403,7 +544,8 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         save: args.save,
         save_hf: args.save_hf,
         // Debugging leaves it alone.
-        store: store::open(store.as_deref().unwrap_or("memory:"))?,
+        store: store::open(&store)?,
+        store_url: store,
         run: update.run,
         sign_key,
         trust_keys,
@@ -422,26 +564,11 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         eval_interval: rollout.eval_interval,
         save_interval: update.save_interval.unwrap_or(defaults.save_interval),
         keep_checkpoints: 2,
-        learn: LearnOptions {
-            lr: args.lr.unwrap_or(defaults.lr),
-            weight_decay: learn.weight_decay,
-            adam_beta1: learn.adam_beta1,
-            adam_beta2: learn.adam_beta2,
-            clip_grad: learn.clip_grad,
-            eps_clip: learn.eps_clip,
-            eps_clip_high: learn.eps_clip_high.unwrap_or(learn.eps_clip),
-            entropy_coef: learn.entropy_coef,
-            advantage_estimator: match learn.advantage_estimator {
-                AdvantageEstimator::Grpo => Estimator::Grpo,
-                AdvantageEstimator::ReinforcePlusPlusBaseline => Estimator::ReinforcePlusPlusBaseline,
-            },
-            grpo_std_normalization: !learn.disable_grpo_std_normalization,
-            max_tokens_per_gpu: learn.max_tokens_per_gpu,
-        },
+        rollout_log_bytes_max: rollout.rollout_log_gib_max.saturating_mul(1 << 30),
+        max_skipped_steps: learn.max_skipped_steps,
+        learn: learn.options(args.lr.unwrap_or(defaults.lr), args.dtype, num_rollout),
         task: chosen.task,
         seed: args.seed,
-        num_threads: args.num_threads,
-        device: args.device,
         update_deadline: Duration::from_secs(update.update_deadline),
         generate_deadline: Duration::from_secs(rollout.generate_deadline),
     })
@@ -469,6 +596,16 @@ fn show(bar: &ProgressBar, event: &Event<'_>) {
         Event::Waiting { what } => bar.set_message(format!("waiting for {what}")),
         Event::Generating { rollout, done, total } => {
             bar.set_message(format!("rollout {rollout}: {done} of {total} samples"));
+        }
+        Event::Changed { name, then, now } => {
+            line(bar, &format!("rl: goes on with {name} {now}; it was {then} up to the last checkpoint"));
+        }
+        Event::Skipped { rollout, what } => {
+            line(bar, &format!("rl: step {rollout} is left out: {what}"));
+        }
+        Event::LearnerLost { error } => {
+            line(bar, &format!("rl: {error}"));
+            line(bar, "rl: the learner is started again, from its last checkpoint");
         }
         Event::Evaluated { step, eval } => {
             if eval.problems > 0 {

@@ -26,8 +26,8 @@ pub(crate) enum Transport {
     /// Each engine loads the checkpoint directory.
     #[default]
     Disk,
-    /// Each engine loads the checkpoint directory, whose objects come over UCX from a --relay ucx://…; refuses to start without
-    /// libucp. What the relay does not give comes from the store.
+    /// Each engine loads the checkpoint directory, whose objects come over UCX from a --relay ucx://…;
+    /// refuses to start without libucp. What the relay does not give comes from the store.
     Ucx,
     /// As `disk`, and --store must be an object store: s3://…, gs://… or az://….
     Object,
@@ -49,8 +49,9 @@ pub(crate) struct TransportArgs {
     /// Number of the GPU to send from; NCCL refuses one that an engine uses.
     #[arg(long, value_name = "NUMBER", default_value_t = 0)]
     nccl_device: usize,
-    /// The engines are on a GPU of this process, which they load from by CUDA IPC: same host, same user, same /dev/shm. Those with
-    /// --enable-memory-saver give their key-value cache back meanwhile, and abort what they run. Not with another transport.
+    /// The engines are on a GPU of this process, which they load from by CUDA IPC: same host, same user, same
+    /// /dev/shm. Those with --enable-memory-saver give their key-value cache back meanwhile, and abort what
+    /// they run. Not with another transport.
     #[arg(long, requires = "engine", conflicts_with_all = ["update_weight_transport", "engine_checkpoint_dir"])]
     pub(crate) colocate: bool,
     /// Number of that GPU, of those that this process sees; an engine that does not see it ends.
@@ -179,8 +180,8 @@ pub(crate) fn with_ucx_settings() -> Result<()> {
     with_settings(&[(true, &UCX_SETTINGS)])
 }
 
-/// Starts this program again with the settings that are wanted, unless they are made: a process must not change its environment once it
-/// has threads.
+/// Starts this program again with the settings that are wanted, unless they are made: a process must not
+/// change its environment once it has threads.
 fn with_settings(settings: &[(bool, &[(&str, &str)])]) -> Result<()> {
     use std::os::unix::process::CommandExt as _;
     let wanted = settings.iter().filter(|(wanted, _)| *wanted).flat_map(|(_, settings)| *settings);

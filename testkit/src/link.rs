@@ -1,7 +1,7 @@
 //! A network link in user space: a TCP proxy with the rate, the delay and the failures that it is given.
 //!
-//! One wire a direction is shared by all connections, as a line between two places is. There is no loss and no congestion
-//! control beside the host's own: a connection may use the whole rate from its first byte.
+//! One wire a direction is shared by all connections, as a line between two places is. There is no loss and
+//! no congestion control beside the host's own: a connection may use the whole rate from its first byte.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -124,7 +124,8 @@ impl Link {
         state.disturb();
     }
 
-    /// Ends every connection, what is on its way included, and every new one at once, until the link is [healed](Link::heal).
+    /// Ends every connection, what is on its way included, and every new one at once, until the link is
+    /// [healed](Link::heal).
     pub fn partition(&self) {
         let mut state = self.wire.lock();
         state.partitioned = true;
@@ -140,8 +141,8 @@ impl Link {
         self.wire.changed.notify_all();
     }
 
-    /// Waits until what was begun last was met so many times (bytes held by a stall, a connection ended at once by a partition, a cut
-    /// made), or the link is [healed](Link::heal).
+    /// Waits until what was begun last was met so many times (bytes held by a stall, a connection ended at
+    /// once by a partition, a cut made), or the link is [healed](Link::heal).
     ///
     /// # Panics
     /// If neither happens within two minutes.
@@ -154,7 +155,8 @@ impl Link {
         assert!(!timeout.timed_out(), "the link to {} was met {met} times, not {times}", self.wire.target);
     }
 
-    /// Lets `bytes` more go down, over all connections, then ends the connection that carries the next one: once.
+    /// Lets `bytes` more go down, over all connections, then ends the connection that carries the next one:
+    /// once.
     pub fn cut_after(&self, bytes: u64) {
         let mut state = self.wire.lock();
         state.cut = Some(bytes);
@@ -297,8 +299,8 @@ impl Wire {
         let _ = to.shutdown(Shutdown::Write);
     }
 
-    /// Waits out a stall and shortens the chunk where the connection is to be cut; whether it stayed whole, or `None` if
-    /// the connection has ended.
+    /// Waits out a stall and shortens the chunk where the connection is to be cut; whether it stayed whole,
+    /// or `None` if the connection has ended.
     fn admit(&self, way: Way, id: u64, chunk: &mut Vec<u8>) -> Option<bool> {
         let mut state = self.lock();
         if state.stalled {

@@ -1,4 +1,5 @@
-//! A small S3 server in this process that errs on command: bucket `bucket`, everything in memory, nothing authenticated.
+//! A small S3 server in this process that errs on command: bucket `bucket`, everything in memory, nothing
+//! authenticated.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;

@@ -114,8 +114,10 @@ fn a_service_that_is_asked_to_end_has_done_what_it_is_for() {
     ];
     for (name, args) in services {
         for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
-            let mut command = driftless();
-            command.arg(name).arg("--store").arg(run.path("store")).args(args).env("RUST_LOG", "debug");
+            // Whoever runs the tests may have them ignore SIGHUP, which a service then does as well.
+            let mut command = std::process::Command::new("env");
+            command.arg("--default-signal=HUP").arg(driftless().get_program()).arg(name).arg("--store");
+            command.arg(run.path("store")).args(args).env("RUST_LOG", "debug");
             let mut process = Process::start(name, run.dir.path(), &mut command);
             let id = Pid::from_raw(process.id() as i32).expect("a process");
             // It has handlers once there is a thread for them.
@@ -144,8 +146,8 @@ fn hangup_under_nohup_does_not_end_a_service() {
     assert!(!process.output().contains("SIGHUP came"), "{}", process.output());
 }
 
-/// An engine that somebody left paused and fenced. It answers one look, and nothing in the activation that follows; it tells when that
-/// asks.
+/// An engine that somebody left paused and fenced. It answers one look, and nothing in the activation that
+/// follows; it tells when that asks.
 fn fenced_engine() -> (String, Receiver<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let url = format!("http://{}", listener.local_addr().expect("an address"));

@@ -1,4 +1,5 @@
-//! The command as a script uses it: publish, follow, delta, inspect, with `--json` and exit codes. No engine, no libtorch.
+//! The command as a script uses it: publish, follow, delta, inspect, with `--json` and exit codes. No engine,
+//! no libtorch.
 
 #![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
 

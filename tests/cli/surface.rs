@@ -1,4 +1,5 @@
-//! Every command with nonsense in every option that takes a value: exit codes of the list, no panic, no secret, an end.
+//! Every command with nonsense in every option that takes a value: exit codes of the list, no panic, no
+//! secret, an end.
 
 use crate::Run;
 use crate::common::{code, driftless, run};
@@ -11,7 +12,8 @@ use std::process::Command;
 /// The exit codes of `driftless --help` that a command can end with by itself.
 const CODES: [i32; 5] = [0, 1, 2, 3, 4];
 
-/// A command line that does its work quickly, or fails quickly where the work needs something that is not there.
+/// A command line that does its work quickly, or fails quickly where the work needs something that is not
+/// there.
 struct Sound {
     command: &'static [&'static str],
     args: Vec<OsString>,

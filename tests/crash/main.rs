@@ -1,6 +1,6 @@
-//! kill -9 of the trainer, the follower and the engine at named protocol points. The same command is started again,
-//! and the run has to end as if nothing had happened: every step once, every acknowledged record in the log, the fleet on
-//! the newest version, all digests equal.
+//! kill -9 of the trainer, the follower and the engine at named protocol points. The same command is started
+//! again, and the run has to end as if nothing had happened: every step once, every acknowledged record in
+//! the log, the fleet on the newest version, all digests equal.
 
 #![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
 
@@ -22,8 +22,8 @@ use std::path::Path;
 
 use stage::{GROUPS, Role, SAMPLES, STEPS, Stage, cold_start};
 
-/// Who is killed, where, and at which passage of that point. The trainer's baseline and the follower's checkpoint are
-/// the same kind of replica, so both pass the points of an apply.
+/// Who is killed, where, and at which passage of that point. The trainer's baseline and the follower's
+/// checkpoint are the same kind of replica, so both pass the points of an apply.
 const KILLS: &[(Role, &str, u32)] = &[
     (Role::Trainer, "publish.encode", 2),
     (Role::Trainer, "publish.upload", 1),

@@ -1,5 +1,6 @@
-//! kill -9 of publishers, followers and relays, as the processes they are: at named points and at random moments. Nobody repairs
-//! anything; the same command is started again, and host and engine end on the newest version, bit for bit.
+//! kill -9 of publishers, followers and relays, as the processes they are: at named points and at random
+//! moments. Nobody repairs anything; the same command is started again, and host and engine end on the newest
+//! version, bit for bit.
 //!
 //! 100 kills; `DRIFTLESS_LONG=1` makes it 1,000. What is random comes from seeds, which are printed.
 
@@ -201,7 +202,8 @@ impl Stage {
         Relay::start(&self.path("store"), &self.path("cache"), kill_at)
     }
 
-    /// Lets all work at once and kills the follower, and mostly the publisher and the relay, some time during it; how many were killed.
+    /// Lets all work at once and kills the follower, and mostly the publisher and the relay, some time during
+    /// it; how many were killed.
     fn kill_randomly(&mut self, random: &mut Random) -> u64 {
         let had = self.on_host();
         let relay = self.relay(None);
@@ -249,7 +251,8 @@ impl Stage {
         }
     }
 
-    /// An engine that starts before the follower does gets a version whole, or nothing: without its config no engine loads a directory.
+    /// An engine that starts before the follower does gets a version whole, or nothing: without its config no
+    /// engine loads a directory.
     fn check_what_loads(&self) {
         if self.path("host/config.json").exists() {
             let found = Checkpoint::open(self.path("host")).expect("a checkpoint");

@@ -32,7 +32,8 @@ pub(crate) struct Contents {
     files: Vec<AuxFile>,
 }
 
-/// What the checkpoint of a step holds: the same start for all, and a twentieth of the elements moved by each step's own choice.
+/// What the checkpoint of a step holds: the same start for all, and a twentieth of the elements moved by each
+/// step's own choice.
 pub(crate) fn contents(step: u64) -> Contents {
     let layer = |name: &str| format!("model.layers.0.{name}.weight");
     let mut shapes = vec![

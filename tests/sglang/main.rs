@@ -1,6 +1,6 @@
-//! The loop against an unmodified SGLang server: our trainer saves the model, SGLang serves it, a follower beside it
-//! moves it from version to version, and after every step the server's own checksums have to be those of the
-//! trainer's bytes.
+//! The loop against an unmodified SGLang server: our trainer saves the model, SGLang serves it, a follower
+//! beside it moves it from version to version, and after every step the server's own checksums have to be
+//! those of the trainer's bytes.
 //!
 //! `cargo xtask test sglang` installs SGLang and passes its interpreter in DRIFTLESS_SGLANG_PYTHON.
 

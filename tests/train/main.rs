@@ -1,4 +1,5 @@
-//! The loop's modes: one step off, the two debugging modes, a longer run after a finished one, and what it refuses.
+//! The loop's modes: one step off, the two debugging modes, a longer run after a finished one, and what it
+//! refuses.
 
 #![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
 
@@ -57,8 +58,8 @@ fn a_finished_run_goes_on_when_more_steps_are_asked_for() {
     assert_eq!(second[STEPS as usize]["publication"]["version"], STEPS + 1);
 }
 
-/// Waits for the end of a trainer whose follower finds nothing by itself. A follower is told once, with 2 s for its answer, which a busy
-/// machine may not give it: a failure says whether it was that.
+/// Waits for the end of a trainer whose follower finds nothing by itself. A follower is told once, with 2 s
+/// for its answer, which a busy machine may not give it: a failure says whether it was that.
 fn told(mut trainer: Process, follower: &Process) {
     let begun = Instant::now();
     let ended = loop {

@@ -1,6 +1,7 @@
 //! The crate's one error type.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::data::Place;
 
@@ -112,6 +113,127 @@ pub enum Error {
         /// Why the last was left out.
         last: String,
     },
+    /// A publication or a store answered with an error.
+    #[error(transparent)]
+    Transport(#[from] driftless_transport::Error),
+    /// The state directory belongs to another run.
+    #[error(
+        "the state in {path} is of run `{found}`, not `{expected}`; give each run a directory of its own"
+    )]
+    OtherRun {
+        /// The state directory.
+        path: PathBuf,
+        /// The run asked for.
+        expected: String,
+        /// The run it belongs to.
+        found: String,
+    },
+    /// The training checkpoint was made with another setting, with which one run does not go on.
+    #[error(
+        "the run in {path} has {what} {found}, not {expected}; go on with that, or begin with another --save"
+    )]
+    Resume {
+        /// The state directory.
+        path: PathBuf,
+        /// The setting.
+        what: &'static str,
+        /// What was asked for.
+        expected: String,
+        /// What the run has.
+        found: String,
+    },
+    /// A rollout that is to be learned from is not whole in the log.
+    #[error(
+        "rollout {rollout} has {found} complete groups in the log, expected {expected}; generate it first, or train with the batch and group sizes it was generated with"
+    )]
+    IncompleteRollout {
+        /// The rollout.
+        rollout: u64,
+        /// Groups that it should have.
+        expected: u64,
+        /// Groups with enough samples.
+        found: u64,
+    },
+    /// The engine's checksums say nothing about the weights here, so that an equality that was asked for
+    /// cannot be checked.
+    #[error(
+        "the checksums of engine {engine} cannot be compared: {reason}; leave out --check-weight-update-equal"
+    )]
+    NotComparable {
+        /// URL of the engine.
+        engine: String,
+        /// Why not.
+        reason: String,
+    },
+    /// A learner in this process answered with an error.
+    #[error("the learner, {learner}")]
+    Learner {
+        /// What it is.
+        learner: String,
+        /// Its error.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A loss, a gradient or a weight became NaN or infinite; the weights before the step are kept.
+    #[error(
+        "the learner, {learner}: {what} at rollout {rollout}, and {row} steps in a row were not finite; lower the learning rate, look at the rewards, or raise --max-skipped-steps"
+    )]
+    NotFinite {
+        /// What it is.
+        learner: String,
+        /// The quantity and its value.
+        what: String,
+        /// The rollout that was learned from.
+        rollout: u64,
+        /// Such steps, one after another.
+        row: u64,
+    },
+    /// A learner's process has ended, or did not answer in time. Loaded again, it goes on from its last
+    /// checkpoint.
+    #[error(
+        "learner {learner}: {call}: expected an answer, found {found}; what it wrote is above, and --learner-deadline says how long it may take"
+    )]
+    LearnerLost {
+        /// Its name or command, with its process.
+        learner: String,
+        /// What it was asked for.
+        call: &'static str,
+        /// What came.
+        found: String,
+    },
+    /// A learner's process says that it cannot do what it was asked for.
+    #[error("learner {learner}: {call}: it says: {reason}")]
+    LearnerRefused {
+        /// Its name or command, with its process.
+        learner: String,
+        /// What it was asked for.
+        call: &'static str,
+        /// Its words.
+        reason: String,
+    },
+    /// A learner's process answers with something that is no answer.
+    #[error("learner {learner}: {call}: expected {expected}, found {found}; see docs/wire/learner.md")]
+    LearnerReply {
+        /// Its name or command, with its process.
+        learner: String,
+        /// What it was asked for.
+        call: &'static str,
+        /// What the answer has to be.
+        expected: &'static str,
+        /// What came.
+        found: String,
+    },
+    /// A learner of an earlier loop has not ended.
+    #[error(
+        "a learner of an earlier loop, process {holder}, still holds {path} after {} s; end it, then start again", waited.as_secs_f64()
+    )]
+    LearnerStillRuns {
+        /// The lock.
+        path: PathBuf,
+        /// Its process.
+        holder: String,
+        /// How long it was waited for.
+        waited: Duration,
+    },
     /// The rollout log answered with an error.
     #[error(transparent)]
     Buffer(#[from] driftless_buffer::Error),
@@ -133,6 +255,14 @@ pub enum Error {
         /// What to do about it.
         todo: &'static str,
     },
+}
+
+impl Error {
+    /// Whether a learner has to be loaded again, from its last checkpoint, before it is asked anything else.
+    #[must_use]
+    pub fn is_learner_lost(&self) -> bool {
+        matches!(self, Error::LearnerLost { .. })
+    }
 }
 
 /// `Result` with this crate's [`Error`].

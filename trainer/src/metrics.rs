@@ -25,10 +25,31 @@ pub struct StepMetrics {
     /// Groups that the filter left out.
     #[serde(default)]
     pub groups_filtered: u64,
+    /// Whether the step was left out because it was not finite.
+    #[serde(default)]
+    pub skipped: bool,
     /// Policy loss.
     pub loss: f64,
     /// Gradient norm before clipping.
     pub grad_norm: f64,
+    /// Learning rate of the step.
+    #[serde(default)]
+    pub lr: f64,
+    /// Share of the trained tokens whose probability ratio was clipped.
+    #[serde(default)]
+    pub pg_clipfrac: f64,
+    /// Mean over trained tokens of old − new log-prob: estimate k1 of KL(policy that sampled ‖ policy).
+    #[serde(default)]
+    pub ppo_kl: f64,
+    /// Estimate k3 of the same: what engines and trainer differ by, together with what was learned since.
+    #[serde(default)]
+    pub mismatch_k3: f64,
+    /// Mean estimate of KL(policy ‖ reference), with `--use-kl-loss`.
+    #[serde(default)]
+    pub kl_loss: f64,
+    /// Share of the trained tokens whose importance weight was cut, with `--use-tis`.
+    #[serde(default)]
+    pub tis_clipfrac: f64,
     /// Mean entropy of the policy at the trained tokens, in nats.
     pub entropy: f64,
     /// Mean absolute difference between the trainer's and the engines' log-probs of the same tokens.
@@ -68,6 +89,9 @@ pub struct PublicationMetrics {
     pub pause_ms: f64,
     /// From commit until every engine served the version.
     pub convergence_ms: f64,
+    /// Engines that the loop went on without: they did not answer, or were too slow.
+    #[serde(default)]
+    pub engines_behind: u64,
     /// Engines whose checksums were compared with those of the trainer's bytes, and equal.
     pub engines_checked: u64,
 }
@@ -95,8 +119,11 @@ pub struct SetMetrics {
     pub samples: u64,
     /// Mean reward.
     pub reward: f64,
-    /// Share of the prompts of which a sample has a reward of 1 or more.
+    /// Share of the prompts of which a sample has a reward of 1 or more: pass@k, with k samples of each.
     pub pass: f64,
+    /// Share of the samples that have a reward of 1 or more: pass@1.
+    #[serde(default)]
+    pub pass_1: f64,
     /// Mean number of response tokens.
     pub response_length: f64,
     /// Share of the samples that were cut off at the token limit.

@@ -1,7 +1,8 @@
-//! Which rollout is generated while which is trained on: the whole scheduling policy, as a function over numbers.
+//! Which rollout is generated while which is trained on: the whole scheduling policy, as a function over
+//! numbers.
 //!
-//! Rollout `r` is the batch of samples that optimiser step `r` learns from. *Step weights* `s` are the weights after `s`
-//! optimiser steps; a run starts with step weights 0.
+//! Rollout `r` is the batch of samples that optimiser step `r` learns from. *Step weights* `s` are the
+//! weights after `s` optimiser steps; a run starts with step weights 0.
 
 /// How generation and training overlap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,8 +31,8 @@ impl Schedule {
         }
     }
 
-    /// The largest number of steps between the weights that generated a token and those that learn from it, when every
-    /// `interval`-th step is published.
+    /// The largest number of steps between the weights that generated a token and those that learn from it,
+    /// when every `interval`-th step is published.
     pub fn staleness_max(&self, interval: u64) -> u64 {
         let ahead = match self.mode {
             Mode::Synchronous => 0,

@@ -48,7 +48,8 @@ const CHATS: [(&str, Option<&str>, Option<&str>); 5] = [
     (r#"[{"role":"assistant","content":"first"},{"role":"assistant","content":"again"}]"#, None, None),
 ];
 
-/// These, and the templates of the directory that DRIFTLESS_CHAT_TEMPLATES names: those of models are not ours to distribute.
+/// These, and the templates of the directory that DRIFTLESS_CHAT_TEMPLATES names: those of models are not
+/// ours to distribute.
 fn templates() -> Vec<(String, String)> {
     let mut templates: Vec<_> =
         TEMPLATES.iter().map(|(name, source)| ((*name).to_owned(), (*source).to_owned())).collect();

@@ -1,4 +1,5 @@
-//! Commands that score: what they are given, and that each way of failing is a typed error that names the sample.
+//! Commands that score: what they are given, and that each way of failing is a typed error that names the
+//! sample.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -1,4 +1,5 @@
-//! Rollouts without an engine: which prompts are taken, what becomes of groups that fail, and what a crash leaves.
+//! Rollouts without an engine: which prompts are taken, what becomes of groups that fail, and what a crash
+//! leaves.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -152,14 +153,7 @@ async fn a_rollout_that_is_interrupted_anywhere_takes_no_prompt_twice_and_loses_
 #[tokio::test(flavor = "multi_thread")]
 async fn a_group_complete_but_not_marked_done_is_counted_once() {
     let dir = tempfile::tempdir().unwrap();
-    let echo = Echo { stuck_from: Some(0), ..Echo::default() };
-    let first = rollouts(dir.path(), task(dir.path(), &["a"; 6], 0), echo);
-    let run = tokio::spawn(first.clone().generate(0, None));
-    while first.log.reader().next_prompt() < GROUPS {
-        tokio::task::yield_now().await;
-    }
-    run.abort();
-    assert!(run.await.unwrap_err().is_cancelled());
+    let first = interrupted(dir.path()).await;
     // What a crash leaves between the last sample of group 0 and the record that its prompt is done.
     let tokens = [first.task.prompt(0).unwrap().tokens, vec![1]].concat();
     let sample = |sample_id: u64| Sample {
@@ -179,6 +173,19 @@ async fn a_group_complete_but_not_marked_done_is_counted_once() {
     assert!(second.log.reader().prompts(PromptState::InFlight).is_empty());
 }
 
+/// A rollout that ended after its prompts were taken, and before the first answer.
+async fn interrupted(dir: &Path) -> Arc<Rollouts> {
+    let echo = Echo { stuck_from: Some(0), ..Echo::default() };
+    let first = rollouts(dir, task(dir, &["a"; 6], 0), echo);
+    let run = tokio::spawn(first.clone().generate(0, None));
+    while first.log.reader().next_prompt() < GROUPS {
+        tokio::task::yield_now().await;
+    }
+    run.abort();
+    assert!(run.await.unwrap_err().is_cancelled());
+    first
+}
+
 /// Closes the log, once the tasks that were aborted let go of it.
 async fn close(rollouts: Arc<Rollouts>) {
     while Arc::strong_count(&rollouts) > 1 {
@@ -196,14 +203,7 @@ fn settled(rollouts: &Rollouts, stuck_from: u64) -> bool {
 #[tokio::test(flavor = "multi_thread")]
 async fn prompts_that_changed_while_they_were_in_flight_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let echo = Echo { stuck_from: Some(0), ..Echo::default() };
-    let first = rollouts(dir.path(), task(dir.path(), &["a"; 6], 0), echo);
-    let run = tokio::spawn(first.clone().generate(0, None));
-    while first.log.reader().next_prompt() < GROUPS {
-        tokio::task::yield_now().await;
-    }
-    run.abort();
-    assert!(run.await.unwrap_err().is_cancelled());
+    let first = interrupted(dir.path()).await;
     close(first).await;
     let second = rollouts(dir.path(), task(dir.path(), &["a"; 6], 5), Echo::default());
     let words = second.generate(0, None).await.unwrap_err().to_string();

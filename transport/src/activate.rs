@@ -48,7 +48,8 @@ pub struct Target<'a> {
     pub label: &'a str,
     /// The version's manifest.
     pub manifest: &'a Manifest,
-    /// How long the activation may go on. A driver that meets it leaves the engine in an honest state, which takes some seconds more.
+    /// How long the activation may go on. A driver that meets it leaves the engine in an honest state, which
+    /// takes some seconds more.
     pub limit: &'a Limit,
 }
 
@@ -61,8 +62,9 @@ pub struct Activated {
 
 /// One inference engine, as a follower drives it: blocking calls from a thread of its own.
 ///
-/// A call should end within a deadline of its own, an activation within its limit. The follower stops waiting some time after it and
-/// records a failure, but it does not overwrite the checkpoint before the call has returned.
+/// A call should end within a deadline of its own, an activation within its limit. The follower stops waiting
+/// some time after it and records a failure, but it does not overwrite the checkpoint before the call has
+/// returned.
 pub trait Activate: Send {
     /// How the engine is named in status, acknowledgements and errors: its URL.
     fn name(&self) -> String;
@@ -79,7 +81,8 @@ pub trait Activate: Send {
     ///
     /// # Errors
     ///
-    /// Whatever went wrong. The engine may then serve anything or nothing; it is asked again and activated again.
+    /// Whatever went wrong. The engine may then serve anything or nothing; it is asked again and activated
+    /// again.
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError>;
 
     /// Whether the engine was paused when the last of these calls ended, whoever paused it.

@@ -7,11 +7,13 @@ use crate::ids::Version;
 use crate::manifest::{Base, Kind};
 use crate::run::{Committed, Run};
 
-/// The publications that lead to a version, oldest first, each one's base checked against the one in front of it.
+/// The publications that lead to a version, oldest first, each one's base checked against the one in front of
+/// it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Chain {
-    /// If true, the first link is to be taken in full, without the base: it is an anchor, or a reference to a directory.
+    /// If true, the first link is to be taken in full, without the base: it is an anchor, or a reference to a
+    /// directory.
     pub restart: bool,
     /// The links; none if the reader is there already.
     pub links: Vec<Committed>,
@@ -20,14 +22,14 @@ pub struct Chain {
 impl Run {
     /// What leads a reader that has `from` (or nothing) to version `to`.
     ///
-    /// Prefers the deltas behind `from`; starts over at an anchor where there is no other way (links were collected), or
-    /// where that moves fewer bytes. A reader that has nothing starts at the newest anchor up to `to`, or at version 0's
-    /// reference.
+    /// Prefers the deltas behind `from`; starts over at an anchor where there is no other way (links were
+    /// collected), or where that moves fewer bytes. A reader that has nothing starts at the newest anchor up
+    /// to `to`, or at version 0's reference.
     ///
     /// # Errors
-    /// [`Error::Rewind`] if `from` is newer than `to`; [`Error::BrokenChain`] if a manifest is not the one that the next
-    /// version builds on, `from` included; [`Error::Collected`] if a link was collected and no anchor stands between it
-    /// and `to`; the errors of [`Run::get`].
+    /// [`Error::Rewind`] if `from` is newer than `to`; [`Error::BrokenChain`] if a manifest is not the one
+    /// that the next version builds on, `from` included; [`Error::Collected`] if a link was collected and no
+    /// anchor stands between it and `to`; the errors of [`Run::get`].
     pub fn chain(&self, model: &str, from: Option<Base>, to: Version) -> Result<Chain> {
         self.chain_with(model, from, to, None)
     }
@@ -45,8 +47,8 @@ impl Run {
         {
             return self.nothing_to_do(model, have, to);
         }
-        // Newest first. `cost` is what the deltas read so far weigh; `anchor`, how many links to keep to start over at
-        // the newest anchor, and what that weighs.
+        // Newest first. `cost` is what the deltas read so far weigh; `anchor`, how many links to keep to
+        // start over at the newest anchor, and what that weighs.
         let mut links: Vec<Committed> = Vec::new();
         let mut cost = 0u64;
         let mut anchor: Option<(usize, u64)> = None;

@@ -81,7 +81,8 @@ impl Http {
         }
     }
 
-    /// Reads `url`, of which at most `bytes_max` bytes are taken, and `arrived` told; `range` is the header's value.
+    /// Reads `url`, of which at most `bytes_max` bytes are taken, and `arrived` told; `range` is the header's
+    /// value.
     ///
     /// # Errors
     /// A text for people: no answer within `deadline`, a broken connection, or more bytes than that.
@@ -163,8 +164,8 @@ pub fn parse_url(what: &'static str, text: &str) -> Result<Url> {
     })
 }
 
-/// Tells followers, all at once, that there is a version: `POST <url>/notify`. Returns what kept those from hearing it that
-/// did not; they find it with their next look.
+/// Tells followers, all at once, that there is a version: `POST <url>/notify`. Returns what kept those from
+/// hearing it that did not; they find it with their next look.
 ///
 /// # Errors
 /// [`Error::BadText`] for something that is no URL, before anybody is told.

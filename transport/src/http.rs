@@ -28,8 +28,8 @@ const BODY_BYTES_MAX: usize = 4096;
 /// Prepares and activates at once; all but one are told that the follower is busy.
 const REQUESTS_MAX: usize = 8;
 
-/// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `POST /notify`, `GET /status`,
-/// `GET /metrics`, `GET /health`.
+/// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `POST /notify`,
+/// `GET /status`, `GET /metrics`, `GET /health`.
 ///
 /// With a `token`, every request but `GET /health` needs `Authorization: Bearer <token>`.
 ///

@@ -15,6 +15,7 @@ mod ids;
 pub mod listen;
 pub mod manifest;
 mod pool;
+pub mod prepared;
 mod publish;
 mod replica;
 mod run;

@@ -42,13 +42,16 @@ const TELL: Duration = Duration::from_secs(60);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Connections at the same time; 256 by default. There are fewer where the process may open few files, see `files_kept`.
+    /// Connections at the same time; 256 by default. There are fewer where the process may open few files,
+    /// see `files_kept`.
     pub connections: usize,
-    /// Descriptors that are left to the rest of the process, 768 by default; three quarters of all where that is less.
+    /// Descriptors that are left to the rest of the process, 768 by default; three quarters of all where that
+    /// is less.
     pub files_kept: u64,
     /// How long a connection may last before one of its requests is authorised; 10 s by default.
     pub authorise: Duration,
-    /// How long an authorised connection may be silent between requests, or take no byte of an answer; 150 s by default.
+    /// How long an authorised connection may be silent between requests, or take no byte of an answer; 150 s
+    /// by default.
     pub idle: Duration,
 }
 
@@ -128,8 +131,9 @@ impl Drop for Working<'_> {
     }
 }
 
-/// Accepts connections for ever, within `limits`, and runs `serve` for each in a task of its own. A task that does not
-/// [grant](Admission::grant) its admission is ended when its place is needed; its own deadline it has to keep itself.
+/// Accepts connections for ever, within `limits`, and runs `serve` for each in a task of its own. A task that
+/// does not [grant](Admission::grant) its admission is ended when its place is needed; its own deadline it
+/// has to keep itself.
 pub async fn accept<F>(listener: TcpListener, limits: Limits, serve: impl Fn(TcpStream, Admission) -> F)
 where
     F: Future<Output = ()> + Send + 'static,
@@ -173,8 +177,8 @@ where
     }
 }
 
-/// Serves `router` over HTTP/1 for ever. What has to be authorised passes through [`admit`]; a connection whose request does not is
-/// closed with the answer.
+/// Serves `router` over HTTP/1 for ever. What has to be authorised passes through [`admit`]; a connection
+/// whose request does not is closed with the answer.
 pub async fn serve_http(listener: TcpListener, limits: Limits, router: Router) {
     let router = TowerToHyperService::new(router);
     let mut http = http1::Builder::new();
@@ -212,8 +216,8 @@ pub async fn serve_http(listener: TcpListener, limits: Limits, router: Router) {
     .await;
 }
 
-/// Carries out a request that is authorised: its connection is nobody's but the client's from now on. The body is here before
-/// `next` runs; the router's `DefaultBodyLimit` has to be outside of this.
+/// Carries out a request that is authorised: its connection is nobody's but the client's from now on. The
+/// body is here before `next` runs; the router's `DefaultBodyLimit` has to be outside of this.
 pub async fn admit(request: Request, next: Next) -> Response {
     let Some(admission) = request.extensions().get::<Arc<Admission>>().cloned() else {
         return next.run(request).await;

@@ -1,6 +1,7 @@
 //! Runs work on several threads and returns the results in order, with a bound on what is in flight.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -25,12 +26,16 @@ pub fn threads(max: usize) -> usize {
     thread::available_parallelism().map_or(1, usize::from).min(max)
 }
 
-/// Takes the items `weights` stands for through `feed` (on this thread, in order), `work` (on `bounds.threads` others) and
-/// `take` (on this thread, in order).
+/// Items go to a thread together until they weigh so much: handing one over takes as long as working on a few
+/// KiB.
+const TOGETHER: u64 = 4 << 20;
+
+/// Takes the items `weights` stands for through `feed` (on this thread, in order), `work` (on
+/// `bounds.threads` others) and `take` (on this thread, in order).
 ///
 /// # Errors
-/// The first error of any of the three, in the order of the items. [`Error::Cancelled`] for work that panicked, before the
-/// panic goes on.
+/// The first error of any of the three, in the order of the items. [`Error::Cancelled`] for work that
+/// panicked, before the panic goes on.
 pub fn in_order<J: Send, T: Send>(
     weights: &[u64],
     bounds: Bounds,
@@ -38,7 +43,10 @@ pub fn in_order<J: Send, T: Send>(
     work: impl Fn(J) -> Result<T> + Sync,
     take: impl FnMut(usize, T) -> Result<()>,
 ) -> Result<()> {
-    run(weights, bounds, true, feed, work, take)
+    // Every thread gets several lots, however little there is.
+    let total = weights.iter().fold(0u64, |sum, weight| sum.saturating_add(*weight));
+    let together = TOGETHER.min(bounds.weight).min(total / (8 * bounds.threads.max(1) as u64));
+    run(weights, bounds, Some(together), feed, work, take)
 }
 
 /// As [`in_order`], but results are taken as they come: nobody waits for a thread that was held up.
@@ -51,44 +59,44 @@ pub(crate) fn as_they_come<T: Send>(
     work: impl Fn(usize) -> Result<T> + Sync,
     take: impl FnMut(usize, T) -> Result<()>,
 ) -> Result<()> {
-    run(weights, bounds, false, Ok, work, take)
+    run(weights, bounds, None, Ok, work, take)
 }
 
+/// With `together`, results are taken in order, and items go to a thread in lots of up to that weight.
 fn run<J: Send, T: Send>(
     weights: &[u64],
     bounds: Bounds,
-    ordered: bool,
+    together: Option<u64>,
     mut feed: impl FnMut(usize) -> Result<J>,
     work: impl Fn(J) -> Result<T> + Sync,
     mut take: impl FnMut(usize, T) -> Result<()>,
 ) -> Result<()> {
-    let (jobs, inbox) = channel::<(usize, J)>();
+    let lots = lots(weights, together);
+    let (jobs, inbox) = channel::<Vec<(usize, J)>>();
     let (outbox, results) = channel();
     let (inbox, over) = (Mutex::new(inbox), AtomicBool::new(false));
     thread::scope(|scope| {
         let (inbox, work) = (&inbox, &work);
         let _over = Over(&over);
-        for _ in 0..bounds.threads.clamp(1, weights.len().max(1)) {
+        for _ in 0..bounds.threads.clamp(1, lots.len().max(1)) {
             let outbox = outbox.clone();
             let over = &over;
             scope.spawn(move || serve(inbox, &outbox, work, over));
         }
         drop(outbox);
         let mut waiting = BTreeMap::new();
-        let (mut fed, mut in_flight) = (0, 0u64);
+        let (mut fed, mut in_flight) = (lots.iter().peekable(), 0u64);
         for taken in 0..weights.len() {
-            while let Some(more) = weights.get(fed)
-                && (fed == taken || in_flight.saturating_add(*more) <= bounds.weight)
+            while let Some((lot, more)) = fed
+                .next_if(|(lot, more)| lot.start == taken || in_flight.saturating_add(*more) <= bounds.weight)
             {
-                let job = feed(fed)?;
+                let jobs_of_lot = lot.clone().map(|index| Ok((index, feed(index)?)));
                 in_flight = in_flight.saturating_add(*more);
                 // The threads end with the sender, which this closure owns.
-                jobs.send((fed, job)).map_err(|_| CANCELLED)?;
-                fed += 1;
+                jobs.send(jobs_of_lot.collect::<Result<_>>()?).map_err(|_| CANCELLED)?;
             }
-            while waiting.is_empty() || ordered && !waiting.contains_key(&taken) {
-                let (index, result) = results.recv().map_err(|_| CANCELLED)?;
-                waiting.insert(index, result);
+            while waiting.is_empty() || together.is_some() && !waiting.contains_key(&taken) {
+                waiting.extend(results.recv().map_err(|_| CANCELLED)?);
             }
             if let Some((index, result)) = waiting.pop_first() {
                 take(index, result?)?;
@@ -98,6 +106,21 @@ fn run<J: Send, T: Send>(
         drop(jobs);
         Ok(())
     })
+}
+
+/// Items that follow each other, in lots of up to `most` or of one, each with its weight; all alone without
+/// `most`.
+fn lots(weights: &[u64], most: Option<u64>) -> Vec<(Range<usize>, u64)> {
+    let mut lots: Vec<(Range<usize>, u64)> = Vec::new();
+    for (index, weight) in weights.iter().enumerate() {
+        match lots.last_mut() {
+            Some((lot, sum)) if most.is_some_and(|most| sum.saturating_add(*weight) <= most) => {
+                (lot.end, *sum) = (index + 1, *sum + weight);
+            }
+            _ => lots.push((index..index + 1, *weight)),
+        }
+    }
+    lots
 }
 
 const CANCELLED: Error = Error::Cancelled { what: "the work on other threads" };
@@ -111,34 +134,45 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Sends a result also when the work panics, so that nobody waits for it.
+/// Sends the results of a lot also when the work panics, so that nobody waits for them.
 struct Reply<'a, T> {
-    index: usize,
-    outbox: &'a Sender<(usize, Result<T>)>,
-    result: Option<Result<T>>,
+    /// Items of the lot that have no result yet.
+    missing: Range<usize>,
+    results: Vec<(usize, Result<T>)>,
+    outbox: &'a Sender<Vec<(usize, Result<T>)>>,
 }
 
 impl<T> Drop for Reply<'_, T> {
     fn drop(&mut self) {
+        self.results.extend(self.missing.clone().map(|index| (index, Err(CANCELLED))));
         // A receiver that is gone has an error already.
-        let _ = self.outbox.send((self.index, self.result.take().unwrap_or(Err(CANCELLED))));
+        let _ = self.outbox.send(std::mem::take(&mut self.results));
     }
 }
 
 fn serve<J, T>(
-    inbox: &Mutex<Receiver<(usize, J)>>,
-    outbox: &Sender<(usize, Result<T>)>,
+    inbox: &Mutex<Receiver<Vec<(usize, J)>>>,
+    outbox: &Sender<Vec<(usize, Result<T>)>>,
     work: &(impl Fn(J) -> Result<T> + Sync),
     over: &AtomicBool,
 ) {
     loop {
         let received = lock(inbox).recv();
-        let Ok((index, job)) = received else { return };
+        let Ok(lot) = received else { return };
+        let Some((first, _)) = lot.first() else { continue };
         if over.load(Relaxed) {
             return;
         }
-        let mut reply = Reply { index, outbox, result: None };
-        reply.result = Some(work(job));
+        let missing = *first..first + lot.len();
+        let mut reply = Reply { missing, results: Vec::with_capacity(lot.len()), outbox };
+        for (index, job) in lot {
+            if over.load(Relaxed) {
+                return;
+            }
+            let result = work(job);
+            reply.missing.start = index + 1;
+            reply.results.push((index, result));
+        }
     }
 }
 
@@ -149,6 +183,15 @@ mod tests {
     use super::*;
 
     const BOUNDS: Bounds = Bounds { threads: 3, weight: 10 };
+
+    #[test]
+    fn lots_cover_all_items_in_order_and_weigh_no_more_than_allowed() {
+        let weights = [3, 3, 3, 9, 20, 0, 0, 10, 1];
+        let found = lots(&weights, Some(10));
+        assert_eq!(found, [(0..3, 9), (3..4, 9), (4..5, 20), (5..8, 10), (8..9, 1)]);
+        assert_eq!(lots(&[1, 0, 0], None), [(0..1, 1), (1..2, 0), (2..3, 0)]);
+        assert!(lots(&[], Some(5)).is_empty());
+    }
 
     #[test]
     fn results_come_in_order_and_no_more_is_under_way_than_allowed() {
@@ -242,7 +285,7 @@ mod tests {
     fn work_that_was_fed_is_left_when_the_caller_wants_no_more() {
         let (jobs, inbox) = channel();
         let (outbox, results) = channel();
-        jobs.send((0, 0)).unwrap();
+        jobs.send(vec![(0, 0)]).unwrap();
         serve(&Mutex::new(inbox), &outbox, &Ok, &AtomicBool::new(true));
         assert!(results.try_recv().is_err());
     }

@@ -1,8 +1,8 @@
 //! Signatures of manifests and parts, so that write access to a store gives no control over the fleet.
 //!
-//! A signed document is a JSON object whose last member is `signatures`. The signature covers all other members,
-//! and the run, the model and the version that the document is for. A document therefore cannot replace another.
-//! Readers that trust keys parse exactly the bytes that were signed.
+//! A signed document is a JSON object whose last member is `signatures`. The signature covers all other
+//! members, and the run, the model and the version that the document is for. A document therefore cannot
+//! replace another. Readers that trust keys parse exactly the bytes that were signed.
 
 use std::io::{self, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -42,7 +42,8 @@ impl fmt::Debug for SignKey {
 }
 
 impl SignKey {
-    /// Makes a key from the operating system's randomness and writes it to `path`, which only its owner may read.
+    /// Makes a key from the operating system's randomness and writes it to `path`, which only its owner may
+    /// read.
     ///
     /// # Errors
     /// [`Io`](driftless_store::Error::Io) if the file exists already; the file system's errors.
@@ -63,7 +64,8 @@ impl SignKey {
     /// Reads a file that [`SignKey::create`] wrote.
     ///
     /// # Errors
-    /// [`Error::BadSetting`] for a file that others than its owner may read, or that holds no key; the file system's errors.
+    /// [`Error::BadSetting`] for a file that others than its owner may read, or that holds no key; the file
+    /// system's errors.
     pub fn read(path: &Path) -> Result<Self> {
         let text = read_text(path)?;
         let metadata = fs::metadata(path).map_err(|source| Error::io("inspect", path, source))?;
@@ -115,7 +117,8 @@ impl TrustKey {
     /// Reads a file of public keys, one a line; empty lines and lines that begin with `#` are skipped.
     ///
     /// # Errors
-    /// [`Error::BadText`] for a line that is no key; [`Error::BadSetting`] for a file without any; the file system's errors.
+    /// [`Error::BadText`] for a line that is no key; [`Error::BadSetting`] for a file without any; the file
+    /// system's errors.
     pub fn read_all(path: &Path) -> Result<Vec<Self>> {
         let text = read_text(path)?;
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
@@ -245,7 +248,8 @@ fn split(bytes: &[u8]) -> Option<(Vec<u8>, Vec<Entry>)> {
 /// The bytes that a trusted key has signed for this place; `subject` names the document in errors.
 ///
 /// # Errors
-/// [`Error::Unsigned`] if no trusted key claims to have signed it; [`Error::BadSignature`] if one does and has not.
+/// [`Error::Unsigned`] if no trusted key claims to have signed it; [`Error::BadSignature`] if one does and
+/// has not.
 pub(crate) fn verify(
     bytes: &[u8],
     trusted: &[TrustKey],
@@ -289,8 +293,8 @@ mod tests {
         Place { what: "manifest", run: "my-run", run_id, model: "policy", version: Version(3) }
     }
 
-    /// What `docs/format/publication.md` describes, made without this module: the message by hand, the signature by OpenSSL
-    /// 3.0 (`pkeyutl -sign -rawin`) from the secret bytes 0 to 31.
+    /// What `docs/format/publication.md` describes, made without this module: the message by hand, the
+    /// signature by OpenSSL 3.0 (`pkeyutl -sign -rawin`) from the secret bytes 0 to 31.
     #[test]
     fn signatures_are_those_of_the_format() {
         let secret: [u8; 32] = std::array::from_fn(|i| i as u8);

@@ -5,7 +5,8 @@ use std::borrow::Cow;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
-/// Largest auxiliary file that a version can have, in bytes: publishers and hosts hold it in memory. Tokenizers reach 35 MB.
+/// Largest auxiliary file that a version can have, in bytes: publishers and hosts hold it in memory.
+/// Tokenizers reach 35 MB.
 pub const AUX_FILE_BYTES_MAX: u64 = 512 << 20;
 /// Most bytes of all auxiliary files of a version.
 pub const AUX_FILES_BYTES_MAX: u64 = 1 << 30;

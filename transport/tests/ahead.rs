@@ -21,7 +21,8 @@ use common::{MODEL, RUN, Random, Weights, assert_same, options, step};
 /// For what never comes.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A small tensor, and one that needs an object for each of its pieces, in full and in a delta, which one thread decodes.
+/// A small tensor, and one that needs an object for each of its pieces, in full and in a delta, which one
+/// thread decodes.
 fn weights(seed: u64) -> Weights {
     let mut random = Random(seed);
     let mut weights = Weights::default();

@@ -1,5 +1,5 @@
-//! Links over real UCX, between threads and between processes, one of which is killed. Without libucp the tests say so and do nothing,
-//! unless `DRIFTLESS_UCX_REQUIRED` names the release that is to be there.
+//! Links over real UCX, between threads and between processes, one of which is killed. Without libucp the
+//! tests say so and do nothing, unless `DRIFTLESS_UCX_REQUIRED` names the release that is to be there.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;

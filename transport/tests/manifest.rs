@@ -1,4 +1,5 @@
-//! A manifest that contradicts itself is refused, and the error says where, what was expected and what was found.
+//! A manifest that contradicts itself is refused, and the error says where, what was expected and what was
+//! found.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;

@@ -1,6 +1,6 @@
-//! Checkpoints of many tensors, as mixtures of experts have them: ten times as many take about ten times the work, not a hundred
-//! times. Work is the processor's time of the whole process, so a busy machine changes little; both sizes are measured in the same
-//! run, and every result is compared bit by bit.
+//! Checkpoints of many tensors, as mixtures of experts have them: ten times as many take about ten times the
+//! work, not a hundred times. Work is the processor's time of the whole process, so a busy machine changes
+//! little; both sizes are measured in the same run, and every result is compared bit by bit.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
@@ -18,7 +18,8 @@ use driftless_transport::{
     Result, Run, Shard, Slice, Start, Store, TensorInfo, Version, write_checkpoint,
 };
 
-/// Times as many tensors, and times as much work at most; it would be a hundred times for what is quadratic and nothing else.
+/// Times as many tensors, and times as much work at most; it would be a hundred times for what is quadratic
+/// and nothing else.
 const TIMES: usize = 10;
 const MOST: u64 = 16;
 /// Ticks of 10 ms that a phase may take besides.

@@ -278,7 +278,8 @@ fn version_0_by_reference_carries_no_bytes() {
     assert_eq!(delta.kind, Kind::Delta);
     drop(publisher);
 
-    // A baseline that is lost is rebuilt from the directory and the store; without the directory that is refused.
+    // A baseline that is lost is rebuilt from the directory and the store; without the directory that is
+    // refused.
     std::fs::remove_dir_all(&baseline).unwrap();
     let error = Publisher::open(store.clone(), options(Start::Resume, &baseline)).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");

@@ -1,4 +1,5 @@
-//! Manifests, objects and hints that were damaged, exchanged or replayed: each is a typed error, and nothing moves.
+//! Manifests, objects and hints that were damaged, exchanged or replayed: each is a typed error, and nothing
+//! moves.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;

@@ -1,4 +1,5 @@
-//! A publisher whose store fails at any call: readers see the old version or the new one, and the next publication is right.
+//! A publisher whose store fails at any call: readers see the old version or the new one, and the next
+//! publication is right.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -45,7 +46,8 @@ fn story() -> [Weights; 3] {
     [first, second, third]
 }
 
-/// Publishes the second version with a fault at call `k`. Returns false if the publication ended before that call.
+/// Publishes the second version with a fault at call `k`. Returns false if the publication ended before that
+/// call.
 fn survive(k: u64, when: When, after: After, story: &[Weights; 3], seen: &mut Vec<&'static str>) -> bool {
     let [first, second, third] = story;
     let dir = tempfile::tempdir().unwrap();

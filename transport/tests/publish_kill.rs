@@ -1,4 +1,5 @@
-//! A publishing process killed at every named moment: the store shows whole versions, and the same command goes on.
+//! A publishing process killed at every named moment: the store shows whole versions, and the same command
+//! goes on.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;

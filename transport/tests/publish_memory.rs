@@ -1,4 +1,5 @@
-//! How much memory a publication and a rebuild take: bounded by their settings, never a second copy of the model.
+//! How much memory a publication and a rebuild take: bounded by their settings, never a second copy of the
+//! model.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 #![allow(unsafe_code, reason = "an allocator that counts")]
 
@@ -70,7 +71,8 @@ impl Snapshot for Device {
         {
             stop.stop();
         }
-        // Every seed changes other elements of the same weights: nearly all of them, which makes for large deltas.
+        // Every seed changes other elements of the same weights: nearly all of them, which makes for large
+        // deltas.
         let mut state = index as u64 * 77 + 1;
         let byte = |i: usize| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -1,4 +1,5 @@
-//! Bits that rot under an unchanged size and date: a host holds what was given to the publisher, bit for bit, or is told why not.
+//! Bits that rot under an unchanged size and date: a host holds what was given to the publisher, bit for bit,
+//! or is told why not.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -309,7 +310,8 @@ fn a_bit_that_rots_in_a_ranks_baseline_reaches_no_host() {
             })
             .collect();
         let mut weights = weights();
-        // Whole and cut tensors, elements that change and do not, inside the rank's slice and beside it in its block.
+        // Whole and cut tensors, elements that change and do not, inside the rank's slice and beside it in
+        // its block.
         let flips = [None, Some((0, 60, 15)), Some((0, 61, 3)), Some((1, 100_001, 14)), Some((1, 69_999, 0))];
         for (version, rot) in (0..).zip(flips) {
             if let Some((rank, element, bit)) = rot {

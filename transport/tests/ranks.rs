@@ -1,4 +1,5 @@
-//! Several ranks publish one version together: what they make is what one publisher would have made, or a named error.
+//! Several ranks publish one version together: what they make is what one publisher would have made, or a
+//! named error.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -41,7 +42,8 @@ impl Shard for Held {
     }
 }
 
-/// Deals tensors out: those with enough elements in slices cut anywhere, the others whole, one rank after the other.
+/// Deals tensors out: those with enough elements in slices cut anywhere, the others whole, one rank after the
+/// other.
 fn deal(weights: &Weights) -> Vec<Held> {
     let empty = || Held { slices: vec![], bytes: vec![], files: weights.files.clone() };
     let mut ranks: Vec<Held> = (0..RANKS).map(|_| empty()).collect();

@@ -415,7 +415,8 @@ fn bad_requests_are_told_what_is_wrong() {
 const DIR: &str = "DRIFTLESS_TEST_DIR";
 const KILL: &str = "DRIFTLESS_TEST_KILL";
 
-/// The relay that is killed, and the client that asks it. On its own, without a directory to work in, there is nothing to do.
+/// The relay that is killed, and the client that asks it. On its own, without a directory to work in, there
+/// is nothing to do.
 #[test]
 fn child() {
     let Some(dir) = std::env::var_os(DIR).map(std::path::PathBuf::from) else { return };

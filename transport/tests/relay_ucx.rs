@@ -1,6 +1,6 @@
-//! Relays that are asked over UCX: followers in other processes, over TCP, shared memory and between network namespaces; relays that are
-//! killed in the middle, and relays that lie. Without libucp the tests say so and do nothing, unless `DRIFTLESS_UCX_REQUIRED` names
-//! the release that is to be there.
+//! Relays that are asked over UCX: followers in other processes, over TCP, shared memory and between network
+//! namespaces; relays that are killed in the middle, and relays that lie. Without libucp the tests say so and
+//! do nothing, unless `DRIFTLESS_UCX_REQUIRED` names the release that is to be there.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -342,7 +342,8 @@ fn a_relay_that_starts_again_is_found_again() {
             let bytes = client.get_known(object, 0..object.size, &nobody()).unwrap();
             assert!(bytes == store.get(&object.key, None).unwrap(), "round {round}");
         }
-        // A process that another test starts in between would hold the port and the lock of the cache a moment longer.
+        // A process that another test starts in between would hold the port and the lock of the cache a
+        // moment longer.
         let _turn = turn();
         drop(server);
         server = relay(&fabric, store.clone(), dir.path(), addr);
@@ -524,7 +525,8 @@ fn relays_that_lie_are_noticed_and_stop_nobody() {
     let Some(fabric) = fabric() else { return };
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
-    // In some forty ranges, two of each object: so many are under way at once for each of those that fetch objects.
+    // In some forty ranges, two of each object: so many are under way at once for each of those that fetch
+    // objects.
     let expected = publish_rows(&store, dir.path(), 10_000, 1 << 20);
     type Lie = fn(Vec<u8>) -> Vec<u8>;
     let contents: [(&str, Lie); 4] = [

@@ -1,7 +1,8 @@
-//! Power that goes at every sync of an apply, with every choice of what the disk had taken by then; and calls that fail.
+//! Power that goes at every sync of an apply, with every choice of what the disk had taken by then; and calls
+//! that fail.
 //!
-//! What then lies on the fake disk (`common/power.rs`) is opened again. While the version is only being made durable, engines may
-//! have it already, so that only the new one may come back.
+//! What then lies on the fake disk (`common/power.rs`) is opened again. While the version is only being made
+//! durable, engines may have it already, so that only the new one may come back.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -118,8 +119,8 @@ impl Fixture {
         version
     }
 
-    /// Tries every moment with every choice, or many; returns how many images were opened, and how many of them held
-    /// the old version and the new one.
+    /// Tries every moment with every choice, or many; returns how many images were opened, and how many of
+    /// them held the old version and the new one.
     fn try_all(&self, moments: &[Moment], from: Option<u64>, to: u64, seed: u64) -> [usize; 3] {
         let (mut random, mut counts) = (Random(seed), [0, 0, 0]);
         for (number, moment) in moments.iter().enumerate() {
@@ -135,7 +136,8 @@ impl Fixture {
     }
 }
 
-/// From where, to where: by reference, a delta, two deltas in one, other tensors, a full version as the first.
+/// From where, to where: by reference, a delta, two deltas in one, other tensors, a full version as the
+/// first.
 const MOVES: [(Option<u64>, u64); 5] = [(None, 0), (Some(0), 1), (Some(0), 2), (Some(2), 3), (None, 4)];
 
 #[test]
@@ -211,8 +213,8 @@ fn at_every_call_of_an_apply_a_mixture_has_no_config() {
     }
 }
 
-/// A disk that loses what it was to write: the sync fails once, the kernel takes the pages for clean, and they are what they
-/// were before.
+/// A disk that loses what it was to write: the sync fails once, the kernel takes the pages for clean, and
+/// they are what they were before.
 #[test]
 fn a_sync_behind_a_version_that_fails_is_told_and_its_journal_carried_out_again() {
     let fixture = fixture();

@@ -1,4 +1,5 @@
-//! A host that is interrupted while it takes a version from slime's layout has, afterwards, the old version or the new one.
+//! A host that is interrupted while it takes a version from slime's layout has, afterwards, the old version
+//! or the new one.
 //!
 //! Crash points are global, so these tests have a binary of their own and take turns.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
@@ -30,7 +31,8 @@ fn follower(root: &Path) -> Follower {
     driftless_slime::open(Arc::new(Disk::new(root.join("source"))), options, Vec::new()).unwrap()
 }
 
-/// Interrupted at every passage of every point: the version is the old one until the journal is sealed, the new one after.
+/// Interrupted at every passage of every point: the version is the old one until the journal is sealed, the
+/// new one after.
 #[test]
 fn interrupted_anywhere_a_host_has_the_old_version_or_the_new_one() {
     let _turn = FailScenario::setup();

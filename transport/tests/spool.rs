@@ -1,5 +1,5 @@
-//! Fetches that are stopped: by a store that ends, by a kill, by power that goes. What has arrived is not fetched again, and
-//! nothing that is wrong on the disk or in the store gets into a checkpoint.
+//! Fetches that are stopped: by a store that ends, by a kill, by power that goes. What has arrived is not
+//! fetched again, and nothing that is wrong on the disk or in the store gets into a checkpoint.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -23,7 +23,8 @@ use common::{Hook, MODEL, RUN, Random, Weights, assert_same, options, step};
 const RANGE: u64 = 100_000;
 const PAGE: usize = 4096;
 
-/// Those that look at the calls of the whole process take turns, and those that start others, which hold its locks for a moment.
+/// Those that look at the calls of the whole process take turns, and those that start others, which hold its
+/// locks for a moment.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> MutexGuard<'static, ()> {
@@ -108,7 +109,8 @@ fn published(store: &Arc<dyn Store>, dir: &Path) -> Published {
     Published { weights, objects, besides }
 }
 
-/// Follows again and again, cut off one request later each time, and goes on with what is missing; returns how many cuts there were.
+/// Follows again and again, cut off one request later each time, and goes on with what is missing; returns
+/// how many cuts there were.
 fn cut_anywhere(store: &Arc<dyn Store>, dir: &Path, options: SpoolOptions, version: &Published) -> u64 {
     for cuts in 0.. {
         let replica = dir.join(format!("replica-{cuts}"));
@@ -283,8 +285,8 @@ fn pages_that_power_took_are_fetched_again_and_never_believed() {
         fs::create_dir_all(spool(&replica)).unwrap();
         for (path, bytes) in &files {
             let mut bytes = bytes.clone();
-            // One page in `rarity` never reached the disk, or holds what another file left there; now and then the
-            // length, or the name, did not either.
+            // One page in `rarity` never reached the disk, or holds what another file left there; now and
+            // then the length, or the name, did not either.
             let rarity = 1 + random.next() % 300;
             for page in bytes.chunks_mut(PAGE) {
                 match random.next() % (2 * rarity) {

@@ -1,5 +1,5 @@
-//! Power that goes at every sync of a store in a directory, and calls that fail there: a version is there or not, what was
-//! acknowledged stays, and the next publisher and the next collection go on.
+//! Power that goes at every sync of a store in a directory, and calls that fail there: a version is there or
+//! not, what was acknowledged stays, and the next publisher and the next collection go on.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod common;
@@ -18,7 +18,8 @@ use driftless_transport::{Disk, Error, Key, Mode, Publisher, Result, Run, Start,
 use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
 use power::{Image, Moment, TURN, images, record, scratch, with_failure};
 
-/// The versions that a test publishes. The third one is also an anchor, and the collection takes what stands before it.
+/// The versions that a test publishes. The third one is also an anchor, and the collection takes what stands
+/// before it.
 const VERSIONS: u64 = 4;
 const ANCHOR_EVERY: u64 = 2;
 
@@ -78,7 +79,8 @@ fn scene() -> Scene {
     Scene { _dir: dir, store, baseline, _turn }
 }
 
-/// Opens what a crash left, checks that it is one of these versions, and publishes the next one with a baseline of its own.
+/// Opens what a crash left, checks that it is one of these versions, and publishes the next one with a
+/// baseline of its own.
 fn recover(image: &Image, allowed: &[Option<u64>], why: &str, then: fn(&Run)) -> Option<u64> {
     let dir = scratch();
     let store = dir.path().join("store");
@@ -145,7 +147,8 @@ fn power_that_goes_at_any_sync_of_a_collection_takes_nothing_that_is_needed() {
     assert!(moments.len() > 2 && found.len() > 8);
 }
 
-/// Fails every call in turn: it is named, nothing is half there, and the same publisher's next try makes the version.
+/// Fails every call in turn: it is named, nothing is half there, and the same publisher's next try makes the
+/// version.
 fn every_call(which: fn(Call) -> bool, error: i32, is_typed: fn(&Error) -> bool) {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let mut refused = 0;

@@ -76,7 +76,8 @@ fn an_idle_look_is_one_request() {
     for expected in 1..4 {
         assert_eq!(world.publish(), Version(expected));
         let (version, [gets, heads, lists, puts]) = world.look();
-        // The next manifest and the object; whether there is another one behind it; the floor; lease and acknowledgement.
+        // The next manifest and the object; whether there is another one behind it; the floor; lease and
+        // acknowledgement.
         assert_eq!(version, Version(expected));
         assert!(gets <= 2 && heads <= 1 && lists <= 1 && puts <= 2, "{gets} {heads} {lists} {puts}");
         assert_eq!(world.look(), (version, [1, 0, 0, 0]));

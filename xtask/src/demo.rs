@@ -12,10 +12,12 @@ pub(crate) struct Options {
     /// Seed of the weights, the data and the sampling.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Where the run lives [default: target/demo/seed-N]. An interrupted run is continued, a finished one begun anew.
+    /// Where the run lives [default: target/demo/seed-N]. An interrupted run is continued, a finished one
+    /// begun anew.
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// Only a few steps, with the development build: shows that the parts fit together, not that the model learns.
+    /// Only a few steps, with the development build: shows that the parts fit together, not that the model
+    /// learns.
     #[arg(long)]
     smoke: bool,
 }

@@ -45,7 +45,7 @@ const ROOMS: &[&[&str]] = &[
     &["checkpoint"],
     &["manifest"],
     &["run"],
-    &["chain", "spool"],
+    &["chain", "spool", "prepared"],
     &["gc"],
     &["replica"],
     &["publish"],

@@ -9,10 +9,12 @@ const QEMU: &str = "qemu-aarch64";
 const LINKER: &str = "aarch64-linux-gnu-gcc";
 const PACKAGES: [&str; 3] = ["qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"];
 
-/// Dependencies as they come: procedural macros, which the host alone runs, are built minutes sooner, and nothing here is measured.
+/// Dependencies as they come: procedural macros, which the host alone runs, are built minutes sooner, and
+/// nothing here is measured.
 const PLAIN: [&str; 2] = ["--config", "profile.dev.package.\"*\".opt-level=0"];
 
-/// What Miri's processor has. The codec asks for it, so that its vector paths run: nothing else is unsafe there.
+/// What Miri's processor has. The codec asks for it, so that its vector paths run: nothing else is unsafe
+/// there.
 const VECTORS: &str = "-Ctarget-feature=+avx2,+bmi1,+bmi2,+lzcnt,+popcnt,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vpopcntdq";
 
 /// What Miri lacks and how to get it, or `None`.
@@ -25,7 +27,8 @@ pub(crate) fn miri_missing() -> Option<String> {
 }
 
 pub(crate) fn install_miri() -> Result<()> {
-    // Not every nightly has a build of Miri. `toolchain install` takes the newest that has, `component add` would fail.
+    // Not every nightly has a build of Miri. `toolchain install` takes the newest that has, `component add`
+    // would fail.
     let install = ["toolchain", "install", "nightly", "--profile", "minimal", "--component", "miri,rust-src"];
     process::run(Command::new("rustup").args(install))
 }

@@ -42,8 +42,9 @@ enum Command {
     },
     /// Run the whole loop on this machine: SFT, then GRPO with two engine processes, each with its follower.
     Demo(demo::Options),
-    /// Make traces of real optimiser steps, which `cargo bench --bench codec` measures the codec on: a model of 21 M
-    /// parameters is trained to its loss plateau, then 20 steps are kept at each of three learning rates.
+    /// Make traces of real optimiser steps, which `cargo bench --bench codec` measures the codec on: a model
+    /// of 21 M parameters is trained to its loss plateau, then 20 steps are kept at each of three learning
+    /// rates.
     Trace(trace::Options),
     /// Run every lane whose tools are there, and name those that were skipped.
     Test(test::Options),

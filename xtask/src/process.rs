@@ -21,7 +21,8 @@ const DEADLINE: Duration = Duration::from_secs(75 * 60);
 /// Time between two looks at whether it has ended.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Runs `command` with its output appended to `log`. One that hangs is killed with the processes that it has started.
+/// Runs `command` with its output appended to `log`. One that hangs is killed with the processes that it has
+/// started.
 pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
     let failed = |command: &Command, status: String| Error::Failed {
         command: shown(command),
@@ -37,7 +38,8 @@ pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
             None => std::thread::sleep(LOOK),
         }
     }
-    // What it waits for first, which is what hangs. It stays in this process group, so that an interrupt reaches it.
+    // What it waits for first, which is what hangs. It stays in this process group, so that an interrupt
+    // reaches it.
     let _ = Command::new("pkill").args(["-KILL", "-P", &child.id().to_string()]).status();
     let _ = child.kill();
     let _ = child.wait();

@@ -1,4 +1,5 @@
-//! The Python package: its wheel, an environment that has nothing else, and its tests beside SGLang's torch and transformers.
+//! The Python package: its wheel, an environment that has nothing else, and its tests beside SGLang's torch
+//! and transformers.
 
 use crate::error::{Error, Result};
 use crate::{process, sglang};
@@ -68,6 +69,8 @@ pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result
     let mut tests = Command::new(&python);
     tests.args(["-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "tests"]).current_dir(&package);
     tests.env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
+    // Servers that the wheel's plugin patches.
+    tests.env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path());
     process::run_logged(&mut tests, log)
 }
 

@@ -1,7 +1,8 @@
-//! SGLang 0.5.23 from PyPI on a machine without a GPU: install it once per user, run it, check the bridge against it.
+//! SGLang 0.5.23 from PyPI on a machine without a GPU: install it once per user, run it, check the bridge
+//! against it.
 //!
-//! SGLang itself is untouched. `xtask/sglang`, first on `PYTHONPATH`, stands in for its GPU kernel package, whose wheel does not import
-//! without a driver and of which nothing is called for a dense model on the CPU.
+//! SGLang itself is untouched. `xtask/sglang`, first on `PYTHONPATH`, stands in for its GPU kernel package,
+//! whose wheel does not import without a driver and of which nothing is called for a dense model on the CPU.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -33,10 +34,11 @@ pub(crate) enum Error {
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// Installs SGLang into the cache, unless it is there, and returns the directory. Clones that install at the same time wait for each other.
+/// Installs SGLang into the cache, unless it is there, and returns the directory. Clones that install at the
+/// same time wait for each other.
 ///
-/// A virtual environment cannot be moved, so it is made in place; the marker at the end is what makes it count. An interrupted
-/// installation is completed by the next one.
+/// A virtual environment cannot be moved, so it is made in place; the marker at the end is what makes it
+/// count. An interrupted installation is completed by the next one.
 pub(crate) fn install(cache: &Path) -> Result<PathBuf> {
     if let Some(home) = present(cache) {
         return Ok(home);
@@ -99,7 +101,8 @@ pub(crate) fn home(cache: &Path) -> PathBuf {
     cache.join(format!("sglang-{VERSION}"))
 }
 
-/// The command that serves the checkpoint directory `model` on a port of the loopback address, with further options.
+/// The command that serves the checkpoint directory `model` on a port of the loopback address, with further
+/// options.
 pub(crate) fn serve_command(cache: &Path, model: &Path, port: u16, extra: &[&str]) -> Command {
     let mut command = Command::new(python(cache));
     command.env("PYTHONPATH", python_path()).env("SGLANG_USE_CPU_ENGINE", "1").env("HF_HUB_OFFLINE", "1");

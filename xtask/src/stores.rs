@@ -1,8 +1,9 @@
 //! Object stores on this machine: Ceph's radosgw from Debian, moto from PyPI, azurite from npm.
 //!
-//! radosgw is the real thing on one monitor and one object store daemon that keeps everything in memory; azurite is Azure's own
-//! emulator; moto is a second dialect of S3. The order of Ceph's steps matters: keys before the monitor's file system, a monitor
-//! that answers before the daemon gets its key, a daemon that is up before the gateway makes its pools.
+//! radosgw is the real thing on one monitor and one object store daemon that keeps everything in memory;
+//! azurite is Azure's own emulator; moto is a second dialect of S3. The order of Ceph's steps matters: keys
+//! before the monitor's file system, a monitor that answers before the daemon gets its key, a daemon that is
+//! up before the gateway makes its pools.
 
 use crate::error::{Error, Result};
 use crate::process::{self, Background, found, run_logged};
@@ -53,7 +54,8 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
         println!("stores: moto {MOTO}");
         into_place(cache, "moto", MOTO, |partial| {
             process::run(Command::new("python3").args(["-m", "venv"]).arg(partial))?;
-            // Its scripts name the directory they were made in and do not survive the renaming; its interpreter does.
+            // Its scripts name the directory they were made in and do not survive the renaming; its
+            // interpreter does.
             let mut pip = Command::new(partial.join("bin/python"));
             pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
             process::run(pip.arg(format!("moto[server]=={MOTO}")))
@@ -101,7 +103,8 @@ fn azurite(cache: &Path) -> PathBuf {
     home(cache, "azurite", AZURITE).join("node_modules/azurite/dist/src/blob/main.js")
 }
 
-/// Running servers with an empty bucket each; they end with this value, and with this process however that ends.
+/// Running servers with an empty bucket each; they end with this value, and with this process however that
+/// ends.
 pub(crate) struct Servers {
     /// In the order in which they are to end.
     _running: Vec<Background>,
@@ -300,7 +303,8 @@ impl Ceph {
         Ok(())
     }
 
-    /// One copy of everything, in memory, and no sockets in the file system, whose paths could be too long for one.
+    /// One copy of everything, in memory, and no sockets in the file system, whose paths could be too long
+    /// for one.
     fn configuration(&self, id: &str, monitor_port: u16, port: u16) -> String {
         let dir = self.dir.display();
         format!(

@@ -70,7 +70,12 @@ const LANES: &[Lane] = &[
         run: unit,
     },
     Lane { name: "clippy", what: "lints, with and without libtorch", needs: &[Need::Libtorch], run: clippy },
-    Lane { name: "doc", what: "documentation without a broken link", needs: &[Need::Libtorch], run: doc },
+    Lane {
+        name: "doc",
+        what: "documentation without a broken link, packages that could be published",
+        needs: &[Need::Libtorch],
+        run: doc,
+    },
     Lane {
         name: "torch",
         what: "models, losses, exact resume, the embedded engine in every dialect, the loop's modes",
@@ -146,18 +151,19 @@ const LANES: &[Lane] = &[
     },
 ];
 
-/// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what `neon` needs.
+/// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what `neon`
+/// needs.
 const BY_NAME: &[&str] = &["kills", "neon"];
 
-/// Lanes with target directories of their own and little to do at once. They run one after another beside the others.
+/// Lanes with target directories of their own and little to do at once. They run one after another beside the
+/// others.
 const BESIDE: &[&str] = &["loom", "fuzz", "asan", "miri"];
 
 /// Features of the lanes without libtorch.
-const LIGHT: &str =
-    "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-delta/cuda";
+const LIGHT: &str = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda";
 
 /// The same and libtorch. What the two sets share is built once.
-const ALL: &str = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-delta/cuda,driftless/torch";
+const ALL: &str = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda,driftless/torch";
 
 /// Crates that must not be in the light build.
 const HEAVY: &[&str] = &[
@@ -359,8 +365,8 @@ impl Context {
     }
 }
 
-/// `cargo test` without libtorch. Every lane selects the same packages and features, because cargo builds a crate once more for each
-/// other set that a selection amounts to.
+/// `cargo test` without libtorch. Every lane selects the same packages and features, because cargo builds a
+/// crate once more for each other set that a selection amounts to.
 fn light_test() -> Command {
     let mut command = Command::new("cargo");
     command.args(["test", "--features", LIGHT]);
@@ -416,11 +422,31 @@ fn doc(context: &Context) -> Result<()> {
         Command::new("cargo")
             .args(["doc", "--workspace", "--no-deps", "--features", ALL])
             .env("RUSTDOCFLAGS", "-D warnings"),
-    )
+    )?;
+    packages(context)
+}
+
+/// What would be published, in the order of the crates' needs. The lanes before have compiled it.
+fn packages(context: &Context) -> Result<()> {
+    // Into a directory of its own, so that nothing there looks like a crate of the workspace.
+    let target = context.root.join("target/lanes/packages");
+    let publish = ["publish", "--workspace", "--dry-run", "--no-verify", "--allow-dirty"];
+    context.logged(Command::new("cargo").args(publish).env("CARGO_TARGET_DIR", target))
 }
 
 fn torch(context: &Context) -> Result<()> {
-    let tests = ["checkpoint", "engine", "in_place", "loss", "model", "task", "train"];
+    let tests = [
+        "algorithms",
+        "checkpoint",
+        "engine",
+        "in_place",
+        "loss",
+        "model",
+        "policy",
+        "suite",
+        "task",
+        "train",
+    ];
     context.logged(torch_test().arg("--lib").args(tests.map(|name| ["--test", name]).as_flattened()))
 }
 

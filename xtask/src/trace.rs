@@ -78,7 +78,8 @@ struct Training<'o> {
 }
 
 impl Training<'_> {
-    /// Trains until the loss no longer falls. A directory that exists is finished: it is made under another name.
+    /// Trains until the loss no longer falls. A directory that exists is finished: it is made under another
+    /// name.
     fn to_plateau(&self) -> Result<()> {
         let (fast, plateau) = (self.dir.join("fast"), self.plateau());
         self.once(&fast, |dir| self.train(FAST_STEPS, FAST_LR, None, dir, &dir.join("hf")).map(drop))?;
@@ -144,7 +145,8 @@ impl Training<'_> {
     }
 }
 
-/// The Rust sources of the dependencies, in the order of their names: a text that every machine that built driftless has.
+/// The Rust sources of the dependencies, in the order of their names: a text that every machine that built
+/// driftless has.
 fn corpus(path: &Path) -> Result<PathBuf> {
     if path.exists() {
         return Ok(path.to_owned());

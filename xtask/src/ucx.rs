@@ -6,7 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The oldest release that is supported and the newest, by package. TCP and shared memory; no InfiniBand, which the lane does not use.
+/// The oldest release that is supported and the newest, by package. TCP and shared memory; no InfiniBand,
+/// which the lane does not use.
 const WHEELS: [(&str, &str); 2] = [("libucx-cu12", "1.14.1.post2"), ("libucx-cu13", "1.22.0")];
 
 /// What is missing and how to get it, or `None`.

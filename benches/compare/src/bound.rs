@@ -1,5 +1,5 @@
-//! What the information allows: order-0 entropies of "changed or not" and of the ulp step, plain and by base exponent,
-//! per tensor.
+//! What the information allows: order-0 entropies of "changed or not" and of the ulp step, plain and by base
+//! exponent, per tensor.
 
 use std::collections::HashMap;
 
@@ -53,7 +53,8 @@ fn given(elements: impl Iterator<Item = (usize, i32)>) -> f64 {
             *changed[context].entry(step).or_default() += 1;
         }
     }
-    // The entropy of positions, and that of steps where there is one, add up to that of steps with 0 among them.
+    // The entropy of positions, and that of steps where there is one, add up to that of steps with 0 among
+    // them.
     let steps = unchanged.into_iter().zip(changed);
     steps.map(|(zeros, others)| entropy([zeros].into_iter().chain(others.into_values()))).sum()
 }

@@ -1,4 +1,5 @@
-//! Pairs of bf16 states of one model: synthetic with real-looking marginals, or read from checkpoint directories.
+//! Pairs of bf16 states of one model: synthetic with real-looking marginals, or read from checkpoint
+//! directories.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -63,8 +64,8 @@ fn bf16(value: f32) -> u16 {
     ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }
 
-/// One optimiser step as AdamW makes it: f32 masters around eight weight scales, a step of `rate` times a clipped normal, both
-/// rounded to bf16. `rate` is searched so that about `density` of the elements change.
+/// One optimiser step as AdamW makes it: f32 masters around eight weight scales, a step of `rate` times a
+/// clipped normal, both rounded to bf16. `rate` is searched so that about `density` of the elements change.
 #[must_use]
 pub fn synthetic(shape: Shape, density: f64, seed: u64) -> Vec<Pair> {
     let probe = Shape { tensors: shape.tensors.min(8), elements: 50_000 };
@@ -142,7 +143,8 @@ fn tensors(directory: &Path) -> Result<BTreeMap<String, State>, String> {
     Ok(tensors)
 }
 
-/// The learning rates of a trace (`cargo xtask trace`) by name, each with the directories of its versions in order.
+/// The learning rates of a trace (`cargo xtask trace`) by name, each with the directories of its versions in
+/// order.
 ///
 /// # Errors
 /// Says which directory could not be listed.

@@ -1,4 +1,5 @@
-//! What the codec is measured against: the peers' formats restated from their descriptions, the information bound, and data.
+//! What the codec is measured against: the peers' formats restated from their descriptions, the information
+//! bound, and data.
 
 pub mod bound;
 pub mod data;

@@ -1,4 +1,5 @@
-//! Other stacks' delta encodings of one tensor of 16-bit elements, restated. Sizes and work are theirs, container bytes left out in their favour.
+//! Other stacks' delta encodings of one tensor of 16-bit elements, restated. Sizes and work are theirs,
+//! container bytes left out in their favour.
 
 #![allow(clippy::expect_used, reason = "a bench ends where its own data cannot be compressed")]
 
@@ -40,11 +41,13 @@ pub mod xor_zstd {
     }
 }
 
-/// slime's other form: positions of changed bytes in 32 bits, then the new bytes, zstd level 1; xxh3-128 of the result.
+/// slime's other form: positions of changed bytes in 32 bits, then the new bytes, zstd level 1; xxh3-128 of
+/// the result.
 pub mod overwrite_zstd {
     use xxhash_rust::xxh3::xxh3_128;
 
-    /// Number of changed bytes, their positions, their new values, compressed together. A tensor is less than 4 GiB.
+    /// Number of changed bytes, their positions, their new values, compressed together. A tensor is less than
+    /// 4 GiB.
     pub fn encode(base: &[u8], new: &[u8]) -> (Vec<u8>, u128) {
         let changed = || (0_u32..).zip(base.iter().zip(new)).filter(|(_, (a, b))| a != b);
         let mut content = (changed().count() as u32).to_le_bytes().to_vec();
@@ -70,7 +73,8 @@ pub mod overwrite_zstd {
 
 /// NeMo-RL: gaps between changed elements in 16 bits, xor values, each compressed with zstd level 1.
 pub mod gaps_zstd {
-    /// Gap streams hold the distance to the next change; a gap that does not fit makes the stream 32 bits wide.
+    /// Gap streams hold the distance to the next change; a gap that does not fit makes the stream 32 bits
+    /// wide.
     pub fn encode(base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>, bool) {
         let (mut gaps, mut values, mut last) = (Vec::<u32>::new(), Vec::new(), 0);
         for (at, (a, b)) in base.chunks_exact(2).zip(new.chunks_exact(2)).enumerate() {

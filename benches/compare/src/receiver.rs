@@ -1,5 +1,6 @@
-//! slime's receiver, restated: one file of zstd frames, applied in place to a mapped checkpoint on many threads, each tensor
-//! hashed whole afterwards. Its container, its index and its lock are left out in its favour.
+//! slime's receiver, restated: one file of zstd frames, applied in place to a mapped checkpoint on many
+//! threads, each tensor hashed whole afterwards. Its container, its index and its lock are left out in its
+//! favour.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -30,8 +31,8 @@ pub struct Delta {
 }
 
 impl Delta {
-    /// Encodes the step of every pair as slime does and writes the frames, one after the other, to `path`. The checkpoint it is for
-    /// has the tensors' bytes in the same order, one after the other.
+    /// Encodes the step of every pair as slime does and writes the frames, one after the other, to `path`.
+    /// The checkpoint it is for has the tensors' bytes in the same order, one after the other.
     ///
     /// # Errors
     /// The file system's.
@@ -78,8 +79,8 @@ impl Delta {
         self.entries.iter().map(|entry| entry.frame.1).sum()
     }
 
-    /// Applies the delta at `path` to the mapped file, up to the point where an engine can load it: changed and checked, in the page
-    /// cache. Nothing is durable then.
+    /// Applies the delta at `path` to the mapped file, up to the point where an engine can load it: changed
+    /// and checked, in the page cache. Nothing is durable then.
     ///
     /// # Errors
     /// The file system's; [`io::ErrorKind::InvalidData`] where a tensor is not what it should be afterwards.

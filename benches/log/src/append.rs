@@ -1,5 +1,5 @@
-//! Groups of 64 records, each group made durable: the log, a plain file with fdatasync, LMDB. They take turns, in every
-//! order, so that whatever else the disk does hits all.
+//! Groups of 64 records, each group made durable: the log, a plain file with fdatasync, LMDB. They take
+//! turns, in every order, so that whatever else the disk does hits all.
 
 use std::fs::File;
 use std::io::Write;

@@ -1,5 +1,5 @@
-//! Two producers that append without a sync, against a memcpy of the same bytes into the same kind of map. Both segments are
-//! pre-faulted: the file is filled and its pages are in memory before anything is timed.
+//! Two producers that append without a sync, against a memcpy of the same bytes into the same kind of map.
+//! Both segments are pre-faulted: the file is filled and its pages are in memory before anything is timed.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};

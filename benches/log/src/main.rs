@@ -1,7 +1,8 @@
-//! How close is the log to the disk and to memory, and how does it compare with LMDB? Every figure is a ratio to what is
-//! measured beside it, in turns, in the same run; each row says whether it meets its target.
+//! How close is the log to the disk and to memory, and how does it compare with LMDB? Every figure is a ratio
+//! to what is measured beside it, in turns, in the same run; each row says whether it meets its target.
 //!
-//! `cargo run --release --manifest-path benches/log/Cargo.toml -- DIRECTORY` (on the disk to measure; 6 GB; 1 to 3 minutes).
+//! `cargo run --release --manifest-path benches/log/Cargo.toml -- DIRECTORY` (on the disk to measure; 6 GB; 1
+//! to 3 minutes).
 #![expect(clippy::expect_used, reason = "a benchmark that cannot measure has nothing to say")]
 
 mod append;

@@ -1,5 +1,6 @@
-//! What a reader that goes through a whole log keeps in memory: resident pages, anonymous and of the map, after reading a log of
-//! 256 MiB and one of 1 GiB and letting every record go; and with the batch still held.
+//! What a reader that goes through a whole log keeps in memory: resident pages, anonymous and of the map,
+//! after reading a log of 256 MiB and one of 1 GiB and letting every record go; and with the batch still
+//! held.
 
 use std::path::Path;
 

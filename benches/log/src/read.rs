@@ -1,4 +1,5 @@
-//! A batch of 512 samples of 8k tokens, every column of it read in place, against the same scan over plain memory.
+//! A batch of 512 samples of 8k tokens, every column of it read in place, against the same scan over plain
+//! memory.
 
 use std::hint::black_box;
 use std::path::Path;

@@ -1,5 +1,6 @@
-//! Opening a log after a crash: with nothing but an unsealed tail, with a tail eight times as long, and with 100 GB of sealed
-//! segments before it. These are sparse: as long and with as many records as 100 GB of 72 KiB records, each record tiny.
+//! Opening a log after a crash: with nothing but an unsealed tail, with a tail eight times as long, and with
+//! 100 GB of sealed segments before it. These are sparse: as long and with as many records as 100 GB of 72
+//! KiB records, each record tiny.
 
 use std::path::Path;
 use std::time::Duration;

@@ -3,19 +3,23 @@
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- alone PYTHON [GPUS]
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- engine PYTHON URL DIR_A DIR_B
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- colocate URL DIR_A DIR_B
+//!     cargo bench -p driftless-bridge --features nccl --bench nccl -- host
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- snapshot PYTHON [LAYERS PERCENT…]
 //!     cargo bench -p driftless-bridge --features nccl --bench nccl -- snapshot full PYTHON
 //!
-//! `alone`: the transfer without an engine, to a torch process on each other GPU, against one raw broadcast of the same bytes.
-//! `engine`: into a running SGLang on the second GPU, HTTP included, against a torch rank 0; DIR_A and DIR_B are two checkpoints of its
-//! model. `colocate`: into one on the first GPU, through memory that it opens. `snapshot`: 8 billion parameters from GPU to GPU, in full over
-//! NCCL and as deltas through shared memory. Both sides take turns, and medians are printed. Rank 0 is on device 0, and NCCL is the one of that Python's torch.
+//! `alone`: the transfer without an engine, to a torch process on each other GPU, against one raw broadcast
+//! of the same bytes. `engine`: into a running SGLang on the second GPU, HTTP included, against a torch rank
+//! 0; DIR_A and DIR_B are two checkpoints of its model. `colocate`: into one on the first GPU, through memory
+//! that it opens. `host`: host memory into buckets on one GPU, without an engine. `snapshot`: 8 billion
+//! parameters from GPU to GPU, in full over NCCL and as deltas through shared memory. Both sides take turns,
+//! and medians are printed. Rank 0 is on device 0, and NCCL is the one of that Python's torch.
 #![allow(unsafe_code, reason = "device memory is a raw address")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a bench that cannot go on ends")]
 
 mod alone;
 mod colocate;
 mod engine;
+mod host;
 mod memory;
 mod python;
 mod snapshot;
@@ -31,6 +35,7 @@ fn main() {
         ["alone", python, gpus] => alone::run(python, gpus.parse().unwrap()),
         ["engine", python, url, a, b] => engine::run(python, url, a.as_ref(), b.as_ref()),
         ["colocate", url, a, b] => colocate::run(url, a.as_ref(), b.as_ref()),
+        ["host"] => host::run(),
         ["snapshot", "full", python] => snapshot::run(python, &[4, 36], &[]),
         ["snapshot", python] => snapshot::run(python, &[4, 36], &[0.1, 1.0, 5.0]),
         ["snapshot", python, layers, ref percents @ ..] => {
@@ -40,7 +45,7 @@ fn main() {
         ["receiver", layers, density] => snapshot::receive(layers, density),
         // What `cargo bench` without words asks for: nothing that needs a GPU is run by accident.
         _ => println!(
-            "nccl: say `alone PYTHON [GPUS]`, `engine PYTHON URL DIR_A DIR_B`, `colocate URL DIR_A DIR_B`, `snapshot PYTHON [LAYERS PERCENT…]` or `snapshot full PYTHON`"
+            "nccl: say `alone PYTHON [GPUS]`, `engine PYTHON URL DIR_A DIR_B`, `colocate URL DIR_A DIR_B`, `host`, `snapshot PYTHON [LAYERS PERCENT…]` or `snapshot full PYTHON`"
         ),
     }
 }

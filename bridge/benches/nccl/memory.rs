@@ -42,7 +42,8 @@ impl Arena {
         // SAFETY: the context is current, and the length is not 0.
         let address = unsafe { result::malloc_sync(length as usize) }.unwrap();
         let addresses = starts.iter().map(|start| address + start).collect();
-        // SAFETY: the addresses are within the allocation, which lives as long as this arena; nothing else writes to it.
+        // SAFETY: the addresses are within the allocation, which lives as long as this arena; nothing else
+        // writes to it.
         let weights = unsafe { DeviceWeights::new(tensors, addresses) }.unwrap();
         Self { context, address, weights }
     }
@@ -53,7 +54,8 @@ impl Arena {
         let arena = Self::new(snapshot.tensors().to_vec(), true);
         for index in 0..snapshot.tensors().len() {
             let Bytes::Device(address) = arena.weights.bytes(index).unwrap() else { unreachable!() };
-            // SAFETY: the address is a tensor's of these many bytes, and the copy has ended when the call returns.
+            // SAFETY: the address is a tensor's of these many bytes, and the copy has ended when the call
+            // returns.
             unsafe { result::memcpy_htod_sync(address, &snapshot.bytes(index).unwrap()) }.unwrap();
         }
         arena

@@ -1,8 +1,10 @@
-//! A whole snapshot from a trainer's GPU to a receiver's: in full over NCCL, and as a delta through shared memory, both from HBM to HBM.
+//! A whole snapshot from a trainer's GPU to a receiver's: in full over NCCL, and as a delta through shared
+//! memory, both from HBM to HBM.
 //!
-//! The model has the shapes of Qwen3-8B, or of its first layers. Every tensor is the beginning of one pattern of weights of a normal kind, so
-//! tensors of one shape are alike; coding goes tensor by tensor and does not see that. `full` leaves the deltas out: with NCCL_P2P_DISABLE=1 and
-//! NCCL_SHM_DISABLE=1 it shows what NCCL does between hosts that have nothing but TCP.
+//! The model has the shapes of Qwen3-8B, or of its first layers. Every tensor is the beginning of one pattern
+//! of weights of a normal kind, so tensors of one shape are alike; coding goes tensor by tensor and does not
+//! see that. `full` leaves the deltas out: with NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 it shows what NCCL
+//! does between hosts that have nothing but TCP.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -166,7 +168,8 @@ fn delta(infos: &[TensorInfo], layers: u64, density: f64, profile: Profile) {
     std::fs::remove_file(SHM).unwrap();
 }
 
-/// The other process: applies what it is told of, and says how long that took. At the end it looks whether it has the trainer's weights.
+/// The other process: applies what it is told of, and says how long that took. At the end it looks whether it
+/// has the trainer's weights.
 pub(crate) fn receive(layers: &str, density: &str) {
     let infos = shapes(layers.parse().unwrap());
     let (base, new) = pair(pattern_bytes(&infos), density.parse().unwrap());
@@ -201,7 +204,8 @@ pub(crate) fn receive(layers: &str, density: &str) {
 impl Arena {
     fn tensor(&self, device: usize, index: usize, info: &TensorInfo) -> Tensor {
         let Bytes::Device(address) = self.weights.bytes(index).unwrap() else { unreachable!() };
-        // SAFETY: the arena's memory, which outlives the tensors that are made of it here and is used by one call at a time.
+        // SAFETY: the arena's memory, which outlives the tensors that are made of it here and is used by one
+        // call at a time.
         unsafe { Tensor::borrowed(device, address, info.byte_len().unwrap() as usize) }
     }
 }
@@ -213,7 +217,8 @@ fn upload(device: usize, infos: &[TensorInfo], pattern: &[u8]) -> Arena {
     for (index, info) in infos.iter().enumerate() {
         let Bytes::Device(address) = arena.weights.bytes(index).unwrap() else { unreachable!() };
         let length = info.byte_len().unwrap() as usize;
-        // SAFETY: addresses of the arena; the first tensor is the largest. The copies have ended when the context has.
+        // SAFETY: addresses of the arena; the first tensor is the largest. The copies have ended when the
+        // context has.
         unsafe {
             if index == 0 {
                 result::memcpy_htod_sync(address, &pattern[..length]).unwrap();
@@ -258,7 +263,8 @@ fn draw(index: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Weights of a normal kind, and what a step makes of them: small ones change more often; most by one ulp. As the codec's bench has them.
+/// Weights of a normal kind, and what a step makes of them: small ones change more often; most by one ulp. As
+/// the codec's bench has them.
 fn pair(bytes: usize, density: f64) -> (Vec<u8>, Vec<u8>) {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (mut base, mut new) = (vec![0; bytes], vec![0; bytes]);

@@ -24,6 +24,7 @@ struct Settings {
     model: String,
     hf_checkpoint: Option<PathBuf>,
     trust_keys: Vec<PathBuf>,
+    plugin_dir: Option<PathBuf>,
 }
 
 #[pymethods]
@@ -33,6 +34,7 @@ impl Follower {
         let mut options = FollowerOptions::new(settings.run, settings.checkpoint_dir, settings.id);
         options.model = settings.model;
         options.hf_checkpoint = settings.hf_checkpoint;
+        options.plugin_dir = settings.plugin_dir;
         for path in &settings.trust_keys {
             options.trust_keys.extend(TrustKey::read_all(path).map_err(transport)?);
         }
@@ -40,7 +42,8 @@ impl Follower {
         Ok(Self { held: Held::new("Follower", py.detach(open).map_err(transport)?) })
     }
 
-    /// Brings the directory to a version, or to the newest one, durably; returns the version and how many were applied for it.
+    /// Brings the directory to a version, or to the newest one, durably; returns the version and how many
+    /// were applied for it.
     #[pyo3(signature = (version = None))]
     fn advance(&self, py: Python<'_>, version: Option<u64>) -> PyResult<(u64, u64)> {
         let follower = self.held.get()?;

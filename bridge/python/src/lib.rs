@@ -7,6 +7,7 @@
 //! | `publisher` | publishes them |
 //! | `follower` | keeps a checkpoint directory at the newest version |
 //! | `codec` | deltas of single tensors |
+//! | `patch` | prepared deltas, written into live weights |
 //! | `log` | the rollout log, read where it lies |
 //! | `error` | makes Python's exceptions of the crates' errors |
 
@@ -14,6 +15,7 @@ mod codec;
 mod error;
 mod follower;
 mod log;
+mod patch;
 mod publisher;
 mod tensor;
 mod work;
@@ -21,7 +23,8 @@ mod work;
 use pyo3::prelude::*;
 use std::ffi::OsString;
 
-/// Runs the `driftless` command with these arguments, the first of which is its name, and returns its exit code.
+/// Runs the `driftless` command with these arguments, the first of which is its name, and returns its exit
+/// code.
 #[pyfunction]
 fn main(py: Python<'_>, args: Vec<OsString>) -> u8 {
     py.detach(|| driftless::command::main(args))
@@ -34,6 +37,8 @@ fn _driftless(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<publisher::Published>()?;
     module.add_class::<follower::Follower>()?;
     module.add_class::<codec::Codec>()?;
+    module.add_class::<patch::PreparedDelta>()?;
+    module.add_class::<patch::Patch>()?;
     module.add_class::<log::RolloutLog>()?;
     module.add_class::<log::LogReader>()?;
     module.add_class::<log::LogRecord>()?;

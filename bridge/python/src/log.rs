@@ -258,8 +258,8 @@ impl Column {
         let column = slf.get();
         let bytes = column.record.column(column.id).map(|(_, bytes)| bytes).unwrap_or_default();
         let start = bytes.as_ptr().cast_mut().cast();
-        // SAFETY: the bytes lie in a map that the record keeps; the view holds this object, which holds the record. They are never
-        // written again, and the view says that it is read-only.
+        // SAFETY: the bytes lie in a map that the record keeps; the view holds this object, which holds the
+        // record. They are never written again, and the view says that it is read-only.
         let filled = unsafe {
             ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes.len() as ffi::Py_ssize_t, 1, flags)
         };

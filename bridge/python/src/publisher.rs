@@ -101,7 +101,8 @@ struct Settings {
     join_deadline: f64,
 }
 
-/// A tensor, or the slice of one: name, value, and for a slice the whole tensor's shape and the slice's first element.
+/// A tensor, or the slice of one: name, value, and for a slice the whole tensor's shape and the slice's first
+/// element.
 type Given<'py> = (String, Bound<'py, PyAny>, Option<(Vec<u64>, u64)>);
 
 #[pymethods]

@@ -27,8 +27,8 @@ enum Owner {
     Tensor(#[expect(dead_code, reason = "held, never read")] Py<PyAny>),
 }
 
-// SAFETY: the pointer is only read, and what keeps its memory is the owner, which may be held and dropped by any thread: `Py` and
-// buffers put off what needs the interpreter.
+// SAFETY: the pointer is only read, and what keeps its memory is the owner, which may be held and dropped by
+// any thread: `Py` and buffers put off what needs the interpreter.
 unsafe impl Send for Borrowed {}
 // SAFETY: as above; shared access only reads.
 unsafe impl Sync for Borrowed {}
@@ -37,7 +37,8 @@ impl Borrowed {
     /// Borrows `value`, a numpy array or a torch tensor in host memory.
     ///
     /// # Errors
-    /// `TensorError` for anything else, for what is not contiguous, and for element types that publications do not have.
+    /// `TensorError` for anything else, for what is not contiguous, and for element types that publications
+    /// do not have.
     pub(crate) fn new(name: String, value: &Bound<'_, PyAny>) -> PyResult<Self> {
         if value.hasattr("untyped_storage")? {
             Self::torch(name, value)
@@ -130,7 +131,8 @@ impl Borrowed {
         if self.len == 0 {
             return &mut [];
         }
-        // SAFETY: as in `bytes`; the memory was writable when it was borrowed, and is borrowed exclusively as far as Rust goes.
+        // SAFETY: as in `bytes`; the memory was writable when it was borrowed, and is borrowed exclusively as
+        // far as Rust goes.
         unsafe { slice::from_raw_parts_mut(self.start.cast_mut(), self.len) }
     }
 
@@ -139,9 +141,9 @@ impl Borrowed {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: `start` and `len` lie inside of one allocation, which was checked, and the owner keeps it. That nobody writes
-        // meanwhile is what the package asks of its callers; a publisher that reads bytes twice compares their digests, and refuses
-        // what has changed (`ChangedWhileRead`).
+        // SAFETY: `start` and `len` lie inside of one allocation, which was checked, and the owner keeps it.
+        // That nobody writes meanwhile is what the package asks of its callers; a publisher that reads bytes
+        // twice compares their digests, and refuses what has changed (`ChangedWhileRead`).
         unsafe { slice::from_raw_parts(self.start, self.len) }
     }
 }

@@ -1,4 +1,5 @@
-//! Long calls: without the interpreter's lock, ended by Ctrl-C and by the interpreter's end, refused in a forked child.
+//! Long calls: without the interpreter's lock, ended by Ctrl-C and by the interpreter's end, refused in a
+//! forked child.
 
 use crate::error;
 use driftless::transport::Stop;
@@ -45,8 +46,8 @@ impl Drop for Listed {
     }
 }
 
-/// Stops the calls under way, and waits for their end, `seconds` at most. True if all have ended. The interpreter calls it before it
-/// takes the memory away that they read.
+/// Stops the calls under way, and waits for their end, `seconds` at most. True if all have ended. The
+/// interpreter calls it before it takes the memory away that they read.
 #[pyfunction]
 pub(crate) fn end(py: Python<'_>, seconds: f64) -> bool {
     let time = Duration::try_from_secs_f64(seconds).unwrap_or_default();
@@ -60,8 +61,8 @@ pub(crate) fn end(py: Python<'_>, seconds: f64) -> bool {
     })
 }
 
-/// Runs `work` on a thread of its own, without the interpreter's lock. A signal whose handler raises (Ctrl-C) throws `stop`, and is
-/// raised once `work` has ended.
+/// Runs `work` on a thread of its own, without the interpreter's lock. A signal whose handler raises (Ctrl-C)
+/// throws `stop`, and is raised once `work` has ended.
 pub(crate) fn run<T: Send>(py: Python<'_>, stop: &Stop, work: impl FnOnce() -> T + Send) -> PyResult<T> {
     let _listed = Listed::new(stop);
     py.detach(|| {
@@ -87,8 +88,9 @@ pub(crate) fn run<T: Send>(py: Python<'_>, stop: &Stop, work: impl FnOnce() -> T
     })
 }
 
-/// Something with threads, locks and connections, which are those of one process. Its calls use it one at a time ([`Held::with`]), or
-/// each a handle of it ([`Held::get`]); a value is used in one of the two ways, because the second waits for the first.
+/// Something with threads, locks and connections, which are those of one process. Its calls use it one at a
+/// time ([`Held::with`]), or each a handle of it ([`Held::get`]); a value is used in one of the two ways,
+/// because the second waits for the first.
 pub(crate) struct Held<T: Send> {
     what: &'static str,
     process: u32,
@@ -103,7 +105,8 @@ impl<T: Send> Held<T> {
     /// Does something with the value.
     ///
     /// # Errors
-    /// `ForkedError` in another process, `BusyError` during another call, `ClosedError` after [`Held::close`].
+    /// `ForkedError` in another process, `BusyError` during another call, `ClosedError` after
+    /// [`Held::close`].
     pub(crate) fn with<R>(&self, work: impl FnOnce(&mut T) -> PyResult<R>) -> PyResult<R> {
         self.check()?;
         let mut guard = match self.value.try_lock() {
@@ -173,7 +176,8 @@ impl<T: Send> Drop for Held<T> {
             return;
         }
         let value = self.value.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        // The interpreter drops it, and need not stand still meanwhile; where it has ended already, it has nothing to stand still for.
+        // The interpreter drops it, and need not stand still meanwhile; where it has ended already, it has
+        // nothing to stand still for.
         let _ = Python::try_attach(|py| py.detach(|| drop(value)));
     }
 }

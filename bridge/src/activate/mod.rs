@@ -8,18 +8,25 @@
 //! A load that fails leaves new weights, old ones or a mixture: what SGLang calls a rollback loads the new
 //! path once more, and vLLM says nothing. So the engine carries a label that no request accepts from before
 //! the load until its weights were looked at, and stays paused until then.
+//!
+//! An engine whose plugin has prepared the version is patched instead, by fewer calls (`patch`).
 
+mod patch;
 pub(crate) mod pause;
+mod plugin;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
+use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Limit, Target};
 use tokio::runtime::Runtime;
 
+pub use self::plugin::PluginOptions;
+
 use self::pause::{Pause, partial, relabel};
+use self::plugin::Ranks;
 use crate::engine::{Attached, Engine, Identity, Reload};
 use crate::sglang::check_tensors;
 use crate::{ClientOptions, Error, Expected, Label, PauseMode, Result, checksums, connect};
@@ -37,16 +44,19 @@ pub struct DiskOptions {
     /// A checkpoint directory of the model that the engine was started with, for engines whose own model path
     /// cannot be read from here.
     pub base: Option<PathBuf>,
+    /// How engines' plugins are used; `None`: not at all.
+    pub plugin: Option<PluginOptions>,
 }
 
 impl Default for DiskOptions {
-    /// No keys, default deadlines, running requests go back to the queue, one path for both.
+    /// No keys, default deadlines, running requests go back to the queue, one path for both, no plugin.
     fn default() -> Self {
         Self {
             client: ClientOptions::default(),
             pause: PauseMode::Retract,
             engine_checkpoint_dir: None,
             base: None,
+            plugin: None,
         }
     }
 }
@@ -62,6 +72,8 @@ pub struct DiskActivator {
     /// Label of the last successful activation: while the engine reports it, it is still the process that was
     /// attached.
     activated: Option<String>,
+    /// Versions that were patched since the engine's weights were last proved.
+    unproved: u32,
     pause: Pause,
 }
 
@@ -72,8 +84,7 @@ struct Plan<'a> {
     directory: PathBuf,
     identity: &'a Identity,
     pause: PauseMode,
-    /// Checksums the engine must report afterwards, where they are comparable.
-    sums: Option<BTreeMap<String, String>>,
+    checkpoint: &'a Checkpoint,
 }
 
 impl DiskActivator {
@@ -86,7 +97,8 @@ impl DiskActivator {
         let runtime = runtime
             .map_err(|error| Error::SetUp { what: "the engine client's runtime", source: error.into() })?;
         let engine = connect(address, options.client.clone())?;
-        Ok(Self { runtime, engine, options, identity: None, activated: None, pause: Pause::default() })
+        let (identity, activated, pause) = (None, None, Pause::default());
+        Ok(Self { runtime, engine, options, identity, activated, unproved: 0, pause })
     }
 
     /// Runs a future to its end on a thread of its own: the caller may be a runtime's thread, where blocking
@@ -112,14 +124,25 @@ impl Activate for DiskActivator {
 
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
         let (engine, options, pause) = (self.engine.limited(target.limit), &self.options, &mut self.pause);
-        let (known, activated) = (self.identity.take(), self.activated.take());
-        let (identity, paused_for) = Self::block_on(&self.runtime, async move {
+        let (known, activated, unproved) = (self.identity.take(), self.activated.take(), self.unproved);
+        let (identity, patched, paused_for) = Self::block_on(&self.runtime, async move {
             let serving = pause.look(&*engine).await?;
             let identity = attach(engine.clone(), options.base.as_deref(), target, known, activated).await?;
             let plan = plan(engine.url(), &identity, options, target)?;
-            let paused_for = transact(&*engine, pause, serving, &plan).await?;
-            Ok::<_, Error>((identity, paused_for))
+            let proof = match &options.plugin {
+                Some(plugin) => proof(&*engine, &plan, plugin, unproved, target.limit).await?,
+                None => Proof::Load,
+            };
+            // Weights that may be anything are no base.
+            let proof = if serving.is_some() { proof } else { Proof::Load };
+            let patched = proof == Proof::None;
+            let paused_for = match proof {
+                Proof::Load => transact(&*engine, pause, serving, &plan).await?,
+                proof => patch::transact(&*engine, pause, serving, &plan, proof == Proof::Checksums).await?,
+            };
+            Ok::<_, Error>((identity, patched, paused_for))
         })?;
+        self.unproved = if patched { unproved + 1 } else { 0 };
         self.identity = Some(identity);
         self.activated = Some(target.label.to_owned());
         Ok(Activated { pause: paused_for })
@@ -175,8 +198,34 @@ fn plan<'a>(
     check_tensors(checkpoint, place, &expected.config, identity.dtype)?;
     let directory = engine_path(options, checkpoint)?;
     check_directory(engine, identity, &directory)?;
-    let sums = identity.checksums_comparable().then(|| checksums(checkpoint, place)).transpose()?;
-    Ok(Plan { label: target.label, directory, identity, pause: options.pause, sums })
+    Ok(Plan { label: target.label, directory, identity, pause: options.pause, checkpoint })
+}
+
+/// How an activation makes sure of all of an engine's weights.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Proof {
+    /// Its plugin compares what it changes, and nothing compares the rest.
+    None,
+    /// It is patched, and then its checksums are compared.
+    Checksums,
+    /// It loads all of them.
+    Load,
+}
+
+/// Decides whether the engine can be patched, and waits until its ranks are ready.
+async fn proof(
+    engine: &dyn Engine,
+    plan: &Plan<'_>,
+    plugin: &PluginOptions,
+    unproved: u32,
+    limit: &Limit,
+) -> Result<Proof> {
+    let is_due = unproved >= plugin.prove_every;
+    Ok(match plugin::ranks(engine, plan, plugin, limit).await? {
+        Ranks::Ready if !is_due => Proof::None,
+        Ranks::Ready if plan.identity.checksums_comparable() => Proof::Checksums,
+        _ => Proof::Load,
+    })
 }
 
 /// The directory as the engine sees it, absolute: a relative path would be taken for the name of a model on a
@@ -213,19 +262,31 @@ async fn transact(
     serving: Option<String>,
     plan: &Plan<'_>,
 ) -> Result<Duration> {
+    let sums = plan.sums()?;
     pause.begin(plan.pause);
     let outcome = match make_ready(engine, plan.pause, plan.label).await {
         Ok(()) => {
             pause.touched();
-            load(engine, plan).await
+            load(engine, plan, sums.as_ref()).await
         }
         failed => failed,
     };
+    end(engine, pause, serving, plan.label, outcome).await
+}
+
+/// Ends the pause of an activation that went like `outcome`, and returns how long it was.
+async fn end(
+    engine: &dyn Engine,
+    pause: &mut Pause,
+    serving: Option<String>,
+    label: &str,
+    outcome: Result<()>,
+) -> Result<Duration> {
     let last = engine.limited(&pause::last_words());
     let ended = pause.end(&*last, serving.as_deref(), outcome.as_ref().err()).await;
     let paused_for = pause.took();
     let (engine, failed) = (engine.url(), outcome.is_err());
-    tracing::info!(engine, label = plan.label, ?paused_for, failed, "activation");
+    tracing::info!(engine, label, ?paused_for, failed, "activation");
     ended.and(outcome).map(|()| paused_for)
 }
 
@@ -234,17 +295,34 @@ pub(crate) async fn make_ready(engine: &dyn Engine, mode: PauseMode, label: &str
     engine.pause(mode).await?;
     // A follower that dies here leaves the engine paused, for the next one to find.
     fail::fail_point!("activate.paused");
+    empty_and_fence(engine, mode, label).await
+}
+
+/// Fences a paused engine, which loses its cache.
+async fn empty_and_fence(engine: &dyn Engine, mode: PauseMode, label: &str) -> Result<()> {
     engine.empty_cache(mode).await?;
     relabel(engine, &partial(label)).await
 }
 
-async fn load(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
+async fn load(engine: &dyn Engine, plan: &Plan<'_>, sums: Option<&Sums>) -> Result<()> {
     // The version's own label comes when its weights were looked at.
     let label = partial(plan.label);
-    let (directory, pause, identity) = (&plan.directory, plan.pause, plan.identity);
-    engine.load(Reload { directory, label: &label, pause, identity }).await?;
-    if let Some(sums) = &plan.sums {
+    let Plan { directory, pause, identity, .. } = plan;
+    engine.load(Reload { directory, label: &label, pause: *pause, identity }).await?;
+    if let Some(sums) = sums {
         engine.check(identity, sums).await?;
     }
     relabel(engine, plan.label).await
+}
+
+/// Checksums of an engine's tensors.
+type Sums = BTreeMap<String, String>;
+
+impl Plan<'_> {
+    /// Checksums that the engine must report afterwards, where they are comparable. All of the checkpoint is
+    /// read.
+    fn sums(&self) -> Result<Option<Sums>> {
+        let comparable = self.identity.checksums_comparable();
+        comparable.then(|| checksums(self.checkpoint, self.checkpoint.dir())).transpose()
+    }
 }

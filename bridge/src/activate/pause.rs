@@ -21,7 +21,8 @@ const TOKEN: Duration = Duration::from_secs(3);
 /// What is known of an engine's pause.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pause {
-    /// Whether it may be paused because of us. True at first: an earlier process may have died between pause and continue.
+    /// Whether it may be paused because of us. True at first: an earlier process may have died between pause
+    /// and continue.
     owed: bool,
     /// Whether its weights may be anything, whatever its label says.
     unknown: bool,
@@ -50,8 +51,9 @@ impl Pause {
         self.took
     }
 
-    /// The label of an engine's weights, `None` if they may be anything. An engine that we or a process before this one left paused goes
-    /// on, unless its weights may be anything. None of this depends on what its weights generate.
+    /// The label of an engine's weights, `None` if they may be anything. An engine that we or a process
+    /// before this one left paused goes on, unless its weights may be anything. None of this depends on what
+    /// its weights generate.
     pub(crate) async fn look(&mut self, engine: &dyn Engine) -> Result<Option<String>> {
         let label = engine.label().await?;
         if self.is_fence(label.as_deref()) {
@@ -76,7 +78,8 @@ impl Pause {
         Ok(label)
     }
 
-    /// Whether the weights under this label may be anything. After a load that failed no version's label is believed.
+    /// Whether the weights under this label may be anything. After a load that failed no version's label is
+    /// believed.
     fn is_fence(&self, label: Option<&str>) -> bool {
         label.is_some_and(|label| label.contains('?') || (self.unknown && label.parse::<Label>().is_ok()))
     }
@@ -91,8 +94,9 @@ impl Pause {
         self.unknown = true;
     }
 
-    /// Ends a pause in which `failed` happened, if anything: the engine goes on with the version, or with the weights labelled `serving`
-    /// that it had where nothing was touched. Otherwise it stays paused, and so does one that generates nothing sound with the version.
+    /// Ends a pause in which `failed` happened, if anything: the engine goes on with the version, or with the
+    /// weights labelled `serving` that it had where nothing was touched. Otherwise it stays paused, and so
+    /// does one that generates nothing sound with the version.
     ///
     /// # Errors
     /// [`Error::LeftPaused`] if it should go on and does not; [`Error::Unsound`].
@@ -162,7 +166,8 @@ pub(crate) async fn relabel(engine: &dyn Engine, label: &str) -> Result<()> {
     Err(Error::LabelMismatch { engine: engine.url().into(), expected, found })
 }
 
-/// The label of an engine whose weights may be a mixture. It is no version's, so no request that asks for one accepts it.
+/// The label of an engine whose weights may be a mixture. It is no version's, so no request that asks for one
+/// accepts it.
 pub(crate) fn partial(label: &str) -> String {
     format!("{}?partial", plain(label))
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use driftless_transport::Dtype;
 
 use crate::http::excerpt;
-use crate::{Error, Expected, Result};
+use crate::{Error, Expected, PauseMode, Result};
 
 /// What an engine said about itself, after it was accepted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,6 +31,8 @@ pub struct Identity {
     pub(crate) load_format: Option<String>,
     /// The one directory that it can load, for kinds that load what they were started with.
     pub(crate) loads_only: Option<PathBuf>,
+    /// Whether a load may be asked to flush: an engine that cannot then says so, and does not end.
+    pub(crate) flushes: bool,
     /// Whether pushes want `begin_weight_update` and `end_weight_update` around them.
     pub(crate) sessions: bool,
     /// Whether it can give memory back and take it again.
@@ -38,6 +40,11 @@ pub struct Identity {
 }
 
 impl Identity {
+    /// Whether the flush of a patch is part of the call, where nothing can keep the cache from being flushed.
+    pub(crate) fn flushes_with_patch(&self, mode: PauseMode) -> bool {
+        self.flushes && mode == PauseMode::Retract
+    }
+
     /// Whether the engine's checksums can be compared with [`checksums`](crate::checksums()): one rank, on
     /// the CPU. GPUs hash differently, and every further rank holds a slice.
     pub(crate) fn checksums_comparable(&self) -> bool {

@@ -89,6 +89,12 @@ pub trait Engine: fmt::Debug + Send + Sync {
     /// or a mixture.
     fn load<'a>(&'a self, load: Reload<'a>) -> Answer<'a, ()>;
 
+    /// Has the engine's plugin write what it prepared into the weights of a paused engine, which then has the
+    /// label of `load`. After a failure the weights may be new, old or a mixture.
+    fn patch<'a>(&'a self, load: Reload<'a>) -> Answer<'a, Patched> {
+        Box::pin(async move { self.load(load).await.map(|()| Patched::Loaded) })
+    }
+
     /// Compares the weights it holds with [`checksums`](crate::checksums()) of a checkpoint, where that is
     /// possible.
     ///
@@ -113,6 +119,17 @@ pub struct Reload<'a> {
     pub pause: PauseMode,
     /// What the engine said about itself.
     pub identity: &'a Identity,
+}
+
+/// How an engine that was to be patched came by its weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Patched {
+    /// Its plugin wrote the prepared delta, and the engine took the label.
+    Patched,
+    /// Its plugin could not write it, and has changed nothing at the first rank.
+    Untouched,
+    /// There was nothing prepared: it loaded the checkpoint.
+    Loaded,
 }
 
 /// What a pause does with running requests. New ones wait in every mode, unanswered, until generation

@@ -8,10 +8,12 @@ use tokio::time::Instant;
 use super::member::{LOOK_EVERY, Member};
 use crate::{Error, Finish, GenerateRequest, Generation, Label, Result, Rid};
 
-/// How an engine says that it still works on a request of this id; a trainer that was restarted meets its own.
+/// How an engine says that it still works on a request of this id; a trainer that was restarted meets its
+/// own.
 const DUPLICATE: &str = "Duplicate request ID";
 
-/// A place on an engine, given back when dropped; a request that was sent and not answered by then is aborted.
+/// A place on an engine, given back when dropped; a request that was sent and not answered by then is
+/// aborted.
 pub(super) struct Lease<'a> {
     member: Arc<Member>,
     freed: &'a Notify,
@@ -102,7 +104,8 @@ impl Drop for Lease<'_> {
     }
 }
 
-/// Why a complete reply must not be used: aborted, older than asked, or crossed by a change of weights that it cannot locate.
+/// Why a complete reply must not be used: aborted, older than asked, or crossed by a change of weights that
+/// it cannot locate.
 fn unusable(generation: &Generation, before: Option<&str>, minimum: Option<&Label>) -> Option<String> {
     if let Finish::Abort { message } = &generation.finish {
         return Some(format!("aborted by somebody else: {message}"));

@@ -32,6 +32,8 @@ pub(super) struct State {
     /// What it serves, as far as known.
     pub(super) serving: Option<String>,
     pub(super) in_flight: usize,
+    /// Whether it was waited for in vain, and has not caught up since.
+    pub(super) left: bool,
     /// Why it did not do what it was asked, the last time that happened.
     pub(super) failure: Option<String>,
 }
@@ -40,7 +42,8 @@ impl Member {
     pub(super) async fn attach(engine: Arc<dyn Engine>, expected: Expected) -> Result<Self> {
         let attached = Attached::attach(engine.clone(), &expected).await?;
         let (identity, serving) = (attached.identity().clone(), engine.label().await?);
-        let state = Mutex::new(State { identity, up: true, serving, in_flight: 0, failure: None });
+        let state =
+            Mutex::new(State { identity, up: true, serving, in_flight: 0, left: false, failure: None });
         Ok(Self { engine, expected, state, looking: Arc::default() })
     }
 
@@ -54,8 +57,8 @@ impl Member {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks the engine what it serves, unless somebody is at it or just did. One that was down is attached anew: it may have come back as
-    /// another.
+    /// Asks the engine what it serves, unless somebody is at it or just did. One that was down is attached
+    /// anew: it may have come back as another.
     pub(super) async fn look(&self) {
         if let Some(turn) = self.turn() {
             self.look_in(turn).await;

@@ -29,7 +29,8 @@ const RECHECK: Duration = Duration::from_millis(100);
 pub struct FleetOptions {
     /// Our requests under way on one engine at a time.
     pub concurrency: usize,
-    /// From a call of [`Fleet::generate`] to its end: waiting for an engine, retries and pauses included.
+    /// What one sample may take: its attempts, pauses of its engine included, and the time without any engine
+    /// that may take it. Its turn while engines are busy does not count.
     pub deadline: Duration,
     /// How requests find their engine.
     pub route: Route,
@@ -81,7 +82,8 @@ impl Fleet {
     /// Attaches every engine, all at once; addresses are those of [`connect`]; kinds may be mixed.
     ///
     /// # Errors
-    /// Those of [`Attached::attach`], for the first address that fails; [`Error::Fleet`] for no address or one twice.
+    /// Those of [`Attached::attach`], for the first address that fails; [`Error::Fleet`] for no address or
+    /// one twice.
     pub async fn attach(
         addresses: &[String],
         keys: &Keys,
@@ -137,39 +139,42 @@ impl Fleet {
 
     /// Generates one sample on some engine, all of it with weights of `minimum` or later versions of its run.
     ///
-    /// An attempt whose tokens are older, or that somebody aborted, is thrown away; so is one on an engine that fails. The sample is then
-    /// tried again, elsewhere or once an engine has caught up, until the fleet's deadline. Dropping the future aborts the request on its engine.
+    /// An attempt whose tokens are older, or that somebody aborted, is thrown away; so is one on an engine
+    /// that fails. The sample is then tried again, elsewhere or once an engine has caught up, until the
+    /// fleet's deadline. Dropping the future aborts the request on its engine.
     ///
     /// # Errors
-    /// [`Error::Exhausted`] with every engine's last failure; [`Error::Request`] and [`Error::Status`] for requests that no engine would take.
+    /// [`Error::Exhausted`] with every engine's last failure; [`Error::Request`] and [`Error::Status`] for
+    /// requests that no engine would take.
     pub async fn generate(
         &self,
         mut request: GenerateRequest,
         minimum: Option<&Label>,
     ) -> Result<Generation> {
         request.validate(Some(self.vocabulary))?;
-        let end = Instant::now() + self.options.deadline;
+        let mut left = self.options.deadline;
         loop {
             // Asked for anew at each attempt: the fence may have risen.
             let minimum = self.minimum(minimum);
             let minimum = minimum.as_ref();
-            // Where the last attempt ended with the time, there is none for another.
-            let lease = tokio::time::timeout_at(end, self.lease(request.rid, minimum)).await;
-            let Some(lease) = lease.ok().filter(|_| Instant::now() < end) else {
+            let Some(lease) = self.lease(request.rid, minimum, &mut left).await else {
                 return Err(self.exhausted(&request));
             };
-            match lease.attempt(&request, minimum, end).await {
+            let begin = Instant::now();
+            match lease.attempt(&request, minimum, begin + left).await {
                 Attempt::Done(generation) => return Ok(generation),
                 Attempt::Refused(error) => return Err(error),
                 Attempt::Again(reason) => tracing::debug!(rid = %request.rid, reason, "attempt thrown away"),
             }
+            left = left.saturating_sub(begin.elapsed());
             request.rid = request.rid.next_attempt();
         }
     }
 
-    /// Fences the fleet: from here on no request goes to an engine that serves an older version than `label`, although the request
-    /// asked for less or for nothing; those on their way already are let be. Within a run the fence only rises; another run's label
-    /// replaces it. A request that asks for a version of another run gets what it asks for.
+    /// Fences the fleet: from here on no request goes to an engine that serves an older version than `label`,
+    /// although the request asked for less or for nothing; those on their way already are let be. Within a
+    /// run the fence only rises; another run's label replaces it. A request that asks for a version of
+    /// another run gets what it asks for.
     pub fn require(&self, label: &Label) {
         let mut fence = self.fence.lock().unwrap_or_else(PoisonError::into_inner);
         if fence.as_ref().is_none_or(|fence| !fence.at_least(label)) {
@@ -191,7 +196,8 @@ impl Fleet {
     /// Waits until every engine serves `label` or a later version of its run.
     ///
     /// # Errors
-    /// [`Error::Behind`] after `deadline`, naming each engine that is not there and what it serves or why it does not answer.
+    /// [`Error::Behind`] after `deadline`, naming each engine that is not there and what it serves or why it
+    /// does not answer.
     pub async fn wait_for_label(&self, label: &Label, deadline: Duration) -> Result<()> {
         let end = Instant::now() + deadline;
         let waits = self.members.iter().map(|member| {
@@ -212,12 +218,50 @@ impl Fleet {
         }
     }
 
-    /// Waits for an engine that may take the request and has room.
-    async fn lease(&self, rid: Rid, minimum: Option<&Label>) -> Lease<'_> {
+    /// Waits until every engine that answers serves `label` or a later version of its run, and returns those
+    /// that do not: the ones that are down, and the ones that `deadline` was too short for. These are not
+    /// waited for again until they have caught up once.
+    ///
+    /// # Errors
+    /// [`Error::Behind`] after `deadline`, if no engine is there.
+    pub async fn wait_for_those_up(&self, label: &Label, deadline: Duration) -> Result<Vec<String>> {
+        let end = Instant::now() + deadline;
         loop {
-            if let Some(lease) = self.try_lease(rid, minimum) {
-                return lease;
+            // Also at those that are not waited for: they may have caught up.
+            self.members.iter().for_each(|member| member.clone().look_aside());
+            let (mut there, mut waited_for, mut laggards) = (0, Vec::new(), Vec::new());
+            for member in &self.members {
+                let mut state = member.state();
+                if state.up && state.serves(Some(label)) {
+                    state.left = false;
+                    there += 1;
+                    continue;
+                }
+                laggards.push(format!("{} ({})", member.engine.url(), state.describe()));
+                if state.up && !state.left {
+                    waited_for.push(member);
+                }
             }
+            let over = Instant::now() >= end;
+            if there > 0 && (over || waited_for.is_empty()) {
+                waited_for.iter().for_each(|member| member.state().left = true);
+                return Ok(laggards);
+            }
+            if over {
+                return Err(Error::Behind { label: label.clone(), after: deadline, laggards });
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// Waits for an engine that may take the request and has room. Time without one that may take it is taken
+    /// from `left`; `None` when that is used up.
+    async fn lease(&self, rid: Rid, minimum: Option<&Label>, left: &mut Duration) -> Option<Lease<'_>> {
+        while !left.is_zero() {
+            if let Some(lease) = self.try_lease(rid, minimum) {
+                return Some(lease);
+            }
+            let begin = Instant::now();
             for member in &self.members {
                 let lacking = {
                     let state = member.state();
@@ -228,8 +272,16 @@ impl Fleet {
                 }
             }
             // Somebody freeing a place wakes one of us; engines that catch up do not, hence the bound.
-            let _ = tokio::time::timeout(RECHECK, self.freed.notified()).await;
+            let _ = tokio::time::timeout(RECHECK.min(*left), self.freed.notified()).await;
+            let may_take = |member: &Arc<Member>| {
+                let state = member.state();
+                state.up && state.serves(minimum)
+            };
+            if !self.members.iter().any(may_take) {
+                *left = left.saturating_sub(begin.elapsed());
+            }
         }
+        None
     }
 
     fn try_lease(&self, rid: Rid, minimum: Option<&Label>) -> Option<Lease<'_>> {

@@ -19,7 +19,8 @@ pub(super) struct View {
     pub(super) in_flight: usize,
 }
 
-/// The engine for the next request, or `None` when each is out of the question or full. `turn` counts requests.
+/// The engine for the next request, or `None` when each is out of the question or full. `turn` counts
+/// requests.
 pub(super) fn choose(route: Route, views: &[View], concurrency: usize, turn: usize) -> Option<usize> {
     let in_turn = (0..views.len()).map(|step| (turn + step) % views.len());
     let mut free = in_turn.filter(|at| views[*at].eligible && views[*at].in_flight < concurrency);

@@ -1,8 +1,9 @@
 //! Which tensors travel together: a function from a list of tensors and a budget to a few large calls.
 //!
-//! Every call costs an engine 2 to 3 ms besides its bytes, so buckets are filled as full as they get (first fit, largest first). An engine
-//! cuts a flattened bucket apart by views, which need every tensor at a multiple of its element size: tensors of wide elements come first.
-//! Experts travel apart from the rest, because engines load them by another path.
+//! Every call costs an engine 2 to 3 ms besides its bytes, so buckets are filled as full as they get (first
+//! fit, largest first). An engine cuts a flattened bucket apart by views, which need every tensor at a
+//! multiple of its element size: tensors of wide elements come first. Experts travel apart from the rest,
+//! because engines load them by another path.
 
 use driftless_transport::TensorInfo;
 
@@ -17,7 +18,8 @@ pub struct Bucket {
     pub bytes: u64,
 }
 
-/// Puts every tensor that has elements into exactly one bucket of at most `budget` bytes; one larger than that has a bucket to itself.
+/// Puts every tensor that has elements into exactly one bucket of at most `budget` bytes; one larger than
+/// that has a bucket to itself.
 ///
 /// # Errors
 /// [`Error::TooLarge`] for a tensor whose size does not fit in 64 bits.

@@ -40,7 +40,8 @@ impl Occupation {
     }
 }
 
-/// Lets a paused engine give memory back. Requests that it still holds are aborted: it ends when it is told to release while it has any.
+/// Lets a paused engine give memory back. Requests that it still holds are aborted: it ends when it is told
+/// to release while it has any.
 pub(crate) async fn release(client: &Client, label: &str, tags: &[MemoryTag]) -> Result<()> {
     idle(client).await?;
     client.set_weight_version(&mark(label, "releasing", tags)).await?;
@@ -48,8 +49,8 @@ pub(crate) async fn release(client: &Client, label: &str, tags: &[MemoryTag]) ->
     client.set_weight_version(&mark(label, "released", tags)).await
 }
 
-/// Lets an engine take back some of what it has `released`, the rest of which it keeps being without. Its label is a mixture's, or says
-/// what is still released.
+/// Lets an engine take back some of what it has `released`, the rest of which it keeps being without. Its
+/// label is a mixture's, or says what is still released.
 pub(crate) async fn resume(
     client: &Client,
     label: &str,

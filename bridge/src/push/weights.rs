@@ -54,14 +54,15 @@ pub struct DeviceWeights {
 
 #[cfg(feature = "cuda")]
 impl DeviceWeights {
-    /// Tensors and the addresses of their bytes, one each. Tensors that lie in the order of a bucket are broadcast from where they are.
+    /// Tensors and the addresses of their bytes, one each. Tensors that lie in the order of a bucket are
+    /// broadcast from where they are.
     ///
     /// # Errors
     /// [`Error::Root`] when there are more of one than of the other.
     ///
     /// # Safety
-    /// Every address is the beginning of the tensor's bytes, contiguous, in the memory of the device from which they are pushed;
-    /// what wrote them has ended; and they stay as they are until the push has ended.
+    /// Every address is the beginning of the tensor's bytes, contiguous, in the memory of the device from
+    /// which they are pushed; what wrote them has ended; and they stay as they are until the push has ended.
     #[allow(unsafe_code, reason = "the caller vouches for raw addresses")]
     pub unsafe fn new(tensors: Vec<TensorInfo>, addresses: Vec<u64>) -> Result<Self> {
         if tensors.len() != addresses.len() {

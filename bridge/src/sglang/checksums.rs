@@ -9,14 +9,15 @@ use sha2::{Digest, Sha256};
 use crate::model::{ModelConfig, hex};
 use crate::{Error, Expected, Result};
 
-/// What SGLang's `/weights_checker` reports on the CPU, with one rank, for an engine that holds this snapshot: fused parameter name →
-/// hex of the first 8 bytes of the SHA-256 of the parameter's bytes.
+/// What SGLang's `/weights_checker` reports on the CPU, with one rank, for an engine that holds this
+/// snapshot: fused parameter name → hex of the first 8 bytes of the SHA-256 of the parameter's bytes.
 ///
-/// The snapshot must bring its `config.json` and hold exactly the tensors that follow from it; `place` names the snapshot in errors.
+/// The snapshot must bring its `config.json` and hold exactly the tensors that follow from it; `place` names
+/// the snapshot in errors.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] for a tensor that is missing, surplus, or of another dtype or shape; [`Error::Open`] when its bytes cannot be read;
-/// [`Error::Config`] and [`Error::Read`] as [`Expected::from_snapshot`].
+/// [`Error::Checkpoint`] for a tensor that is missing, surplus, or of another dtype or shape; [`Error::Open`]
+/// when its bytes cannot be read; [`Error::Config`] and [`Error::Read`] as [`Expected::from_snapshot`].
 pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<String, String>> {
     let config = Expected::from_snapshot(snapshot, place)?.config;
     check_tensors(snapshot, place, &config, config.dtype)?;
@@ -43,7 +44,8 @@ pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<Strin
     Ok(out)
 }
 
-/// Refuses a snapshot whose tensors are not exactly those of `config`, all of `dtype`. A tied output matrix may be there: engines skip it.
+/// Refuses a snapshot whose tensors are not exactly those of `config`, all of `dtype`. A tied output matrix
+/// may be there: engines skip it.
 pub(crate) fn check_tensors(
     snapshot: &dyn Snapshot,
     place: &Path,

@@ -17,7 +17,8 @@ use crate::{
     RankChecksums, Result, ServerInfo,
 };
 
-/// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later; earlier ones die instead).
+/// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later;
+/// earlier ones die instead).
 const UNFLUSHED: &str = "Weights were updated, but the cache was not flushed";
 
 /// How an engine says that there was no group to destroy.
@@ -63,7 +64,8 @@ impl Client {
     /// `GET /model_info`, or its older name where there is none.
     ///
     /// # Errors
-    /// As every call: [`Error::Unreachable`], [`Error::Deadline`], [`Error::Status`], [`Error::ReplyTooLarge`], [`Error::Reply`].
+    /// As every call: [`Error::Unreachable`], [`Error::Deadline`], [`Error::Status`],
+    /// [`Error::ReplyTooLarge`], [`Error::Reply`].
     pub async fn model_info(&self) -> Result<ModelInfo> {
         self.renamed("/model_info", "/get_model_info").await
     }
@@ -76,7 +78,8 @@ impl Client {
         self.renamed("/server_info", "/get_server_info").await
     }
 
-    /// `GET /health`. Runs a one-token request on the engine, so it waits, 20 s at most, while the engine is paused or loads.
+    /// `GET /health`. Runs a one-token request on the engine, so it waits, 20 s at most, while the engine is
+    /// paused or loads.
     ///
     /// # Errors
     /// [`Error::Status`] 503 when it is not healthy; as [`Client::model_info`].
@@ -84,7 +87,8 @@ impl Client {
         self.connection.ok(self.get("/health", self.deadlines.control)).await
     }
 
-    /// `GET /ready`: whether the engine is healthy and not paused; `None` where the engine has no such call (before 0.5.20).
+    /// `GET /ready`: whether the engine is healthy and not paused; `None` where the engine has no such call
+    /// (before 0.5.20).
     ///
     /// # Errors
     /// As [`Client::model_info`].
@@ -109,7 +113,8 @@ impl Client {
         Ok(loads.loads)
     }
 
-    /// `POST /generate`: one sample. The reply is checked: one log-probability per token, of that token; spans without gaps; the request's id.
+    /// `POST /generate`: one sample. The reply is checked: one log-probability per token, of that token;
+    /// spans without gaps; the request's id.
     ///
     /// # Errors
     /// [`Error::Reply`] when it is not so; as [`Client::model_info`].
@@ -139,8 +144,9 @@ impl Client {
         self.is_ok("/continue_generation", &body).await
     }
 
-    /// `POST /flush_cache`: drops the KV cache, or says false because requests still hold it. An engine that is paused with every request
-    /// retracted can be flushed from 0.5.21 on, but only when asked without its `timeout` parameter, which waits for an empty queue.
+    /// `POST /flush_cache`: drops the KV cache, or says false because requests still hold it. An engine that
+    /// is paused with every request retracted can be flushed from 0.5.21 on, but only when asked without its
+    /// `timeout` parameter, which waits for an empty queue.
     ///
     /// # Errors
     /// As [`Client::model_info`].
@@ -158,21 +164,28 @@ impl Client {
     /// `POST /update_weights_from_disk`.
     ///
     /// # Errors
-    /// [`Error::Status`] 400 with the engine's message when the weights did not change; as [`Client::model_info`].
+    /// [`Error::Status`] 400 with the engine's message when the weights did not change; as
+    /// [`Client::model_info`].
     pub async fn update_weights_from_disk(&self, update: &DiskUpdate) -> Result<DiskUpdated> {
+        self.told_update_from_disk(update).await.map(|(updated, _)| updated)
+    }
+
+    /// [`Client::update_weights_from_disk`], with the engine's message of an update that is done.
+    pub(crate) async fn told_update_from_disk(&self, update: &DiskUpdate) -> Result<(DiskUpdated, String)> {
         let body = update_body(update);
         let call = self.post("/update_weights_from_disk", Level::Control, &body, self.deadlines.load);
         let reply = self.connection.send(call).await?;
         match self.outcome(call, &reply) {
-            Ok(()) => Ok(DiskUpdated::Done),
+            Ok(message) => Ok((DiskUpdated::Done, message)),
             Err(Error::Status { status: 400, body, .. }) if body.contains(UNFLUSHED) => {
-                Ok(DiskUpdated::Unflushed)
+                Ok((DiskUpdated::Unflushed, body))
             }
             Err(error) => Err(error),
         }
     }
 
-    /// `POST /init_weights_update_group`: the engine's ranks connect to the group's store. With NCCL nothing else happens before the first update.
+    /// `POST /init_weights_update_group`: the engine's ranks connect to the group's store. With NCCL nothing
+    /// else happens before the first update.
     ///
     /// # Errors
     /// [`Error::Status`] 400 with the engine's message; as [`Client::model_info`].
@@ -192,23 +205,28 @@ impl Client {
         }
     }
 
-    /// `POST /update_weights_from_distributed`: the engine takes part in the broadcasts that the body announces and loads what it received.
+    /// `POST /update_weights_from_distributed`: the engine takes part in the broadcasts that the body
+    /// announces and loads what it received.
     ///
     /// # Errors
-    /// [`Error::Status`] 400 with the engine's message: some of its weights may have changed; as [`Client::model_info`].
+    /// [`Error::Status`] 400 with the engine's message: some of its weights may have changed; as
+    /// [`Client::model_info`].
     pub(crate) async fn update_weights_from_distributed(&self, update: &DistributedUpdate) -> Result<()> {
         self.succeeds("/update_weights_from_distributed", &json!(update), self.deadlines.load).await
     }
 
-    /// `POST /update_weights_from_tensor`: the engine's ranks open the memory that the body names and load what is there.
+    /// `POST /update_weights_from_tensor`: the engine's ranks open the memory that the body names and load
+    /// what is there.
     ///
     /// # Errors
-    /// [`Error::Status`] 400 with the engine's message: some of its weights may have changed; as [`Client::model_info`].
+    /// [`Error::Status`] 400 with the engine's message: some of its weights may have changed; as
+    /// [`Client::model_info`].
     pub(crate) async fn update_weights_from_tensor(&self, update: &TensorUpdate) -> Result<()> {
         self.succeeds("/update_weights_from_tensor", &json!(update), self.deadlines.load).await
     }
 
-    /// `POST /release_memory_occupation`. The engine must have no request, and must have what it releases: it ends otherwise.
+    /// `POST /release_memory_occupation`. The engine must have no request, and must have what it releases: it
+    /// ends otherwise.
     ///
     /// # Errors
     /// As [`Client::model_info`].
@@ -216,8 +234,8 @@ impl Client {
         self.occupation("/release_memory_occupation", tags).await
     }
 
-    /// `POST /resume_memory_occupation`. The engine must have released what it resumes: it ends otherwise. The contents of the memory are
-    /// undefined; the KV cache is empty.
+    /// `POST /resume_memory_occupation`. The engine must have released what it resumes: it ends otherwise.
+    /// The contents of the memory are undefined; the KV cache is empty.
     ///
     /// # Errors
     /// As [`Client::model_info`].
@@ -231,8 +249,8 @@ impl Client {
         self.connection.ok(self.post(path, Level::Control, &body, self.deadlines.load)).await
     }
 
-    /// `POST /begin_weight_update`, for engines whose [`Capabilities::sessions`](crate::Capabilities) says so. A session that somebody left
-    /// open is ended first.
+    /// `POST /begin_weight_update`, for engines whose [`Capabilities::sessions`](crate::Capabilities) says
+    /// so. A session that somebody left open is ended first.
     ///
     /// # Errors
     /// As [`Client::model_info`].
@@ -287,7 +305,8 @@ impl Client {
         self.connection.ok(self.post("/abort_request", Level::Control, &body, self.deadlines.control)).await
     }
 
-    /// Whether the engine knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown path it is 404.
+    /// Whether the engine knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown
+    /// path it is 404.
     pub(crate) async fn has_post(&self, path: &str) -> Result<bool> {
         let call = self.get(path, self.deadlines.info);
         let reply = self.connection.send(call).await?;
@@ -318,7 +337,8 @@ impl Client {
         }
     }
 
-    /// A control call that answers `{"status": "ok"}`. Another body is a proxy's, or an engine's that did nothing.
+    /// A control call that answers `{"status": "ok"}`. Another body is a proxy's, or an engine's that did
+    /// nothing.
     async fn is_ok(&self, path: &str, body: &Value) -> Result<()> {
         let call = self.post(path, Level::Control, body, self.deadlines.control);
         let reply: Status = self.connection.json(call).await?;
@@ -332,17 +352,17 @@ impl Client {
     async fn succeeds(&self, path: &str, body: &Value, deadline: Duration) -> Result<()> {
         let call = self.post(path, Level::Control, body, deadline);
         let reply = self.connection.send(call).await?;
-        self.outcome(call, &reply)
+        self.outcome(call, &reply).map(drop)
     }
 
-    /// Reads a `{success, message}` reply; SGLang sends it with 200 and with 400.
-    fn outcome(&self, call: Call<'_>, reply: &Reply) -> Result<()> {
+    /// Reads the message of a `{success, message}` reply; SGLang sends it with 200 and with 400.
+    fn outcome(&self, call: Call<'_>, reply: &Reply) -> Result<String> {
         if reply.status != 200 {
             return Err(self.connection.status_error(call, reply));
         }
         let outcome: Outcome = self.connection.decode(call, &reply.body)?;
         if outcome.success {
-            return Ok(());
+            return Ok(outcome.message);
         }
         Err(self.connection.malformed(
             call,

@@ -7,8 +7,15 @@ use std::sync::Arc;
 use driftless_transport::Limit;
 
 use super::{Capabilities, Client, DiskUpdate, DiskUpdated, identity};
-use crate::engine::{Answer, BETWEEN_TRIES, Engine, Identity, LiveWeights, PauseMode, Reload, TRIES, local};
+use crate::engine::{
+    Answer, BETWEEN_TRIES, Engine, Identity, LiveWeights, Patched, PauseMode, Reload, TRIES, local,
+};
 use crate::{Error, Expected, GenerateRequest, Generation, Result, Rid};
+
+/// How our plugin's answer begins.
+const PATCHED: &str = "driftless: patched to ";
+/// And how it does when it could not write.
+const NOT_PATCHED: &str = "driftless: not patched to ";
 
 impl Engine for Client {
     fn kind(&self) -> &'static str {
@@ -63,6 +70,10 @@ impl Engine for Client {
         Box::pin(reload(self, load))
     }
 
+    fn patch<'a>(&'a self, load: Reload<'a>) -> Answer<'a, Patched> {
+        Box::pin(patch(self, load))
+    }
+
     fn check<'a>(
         &'a self,
         identity: &'a Identity,
@@ -78,7 +89,8 @@ async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
     let identity = identity::compare(client.url(), expected, &model, &server, local.as_ref())?;
     let capabilities = Capabilities::probe(client).await?;
     tracing::debug!(engine = client.url(), ?capabilities, "capabilities");
-    Ok(Identity { spans: capabilities.spans, sessions: capabilities.sessions, ..identity })
+    let Capabilities { spans, sessions, survives_refused_flush: flushes, .. } = capabilities;
+    Ok(Identity { spans, sessions, flushes, ..identity })
 }
 
 async fn reload(client: &Client, load: Reload<'_>) -> Result<()> {
@@ -92,6 +104,27 @@ async fn reload(client: &Client, load: Reload<'_>) -> Result<()> {
         DiskUpdated::Done => Ok(()),
         // Applied all the same: the flush is what is missing.
         DiskUpdated::Unflushed => empty_cache(client, load.pause).await,
+    }
+}
+
+/// One call for weights, cache and label.
+async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
+    let update = DiskUpdate {
+        model_path: load.directory.into(),
+        load_format: load.identity.load_format.clone(),
+        weight_version: Some(load.label.into()),
+        flush_cache: load.identity.flushes_with_patch(load.pause),
+    };
+    match client.told_update_from_disk(&update).await {
+        Ok((DiskUpdated::Done, message)) if message.starts_with(PATCHED) => Ok(Patched::Patched),
+        Ok((DiskUpdated::Done, _)) => Ok(Patched::Loaded),
+        // The label is owed as well.
+        Ok((DiskUpdated::Unflushed, _)) => empty_cache(client, load.pause).await.map(|()| Patched::Loaded),
+        Err(Error::Status { status: 400, body, .. }) if body.contains(NOT_PATCHED) => {
+            tracing::warn!(engine = client.url(), reply = body, "loads instead of being patched");
+            Ok(Patched::Untouched)
+        }
+        Err(error) => Err(error),
     }
 }
 

@@ -11,7 +11,8 @@ use crate::{Expected, Result};
 const LOAD_FORMATS: [&str; 6] =
     ["auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "dummy"];
 
-/// Compares an engine's answers, and the config and tokenizer under its paths where they can be read here, with what is expected.
+/// Compares an engine's answers, and the config and tokenizer under its paths where they can be read here,
+/// with what is expected.
 ///
 /// # Errors
 /// [`Error::Refused`] for the first property that does not fit.
@@ -47,6 +48,7 @@ pub(crate) fn compare(
         spans: false,
         load_format: (server.load_format.as_deref() == Some("dummy")).then(|| "auto".to_owned()),
         loads_only: None,
+        flushes: false,
         sessions: false,
         saves_memory: server.enable_memory_saver.unwrap_or(false),
     })
@@ -88,7 +90,8 @@ impl SetUp<'_> {
         }
     }
 
-    /// The dtype of the engine's weights must be the checkpoint's: engines cast silently, and the cast would not be our bytes.
+    /// The dtype of the engine's weights must be the checkpoint's: engines cast silently, and the cast would
+    /// not be our bytes.
     fn dtype(&self, expected: &Expected, server: &ServerInfo, local: Option<&Expected>) -> Result<Dtype> {
         let configured = local.map_or(expected.config.dtype, |local| local.config.dtype);
         let name = server.dtype.as_deref().unwrap_or("auto");

@@ -1,4 +1,5 @@
-//! Requests and replies of the information, weight and lifecycle calls, as SGLang 0.5.12 to 0.5.23 speak them.
+//! Requests and replies of the information, weight and lifecycle calls, as SGLang 0.5.12 to 0.5.23 speak
+//! them.
 //!
 //! Fields that one of those versions lacks are `Option`; fields that this crate does not use are left out.
 
@@ -108,11 +109,13 @@ pub struct DiskUpdate {
     pub load_format: Option<String>,
     /// Label to carry from then on.
     pub weight_version: Option<String>,
-    /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
+    /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request
+    /// then ends altogether.
     pub flush_cache: bool,
 }
 
-/// Body of `POST /init_weights_update_group`: the engine's ranks become `rank_offset`, `rank_offset + 1` … of a group.
+/// Body of `POST /init_weights_update_group`: the engine's ranks become `rank_offset`, `rank_offset + 1` … of
+/// a group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct GroupInit {
     /// Host of the group's TCPStore, as the engine reaches it.
@@ -146,7 +149,8 @@ pub(crate) struct DistributedUpdate {
     /// Label to carry from then on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) weight_version: Option<String>,
-    /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
+    /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request
+    /// then ends altogether.
     pub(crate) flush_cache: bool,
 }
 
@@ -160,11 +164,13 @@ pub(crate) struct TensorUpdate {
     /// Label to carry from then on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) weight_version: Option<String>,
-    /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request then ends altogether.
+    /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request
+    /// then ends altogether.
     pub(crate) flush_cache: bool,
 }
 
-/// Memory of an engine that was started with `--enable-memory-saver`, by the names that `POST /release_memory_occupation` takes.
+/// Memory of an engine that was started with `--enable-memory-saver`, by the names that `POST
+/// /release_memory_occupation` takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryTag {
     /// The KV cache.
@@ -196,7 +202,8 @@ impl MemoryTag {
 pub enum DiskUpdated {
     /// The weights are live, and so is the label.
     Done,
-    /// The weights are live, but the cache was not flushed and the label reported by `/model_info` did not change: both are still owed.
+    /// The weights are live, but the cache was not flushed and the label reported by `/model_info` did not
+    /// change: both are still owed.
     Unflushed,
 }
 
@@ -223,7 +230,8 @@ pub(crate) struct ChecksumReply {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[non_exhaustive]
 pub struct RankChecksums {
-    /// The engine's fused tensor name → 16 hex digits. On the CPU the first 8 bytes of the SHA-256 of the tensor's bytes; another hash elsewhere.
+    /// The engine's fused tensor name → 16 hex digits. On the CPU the first 8 bytes of the SHA-256 of the
+    /// tensor's bytes; another hash elsewhere.
     pub checksums: BTreeMap<String, String>,
 }
 

@@ -124,6 +124,7 @@ fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Resul
         spans: false,
         load_format: None,
         loads_only: None,
+        flushes: false,
         sessions: false,
         saves_memory: false,
     })

@@ -1,4 +1,5 @@
-//! Activation on an engine that misbehaves: it is never left paused, and never serves under our label what is not ours.
+//! Activation on an engine that misbehaves: it is never left paused, and never serves under our label what is
+//! not ours.
 
 use std::time::Duration;
 

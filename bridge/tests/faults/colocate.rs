@@ -1,5 +1,5 @@
-//! Pushes within a device into engines that give memory back meanwhile, and followers that die in between: no engine goes on without its
-//! memory, and none is told what would end it.
+//! Pushes within a device into engines that give memory back meanwhile, and followers that die in between: no
+//! engine goes on without its memory, and none is told what would end it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -187,7 +187,8 @@ fn a_failed_update_leaves_the_engine_with_all_of_its_memory() {
     scene.holds();
 }
 
-/// Whatever call the follower died after, the next one brings the engine to the version, or says that it must be started again.
+/// Whatever call the follower died after, the next one brings the engine to the version, or says that it must
+/// be started again.
 #[test]
 fn a_follower_that_dies_in_between_is_followed_by_one_that_ends_it() {
     for (label, released) in [

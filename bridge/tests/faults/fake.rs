@@ -28,6 +28,8 @@ pub(crate) enum Fault {
     Hang,
     /// The same, and word that the call has come.
     HangTold(std::sync::mpsc::Sender<()>),
+    /// The right answer, after so long.
+    Slow(Duration),
     /// This status and body.
     Answer(u16, String),
     /// The engine ends, and with it the connection.
@@ -40,6 +42,8 @@ pub(crate) enum Fault {
     KeepLabel,
     /// The update loads and says that it could not flush.
     Unflushed,
+    /// The update is answered by a plugin that has the version's weights prepared.
+    Patched,
     /// The update fails, and what the engine calls a rollback loads the new path once more, as SGLang's does.
     Rollback,
     /// The update fails with half of the weights loaded: this status, or else the connection ends.
@@ -153,10 +157,12 @@ impl Fake {
         assert!(after.iter().any(|(_, body)| named(body)), "{after:?}");
     }
 
-    /// Ends the engine as a kill would: its port and its connections are closed when this returns, and no call goes on.
+    /// Ends the engine as a kill would: its port and its connections are closed when this returns, and no
+    /// call goes on.
     pub(crate) fn kill(&self) {
         let process = self.process.lock().unwrap().take();
-        // Waits for the threads, and with them for every task: aborting the server alone would leave its connections to themselves.
+        // Waits for the threads, and with them for every task: aborting the server alone would leave its
+        // connections to themselves.
         drop(process);
     }
 
@@ -218,6 +224,10 @@ async fn answer(
         Some(Fault::HangTold(told)) => {
             told.send(()).unwrap();
             std::future::pending().await
+        }
+        Some(Fault::Slow(time)) => {
+            tokio::time::sleep(time).await;
+            respond(engine, &method, &path, body, None).await
         }
         Some(Fault::Answer(status, text)) => (StatusCode::from_u16(status).unwrap(), text).into_response(),
         // Not a panic that is reported: its backtrace takes longer than the deadlines that the test is about.
@@ -333,6 +343,8 @@ fn update(engine: &mut Engine, body: &Value, fault: Option<Fault>) -> Response {
         (StatusCode::from_u16(status).unwrap(), axum::Json(body)).into_response()
     };
     let path: PathBuf = body["model_path"].as_str().unwrap().into();
+    let patched = matches!(fault, Some(Fault::Patched));
+    let message = if patched { "driftless: patched to it, 1 elements." } else { "" };
     engine.weights = Some(path.clone());
     match fault {
         Some(Fault::Half(status)) => {
@@ -352,7 +364,7 @@ fn update(engine: &mut Engine, body: &Value, fault: Option<Fault>) -> Response {
         _ => {}
     }
     (engine.model_path, engine.label) = (path, body["weight_version"].as_str().unwrap().to_owned());
-    axum::Json(json!({"success": true, "message": "", "num_paused_requests": 0})).into_response()
+    axum::Json(json!({"success": true, "message": message, "num_paused_requests": 0})).into_response()
 }
 
 fn sums(engine: &Engine, fault: Option<Fault>) -> Value {
@@ -403,7 +415,8 @@ async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response
     axum::Json(json!({"output_ids": [7], "meta_info": meta})).into_response()
 }
 
-/// A checkpoint in `directory/b`, with other weights than seed 1 gives, and its manifest as a version of a run.
+/// A checkpoint in `directory/b`, with other weights than seed 1 gives, and its manifest as a version of a
+/// run.
 pub(crate) fn version(directory: &Path) -> (Checkpoint, Manifest) {
     let next = Checkpoint::open(checkpoint(&directory.join("b"), 2, 4)).unwrap();
     let run = PublisherOptions::new("test", Start::NewRun, directory.join("baseline"));

@@ -69,8 +69,8 @@ fn until(what: &str, mut check: impl FnMut() -> bool) {
 }
 
 impl Scene {
-    /// Who is behind `minimum` when a short wait for it ends. What it says of an engine is from the last answer that came in time, so it
-    /// may take another wait until it says what is so.
+    /// Who is behind `minimum` when a short wait for it ends. What it says of an engine is from the last
+    /// answer that came in time, so it may take another wait until it says what is so.
     fn laggards(&self, minimum: &str) -> Vec<String> {
         let minimum = label(minimum);
         match self.runtime.block_on(self.fleet.wait_for_label(&minimum, Duration::from_millis(300))) {
@@ -253,4 +253,49 @@ fn a_fleet_needs_each_engine_once() {
         let found = scene.runtime.block_on(Fleet::attach(&addresses, &Keys::default(), &expected, patient()));
         assert!(matches!(found, Err(Error::Fleet { .. })), "{addresses:?}");
     }
+}
+
+#[test]
+fn samples_that_queue_for_a_busy_engine_are_not_late() {
+    let deadline = Duration::from_secs(3);
+    let scene = scene(1, FleetOptions { deadline, concurrency: 1, ..patient() });
+    let begin = Instant::now();
+    let slow = (0..5).map(|sample| {
+        scene.fakes[0].fault("POST /generate", Fault::Slow(deadline / 4));
+        let fleet = scene.fleet.clone();
+        scene.runtime.spawn(async move { fleet.generate(request(sample), None).await })
+    });
+    for sample in slow.collect::<Vec<_>>() {
+        scene.runtime.block_on(sample).unwrap().unwrap();
+    }
+    assert!(begin.elapsed() > deadline, "the last one waited for longer than a sample may take");
+}
+
+#[test]
+fn straggler_and_engine_that_is_away_do_not_hold_up_the_others() {
+    let scene = scene(3, patient());
+    let wait =
+        |to: &str, deadline| scene.runtime.block_on(scene.fleet.wait_for_those_up(&label(to), deadline));
+    let long = Duration::from_secs(60);
+    assert_eq!(wait(OLD, long).unwrap(), Vec::<String>::new());
+    // One has moved, one is away, and one stays behind for as long as it is waited for.
+    scene.fakes[0].engine().label = NEW.into();
+    scene.fakes[1].kill();
+    let behind = wait(NEW, Duration::from_secs(2)).unwrap();
+    assert!(behind.len() == 2 && behind.iter().any(|engine| engine.contains(OLD)), "{behind:?}");
+    // It is not waited for again: this would take the whole deadline, and the test with it.
+    assert_eq!(wait(NEW, Duration::from_secs(3600)).unwrap().len(), 2);
+    scene.fakes[2].engine().label = NEW.into();
+    until("the straggler is there", || wait(NEW, long).unwrap().len() == 1);
+    scene.fakes[1].restart();
+    scene.fakes[1].engine().label = NEW.into();
+    until("all are there", || wait(NEW, long).unwrap().is_empty());
+}
+
+#[test]
+fn fleet_of_which_no_engine_comes_to_a_version_is_behind() {
+    let scene = scene(2, patient());
+    let error =
+        scene.runtime.block_on(scene.fleet.wait_for_those_up(&label(NEW), Duration::from_millis(300)));
+    assert!(matches!(error, Err(Error::Behind { laggards, .. }) if laggards.len() == 2));
 }

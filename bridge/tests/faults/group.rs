@@ -1,4 +1,5 @@
-//! Pushes into engines that refuse, hang, die and come back: every wait ends, and no engine carries a version's label that it does not hold.
+//! Pushes into engines that refuse, hang, die and come back: every wait ends, and no engine carries a
+//! version's label that it does not hold.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

@@ -1,5 +1,6 @@
-//! Every way to misbehave at every call of an activation, from disk and by a push. Whatever an engine does: it never carries the label of
-//! other weights than it has, its pause ends or is reported, and it gets the version once it behaves.
+//! Every way to misbehave at every call of an activation, from disk and by a push. Whatever an engine does:
+//! it never carries the label of other weights than it has, its pause ends or is reported, and it gets the
+//! version once it behaves.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};

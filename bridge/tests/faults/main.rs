@@ -12,6 +12,7 @@ mod hostile;
 #[path = "../common/inline.rs"]
 mod inline;
 mod memory;
+mod patch;
 mod proxy;
 mod vllm;
 mod wire;

@@ -1,5 +1,5 @@
-//! The memory of a fake engine: what it gives back, and buckets that it is shown. As the real one it ends when it is told to release what it
-//! has released, to resume what it has, or to go on without.
+//! The memory of a fake engine: what it gives back, and buckets that it is shown. As the real one it ends
+//! when it is told to release what it has released, to resume what it has, or to go on without.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -95,7 +95,8 @@ fn bytes(value: &Value) -> Vec<u8> {
     value.as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8).collect()
 }
 
-/// A reader of the opcodes of `docs/wire/colocate.md`: calls are `{"function": arguments}`, objects their attributes.
+/// A reader of the opcodes of `docs/wire/colocate.md`: calls are `{"function": arguments}`, objects their
+/// attributes.
 fn unpickle(pickle: &[u8]) -> Value {
     let mut at = 0;
     let mut take = |count: usize| {

@@ -1,4 +1,5 @@
-//! A data path in this process: what a rank 0 broadcasts, the fake engines take off it, byte by byte as they were told.
+//! A data path in this process: what a rank 0 broadcasts, the fake engines take off it, byte by byte as they
+//! were told.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};

@@ -1,4 +1,5 @@
-//! Buckets that travel in the call, into real SGLang on the CPU: its own unpickler reads what our writer wrote.
+//! Buckets that travel in the call, into real SGLang on the CPU: its own unpickler reads what our writer
+//! wrote.
 
 use driftless_bridge::{
     Colocation, ColocationOptions, Error, HostWeights, Member, MemoryTag, Push, PushActivator, PushOptions,

@@ -1,6 +1,6 @@
-//! The bridge against a running engine. Set `DRIFTLESS_SGLANG` to its URL, and `DRIFTLESS_SGLANG_FIRST` and `DRIFTLESS_SGLANG_SECOND` to
-//! two checkpoint directories of one shape, the first of them the one it was started with; and `DRIFTLESS_SGLANG_PYTHON` to a Python with
-//! torch, for pushes into it.
+//! The bridge against a running engine. Set `DRIFTLESS_SGLANG` to its URL, and `DRIFTLESS_SGLANG_FIRST` and
+//! `DRIFTLESS_SGLANG_SECOND` to two checkpoint directories of one shape, the first of them the one it was
+//! started with; and `DRIFTLESS_SGLANG_PYTHON` to a Python with torch, for pushes into it.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 #![cfg(feature = "conformance")]
 

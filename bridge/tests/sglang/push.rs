@@ -1,4 +1,5 @@
-//! Weights pushed into real SGLang on the CPU: our rendezvous, our calls and our order; the bytes go through torch's gloo.
+//! Weights pushed into real SGLang on the CPU: our rendezvous, our calls and our order; the bytes go through
+//! torch's gloo.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -160,7 +161,8 @@ fn pushes_are_bit_equal_and_the_group_is_formed_again() {
             println!("{mode:?}, {bucket_bytes} bytes a bucket: {label} paused {:?}", activated.pause);
             assert_eq!(activator.serving().unwrap().as_deref(), Some(label.as_str()));
         }
-        // The group is left as a process that is killed leaves it: the next one has to form it anew, under the same name.
+        // The group is left as a process that is killed leaves it: the next one has to form it anew, under
+        // the same name.
     }
 }
 

@@ -1,7 +1,8 @@
 //! The 64-byte header in front of every record.
 //!
-//! It is written twice: at reservation (state `Reserved`: only the length is meaningful) and at commit or release. It never
-//! crosses a disk sector, so after a crash it reads as one of the two, or as the zeros before both.
+//! It is written twice: at reservation (state `Reserved`: only the length is meaningful) and at commit or
+//! release. It never crosses a disk sector, so after a crash it reads as one of the two, or as the zeros
+//! before both.
 
 use super::field::{self, put};
 use super::{ALIGN, salted_crc};

@@ -6,7 +6,8 @@ pub(crate) mod body;
 pub(crate) mod frame;
 pub(crate) mod segment;
 
-/// Every frame and every column starts at a multiple of this: a cache line, and what libtorch asks of a tensor's memory.
+/// Every frame and every column starts at a multiple of this: a cache line, and what libtorch asks of a
+/// tensor's memory.
 pub(crate) const ALIGN: usize = 64;
 
 /// Rounds up to [`ALIGN`]; `None` on overflow.
@@ -14,7 +15,8 @@ pub(crate) fn align(bytes: usize) -> Option<usize> {
     bytes.checked_next_multiple_of(ALIGN)
 }
 
-/// Little-endian fields of a fixed-size block. Offsets are constants of the format, so a bad one is a bug, not bad input.
+/// Little-endian fields of a fixed-size block. Offsets are constants of the format, so a bad one is a bug,
+/// not bad input.
 pub(crate) mod field {
     pub(crate) fn u16(block: &[u8], at: usize) -> u16 {
         u16::from_le_bytes(array(block, at))
@@ -35,7 +37,8 @@ pub(crate) mod field {
     }
 }
 
-/// CRC32C of `bytes`, started from the segment's salt, so that bytes of another place never pass for a frame of this one.
+/// CRC32C of `bytes`, started from the segment's salt, so that bytes of another place never pass for a frame
+/// of this one.
 pub(crate) fn salted_crc(salt: u64, bytes: &[u8]) -> u32 {
     crc32c::crc32c_append(crc32c::crc32c(&salt.to_le_bytes()), bytes)
 }

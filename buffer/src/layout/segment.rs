@@ -5,7 +5,8 @@ use super::salted_crc;
 use crate::Identity;
 use crate::sample::Kind;
 
-/// Bytes before the first frame. Two copies of the header share them, so that one damaged byte costs no records.
+/// Bytes before the first frame. Two copies of the header share them, so that one damaged byte costs no
+/// records.
 pub(crate) const HEADER_PAGE: usize = 4096;
 const COPY: usize = HEADER_PAGE / 2;
 /// Bytes of the trailer, the last ones of the file.
@@ -215,7 +216,8 @@ pub(crate) struct Trailer {
     pub(crate) next: u64,
     /// Unix time of the sealing in microseconds.
     pub(crate) sealed_us: u64,
-    /// Smallest and largest rollout id among the samples; the first is larger than the second when there are none.
+    /// Smallest and largest rollout id among the samples; the first is larger than the second when there are
+    /// none.
     pub(crate) rollouts: (u64, u64),
 }
 

@@ -15,7 +15,8 @@ const EXHAUSTIVE: usize = if MIRI { 0 } else { 8 };
 /// Tries in all for the moments with more.
 const SEEDED: usize = if MIRI { 1 } else { 1200 };
 
-/// Every state in which a crash at this moment may leave the medium, or `tries` random ones if there are too many.
+/// Every state in which a crash at this moment may leave the medium, or `tries` random ones if there are too
+/// many.
 fn leavings(crash: &Crash, rng: &mut StdRng, tries: usize) -> Vec<Medium> {
     let open = crash.open_pages();
     let mut left = Vec::new();

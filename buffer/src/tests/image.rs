@@ -1,7 +1,8 @@
-//! A simulated medium: files with a live state (what a process sees) and a durable one (what survives a power cut).
+//! A simulated medium: files with a live state (what a process sees) and a durable one (what survives a power
+//! cut).
 //!
-//! Pages reach the durable state one by one: a flush stores the dirty ones among those it names, and a crash may have stored
-//! any subset of the others, each in any state that it had since it was last stored.
+//! Pages reach the durable state one by one: a flush stores the dirty ones among those it names, and a crash
+//! may have stored any subset of the others, each in any state that it had since it was last stored.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -160,7 +161,8 @@ impl std::fmt::Debug for Meanwhile {
     }
 }
 
-/// What a power cut at one moment may leave: per segment and page, every state it may be in, the durable one first.
+/// What a power cut at one moment may leave: per segment and page, every state it may be in, the durable one
+/// first.
 #[derive(Debug, Clone)]
 pub(crate) struct Crash {
     pub(crate) at: &'static str,

@@ -101,8 +101,8 @@ impl Work {
     }
 }
 
-/// Opens what a crash left and checks it: every promised record, in order, unchanged; besides them only whole records that
-/// were written; nothing called corrupt; and the log goes on from there.
+/// Opens what a crash left and checks it: every promised record, in order, unchanged; besides them only whole
+/// records that were written; nothing called corrupt; and the log goes on from there.
 pub(super) fn check(medium: &Medium, written: &BTreeMap<u64, u64>, promised: &[u64], what: &str) {
     let log = open(medium).unwrap_or_else(|error| panic!("{what}: {error}"));
     let corrupt = log.recovery().damage.iter().find(|damage| damage.severity != Severity::Torn);

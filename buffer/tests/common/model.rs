@@ -1,4 +1,5 @@
-//! A log beside a plain map: any bytes are a sequence of operations, and after each of them the two must agree.
+//! A log beside a plain map: any bytes are a sequence of operations, and after each of them the two must
+//! agree.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -168,8 +169,8 @@ impl Run {
         assert_eq!(self.log().cursor("model").unwrap().position().0, self.cursor);
     }
 
-    /// Damages one place of one segment of a log that was closed: it is told, costs at most the record it hits (a cut: those
-    /// behind it), and nothing is read that was not written.
+    /// Damages one place of one segment of a log that was closed: it is told, costs at most the record it
+    /// hits (a cut: those behind it), and nothing is read that was not written.
     fn damage(&self, file: u8, at: u16, how: u8) {
         let files = fs::read_dir(&self.dir).unwrap().map(|entry| entry.unwrap().path());
         let mut segments: Vec<PathBuf> =

@@ -1,4 +1,5 @@
-//! Decoding on a machine: reads the tokens here, and has everything else done there. Nothing is written before all of it is known to be right.
+//! Decoding on a machine: reads the tokens here, and has everything else done there. Nothing is written
+//! before all of it is known to be right.
 
 use super::Result;
 use super::encode::{CLASSES_BYTES, TABLE_BYTES};
@@ -163,7 +164,8 @@ impl<M: Machine> State<M> {
         let host_plan = self.host_plan.bytes(machine, plan.bytes())?;
         plan.write(host_plan);
         let results = self.host_results.bytes(machine, 32 + 16 * plan.tasks.len())?;
-        // SAFETY: the rooms were made for this payload; what is copied lives until the wait below, and `results` is looked at after it.
+        // SAFETY: the rooms were made for this payload; what is copied lives until the wait below, and
+        // `results` is looked at after it.
         unsafe {
             if !plan.extra.is_empty() {
                 machine.upload(arguments.payload, payload)?;
@@ -267,7 +269,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// Reads the body of a payload. After this, the tokens are known to cover the tensor's blocks, once each, and to lie within the payload.
+    /// Reads the body of a payload. After this, the tokens are known to cover the tensor's blocks, once each,
+    /// and to lie within the payload.
     fn read(
         &mut self,
         mut reader: ByteReader<'_>,
@@ -335,8 +338,8 @@ impl Plan {
                 why: "no table before the first block",
             });
         };
-        // A change has a bit for its sign, and one for its mark unless its class is inverted; what a large one has in the list that is kept
-        // of them while they are read costs two bits more.
+        // A change has a bit for its sign, and one for its mark unless its class is inverted; what a large
+        // one has in the list that is kept of them while they are read costs two bits more.
         let least = if table.classes().iter().any(|class| class.inverted) { 1 } else { 2 };
         let room = (2 * elements as u64).min(bytes as u64 * 8 / least);
         self.tasks.push(Task {
@@ -377,8 +380,9 @@ impl Plan {
     }
 }
 
-/// Has the processor load where the token after the next three is likely to be, if blocks go on to take `bytes` bytes: each token says where the
-/// next one is, and to wait for memory at each of them took longer than to decode the blocks.
+/// Has the processor load where the token after the next three is likely to be, if blocks go on to take
+/// `bytes` bytes: each token says where the next one is, and to wait for memory at each of them took longer
+/// than to decode the blocks.
 fn expect_tokens(rest: &[u8], bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in 0..4 {

@@ -172,7 +172,8 @@ impl Pinned {
 impl Deref for Pinned {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: the driver allocated so many bytes there, they were set to zero, and live as long as the slice.
+        // SAFETY: the driver allocated so many bytes there, they were set to zero, and live as long as the
+        // slice.
         unsafe { std::slice::from_raw_parts(self.address, self.slice.len()) }
     }
 }
@@ -245,7 +246,8 @@ impl Machine for Device {
         let Some(function) = kernels.get(kernel as usize) else { return Ok(()) };
         let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast()];
         let (blocks, shared) = (grid.blocks as u32, grid.shared as u32);
-        // SAFETY: the kernel takes one argument, of the layout that `Arguments` promises, and copies it; the rest is the caller's promise.
+        // SAFETY: the kernel takes one argument, of the layout that `Arguments` promises, and copies it; the
+        // rest is the caller's promise.
         unsafe {
             result::launch_kernel(
                 function.cu_function(),

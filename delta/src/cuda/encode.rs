@@ -197,7 +197,8 @@ impl<M: Machine> State<M> {
         self.finished(machine, outcome)
     }
 
-    /// As [`State::encode`], and digests the new tensor itself: as [`crate::Encoder::encode_checked`], but both sums.
+    /// As [`State::encode`], and digests the new tensor itself: as [`crate::Encoder::encode_checked`], but
+    /// both sums.
     pub(super) fn encode_checked(&mut self, machine: &M, pair: Pair<'_>) -> Result<Outcome> {
         let outcome = self.encode(machine, pair)?;
         let checked = self.check(machine, pair);
@@ -262,7 +263,8 @@ impl<M: Machine> State<M> {
             ..Encode::default()
         };
         let read = &mut self.checked.bytes(machine, 16 * blocks)?[..16 * blocks];
-        // SAFETY: the room was made for a digest a block, the tensor has as many blocks, and what is read is looked at after the wait.
+        // SAFETY: the room was made for a digest a block, the tensor has as many blocks, and what is read is
+        // looked at after the wait.
         unsafe {
             machine.launch(pair.element, Kernel::Digest, Grid::of(blocks), &arguments)?;
             machine.download(arguments.digests, read)?;
@@ -322,7 +324,8 @@ impl<M: Machine> State<M> {
 
     /// Asks for what changed, and for the tables.
     fn find(&mut self, machine: &M, pair: &Pair<'_>, report: &Report, arguments: &Encode) -> Result<()> {
-        // SAFETY: every address is that of a room made for this tensor, or of the tensor itself, and all of them outlive the wait in `code`.
+        // SAFETY: every address is that of a room made for this tensor, or of the tensor itself, and all of
+        // them outlive the wait in `code`.
         unsafe {
             machine.clear(arguments.statistics, report.segments * STATISTICS * 4)?;
             if arguments.classes == 1 {
@@ -348,7 +351,8 @@ impl<M: Machine> State<M> {
         loop {
             arguments.out = self.out.address(machine, self.coded.bytes() + tokens)?;
             let read = &mut self.report.bytes(machine, report.len())?[report.first()];
-            // SAFETY: as in `find`, and `out` has room for all code that fits and the tokens between; the report is looked at after the wait.
+            // SAFETY: as in `find`, and `out` has room for all code that fits and the tokens between; the
+            // report is looked at after the wait.
             unsafe {
                 machine.clear(arguments.summary, Summary::BYTES)?;
                 let flat = Grid::of(report.blocks.div_ceil(WARPS));
@@ -408,7 +412,8 @@ impl<M: Machine> State<M> {
     ) -> Result<()> {
         let Self { report: read, payload, plan, digests, .. } = self;
         let (head, body) = payload.bytes(machine, end)?.split_at_mut(HEADER_BYTES);
-        // SAFETY: what targets and pieces say lies within `out`, one after the other; all memory lives until the wait.
+        // SAFETY: what targets and pieces say lies within `out`, one after the other; all memory lives until
+        // the wait.
         unsafe {
             machine.launch(pair.element, Kernel::Pack, Grid::of(report.blocks), arguments)?;
             machine.download(arguments.out + HEADER_BYTES as u64, body)?;

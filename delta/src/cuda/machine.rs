@@ -75,7 +75,8 @@ impl Grid {
     }
 }
 
-/// Arguments of kernels: plain numbers and addresses, as the `struct` of the same name in `kernels/` has them.
+/// Arguments of kernels: plain numbers and addresses, as the `struct` of the same name in `kernels/` has
+/// them.
 ///
 /// # Safety
 /// Implementors are `repr(C)` without padding and have the fields of that `struct`.
@@ -96,7 +97,8 @@ pub(super) trait Machine {
     fn emitters(&self) -> usize;
 
     /// # Safety
-    /// `bytes` bytes at `address` belong to this machine, and nothing else uses them until [`Machine::finish`].
+    /// `bytes` bytes at `address` belong to this machine, and nothing else uses them until
+    /// [`Machine::finish`].
     unsafe fn clear(&self, address: u64, bytes: usize) -> Result<()>;
     /// # Safety
     /// As for [`Machine::clear`]; `from` lives unchanged until [`Machine::finish`].
@@ -105,7 +107,8 @@ pub(super) trait Machine {
     /// As for [`Machine::clear`]; nothing looks at `to` before [`Machine::finish`].
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()>;
     /// # Safety
-    /// All addresses in `arguments` belong to this machine, with as much behind them as the kernel uses, until [`Machine::finish`].
+    /// All addresses in `arguments` belong to this machine, with as much behind them as the kernel uses,
+    /// until [`Machine::finish`].
     unsafe fn launch<A: Arguments>(
         &self,
         element: Element,

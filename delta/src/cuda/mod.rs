@@ -1,8 +1,8 @@
-//! The codec on a CUDA device (feature `cuda`): payloads and results are those of [`Encoder`](crate::Encoder) and
-//! [`Decoder`](crate::Decoder), bit for bit, but nothing except the payload leaves the device.
+//! The codec on a CUDA device (feature `cuda`): payloads and results are those of [`Encoder`](crate::Encoder)
+//! and [`Decoder`](crate::Decoder), bit for bit, but nothing except the payload leaves the device.
 //!
-//! Kernels are compiled at run time for the device that is there; building needs no CUDA. Where its libraries are
-//! missing, [`Codec::open`] says so.
+//! Kernels are compiled at run time for the device that is there; building needs no CUDA. Where its libraries
+//! are missing, [`Codec::open`] says so.
 //!
 //! ```no_run
 //! use driftless_delta::{DigestTable, Element, Profile, cuda::Codec};
@@ -37,9 +37,11 @@ use machine::{Machine, Placed};
 
 pub use error::{Error, Result};
 
-/// Encodes and decodes tensors on one device, one after the other; it keeps the memory that the largest needed.
+/// Encodes and decodes tensors on one device, one after the other; it keeps the memory that the largest
+/// needed.
 ///
-/// Everything is queued on a stream of its own, and each call waits for it: what a caller's own streams write to a tensor must be done before.
+/// Everything is queued on a stream of its own, and each call waits for it: what a caller's own streams write
+/// to a tensor must be done before.
 pub struct Codec {
     device: Device,
     encode: encode::State<Device>,
@@ -90,8 +92,9 @@ impl Tensor {
     /// A tensor in memory of another library, such as a torch tensor's.
     ///
     /// # Safety
-    /// `bytes` bytes at `address` are memory of device `device`, or of the host and mapped there under the same address, and nobody else writes to them
-    /// (for [`Codec::apply`]: nor reads them) while a call of the codec uses the tensor.
+    /// `bytes` bytes at `address` are memory of device `device`, or of the host and mapped there under the
+    /// same address, and nobody else writes to them (for [`Codec::apply`]: nor reads them) while a call of
+    /// the codec uses the tensor.
     pub unsafe fn borrowed(device: usize, address: u64, bytes: usize) -> Self {
         Self { held: Held::Borrowed, device, placed: Placed { address, bytes } }
     }
@@ -119,7 +122,8 @@ impl Codec {
     /// Opens device `ordinal` of those that CUDA sees, counted from 0.
     ///
     /// # Errors
-    /// [`Error::NoLibrary`] without the driver or the runtime compiler, [`Error::Driver`] if there is no such device.
+    /// [`Error::NoLibrary`] without the driver or the runtime compiler, [`Error::Driver`] if there is no such
+    /// device.
     pub fn open(ordinal: usize) -> Result<Self> {
         let device = Device::open(ordinal)?;
         Ok(Self { device, encode: encode::State::default(), decode: decode::State::default() })
@@ -174,16 +178,19 @@ impl Codec {
         Ok(Pinned(self.device.pinned(bytes)?))
     }
 
-    /// A tensor that stays in the host's memory: a baseline for which the device's has no room. Kernels read it over the bus.
+    /// A tensor that stays in the host's memory: a baseline for which the device's has no room. Kernels read
+    /// it over the bus.
     pub fn adopt(&self, pinned: Pinned) -> Tensor {
         let placed = Placed { address: pinned.0.address(), bytes: pinned.len() };
         Tensor { held: Held::Pinned(pinned), device: self.device.ordinal(), placed }
     }
 
-    /// Encodes what turns `base` into `new`: the payload that [`Encoder::encode`](crate::Encoder::encode) makes.
+    /// Encodes what turns `base` into `new`: the payload that [`Encoder::encode`](crate::Encoder::encode)
+    /// makes.
     ///
     /// # Errors
-    /// As [`Encoder::encode`](crate::Encoder::encode); [`Error::Misaligned`], [`Error::OtherDevice`], [`Error::Driver`], and [`Error::Compile`] the first time.
+    /// As [`Encoder::encode`](crate::Encoder::encode); [`Error::Misaligned`], [`Error::OtherDevice`],
+    /// [`Error::Driver`], and [`Error::Compile`] the first time.
     pub fn encode(
         &mut self,
         element: Element,
@@ -198,11 +205,13 @@ impl Codec {
         Ok(self.encoded(changed, bytes))
     }
 
-    /// As [`Codec::encode`], and digests the new tensor itself on the device: a bit that flipped in the base or in its digests is
-    /// noticed, as [`Encoder::encode_checked`](crate::Encoder::encode_checked) notices it.
+    /// As [`Codec::encode`], and digests the new tensor itself on the device: a bit that flipped in the base
+    /// or in its digests is noticed, as [`Encoder::encode_checked`](crate::Encoder::encode_checked) notices
+    /// it.
     ///
     /// # Errors
-    /// As [`Codec::encode`], and [`crate::Error::BlockMismatch`] for the first block of the base that has another digest.
+    /// As [`Codec::encode`], and [`crate::Error::BlockMismatch`] for the first block of the base that has
+    /// another digest.
     pub fn encode_checked(
         &mut self,
         element: Element,
@@ -221,15 +230,16 @@ impl Codec {
         Encoded { changed, digests: self.encode.digests(), payload: self.encode.payload(bytes) }
     }
 
-    /// Turns `base` into what a payload of [`Encoder::encode`](crate::Encoder::encode) was made of, in place, and its digests with it. Returns how many elements changed.
-    /// A payload in [`Pinned`] memory goes to the device faster than another.
+    /// Turns `base` into what a payload of [`Encoder::encode`](crate::Encoder::encode) was made of, in place,
+    /// and its digests with it. Returns how many elements changed. A payload in [`Pinned`] memory goes to the
+    /// device faster than another.
     ///
     /// Nothing is written before the whole payload was decoded and found to have the promised result.
     ///
     /// # Errors
     /// As [`Decoder::decode`](crate::Decoder::decode); [`Error::Misaligned`], [`Error::OtherDevice`],
-    /// [`Error::Driver`], and [`Error::Compile`] the first time.
-    /// But for an error of the driver, after which the device's memory cannot be relied on, tensor and digests are unchanged then.
+    /// [`Error::Driver`], and [`Error::Compile`] the first time. But for an error of the driver, after which
+    /// the device's memory cannot be relied on, tensor and digests are unchanged then.
     pub fn apply(
         &mut self,
         element: Element,

@@ -1,4 +1,5 @@
-//! The kernels, compiled for this processor (`kernels/twin.cpp`), against the crate's encoder and decoder; and for devices, as far as that goes without one.
+//! The kernels, compiled for this processor (`kernels/twin.cpp`), against the crate's encoder and decoder;
+//! and for devices, as far as that goes without one.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
@@ -20,7 +21,8 @@ pub(super) struct Compiled {
     launch: Launch,
 }
 
-/// Compiles the twin, once for each element type; `None` where there is no C++ compiler. Kernels keep state: one runs at a time.
+/// Compiles the twin, once for each element type; `None` where there is no C++ compiler. Kernels keep state:
+/// one runs at a time.
 pub(super) fn compiled(element: Element) -> Option<MutexGuard<'static, HashMap<Element, Compiled>>> {
     static COMPILED: OnceLock<Mutex<HashMap<Element, Compiled>>> = OnceLock::new();
     let mut all = COMPILED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
@@ -47,7 +49,8 @@ pub(super) fn compiled(element: Element) -> Option<MutexGuard<'static, HashMap<E
         }
     };
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    // SAFETY: the library has no constructors; `twin_launch` is what its C++ says, and lives as long as the library.
+    // SAFETY: the library has no constructors; `twin_launch` is what its C++ says, and lives as long as the
+    // library.
     let compiled = unsafe {
         let library = libloading::Library::new(&library).unwrap();
         let launch = *library.get::<Launch>(b"twin_launch\0").unwrap();
@@ -244,7 +247,8 @@ fn put(element: Element, bytes: &mut [u8], at: usize, value: u32) {
     bytes[at * size..(at + 1) * size].copy_from_slice(&value.to_le_bytes()[..size]);
 }
 
-/// Weights, and a copy in which small ones change more often, mostly by one ulp: what a step of an optimiser does.
+/// Weights, and a copy in which small ones change more often, mostly by one ulp: what a step of an optimiser
+/// does.
 fn pair(element: Element, elements: usize, density: f64, seed: u64) -> (Vec<u8>, Vec<u8>) {
     let mut random = Random(seed);
     let mut base = vec![0; elements * element.size()];
@@ -289,7 +293,8 @@ fn segments_have_tables_of_their_own() {
     if compiled(Element::Bf16).is_none() {
         return;
     }
-    // 33 blocks and a tail: a segment whose rows are sampled, with blocks of different densities and none, and a short one.
+    // 33 blocks and a tail: a segment whose rows are sampled, with blocks of different densities and none,
+    // and a short one.
     let elements = 33 * BLOCK_ELEMENTS + 777;
     let (base, mut new) = pair(Element::Bf16, elements, 0.01, 40);
     let block = 2 * BLOCK_ELEMENTS;
@@ -342,7 +347,8 @@ fn every_bf16_pattern_and_blocks_that_are_new() {
             .into_iter()
             .for_each(|profile| drop(both.check("patterns", Element::Bf16, &all, &new, profile)));
     }
-    // Unrelated weights take the entropy code, noise is left as it is; between them changes and blocks of the base.
+    // Unrelated weights take the entropy code, noise is left as it is; between them changes and blocks of the
+    // base.
     let (mut base, mut new) = pair(Element::Bf16, 6 * BLOCK_ELEMENTS + 55, 0.01, 3);
     let block = 2 * BLOCK_ELEMENTS;
     let mut random = Random(9);

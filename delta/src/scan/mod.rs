@@ -1,4 +1,5 @@
-//! Passes over dense bytes: which elements changed, which class each belongs to. One bit per element, 64 to a group.
+//! Passes over dense bytes: which elements changed, which class each belongs to. One bit per element, 64 to a
+//! group.
 //!
 //! [`scalar`] is the reference; the other paths are chosen at run time and do the same on whole groups.
 
@@ -46,8 +47,8 @@ impl Path {
         Self::Scalar
     }
 
-    /// Sets bit `i % 64` of `masks[i / 64]` where element `i` differs, clears all others, and says whether any is set. `base` and `new`
-    /// have one length, of as many groups as there are masks.
+    /// Sets bit `i % 64` of `masks[i / 64]` where element `i` differs, clears all others, and says whether
+    /// any is set. `base` and `new` have one length, of as many groups as there are masks.
     pub(crate) fn changed(self, element: Element, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
         let group = GROUP * element.size();
         let (whole, tail) = base.split_at(base.len() / group * group);
@@ -65,8 +66,8 @@ impl Path {
         any | scalar::changed(element, tail, tail_new, last)
     }
 
-    /// Bit planes of the class of each element, one plane after the other: its exponent less `first`, at least 0 and at most `last`,
-    /// which is below 16. There are as many rows as `base` has groups.
+    /// Bit planes of the class of each element, one plane after the other: its exponent less `first`, at
+    /// least 0 and at most `last`, which is below 16. There are as many rows as `base` has groups.
     pub(crate) fn planes(self, element: Element, base: &[u8], first: u32, last: u32, planes: &mut [u64]) {
         let group = GROUP * element.size();
         let (whole, tail) = base.split_at(base.len() / group * group);

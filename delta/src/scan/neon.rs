@@ -1,5 +1,5 @@
-//! NEON paths. A value of [`Neon`] exists only where the processor was found to have the instructions: that is what every call into
-//! a `target_feature` function here rests on.
+//! NEON paths. A value of [`Neon`] exists only where the processor was found to have the instructions: that
+//! is what every call into a `target_feature` function here rests on.
 #![expect(
     unsafe_code,
     reason = "vector loads, and calls of functions compiled for instructions found at run time"
@@ -85,7 +85,8 @@ fn narrow_twice(lanes: [uint32x4_t; 4]) -> uint8x16_t {
 #[inline]
 #[target_feature(enable = "neon")]
 fn bits(bytes: [uint8x16_t; 4]) -> u64 {
-    // Each byte keeps the bit that is its place among eight; three times adding neighbours gathers eight bytes in one.
+    // Each byte keeps the bit that is its place among eight; three times adding neighbours gathers eight
+    // bytes in one.
     let places = vreinterpretq_u8_u64(vdupq_n_u64(0x8040_2010_0804_0201));
     let [a, b, c, d] = bytes.map(|bytes| vandq_u8(bytes, places));
     let quarters = vpaddq_u8(vpaddq_u8(a, b), vpaddq_u8(c, d));

@@ -1,5 +1,5 @@
-//! AVX2 and AVX-512 paths. A value of [`Avx2`] or [`Avx512`] exists only where the processor was found to have the instructions:
-//! that is what every call into a `target_feature` function here rests on.
+//! AVX2 and AVX-512 paths. A value of [`Avx2`] or [`Avx512`] exists only where the processor was found to
+//! have the instructions: that is what every call into a `target_feature` function here rests on.
 #![expect(
     unsafe_code,
     reason = "vector loads, and calls of functions compiled for instructions found at run time"

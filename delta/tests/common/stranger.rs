@@ -1,4 +1,5 @@
-//! A second decoder, written from docs/format/delta.md and sharing nothing with the crate: slow, plain, bit by bit.
+//! A second decoder, written from docs/format/delta.md and sharing nothing with the crate: slow, plain, bit
+//! by bit.
 #![expect(clippy::unwrap_used, reason = "this decoder is only given sound payloads")]
 
 const BLOCK_ELEMENTS: usize = 65_536;

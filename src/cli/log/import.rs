@@ -23,17 +23,20 @@ const OWNER: Duration = Duration::from_secs(10);
 pub(super) struct Args {
     /// The log; made if it is absent.
     dir: PathBuf,
-    /// JSONL files, one object a line. `FILE@[100:200]` takes lines 100 to 199, counted from 0 without empty ones.
+    /// JSONL files, one object a line. `FILE@[100:200]` takes lines 100 to 199, counted from 0 without empty
+    /// ones.
     #[arg(required = true, value_name = "FILE")]
     files: Vec<String>,
-    /// Field that holds the prompt: text, or a list of messages. Every line must have it. The whole line is kept as the
-    /// record's metadata, so label, metadata, tools and images stay with it.
+    /// Field that holds the prompt: text, or a list of messages. Every line must have it. The whole line is
+    /// kept as the record's metadata, so label, metadata, tools and images stay with it.
     #[arg(long, default_value = "input", value_name = "FIELD")]
     input_key: String,
-    /// Field that holds the prompt's token ids, for the record's tokens; without it they are left to whoever has the tokenizer.
+    /// Field that holds the prompt's token ids, for the record's tokens; without it they are left to whoever
+    /// has the tokenizer.
     #[arg(long, value_name = "FIELD")]
     tokens_key: Option<String>,
-    /// Id of the first prompt; by default one past the largest in the log. A prompt of the same id is replaced.
+    /// Id of the first prompt; by default one past the largest in the log. A prompt of the same id is
+    /// replaced.
     #[arg(long, value_name = "N", value_parser = numbers::ordinal())]
     first_id: Option<u64>,
     /// Run that a new log belongs to, 32 hex digits [default: a random one].

@@ -36,7 +36,8 @@ pub(crate) struct Args {
 enum Command {
     /// Count what is in the log.
     Stat { dir: PathBuf },
-    /// Check every byte; exit code 3 if anything is damaged that was whole before, copies that no record needs included.
+    /// Check every byte; exit code 3 if anything is damaged that was whole before, copies that no record
+    /// needs included.
     Verify { dir: PathBuf },
     /// Print the last records.
     Tail {
@@ -48,7 +49,8 @@ enum Command {
         #[arg(short, long)]
         follow: bool,
     },
-    /// Write records as a data frame: an Arrow IPC file or Parquet; exit code 3 if damaged records were left out.
+    /// Write records as a data frame: an Arrow IPC file or Parquet; exit code 3 if damaged records were left
+    /// out.
     #[cfg(feature = "arrow")]
     Export(export::Args),
     /// Append prompts from JSONL files, as slime reads them, as prompts that wait to be generated.

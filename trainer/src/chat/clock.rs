@@ -62,7 +62,8 @@ fn at(seconds: u64, format: &str) -> Result<String, String> {
     Ok(text)
 }
 
-/// Year, month and day of a number of days since 1970 (H. Hinnant, "chrono-compatible low-level date algorithms").
+/// Year, month and day of a number of days since 1970 (H. Hinnant, "chrono-compatible low-level date
+/// algorithms").
 fn civil(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (era, day_of_era) = (days / 146_097, days % 146_097);

@@ -31,10 +31,12 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Reads the template of a checkpoint directory: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`.
+    /// Reads the template of a checkpoint directory: `chat_template.jinja`, else `chat_template` of
+    /// `tokenizer_config.json`.
     ///
     /// # Errors
-    /// [`Error::Template`] if there is none or it is no template, [`Error::Io`] and [`Error::Json`] for the files.
+    /// [`Error::Template`] if there is none or it is no template, [`Error::Io`] and [`Error::Json`] for the
+    /// files.
     pub fn open(checkpoint: &Path) -> Result<Self> {
         let file = checkpoint.join("chat_template.jinja");
         let config_path = checkpoint.join("tokenizer_config.json");
@@ -84,8 +86,8 @@ impl ChatTemplate {
         Ok(ChatTemplate { path: path.to_owned(), environment, special })
     }
 
-    /// Renders JSON: `messages` is a list, `tools` a list of schemas, `variables` an object of what else the template may ask for.
-    /// The start of an answer is put behind them.
+    /// Renders JSON: `messages` is a list, `tools` a list of schemas, `variables` an object of what else the
+    /// template may ask for. The start of an answer is put behind them.
     ///
     /// # Errors
     /// [`Error::Template`] with what the template says, or does that it must not; [`Error::Json`].

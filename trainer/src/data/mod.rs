@@ -88,8 +88,8 @@ impl Dataset {
     /// Reads all files with the tokenizer, and if asked for the chat template, of a checkpoint directory.
     ///
     /// # Errors
-    /// [`Error::Row`] for the first broken row, unless they are skipped; [`Error::NoPrompts`] if nothing is left; else what the files
-    /// or the checkpoint are refused for.
+    /// [`Error::Row`] for the first broken row, unless they are skipped; [`Error::NoPrompts`] if nothing is
+    /// left; else what the files or the checkpoint are refused for.
     pub fn load(options: &DataOptions, checkpoint: &Path) -> Result<Self> {
         let tokenizer = Arc::new(Tokenizer::open(checkpoint)?);
         let template = options.apply_chat_template.then(|| ChatTemplate::open(checkpoint)).transpose()?;

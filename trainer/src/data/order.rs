@@ -22,8 +22,9 @@ impl Order {
         (if self.shuffle { self.shuffled(place, epoch) } else { place }, epoch)
     }
 
-    /// Where `place` is sent by the permutation of `epoch`: four rounds of a Feistel network over the smallest square of a power of
-    /// two that holds all prompts, repeated until the result is one of them. Nothing is stored, however many prompts there are.
+    /// Where `place` is sent by the permutation of `epoch`: four rounds of a Feistel network over the
+    /// smallest square of a power of two that holds all prompts, repeated until the result is one of them.
+    /// Nothing is stored, however many prompts there are.
     fn shuffled(&self, place: u64, epoch: u64) -> u64 {
         let bits = (64 - (self.prompts.max(2) - 1).leading_zeros()).div_ceil(2);
         let mask = (1 << bits) - 1;

@@ -36,7 +36,8 @@ pub(super) struct Row {
     pub(super) fields: Result<Fields, Fault>,
 }
 
-/// Calls `take` for each row that `source` names, in order. Only the fields in `wanted` are read where the format allows it.
+/// Calls `take` for each row that `source` names, in order. Only the fields in `wanted` are read where the
+/// format allows it.
 pub(super) fn each(source: &Source, wanted: &[&str], take: impl FnMut(Row) -> Result<()>) -> Result<()> {
     let file = File::open(&source.path).map_err(io("open", &source.path))?;
     // A directory opens, and a FIFO would be waited for.

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use crate::error::{Error, input};
 
-/// `FILE` or `FILE@[a:b]`, as slime writes it: rows `a` to `b - 1`, counted from 0. A file whose name ends with `.parquet` is
-/// Parquet, any other is JSONL.
+/// `FILE` or `FILE@[a:b]`, as slime writes it: rows `a` to `b - 1`, counted from 0. A file whose name ends
+/// with `.parquet` is Parquet, any other is JSONL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
     /// The file.

@@ -1,8 +1,9 @@
 //! `--custom-rm-command`: a command in any language that scores, over JSON lines.
 //!
-//! A request is one line on its standard input: `{"id": 1, "samples": [{…}, …]}`, the samples of a group as [`Answer`] has them. The
-//! reply is one line on its standard output: `{"id": 1, "rewards": [1.0, …]}`, a number for each sample in order, or `{"id": 1,
-//! "error": "…"}`. What it writes on standard error goes to the log. Its input ends with the run.
+//! A request is one line on its standard input: `{"id": 1, "samples": [{…}, …]}`, the samples of a group as
+//! [`Answer`] has them. The reply is one line on its standard output: `{"id": 1, "rewards": [1.0, …]}`, a
+//! number for each sample in order, or `{"id": 1, "error": "…"}`. What it writes on standard error goes to
+//! the log. Its input ends with the run.
 
 use std::fmt;
 use std::process::Stdio;
@@ -42,7 +43,8 @@ pub struct CommandOptions {
     pub deadline: Duration,
 }
 
-/// Processes of one command. They are started when they are first needed, again when one ended, and end with this value.
+/// Processes of one command. They are started when they are first needed, again when one ended, and end with
+/// this value.
 pub struct Command {
     options: CommandOptions,
     queue: OnceCell<mpsc::Sender<Job>>,
@@ -68,7 +70,8 @@ struct Reply {
 }
 
 impl Command {
-    /// Makes ready to run it, on the tokio runtime that first asks for a reward; it has to drive time and I/O.
+    /// Makes ready to run it, on the tokio runtime that first asks for a reward; it has to drive time and
+    /// I/O.
     #[must_use]
     pub fn new(options: &CommandOptions) -> Self {
         Command { options: options.clone(), queue: OnceCell::new() }
@@ -198,7 +201,8 @@ impl Process {
         let mut line = serde_json::to_vec(&request).map_err(|error| Broken::Nonsense(error.to_string()))?;
         line.push(b'\n');
         let mut reply = Vec::new();
-        // A command may reply before it has read everything: both go on at once, so that neither side waits for the other's pipe.
+        // A command may reply before it has read everything: both go on at once, so that neither side waits
+        // for the other's pipe.
         let write = async {
             self.input.write_all(&line).await?;
             self.input.flush().await

@@ -76,7 +76,7 @@ pub trait Reward: Send + Sync + fmt::Debug {
 }
 
 /// Enough of a text to recognise it by, in one line.
-fn short(text: &str) -> String {
+pub(crate) fn short(text: &str) -> String {
     let mut start: String =
         text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).take(120).collect();
     if start.len() < text.len() {

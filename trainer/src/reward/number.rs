@@ -3,7 +3,8 @@
 /// Brackets within each other, at most.
 const DEPTH_MAX: u32 = 64;
 
-/// The value of `text`, or none if it is anything but numbers, `π`, roots, fractions, powers and the four operations.
+/// The value of `text`, or none if it is anything but numbers, `π`, roots, fractions, powers and the four
+/// operations.
 pub(super) fn value(text: &str) -> Option<f64> {
     let mut parser = Parser { rest: text, depth: 0 };
     let value = parser.sum()?;

@@ -13,7 +13,8 @@ const REPLY_BYTES_MAX: usize = 1 << 20;
 const REMEDY: &str =
     "look at the service's own log; it has to answer with one number, or an object with `score` or `reward`";
 
-/// A service behind a URL: `POST {"prompt", "response", "label"}`, answered by a number or `{"score": number}`.
+/// A service behind a URL: `POST {"prompt", "response", "label"}`, answered by a number or `{"score":
+/// number}`.
 #[derive(Debug)]
 pub struct Remote {
     url: String,
@@ -31,8 +32,8 @@ impl Remote {
         if !url.starts_with("http://") && !url.starts_with("https://") {
             return Err(input("--rm-url", "http://host:port/path", "another kind of URL"));
         }
-        // Where the store of buckets is built too, reqwest has TLS without a provider, and would panic for want of one. The only error
-        // is that there is one already, and any will do.
+        // Where the store of buckets is built too, reqwest has TLS without a provider, and would panic for
+        // want of one. The only error is that there is one already, and any will do.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let client = reqwest::Client::builder().timeout(deadline).no_proxy();
         let client = client.redirect(reqwest::redirect::Policy::none()).build().map_err(refused)?;

@@ -50,7 +50,9 @@ impl Rollouts {
                 Ok(asked) => {
                     metrics.prompts += 1;
                     metrics.reward += asked.rewards.iter().map(|reward| f64::from(*reward)).sum::<f64>();
-                    metrics.pass += f64::from(u8::from(asked.rewards.iter().any(|reward| *reward >= 1.0)));
+                    let right = asked.rewards.iter().filter(|reward| **reward >= 1.0).count();
+                    metrics.pass += f64::from(u8::from(right > 0));
+                    metrics.pass_1 += right as f64;
                     tokens += asked.tokens;
                     truncated += asked.truncated;
                 }
@@ -68,6 +70,7 @@ impl Rollouts {
         let samples = prompts * set.samples.max(1) as f64;
         metrics.reward /= samples;
         metrics.pass /= prompts;
+        metrics.pass_1 /= samples;
         metrics.response_length = tokens as f64 / samples;
         metrics.truncated = truncated as f64 / samples;
         Ok(metrics)

@@ -1,8 +1,8 @@
 //! Rollouts: the groups that a step learns from, generated, rewarded and logged.
 //!
-//! The log alone says how far a run has come. A prompt that is taken is logged as in flight, with its rollout, before an engine is
-//! asked. The samples of its group follow together with the record that it is done. A run that was interrupted goes on with the
-//! prompts in flight, then takes the next ones.
+//! The log alone says how far a run has come. A prompt that is taken is logged as in flight, with its
+//! rollout, before an engine is asked. The samples of its group follow together with the record that it is
+//! done. A run that was interrupted goes on with the prompts in flight, then takes the next ones.
 
 mod group;
 mod measure;
@@ -72,12 +72,13 @@ pub struct Rollouts {
 impl Rollouts {
     /// Completes `rollout` in the log. On return all its samples are durable.
     ///
-    /// No engine whose weights are older than `minimum` is asked; without one, any engine is. A group with a sample that fails is left
-    /// out, and so is one that the task does not keep: the next prompt takes its place.
+    /// No engine whose weights are older than `minimum` is asked; without one, any engine is. A group with a
+    /// sample that fails is left out, and so is one that the task does not keep: the next prompt takes its
+    /// place.
     ///
     /// # Errors
-    /// [`Error::Unlearnable`] when too many groups are left out, [`Error::OtherPrompt`] when the prompts have changed, and what the log
-    /// says.
+    /// [`Error::Unlearnable`] when too many groups are left out, [`Error::OtherPrompt`] when the prompts have
+    /// changed, and what the log says.
     pub async fn generate(self: Arc<Self>, rollout: u64, minimum: Option<Label>) -> Result<Dropped> {
         let wanted = self.options.rollout_batch_size;
         let samples = self.options.n_samples_per_prompt as usize;
@@ -200,7 +201,8 @@ fn finished<T>(joined: std::result::Result<T, JoinError>) -> Result<T> {
     })
 }
 
-/// A sample is drawn with the same seed whenever it is asked for, so that what a crash lost comes back as it was.
+/// A sample is drawn with the same seed whenever it is asked for, so that what a crash lost comes back as it
+/// was.
 fn sampling_seed(seed: u64, sample: u64) -> u64 {
     let digest = blake3::hash(&[seed.to_le_bytes(), sample.to_le_bytes()].concat());
     let mut first = [0; 8];

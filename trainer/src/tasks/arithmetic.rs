@@ -1,14 +1,16 @@
 //! Addition of two numbers of two digits, one character a token: `<bos>34+58=29<eos>`.
 //!
-//! The answer is written **least significant digit first** (34 + 58 = 92 is answered `29`): each digit then follows from
-//! two digits of the problem and one carry, which a small model learns in minutes.
+//! The answer is written **least significant digit first** (34 + 58 = 92 is answered `29`): each digit then
+//! follows from two digits of the problem and one carry, which a small model learns in minutes.
 //!
-//! Every problem belongs to one of three [`Split`]s by a hash of its operands, so that what is trained on by supervision,
-//! what is practised in RL, and what is tested never overlap.
+//! Every problem belongs to one of three [`Split`]s by a hash of its operands, so that what is trained on by
+//! supervision, what is practised in RL, and what is tested never overlap.
 
+mod recipe;
 mod task;
 mod tokenizer;
 
+pub use recipe::Recipe;
 pub use task::Arithmetic;
 pub use tokenizer::{VOCABULARY, tokenizer, tokenizer_config};
 
@@ -47,8 +49,8 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Problem `number` of a split: a function of its arguments alone. The problems of a group of samples have the
-    /// group's number.
+    /// Problem `number` of a split: a function of its arguments alone. The problems of a group of samples
+    /// have the group's number.
     #[must_use]
     pub fn draw(split: Split, number: u64, seed: u64) -> Problem {
         let mut state = mix(seed ^ mix(number ^ mix(split as u64)));

@@ -100,7 +100,8 @@ impl Turn<'_> {
         };
         let generation = self.engines.generate(request, self.minimum).await?;
         let spans = generation.spans.iter().filter_map(|span| {
-            // Engines that nobody updates serve weights that are no version of ours, and only debugging asks them.
+            // Engines that nobody updates serve weights that are no version of ours, and only debugging asks
+            // them.
             let label: Label = span.label.parse().ok()?;
             Some(buffer::VersionSpan { version: label.version(), start: span.start, end: span.end })
         });

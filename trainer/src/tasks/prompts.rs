@@ -29,7 +29,8 @@ pub struct Prompts {
 }
 
 impl Prompts {
-    /// Takes the prompts of `data` in an order of `seed`, epoch after epoch; as they are if `shuffle` is false.
+    /// Takes the prompts of `data` in an order of `seed`, epoch after epoch; as they are if `shuffle` is
+    /// false.
     #[must_use]
     pub fn new(data: Dataset, shuffle: bool, seed: u64, reward: Arc<dyn Reward>, filter: Filter) -> Self {
         let order = Order { prompts: data.examples.len() as u64, shuffle, seed };

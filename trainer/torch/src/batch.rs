@@ -1,7 +1,7 @@
-//! From samples to padded tensors.
+//! From samples to packed tensors.
 //!
-//! Logits at position `t` predict token `t + 1`. All columns of a [`Batch`] are therefore `T = longest − 1` wide:
-//! column `t` is about the prediction of token `t + 1`.
+//! Hidden states at position `t` predict token `t + 1`: the last token of a sample is only predicted, never
+//! read.
 
 use std::collections::BTreeMap;
 
@@ -36,34 +36,35 @@ pub enum Reduction {
     PerToken,
 }
 
-/// Padded tensors of some samples, all on one device.
+/// Some samples, packed: their tokens one after the other without padding, and a row for each token that is
+/// trained on. N is the number of tokens, M of those trained on; all tensors are on one device.
 #[derive(Debug)]
 pub struct Batch {
-    /// `[B, T]` i64: every token but the last; padding is 0.
+    /// `[N]` i64: every token but the last of each sample.
     pub tokens: Tensor,
-    /// `[B, T]` i64: the next token; padding is 0.
+    /// How many of them are of each sample.
+    pub lengths: Vec<i64>,
+    /// `[M]` i64: the places in `tokens` that predict a trained token.
+    pub trained: Tensor,
+    /// `[M]` i64: the trained token.
     pub labels: Tensor,
-    /// `[B, T]` f32: share of the token in the loss, see [`token_weights`]; 0 for prompt, masked and padding.
+    /// `[M]` i64: the sample that it is of, counted from 0.
+    pub samples: Tensor,
+    /// `[M]` f32: its share in the loss, see [`token_weights`].
     pub weights: Tensor,
-    /// `[B, T]` f32: log-probs when sampled; 0 where there is none.
+    /// `[M]` f32: its log-prob when it was sampled; 0 where there is none.
     pub old_log_probs: Tensor,
-    /// `[B, T]` f32: log-probs under a reference policy, for KL terms.
-    pub reference_log_probs: Option<Tensor>,
-    /// `[B, 1]` f32.
+    /// `[M]` f32.
     pub advantages: Tensor,
 }
 
-/// The weight of one trained token of each sample, such that the sum over all trained tokens of `samples` is the
-/// mean that `reduction` names. Compute it over the whole batch before cutting micro-batches.
+/// The weight of one trained token of each sample, such that the sum over all trained tokens of `samples` is
+/// the mean that `reduction` names. Compute it over the whole batch before cutting micro-batches.
 #[must_use]
 pub fn token_weights(samples: &[Sample<'_>], reduction: Reduction) -> Vec<f32> {
-    let trained = |sample: &Sample<'_>| match sample.loss_mask {
-        [] => sample.tokens.len().saturating_sub(sample.prompt_len),
-        mask => mask.iter().filter(|&&keep| keep != 0).count(),
-    };
     let mut per_rollout: BTreeMap<u64, usize> = BTreeMap::new();
     for sample in samples {
-        *per_rollout.entry(sample.rollout_id).or_default() += trained(sample);
+        *per_rollout.entry(sample.rollout_id).or_default() += sample.trained();
     }
     let all: usize = per_rollout.values().sum();
     let weight = |sample: &Sample<'_>| match reduction {
@@ -76,67 +77,94 @@ pub fn token_weights(samples: &[Sample<'_>], reduction: Reduction) -> Vec<f32> {
     samples.iter().map(weight).collect()
 }
 
-/// Cuts samples into micro-batches of at most `max_tokens` padded tokens each (a longer sample gets its own),
-/// longest first so that little is padded. `lengths[i]` is sample i's; returns indices.
+/// Cuts samples into micro-batches of at most `max_tokens` tokens each (a longer sample gets its own),
+/// longest first, so that samples of one length lie side by side. `lengths[i]` is sample i's; returns
+/// indices.
 #[must_use]
 pub fn micro_batches(lengths: &[usize], max_tokens: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..lengths.len()).collect();
     order.sort_by_key(|&index| (std::cmp::Reverse(lengths[index]), index));
-    let mut batches: Vec<Vec<usize>> = Vec::new();
+    let mut batches: Vec<(usize, Vec<usize>)> = Vec::new();
     for index in order {
-        match batches.last_mut() {
-            Some(batch) if (batch.len() + 1) * lengths[batch[0]] <= max_tokens => batch.push(index),
-            _ => batches.push(vec![index]),
+        let length = lengths[index];
+        match batches.iter_mut().find(|(tokens, _)| tokens.saturating_add(length) <= max_tokens) {
+            Some((tokens, batch)) => {
+                *tokens += length;
+                batch.push(index);
+            }
+            None => batches.push((length, vec![index])),
         }
     }
-    batches
+    batches.into_iter().map(|(_, batch)| batch).collect()
 }
 
 impl Batch {
-    /// Pads samples into tensors. `weights[i]` is the weight of each trained token of sample i.
-    ///
-    /// Columns are read in place and widened by libtorch as it copies them into the padded rows.
+    /// Whether any of its tokens is trained on.
+    pub(crate) fn trains(&self) -> bool {
+        self.labels.numel() > 0
+    }
+
+    /// Packs samples. `weights[i]` is the weight of each trained token of sample i.
     ///
     /// # Errors
-    /// [`crate::Error::Input`] for a sample without prompt or response, with a column of another length, with an
-    /// id outside `0..vocab_size`, or with a log-prob or advantage that is not finite.
+    /// [`crate::Error::Input`] for a sample without prompt or response, with a column of another length, with
+    /// an id outside `0..vocab_size`, or with a log-prob or advantage that is not finite.
     pub fn new(samples: &[Sample<'_>], weights: &[f32], vocab_size: i64, device: Device) -> Result<Batch> {
-        for sample in samples {
+        if samples.is_empty() {
+            return Err(input("batch", "samples", "none"));
+        }
+        let mut rows = Rows::default();
+        let (mut tokens, mut lengths, mut start) = (Vec::new(), Vec::new(), 0);
+        for (index, (sample, &weight)) in samples.iter().zip(weights).enumerate() {
             sample.check(vocab_size)?;
+            let read = &sample.tokens[..sample.tokens.len() - 1];
+            rows.push(sample, index, start, weight);
+            tokens.push(borrow(read)?);
+            lengths.push(read.len() as i64);
+            start += read.len();
         }
-        let longest = samples.iter().map(|sample| sample.tokens.len()).max();
-        let width = longest.ok_or_else(|| input("batch", "samples", "none"))? as i64 - 1;
-        let shape = [samples.len() as i64, width];
-        let tokens = Tensor::f_zeros(shape, (Kind::Int64, Device::Cpu))?;
-        let labels = tokens.f_zeros_like()?;
-        let token_weights = Tensor::f_zeros(shape, (Kind::Float, Device::Cpu))?;
-        let old_log_probs = token_weights.f_zeros_like()?;
-        for (row, (sample, &weight)) in samples.iter().zip(weights).enumerate() {
-            let place = |column: &Tensor, start: usize, length: usize| {
-                column.f_get(row as i64)?.f_narrow(0, start as i64, length as i64)
-            };
-            let last = sample.tokens.len() - 1;
-            place(&tokens, 0, last)?.f_copy_(&*borrow(&sample.tokens[..last])?)?;
-            place(&labels, 0, last)?.f_copy_(&*borrow(&sample.tokens[1..])?)?;
-            let (start, length) = (sample.prompt_len - 1, sample.response_len());
-            let mut trained = place(&token_weights, start, length)?;
-            match sample.loss_mask {
-                [] => drop(trained.f_fill_(f64::from(weight))?),
-                mask => trained.f_copy_(&borrow(mask)?.f_ne(0)?.f_mul_scalar(f64::from(weight))?)?,
-            }
-            if !sample.log_probs.is_empty() {
-                place(&old_log_probs, start, length)?.f_copy_(&*borrow(sample.log_probs)?)?;
-            }
-        }
-        let advantages: Vec<f32> = samples.iter().map(|sample| sample.advantage).collect();
+        let tokens: Vec<&Tensor> = tokens.iter().map(|tokens| &**tokens).collect();
+        let integers = |values: &[i64]| Tensor::f_from_slice(values)?.f_to_device(device);
+        let numbers = |values: &[f32]| Tensor::f_from_slice(values)?.f_to_device(device);
         Ok(Batch {
-            tokens: tokens.f_to_device(device)?,
-            labels: labels.f_to_device(device)?,
-            weights: token_weights.f_to_device(device)?,
-            old_log_probs: old_log_probs.f_to_device(device)?,
-            reference_log_probs: None,
-            advantages: Tensor::f_from_slice(&advantages)?.f_unsqueeze(1)?.f_to_device(device)?,
+            tokens: Tensor::f_cat(&tokens, 0)?.f_to_device(device)?.f_to_kind(Kind::Int64)?,
+            lengths,
+            trained: integers(&rows.trained)?,
+            labels: integers(&rows.labels)?,
+            samples: integers(&rows.samples)?,
+            weights: numbers(&rows.weights)?,
+            old_log_probs: numbers(&rows.old_log_probs)?,
+            advantages: numbers(&rows.advantages)?,
         })
+    }
+}
+
+/// The columns of trained tokens, in the making.
+#[derive(Default)]
+struct Rows {
+    trained: Vec<i64>,
+    labels: Vec<i64>,
+    samples: Vec<i64>,
+    weights: Vec<f32>,
+    old_log_probs: Vec<f32>,
+    advantages: Vec<f32>,
+}
+
+impl Rows {
+    /// Those of a sample whose first token lies at `start`.
+    fn push(&mut self, sample: &Sample<'_>, index: usize, start: usize, weight: f32) {
+        for place in 0..sample.response_len() {
+            if sample.loss_mask.get(place) == Some(&0) {
+                continue;
+            }
+            let token = sample.prompt_len + place;
+            self.trained.push((start + token - 1) as i64);
+            self.labels.push(i64::from(sample.tokens[token]));
+            self.samples.push(index as i64);
+            self.weights.push(weight);
+            self.old_log_probs.push(sample.log_probs.get(place).copied().unwrap_or(0.0));
+            self.advantages.push(sample.advantage);
+        }
     }
 }
 
@@ -145,6 +173,15 @@ impl<'a> Sample<'a> {
     #[must_use]
     pub fn supervised(tokens: &'a [i32], prompt_len: usize, rollout_id: u64) -> Sample<'a> {
         Sample { tokens, prompt_len, loss_mask: &[], log_probs: &[], rollout_id, advantage: 0.0 }
+    }
+
+    /// How many of its tokens are trained on.
+    #[must_use]
+    pub fn trained(&self) -> usize {
+        match self.loss_mask {
+            [] => self.response_len(),
+            mask => mask.iter().filter(|&&keep| keep != 0).count(),
+        }
     }
 
     fn response_len(&self) -> usize {
@@ -201,12 +238,15 @@ mod tests {
     #[test]
     fn columns_line_up_with_predictions() {
         let batch = Batch::new(&[A, B], &[0.5, 0.25], 10, Device::Cpu).unwrap();
-        assert_eq!(batch.tokens.size(), [2, 4]);
-        assert_eq!(values(&batch.tokens), [5., 6., 7., 0., 9., 3., 4., 2.]);
-        assert_eq!(values(&batch.labels), [6., 7., 8., 0., 3., 4., 2., 1.]);
-        assert_eq!(values(&batch.weights), [0., 0.5, 0.5, 0., 0.25, 0., 0.25, 0.25]);
-        assert_eq!(values(&batch.old_log_probs), [0., -0.5, -0.25, 0., 0., 0., 0., 0.]);
-        assert_eq!(values(&batch.advantages), [1.5, -1.0]);
+        assert_eq!(values(&batch.tokens), [5., 6., 7., 9., 3., 4., 2.]);
+        assert_eq!(batch.lengths, [3, 4]);
+        // Tokens 7 and 8 of A; 3, 2 and 1 of B.
+        assert_eq!(values(&batch.trained), [1., 2., 3., 5., 6.]);
+        assert_eq!(values(&batch.labels), [7., 8., 3., 2., 1.]);
+        assert_eq!(values(&batch.samples), [0., 0., 1., 1., 1.]);
+        assert_eq!(values(&batch.weights), [0.5, 0.5, 0.25, 0.25, 0.25]);
+        assert_eq!(values(&batch.old_log_probs), [-0.5, -0.25, 0., 0., 0.]);
+        assert_eq!(values(&batch.advantages), [1.5, 1.5, -1.0, -1.0, -1.0]);
     }
 
     #[test]
@@ -221,6 +261,8 @@ mod tests {
     #[test]
     fn micro_batches_hold_every_sample_once_within_the_limit() {
         assert_eq!(micro_batches(&[3, 9, 4, 4, 2], 8), [vec![1], vec![2, 3], vec![0, 4]]);
+        // A short one fills what is left of an earlier one.
+        assert_eq!(micro_batches(&[5, 6, 2], 8), [vec![1, 2], vec![0]]);
         assert!(micro_batches(&[], 8).is_empty());
     }
 

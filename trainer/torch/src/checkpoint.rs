@@ -5,13 +5,12 @@
 //! <dir>/step-00000042/progress.json       steps, seed, metrics of the last step, digest of the model's shape
 //! ```
 //!
-//! There is no random state to save: prompts, sampling seeds and batches are functions of the run's seed and of the
-//! numbers of steps and samples. A directory is written beside, synced, and renamed, so that the one with the highest
-//! number is always complete.
+//! There is no random state to save: prompts, sampling seeds and batches are functions of the run's seed and
+//! of the numbers of steps and samples. A directory is written beside, synced, and renamed, so that the one
+//! with the highest number is always complete.
 
 use std::borrow::Cow;
 use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use driftless_transport::{
@@ -23,7 +22,8 @@ use tch::{Kind, Tensor};
 use crate::error::{Error, Result, io};
 use crate::policy::Policy;
 use crate::torch::{bytes_of, tensor_of};
-use driftless_trainer::metrics::StepMetrics;
+
+pub use driftless_trainer::learner::Progress;
 
 /// Tensor data per file.
 const SHARD_BYTES_MAX: u64 = 4 << 30;
@@ -31,17 +31,6 @@ const PROGRESS: &str = "progress.json";
 const PREFIX: &str = "step-";
 /// First parts of the tensors' names; the second is the parameter's.
 const PARTS: [&str; 3] = ["master", "mean", "square"];
-
-/// How far a run is.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Progress {
-    /// Steps of the loop that are done.
-    pub step: u64,
-    /// Seed of the run.
-    pub seed: u64,
-    /// What the last step was like.
-    pub metrics: Option<StepMetrics>,
-}
 
 /// `progress.json`.
 #[derive(Serialize, Deserialize)]
@@ -61,7 +50,8 @@ pub fn dir(save: &Path) -> PathBuf {
 /// Saves `policy` as `dir/step-N`, N the steps done; then deletes all but the newest `keep` (at least 1).
 ///
 /// # Errors
-/// [`Error::Transport`] or [`Error::Io`] if the disk is full or does not obey; older checkpoints are then untouched.
+/// [`Error::Transport`] or [`Error::Io`] if the disk is full or does not obey; older checkpoints are then
+/// untouched.
 pub fn save(dir: &Path, policy: &Policy, progress: &Progress, keep: usize) -> Result<()> {
     let name = format!("{PREFIX}{:08}", progress.step);
     let (target, partial) = (dir.join(&name), dir.join(format!("partial-{name}")));
@@ -88,8 +78,8 @@ pub fn save(dir: &Path, policy: &Policy, progress: &Progress, keep: usize) -> Re
 /// Puts the newest checkpoint of `dir` into `policy` and returns how far it is; `None` if there is none.
 ///
 /// # Errors
-/// [`Error::Resume`] if it is of another model or dtype, [`Error::Transport`] if it is damaged. The policy is unchanged
-/// then.
+/// [`Error::Resume`] if it is of another model or dtype, [`Error::Transport`] if it is damaged. The policy is
+/// unchanged then.
 pub fn load(dir: &Path, policy: &mut Policy) -> Result<Option<Progress>> {
     let Some((_, path)) = steps(dir)?.pop() else {
         return Ok(None);
@@ -123,23 +113,6 @@ pub fn load(dir: &Path, policy: &mut Policy) -> Result<Option<Progress>> {
     let states = states.collect::<Result<Vec<[Tensor; 3]>>>()?;
     policy.restore(stored.optimizer_steps, &states)?;
     Ok(Some(stored.progress))
-}
-
-/// Replaces a small file so that a crash leaves the old content or the new: written beside, synced, renamed.
-///
-/// # Errors
-/// [`Error::Io`].
-pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    let partial = PathBuf::from(partial);
-    let write = |mut file: File| file.write_all(bytes).and_then(|()| file.sync_all());
-    File::create(&partial).and_then(write).map_err(io("write", &partial))?;
-    std::fs::rename(&partial, path).map_err(io("rename", &partial))?;
-    match path.parent() {
-        Some(parent) if parent != Path::new("") => sync_dir(parent),
-        _ => sync_dir(Path::new(".")),
-    }
 }
 
 /// Makes renames in a directory durable.

@@ -105,7 +105,8 @@ pub enum Error {
         /// The operating system's answer.
         source: std::io::Error,
     },
-    /// The embedded engine's generating thread ended while it was serving; the log says why. Restart the engine.
+    /// The embedded engine's generating thread ended while it was serving; the log says why. Restart the
+    /// engine.
     #[error("the engine's generating thread ended; restart the engine")]
     EngineEnded,
     /// A checkpoint, publication or store answered with an error.
@@ -114,49 +115,12 @@ pub enum Error {
     /// A part of the loop that needs no libtorch answered with an error.
     #[error(transparent)]
     Loop(#[from] driftless_trainer::Error),
-    /// The rollout log answered with an error.
-    #[error(transparent)]
-    Buffer(#[from] driftless_buffer::Error),
-    /// An engine, or the client of it, answered with an error.
-    #[error(transparent)]
-    Bridge(#[from] driftless_bridge::Error),
-    /// The state directory belongs to another run.
-    #[error(
-        "the state in {path} is of run `{found}`, not `{expected}`; give each run a directory of its own"
-    )]
-    OtherRun {
-        /// The state directory.
-        path: PathBuf,
-        /// The run asked for.
-        expected: String,
-        /// The run it belongs to.
-        found: String,
+    /// An operation that is called by name is not there, or refused its arguments. libtorch has logged why.
+    #[error("libtorch operation {name} failed; libtorch 2.11 is needed, and its log has the reason")]
+    Operation {
+        /// Its name.
+        name: String,
     },
-    /// A rollout that is to be learned from is not whole in the log.
-    #[error(
-        "rollout {rollout} has {found} complete groups in the log, expected {expected}; generate it first, or train with the batch and group sizes it was generated with"
-    )]
-    IncompleteRollout {
-        /// The rollout.
-        rollout: u64,
-        /// Groups that it should have.
-        expected: u64,
-        /// Groups with enough samples.
-        found: u64,
-    },
-    /// The engine's checksums say nothing about the weights here, so that an equality that was asked for cannot be checked.
-    #[error(
-        "the checksums of engine {engine} cannot be compared: {reason}; leave out --check-weight-update-equal"
-    )]
-    NotComparable {
-        /// URL of the engine.
-        engine: String,
-        /// Why not.
-        reason: String,
-    },
-    /// A part of the loop was asked for what this mode does not have, or was stopped.
-    #[error("the loop was stopped while it waited")]
-    Cancelled,
     /// libtorch refused an operation (out of memory, a shape, a missing kernel).
     #[error("libtorch")]
     Torch(#[from] tch::TchError),

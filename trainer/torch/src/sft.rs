@@ -47,15 +47,17 @@ pub struct SftOptions {
     pub config: Config,
     /// Checkpoint directory to start from, instead of fresh weights.
     pub hf_checkpoint: Option<PathBuf>,
-    /// Go on from the newest training checkpoint in this directory: weights, moments of the optimizer, steps done.
+    /// Go on from the newest training checkpoint in this directory: weights, moments of the optimizer, steps
+    /// done.
     pub load: Option<PathBuf>,
     /// Leave a training checkpoint in this directory at the end.
     pub save: Option<PathBuf>,
-    /// Where the result goes as a Hugging Face checkpoint. With `{rollout_id}` in its name it is a series: one after each
-    /// step, named by the number of steps done.
+    /// Where the result goes as a Hugging Face checkpoint. With `{rollout_id}` in its name it is a series:
+    /// one after each step, named by the number of steps done.
     pub save_hf: PathBuf,
-    /// Kind of the weights that are written: `BFloat16` or `Float`; with `hf_checkpoint` it is that checkpoint's.
-    pub published: Kind,
+    /// Kind that the model computes in: `BFloat16` or `Float`; that of `hf_checkpoint`, else `BFloat16`, if
+    /// `None`. A fresh model is written in it.
+    pub dtype: Option<Kind>,
     /// Optimizer steps, at most; those before `load` count.
     pub steps: u64,
     /// Stop as soon as the mean loss of the last five steps is down to this.
@@ -83,11 +85,13 @@ pub struct SftSummary {
     pub parameters: i64,
 }
 
-/// Trains and writes the checkpoints that are asked for; `observe(steps done, loss)` is called after each step.
+/// Trains and writes the checkpoints that are asked for; `observe(steps done, loss)` is called after each
+/// step.
 ///
 /// # Errors
-/// [`crate::Error::NotFinite`] when training diverges, [`crate::Error::Resume`] when there is nothing to load or it is of
-/// another model or seed, else whatever the disk or libtorch answer. A checkpoint appears only when it is whole.
+/// [`crate::Error::NotFinite`] when training diverges, [`crate::Error::Resume`] when there is nothing to load
+/// or it is of another model or seed, else whatever the disk or libtorch answer. A checkpoint appears only
+/// when it is whole.
 pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<SftSummary> {
     torch::set_threads(options.num_threads)?;
     let device = torch::device(&options.device)?;
@@ -119,7 +123,7 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
     }
     let steps = done + losses.len() as u64;
     if let Some(dir) = &options.save {
-        let progress = Progress { step: steps, seed: options.seed, metrics: None };
+        let progress = Progress { step: steps, seed: options.seed, ..Progress::default() };
         checkpoint::save(dir, &policy, &progress, 1)?;
     }
     Ok(SftSummary {
@@ -136,16 +140,18 @@ fn begin(options: &SftOptions, device: Device) -> Result<(Policy, Vec<AuxFile>)>
             if options.task == SftTask::Arithmetic {
                 Arithmetic::check_checkpoint(dir)?;
             }
-            let model = Model::open(dir, Kind::Float, device)?;
-            (model, Config::published_kind(dir)?, Checkpoint::open(dir)?.files().to_vec())
+            let published = Config::published_kind(dir)?;
+            let model = Model::open(dir, options.dtype.unwrap_or(published), device)?;
+            (model, published, Checkpoint::open(dir)?.files().to_vec())
         }
         None => {
-            let model = Model::fresh(options.config.clone(), options.seed as i64, Kind::Float, device)?;
+            let kind = options.dtype.unwrap_or(Kind::BFloat16);
+            let model = Model::fresh(options.config.clone(), options.seed as i64, kind, device)?;
             let files = match options.task {
-                SftTask::Arithmetic => arithmetic::files(&options.config, options.published)?,
-                SftTask::Text(_) => text::files(&options.config, options.published)?,
+                SftTask::Arithmetic => arithmetic::files(&options.config, kind)?,
+                SftTask::Text(_) => text::files(&options.config, kind)?,
             };
-            (model, options.published, files)
+            (model, kind, files)
         }
     };
     let adamw = AdamWOptions { beta1: BETA1, ..AdamWOptions::default() };

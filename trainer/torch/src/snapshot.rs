@@ -10,8 +10,9 @@ use crate::error::Result;
 use crate::policy::Policy;
 use crate::torch::bytes_of;
 
-/// The weights of a [`Policy`] at one moment, rounded to the dtype that is published, with the auxiliary files of the
-/// model: what a publisher takes, and what [`driftless_transport::write_checkpoint`] makes a Hugging Face checkpoint of.
+/// The weights of a [`Policy`] at one moment, rounded to the dtype that is published, with the auxiliary
+/// files of the model: what a publisher takes, and what [`driftless_transport::write_checkpoint`] makes a
+/// Hugging Face checkpoint of.
 ///
 /// Holds a copy in host memory: the policy may go on training while this is published.
 #[derive(Debug)]
@@ -22,11 +23,12 @@ pub struct PolicySnapshot {
 }
 
 impl PolicySnapshot {
-    /// Copies the policy's weights; `config.json`, tokenizer and whatever else belongs to the model are those of
-    /// the checkpoint directory `hf_checkpoint`.
+    /// Copies the policy's weights; `config.json`, tokenizer and whatever else belongs to the model are those
+    /// of the checkpoint directory `hf_checkpoint`.
     ///
     /// # Errors
-    /// [`crate::Error::Transport`] if that directory cannot be read, [`crate::Error::Torch`] if libtorch cannot copy.
+    /// [`crate::Error::Transport`] if that directory cannot be read, [`crate::Error::Torch`] if libtorch
+    /// cannot copy.
     pub fn new(policy: &Policy, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
         PolicySnapshot::with_files(policy, Checkpoint::open(hf_checkpoint)?.files().to_vec())
     }

@@ -1,6 +1,6 @@
 //! The edge to libtorch: devices, threads, and bytes in and out of tensors.
 //!
-//! Holds all of this crate's `unsafe`: opening a shared library, and lending memory to libtorch.
+//! Its `unsafe`, beside that of `dispatcher`, opens a shared library and lends memory to libtorch.
 #![expect(unsafe_code, reason = "dlopen of CUDA's half of libtorch, and tensors over borrowed memory")]
 
 use std::marker::PhantomData;
@@ -136,8 +136,8 @@ mod sealed {
 pub fn borrow<T: Column>(column: &[T]) -> Result<Borrowed<'_>> {
     let length = i64::try_from(column.len()).unwrap_or(i64::MAX);
     let data = column.as_ptr().cast::<u8>();
-    // SAFETY: `data` points to `length` aligned, initialised elements of `T::KIND`, which `Borrowed`'s lifetime
-    // keeps alive and unchanged; libtorch frees nothing, since a blob has no deleter.
+    // SAFETY: `data` points to `length` aligned, initialised elements of `T::KIND`, which `Borrowed`'s
+    // lifetime keeps alive and unchanged; libtorch frees nothing, since a blob has no deleter.
     let tensor = unsafe { Tensor::f_from_blob(data, &[length], &[1], T::KIND, Device::Cpu) }?;
     Ok(Borrowed { tensor, memory: PhantomData })
 }

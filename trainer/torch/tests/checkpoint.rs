@@ -47,7 +47,7 @@ fn train(policy: &mut Policy, step: i32) {
 }
 
 fn progress(step: u64) -> Progress {
-    Progress { step, seed: SEED as u64, metrics: None }
+    Progress { step, seed: SEED as u64, ..Progress::default() }
 }
 
 /// Every bit of the trainer's state, as a checkpoint holds it.

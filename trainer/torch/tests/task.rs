@@ -25,7 +25,7 @@ fn cold_start(dir: &Path, published: Kind, steps: u64) -> SftOptions {
         load: None,
         save: None,
         save_hf: dir.to_owned(),
-        published,
+        dtype: Some(published),
         steps,
         stop_loss: None,
         batch_size: 64,

@@ -81,7 +81,8 @@ pub(super) struct Cache {
 }
 
 impl Cache {
-    /// The cache in `spool`'s directory with what an earlier process left there, which is checked before it is served.
+    /// The cache in `spool`'s directory with what an earlier process left there, which is checked before it
+    /// is served.
     pub(super) fn new(origin: Arc<dyn Store>, dir: std::path::PathBuf, bytes_max: u64) -> Self {
         let mut options = SpoolOptions::default();
         // Nobody decodes here while the rest arrives.
@@ -132,7 +133,8 @@ impl Cache {
         Some(Content::File(Arc::new(file)))
     }
 
-    /// Reads an object: what is missing of it from the origin. Calls for one object take turns, which the caller sees to.
+    /// Reads an object: what is missing of it from the origin. Calls for one object take turns, which the
+    /// caller sees to.
     ///
     /// # Errors
     /// The origin's; those of an object that is not what its digest says.
@@ -149,7 +151,8 @@ impl Cache {
             let mut entries = self.lock();
             match (entries.all.get_mut(&object.blake3), &file) {
                 (Some(entry), Some(_)) => (entry.whole, entry.busy) = (true, false),
-                // Parts of an object that could not be had are kept like others: the next try goes on with them.
+                // Parts of an object that could not be had are kept like others: the next try goes on with
+                // them.
                 (Some(entry), None) if fetched.is_err() && self.spool.keeps(&object.blake3) => {
                     entry.busy = false
                 }

@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use driftless_store::{Arrived, Entry, Key, Object, PutMode, Result, Store};
 
-/// A store whose objects are remembered when they are put through it, so that a relay beside a publisher, with this as its origin, does not
-/// read back what has just been written. Only [`Store::get_known`] is answered from memory, whose callers check what they get.
+/// A store whose objects are remembered when they are put through it, so that a relay beside a publisher,
+/// with this as its origin, does not read back what has just been written. Only [`Store::get_known`] is
+/// answered from memory, whose callers check what they get.
 #[derive(Debug)]
 pub struct Recent {
     origin: Arc<dyn Store>,

@@ -4,7 +4,8 @@
 //! are kept here by ownership: readers borrow from a [`Checkpoint`](super::Checkpoint), and the one writer of
 //! this crate, the replica, needs itself mutably, so that no reader can be alive. Against other processes the
 //! replica holds a lock on its directory; a checkpoint directory given by the user must not be rewritten in
-//! place while it is being read, as its documentation says. (A replica that makes pages ready stores bytes that are there already.)
+//! place while it is being read, as its documentation says. (A replica that makes pages ready stores bytes
+//! that are there already.)
 #![expect(unsafe_code, reason = "memory maps of files")]
 
 use std::fs::File;
@@ -18,7 +19,8 @@ use crate::error::{Error, Result};
 pub(crate) fn map(path: &Path, file: &File) -> Result<Mmap> {
     // SAFETY: the file is not truncated or written while the map is borrowed; see the module's documentation.
     let map = unsafe { Mmap::map(file) }.map_err(|source| Error::io("map", path, source))?;
-    // What is not in memory yet comes in large folios. A kernel that does not do so loses time and nothing else.
+    // What is not in memory yet comes in large folios. A kernel that does not do so loses time and nothing
+    // else.
     let _ = map.advise(Advice::HugePage);
     Ok(map)
 }

@@ -77,9 +77,10 @@ impl Checkpoint {
     ///
     /// [`Error::Corrupt`] or [`Error::Parse`] name the file and tensor for: a missing shard, a truncated
     /// file, a header that contradicts its file, overlaps, gaps, a tensor twice, an index that disagrees with
-    /// the shards. [`NotAFile`](driftless_store::Error::NotAFile) for a FIFO, a device or a socket in place of any of these files.
-    /// [`Error::TooLarge`] for an auxiliary file above [`AUX_FILE_BYTES_MAX`], or above [`AUX_FILES_BYTES_MAX`] together with those
-    /// before it. [`Error::Unsupported`] for a sub-byte element type, [`Io`](driftless_store::Error::Io) and
+    /// the shards. [`NotAFile`](driftless_store::Error::NotAFile) for a FIFO, a device or a socket in place
+    /// of any of these files. [`Error::TooLarge`] for an auxiliary file above [`AUX_FILE_BYTES_MAX`], or
+    /// above [`AUX_FILES_BYTES_MAX`] together with those before it. [`Error::Unsupported`] for a sub-byte
+    /// element type, [`Io`](driftless_store::Error::Io) and
     /// [`PermissionDenied`](driftless_store::Error::PermissionDenied) for the file system's refusals.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
         let mut checkpoint = Self::open_weights(dir)?;
@@ -87,7 +88,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// [`Checkpoint::open`] for a replica's directory, in which the manifest says what is part of the version.
+    /// [`Checkpoint::open`] for a replica's directory, in which the manifest says what is part of the
+    /// version.
     ///
     /// # Errors
     /// As [`Checkpoint::open`].
@@ -164,7 +166,8 @@ impl Checkpoint {
         self.shards.get(*shard)?.map.get(range.clone())
     }
 
-    /// Copies the weight files and the index, if there is one, into `target` and syncs each. Returns their names.
+    /// Copies the weight files and the index, if there is one, into `target` and syncs each. Returns their
+    /// names.
     pub(crate) fn copy_weights(&self, target: &Path) -> Result<Vec<String>> {
         let mut names = Vec::new();
         let index = self.dir.join(INDEX);
@@ -229,8 +232,9 @@ impl Shard {
 
 /// Copies a file and syncs the copy.
 ///
-/// In pieces so large that the kernel can keep the copy in large folios, which is how a map of it later costs one fault where it
-/// would cost 32 after `copy_file_range`; unless the file system lets the copy share the source's blocks.
+/// In pieces so large that the kernel can keep the copy in large folios, which is how a map of it later costs
+/// one fault where it would cost 32 after `copy_file_range`; unless the file system lets the copy share the
+/// source's blocks.
 fn copy_file(source: &Path, copy: &Path) -> Result<()> {
     let from = regular::open(source).map_err(|error| Error::io("open", source, error))?;
     let io = |error| Error::io("write", copy, error);

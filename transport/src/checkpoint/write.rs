@@ -30,9 +30,9 @@ pub(crate) type WeightFiles = Vec<String>;
 ///
 /// # Errors
 ///
-/// [`Error::BadSetting`] when `dir` is in use for something else, [`NoSpace`](driftless_store::Error::NoSpace) and the other file
-/// system errors, [`Error::DuplicateTensor`] and [`Error::TensorMismatch`] for a snapshot that contradicts
-/// itself. `dir` is untouched then.
+/// [`Error::BadSetting`] when `dir` is in use for something else,
+/// [`NoSpace`](driftless_store::Error::NoSpace) and the other file system errors, [`Error::DuplicateTensor`]
+/// and [`Error::TensorMismatch`] for a snapshot that contradicts itself. `dir` is untouched then.
 pub fn write_checkpoint(dir: impl AsRef<Path>, snapshot: &dyn Snapshot, max_shard_bytes: u64) -> Result<()> {
     let dir = dir.as_ref();
     let replace = replaceable(dir)?;
@@ -51,8 +51,8 @@ pub fn write_checkpoint(dir: impl AsRef<Path>, snapshot: &dyn Snapshot, max_shar
 /// Hands the bytes of the tensors at the given positions, in that order, to a sink.
 pub(crate) type Stream<'a> = dyn FnMut(&[usize], &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> + 'a;
 
-/// Writes weight files with `tensors`, whose bytes `stream` gives, into the existing directory `dir` and syncs each; not
-/// the directory itself.
+/// Writes weight files with `tensors`, whose bytes `stream` gives, into the existing directory `dir` and
+/// syncs each; not the directory itself.
 pub(crate) fn write_weights(
     dir: &Path,
     tensors: &[TensorInfo],
@@ -86,7 +86,8 @@ pub(crate) fn write_weights(
     Ok(names)
 }
 
-/// Greedy shards of consecutive tensors with at most `max` bytes each, except where one tensor alone is larger.
+/// Greedy shards of consecutive tensors with at most `max` bytes each, except where one tensor alone is
+/// larger.
 fn plan(sizes: &[u64], max: u64) -> Vec<Range<usize>> {
     let mut shards = Vec::new();
     let (mut start, mut bytes) = (0, 0u64);

@@ -25,7 +25,8 @@ impl Error {
         }
     }
 
-    /// True if bytes that came from a store are not what they must be, or not signed by who must; nothing of them was used.
+    /// True if bytes that came from a store are not what they must be, or not signed by who must; nothing of
+    /// them was used.
     pub(crate) fn is_refusal(&self) -> bool {
         matches!(
             self,

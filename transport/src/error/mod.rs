@@ -116,8 +116,8 @@ pub enum Error {
         /// The keys that claim to have signed it, in hex.
         signers: Vec<String>,
     },
-    /// A document whose signature is not the trusted key's that it names: it was changed, or it belongs to another run, model
-    /// or version. Nothing that it names is fetched.
+    /// A document whose signature is not the trusted key's that it names: it was changed, or it belongs to
+    /// another run, model or version. Nothing that it names is fetched.
     #[error("{subject} has a false signature: `{key}` has not signed this for this run, model and version")]
     BadSignature {
         /// The manifest or part.

@@ -11,8 +11,8 @@ use crate::ids::Version;
 use crate::replica::Observe;
 use crate::run::Run;
 
-/// Writes the lease when it changes and, so that the store dates it anew, every so often while it does not. A store that
-/// does not take it is told again with the next change or round.
+/// Writes the lease when it changes and, so that the store dates it anew, every so often while it does not. A
+/// store that does not take it is told again with the next change or round.
 #[derive(Debug)]
 pub(super) struct Keeper {
     run: Run,

@@ -116,9 +116,10 @@ impl Follower {
     ///
     /// # Errors
     ///
-    /// [`Locked`](driftless_store::Error::Locked) if another follower has the directory, [`Error::DamagedReplica`] for one that is damaged and has
-    /// weights of somebody else in it (otherwise it is built anew by the next prepare), [`Error::BadName`]
-    /// for an `id` that cannot be a key, [`Error::ForeignModel`] if the directory holds another model.
+    /// [`Locked`](driftless_store::Error::Locked) if another follower has the directory,
+    /// [`Error::DamagedReplica`] for one that is damaged and has weights of somebody else in it (otherwise it
+    /// is built anew by the next prepare), [`Error::BadName`] for an `id` that cannot be a key,
+    /// [`Error::ForeignModel`] if the directory holds another model.
     pub fn open(
         store: Arc<dyn Store>,
         options: FollowerOptions,
@@ -145,6 +146,9 @@ impl Follower {
         check_name("model", &options.model)?;
         let mut replica = Replica::open_or_quarantine(&options.checkpoint_dir)?;
         replica.set_spool(options.spool);
+        if let Some(dir) = &options.plugin_dir {
+            replica.set_plugin_dir(dir.clone());
+        }
         let engines = engines.into_iter().map(Slot::new).collect::<Result<Vec<_>>>()?;
         let mut status = Status {
             id: options.id.clone(),
@@ -181,29 +185,31 @@ impl Follower {
         self.status_mut().clone()
     }
 
-    /// The engines that may be paused: those inside an activation, and those that were paused when last looked at. Never waits for a
-    /// prepare or an activate.
+    /// The engines that may be paused: those inside an activation, and those that were paused when last
+    /// looked at. Never waits for a prepare or an activate.
     #[must_use]
     pub fn maybe_paused(&self) -> Vec<String> {
         self.maybe_paused_mut().clone()
     }
 
-    /// What the follower has done since it was opened, as the text that Prometheus reads. Never waits for a prepare or an activate.
+    /// What the follower has done since it was opened, as the text that Prometheus reads. Never waits for a
+    /// prepare or an activate.
     #[must_use]
     pub fn metrics(&self) -> String {
         let (status, counters) = (self.status(), self.counters_mut().clone());
         metrics::page(&status, &counters, &self.shared.store.counts(), Instant::now())
     }
 
-    /// Brings the checkpoint directory to `target`, or to the newest version up to [`FollowerOptions::until`]. Engines go on
-    /// with what they serve. The data become durable behind it ([`Follower::settle`]); the journal that can repeat them is.
+    /// Brings the checkpoint directory to `target`, or to the newest version up to
+    /// [`FollowerOptions::until`]. Engines go on with what they serve. The data become durable behind it
+    /// ([`Follower::settle`]); the journal that can repeat them is.
     ///
     /// # Errors
     ///
-    /// The file system's, if the version before turned out not to become durable: the next call carries it out again first.
-    /// [`Error::NoSuchRun`] or [`Error::NoSuchVersion`] before the first publication; [`Error::Busy`] during
-    /// another prepare or activate, and while an engine still loads; those of [`Replica::advance`]. The
-    /// version before stays in place.
+    /// The file system's, if the version before turned out not to become durable: the next call carries it
+    /// out again first. [`Error::NoSuchRun`] or [`Error::NoSuchVersion`] before the first publication;
+    /// [`Error::Busy`] during another prepare or activate, and while an engine still loads; those of
+    /// [`Replica::advance`]. The version before stays in place.
     pub fn prepare(&self, target: Option<Version>) -> Result<Prepared> {
         self.prepare_noted(&mut *self.core()?, target.map_or(Asked::Newest, Asked::Version))
     }
@@ -269,8 +275,8 @@ impl Follower {
         Ok(self.status())
     }
 
-    /// [`Follower::activate`] for the engines whose time to be asked again has come. Where a coordinator decides and has not yet, they
-    /// are only looked at, which ends a pause that an earlier process left.
+    /// [`Follower::activate`] for the engines whose time to be asked again has come. Where a coordinator
+    /// decides and has not yet, they are only looked at, which ends a pause that an earlier process left.
     fn activate_due(&self) -> Result<()> {
         self.activate_and_acknowledge(&mut *self.core()?, Some(Instant::now()))
     }
@@ -322,7 +328,8 @@ impl Follower {
                 core.replica.quarantine(damage)?;
                 moved = self.advance(core, asked);
             }
-            // More was published and collected than one advance takes time for: the newest is another one now.
+            // More was published and collected than one advance takes time for: the newest is another one
+            // now.
             Err(Error::Collected { .. }) if !matches!(asked, Asked::Version(_)) => {
                 moved = self.advance(core, asked);
             }
@@ -336,7 +343,8 @@ impl Follower {
         let Core { replica, engines, .. } = core;
         let bytes = moved.as_ref().map_or(0, |advanced| advanced.bytes);
         if !moved.as_ref().is_ok_and(|advanced| advanced.links == 0) {
-            // Also after an error: links applied before it stay applied. What an engine refused is another version now.
+            // Also after an error: links applied before it stay applied. What an engine refused is another
+            // version now.
             engines.iter_mut().for_each(|slot| slot.load_at = Instant::now());
             record_applied(&mut self.status_mut(), replica, engines, started.elapsed(), bytes);
         }
@@ -380,7 +388,8 @@ impl Follower {
         moved
     }
 
-    /// Asks the engines whose time has come by `due`, or all of them, and activates the version on those that serve another one.
+    /// Asks the engines whose time has come by `due`, or all of them, and activates the version on those that
+    /// serve another one.
     fn activate_in(&self, core: &mut Core, due: Option<Instant>) -> Result<()> {
         let options = &self.shared.options;
         let Core { replica, engines, released, .. } = core;
@@ -427,7 +436,8 @@ impl Follower {
         first_failure.map_or(Ok(()), Err)
     }
 
-    /// Notes which engines may be paused: those of which an activation begins or has not answered yet, and those that were paused.
+    /// Notes which engines may be paused: those of which an activation begins or has not answered yet, and
+    /// those that were paused.
     fn note_paused(&self, engines: &mut [Slot], begins: impl Fn(usize) -> bool) {
         let mut names = self.maybe_paused_mut();
         let before = std::mem::take(&mut *names);
@@ -471,8 +481,8 @@ impl Follower {
         })
     }
 
-    /// Decides when an engine is asked again: one that is away soon, one that is there and does not take the version ever later, until it
-    /// was away or there is another version.
+    /// Decides when an engine is asked again: one that is away soon, one that is there and does not take the
+    /// version ever later, until it was away or there is another version.
     fn schedule(&self, slot: &mut Slot, label: &str, outcome: &Result<Answer>) {
         let (options, now) = (self.options(), Instant::now());
         match outcome {
@@ -520,8 +530,8 @@ fn serves_another(answer: Option<&Result<Answer>>, label: &str) -> bool {
     matches!(answer, Some(Ok(Answer::Serving(serving))) if serving.as_deref() != Some(label))
 }
 
-/// Asks the chosen engines at once and waits for each up to the common limit, and then for as long as it may take to leave; `None` for
-/// those that were not asked.
+/// Asks the chosen engines at once and waits for each up to the common limit, and then for as long as it may
+/// take to leave; `None` for those that were not asked.
 fn ask_all(
     engines: &mut [Slot],
     chosen: &[bool],

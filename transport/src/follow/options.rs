@@ -45,6 +45,9 @@ pub struct FollowerOptions {
     /// beside following, to compare them with their digests; 0 for none. What is damaged is built anew from
     /// the store, and engines load it again.
     pub scrub_bytes_per_hour: u64,
+    /// The directory of engines' plugins. While a plugin is there, each delta is also written there as a
+    /// [prepared delta](crate::prepared), for engines that write it into their weights.
+    pub plugin_dir: Option<PathBuf>,
     /// How long one engine may take to say which version it serves.
     pub serving_deadline: Duration,
     /// How long one engine may take to activate a version.
@@ -75,6 +78,7 @@ impl FollowerOptions {
             trust_keys: Vec::new(),
             spool: SpoolOptions::default(),
             scrub_bytes_per_hour: 64 << 30,
+            plugin_dir: None,
             serving_deadline: Duration::from_secs(10),
             activate_deadline: Duration::from_secs(600),
             leave_deadline: Duration::from_secs(15),

@@ -21,8 +21,8 @@ pub(super) struct Scrubbing {
 }
 
 impl Follower {
-    /// Waits for `time`, until a nudge, or until the switch is thrown; true if it was. Meanwhile the checkpoint is read at the rate that
-    /// was asked for. Also ends when the directory has to be built anew.
+    /// Waits for `time`, until a nudge, or until the switch is thrown; true if it was. Meanwhile the
+    /// checkpoint is read at the rate that was asked for. Also ends when the directory has to be built anew.
     pub(super) fn wait_scrubbing(&self, stop: &Stop, time: Duration, scrubbing: &mut Scrubbing) -> bool {
         let rate = self.options().scrub_bytes_per_hour;
         let begin = Instant::now();

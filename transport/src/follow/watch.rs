@@ -19,8 +19,8 @@ impl Drop for Watching<'_> {
 }
 
 impl Follower {
-    /// Has [`Follower::run_until`] look at the store at once: somebody says that there is a version. False if nobody runs it.
-    /// One look serves all who ask before it begins.
+    /// Has [`Follower::run_until`] look at the store at once: somebody says that there is a version. False if
+    /// nobody runs it. One look serves all who ask before it begins.
     pub fn notify(&self) -> bool {
         let watching = self.watching();
         if let Some(stop) = &*watching {
@@ -38,8 +38,8 @@ impl Follower {
     /// slowly, and shown in [`Follower::status`]; the old version keeps serving meanwhile.
     ///
     /// With `once` it returns after the first round, with that round's error if there is one. With
-    /// [`FollowerOptions::until`](super::FollowerOptions) it returns when that version is on disk and every engine serves it. It
-    /// returns when the last version is durable in its place.
+    /// [`FollowerOptions::until`](super::FollowerOptions) it returns when that version is on disk and every
+    /// engine serves it. It returns when the last version is durable in its place.
     ///
     /// # Errors
     ///
@@ -81,7 +81,8 @@ impl Follower {
             if self.is_done() {
                 break;
             }
-            // From one look to the next, so that the way to the store is not waited for besides; after a failure, in full.
+            // From one look to the next, so that the way to the store is not waited for besides; after a
+            // failure, in full.
             let spent = if failures == 0 { began.elapsed() } else { Duration::ZERO };
             let pause = backoff(self.options().poll, self.options().backoff_max, failures);
             if self.wait_scrubbing(stop, pause.saturating_sub(spent), &mut scrubbing) {

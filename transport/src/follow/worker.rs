@@ -96,7 +96,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Waits for the answer up to `limit`, and then for as long as the engine's driver may take to `leave` its job.
+    /// Waits for the answer up to `limit`, and then for as long as the engine's driver may take to `leave`
+    /// its job.
     pub(super) fn wait(&mut self, action: &'static str, limit: &Limit, leave: Duration) -> Result<Answer> {
         let mut over = None;
         loop {

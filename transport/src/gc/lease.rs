@@ -23,8 +23,8 @@ pub(crate) struct Record {
     pub(crate) ack: Option<Ack>,
 }
 
-/// What is read of it. An acknowledgement without a lease needs what lies behind its version; one without a model counts
-/// for every model.
+/// What is read of it. An acknowledgement without a lease needs what lies behind its version; one without a
+/// model counts for every model.
 #[derive(Deserialize)]
 struct Stored {
     model: Option<String>,

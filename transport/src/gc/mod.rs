@@ -1,12 +1,14 @@
 //! Collecting old versions: what no reader needs any more is removed, oldest first.
 //!
-//! All versions from a *floor* on are kept: the newest anchor and what stands behind it, what live followers need, and as
-//! many of the newest versions as asked for. The floor is made durable first. Then each version below it loses its manifest,
-//! its objects and everything else. So whoever reads meets a whole version, or is told by the floor that it is gone and where to
-//! start; a collection that stops anywhere is finished by the next one; and a number that was used stays used, because whoever
-//! commits or reads one looks at the floor.
+//! All versions from a *floor* on are kept: the newest anchor and what stands behind it, what live followers
+//! need, and as many of the newest versions as asked for. The floor is made durable first. Then each version
+//! below it loses its manifest, its objects and everything else. So whoever reads meets a whole version, or
+//! is told by the floor that it is gone and where to start; a collection that stops anywhere is finished by
+//! the next one; and a number that was used stays used, because whoever commits or reads one looks at the
+//! floor.
 //!
-//! Objects that no manifest names are removed where the version's number is taken: nothing can commit them any more.
+//! Objects that no manifest names are removed where the version's number is taken: nothing can commit them
+//! any more.
 
 mod ack;
 mod lease;
@@ -35,7 +37,8 @@ pub struct GcOptions {
     pub model: String,
     /// How many of the newest versions are kept in any case; at least 1, the default.
     pub keep: u64,
-    /// How old a lease may be, by the store's clock, and still count: 15 minutes by default. Followers renew every minute.
+    /// How old a lease may be, by the store's clock, and still count: 15 minutes by default. Followers renew
+    /// every minute.
     pub lease_ttl: Duration,
     /// Only tell what would be removed.
     pub dry_run: bool,
@@ -88,11 +91,13 @@ pub fn leases(run: &Run, options: &GcOptions) -> Result<Vec<Lease>> {
     lease::leases(run, &options.model, now, options.lease_ttl)
 }
 
-/// Collects the versions of a model that nobody needs. May run beside the publisher, followers and other collections.
+/// Collects the versions of a model that nobody needs. May run beside the publisher, followers and other
+/// collections.
 ///
 /// # Errors
-/// [`Error::BadSetting`] for a `keep` of 0; [`Error::Corrupt`] or [`NotFound`](driftless_store::Error::NotFound) if something is missing of what is
-/// to be kept (nothing is removed then); whatever the store reports, after which the next call goes on.
+/// [`Error::BadSetting`] for a `keep` of 0; [`Error::Corrupt`] or
+/// [`NotFound`](driftless_store::Error::NotFound) if something is missing of what is to be kept (nothing is
+/// removed then); whatever the store reports, after which the next call goes on.
 pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
     if options.keep == 0 {
         let (expected, found) = ("at least 1".to_owned(), "0".to_owned());
@@ -101,7 +106,8 @@ pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
     let model = options.model.as_str();
     let root = run.model_root(model)?;
     let Some(newest) = run.newest_version(model)? else { return Ok(Collection::default()) };
-    // Leases before the listing: a follower that takes one later reads a version that is kept, or meets the floor.
+    // Leases before the listing: a follower that takes one later reads a version that is kept, or meets the
+    // floor.
     let leases = leases(run, options)?;
     let places = Places::of(run.store().list(&root)?, &root);
     let (anchor, mut kept) = down_to_anchor(run, model, newest, &places)?;
@@ -152,8 +158,8 @@ pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
     Ok(collection)
 }
 
-/// The newest anchor, and the keys of all objects from it to the newest version. Each must be there, whole: older versions
-/// are the last resort of a run whose newest ones are damaged.
+/// The newest anchor, and the keys of all objects from it to the newest version. Each must be there, whole:
+/// older versions are the last resort of a run whose newest ones are damaged.
 fn down_to_anchor(
     run: &Run,
     model: &str,
@@ -188,7 +194,8 @@ fn down_to_anchor(
     }
 }
 
-/// The versions from `before` up to `floor` that have their manifests. Everything below the newest tombstone has one too.
+/// The versions from `before` up to `floor` that have their manifests. Everything below the newest tombstone
+/// has one too.
 fn fresh_below(run: &Run, model: &str, before: Version, floor: Version) -> Result<BTreeSet<Version>> {
     let mut fresh = BTreeSet::new();
     for version in (before.0..floor.0).rev().map(Version) {

@@ -19,8 +19,8 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// What publishers put here and no manifest among the kept ones names; where the version is `collected`, the manifest's
-    /// signature as well. Anything else is not ours to remove.
+    /// What publishers put here and no manifest among the kept ones names; where the version is `collected`,
+    /// the manifest's signature as well. Anything else is not ours to remove.
     pub(super) fn dead(&self, kept: &BTreeSet<Key>, collected: bool) -> Vec<&Entry> {
         let ours = |key: &Key| is_publishers(key) || (collected && key.name() == SIGNATURE);
         self.others.iter().filter(|entry| ours(&entry.key) && !kept.contains(&entry.key)).collect()
@@ -70,8 +70,8 @@ impl Places {
     }
 }
 
-/// The oldest version to keep: the lowest of the newest anchor (version 0, if there is none), what the live leases need,
-/// and the last of the `keep` newest.
+/// The oldest version to keep: the lowest of the newest anchor (version 0, if there is none), what the live
+/// leases need, and the last of the `keep` newest.
 pub(super) fn floor(
     newest: Version,
     anchor: Option<Version>,
@@ -82,7 +82,8 @@ pub(super) fn floor(
     needed.fold(kept.min(anchor.unwrap_or_default()), Version::min)
 }
 
-/// Whether a key in a version's place is what publishers put there: an object `<16 hex>-<index>`, or a rank's part.
+/// Whether a key in a version's place is what publishers put there: an object `<16 hex>-<index>`, or a rank's
+/// part.
 pub(crate) fn is_publishers(key: &Key) -> bool {
     let name = key.name();
     name.starts_with("part-")

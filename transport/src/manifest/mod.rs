@@ -125,8 +125,8 @@ pub struct Tensor {
     /// Further names of the same bytes (tied weights), in this version and in its base.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub aliases: Vec<String>,
-    /// Payloads, in the order of their elements, against the base or in full as [`Manifest::kind`] says. A delta's tensor
-    /// without pieces is the base's.
+    /// Payloads, in the order of their elements, against the base or in full as [`Manifest::kind`] says. A
+    /// delta's tensor without pieces is the base's.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pieces: Vec<Piece>,
     /// In a delta that is an anchor: the tensor in full, for those who lack the base.
@@ -167,7 +167,8 @@ pub struct File {
     pub parts: Vec<Part>,
 }
 
-/// What a published version consists of. Its digest, BLAKE3-256 of the exact bytes stored, is the version's identity.
+/// What a published version consists of. Its digest, BLAKE3-256 of the exact bytes stored, is the version's
+/// identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     /// [`FORMAT`].
@@ -217,8 +218,9 @@ impl Manifest {
     /// Reads a manifest and checks everything that can be checked without fetching an object.
     ///
     /// # Errors
-    /// [`Error::TooLarge`], [`Error::Parse`], [`Error::Unsupported`] (format, algorithm), [`Error::UnknownFeature`], or
-    /// [`Error::Corrupt`] naming the tensor, file or object, what was expected and what was found.
+    /// [`Error::TooLarge`], [`Error::Parse`], [`Error::Unsupported`] (format, algorithm),
+    /// [`Error::UnknownFeature`], or [`Error::Corrupt`] naming the tensor, file or object, what was expected
+    /// and what was found.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         Self::parse_named(bytes, "manifest")
     }
@@ -281,12 +283,14 @@ impl Manifest {
         }
     }
 
-    /// The pieces that give `tensor` in full, if this is an anchor; `None` also for an anchor's tensor without elements.
+    /// The pieces that give `tensor` in full, if this is an anchor; `None` also for an anchor's tensor
+    /// without elements.
     #[must_use]
     pub fn full_pieces<'a>(&self, tensor: &'a Tensor) -> Option<&'a [Piece]> {
         match self.kind {
             Kind::Full => Some(&tensor.pieces),
-            // What `is_anchor` says of the manifest; asked for each tensor, that would take all tensors' time.
+            // What `is_anchor` says of the manifest; asked for each tensor, that would take all tensors'
+            // time.
             Kind::Delta => (!tensor.anchor.is_empty()).then_some(&tensor.anchor),
             Kind::Reference => None,
         }
@@ -297,7 +301,8 @@ impl Manifest {
         self.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
 
-    /// Every tensor under every name it has, sorted by name, with its entry: what the checkpoint directory holds.
+    /// Every tensor under every name it has, sorted by name, with its entry: what the checkpoint directory
+    /// holds.
     #[must_use]
     pub fn named_tensors(&self) -> Vec<(&str, &Tensor)> {
         let mut named: Vec<_> = self

@@ -263,10 +263,11 @@ impl Coder {
     /// Encodes a slice. What is promised of it is the digest of its own bytes, and what is encoded is known
     /// to lead there:
     ///
-    /// - The changes are taken from the baseline's bytes, so they are right for a host exactly if those are the host's. Digests are
-    ///   linear: the digest of the new bytes is that of the table and the changes exactly if the baseline's bytes have the digests of the
-    ///   table, and [`BaseView::tensor`] has compared the table with the manifest, as hosts have theirs. So a bit that rotted in the
-    ///   weights, or in the table, ends the publication; where both rotted alike, the manifest tells.
+    /// - The changes are taken from the baseline's bytes, so they are right for a host exactly if those are
+    ///   the host's. Digests are linear: the digest of the new bytes is that of the table and the changes
+    ///   exactly if the baseline's bytes have the digests of the table, and [`BaseView::tensor`] has compared
+    ///   the table with the manifest, as hosts have theirs. So a bit that rotted in the weights, or in the
+    ///   table, ends the publication; where both rotted alike, the manifest tells.
     /// - What is encoded in full is decoded again.
     fn encode(&self, job: &Job<'_>) -> Result<Payloads> {
         let Job { slice, new, base } = job;

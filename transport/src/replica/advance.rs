@@ -34,18 +34,19 @@ impl Replica {
     /// Moves to version `to` of `model`: fetches what is missing, checks every object and every link of the
     /// chain, applies.
     ///
-    /// Follows the deltas, several of them in one apply, or starts over at an anchor where that is cheaper or the only
-    /// way, also when links are collected while they are read. A replica without a version starts at the newest anchor,
-    /// or adopts `reference` (a checkpoint directory) when the run begins by reference. Links that were applied before
-    /// an error stay applied.
+    /// Follows the deltas, several of them in one apply, or starts over at an anchor where that is cheaper or
+    /// the only way, also when links are collected while they are read. A replica without a version starts at
+    /// the newest anchor, or adopts `reference` (a checkpoint directory) when the run begins by reference.
+    /// Links that were applied before an error stay applied.
     ///
     /// # Errors
     ///
     /// [`Error::Rewind`], [`Error::ForeignRun`], [`Error::ForeignModel`] with both identities;
-    /// [`Error::BrokenChain`]; [`Error::Corrupt`], [`DigestMismatch`](driftless_store::Error::DigestMismatch), [`Error::Codec`] for bytes that
-    /// are not what they must be; [`Error::DamagedReplica`] if it is this directory's that are not;
-    /// [`Error::Collected`] if `to` was collected; [`Error::Unsupported`] when a reference is needed and `reference` is
-    /// `None`; the store's and the file system's errors.
+    /// [`Error::BrokenChain`]; [`Error::Corrupt`],
+    /// [`DigestMismatch`](driftless_store::Error::DigestMismatch), [`Error::Codec`] for bytes that are not
+    /// what they must be; [`Error::DamagedReplica`] if it is this directory's that are not;
+    /// [`Error::Collected`] if `to` was collected; [`Error::Unsupported`] when a reference is needed and
+    /// `reference` is `None`; the store's and the file system's errors.
     pub fn advance(
         &mut self,
         run: &Run,
@@ -143,7 +144,8 @@ impl Replica {
             return Ok(Advanced::default());
         }
         if self.state.as_ref().is_some_and(State::is_touched) {
-            // Hashes everything, and refuses the directory if it is not what it was; nothing is served until it is.
+            // Hashes everything, and refuses the directory if it is not what it was; nothing is served until
+            // it is.
             self.unfinished = true;
             self.recover()?;
         }
@@ -168,7 +170,8 @@ impl Replica {
         link.manifest.kind == Kind::Delta && self.state.is_some() && link.manifest.base == self.identity()
     }
 
-    /// Seals the journal of publications in a row. Pages of `targets` that will be overwritten are made ready.
+    /// Seals the journal of publications in a row. Pages of `targets` that will be overwritten are made
+    /// ready.
     fn journal_publications(
         &self,
         links: &[Committed],

@@ -28,10 +28,12 @@ const TENSOR_BYTES_MAX: u64 = 1 << 40;
 const SHARD_BYTES: u64 = 5_000_000_000;
 /// Bytes that decoding may hold at once, until they are written; one tensor that needs more passes alone.
 const IN_FLIGHT_BYTES: u64 = 256 << 20;
-/// Most bytes that decoding holds for each byte of a payload: a change takes four to eight bytes in a patch, and hardly less than one in `wire`.
+/// Most bytes that decoding holds for each byte of a payload: a change takes four to eight bytes in a patch,
+/// and hardly less than one in `wire`.
 const DECODED_PER_BYTE: u64 = 8;
-/// Bytes of payload for each page of a tensor from which on nearly all of its pages change: at random places some three changes, of
-/// which one page in twenty gets none. Where changes lie together more pages than that stay as they are, and are made ready in vain.
+/// Bytes of payload for each page of a tensor from which on nearly all of its pages change: at random places
+/// some three changes, of which one page in twenty gets none. Where changes lie together more pages than that
+/// stay as they are, and are made ready in vain.
 const DENSE_BYTES: u64 = 4;
 /// Most threads that decode.
 const THREADS_MAX: usize = 16;
@@ -47,8 +49,9 @@ fn bounds() -> Bounds {
 
 /// How many of `links` can be applied at once, the first of them in full or as a delta.
 ///
-/// One patch serves all names of a tied tensor, so a fold of deltas ends where names become tied or part. Each link has an
-/// object in memory while its neighbours need it, so the fold also ends where those would not fit.
+/// One patch serves all names of a tied tensor, so a fold of deltas ends where names become tied or part.
+/// Each link has an object in memory while its neighbours need it, so the fold also ends where those would
+/// not fit.
 pub(super) fn fold_length(links: &[Committed], first_in_full: bool) -> usize {
     let largest =
         |link: &Committed| link.manifest.objects.iter().map(|object| object.size).max().unwrap_or(0);
@@ -73,8 +76,9 @@ fn same_names(a: &Manifest, b: &Manifest) -> bool {
     a.tensors.len() == b.tensors.len() && a.tensors.iter().zip(&b.tensors).all(alike)
 }
 
-/// Writes and seals the journal that takes `base` over `links` by their deltas. All links tie the same names. Of `targets`, the
-/// base's files, the pages are made ready that will change. What is in `spare` when it returns is of no use any more.
+/// Writes and seals the journal that takes `base` over `links` by their deltas. All links tie the same names.
+/// Of `targets`, the base's files, the pages are made ready that will change. What is in `spare` when it
+/// returns is of no use any more.
 pub(super) fn journal_deltas(
     path: &Path,
     (base, targets): (&State, &mut Targets),
@@ -145,8 +149,8 @@ fn place_if_dense<'a>(
     dense.then_some((number, first.object))
 }
 
-/// About how long the journal of these deltas will be: for each change its place and its value, of two bytes each in the most
-/// common types.
+/// About how long the journal of these deltas will be: for each change its place and its value, of two bytes
+/// each in the most common types.
 fn journal_bytes(links: &[Committed]) -> u64 {
     links.iter().fold(0, |sum: u64, link| sum.saturating_add(link.manifest.changed.saturating_mul(4)))
 }
@@ -162,7 +166,8 @@ fn in_turn(places: impl Iterator<Item = Place>) -> Vec<Place> {
     places.filter(|place| seen.insert(*place)).collect()
 }
 
-/// Bytes that decoding holds for the `index`-th tensor: its patches if one payload takes it all the way, and otherwise the tensor.
+/// Bytes that decoding holds for the `index`-th tensor: its patches if one payload takes it all the way, and
+/// otherwise the tensor.
 fn decoding_bytes(links: &[Committed], index: usize) -> Result<u64> {
     let mut changes = steps(links, index).filter(|(_, tensor)| !tensor.pieces.is_empty());
     let Some((_, tensor)) = changes.next() else { return Ok(1) };
@@ -200,7 +205,8 @@ pub(super) fn carried_files<'a>(kept: &[File], links: &'a [Committed]) -> Vec<(u
     new.map(carrier).collect()
 }
 
-/// Journals the files of the last link that are not among `old` (with `keep`), and the removal of those it lacks.
+/// Journals the files of the last link that are not among `old` (with `keep`), and the removal of those it
+/// lacks.
 fn journal_files(
     journal: &mut Writer,
     old: &[File],
@@ -258,8 +264,8 @@ fn base_table<'a>(
     Ok(table)
 }
 
-/// Writes the tensors of the last link into `staging`, from the first one in full and the deltas behind it, and seals
-/// the journal that installs them.
+/// Writes the tensors of the last link into `staging`, from the first one in full and the deltas behind it,
+/// and seals the journal that installs them.
 ///
 /// `stale` are the weight files now in the directory.
 pub(super) fn journal_full(
@@ -351,8 +357,8 @@ fn full_tensor(
     Ok((bytes, table))
 }
 
-/// The patches, with the byte at which each begins, that take the `index`-th tensor over `links`; and what its digests
-/// are then.
+/// The patches, with the byte at which each begins, that take the `index`-th tensor over `links`; and what
+/// its digests are then.
 fn patch_tensor(
     (base, ready): (&State, &Ready<'_>),
     main_names: &BTreeMap<&str, &str>,
@@ -399,7 +405,8 @@ fn patch_tensor(
     Ok((patches, table.unwrap_or_default()))
 }
 
-/// Leaves a tensor's patches in one link, each with the byte at which it begins, in `kit`. Returns the digests of the result.
+/// Leaves a tensor's patches in one link, each with the byte at which it begins, in `kit`. Returns the
+/// digests of the result.
 fn decode_pieces(
     link: usize,
     tensor: &Tensor,

@@ -24,8 +24,8 @@ const COMMIT: u32 = 0xffff_ffff;
 const BEGIN_BYTES: u64 = 16 << 20;
 /// After so many bytes, if it will be.
 const BEGIN_BYTES_MIN: u64 = 2 << 20;
-/// Parts of a short journal that the disk is told to begin with: little is left for the end. Of a long one that comes across a slow
-/// line, so many syncs would keep others from writing what arrives.
+/// Parts of a short journal that the disk is told to begin with: little is left for the end. Of a long one
+/// that comes across a slow line, so many syncs would keep others from writing what arrives.
 const PARTS: u64 = 8;
 
 /// One step of an apply. All are idempotent.
@@ -86,7 +86,8 @@ pub(super) struct Writer {
     begun: Option<Begun>,
 }
 
-/// A thread that syncs what was written so far while more is being written, so that the last sync finds little to do.
+/// A thread that syncs what was written so far while more is being written, so that the last sync finds
+/// little to do.
 struct Begun {
     more: SyncSender<()>,
     /// A failed write-back is told once, maybe here.

@@ -49,6 +49,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Base, Manifest};
+use crate::prepared::Offer;
 use crate::run::Committed;
 use crate::snapshot::{Snapshot as _, is_plain_name};
 use crate::spool::{Spool, SpoolOptions};
@@ -74,10 +75,10 @@ const RANGE_POINT: &str = "follow.range";
 /// ones.
 ///
 /// Its state lies in `.driftless/` inside. An apply is a redo log: decode to absolute changes, write and sync
-/// the journal (now the new version is committed), overwrite in place: now engines may load it, and the call returns. Behind it,
-/// on a thread of its own ([`Replica::settle`]), the data are synced, the marker is moved and the journal is dropped. A crash
-/// anywhere leaves, after [`Replica::open`], the old or the new version exactly, and the new one once it could be loaded. The base
-/// is checked before anything is written.
+/// the journal (now the new version is committed), overwrite in place: now engines may load it, and the call
+/// returns. Behind it, on a thread of its own ([`Replica::settle`]), the data are synced, the marker is moved
+/// and the journal is dropped. A crash anywhere leaves, after [`Replica::open`], the old or the new version
+/// exactly, and the new one once it could be loaded. The base is checked before anything is written.
 ///
 /// The directory belongs to one `Replica` at a time (a lock says so); engines may read it, nobody else may
 /// write it.
@@ -96,6 +97,8 @@ pub struct Replica {
     spool: Arc<Spool>,
     /// Memory of the apply that is under way.
     spare: Arc<Spare>,
+    /// What plugins of engines are offered.
+    offer: Option<Offer>,
 }
 
 /// What one [`Replica::advance`] did.
@@ -112,7 +115,8 @@ pub struct Advanced {
     pub journal: Duration,
     /// Overwriting: at its end an engine could load the version.
     pub overwrite: Duration,
-    /// Waiting, before any of it, until the version before was durable, which it becomes behind its own apply.
+    /// Waiting, before any of it, until the version before was durable, which it becomes behind its own
+    /// apply.
     pub sync: Duration,
 }
 
@@ -123,16 +127,17 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// [`Locked`](driftless_store::Error::Locked) if another process has it; [`Error::DamagedReplica`] if the directory does not hold
-    /// what its state says and the journal cannot repair that; the file system's errors.
+    /// [`Locked`](driftless_store::Error::Locked) if another process has it; [`Error::DamagedReplica`] if the
+    /// directory does not hold what its state says and the journal cannot repair that; the file system's
+    /// errors.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
         let mut replica = Self::locked(dir.into())?;
         replica.recover()?;
         Ok(replica)
     }
 
-    /// [`Replica::open`], but a directory that cannot be trusted is emptied ([`Replica::quarantine`]), so that the next
-    /// [`Replica::advance`] builds it anew.
+    /// [`Replica::open`], but a directory that cannot be trusted is emptied ([`Replica::quarantine`]), so
+    /// that the next [`Replica::advance`] builds it anew.
     ///
     /// # Errors
     ///
@@ -155,17 +160,19 @@ impl Replica {
         let lock = Arc::new(Lock::take(&layout.lock())?);
         let spool = Arc::new(Spool::new(layout.spool(), SpoolOptions::default(), RANGE_POINT));
         let spare = Arc::default();
-        Ok(Self { dir, layout, lock, state: None, settling: None, unfinished: true, spool, spare })
+        let (state, settling, offer) = (None, None, None);
+        Ok(Self { dir, layout, lock, state, settling, unfinished: true, spool, spare, offer })
     }
 
-    /// Sets aside, after `damage`, everything of this directory that belongs to the replica: afterwards it holds no
-    /// version. The damaged files are kept until another version is in place, or until its space is needed. The run, the
-    /// model and the version stay pinned.
+    /// Sets aside, after `damage`, everything of this directory that belongs to the replica: afterwards it
+    /// holds no version. The damaged files are kept until another version is in place, or until its space is
+    /// needed. The run, the model and the version stay pinned.
     ///
     /// # Errors
     ///
-    /// `damage` itself, if the directory holds weight files that this program did not put there: they would be lost.
-    /// [`Error::Busy`] while the checkpoint is shared; the file system's errors, after which the call can be repeated.
+    /// `damage` itself, if the directory holds weight files that this program did not put there: they would
+    /// be lost. [`Error::Busy`] while the checkpoint is shared; the file system's errors, after which the
+    /// call can be repeated.
     pub fn quarantine(&mut self, damage: Error) -> Result<()> {
         self.check_unshared()?;
         // Any other error is more damage.
@@ -184,9 +191,18 @@ impl Replica {
         self.recover()
     }
 
-    /// How objects are kept while [`Replica::advance`] fetches them, so that a fetch that was stopped goes on where it was.
+    /// How objects are kept while [`Replica::advance`] fetches them, so that a fetch that was stopped goes on
+    /// where it was.
     pub fn set_spool(&mut self, options: SpoolOptions) {
         self.spool = Arc::new(Spool::new(self.layout.spool(), options, RANGE_POINT));
+    }
+
+    /// Has each delta that is applied from now on written to the plugins' directory `dir` too, as long as a
+    /// plugin is there, for engines that write it into their weights instead of loading the checkpoint.
+    pub fn set_plugin_dir(&mut self, dir: PathBuf) {
+        let mut offer = Offer::new(dir);
+        offer.withdraw(&self.dir);
+        self.offer = Some(offer);
     }
 
     /// The directory.
@@ -248,9 +264,9 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// [`Error::TensorMismatch`] and [`DigestMismatch`](driftless_store::Error::DigestMismatch) name what differs from the manifest;
-    /// [`Error::Rewind`] or [`Error::ForeignRun`] if another version is applied; [`Error::BadSetting`] if the
-    /// directory holds other weights.
+    /// [`Error::TensorMismatch`] and [`DigestMismatch`](driftless_store::Error::DigestMismatch) name what
+    /// differs from the manifest; [`Error::Rewind`] or [`Error::ForeignRun`] if another version is applied;
+    /// [`Error::BadSetting`] if the directory holds other weights.
     pub fn adopt(&mut self, source: &Path, link: &Committed) -> Result<()> {
         self.finish()?;
         if self.check_forward(&link.manifest)? && self.identity() == Some(link.identity()) {
@@ -265,8 +281,8 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// [`Error::TensorMismatch`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) name the first difference;
-    /// [`Error::NothingApplied`].
+    /// [`Error::TensorMismatch`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) name the first
+    /// difference; [`Error::NothingApplied`].
     pub fn verify(&self) -> Result<()> {
         let manifest = self.manifest().ok_or_else(|| Error::NothingApplied { path: self.dir.clone() })?;
         // Opened anew, so that replaced files are seen.
@@ -276,8 +292,8 @@ impl Replica {
         redo::hash_all(&checkpoint, manifest).map(|_| ())
     }
 
-    /// Waits for the version before to be durable and finishes a committed journal, if one waits. Refuses while the checkpoint is
-    /// shared: nothing may change behind a reader's map. Returns how long it waited.
+    /// Waits for the version before to be durable and finishes a committed journal, if one waits. Refuses
+    /// while the checkpoint is shared: nothing may change behind a reader's map. Returns how long it waited.
     fn finish(&mut self) -> Result<Duration> {
         self.check_unshared()?;
         let started = Instant::now();
@@ -313,10 +329,11 @@ impl Replica {
         Ok(())
     }
 
-    /// Carries out a committed journal up to the page cache; returns what is left to do, and how long it took. With `sealed`, one
-    /// that was just sealed.
+    /// Carries out a committed journal up to the page cache; returns what is left to do, and how long it
+    /// took. With `sealed`, one that was just sealed.
     fn redo(&mut self, sealed: Option<Targets>) -> Result<Option<(Unsettled, Duration)>> {
-        let redone = redo::redo(&self.dir, &self.layout, sealed).map_err(|error| self.judge(error))?;
+        let redone = redo::redo(&self.dir, &self.layout, sealed, self.offer.as_mut())
+            .map_err(|error| self.judge(error))?;
         Ok(redone.map(|mut redone| {
             redone.unsettled.before = self.state.replace(redone.state);
             (redone.unsettled, redone.overwrite)
@@ -327,8 +344,9 @@ impl Replica {
         Error::DamagedReplica { path: self.dir.clone(), source: Box::new(source) }
     }
 
-    /// Carries out a journal that was just sealed, on `targets`; if it could not be sealed, what was written of it is removed.
-    /// Returns how long it took until an engine could load the version; it becomes durable behind.
+    /// Carries out a journal that was just sealed, on `targets`; if it could not be sealed, what was written
+    /// of it is removed. Returns how long it took until an engine could load the version; it becomes durable
+    /// behind.
     fn carry_out<T>(&mut self, sealed: Result<T>, targets: Targets) -> Result<Duration> {
         if let Err(error) = sealed {
             self.spare.clear();
@@ -361,7 +379,8 @@ impl Replica {
         Ok(overwrite)
     }
 
-    /// An error of the codec may mean that the base has rotted in place, which nothing but its digests can tell.
+    /// An error of the codec may mean that the base has rotted in place, which nothing but its digests can
+    /// tell.
     fn blame(&mut self, error: Error) -> Error {
         let suspect = matches!(error, Error::Codec { .. } | Error::TensorMismatch { .. });
         let Some(state) = self.state.as_ref().filter(|_| suspect) else { return error };

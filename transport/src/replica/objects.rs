@@ -16,7 +16,8 @@ use crate::run::Committed;
 /// Bytes of objects that are kept for the next tensor; what is in use stays besides.
 pub(super) const CACHE_BYTES: u64 = 256 << 20;
 
-/// Bytes of objects that are fetched before anybody asks for them, behind the last one that somebody asked for.
+/// Bytes of objects that are fetched before anybody asks for them, behind the last one that somebody asked
+/// for.
 const AHEAD_BYTES: u64 = 32 << 20;
 /// Objects that are fetched ahead at the same time.
 const AHEAD_THREADS: usize = 4;
@@ -90,7 +91,8 @@ impl<'a> Objects<'a> {
         Self { links, fetch, cache, fetched: AtomicU64::new(0), ahead, moved: Condvar::new() }
     }
 
-    /// Does something that asks for these objects, about in this order, while they are fetched a little ahead of it.
+    /// Does something that asks for these objects, about in this order, while they are fetched a little ahead
+    /// of it.
     pub(super) fn ahead<T>(&self, order: Vec<Place>, work: impl FnOnce() -> T) -> T {
         // One object is asked for at once.
         let threads = if order.len() > 1 { AHEAD_THREADS.min(order.len()) } else { 0 };
@@ -146,7 +148,8 @@ impl<'a> Objects<'a> {
         self.fetched.load(Relaxed)
     }
 
-    /// A range of an object of the `link`-th publication; the manifest's own check has already placed it inside.
+    /// A range of an object of the `link`-th publication; the manifest's own check has already placed it
+    /// inside.
     pub(super) fn range(&self, link: usize, object: u32, offset: u64, length: u64) -> Result<Held> {
         let outside = |subject: &str| Error::Corrupt {
             subject: format!("{subject} of a publication"),
@@ -216,8 +219,8 @@ impl<'a> Objects<'a> {
     }
 }
 
-/// What an object is after an error that one thread was told. Where the store's deadline has passed, the others are told as well:
-/// each of them would wait for it once more.
+/// What an object is after an error that one thread was told. Where the store's deadline has passed, the
+/// others are told as well: each of them would wait for it once more.
 fn after(error: &Error) -> State {
     let Error::Store(StoreError::Unreachable { store, action, key, waited, attempts, source }) = error else {
         return State::Absent;

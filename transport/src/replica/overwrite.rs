@@ -16,16 +16,16 @@ use crate::pool::{Bounds, in_order, threads};
 /// More threads than this only wait for memory, or for the file system's page faults.
 const THREADS_MAX: usize = 16;
 
-/// What happens to one tensor of a file: its bytes in the file, and its patches in order, each with the byte of the tensor at
-/// which it begins.
+/// What happens to one tensor of a file: its bytes in the file, and its patches in order, each with the byte
+/// of the tensor at which it begins.
 struct Edit<'a> {
     tensor: &'a str,
     range: Range<usize>,
     patches: Vec<(u64, &'a [u8])>,
 }
 
-/// Writes the patches, to `targets` where they are open already: from here on an engine that reads the files sees the new version.
-/// Returns the files that were written to.
+/// Writes the patches, to `targets` where they are open already: from here on an engine that reads the files
+/// sees the new version. Returns the files that were written to.
 pub(super) fn overwrite(
     checkpoint: &Checkpoint,
     manifest: &Manifest,

@@ -24,6 +24,7 @@ use super::withhold;
 use crate::checkpoint::{Checkpoint, map};
 use crate::error::{Error, Result};
 use crate::manifest::Manifest;
+use crate::prepared::{Offer, PreparedVersion};
 use crate::snapshot::{Snapshot as _, TensorInfo, is_plain_name};
 
 /// A version whose journal was carried out: an engine could load it, but it is not in its place on the disk.
@@ -34,9 +35,15 @@ pub(super) struct Redone {
     pub(super) overwrite: Duration,
 }
 
-/// Carries out the committed journal of `dir`, up to the page cache; `None` if there is none, or one that was never
-/// committed. With `sealed`, this process has just sealed it, and has these files open.
-pub(super) fn redo(dir: &Path, layout: &Layout, sealed: Option<Targets>) -> Result<Option<Redone>> {
+/// Carries out the committed journal of `dir`, up to the page cache; `None` if there is none, or one that was
+/// never committed. With `sealed`, this process has just sealed it, and has these files open; what it changes
+/// is then offered to plugins.
+pub(super) fn redo(
+    dir: &Path,
+    layout: &Layout,
+    sealed: Option<Targets>,
+    mut offer: Option<&mut Offer>,
+) -> Result<Option<Redone>> {
     let path = layout.journal();
     let file = match regular::open(&path) {
         Ok(file) => file,
@@ -69,6 +76,9 @@ pub(super) fn redo(dir: &Path, layout: &Layout, sealed: Option<Targets>) -> Resu
     move_files(dir, layout, &records)?;
     let mut checkpoint = Checkpoint::open_weights(dir)?;
     check_tensors(&checkpoint, &parsed.manifest)?;
+    if let Some(offer) = &mut offer {
+        offer_changes(offer, &checkpoint, layout, &records, &parsed, sealed.is_some())?;
+    }
     let overwritten = overwrite(&checkpoint, &parsed.manifest, &records, sealed.unwrap_or_default())?;
     withhold::give_back(layout)?;
     checkpoint.read_files()?;
@@ -87,6 +97,36 @@ pub(super) fn redo(dir: &Path, layout: &Layout, sealed: Option<Targets>) -> Resu
         digests: digests.to_vec(),
     };
     Ok(Some(Redone { state, unsettled, overwrite }))
+}
+
+/// Offers what a journal changes to the plugins of engines. After a crash the old values may be gone, and a
+/// journal that installs files does not say them: then nothing is offered.
+fn offer_changes(
+    offer: &mut Offer,
+    checkpoint: &Checkpoint,
+    layout: &Layout,
+    records: &[Record<'_>],
+    target: &Copy,
+    sealed: bool,
+) -> Result<()> {
+    let installs = records.iter().any(|record| matches!(record, Record::Install { .. }));
+    let base = Marker::read(&layout.marker())?.map(|marker| marker.applied);
+    let Some(base) = base.filter(|_| sealed && !installs) else {
+        offer.withdraw(checkpoint.dir());
+        return Ok(());
+    };
+    let base = PreparedVersion { label: base.label(), manifest: base.manifest_digest };
+    let label = Applied::of(&target.manifest, target.digest).label();
+    let version = PreparedVersion { label, manifest: target.digest };
+    let patches: Vec<(&str, u64, &[u8])> = records
+        .iter()
+        .filter_map(|record| match *record {
+            Record::Patch { tensor, offset, bytes } => Some((tensor, offset, bytes)),
+            _ => None,
+        })
+        .collect();
+    offer.offer(checkpoint, base, (&target.manifest, version), &patches);
+    Ok(())
 }
 
 /// Removes the journal and what was staged for it.
@@ -265,7 +305,8 @@ fn move_files(dir: &Path, layout: &Layout, records: &[Record<'_>]) -> Result<()>
         driftless_store::os::crash_point("follow.apply")?;
     }
     if moved {
-        // Where the file that is withheld lies must be durable before it is durable that it is not in its place.
+        // Where the file that is withheld lies must be durable before it is durable that it is not in its
+        // place.
         layout.sync()?;
         sync_dir(dir)?;
     }
@@ -289,8 +330,8 @@ fn adopt(checkpoint: Checkpoint, copy: Copy, digests: &[u8]) -> Result<State> {
     Ok(State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into(), weights: Vec::new() })
 }
 
-/// Takes the weight files' times as they are for those that this crate left: their pages were made ready for a version that did not
-/// come, and no byte of them is another one.
+/// Takes the weight files' times as they are for those that this crate left: their pages were made ready for
+/// a version that did not come, and no byte of them is another one.
 pub(super) fn restamp(layout: &Layout, state: &mut State) -> Result<()> {
     state.weights = stamps(state.checkpoint.weight_files())?;
     let Some(marker) = Marker::read(&layout.marker())? else { return Ok(()) };

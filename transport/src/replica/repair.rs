@@ -18,19 +18,21 @@ pub struct Repaired {
     pub applied: Applied,
     /// The version that it was marked with before.
     pub before: Option<Version>,
-    /// Whether an apply had been interrupted: it was finished if `applied` is another version than `before`. Otherwise it was finished
-    /// or had changed nothing, and what it left is gone.
+    /// Whether an apply had been interrupted: it was finished if `applied` is another version than `before`.
+    /// Otherwise it was finished or had changed nothing, and what it left is gone.
     pub interrupted: bool,
 }
 
 impl Replica {
-    /// Finishes or undoes what a crash interrupted in `dir`, and compares all of it with its digests. A directory that turns out to be
-    /// damaged is left without its `config.json`, so that no engine starts from it; a follower builds it anew.
+    /// Finishes or undoes what a crash interrupted in `dir`, and compares all of it with its digests. A
+    /// directory that turns out to be damaged is left without its `config.json`, so that no engine starts
+    /// from it; a follower builds it anew.
     ///
     /// # Errors
     ///
-    /// [`Error::NothingApplied`] for a directory without a version; [`Locked`](driftless_store::Error::Locked) while another process has it;
-    /// [`Error::DamagedReplica`]; the file system's errors.
+    /// [`Error::NothingApplied`] for a directory without a version;
+    /// [`Locked`](driftless_store::Error::Locked) while another process has it; [`Error::DamagedReplica`];
+    /// the file system's errors.
     pub fn repair(dir: &Path) -> Result<Repaired> {
         let layout = Layout::new(dir);
         let nothing = || Error::NothingApplied { path: dir.to_owned() };

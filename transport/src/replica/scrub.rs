@@ -26,8 +26,8 @@ pub(crate) struct Scrub {
 }
 
 impl Replica {
-    /// Reads the next `bytes` or a little more, or to the end of a round, and compares them. Returns how many it read; none while
-    /// there is no finished version.
+    /// Reads the next `bytes` or a little more, or to the end of a round, and compares them. Returns how many
+    /// it read; none while there is no finished version.
     ///
     /// # Errors
     ///
@@ -60,7 +60,8 @@ impl Replica {
 }
 
 impl State {
-    /// Checks a block, or a file, and goes on to the next; returns its bytes, or `None` at the end of the round.
+    /// Checks a block, or a file, and goes on to the next; returns its bytes, or `None` at the end of the
+    /// round.
     fn check_next(&self, scrub: &mut Scrub) -> Result<Option<u64>> {
         let Some(main) = scrub.mains.get(scrub.item) else {
             let Some(file) = self.manifest.files.get(scrub.item - scrub.mains.len()) else { return Ok(None) };
@@ -95,7 +96,8 @@ impl State {
     }
 }
 
-/// Reads a part of a file. Not through the map: a page that the disk does not give, or that is cut off, would end the process.
+/// Reads a part of a file. Not through the map: a page that the disk does not give, or that is cut off, would
+/// end the process.
 fn read_part(path: &Path, offset: u64, length: usize) -> Result<Vec<u8>> {
     let mut bytes = vec![0; length];
     let read = File::open(path).and_then(|file| file.read_exact_at(&mut bytes, offset));

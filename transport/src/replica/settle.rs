@@ -41,13 +41,15 @@ pub(super) struct Unsettled {
 }
 
 impl Unsettled {
-    /// Syncs the data, moves the marker, drops the journal, in this order. Returns what the sync of the data took.
+    /// Syncs the data, moves the marker, drops the journal, in this order. Returns what the sync of the data
+    /// took.
     pub(super) fn settle(self) -> Result<Duration> {
         crash_point("follow.sync")?;
         let started = Instant::now();
         for (path, target) in &self.overwritten {
             if let Err(source) = sync_file(&target.file, path) {
-                // The disk may hold pages of both versions: no engine starts from them until the journal is carried out again.
+                // The disk may hold pages of both versions: no engine starts from them until the journal is
+                // carried out again.
                 if let Err(error) = withhold::take(&self.layout) {
                     tracing::warn!(%error, "an engine that starts may load bytes of two versions");
                 }
@@ -55,10 +57,11 @@ impl Unsettled {
             }
         }
         let sync = started.elapsed();
-        // The way back of the file that was withheld, before it is durable that it is not in the state directory.
+        // The way back of the file that was withheld, before it is durable that it is not in the state
+        // directory.
         sync_dir(&self.layout.dir)?;
-        // Unmapping gigabytes that are not yet written back takes long, and nobody else in the process can map or unmap anything
-        // meanwhile. Behind the sync it is quick.
+        // Unmapping gigabytes that are not yet written back takes long, and nobody else in the process can
+        // map or unmap anything meanwhile. Behind the sync it is quick.
         drop((self.before, self.overwritten));
         crash_point("follow.marker")?;
         redo::write_state(&self.layout, &self.applied, &self.weights, (&self.copy, &self.digests))?;
@@ -112,15 +115,15 @@ impl Settling {
 }
 
 impl Replica {
-    /// Waits until the applied version is durable, and finishes what an earlier error left unfinished. Nobody has to: the next
-    /// apply does, dropping the value does, and what a crash interrupts is finished by [`Replica::open`]. Returns what the
-    /// sync of the data took, or zero if nothing was under way.
+    /// Waits until the applied version is durable, and finishes what an earlier error left unfinished. Nobody
+    /// has to: the next apply does, dropping the value does, and what a crash interrupts is finished by
+    /// [`Replica::open`]. Returns what the sync of the data took, or zero if nothing was under way.
     ///
     /// # Errors
     ///
-    /// The file system's, naming what could not be synced: the version is then carried out again, from its journal, by the next
-    /// call, and [`Replica::checkpoint`] does not show it before. [`Error::Busy`] after ten minutes of waiting, or if there is
-    /// something to finish while the checkpoint is shared.
+    /// The file system's, naming what could not be synced: the version is then carried out again, from its
+    /// journal, by the next call, and [`Replica::checkpoint`] does not show it before. [`Error::Busy`] after
+    /// ten minutes of waiting, or if there is something to finish while the checkpoint is shared.
     pub fn settle(&mut self) -> Result<Duration> {
         let sync = self.rest()?;
         if self.unfinished {
@@ -159,8 +162,8 @@ impl Replica {
         };
         self.settling = None;
         let sync = outcome.map_err(|error| {
-            // What the page cache holds after a failed sync is not known: pages may count as clean that are on no disk, or be the
-            // old ones again. The journal writes all of them once more.
+            // What the page cache holds after a failed sync is not known: pages may count as clean that are
+            // on no disk, or be the old ones again. The journal writes all of them once more.
             self.unfinished = true;
             tracing::error!(
                 dir = %self.dir.display(), error = &error as &dyn std::error::Error, "not durable: its journal is carried out again"

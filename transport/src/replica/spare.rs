@@ -12,7 +12,8 @@ use driftless_store::wait::lock;
 /// What is larger is not kept: sixteen threads that have each seen an embedding would hold too much.
 const KEPT_BYTES: usize = 2 << 20;
 
-/// What one thread decodes a tensor with: the decoder, and patches, each with the byte of the tensor at which it begins.
+/// What one thread decodes a tensor with: the decoder, and patches, each with the byte of the tensor at which
+/// it begins.
 #[derive(Default)]
 pub(super) struct Kit {
     pub(super) decoder: Decoder,

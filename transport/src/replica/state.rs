@@ -108,8 +108,8 @@ pub(super) struct State {
 }
 
 impl State {
-    /// Whether somebody else wrote to a weight file, as far as its size and time tell. The delta codec takes the
-    /// digest tables at their word, so this is what stands between such a write and the next apply.
+    /// Whether somebody else wrote to a weight file, as far as its size and time tell. The delta codec takes
+    /// the digest tables at their word, so this is what stands between such a write and the next apply.
     pub(super) fn is_touched(&self) -> bool {
         stamps(self.checkpoint.weight_files()).map_or(true, |now| now != self.weights)
     }

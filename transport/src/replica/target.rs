@@ -28,10 +28,12 @@ use crate::pool::threads;
 
 /// What pages are counted in; where the kernel's are larger, it makes those ready that these lie in.
 pub(super) const PAGE: usize = 4096;
-/// Threads that make pages ready. They share a lock of each file's: of a file of 4 GiB in folios of 2 MiB all pages are ready after 0.10 s
-/// with one thread, 0.04 s with four, 0.03 s with eight, and 0.06 s with sixteen. Those that decode do so sooner beside few of them.
+/// Threads that make pages ready. They share a lock of each file's: of a file of 4 GiB in folios of 2 MiB all
+/// pages are ready after 0.10 s with one thread, 0.04 s with four, 0.03 s with eight, and 0.06 s with
+/// sixteen. Those that decode do so sooner beside few of them.
 const THREADS_MAX: usize = 6;
-/// Tensors that wait for those threads at most, so that little is held if the kernel has them wait for the disk.
+/// Tensors that wait for those threads at most, so that little is held if the kernel has them wait for the
+/// disk.
 const JOBS_MAX: usize = 64;
 /// Bytes of a tensor that one thread makes ready at a time.
 const JOB_BYTES: u64 = 16 << 20;
@@ -56,9 +58,9 @@ impl Target {
     fn bytes(&mut self) -> &[AtomicU8] {
         let (begin, length) = (self.map.as_mut_ptr().cast::<AtomicU8>(), self.map.len());
         #[expect(unsafe_code, reason = "see below")]
-        // SAFETY: an AtomicU8 lies in memory as a u8 does, and as long as the slice lives nobody reaches the map's bytes through it in
-        // another way: it borrows the map mutably. Those who read the file through another map see what they saw before, as only
-        // bytes are stored that are there already.
+        // SAFETY: an AtomicU8 lies in memory as a u8 does, and as long as the slice lives nobody reaches the
+        // map's bytes through it in another way: it borrows the map mutably. Those who read the file through
+        // another map see what they saw before, as only bytes are stored that are there already.
         unsafe {
             std::slice::from_raw_parts(begin, length)
         }
@@ -79,9 +81,10 @@ struct Job<'a> {
 impl Job<'_> {
     /// Has the kernel make the pages ready that the ranges lie in: each is written to, and stays as it is.
     ///
-    /// `MADV_POPULATE_WRITE` would do so without being told of each page, but holds the process's list of maps. Whoever allocates much
-    /// memory waits for that, and behind those everybody else who has pages made ready, for 4 ms and more each time. The byte comes from the
-    /// other map because a page that is read first is mapped for reading, which makes it far slower to map for writing.
+    /// `MADV_POPULATE_WRITE` would do so without being told of each page, but holds the process's list of
+    /// maps. Whoever allocates much memory waits for that, and behind those everybody else who has pages made
+    /// ready, for 4 ms and more each time. The byte comes from the other map because a page that is read
+    /// first is mapped for reading, which makes it far slower to map for writing.
     fn make_ready(&self, over: &AtomicBool) {
         for range in &self.ranges {
             let mut at = range.start as usize;
@@ -110,9 +113,10 @@ impl Targets {
         Self { files: checkpoint.weight_files().filter_map(open).collect(), ..Self::default() }
     }
 
-    /// Does `work`, which says what of `checkpoint` will change, while a few threads make the pages of it ready: all pages of the `dense`
-    /// tensors, once something is decoded from the object that each of them is named with, and of others what work says. What they
-    /// have not come to when work is done is left to whoever writes there.
+    /// Does `work`, which says what of `checkpoint` will change, while a few threads make the pages of it
+    /// ready: all pages of the `dense` tensors, once something is decoded from the object that each of them
+    /// is named with, and of others what work says. What they have not come to when work is done is left to
+    /// whoever writes there.
     pub(super) fn ready_while(
         &mut self,
         checkpoint: &Checkpoint,
@@ -180,8 +184,9 @@ impl<'a> Ready<'a> {
         ready
     }
 
-    /// A tensor will change by these patches, each with the byte of the tensor at which it begins. They were decoded from its pieces in
-    /// the `link`-th publication. Where nothing of an object arrives, no page that it would change is made ready for nothing.
+    /// A tensor will change by these patches, each with the byte of the tensor at which it begins. They were
+    /// decoded from its pieces in the `link`-th publication. Where nothing of an object arrives, no page that
+    /// it would change is made ready for nothing.
     pub(super) fn will_change(&self, link: usize, tensor: &Tensor, patches: &[(u64, Patch)]) {
         for piece in &tensor.pieces {
             if let Some(jobs) = lock(&self.waiting).remove(&(link, piece.object)) {
@@ -307,7 +312,8 @@ mod tests {
     use crate::manifest::Piece;
     use crate::snapshot::TensorInfo;
 
-    /// Of the map that begins at `begin`: KiB that are mapped, and KiB of them that this process has written to.
+    /// Of the map that begins at `begin`: KiB that are mapped, and KiB of them that this process has written
+    /// to.
     #[cfg(target_os = "linux")]
     fn mapped_and_dirty(begin: *const u8) -> (u64, u64) {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();

@@ -1,4 +1,5 @@
-//! The floor of a model: every version below it was collected, and nothing has to stay in its place to say so.
+//! The floor of a model: every version below it was collected, and nothing has to stay in its place to say
+//! so.
 
 use driftless_store::{Error as StoreError, Key, PutMode};
 
@@ -9,8 +10,8 @@ use crate::ids::{RunId, Version};
 /// The segment under a model that holds the floors.
 const FLOORS: &str = "floor";
 
-/// What the name of an empty object under `floor/` says: `v<floor>-v<anchor>`. Floors are created and never changed, and the highest
-/// one counts, so that two collections at once cannot take one back.
+/// What the name of an empty object under `floor/` says: `v<floor>-v<anchor>`. Floors are created and never
+/// changed, and the highest one counts, so that two collections at once cannot take one back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Floor {
     /// The oldest version that was not collected.
@@ -60,8 +61,9 @@ impl Run {
 
     /// What was read of a version, unless the version was collected; and the floor.
     ///
-    /// The floor is asked for after the manifest was: below it numbers are free in the store, and a publisher that slept may have
-    /// taken one. As the floor never falls, a number that is above it now had not been free before.
+    /// The floor is asked for after the manifest was: below it numbers are free in the store, and a publisher
+    /// that slept may have taken one. As the floor never falls, a number that is above it now had not been
+    /// free before.
     pub(crate) fn unless_collected(
         &self,
         (model, version): (&str, Version),
@@ -75,7 +77,8 @@ impl Run {
         }
     }
 
-    /// Raises the floor, durably; of the ones that are there the highest stays, for a reader that lists them just now.
+    /// Raises the floor, durably; of the ones that are there the highest stays, for a reader that lists them
+    /// just now.
     pub(crate) fn raise_floor(&self, model: &str, floor: Floor) -> Result<()> {
         let root = self.model_root(model)?;
         let mut old = self.floors(model)?;

@@ -95,7 +95,8 @@ impl Run {
     /// Opens an existing run.
     ///
     /// # Errors
-    /// [`Error::NoSuchRun`]; [`Error::Parse`] or [`Error::Unsupported`] for a record that this build cannot read.
+    /// [`Error::NoSuchRun`]; [`Error::Parse`] or [`Error::Unsupported`] for a record that this build cannot
+    /// read.
     pub fn open(store: Arc<dyn Store>, name: &str) -> Result<Self> {
         check_name("run", name)?;
         let key = run_key(name)?;
@@ -115,7 +116,8 @@ impl Run {
         Ok(Self { store, name: name.to_owned(), id: record.run_id, trusted: None })
     }
 
-    /// This run, of which from here on only versions are read that one of `keys` has signed. No keys: any version.
+    /// This run, of which from here on only versions are read that one of `keys` has signed. No keys: any
+    /// version.
     #[must_use]
     pub fn trusting(self, keys: &[TrustKey]) -> Self {
         Self { trusted: (!keys.is_empty()).then(|| keys.into()), ..self }
@@ -201,14 +203,16 @@ impl Run {
     /// The committed version with this number.
     ///
     /// # Errors
-    /// [`Error::NoSuchVersion`]; [`Error::Collected`]; [`Error::Unsigned`] or [`Error::BadSignature`] if keys are trusted and
-    /// none of them has signed it for this run and version; [`Error::ForeignRun`], [`Error::ForeignModel`] or
-    /// [`Error::Corrupt`] if the manifest there is of something else; the errors of [`Manifest::parse`].
+    /// [`Error::NoSuchVersion`]; [`Error::Collected`]; [`Error::Unsigned`] or [`Error::BadSignature`] if keys
+    /// are trusted and none of them has signed it for this run and version; [`Error::ForeignRun`],
+    /// [`Error::ForeignModel`] or [`Error::Corrupt`] if the manifest there is of something else; the errors
+    /// of [`Manifest::parse`].
     pub fn get(&self, model: &str, version: Version) -> Result<Committed> {
         self.unless_collected((model, version), self.read(model, version)).map(|(committed, _)| committed)
     }
 
-    /// [`Run::get`] without a look at the floor: of a collected version there may be nothing, or what is not to be used.
+    /// [`Run::get`] without a look at the floor: of a collected version there may be nothing, or what is not
+    /// to be used.
     pub(crate) fn read(&self, model: &str, version: Version) -> Result<Committed> {
         let key = self.manifest_key(model, version)?;
         let bytes = match self.store.get(&key, Some(0..MANIFEST_BYTES_MAX + 1)) {
@@ -289,7 +293,8 @@ impl Run {
 
     /// The newest committed version of a model, or `None` if there is none.
     ///
-    /// The head hint only says where to begin looking: a missing, broken, replayed or lying one costs time, not truth.
+    /// The head hint only says where to begin looking: a missing, broken, replayed or lying one costs time,
+    /// not truth.
     ///
     /// # Errors
     /// As [`Run::get`].
@@ -300,8 +305,8 @@ impl Run {
         }
     }
 
-    /// The number of the newest committed version, without reading its manifest. Costs two small calls when the head
-    /// hint is right.
+    /// The number of the newest committed version, without reading its manifest. Costs two small calls when
+    /// the head hint is right.
     ///
     /// # Errors
     /// Whatever the store reports.
@@ -319,11 +324,12 @@ impl Run {
         Ok(Some(newest))
     }
 
-    /// The newest version for a reader that has `have` and knew of no newer one; and its manifest, if it is the next one.
+    /// The newest version for a reader that has `have` and knew of no newer one; and its manifest, if it is
+    /// the next one.
     ///
-    /// Versions have no gaps, so one request, for the next manifest, tells that there is nothing new, whatever the head says.
-    /// With `alone`, a next one counts as the newest: who looked a moment ago and found nothing has it a round trip sooner, and
-    /// finds what is behind it with the next look.
+    /// Versions have no gaps, so one request, for the next manifest, tells that there is nothing new,
+    /// whatever the head says. With `alone`, a next one counts as the newest: who looked a moment ago and
+    /// found nothing has it a round trip sooner, and finds what is behind it with the next look.
     pub(crate) fn newest_behind(
         &self,
         model: &str,
@@ -375,12 +381,14 @@ impl Run {
     /// The bytes of an object, checked against its digest.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not what the manifest says.
+    /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not
+    /// what the manifest says.
     pub fn object(&self, object: &Object) -> Result<Vec<u8>> {
         fetch_object(&*self.store, object)
     }
 
-    /// Commits a manifest. Only its publisher calls this, after every object is durable. A number below the floor stays used.
+    /// Commits a manifest. Only its publisher calls this, after every object is durable. A number below the
+    /// floor stays used.
     pub(crate) fn commit(&self, model: &str, version: Version, bytes: &[u8]) -> Result<()> {
         let key = self.manifest_key(model, version)?;
         self.store.put(&key, bytes, PutMode::Create)?;
@@ -406,7 +414,8 @@ impl Run {
         Ok(self.version_root(model, version)?.join(MANIFEST)?)
     }
 
-    /// The key under which a follower leaves its acknowledgement, which is also its lease; its date is the store's.
+    /// The key under which a follower leaves its acknowledgement, which is also its lease; its date is the
+    /// store's.
     ///
     /// # Errors
     /// [`Error::BadName`] if `follower` is not one segment of a key.

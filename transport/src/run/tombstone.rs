@@ -1,4 +1,5 @@
-//! What earlier releases left in the place of a manifest whose version was collected. The next collection removes it.
+//! What earlier releases left in the place of a manifest whose version was collected. The next collection
+//! removes it.
 
 use driftless_store::ContentDigest;
 use serde::{Deserialize, Serialize};

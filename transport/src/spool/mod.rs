@@ -37,11 +37,13 @@ const PARALLEL: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SpoolOptions {
-    /// Bytes of objects that are kept at most, 16 GiB by default; what is beyond is fetched and not kept. 0 keeps nothing.
+    /// Bytes of objects that are kept at most, 16 GiB by default; what is beyond is fetched and not kept. 0
+    /// keeps nothing.
     pub bytes_max: u64,
     /// Bytes that are kept at a time, 512 KiB by default.
     pub range_bytes: u64,
-    /// Bytes that are asked for at a time at most, 8 MiB by default; fewer, until the line turns out to be fast.
+    /// Bytes that are asked for at a time at most, 8 MiB by default; fewer, until the line turns out to be
+    /// fast.
     pub request_bytes_max: u64,
     /// Smaller objects, 256 KiB by default, are one short request and not kept.
     pub object_bytes_min: u64,
@@ -73,7 +75,8 @@ pub struct Spool {
 }
 
 impl Spool {
-    /// The spool in `dir`, which is made when something is kept. What an earlier process kept there is found again.
+    /// The spool in `dir`, which is made when something is kept. What an earlier process kept there is found
+    /// again.
     pub fn new(dir: PathBuf, options: SpoolOptions, point: &'static str) -> Self {
         let (held, paused) = (OnceLock::new(), AtomicBool::new(false));
         Self { dir, options, point, held, paused, window: Window::default() }
@@ -98,11 +101,12 @@ impl Spool {
         held
     }
 
-    /// The bytes of an object, checked against its digest: what is kept, and from `store` what is missing, which is kept.
-    /// `arriving` is told before each request.
+    /// The bytes of an object, checked against its digest: what is kept, and from `store` what is missing,
+    /// which is kept. `arriving` is told before each request.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not what the manifest says; the store's.
+    /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not
+    /// what the manifest says; the store's.
     pub fn object(
         &self,
         store: &dyn Store,
@@ -285,7 +289,8 @@ impl Spool {
     }
 }
 
-/// Reads ranges that lie one behind the other; the last one of an object with a byte more, so that a longer object is noticed.
+/// Reads ranges that lie one behind the other; the last one of an object with a byte more, so that a longer
+/// object is noticed.
 fn fetch_ranges(
     store: &dyn Store,
     object: &Object,

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use driftless_store::{Arrived, Key};
 
-/// Bytes that are on their way at the beginning, and at least: more than three times what 200 Mb/s hold in 100 ms.
+/// Bytes that are on their way at the beginning, and at least: more than three times what 200 Mb/s hold in
+/// 100 ms.
 const BYTES_MIN: u64 = 8 << 20;
 /// Bytes that are on their way at most.
 const BYTES_MAX: u64 = 128 << 20;
@@ -58,10 +59,12 @@ struct Credit {
 }
 
 impl Window {
-    /// Waits for the right to ask for bytes of an object, a multiple of `unit` and at most `most` units, or the `left` bytes of it. It
-    /// goes to objects in the order of their keys, which is that of versions, and of what is decoded in them.
+    /// Waits for the right to ask for bytes of an object, a multiple of `unit` and at most `most` units, or
+    /// the `left` bytes of it. It goes to objects in the order of their keys, which is that of versions, and
+    /// of what is decoded in them.
     ///
-    /// The wait ends with bytes that arrive or requests that are over, each of which has the store's deadline.
+    /// The wait ends with bytes that arrive or requests that are over, each of which has the store's
+    /// deadline.
     pub(super) fn enter(&self, key: &Key, unit: u64, most: u64, left: u64) -> Request {
         let mut state = self.0.lock();
         state.requests += 1;

@@ -23,8 +23,9 @@ const RENAMES_MAX: usize = 100;
 
 /// A store in a directory.
 ///
-/// A put writes a file in `.staging`, syncs it, gives it its name in one step and syncs the directory. While it is being
-/// written the staged file is locked (`flock`), so that a later writer can tell what a dead one left behind, and removes it.
+/// A put writes a file in `.staging`, syncs it, gives it its name in one step and syncs the directory. While
+/// it is being written the staged file is locked (`flock`), so that a later writer can tell what a dead one
+/// left behind, and removes it.
 pub struct Disk {
     root: PathBuf,
     swept: Once,
@@ -181,7 +182,8 @@ impl Store for Disk {
             Err(error) if absent(&error) => return Ok(()),
             removed => removed.map_err(|source| Error::io("delete", &path, source))?,
         }
-        // A directory without objects would stay for ever, and be listed each time. One that has some refuses to go.
+        // A directory without objects would stay for ever, and be listed each time. One that has some refuses
+        // to go.
         if let Some(parent) = path.parent().filter(|parent| *parent != self.root) {
             let _ = fs::remove_dir(parent);
         }
@@ -203,7 +205,8 @@ impl Staged {
                 .and_then(|()| File::create_new(&path))
                 .map_err(|source| Error::io("create", &path, source))?;
             let locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
-            // A sweeper may hold the lock, or have removed the file, in the moment between creating and locking it.
+            // A sweeper may hold the lock, or have removed the file, in the moment between creating and
+            // locking it.
             match locked {
                 Ok(()) if path.exists() => return Ok(Self { path, file }),
                 Ok(()) | Err(Errno::WOULDBLOCK) => {}
@@ -244,13 +247,15 @@ fn absent(error: &io::Error) -> bool {
 /// Renames without replacing, in one step: of many callers one succeeds.
 fn rename_if_absent(from: &Path, to: &Path) -> io::Result<()> {
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // NFS and some others cannot; there a hard link has the same effect, and `Staged` removes the other name.
+        // NFS and some others cannot; there a hard link has the same effect, and `Staged` removes the other
+        // name.
         Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => fs::hard_link(from, to),
         renamed => renamed.map_err(io::Error::from),
     }
 }
 
-/// Makes a directory and those above it, and syncs each parent: an entry that is not synced may vanish with the power.
+/// Makes a directory and those above it, and syncs each parent: an entry that is not synced may vanish with
+/// the power.
 fn create_dir_synced(directory: &Path) -> Result<()> {
     if directory.is_dir() {
         return Ok(());

@@ -210,7 +210,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Wraps an I/O error of the file system, keeping the path and telling apart what an operator treats differently.
+    /// Wraps an I/O error of the file system, keeping the path and telling apart what an operator treats
+    /// differently.
     pub fn io(action: &'static str, path: impl AsRef<Path>, source: io::Error) -> Self {
         let path = path.as_ref().to_path_buf();
         if let Some(NotRegular(found)) = source.get_ref().and_then(|source| source.downcast_ref()) {

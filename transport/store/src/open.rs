@@ -16,19 +16,20 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
     open_with(url, &[])
 }
 
-/// Opens the store that `url` names: `file:///absolute/dir`, a plain path, or `memory:` (a new, empty one). With the feature
-/// `object` also `s3://bucket/prefix`, `gs://bucket/prefix` and `az://container/prefix`, each with `?endpoint=`, `&region=`
-/// or `&account=` where that is needed.
+/// Opens the store that `url` names: `file:///absolute/dir`, a plain path, or `memory:` (a new, empty one).
+/// With the feature `object` also `s3://bucket/prefix`, `gs://bucket/prefix` and `az://container/prefix`,
+/// each with `?endpoint=`, `&region=` or `&account=` where that is needed.
 ///
 /// `settings` are names and values as object stores take them from the environment (`AWS_ACCESS_KEY_ID`,
-/// `AZURE_STORAGE_ACCOUNT_KEY`, `GOOGLE_SERVICE_ACCOUNT` and so on); other names are ignored, and what the URL says wins.
-/// Secrets belong there: a URL that has one is refused. They are in no log, no error and no `Debug` of the store.
+/// `AZURE_STORAGE_ACCOUNT_KEY`, `GOOGLE_SERVICE_ACCOUNT` and so on); other names are ignored, and what the
+/// URL says wins. Secrets belong there: a URL that has one is refused. They are in no log, no error and no
+/// `Debug` of the store.
 ///
 /// A directory is made when something is first put into it; a bucket has to exist.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a scheme that this build does not have; [`Error::BadText`], [`Error::BadKey`] or
-/// [`Error::BadSetting`] for a URL or settings that describe no store. No request is made yet.
+/// [`Error::Unsupported`] for a scheme that this build does not have; [`Error::BadText`], [`Error::BadKey`]
+/// or [`Error::BadSetting`] for a URL or settings that describe no store. No request is made yet.
 pub fn open_with(url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Store>> {
     if url == "memory:" {
         return Ok(Arc::new(Memory::new()));

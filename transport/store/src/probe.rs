@@ -4,8 +4,9 @@ use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::store::{PutMode, Store};
 
-/// Checks that `store` honours create-if-absent: some servers accept the condition and ignore it, and two publishers
-/// would then overwrite each other's versions. Writes and removes one small object under `probes/`.
+/// Checks that `store` honours create-if-absent: some servers accept the condition and ignore it, and two
+/// publishers would then overwrite each other's versions. Writes and removes one small object under
+/// `probes/`.
 ///
 /// # Errors
 /// [`Error::ConditionalPutIgnored`] for a store that ignores it, otherwise whatever the store reports.

@@ -60,17 +60,18 @@ impl Entry {
     }
 }
 
-/// A persistent, one-sided place for objects. All calls block; all are safe from many threads and processes at once.
+/// A persistent, one-sided place for objects. All calls block; all are safe from many threads and processes
+/// at once.
 ///
 /// Implementations pass the suite in `conformance` (feature of that name), bare and under the wrappers of
 /// [`wrap`](crate::wrap).
 pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
-    /// Stores `bytes` under `key`. A reader sees the old object or the new one, never a part; on return the object is
-    /// durable. After an error the object may be there or not.
+    /// Stores `bytes` under `key`. A reader sees the old object or the new one, never a part; on return the
+    /// object is durable. After an error the object may be there or not.
     ///
     /// # Errors
-    /// [`Error::AlreadyExists`] for [`PutMode::Create`] of a taken key: of many concurrent creates exactly one succeeds.
-    /// Otherwise whatever the medium reports.
+    /// [`Error::AlreadyExists`] for [`PutMode::Create`] of a taken key: of many concurrent creates exactly
+    /// one succeeds. Otherwise whatever the medium reports.
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()>;
 
     /// The object's bytes, or those of `range`. A range is cut at the object's end.
@@ -79,10 +80,11 @@ pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
     /// [`Error::NotFound`]; [`Error::RangeOutside`] if the range starts behind the end.
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>>;
 
-    /// A range of an object whose digest the caller knows and checks: the one way in which bytes may come from somewhere that
-    /// nobody vouches for, such as a cache.
+    /// A range of an object whose digest the caller knows and checks: the one way in which bytes may come
+    /// from somewhere that nobody vouches for, such as a cache.
     ///
-    /// `arrived` is told of bytes as they come, by a store that knows; those of a try that fails are told again.
+    /// `arrived` is told of bytes as they come, by a store that knows; those of a try that fails are told
+    /// again.
     ///
     /// # Errors
     /// As [`Store::get`].
@@ -91,8 +93,8 @@ pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
         self.get(&object.key, Some(range))
     }
 
-    /// Hears that what [`Store::get_known`] gave of `object` was not what its digest says. True if the same call may now give
-    /// something else, because whoever gave that is not asked again.
+    /// Hears that what [`Store::get_known`] gave of `object` was not what its digest says. True if the same
+    /// call may now give something else, because whoever gave that is not asked again.
     fn doubt(&self, object: &Object) -> bool {
         let _ = object;
         false
@@ -117,8 +119,8 @@ pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
     fn delete(&self, key: &Key) -> Result<()>;
 }
 
-/// A URL or an address as it may be shown: without user and password, and without what stands behind `?` or `#`. All of them can
-/// hold a secret.
+/// A URL or an address as it may be shown: without user and password, and without what stands behind `?` or
+/// `#`. All of them can hold a secret.
 #[must_use]
 pub fn redact(url: &str) -> String {
     let (scheme, rest) = match url.split_once("://") {

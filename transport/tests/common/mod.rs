@@ -150,8 +150,8 @@ pub(crate) fn is_same(found: &Checkpoint, expected: &Weights) -> bool {
         && (0..expected.infos.len()).all(same)
 }
 
-/// What an engine gets that starts now in `dir`: one of `versions`, whole, or nothing, because there is no config. Returns whether there
-/// is something.
+/// What an engine gets that starts now in `dir`: one of `versions`, whole, or nothing, because there is no
+/// config. Returns whether there is something.
 pub(crate) fn assert_loads_whole_or_not(dir: &Path, versions: &[Option<&Weights>]) -> bool {
     if !dir.join("config.json").exists() {
         return false;

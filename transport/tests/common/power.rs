@@ -1,8 +1,8 @@
 //! A fake disk: what may lie on it when the power goes.
 //!
-//! It keeps two images of a directory: the live one is the directory itself, the durable one what had been synced. Before
-//! each sync everything that differs between them may or may not have reached the disk: pages of 4096 bytes and the length
-//! of each file, and each change of a name (a rename moves both its names).
+//! It keeps two images of a directory: the live one is the directory itself, the durable one what had been
+//! synced. Before each sync everything that differs between them may or may not have reached the disk: pages
+//! of 4096 bytes and the length of each file, and each change of a name (a rename moves both its names).
 #![allow(dead_code, reason = "every test binary uses its own part")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
@@ -250,7 +250,8 @@ fn is_settler() -> bool {
     std::thread::current().name() == Some(SETTLER)
 }
 
-/// Does something to what lies in `dir` and returns the moments at which the power may go: before each sync, and after all.
+/// Does something to what lies in `dir` and returns the moments at which the power may go: before each sync,
+/// and after all.
 pub(crate) fn record(dir: &Path, work: impl FnOnce()) -> Vec<Moment> {
     let disk = Arc::new(Mutex::new(Disk::new(dir)));
     let ears = disk.clone();
@@ -269,8 +270,8 @@ pub(crate) fn record(dir: &Path, work: impl FnOnce()) -> Vec<Moment> {
     std::mem::take(&mut disk.moments)
 }
 
-/// The images in which the power that goes at a moment can leave the disk, each once, and what had been taken: all choices
-/// of up to eight differences, 1,000 seeded ones above.
+/// The images in which the power that goes at a moment can leave the disk, each once, and what had been
+/// taken: all choices of up to eight differences, 1,000 seeded ones above.
 pub(crate) fn images(moment: &Moment, random: &mut Random) -> Vec<(Image, String)> {
     let units = units(&moment.durable, &moment.live);
     let all = units.len() <= ALL_UP_TO;

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 /// Only a hang reaches it.
 const LONG: Duration = Duration::from_secs(120);
 
-/// Whose turn it is: who starts a process, or who takes a lock or a port again that was just let go of. A process that is being started
-/// holds all that this one does until its program runs.
+/// Whose turn it is: who starts a process, or who takes a lock or a port again that was just let go of. A
+/// process that is being started holds all that this one does until its program runs.
 pub(crate) fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     // A test that failed while it had its turn says so itself.

@@ -3,7 +3,8 @@
 use driftless_relay::Error;
 use driftless_relay::fabric::{Fabric, FabricOptions};
 
-/// Says so and gives none where there is no libucp, unless `DRIFTLESS_UCX_REQUIRED` names the release that is to be there.
+/// Says so and gives none where there is no libucp, unless `DRIFTLESS_UCX_REQUIRED` names the release that is
+/// to be there.
 pub(crate) fn fabric(options: &FabricOptions) -> Option<Fabric> {
     match Fabric::open(options) {
         Ok(fabric) => {

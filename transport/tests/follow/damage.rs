@@ -98,7 +98,8 @@ fn rot(path: &Path) {
     file.set_modified(metadata.modified().unwrap()).unwrap();
 }
 
-/// Takes the end off a file that is mapped: whoever touches it through the map is killed, as by a sector that cannot be read.
+/// Takes the end off a file that is mapped: whoever touches it through the map is killed, as by a sector that
+/// cannot be read.
 fn cut(path: &Path) {
     File::options().write(true).open(path).unwrap().set_len(9000).unwrap();
 }

@@ -468,7 +468,8 @@ fn a_coordinated_follower_waits_for_orders_and_mends_what_was_ordered() {
     fixture.publish();
     order(&|| follower.prepare(None).is_ok());
     assert_eq!(follower.status().applied.unwrap().version, Version(1));
-    // Prepared is not activated; many rounds of the loop look at the engine and load nothing. What an earlier process left paused shows.
+    // Prepared is not activated; many rounds of the loop look at the engine and load nothing. What an earlier
+    // process left paused shows.
     engine.0.lock().unwrap().serving = None;
     engine.0.lock().unwrap().paused = true;
     rounds_pass();

@@ -1,4 +1,5 @@
-//! What collecting old versions may never do: take what a reader needs, reuse a number, or stop half way for good.
+//! What collecting old versions may never do: take what a reader needs, reuse a number, or stop half way for
+//! good.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 #[path = "../common/mod.rs"]

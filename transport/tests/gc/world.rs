@@ -1,4 +1,5 @@
-//! A random history of publishing, following and collecting over manifests about nothing, and what must hold after it.
+//! A random history of publishing, following and collecting over manifests about nothing, and what must hold
+//! after it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -195,15 +196,16 @@ impl World {
         *self.clock.now.lock().unwrap() - written <= TTL.as_secs()
     }
 
-    /// Reads a chain as a replica does, with a collection somewhere in between if `disturb` says so, and returns how
-    /// often that took another chain.
+    /// Reads a chain as a replica does, with a collection somewhere in between if `disturb` says so, and
+    /// returns how often that took another chain.
     pub(crate) fn read(&mut self, from: Option<u64>, disturb: Option<u64>) -> u64 {
         let newest = self.chain.last().unwrap().version;
         let mut again = 0;
         loop {
             let from = from.map(|version| self.chain[version as usize]);
             let chain = match self.run.chain(MODEL, from, newest) {
-                // Out of reach now, with what stood in front of it: a reader goes for what is the newest by now.
+                // Out of reach now, with what stood in front of it: a reader goes for what is the newest by
+                // now.
                 Err(Error::Collected { .. }) if again > 0 => return again,
                 chain => chain.unwrap(),
             };
@@ -256,7 +258,8 @@ impl World {
         needs.min(anchor).min((newest + 1).saturating_sub(keep))
     }
 
-    /// Everything that must hold after any number of collections, whole or not; the followers in `live` had leases.
+    /// Everything that must hold after any number of collections, whole or not; the followers in `live` had
+    /// leases.
     pub(crate) fn check(&mut self, live: &[u64]) {
         let newest = self.newest().unwrap();
         assert_eq!(self.run.newest_version(MODEL).unwrap(), Some(Version(newest)));
@@ -287,8 +290,8 @@ impl World {
         }
     }
 
-    /// The versions of the followers whose leases count. One that ran out and was taken again after a collection brings
-    /// nothing back.
+    /// The versions of the followers whose leases count. One that ran out and was taken again after a
+    /// collection brings nothing back.
     pub(crate) fn live(&self) -> Vec<u64> {
         let intact = |version: u64| {
             (version + 1..self.chain.len() as u64).all(|link| self.run.get(MODEL, Version(link)).is_ok())

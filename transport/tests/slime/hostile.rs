@@ -43,8 +43,9 @@ impl Fixture {
         Delta::new(2, form, &self.old, &self.new, 2)
     }
 
-    /// Version 2 is refused, and the host has what it had. Who only asks what would happen is told the same; where several tensors are
-    /// wrong, either names the one that it met first, so they are asked until that is the same one.
+    /// Version 2 is refused, and the host has what it had. Who only asks what would happen is told the same;
+    /// where several tensors are wrong, either names the one that it met first, so they are asked until that
+    /// is the same one.
     fn refused(&self, what: &str) -> Error {
         let begun = Instant::now();
         let error = loop {
@@ -215,7 +216,8 @@ fn positions_that_do_not_ascend_within_the_tensor_are_refused() {
     fixture.accepts(form);
 }
 
-/// A base that differs where the version changes something, and one that differs elsewhere in the same tensor.
+/// A base that differs where the version changes something, and one that differs elsewhere in the same
+/// tensor.
 #[test]
 fn another_base_is_refused_before_anything_is_touched() {
     for form in FORMS {
@@ -288,7 +290,8 @@ pub(crate) fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// The checksum of the description, over what a receiver holds, catches what the frame's own structure does not.
+/// The checksum of the description, over what a receiver holds, catches what the frame's own structure does
+/// not.
 #[test]
 fn a_frame_of_other_content_is_refused() {
     let form = ("xor", "blake3");

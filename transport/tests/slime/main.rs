@@ -1,5 +1,5 @@
-//! slime's delta directories in both directions: golden ones and those of an independent writer are followed, and an
-//! independent receiver takes ours.
+//! slime's delta directories in both directions: golden ones and those of an independent writer are followed,
+//! and an independent receiver takes ours.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 #[path = "../common/mod.rs"]

@@ -62,7 +62,8 @@ fn a_plan_for_a_host_that_has_nothing_names_version_0() {
     assert!(!planned.unfinished && plan(&world, None).links.is_empty());
 }
 
-/// The weights of version 0 are others than those that the trainer starts from: nothing says so but the checksums.
+/// The weights of version 0 are others than those that the trainer starts from: nothing says so but the
+/// checksums.
 #[test]
 fn another_version_0_is_told_before_anything_is_copied() {
     let base = Weights::small(1);

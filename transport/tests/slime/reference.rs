@@ -1,5 +1,6 @@
-//! A trainer's writer and an engine's receiver of slime's delta directories, from the description of the format alone.
-//! They share no code with the crate, and the receiver is as trusting as the real one: it applies in place and checks after.
+//! A trainer's writer and an engine's receiver of slime's delta directories, from the description of the
+//! format alone. They share no code with the crate, and the receiver is as trusting as the real one: it
+//! applies in place and checks after.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,5 @@
-//! Whose versions these are: restarted trainers, emptied directories, two publishers, lost baselines, stores that fail.
+//! Whose versions these are: restarted trainers, emptied directories, two publishers, lost baselines, stores
+//! that fail.
 
 use std::fs;
 use std::net::SocketAddr;

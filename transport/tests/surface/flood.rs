@@ -1,18 +1,19 @@
-//! More connections than there are descriptors: a host goes on with its work, and whoever has the token gets in.
+//! More connections than there are descriptors: a host goes on with its work, and whoever has the token gets
+//! in.
 
-use std::io::{ErrorKind, Read as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::Duration;
 
+use driftless_testkit::flood::Flood;
 use driftless_transport::{Ack, Disk, Key, Run, Stop, Store, Version, http, listen::Limits};
 
 use super::common::{MODEL, Process, RUN, named};
-use super::{AUTHORISED, LONG, NEVER, TOKEN, eventually, follower, limits, publish, serve_relay};
+use super::{AUTHORISED, LONG, NEVER, TOKEN, follower, limits, publish, serve_relay};
 
 /// Tells the other process what it is and where it works.
 const ROLE: &str = "DRIFTLESS_TEST_ROLE";
@@ -21,65 +22,14 @@ const DIR: &str = "DRIFTLESS_TEST_DIR";
 const FILES: u64 = 96;
 const CONNECTIONS: usize = 300;
 
-/// Keeps as many connections as it can, each with the beginning of a request and a byte more now and then; one that is closed is opened anew.
-struct Flood {
-    opened: Arc<AtomicU64>,
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Flood {
-    fn of(addr: SocketAddr) -> Self {
-        let (opened, stop) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
-        let (count, end) = (opened.clone(), stop.clone());
-        let thread = thread::spawn(move || {
-            let mut held: Vec<Option<TcpStream>> = (0..CONNECTIONS).map(|_| None).collect();
-            while !end.load(Relaxed) {
-                for stream in &mut held {
-                    if stream.as_mut().is_none_or(is_over) {
-                        *stream = begin(addr, count.fetch_add(1, Relaxed));
-                    }
-                }
-                // Beside it, others want to run as well.
-                thread::sleep(Duration::from_millis(1));
-            }
-        });
-        Self { opened, stop, thread: Some(thread) }
-    }
-
-    /// Waits until so many connections have been opened, or were tried to.
-    fn reaches(&self, count: u64) {
-        eventually("the flood stands still", || (self.opened.load(Relaxed) >= count).then_some(()));
-    }
-}
-
-impl Drop for Flood {
-    fn drop(&mut self) {
-        self.stop.store(true, Relaxed);
-        self.thread.take().map(JoinHandle::join);
-    }
-}
-
-fn begin(addr: SocketAddr, number: u64) -> Option<TcpStream> {
-    const BEGINNINGS: [&str; 5] = [
-        "",
-        "G",
-        "GET /status HTTP/1.1\r\nauthorization: Bearer the",
-        "POST /prepare HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n{",
-        "GET /health HTTP/1.1\r\nhost: x\r\n",
-    ];
-    let mut stream = TcpStream::connect_timeout(&addr, Duration::from_secs(1)).ok()?;
-    stream.write_all(BEGINNINGS[number as usize % BEGINNINGS.len()].as_bytes()).ok()?;
-    stream.set_nonblocking(true).ok()?;
-    Some(stream)
-}
-
-fn is_over(stream: &mut TcpStream) -> bool {
-    match stream.read(&mut [0; 512]) {
-        Ok(read) => read == 0,
-        Err(error) => error.kind() != ErrorKind::WouldBlock || stream.write(b"a").is_err(),
-    }
-}
+/// Beginnings of requests that never end.
+const BEGINNINGS: &[&str] = &[
+    "",
+    "G",
+    "GET /status HTTP/1.1\r\nauthorization: Bearer the",
+    "POST /prepare HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n{",
+    "GET /health HTTP/1.1\r\nhost: x\r\n",
+];
 
 /// What an exchange brings, if the server takes part in it.
 fn try_get(addr: SocketAddr, path: &str, headers: &str) -> Option<Vec<u8>> {
@@ -133,7 +83,7 @@ fn a_follower_takes_versions_and_renews_its_lease_under_more_connections_than_de
         Some(ack.version)
     };
     process.brings("version 0", || (version() == Some(Version(0))).then_some(()));
-    let flood = Flood::of(addr);
+    let flood = Flood::of(addr, CONNECTIONS, BEGINNINGS);
     flood.reaches(CONNECTIONS as u64);
     assert_eq!(publish(&store, dir.path()), Version(1));
     process.brings("version 1", || (version() == Some(Version(1))).then_some(()));
@@ -156,7 +106,7 @@ fn a_relay_serves_under_more_connections_than_descriptors() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
     let (mut process, addr) = start("relay", dir.path());
-    let flood = Flood::of(addr);
+    let flood = Flood::of(addr, CONNECTIONS, BEGINNINGS);
     flood.reaches(CONNECTIONS as u64);
     for round in 0..3 {
         let object = named(&store, &format!("a/{round}"), 200_000 + round);

@@ -1,4 +1,5 @@
-//! What follower and relay answer to those who may not ask, to requests that are none, and to more connections than there are descriptors.
+//! What follower and relay answer to those who may not ask, to requests that are none, and to more
+//! connections than there are descriptors.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 #[path = "../common/mod.rs"]
@@ -11,7 +12,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::{MODEL, RUN, Weights, publisher, step};
 use driftless_relay::{RelayOptions, serve};
@@ -101,15 +102,4 @@ fn answer(stream: &mut TcpStream) -> String {
     let mut body = vec![0; length.split("\r\n").next().unwrap().parse().unwrap()];
     stream.read_exact(&mut body).unwrap();
     head + std::str::from_utf8(&body).unwrap()
-}
-
-fn eventually<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let begun = Instant::now();
-    loop {
-        if let Some(value) = look() {
-            return value;
-        }
-        assert!(begun.elapsed() < LONG, "{what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }

@@ -11,7 +11,8 @@ pub(crate) struct Cores {
 }
 
 impl Cores {
-    /// The first two of those that this process may use which the kernel does not name as threads of one core.
+    /// The first two of those that this process may use which the kernel does not name as threads of one
+    /// core.
     pub(crate) fn two() -> Result<Cores, String> {
         let allowed = allowed()?;
         let siblings = |cpu: usize| {

@@ -1,7 +1,7 @@
 //! How small and how fast is the codec, next to its peers and to the bound?
 //!
-//! `cargo bench --bench codec [-- --help]`. Sizes are exact; speeds are ratios of two things timed in the same run, on one core unless
-//! said. Ceilings are the information bound and a bare compare scan.
+//! `cargo bench --bench codec [-- --help]`. Sizes are exact; speeds are ratios of two things timed in the
+//! same run, on one core unless said. Ceilings are the information bound and a bare compare scan.
 
 #![allow(clippy::expect_used, reason = "a bench ends where its own data do not decode")]
 

@@ -94,7 +94,8 @@ impl Sizes {
     }
 }
 
-/// At most so many times the bound, at least so many times smaller than xor and than gaps; near the densities they are set for.
+/// At most so many times the bound, at least so many times smaller than xor and than gaps; near the densities
+/// they are set for.
 fn targets(density: f64) -> Option<[f64; 3]> {
     match density {
         0.002..0.006 => Some([1.15, 2.7, 1.95]),

@@ -19,8 +19,8 @@ const DENSITY: f64 = 0.003;
 const SIDES: [(&str, &str); 3] =
     [("fast", "ours, profile fast"), ("wire", "ours, profile wire"), ("slime", "slime's receiver")];
 
-/// Up to the point where an engine can load the version: ours with its journal durable, all with the bytes in the page cache. The
-/// targets are for `fast`, the profile for deltas that are to be applied quickly.
+/// Up to the point where an engine can load the version: ours with its journal durable, all with the bytes in
+/// the page cache. The targets are for `fast`, the profile for deltas that are to be applied quickly.
 ///
 /// Every side is staged once; its versions then lead from the base to the new state and back again.
 pub(crate) fn run(options: &Options) {
@@ -109,7 +109,8 @@ fn timed(side: &str, place: &Path, version: usize) -> Timed {
     Timed { loadable: numbers[0], sync: numbers[1], anonymous_mib: numbers[2] }
 }
 
-/// One side: prints seconds until loadable, seconds of the sync behind it, and the most anonymous memory in MiB.
+/// One side: prints seconds until loadable, seconds of the sync behind it, and the most anonymous memory in
+/// MiB.
 pub(crate) fn child(side: &str, dir: &Path, version: u64) {
     let peak = Peak::watch();
     let (loadable, sync) = if side == "slime" { slime(dir, version) } else { ours(dir, version) };

@@ -1,7 +1,8 @@
-//! How soon is a version visible across a long link, how fast is it applied, and what does publishing add to encoding?
+//! How soon is a version visible across a long link, how fast is it applied, and what does publishing add to
+//! encoding?
 //!
-//! `cargo bench --bench transport [-- --help]`. Both sides of each comparison are timed in the same run; times are wall clock. Data
-//! are synthetic optimiser steps on bf16.
+//! `cargo bench --bench transport [-- --help]`. Both sides of each comparison are timed in the same run;
+//! times are wall clock. Data are synthetic optimiser steps on bf16.
 
 #![allow(clippy::expect_used, reason = "a bench ends where its own set-up fails")]
 
@@ -48,7 +49,8 @@ pub(crate) struct Options {
     /// Where the files go, removed afterwards [default: a directory for temporary files].
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: Option<PathBuf>,
-    /// Where the follower's files of `wire` go, whose host is another one than the publisher's [default: as the other files].
+    /// Where the follower's files of `wire` go, whose host is another one than the publisher's [default: as
+    /// the other files].
     #[arg(long, value_name = "DIR")]
     pub(crate) host_dir: Option<PathBuf>,
     /// Runs one side of `apply` in a process of its own.

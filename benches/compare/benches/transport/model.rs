@@ -83,7 +83,8 @@ impl Snapshot for State<'_> {
     }
 }
 
-/// A run of deltas of `profile` whose version 0 is the base by reference, in `dir/base`, in weight files of `shard_mib`.
+/// A run of deltas of `profile` whose version 0 is the base by reference, in `dir/base`, in weight files of
+/// `shard_mib`.
 pub(crate) fn begin(
     pairs: &[Pair],
     store: &Arc<dyn Store>,

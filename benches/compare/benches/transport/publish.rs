@@ -15,8 +15,8 @@ const DENSITY: f64 = 0.01;
 /// Threads of a publisher by default.
 const THREADS_MAX: usize = 8;
 
-/// From the call to the committed manifest, against encoding the same tensors on as many threads and keeping the bytes. The
-/// publisher's own baseline moves behind its back, which the next publication waits for.
+/// From the call to the committed manifest, against encoding the same tensors on as many threads and keeping
+/// the bytes. The publisher's own baseline moves behind its back, which the next publication waits for.
 pub(crate) fn run(options: &Options) {
     let pairs = pairs(options.mib, DENSITY);
     println!("publish of {} MiB at {} % to a directory", options.mib, 100.0 * DENSITY);

@@ -15,7 +15,8 @@ const FEW: usize = 200;
 const MANY: usize = 20_000;
 const TINY: usize = 100_000;
 
-/// Publishing, following version by version, and following all versions in one apply; then a checkpoint of nothing but names.
+/// Publishing, following version by version, and following all versions in one apply; then a checkpoint of
+/// nothing but names.
 pub(crate) fn run(options: &Options) {
     println!("{FEW} and {MANY} tensors of {} MiB together, {} % changed", options.mib, 100.0 * DENSITY);
     let [few, many] = [FEW, MANY].map(|tensors| {
@@ -41,8 +42,8 @@ pub(crate) fn run(options: &Options) {
     judge("publishing and following them, seconds", publish + follow, 10.0, false);
 }
 
-/// Seconds to publish a delta, until the baseline is ready for the next; to follow it, until it is durable; and to follow all of
-/// them in one apply.
+/// Seconds to publish a delta, until the baseline is ready for the next; to follow it, until it is durable;
+/// and to follow all of them in one apply.
 fn live(pairs: &[Pair], options: &Options, repeat: usize) -> [f64; 3] {
     let dir = directory(options);
     let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));

@@ -16,8 +16,9 @@ use rayon::prelude::*;
 use crate::model::{RUN, State, begin, directory, host_directory, pairs, publish};
 use crate::{Options, judge};
 
-/// From the committed manifest to the follower's word that engines can load the version: poll, fetch, check, durable journal,
-/// bytes in the page cache. For slime only the transfer, by the same client and as parallel as ours.
+/// From the committed manifest to the follower's word that engines can load the version: poll, fetch, check,
+/// durable journal, bytes in the page cache. For slime only the transfer, by the same client and as parallel
+/// as ours.
 pub(crate) fn run(options: &Options) {
     let pairs = pairs(options.wire_mib, options.wire_density);
     println!(

@@ -84,6 +84,59 @@ class Follower:
     def close(self) -> None: ...
 
 @final
+class PreparedDelta:
+    """What changes between two versions, as a follower prepared it for plugins.
+
+    Attributes:
+        base, target: label and manifest digest of the version that it starts from, and of the one that it leads to.
+    """
+
+    base: tuple[str, str]
+    target: tuple[str, str]
+
+    def __init__(self, path: Any) -> None:
+        """Reads the file and checks its length, its digest and every bound.
+
+        Raises:
+            RefusedError: a torn or damaged file. StoreError: one that cannot be read.
+        """
+    def tensors(self) -> list[tuple[str, str, list[int], int]]:
+        """Name, dtype as safetensors calls it, shape and number of changed elements of each tensor of the model."""
+    def prepare(
+        self,
+        live: list[tuple[str, Any]],
+        copies: list[tuple[int, int, list[int], tuple[int, list[int]], tuple[int, list[int]]]],
+    ) -> Patch:
+        """Finds the place of each change in live weights, and compares the old values. Nothing is written, and other threads
+        run meanwhile.
+
+        Args:
+            live: names and flat torch tensors in host memory, each of a whole storage.
+            copies: which view of which tensor lies in which live tensor: indices of both, the views' sizes, and offset and
+                strides of each view, in elements.
+
+        Raises:
+            RefusedError: the live weights are not the base's. TensorError: a live tensor or a view that does not fit.
+        """
+
+@final
+class Patch:
+    """Changes that were found in live weights, whose tensors it holds.
+
+    Attributes:
+        elements: how many live elements change.
+    """
+
+    elements: int
+
+    def apply(self) -> None:
+        """Writes them, if every element still has its old value. Other threads run meanwhile; none may read the weights.
+
+        Raises:
+            RefusedError: an element has another value. All were given their old values again.
+        """
+
+@final
 class Column:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

@@ -25,6 +25,7 @@ class Follower:
         model: the model within the run.
         hf_checkpoint: the checkpoint that version 0 refers to, when it was published by reference.
         trust_keys: files of public keys: only versions that one of them has signed are taken.
+        plugin_dir: the directory of engines' plugins. While one is there, each delta is also prepared for them.
 
     Raises:
         BusyError: another follower has the directory.
@@ -41,6 +42,7 @@ class Follower:
         model: str = "policy",
         hf_checkpoint: str | os.PathLike[str] | None = None,
         trust_keys: Iterable[str | os.PathLike[str]] = (),
+        plugin_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self._native = _driftless.Follower(
             {
@@ -51,6 +53,7 @@ class Follower:
                 "model": model,
                 "hf_checkpoint": hf_checkpoint,
                 "trust_keys": list(trust_keys),
+                "plugin_dir": plugin_dir,
             }
         )
 

@@ -1,8 +1,9 @@
 //! The counters by which torch's processes tell each other that CUDA memory is no longer in use.
 //!
-//! torch's `CudaIPCTypes.h` and `MapAllocator.cpp`: shared memory of 64 bytes, of which the first 4 count the processes that have it open and
-//! the last of which removes it, and then 10,000 counters of 8 bytes. A rank that lets go of memory waits for its copies, opens the shared
-//! memory by name and takes 1 from the counter it was told.
+//! torch's `CudaIPCTypes.h` and `MapAllocator.cpp`: shared memory of 64 bytes, of which the first 4 count the
+//! processes that have it open and the last of which removes it, and then 10,000 counters of 8 bytes. A rank
+//! that lets go of memory waits for its copies, opens the shared memory by name and takes 1 from the counter
+//! it was told.
 
 #![allow(unsafe_code, reason = "memory that is shared with other processes")]
 
@@ -40,7 +41,8 @@ impl Counters {
         let fail = |source| Error::Read { path: path.clone(), source };
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).map_err(fail)?;
         file.set_len((HEADER + 8 * COUNTERS) as u64).map_err(fail)?;
-        // SAFETY: the file is this process's, nobody makes it shorter, and what others write to is only read as atomics.
+        // SAFETY: the file is this process's, nobody makes it shorter, and what others write to is only read
+        // as atomics.
         let memory = unsafe { MmapMut::map_mut(&file) }.map_err(fail)?;
         let counters = Self { path, name, memory };
         // One process that never closes it, so that no other is the last.

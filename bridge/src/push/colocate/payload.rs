@@ -1,5 +1,5 @@
-//! What a rank is told: SGLang's flattened bucket, `{"flattened_tensor": …, "metadata": […]}`, as its `MultiprocessingSerializer` would
-//! pickle it. Only globals that its `SafeUnpickler` lets through occur.
+//! What a rank is told: SGLang's flattened bucket, `{"flattened_tensor": …, "metadata": […]}`, as its
+//! `MultiprocessingSerializer` would pickle it. Only globals that its `SafeUnpickler` lets through occur.
 
 use driftless_transport::TensorInfo;
 
@@ -9,7 +9,8 @@ use crate::model::torch_name;
 use crate::{Bucket, Error, Result};
 
 const METADATA: (&str, &str) = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata");
-/// What SGLang has torch pickle CUDA tensors with: devices go by UUID, because their numbers differ among processes.
+/// What SGLang has torch pickle CUDA tensors with: devices go by UUID, because their numbers differ among
+/// processes.
 const REBUILD: (&str, &str) = ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified");
 
 /// The pickle of a bucket that lies at a place.
@@ -68,7 +69,8 @@ fn cuda_tensor(pickle: &mut Pickle, place: &CudaPlace) {
         pickle.global("torch.storage", "TypedStorage");
         pickle.global("torch", "uint8");
         pickle.text(&place.device);
-        // Version 1 of torch's own header, which every torch that has one reads, and `c`: memory of cudaMalloc.
+        // Version 1 of torch's own header, which every torch that has one reads, and `c`: memory of
+        // cudaMalloc.
         pickle.blob(&[b"\x01c".as_slice(), &place.handle].concat());
         pickle.number(place.bytes);
         pickle.number(0);
@@ -123,7 +125,8 @@ mod tests {
         })
     }
 
-    /// What Python reads, if there is one: `DRIFTLESS_SGLANG_PYTHON` with SGLang's own unpickler and torch, or any `python3` with its own.
+    /// What Python reads, if there is one: `DRIFTLESS_SGLANG_PYTHON` with SGLang's own unpickler and torch,
+    /// or any `python3` with its own.
     fn read(pickle: &[u8]) -> Option<Value> {
         let python = std::env::var("DRIFTLESS_SGLANG_PYTHON").unwrap_or_else(|_| "python3".into());
         let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/unpickle.py");

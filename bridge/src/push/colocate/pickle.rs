@@ -1,8 +1,10 @@
-//! The few opcodes of Python's pickle, protocol 4, that a bucket needs (`Lib/pickletools.py` describes all of them).
+//! The few opcodes of Python's pickle, protocol 4, that a bucket needs (`Lib/pickletools.py` describes all of
+//! them).
 
 use std::collections::BTreeMap;
 
-/// A pickle that is being written: each call pushes one value onto the reader's stack, or makes one of those on top of it.
+/// A pickle that is being written: each call pushes one value onto the reader's stack, or makes one of those
+/// on top of it.
 #[derive(Debug)]
 pub(super) struct Pickle {
     bytes: Vec<u8>,

@@ -36,7 +36,8 @@ pub trait Share: Send {
     /// Whether only processes of this host can open it.
     fn local(&self) -> bool;
 
-    /// Lays a bucket into one of two slots, 0 or 1, and says where each of `ranks` ranks finds it. What was in the slot has been released.
+    /// Lays a bucket into one of two slots, 0 or 1, and says where each of `ranks` ranks finds it. What was
+    /// in the slot has been released.
     ///
     /// # Errors
     /// [`crate::Error::Root`] when there is no room or the weights cannot be read.

@@ -16,13 +16,15 @@ use crate::sglang::wire::TensorUpdate;
 use crate::{Bucket, Client, Error, Member, Push, Pushed, Result, ServerInfo, Weights, plan};
 
 const CALL: &str = "/update_weights_from_tensor";
-/// How long the ranks of engines are waited for of which one has refused: it may never have opened the memory, another may still read.
+/// How long the ranks of engines are waited for of which one has refused: it may never have opened the
+/// memory, another may still read.
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 
 /// Options of a [`Colocation`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColocationOptions {
-    /// Most bytes of one bucket. The device holds two of them while a push is under way, and none before and after.
+    /// Most bytes of one bucket. The device holds two of them while a push is under way, and none before and
+    /// after.
     pub bucket_bytes: u64,
     /// How long ranks may hold a bucket's memory after their engine has answered.
     pub release: Duration,

@@ -1,5 +1,5 @@
-//! Gathering tensors that are on the device: one launch for a bucket, however many tensors it has. A copy of its own for each would cost
-//! 2 µs, which is more than the bytes of a small tensor take.
+//! Gathering tensors that are on the device: one launch for a bucket, however many tensors it has. A copy of
+//! its own for each would cost 2 µs, which is more than the bytes of a small tensor take.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -9,14 +9,15 @@ use cudarc::driver::{CudaContext, result, sys};
 use super::{Memory, cuda};
 use crate::Result;
 
-/// `gather.cu`, as `nvrtc --gpu-architecture=compute_75` of CUDA 13.0 makes it, marked as PTX 7.0 so that older drivers take it: every driver
-/// compiles it for its own GPU.
+/// `gather.cu`, as `nvrtc --gpu-architecture=compute_75` of CUDA 13.0 makes it, marked as PTX 7.0 so that
+/// older drivers take it: every driver compiles it for its own GPU.
 const PTX: &str = include_str!("gather.ptx");
 
 /// Longest piece, so that one large tensor is shared out.
 const PIECE_BYTES: u64 = 512 << 10;
-/// Blocks at most: enough to fill the memory's bandwidth, and so few that half of an H200's 132 multiprocessors are free. A broadcast's blocks
-/// do not fit beside these on one, so a gathering that has all of them holds up the broadcast that is about to begin: 0.2 ms for 384 MiB.
+/// Blocks at most: enough to fill the memory's bandwidth, and so few that half of an H200's 132
+/// multiprocessors are free. A broadcast's blocks do not fit beside these on one, so a gathering that has all
+/// of them holds up the broadcast that is about to begin: 0.2 ms for 384 MiB.
 const BLOCKS_MAX: usize = 64;
 const THREADS: u32 = 1024;
 
@@ -28,7 +29,8 @@ pub(super) struct Gather {
     function: sys::CUfunction,
 }
 
-// SAFETY: modules and functions belong to a context, not to a thread; the context is made current before each use.
+// SAFETY: modules and functions belong to a context, not to a thread; the context is made current before each
+// use.
 unsafe impl Send for Gather {}
 
 impl Gather {
@@ -47,8 +49,8 @@ impl Gather {
     /// Begins to copy pieces, in a stream.
     ///
     /// # Safety
-    /// Sources and targets are device memory of these lengths, targets do not overlap, and all stay until the stream has passed. What
-    /// used `table` before has ended.
+    /// Sources and targets are device memory of these lengths, targets do not overlap, and all stay until the
+    /// stream has passed. What used `table` before has ended.
     pub(super) unsafe fn launch(
         &self,
         pieces: &[[u64; 3]],
@@ -67,7 +69,8 @@ impl Gather {
         let mut count = u32::try_from(pieces.len()).unwrap_or(u32::MAX);
         let mut arguments = [(&raw mut address).cast::<c_void>(), (&raw mut count).cast()];
         let blocks = pieces.len().min(BLOCKS_MAX) as u32;
-        // SAFETY: the arguments are those of gather.cu and are copied by the call; the caller vouches for the memory.
+        // SAFETY: the arguments are those of gather.cu and are copied by the call; the caller vouches for the
+        // memory.
         unsafe {
             result::launch_kernel(self.function, (blocks, 1, 1), (THREADS, 1, 1), 0, stream, &mut arguments)
         }

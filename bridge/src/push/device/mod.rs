@@ -1,4 +1,5 @@
-//! The device that weights are pushed from: a stream to copy in, a stream to broadcast in, two slots for buckets, and pinned memory to pass host weights through.
+//! The device that weights are pushed from: a stream to copy in, a stream to broadcast in, two slots for
+//! buckets, and pinned memory to pass host weights through.
 
 #![allow(unsafe_code, reason = "the CUDA driver is foreign functions on raw addresses")]
 
@@ -6,18 +7,20 @@ mod gather;
 
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice, result, sys};
 
 use self::gather::Gather;
 use crate::{Bucket, Bytes, Error, Result, Weights};
 
-/// Host weights pass through two pieces of pinned memory of this size: one is filled while the other is copied.
-const STAGE_BYTES: usize = 32 << 20;
+/// Host weights pass through pinned memory in pieces of this size: of the two that a thread has, one is
+/// filled while the device takes the other.
+const STAGE_BYTES: usize = 4 << 20;
 /// What the driver takes from the device at a time.
 const PAGE_BYTES: usize = 2 << 20;
-/// Threads that fill one: a single one copies 7 GB/s, a link to the device takes 55.
-const THREADS: usize = 8;
+/// Threads that fill them: a single one copies 7 GB/s, a link to the device takes 55.
+const THREADS: usize = 12;
 
 #[derive(Debug)]
 pub(crate) struct Device {
@@ -28,7 +31,8 @@ pub(crate) struct Device {
     slots: [Slot; 2],
     /// What is gathered, kept for its memory.
     pieces: Vec<[u64; 3]>,
-    stages: Option<[Stage; 2]>,
+    /// Two for each thread that fills them, made when host weights come.
+    stages: Vec<[Stage; 2]>,
 }
 
 /// Where a bucket lies.
@@ -58,7 +62,8 @@ impl std::fmt::Debug for Stage {
 impl Device {
     /// Opens the device with this number, if there is a driver and such a device.
     pub(crate) fn open(ordinal: usize) -> Result<Self> {
-        // SAFETY: libcuda runs its initialisers; it is the system's driver. Without the question the first call would panic.
+        // SAFETY: libcuda runs its initialisers; it is the system's driver. Without the question the first
+        // call would panic.
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::Root {
                 what: "no CUDA driver".into(),
@@ -81,10 +86,11 @@ impl Device {
         };
         let slots = [slot()?, slot()?];
         let gather = Gather::load(&context)?;
-        Ok(Self { gather, context, copies, broadcasts, slots, pieces: Vec::new(), stages: None })
+        Ok(Self { gather, context, copies, broadcasts, slots, pieces: Vec::new(), stages: Vec::new() })
     }
 
-    /// Makes the device this thread's. Every entry from outside does it: the thread may be another one each time.
+    /// Makes the device this thread's. Every entry from outside does it: the thread may be another one each
+    /// time.
     pub(crate) fn bind(&self) -> Result<()> {
         self.context.bind_to_thread().map_err(cuda("cuCtxSetCurrent"))
     }
@@ -126,8 +132,9 @@ impl Device {
             *target += address;
         }
         let table = &mut self.slots[slot].table;
-        // SAFETY: the slot has room for the whole bucket, in which no two tensors overlap; whoever made the weights promised the sources;
-        // what was sent from this slot before, and with its table, has been received.
+        // SAFETY: the slot has room for the whole bucket, in which no two tensors overlap; whoever made the
+        // weights promised the sources; what was sent from this slot before, and with its table, has been
+        // received.
         unsafe { self.gather.launch(&self.pieces, table, self.copies.cu_stream()) }?;
         let host: Vec<(u64, &[u8])> = host.iter().map(|(at, bytes)| (address + at, &**bytes)).collect();
         self.upload(&host)?;
@@ -147,29 +154,32 @@ impl Device {
         Ok(uuid.bytes.map(|byte| byte as u8))
     }
 
-    /// Copies host bytes to where they belong, through the stages.
+    /// Copies host bytes to where they belong, through the stages: each thread fills its own, and has the
+    /// device take them while it fills the next.
     fn upload(&mut self, pieces: &[(u64, &[u8])]) -> Result<()> {
-        if pieces.is_empty() {
-            return Ok(());
+        let batches = batches(pieces, STAGE_BYTES);
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = batches.len().min(cores).min(THREADS);
+        while self.stages.len() < threads {
+            self.stages.push([self.stage()?, self.stage()?]);
         }
-        if self.stages.is_none() {
-            self.stages = Some([self.stage()?, self.stage()?]);
-        }
-        let Some(stages) = &mut self.stages else { return Ok(()) };
-        for (n, batch) in batches(pieces, STAGE_BYTES).iter().enumerate() {
-            let stage = &mut stages[n % 2];
-            stage.taken.synchronize().map_err(cuda("cuEventSynchronize"))?;
-            let memory = stage.memory.as_mut_slice().map_err(cuda("the pinned memory"))?;
-            let filled = pack(memory, batch);
-            for (address, range) in filled {
-                // SAFETY: the target is within the slot, by the bucket's lengths; the source is pinned and is not written before the event
-                // below has passed.
-                unsafe { result::memcpy_htod_async(address, &memory[range], self.copies.cu_stream()) }
-                    .map_err(cuda("cuMemcpyHtoDAsync"))?;
-            }
-            stage.taken.record(&self.copies).map_err(cuda("cuEventRecord"))?;
-        }
-        Ok(())
+        let (context, copies, next) = (&self.context, &self.copies, AtomicUsize::new(0));
+        let take = |stages: &mut [Stage; 2]| {
+            context.bind_to_thread().map_err(cuda("cuCtxSetCurrent"))?;
+            let batches = std::iter::from_fn(|| batches.get(next.fetch_add(1, Ordering::Relaxed)));
+            batches.enumerate().try_for_each(|(n, batch)| stages[n % 2].pass(batch, copies))
+        };
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = self
+                .stages
+                .iter_mut()
+                .take(threads)
+                .map(|stages| scope.spawn(move || take(stages)))
+                .collect();
+            // All of them end before an error is told.
+            let ended: Vec<_> = workers.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
+            ended.into_iter().try_for_each(|ended| ended.unwrap_or_else(|_| Err(lost())))
+        })
     }
 
     fn stage(&self) -> Result<Stage> {
@@ -181,6 +191,21 @@ impl Device {
     /// Waits for the copies that are under way; they end by themselves.
     pub(crate) fn settle(&self) -> Result<()> {
         self.copies.synchronize().map_err(cuda("cuStreamSynchronize"))
+    }
+}
+
+impl Stage {
+    /// Fills it with a batch once the device has taken what was in it, and has the device take that.
+    fn pass(&mut self, batch: &[(u64, &[u8])], copies: &CudaStream) -> Result<()> {
+        self.taken.synchronize().map_err(cuda("cuEventSynchronize"))?;
+        let memory = self.memory.as_mut_slice().map_err(cuda("the pinned memory"))?;
+        for (address, range) in pack(memory, batch) {
+            // SAFETY: the target is within the slot, by the bucket's lengths; the source is pinned and is not
+            // written before the event below has passed.
+            unsafe { result::memcpy_htod_async(address, &memory[range], copies.cu_stream()) }
+                .map_err(cuda("cuMemcpyHtoDAsync"))?;
+        }
+        self.taken.record(copies).map_err(cuda("cuEventRecord"))
     }
 }
 
@@ -208,7 +233,8 @@ impl Memory {
 
     fn free(&mut self) {
         if self.length > 0 && self.context.bind_to_thread().is_ok() {
-            // SAFETY: it came from malloc_sync and is freed once. cuMemFree waits for the device to be done with it.
+            // SAFETY: it came from malloc_sync and is freed once. cuMemFree waits for the device to be done
+            // with it.
             let _ = unsafe { result::free_sync(self.address) };
         }
         (self.address, self.length) = (0, 0);
@@ -226,6 +252,10 @@ pub(crate) fn cuda(call: &'static str) -> impl Fn(DriverError) -> Error {
     move |error| Error::Root { what: format!("{call} failed"), source: Box::new(error) }
 }
 
+fn lost() -> Error {
+    Error::Root { what: "a thread that copies weights".into(), source: "it ended without a word".into() }
+}
+
 fn size(bytes: u64) -> Result<usize> {
     usize::try_from(bytes)
         .map_err(|error| Error::Root { what: format!("a bucket of {bytes} bytes"), source: error.into() })
@@ -235,12 +265,13 @@ fn size(bytes: u64) -> Result<usize> {
 struct Listed<'a> {
     /// Those in host memory, each with its place in the bucket.
     host: Vec<(u64, Cow<'a, [u8]>)>,
-    /// The address of the first tensor, where all lie on the device as they do in the bucket: nothing has to be gathered.
+    /// The address of the first tensor, where all lie on the device as they do in the bucket: nothing has to
+    /// be gathered.
     in_place: Option<u64>,
 }
 
-/// Lists a bucket in one pass, as there may be ten thousand tensors and the device waits meanwhile. Targets in `pieces` count from the bucket's
-/// beginning.
+/// Lists a bucket in one pass, as there may be ten thousand tensors and the device waits meanwhile. Targets
+/// in `pieces` count from the bucket's beginning.
 fn list<'a>(weights: &'a dyn Weights, bucket: &Bucket, pieces: &mut Vec<[u64; 3]>) -> Result<Listed<'a>> {
     pieces.clear();
     let (mut host, mut first, mut in_place, mut at) = (Vec::new(), None, true, 0u64);
@@ -271,8 +302,8 @@ fn list<'a>(weights: &'a dyn Weights, bucket: &Bucket, pieces: &mut Vec<[u64; 3]
 
 /// Cuts pieces so that each batch fits a stage.
 fn batches<'a>(pieces: &[(u64, &'a [u8])], room: usize) -> Vec<Vec<(u64, &'a [u8])>> {
-    let mut batches = vec![Vec::new()];
-    let mut free = room;
+    let mut batches = Vec::new();
+    let mut free = 0;
     for &(mut address, mut bytes) in pieces {
         while !bytes.is_empty() {
             if free == 0 {
@@ -291,41 +322,18 @@ fn batches<'a>(pieces: &[(u64, &'a [u8])], room: usize) -> Vec<Vec<(u64, &'a [u8
     batches
 }
 
-/// Copies a batch into a stage, on several threads, and says which part goes where: neighbours go together.
+/// Copies a batch into a stage, and says which part goes where: neighbours go together.
 fn pack(stage: &mut [u8], batch: &[(u64, &[u8])]) -> Vec<(u64, std::ops::Range<usize>)> {
     let mut parts: Vec<(u64, std::ops::Range<usize>)> = Vec::new();
-    let mut work = Vec::new();
-    let (mut rest, mut at) = (stage, 0);
+    let mut at = 0;
     for &(address, bytes) in batch {
-        let (target, after) = rest.split_at_mut(bytes.len());
-        rest = after;
+        stage[at..at + bytes.len()].copy_from_slice(bytes);
         match parts.last_mut() {
             Some((start, range)) if *start + range.len() as u64 == address => range.end += bytes.len(),
             _ => parts.push((address, at..at + bytes.len())),
         }
         at += bytes.len();
-        let each = STAGE_BYTES / THREADS;
-        work.extend(target.chunks_mut(each).zip(bytes.chunks(each)));
     }
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS);
-    if work.len() < 2 || threads < 2 {
-        work.into_iter().for_each(|(target, bytes)| target.copy_from_slice(bytes));
-        return parts;
-    }
-    let queue = std::sync::Mutex::new(work);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    let next = queue.lock().unwrap_or_else(std::sync::PoisonError::into_inner).pop();
-                    match next {
-                        Some((target, bytes)) => target.copy_from_slice(bytes),
-                        None => break,
-                    }
-                }
-            });
-        }
-    });
     parts
 }
 

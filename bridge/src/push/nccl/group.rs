@@ -43,7 +43,8 @@ pub struct GroupOptions {
 }
 
 impl GroupOptions {
-    /// Engines reach this process under `host`: any port, flattened buckets of 1 GiB, 2 minutes for joining and for each bucket.
+    /// Engines reach this process under `host`: any port, flattened buckets of 1 GiB, 2 minutes for joining
+    /// and for each bucket.
     pub fn new(host: impl Into<String>) -> Self {
         let minutes = Duration::from_secs(120);
         Self {
@@ -59,7 +60,8 @@ impl GroupOptions {
     }
 }
 
-/// Engines, and the rank 0 that pushes weights into all of them at once. Blocking: it owns a small runtime for its calls.
+/// Engines, and the rank 0 that pushes weights into all of them at once. Blocking: it owns a small runtime
+/// for its calls.
 ///
 /// A push that fails gives the group up; the next one forms it anew.
 #[derive(Debug)]
@@ -99,8 +101,8 @@ impl<R: Root> Group<R> {
         &self.options
     }
 
-    /// Says which engines belong to it. If they are not those of before, or one of them is another process than before, the group is given
-    /// up: the next push forms it anew.
+    /// Says which engines belong to it. If they are not those of before, or one of them is another process
+    /// than before, the group is given up: the next push forms it anew.
     pub fn set_members(&mut self, members: Vec<Member>, same_processes: bool) {
         let key = |member: &Member| (member.engine.url().to_owned(), member.ranks);
         let same = self.members.iter().map(key).eq(members.iter().map(key));
@@ -111,10 +113,12 @@ impl<R: Root> Group<R> {
         self.members = members;
     }
 
-    /// Forms the group, unless it is formed: listens, begins to join, then calls the engines. With NCCL the ranks join in the first push.
+    /// Forms the group, unless it is formed: listens, begins to join, then calls the engines. With NCCL the
+    /// ranks join in the first push.
     ///
     /// # Errors
-    /// [`Error::Fleet`] without engines, [`Error::Listen`], [`Error::Root`], and the errors of the engines' calls, of which the first is told.
+    /// [`Error::Fleet`] without engines, [`Error::Listen`], [`Error::Root`], and the errors of the engines'
+    /// calls, of which the first is told.
     pub fn form(&mut self) -> Result<()> {
         if self.formed.is_some() {
             return Ok(());
@@ -167,11 +171,13 @@ impl<R: Root> Group<R> {
         Ok(())
     }
 
-    /// Pushes weights into every engine, which carry `label` afterwards if there is one. Their caches are not flushed.
+    /// Pushes weights into every engine, which carry `label` afterwards if there is one. Their caches are not
+    /// flushed.
     ///
     /// # Errors
-    /// As [`Group::form`]; [`Error::TooLarge`] before anything is posted; [`Error::Group`] when ranks do not join or receive in time;
-    /// the first failed reply of an engine. After any of the latter the weights of any of the engines may be a mixture.
+    /// As [`Group::form`]; [`Error::TooLarge`] before anything is posted; [`Error::Group`] when ranks do not
+    /// join or receive in time; the first failed reply of an engine. After any of the latter the weights of
+    /// any of the engines may be a mixture.
     pub fn push(&mut self, weights: &dyn Weights, label: Option<&str>) -> Result<Pushed> {
         let buckets = plan(weights.tensors(), self.options.bucket_bytes)?;
         self.form()?;
@@ -224,7 +230,8 @@ impl<R: Root> Group<R> {
                 self.root.gather((n + 1) % 2, weights, next)?;
             }
             if let Some(Err(error)) = loading.take().map(Calls::wait) {
-                // An engine waits for what was announced to it, come what may; only then is it fit to be told anything else.
+                // An engine waits for what was announced to it, come what may; only then is it fit to be told
+                // anything else.
                 let _ = self.sent(n % 2, &mut calls).and_then(|()| calls.wait());
                 return Err(error);
             }
@@ -277,7 +284,8 @@ impl<R: Root> Group<R> {
         self.wait("receiving a bucket", self.options.transfer, calls, |root| root.sent(slot))
     }
 
-    /// Waits for rank 0 while the engines' replies are watched: a failure there is the only sign that a broadcast will never end.
+    /// Waits for rank 0 while the engines' replies are watched: a failure there is the only sign that a
+    /// broadcast will never end.
     fn wait(
         &mut self,
         what: &'static str,

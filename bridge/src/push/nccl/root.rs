@@ -27,13 +27,14 @@ impl Meeting<'_> {
     }
 }
 
-/// Rank 0's end of a group: it has the weights, every other rank receives. Nothing here waits for a peer; waiting is the
-/// [`Group`](super::Group)'s, which watches the engines' replies meanwhile.
+/// Rank 0's end of a group: it has the weights, every other rank receives. Nothing here waits for a peer;
+/// waiting is the [`Group`](super::Group)'s, which watches the engines' replies meanwhile.
 pub trait Root: Send {
     /// The name engines know it by: `nccl` or `gloo`.
     fn backend(&self) -> &'static str;
 
-    /// Whether it has `NCCL_CUMEM_ENABLE` on; `None` where that does not matter. The engines must have it the same way.
+    /// Whether it has `NCCL_CUMEM_ENABLE` on; `None` where that does not matter. The engines must have it the
+    /// same way.
     fn cumem(&self) -> Option<bool> {
         None
     }
@@ -50,13 +51,15 @@ pub trait Root: Send {
     /// [`Error::Root`](crate::Error::Root) when they never will.
     fn joined(&mut self) -> Result<bool>;
 
-    /// Lays the bytes of a bucket into one of two slots, 0 or 1, once what was broadcast from it has been received ([`Root::sent`]).
+    /// Lays the bytes of a bucket into one of two slots, 0 or 1, once what was broadcast from it has been
+    /// received ([`Root::sent`]).
     ///
     /// # Errors
     /// [`Error::Root`](crate::Error::Root) when there is no room or the weights cannot be read.
     fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()>;
 
-    /// Begins to broadcast a slot: one broadcast of each of these numbers of bytes, one after the other, after those of the other slot.
+    /// Begins to broadcast a slot: one broadcast of each of these numbers of bytes, one after the other,
+    /// after those of the other slot.
     ///
     /// # Errors
     /// [`Error::Root`](crate::Error::Root).

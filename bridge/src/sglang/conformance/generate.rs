@@ -27,7 +27,8 @@ pub(super) async fn greedy(subject: &Subject) -> Checked {
 
 pub(super) async fn stop_token(subject: &Subject) -> Checked {
     let free = subject.signature().await?;
-    // The first output token that did not occur before it: a stop token ends the output at its first occurrence.
+    // The first output token that did not occur before it: a stop token ends the output at its first
+    // occurrence.
     let at = (1..free.output_ids.len())
         .find(|at| !free.output_ids[..*at].contains(&free.output_ids[*at]))
         .unwrap_or(0);
@@ -42,8 +43,9 @@ pub(super) async fn stop_token(subject: &Subject) -> Checked {
     ensure(stopped.finish == Finish::Stop, || format!("finish stop expected: {:?}", stopped.finish))
 }
 
-/// The log-probability of a token at temperature T is that at 1, divided by T, and normalised over the whole vocabulary: two tokens'
-/// difference at T = 0.5 is twice the difference at 1, whatever top-k left of the others.
+/// The log-probability of a token at temperature T is that at 1, divided by T, and normalised over the whole
+/// vocabulary: two tokens' difference at T = 0.5 is twice the difference at 1, whatever top-k left of the
+/// others.
 pub(super) async fn temperature(subject: &Subject) -> Checked {
     let greedy = subject.signature().await?;
     let warm = draws(subject, 1.0).await?;

@@ -1,7 +1,8 @@
 //! One suite that every engine must pass: SGLang itself, and whatever stands in for it.
 //!
-//! It checks each call and field that the bridge uses, error replies included, and what pausing, aborting and updating do to requests
-//! under way. It changes the engine's weights and ends with those of [`Subject::first`]. Not covered by semantic versioning.
+//! It checks each call and field that the bridge uses, error replies included, and what pausing, aborting and
+//! updating do to requests under way. It changes the engine's weights and ends with those of
+//! [`Subject::first`]. Not covered by semantic versioning.
 
 mod generate;
 mod info;
@@ -36,7 +37,8 @@ pub struct Dialect {
     pub sessions: bool,
     /// A flush succeeds while requests wait in the queue of a paused engine (0.5.21).
     pub flush_while_retracted: bool,
-    /// An update whose flush is refused is answered with 400 (0.5.22); the suite does not try it on those that die of it.
+    /// An update whose flush is refused is answered with 400 (0.5.22); the suite does not try it on those
+    /// that die of it.
     pub survives_refused_flush: bool,
     /// Unknown sampling parameters are refused (0.5.22).
     pub strict_sampling: bool,
@@ -68,7 +70,8 @@ pub struct Subject {
     pub second: PathBuf,
     /// What to expect of its release.
     pub dialect: Dialect,
-    /// Output length that keeps the engine busy for some hundred milliseconds at least, within its context length.
+    /// Output length that keeps the engine busy for some hundred milliseconds at least, within its context
+    /// length.
     pub long_tokens: u32,
 }
 
@@ -199,7 +202,8 @@ impl Subject {
         Ok(running)
     }
 
-    /// Waits until this many requests are generated. Not for a paused engine: its loads are those from before.
+    /// Waits until this many requests are generated. Not for a paused engine: its loads are those from
+    /// before.
     async fn until_running(&self, count: u64) -> Checked {
         let end = tokio::time::Instant::now() + SETTLE;
         loop {

@@ -7,7 +7,8 @@ use serde_json::json;
 use super::{Checked, Subject, ensure};
 use crate::{Finish, PauseMode};
 
-/// How long a held request must stay unanswered to count as held. Unpaused, the engine answers it in a fraction of that.
+/// How long a held request must stay unanswered to count as held. Unpaused, the engine answers it in a
+/// fraction of that.
 const HELD: Duration = Duration::from_millis(700);
 
 pub(super) async fn holds_requests(subject: &Subject) -> Checked {
@@ -63,7 +64,8 @@ pub(super) async fn abort(subject: &Subject) -> Checked {
     })
 }
 
-/// Activation depends on this, and on what it does where the flush is refused: a second pause in abort mode empties the queue.
+/// Activation depends on this, and on what it does where the flush is refused: a second pause in abort mode
+/// empties the queue.
 pub(super) async fn flush_retracted(subject: &Subject) -> Checked {
     let running = subject.start_long().await?;
     subject.client.pause(PauseMode::Retract).await?;

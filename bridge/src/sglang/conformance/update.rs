@@ -94,7 +94,8 @@ pub(super) async fn spans(subject: &Subject) -> Checked {
     ensure(labels == expected, || format!("spans of {expected:?} expected: {:?}", reply.spans))
 }
 
-/// The answer that looks like a failure and is not: the weights are live, but neither cache nor reported label followed.
+/// The answer that looks like a failure and is not: the weights are live, but neither cache nor reported
+/// label followed.
 pub(super) async fn refused_flush(subject: &Subject) -> Checked {
     if !subject.dialect.survives_refused_flush {
         return Ok(());

@@ -8,7 +8,8 @@ use super::{BOS, EOS, PAD};
 pub const VOCABULARY: [&str; 16] =
     ["<pad>", "<bos>", "<eos>", "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "+", "=", "<unk>"];
 
-/// `tokenizer.json`: a word-level tokenizer whose words are single characters, in the format of the `tokenizers` library.
+/// `tokenizer.json`: a word-level tokenizer whose words are single characters, in the format of the
+/// `tokenizers` library.
 #[must_use]
 pub fn tokenizer() -> Value {
     let special = |id: i32| {

@@ -13,7 +13,8 @@ use crate::torch::bytes_of;
 const FUSED: [(&str, &[&str]); 2] =
     [("qkv_proj", &["q_proj", "k_proj", "v_proj"]), ("gate_up_proj", &["gate_proj", "up_proj"])];
 
-/// SGLang rounds the rows of the embedding and the head up to a multiple of this (`DEFAULT_VOCAB_PADDING_SIZE`).
+/// SGLang rounds the rows of the embedding and the head up to a multiple of this
+/// (`DEFAULT_VOCAB_PADDING_SIZE`).
 const VOCABULARY_PADDING: u64 = 64;
 
 /// Checksum by runtime name.

@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 use super::sampler::{Row, sample};
 use super::sequence::{Finish, Sequence};
 use crate::error::Result;
+use crate::head::log_softmax;
 use crate::models::{KvCache, Model};
 
 /// Most tokens, padding included, that one prefill pass computes: bounds its activations.
@@ -255,7 +256,8 @@ fn prompt_log_probs(
     if !rest.is_empty() {
         let logits = model.logits(&hidden.f_narrow(0, from as i64, rest.len() as i64)?)?;
         let ids = Tensor::f_from_slice(rest)?.f_to_device(logits.device())?.f_unsqueeze(1)?;
-        let log_probs = logits.f_log_softmax(-1, Kind::Float)?.f_gather(-1, &ids, false)?;
+        let one = Tensor::f_ones([1], (Kind::Float, logits.device()))?;
+        let log_probs = log_softmax(&logits, &one)?.f_gather(-1, &ids, false)?;
         let log_probs: Vec<f32> = Vec::try_from(log_probs.f_flatten(0, -1)?)?;
         entries.extend(log_probs.into_iter().map(Some).zip(rest.iter().copied()));
     }

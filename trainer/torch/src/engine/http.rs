@@ -169,7 +169,8 @@ async fn health(State(shared): State<Arc<Shared>>) -> StatusCode {
     if healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
 }
 
-/// Whether the engine generates. One token serves all who asked before it came: a probe needs no key, so many cost what one costs.
+/// Whether the engine generates. One token serves all who asked before it came: a probe needs no key, so many
+/// cost what one costs.
 async fn probe(shared: &Shared, asked: Instant) -> bool {
     let mut probed = shared.probed.lock().await;
     if let Some((_, healthy)) = probed.filter(|(answered, _)| *answered >= asked) {

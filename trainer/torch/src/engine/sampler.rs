@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
+use crate::head::log_softmax;
 
 /// How one row is sampled.
 #[derive(Clone, Copy, Debug)]
@@ -32,15 +33,14 @@ impl Row {
 /// Samples one token per row of `logits` `[R, V]` (f32). Returns ids and their log-probabilities.
 ///
 /// Log-probabilities are those of the whole softmax at the row's temperature, not of the truncated
-/// distribution that is drawn from: so SGLang reports them, and so a trainer can recompute them. A row with NaN in it gets any token,
-/// and NaN as its log-probability, which tells that this is no sample.
+/// distribution that is drawn from: so SGLang reports them, and so a trainer can recompute them. A row with
+/// NaN in it gets any token, and NaN as its log-probability, which tells that this is no sample.
 pub(super) fn sample(logits: &Tensor, rows: &[Row]) -> Result<(Vec<i64>, Vec<f32>)> {
     let vocabulary = logits.size2()?.1;
     let broken = logits.f_isnan()?.f_any_dim(-1, true)?;
     // One NaN would poison a row's cumulative sum, and the token would be none of the vocabulary.
     let logits = logits.f_nan_to_num(0.0, None, None)?;
-    let scaled = logits.f_div(&column(rows, &logits, |row| row.temperature as f32)?)?;
-    let log_probs = scaled.f_log_softmax(-1, Kind::Float)?;
+    let log_probs = log_softmax(&logits, &column(rows, &logits, |row| row.temperature as f32)?)?;
     let ids = if rows.iter().all(Row::is_greedy) {
         logits.f_argmax(-1, true)?
     } else if rows.iter().all(|row| row.is_plain(vocabulary)) {

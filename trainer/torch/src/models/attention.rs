@@ -1,11 +1,18 @@
 //! Grouped-query attention with rotary positions.
 
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use super::cache::{KvCache, Window};
+use super::flash;
+use super::layout::{Layout, Run};
 use super::parts::{Linear, RmsNorm};
 use super::rope::Angles;
 use crate::error::Result;
+
+/// The CPU's kernel sums over keys in vectors of so many. With a number of keys that they divide, a query's
+/// result does not depend on how many keys its mask hides: a token alone, after a cache, gets the bits that
+/// it gets in its sequence.
+pub(super) const KEYS: i64 = 16;
 
 #[derive(Debug)]
 pub(super) struct Attention {
@@ -21,10 +28,18 @@ pub(super) struct Attention {
 }
 
 impl Attention {
-    /// Over whole sequences `[B, T, hidden]`.
-    pub(super) fn forward(&self, x: &Tensor, angles: &Angles) -> Result<Tensor> {
+    /// Over whole sequences `[N, hidden]`.
+    pub(super) fn forward(&self, x: &Tensor, angles: &Angles, layout: &Layout) -> Result<Tensor> {
         let (query, key, value) = self.project(x, angles)?;
-        self.mix(&query, &key, &value, None)
+        let mixed = match layout.runs.as_slice() {
+            [run] => self.run(&query, &key, &value, *run)?,
+            _ if flash::takes(&query) => flash::attention(&query, &key, &value, &layout.bounds)?,
+            runs => {
+                let mixed = runs.iter().map(|run| self.run(&query, &key, &value, *run));
+                Tensor::f_cat(&mixed.collect::<Result<Vec<_>>>()?, 0)?
+            }
+        };
+        self.output.forward(&mixed.f_flatten(1, 2)?)
     }
 
     /// Over new tokens `[R, T, hidden]` and what the cache holds of their sequences.
@@ -38,10 +53,11 @@ impl Attention {
     ) -> Result<Tensor> {
         let (query, key, value) = self.project(x, angles)?;
         let (keys, values) = cache.extend(layer, window, &key, &value)?;
-        self.mix(&query, &keys, &values, Some(&window.mask))
+        let mixed = self.mix(&query, &keys, &values, Some(&window.mask))?;
+        self.output.forward(&mixed.f_flatten(2, 3)?)
     }
 
-    /// `[B, T, hidden]` to queries, keys and values `[B, T, heads, head_dim]`, normed and rotated.
+    /// `[…, hidden]` to queries, keys and values `[…, heads, head_dim]`, normed and rotated.
     fn project(&self, x: &Tensor, angles: &Angles) -> Result<(Tensor, Tensor, Tensor)> {
         let heads = |part: &Linear, count: i64| -> Result<Tensor> {
             Ok(part.forward(x)?.f_unflatten(-1, [count, -1])?)
@@ -56,18 +72,44 @@ impl Attention {
         Ok((angles.rotate(&query)?, angles.rotate(&key)?, value))
     }
 
-    /// Attention proper; causal when there is no mask.
+    /// Causal attention `[count × length, heads, head_dim]` within the sequences of a run.
+    fn run(&self, query: &Tensor, key: &Tensor, value: &Tensor, run: Run) -> Result<Tensor> {
+        let Run { start, count, length } = run;
+        let padding = match query.device() {
+            Device::Cpu => (KEYS - length % KEYS) % KEYS,
+            _ => 0,
+        };
+        let rows = |x: &Tensor| {
+            let rows = x.f_narrow(0, start, count * length)?.f_unflatten(0, [count, length])?;
+            if padding == 0 { Ok(rows) } else { rows.f_constant_pad_nd([0, 0, 0, 0, 0, padding]) }
+        };
+        let mixed = self.mix(&rows(query)?, &rows(key)?, &rows(value)?, None)?;
+        Ok(mixed.f_narrow(1, 0, length)?.f_flatten(0, 1)?)
+    }
+
+    /// Attention proper over `[B, T, heads, head_dim]`; causal when there is no mask.
     fn mix(&self, query: &Tensor, key: &Tensor, value: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+        let grouped = self.heads != self.kv_heads;
+        // Of CUDA's kernels only those for 16 bits share keys between heads; in f32 that would be the one
+        // that stores every score.
+        let spread = grouped && query.device().is_cuda() && query.f_kind()? == Kind::Float;
+        let heads = |x: &Tensor| {
+            let heads = x.f_transpose(1, 2)?;
+            if !spread {
+                return Ok(heads);
+            }
+            heads.f_repeat_interleave_self_int(self.heads / self.kv_heads, 1, None)
+        };
         let mixed = Tensor::f_scaled_dot_product_attention(
             &query.f_transpose(1, 2)?,
-            &key.f_transpose(1, 2)?,
-            &value.f_transpose(1, 2)?,
+            &heads(key)?,
+            &heads(value)?,
             mask,
             0.0,
             mask.is_none(),
             None,
-            self.heads != self.kv_heads,
+            grouped && !spread,
         )?;
-        self.output.forward(&mixed.f_transpose(1, 2)?.f_flatten(2, 3)?)
+        Ok(mixed.f_transpose(1, 2)?)
     }
 }

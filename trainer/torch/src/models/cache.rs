@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::attention::KEYS;
 use crate::config::Config;
 use crate::error::{Result, input};
 
@@ -11,7 +12,8 @@ use crate::error::{Result, input};
 /// continuously. Memory is `slots × capacity` positions; the capacity doubles when a sequence outgrows it.
 #[derive(Debug)]
 pub struct KvCache {
-    /// Per layer: `[slots, capacity, kv heads, head_dim]`.
+    /// Per layer: `[slots, capacity, kv heads, head_dim]`. The capacity may go past the last position, as
+    /// reads do.
     layers: Vec<(Tensor, Tensor)>,
     lengths: Vec<i64>,
     capacity: i64,
@@ -87,7 +89,10 @@ impl KvCache {
         }
         // A padded row writes its padding too: past its end, where the next tokens will overwrite it.
         let keys = starts.iter().max().map_or(0, |start| start + width);
+        let keys = (keys + KEYS - 1) / KEYS * KEYS;
         self.grow(keys)?;
+        let fresh = starts.iter().zip(slots).filter(|(start, _)| **start == 0);
+        self.blank(&fresh.map(|(_, &slot)| slot as i64).collect::<Vec<_>>())?;
         let slot_ids: Vec<i64> = slots.iter().map(|&slot| slot as i64).collect();
         let column = |values: &[i64]| Tensor::f_from_slice(values)?.f_to_device(device)?.f_unsqueeze(1);
         let integers = (Kind::Int64, device);
@@ -124,6 +129,19 @@ impl KvCache {
         let _ = cached_keys.f_index_put_(&at, keys, false)?;
         let _ = cached_values.f_index_put_(&at, values, false)?;
         Ok((window.rows_of(cached_keys)?, window.rows_of(cached_values)?))
+    }
+
+    /// Clears slots that begin anew. Reads go past a row's end, and a mask does not hide NaN.
+    fn blank(&mut self, slots: &[i64]) -> Result<()> {
+        if slots.is_empty() {
+            return Ok(());
+        }
+        for (keys, values) in &mut self.layers {
+            let slots = Tensor::f_from_slice(slots)?.f_to_device(keys.device())?;
+            let _ = keys.f_index_fill_(0, &slots, 0.0)?;
+            let _ = values.f_index_fill_(0, &slots, 0.0)?;
+        }
+        Ok(())
     }
 
     fn grow(&mut self, needed: i64) -> Result<()> {

@@ -4,9 +4,12 @@
 mod attention;
 mod cache;
 mod family;
+mod flash;
+mod layout;
 mod llama;
 mod model;
 mod parts;
+mod pass;
 mod qwen2;
 mod qwen3;
 mod rope;
@@ -15,4 +18,5 @@ mod weights;
 pub use cache::KvCache;
 pub use family::Family;
 pub use model::Model;
+pub(crate) use pass::Pass;
 pub use weights::Parameter;

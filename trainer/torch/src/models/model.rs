@@ -12,8 +12,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::attention::Attention;
 use super::cache::KvCache;
+use super::layout::Layout;
 use super::parts::{Linear, Mlp, RmsNorm};
-use super::rope::Rope;
+use super::rope::{Angles, Rope};
 use super::weights::{Parameter, Weights, locate, read};
 use crate::config::Config;
 use crate::error::{Result, input};
@@ -24,16 +25,23 @@ pub struct Model {
     config: Config,
     kind: Kind,
     device: Device,
-    parameters: Vec<Parameter>,
+    pub(super) parameters: Vec<Parameter>,
     embedding: Tensor,
-    layers: Vec<Layer>,
-    norm: RmsNorm,
+    pub(super) layers: Vec<Layer>,
+    pub(super) norm: RmsNorm,
     head: Linear,
     rope: Rope,
 }
 
+/// What a forward pass over whole sequences needs besides their tokens.
 #[derive(Debug)]
-struct Layer {
+pub(super) struct Plan {
+    pub(super) layout: Layout,
+    pub(super) angles: Angles,
+}
+
+#[derive(Debug)]
+pub(super) struct Layer {
     input_norm: RmsNorm,
     attention: Attention,
     mlp_norm: RmsNorm,
@@ -164,15 +172,29 @@ impl Model {
     /// valid id). A position sees only those before it, so padding changes nothing left of it.
     ///
     /// # Errors
-    /// [`crate::Error::Input`] if the sequences are longer than the model's positions,
-    /// [`crate::Error::Torch`] for an id outside the vocabulary.
+    /// As for [`Model::packed`].
     pub fn hidden(&self, tokens: &Tensor) -> Result<Tensor> {
-        let (_, length) = tokens.size2()?;
-        if length > self.config.max_position_embeddings {
-            return Err(input("sequence length", self.config.max_position_embeddings, length));
-        }
-        let angles = self.rope.leading(length)?;
-        self.run(tokens, |_, attention, x| attention.forward(x, &angles))
+        let (rows, length) = tokens.size2()?;
+        let lengths = vec![length; usize::try_from(rows).unwrap_or(0)];
+        Ok(self.packed(&tokens.f_flatten(0, 1)?, &lengths)?.f_unflatten(0, [rows, length])?)
+    }
+
+    /// Last hidden states `[N, hidden]` of whole sequences that lie one after the other in `tokens` `[N]`
+    /// (i64), of these `lengths`. None sees another.
+    ///
+    /// # Errors
+    /// [`crate::Error::Input`] if a sequence is empty or longer than the model's positions, or the lengths do
+    /// not add up to N; [`crate::Error::Torch`] for an id outside the vocabulary.
+    pub fn packed(&self, tokens: &Tensor, lengths: &[i64]) -> Result<Tensor> {
+        let plan = self.plan(tokens, lengths)?;
+        self.run(tokens, |_, attention, x| attention.forward(x, &plan.angles, &plan.layout))
+    }
+
+    /// Where the sequences lie, and the angles of their positions.
+    pub(super) fn plan(&self, tokens: &Tensor, lengths: &[i64]) -> Result<Plan> {
+        let longest = self.config.max_position_embeddings;
+        let layout = Layout::new(lengths, tokens.size1()?, longest, self.device)?;
+        Ok(Plan { angles: self.rope.at(&layout.positions)?, layout })
     }
 
     /// Continues sequences in a cache: `tokens` `[R, T]` (i64) hold `lengths[r]` new tokens for slot
@@ -205,6 +227,18 @@ impl Model {
         Ok(hidden)
     }
 
+    /// The weight of the output head, `[vocab, hidden]`.
+    pub(crate) fn head(&self) -> &Tensor {
+        &self.head.weight
+    }
+
+    /// Its place in [`Model::parameters`]; that of the embedding if they are tied.
+    pub(crate) fn head_index(&self) -> usize {
+        let name =
+            if self.config.tie_word_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
+        self.parameters.iter().position(|parameter| parameter.name == name).unwrap_or(0)
+    }
+
     /// Logits `[…, vocab]`, f32, of hidden states `[…, hidden]`.
     ///
     /// # Errors
@@ -227,18 +261,29 @@ impl Model {
         tokens: &Tensor,
         mut attend: impl FnMut(usize, &Attention, &Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let mut x = Tensor::f_embedding(&self.embedding, tokens, -1, false, false)?;
+        let mut x = self.embed(tokens)?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let mixed = attend(index, &layer.attention, &layer.input_norm.forward(&x)?)?;
-            x = x.f_add(&mixed)?;
-            let mixed = layer.mlp.forward(&layer.mlp_norm.forward(&x)?)?;
-            x = x.f_add(&mixed)?;
+            x = layer.forward(&x, |attention, x| attend(index, attention, x))?;
         }
         self.norm.forward(&x)
+    }
+
+    pub(super) fn embed(&self, tokens: &Tensor) -> Result<Tensor> {
+        Ok(Tensor::f_embedding(&self.embedding, tokens, -1, false, false)?)
     }
 }
 
 impl Layer {
+    /// The residual stream after this layer; `attend(attention, normed x)`.
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        attend: impl FnOnce(&Attention, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let x = x.f_add(&attend(&self.attention, &self.input_norm.forward(x)?)?)?;
+        Ok(x.f_add(&self.mlp.forward(&self.mlp_norm.forward(&x)?)?)?)
+    }
+
     fn new(config: &Config, weights: &Weights<'_>, index: i64) -> Layer {
         let name = |part: &str| format!("model.layers.{index}.{part}");
         Layer {

@@ -12,7 +12,8 @@ pub(super) struct Rope {
     sin: Tensor,
 }
 
-/// The rows of [`Rope`] for one forward pass, `[B or 1, T, 1, head_dim / 2]`.
+/// The rows of [`Rope`] for one forward pass, `[…, 1, head_dim / 2]`.
+#[derive(Debug)]
 pub(super) struct Angles {
     cos: Tensor,
     sin: Tensor,
@@ -33,18 +34,11 @@ impl Rope {
         Ok(Rope { cos: angles.f_cos()?.f_to_kind(kind)?, sin: angles.f_sin()?.f_to_kind(kind)? })
     }
 
-    /// Angles of positions `0..length`, the same for every row.
-    pub(super) fn leading(&self, length: i64) -> Result<Angles> {
-        let rows = |table: &Tensor| table.f_narrow(0, 0, length)?.f_unsqueeze(0)?.f_unsqueeze(2);
-        Ok(Angles { cos: rows(&self.cos)?, sin: rows(&self.sin)? })
-    }
-
-    /// Angles of `positions`, `[B, T]` i64.
+    /// Angles of `positions`, i64 of any shape.
     pub(super) fn at(&self, positions: &Tensor) -> Result<Angles> {
-        let (batch, length) = positions.size2()?;
-        let flat = positions.f_flatten(0, 1)?;
-        let rows =
-            |table: &Tensor| table.f_index_select(0, &flat)?.f_view([batch, length, 1, table.size()[1]]);
+        let flat = positions.f_flatten(0, -1)?;
+        let shape: Vec<i64> = positions.size().into_iter().chain([1, -1]).collect();
+        let rows = |table: &Tensor| table.f_index_select(0, &flat)?.f_view(shape.as_slice());
         Ok(Angles { cos: rows(&self.cos)?, sin: rows(&self.sin)? })
     }
 }
@@ -64,7 +58,7 @@ fn stretched(frequencies: &Tensor, scaling: &RopeScaling) -> Result<Tensor> {
 }
 
 impl Angles {
-    /// Rotates `[B, T, heads, head_dim]`: `(a, b) → (a cos − b sin, b cos + a sin)`, a and b the two halves.
+    /// Rotates `[…, heads, head_dim]`: `(a, b) → (a cos − b sin, b cos + a sin)`, a and b the two halves.
     pub(super) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         let halves = x.f_chunk(2, -1)?;
         let (a, b) = (&halves[0], &halves[1]);

@@ -1,7 +1,7 @@
 //! Plain text, byte by byte: a token is a byte, and the task is to predict the next one.
 //!
-//! What a language model is trained on first, with whatever text is at hand. Nothing here is verifiable by a reward; it
-//! is for models whose weights should move as those of real training do.
+//! What a language model is trained on first, with whatever text is at hand. Nothing here is verifiable by a
+//! reward; it is for models whose weights should move as those of real training do.
 
 use std::path::Path;
 
@@ -18,8 +18,8 @@ pub const WINDOW: usize = 128;
 /// Ids that a model of text needs: one per byte.
 pub const VOCABULARY: i64 = 256;
 
-/// Shape of a model of 21 M parameters in 112 tensors: as many as make fixed costs per tensor visible, and no more than two
-/// cores can train.
+/// Shape of a model of 21 M parameters in 112 tensors: as many as make fixed costs per tensor visible, and no
+/// more than two cores can train.
 #[must_use]
 pub fn config() -> Config {
     Config {
@@ -75,7 +75,8 @@ impl Text {
         Ok(Text(bytes))
     }
 
-    /// Token ids of sequence `number`, [`WINDOW`] of them from a random place: a function of text, number and seed alone.
+    /// Token ids of sequence `number`, [`WINDOW`] of them from a random place: a function of text, number and
+    /// seed alone.
     #[must_use]
     pub fn draw(&self, number: u64, seed: u64) -> Vec<i32> {
         let places = (self.0.len() - WINDOW + 1) as u64;

@@ -1,7 +1,8 @@
 //! What comes out of `/generate`.
 
+use driftless_torch::{AdamWOptions, Batch, Model, Policy, Sample};
 use serde_json::{Value, json};
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::model::{Fixture, VOCABULARY, assert_close, expected, greedy, ids, log_probs};
 
@@ -163,4 +164,50 @@ fn more_requests_than_rows_and_more_tokens_than_one_layout() {
     let refused = fixture.client.post("/generate", &greedy(&[1, 2], 1023));
     assert_eq!(refused.status, 400);
     assert!(refused.text.contains("the cache holds 1024"), "{}", refused.text);
+}
+
+#[test]
+fn the_trainer_computes_the_log_probs_that_the_engine_sampled_with() {
+    // In bf16 to the bit, where products are computed in f32: the last bit of a sum over a cache does not survive the
+    // rounding of what comes of it. In f32 it does: a query alone and one among others are summed in another order. A CPU
+    // that multiplies bf16 by itself rounds as it likes: within what two such roundings make of a log-prob.
+    #[cfg(target_arch = "x86_64")]
+    let own_products = std::arch::is_x86_feature_detected!("avx512bw");
+    #[cfg(not(target_arch = "x86_64"))]
+    let own_products = true;
+    let exact = if own_products { 5e-2 } else { 0.0 };
+    for (kind, bound) in [(Kind::BFloat16, exact), (Kind::Float, 1e-4)] {
+        let fixture = Fixture::with(|options| options.kind = kind);
+        let dir = fixture.dir.path().join("a");
+        let policy =
+            Policy::new(Model::open(&dir, kind, Device::Cpu).unwrap(), kind, AdamWOptions::default());
+        let policy = policy.unwrap();
+        let requests = (0..24).map(|i| {
+            let sampling = json!({"temperature": 0.7, "max_new_tokens": 3 + i % 17, "sampling_seed": i});
+            let body = json!({"input_ids": prompt(i), "sampling_params": sampling, "return_logprob": true});
+            (prompt(i), fixture.client.later("/generate", body))
+        });
+        // All at once, so that they are computed in batches that come and go.
+        let requests: Vec<_> = requests.collect();
+        let replies: Vec<_> =
+            requests.into_iter().map(|(p, reply)| (p, reply.join().unwrap().json)).collect();
+        let tokens: Vec<Vec<i32>> = replies
+            .iter()
+            .map(|(prompt, reply)| prompt.iter().chain(&ids(reply)).map(|&id| id as i32).collect())
+            .collect();
+        let samples: Vec<Sample<'_>> = tokens
+            .iter()
+            .zip(&replies)
+            .map(|(tokens, (prompt, _))| Sample::supervised(tokens, prompt.len(), 0))
+            .collect();
+        let batch = Batch::new(&samples, &[1.0; 24], VOCABULARY, Device::Cpu).unwrap();
+        let trainers = Vec::<f32>::try_from(policy.log_probs(&batch, 0.7).unwrap()).unwrap();
+        let engines = replies.iter().flat_map(|(_, reply)| log_probs(reply));
+        let engines: Vec<f32> = engines.map(|log_prob| log_prob as f32).collect();
+        assert_eq!(trainers.len(), engines.len());
+        let differences = trainers.iter().zip(&engines).map(|(a, b)| (a - b).abs());
+        let furthest = differences.fold(0.0, f32::max);
+        println!("{kind:?}: {} tokens, at most {furthest:e} apart", engines.len());
+        assert!(furthest <= bound, "{kind:?}: {furthest:e}");
+    }
 }

@@ -1,4 +1,5 @@
-//! The embedded engine over HTTP: what it generates, and what it promises about pausing, updating and refusing.
+//! The embedded engine over HTTP: what it generates, and what it promises about pausing, updating and
+//! refusing.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking, as the tests do")]
 
 mod client;

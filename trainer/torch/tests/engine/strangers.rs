@@ -1,13 +1,13 @@
-//! Those who connect without a key: more of them than there are descriptors, slow ones, and what is no request.
+//! Those who connect without a key: more of them than there are descriptors, slow ones, and what is no
+//! request.
 
 use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
+use driftless_testkit::flood::Flood;
 use driftless_torch::engine::EngineOptions;
 use serde_json::{Value, json};
 
@@ -82,71 +82,15 @@ fn drip(address: SocketAddr, begin: &str) -> String {
     panic!("after `{begin}` a byte now and then keeps the connection");
 }
 
-/// Keeps as many connections as it can, each with the beginning of a request and a byte more now and then; one that is closed is
-/// opened anew.
-struct Flood {
-    opened: Arc<AtomicU64>,
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Flood {
-    fn of(address: SocketAddr) -> Flood {
-        let (opened, stop) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
-        let (count, end) = (opened.clone(), stop.clone());
-        let thread = thread::spawn(move || {
-            let mut held: Vec<Option<TcpStream>> = (0..CONNECTIONS).map(|_| None).collect();
-            while !end.load(Relaxed) {
-                for stream in &mut held {
-                    if stream.as_mut().is_none_or(is_over) {
-                        *stream = begin(address, count.fetch_add(1, Relaxed));
-                    }
-                }
-                // Beside it, others want to run as well.
-                thread::sleep(Duration::from_millis(1));
-            }
-        });
-        Flood { opened, stop, thread: Some(thread) }
-    }
-
-    /// Waits until so many connections have been opened, or were tried to.
-    fn reaches(&self, count: u64) {
-        let begun = Instant::now();
-        while self.opened.load(Relaxed) < count {
-            assert!(begun.elapsed() < LONG, "the flood stands still at {}", self.opened.load(Relaxed));
-            thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
-impl Drop for Flood {
-    fn drop(&mut self) {
-        self.stop.store(true, Relaxed);
-        self.thread.take().map(JoinHandle::join);
-    }
-}
-
-fn begin(address: SocketAddr, number: u64) -> Option<TcpStream> {
-    const BEGINNINGS: [&str; 6] = [
-        "",
-        "G",
-        "GET /model_info HTTP/1.1\r\nauthorization: Bearer the",
-        "POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n{",
-        "GET /health HTTP/1.1\r\nhost: x\r\n",
-        "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    ];
-    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(1)).ok()?;
-    stream.write_all(BEGINNINGS[number as usize % BEGINNINGS.len()].as_bytes()).ok()?;
-    stream.set_nonblocking(true).ok()?;
-    Some(stream)
-}
-
-fn is_over(stream: &mut TcpStream) -> bool {
-    match stream.read(&mut [0; 512]) {
-        Ok(read) => read == 0,
-        Err(error) => error.kind() != ErrorKind::WouldBlock || stream.write(b"a").is_err(),
-    }
-}
+/// Beginnings of requests that never end.
+const BEGINNINGS: &[&str] = &[
+    "",
+    "G",
+    "GET /model_info HTTP/1.1\r\nauthorization: Bearer the",
+    "POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n{",
+    "GET /health HTTP/1.1\r\nhost: x\r\n",
+    "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+];
 
 /// The other process, which serves with few descriptors.
 struct Other(Child);
@@ -186,7 +130,8 @@ fn other_process() {
     thread::park();
 }
 
-/// The reply to a request of whoever has the key; tried again while the connection fails, which a machine under a flood may have it do.
+/// The reply to a request of whoever has the key; tried again while the connection fails, which a machine
+/// under a flood may have it do.
 fn ask(address: SocketAddr, method: &str, path: &str, body: &Value) -> Value {
     let body = body.to_string();
     let begun = Instant::now();
@@ -215,7 +160,7 @@ fn an_engine_generates_and_loads_under_more_connections_than_descriptors() {
     let generate = || ids(&ask(address, "POST", "/generate", &greedy(&[1, 2, 3], 8)));
     let label = || ask(address, "GET", "/model_info", &Value::Null)["weight_version"].clone();
     let before = generate();
-    let flood = Flood::of(address);
+    let flood = Flood::of(address, CONNECTIONS, BEGINNINGS);
     for round in 1..=3 {
         flood.reaches(1000 * round);
         assert_eq!((generate(), label()), (before.clone(), json!("a")));

@@ -1,7 +1,8 @@
 //! How fast are our links, next to UCX's own measuring program?
 //!
-//! `cargo bench -p driftless-transport --features ucx --bench ucx [-- --help]`. Needs libucp 1.14 or newer and its `ucx_perftest` (Debian: libucx0,
-//! ucx-utils). Both sides move the same bytes in messages of the same size the same way between two processes of this host, in turns, with the same transports.
+//! `cargo bench -p driftless-transport --features ucx --bench ucx [-- --help]`. Needs libucp 1.14 or newer
+//! and its `ucx_perftest` (Debian: libucx0, ucx-utils). Both sides move the same bytes in messages of the
+//! same size the same way between two processes of this host, in turns, with the same transports.
 
 #![allow(clippy::expect_used, reason = "a bench ends where its own set-up fails")]
 
@@ -31,8 +32,8 @@ struct Options {
     /// MiB of one message.
     #[arg(long, default_value_t = 8)]
     message_mib: usize,
-    /// Messages of ours under way at a time. ucx_perftest has up to 32, all from and to one buffer; ours are in buckets of their own, and
-    /// the more there are, the less of them the processor's caches hold.
+    /// Messages of ours under way at a time. ucx_perftest has up to 32, all from and to one buffer; ours are
+    /// in buckets of their own, and the more there are, the less of them the processor's caches hold.
     #[arg(long, default_value_t = 2)]
     window: usize,
     /// How often each side is timed; the medians count.

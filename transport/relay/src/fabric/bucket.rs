@@ -18,8 +18,8 @@ pub struct Bucket {
     handle: sys::ucp_mem_h,
 }
 
-// SAFETY: the memory belongs to the bucket alone, and UCX lets any thread unregister it. `links_of_one_fabric_work_on_threads` moves buckets to
-// threads.
+// SAFETY: the memory belongs to the bucket alone, and UCX lets any thread unregister it.
+// `links_of_one_fabric_work_on_threads` moves buckets to threads.
 #[allow(unsafe_code, reason = "see above")]
 unsafe impl Send for Bucket {}
 
@@ -57,7 +57,8 @@ impl Bucket {
         let memory = NonNull::new(found.address.cast()).unwrap_or(NonNull::dangling());
         let bucket = Self { context, memory, bytes: length.min(found.length), handle };
         check(bucket.context.ucp, SELF, "make a bucket in", status)?;
-        // SAFETY: so many bytes are there, for nobody else yet; not every way to allocate them writes to them.
+        // SAFETY: so many bytes are there, for nobody else yet; not every way to allocate them writes to
+        // them.
         #[allow(unsafe_code, reason = "memory of UCX")]
         unsafe {
             ptr::write_bytes(bucket.memory.as_ptr(), 0, bucket.bytes);
@@ -74,8 +75,9 @@ impl Deref for Bucket {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the memory is initialised, and while a transfer may write to it the link owns the bucket, so that nobody has this reference.
-        // The tests of transfers that are given up would find the bucket's memory freed or shared otherwise.
+        // SAFETY: the memory is initialised, and while a transfer may write to it the link owns the bucket,
+        // so that nobody has this reference. The tests of transfers that are given up would find the bucket's
+        // memory freed or shared otherwise.
         #[allow(unsafe_code, reason = "see above")]
         unsafe {
             slice::from_raw_parts(self.memory.as_ptr(), self.bytes)

@@ -14,7 +14,8 @@ use crate::fabric::{Bucket, Fabric, Link};
 
 /// How long a connection may take to be made.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
-/// Sessions that are kept for the next request: as many as a follower has requests under way when each has just begun.
+/// Sessions that are kept for the next request: as many as a follower has requests under way when each has
+/// just begun.
 const IDLE_MAX: usize = 16;
 
 /// A relay that is asked over UCX.
@@ -63,7 +64,8 @@ impl Remote {
         if let Some(mut session) = kept {
             match session.get(object, &range, wait) {
                 Ok(outcome) => return self.keep(session, outcome),
-                // The relay may have been started again since; a new session shows it. Those of the same age are no better.
+                // The relay may have been started again since; a new session shows it. Those of the same age
+                // are no better.
                 Err(Error::LinkLost { .. }) => self.idle().clear(),
                 Err(error) => return Err(chain_text(&error)),
             }

@@ -56,7 +56,8 @@ impl Control {
     /// Waits for a document.
     ///
     /// # Errors
-    /// [`Error::LinkLost`] if the other side is gone, says something else, or `going` is false; [`Error::LinkTimeout`].
+    /// [`Error::LinkLost`] if the other side is gone, says something else, or `going` is false;
+    /// [`Error::LinkTimeout`].
     pub(super) fn hear<T: DeserializeOwned>(
         &mut self,
         deadline: Duration,

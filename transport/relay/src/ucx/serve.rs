@@ -29,7 +29,8 @@ use crate::{Refusal, Relay, WAIT_DEADLINE};
 
 /// Sessions at the same time at most.
 const SESSIONS_MAX: usize = 256;
-/// Bytes of buckets that sessions keep registered for what they are asked for next. What answers hold is bounded with those over HTTP.
+/// Bytes of buckets that sessions keep registered for what they are asked for next. What answers hold is
+/// bounded with those over HTTP.
 const IDLE_BYTES_MAX: usize = 256 << 20;
 /// A session in which nothing is asked for so long ends.
 const IDLE_DEADLINE: Duration = Duration::from_secs(600);
@@ -256,7 +257,8 @@ impl Shared {
         Ok((bucket, place))
     }
 
-    /// The object, from the cache or the origin, and room for so many bytes of it among all answers, by way of the relay's runtime.
+    /// The object, from the cache or the origin, and room for so many bytes of it among all answers, by way
+    /// of the relay's runtime.
     fn content(
         &self,
         object: driftless_store::Object,

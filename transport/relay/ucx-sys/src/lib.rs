@@ -1,8 +1,8 @@
-//! Bindings to [UCX](https://openucx.org) (`libucp`), which is opened at run time: a program that has them starts on a machine
-//! without UCX, and is told what to install when it wants to use it.
+//! Bindings to [UCX](https://openucx.org) (`libucp`), which is opened at run time: a program that has them
+//! starts on a machine without UCX, and is told what to install when it wants to use it.
 //!
-//! `src/bindings.rs` is committed; `bindgen.sh` makes it anew, for which alone clang and UCX's headers are needed. Nothing here is
-//! safe to call but [`open`]; the safe surface is `driftless_transport::fabric`.
+//! `src/bindings.rs` is committed; `bindgen.sh` makes it anew, for which alone clang and UCX's headers are
+//! needed. Nothing here is safe to call but [`open`]; the safe surface is `driftless_relay::fabric`.
 
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
@@ -26,8 +26,9 @@ pub use bindings::*;
 /// The library's name: of every release since 1.0.
 const LIBRARY: &str = "libucp.so.0";
 
-/// The oldest release that is taken, major and minor number. 1.13 ends the process by an assertion (`ucp_request.c:684`) when a peer dies
-/// while a connection over TCP to it is being made; UCX removed it in 1.14.
+/// The oldest release that is taken, major and minor number. 1.13 ends the process by an assertion
+/// (`ucp_request.c:684`) when a peer dies while a connection over TCP to it is being made; UCX removed it in
+/// 1.14.
 pub const LEAST: (u32, u32) = (1, 14);
 
 /// Why UCX cannot be used.
@@ -82,15 +83,16 @@ fn is_new_enough(version: &str) -> bool {
     matches!((numbers.next().flatten(), numbers.next().flatten()), (Some(major), Some(minor)) if (major, minor) >= LEAST)
 }
 
-/// Opens `libucp.so.0` as the system's loader finds it, or the file at `library`. It stays for as long as the process runs: UCX
-/// hooks the allocation of memory, which nothing can undo.
+/// Opens `libucp.so.0` as the system's loader finds it, or the file at `library`. It stays for as long as the
+/// process runs: UCX hooks the allocation of memory, which nothing can undo.
 ///
 /// # Errors
 /// [`Error`], if there is none, or none that can be used, such as one before [`LEAST`].
 pub fn open(library: Option<&Path>) -> Result<&'static Ucp, Error> {
     let path = library.unwrap_or(Path::new(LIBRARY));
-    // SAFETY: the constructors of UCX's libraries have no precondition, and it is never unloaded. That this is UCX, whose functions have
-    // the types of the bindings, is what its name promises, within a major version; no test can show more than that for the releases it runs with.
+    // SAFETY: the constructors of UCX's libraries have no precondition, and it is never unloaded. That this
+    // is UCX, whose functions have the types of the bindings, is what its name promises, within a major
+    // version; no test can show more than that for the releases it runs with.
     #[allow(unsafe_code, reason = "loads a foreign library")]
     let opened = unsafe { Ucp::new(path) };
     let ucp = match opened {
@@ -158,8 +160,8 @@ mod tests {
         }
     }
 
-    /// The layouts are compared with those that clang found when the bindings were made, at compile time; here with sizes that the
-    /// 64-bit C ABI gives the declarations in ucp.h, by hand.
+    /// The layouts are compared with those that clang found when the bindings were made, at compile time;
+    /// here with sizes that the 64-bit C ABI gives the declarations in ucp.h, by hand.
     #[test]
     fn structures_have_the_layout_of_the_c_declarations() {
         assert_eq!(size_of::<ucp_params_t>(), 10 * 8);

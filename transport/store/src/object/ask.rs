@@ -28,8 +28,8 @@ pub(super) struct Cause {
 }
 
 impl Remote {
-    /// Makes a request that moves `bytes` until it is answered, until the answer is that asking again is of no use, or until
-    /// the deadline has passed.
+    /// Makes a request that moves `bytes` until it is answered, until the answer is that asking again is of
+    /// no use, or until the deadline has passed.
     pub(super) async fn ask<T, F>(
         &self,
         action: Action<'_>,

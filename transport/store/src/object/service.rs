@@ -112,7 +112,8 @@ impl fmt::Display for Refusal {
 
 impl std::error::Error for Refusal {}
 
-/// The text of the first `<name>` in an error document. Nothing else of a document is shown: some repeat what was signed.
+/// The text of the first `<name>` in an error document. Nothing else of a document is shown: some repeat what
+/// was signed.
 pub(super) fn element(document: &str, name: &str) -> Option<String> {
     let (_, rest) = document.split_once(&format!("<{name}>"))?;
     let (text, _) = rest.split_once("</")?;

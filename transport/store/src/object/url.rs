@@ -27,8 +27,8 @@ struct Place {
     parameters: Vec<(String, String)>,
 }
 
-/// Opens the store that `url` names. `settings` are pairs as in the environment (`AWS_REGION` and so on); those of the
-/// URL go before them.
+/// Opens the store that `url` names. `settings` are pairs as in the environment (`AWS_REGION` and so on);
+/// those of the URL go before them.
 pub(crate) fn open(url: &str, settings: &[(String, String)]) -> Result<Bucket> {
     let mut place = Place::parse(url)?;
     let mut all: Vec<(String, String)> =
@@ -57,7 +57,8 @@ macro_rules! configured {
     };
 }
 
-/// The backend of a builder; plain HTTP only for an endpoint that is written so, no deadlines and retries but ours.
+/// The backend of a builder; plain HTTP only for an endpoint that is written so, no deadlines and retries but
+/// ours.
 macro_rules! built {
     ($builder:expr, $key:ident, $endpoint:expr) => {{
         let mut builder = $builder

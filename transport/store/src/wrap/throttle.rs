@@ -10,7 +10,8 @@ use crate::error::Result;
 use crate::key::Key;
 use crate::store::{Arrived, Entry, Object, PutMode, Store};
 
-/// Delays the calls of the store inside as one shared link would: a latency per call, and a rate that all bytes share.
+/// Delays the calls of the store inside as one shared link would: a latency per call, and a rate that all
+/// bytes share.
 #[derive(Debug)]
 pub struct Throttle {
     inner: Arc<dyn Store>,

@@ -1,6 +1,7 @@
 //! NCCL, opened from the very file that the engines' torch uses.
 //!
-//! The crate `cudarc` brings the types; its own loader looks for names that the Python wheels do not have, and cannot be given a path.
+//! The crate `cudarc` brings the types; its own loader looks for names that the Python wheels do not have,
+//! and cannot be given a path.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -14,7 +15,8 @@ use crate::{Error, Result};
 /// `NCCL_CONFIG_INITIALIZER` of nccl.h: the magic number, and the marks of a field that is not set.
 const CONFIG_MAGIC: u32 = 0xcafe_beef;
 const UNSET: c_int = c_int::MIN;
-/// The release whose `ncclConfig_t` this is: later ones take the fields that it has, earlier ones those that they know.
+/// The release whose `ncclConfig_t` this is: later ones take the fields that it has, earlier ones those that
+/// they know.
 const CONFIG_VERSION: u32 = 22_800;
 
 type GetVersion = unsafe extern "C" fn(*mut c_int) -> ncclResult_t;
@@ -60,12 +62,18 @@ impl Library {
             ),
             source: source.into(),
         };
-        // SAFETY: the file runs its initialisers. It is the user's choice, as the file of an engine's torch is.
+        // SAFETY: the file runs its initialisers. It is the user's choice, as the file of an engine's torch
+        // is.
         let handle = unsafe { libloading::Library::new(path) }.map_err(|error| fail("cannot open", error))?;
         macro_rules! symbol {
             ($name:literal, $type:ty) => {
-                // SAFETY: the types are those of nccl.h, by cudarc's bindings, unchanged from 2.18 to 2.30; a file without the name fails.
-                unsafe { *handle.get::<$type>($name).map_err(|error| fail("not an NCCL of 2.14 or later:", error))? }
+                // SAFETY: the types are those of nccl.h, by cudarc's bindings, unchanged from 2.18 to 2.30; a
+                // file without the name fails.
+                unsafe {
+                    *handle
+                        .get::<$type>($name)
+                        .map_err(|error| fail("not an NCCL of 2.14 or later:", error))?
+                }
             };
         }
         let get_version = symbol!(b"ncclGetVersion", GetVersion);
@@ -107,14 +115,16 @@ impl Library {
     }
 }
 
-/// Rank 0's end of a communicator. Its calls do not wait for peers: they begin something, and [`Comm::settled`] says whether that has ended.
+/// Rank 0's end of a communicator. Its calls do not wait for peers: they begin something, and
+/// [`Comm::settled`] says whether that has ended.
 #[derive(Debug)]
 pub(super) struct Comm {
     library: Arc<Library>,
     comm: ncclComm_t,
 }
 
-// SAFETY: NCCL binds a communicator to a device, not to a thread; `&mut` keeps two threads from using it at once.
+// SAFETY: NCCL binds a communicator to a device, not to a thread; `&mut` keeps two threads from using it at
+// once.
 unsafe impl Send for Comm {}
 
 impl Comm {
@@ -158,12 +168,14 @@ impl Comm {
     /// Begins to broadcast bytes of device memory to every rank.
     ///
     /// # Safety
-    /// `length` bytes at `address` are memory of the communicator's device, and stay as they are until the stream has passed this point
-    /// or this value is dropped. `stream` is alive that long, and of that device.
+    /// `length` bytes at `address` are memory of the communicator's device, and stay as they are until the
+    /// stream has passed this point or this value is dropped. `stream` is alive that long, and of that
+    /// device.
     pub(super) unsafe fn broadcast(&mut self, address: u64, length: usize, stream: CUstream) -> Result<()> {
         let bytes = address as *mut c_void;
         let kind = ncclDataType_t::ncclUint8;
-        // SAFETY: the caller's promise; the communicator is alive. In place: root's receive buffer is its send buffer.
+        // SAFETY: the caller's promise; the communicator is alive. In place: root's receive buffer is its
+        // send buffer.
         let begun = unsafe { (self.library.broadcast)(bytes, bytes, length, kind, 0, self.comm, stream) };
         self.begun("ncclBroadcast", begun)
     }
@@ -173,7 +185,8 @@ impl Comm {
         if matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress) {
             return Ok(());
         }
-        // SAFETY: the communicator is alive; the text is NCCL's own and is copied before another call could change it.
+        // SAFETY: the communicator is alive; the text is NCCL's own and is copied before another call could
+        // change it.
         let text = unsafe {
             let text = (self.library.get_last_error)(self.comm);
             if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
@@ -184,7 +197,8 @@ impl Comm {
 
 impl Drop for Comm {
     fn drop(&mut self) {
-        // SAFETY: it is alive, and nothing uses it after this. Aborting ends whatever it still does; a failure leaves nothing to be done.
+        // SAFETY: it is alive, and nothing uses it after this. Aborting ends whatever it still does; a
+        // failure leaves nothing to be done.
         let _ = unsafe { (self.library.comm_abort)(self.comm) };
     }
 }

@@ -1,7 +1,8 @@
 //! Rank 0 over NCCL: the engines' own version of it, on a device that no engine uses.
 //!
-//! Nothing here waits for a peer. The communicator is a non-blocking one, whose calls begin something; [`Root::joined`] and [`Root::sent`]
-//! look whether it has ended, and dropping the communicator aborts what has not.
+//! Nothing here waits for a peer. The communicator is a non-blocking one, whose calls begin something;
+//! [`Root::joined`] and [`Root::sent`] look whether it has ended, and dropping the communicator aborts what
+//! has not.
 #![allow(unsafe_code, reason = "NCCL and the CUDA driver are foreign functions on raw addresses")]
 
 mod library;
@@ -20,14 +21,16 @@ use crate::{Bucket, Error, Result, Weights};
 /// Options of an [`NcclRoot`].
 #[derive(Debug, Clone)]
 pub struct NcclOptions {
-    /// The `libnccl.so.2` that the engines' torch uses: `site-packages/nvidia/nccl/lib` beside it. Two versions in one group were never tried.
+    /// The `libnccl.so.2` that the engines' torch uses: `site-packages/nvidia/nccl/lib` beside it. Two
+    /// versions in one group were never tried.
     pub library: PathBuf,
-    /// The version that the library must have, as major, minor and patch: that of the engines, where they run elsewhere.
+    /// The version that the library must have, as major, minor and patch: that of the engines, where they run
+    /// elsewhere.
     pub version: Option<[u32; 3]>,
     /// Number of the device. It must not be an engine's: NCCL refuses two ranks on one.
     pub device: usize,
-    /// Whether this process has `NCCL_CUMEM_ENABLE` other than 0 in its environment, which NCCL reads by itself. It must be as at the engines:
-    /// SGLang sets 0, unless it was started with `--enable-symm-mem`.
+    /// Whether this process has `NCCL_CUMEM_ENABLE` other than 0 in its environment, which NCCL reads by
+    /// itself. It must be as at the engines: SGLang sets 0, unless it was started with `--enable-symm-mem`.
     pub cumem: bool,
 }
 
@@ -108,8 +111,9 @@ impl NcclRoot {
                 None => self.device.filled(sending.slot)?,
             };
             let stream = self.device.broadcasts.cu_stream();
-            // SAFETY: a slot's memory, or weights whose maker promised it; neither changes before `sent` has said so, or the communicator
-            // is dropped. The stream lives as long as the device, which is dropped after the communicator.
+            // SAFETY: a slot's memory, or weights whose maker promised it; neither changes before `sent` has
+            // said so, or the communicator is dropped. The stream lives as long as the device, which is
+            // dropped after the communicator.
             unsafe { self.comm()?.broadcast(at, length as usize, stream) }?;
             sending.at = Some(at + length);
             self.queue.push_front(sending);
@@ -131,7 +135,8 @@ impl Root for NcclRoot {
         self.abort();
         self.device.bind()?;
         let id = self.library.unique_id()?;
-        // torch's process group asks for its first communicator by this name: the group twice, by SGLang and by torch, and the device.
+        // torch's process group asks for its first communicator by this name: the group twice, by SGLang and
+        // by torch, and the device.
         let key = format!("/{0}/{0}//cuda//0", meeting.group);
         meeting.rendezvous.set(&key, &id)?;
         self.comm = Some(Comm::join(&self.library, id, meeting.world)?);
@@ -172,7 +177,8 @@ impl Root for NcclRoot {
     fn abort(&mut self) {
         if self.device.bind().is_ok() {
             self.comm = None;
-            // A copy that is under way must not meet the next group's bytes; if it failed, the next call says so.
+            // A copy that is under way must not meet the next group's bytes; if it failed, the next call says
+            // so.
             let _ = self.device.settle();
         }
         self.queue.clear();

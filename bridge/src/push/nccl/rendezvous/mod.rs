@@ -1,7 +1,8 @@
-//! The meeting place of a weight-update group: the part of torch's TCPStore that the ranks of one need, served without torch.
+//! The meeting place of a weight-update group: the part of torch's TCPStore that the ranks of one need,
+//! served without torch.
 //!
-//! A client that breaks the protocol, sends part of a request and stops, or does not read its replies loses its connection and nothing
-//! else; how many there are, and what they may store, is bounded.
+//! A client that breaks the protocol, sends part of a request and stops, or does not read its replies loses
+//! its connection and nothing else; how many there are, and what they may store, is bounded.
 
 mod state;
 mod wire;
@@ -22,7 +23,8 @@ use crate::{Error, Result};
 use state::{Client, Reply, State};
 use wire::{Request, Violation};
 
-/// Most replies that lie ready for a client. A client has one request under way; only one that does not read gets here.
+/// Most replies that lie ready for a client. A client has one request under way; only one that does not read
+/// gets here.
 const REPLIES_MAX: usize = 64;
 /// Descriptors that are left to the rest of the process.
 const FILES_KEPT: u64 = 256;
@@ -30,10 +32,11 @@ const FILES_KEPT: u64 = 256;
 /// Bounds of a [`Rendezvous`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RendezvousOptions {
-    /// Most connections at a time, fewer where the process may open few files. For a further one, the oldest that has asked for
-    /// nothing is closed; where all have, it waits.
+    /// Most connections at a time, fewer where the process may open few files. For a further one, the oldest
+    /// that has asked for nothing is closed; where all have, it waits.
     pub connections_max: usize,
-    /// How long a client may take to greet, to finish a request it began, or to read a reply. Between requests it may be silent.
+    /// How long a client may take to greet, to finish a request it began, or to read a reply. Between
+    /// requests it may be silent.
     pub deadline: Duration,
 }
 
@@ -57,7 +60,8 @@ impl Rendezvous {
     /// Listens at `address`; clients are served when this returns. Port 0 takes a free one.
     ///
     /// # Errors
-    /// [`Error::Listen`] when the address cannot be listened at; [`Error::SetUp`] when its thread cannot be had.
+    /// [`Error::Listen`] when the address cannot be listened at; [`Error::SetUp`] when its thread cannot be
+    /// had.
     pub fn start(address: SocketAddr, options: RendezvousOptions) -> Result<Self> {
         let fail = |source| Error::Listen { address, source };
         let listener = std::net::TcpListener::bind(address).map_err(fail)?;
@@ -134,7 +138,8 @@ struct Shared {
 }
 
 impl Shared {
-    /// Puts replies into their clients' outboxes. A client whose outbox is full loses it, and thereby its connection.
+    /// Puts replies into their clients' outboxes. A client whose outbox is full loses it, and thereby its
+    /// connection.
     fn send(&mut self, replies: Vec<Reply>) {
         for (client, bytes) in replies {
             let full = self.outboxes.get(&client).is_some_and(|outbox| outbox.try_send(bytes).is_err());

@@ -151,7 +151,8 @@ impl State {
         Ok(replies)
     }
 
-    /// torch's rule: a key that is not there takes the desired value only if nothing was expected, and what was expected is then replied.
+    /// torch's rule: a key that is not there takes the desired value only if nothing was expected, and what
+    /// was expected is then replied.
     fn compare_set(
         &mut self,
         client: Client,

@@ -1,5 +1,6 @@
-//! The wire format of torch's TCPStore, as torch 2.11 and 2.14 speak it: one byte of type, then its fields. Integers are little-endian; a
-//! key or a value is a `u64` length and its bytes; a list is a `u64` count and its members.
+//! The wire format of torch's TCPStore, as torch 2.11 and 2.14 speak it: one byte of type, then its fields.
+//! Integers are little-endian; a key or a value is a `u64` length and its bytes; a list is a `u64` count and
+//! its members.
 
 /// What a client sends first.
 pub(super) const MAGIC: u32 = 0x3C85_F7CE;

@@ -8,8 +8,8 @@ use tch::Kind;
 use crate::config::Config;
 use crate::error::Result;
 
-/// `config.json`, `generation_config.json`, `tokenizer.json` and `tokenizer_config.json` of a model of the task whose
-/// weights are of `kind`; sorted by name.
+/// `config.json`, `generation_config.json`, `tokenizer.json` and `tokenizer_config.json` of a model of the
+/// task whose weights are of `kind`; sorted by name.
 ///
 /// # Errors
 /// [`crate::Error::Transport`] if a file is refused.

@@ -1,7 +1,7 @@
 //! What makes a small model learn the task in minutes on two cores.
 //!
-//! Measured with two CPU threads, generation in the same process, all 845 held-out problems, bf16 weights; success when
-//! sampling at temperature 1 (in brackets: greedy):
+//! Measured with two CPU threads, generation in the same process, all 845 held-out problems, bf16 weights;
+//! success when sampling at temperature 1 (in brackets: greedy):
 //!
 //! | seed | after the cold start | after RL |
 //! | --- | --- | --- |
@@ -19,30 +19,20 @@ use driftless_trainer::tasks::arithmetic::{BOS, EOS, PAD, VOCABULARY};
 use crate::config::Config;
 use crate::models::Family;
 
-/// Model, cold start and RL settings of the demo.
+/// Model and cold start of the demo; its settings of RL are [`driftless_trainer::tasks::arithmetic::Recipe`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Recipe {
     /// Shape of the model.
     pub config: Config,
     /// Optimizer steps of the cold start, at most.
     pub sft_steps: u64,
-    /// The cold start ends when the mean loss of five steps is down to this (nats per token), where about a third of the answers are right: what a fixed
-    /// number of steps reaches differs much between seeds.
+    /// The cold start ends when the mean loss of five steps is down to this (nats per token), where about a
+    /// third of the answers are right: what a fixed number of steps reaches differs much between seeds.
     pub sft_stop_loss: f64,
     /// Problems of one of its steps.
     pub sft_batch_size: u64,
     /// Its peak learning rate.
     pub sft_lr: f64,
-    /// Steps of RL.
-    pub rl_steps: u64,
-    /// Learning rate of RL.
-    pub rl_lr: f64,
-    /// Prompts of a step of RL.
-    pub rollout_batch_size: u64,
-    /// Samples of a prompt.
-    pub n_samples_per_prompt: u64,
-    /// Longest answer, its end mark included.
-    pub rollout_max_response_len: u32,
 }
 
 impl Default for Recipe {
@@ -71,11 +61,6 @@ impl Default for Recipe {
             sft_stop_loss: 0.32,
             sft_batch_size: 256,
             sft_lr: 1e-3,
-            rl_steps: 120,
-            rl_lr: 2e-4,
-            rollout_batch_size: 256,
-            n_samples_per_prompt: 4,
-            rollout_max_response_len: 4,
         }
     }
 }

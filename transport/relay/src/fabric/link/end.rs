@@ -35,7 +35,8 @@ impl Link {
 
     fn close(&mut self, endpoint: &Endpoint) {
         let ucp = self.context.ucp;
-        // SAFETY: the structure is numbers, pointers and optional functions, for which zero is a value, and the mask says which are read.
+        // SAFETY: the structure is numbers, pointers and optional functions, for which zero is a value, and
+        // the mask says which are read.
         #[allow(unsafe_code, reason = "a C structure")]
         let mut param: sys::ucp_request_param_t = unsafe { mem::zeroed() };
         if endpoint.watched {
@@ -46,7 +47,8 @@ impl Link {
         // SAFETY: the endpoint is closed once: the link has taken it out of its field.
         #[allow(unsafe_code, reason = "foreign call")]
         let request = unsafe { ucp.ucp_ep_close_nbx(endpoint.handle, &raw const param) };
-        // Over TCP whoever closes second hears that the connection is gone: it is closed, and that was wanted.
+        // Over TCP whoever closes second hears that the connection is gone: it is closed, and that was
+        // wanted.
         if request.is_null() || failure(request).is_some() {
             return;
         }
@@ -70,7 +72,8 @@ impl Drop for Link {
         let ucp = self.context.ucp;
         let mut settled = self.settle();
         if let Some(endpoint) = self.endpoint.take() {
-            // Flushing towards a peer that is gone would wait for it; the worker's end takes the endpoint along.
+            // Flushing towards a peer that is gone would wait for it; the worker's end takes the endpoint
+            // along.
             if endpoint.watched || (settled && !self.broken) {
                 self.close(&endpoint);
             }
@@ -80,7 +83,8 @@ impl Drop for Link {
             tracing::debug!(peer = self.peer, "UCX does not let go of a transfer that was given up");
             self.context.tainted.store(true, SeqCst);
         }
-        // SAFETY: destroyed once. The buckets of what was given up are fields of the link and go after this, when UCX writes to them no more.
+        // SAFETY: destroyed once. The buckets of what was given up are fields of the link and go after this,
+        // when UCX writes to them no more.
         #[allow(unsafe_code, reason = "foreign call")]
         unsafe {
             ucp.ucp_worker_destroy(self.worker);

@@ -19,7 +19,8 @@ use crate::error::{Error, Result};
 pub const INFLIGHT_MAX: usize = 64;
 /// Longest address that is taken from a peer: UCX's have some hundred bytes for each network device.
 const ADDRESS_BYTES_MAX: usize = 64 << 10;
-/// Rounds without news before the processor is offered to others, and before it is left for [`NAP`] at a time.
+/// Rounds without news before the processor is offered to others, and before it is left for [`NAP`] at a
+/// time.
 const ROUNDS: [u32; 2] = [2_000, 10_000];
 const NAP: Duration = Duration::from_micros(50);
 /// Rounds between two looks at the clock, and time between two calls of a watch.
@@ -66,16 +67,18 @@ struct Endpoint {
     watched: bool,
 }
 
-// SAFETY: the worker is made for serialised use from any thread, and all its uses borrow the link mutably or end it. The
-// requests and buckets belong to the link. `links_of_one_fabric_work_on_threads` moves links to threads.
+// SAFETY: the worker is made for serialised use from any thread, and all its uses borrow the link mutably or
+// end it. The requests and buckets belong to the link. `links_of_one_fabric_work_on_threads` moves links to
+// threads.
 #[allow(unsafe_code, reason = "see above")]
 unsafe impl Send for Link {}
 
 /// UCX's word that the peer is gone.
 #[allow(unsafe_code, reason = "called by UCX")]
 unsafe extern "C" fn on_lost(lost: *mut std::ffi::c_void, _: sys::ucp_ep_h, status: sys::ucs_status_t) {
-    // SAFETY: `connect` passed the pointer of the link's `Arc`, which lives until its worker, whose progress calls this, is destroyed.
-    // A peer that is killed in the middle of a transfer passes here in `tests/fabric.rs`.
+    // SAFETY: `connect` passed the pointer of the link's `Arc`, which lives until its worker, whose progress
+    // calls this, is destroyed. A peer that is killed in the middle of a transfer passes here in
+    // `tests/fabric.rs`.
     let lost = unsafe { &*lost.cast::<AtomicI32>() };
     lost.store(status.into(), SeqCst);
 }
@@ -83,7 +86,8 @@ unsafe extern "C" fn on_lost(lost: *mut std::ffi::c_void, _: sys::ucp_ep_h, stat
 impl Link {
     pub(super) fn new(context: Arc<Context>, peer: String) -> Result<Self> {
         static LINKS: AtomicU64 = AtomicU64::new(0);
-        // SAFETY: the structure is numbers and pointers, for which zero is a value, and the mask says which are read.
+        // SAFETY: the structure is numbers and pointers, for which zero is a value, and the mask says which
+        // are read.
         #[allow(unsafe_code, reason = "a C structure")]
         let mut params: sys::ucp_worker_params_t = unsafe { mem::zeroed() };
         params.field_mask = u64::from(sys::UCP_WORKER_PARAM_FIELD_THREAD_MODE);
@@ -135,11 +139,11 @@ impl Link {
         Bucket::new(self.context.clone(), bytes)
     }
 
-    /// Makes the peer's link with this [address](Link::address) the one that is sent to. UCX believes what is in the address: it must come from a
-    /// peer that showed who it is.
+    /// Makes the peer's link with this [address](Link::address) the one that is sent to. UCX believes what is
+    /// in the address: it must come from a peer that showed who it is.
     ///
-    /// Where a transport can tell that a peer has ended, UCX is asked to. Shared memory cannot; then only deadlines and
-    /// watches end a wait.
+    /// Where a transport can tell that a peer has ended, UCX is asked to. Shared memory cannot; then only
+    /// deadlines and watches end a wait.
     ///
     /// # Errors
     /// [`Error::Link`] if the link has a peer, the address is none, or no transport leads there.
@@ -151,7 +155,8 @@ impl Link {
             let status = format!("an address has 8 to {ADDRESS_BYTES_MAX} bytes, not {}", address.len());
             return Err(self.refused("connect to", status));
         }
-        // UCX is not told the address's length. Of one that was cut short it reads zeros, not what lies behind.
+        // UCX is not told the address's length. Of one that was cut short it reads zeros, not what lies
+        // behind.
         let mut padded = address.to_vec();
         padded.resize(address.len() + ADDRESS_BYTES_MAX, 0);
         let modes = if self.context.is_unwatched() { &[false][..] } else { &[true, false][..] };
@@ -173,7 +178,8 @@ impl Link {
     }
 
     fn create(&mut self, address: &[u8], watched: bool) -> (sys::ucs_status_t, sys::ucp_ep_h) {
-        // SAFETY: the structure is numbers and pointers, for which zero is a value, and the mask says which are read.
+        // SAFETY: the structure is numbers and pointers, for which zero is a value, and the mask says which
+        // are read.
         #[allow(unsafe_code, reason = "a C structure")]
         let mut params: sys::ucp_ep_params_t = unsafe { mem::zeroed() };
         params.field_mask = u64::from(
@@ -187,10 +193,10 @@ impl Link {
         params.err_handler.cb = Some(on_lost);
         params.err_handler.arg = Arc::as_ptr(&self.lost).cast_mut().cast();
         let mut handle = ptr::null_mut();
-        // SAFETY: the address outlives the call, the handler's argument the worker; the handle is written before it is read.
-        // That the address is UCX's is the peer's word, as `connect` says.
         #[allow(unsafe_code, reason = "foreign call")]
         let status =
+            // SAFETY: the address outlives the call, the handler's argument the worker; the handle is written
+            // before it is read. That the address is UCX's is the peer's word, as `connect` says.
             unsafe { self.context.ucp.ucp_ep_create(self.worker, &raw const params, &raw mut handle) };
         (status, handle)
     }
@@ -198,12 +204,14 @@ impl Link {
     /// Sends a part of a bucket to the peer, which [receives](Link::receive) it under the same tag.
     ///
     /// # Errors
-    /// [`Error::Link`] without a peer, for a range outside the bucket, or if UCX refuses; [`Error::LinkLost`] if the peer is gone;
-    /// [`Busy`](driftless_transport::Error::Busy) if [`INFLIGHT_MAX`] transfers are under way. The bucket is dropped then.
+    /// [`Error::Link`] without a peer, for a range outside the bucket, or if UCX refuses; [`Error::LinkLost`]
+    /// if the peer is gone; [`Busy`](driftless_transport::Error::Busy) if [`INFLIGHT_MAX`] transfers are
+    /// under way. The bucket is dropped then.
     pub fn send(&mut self, bucket: Bucket, range: Range<usize>, tag: u64) -> Result<Ticket> {
         let endpoint = self.endpoint("send to")?;
         self.start("send to", bucket, range, false, |ucp, _, memory, bytes, param| {
-            // SAFETY: `start` gives the range of a bucket that the flight owns until UCX is done with it, and the endpoint lives as long as the link.
+            // SAFETY: `start` gives the range of a bucket that the flight owns until UCX is done with it, and
+            // the endpoint lives as long as the link.
             #[allow(unsafe_code, reason = "foreign call")]
             unsafe {
                 ucp.ucp_tag_send_nbx(endpoint, memory.cast(), bytes, tag, param)
@@ -218,7 +226,8 @@ impl Link {
     pub fn receive(&mut self, bucket: Bucket, tag: u64) -> Result<Ticket> {
         let range = 0..bucket.len();
         self.start("receive from", bucket, range, true, |ucp, worker, memory, bytes, param| {
-            // SAFETY: `start` gives all of a bucket that the flight owns until UCX is done with it; no reference to it exists meanwhile.
+            // SAFETY: `start` gives all of a bucket that the flight owns until UCX is done with it; no
+            // reference to it exists meanwhile.
             #[allow(unsafe_code, reason = "foreign call")]
             unsafe {
                 ucp.ucp_tag_recv_nbx(worker, memory.cast(), bytes, tag, u64::MAX, param)
@@ -226,14 +235,15 @@ impl Link {
         })
     }
 
-    /// Waits until a transfer is done, and gives back its bucket and the bytes that it moved. `watch` is asked every 20 ms; what it
-    /// fails with says that the peer is gone.
+    /// Waits until a transfer is done, and gives back its bucket and the bytes that it moved. `watch` is
+    /// asked every 20 ms; what it fails with says that the peer is gone.
     ///
     /// After an error the link is of no use. Buckets of transfers that were given up end with the link.
     ///
     /// # Errors
-    /// [`Error::LinkTimeout`] when `deadline` is over; [`Error::LinkLost`] when UCX or `watch` says that the peer is gone;
-    /// [`Error::Link`] if the transfer fails, such as for a message longer than the bucket, or belongs to another link.
+    /// [`Error::LinkTimeout`] when `deadline` is over; [`Error::LinkLost`] when UCX or `watch` says that the
+    /// peer is gone; [`Error::Link`] if the transfer fails, such as for a message longer than the bucket, or
+    /// belongs to another link.
     pub fn finish(
         &mut self,
         ticket: Ticket,
@@ -289,7 +299,8 @@ impl Link {
             let status = format!("{range:?} is outside the bucket of {} bytes", bucket.len());
             return Err(self.refused(action, status));
         }
-        // SAFETY: the structure is numbers, pointers and optional functions, for which zero is a value, and the mask says which are read.
+        // SAFETY: the structure is numbers, pointers and optional functions, for which zero is a value, and
+        // the mask says which are read.
         #[allow(unsafe_code, reason = "a C structure")]
         let mut param: sys::ucp_request_param_t = unsafe { mem::zeroed() };
         if receives {
@@ -316,7 +327,8 @@ impl Link {
             return true;
         }
         let mut info = sys::ucp_tag_recv_info_t { sender_tag: 0, length: 0 };
-        // SAFETY: the request is one that UCX gave and was not freed; the information is written if it is that of a receive.
+        // SAFETY: the request is one that UCX gave and was not freed; the information is written if it is
+        // that of a receive.
         #[allow(unsafe_code, reason = "foreign call")]
         let status = unsafe {
             if flight.receives {

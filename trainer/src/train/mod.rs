@@ -2,6 +2,7 @@
 
 mod learn;
 mod options;
+mod record;
 mod session;
 mod update;
 
@@ -9,23 +10,23 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftless_bridge::Label;
-use driftless_transport::{Mode, Snapshot, Step, write_checkpoint};
+use driftless_transport::{Mode, Published, Snapshot, Step, Version};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
-use driftless_trainer::Schedule;
-use driftless_trainer::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
-use driftless_trainer::rollout::{Dropped, EvalSet};
+use crate::learner::{Learner, StepStats, Stepped, Weights};
+use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
+use crate::rollout::{Dropped, EvalSet};
 use session::Session;
 use update::milliseconds;
 
-pub use options::{Debug, Estimator, Evaluation, LearnOptions, TrainOptions, UpdateWeightMode};
+pub use options::{Debug, Dtype, Evaluation, Kl, KlLoss, LearnOptions, Tis, TrainOptions, UpdateWeightMode};
 
 /// Name of the policy among the models of a run.
 const MODEL: &str = "policy";
 
-/// Tensor data per file of a checkpoint that is written for others.
-const SHARD_BYTES_MAX: u64 = 5 << 30;
+/// How often a learner may be lost before its next training checkpoint.
+const LOST_MAX: u32 = 3;
 
 /// What the loop is doing, for whoever watches.
 #[derive(Debug)]
@@ -51,6 +52,27 @@ pub enum Event<'a> {
         done: u64,
         /// Samples of the rollout.
         total: u64,
+    },
+    /// A run goes on with another setting than its last checkpoint was made with.
+    Changed {
+        /// The flag.
+        name: &'a str,
+        /// What it said then.
+        then: &'a str,
+        /// What it says now.
+        now: &'a str,
+    },
+    /// A step was not finite, and was left out.
+    Skipped {
+        /// Its rollout.
+        rollout: u64,
+        /// The quantity and its value.
+        what: &'a str,
+    },
+    /// The learner was lost, for this reason; it is loaded again.
+    LearnerLost {
+        /// What became of it.
+        error: &'a Error,
     },
     /// A version is in the store; the engines are waited for next.
     Published {
@@ -82,38 +104,34 @@ pub struct Outcome {
 
 /// Runs the loop to its end, or continues an interrupted run.
 ///
-/// A step ends in this order: rollouts durable in the log, optimiser step, training checkpoint, publication. Whatever a
-/// crash cuts off is done again or, where it is already there, taken as it is.
+/// A step ends in this order: rollouts durable in the log, optimiser step, training checkpoint, publication.
+/// Whatever a crash cuts off is done again or, where it is already there, taken as it is. A learner that is
+/// lost is loaded again, and the steps behind its last checkpoint are learned again from the log.
 ///
 /// # Errors
-/// Whatever the engines, the store, the file system or libtorch answer; the state on disk is then intact, and the same
-/// call continues the run.
-pub fn train(options: &TrainOptions, observer: Observer) -> Result<Outcome> {
-    let mut session = Session::open(options, observer)?;
-    let schedule = Schedule { mode: options.mode, rollouts: options.num_rollout };
-    session.tell(Event::Begin { step: session.step, of: schedule.rollouts });
-    session.catch_up()?;
-    let mut ahead: Option<InFlight> = None;
-    for rollout in session.step..schedule.rollouts {
-        let generated = match ahead.take() {
-            Some(in_flight) => in_flight,
-            None => session.start(rollout)?,
+/// Whatever the engines, the store, the file system or the learner answer; the state on disk is then intact,
+/// and the same call continues the run.
+pub fn train(options: &TrainOptions, learner: Box<dyn Learner>, observer: Observer) -> Result<Outcome> {
+    let mut session = Session::open(options, learner, observer)?;
+    let mut lost = 0;
+    loop {
+        let saved = session.saved;
+        let error = match session.go() {
+            Ok(()) => return session.outcome(),
+            Err(error) => error,
         };
-        let (generate_ms, dropped) = session.finish(generated)?;
-        if let Some(next) = schedule.ahead(rollout) {
-            ahead = Some(session.start(next)?);
+        lost = if session.saved > saved { 1 } else { lost + 1 };
+        if !error.is_learner_lost() || lost > LOST_MAX {
+            return Err(error);
         }
-        let mut step = session.learn(rollout)?;
-        step.generate_ms = generate_ms;
-        (step.groups_failed, step.groups_filtered) = (dropped.failed, dropped.filtered);
-        session.save(&step)?;
-        session.complete(step)?;
+        session.tell(Event::LearnerLost { error: &error });
+        session.loaded = false;
     }
-    session.end()
 }
 
 /// A rollout that is being generated.
 struct InFlight {
+    rollout: u64,
     task: JoinHandle<Result<Dropped>>,
     begin: Instant,
 }
@@ -123,6 +141,41 @@ impl Session<'_> {
         (self.observer)(event);
     }
 
+    /// The steps that are left.
+    fn go(&mut self) -> Result<()> {
+        if !self.loaded {
+            self.load()?;
+        }
+        self.tell(Event::Begin { step: self.step, of: self.options.num_rollout });
+        self.catch_up()?;
+        while self.step < self.options.num_rollout {
+            self.turn(self.step)?;
+        }
+        match &self.options.save_hf {
+            Some(dir) if self.options.debug != Debug::RolloutOnly && !options::is_series(dir) => {
+                self.learner.save_hf(dir)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// One step, from its rollout to its publication.
+    fn turn(&mut self, rollout: u64) -> Result<()> {
+        let generated = match self.ahead.take_if(|ahead| ahead.rollout == rollout) {
+            Some(in_flight) => in_flight,
+            None => self.start(rollout)?,
+        };
+        let (generate_ms, dropped) = self.finish(generated)?;
+        if let (Some(next), None) = (self.schedule().ahead(rollout), &self.ahead) {
+            self.ahead = Some(self.start(next)?);
+        }
+        let mut step = self.learn(rollout)?;
+        step.generate_ms = generate_ms;
+        (step.groups_failed, step.groups_filtered) = (dropped.failed, dropped.filtered);
+        self.save(&step)?;
+        self.complete(step)
+    }
+
     /// Brings the fleet to the policy as it is, and completes the step that a crash cut off.
     fn catch_up(&mut self) -> Result<()> {
         if let Some(updates) = &mut self.updates
@@ -130,14 +183,13 @@ impl Session<'_> {
         {
             let published = updates.publish_reference(&self.options.hf_checkpoint)?;
             self.tell(Event::Waiting { what: "the engines to come to version 0" });
-            self.converge(&published)?;
+            self.converge(update::measured(&published))?;
         }
         if let Some(unfinished) = self.unfinished.take() {
             self.complete(unfinished)?;
         } else if let Some(label) = self.label()? {
             self.tell(Event::Waiting { what: "the engines to come to the newest version" });
-            let deadline = self.options.update_deadline;
-            self.block_on(self.fleet()?.wait_for_label(&label, deadline))?;
+            self.wait_for_engines(&label)?;
         }
         if self.step == 0 && self.record.eval_start.is_none() {
             self.record.eval_start = self.evaluate(0)?;
@@ -147,19 +199,21 @@ impl Session<'_> {
     }
 
     /// Begins to generate a rollout with the weights that are newest now, or newer ones.
-    fn start(&self, rollout: u64) -> Result<InFlight> {
+    fn start(&mut self, rollout: u64) -> Result<InFlight> {
+        self.note_begin(rollout);
         let begin = Instant::now();
         let task = match &self.rollouts {
             Some(rollouts) => {
                 let generated = rollouts.clone().generate(rollout, self.label()?);
-                self.runtime.spawn(async { Ok(generated.await?) })
+                self.runtime.spawn(generated)
             }
             None => self.runtime.spawn(std::future::ready(Ok(Dropped::default()))),
         };
-        Ok(InFlight { task, begin })
+        Ok(InFlight { rollout, task, begin })
     }
 
-    /// Waits until a rollout is in the log; returns how long it took, in milliseconds, and what was left out of it.
+    /// Waits until a rollout is in the log; returns how long it took, in milliseconds, and what was left out
+    /// of it.
     fn finish(&self, in_flight: InFlight) -> Result<(f64, Dropped)> {
         match self.runtime.block_on(in_flight.task) {
             Ok(outcome) => outcome.map(|dropped| (milliseconds(in_flight.begin.elapsed()), dropped)),
@@ -178,16 +232,34 @@ impl Session<'_> {
             return Ok(StepMetrics { rollout_id: rollout, ..learn::describe(&groups) });
         }
         let begin = Instant::now();
-        let (policy, updates) = (self.policy.as_mut().ok_or(Error::Cancelled)?, &mut self.updates);
+        let batch = learn::batch(rollout, &groups, &self.options.learn);
+        let (stats, skipped) = match self.learner.step(&batch)? {
+            Stepped::Done(stats) => (stats, false),
+            Stepped::NotFinite(what) => {
+                self.skip(rollout, what)?;
+                (StepStats::default(), true)
+            }
+        };
+        fail::fail_point!("train.step");
+        let updates = &mut self.updates;
         let staleness = |version| match updates {
             Some(updates) => Ok(rollout.saturating_sub(updates.step_of(version)?)),
             None => Ok(0),
         };
-        let learned =
-            learn::learn(policy, &groups, &self.options.learn, self.options.sampling.temperature, staleness)?;
-        fail::fail_point!("train.step");
+        let learned = learn::metrics(&groups, &stats, staleness)?;
         self.step = rollout + 1;
-        Ok(StepMetrics { rollout_id: rollout, train_ms: milliseconds(begin.elapsed()), ..learned })
+        Ok(StepMetrics { rollout_id: rollout, skipped, train_ms: milliseconds(begin.elapsed()), ..learned })
+    }
+
+    /// Leaves out a step that was not finite, unless too many in a row were.
+    fn skip(&mut self, rollout: u64, what: String) -> Result<()> {
+        self.tell(Event::Skipped { rollout, what: &what });
+        let before = metrics::read(&self.metrics_path())?;
+        let row = before.iter().rev().take_while(|step| step.skipped).count() as u64 + 1;
+        if row <= self.options.max_skipped_steps {
+            return Ok(());
+        }
+        Err(Error::NotFinite { learner: self.learner.describe(), what, rollout, row })
     }
 
     /// Publishes if it is time, measures if it is time, and records the step.
@@ -216,24 +288,37 @@ impl Session<'_> {
             // A crash came between the commit and the record of it.
             let recorded = updates.recorded(version)?;
             let label = self.label()?.ok_or(Error::Cancelled)?;
-            self.block_on(self.fleet()?.wait_for_label(&label, self.options.update_deadline))?;
+            self.wait_for_engines(&label)?;
             return Ok(Some(recorded));
         }
-        let snapshot = self.snapshot()?;
+        let begin = Instant::now();
+        let (metrics, snapshot) = match self.learner.snapshot(self.step)? {
+            Weights::Tensors(snapshot) => (update::measured(&self.publish_here(&*snapshot)?), Some(snapshot)),
+            Weights::Published(version) => {
+                let updates = self.updates.as_mut().ok_or(Error::Cancelled)?;
+                updates.published(&self.learner.describe(), version, self.step)?;
+                let recorded = updates.recorded(Version(version))?;
+                let encode_publish_ms = milliseconds(begin.elapsed());
+                (PublicationMetrics { encode_publish_ms, ..recorded }, None)
+            }
+        };
+        let mut metrics = self.converge(metrics)?;
+        if let Some(snapshot) = snapshot.filter(|_| self.options.check_weight_update_equal) {
+            let label = self.label()?.ok_or(Error::Cancelled)?;
+            let check = update::check_equal(self.fleet()?, &label, &*snapshot, &self.options.save);
+            metrics.engines_checked = self.block_on(check)?;
+        }
+        Ok(Some(metrics))
+    }
+
+    fn publish_here(&mut self, snapshot: &dyn Snapshot) -> Result<Published> {
         let mode = match self.options.update_weight_mode {
             UpdateWeightMode::Full => Mode::Full,
             UpdateWeightMode::Delta => Mode::Delta,
         };
         let step =
             Step { trainer_step: self.step, checkpoint: Some(self.options.save.display().to_string()) };
-        let updates = self.updates.as_mut().ok_or(Error::Cancelled)?;
-        let published = updates.publish(&snapshot, step, mode)?;
-        let mut metrics = self.converge(&published)?;
-        if self.options.check_weight_update_equal {
-            let check = update::check_equal(self.fleet()?, &snapshot, &self.options.save);
-            metrics.engines_checked = self.block_on(check)?;
-        }
-        Ok(Some(metrics))
+        self.updates.as_mut().ok_or(Error::Cancelled)?.publish(snapshot, step, mode)
     }
 
     /// What held-out prompts say of the newest weights.
@@ -259,11 +344,8 @@ impl Session<'_> {
         Ok(Some(eval))
     }
 
-    /// Writes what the run leaves behind.
-    fn end(self) -> Result<Outcome> {
-        if let (Some(dir), Some(_)) = (&self.options.save_hf, &self.policy) {
-            write_checkpoint(dir, &self.snapshot()? as &dyn Snapshot, SHARD_BYTES_MAX)?;
-        }
+    /// What the run leaves behind.
+    fn outcome(self) -> Result<Outcome> {
         let steps = metrics::read(&self.metrics_path())?;
         Ok(Outcome { steps, eval_start: self.record.eval_start.clone() })
     }

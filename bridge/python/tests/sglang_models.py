@@ -1,0 +1,87 @@
+"""Random checkpoints of a few ten thousand parameters, of the shapes that SGLang lays out differently."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, EXPERTS = 32, 64, 2, 4, 2, 8, 100, 4
+
+
+def make(directory: Path, kind: str, seed: int) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint of ``kind`` ``untied``, ``tied`` or ``moe``, and returns its tensors."""
+    random = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0.0, 0.2, generator=random)
+
+    def norm(length: int) -> torch.Tensor:
+        return torch.ones(length, dtype=torch.bfloat16)
+
+    tensors = {"model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN), "model.norm.weight": norm(HIDDEN)}
+    if kind != "tied":
+        tensors["lm_head.weight"] = matrix(VOCABULARY, HIDDEN)
+    for layer in range(LAYERS):
+        place = f"model.layers.{layer}."
+        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            tensors[f"{place}self_attn.{name}_proj.weight"] = matrix(rows * HEAD_DIM, HIDDEN)
+        tensors[f"{place}self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * HEAD_DIM)
+        mlps = [f"{place}mlp."]
+        if kind == "moe":
+            tensors[f"{place}mlp.gate.weight"] = matrix(EXPERTS, HIDDEN)
+            mlps = [f"{place}mlp.experts.{expert}." for expert in range(EXPERTS)]
+        for mlp in mlps:
+            tensors[f"{mlp}gate_proj.weight"] = matrix(INNER, HIDDEN)
+            tensors[f"{mlp}up_proj.weight"] = matrix(INNER, HIDDEN)
+            tensors[f"{mlp}down_proj.weight"] = matrix(HIDDEN, INNER)
+        for name, length in (("self_attn.q", HEAD_DIM), ("self_attn.k", HEAD_DIM)):
+            tensors[f"{place}{name}_norm.weight"] = norm(length)
+        for name in ("input", "post_attention"):
+            tensors[f"{place}{name}_layernorm.weight"] = norm(HIDDEN)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(_config(kind)))
+    return tensors
+
+
+def step(tensors: dict[str, torch.Tensor], seed: int, density: float) -> dict[str, torch.Tensor]:
+    """A successor: in each tensor about so many of the elements differ, one at least, by low bits of the mantissa."""
+    random = torch.Generator().manual_seed(seed)
+    out = {}
+    for name, tensor in tensors.items():
+        new = tensor.clone()
+        flat = new.view(-1).view(torch.int16)
+        chosen = torch.rand(flat.numel(), generator=random) < density
+        chosen[seed % flat.numel()] = True
+        flat ^= torch.where(chosen, torch.randint(1, 4, (flat.numel(),), generator=random), 0).to(torch.int16)
+        out[name] = new
+    return out
+
+
+def _config(kind: str) -> dict:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM" if kind == "moe" else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if kind == "moe" else "qwen3",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": kind == "tied",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if kind == "moe":
+        config |= {"moe_intermediate_size": INNER, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return config

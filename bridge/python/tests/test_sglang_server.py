@@ -1,0 +1,301 @@
+"""The plugin in an unmodified SGLang on the CPU, patched by a real follower.
+
+``DRIFTLESS_SGLANG_PYTHONPATH`` names what goes first on the servers' ``PYTHONPATH``: a stand-in for kernels of GPUs.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import driftless
+import pytest
+from sglang_models import make, step
+
+STAND_INS = os.environ.get("DRIFTLESS_SGLANG_PYTHONPATH")
+pytestmark = pytest.mark.skipif(not STAND_INS, reason="DRIFTLESS_SGLANG_PYTHONPATH is not set")
+
+# The server compiles its bytecode at its first start; on two busy cores that takes minutes.
+STARTED, MOVED = 600, 120
+
+
+def until(what: str, seconds: float, look):
+    """The first true answer of ``look``."""
+    end = time.monotonic() + seconds
+    while not (answer := look()):
+        assert time.monotonic() < end, f"no {what} within {seconds} s"
+        time.sleep(0.02)
+    return answer
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """SGLang with a checkpoint, and what it says."""
+
+    def __init__(self, root: Path, checkpoint: Path) -> None:
+        self.plugins, self.port, self.log = root / "plugins", free_port(), root / "server.log"
+        # Its bytecode is kept: without it each process takes a minute more to start.
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+            "PYTHONPATH": STAND_INS,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "DRIFTLESS_PLUGIN_DIR": str(self.plugins),
+        }
+        command = "-m sglang.launch_server --device cpu --skip-tokenizer-init --disable-overlap-schedule"
+        options = ["--sleep-on-idle", "--max-total-tokens", "8192", "--port", str(self.port)]
+        options += ["--model-path", str(checkpoint)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command.split(), *options],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            until("answer of the server", STARTED, self._answers)
+        except AssertionError:
+            self.end()
+            raise
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        try:
+            return bool(self.call("/model_info"))
+        except (OSError, AssertionError):
+            return False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def call(self, path: str, body: dict | None = None) -> dict:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=120) as reply:
+                text = reply.read()
+        except urllib.error.HTTPError as error:
+            raise AssertionError((path, error.code, error.read())) from error
+        return json.loads(text) if text.startswith((b"{", b"[")) else {}
+
+    def label(self) -> str:
+        return self.call("/model_info")["weight_version"]
+
+    def state(self) -> tuple:
+        """Checksums of every tensor of every rank, and what the weights generate."""
+        sums = [rank["checksums"] for rank in self.call("/weights_checker", {"action": "checksum"})["ranks"]]
+        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        # A follower's probe of one token may be under way.
+        until("flush", MOVED, self._flushes)
+        tokens = self.call("/generate", {"input_ids": [1, 2, 3, 4], "sampling_params": sampling})["output_ids"]
+        return sums, tokens
+
+    def _flushes(self) -> bool:
+        try:
+            self.call("/flush_cache", {})
+        except AssertionError:
+            return False
+        return True
+
+    def load(self, checkpoint: Path, label: str) -> None:
+        """A load as SGLang does it without a plugin: nothing is prepared for a label that the weights have."""
+        self.call("/update_weights_from_disk", {"model_path": str(checkpoint), "weight_version": label})
+
+    def patched(self) -> int:
+        return self.log.read_text().count("driftless: patched to ")
+
+    def told(self) -> dict:
+        return json.loads((self.plugins / f"rank-{self.port}-0.json").read_text())
+
+    def end(self) -> None:
+        # Its workers outlive a server that is merely terminated.
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Scene:
+    """A run, a server on its base, and a directory of versions beside it."""
+
+    def __init__(self, store, root: Path, kind: str) -> None:
+        self.store, self.base, self.host = store, root / "base", root / "host"
+        self.tensors = make(self.base, kind, 1)
+        self.server = Server(root, self.base)
+        self.publisher = driftless.Publisher(store.url, "run", baseline_dir=store.baseline, hf_checkpoint=self.base)
+        self.publisher.publish(self.tensors)
+        self.version = 0
+
+    def publish(self, density: float) -> None:
+        self.version += 1
+        print(f"version {self.version}: seed {self.version}, density {density}")
+        self.tensors = step(self.tensors, self.version, density)
+        self.publisher.publish(self.tensors)
+
+    def label(self) -> str:
+        return f"{self.publisher.run_id[:12]}:{self.version}"
+
+    def serves(self, label: str) -> None:
+        until(f"server with {label}", MOVED, lambda: self.server.label() == label)
+
+    def assert_as_loaded(self) -> None:
+        """The weights are those that SGLang loads from the directory."""
+        before = self.server.state()
+        self.server.load(self.host, self.server.label())
+        assert self.server.state() == before
+
+    def end(self) -> None:
+        self.server.end()
+        self.publisher.close()
+
+
+@pytest.fixture
+def scene(store, tmp_path, request):
+    scene = Scene(store, tmp_path, request.param)
+    yield scene
+    scene.end()
+
+
+@pytest.fixture
+def follow(scene):
+    """Starts ``driftless follow`` with further options."""
+    started = []
+
+    def start(*options: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "driftless", "follow", "--store", scene.store.url, "--run", "run"]
+        command += ["--checkpoint-dir", str(scene.host), "--hf-checkpoint", str(scene.base), "--poll-ms", "50"]
+        command += ["--engine", scene.server.url, "--plugin-dir", str(scene.server.plugins), *options]
+        started.append(subprocess.Popen(command, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.parametrize(("scene", "mode"), [("untied", "retract"), ("tied", "in_place")], indirect=["scene"])
+def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
+    follow("--plugin", "require", "--pause-generation-mode", mode)
+    scene.serves(scene.label())
+    assert scene.server.patched() == 0, "the first version is loaded"
+    for count, density in enumerate((0.001, 0.01, 0.1, 0.02, 0.0, 0.05), 1):
+        scene.publish(density)
+        scene.serves(scene.label())
+        assert scene.server.patched() == count
+        if count % 2:
+            scene.assert_as_loaded()
+        else:
+            assert scene.server.state()[1]
+
+
+@pytest.mark.parametrize("scene", ["untied"], indirect=True)
+def test_what_cannot_be_patched_is_loaded(scene, follow):
+    port = free_port()
+    follow("--plugin", "require", "--coordinated", "--listen", f"127.0.0.1:{port}")
+
+    def post(path: str) -> None:
+        """Has the follower do it, once it is not busy."""
+
+        def done() -> bool:
+            call = urllib.request.Request(f"http://127.0.0.1:{port}{path}", b"", method="POST")
+            try:
+                urllib.request.urlopen(call, timeout=MOVED).close()
+            except urllib.error.HTTPError as error:
+                assert error.code == 409, (path, error.code, error.read())
+                return False
+            return True
+
+        until(path, MOVED, done)
+
+    def prepare() -> None:
+        scene.publish(0.02)
+        post("/prepare")
+
+    def told(why_not: str | None) -> None:
+        def look() -> bool:
+            deltas = scene.server.told()["deltas"].values()
+            mine = [told["why_not"] for told in deltas if told["target"] == scene.label()]
+            return any(why == why_not if why_not is None or why is None else why_not in why for why in mine)
+
+        until(f"rank that says {why_not}", MOVED, look)
+
+    until("follower", MOVED, lambda: _answers(port))
+    post("/prepare")
+    post("/activate")
+    assert scene.server.label() == scene.label()
+
+    # Patched, with a torn file of another checkpoint directory beside it.
+    prepare()
+    [offer] = scene.server.plugins.glob("delta-*")
+    offer.with_name("delta-0123456789abcdef").write_bytes(offer.read_bytes()[:-1])
+    told(None)
+    post("/activate")
+    assert (scene.server.label(), scene.server.patched()) == (scene.label(), 1)
+    scene.assert_as_loaded()
+
+    # Weights that changed after the delta was prepared: written in part, taken back, loaded.
+    prepare()
+    told(None)
+    scene.server.call("/weights_checker", {"action": "reset_tensors"})
+    post("/activate")
+    assert (scene.server.label(), scene.server.patched()) == (scene.label(), 1)
+    assert "changed after the delta was prepared" in scene.server.log.read_text()
+    scene.assert_as_loaded()
+
+    # Weights of another version under the base's label.
+    scene.server.load(scene.base, scene.label())
+    prepare()
+    told("are not those of")
+    post("/activate")
+    assert (scene.server.label(), scene.server.patched()) == (scene.label(), 1)
+    scene.assert_as_loaded()
+
+    # And on from there.
+    prepare()
+    told(None)
+    post("/activate")
+    assert (scene.server.label(), scene.server.patched()) == (scene.label(), 2)
+    scene.assert_as_loaded()
+
+
+def _answers(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("scene", ["moe"], indirect=True)
+def test_experts_are_patched(scene):
+    """``follow`` does not know this architecture yet, so the calls that it would make are made here."""
+    follower = driftless.Follower(
+        scene.store.url, "run", scene.host, hf_checkpoint=scene.base, plugin_dir=scene.server.plugins
+    )
+    with follower:
+        follower.advance()
+        scene.server.load(scene.host, scene.label())
+        for count in range(1, 4):
+            scene.publish(0.02)
+            follower.advance()
+
+            def is_prepared() -> bool:
+                deltas = scene.server.told()["deltas"].values()
+                return any((told["target"], told["why_not"]) == (scene.label(), None) for told in deltas)
+
+            until("prepared delta", MOVED, is_prepared)
+            scene.server.load(scene.host, scene.label())
+            assert scene.server.patched() == count
+            scene.assert_as_loaded()

@@ -1,0 +1,78 @@
+//! Activation of a version that the engine's plugin has prepared: pause, one call for weights, cache and
+//! label, continue.
+//!
+//! An engine of one rank is not fenced meanwhile. It is paused, with its old weights under the old label,
+//! until the plugin has written all of the delta; a delta that cannot be written is taken back. Then SGLang
+//! takes the label, whether or not this process lives. The ranks of a larger engine may differ in between, so
+//! it is fenced.
+
+use std::time::Duration;
+
+use super::pause::{Pause, partial, relabel};
+use super::{Plan, empty_and_fence, end, load};
+use crate::engine::{Engine, Patched, Reload};
+use crate::{Error, Result};
+
+/// Pause, patch, look, continue; as for a load, `serving` is the label that the engine has now. With `prove`,
+/// its checksums are compared.
+pub(super) async fn transact(
+    engine: &dyn Engine,
+    pause: &mut Pause,
+    serving: Option<String>,
+    plan: &Plan<'_>,
+    prove: bool,
+) -> Result<Duration> {
+    pause.begin(plan.pause);
+    let outcome = match make_ready(engine, plan).await {
+        Ok(()) => {
+            pause.touched();
+            let patched = patch(engine, plan, prove).await;
+            if patched.is_err() {
+                // If it keeps its label, what it has is not believed here, and loaded over.
+                let _ = relabel(engine, &partial(plan.label)).await;
+            }
+            patched
+        }
+        failed => failed,
+    };
+    end(engine, pause, serving, plan.label, outcome).await
+}
+
+async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
+    engine.pause(plan.pause).await?;
+    fail::fail_point!("activate.paused");
+    if !plan.identity.flushes_with_patch(plan.pause) {
+        engine.empty_cache(plan.pause).await?;
+    }
+    if plan.identity.tp == 1 {
+        return Ok(());
+    }
+    relabel(engine, &partial(plan.label)).await
+}
+
+/// Patches, and makes sure of the outcome: the engine then has the version's label with its weights.
+async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<()> {
+    let Plan { label, directory, pause, identity, .. } = plan;
+    let request = Reload { directory, label, pause: *pause, identity };
+    match engine.patch(request).await? {
+        Patched::Patched if !prove => match engine.label().await? {
+            Some(found) if found == *label => Ok(()),
+            found => Err(Error::LabelMismatch {
+                engine: engine.url().into(),
+                expected: (*label).into(),
+                found: found.unwrap_or_else(|| "none".into()),
+            }),
+        },
+        Patched::Patched | Patched::Loaded => {
+            relabel(engine, &partial(label)).await?;
+            if let Some(sums) = plan.sums()? {
+                engine.check(identity, &sums).await?;
+            }
+            relabel(engine, label).await
+        }
+        Patched::Untouched => {
+            empty_and_fence(engine, *pause, label).await?;
+            load(engine, plan, plan.sums()?.as_ref()).await
+        }
+    }
+}

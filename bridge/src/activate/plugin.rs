@@ -1,0 +1,198 @@
+//! Engines with our plugin: which have it, and whether it has prepared what they are to serve.
+//!
+//! Each rank keeps a file in a directory that it shares with followers of the same user. The file tells
+//! nothing once the process that wrote it has ended.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use driftless_transport::prepared::offer_path;
+use driftless_transport::store::os::regular;
+use driftless_transport::{Limit, prepared};
+use serde::Deserialize;
+
+use super::Plan;
+use crate::engine::Engine;
+use crate::{Error, Result};
+
+/// Between two looks at what a rank says.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// How engines' plugins are used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PluginOptions {
+    /// The directory where plugins and followers of this user meet.
+    pub dir: PathBuf,
+    /// Whether an engine without the plugin is refused.
+    pub required: bool,
+    /// How long ranks may take to prepare a delta. Then the engine loads.
+    pub deadline: Duration,
+    /// After so many versions that were patched, the next is proved: its checksums are compared where that is
+    /// possible, and otherwise it is loaded.
+    pub prove_every: u32,
+}
+
+impl PluginOptions {
+    /// Plugins are used where they are; 30 s to prepare; every 50th version is proved.
+    pub fn new(dir: impl Into<PathBuf>) -> Self {
+        Self { dir: dir.into(), required: false, deadline: Duration::from_secs(30), prove_every: 50 }
+    }
+}
+
+/// What the plugin's ranks at an engine say.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Ranks {
+    /// All have prepared the version.
+    Ready,
+    /// There is no plugin at a rank, or it cannot patch.
+    Without(String),
+    /// A rank has not prepared the version.
+    Unprepared(String),
+}
+
+/// The content of a rank's file.
+#[derive(Debug, Deserialize)]
+struct RankFile {
+    pid: u32,
+    /// When the process began, in the kernel's clock ticks.
+    start: u64,
+    ranks: u32,
+    /// Why it never patches.
+    why_not: Option<String>,
+    /// By the name of the prepared delta's file, what became of it.
+    deltas: BTreeMap<String, Told>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Told {
+    /// Label of the version that it leads to.
+    target: String,
+    why_not: Option<String>,
+}
+
+/// Waits until every rank of an engine has prepared the plan's version, or one says that it will not.
+///
+/// # Errors
+/// [`Error::NoPlugin`] for an engine without it, where it is required.
+pub(super) async fn ranks(
+    engine: &dyn Engine,
+    plan: &Plan<'_>,
+    options: &PluginOptions,
+    limit: &Limit,
+) -> Result<Ranks> {
+    let said = all_ranks(engine, plan, options, limit).await;
+    match &said {
+        Ranks::Without(why) if options.required => {
+            Err(Error::NoPlugin { engine: engine.url().into(), why: why.clone() })
+        }
+        Ranks::Ready => Ok(said),
+        Ranks::Without(why) => {
+            tracing::debug!(engine = engine.url(), why, "has no plugin");
+            Ok(said)
+        }
+        Ranks::Unprepared(why) => {
+            tracing::info!(engine = engine.url(), label = plan.label, why, "loads instead of being patched");
+            Ok(said)
+        }
+    }
+}
+
+async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions, limit: &Limit) -> Ranks {
+    let ranks = plan.identity.tp;
+    let port = reqwest::Url::parse(engine.url()).ok().and_then(|url| url.port_or_known_default());
+    let Some(port) = port.filter(|_| engine.kind() == "sglang") else {
+        return Ranks::Without(format!("there is no plugin for a {} engine", engine.kind()));
+    };
+    if let Err(error) = prepared::check_dir(&options.dir) {
+        return Ranks::Without(error.to_string());
+    }
+    let offer = match offer_path(&options.dir, plan.checkpoint.dir()) {
+        Ok(path) => path,
+        Err(error) => return Ranks::Unprepared(error.to_string()),
+    };
+    let name = offer.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let until = Instant::now() + options.deadline.min(limit.left());
+    for rank in 0..ranks {
+        let path = options.dir.join(format!("rank-{port}-{rank}.json"));
+        loop {
+            let said = match read(&path, ranks) {
+                Ok(file) => file,
+                Err(why) => return Ranks::Without(format!("rank {rank}: {why}")),
+            };
+            match said.deltas.get(&name).filter(|told| told.target == plan.label) {
+                Some(Told { why_not: None, .. }) => break,
+                Some(Told { why_not: Some(why), .. }) => {
+                    return Ranks::Unprepared(format!("rank {rank}: {why}"));
+                }
+                None if !offer.exists() => {
+                    return Ranks::Unprepared("this version was not offered as a prepared delta".into());
+                }
+                None if Instant::now() >= until => {
+                    let after = options.deadline;
+                    return Ranks::Unprepared(format!("rank {rank} has not prepared it within {after:?}"));
+                }
+                None => tokio::time::sleep(LOOK).await,
+            }
+        }
+    }
+    Ranks::Ready
+}
+
+/// What a rank says, if the process that said it lives.
+fn read(path: &Path, ranks: u32) -> std::result::Result<RankFile, String> {
+    let bytes = regular::read(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+    let file: RankFile = serde_json::from_slice(&bytes)
+        .map_err(|error| format!("{} does not parse: {error}", path.display()))?;
+    if started(file.pid) != Some(file.start) {
+        return Err(format!("{} is of process {}, which has ended", path.display(), file.pid));
+    }
+    if file.ranks != ranks {
+        return Err(format!("{} is of an engine of {} ranks, expected {ranks}", path.display(), file.ranks));
+    }
+    match file.why_not {
+        Some(why) => Err(format!("the plugin cannot patch this model: {why}")),
+        None => Ok(file),
+    }
+}
+
+/// When a process began, in the kernel's clock ticks; `None` for one that is not there.
+fn started(pid: u32) -> Option<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Behind the name, which may hold anything.
+    text.get(text.rfind(')')?..)?.split(' ').nth(20)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_speaks_as_long_as_its_process_lives() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rank-1-0.json");
+        let start = started(std::process::id()).unwrap();
+        let write = |start: u64, ranks: u32, why: &str| {
+            let pid = std::process::id();
+            let deltas = r#"{"delta-1": {"target": "a:1", "why_not": null}}"#;
+            let text = format!(
+                r#"{{"pid": {pid}, "start": {start}, "ranks": {ranks}, "why_not": {why}, "deltas": {deltas}}}"#
+            );
+            std::fs::write(&path, text).unwrap();
+            read(&path, 2)
+        };
+        assert_eq!(write(start, 2, "null").unwrap().deltas["delta-1"].target, "a:1");
+        for (start, ranks, why, expected) in [
+            (start + 1, 2, "null", "has ended"),
+            (start, 1, "null", "1 ranks, expected 2"),
+            (start, 2, "\"packed\"", "cannot patch this model: packed"),
+        ] {
+            let error = write(start, ranks, why).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+        std::fs::write(&path, "{").unwrap();
+        assert!(read(&path, 2).unwrap_err().contains("does not parse"));
+        std::fs::remove_file(&path).unwrap();
+        assert!(read(&path, 2).unwrap_err().contains("cannot read"));
+    }
+}

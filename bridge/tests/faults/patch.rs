@@ -1,0 +1,250 @@
+//! Activation of an engine with the plugin: it is patched by few calls, and whatever else happens it never
+//! claims weights that it does not have.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use driftless_bridge::{DiskActivator, DiskOptions, Error, PauseMode, PluginOptions};
+use driftless_transport::prepared::offer_path;
+use driftless_transport::{Activate, Checkpoint, Limit, Manifest, Target};
+use serde_json::{Value, json};
+
+use crate::fake::{Fake, Fault, checkpoint, patient, version};
+
+const LEAN: [&str; 3] = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"];
+
+/// An engine that serves a version, another one, and a directory where the plugin has spoken.
+struct Scene {
+    fake: Fake,
+    activator: DiskActivator,
+    next: Checkpoint,
+    manifest: Manifest,
+    label: String,
+    plugins: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self::with(PauseMode::Retract, |_| {})
+    }
+
+    fn with(pause: PauseMode, set: impl FnOnce(&mut PluginOptions)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let fake = Fake::start(&checkpoint(&dir.path().join("a"), 1, 4));
+        let (next, manifest) = version(dir.path());
+        let plugins = dir.path().join("plugins");
+        fs::create_dir(&plugins).unwrap();
+        fs::set_permissions(&plugins, fs::Permissions::from_mode(0o700)).unwrap();
+        let mut plugin = PluginOptions::new(&plugins);
+        set(&mut plugin);
+        let options =
+            DiskOptions { client: patient(), pause, plugin: Some(plugin), ..DiskOptions::default() };
+        let activator = DiskActivator::new(&fake.address.to_string(), options).unwrap();
+        fake.engine().truths.insert(manifest.label(), next.dir().into());
+        let label = manifest.label();
+        let scene = Self { label, fake, activator, next, manifest, plugins, _dir: dir };
+        fs::write(scene.offer(), "").unwrap();
+        scene.says(&scene.label, Value::Null);
+        scene
+    }
+
+    fn offer(&self) -> PathBuf {
+        offer_path(&self.plugins, self.next.dir()).unwrap()
+    }
+
+    fn rank(&self) -> PathBuf {
+        self.plugins.join(format!("rank-{}-0.json", self.fake.address.port()))
+    }
+
+    /// The rank has prepared the delta to a label, or says why not.
+    fn says(&self, target: &str, why_not: Value) {
+        let name = self.offer().file_name().unwrap().to_str().unwrap().to_owned();
+        let content = json!({"pid": std::process::id(), "start": started(), "ranks": 1, "why_not": null,
+            "deltas": {name: {"target": target, "why_not": why_not}}});
+        fs::write(self.rank(), content.to_string()).unwrap();
+    }
+
+    /// What the plugin in the engine will answer.
+    fn answers(&self, fault: Fault) {
+        self.fake.fault("POST /update_weights_from_disk", fault);
+    }
+
+    fn activate(&mut self) -> Result<(), Error> {
+        let limit = Limit::within(Duration::from_secs(60));
+        let (checkpoint, manifest) = (&self.next, &self.manifest);
+        let target = Target { checkpoint, label: &self.label, manifest, limit: &limit };
+        self.activator.activate(&target).map(drop).map_err(|error| *error.downcast::<Error>().unwrap())
+    }
+
+    /// The calls since the last pause began.
+    fn calls(&self) -> Vec<String> {
+        let calls = self.fake.changes();
+        let begin = calls.iter().rposition(|path| path == "/pause_generation").unwrap_or(calls.len());
+        calls[begin..].to_vec()
+    }
+
+    fn update(&self) -> Value {
+        let engine = self.fake.engine();
+        let update = engine.calls.iter().find(|(path, _)| path == "/update_weights_from_disk");
+        update.unwrap().1.clone()
+    }
+
+    fn serves(&mut self) {
+        assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
+        let engine = self.fake.engine();
+        assert!(!engine.paused);
+        assert_eq!((engine.weights.as_deref(), &engine.lies[..]), (Some(self.next.dir()), &[][..]));
+    }
+}
+
+fn started() -> u64 {
+    let text = fs::read_to_string(Path::new("/proc/self/stat")).unwrap();
+    text[text.rfind(')').unwrap()..].split(' ').nth(20).unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_prepared_engine_takes_weights_cache_and_label_in_one_call() {
+    let mut scene = Scene::new();
+    scene.answers(Fault::Patched);
+    scene.activate().unwrap();
+    assert_eq!(scene.calls(), LEAN);
+    let body = scene.update();
+    assert_eq!((&body["weight_version"], &body["flush_cache"]), (&json!(scene.label), &json!(true)));
+    scene.serves();
+}
+
+#[test]
+fn the_cache_is_emptied_by_a_call_of_its_own_where_the_patch_could_be_refused_for_it() {
+    for (pause, release) in [(PauseMode::InPlace, "0.5.23"), (PauseMode::Retract, "0.5.20")] {
+        let mut scene = Scene::with(pause, |_| {});
+        scene.fake.engine().release = release;
+        scene.answers(Fault::Patched);
+        scene.activate().unwrap();
+        assert_eq!(scene.calls(), [LEAN[0], "/flush_cache", LEAN[1], LEAN[2]]);
+        assert_eq!(scene.update()["flush_cache"], false);
+        scene.serves();
+    }
+}
+
+#[test]
+fn a_patch_that_is_refused_is_a_load_in_the_same_pause() {
+    let mut scene = Scene::new();
+    let refusal = r#"{"success":false,"message":"driftless: not patched to x: Error: `w` changed"}"#;
+    scene.answers(Fault::Answer(400, refusal.into()));
+    scene.activate().unwrap();
+    let fence = "/update_weight_version";
+    assert_eq!(scene.calls(), [LEAN[0], LEAN[1], "/flush_cache", fence, LEAN[1], fence, LEAN[2]]);
+    scene.serves();
+}
+
+#[test]
+fn an_engine_that_loads_instead_is_fenced_and_checked() {
+    let mut scene = Scene::new();
+    scene.activate().unwrap();
+    let fence = "/update_weight_version";
+    assert_eq!(scene.calls(), [LEAN[0], LEAN[1], fence, fence, LEAN[2]]);
+    scene.serves();
+
+    let mut scene = Scene::new();
+    scene.fake.fault("POST /weights_checker", Fault::WrongSum);
+    assert!(matches!(scene.activate(), Err(Error::LiveWeights { .. })));
+    assert_eq!(scene.activator.serving().unwrap(), None);
+    assert!(scene.fake.engine().label.ends_with("?partial") && scene.activator.is_paused());
+    scene.activate().unwrap();
+    assert_eq!(scene.calls()[1], "/flush_cache", "weights that may be anything are no base");
+    scene.serves();
+}
+
+#[test]
+fn an_engine_that_fails_meanwhile_is_fenced_until_a_load_succeeds() {
+    for fault in [Fault::Answer(500, "no".into()), Fault::Unflushed, Fault::Answer(200, "<html>".into())] {
+        let mut scene = Scene::new();
+        let unflushed = matches!(fault, Fault::Unflushed);
+        scene.answers(fault);
+        if unflushed {
+            // Its own load of the version, without the flush and the label.
+            scene.fake.engine().truths.remove("default");
+            scene.activate().unwrap();
+        } else {
+            scene.activate().unwrap_err();
+            assert!(scene.fake.engine().label.ends_with("?partial") && scene.fake.engine().paused);
+            scene.activate().unwrap();
+        }
+        scene.serves();
+    }
+}
+
+#[test]
+fn an_engine_that_keeps_another_label_is_fenced() {
+    let mut scene = Scene::new();
+    let done = r#"{"success":true,"message":"driftless: patched to x"}"#;
+    scene.answers(Fault::Answer(200, done.into()));
+    assert!(matches!(scene.activate(), Err(Error::LabelMismatch { .. })));
+    assert!(scene.fake.engine().label.ends_with("?partial"));
+}
+
+#[test]
+fn an_engine_that_is_not_ready_loads() {
+    let soon = |plugin: &mut PluginOptions| plugin.deadline = Duration::from_millis(20);
+    type Spoil = fn(&Scene);
+    let spoil: [(&str, Spoil); 5] = [
+        ("no rank", |scene| fs::remove_file(scene.rank()).unwrap()),
+        ("refused", |scene| scene.says(&scene.label, json!("the live weights are not those of it"))),
+        ("late", |scene| scene.says("another:1", Value::Null)),
+        ("no offer", |scene| {
+            scene.says("another:1", Value::Null);
+            fs::remove_file(scene.offer()).unwrap();
+        }),
+        ("open to others", |scene| {
+            fs::set_permissions(&scene.plugins, fs::Permissions::from_mode(0o755)).unwrap();
+        }),
+    ];
+    for (what, spoil) in spoil {
+        let mut scene = Scene::with(PauseMode::Retract, soon);
+        spoil(&scene);
+        scene.activate().unwrap();
+        assert_eq!(scene.calls()[1], "/flush_cache", "{what}");
+        scene.serves();
+    }
+}
+
+#[test]
+fn an_engine_without_the_plugin_is_refused_where_it_is_required() {
+    let mut scene = Scene::with(PauseMode::Retract, |plugin| plugin.required = true);
+    fs::remove_file(scene.rank()).unwrap();
+    let refused = scene.activate().unwrap_err();
+    assert!(matches!(&refused, Error::NoPlugin { why, .. } if why.contains("rank 0")), "{refused}");
+    assert_eq!(scene.calls(), [] as [&str; 0], "nothing was touched");
+    assert!(!scene.activator.is_paused());
+    // What has no delta yet loads.
+    scene.says(&scene.label, json!("live is None"));
+    scene.activate().unwrap();
+    scene.serves();
+}
+
+#[test]
+fn every_so_many_versions_all_weights_are_compared() {
+    let mut scene = Scene::with(PauseMode::Retract, |plugin| plugin.prove_every = 2);
+    let fence = "/update_weight_version";
+    for proved in [false, false, true, false] {
+        scene.answers(Fault::Patched);
+        scene.activate().unwrap();
+        let lean = [LEAN[0], LEAN[1], LEAN[2]].map(String::from).to_vec();
+        let compared = [LEAN[0], LEAN[1], fence, fence, LEAN[2]].map(String::from).to_vec();
+        assert_eq!(scene.calls(), if proved { compared } else { lean });
+        scene.serves();
+    }
+    // One that fails it is fenced, and loads.
+    scene.answers(Fault::Patched);
+    scene.activate().unwrap();
+    scene.answers(Fault::Patched);
+    scene.fake.fault("POST /weights_checker", Fault::WrongSum);
+    assert!(matches!(scene.activate(), Err(Error::LiveWeights { .. })));
+    assert!(scene.fake.engine().label.ends_with("?partial") && scene.fake.engine().paused);
+    scene.activate().unwrap();
+    assert_eq!(scene.calls()[1], "/flush_cache");
+    scene.serves();
+}

@@ -1,0 +1,339 @@
+//! The whole loop without libtorch: a learner as a process of its own, prompts from a file, a follower, and a
+//! stand-in for an engine. kill -9 of the learner and of the loop at named points: the run has to end as if
+//! nothing had happened, and the weights have to have learned from every sample exactly once.
+
+#![allow(clippy::expect_used, reason = "a test ends where its set-up fails")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+use common::{Process, code, driftless};
+use driftless::buffer::{PromptState, Reader};
+use driftless::trainer::tasks::arithmetic;
+use driftless::transport::{
+    self, AuxFile, Checkpoint, Dtype, Run, Snapshot, TensorInfo, open, write_checkpoint,
+};
+use driftless_testkit::learner;
+use driftless_testkit::vllm::Vllm;
+use serde_json::Value;
+use std::borrow::Cow;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::Command;
+
+const STEPS: u64 = 4;
+const GROUPS: u64 = 2;
+const SAMPLES: u64 = 2;
+
+/// A Qwen3 checkpoint of a few hundred bytes.
+const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 16, "tie_word_embeddings": true,
+    "torch_dtype": "bfloat16"}"#;
+
+#[test]
+#[ignore = "the process of the fake learner, which other tests start"]
+fn process_of_the_fake_learner() {
+    learner::main();
+}
+
+struct Model {
+    tensors: Vec<TensorInfo>,
+    files: Vec<AuxFile>,
+}
+
+impl Model {
+    fn new() -> Self {
+        let layer = |name: &str| format!("model.layers.0.{name}.weight");
+        let mut shapes = vec![
+            ("model.embed_tokens.weight".to_owned(), vec![16, 4]),
+            ("model.norm.weight".to_owned(), vec![4]),
+            (layer("input_layernorm"), vec![4]),
+            (layer("post_attention_layernorm"), vec![4]),
+            (layer("self_attn.q_proj"), vec![4, 4]),
+            (layer("self_attn.k_proj"), vec![2, 4]),
+            (layer("self_attn.v_proj"), vec![2, 4]),
+            (layer("self_attn.o_proj"), vec![4, 4]),
+            (layer("self_attn.q_norm"), vec![2]),
+            (layer("self_attn.k_norm"), vec![2]),
+            (layer("mlp.gate_proj"), vec![6, 4]),
+            (layer("mlp.up_proj"), vec![6, 4]),
+            (layer("mlp.down_proj"), vec![4, 6]),
+        ];
+        shapes.sort();
+        let info = |(name, shape)| TensorInfo { name, dtype: Dtype::Bf16, shape };
+        let file = |name: &str, text: String| AuxFile::new(name, text.into_bytes()).expect("a name");
+        Model {
+            tensors: shapes.into_iter().map(info).collect(),
+            files: vec![
+                file("config.json", CONFIG.to_owned()),
+                file("tokenizer.json", arithmetic::tokenizer().to_string()),
+            ],
+        }
+    }
+}
+
+impl Snapshot for Model {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    fn bytes(&self, index: usize) -> transport::Result<Cow<'_, [u8]>> {
+        Ok(vec![0x3c; self.tensors[index].byte_len()? as usize].into())
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        &self.files
+    }
+}
+
+/// A run: its directories, and the engine.
+struct Stage {
+    dir: tempfile::TempDir,
+    engine: Vllm,
+    /// Flags of the trainer beside those of all.
+    flags: Vec<String>,
+    save_hf: &'static str,
+}
+
+impl Stage {
+    fn new(flags: &[&str]) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        write_checkpoint(dir.path().join("model"), &Model::new(), 1 << 20).expect("a checkpoint");
+        let prompts = (0..100).map(|n| format!("{{\"q\": \"1{}+2{}=\", \"a\": \"4\"}}\n", n % 10, n % 10));
+        std::fs::write(dir.path().join("prompts.jsonl"), prompts.collect::<String>()).expect("prompts");
+        // vLLM loads the directory that it was started with, which the follower fills.
+        std::fs::create_dir(dir.path().join("host")).expect("a directory");
+        let engine = Vllm::start(&dir.path().join("host"));
+        Stage { dir, engine, flags: flags.iter().map(|flag| (*flag).to_owned()).collect(), save_hf: "final" }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn follower(&self) -> Process {
+        let mut command = driftless();
+        command.args(["follow", "--run", "test", "--id", "host-0", "--poll-ms", "20"]);
+        command.args(["--engine", &self.engine.url()]);
+        command.arg("--store").arg(self.at("store"));
+        command.arg("--checkpoint-dir").arg(self.at("host"));
+        command.arg("--hf-checkpoint").arg(self.at("model"));
+        Process::start("follower", self.dir.path(), &mut command)
+    }
+
+    fn trainer(&self, faults: &str) -> Command {
+        let mut command = driftless();
+        command.args(["train", "--run", "test", "--seed", "3"]);
+        let usual = [
+            ("--lr", "0.1".to_owned()),
+            ("--num-rollout", STEPS.to_string()),
+            ("--save-interval", "1".to_owned()),
+            ("--rollout-batch-size", GROUPS.to_string()),
+            ("--n-samples-per-prompt", SAMPLES.to_string()),
+        ];
+        // A flag is given once.
+        for (flag, value) in usual.iter().filter(|(flag, _)| !self.flags.iter().any(|given| given == flag)) {
+            command.args([flag, value.as_str()]);
+        }
+        command.args(["--input-key", "q", "--label-key", "a", "--rm-type", "exact"]);
+        command.args(["--rollout-external-engine-addrs", &self.engine.url()]);
+        command.args(["--learner", &learner::command("process_of_the_fake_learner", faults)]);
+        command.arg("--prompt-data").arg(self.at("prompts.jsonl"));
+        command.arg("--hf-checkpoint").arg(self.at("model"));
+        command.arg("--store").arg(self.at("store"));
+        command.arg("--save").arg(self.at("rl"));
+        command.arg("--save-hf").arg(self.at(self.save_hf));
+        command.args(&self.flags);
+        command
+    }
+
+    /// What a run leaves behind that nothing, or anything, has happened to.
+    fn check(&self, what: &str) {
+        let text = std::fs::read_to_string(self.at("rl/metrics.jsonl")).expect("metrics");
+        let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("a step"));
+        let steps: Vec<_> = lines.map(|step| step["rollout_id"].as_u64()).collect();
+        assert_eq!(steps, (0..STEPS).map(Some).collect::<Vec<_>>(), "{what}: every step once, in order");
+
+        let state = learner::saved(&self.at("rl/learner")).expect("a state of the learner");
+        let consumed = state["consumed"].as_array().expect("samples").iter().map(Value::as_u64);
+        let all: Vec<_> = (0..STEPS * GROUPS * SAMPLES).map(Some).collect();
+        assert_eq!(consumed.collect::<Vec<_>>(), all, "{what}: every sample once, in order");
+        let log = Reader::open(self.at("rl/log")).expect("a log");
+        assert_eq!(log.prompts(PromptState::Done).len() as u64, STEPS * GROUPS, "{what}");
+        assert!(log.prompts(PromptState::InFlight).is_empty(), "{what}");
+
+        let run =
+            Run::open(open(&self.at("store").to_string_lossy()).expect("a store"), "test").expect("a run");
+        let newest = run.newest("policy").expect("a chain").expect("a version").manifest;
+        assert_eq!(newest.trainer_step, STEPS, "{what}");
+        assert_eq!(self.engine.server().label, newest.label(), "{what}");
+        assert!(self.engine.server().lies.is_empty(), "{what}");
+        let [trained, host] =
+            ["final", "host"].map(|name| Checkpoint::open_replica(self.at(name)).expect("a checkpoint"));
+        for at in 0..trained.tensors().len() {
+            assert!(
+                trained.bytes(at).expect("bytes") == host.bytes(at).expect("bytes"),
+                "{what}: tensor {at}"
+            );
+        }
+    }
+}
+
+/// One run in which the learner meets `faults`, and the loop is killed at `point`, if at any, and started
+/// again.
+fn play(faults: &str, point: Option<&str>, flags: &[&str]) {
+    let what = format!("learner {faults:?}, loop {point:?}, {flags:?}");
+    println!("{what}");
+    let stage = Stage::new(flags);
+    let mut follower = stage.follower();
+    let mut command = stage.trainer(faults);
+    if let Some(point) = point {
+        command.env("DRIFTLESS_KILL_AT", point);
+        let mut doomed = Process::start("trainer", stage.dir.path(), &mut command);
+        let status = doomed.wait();
+        assert_eq!(status.signal(), Some(9), "{what}: ended with {status}:\n{}", doomed.output());
+        command.env_remove("DRIFTLESS_KILL_AT");
+    }
+    Process::start("trainer", stage.dir.path(), &mut command).succeed();
+    assert!(follower.ended().is_none(), "the follower ended:\n{}", follower.output());
+    stage.check(&what);
+}
+
+#[test]
+fn loop_with_a_child_learner_learns_from_every_sample_once() {
+    play("", None, &[]);
+    play("", None, &["--train-async"]);
+}
+
+#[test]
+fn learner_that_is_killed_anywhere_is_started_again_and_learns_from_every_sample_once() {
+    for faults in [
+        "step:2:kill",
+        "step:2:killed_after",
+        "save:1:kill",
+        "save:2:killed_after",
+        "publish:1:kill",
+        "publish:2:killed_after",
+        "save_hf:1:kill",
+        "step:1:kill,save:2:killed_after,publish:2:kill",
+    ] {
+        play(faults, None, &[]);
+    }
+    // Steps behind the last checkpoint are learned again from the log.
+    play("step:4:killed_after", None, &["--save-interval", "2"]);
+    play("step:3:kill", None, &["--save-interval", "20", "--train-async"]);
+}
+
+#[test]
+fn loop_that_is_killed_anywhere_goes_on_and_learns_from_every_sample_once() {
+    for point in ["log.append:1", "log.append:5", "log.commit:9", "train.step:1", "train.step:3"] {
+        play("", Some(point), &[]);
+    }
+    play("step:1:kill", Some("train.step:2"), &["--save-interval", "2", "--train-async"]);
+}
+
+#[test]
+fn learner_that_always_dies_ends_the_run_with_its_name() {
+    let stage = Stage::new(&[]);
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer("step:1:always_kill"));
+    assert_eq!(status, Some(4), "{words}");
+    assert_eq!(words.matches("is started again").count(), 3, "{words}");
+    assert!(words.contains("error: learner `fake`") && words.contains("signal: 9"), "{words}");
+}
+
+#[test]
+fn version_that_is_not_in_the_store_ends_the_run() {
+    let stage = Stage::new(&[]);
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer("publish:1:told_wrong"));
+    assert_eq!(status, Some(1), "{words}");
+    assert!(words.contains("version 999, while the newest") && words.contains("`fake`"), "{words}");
+}
+
+#[test]
+fn flags_that_a_learner_cannot_have_are_refused() {
+    let (status, words) = code(&mut Stage::new(&["--check-weight-update-equal"]).trainer(""));
+    assert_eq!(status, Some(2), "{words}");
+    assert!(words.contains("--learner"), "{words}");
+}
+
+/// The recorded steps.
+fn steps(stage: &Stage) -> Vec<Value> {
+    let text = std::fs::read_to_string(stage.at("rl/metrics.jsonl")).expect("metrics");
+    text.lines().map(|line| serde_json::from_str(line).expect("a step")).collect()
+}
+
+#[test]
+fn step_that_is_not_finite_is_left_out_and_counted() {
+    let stage = Stage::new(&[]);
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer("step:2:not_finite"));
+    assert_eq!(status, Some(0), "{words}");
+    assert!(words.contains("step 1 is left out: gradient norm is NaN"), "{words}");
+    let skipped: Vec<_> = steps(&stage).iter().map(|step| step["skipped"].as_bool()).collect();
+    assert_eq!(skipped, [false, true, false, false].map(Some));
+}
+
+#[test]
+fn too_many_steps_that_are_not_finite_end_the_run() {
+    let stage = Stage::new(&["--max-skipped-steps", "1"]);
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer("step:2:not_finite,step:3:not_finite"));
+    assert_eq!(status, Some(1), "{words}");
+    assert!(words.contains("2 steps in a row") && words.contains("--max-skipped-steps"), "{words}");
+    // The same command does not repeat the step that was left out, and has learned from the rest.
+    assert_eq!(steps(&stage).len(), 2);
+}
+
+#[test]
+fn settings_that_have_changed_are_said_or_refused_when_a_run_goes_on() {
+    let mut stage = Stage::new(&["--num-rollout", "2"]);
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    assert!(!words.contains("goes on with"), "{words}");
+    stage.flags = ["--n-samples-per-prompt", "4"].map(str::to_owned).to_vec();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(3), "{words}");
+    assert!(words.contains("has --n-samples-per-prompt 2, not 4"), "{words}");
+    stage.flags = ["--lr", "0.05", "--rollout-max-response-len", "512"].map(str::to_owned).to_vec();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    assert!(words.contains("goes on with --lr 0.05; it was 0.1"), "{words}");
+    assert!(words.contains("goes on with --rollout-max-response-len 512; it was 1024 "), "{words}");
+    stage.check("with other settings");
+}
+
+#[test]
+fn series_of_checkpoints_has_one_beside_each_training_checkpoint() {
+    let mut stage = Stage::new(&["--save-interval", "2"]);
+    stage.save_hf = "hf-{rollout_id}";
+    let _follower = stage.follower();
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    let there: Vec<_> =
+        (0..=STEPS).filter(|step| stage.at(&format!("hf-{step}/config.json")).exists()).collect();
+    assert_eq!(there, [2, 4]);
+}
+
+#[test]
+fn log_that_is_too_large_gives_back_what_was_learned_and_no_more() {
+    let mut stage = Stage::new(&[]);
+    let _follower = stage.follower();
+    let log = |stage: &Stage| Reader::open(stage.at("rl/log")).expect("a log");
+    // Each process that opens the log begins a segment.
+    for until in 1..=STEPS {
+        stage.flags =
+            ["--num-rollout", &until.to_string(), "--rollout-log-gib-max", "0"].map(str::to_owned).to_vec();
+        let (status, words) = code(&mut stage.trainer(""));
+        assert_eq!(status, Some(0), "{words}");
+        let log = log(&stage);
+        assert_eq!(log.next_prompt(), until * GROUPS, "the prompts that were taken are known");
+        assert_eq!(log.groups(until - 1, SAMPLES as usize).len() as u64, GROUPS);
+    }
+    assert!(log(&stage).oldest().0 > 0, "the first rollouts are gone");
+    let state = learner::saved(&stage.at("rl/learner")).expect("a state of the learner");
+    let consumed = state["consumed"].as_array().expect("samples").iter().map(Value::as_u64);
+    assert_eq!(consumed.collect::<Vec<_>>(), (0..STEPS * GROUPS * SAMPLES).map(Some).collect::<Vec<_>>());
+}

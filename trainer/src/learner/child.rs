@@ -1,0 +1,153 @@
+//! A child process that trains: any program, over one socket.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::process::{Lost, Process};
+use super::wire::{Call, Hello, PROTOCOL, Reply, samples};
+use super::{Batch, Learner, Place, Progress, Stepped, Weights};
+use crate::error::{Error, Result};
+use crate::train::LearnOptions;
+
+/// How a learner is run.
+#[derive(Debug, Clone)]
+pub struct ChildOptions {
+    /// A line for the shell.
+    pub command: String,
+    /// How long one call may take, and the start.
+    pub deadline: Duration,
+    /// What the optimiser and the loss are told.
+    pub learn: LearnOptions,
+    /// Temperature of the rollouts.
+    pub temperature: f64,
+    /// Seed of the run.
+    pub seed: u64,
+}
+
+/// A process that trains. It is started by [`Learner::load`], and ends with this value.
+#[derive(Debug)]
+pub struct Child {
+    options: ChildOptions,
+    name: Option<String>,
+    process: Option<Process>,
+}
+
+impl Child {
+    /// Makes ready to run it.
+    #[must_use]
+    pub fn new(options: ChildOptions) -> Self {
+        Child { options, name: None, process: None }
+    }
+
+    /// One call and its reply. A process that ended, or did not answer in time, is gone afterwards.
+    fn call(&mut self, call: Call<'_>) -> Result<Reply> {
+        let (name, learner) = (call.name(), self.describe());
+        let lost = |found: String| Error::LearnerLost { learner: learner.clone(), call: name, found };
+        let Some(process) = &mut self.process else {
+            return Err(lost("no running process".to_owned()));
+        };
+        match process.ask(call, self.options.deadline) {
+            Ok(reply) => match reply.error {
+                None => Ok(reply),
+                Some(reason) => Err(Error::LearnerRefused { learner, call: name, reason }),
+            },
+            Err(Lost::Nonsense(found)) => {
+                self.process = None;
+                Err(Error::LearnerReply {
+                    learner,
+                    call: name,
+                    expected: "a reply of docs/wire/learner.md",
+                    found,
+                })
+            }
+            Err(Lost::Gone(found)) => {
+                self.process = None;
+                Err(lost(found))
+            }
+        }
+    }
+
+    fn wrong(&self, call: &'static str, expected: &'static str, found: impl ToString) -> Error {
+        Error::LearnerReply { learner: self.describe(), call, expected, found: found.to_string() }
+    }
+}
+
+impl Learner for Child {
+    fn describe(&self) -> String {
+        let name = self.name.as_deref().unwrap_or(&self.options.command);
+        match &self.process {
+            Some(process) => format!("`{name}` (process {})", process.id()),
+            None => format!("`{name}`"),
+        }
+    }
+
+    fn publishes(&self) -> bool {
+        true
+    }
+
+    fn load(&mut self, place: &Place) -> Result<Option<Progress>> {
+        // The one before has ended when this is done.
+        self.process = None;
+        let save = absolute(&place.save.join("learner"))?;
+        let place = Place {
+            hf_checkpoint: absolute(&place.hf_checkpoint)?,
+            log: absolute(&place.log)?,
+            baseline: absolute(&place.baseline)?,
+            ..place.clone()
+        };
+        self.process = Some(Process::start(&self.options.command, &save, self.options.deadline)?);
+        let options = self.options.clone();
+        let reply = self.call(Call::Hello(Hello::new(&place, &save, &options)))?;
+        if reply.protocol != Some(PROTOCOL) {
+            let found = reply.protocol.map_or("none".to_owned(), |found| found.to_string());
+            return Err(self.wrong("hello", "protocol 1", found));
+        }
+        self.name = reply.name.or(self.name.take());
+        tracing::info!(learner = self.describe(), step = reply.progress.as_ref().map(|p| p.step), "loaded");
+        Ok(reply.progress)
+    }
+
+    fn log_probs(&mut self, batch: &Batch<'_>) -> Result<Vec<Vec<f32>>> {
+        let call = Call::LogProbs { rollout_id: batch.rollout_id, samples: samples(batch) };
+        let expected = "log_probs: as many finite numbers for each sample as its response has tokens";
+        let found = self.call(call)?.log_probs.ok_or_else(|| self.wrong("log_probs", expected, "none"))?;
+        if found.len() != batch.samples.len() {
+            return Err(self.wrong("log_probs", expected, format!("{} samples", found.len())));
+        }
+        let fits = |(values, sample): (&Vec<f32>, &super::Sample<'_>)| {
+            values.len() == sample.response_len() && values.iter().all(|value| value.is_finite())
+        };
+        match found.iter().zip(&batch.samples).position(|pair| !fits(pair)) {
+            None => Ok(found),
+            Some(index) => Err(self.wrong("log_probs", expected, format!("other ones for sample {index}"))),
+        }
+    }
+
+    fn step(&mut self, batch: &Batch<'_>) -> Result<Stepped> {
+        let reply = self.call(Call::Step { rollout_id: batch.rollout_id, samples: samples(batch) })?;
+        match (reply.stats, reply.not_finite) {
+            (_, Some(what)) => Ok(Stepped::NotFinite(what)),
+            (Some(stats), None) => Ok(Stepped::Done(stats)),
+            (None, None) => Err(self.wrong("step", "stats or not_finite", "neither")),
+        }
+    }
+
+    fn snapshot(&mut self, step: u64) -> Result<Weights> {
+        let version = self.call(Call::Publish { step })?.version;
+        version.map(Weights::Published).ok_or_else(|| self.wrong("publish", "a version", "none"))
+    }
+
+    fn save(&mut self, progress: &Progress) -> Result<()> {
+        self.call(Call::Save { progress }).map(drop)
+    }
+
+    fn save_hf(&mut self, dir: &Path) -> Result<()> {
+        let dir = absolute(dir)?;
+        self.call(Call::SaveHf { dir: &dir }).map(drop)
+    }
+}
+
+/// The child may work in another directory.
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(crate::error::io("name", path))
+}

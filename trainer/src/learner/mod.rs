@@ -1,0 +1,213 @@
+//! What trains: one trait, with libtorch in this process or a child process behind it.
+
+mod child;
+#[cfg(feature = "conformance")]
+pub mod conformance;
+mod process;
+mod wire;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use driftless_buffer::{Position, Record};
+use driftless_transport::Snapshot;
+use serde::{Deserialize, Serialize};
+
+use crate::error::Result;
+use crate::metrics::StepMetrics;
+
+pub use child::{Child, ChildOptions};
+pub use wire::PROTOCOL;
+
+/// Where a learner finds what it works on, and where it keeps its state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// State directory of the run.
+    pub save: PathBuf,
+    /// Hugging Face checkpoint that the run starts from.
+    pub hf_checkpoint: PathBuf,
+    /// Directory of the rollout log.
+    pub log: PathBuf,
+    /// The store of the publications, as its user names it.
+    pub store: String,
+    /// Name of the run in the store.
+    pub run: String,
+    /// Identity of the run, 32 hex digits.
+    pub run_id: String,
+    /// Name of the policy among the models of the run.
+    pub model: &'static str,
+    /// Directory of the publisher's baseline.
+    pub baseline: PathBuf,
+    /// Training checkpoints to keep; at least 1.
+    pub keep: usize,
+}
+
+/// How far a run is; a training checkpoint holds it beside the weights.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps of the loop that are done.
+    pub step: u64,
+    /// Seed of the run.
+    pub seed: u64,
+    /// What the last step was like.
+    pub metrics: Option<StepMetrics>,
+    /// The settings that samples and steps depend on, by the names of their flags.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub settings: BTreeMap<String, String>,
+}
+
+/// What one optimiser step learns from: samples that lie in the mapped log.
+#[derive(Debug, Clone, Default)]
+pub struct Batch<'a> {
+    /// The rollout that all samples belong to.
+    pub rollout_id: u64,
+    /// The samples, group by group.
+    pub samples: Vec<Sample<'a>>,
+}
+
+/// One sample of a batch. All columns lie in the map of the log.
+#[derive(Debug, Clone, Copy)]
+pub struct Sample<'a> {
+    /// Its place in the log.
+    pub position: Position,
+    /// Prompt and response.
+    pub tokens: &'a [i32],
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
+    /// Per response token: 1 to train on it, 0 not to. Empty means all ones.
+    pub loss_mask: &'a [u8],
+    /// Per response token: log-probability when it was sampled.
+    pub log_probs: &'a [f32],
+    /// Samples with one id count as one in the loss: their tokens share a denominator.
+    pub rollout_id: u64,
+    /// Advantage of every response token.
+    pub advantage: f32,
+}
+
+impl<'a> Sample<'a> {
+    /// A record of the log with its advantage.
+    #[must_use]
+    pub fn of(record: &'a Record, advantage: f32) -> Self {
+        Sample {
+            position: record.position(),
+            tokens: record.tokens(),
+            prompt_len: record.prompt_len(),
+            loss_mask: record.loss_mask(),
+            log_probs: record.log_probs(),
+            rollout_id: record.scalars().sample_id,
+            advantage,
+        }
+    }
+
+    /// How many of its tokens are trained on.
+    #[must_use]
+    pub fn trained(&self) -> usize {
+        match self.loss_mask {
+            [] => self.response_len(),
+            mask => mask.iter().filter(|&&keep| keep != 0).count(),
+        }
+    }
+
+    /// Tokens of the response.
+    #[must_use]
+    pub fn response_len(&self) -> usize {
+        self.tokens.len().saturating_sub(self.prompt_len)
+    }
+}
+
+/// What an optimiser step was like. What a learner does not measure is 0.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StepStats {
+    /// The loss before the step.
+    pub loss: f64,
+    /// L2 norm of the gradients before clipping.
+    pub grad_norm: f64,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Share of trained tokens whose probability ratio was clipped.
+    pub pg_clipfrac: f64,
+    /// Mean of old − new log-prob over trained tokens.
+    pub ppo_kl: f64,
+    /// Mean estimate of KL(policy ‖ reference), if it is part of the loss.
+    pub kl_loss: f64,
+    /// Share of trained tokens whose importance weight was cut.
+    pub tis_clipfrac: f64,
+    /// Estimate k3 of KL(engine ‖ learner).
+    pub mismatch_k3: f64,
+    /// Mean entropy of the policy at the trained tokens, in nats.
+    pub entropy: f64,
+    /// Mean of |learner's log-prob − engine's log-prob| over trained tokens.
+    pub log_prob_diff_mean: f64,
+    /// The largest of those differences.
+    pub log_prob_diff_max: f64,
+}
+
+/// What became of a step.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Stepped {
+    /// The weights moved.
+    Done(StepStats),
+    /// A loss or a gradient was NaN or infinite, and the weights are as before; says which.
+    NotFinite(String),
+}
+
+/// The weights of a learner at one moment, for the engines.
+pub enum Weights {
+    /// As tensors, which the loop publishes.
+    Tensors(Box<dyn Snapshot>),
+    /// As the version of this number, which the learner has published.
+    Published(u64),
+}
+
+/// What trains. The loop calls one method at a time.
+pub trait Learner: Send {
+    /// What it is, for messages.
+    fn describe(&self) -> String;
+
+    /// Whether it publishes its weights by itself. The loop then begins the run and leaves the rest of its
+    /// versions alone.
+    fn publishes(&self) -> bool {
+        false
+    }
+
+    /// Takes up the newest checkpoint below [`Place::save`], and says how far that is; without one, begins
+    /// with the weights of [`Place::hf_checkpoint`]. Called before any other method, and again after
+    /// [`crate::Error::LearnerLost`].
+    ///
+    /// # Errors
+    /// What keeps it from starting, or a checkpoint of another model.
+    fn load(&mut self, place: &Place) -> Result<Option<Progress>>;
+
+    /// Log-probabilities of the response tokens of each sample under the current weights, in nats, at the
+    /// temperature of the rollouts.
+    ///
+    /// # Errors
+    /// [`crate::Error::LearnerLost`] if it has to be loaded again; what it says otherwise.
+    fn log_probs(&mut self, batch: &Batch<'_>) -> Result<Vec<Vec<f32>>>;
+
+    /// One optimiser step.
+    ///
+    /// # Errors
+    /// As [`Learner::log_probs`].
+    fn step(&mut self, batch: &Batch<'_>) -> Result<Stepped>;
+
+    /// The weights after `step` steps of the loop, for the engines.
+    ///
+    /// # Errors
+    /// As [`Learner::log_probs`], and what the store says.
+    fn snapshot(&mut self, step: u64) -> Result<Weights>;
+
+    /// Writes a training checkpoint: weights, optimiser and `progress`, all or nothing. On return it is
+    /// durable.
+    ///
+    /// # Errors
+    /// As [`Learner::log_probs`], and what the disk says; older checkpoints are then untouched.
+    fn save(&mut self, progress: &Progress) -> Result<()>;
+
+    /// Writes the weights as a Hugging Face checkpoint directory.
+    ///
+    /// # Errors
+    /// As [`Learner::save`].
+    fn save_hf(&mut self, dir: &std::path::Path) -> Result<()>;
+}

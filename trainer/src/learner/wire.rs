@@ -1,0 +1,113 @@
+//! The lines between the loop and a child process: `docs/wire/learner.md`.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Batch, Place, Progress, StepStats};
+use crate::train::LearnOptions;
+
+/// The version of the protocol that is spoken here.
+pub const PROTOCOL: u32 = 1;
+
+/// A call with its number.
+#[derive(Serialize)]
+pub(super) struct Line<'a> {
+    pub(super) id: u64,
+    #[serde(flatten)]
+    pub(super) call: Call<'a>,
+}
+
+/// What the loop asks for.
+#[derive(Serialize)]
+#[serde(tag = "call", rename_all = "snake_case")]
+pub(super) enum Call<'a> {
+    Hello(Hello<'a>),
+    LogProbs { rollout_id: u64, samples: Vec<Sample> },
+    Step { rollout_id: u64, samples: Vec<Sample> },
+    Publish { step: u64 },
+    Save { progress: &'a Progress },
+    SaveHf { dir: &'a Path },
+}
+
+impl Call<'_> {
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Call::Hello(_) => "hello",
+            Call::LogProbs { .. } => "log_probs",
+            Call::Step { .. } => "step",
+            Call::Publish { .. } => "publish",
+            Call::Save { .. } => "save",
+            Call::SaveHf { .. } => "save_hf",
+        }
+    }
+}
+
+/// What a child is told before anything else.
+#[derive(Serialize)]
+pub(super) struct Hello<'a> {
+    protocol: u32,
+    hf_checkpoint: &'a Path,
+    save: &'a Path,
+    keep: usize,
+    log: &'a Path,
+    store: &'a str,
+    run: &'a str,
+    run_id: &'a str,
+    model: &'a str,
+    baseline_dir: &'a Path,
+    seed: u64,
+    temperature: f64,
+    options: &'a LearnOptions,
+}
+
+impl<'a> Hello<'a> {
+    pub(super) fn new(place: &'a Place, save: &'a Path, options: &'a super::ChildOptions) -> Self {
+        Hello {
+            protocol: PROTOCOL,
+            hf_checkpoint: &place.hf_checkpoint,
+            save,
+            keep: place.keep,
+            log: &place.log,
+            store: &place.store,
+            run: &place.run,
+            run_id: &place.run_id,
+            model: place.model,
+            baseline_dir: &place.baseline,
+            seed: options.seed,
+            temperature: options.temperature,
+            options: &options.learn,
+        }
+    }
+}
+
+/// A sample, which the child reads where it lies.
+#[derive(Serialize)]
+pub(super) struct Sample {
+    position: u64,
+    rollout_id: u64,
+    advantage: f32,
+}
+
+pub(super) fn samples(batch: &Batch<'_>) -> Vec<Sample> {
+    let sample = |sample: &super::Sample<'_>| Sample {
+        position: sample.position.0,
+        rollout_id: sample.rollout_id,
+        advantage: sample.advantage,
+    };
+    batch.samples.iter().map(sample).collect()
+}
+
+/// A reply, whatever was asked. Fields that a call does not have are absent.
+#[derive(Deserialize)]
+pub(super) struct Reply {
+    pub(super) id: u64,
+    pub(super) error: Option<String>,
+    pub(super) protocol: Option<u32>,
+    pub(super) name: Option<String>,
+    pub(super) progress: Option<Progress>,
+    pub(super) log_probs: Option<Vec<Vec<f32>>>,
+    pub(super) stats: Option<StepStats>,
+    pub(super) not_finite: Option<String>,
+    pub(super) version: Option<u64>,
+}

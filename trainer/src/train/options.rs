@@ -1,0 +1,299 @@
+//! Everything the loop is told, in one place; the command line fills it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use driftless_bridge::{Keys, SamplingParams};
+use driftless_transport::{SignKey, Store, TrustKey};
+use serde::Serialize;
+
+use crate::advantage::Estimator;
+use crate::lr::{Decay, LrSchedule};
+use crate::rollout::EvalSet;
+use crate::schedule::Mode;
+use crate::tasks::Task;
+
+/// Settings of a run of the RL loop. Field names follow the flags of `driftless train`, which follow slime's.
+#[derive(Debug, Clone)]
+pub struct TrainOptions {
+    /// Hugging Face checkpoint the policy starts from; version 0 refers to it.
+    pub hf_checkpoint: PathBuf,
+    /// Directory of the run's state: training checkpoints, baseline, rollout log, metrics.
+    pub save: PathBuf,
+    /// Where the final policy goes as a Hugging Face checkpoint. With `{rollout_id}` in its name it is a
+    /// series: one beside each training checkpoint, named by the steps done.
+    pub save_hf: Option<PathBuf>,
+    /// The store that publications go to.
+    pub store: Arc<dyn Store>,
+    /// The same store as its user names it.
+    pub store_url: String,
+    /// Name of the run in the store.
+    pub run: String,
+    /// What signs the versions, if they are signed; those that it has not signed are not gone on from.
+    pub sign_key: Option<SignKey>,
+    /// Other keys whose versions are gone on from.
+    pub trust_keys: Vec<TrustKey>,
+    /// Engines, as `host:port` or URLs.
+    pub rollout_external_engine_addrs: Vec<String>,
+    /// The engines' API keys.
+    pub keys: Keys,
+    /// Synchronous or one step off.
+    pub mode: Mode,
+    /// What to leave out, for debugging.
+    pub debug: Debug,
+    /// Steps of the whole run.
+    pub num_rollout: u64,
+    /// Prompts of a rollout.
+    pub rollout_batch_size: u64,
+    /// Samples of a prompt; they form a group.
+    pub n_samples_per_prompt: u64,
+    /// What is learned.
+    pub task: Arc<dyn Task>,
+    /// How tokens of rollouts are drawn; each sample gets a seed of its own.
+    pub sampling: SamplingParams,
+    /// Tokens that prompt and response may have together.
+    pub rollout_max_context_len: Option<usize>,
+    /// Requests an engine is given at once.
+    pub server_concurrency: usize,
+    /// Full or delta publications.
+    pub update_weight_mode: UpdateWeightMode,
+    /// Publish after every so many steps.
+    pub update_weights_interval: u64,
+    /// Carry full tensors too in every version whose number is a multiple of this; never, if `None`.
+    pub anchor_every: Option<u64>,
+    /// After every update compare the engines' checksums with those of the trainer's bytes.
+    pub check_weight_update_equal: bool,
+    /// Measure success on held-out problems after every so many steps; only at both ends, if 0.
+    pub eval_interval: u64,
+    /// What is measured then.
+    pub eval: Evaluation,
+    /// Write a training checkpoint after every so many steps.
+    pub save_interval: u64,
+    /// Training checkpoints kept.
+    pub keep_checkpoints: usize,
+    /// Bytes of the log, beyond which it gives back what no step learns from again.
+    pub rollout_log_bytes_max: u64,
+    /// Steps in a row that may be left out because they are not finite.
+    pub max_skipped_steps: u64,
+    /// What rewards become, and what the learner does with it.
+    pub learn: LearnOptions,
+    /// Seed of data and sampling.
+    pub seed: u64,
+    /// How long an engine may take to come to a new version.
+    pub update_deadline: Duration,
+    /// How long one generation may take, retries included.
+    pub generate_deadline: Duration,
+}
+
+/// Stands for the number of steps done in [`TrainOptions::save_hf`].
+const ROLLOUT_ID: &str = "{rollout_id}";
+/// The setting that a run cannot change.
+pub(super) const GROUP_SIZE: &str = "--n-samples-per-prompt";
+
+/// Whether the name stands for a series of directories.
+pub(super) fn is_series(dir: &Path) -> bool {
+    dir.to_str().is_some_and(|dir| dir.contains(ROLLOUT_ID))
+}
+
+impl TrainOptions {
+    /// The Hugging Face checkpoint of a series after `step` steps, if there is a series.
+    pub(super) fn save_hf_after(&self, step: u64) -> Option<PathBuf> {
+        let dir = self.save_hf.as_deref().filter(|dir| is_series(dir))?.to_str()?;
+        Some(dir.replace(ROLLOUT_ID, &step.to_string()).into())
+    }
+
+    /// What samples and steps depend on, by flag.
+    pub(super) fn settings(&self) -> BTreeMap<String, String> {
+        let sampling = &self.sampling;
+        let mut settings: BTreeMap<String, String> = [
+            ("--rollout-batch-size", self.rollout_batch_size.to_string()),
+            (GROUP_SIZE, self.n_samples_per_prompt.to_string()),
+            ("--rollout-temperature", sampling.temperature.to_string()),
+            ("--rollout-top-p", sampling.top_p.to_string()),
+            ("--rollout-top-k", sampling.top_k.to_string()),
+            ("--rollout-max-response-len", sampling.max_new_tokens.to_string()),
+            ("--update-weights-interval", self.update_weights_interval.to_string()),
+        ]
+        .map(|(name, value)| (name.to_owned(), value))
+        .into();
+        // Its fields are named as their flags are.
+        if let Ok(serde_json::Value::Object(learn)) = serde_json::to_value(&self.learn) {
+            let flag = |(name, value): (String, serde_json::Value)| {
+                (format!("--{}", name.replace('_', "-")), value.to_string())
+            };
+            settings.extend(learn.into_iter().map(flag));
+        }
+        settings
+    }
+}
+
+/// Held-out prompts to measure on.
+#[derive(Debug, Clone, Default)]
+pub struct Evaluation {
+    /// The task's own problems, sampled as the rollouts are and greedily.
+    pub held_out: Option<[EvalSet; 2]>,
+    /// Sets by name.
+    pub sets: Vec<EvalSet>,
+}
+
+/// What advantages, loss and optimiser are told. A child process gets it as JSON.
+#[derive(Debug, Clone, Serialize)]
+pub struct LearnOptions {
+    /// What the policy computes in; as the checkpoint, which engines compute in, if `None`.
+    pub dtype: Option<Dtype>,
+    /// Learning rate, after the warm-up and before the decay.
+    pub lr: f64,
+    /// Learning rate at the end of the decay.
+    pub min_lr: f64,
+    /// Steps over which the learning rate rises from 0.
+    pub lr_warmup_iters: u64,
+    /// How the learning rate falls after that.
+    pub lr_decay_style: Decay,
+    /// Step at which it has fallen.
+    pub lr_decay_iters: u64,
+    /// Weight decay of AdamW.
+    pub weight_decay: f64,
+    /// First moment's decay.
+    pub adam_beta1: f64,
+    /// Second moment's decay.
+    pub adam_beta2: f64,
+    /// Gradient norm to clip to; 0 leaves gradients as they are.
+    pub clip_grad: f64,
+    /// Lower clip of the probability ratio.
+    pub eps_clip: f64,
+    /// Upper clip of the probability ratio.
+    pub eps_clip_high: f64,
+    /// Bound of the ratio where the advantage is negative.
+    pub eps_clip_c: Option<f64>,
+    /// Truncated importance sampling.
+    pub tis: Option<Tis>,
+    /// Penalty on the distance to the reference policy.
+    pub kl_loss: Option<KlLoss>,
+    /// Mean over all tokens of a step, instead of over each rollout's and then over rollouts.
+    pub calculate_per_token_loss: bool,
+    /// Weight of the entropy bonus.
+    pub entropy_coef: f64,
+    /// How rewards become advantages.
+    pub advantage_estimator: Estimator,
+    /// Divide by the group's standard deviation (`grpo`).
+    pub grpo_std_normalization: bool,
+    /// Normalise advantages over the trained tokens of the step, as REINFORCE++ does in any case.
+    pub normalize_advantages: bool,
+    /// Tokens of one forward and backward pass.
+    pub max_tokens_per_gpu: usize,
+    /// Compute activations again on the way back (`--recompute-granularity full`).
+    pub recompute: bool,
+    /// Tokens whose logits are held at once; as many as fit half a GiB, if `None`.
+    pub log_probs_chunk_size: Option<usize>,
+}
+
+impl Default for LearnOptions {
+    /// As `driftless train` has it where no flag is given.
+    fn default() -> Self {
+        LearnOptions {
+            dtype: None,
+            lr: 1e-6,
+            min_lr: 0.0,
+            lr_warmup_iters: 0,
+            lr_decay_style: Decay::Constant,
+            lr_decay_iters: 0,
+            weight_decay: 0.0,
+            adam_beta1: 0.9,
+            adam_beta2: 0.95,
+            clip_grad: 1.0,
+            eps_clip: 0.2,
+            eps_clip_high: 0.2,
+            eps_clip_c: None,
+            tis: None,
+            kl_loss: None,
+            calculate_per_token_loss: false,
+            entropy_coef: 0.0,
+            advantage_estimator: Estimator::Grpo,
+            grpo_std_normalization: true,
+            normalize_advantages: false,
+            max_tokens_per_gpu: 16_384,
+            recompute: false,
+            log_probs_chunk_size: None,
+        }
+    }
+}
+
+impl LearnOptions {
+    /// The learning rate of each step.
+    #[must_use]
+    pub fn lr_schedule(&self) -> LrSchedule {
+        LrSchedule {
+            lr: self.lr,
+            min_lr: self.min_lr,
+            warmup_iters: self.lr_warmup_iters,
+            decay: self.lr_decay_style,
+            decay_iters: self.lr_decay_iters,
+        }
+    }
+}
+
+/// What a model computes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dtype {
+    /// bf16.
+    Bfloat16,
+    /// f32.
+    Float32,
+}
+
+/// Bounds of truncated importance sampling (`--use-tis`).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Tis {
+    /// Least weight of a token (`--tis-clip-low`).
+    pub low: f64,
+    /// Largest weight of a token (`--tis-clip`).
+    pub high: f64,
+}
+
+/// A penalty on the distance to a reference policy.
+#[derive(Debug, Clone, Serialize)]
+pub struct KlLoss {
+    /// Estimator.
+    pub kind: Kl,
+    /// Weight.
+    pub coef: f64,
+    /// Checkpoint of the reference policy; the one that the run starts from, if `None`.
+    pub ref_load: Option<PathBuf>,
+}
+
+/// Estimator of KL(policy ‖ reference) from one sample per token (Schulman 2020); `d = log p − log p_ref`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kl {
+    /// `d`: unbiased, high variance, zero gradient in expectation as a loss.
+    K1,
+    /// `d² / 2`.
+    K2,
+    /// `exp(−d) + d − 1`: unbiased, never negative.
+    K3,
+    /// [`Kl::K3`], at most 10.
+    LowVarKl,
+}
+
+/// Whether versions are published in full or as deltas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UpdateWeightMode {
+    /// Every version in full.
+    Full,
+    /// The difference to the version before.
+    Delta,
+}
+
+/// Parts of the loop that are left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Debug {
+    /// None.
+    Off,
+    /// Generate and log, with the weights the engines serve; do not train or publish.
+    RolloutOnly,
+    /// Train on what the log holds; do not talk to engines or publish.
+    TrainOnly,
+}

@@ -1,0 +1,401 @@
+//! What a run of the loop holds while it runs, and how it is opened or taken up again.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use driftless_bridge::{Expected, Fleet, FleetOptions, Label};
+use driftless_buffer::{self as buffer, Group, Identity, Log, Position, PromptState, Reader, Retention};
+use driftless_transport::{
+    self as transport, Publisher, PublisherOptions, Run, RunId, Start, Store, Version,
+};
+use tokio::runtime::Runtime;
+
+use super::record::RunRecord;
+use super::update::{self, Updates};
+use super::{Debug, Event, InFlight, MODEL, Observer, TrainOptions, options};
+use crate::error::{Error, Result, io};
+use crate::learner::{Learner, Place, Progress};
+use crate::metrics::{self, MetricsFile, PublicationMetrics, StepMetrics};
+use crate::rollout::{RolloutOptions, Rollouts};
+use crate::schedule::Schedule;
+
+/// The file of what each step did.
+const METRICS: &str = "metrics.jsonl";
+/// The loop's cursor in the log.
+const CONSUMER: &str = "trainer";
+/// The directory of the rollout log.
+const LOG: &str = "log";
+/// The directory of the publisher's baseline.
+const BASELINE: &str = "baseline";
+/// Time between two attempts to attach engines that do not answer.
+const ATTACH_AGAIN: Duration = Duration::from_millis(200);
+
+/// A run in progress.
+pub(super) struct Session<'o> {
+    pub(super) options: &'o TrainOptions,
+    pub(super) observer: Observer,
+    pub(super) runtime: Runtime,
+    pub(super) record: RunRecord,
+    /// Loaded only where more than rollouts is wanted.
+    pub(super) learner: Box<dyn Learner>,
+    place: Place,
+    /// Whether the learner may be asked anything but to load.
+    pub(super) loaded: bool,
+    /// Absent when nothing is published.
+    pub(super) updates: Option<Updates>,
+    /// Absent when there are no engines.
+    fleet: Option<Arc<Fleet>>,
+    /// Absent when there are no engines.
+    pub(super) rollouts: Option<Arc<Rollouts>>,
+    log: Reader,
+    pub(super) metrics: MetricsFile,
+    /// Optimiser steps done.
+    pub(super) step: u64,
+    /// Those of the newest training checkpoint.
+    pub(super) saved: u64,
+    /// Where the records of rollouts begin that were begun by this process.
+    begins: BTreeMap<u64, Position>,
+    /// The rollout after the one that is trained on.
+    pub(super) ahead: Option<InFlight>,
+    /// The last step of an interrupted run, saved but perhaps not published or recorded.
+    pub(super) unfinished: Option<StepMetrics>,
+}
+
+impl<'o> Session<'o> {
+    /// Opens the state directory, the store, the log and the engines, in an order in which a crash anywhere
+    /// leaves a state that opens again.
+    pub(super) fn open(
+        options: &'o TrainOptions,
+        learner: Box<dyn Learner>,
+        observer: Observer,
+    ) -> Result<Self> {
+        // Before anything is claimed, sent or written: tokens of another task would be trained on to no
+        // effect.
+        options.task.check(&options.hf_checkpoint)?;
+        std::fs::create_dir_all(&options.save).map_err(io("create", &options.save))?;
+        let runtime = Runtime::new().map_err(io("start threads for", "the engines' connections"))?;
+        let (record, updates) = open_run(options, learner.publishes())?;
+        let run_id = record.run_id.unwrap_or_else(RunId::random);
+        let log = open_log(options, run_id)?;
+        let mut session = Session {
+            place: place(options, run_id),
+            metrics: MetricsFile::open(&options.save.join(METRICS), u64::MAX)?,
+            options,
+            observer,
+            runtime,
+            record,
+            learner,
+            loaded: false,
+            updates,
+            fleet: None,
+            rollouts: None,
+            log: log.reader(),
+            step: 0,
+            saved: 0,
+            begins: BTreeMap::new(),
+            ahead: None,
+            unfinished: None,
+        };
+        session.load()?;
+        if options.debug != Debug::TrainOnly {
+            session.rollouts = Some(session.attach(log)?);
+        }
+        Ok(session)
+    }
+
+    /// Has the learner take up its newest checkpoint, and goes back to the step of that.
+    pub(super) fn load(&mut self) -> Result<()> {
+        let progress = match self.options.debug {
+            Debug::RolloutOnly => None,
+            _ => self.learner.load(&self.place)?,
+        };
+        if let Some(progress) = &progress {
+            self.check(progress)?;
+        }
+        self.step = progress.as_ref().map_or(0, |progress| progress.step);
+        self.saved = self.step;
+        // The line of a step is its last trace: without it, the step may not have been published.
+        let recorded =
+            metrics::read(&self.metrics_path())?.iter().any(|last| last.rollout_id + 1 == self.step);
+        self.unfinished = progress.and_then(|progress| progress.metrics).filter(|_| !recorded);
+        self.metrics = MetricsFile::open(&self.metrics_path(), self.step)?;
+        if let Some(updates) = &mut self.updates {
+            updates.look()?;
+        }
+        self.loaded = true;
+        Ok(())
+    }
+
+    /// Refuses the checkpoint of a run that this one cannot go on with.
+    fn check(&self, progress: &Progress) -> Result<()> {
+        let settings = self.options.settings();
+        let refused = |what, expected: &str, found: &str| {
+            let (expected, found) = (expected.to_owned(), found.to_owned());
+            Err(Error::Resume { path: self.options.save.clone(), what, expected, found })
+        };
+        if progress.seed != self.options.seed {
+            // Its rollouts were drawn with the other seed: going on would mix two runs.
+            return refused("--seed", &self.options.seed.to_string(), &progress.seed.to_string());
+        }
+        for (name, now) in &settings {
+            match progress.settings.get(name) {
+                // Numbers of samples follow from it: new ones would take those of old ones.
+                Some(then) if then != now && name == options::GROUP_SIZE => {
+                    return refused(options::GROUP_SIZE, now, then);
+                }
+                Some(then) if then != now => self.tell(Event::Changed { name, then, now }),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn schedule(&self) -> Schedule {
+        Schedule { mode: self.options.mode, rollouts: self.options.num_rollout }
+    }
+
+    /// Attaches the engines, which have to be of the model that the run starts from.
+    fn attach(&mut self, log: Log) -> Result<Arc<Rollouts>> {
+        let options = self.options;
+        let expected = Expected::from_checkpoint(&options.hf_checkpoint)?;
+        let fleet_options = FleetOptions {
+            concurrency: options.server_concurrency,
+            deadline: options.generate_deadline,
+            ..FleetOptions::default()
+        };
+        let addresses = &options.rollout_external_engine_addrs;
+        self.tell(Event::Waiting { what: "the engines to answer" });
+        let fleet = self.runtime.block_on(async {
+            let end = Instant::now() + options.update_deadline;
+            loop {
+                match Fleet::attach(addresses, &options.keys, &expected, fleet_options.clone()).await {
+                    // It may still be starting, or be started again by its supervisor.
+                    Err(error) if error.is_transient() && Instant::now() < end => {
+                        tracing::info!(%error, "an engine does not answer yet");
+                        tokio::time::sleep(ATTACH_AGAIN).await;
+                    }
+                    attached => return attached,
+                }
+            }
+        });
+        let fleet = Arc::new(fleet?);
+        self.fleet = Some(fleet.clone());
+        let observer = self.observer.clone();
+        Ok(Arc::new(Rollouts {
+            engines: fleet,
+            task: options.task.clone(),
+            progress: Arc::new(move |rollout, done, total| {
+                observer(Event::Generating { rollout, done, total });
+            }),
+            options: RolloutOptions {
+                scope: scope(log.identity()),
+                seed: options.seed,
+                rollout_batch_size: options.rollout_batch_size,
+                n_samples_per_prompt: options.n_samples_per_prompt,
+                sampling: options.sampling.clone(),
+                rollout_max_context_len: options.rollout_max_context_len,
+            },
+            log,
+        }))
+    }
+
+    pub(super) fn block_on<T>(&self, future: impl Future<Output = Result<T, impl Into<Error>>>) -> Result<T> {
+        self.runtime.block_on(future).map_err(Into::into)
+    }
+
+    pub(super) fn fleet(&self) -> Result<&Arc<Fleet>> {
+        self.fleet.as_ref().ok_or(Error::Cancelled)
+    }
+
+    /// The groups of a rollout, which has to be complete in the log.
+    pub(super) fn groups(&self, rollout: u64) -> Result<Vec<Group>> {
+        let groups = self.log.groups(rollout, self.options.n_samples_per_prompt as usize);
+        if groups.len() as u64 == self.options.rollout_batch_size {
+            return Ok(groups);
+        }
+        Err(Error::IncompleteRollout {
+            rollout,
+            expected: self.options.rollout_batch_size,
+            found: groups.len() as u64,
+        })
+    }
+
+    /// Tells of a publication, waits for the fleet and collects what its followers wrote about it.
+    pub(super) fn converge(&self, mut metrics: PublicationMetrics) -> Result<PublicationMetrics> {
+        let version = Version(metrics.version);
+        self.tell(Event::Published { version: version.0 });
+        let label = self.label()?.ok_or(Error::Cancelled)?;
+        let begin = Instant::now();
+        metrics.engines_behind = self.wait_for_engines(&label)?;
+        metrics.convergence_ms = update::milliseconds(begin.elapsed());
+        if let Some(updates) = &self.updates {
+            (metrics.prepare_ms, metrics.pause_ms) = updates.acknowledged(version)?;
+        }
+        Ok(metrics)
+    }
+
+    /// Waits until the engines that answer serve `label`, and returns how many others there are.
+    pub(super) fn wait_for_engines(&self, label: &Label) -> Result<u64> {
+        let fleet = self.fleet()?;
+        let behind = self.block_on(fleet.wait_for_those_up(label, self.options.update_deadline))?;
+        for engine in &behind {
+            tracing::warn!(%label, "goes on without {engine}");
+        }
+        Ok(behind.len() as u64)
+    }
+
+    /// Makes the step durable.
+    pub(super) fn save(&mut self, step: &StepMetrics) -> Result<()> {
+        let last = self.step == self.options.num_rollout;
+        let due = last || self.step.is_multiple_of(self.options.save_interval);
+        if !due || self.options.debug == Debug::RolloutOnly {
+            return Ok(());
+        }
+        let metrics = Some(step.clone());
+        let (step, seed, settings) = (self.step, self.options.seed, self.options.settings());
+        // First, so that a crash between the two leaves none of the series out.
+        if let Some(dir) = self.options.save_hf_after(step) {
+            self.learner.save_hf(&dir)?;
+        }
+        self.learner.save(&Progress { step, seed, metrics, settings })?;
+        self.saved = step;
+        self.trim()
+    }
+
+    /// Remembers where the records of a rollout begin, if it has none yet.
+    pub(super) fn note_begin(&mut self, rollout: u64) {
+        let in_flight = self.log.prompts(PromptState::InFlight);
+        let begun = in_flight.iter().any(|record| record.scalars().rollout_id == rollout);
+        if !begun && self.log.groups(rollout, 1).is_empty() {
+            self.begins.insert(rollout, self.log.end());
+        }
+    }
+
+    /// Lets the log give back what no step learns from again, where it is larger than it may be.
+    fn trim(&mut self) -> Result<()> {
+        // The rollout before the checkpoint stays: it names the prompts that were taken last.
+        let last = self.saved.saturating_sub(1);
+        let (Some(rollouts), Some(begin)) = (&self.rollouts, self.begins.get(&last).copied()) else {
+            return Ok(());
+        };
+        self.begins.retain(|rollout, _| *rollout >= last);
+        rollouts.log.cursor(CONSUMER)?.commit(begin)?;
+        rollouts.log.retain(&Retention {
+            bytes_max: Some(self.options.rollout_log_bytes_max),
+            consumed_by: vec![CONSUMER.to_owned()],
+            ..Retention::default()
+        })?;
+        Ok(())
+    }
+
+    pub(super) fn metrics_path(&self) -> PathBuf {
+        self.options.save.join(METRICS)
+    }
+}
+
+/// Begins the run in the store, or goes on with it.
+fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecord, Option<Updates>)> {
+    let recorded = RunRecord::read(&options.save)?;
+    if options.debug != Debug::Off {
+        let mut record =
+            recorded.unwrap_or_else(|| RunRecord { run: options.run.clone(), ..RunRecord::default() });
+        record.run_id.get_or_insert_with(RunId::random);
+        record.write(&options.save)?;
+        return Ok((record, None));
+    }
+    let store = options.store.clone();
+    let start = match &recorded {
+        Some(record) if record.run != options.run => {
+            return Err(Error::OtherRun {
+                path: options.save.clone(),
+                expected: options.run.clone(),
+                found: record.run.clone(),
+            });
+        }
+        Some(record) if record.run_id.is_some() || claimed_by_us(&store, &options.run)? => Start::Resume,
+        _ => Start::NewRun,
+    };
+    // Written before the name is claimed, so that a claim without a recorded identity is known to be ours.
+    let mut record =
+        recorded.unwrap_or_else(|| RunRecord { run: options.run.clone(), ..RunRecord::default() });
+    record.write(&options.save)?;
+    if let (true, Start::Resume, Some(run_id)) = (learner_publishes, start, record.run_id) {
+        let run = Run::open(store.clone(), &options.run)?;
+        run.check_id(format_args!("the state in {}", options.save.display()), run_id)?;
+        if run.newest_version(MODEL)?.is_some() {
+            return Ok((record, Some(Updates::watch(run)?)));
+        }
+    }
+    let mut publisher = PublisherOptions::new(&options.run, start, options.save.join(BASELINE));
+    publisher.anchor_every = options.anchor_every;
+    publisher.reference_dir = Some(options.hf_checkpoint.clone());
+    publisher.sign_key.clone_from(&options.sign_key);
+    publisher.trust_keys.clone_from(&options.trust_keys);
+    let mut publisher = Publisher::open(store, publisher)?;
+    if let Some(run_id) = record.run_id {
+        publisher.run().check_id(format_args!("the state in {}", options.save.display()), run_id)?;
+    }
+    record.run_id = Some(publisher.run().id());
+    record.write(&options.save)?;
+    if !learner_publishes {
+        return Ok((record, Some(Updates::new(publisher))));
+    }
+    // The learner goes on from here, with this baseline.
+    if publisher.version().is_none() {
+        update::publish_reference(&mut publisher, &options.hf_checkpoint)?;
+        publisher.wait()?;
+    }
+    Ok((record, Some(Updates::watch(publisher.run().clone())?)))
+}
+
+/// Whether the name was claimed without anything published: what a crash between claim and record leaves.
+fn claimed_by_us(store: &Arc<dyn Store>, name: &str) -> Result<bool> {
+    match Run::open(store.clone(), name) {
+        Ok(run) => Ok(run.newest_version(MODEL)?.is_none()),
+        Err(transport::Error::NoSuchRun { .. }) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn open_log(options: &TrainOptions, run_id: RunId) -> Result<Log> {
+    let tokenizer = options.hf_checkpoint.join("tokenizer.json");
+    let tokenizer = match std::fs::read(&tokenizer) {
+        Ok(bytes) => bytes,
+        // A model without a tokenizer is used with token ids alone.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+        Err(source) => return Err(Error::Io { action: "read", path: tokenizer, source }),
+    };
+    let identity = Identity {
+        run_id: *run_id.as_bytes(),
+        model: MODEL.to_owned(),
+        tokenizer_digest: *blake3::hash(&tokenizer).as_bytes(),
+    };
+    let mut log = buffer::Options::new(identity);
+    log.sync = buffer::SyncPolicy::Manual;
+    log.wait_deadline = Duration::from_secs(60);
+    Ok(Log::open(options.save.join(LOG), log)?)
+}
+
+fn place(options: &TrainOptions, run_id: RunId) -> Place {
+    Place {
+        save: options.save.clone(),
+        hf_checkpoint: options.hf_checkpoint.clone(),
+        log: options.save.join(LOG),
+        store: options.store_url.clone(),
+        run: options.run.clone(),
+        run_id: run_id.to_string(),
+        model: MODEL,
+        baseline: options.save.join(BASELINE),
+        keep: options.keep_checkpoints,
+    }
+}
+
+/// Eight bytes of the run's identity.
+fn scope(identity: &Identity) -> u64 {
+    let mut bytes = [0; 8];
+    bytes.copy_from_slice(&identity.run_id[..8]);
+    u64::from_le_bytes(bytes)
+}

@@ -1,0 +1,180 @@
+//! Weight updates: publish the policy, wait until every engine serves it, and look at what became of it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use driftless_bridge::{Fleet, Label, LiveWeights, checksums};
+use driftless_transport::{Ack, Mode, Published, Publisher, Run, Snapshot, Step, Version};
+
+use super::MODEL;
+use crate::error::{Error, Result};
+use crate::metrics::PublicationMetrics;
+
+/// The versions of the run: those that the loop publishes, or watches a learner publish.
+pub(super) struct Updates {
+    run: Run,
+    /// Absent where a learner publishes, once it can.
+    publisher: Option<Publisher>,
+    /// The newest version that is known here.
+    newest: Option<Version>,
+    /// Optimiser step of each version that has been asked for.
+    steps: BTreeMap<u64, u64>,
+}
+
+impl Updates {
+    pub(super) fn new(publisher: Publisher) -> Self {
+        let (run, newest) = (publisher.run().clone(), publisher.version());
+        Updates { run, publisher: Some(publisher), newest, steps: BTreeMap::new() }
+    }
+
+    /// The versions of a run that a learner publishes.
+    pub(super) fn watch(run: Run) -> Result<Self> {
+        let newest = run.newest_version(MODEL)?;
+        Ok(Updates { run, publisher: None, newest, steps: BTreeMap::new() })
+    }
+
+    /// The newest version with the optimiser step it was made at.
+    pub(super) fn newest(&mut self) -> Result<Option<(Version, u64)>> {
+        let Some(version) = self.newest else {
+            return Ok(None);
+        };
+        Ok(Some((version, self.step_of(version.0)?)))
+    }
+
+    /// Looks for versions of a learner that ended before it could tell of them.
+    pub(super) fn look(&mut self) -> Result<()> {
+        if self.publisher.is_none() {
+            self.newest = self.run.newest_version(MODEL)?;
+        }
+        Ok(())
+    }
+
+    /// The label engines carry for the newest version.
+    pub(super) fn label(&self) -> Result<Option<Label>> {
+        let run_id = self.run.id().to_string();
+        Ok(self.newest.map(|version| Label::new(&run_id, version.0)).transpose()?)
+    }
+
+    /// The optimiser step that `version` was made at, from its manifest.
+    pub(super) fn step_of(&mut self, version: u64) -> Result<u64> {
+        if let Some(step) = self.steps.get(&version) {
+            return Ok(*step);
+        }
+        let step = self.run.get(MODEL, Version(version))?.manifest.trainer_step;
+        self.steps.insert(version, step);
+        Ok(step)
+    }
+
+    /// As [`publish_reference`].
+    pub(super) fn publish_reference(&mut self, dir: &Path) -> Result<Published> {
+        let published = publish_reference(self.publisher()?, dir)?;
+        self.newest = Some(published.version);
+        Ok(published)
+    }
+
+    pub(super) fn publish(&mut self, snapshot: &dyn Snapshot, step: Step, mode: Mode) -> Result<Published> {
+        let published = self.publisher()?.publish(snapshot, step, mode)?;
+        self.newest = Some(published.version);
+        Ok(published)
+    }
+
+    /// Takes note of the version that a learner says it published after `step`; it has to be in the store.
+    pub(super) fn published(&mut self, learner: &str, version: u64, step: u64) -> Result<()> {
+        let wrong = |found: String| Error::LearnerReply {
+            learner: learner.to_owned(),
+            call: "publish",
+            expected: "the newest version of the store, made at the step that was asked for",
+            found: format!("version {version}, while {found}"),
+        };
+        let newest = self.run.newest_version(MODEL)?;
+        if newest != Some(Version(version)) {
+            let newest = newest.map_or("none".to_owned(), |newest| newest.to_string());
+            return Err(wrong(format!("the newest of {} is {newest}", self.run)));
+        }
+        self.newest = newest;
+        match self.step_of(version)? {
+            made if made == step => Ok(()),
+            made => Err(wrong(format!("it was made at step {made}, and step {step} was asked for"))),
+        }
+    }
+
+    fn publisher(&mut self) -> Result<&mut Publisher> {
+        self.publisher.as_mut().ok_or(Error::Cancelled)
+    }
+
+    /// What the store still tells of the newest version: its sizes, not the times it took.
+    pub(super) fn recorded(&self, version: Version) -> Result<PublicationMetrics> {
+        let manifest = self.run.get(MODEL, version)?.manifest;
+        Ok(PublicationMetrics {
+            version: version.0,
+            publication_bytes: manifest.object_bytes() + manifest.to_bytes()?.len() as u64,
+            full_bytes: manifest.tensor_bytes(),
+            density: manifest.changed as f64 / manifest.elements().max(1) as f64,
+            ..PublicationMetrics::default()
+        })
+    }
+
+    /// What the followers wrote about `version`: the slowest prepare and the longest pause, in milliseconds.
+    pub(super) fn acknowledged(&self, version: Version) -> Result<(f64, f64)> {
+        let (mut prepare, mut pause) = (0.0_f64, 0.0_f64);
+        for entry in self.run.followers()? {
+            let bytes = self.run.store().get(&entry.key, None).map_err(driftless_transport::Error::from)?;
+            // A follower that went on to a newer version, or of a newer program, tells nothing about this
+            // one.
+            let Ok(ack) = serde_json::from_slice::<Ack>(&bytes) else { continue };
+            if ack.version == version {
+                prepare = prepare.max(ack.prepare_ms);
+                pause = ack.engines.iter().filter_map(|engine| engine.pause_ms).fold(pause, f64::max);
+            }
+        }
+        Ok((prepare, pause))
+    }
+}
+
+/// Publishes version 0 by reference to the checkpoint that the run starts from.
+pub(super) fn publish_reference(publisher: &mut Publisher, dir: &Path) -> Result<Published> {
+    let step = Step { trainer_step: 0, checkpoint: Some(dir.display().to_string()) };
+    Ok(publisher.publish_reference(dir, step)?)
+}
+
+/// A publication as it is measured, before it is anywhere.
+pub(super) fn measured(published: &Published) -> PublicationMetrics {
+    PublicationMetrics {
+        version: published.version.0,
+        publication_bytes: published.publication_bytes,
+        full_bytes: published.full_bytes,
+        density: published.density(),
+        encode_publish_ms: milliseconds(published.encode + published.upload),
+        ..PublicationMetrics::default()
+    }
+}
+
+/// Compares what the engines that serve `label` hold with `snapshot`, and returns how many could be compared.
+pub(super) async fn check_equal(
+    fleet: &Arc<Fleet>,
+    label: &Label,
+    snapshot: &dyn Snapshot,
+    place: &Path,
+) -> Result<u64> {
+    let expected = checksums(snapshot, place)?;
+    let mut checked = 0;
+    let there = fleet.status().into_iter().map(|status| {
+        let serving = status.serving.and_then(|serving| serving.parse::<Label>().ok());
+        status.up && serving.is_some_and(|serving| serving.at_least(label))
+    });
+    for (engine, _) in fleet.engines().into_iter().zip(there).filter(|(_, there)| *there) {
+        match engine.check_live(&expected).await? {
+            LiveWeights::Equal => checked += 1,
+            LiveWeights::Unchecked { reason } => {
+                return Err(Error::NotComparable { engine: engine.engine().url().to_owned(), reason });
+            }
+        }
+    }
+    Ok(checked)
+}
+
+pub(super) fn milliseconds(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}

@@ -1,0 +1,160 @@
+//! A learner in a process of its own: the suite of all learners, and what becomes of one that errs.
+
+#![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use driftless_testkit::learner;
+use driftless_trainer::learner::{Batch, Child, ChildOptions, Learner, Place, Stepped, conformance};
+use driftless_trainer::{Error, LearnOptions};
+use driftless_transport::{AuxFile, Dtype, Snapshot, TensorInfo, write_checkpoint};
+
+/// Long enough for a loaded machine; only a hang reaches it.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+#[test]
+#[ignore = "the process of the fake learner, which other tests start"]
+fn process_of_the_fake_learner() {
+    learner::main();
+}
+
+fn child_of(command: String, deadline: Duration) -> Box<dyn Learner> {
+    let learn = LearnOptions { lr: 0.1, ..LearnOptions::default() };
+    Box::new(Child::new(ChildOptions { command, deadline, learn, temperature: 1.0, seed: 7 }))
+}
+
+fn child(faults: &str) -> Box<dyn Learner> {
+    child_of(learner::command("process_of_the_fake_learner", faults), DEADLINE)
+}
+
+struct Tensors(Vec<TensorInfo>, Vec<AuxFile>);
+
+impl Snapshot for Tensors {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.0
+    }
+
+    fn bytes(&self, _index: usize) -> driftless_transport::Result<std::borrow::Cow<'_, [u8]>> {
+        Ok(vec![1; 64].into())
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        &self.1
+    }
+}
+
+/// A checkpoint of one tensor, which the fake learner puts its biases in.
+fn checkpoint(dir: &Path) -> PathBuf {
+    let tensor = TensorInfo { name: "biases".into(), dtype: Dtype::F32, shape: vec![16] };
+    let config = AuxFile::new("config.json", b"{}".to_vec()).unwrap();
+    let path = dir.join("hf");
+    write_checkpoint(&path, &Tensors(vec![tensor], vec![config]), 1 << 20).unwrap();
+    path
+}
+
+#[test]
+fn child_learner_passes_the_suite_of_learners() {
+    let dir = tempfile::tempdir().unwrap();
+    conformance::suite(&checkpoint(dir.path()), || child(""));
+}
+
+/// A place with an empty log.
+fn place(dir: &Path) -> Place {
+    let identity =
+        driftless_buffer::Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+    drop(driftless_buffer::Log::open(dir.join("log"), driftless_buffer::Options::new(identity)).unwrap());
+    Place {
+        save: dir.join("rl"),
+        hf_checkpoint: checkpoint(dir),
+        log: dir.join("log"),
+        store: "memory:".into(),
+        run: "test".into(),
+        run_id: "01".repeat(16),
+        model: "policy",
+        baseline: dir.join("baseline"),
+        keep: 1,
+    }
+}
+
+#[test]
+fn child_that_dies_is_lost_and_can_be_loaded_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut child = child("step:1:kill");
+    let place = place(dir.path());
+    child.load(&place).unwrap();
+    let error = child.step(&Batch::default()).unwrap_err();
+    assert!(error.is_learner_lost(), "{error}");
+    let words = error.to_string();
+    assert!(words.contains("`fake`") && words.contains("step") && words.contains("signal: 9"), "{words}");
+    let error = child.step(&Batch::default()).unwrap_err();
+    assert!(error.is_learner_lost(), "it stays lost until it is loaded: {error}");
+    child.load(&place).unwrap();
+    assert!(matches!(child.step(&Batch::default()).unwrap(), Stepped::Done(_)));
+}
+
+#[test]
+fn child_that_says_what_no_reply_is_names_itself_and_its_words() {
+    for (fault, expected) in [
+        ("step:1:error", "errs on command"),
+        ("step:1:nonsense", "found null"),
+        ("step:1:protocol", "neither"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut child = child(fault);
+        child.load(&place(dir.path())).unwrap();
+        let error = child.step(&Batch::default()).unwrap_err();
+        assert!(!error.is_learner_lost() && error.to_string().contains(expected), "{fault}: {error}");
+        assert!(error.to_string().contains("`fake`"), "{error}");
+    }
+}
+
+#[test]
+fn child_of_another_protocol_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = child("hello:1:protocol").load(&place(dir.path())).unwrap_err();
+    assert!(error.to_string().contains("expected protocol 1, found 2"), "{error}");
+}
+
+#[test]
+fn step_that_is_not_finite_is_told_apart_from_a_failure() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut child = child("step:1:not_finite");
+    child.load(&place(dir.path())).unwrap();
+    let stepped = child.step(&Batch::default()).unwrap();
+    assert_eq!(stepped, Stepped::NotFinite("gradient norm is NaN".into()));
+}
+
+#[test]
+fn child_that_does_not_answer_in_time_is_killed_and_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = place(dir.path());
+    let deadline = Duration::from_millis(50);
+    // It never connects, and leaves a process of its own behind it.
+    let error = child_of("sleep 1000 & wait".into(), deadline).load(&place).unwrap_err();
+    let words = error.to_string();
+    assert!(words.contains("sleep 1000") && words.contains("nothing after 0.05 s"), "{words}");
+    // Were it not killed, the lock would still be held.
+    child("").load(&place).unwrap();
+}
+
+#[test]
+fn child_that_ends_before_it_connects_says_how_it_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = child_of("exit 3".into(), DEADLINE).load(&place(dir.path())).unwrap_err();
+    assert!(error.to_string().contains("exit status: 3"), "{error}");
+}
+
+#[test]
+fn learner_that_outlived_its_loop_is_waited_for_and_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = place(dir.path());
+    let mut first = child("");
+    first.load(&place).unwrap();
+    let command = learner::command("process_of_the_fake_learner", "");
+    let error = child_of(command, Duration::from_millis(50)).load(&place).unwrap_err();
+    let Error::LearnerStillRuns { holder, .. } = &error else { panic!("{error}") };
+    assert!(first.describe().contains(holder.as_str()), "{holder} of {}", first.describe());
+    drop(first);
+    child("").load(&place).unwrap();
+}

@@ -1,0 +1,234 @@
+//! One optimiser step of Qwen3 shapes: tokens a second and MFU; and CUDA against the CPU.
+//!
+//! ```sh
+//! cargo bench -p driftless-torch --bench learner -- speed --shapes 0.6b --lengths 2x4096 --device cuda:0
+//! cargo bench -p driftless-torch --bench learner -- check --device cuda:0
+//! ```
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a bench fails by panicking, and prints its figures"
+)]
+
+use std::time::Instant;
+
+use driftless_torch::{
+    AdamWOptions, Batch, Config, Family, Model, Policy, PolicyLoss, Reduction, Sample, device, token_weights,
+};
+use tch::{Cuda, Device, Kind, Tensor};
+
+/// Dense bf16 operations a second of an H100 or H200.
+const PEAK: f64 = 989e12;
+const SEED: i64 = 1;
+
+/// Arguments as `--name value`.
+struct Arguments(Vec<String>);
+
+impl Arguments {
+    fn get(&self, name: &str, default: &str) -> String {
+        let place = self.0.iter().position(|argument| argument.strip_prefix("--") == Some(name));
+        place.and_then(|place| self.0.get(place + 1)).map_or(default, String::as_str).to_owned()
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|argument| argument == name)
+    }
+}
+
+/// hidden, intermediate, layers, heads, kv heads.
+fn shapes(size: &str) -> Config {
+    let [hidden_size, intermediate_size, num_hidden_layers, num_attention_heads] = match size {
+        "0.6b" => [1024, 3072, 28, 16],
+        "1.7b" => [2048, 6144, 28, 16],
+        "4b" => [2560, 9728, 36, 32],
+        "tiny" => [256, 512, 2, 8],
+        other => panic!("shapes: expected 0.6b, 1.7b, 4b or tiny, found {other}"),
+    };
+    Config {
+        family: Family::Qwen3,
+        vocab_size: if size == "tiny" { 1024 } else { 151_936 },
+        hidden_size,
+        intermediate_size,
+        num_hidden_layers,
+        num_attention_heads,
+        num_key_value_heads: if size == "tiny" { 2 } else { 8 },
+        head_dim: if size == "tiny" { 32 } else { 128 },
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e6,
+        rope_scaling: None,
+        max_position_embeddings: 40_960,
+        tie_word_embeddings: true,
+        initializer_range: 0.02,
+        bos_token_id: None,
+        eos_token_ids: vec![1],
+        pad_token_id: Some(0),
+    }
+}
+
+/// `2x4096`: so many of one length; `mixed:16384`: lengths from 200 to 4,096 that add up to about so many.
+fn lengths(text: &str) -> Vec<usize> {
+    if let Some(total) = text.strip_prefix("mixed:") {
+        let total: usize = total.parse().unwrap();
+        let (mut lengths, mut state) = (Vec::new(), 88_172_645_463_325_252_u64);
+        while lengths.iter().sum::<usize>() + 200 < total {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            let rest = total - lengths.iter().sum::<usize>();
+            // Log-uniform: many short, few long.
+            let length = 200.0 * (4096.0_f64 / 200.0).powf((state >> 11) as f64 / (1_u64 << 53) as f64);
+            lengths.push((length as usize).min(rest));
+        }
+        lengths.sort_unstable_by(|a, b| b.cmp(a));
+        return lengths;
+    }
+    let (count, length) = text.split_once('x').unwrap();
+    vec![length.parse().unwrap(); count.parse().unwrap()]
+}
+
+/// Sequences of these lengths, all of whose tokens but the first are trained on.
+fn batch(lengths: &[usize], vocabulary: i64, device: Device) -> Batch {
+    rows(0, lengths, vocabulary, device)
+}
+
+/// The same, the first of them being number `first`: what a sequence is made of depends on its number.
+fn rows(first: usize, lengths: &[usize], vocabulary: i64, device: Device) -> Batch {
+    let token = |row: usize, place: usize| ((row * 7919 + place * 104_729 + 13) as i64 % vocabulary) as i32;
+    // One more than is read, since the last is only predicted.
+    let row = |(row, &length): (usize, &usize)| (0..=length).map(|place| token(first + row, place)).collect();
+    let rows: Vec<Vec<i32>> = lengths.iter().enumerate().map(row).collect();
+    let log_probs: Vec<Vec<f32>> = lengths.iter().map(|&length| vec![-12.0; length]).collect();
+    let samples: Vec<Sample<'_>> = rows
+        .iter()
+        .zip(&log_probs)
+        .zip(0..)
+        .map(|((row, log_probs), index)| Sample {
+            log_probs,
+            advantage: if index % 2 == 0 { 1.0 } else { -1.0 },
+            ..Sample::supervised(row, 1, index)
+        })
+        .collect();
+    Batch::new(&samples, &token_weights(&samples, Reduction::PerToken), vocabulary, device).unwrap()
+}
+
+fn synchronize(device: Device) {
+    if let Device::Cuda(index) = device {
+        Cuda::synchronize(index as i64);
+    }
+}
+
+fn speed(arguments: &Arguments) {
+    let device = device(&arguments.get("device", "cpu")).unwrap();
+    let size = arguments.get("shapes", "tiny");
+    let config = shapes(&size);
+    let text = arguments.get("lengths", "4x64");
+    let lengths = lengths(&text);
+    let recompute = arguments.get("recompute-granularity", "none") == "full";
+    let steps: usize = arguments.get("steps", "8").parse().unwrap();
+    let kind = if arguments.get("dtype", "bfloat16") == "float32" { Kind::Float } else { Kind::BFloat16 };
+    let model = Model::fresh(config.clone(), SEED, kind, device).unwrap();
+    let mut policy = Policy::new(model, kind, AdamWOptions::default()).unwrap().with_recompute(recompute);
+    let batch = [batch(&lengths, config.vocab_size, device)];
+    let mut times = Vec::new();
+    let mut stats = Default::default();
+    for _ in 0..steps {
+        synchronize(device);
+        let begin = Instant::now();
+        stats = match arguments.has("--policy-loss") {
+            true => policy.policy_step(&batch, &PolicyLoss::default(), 1e-5).unwrap(),
+            false => policy.sft_step(&batch, 1e-5).unwrap(),
+        };
+        synchronize(device);
+        times.push(begin.elapsed().as_secs_f64());
+    }
+    let mut warm = times.split_off(times.len().min(2));
+    warm.sort_by(f64::total_cmp);
+    let step = warm[warm.len() / 2];
+    let tokens = lengths.iter().sum::<usize>() as f64;
+    let attention: f64 = lengths.iter().map(|&n| (n * n) as f64).sum();
+    let width = (config.num_hidden_layers * config.num_attention_heads * config.head_dim) as f64;
+    let operations = 6.0 * config.elements() as f64 * tokens + 6.0 * width * attention;
+    println!(
+        "driftless {size} {text} ({} sequences, {tokens} tokens), {kind:?}, recompute {recompute}: {:.0} tok/s, MFU {:.1} %, \
+         step {:.1} ms (first {:.0}), loss {:.4}, grad norm {:.3}",
+        lengths.len(),
+        tokens / step,
+        100.0 * operations / step / PEAK,
+        1e3 * step,
+        1e3 * times[0],
+        stats.loss,
+        stats.grad_norm,
+    );
+}
+
+/// What one way through a small model computes.
+struct Seen {
+    log_probs: Tensor,
+    /// How far log-probs of packed sequences are from those of each alone.
+    packed: f64,
+    /// Of three steps.
+    grad_norms: Vec<f64>,
+}
+
+fn see(device: Device, kind: Kind, recompute: bool, chunk: Option<usize>) -> Seen {
+    let config = shapes("tiny");
+    let lengths = [300, 300, 129, 64, 17, 5, 1];
+    // Weights that bf16 can hold, whichever kind computes.
+    let narrow = Model::fresh(config.clone(), SEED, Kind::BFloat16, Device::Cpu).unwrap();
+    let model = Model::fresh(config.clone(), SEED, kind, device).unwrap();
+    for (to, from) in model.parameters().iter().zip(narrow.parameters()) {
+        to.tensor.shallow_clone().copy_(&from.tensor);
+    }
+    let policy = Policy::new(model, kind, AdamWOptions::default()).unwrap();
+    let mut policy = policy.with_recompute(recompute).with_log_probs_chunk_size(chunk);
+    let all = batch(&lengths, config.vocab_size, device);
+    let log_probs_of = |batch: &Batch| policy.log_probs(batch, 1.0).unwrap().to_device(Device::Cpu);
+    let log_probs = log_probs_of(&all);
+    let alone: Vec<Tensor> = (0..lengths.len())
+        .map(|row| log_probs_of(&rows(row, &lengths[row..=row], config.vocab_size, device)))
+        .collect();
+    let packed = furthest(&log_probs, &Tensor::cat(&alone, 0));
+    let loss = PolicyLoss::default();
+    let step = |_| policy.policy_step(std::slice::from_ref(&all), &loss, 1e-3).unwrap().grad_norm;
+    Seen { log_probs, packed, grad_norms: (0..3).map(step).collect() }
+}
+
+fn furthest(a: &Tensor, b: &Tensor) -> f64 {
+    f64::try_from((a - b).abs().max()).unwrap()
+}
+
+/// The device against f32 on the CPU, by every way there is through the model.
+fn check(arguments: &Arguments) {
+    let device = device(&arguments.get("device", "cpu")).unwrap();
+    let reference = see(Device::Cpu, Kind::Float, false, None);
+    let narrow = furthest(&see(Device::Cpu, Kind::BFloat16, false, None).log_probs, &reference.log_probs);
+    println!(
+        "CPU: gradient norms {:.6?}; log-probs in bf16 at most {narrow:.2e} from f32",
+        reference.grad_norms
+    );
+    for (kind, bound) in [(Kind::Float, 2e-3), (Kind::BFloat16, 3.0 * narrow)] {
+        for (recompute, chunk) in [(false, None), (true, None), (false, Some(100))] {
+            let seen = see(device, kind, recompute, chunk);
+            let distance = furthest(&seen.log_probs, &reference.log_probs);
+            let apart = seen.grad_norms.iter().zip(&reference.grad_norms).map(|(a, b)| (a / b - 1.0).abs());
+            let apart = apart.fold(0.0, f64::max);
+            println!(
+                "{device:?} {kind:?} recompute {recompute} chunk {chunk:?}: log-probs at most {distance:.2e} from the CPU's in \
+                 f32, packed at most {:.2e} from alone, gradient norms {apart:.2e} apart: {:.6?}",
+                seen.packed, seen.grad_norms
+            );
+            assert!(distance <= bound && seen.packed <= bound && apart < 0.05, "too far");
+        }
+    }
+}
+
+fn main() {
+    let arguments = Arguments(std::env::args().skip(1).collect());
+    match arguments.0.iter().find(|argument| !argument.starts_with("--")).map(String::as_str) {
+        Some("speed") => speed(&arguments),
+        Some("check") => check(&arguments),
+        // What `cargo test --benches` and a bare `cargo bench` run: a glance on the CPU.
+        _ => speed(&arguments),
+    }
+}

@@ -1,0 +1,86 @@
+//! libtorch as a learner passes the suite of all learners.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use driftless_torch::tasks::arithmetic::Recipe;
+use driftless_torch::{Config, SftOptions, SftTask, TorchLearner, TorchOptions, sft};
+use driftless_trainer::LearnOptions;
+use driftless_trainer::learner::{Batch, Learner, Place, Sample, Stepped, conformance};
+use std::path::{Path, PathBuf};
+
+/// Fresh weights of a small model, as a checkpoint.
+fn checkpoint(dir: &Path) -> PathBuf {
+    let options = SftOptions {
+        task: SftTask::Arithmetic,
+        config: Config { num_hidden_layers: 1, ..Recipe::default().config },
+        hf_checkpoint: None,
+        load: None,
+        save: None,
+        save_hf: dir.join("hf"),
+        dtype: None,
+        steps: 1,
+        stop_loss: None,
+        batch_size: 4,
+        lr: 1e-3,
+        seed: 3,
+        num_threads: 1,
+        device: "cpu".into(),
+    };
+    sft(&options, |_, _| {}).unwrap();
+    options.save_hf
+}
+
+fn learner(entropy_coef: f64) -> Box<dyn Learner> {
+    let learn = LearnOptions {
+        lr: 1e-2,
+        entropy_coef,
+        // Several micro-batches, so that samples come in another order than they were given in.
+        max_tokens_per_gpu: 16,
+        ..LearnOptions::default()
+    };
+    Box::new(TorchLearner::new(TorchOptions {
+        learn,
+        temperature: 1.0,
+        num_threads: 1,
+        device: "cpu".into(),
+    }))
+}
+
+#[test]
+fn libtorch_passes_the_suite_of_learners() {
+    let dir = tempfile::tempdir().unwrap();
+    conformance::suite(&checkpoint(dir.path()), || learner(0.0));
+}
+
+#[test]
+fn step_that_is_not_finite_is_said_and_leaves_the_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = Place {
+        save: dir.path().join("rl"),
+        hf_checkpoint: checkpoint(dir.path()),
+        log: dir.path().join("log"),
+        store: "memory:".into(),
+        run: "test".into(),
+        run_id: "01".repeat(16),
+        model: "policy",
+        baseline: dir.path().join("baseline"),
+        keep: 1,
+    };
+    // The loss overflows.
+    let mut learner = learner(1e300);
+    learner.load(&place).unwrap();
+    let sample = Sample {
+        position: driftless_buffer::Position(0),
+        tokens: &[1, 2, 3, 4],
+        prompt_len: 2,
+        loss_mask: &[1, 1],
+        log_probs: &[-1.0, -1.0],
+        rollout_id: 0,
+        advantage: 1.0,
+    };
+    let batch = Batch { rollout_id: 0, samples: vec![sample] };
+    let before = learner.log_probs(&batch).unwrap();
+    let stepped = learner.step(&batch).unwrap();
+    assert!(matches!(&stepped, Stepped::NotFinite(what) if what.contains("loss")), "{stepped:?}");
+    assert_eq!(learner.log_probs(&batch).unwrap(), before);
+}
