@@ -63,6 +63,8 @@ pub struct Vllm {
     /// Where it listens.
     pub address: SocketAddr,
     server: Arc<Mutex<Server>>,
+    /// Kept over a restart: a port that is let go for a moment may be another socket's after it.
+    listener: std::net::TcpListener,
     process: Mutex<Option<Runtime>>,
 }
 
@@ -84,8 +86,9 @@ impl Vllm {
         };
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let started = Self { address, server: Arc::new(Mutex::new(server)), process: Mutex::default() };
-        started.serve(listener);
+        let server = Arc::new(Mutex::new(server));
+        let started = Self { address, server, listener, process: Mutex::default() };
+        started.serve();
         started
     }
 
@@ -111,10 +114,11 @@ impl Vllm {
         let mut server = self.server();
         (server.weights, server.label, server.paused) = (Some(digest(&server.root)), "default".into(), false);
         drop(server);
-        self.serve(std::net::TcpListener::bind(self.address).unwrap());
+        self.serve();
     }
 
-    fn serve(&self, listener: std::net::TcpListener) {
+    fn serve(&self) {
+        let listener = self.listener.try_clone().unwrap();
         listener.set_nonblocking(true).unwrap();
         let app = Router::new().fallback(answer).with_state(self.server.clone());
         let process =

@@ -18,6 +18,7 @@ use driftless_transport::{
     TensorInfo, write_checkpoint,
 };
 use serde_json::{Value, json};
+use tokio::net::TcpSocket;
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
 
@@ -90,6 +91,8 @@ pub(crate) struct Engine {
 /// The engine, and the runtime that its process would be: with it go all connections and all calls under way.
 pub(crate) struct Fake {
     pub(crate) address: SocketAddr,
+    /// Bound to the address and never listening: nothing else gets the port between a kill and a restart.
+    _port: TcpSocket,
     engine: Arc<Mutex<Engine>>,
     process: Mutex<Option<Runtime>>,
 }
@@ -120,10 +123,13 @@ impl Fake {
             pushes: crate::wire::Receiver::default(),
             memory: crate::memory::Memory::default(),
         };
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        let fake = Self { address, engine: Arc::new(Mutex::new(engine)), process: Mutex::default() };
-        fake.serve(listener);
+        let port = TcpSocket::new_v4().unwrap();
+        port.set_reuseaddr(true).unwrap();
+        port.bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let address = port.local_addr().unwrap();
+        let engine = Arc::new(Mutex::new(engine));
+        let fake = Self { address, _port: port, engine, process: Mutex::default() };
+        fake.serve();
         fake
     }
 
@@ -176,11 +182,11 @@ impl Fake {
             (engine.started_with.clone(), "default".into(), false);
         engine.weights = Some(engine.started_with.clone());
         drop(engine);
-        let listener = std::net::TcpListener::bind(self.address).unwrap();
-        self.serve(listener);
+        self.serve();
     }
 
-    fn serve(&self, listener: std::net::TcpListener) {
+    fn serve(&self) {
+        let listener = std::net::TcpListener::bind(self.address).unwrap();
         listener.set_nonblocking(true).unwrap();
         let app = Router::new().fallback(answer).with_state(self.engine.clone());
         let process =
