@@ -67,7 +67,9 @@ pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result
     let beside = site(&venv)?.join("others.pth");
     fs::write(&beside, path).map_err(|source| Error::io(&beside, source))?;
     let mut tests = Command::new(&python);
-    tests.args(["-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "tests"]).current_dir(&package);
+    tests
+        .args(["-m", "pytest", "-q", "-ra", "--durations=25", "-p", "no:cacheprovider", "tests"])
+        .current_dir(&package);
     tests.env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
     // Servers that the wheel's plugin patches.
     tests.env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path());
