@@ -57,6 +57,7 @@ pub struct Process {
     pub log: PathBuf,
     /// Where in the log its output begins: those of its name that came before have theirs there, too.
     begin: usize,
+    deadline: Duration,
     child: Child,
 }
 
@@ -69,7 +70,14 @@ impl Process {
         let err = out.try_clone().expect("a log");
         // A group of its own: SGLang's workers outlive a server that is merely killed.
         let child = command.process_group(0).stdin(Stdio::null()).stdout(out).stderr(err).spawn();
-        Process { name: name.to_owned(), log, begin, child: child.expect("the program starts") }
+        let child = child.expect("the program starts");
+        Process { name: name.to_owned(), log, begin, deadline: DEADLINE, child }
+    }
+
+    /// With another deadline than [`DEADLINE`], for what has much to do.
+    pub fn within(mut self, deadline: Duration) -> Process {
+        self.deadline = deadline;
+        self
     }
 
     /// Its `number`-th line of JSON, from 0; if it ends before that, what it printed.
@@ -125,7 +133,7 @@ impl Process {
             if let Some(value) = condition(self) {
                 return value;
             }
-            assert!(start.elapsed() < DEADLINE, "{what} did not come about:\n{}", self.output());
+            assert!(start.elapsed() < self.deadline, "{what} did not come about:\n{}", self.output());
             std::thread::sleep(Duration::from_millis(20));
         }
     }

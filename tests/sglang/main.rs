@@ -11,10 +11,12 @@ mod common;
 
 use common::{Process, driftless, free_port};
 use driftless::bridge::{Client, ClientOptions};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
-const STEPS: usize = 5;
+/// Steps of a language model take both cores for minutes.
+const RUN_DEADLINE: Duration = Duration::from_secs(600);
 
 #[test]
 fn five_steps_in_bf16() {
@@ -28,23 +30,62 @@ fn five_steps_in_f32() {
 }
 
 fn five_steps(dtype: &str, log_prob_diff_mean_max: f64) {
-    let Some(python) = std::env::var_os("DRIFTLESS_SGLANG_PYTHON") else {
-        eprintln!("skipped: DRIFTLESS_SGLANG_PYTHON is not set; `cargo xtask test sglang` sets it");
-        return;
-    };
+    let Some(python) = variable("DRIFTLESS_SGLANG_PYTHON") else { return };
     // One server at a time: each takes a gigabyte and both cores while it starts.
     let _one = common::exclusive();
     let dir = tempfile::tempdir().expect("a directory");
-    let dir = dir.path();
-    let model = common::cold_start(dir, 20, dtype);
+    let model = common::cold_start(dir.path(), 20, dtype);
+    let task = ["--task", "arithmetic", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"];
+    let more = ["--rollout-max-response-len", "8", "--lr", "1e-3"];
+    steps(&python, dir.path(), &model, dtype, 5, |command| command.args(task).args(more));
+    check(dir.path(), 5, log_prob_diff_mean_max);
+}
+
+/// The first run that docs/loop.md describes, with fewer and shorter samples.
+#[test]
+fn three_steps_of_a_language_model_on_prompts_and_a_reward_of_ones_own() {
+    let Some(python) = variable("DRIFTLESS_SGLANG_PYTHON") else { return };
+    let Some(model) = variable("DRIFTLESS_REAL_CHECKPOINT") else { return };
+    let _one = common::exclusive();
+    let dir = tempfile::tempdir().expect("a directory");
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    let data = ["--input-key", "question", "--label-key", "answer", "--apply-chat-template"];
+    let rollout = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--lr", "1e-5"];
+    steps(&python, dir.path(), &model, "bfloat16", 3, |command| {
+        command.arg("--prompt-data").arg(examples.join("prompts.jsonl")).args(data).args(rollout);
+        command.args(["--rollout-max-response-len", "8", "--custom-rm-command"]);
+        command.arg(format!("python3 {}", examples.join("reward.py").display()))
+    });
+    // Thirty layers round thirty times, in another order of sums than ours.
+    check(dir.path(), 3, 1e-1);
+}
+
+fn variable(name: &str) -> Option<PathBuf> {
+    let value = std::env::var_os(name).map(PathBuf::from);
+    if value.is_none() {
+        eprintln!("skipped: {name} is not set; `cargo xtask test sglang` sets it");
+    }
+    value
+}
+
+/// So many steps with a server, a follower beside it and a trainer; `of` adds what is trained on.
+fn steps(
+    python: &Path,
+    dir: &Path,
+    model: &Path,
+    dtype: &str,
+    count: usize,
+    of: impl FnOnce(&mut Command) -> &mut Command,
+) {
     let port = free_port();
-    let mut server = serve(Path::new(&python), dir, &model, port, dtype);
+    let mut server = serve(python, dir, model, port, dtype);
     ready(&mut server, port);
-    let mut follower = follow(dir, &model, port);
-    train(dir, &model, port);
+    let mut follower = follow(dir, model, port);
+    let mut command = trainer(dir, model, port, count);
+    of(&mut command);
+    Process::start("trainer", dir, &mut command).within(RUN_DEADLINE).succeed();
     assert!(follower.ended().is_none(), "the follower ended:\n{}", follower.output());
     assert!(server.ended().is_none(), "the server ended:\n{}", server.output());
-    check(dir, log_prob_diff_mean_max);
 }
 
 fn serve(python: &Path, dir: &Path, model: &Path, port: u16, dtype: &str) -> Process {
@@ -89,30 +130,12 @@ fn follow(dir: &Path, model: &Path, port: u16) -> Process {
     Process::start("follower", dir, &mut command)
 }
 
-fn train(dir: &Path, model: &Path, port: u16) {
+fn trainer(dir: &Path, model: &Path, port: u16, steps: usize) -> Command {
     let mut command = driftless();
     command
-        .args(["train", "--run", "test", "--seed", "7", "--num-rollout", &STEPS.to_string()])
-        .args([
-            "--task",
-            "arithmetic",
-            "--rollout-batch-size",
-            "8",
-            "--n-samples-per-prompt",
-            "4",
-            "--rollout-max-response-len",
-            "8",
-        ])
+        .args(["train", "--run", "test", "--seed", "7", "--num-rollout", &steps.to_string()])
         // The entropy term moves the weights also where all rewards are equal.
-        .args([
-            "--lr",
-            "1e-3",
-            "--entropy-coef",
-            "0.01",
-            "--update-weight-mode",
-            "delta",
-            "--check-weight-update-equal",
-        ])
+        .args(["--entropy-coef", "0.01", "--update-weight-mode", "delta", "--check-weight-update-equal"])
         .args(["--rollout-external-engine-addrs", &format!("127.0.0.1:{port}")])
         .arg("--hf-checkpoint")
         .arg(model)
@@ -120,15 +143,15 @@ fn train(dir: &Path, model: &Path, port: u16) {
         .arg(dir.join("store"))
         .arg("--save")
         .arg(dir.join("rl"));
-    Process::start("trainer", dir, &mut command).succeed();
+    command
 }
 
 /// What the trainer recorded of every step.
-fn check(dir: &Path, log_prob_diff_mean_max: f64) {
+fn check(dir: &Path, count: usize, log_prob_diff_mean_max: f64) {
     let text = std::fs::read_to_string(dir.join("rl/metrics.jsonl")).expect("metrics");
     let steps: Vec<serde_json::Value> =
         text.lines().map(|line| serde_json::from_str(line).expect("a step")).collect();
-    assert_eq!(steps.len(), STEPS);
+    assert_eq!(steps.len(), count);
     for (index, step) in steps.iter().enumerate() {
         let publication = &step["publication"];
         println!(

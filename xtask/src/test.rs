@@ -454,23 +454,19 @@ fn with_sglang(context: &Context) -> Result<()> {
     let cache = crate::cache_dir()?;
     let work = context.root.join("target/lanes/sglang");
     let server = sglang::Conformance::start(&cache, &work, process::free_port()?)?;
-    context.logged(server.tell(torch_test().args([
-        "--test",
-        "sglang",
-        "--test",
-        "rendezvous",
-        "--",
-        "--nocapture",
-    ])))?;
-    // The bridge has SGLang's own unpickler read what it wrote.
-    context.logged(server.tell(torch_test().args(["--lib", "payload"])))?;
-    drop(server);
+    let mut beside = torch_test();
+    beside.args(["--test", "sglang", "--test", "rendezvous", "--", "--nocapture"]);
     let mut ours = torch_test();
     ours.args(["--test", "task", "--test", "families", "--test", "chat", "--", "--nocapture"]);
     ours.env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache));
     if let Some(model) = smollm2::present(&cache) {
+        beside.env("DRIFTLESS_REAL_CHECKPOINT", &model);
         ours.env("DRIFTLESS_REAL_CHECKPOINT", model);
     }
+    context.logged(server.tell(&mut beside))?;
+    // The bridge has SGLang's own unpickler read what it wrote.
+    context.logged(server.tell(torch_test().args(["--lib", "payload"])))?;
+    drop(server);
     context.logged(&mut ours)
 }
 
