@@ -1,0 +1,161 @@
+"""What answers the calls of the loop."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import Publisher, RolloutReader
+from . import _checkpoint
+from ._batch import Batch, Sample, micro_batches, pack, read, token_weights
+from ._layout import Layout
+from ._loss import WATCHED, policy_loss
+from ._model import Model
+from ._optimizer import AdamW
+from ._options import Options
+from ._ranks import Ranks, Refused
+
+
+class Learner:
+    """A policy that is trained, from ``hello`` on. On every rank, each call does the same."""
+
+    def __init__(self, hello: dict[str, Any], ranks: Ranks, attention: str | None, settings: dict[str, Any]) -> None:
+        self._hello, self._ranks, self._settings = hello, ranks, settings
+        self._publisher: Publisher | None = None
+        self._progress = ranks.together(lambda: self._open(attention))
+
+    def _open(self, attention: str | None) -> Any:
+        hello, ranks = self._hello, self._ranks
+        self._options = options = Options.of(hello)
+        torch.manual_seed(int(hello.get("seed") or 0))
+        self._log = RolloutReader(hello["log"])
+        self._layout = Layout(hello["hf_checkpoint"])
+        rounded = self._layout.dtype
+        computes = getattr(torch, options.dtype) if options.dtype else rounded
+        if (computes, rounded) == (torch.bfloat16, torch.float32):
+            raise Refused("hello: options: `dtype`: expected float32, since the checkpoint has float32, found bfloat16")
+        self._model = Model(hello["hf_checkpoint"], options, computes, ranks, attention)
+        self._layout.check(self._model.module)
+        self._optimizer = AdamW(self._model.module, rounded, ranks)
+        self._reference = None
+        if options.kl_loss is not None:
+            directory = options.kl_loss.get("ref_load") or hello["hf_checkpoint"]
+            self._reference = Model(directory, options, computes, ranks, attention)
+            self._reference.module.requires_grad_(False)
+            if self._reference.vocabulary != self._model.vocabulary:
+                found = f"expected {self._model.vocabulary} tokens, found {self._reference.vocabulary}"
+                raise Refused(f"hello: options: `kl_loss.ref_load`: {directory}: {found}")
+        return _checkpoint.load(Path(hello["save"]), self._optimizer)
+
+    def hello(self) -> dict[str, Any]:
+        """The reply to the first call."""
+        ranks, kind = self._ranks, self._model.module.config.model_type
+        way = f"FSDP2 on {ranks.size} ranks" if ranks.sharded else "one process"
+        rows = "padded" if self._model.padded else "packed"
+        return {"protocol": 1, "name": f"transformers {kind}, {way}, {ranks.device.type}, {rows}", "progress": self._progress}
+
+    def answer(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a call, without its number."""
+        name = call.get("call")
+        if name == "step":
+            return self._step(call)
+        if name == "log_probs":
+            return self._log_probs(call)
+        if name == "publish":
+            return self._publish(call)
+        if name == "save":
+            keep = int(self._hello.get("keep") or 1)
+            _checkpoint.save(Path(self._hello["save"]), self._optimizer, call.get("progress"), keep, self._ranks)
+            return {}
+        if name == "save_hf":
+            if not isinstance(call.get("dir"), str):
+                raise Refused(f"save_hf: expected `dir`, a string, found {call.get('dir')!r}")
+            self._layout.write(self._model.module, self._ranks, Path(call["dir"]))
+            return {}
+        raise Refused(f"call: expected step, log_probs, publish, save or save_hf, found {name!r}")
+
+    def _batches(self, samples: list[Sample], weights: list[float]) -> list[tuple[Batch, bool]]:
+        """This rank's micro-batches of those that are trained on. Every rank has as many: one that has too few repeats
+        the smallest, without weight, and False."""
+        options, ranks, padded = self._options, self._ranks, self._model.padded
+        chosen = [index for index, sample in enumerate(samples) if sample.trained.any()]
+        lengths = [len(samples[index]) for index in chosen]
+        orders = micro_batches(lengths, options.max_tokens_per_gpu, ranks=ranks.size, padded=padded)
+        orders = [[chosen[index] for index in order] for order in orders]
+        found = []
+        for turn in range(0, len(orders), ranks.size):
+            own = turn + ranks.rank < len(orders)
+            order = orders[turn + ranks.rank] if own else orders[-1]
+            given = weights if own else [0.0] * len(samples)
+            found.append((pack(samples, given, order, padded=padded, device=ranks.device), own))
+        return found
+
+    def _step(self, call: dict[str, Any]) -> dict[str, Any]:
+        options, ranks, optimizer = self._options, self._ranks, self._optimizer
+        samples = ranks.together(lambda: read(self._log, call.get("samples"), self._model.vocabulary))
+        weights = token_weights(samples, options.calculate_per_token_loss)
+        sums = torch.zeros(1 + len(WATCHED), dtype=torch.float64)
+        furthest = torch.zeros(1, dtype=torch.float64)
+        optimizer.clear()
+        for batch, own in self._batches(samples, weights):
+            reference = None
+            if self._reference is not None:
+                with torch.no_grad():
+                    reference, _ = self._reference.log_probs(batch)
+            new, entropy = self._model.log_probs(batch, entropy_gradient=options.entropy_coef != 0.0)
+            terms = policy_loss(new, entropy, batch, options, reference)
+            terms.loss.backward()
+            optimizer.add()
+            if own:
+                sums += torch.cat([terms.loss.detach().reshape(1), terms.sums]).cpu()
+                furthest = torch.maximum(furthest, terms.furthest.double().cpu())
+        loss, *watched = ranks.sum(sums).tolist()
+        norm = optimizer.grad_norm()
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                return {"not_finite": f"{what} is {'NaN' if math.isnan(value) else 'infinite'}"}
+        lr = options.lr_at(optimizer.steps)
+        optimizer.step(options, lr, norm)
+        stats = {"loss": loss, "grad_norm": norm, "lr": lr, **dict(zip(WATCHED, watched, strict=True))}
+        stats["log_prob_diff_max"] = ranks.max(furthest).item()
+        return {"stats": {name: value for name, value in stats.items() if math.isfinite(value)}}
+
+    @torch.no_grad()
+    def _log_probs(self, call: dict[str, Any]) -> dict[str, Any]:
+        # Of all response tokens, those that are not trained on included.
+        samples = self._ranks.together(lambda: read(self._log, call.get("samples"), self._model.vocabulary, whole=True))
+        starts = torch.tensor([0, *(len(sample.trained) for sample in samples)]).cumsum(0).tolist()
+        found = torch.zeros(starts[-1], dtype=torch.float64)
+        for batch, own in self._batches(samples, [1.0] * len(samples)):
+            new, _ = self._model.log_probs(batch)
+            parts = new.double().cpu().split([len(samples[index].trained) for index in batch.order])
+            for index, part in zip(batch.order if own else (), parts):
+                found[starts[index] : starts[index + 1]] = part
+        values = self._ranks.sum(found).tolist()
+        return {"log_probs": [values[first:end] for first, end in zip(starts, starts[1:])]}
+
+    def _publish(self, call: dict[str, Any]) -> dict[str, Any]:
+        hello, ranks = self._hello, self._ranks
+        if not isinstance(call.get("step"), int):
+            raise Refused(f"publish: expected `step`, a whole number, found {call.get('step')!r}")
+        settings, arguments = dict(self._settings), {}
+        baseline = hello["baseline_dir"]
+        if ranks.sharded:
+            settings |= {"rank": ranks.rank, "ranks": ranks.size, "join_deadline": ranks.deadline / 2}
+            # One directory a rank: what a rank has depends on how many there are.
+            baseline = f"{baseline}-rank-{ranks.rank}-of-{ranks.size}"
+            arguments["attempt"] = ranks.tell(uuid.uuid4().hex)
+        parts = self._layout.parts(self._model.module, ranks)
+
+        def publish() -> int:
+            if self._publisher is None:
+                places = {"baseline_dir": baseline, "hf_checkpoint": hello["hf_checkpoint"]}
+                self._publisher = Publisher(hello["store"], hello["run"], resume=True, model=hello["model"], **places, **settings)
+            self._publisher.publish(parts, step=call["step"], **arguments)
+            return self._publisher.version
+
+        return {"version": ranks.together(publish)}

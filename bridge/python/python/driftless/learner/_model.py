@@ -1,0 +1,120 @@
+"""A causal language model of transformers: loaded, sharded, asked for log-probs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from ._batch import Batch
+from ._options import Options
+from ._ranks import Ranks, Refused
+
+# Bytes of f32 logits that are looked at together, unless `--log-probs-chunk-size` says otherwise.
+CHUNK_BYTES = 512 << 20
+
+
+class Model:
+    """A model of one checkpoint directory, on every rank.
+
+    Attributes:
+        module: the model of transformers.
+        vocabulary: how many tokens it knows.
+        padded: whether samples get rows of their own. They are packed where the model keeps them apart.
+    """
+
+    def __init__(self, directory: str, options: Options, dtype: torch.dtype, ranks: Ranks, attention: str | None) -> None:
+        asked: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+        # The loop logs each line.
+        logging.disable_progress_bar()
+        try:
+            self.module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **asked)
+        except (ValueError, KeyError, ImportError) as error:
+            raise Refused(f"checkpoint {directory}: {error}") from error
+        # Without dropout: log-probs are those of the weights.
+        self.module.eval()
+        self.vocabulary = self.module.get_input_embeddings().weight.shape[0]
+        self._options = options
+        self._keeps = "logits_to_keep" in inspect.signature(self.module.forward).parameters
+        names = set(self.module._no_split_modules or ())
+        layers = [module for module in self.module.modules() if type(module).__name__ in names]
+        if options.recompute:
+            for layer in layers:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if ranks.sharded:
+            _shard(self.module, layers, dtype, ranks)
+        else:
+            self.module.to(ranks.device)
+        self.padded = not _keeps_apart(self.module, ranks)
+
+    def log_probs(self, batch: Batch, *, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the trained tokens, f32 ``[m]`` each, at the temperature of the run."""
+        # Hidden states go through the head only where a token is asked for, if the model can do that.
+        keeps = {"logits_to_keep": batch.places} if self._keeps and batch.mask is None else {}
+        rows = {"position_ids": batch.positions} if batch.mask is None else {"attention_mask": batch.mask}
+        logits = self.module(input_ids=batch.tokens, use_cache=False, **rows, **keeps).logits
+        logits = logits.reshape(-1, logits.shape[-1])
+        if not keeps:
+            logits = logits[batch.places]
+        rows = self._options.log_probs_chunk_size or max(CHUNK_BYTES // (4 * logits.shape[-1]), 1)
+        chosen = functools.partial(_chosen, temperature=self._options.temperature, entropy_gradient=entropy_gradient)
+        found = [
+            # What lies between logits and log-probs is computed again on the way back, not held.
+            checkpoint(chosen, *some, use_reentrant=False) if torch.is_grad_enabled() else chosen(*some)
+            for some in zip(logits.split(rows), batch.labels.split(rows), strict=True)
+        ]
+        new, entropy = zip(*found, strict=True)
+        return torch.cat(new), torch.cat(entropy)
+
+
+def _chosen(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of ``labels`` ``[c]`` and entropies ``[c]``, from logits ``[c, vocabulary]``."""
+    log_probs = torch.log_softmax(logits.float() / temperature, -1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _shard(module: torch.nn.Module, layers: list[torch.nn.Module], dtype: torch.dtype, ranks: Ranks) -> None:
+    """Distributes a model: each layer is whole while it computes; gradients are summed in f32."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    policy = MixedPrecisionPolicy(reduce_dtype=None if dtype == torch.float32 else torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    # Buffers of no parameter, such as those of rotary embeddings, have stayed behind.
+    for name, buffer in list(module.named_buffers()):
+        if buffer.device.type != ranks.device.type:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            setattr(owner, name.rpartition(".")[2], buffer.to(ranks.device))
+
+
+@torch.enable_grad()
+def _keeps_apart(module: torch.nn.Module, ranks: Ranks) -> bool:
+    """Whether two sequences in one row, told apart by their positions, are nothing to each other.
+
+    The gradient of what the second one says, by what the first one is, is exactly 0 then. State-space layers, and attention
+    that does not look at positions, carry something over.
+    """
+    length, size = 4, module.get_input_embeddings().weight.shape[1]
+    dtype = module.get_input_embeddings().weight.dtype
+    inputs = torch.randn(1, 2 * length, size, generator=torch.Generator().manual_seed(0))
+    inputs = inputs.to(ranks.device, dtype).requires_grad_()
+    positions = torch.arange(length, device=ranks.device).repeat(2).unsqueeze(0)
+    try:
+        logits = module(inputs_embeds=inputs, position_ids=positions, use_cache=False).logits
+    except (TypeError, ValueError):
+        return False
+    logits[0, length:].float().square().sum().backward()
+    module.zero_grad(set_to_none=True)
+    first, second = inputs.grad[0, :length], inputs.grad[0, length:]
+    return bool((first == 0).all()) and bool((second != 0).any())

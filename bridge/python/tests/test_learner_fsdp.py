@@ -1,0 +1,71 @@
+"""The learner on two ranks of torchrun, beside one that is alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import read_checkpoint
+from learner_loop import Asked, Loop
+from test_learner import follow, values
+
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "driftless.learner", "--fsdp", "--device", "cpu"]
+STEPS = 2
+
+
+def learn(loop, asked):
+    """Some steps, each of several micro-batches, and what they were like."""
+    return [asked.ask("step", rollout_id=step, samples=loop.samples)["stats"] for step in range(STEPS)]
+
+
+def holders(path: Path) -> int:
+    """How many processes have a file as their standard input."""
+    found = 0
+    for link in Path("/proc").glob("[0-9]*/fd/0"):
+        try:
+            found += link.resolve() == path.resolve()
+        except OSError:
+            # It ended.
+            pass
+    return found
+
+
+def test_two_ranks_learn_what_one_process_does(tmp_path):
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for root in roots:
+        root.mkdir()
+    # Three experts do not divide by two; neither do 5 samples.
+    one, two = (Loop(root, "moe") for root in roots)
+    options = {"lr": 1e-3, "kl_loss": {"kind": "k2", "coef": 0.1, "ref_load": None}, "recompute": True}
+    alone, ranks = Asked(roots[0]), Asked(roots[1], TORCHRUN)
+    assert alone.ask("hello", **one.hello(options=options))["progress"] is None
+    hello = ranks.ask("hello", **two.hello(options=options))
+    assert "FSDP2 on 2 ranks" in hello["name"], hello
+    # torchrun and its ranks hold the loop's lock.
+    assert holders(roots[1] / "lock") == 3
+    for expected, found in zip(learn(one, alone), learn(two, ranks), strict=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+    assert "expected a record" in ranks.ask("step", rollout_id=2, samples=[{**two.samples[0], "position": 99}])["error"]
+    # One sample leaves one rank nothing to do.
+    for loop, asked in ((one, alone), (two, ranks)):
+        assert "stats" in asked.ask("step", rollout_id=2, samples=loop.samples[:1])
+        assert asked.ask("publish", step=3) == {"version": 1}
+        assert asked.ask("save", progress={"step": 3}) == {}
+        assert asked.ask("save_hf", dir=str(loop.root / "out")) == {}
+    log_probs = [asked.ask("log_probs", rollout_id=3, samples=loop.samples) for loop, asked in ((one, alone), (two, ranks))]
+    expected, found = (np.concatenate(reply["log_probs"]) for reply in log_probs)
+    assert np.abs(expected - found).max() < 1e-6
+    published = [follow(loop) for loop in (one, two)]
+    assert published[1] == read_checkpoint(roots[1] / "out")
+    expected, found = map(values, published)
+    assert expected.keys() == found.keys()
+    assert max((expected[name] - found[name]).abs().max() for name in expected) < 1e-6
+    ranks.close()
+    # What two ranks have saved, one goes on with.
+    again = Asked(roots[1])
+    assert again.ask("hello", **two.hello(options=options))["progress"] == {"step": 3}
+    assert again.ask("save_hf", dir=str(roots[1] / "again")) == {}
+    assert read_checkpoint(roots[1] / "again") == published[1]
+    replies = [asked.ask("step", rollout_id=3, samples=one.samples)["stats"] for asked in (alone, again)]
+    assert replies[1] == pytest.approx(replies[0], abs=1e-6)
+    again.close()
+    alone.close()
