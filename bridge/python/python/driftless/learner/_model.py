@@ -43,8 +43,7 @@ class Model:
         self.vocabulary = self.module.get_input_embeddings().weight.shape[0]
         self._options = options
         self._keeps = "logits_to_keep" in inspect.signature(self.module.forward).parameters
-        names = set(self.module._no_split_modules or ())
-        layers = [module for module in self.module.modules() if type(module).__name__ in names]
+        layers = _layers(self.module, set(self.module._no_split_modules or ()))
         if options.recompute:
             for layer in layers:
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -82,6 +81,13 @@ def _chosen(
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _layers(module: torch.nn.Module, names: set[str]) -> list[torch.nn.Module]:
+    """The outermost modules of these classes."""
+    if type(module).__name__ in names:
+        return [module]
+    return [layer for child in module.children() for layer in _layers(child, names)]
 
 
 def _shard(module: torch.nn.Module, layers: list[torch.nn.Module], dtype: torch.dtype, ranks: Ranks) -> None:
