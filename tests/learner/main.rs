@@ -27,7 +27,7 @@ const SAMPLES: u64 = 2;
 
 /// A Qwen3 checkpoint of a few hundred bytes.
 const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 16, "tie_word_embeddings": true,
+    "model_type": "qwen3", "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 16, "tie_word_embeddings": true,
     "torch_dtype": "bfloat16"}"#;
 
 #[test]
@@ -93,6 +93,8 @@ struct Stage {
     /// Flags of the trainer beside those of all.
     flags: Vec<String>,
     save_hf: &'static str,
+    /// Starts another learner than the fake one.
+    learner: Option<String>,
 }
 
 impl Stage {
@@ -104,7 +106,8 @@ impl Stage {
         // vLLM loads the directory that it was started with, which the follower fills.
         std::fs::create_dir(dir.path().join("host")).expect("a directory");
         let engine = Vllm::start(&dir.path().join("host"));
-        Stage { dir, engine, flags: flags.iter().map(|flag| (*flag).to_owned()).collect(), save_hf: "final" }
+        let flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        Stage { dir, engine, flags, save_hf: "final", learner: None }
     }
 
     fn at(&self, name: &str) -> PathBuf {
@@ -137,7 +140,8 @@ impl Stage {
         }
         command.args(["--input-key", "q", "--label-key", "a", "--rm-type", "exact"]);
         command.args(["--rollout-external-engine-addrs", &self.engine.url()]);
-        command.args(["--learner", &learner::command("process_of_the_fake_learner", faults)]);
+        let fake = || learner::command("process_of_the_fake_learner", faults);
+        command.args(["--learner", &self.learner.clone().unwrap_or_else(fake)]);
         command.arg("--prompt-data").arg(self.at("prompts.jsonl"));
         command.arg("--hf-checkpoint").arg(self.at("model"));
         command.arg("--store").arg(self.at("store"));
@@ -154,10 +158,12 @@ impl Stage {
         let steps: Vec<_> = lines.map(|step| step["rollout_id"].as_u64()).collect();
         assert_eq!(steps, (0..STEPS).map(Some).collect::<Vec<_>>(), "{what}: every step once, in order");
 
-        let state = learner::saved(&self.at("rl/learner")).expect("a state of the learner");
-        let consumed = state["consumed"].as_array().expect("samples").iter().map(Value::as_u64);
-        let all: Vec<_> = (0..STEPS * GROUPS * SAMPLES).map(Some).collect();
-        assert_eq!(consumed.collect::<Vec<_>>(), all, "{what}: every sample once, in order");
+        if self.learner.is_none() {
+            let state = learner::saved(&self.at("rl/learner")).expect("a state of the learner");
+            let consumed = state["consumed"].as_array().expect("samples").iter().map(Value::as_u64);
+            let all: Vec<_> = (0..STEPS * GROUPS * SAMPLES).map(Some).collect();
+            assert_eq!(consumed.collect::<Vec<_>>(), all, "{what}: every sample once, in order");
+        }
         let log = Reader::open(self.at("rl/log")).expect("a log");
         assert_eq!(log.prompts(PromptState::Done).len() as u64, STEPS * GROUPS, "{what}");
         assert!(log.prompts(PromptState::InFlight).is_empty(), "{what}");
@@ -230,6 +236,28 @@ fn loop_that_is_killed_anywhere_goes_on_and_learns_from_every_sample_once() {
         play("", Some(point), &[]);
     }
     play("step:1:kill", Some("train.step:2"), &["--save-interval", "2", "--train-async"]);
+}
+
+/// `DRIFTLESS_LEARNER_COMMAND` starts it. Lane `python` has that of the wheel go through it.
+#[test]
+fn loop_with_the_learner_of_the_environment_is_killed_and_goes_on() {
+    let Some(command) = std::env::var("DRIFTLESS_LEARNER_COMMAND").ok().filter(|value| !value.is_empty())
+    else {
+        println!("skipped: DRIFTLESS_LEARNER_COMMAND names no learner");
+        return;
+    };
+    let mut stage = Stage::new(&["--use-tis", "--use-kl-loss", "--kl-loss-coef", "0.01"]);
+    stage.learner = Some(command);
+    let _follower = stage.follower();
+    let mut doomed = stage.trainer("");
+    doomed.env("DRIFTLESS_KILL_AT", "train.step:2");
+    let (status, words) = code(&mut doomed);
+    assert_eq!(status, None, "{words}");
+    let (status, words) = code(&mut stage.trainer(""));
+    assert_eq!(status, Some(0), "{words}");
+    stage.check("with the learner of the environment");
+    let moved = steps(&stage).iter().any(|step| step["grad_norm"].as_f64().is_some_and(|norm| norm > 0.0));
+    assert!(moved, "{words}");
 }
 
 #[test]

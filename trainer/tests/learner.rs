@@ -59,6 +59,19 @@ fn child_learner_passes_the_suite_of_learners() {
     conformance::suite(&checkpoint(dir.path()), || child(""));
 }
 
+/// Any learner: `DRIFTLESS_LEARNER_COMMAND` starts it, and it trains the model of the directory
+/// `DRIFTLESS_LEARNER_CHECKPOINT`. Lane `python` has that of the wheel take it.
+#[test]
+fn learner_of_the_environment_passes_the_suite_of_learners() {
+    let [command, checkpoint] = ["DRIFTLESS_LEARNER_COMMAND", "DRIFTLESS_LEARNER_CHECKPOINT"]
+        .map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()));
+    let (Some(command), Some(checkpoint)) = (command, checkpoint) else {
+        println!("skipped: DRIFTLESS_LEARNER_COMMAND and DRIFTLESS_LEARNER_CHECKPOINT name no learner");
+        return;
+    };
+    conformance::suite(Path::new(&checkpoint), || child_of(command.clone(), DEADLINE));
+}
+
 /// A place with an empty log.
 fn place(dir: &Path) -> Place {
     let identity =

@@ -2,6 +2,7 @@
 //! and transformers.
 
 use crate::error::{Error, Result};
+use crate::test::light_test;
 use crate::{process, sglang};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -73,7 +74,24 @@ pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result
     tests.env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
     // Servers that the wheel's plugin patches.
     tests.env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path());
-    process::run_logged(&mut tests, log)
+    process::run_logged(&mut tests, log)?;
+    learn(root, work, cache, &python, log)
+}
+
+/// Has the wheel's learner go through the suite of learners and through the loop; the latter on two ranks too.
+fn learn(root: &Path, work: &Path, cache: &Path, python: &Path, log: &Path) -> Result<()> {
+    let checkpoint = sglang::checkpoint(cache, work, "0")?;
+    let ranks = "-m torch.distributed.run --standalone --nproc-per-node 2 -m driftless.learner --fsdp";
+    for (command, tests) in
+        [("-m driftless.learner", "of_the_environment"), (ranks, "loop_with_the_learner_of_the_environment")]
+    {
+        let mut test = light_test();
+        test.args(["--test", "learner", "--", "--nocapture", tests]).current_dir(root);
+        test.env("DRIFTLESS_LEARNER_COMMAND", format!("exec '{}' {command} --device cpu", python.display()));
+        test.env("DRIFTLESS_LEARNER_CHECKPOINT", &checkpoint).env("HF_HUB_OFFLINE", "1");
+        process::run_logged(&mut test, log)?;
+    }
+    Ok(())
 }
 
 /// The one wheel of a directory, which is not too large.

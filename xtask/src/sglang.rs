@@ -198,7 +198,7 @@ impl Conformance {
 }
 
 /// A small random checkpoint under `work`.
-fn checkpoint(cache: &Path, work: &Path, seed: &str) -> Result<PathBuf> {
+pub(crate) fn checkpoint(cache: &Path, work: &Path, seed: &str) -> Result<PathBuf> {
     let directory = work.join(format!("checkpoint-{seed}"));
     fs::create_dir_all(&directory).map_err(|source| io_error(&directory, source))?;
     let mut make = Command::new(python(cache));

@@ -90,7 +90,7 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "python",
-        what: "the wheel, alone and with torch and transformers",
+        what: "the wheel, alone and with torch and transformers; its learner in the loop",
         needs: &[Need::Sglang, Need::Python],
         run: |c| python::test(&c.root, &c.root.join("target/lanes/python"), &crate::cache_dir()?, &c.log),
     },
@@ -367,7 +367,7 @@ impl Context {
 
 /// `cargo test` without libtorch. Every lane selects the same packages and features, because cargo builds a
 /// crate once more for each other set that a selection amounts to.
-fn light_test() -> Command {
+pub(crate) fn light_test() -> Command {
     let mut command = Command::new("cargo");
     command.args(["test", "--features", LIGHT]);
     command
