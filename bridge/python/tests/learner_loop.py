@@ -88,15 +88,15 @@ class Loop:
 class Asked:
     """A learner on a socket: a thread of this process, or processes that ``command`` starts."""
 
-    def __init__(self, root: Path, command: list[str] | None = None) -> None:
+    def __init__(self, root: Path, command: list[str] | None = None, ranks: Ranks = CPU) -> None:
         path = root / f"socket-{len(list(root.glob('socket-*')))}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(DEADLINE)
             listener.bind(str(path))
             listener.listen(1)
             if command is None:
-                begin = lambda hello: Learner(hello, CPU, None, {})
-                self.thread = threading.Thread(target=serve, args=(str(path), CPU, begin), daemon=True)
+                begin = lambda hello: Learner(hello, ranks, None, {})
+                self.thread = threading.Thread(target=serve, args=(str(path), ranks, begin), daemon=True)
                 self.thread.start()
             else:
                 self.lock = (root / "lock").open("a+b")

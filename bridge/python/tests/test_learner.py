@@ -4,15 +4,19 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import driftless
 import numpy as np
 import pytest
 import torch
 from conftest import read_checkpoint, run_command
-from learner_loop import DEADLINE, OPTIONS, Asked, Loop
+from driftless.learner._ranks import Ranks, Refused
+from driftless.learner._serve import serve
+from learner_loop import CPU, DEADLINE, OPTIONS, Asked, Loop
 from transformers import AutoModelForCausalLM
 
 
@@ -242,6 +246,41 @@ def _hello_of_another(loop):
     error = other.ask("hello", **loop.hello())["error"]
     other.close()
     return error
+
+
+class Broken:
+    """Answers the first call only."""
+
+    def hello(self):
+        return {}
+
+    def answer(self, call):
+        raise MemoryError("of the GPU")
+
+
+def test_failure_that_nobody_foresaw_is_answered_and_ends_the_process(loop):
+    path = str(loop.root / "socket")
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(path)
+        listener.listen(1)
+        ended = pool.submit(serve, path, CPU, lambda hello: Broken())
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rwb") as lines:
+            for call in (loop.hello(), {}):
+                lines.write(json.dumps({"id": 1, "call": "hello" if call else "step", **call}).encode() + b"\n")
+                lines.flush()
+                reply = json.loads(lines.readline())
+            assert reply == {"id": 1, "error": "MemoryError: of the GPU"}
+            assert isinstance(ended.exception(timeout=DEADLINE), MemoryError)
+
+
+def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(Refused, match="torchrun"):
+        Ranks.join(True, "cpu", DEADLINE)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refused, match="found 2 ranks without it"):
+        Ranks.join(False, "cpu", DEADLINE)
 
 
 def test_program_without_a_socket_says_what_sets_it():

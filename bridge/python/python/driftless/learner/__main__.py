@@ -10,12 +10,13 @@ SOCKET = "DRIFTLESS_LEARNER_SOCKET"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m driftless.learner", description="A learner for `driftless train --learner`.")
+    about = "A learner for `driftless train --learner`."
+    parser = argparse.ArgumentParser(prog="python -m driftless.learner", description=about)
     parser.add_argument("--fsdp", action="store_true", help="shard the model over the ranks of torchrun, with FSDP2")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA where there is some")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA, if any")
     parser.add_argument("--attn-implementation", help="attention of transformers; its own choice by default")
     parser.add_argument("--sign-key", help="file of the key that signs versions; version 0 is signed by the loop")
-    parser.add_argument("--trust-key", action="append", default=[], help="public key whose versions are gone on from as well")
+    parser.add_argument("--trust-key", action="append", default=[], help="public key of others whose versions are gone on from")
     parser.add_argument("--deadline", type=float, default=1800.0, help="seconds that ranks wait for each other (1800)")
     args = parser.parse_args()
     path = os.environ.get(SOCKET)
@@ -29,9 +30,10 @@ def main() -> int:
     try:
         with Ranks.join(args.fsdp, args.device, args.deadline) as ranks:
             settings = {"sign_key": args.sign_key, "trust_keys": args.trust_key}
-            return serve(path, ranks, lambda hello: Learner(hello, ranks, args.attn_implementation, settings))
+            serve(path, ranks, lambda hello: Learner(hello, ranks, args.attn_implementation, settings))
     except Refused as error:
         parser.error(str(error))
+    return 0
 
 
 if __name__ == "__main__":

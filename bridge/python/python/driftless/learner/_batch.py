@@ -40,7 +40,7 @@ class Batch:
 
     Attributes:
         order: numbers of the samples, in the order of their tokens.
-        tokens, positions: i64 ``[r, n]``. Packed: one row, where positions begin anew with each sample; padded: a row each.
+        tokens, positions: i64 ``[r, n]``. Packed: one row, whose positions begin anew with each sample. Padded: a row each.
         mask: i64 ``[r, n]``, 1 where a padded row has a token; None if packed.
         places: i64 ``[m]``: places in the flat ``tokens`` that predict a trained token.
         labels: i64 ``[m]``: the trained token.
@@ -84,9 +84,11 @@ def _sample(log: RolloutReader, given: dict[str, Any], vocabulary: int, whole: b
     response = len(tokens) - record.prompt_len
     where = f"position {position}: "
     if record.prompt_len < 1 or response < 1:
-        raise Refused(f"{where}expected a prompt and a response, found a prompt of {record.prompt_len} in {len(tokens)} tokens")
+        found = f"a prompt of {record.prompt_len} in {len(tokens)} tokens"
+        raise Refused(f"{where}expected a prompt and a response, found {found}")
     if len(log_probs) != response or len(mask) not in (0, response):
-        raise Refused(f"{where}expected {response} log-probs and as many of the loss mask, found {len(log_probs)} and {len(mask)}")
+        found = f"{len(log_probs)} and {len(mask)}"
+        raise Refused(f"{where}expected {response} log-probs and as many values of the loss mask, found {found}")
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         raise Refused(f"{where}expected token ids 0..{vocabulary}, found {tokens.min()}..={tokens.max()}")
     if not np.isfinite(log_probs).all():
@@ -98,7 +100,8 @@ def _sample(log: RolloutReader, given: dict[str, Any], vocabulary: int, whole: b
 def _number(given: dict[str, Any], name: str, kind: type) -> Any:
     value = given.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, kind)) or not np.isfinite(value):
-        raise Refused(f"samples: expected `{name}`, {'a number' if kind is float else 'a whole number'}, found {value!r}")
+        expected = "a number" if kind is float else "a whole number"
+        raise Refused(f"samples: expected `{name}`, {expected}, found {value!r}")
     if kind is int and value < 0:
         raise Refused(f"samples: expected `{name}`, 0 or more, found {value}")
     return value
@@ -116,8 +119,10 @@ def token_weights(samples: list[Sample], per_token: bool) -> list[float]:
 
 
 def micro_batches(lengths: list[int], max_tokens: int, *, ranks: int, padded: bool) -> list[list[int]]:
-    """Indices of ``lengths`` in micro-batches of at most ``max_tokens`` tokens, padding included, longest first; a longer
-    sample has one of its own. They are made small enough for each of ``ranks`` to have one, where there are enough samples."""
+    """Indices of ``lengths`` in micro-batches of at most ``max_tokens`` tokens, padding included, longest first.
+
+    A longer sample has one of its own. Where there are enough samples, they are small enough for each of ``ranks`` to have one.
+    """
     limit = min(max_tokens, max([-(-sum(lengths) // ranks), *lengths]))
     batches: list[list[int]] = []
     taken: list[int] = []

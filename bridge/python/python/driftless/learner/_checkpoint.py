@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from ._layout import sync, sync_entry
 from ._optimizer import AdamW, State
@@ -38,7 +39,9 @@ def save(directory: Path, optimizer: AdamW, progress: Any, keep: int, ranks: Ran
 
     def write() -> None:
         tensors = {
-            f"{part}/{state.name}": getattr(state, part).reshape(_rows(state)).cpu() for state in optimizer.states for part in PARTS
+            f"{part}/{state.name}": getattr(state, part).reshape(_rows(state)).cpu()
+            for state in optimizer.states
+            for part in PARTS
         }
         save_file(tensors, partial / f"rank-{ranks.rank}.safetensors")
         sync_entry(partial / f"rank-{ranks.rank}.safetensors")
@@ -70,12 +73,11 @@ def load(directory: Path, optimizer: AdamW) -> Any:
     path = found[-1][1]
     try:
         stored = json.loads((path / STATE).read_text())
-        if stored["model"] != _model(optimizer):
-            expected = _model(optimizer)
-            raise Refused(f"{path}: expected a checkpoint of the model {expected[:12]}, found one of {stored['model'][:12]}")
+        expected, found = _model(optimizer), stored["model"]
+        if found != expected:
+            raise Refused(f"{path}: expected a checkpoint of the model {expected[:12]}, found one of {found[:12]}")
         files = [safe_open(path / f"rank-{rank}.safetensors", "pt") for rank in range(stored["ranks"])]
-        first = _first_rows(optimizer)
-        read = [[_read(files, f"{part}/{state.name}", state, first[state.name]) for part in PARTS] for state in optimizer.states]
+        read = [[_read(files, f"{part}/{state.name}", state) for part in PARTS] for state in optimizer.states]
     except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
         raise Refused(f"{path}: expected a whole checkpoint, found {type(error).__name__}: {error}") from error
     for state, parts in zip(optimizer.states, read, strict=True):
@@ -91,19 +93,18 @@ def _rows(state: State) -> tuple[int, ...]:
     return tuple(state.master.shape) or (1,)
 
 
-def _first_rows(optimizer: AdamW) -> dict[str, int]:
-    """The first row of this rank's part of each parameter, as torch distributes them."""
-    found = {}
-    for state in optimizer.states:
-        mesh = getattr(state.parameter, "device_mesh", None)
-        chunk = 0 if mesh is None else -(-state.shape[0] // mesh.size())
-        found[state.name] = 0 if mesh is None else min(mesh.get_local_rank() * chunk, state.shape[0])
-    return found
+def _first_row(state: State) -> int:
+    """The first row of this rank's part, as torch distributes them."""
+    if not isinstance(state.parameter, DTensor):
+        return 0
+    mesh, rows = state.parameter.device_mesh, state.shape[0]
+    return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
 
 
-def _read(files: list[Any], name: str, state: State, first: int) -> torch.Tensor:
+def _read(files: list[Any], name: str, state: State) -> torch.Tensor:
     """This rank's rows of a tensor, from the files of the ranks that saved it, each of which has some."""
-    end, at, parts = first + _rows(state)[0], 0, []
+    first, at, parts = _first_row(state), 0, []
+    end = first + _rows(state)[0]
     for file in files:
         part = file.get_slice(name)
         rows = part.get_shape()[0]
@@ -123,4 +124,5 @@ def _model(optimizer: AdamW) -> str:
 def _found(directory: Path) -> list[tuple[int, Path]]:
     """The checkpoints with their numbers, oldest first."""
     names = [path for path in directory.iterdir() if path.name.startswith(PREFIX)] if directory.exists() else []
-    return sorted((int(path.name.removeprefix(PREFIX)), path) for path in names if path.name.removeprefix(PREFIX).isdigit())
+    numbers = [(path.name.removeprefix(PREFIX), path) for path in names]
+    return sorted((int(number), path) for number, path in numbers if number.isdigit())

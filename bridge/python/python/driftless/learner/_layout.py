@@ -76,7 +76,8 @@ class Layout:
                 layer = LAYER.match(name)
                 groups.setdefault(layer.group() if layer else "", {})[name] = tensor
         for group in groups.values():
-            for name, tensor in revert_weight_conversion(module, {name: whole(part) for name, part in group.items()}).items():
+            gathered = {name: whole(part) for name, part in group.items()}
+            for name, tensor in revert_weight_conversion(module, gathered).items():
                 if name in self.tensors:
                     yield name, tensor, True
 

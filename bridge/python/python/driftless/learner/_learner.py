@@ -18,6 +18,7 @@ from ._model import Model
 from ._optimizer import AdamW
 from ._options import Options
 from ._ranks import Ranks, Refused
+from ._serve import PROTOCOL
 
 
 class Learner:
@@ -56,7 +57,8 @@ class Learner:
         ranks, kind = self._ranks, self._model.module.config.model_type
         way = f"FSDP2 on {ranks.size} ranks" if ranks.sharded else "one process"
         rows = "padded" if self._model.padded else "packed"
-        return {"protocol": 1, "name": f"transformers {kind}, {way}, {ranks.device.type}, {rows}", "progress": self._progress}
+        name = f"transformers {kind}, {way}, {ranks.device.type}, {rows}"
+        return {"protocol": PROTOCOL, "name": name, "progress": self._progress}
 
     def answer(self, call: dict[str, Any]) -> dict[str, Any]:
         """The reply to a call, without its number."""
@@ -153,8 +155,8 @@ class Learner:
 
         def publish() -> int:
             if self._publisher is None:
-                places = {"baseline_dir": baseline, "hf_checkpoint": hello["hf_checkpoint"]}
-                self._publisher = Publisher(hello["store"], hello["run"], resume=True, model=hello["model"], **places, **settings)
+                given = {"model": hello["model"], "baseline_dir": baseline, "hf_checkpoint": hello["hf_checkpoint"]}
+                self._publisher = Publisher(hello["store"], hello["run"], resume=True, **given, **settings)
             self._publisher.publish(parts, step=call["step"], **arguments)
             return self._publisher.version
 

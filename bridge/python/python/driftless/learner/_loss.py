@@ -61,9 +61,9 @@ def _log_ratio(new: torch.Tensor, batch: Batch, options: Options) -> torch.Tenso
     # One optimiser step a rollout: with TIS the old policy is the one that is being differentiated.
     own = new - (new.detach() if options.tis is not None else batch.old_log_probs)
     if options.surrogate == "sequence":
-        zeros = own.new_zeros(len(batch.order), dtype=torch.float64)
-        means = zeros.index_add(0, batch.samples, own.double()) / zeros.index_add(0, batch.samples, torch.ones_like(own).double())
-        own = means[batch.samples].float()
+        zeros, own = own.new_zeros(len(batch.order), dtype=torch.float64), own.double()
+        counts = zeros.index_add(0, batch.samples, torch.ones_like(own))
+        own = (zeros.index_add(0, batch.samples, own) / counts)[batch.samples].float()
     return _bounded(own)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import select
 import socket
-import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
@@ -23,24 +22,27 @@ class Answers(Protocol):
     def answer(self, call: dict[str, Any]) -> dict[str, Any]: ...
 
 
-def serve(path: str, ranks: Ranks, begin: Callable[[dict[str, Any]], Answers]) -> int:
+def serve(path: str, ranks: Ranks, begin: Callable[[dict[str, Any]], Answers]) -> None:
     """Answers calls until the loop closes the socket at ``path``. ``begin`` makes a learner of ``hello``.
 
-    Rank 0 has the socket, and tells the others each call. Returns the exit code of the process.
+    Rank 0 has the socket, and tells the others each call. What is not ``Refused`` ends the process, after the reply.
     """
-    connection = None
+    connection, lines = None, None
     if ranks.rank == 0:
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(path)
-    lines = connection.makefile("rb") if connection is not None else None
+        try:
+            connection.connect(path)
+        except OSError as error:
+            raise Refused(f"socket {path}: expected the loop behind it, found {error}") from error
+        lines = connection.makefile("rb")
     learner: Answers | None = None
     while True:
         call = ranks.tell(_next(lines, ranks) if lines is not None else None)
         if call == END:
-            return 0
+            return
         if call == WAIT:
             continue
-        code = 0
+        failure = None
         try:
             if not isinstance(call, dict):
                 raise Refused(f"a call: expected a JSON object with `id` and `call`, found {str(call)[:200]}")
@@ -56,8 +58,7 @@ def serve(path: str, ranks: Ranks, begin: Callable[[dict[str, Any]], Answers]) -
             reply = {"error": str(error)}
         except Exception as error:
             # Other ranks may be in the middle of it: nothing can go on from here.
-            traceback.print_exc()
-            reply, code = {"error": f"{type(error).__name__}: {error}"}, 1
+            reply, failure = {"error": f"{type(error).__name__}: {error}"}, error
         if connection is not None:
             given = call.get("id") if isinstance(call, dict) else None
             try:
@@ -65,8 +66,8 @@ def serve(path: str, ranks: Ranks, begin: Callable[[dict[str, Any]], Answers]) -
             except (BrokenPipeError, ConnectionResetError):
                 # The next look at the socket finds its end.
                 pass
-        if code != 0:
-            return code
+        if failure is not None:
+            raise failure
 
 
 def _next(lines: BinaryIO, ranks: Ranks) -> Any:
