@@ -14,6 +14,7 @@ import torch
 from driftless.learner._learner import Learner
 from driftless.learner._ranks import Ranks
 from driftless.learner._serve import serve
+from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SMALL = dict(
@@ -29,6 +30,7 @@ EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24)
 MODELS = {
     "dense": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL)),
     "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)),
+    "tied-twice": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)),
     "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **EXPERTS)),
     "mamba": lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)),
 }
@@ -42,6 +44,11 @@ def write_model(directory: Path, kind: str, dtype: torch.dtype) -> Path:
     """Writes a random checkpoint with a tokenizer's file."""
     torch.manual_seed(3)
     MODELS[kind]().to(dtype).save_pretrained(directory)
+    if kind == "tied-twice":
+        # Some checkpoints have the embedding a second time, as the head.
+        tensors = load_file(directory / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "tokenizer.json").write_text('{"of": "tests"}')
     return directory
 

@@ -103,7 +103,7 @@ def test_records_that_are_appended_later_are_found(loop, asked):
     assert len(more["log_probs"][0]) == 2 and max(more["log_probs"][0]) < 0
 
 
-@pytest.mark.parametrize("kind", ["tied", "moe"])
+@pytest.mark.parametrize("kind", ["tied", "tied-twice", "moe"])
 def test_versions_and_directories_have_the_state_dict_bit_for_bit(tmp_path, kind):
     loop = Loop(tmp_path, kind, torch.bfloat16)
     asked = Asked(tmp_path)

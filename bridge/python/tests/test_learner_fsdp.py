@@ -1,13 +1,18 @@
 """The learner on two ranks of torchrun, beside one that is alone."""
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import read_checkpoint
+from driftless.learner import _checkpoint
 from driftless.learner._ranks import Ranks
 from learner_loop import DEADLINE, Asked, Loop
+from safetensors import safe_open
+from safetensors.torch import save_file
 from test_learner import follow, values
 
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "driftless.learner", "--fsdp", "--device"]
@@ -44,8 +49,12 @@ def test_two_ranks_learn_what_one_process_does(tmp_path, device, close):
     one_rank = Ranks(0, 1, torch.device(device), DEADLINE)
     alone, ranks = Asked(roots[0], ranks=one_rank), Asked(roots[1], [*TORCHRUN, device])
     assert alone.ask("hello", **one.hello(options=options))["progress"] is None
+    assert "stats" in alone.ask("step", rollout_id=0, samples=one.samples)
+    assert alone.ask("save", progress={"step": 1}) == {}
+    # What one process has saved, two ranks go on with.
+    shutil.copytree(roots[0] / "save", roots[1] / "save")
     hello = ranks.ask("hello", **two.hello(options=options))
-    assert "FSDP2 on 2 ranks" in hello["name"], hello
+    assert hello["progress"] == {"step": 1} and "FSDP2 on 2 ranks" in hello["name"], hello
     # torchrun and its ranks hold the loop's lock.
     assert holders(roots[1] / "lock") == 3
     for expected, found in zip(learn(one, alone), learn(two, ranks), strict=True):
@@ -75,3 +84,15 @@ def test_two_ranks_learn_what_one_process_does(tmp_path, device, close):
     assert replies[1] == pytest.approx(replies[0], abs=close)
     again.close()
     alone.close()
+
+
+def test_rows_are_read_from_whatever_ranks_have_saved_them(tmp_path, monkeypatch):
+    whole = torch.arange(10.0).reshape(5, 2)
+    for rank, rows in enumerate(whole.split([2, 2, 0, 1])):
+        save_file({"w": rows.contiguous()}, tmp_path / f"{rank}.safetensors")
+    files = [safe_open(tmp_path / f"{rank}.safetensors", "pt") for rank in range(4)]
+    for first, rows in ((0, 5), (0, 3), (3, 2), (4, 1), (5, 0)):
+        monkeypatch.setattr(_checkpoint, "_first_row", lambda state: first)
+        state = SimpleNamespace(master=torch.empty(rows, 2))
+        found = _checkpoint._read(files, "w", state).reshape(rows, 2)
+        assert torch.equal(found, whole[first : first + rows])

@@ -92,15 +92,16 @@ class Layout:
                 found.append((name, self._host(name, tensor)))
             elif converted:
                 if turn % ranks.size == ranks.rank:
-                    found.append((name, Slice(self._host(name, tensor), tuple(tensor.shape), 0)))
+                    # A copy: it may be a view of all that was gathered.
+                    found.append((name, Slice(self._host(name, tensor, copy=True), tuple(tensor.shape), 0)))
                 turn += 1
             else:
                 for _, part in slices({name: tensor}, rank=ranks.rank):
                     found.append((name, Slice(self._host(name, part.tensor), part.shape, part.start)))
         return found
 
-    def _host(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to("cpu", self.tensors[name][0]).contiguous()
+    def _host(self, name: str, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        return tensor.detach().to("cpu", self.tensors[name][0], copy=copy).contiguous()
 
     @torch.no_grad()
     def write(self, module: Any, ranks: Ranks, directory: Path) -> None:
@@ -110,7 +111,8 @@ class Layout:
         for name, tensor, _ in self._named(module, module.state_dict()):
             tensor = whole(tensor)
             if ranks.rank == 0:
-                tensors[name] = self._host(name, tensor)
+                # safetensors refuses tensors that are one in memory.
+                tensors[name] = self._host(name, tensor, copy=name in module.all_tied_weights_keys)
         ranks.together(lambda: self._write(tensors, directory) if ranks.rank == 0 else None)
 
     def _write(self, tensors: dict[str, torch.Tensor], directory: Path) -> None:
