@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// What builds and tests the wheel. Further libraries come from SGLang's environment, as they are there.
-const TOOLS: [&str; 3] = ["maturin==1.16.0", "pytest==9.2.0", "accelerate==1.15.0"];
+const TOOLS: [&str; 5] =
+    ["maturin==1.16.0", "pytest==9.2.0", "accelerate==1.15.0", "trl==1.16.0", "peft==0.21.2"];
 /// The directory of the tools in the cache: another one for other tools.
-const HOME: &str = "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0";
+const HOME: &str = "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0-trl-1.16.0-peft-0.21.2";
 /// Most bytes of a wheel.
 const WHEEL_BYTES_MAX: u64 = 25_000_000;
 

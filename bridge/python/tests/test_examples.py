@@ -1,11 +1,15 @@
 """The examples, as a reader would run them."""
 
+import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import driftless
+import pytest
+import tiny
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -17,12 +21,31 @@ def run_example(name: str, *arguments: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.fixture
+def run_here(monkeypatch, capsys, tmp_path):
+    """Runs an example in this process, which has imported its libraries already."""
+
+    def run(name: str, *arguments: str) -> list[str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def newest(store) -> int:
+    with driftless.Follower(store.url, "run", store.root / "host") as follower:
+        return follower.advance()
+
+
 def test_example_publishes_from_pytorch(store):
     # The baseline is where users have it by default.
     lines = run_example("publish_from_pytorch.py", store.url, "run", XDG_CACHE_HOME=str(store.root / "cache"))
     assert [line.split(":")[0] for line in lines] == [f"version {version}" for version in range(4)]
-    with driftless.Follower(store.url, "run", store.root / "host") as follower:
-        assert follower.advance() == 3
+    assert newest(store) == 3
     assert (store.root / "cache/driftless/baselines").is_dir()
 
 
@@ -30,6 +53,18 @@ def test_example_trains_from_the_log_once(tmp_path):
     assert len(run_example("train_from_the_log.py", str(tmp_path))) == 3
     with driftless.RolloutLog(tmp_path, "00" * 16) as log:
         assert log.groups(4, completed_from=log.cursor("trainer")) == []
+
+
+def test_example_publishes_from_trl(store, run_here, tmp_path):
+    rows = [{"prompt": f"{word} b", "answer": "c"} for word in "abcd"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = run_here("publish_from_trl.py", tiny.checkpoint(tmp_path / "start"), "prompts.jsonl", store.url, "run")
+    assert lines[-1].startswith("version 2:") and newest(store) == 2
+
+
+def test_example_publishes_from_accelerate(store, run_here, tmp_path):
+    arguments = [tiny.checkpoint(tmp_path / "start"), store.url, "run", "job", str(tmp_path)]
+    assert run_here("publish_from_accelerate.py", *arguments)[-1] == "version 2" and newest(store) == 2
 
 
 def test_every_example_is_short():

@@ -6,29 +6,9 @@ import driftless
 import pytest
 import torch
 from conftest import Store, read_checkpoint, run_command
-from driftless.transformers import PublishCallback
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
-
-SMALL = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-)
-
-
-def dense(**settings):
-    torch.manual_seed(1)
-    return Qwen3ForCausalLM(Qwen3Config(**SMALL, **settings))
-
-
-def moe():
-    torch.manual_seed(1)
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts))
+from driftless.transformers import PublishCallback, hf_state_dict
+from tiny import dense, moe
+from transformers import Trainer, TrainerState, TrainingArguments
 
 
 def train(store: Store, model, steps: int, resume=None, every=1, **settings):
@@ -93,3 +73,19 @@ def test_floats_are_published_as_the_dtype_that_is_asked_for(store):
 def test_steps_below_one_are_refused(store):
     with pytest.raises(driftless.UsageError):
         PublishCallback(store.url, "run", every_steps=0)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel, lambda model: torch.nn.DataParallel(torch.compile(model))])
+def test_wrapped_model_has_the_names_of_its_checkpoint(wrap):
+    model = dense()
+    assert hf_state_dict(wrap(model)).keys() == hf_state_dict(model).keys()
+
+
+def test_parameters_that_zero_3_partitioned_are_refused_on_every_process(store):
+    model = dense()
+    # What DeepSpeed marks them with.
+    model.lm_head.weight.ds_id = 0
+    callback = PublishCallback(store.url, "run", baseline_dir=store.baseline)
+    for first in (True, False):
+        with pytest.raises(driftless.UsageError, match="ZeRO-3"):
+            callback.on_train_begin(None, TrainerState(is_world_process_zero=first), None, model=model)
