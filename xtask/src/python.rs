@@ -9,10 +9,17 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// What builds and tests the wheel. Further libraries come from SGLang's environment, as they are there.
-const TOOLS: [&str; 5] =
-    ["maturin==1.16.0", "pytest==9.2.0", "accelerate==1.15.0", "trl==1.16.0", "peft==0.21.2"];
+const TOOLS: [&str; 6] = [
+    "maturin==1.16.0",
+    "pytest==9.2.0",
+    "accelerate==1.15.0",
+    "trl==1.16.0",
+    "peft==0.21.2",
+    "megatron-core==0.16.0",
+];
 /// The directory of the tools in the cache: another one for other tools.
-const HOME: &str = "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0-trl-1.16.0-peft-0.21.2";
+const HOME: &str =
+    "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0-trl-1.16.0-peft-0.21.2-megatron-core-0.16.0";
 /// Most bytes of a wheel.
 const WHEEL_BYTES_MAX: u64 = 25_000_000;
 

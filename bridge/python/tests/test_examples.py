@@ -9,7 +9,9 @@ from pathlib import Path
 
 import driftless
 import pytest
+import test_megatron
 import tiny
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -65,6 +67,15 @@ def test_example_publishes_from_trl(store, run_here, tmp_path):
 def test_example_publishes_from_accelerate(store, run_here, tmp_path):
     arguments = [tiny.checkpoint(tmp_path / "start"), store.url, "run", "job", str(tmp_path)]
     assert run_here("publish_from_accelerate.py", *arguments)[-1] == "version 2" and newest(store) == 2
+
+
+def test_example_publishes_from_megatron(store, run_here, tmp_path):
+    model = tiny.dense(num_attention_heads=4, num_key_value_heads=2)
+    model.config.save_pretrained(tmp_path / "start")
+    (state,) = test_megatron.megatron(model.state_dict(), model.config, 1, True)
+    torch.save({"model": state}, tmp_path / "model_optim_rng.pt")
+    (line,) = run_here("publish_from_megatron.py", "model_optim_rng.pt", "start", store.url, "run")
+    assert line.startswith("version 0:") and newest(store) == 0
 
 
 def test_every_example_is_short():

@@ -73,6 +73,8 @@ def hf_tensors(
         return []
     dense, expert = _Place(name, tensor, tp_rank, tp_size), _Place(name, tensor, etp_rank, etp_size)
     hidden, head = config.hidden_size, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # A dense configuration does not say it.
+    experts = getattr(config, "num_experts", 0)
     if bare == "embedding.word_embeddings.weight":
         return dense.vocabulary("model.embed_tokens.weight", config)
     if bare == "output_layer.weight":
@@ -82,7 +84,7 @@ def hf_tensors(
     layer = _LAYER.fullmatch(bare) or dense.unknown()
     prefix, part = f"model.layers.{first_layer + int(layer[1])}.", layer[2]
     if part in _WHOLE:
-        shapes = {"mlp.router.weight": lambda: (config.num_experts, hidden)}
+        shapes = {"mlp.router.weight": lambda: (experts, hidden)}
         shape = shapes.get(part, lambda: (head if part.endswith(("q_layernorm.weight", "k_layernorm.weight")) else hidden,))
         return dense.whole(prefix + _WHOLE[part], shape())
     if part in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
@@ -96,8 +98,8 @@ def hf_tensors(
         return dense.columns(prefix + "mlp.down_proj.weight", (hidden, config.intermediate_size))
     found = _EXPERT.fullmatch(part) or dense.unknown()
     number = first_expert + int(found[2] or found[3])
-    if number >= config.num_experts:
-        dense.refuse(f"it is expert {number}", f"one of {config.num_experts}: `first_expert`")
+    if number >= experts:
+        dense.refuse(f"it is expert {number}", f"one of {experts}: `first_expert`")
     prefix += f"mlp.experts.{number}."
     if (found[1] or found[4]) == "linear_fc1":
         return expert.gate_up(prefix, (config.moe_intermediate_size, hidden))
