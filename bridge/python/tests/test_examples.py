@@ -12,6 +12,7 @@ import pytest
 import test_megatron
 import tiny
 import torch
+import torch.distributed.checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -75,6 +76,14 @@ def test_example_publishes_from_megatron(store, run_here, tmp_path):
     (state,) = test_megatron.megatron(model.state_dict(), model.config, 1, True)
     torch.save({"model": state}, tmp_path / "model_optim_rng.pt")
     (line,) = run_here("publish_from_megatron.py", "model_optim_rng.pt", "start", store.url, "run")
+    assert line.startswith("version 0:") and newest(store) == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_example_publishes_from_dcp(store, run_here, tmp_path):
+    torch.distributed.checkpoint.save({"model": tiny.speaker().state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    arguments = [str(tmp_path), tiny.checkpoint(tmp_path / "start"), store.url, "run"]
+    (line,) = run_here("publish_from_dcp.py", "dcp", "model.", *arguments)
     assert line.startswith("version 0:") and newest(store) == 0
 
 

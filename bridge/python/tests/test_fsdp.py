@@ -1,4 +1,4 @@
-"""FSDP2 in two processes, published from their shards."""
+"""FSDP2 in two processes, published from their shards, and from the checkpoint of both."""
 
 import subprocess
 import sys
@@ -10,6 +10,7 @@ from conftest import CONFIG, read_checkpoint, run_command
 TRAINER = """
     import sys, torch
     import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Partial, Shard
@@ -34,6 +35,7 @@ TRAINER = """
         state = model.state_dict() | {"scale": torch.full((3,), float(step))}
         publisher.publish(driftless.torch.slices(state, rank=rank), step=step, attempt=f"job-{step}")
         assert publisher.version == step
+    dcp.save({"model": state, "optimizer": optimizer.state_dict()}, checkpoint_id=f"{root}/dcp")
     whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
     if rank == 0:
         torch.save(whole, f"{root}/whole.pt")
@@ -58,6 +60,7 @@ TRAINER = """
 
 def test_shards_of_two_ranks_make_the_whole_model(store):
     import torch
+    from driftless.dcp import dcp_tensors
 
     script = textwrap.dedent(TRAINER).replace("CONFIG", repr(CONFIG))
     ranks = [
@@ -70,6 +73,8 @@ def test_shards_of_two_ranks_make_the_whole_model(store):
     run_command("follow", "--store", store.url, "--run", "run", "--checkpoint-dir", str(host), "--once")
     found = read_checkpoint(host)
     whole = torch.load(store.root / "whole.pt")
+    saved = dcp_tensors(store.root / "dcp", store.root, prefix="model.")
+    assert saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
         assert found[name][1] == list(tensor.shape)
