@@ -10,6 +10,7 @@ from pathlib import Path
 import driftless
 import pytest
 import test_megatron
+import test_slime
 import tiny
 import torch
 import torch.distributed.checkpoint
@@ -85,6 +86,14 @@ def test_example_publishes_from_dcp(store, run_here, tmp_path):
     arguments = [str(tmp_path), tiny.checkpoint(tmp_path / "start"), store.url, "run"]
     (line,) = run_here("publish_from_dcp.py", "dcp", "model.", *arguments)
     assert line.startswith("version 0:") and newest(store) == 0
+
+
+def test_example_publishes_from_slime(store, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    slime = test_slime.Slime(store.root, "publish_from_slime.hook", **test_slime.where(store))
+    slime.update_weights(test_slime.weights(1))
+    test_slime.end()
+    assert capsys.readouterr().out.startswith("version 0:") and newest(store) == 0
 
 
 def test_every_example_is_short():
