@@ -9,17 +9,17 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// What builds and tests the wheel. Further libraries come from SGLang's environment, as they are there.
-const TOOLS: [&str; 6] = [
+const TOOLS: [&str; 7] = [
     "maturin==1.16.0",
     "pytest==9.2.0",
     "accelerate==1.15.0",
     "trl==1.16.0",
     "peft==0.21.2",
     "megatron-core==0.16.0",
+    "ray==2.60.0",
 ];
 /// The directory of the tools in the cache: another one for other tools.
-const HOME: &str =
-    "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0-trl-1.16.0-peft-0.21.2-megatron-core-0.16.0";
+const HOME: &str = "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0-trl-1.16.0-peft-0.21.2-megatron-core-0.16.0-ray-2.60.0";
 /// Most bytes of a wheel.
 const WHEEL_BYTES_MAX: u64 = 25_000_000;
 
@@ -40,8 +40,12 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
     process::run(
         uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(&home),
     )?;
-    let install = ["pip", "install", "--quiet", "--no-deps", "iniconfig", "packaging", "pluggy", "pygments"];
-    process::run(uv(cache).args(install).args(TOOLS).arg("--python").arg(home.join("bin/python")))
+    // What SGLang's environment lacks of what they need.
+    let needed = ["iniconfig", "msgpack", "packaging", "pluggy", "pygments"];
+    let install = ["pip", "install", "--quiet", "--no-deps"];
+    process::run(
+        uv(cache).args(install).args(needed).args(TOOLS).arg("--python").arg(home.join("bin/python")),
+    )
 }
 
 /// Builds the wheel, installs it under `work`, and runs the tests.

@@ -1,6 +1,7 @@
 """What the tests share: a store, publishers to it, and a follower's view of it."""
 
 import json
+import runpy
 import struct
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import driftless
 import pytest
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG = b'{"architectures": ["Qwen3ForCausalLM"]}'
 
 
@@ -30,6 +32,11 @@ class Store:
         run_command("follow", "--store", self.url, "--run", "run", "--checkpoint-dir", str(host), "--once")
         assert (host / "config.json").read_bytes() == CONFIG
         return read_checkpoint(host)
+
+    def newest(self) -> int:
+        """The newest version, which a host has afterwards."""
+        with driftless.Follower(self.url, "run", self.root / "host") as follower:
+            return follower.advance()
 
     def manifests(self) -> list[Path]:
         """The committed versions."""
@@ -57,3 +64,19 @@ def run_command(*arguments: str, code: int = 0) -> str:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys, tmp_path):
+    """Runs an example in this process, which has imported its libraries already, and gives its lines."""
+
+    def run(name: str, *arguments: str) -> list[str]:
+        monkeypatch.chdir(tmp_path)
+        # The baseline is where users have it by default.
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run

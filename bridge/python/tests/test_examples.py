@@ -2,10 +2,8 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import driftless
 import pytest
@@ -14,8 +12,7 @@ import test_slime
 import tiny
 import torch
 import torch.distributed.checkpoint
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from conftest import EXAMPLES
 
 
 def run_example(name: str, *arguments: str, **environment: str) -> list[str]:
@@ -25,31 +22,11 @@ def run_example(name: str, *arguments: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.fixture
-def run_here(monkeypatch, capsys, tmp_path):
-    """Runs an example in this process, which has imported its libraries already."""
-
-    def run(name: str, *arguments: str) -> list[str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        capsys.readouterr()
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        return capsys.readouterr().out.splitlines()
-
-    return run
-
-
-def newest(store) -> int:
-    with driftless.Follower(store.url, "run", store.root / "host") as follower:
-        return follower.advance()
-
-
 def test_example_publishes_from_pytorch(store):
     # The baseline is where users have it by default.
     lines = run_example("publish_from_pytorch.py", store.url, "run", XDG_CACHE_HOME=str(store.root / "cache"))
     assert [line.split(":")[0] for line in lines] == [f"version {version}" for version in range(4)]
-    assert newest(store) == 3
+    assert store.newest() == 3
     assert (store.root / "cache/driftless/baselines").is_dir()
 
 
@@ -63,12 +40,12 @@ def test_example_publishes_from_trl(store, run_here, tmp_path):
     rows = [{"prompt": f"{word} b", "answer": "c"} for word in "abcd"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = run_here("publish_from_trl.py", tiny.checkpoint(tmp_path / "start"), "prompts.jsonl", store.url, "run")
-    assert lines[-1].startswith("version 2:") and newest(store) == 2
+    assert lines[-1].startswith("version 2:") and store.newest() == 2
 
 
 def test_example_publishes_from_accelerate(store, run_here, tmp_path):
     arguments = [tiny.checkpoint(tmp_path / "start"), store.url, "run", "job", str(tmp_path)]
-    assert run_here("publish_from_accelerate.py", *arguments)[-1] == "version 2" and newest(store) == 2
+    assert run_here("publish_from_accelerate.py", *arguments)[-1] == "version 2" and store.newest() == 2
 
 
 def test_example_publishes_from_megatron(store, run_here, tmp_path):
@@ -77,7 +54,7 @@ def test_example_publishes_from_megatron(store, run_here, tmp_path):
     (state,) = test_megatron.megatron(model.state_dict(), model.config, 1, True)
     torch.save({"model": state}, tmp_path / "model_optim_rng.pt")
     (line,) = run_here("publish_from_megatron.py", "model_optim_rng.pt", "start", store.url, "run")
-    assert line.startswith("version 0:") and newest(store) == 0
+    assert line.startswith("version 0:") and store.newest() == 0
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -85,7 +62,7 @@ def test_example_publishes_from_dcp(store, run_here, tmp_path):
     torch.distributed.checkpoint.save({"model": tiny.speaker().state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     arguments = [str(tmp_path), tiny.checkpoint(tmp_path / "start"), store.url, "run"]
     (line,) = run_here("publish_from_dcp.py", "dcp", "model.", *arguments)
-    assert line.startswith("version 0:") and newest(store) == 0
+    assert line.startswith("version 0:") and store.newest() == 0
 
 
 def test_example_publishes_from_slime(store, monkeypatch, capsys):
@@ -93,7 +70,7 @@ def test_example_publishes_from_slime(store, monkeypatch, capsys):
     slime = test_slime.Slime(store.root, "publish_from_slime.hook", **test_slime.where(store))
     slime.update_weights(test_slime.weights(1))
     test_slime.end()
-    assert capsys.readouterr().out.startswith("version 0:") and newest(store) == 0
+    assert capsys.readouterr().out.startswith("version 0:") and store.newest() == 0
 
 
 def test_every_example_is_short():
