@@ -19,7 +19,10 @@ const TOOLS: [&str; 7] = [
     "ray==2.60.0",
 ];
 /// The directory of the tools in the cache: another one for other tools.
-const HOME: &str = "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0-trl-1.16.0-peft-0.21.2-megatron-core-0.16.0-ray-2.60.0";
+const HOME: &str = concat!(
+    "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0-trl-1.16.0-peft-0.21.2",
+    "-megatron-core-0.16.0-ray-2.60.0"
+);
 /// Most bytes of a wheel.
 const WHEEL_BYTES_MAX: u64 = 25_000_000;
 
