@@ -23,12 +23,7 @@ TRAINER = """
 
     root, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    # accelerate asks for GPUs before it takes the plugin. What it then does runs on the CPU as well.
-    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    accelerator = Accelerator(cpu=True)
     # 65 rows do not divide by two.
     small = dict(
         vocab_size=65, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -36,8 +31,14 @@ TRAINER = """
     )
 
     def prepared(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return accelerator.prepare(model, optimizer)
+        # accelerate takes the plugin on GPUs only. What it then does runs on the CPU as well.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        return model, optimizer
 
     def step(model, optimizer):
         ids = torch.randint(65, (2, 8))
@@ -46,9 +47,13 @@ TRAINER = """
         optimizer.zero_grad()
 
     def save(model, name):
-        state = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in hf_state_dict(model).items()}
+        # As a model has it that nobody has distributed.
+        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        alone = type(model).__mro__[2](model.config).to(next(iter(whole.values())).dtype)
+        assert type(alone).__name__ in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+        alone.load_state_dict(whole)
         if rank == 0:
-            save_file(state, f"{root}/{name}.safetensors")
+            save_file(hf_state_dict(alone), f"{root}/{name}.safetensors")
 
     torch.manual_seed(1)
     model, optimizer = prepared(Qwen3ForCausalLM(Qwen3Config(**small, tie_word_embeddings=True)))

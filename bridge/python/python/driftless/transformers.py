@@ -123,8 +123,11 @@ def hf_state_dict(model: Any, dtype: Any = None) -> dict[str, Any]:
     """The tensors of a transformers model under the names that its checkpoints have, contiguous and in host memory.
 
     What is both already, and of ``dtype`` (where given and floating-point), is not copied. Tensors that share their
-    memory stand once, as ``save_pretrained`` has it. Of a model that FSDP2 has distributed they are ``DTensor``s, for
-    ``driftless.torch.slices``. The wrappers of ``torch.compile``, ``DistributedDataParallel`` and ``accelerate`` are taken off.
+    memory stand once, as ``save_pretrained`` has it. The wrappers of ``torch.compile``, ``DistributedDataParallel`` and
+    ``accelerate`` are taken off.
+
+    Of a model that FSDP2 has distributed they are ``DTensor``s, for ``driftless.torch.slices``. Every process has to call it:
+    what transformers fuses and checkpoints have apart, such as experts, is gathered on each.
     """
     model = _unwrapped(model)
     tied = getattr(model, "all_tied_weights_keys", None) or dict.fromkeys(getattr(model, "_tied_weights_keys", None) or ())
