@@ -1,4 +1,6 @@
-"""Publishes a Qwen3 that Megatron saved as one rank: python publish_from_megatron.py CHECKPOINT MODEL file:///shared/store my-run
+"""Publishes a Qwen3 that Megatron saved as one rank:
+
+python publish_from_megatron.py CHECKPOINT MODEL file:///shared/store my-run
 
 CHECKPOINT is `iter_0000010/mp_rank_00/model_optim_rng.pt` of a training with `--ckpt-format torch`; MODEL is the Hugging
 Face directory that has the configuration and the tokenizer.

@@ -1,4 +1,4 @@
-"""Two actors publish their halves of a model, and every node follows: python publish_from_ray.py file:///shared/store my-run DIR"""
+"""Actors publish halves of a model, and nodes follow: python publish_from_ray.py file:///shared/store my-run DIRECTORY"""
 
 import sys
 

@@ -68,9 +68,15 @@ TRAINER = """
     model, optimizer = prepared(
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24))
     )
-    callback = PublishCallback(f"file://{root}/store", "callback", baseline_dir=f"{root}/baselines", dtype=torch.bfloat16)
     arguments = types.SimpleNamespace(process_index=rank, world_size=2)
     state = types.SimpleNamespace(global_step=0, is_world_process_zero=rank == 0)
+    try:
+        PublishCallback(f"file://{root}/store", "nowhere").on_train_begin(arguments, state, None, model=model)
+    except driftless.UsageError as error:
+        assert "baseline_dir" in str(error), error
+    else:
+        raise AssertionError("two processes shared a baseline")
+    callback = PublishCallback(f"file://{root}/store", "callback", baseline_dir=f"{root}/baselines", dtype=torch.bfloat16)
     callback.on_train_begin(arguments, state, None, model=model)
     for state.global_step in (1, 2):
         step(model, optimizer)

@@ -75,7 +75,11 @@ def test_steps_below_one_are_refused(store):
         PublishCallback(store.url, "run", every_steps=0)
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel, lambda model: torch.nn.DataParallel(torch.compile(model))])
+@pytest.mark.parametrize(
+    "wrap",
+    [torch.compile, torch.nn.DataParallel, lambda model: torch.nn.DataParallel(torch.compile(model))],
+    ids=["compiled", "parallel", "both"],
+)
 def test_wrapped_model_has_the_names_of_its_checkpoint(wrap):
     model = dense()
     assert hf_state_dict(wrap(model)).keys() == hf_state_dict(model).keys()

@@ -40,7 +40,13 @@ def grpo(store, callback, **settings):
     )
     rows = Dataset.from_dict({"prompt": ["a b", "b c", "c d", "d e"]})
     return GRPOTrainer(
-        tiny.speaker(), lengths, args=arguments, train_dataset=rows, processing_class=tiny.tokenizer(), callbacks=[callback], **settings
+        tiny.speaker(),
+        lengths,
+        args=arguments,
+        train_dataset=rows,
+        processing_class=tiny.tokenizer(),
+        callbacks=[callback],
+        **settings,
     )
 
 

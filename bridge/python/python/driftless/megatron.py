@@ -163,7 +163,8 @@ class _Place:
         self.check((2 * rows, *shape[1:]))
         gate, up = self.tensor[:rows], self.tensor[rows:]
         first = self.rank * rows
-        return self.rows(prefix + "gate_proj.weight", gate, first, shape) + self.rows(prefix + "up_proj.weight", up, first, shape)
+        found = self.rows(prefix + "gate_proj.weight", gate, first, shape)
+        return found + self.rows(prefix + "up_proj.weight", up, first, shape)
 
     def attention(self, prefix: str, kind: str, config: Any, head: int, columns: Sequence[int]) -> list[tuple[str, Any]]:
         """For each group, its queries' heads, then its key's, then its value's."""
