@@ -130,7 +130,7 @@ const LANES: &[Lane] = &[
         needs: &[],
         run: loom,
     },
-    Lane { name: "fuzz", what: "fuzzing, 30 s a target", needs: &[Need::CargoFuzz], run: fuzz },
+    Lane { name: "fuzz", what: "fuzzing, 20 s a target", needs: &[Need::CargoFuzz], run: fuzz },
     Lane {
         name: "asan",
         what: "the log's maps and foreign calls under AddressSanitizer",
@@ -155,9 +155,9 @@ const LANES: &[Lane] = &[
 /// needs.
 const BY_NAME: &[&str] = &["kills", "neon"];
 
-/// Lanes with target directories of their own and little to do at once. They run one after another beside the
-/// others.
-const BESIDE: &[&str] = &["loom", "fuzz", "asan", "miri"];
+/// Lanes that build elsewhere than the others, or in another profile, and have little to do at once. They run one
+/// after another beside the others.
+const BESIDE: &[&str] = &["python", "loom", "fuzz", "asan", "miri"];
 
 /// Features of the lanes without libtorch.
 const LIGHT: &str = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda";
@@ -502,7 +502,7 @@ fn fuzz(context: &Context) -> Result<()> {
         process::output(Command::new("cargo").current_dir(&context.root).args(["+nightly", "fuzz", "list"]))?;
     // The short form takes the same path every time: a finding there is a regression, not luck.
     let (limit, seed) =
-        if context.long { ("-max_total_time=1800", "-seed=0") } else { ("-max_total_time=30", "-seed=1") };
+        if context.long { ("-max_total_time=1800", "-seed=0") } else { ("-max_total_time=20", "-seed=1") };
     for target in targets.lines() {
         context.cargo(&["+nightly", "fuzz", "run", target, "--", limit, seed, "-max_len=16384"])?;
     }
