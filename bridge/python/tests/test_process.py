@@ -14,6 +14,8 @@ WAITING = """
     import os, pathlib, signal, sys, threading, time
     import driftless, numpy as np
 
+    # A shell that runs the tests in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     root = pathlib.Path(sys.argv[1])
     publisher = driftless.Publisher(
         (root / "store").as_uri(), "run", rank=0, ranks=2, baseline_dir=root / "baseline", join_deadline=600.0

@@ -42,6 +42,7 @@ class Batch:
         order: numbers of the samples, in the order of their tokens.
         tokens, positions: i64 ``[r, n]``. Packed: one row, whose positions begin anew with each sample. Padded: a row each.
         mask: i64 ``[r, n]``, 1 where a padded row has a token; None if packed.
+        bounds: i32 ``[s + 1]``, the first places of s packed samples, and n; and the length of the longest.
         places: i64 ``[m]``: places in the flat ``tokens`` that predict a trained token.
         labels: i64 ``[m]``: the trained token.
         samples: i64 ``[m]``: the place in ``order`` of its sample.
@@ -52,6 +53,7 @@ class Batch:
     tokens: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor | None
+    bounds: tuple[torch.Tensor, int]
     places: torch.Tensor
     labels: torch.Tensor
     samples: torch.Tensor
@@ -168,5 +170,6 @@ def pack(samples: list[Sample], weights: list[float], order: list[int], *, padde
         start += length
     put = lambda array: None if array is None else torch.from_numpy(array).to(device)
     kinds = (np.int64, np.int64, np.int64, np.float32, np.float32, np.float32)
+    bounds = put(np.cumsum([0, *lengths], dtype=np.int32)), max(lengths)
     joined = (np.concatenate(column, dtype=kind) for column, kind in zip(columns, kinds, strict=True))
-    return Batch(order, put(tokens), put(positions), put(mask), *map(put, joined))
+    return Batch(order, put(tokens), put(positions), put(mask), bounds, *map(put, joined))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from . import _attention
 from ._batch import Batch
 from ._options import Options
 from ._ranks import Ranks, Refused
@@ -43,6 +44,7 @@ class Model:
         self.vocabulary = self.module.get_input_embeddings().weight.shape[0]
         self._options = options
         self._keeps = "logits_to_keep" in inspect.signature(self.module.forward).parameters
+        self._bounded = False
         layers = _layers(self.module, set(self.module._no_split_modules or ()))
         if options.recompute:
             for layer in layers:
@@ -51,13 +53,17 @@ class Model:
             _shard(self.module, layers, dtype, ranks)
         else:
             self.module.to(ranks.device)
-        self.padded = not _keeps_apart(self.module, ranks)
+        self.padded = not self._keeps_apart(ranks)
+        if attention is None and not self.padded and _attention.takes(ranks.device, dtype):
+            self._choose_flash(ranks)
 
     def log_probs(self, batch: Batch, *, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the trained tokens, f32 ``[m]`` each, at the temperature of the run."""
         # Hidden states go through the head only where a token is asked for, if the model can do that.
         keeps = {"logits_to_keep": batch.places} if self._keeps and batch.mask is None else {}
         rows = {"position_ids": batch.positions} if batch.mask is None else {"attention_mask": batch.mask}
+        if self._bounded and batch.mask is None:
+            rows[_attention.BOUNDS] = batch.bounds
         logits = self.module(input_ids=batch.tokens, use_cache=False, **rows, **keeps).logits
         logits = logits.reshape(-1, logits.shape[-1])
         if not keeps:
@@ -71,6 +77,47 @@ class Model:
         ]
         new, entropy = zip(*found, strict=True)
         return torch.cat(new), torch.cat(entropy)
+
+
+    @torch.enable_grad()
+    def _keeps_apart(self, ranks: Ranks) -> bool:
+        """Whether two sequences in one row, told apart by their positions, are nothing to each other.
+
+        The gradient of what the second one says, by what the first one is, is exactly 0 then. State-space layers, and
+        attention that does not look at positions, carry something over.
+        """
+        length, embedding = 4, self.module.get_input_embeddings().weight
+        inputs = torch.randn(1, 2 * length, embedding.shape[1], generator=torch.Generator().manual_seed(0))
+        inputs = inputs.to(ranks.device, embedding.dtype).requires_grad_()
+        rows: dict[str, Any] = {"position_ids": torch.arange(length, device=ranks.device).repeat(2).unsqueeze(0)}
+        if self._bounded:
+            starts = torch.arange(0, 3 * length, length, dtype=torch.int32, device=ranks.device)
+            rows[_attention.BOUNDS] = starts, length
+        try:
+            logits = self.module(inputs_embeds=inputs, use_cache=False, **rows).logits
+        except (TypeError, ValueError, Refused):
+            return False
+        logits[0, length:].float().square().sum().backward()
+        self.module.zero_grad(set_to_none=True)
+        first, second = inputs.grad[0, :length], inputs.grad[0, length:]
+        return bool((first == 0).all()) and bool((second != 0).any())
+
+    def _choose_flash(self, ranks: Ranks) -> None:
+        """Takes the kernel for packed samples, if the model can be computed with it."""
+        before = self.module.config._attn_implementation
+        try:
+            self.module.set_attn_implementation(_attention.NAME)
+        except ValueError:
+            return
+        self._bounded = True
+        if self._keeps_apart(ranks):
+            return
+        if ranks.sharded:
+            # FSDP2 does not go on after a pass that broke off.
+            kind = self.module.config.model_type
+            raise Refused(f"attention of {kind}: the kernel for packed samples cannot compute it; --attn-implementation sdpa")
+        self._bounded = False
+        self.module.set_attn_implementation(before)
 
 
 def _chosen(
@@ -102,25 +149,3 @@ def _shard(module: torch.nn.Module, layers: list[torch.nn.Module], dtype: torch.
         if buffer.device.type != ranks.device.type:
             owner = module.get_submodule(name.rpartition(".")[0])
             setattr(owner, name.rpartition(".")[2], buffer.to(ranks.device))
-
-
-@torch.enable_grad()
-def _keeps_apart(module: torch.nn.Module, ranks: Ranks) -> bool:
-    """Whether two sequences in one row, told apart by their positions, are nothing to each other.
-
-    The gradient of what the second one says, by what the first one is, is exactly 0 then. State-space layers, and attention
-    that does not look at positions, carry something over.
-    """
-    length, size = 4, module.get_input_embeddings().weight.shape[1]
-    dtype = module.get_input_embeddings().weight.dtype
-    inputs = torch.randn(1, 2 * length, size, generator=torch.Generator().manual_seed(0))
-    inputs = inputs.to(ranks.device, dtype).requires_grad_()
-    positions = torch.arange(length, device=ranks.device).repeat(2).unsqueeze(0)
-    try:
-        logits = module(inputs_embeds=inputs, position_ids=positions, use_cache=False).logits
-    except (TypeError, ValueError):
-        return False
-    logits[0, length:].float().square().sum().backward()
-    module.zero_grad(set_to_none=True)
-    first, second = inputs.grad[0, :length], inputs.grad[0, length:]
-    return bool((first == 0).all()) and bool((second != 0).any())
