@@ -47,7 +47,7 @@ struct Context {
 }
 
 const LANES: &[Lane] = &[
-    Lane { name: "fmt", what: "formatting", needs: &[], run: |c| c.cargo(&["fmt", "--all", "--check"]) },
+    Lane { name: "fmt", what: "formatting; no marker of a merge is left", needs: &[], run: fmt },
     Lane {
         name: "leak",
         what: "the light build pulls in no torch, CUDA, UCX, TLS, reqwest or bindgen crate",
@@ -379,6 +379,21 @@ pub(crate) fn torch_test() -> Command {
     // The Python package links only as an extension; its lane is `python`.
     command.args(["test", "--workspace", "--exclude", "driftless-python", "--features", ALL]);
     command
+}
+
+fn fmt(context: &Context) -> Result<()> {
+    context.cargo(&["fmt", "--all", "--check"])?;
+    // It ends with 0 where it finds some, and with another number outside of a clone too.
+    let mut markers = Command::new("git");
+    markers.current_dir(&context.root).args(["grep", "-nE", "^(<{7}|>{7}) "]);
+    match markers.output() {
+        Ok(found) if found.status.success() => Err(Error::Check {
+            what: "markers of a merge".to_owned(),
+            expected: "none".to_owned(),
+            found: String::from_utf8_lossy(&found.stdout).into_owned(),
+        }),
+        _ => Ok(()),
+    }
 }
 
 fn leak(context: &Context) -> Result<()> {
