@@ -82,7 +82,7 @@ def differences(values, loss):
 def test_losses_and_gradients_are_those_of_loops_in_float64(given):
     f32 = lambda values: torch.tensor(values, dtype=torch.float32)
     none = torch.empty(0)
-    batch = Batch([0, 1, 2], none, none, None, none, none, torch.tensor(SAMPLES), f32(WEIGHTS), f32(OLD), f32(ADVANTAGES))
+    batch = Batch([0, 1, 2], none, none, None, (none, 0), none, none, torch.tensor(SAMPLES), f32(WEIGHTS), f32(OLD), f32(ADVANTAGES))
     new, entropy = f32(NEW).requires_grad_(), f32(ENTROPY).requires_grad_()
     terms = policy_loss(new, entropy, batch, Options.of({"options": given}), f32(REFERENCE))
     total, sums = expected(NEW, NEW, ENTROPY, given)
@@ -97,7 +97,7 @@ def test_losses_and_gradients_are_those_of_loops_in_float64(given):
 
 
 def test_ratios_without_bound_are_cut_before_they_are_infinite():
-    batch = Batch([0], *[torch.empty(0)] * 5, torch.zeros(1).long(), torch.ones(1), torch.tensor([-200.0]), -torch.ones(1))
+    batch = Batch([0], *[torch.empty(0)] * 6, torch.zeros(1).long(), torch.ones(1), torch.tensor([-200.0]), -torch.ones(1))
     new = torch.tensor([-0.1], requires_grad=True)
     terms = policy_loss(new, torch.zeros(1), batch, Options(), None)
     assert terms.loss.item() == pytest.approx(math.exp(20.0), rel=1e-5)
