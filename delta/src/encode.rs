@@ -99,7 +99,7 @@ pub fn encode_full(element: Element, new: &[u8], out: &mut Vec<u8>) -> Result<En
 pub struct Encoder {
     jobs: Jobs<Scratch, Segment>,
     digests: DigestTable,
-    not_finite: bool,
+    pub(crate) not_finite: bool,
 }
 
 impl Encoder {

@@ -7,7 +7,7 @@ mod common;
 
 use common::{ALL, PROFILES, Pools, Random, noisy, random_bytes};
 use driftless_delta::cuda::{Codec, Error, Tensor};
-use driftless_delta::{DigestTable, Element, Encoder, Profile, Serial, Source};
+use driftless_delta::{Digest, DigestTable, Element, Encoder, Profile, Serial, Source};
 
 const BLOCK: usize = 65_536;
 
@@ -95,6 +95,51 @@ fn other_elements() {
             check(&mut codec, &format!("density {density}"), element, &base, &new);
         }
     }
+}
+
+#[test]
+fn digests_of_slices_and_elements_that_are_not_finite() {
+    let Some(mut codec) = codec() else { return };
+    for element in ALL {
+        let (base, _) = noisy(element, 3 * BLOCK + 5001, 0.0, 7);
+        for start in [0, 4, 1000, 1024, BLOCK, BLOCK + 12, 100_004] {
+            let bytes = &base[start * element.size()..];
+            let tensor = codec.upload(bytes).unwrap();
+            let table = codec.digest(element, start as u64, &tensor).unwrap();
+            assert_eq!(table.total(), Digest::of(element, start as u64, bytes), "{element:?} from {start}");
+        }
+        let mut new = base.clone();
+        new[BLOCK * element.size()..][..element.size()].fill(0xff);
+        let digests = DigestTable::of(element, &base).unwrap();
+        let (old, fresh) = (codec.upload(&base).unwrap(), codec.upload(&new).unwrap());
+        let encoded = codec.encode_checked(element, &old, &fresh, &digests, Profile::Wire).unwrap();
+        assert_eq!((encoded.changed, encoded.not_finite), (1, element != Element::Bytes), "{element:?}");
+    }
+}
+
+#[test]
+fn codecs_of_a_device_work_at_the_same_time() {
+    let Some(codec) = codec() else { return };
+    let (base, new) = noisy(Element::Bf16, 67 * BLOCK + 4099, 0.01, 3);
+    let digests = DigestTable::of(Element::Bf16, &base).unwrap();
+    let source = Source { element: Element::Bf16, bytes: &base, digests: &digests };
+    let mut expected = Vec::new();
+    Encoder::new().encode(&Pools::Threads(8), source, &new, Profile::Wire, &mut expected).unwrap();
+    let (mut old, fresh) = (codec.room(base.len()).unwrap(), codec.upload(&new).unwrap());
+    codec.copy(&codec.upload(&base).unwrap(), &mut old).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            let mut codec = codec.fork().unwrap();
+            let (old, fresh, digests, expected) = (&old, &fresh, &digests, &expected);
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    let encoded =
+                        codec.encode_checked(Element::Bf16, old, fresh, digests, Profile::Wire).unwrap();
+                    assert!(encoded.payload == *expected);
+                }
+            });
+        }
+    });
 }
 
 #[test]

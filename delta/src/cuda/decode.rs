@@ -3,7 +3,7 @@
 
 use super::Result;
 use super::encode::{CLASSES_BYTES, TABLE_BYTES};
-use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Placed, Room, keys_on, numbers};
+use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Memory, Placed, Room, keys_on, numbers};
 use crate::bits::ByteReader;
 use crate::digest::short;
 use crate::payload::{Header, Kind, Token, block_elements};
@@ -57,39 +57,24 @@ const PAST: usize = 128;
 const PARSERS: usize = 4;
 
 /// Memory of a decoder; it grows to what the largest payload needs.
-pub(super) struct State<M: Machine> {
-    keys: Option<M::Memory>,
-    payload: Room<M::Memory>,
-    plan: Room<M::Memory>,
-    work: Room<M::Memory>,
-    entries: Room<M::Memory>,
-    results: Room<M::Memory>,
-    host_plan: HostRoom<M::Pinned>,
+#[derive(Default)]
+pub(super) struct State {
+    keys: Option<Memory>,
+    payload: Room,
+    plan: Room,
+    work: Room,
+    entries: Room,
+    results: Room,
+    host_plan: HostRoom,
     tokens: Plan,
-    host_results: HostRoom<M::Pinned>,
+    host_results: HostRoom,
 }
 
-impl<M: Machine> Default for State<M> {
-    fn default() -> Self {
-        Self {
-            keys: None,
-            payload: Room::default(),
-            plan: Room::default(),
-            work: Room::default(),
-            entries: Room::default(),
-            results: Room::default(),
-            host_plan: HostRoom::default(),
-            tokens: Plan::default(),
-            host_results: HostRoom::default(),
-        }
-    }
-}
-
-impl<M: Machine> State<M> {
+impl State {
     /// Turns `base` into the result of `payload`, and its digests with it. Returns how many elements changed.
     pub(super) fn apply(
         &mut self,
-        machine: &M,
+        machine: &dyn Machine,
         element: Element,
         base: Placed,
         digests: &mut DigestTable,
@@ -105,7 +90,7 @@ impl<M: Machine> State<M> {
 
     fn queue(
         &mut self,
-        machine: &M,
+        machine: &dyn Machine,
         element: Element,
         base: Placed,
         digests: &mut DigestTable,
@@ -143,7 +128,7 @@ impl<M: Machine> State<M> {
     #[allow(clippy::too_many_arguments, reason = "what `apply` was given, and what was made of it")]
     fn run(
         &mut self,
-        machine: &M,
+        machine: &dyn Machine,
         element: Element,
         base: Placed,
         digests: &mut DigestTable,
@@ -194,7 +179,7 @@ impl<M: Machine> State<M> {
     }
 
     /// Makes room for all that the kernels need.
-    fn arguments(&mut self, machine: &M, element: Element, plan: &Plan) -> Result<Decode> {
+    fn arguments(&mut self, machine: &dyn Machine, element: Element, plan: &Plan) -> Result<Decode> {
         let tasks = plan.tasks.len();
         let keys = keys_on(machine, &mut self.keys)?;
         let wide = if element.size() == 4 { 8 } else { 4 };
@@ -225,7 +210,7 @@ impl<M: Machine> State<M> {
 
 /// # Safety
 /// As for [`Machine::launch`].
-unsafe fn kernels<M: Machine>(machine: &M, element: Element, arguments: &Decode) -> Result<()> {
+unsafe fn kernels(machine: &dyn Machine, element: Element, arguments: &Decode) -> Result<()> {
     let tasks = arguments.count as usize;
     let shared = if arguments.classes == 1 { CLASSES_BYTES } else { 0 };
     let parse = Grid { threads: 32 * PARSERS as u32, ..Grid::of(tasks.div_ceil(PARSERS)) };

@@ -1,16 +1,13 @@
 //! A CUDA device: kernels compiled for it at run time, and its memory.
 
 use std::collections::HashMap;
-use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUfunction_attribute as FunctionAttribute};
-use cudarc::driver::{
-    CudaContext, CudaFunction, CudaSlice, CudaStream, DevicePtr, DriverError, PinnedHostSlice, result,
-};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DevicePtr, DriverError, result};
 use cudarc::nvrtc::{CompileError, CompileOptions, Ptx, compile_ptx_with_opts};
 
-use super::machine::{Arguments, Grid, Kernel, Machine};
+use super::machine::{Arguments, Grid, Kernel, Machine, Memory, Pinned};
 use super::{Error, Result};
 use crate::Element;
 
@@ -39,14 +36,16 @@ pub(super) fn definitions(element: Element) -> [String; 3] {
     ]
 }
 
-/// A device and the kernels compiled for it so far.
+/// A device, a stream on it, and the kernels compiled for it so far.
 pub(super) struct Device {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
     processors: usize,
     architecture: String,
-    kernels: Mutex<HashMap<Element, Arc<Vec<CudaFunction>>>>,
+    kernels: Arc<Mutex<Kernels>>,
 }
+
+type Kernels = HashMap<Element, Arc<Vec<CudaFunction>>>;
 
 fn driver(what: impl Into<String>) -> impl FnOnce(DriverError) -> Error {
     let what = what.into();
@@ -111,21 +110,12 @@ impl Device {
             stream,
             processors: processors.max(1) as usize,
             architecture: format!("compute_{major}{minor}"),
-            kernels: Mutex::default(),
+            kernels: Arc::default(),
         })
     }
 
-    pub(super) fn ordinal(&self) -> usize {
-        self.context.ordinal()
-    }
-
-    /// Makes the device the one that this thread's calls go to.
-    pub(super) fn enter(&self) -> Result<()> {
-        self.context.bind_to_thread().map_err(driver("binding the context"))
-    }
-
     /// Compiles the kernels for an element type, the first time that it is asked for.
-    pub(super) fn kernels(&self, element: Element) -> Result<Arc<Vec<CudaFunction>>> {
+    fn kernels(&self, element: Element) -> Result<Arc<Vec<CudaFunction>>> {
         let mut compiled = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernels) = compiled.get(&element) {
             return Ok(Arc::clone(kernels));
@@ -152,52 +142,36 @@ impl Device {
     }
 }
 
-/// Memory of the host that a device reaches directly.
-pub(super) struct Pinned {
-    slice: PinnedHostSlice<u8>,
-    address: *mut u8,
-}
-
-// SAFETY: the memory is this value's own, and belongs to no thread.
-unsafe impl Send for Pinned {}
-// SAFETY: through a shared reference it is only read.
-unsafe impl Sync for Pinned {}
-
-impl Pinned {
-    pub(super) fn address(&self) -> u64 {
-        self.address as u64
-    }
-}
-
-impl Deref for Pinned {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        // SAFETY: the driver allocated so many bytes there, they were set to zero, and live as long as the
-        // slice.
-        unsafe { std::slice::from_raw_parts(self.address, self.slice.len()) }
-    }
-}
-
-impl DerefMut for Pinned {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`; the borrow is exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.address, self.slice.len()) }
-    }
-}
-
 impl Machine for Device {
-    type Memory = CudaSlice<u8>;
-    type Pinned = Pinned;
+    fn ordinal(&self) -> usize {
+        self.context.ordinal()
+    }
 
-    fn allocate(&self, bytes: usize) -> Result<CudaSlice<u8>> {
+    fn enter(&self) -> Result<()> {
+        self.context.bind_to_thread().map_err(driver("binding the context"))
+    }
+
+    fn prepare(&self, element: Element) -> Result<()> {
+        self.kernels(element).map(drop)
+    }
+
+    fn fork(&self) -> Result<Box<dyn Machine>> {
+        let stream = self.context.new_stream().map_err(driver("making a stream"))?;
+        Ok(Box::new(Self {
+            context: Arc::clone(&self.context),
+            stream,
+            processors: self.processors,
+            architecture: self.architecture.clone(),
+            kernels: Arc::clone(&self.kernels),
+        }))
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Memory> {
         let what = || format!("allocating {bytes} bytes on device {}", self.ordinal());
         // SAFETY: what is in the memory does not matter before kernels or copies have written it.
-        let memory = unsafe { self.stream.alloc(bytes.max(1)) }.map_err(driver(what()))?;
-        Ok(memory)
-    }
-
-    fn address(memory: &CudaSlice<u8>) -> u64 {
-        memory.device_ptr(memory.stream()).0
+        let memory = unsafe { self.stream.alloc::<u8>(bytes.max(1)) }.map_err(driver(what()))?;
+        let address = memory.device_ptr(&self.stream).0;
+        Ok(Memory::new(address, memory))
     }
 
     fn pinned(&self, bytes: usize) -> Result<Pinned> {
@@ -206,10 +180,12 @@ impl Machine for Device {
         // SAFETY: the memory is set to zero before anybody reads it.
         let mut slice = unsafe { self.context.alloc_pinned_with_flags::<u8>(bytes.max(1), flags) }
             .map_err(driver(what()))?;
-        let address = slice.as_mut_ptr().map_err(driver(what()))?;
-        // SAFETY: the allocation has that many bytes.
-        unsafe { address.write_bytes(0, bytes.max(1)) };
-        Ok(Pinned { slice, address })
+        let start = slice.as_mut_ptr().map_err(driver(what()))?;
+        // SAFETY: the allocation has that many bytes, which are its owner's alone.
+        unsafe {
+            start.write_bytes(0, bytes.max(1));
+            Ok(Pinned::new(start, bytes.max(1), slice))
+        }
     }
 
     fn emitters(&self) -> usize {
@@ -235,12 +211,20 @@ impl Machine for Device {
             .map_err(driver(format!("copying {bytes} bytes from the device")))
     }
 
-    unsafe fn launch<A: Arguments>(
+    unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        // Either may be pinned memory of the host, which has the same address here and there.
+        // SAFETY: the caller's promise.
+        unsafe { sys::cuMemcpyAsync(to, from, bytes, self.stream.cu_stream()) }
+            .result()
+            .map_err(driver(format!("copying {bytes} bytes")))
+    }
+
+    unsafe fn launch(
         &self,
         element: Element,
         kernel: Kernel,
         grid: Grid,
-        arguments: &A,
+        arguments: &dyn Arguments,
     ) -> Result<()> {
         let kernels = self.kernels(element)?;
         let Some(function) = kernels.get(kernel as usize) else { return Ok(()) };

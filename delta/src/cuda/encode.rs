@@ -9,8 +9,8 @@ use std::ops::Range;
 
 use plan::{Fetch, Plan};
 
-use super::Result;
-use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Placed, Room, keys_on, numbers};
+use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Memory, Placed, Room, keys_on, numbers};
+use super::{Error, Result};
 use crate::payload::{Header, Kind};
 use crate::segment::SEGMENT_BLOCKS;
 use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Profile, entropy};
@@ -44,9 +44,10 @@ struct Encode {
     piece_count: u64,
     text: u64,
     out: u64,
+    first: u64,
 }
 
-// SAFETY: 25 numbers of 64 bits, in the order of the `struct`.
+// SAFETY: 26 numbers of 64 bits, in the order of the `struct`.
 unsafe impl Arguments for Encode {}
 
 /// Numbers of a segment's statistics: `STATISTICS` of `kernels/encode.cu`.
@@ -72,48 +73,25 @@ const FRAME: Grid = Grid { blocks: 1, threads: 1024, shared: 0 };
 const NOWHERE: u64 = u64::MAX;
 
 /// Memory of an encoder; it grows to what the largest tensor needs.
-pub(super) struct State<M: Machine> {
-    keys: Option<M::Memory>,
-    segments: Room<M::Memory>,
-    lists: Room<M::Memory>,
-    spare: Room<M::Memory>,
-    coded: Room<M::Memory>,
-    blocks: Room<M::Memory>,
-    placed: Room<M::Memory>,
-    out: Room<M::Memory>,
-    report: HostRoom<M::Pinned>,
-    payload: HostRoom<M::Pinned>,
-    block: HostRoom<M::Pinned>,
-    places: HostRoom<M::Pinned>,
-    checks: Room<M::Memory>,
-    checked: HostRoom<M::Pinned>,
+#[derive(Default)]
+pub(super) struct State {
+    keys: Option<Memory>,
+    segments: Room,
+    lists: Room,
+    spare: Room,
+    coded: Room,
+    blocks: Room,
+    placed: Room,
+    out: Room,
+    report: HostRoom,
+    payload: HostRoom,
+    block: HostRoom,
+    places: HostRoom,
+    checks: Room,
+    checked: HostRoom,
     entropy: entropy::Scratch,
     plan: Plan,
     digests: DigestTable,
-}
-
-impl<M: Machine> Default for State<M> {
-    fn default() -> Self {
-        Self {
-            keys: None,
-            segments: Room::default(),
-            lists: Room::default(),
-            spare: Room::default(),
-            coded: Room::default(),
-            blocks: Room::default(),
-            placed: Room::default(),
-            out: Room::default(),
-            report: HostRoom::default(),
-            payload: HostRoom::default(),
-            block: HostRoom::default(),
-            places: HostRoom::default(),
-            checks: Room::default(),
-            checked: HostRoom::default(),
-            entropy: entropy::Scratch::default(),
-            plan: Plan::default(),
-            digests: DigestTable::default(),
-        }
-    }
 }
 
 /// What to encode: two tensors of one length, and the digests of the first.
@@ -130,6 +108,7 @@ pub(super) struct Pair<'a> {
 pub(super) struct Outcome {
     pub(super) changed: u64,
     pub(super) bytes: usize,
+    pub(super) not_finite: bool,
 }
 
 /// Where the kernels' results lie: one area, which is read back at once.
@@ -144,15 +123,18 @@ struct Summary {
     end: u64,
     changed: u64,
     hard: bool,
+    not_finite: bool,
 }
 
 impl Summary {
-    const BYTES: usize = 32;
+    const BYTES: usize = 40;
+    /// Those that coding the blocks once more begins again.
+    const CODED_BYTES: usize = 32;
 
     fn read(bytes: &[u8]) -> Self {
         let mut fields = numbers(bytes).map(u64::from_le_bytes);
         let mut next = || fields.next().unwrap_or(0);
-        Self { used: next(), end: next(), changed: next(), hard: next() != 0 }
+        Self { used: next(), end: next(), changed: next(), hard: next() != 0, not_finite: next() != 0 }
     }
 }
 
@@ -181,7 +163,7 @@ impl Report {
     }
 }
 
-impl<M: Machine> State<M> {
+impl State {
     /// The payload that was encoded last, of so many bytes.
     pub(super) fn payload(&self, bytes: usize) -> &[u8] {
         self.payload.filled(bytes)
@@ -192,21 +174,20 @@ impl<M: Machine> State<M> {
         &self.digests
     }
 
-    pub(super) fn encode(&mut self, machine: &M, pair: Pair<'_>) -> Result<Outcome> {
+    pub(super) fn encode(&mut self, machine: &dyn Machine, pair: Pair<'_>) -> Result<Outcome> {
         let outcome = self.queue(machine, pair);
         self.finished(machine, outcome)
     }
 
     /// As [`State::encode`], and digests the new tensor itself: as [`crate::Encoder::encode_checked`], but
     /// both sums.
-    pub(super) fn encode_checked(&mut self, machine: &M, pair: Pair<'_>) -> Result<Outcome> {
+    pub(super) fn encode_checked(&mut self, machine: &dyn Machine, pair: Pair<'_>) -> Result<Outcome> {
         let outcome = self.encode(machine, pair)?;
-        let checked = self.check(machine, pair);
-        self.finished(machine, checked)?;
+        self.check(machine, pair)?;
         Ok(outcome)
     }
 
-    fn finished<T>(&self, machine: &M, outcome: Result<T>) -> Result<T> {
+    fn finished<T>(&self, machine: &dyn Machine, outcome: Result<T>) -> Result<T> {
         // Whatever went wrong: nothing may still be reading or writing when the borrows end.
         let finished = machine.finish();
         let outcome = outcome?;
@@ -214,7 +195,7 @@ impl<M: Machine> State<M> {
         Ok(outcome)
     }
 
-    fn queue(&mut self, machine: &M, pair: Pair<'_>) -> Result<Outcome> {
+    fn queue(&mut self, machine: &dyn Machine, pair: Pair<'_>) -> Result<Outcome> {
         let elements = pair.element.count("base", pair.base.bytes)?;
         pair.digests.expect_elements(elements)?;
         if pair.base.bytes != pair.new.bytes {
@@ -245,45 +226,62 @@ impl<M: Machine> State<M> {
             summary.end as usize
         };
         self.fetch(machine, &pair, &report, &arguments, end)?;
-        Ok(Outcome { changed: summary.changed, bytes: end })
+        Ok(Outcome { changed: summary.changed, bytes: end, not_finite: summary.not_finite })
     }
 
     /// Compares the digests that were carried over with those of the new tensor's bytes.
-    fn check(&mut self, machine: &M, pair: Pair<'_>) -> Result<()> {
-        let elements = pair.element.count("new tensor", pair.new.bytes)?;
-        let blocks = self.digests.blocks().len();
-        if blocks == 0 {
-            return Ok(());
-        }
-        let arguments = Encode {
-            fresh: pair.new.address,
-            elements: elements as u64,
-            keys: keys_on(machine, &mut self.keys)?,
-            digests: self.checks.address(machine, 16 * blocks)?,
-            ..Encode::default()
-        };
-        let read = &mut self.checked.bytes(machine, 16 * blocks)?[..16 * blocks];
-        // SAFETY: the room was made for a digest a block, the tensor has as many blocks, and what is read is
-        // looked at after the wait.
-        unsafe {
-            machine.launch(pair.element, Kernel::Digest, Grid::of(blocks), &arguments)?;
-            machine.download(arguments.digests, read)?;
-        }
-        machine.finish()?;
-        let new = numbers::<16>(read).map(Digest::from_bytes);
+    fn check(&mut self, machine: &dyn Machine, pair: Pair<'_>) -> Result<()> {
+        let new = self.digest(machine, pair.element, 0, pair.new)?;
         let carried = self.digests.blocks().iter().zip(pair.digests.blocks());
-        for ((block, new), (carried, expected)) in (0..).zip(new).zip(carried) {
-            if new != *carried {
-                let (expected, found) = (*expected, *expected + (new - *carried));
+        for ((block, new), (carried, expected)) in (0..).zip(new.blocks()).zip(carried) {
+            if new != carried {
+                let (expected, found) = (*expected, *expected + (*new - *carried));
                 return Err(crate::Error::BlockMismatch { block, expected, found }.into());
             }
         }
         Ok(())
     }
 
+    /// Digests of the blocks of a tensor, or of a slice that begins at element `first` of one.
+    pub(super) fn digest(
+        &mut self,
+        machine: &dyn Machine,
+        element: Element,
+        first: u64,
+        tensor: Placed,
+    ) -> Result<DigestTable> {
+        let elements = element.count("tensor", tensor.bytes)?;
+        let first_byte = first * element.size() as u64;
+        if !first_byte.is_multiple_of(4) {
+            return Err(Error::OddSlice { first_byte });
+        }
+        let blocks = elements.div_ceil(BLOCK_ELEMENTS);
+        if blocks == 0 {
+            return Ok(DigestTable::default());
+        }
+        let arguments = Encode {
+            fresh: tensor.address,
+            elements: elements as u64,
+            keys: keys_on(machine, &mut self.keys)?,
+            digests: self.checks.address(machine, 16 * blocks)?,
+            first: first_byte / 4,
+            ..Encode::default()
+        };
+        let read = self.checked.bytes(machine, 16 * blocks)?;
+        // SAFETY: the room was made for a digest a block, the tensor has as many blocks, and what is read is
+        // looked at after the wait.
+        let queued = unsafe {
+            machine
+                .launch(element, Kernel::Digest, Grid::of(blocks), &arguments)
+                .and_then(|()| machine.download(arguments.digests, read))
+        };
+        self.finished(machine, queued)?;
+        Ok(DigestTable::from_bytes(self.checked.filled(16 * blocks))?)
+    }
+
     fn arguments(
         &mut self,
-        machine: &M,
+        machine: &dyn Machine,
         pair: &Pair<'_>,
         elements: usize,
         report: &Report,
@@ -323,11 +321,18 @@ impl<M: Machine> State<M> {
     }
 
     /// Asks for what changed, and for the tables.
-    fn find(&mut self, machine: &M, pair: &Pair<'_>, report: &Report, arguments: &Encode) -> Result<()> {
+    fn find(
+        &mut self,
+        machine: &dyn Machine,
+        pair: &Pair<'_>,
+        report: &Report,
+        arguments: &Encode,
+    ) -> Result<()> {
         // SAFETY: every address is that of a room made for this tensor, or of the tensor itself, and all of
         // them outlive the wait in `code`.
         unsafe {
             machine.clear(arguments.statistics, report.segments * STATISTICS * 4)?;
+            machine.clear(arguments.summary, Summary::BYTES)?;
             if arguments.classes == 1 {
                 machine.launch(pair.element, Kernel::Sample, Grid::of(report.segments), arguments)?;
             }
@@ -340,7 +345,7 @@ impl<M: Machine> State<M> {
     /// Asks for the code of each block and its place in the payload, and waits for the summary.
     fn code(
         &mut self,
-        machine: &M,
+        machine: &dyn Machine,
         pair: &Pair<'_>,
         report: &Report,
         arguments: &mut Encode,
@@ -354,7 +359,7 @@ impl<M: Machine> State<M> {
             // SAFETY: as in `find`, and `out` has room for all code that fits and the tokens between; the
             // report is looked at after the wait.
             unsafe {
-                machine.clear(arguments.summary, Summary::BYTES)?;
+                machine.clear(arguments.summary, Summary::CODED_BYTES)?;
                 let flat = Grid::of(report.blocks.div_ceil(WARPS));
                 machine.launch(pair.element, Kernel::EmitFlat, flat, arguments)?;
                 machine.launch(pair.element, Kernel::Emit, emit, arguments)?;
@@ -374,7 +379,7 @@ impl<M: Machine> State<M> {
     /// Puts a payload together here, because a block may be better off without its base. Returns its length.
     fn assemble(
         &mut self,
-        machine: &M,
+        machine: &dyn Machine,
         pair: &Pair<'_>,
         report: &Report,
         arguments: &mut Encode,
@@ -404,7 +409,7 @@ impl<M: Machine> State<M> {
     /// Has the payload of `end` bytes copied to the host, which writes the header meanwhile.
     fn fetch(
         &mut self,
-        machine: &M,
+        machine: &dyn Machine,
         pair: &Pair<'_>,
         report: &Report,
         arguments: &Encode,
@@ -432,12 +437,12 @@ impl<M: Machine> State<M> {
         machine.finish()
     }
 
-    fn unchanged(&mut self, machine: &M, pair: &Pair<'_>) -> Result<Outcome> {
+    fn unchanged(&mut self, machine: &dyn Machine, pair: &Pair<'_>) -> Result<Outcome> {
         let mut header = Vec::new();
         let result = pair.digests.total().check();
         Header { element: pair.element, kind: Kind::Unchanged, result }.write(&mut header);
         self.payload.bytes(machine, header.len())?.copy_from_slice(&header);
         self.digests.copy_from(pair.digests);
-        Ok(Outcome { changed: 0, bytes: header.len() })
+        Ok(Outcome { changed: 0, bytes: header.len(), not_finite: false })
     }
 }

@@ -50,6 +50,12 @@ pub enum Error {
         /// The tensor's.
         found: usize,
     },
+    /// A slice begins inside of a 32-bit word of its tensor, of which digests are made.
+    #[error("the slice begins at byte {first_byte} of its tensor, expected a multiple of 4")]
+    OddSlice {
+        /// Where it begins.
+        first_byte: u64,
+    },
     /// What the codec itself refuses, wherever it runs.
     #[error(transparent)]
     Codec(#[from] crate::Error),

@@ -1,6 +1,7 @@
 //! What runs kernels: a device, or in tests a processor that does the same.
 
-use std::ops::DerefMut;
+use std::any::Any;
+use std::ops::{Deref, DerefMut};
 
 use super::Result;
 use crate::{DigestTable, Element};
@@ -80,19 +81,79 @@ impl Grid {
 ///
 /// # Safety
 /// Implementors are `repr(C)` without padding and have the fields of that `struct`.
-pub(super) unsafe trait Arguments: Copy {}
+pub(super) unsafe trait Arguments {}
+
+/// Memory that kernels work on; it is given back when dropped.
+pub(super) struct Memory {
+    address: u64,
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+impl Memory {
+    /// What `owner` holds at `address`.
+    pub(super) fn new(address: u64, owner: impl Any + Send + Sync) -> Self {
+        Self { address, _owner: Box::new(owner) }
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+/// Pinned memory of the host: copies to and from it go at full speed, and a device can work on it in place.
+pub struct Pinned {
+    start: *mut u8,
+    bytes: usize,
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the memory is this value's own, and belongs to no thread.
+unsafe impl Send for Pinned {}
+// SAFETY: through a shared reference it is only read.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// # Safety
+    /// `owner` holds `bytes` bytes at `start`, all of them written, gives them back when it is dropped, and
+    /// lets nobody else at them.
+    pub(super) unsafe fn new(start: *mut u8, bytes: usize, owner: impl Any + Send + Sync) -> Self {
+        Self { start, bytes, _owner: Box::new(owner) }
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.start as u64
+    }
+}
+
+impl Deref for Pinned {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the promise of `new`.
+        unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
+    }
+}
+
+impl DerefMut for Pinned {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`; the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }
+    }
+}
 
 /// Runs kernels in the order in which they are asked for. Addresses are those of its own memory.
-pub(super) trait Machine {
-    /// Memory that kernels work on; it is given back when dropped.
-    type Memory;
-    /// Memory of the host that copies go to and from at full speed.
-    type Pinned: DerefMut<Target = [u8]>;
-
+pub(super) trait Machine: Send {
+    /// The number of the device.
+    fn ordinal(&self) -> usize;
+    /// Makes the device the one that this thread's calls go to.
+    fn enter(&self) -> Result<()>;
+    /// Compiles the kernels for an element type, if they are not.
+    fn prepare(&self, element: Element) -> Result<()>;
+    /// The same device, with an order of its own.
+    fn fork(&self) -> Result<Box<dyn Machine>>;
     /// Room for so many bytes, at least one, with whatever is in them.
-    fn allocate(&self, bytes: usize) -> Result<Self::Memory>;
-    fn address(memory: &Self::Memory) -> u64;
-    fn pinned(&self, bytes: usize) -> Result<Self::Pinned>;
+    fn allocate(&self, bytes: usize) -> Result<Memory>;
+    /// So many bytes, at least one, set to zero.
+    fn pinned(&self, bytes: usize) -> Result<Pinned>;
     /// Thread blocks of [`Kernel::Emit`] that run at the same time.
     fn emitters(&self) -> usize;
 
@@ -106,45 +167,42 @@ pub(super) trait Machine {
     /// # Safety
     /// As for [`Machine::clear`]; nothing looks at `to` before [`Machine::finish`].
     unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()>;
+    /// From memory that kernels reach to memory that they reach.
+    ///
+    /// # Safety
+    /// As for [`Machine::clear`], of both.
+    unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()>;
     /// # Safety
     /// All addresses in `arguments` belong to this machine, with as much behind them as the kernel uses,
     /// until [`Machine::finish`].
-    unsafe fn launch<A: Arguments>(
+    unsafe fn launch(
         &self,
         element: Element,
         kernel: Kernel,
         grid: Grid,
-        arguments: &A,
+        arguments: &dyn Arguments,
     ) -> Result<()>;
     /// Waits until all of it is done.
     fn finish(&self) -> Result<()>;
 }
 
 /// Memory that grows when it must and is kept. What was in it is lost then.
-pub(super) struct Room<M> {
-    memory: Option<M>,
+#[derive(Default)]
+pub(super) struct Room {
+    memory: Option<Memory>,
     bytes: usize,
 }
 
-impl<M> Default for Room<M> {
-    fn default() -> Self {
-        Self { memory: None, bytes: 0 }
-    }
-}
-
-impl<M> Room<M> {
+impl Room {
     /// The address of room for so many bytes. Nothing queued may use the room that was.
-    pub(super) fn address(&mut self, machine: &impl Machine<Memory = M>, bytes: usize) -> Result<u64> {
-        fn address_of<K: Machine>(_: &K, memory: &K::Memory) -> u64 {
-            K::address(memory)
-        }
+    pub(super) fn address(&mut self, machine: &dyn Machine, bytes: usize) -> Result<u64> {
         if self.memory.is_none() || self.bytes < bytes {
             self.memory = None;
             let bytes = bytes.max(256).next_multiple_of(256);
             self.memory = Some(machine.allocate(bytes)?);
             self.bytes = bytes;
         }
-        Ok(self.memory.as_ref().map_or(0, |memory| address_of(machine, memory)))
+        Ok(self.memory.as_ref().map_or(0, Memory::address))
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -153,19 +211,14 @@ impl<M> Room<M> {
 }
 
 /// The same in the host's memory.
-pub(super) struct HostRoom<P> {
-    memory: Option<P>,
+#[derive(Default)]
+pub(super) struct HostRoom {
+    memory: Option<Pinned>,
 }
 
-impl<P> Default for HostRoom<P> {
-    fn default() -> Self {
-        Self { memory: None }
-    }
-}
-
-impl<P: DerefMut<Target = [u8]>> HostRoom<P> {
+impl HostRoom {
     /// Exactly so many bytes. Nothing queued may use the memory that was.
-    pub(super) fn bytes(&mut self, machine: &impl Machine<Pinned = P>, bytes: usize) -> Result<&mut [u8]> {
+    pub(super) fn bytes(&mut self, machine: &dyn Machine, bytes: usize) -> Result<&mut [u8]> {
         if self.memory.as_ref().is_none_or(|memory| memory.len() < bytes) {
             self.memory = None;
             self.memory = Some(machine.pinned(bytes.next_power_of_two().max(4096))?);
@@ -179,13 +232,13 @@ impl<P: DerefMut<Target = [u8]>> HostRoom<P> {
 }
 
 /// Address of the keys of the digest that kernels look up; `kept` holds them from the first call on.
-pub(super) fn keys_on<M: Machine>(machine: &M, kept: &mut Option<M::Memory>) -> Result<u64> {
+pub(super) fn keys_on(machine: &dyn Machine, kept: &mut Option<Memory>) -> Result<u64> {
     if let Some(keys) = kept {
-        return Ok(M::address(keys));
+        return Ok(keys.address());
     }
     let bytes: Vec<u8> = DigestTable::stripe_keys().iter().flat_map(|key| key.to_le_bytes()).collect();
     let memory = machine.allocate(bytes.len())?;
-    let address = M::address(&memory);
+    let address = memory.address();
     // SAFETY: the memory was allocated for these bytes, which live until the wait below.
     unsafe {
         machine.upload(address, &bytes)?;

@@ -26,26 +26,33 @@ mod error;
 mod machine;
 #[cfg(test)]
 mod tests;
+#[cfg(any(test, feature = "twin"))]
+mod twin;
 
-use std::ops::{Deref, DerefMut};
-
-use cudarc::driver::CudaSlice;
+use std::fmt;
 
 use crate::{DigestTable, Element, Profile};
 use device::Device;
-use machine::{Machine, Placed};
+use machine::{Machine, Memory, Placed};
 
 pub use error::{Error, Result};
+pub use machine::Pinned;
 
 /// Encodes and decodes tensors on one device, one after the other; it keeps the memory that the largest
 /// needed.
 ///
 /// Everything is queued on a stream of its own, and each call waits for it: what a caller's own streams write
-/// to a tensor must be done before.
+/// to a tensor must be done before. [`Codec::fork`] makes one that works at the same time.
 pub struct Codec {
-    device: Device,
-    encode: encode::State<Device>,
-    decode: decode::State<Device>,
+    machine: Box<dyn Machine>,
+    encode: encode::State,
+    decode: decode::State,
+}
+
+impl fmt::Debug for Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Codec").field("device", &self.machine.ordinal()).finish_non_exhaustive()
+    }
 }
 
 /// Elements that a device reaches: in its memory, or in pinned memory of the host.
@@ -55,26 +62,19 @@ pub struct Tensor {
     placed: Placed,
 }
 
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tensor")
+            .field("device", &self.device)
+            .field("placed", &self.placed)
+            .finish_non_exhaustive()
+    }
+}
+
 enum Held {
-    Device { _memory: CudaSlice<u8> },
+    Device { _memory: Memory },
     Pinned(Pinned),
     Borrowed,
-}
-
-/// Pinned memory of the host: copies to and from it go at full speed, and a device can work on it in place.
-pub struct Pinned(device::Pinned);
-
-impl Deref for Pinned {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl DerefMut for Pinned {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.0
-    }
 }
 
 /// What [`Codec::encode`] found.
@@ -84,6 +84,8 @@ pub struct Encoded<'a> {
     pub changed: u64,
     /// Digests of the new tensor.
     pub digests: &'a DigestTable,
+    /// Whether one of the elements that changed is NaN or infinite now.
+    pub not_finite: bool,
     /// The payload, in pinned memory that the next call overwrites.
     pub payload: &'a [u8],
 }
@@ -102,6 +104,11 @@ impl Tensor {
     /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.placed.bytes
+    }
+
+    /// The number of the device that reaches it.
+    pub fn device(&self) -> usize {
+        self.device
     }
 
     /// Where it lies, as the device sees it.
@@ -125,8 +132,32 @@ impl Codec {
     /// [`Error::NoLibrary`] without the driver or the runtime compiler, [`Error::Driver`] if there is no such
     /// device.
     pub fn open(ordinal: usize) -> Result<Self> {
-        let device = Device::open(ordinal)?;
-        Ok(Self { device, encode: encode::State::default(), decode: decode::State::default() })
+        Ok(Self::on(Box::new(Device::open(ordinal)?)))
+    }
+
+    /// A device `ordinal` that is this processor, with so many bytes of memory: the same kernels, compiled by
+    /// a C++ compiler. For tests.
+    #[cfg(feature = "twin")]
+    pub fn twin(ordinal: usize, bytes: usize) -> Self {
+        Self::on(Box::new(twin::Twin::new(ordinal, bytes)))
+    }
+
+    /// One more on the same device, whose work goes on beside this one's. They share the kernels.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn fork(&self) -> Result<Self> {
+        self.machine.enter()?;
+        Ok(Self::on(self.machine.fork()?))
+    }
+
+    fn on(machine: Box<dyn Machine>) -> Self {
+        Self { machine, encode: encode::State::default(), decode: decode::State::default() }
+    }
+
+    /// The number of the device, as CUDA counts those that it sees.
+    pub fn device(&self) -> usize {
+        self.machine.ordinal()
     }
 
     /// Compiles the kernels for an element type now, which the first call would do: some seconds.
@@ -134,8 +165,8 @@ impl Codec {
     /// # Errors
     /// [`Error::Compile`] and [`Error::Driver`].
     pub fn prepare(&self, element: Element) -> Result<()> {
-        self.device.enter()?;
-        self.device.kernels(element).map(drop)
+        self.machine.enter()?;
+        self.machine.prepare(element)
     }
 
     /// Copies a tensor into the device's memory.
@@ -143,14 +174,39 @@ impl Codec {
     /// # Errors
     /// [`Error::Driver`], if there is not enough memory for instance.
     pub fn upload(&self, bytes: &[u8]) -> Result<Tensor> {
-        self.device.enter()?;
-        let memory = self.device.allocate(bytes.len())?;
-        let placed = Placed { address: Device::address(&memory), bytes: bytes.len() };
+        let tensor = self.room(bytes.len())?;
         // SAFETY: the memory was allocated for these bytes, which live until the wait.
-        let copied = unsafe { self.device.upload(placed.address, bytes) };
-        self.device.finish()?;
-        copied?;
-        Ok(Tensor { held: Held::Device { _memory: memory }, device: self.device.ordinal(), placed })
+        let copied = unsafe { self.machine.upload(tensor.placed.address, bytes) };
+        self.machine.finish()?;
+        copied.map(|()| tensor)
+    }
+
+    /// Device memory with whatever is in it.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], if there is not enough.
+    pub fn room(&self, bytes: usize) -> Result<Tensor> {
+        self.machine.enter()?;
+        let memory = self.machine.allocate(bytes)?;
+        let placed = Placed { address: memory.address(), bytes };
+        Ok(Tensor { held: Held::Device { _memory: memory }, device: self.device(), placed })
+    }
+
+    /// Copies a tensor over another, which may be pinned memory of the host.
+    ///
+    /// # Errors
+    /// [`crate::Error::LengthMismatch`] if they are not of one length, [`Error::OtherDevice`] and
+    /// [`Error::Driver`].
+    pub fn copy(&self, from: &Tensor, to: &mut Tensor) -> Result<()> {
+        let (from, to) = (self.here("source", from)?, self.here("target", to)?);
+        if from.bytes != to.bytes {
+            let (expected, found) = (from.bytes as u64, to.bytes as u64);
+            return Err(crate::Error::LengthMismatch { what: "target", expected, found }.into());
+        }
+        // SAFETY: both have that many bytes, and live until the wait.
+        let copied = unsafe { self.machine.copy(from.address, to.address, from.bytes) };
+        self.machine.finish()?;
+        copied
     }
 
     /// Copies a tensor back to the host.
@@ -158,31 +214,31 @@ impl Codec {
     /// # Errors
     /// [`crate::Error::LengthMismatch`] if `out` is not as long as the tensor, and [`Error::Driver`].
     pub fn download(&self, tensor: &Tensor, out: &mut [u8]) -> Result<()> {
-        let placed = self.placed("tensor", tensor)?;
+        let placed = self.here("tensor", tensor)?;
         if out.len() != placed.bytes {
             let (expected, found) = (placed.bytes as u64, out.len() as u64);
             return Err(crate::Error::LengthMismatch { what: "target", expected, found }.into());
         }
         // SAFETY: the tensor has that many bytes, and `out` is looked at after the wait.
-        let copied = unsafe { self.device.download(placed.address, out) };
-        self.device.finish()?;
+        let copied = unsafe { self.machine.download(placed.address, out) };
+        self.machine.finish()?;
         copied
     }
 
-    /// Pinned memory, filled with zeros: for payloads that come in, and for tensors.
+    /// Pinned memory: for payloads that come in, and for tensors.
     ///
     /// # Errors
     /// [`Error::Driver`].
     pub fn pinned(&self, bytes: usize) -> Result<Pinned> {
-        self.device.enter()?;
-        Ok(Pinned(self.device.pinned(bytes)?))
+        self.machine.enter()?;
+        self.machine.pinned(bytes)
     }
 
     /// A tensor that stays in the host's memory: a baseline for which the device's has no room. Kernels read
     /// it over the bus.
     pub fn adopt(&self, pinned: Pinned) -> Tensor {
-        let placed = Placed { address: pinned.0.address(), bytes: pinned.len() };
-        Tensor { held: Held::Pinned(pinned), device: self.device.ordinal(), placed }
+        let placed = Placed { address: pinned.address(), bytes: pinned.len() };
+        Tensor { held: Held::Pinned(pinned), device: self.device(), placed }
     }
 
     /// Encodes what turns `base` into `new`: the payload that [`Encoder::encode`](crate::Encoder::encode)
@@ -201,8 +257,8 @@ impl Codec {
     ) -> Result<Encoded<'_>> {
         let (base, new) = (self.placed("base", base)?, self.placed("new tensor", new)?);
         let pair = encode::Pair { element, base, new, digests: base_digests, profile };
-        let encode::Outcome { changed, bytes } = self.encode.encode(&self.device, pair)?;
-        Ok(self.encoded(changed, bytes))
+        let outcome = self.encode.encode(&*self.machine, pair)?;
+        Ok(self.encoded(&outcome))
     }
 
     /// As [`Codec::encode`], and digests the new tensor itself on the device: a bit that flipped in the base
@@ -222,12 +278,26 @@ impl Codec {
     ) -> Result<Encoded<'_>> {
         let (base, new) = (self.placed("base", base)?, self.placed("new tensor", new)?);
         let pair = encode::Pair { element, base, new, digests: base_digests, profile };
-        let encode::Outcome { changed, bytes } = self.encode.encode_checked(&self.device, pair)?;
-        Ok(self.encoded(changed, bytes))
+        let outcome = self.encode.encode_checked(&*self.machine, pair)?;
+        Ok(self.encoded(&outcome))
     }
 
-    fn encoded(&self, changed: u64, bytes: usize) -> Encoded<'_> {
-        Encoded { changed, digests: self.encode.digests(), payload: self.encode.payload(bytes) }
+    fn encoded(&self, outcome: &encode::Outcome) -> Encoded<'_> {
+        let encode::Outcome { changed, bytes, not_finite } = *outcome;
+        let payload = self.encode.payload(bytes);
+        Encoded { changed, digests: self.encode.digests(), not_finite, payload }
+    }
+
+    /// Digests of a tensor's blocks as they are: [`DigestTable::of`]. Of a slice that begins at element
+    /// `first` of its tensor, the sum is the slice's share of the tensor's digest: [`crate::Digest::of`].
+    ///
+    /// # Errors
+    /// [`Error::OddSlice`] for a slice that begins inside of a 32-bit word of its tensor;
+    /// [`Error::Misaligned`], [`Error::OtherDevice`], [`Error::Driver`], and [`Error::Compile`] the first
+    /// time.
+    pub fn digest(&mut self, element: Element, first: u64, tensor: &Tensor) -> Result<DigestTable> {
+        let tensor = self.placed("tensor", tensor)?;
+        self.encode.digest(&*self.machine, element, first, tensor)
     }
 
     /// Turns `base` into what a payload of [`Encoder::encode`](crate::Encoder::encode) was made of, in place,
@@ -248,19 +318,26 @@ impl Codec {
         payload: &[u8],
     ) -> Result<u64> {
         let base = self.placed("base", base)?;
-        self.decode.apply(&self.device, element, base, digests, payload)
+        self.decode.apply(&*self.machine, element, base, digests, payload)
     }
 
     /// Where a tensor lies, if kernels can work on it.
     fn placed(&self, what: &'static str, tensor: &Tensor) -> Result<Placed> {
-        self.device.enter()?;
-        let expected = self.device.ordinal();
-        if tensor.device != expected {
-            return Err(Error::OtherDevice { what, expected, found: tensor.device });
+        let placed = self.here(what, tensor)?;
+        if !placed.address.is_multiple_of(16) {
+            return Err(Error::Misaligned { what, address: placed.address });
         }
-        if !tensor.placed.address.is_multiple_of(16) {
-            return Err(Error::Misaligned { what, address: tensor.placed.address });
+        Ok(placed)
+    }
+
+    /// Where a tensor of this device lies.
+    fn here(&self, what: &'static str, tensor: &Tensor) -> Result<Placed> {
+        self.machine.enter()?;
+        let expected = self.device();
+        if tensor.device == expected {
+            Ok(tensor.placed)
+        } else {
+            Err(Error::OtherDevice { what, expected, found: tensor.device })
         }
-        Ok(tensor.placed)
     }
 }

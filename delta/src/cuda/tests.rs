@@ -1,138 +1,26 @@
 //! The kernels, compiled for this processor (`kernels/twin.cpp`), against the crate's encoder and decoder;
 //! and for devices, as far as that goes without one.
 
-use std::collections::HashMap;
-use std::ffi::{CString, c_char, c_int, c_uint, c_void};
-use std::path::Path;
-use std::process::Command;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-
 use super::encode::{Outcome, Pair};
-use super::machine::{Arguments, Grid, Kernel, Machine, Placed};
-use super::{Codec, Error, Result, decode, device, encode};
+use super::machine::Placed;
+use super::twin::{self, Twin};
+use super::{Codec, Error, Result, Tensor, decode, device, encode};
 use crate::element::tests::ALL;
-use crate::{BLOCK_ELEMENTS, DigestTable, Element, Encoder, Profile, Serial, Source};
+use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Encoder, Profile, Serial, Source};
 
-type Launch = unsafe extern "C" fn(*const c_char, c_uint, c_uint, *mut c_void) -> c_int;
-
-/// The kernels for one element type, in this process.
-pub(super) struct Compiled {
-    _library: libloading::Library,
-    launch: Launch,
+/// Whether there are kernels for this processor; says why not.
+pub(super) fn compiled(element: Element) -> bool {
+    let compiled = twin::compiled(element).map(drop);
+    compiled.inspect_err(|error| eprintln!("skipped: {error}")).is_ok()
 }
 
-/// Compiles the twin, once for each element type; `None` where there is no C++ compiler. Kernels keep state:
-/// one runs at a time.
-pub(super) fn compiled(element: Element) -> Option<MutexGuard<'static, HashMap<Element, Compiled>>> {
-    static COMPILED: OnceLock<Mutex<HashMap<Element, Compiled>>> = OnceLock::new();
-    let mut all = COMPILED.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
-    if all.contains_key(&element) {
-        return Some(all);
-    }
-    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
-    let folder = tempfile::tempdir().unwrap();
-    let library = folder.path().join("twin.so");
-    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/kernels/twin.cpp");
-    let output = Command::new(&compiler)
-        .args(["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off"])
-        // longjmp between stacks is what it does for a living.
-        .args(["-U_FORTIFY_SOURCE", "-fcf-protection=none", "-o"])
-        .arg(&library)
-        .args(device::definitions(element))
-        .arg(kernels)
-        .output();
-    let output = match output {
-        Ok(output) => output,
-        Err(error) => {
-            eprintln!("skipped: {compiler} does not run here ({error}); CXX names a C++ compiler");
-            return None;
-        }
-    };
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    // SAFETY: the library has no constructors; `twin_launch` is what its C++ says, and lives as long as the
-    // library.
-    let compiled = unsafe {
-        let library = libloading::Library::new(&library).unwrap();
-        let launch = *library.get::<Launch>(b"twin_launch\0").unwrap();
-        Compiled { _library: library, launch }
-    };
-    all.insert(element, compiled);
-    Some(all)
+pub(super) fn machine() -> Twin {
+    Twin::new(0, usize::MAX)
 }
 
 /// Memory on 16 bytes.
 #[derive(Default)]
 struct Bytes(Vec<u128>);
-
-/// A machine that does everything at once, on this thread. Its memory is full of rubbish at first.
-pub(super) struct Twin;
-
-impl Machine for Twin {
-    type Memory = Box<[u128]>;
-    type Pinned = Vec<u8>;
-
-    fn allocate(&self, bytes: usize) -> Result<Box<[u128]>> {
-        Ok(vec![0xa5a5_5a5a_1234_5678_9abc_def0_c3c3_3c3c; bytes.div_ceil(16)].into())
-    }
-
-    fn address(memory: &Box<[u128]>) -> u64 {
-        memory.as_ptr() as u64
-    }
-
-    fn pinned(&self, bytes: usize) -> Result<Vec<u8>> {
-        Ok(vec![0xa5; bytes])
-    }
-
-    fn emitters(&self) -> usize {
-        2
-    }
-
-    unsafe fn clear(&self, address: u64, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { (address as *mut u8).write_bytes(0, bytes) };
-        Ok(())
-    }
-
-    unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { from.as_ptr().copy_to_nonoverlapping(to as *mut u8, from.len()) };
-        Ok(())
-    }
-
-    unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { (from as *const u8).copy_to_nonoverlapping(to.as_mut_ptr(), to.len()) };
-        Ok(())
-    }
-
-    unsafe fn launch<A: Arguments>(
-        &self,
-        element: Element,
-        kernel: Kernel,
-        grid: Grid,
-        arguments: &A,
-    ) -> Result<()> {
-        let name = CString::new(kernel.name()).unwrap();
-        let mut arguments = *arguments;
-        let all = compiled(element).unwrap();
-        let launch = all[&element].launch;
-        // SAFETY: the kernel takes one argument of that layout; the rest is the caller's promise.
-        let known = unsafe {
-            launch(
-                name.as_ptr(),
-                grid.blocks as c_uint,
-                grid.threads,
-                std::ptr::from_mut(&mut arguments).cast(),
-            )
-        };
-        assert_eq!(known, 0, "{}", kernel.name());
-        Ok(())
-    }
-
-    fn finish(&self) -> Result<()> {
-        Ok(())
-    }
-}
 
 impl Bytes {
     fn new(bytes: &[u8]) -> Self {
@@ -157,8 +45,8 @@ impl Bytes {
 /// Both sides of the codec on the twin.
 #[derive(Default)]
 struct Both {
-    encode: encode::State<Twin>,
-    decode: decode::State<Twin>,
+    encode: encode::State,
+    decode: decode::State,
 }
 
 impl Both {
@@ -172,7 +60,7 @@ impl Both {
             digests: &digests,
             profile,
         };
-        let outcome = self.encode.encode(&Twin, pair).unwrap();
+        let outcome = self.encode.encode(&machine(), pair).unwrap();
         (self.encode.payload(outcome.bytes).to_vec(), outcome)
     }
 
@@ -184,7 +72,7 @@ impl Both {
         payload: &[u8],
     ) -> (Vec<u8>, Result<u64>) {
         let tensor = Bytes::new(base);
-        let applied = self.decode.apply(&Twin, element, tensor.placed(base.len()), digests, payload);
+        let applied = self.decode.apply(&machine(), element, tensor.placed(base.len()), digests, payload);
         (tensor.to_vec(base.len()), applied)
     }
 
@@ -197,6 +85,7 @@ impl Both {
         let (payload, outcome) = self.encode(element, base, new, profile);
         let what = format!("{what}: {element:?} {profile:?}, {} bytes", base.len());
         assert_eq!(outcome.changed, changed, "{what}");
+        assert_eq!(outcome.not_finite, encoder.not_finite, "{what}");
         assert_eq!(self.encode.digests(), encoder.digests(), "{what}");
         let differ = payload.iter().zip(&expected).position(|(a, b)| a != b);
         assert!(
@@ -276,7 +165,7 @@ const PROFILES: [Profile; 2] = [Profile::Fast, Profile::Wire];
 
 #[test]
 fn bf16_payloads_are_the_same_at_all_densities() {
-    if compiled(Element::Bf16).is_none() {
+    if !compiled(Element::Bf16) {
         return;
     }
     let mut both = Both::default();
@@ -290,7 +179,7 @@ fn bf16_payloads_are_the_same_at_all_densities() {
 
 #[test]
 fn segments_have_tables_of_their_own() {
-    if compiled(Element::Bf16).is_none() {
+    if !compiled(Element::Bf16) {
         return;
     }
     // 33 blocks and a tail: a segment whose rows are sampled, with blocks of different densities and none,
@@ -317,7 +206,7 @@ fn segments_have_tables_of_their_own() {
 
 #[test]
 fn short_tensors_and_tails() {
-    if compiled(Element::Bf16).is_none() {
+    if !compiled(Element::Bf16) {
         return;
     }
     let mut both = Both::default();
@@ -333,7 +222,7 @@ fn short_tensors_and_tails() {
 
 #[test]
 fn every_bf16_pattern_and_blocks_that_are_new() {
-    if compiled(Element::Bf16).is_none() {
+    if !compiled(Element::Bf16) {
         return;
     }
     let mut both = Both::default();
@@ -368,7 +257,7 @@ fn every_bf16_pattern_and_blocks_that_are_new() {
 fn other_elements_are_the_same() {
     let mut both = Both::default();
     for element in ALL {
-        if compiled(element).is_none() {
+        if !compiled(element) {
             return;
         }
         for (elements, density) in [(1, 1.0), (70_001, 0.0), (70_001, 0.02), (4099, 0.7), (5000, 1.0)] {
@@ -382,7 +271,7 @@ fn other_elements_are_the_same() {
 
 #[test]
 fn rows_that_change_whole() {
-    if compiled(Element::Bf16).is_none() {
+    if !compiled(Element::Bf16) {
         return;
     }
     // Rows of an embedding: long runs of changed and of unchanged elements, more of either.
@@ -408,7 +297,7 @@ fn rows_that_change_whole() {
 
 #[test]
 fn damaged_payloads_change_nothing() {
-    if compiled(Element::Bf16).is_none() {
+    if !compiled(Element::Bf16) {
         return;
     }
     let mut both = Both::default();
@@ -440,7 +329,7 @@ fn damaged_payloads_change_nothing() {
 
 #[test]
 fn a_payload_for_another_base_is_refused() {
-    if compiled(Element::Bf16).is_none() {
+    if !compiled(Element::Bf16) {
         return;
     }
     let mut both = Both::default();
@@ -456,7 +345,7 @@ fn a_bit_that_flipped_in_the_base_or_its_digests_is_noticed() {
     let mut both = Both::default();
     let mut random = Random(12);
     for element in ALL {
-        if compiled(element).is_none() {
+        if !compiled(element) {
             return;
         }
         let (base, new) = pair(element, BLOCK_ELEMENTS + 4099, 0.02, 12);
@@ -467,7 +356,7 @@ fn a_bit_that_flipped_in_the_base_or_its_digests_is_noticed() {
             let (base, new) = (old.placed(base.len()), fresh.placed(new.len()));
             let outcome = both
                 .encode
-                .encode_checked(&Twin, Pair { element, base, new, digests, profile: Profile::Wire });
+                .encode_checked(&machine(), Pair { element, base, new, digests, profile: Profile::Wire });
             outcome.map(|outcome| outcome.changed)
         };
         assert!(check(&base, &table).is_ok_and(|changed| changed > 0), "{element:?}");
@@ -488,6 +377,96 @@ fn a_bit_that_flipped_in_the_base_or_its_digests_is_noticed() {
         let error = check(&base, &DigestTable::from_bytes(&bytes).unwrap()).unwrap_err();
         assert!(matches!(error, Error::Codec(crate::Error::BlockMismatch { block: 0, .. })), "{error:?}");
     }
+}
+
+#[test]
+fn an_element_that_becomes_nan_or_infinite_is_noticed() {
+    let mut both = Both::default();
+    for element in ALL {
+        if !compiled(element) {
+            return;
+        }
+        let (base, _) = pair(element, 300, 0.0, 4);
+        // The highest exponent with all of the mantissa, one bit of it and none, the exponent below; both
+        // signs.
+        let (most, mantissa) = (element.mask() >> 1, (1 << element.mantissa_bits()) - 1);
+        for magnitude in [most, most & !mantissa | 1, most & !mantissa, (most & !mantissa).wrapping_sub(1)] {
+            for pattern in [magnitude & most, magnitude | !most & element.mask()] {
+                let mut new = base.clone();
+                put(element, &mut new, 147, pattern);
+                let (_, outcome) = both.encode(element, &base, &new, Profile::Fast);
+                assert_eq!(outcome.not_finite, !element.is_finite(pattern), "{element:?} {pattern:x}");
+                // What was there before is no change.
+                let (_, outcome) = both.encode(element, &new, &new, Profile::Fast);
+                assert!(!outcome.not_finite, "{element:?} {pattern:x}");
+            }
+        }
+    }
+}
+
+#[test]
+fn digest_of_a_slice_is_its_share_of_the_tensors() {
+    let mut random = Random(21);
+    for element in ALL {
+        if !compiled(element) {
+            return;
+        }
+        let size = element.size();
+        let (bytes, _) = pair(element, 2 * BLOCK_ELEMENTS + 4099, 0.0, 5);
+        let mut codec = Codec::on(Box::new(machine()));
+        let starts = [0, 4, 8, 1000, 1024, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 12];
+        for start in starts.into_iter().chain((0..8).map(|_| random.next() as usize % 70_000 / 4 * 4)) {
+            let tensor = codec.upload(&bytes[start * size..]).unwrap();
+            let table = codec.digest(element, start as u64, &tensor).unwrap();
+            let expected = Digest::of(element, start as u64, &bytes[start * size..]);
+            assert_eq!(table.total(), expected, "{element:?} from {start}");
+            if start == 0 {
+                assert_eq!(table, DigestTable::of(element, &bytes).unwrap());
+            }
+        }
+        let tensor = codec.upload(&bytes[size..]).unwrap();
+        let odd = codec.digest(element, 1, &tensor).map(drop);
+        assert_eq!(odd.is_err(), size < 4, "{element:?}: {odd:?}");
+        assert_eq!(codec.digest(element, 0, &codec.room(0).unwrap()), Ok(DigestTable::default()));
+    }
+}
+
+#[test]
+fn codecs_of_a_device_work_at_the_same_time_on_what_the_others_made() {
+    if !compiled(Element::Bf16) {
+        return;
+    }
+    let (base, new) = pair(Element::Bf16, BLOCK_ELEMENTS + 77, 0.01, 6);
+    let digests = DigestTable::of(Element::Bf16, &base).unwrap();
+    let mut codec = Codec::on(Box::new(Twin::new(3, 1 << 24)));
+    let fresh = codec.upload(&new).unwrap();
+    // A base in the device's memory, and one in the host's.
+    let pinned = codec.pinned(base.len()).unwrap();
+    let mut olds = [codec.room(base.len()).unwrap(), codec.adopt(pinned)];
+    let source = codec.upload(&base).unwrap();
+    olds.iter_mut().for_each(|old| codec.copy(&source, old).unwrap());
+    drop(source);
+    let alone = codec.encode_checked(Element::Bf16, &olds[0], &fresh, &digests, Profile::Wire).unwrap();
+    let expected = alone.payload.to_vec();
+    let mut others = [codec.fork().unwrap(), codec.fork().unwrap()];
+    std::thread::scope(|scope| {
+        for (other, old) in others.iter_mut().zip(&olds) {
+            let (digests, fresh, expected) = (&digests, &fresh, &expected);
+            scope.spawn(move || {
+                assert_eq!(other.device(), 3);
+                let encoded = other.encode_checked(Element::Bf16, old, fresh, digests, Profile::Wire);
+                assert!(encoded.unwrap().payload == *expected);
+            });
+        }
+    });
+    let short = codec.copy(&fresh, &mut codec.room(8).unwrap());
+    assert!(matches!(short, Err(Error::Codec(crate::Error::LengthMismatch { .. }))), "{short:?}");
+    let full = codec.room(1 << 24).map(drop);
+    assert!(matches!(full, Err(Error::Driver { .. })), "{full:?}");
+    // SAFETY: nothing is read there, because the device is another one.
+    let elsewhere = unsafe { Tensor::borrowed(4, fresh.address(), 16) };
+    let refused = codec.copy(&elsewhere, &mut codec.room(16).unwrap());
+    assert!(matches!(refused, Err(Error::OtherDevice { expected: 3, found: 4, .. })), "{refused:?}");
 }
 
 #[test]

@@ -24,16 +24,16 @@ fn table_of(bytes: &[u8]) -> Table {
 }
 
 /// Blocks that are hardly related to their base are coded here, on their own.
-pub(super) struct Fetch<'a, M: Machine> {
-    pub(super) machine: &'a M,
+pub(super) struct Fetch<'a> {
+    pub(super) machine: &'a dyn Machine,
     pub(super) pair: &'a Pair<'a>,
     pub(super) elements: usize,
-    pub(super) block: &'a mut HostRoom<M::Pinned>,
+    pub(super) block: &'a mut HostRoom,
     pub(super) entropy: &'a mut entropy::Scratch,
     pub(super) coded: Vec<u8>,
 }
 
-impl<M: Machine> Fetch<'_, M> {
+impl Fetch<'_> {
     fn range(&self, block: usize) -> Range<usize> {
         let size = self.pair.element.size();
         let start = block * BLOCK_ELEMENTS * size;
@@ -128,12 +128,7 @@ impl Plan {
     }
 
     /// Chooses the mode of each block, as [`crate::segment`] does.
-    pub(super) fn blocks<M: Machine>(
-        &mut self,
-        report: &Report,
-        read: &[u8],
-        fetch: &mut Fetch<'_, M>,
-    ) -> Result<()> {
+    pub(super) fn blocks(&mut self, report: &Report, read: &[u8], fetch: &mut Fetch<'_>) -> Result<()> {
         let changed: Vec<u32> = numbers(&read[report.changed()]).map(u32::from_le_bytes).collect();
         let lengths: Vec<u32> = numbers(&read[report.bytes()]).map(u32::from_le_bytes).collect();
         let tables = read[report.tables()].chunks(TABLE_BYTES);
@@ -157,13 +152,13 @@ impl Plan {
         Ok(())
     }
 
-    fn block<M: Machine>(
+    fn block(
         &mut self,
         block: usize,
         changed: u32,
         length: usize,
         raw: &mut Range<usize>,
-        fetch: &mut Fetch<'_, M>,
+        fetch: &mut Fetch<'_>,
     ) -> Result<()> {
         let block_bytes = BLOCK_ELEMENTS * fetch.pair.element.size();
         if changed == 0 {

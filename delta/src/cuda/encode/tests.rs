@@ -1,7 +1,7 @@
 //! Tokens that kernels write, against those of the host, for tensors larger than the twin could look through.
 
 use super::*;
-use crate::cuda::tests::{Random, Twin, compiled};
+use crate::cuda::tests::{Random, compiled, machine};
 
 const ELEMENT: Element = Element::Bf16;
 
@@ -46,7 +46,7 @@ fn by_host(report: &Report, read: &[u8], elements: usize) -> (Vec<u8>, Vec<u64>)
         Pair { element: ELEMENT, base: nothing, new: nothing, digests: &digests, profile: Profile::Wire };
     let (mut block, mut entropy) = (HostRoom::default(), entropy::Scratch::default());
     let mut fetch = Fetch {
-        machine: &Twin,
+        machine: &machine(),
         pair: &pair,
         elements,
         block: &mut block,
@@ -62,9 +62,10 @@ fn by_host(report: &Report, read: &[u8], elements: usize) -> (Vec<u8>, Vec<u64>)
 }
 
 fn by_kernel(report: &Report, read: &[u8], elements: usize, room: usize) -> (Summary, Vec<u8>, Vec<u64>) {
+    let machine = machine();
     let memory = |bytes: usize| {
-        let memory = Twin.allocate(bytes).unwrap();
-        let address = <Twin as Machine>::address(&memory);
+        let memory = machine.allocate(bytes).unwrap();
+        let address = memory.address();
         (memory, address)
     };
     let ((_area, area), (_out, out), (_targets, targets)) =
@@ -85,19 +86,19 @@ fn by_kernel(report: &Report, read: &[u8], elements: usize, room: usize) -> (Sum
         (vec![0; Summary::BYTES], vec![0; room], vec![0; 8 * report.blocks]);
     // SAFETY: the memory was made for these, and lives until here.
     unsafe {
-        Twin.upload(area, read).unwrap();
-        Twin.clear(out, room).unwrap();
-        Twin.launch(ELEMENT, Kernel::Frame, FRAME, &arguments).unwrap();
-        Twin.download(area, &mut first).unwrap();
-        Twin.download(out, &mut written).unwrap();
-        Twin.download(targets, &mut numbered).unwrap();
+        machine.upload(area, read).unwrap();
+        machine.clear(out, room).unwrap();
+        machine.launch(ELEMENT, Kernel::Frame, FRAME, &arguments).unwrap();
+        machine.download(area, &mut first).unwrap();
+        machine.download(out, &mut written).unwrap();
+        machine.download(targets, &mut numbered).unwrap();
     }
     (Summary::read(&first), written, numbers(&numbered).map(u64::from_le_bytes).collect())
 }
 
 #[test]
 fn kernels_write_the_tokens_that_the_host_would() {
-    if compiled(ELEMENT).is_none() {
+    if !compiled(ELEMENT) {
         return;
     }
     let mut random = Random(77);

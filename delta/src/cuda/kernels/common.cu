@@ -67,6 +67,16 @@ DEVICE u32 stepped(u32 base, u32 step) { return unordered((ordered(base) + step)
 
 DEVICE u32 size_of_step(int step) { return step < 0 ? 0u - (u32)step : (u32)step; }
 
+DEVICE bool finite(u32 bits) {
+#if OPAQUE
+    return true;
+#elif ELEMENT_BITS == 8 && MANTISSA_BITS == 3
+    return (bits & (MASK >> 1)) != MASK >> 1; // no infinities
+#else
+    return exponent(bits) != exponent(MASK);
+#endif
+}
+
 // Eight neighbours: what a lane reads at once. A warp reads 256.
 struct Eight {
     u32 word[2 * SIZE];

@@ -12,6 +12,7 @@ struct Summary {
     u64 end; // length of the payload
     u64 changed; // elements
     u64 hard; // whether the payload is for the host to put together
+    u64 not_finite; // whether an element that changed is NaN or infinite now
 };
 
 struct Encode {
@@ -39,6 +40,7 @@ struct Encode {
     u64 piece_count;
     const u8* text;
     u8* out;
+    u64 first; // words of the whole tensor before `fresh`, for `digest`
 };
 
 #define NOWHERE (~0ull)
@@ -125,6 +127,7 @@ DEVICE u32 changed_of(const Eight& was, const Eight& is) {
 DEVICE void look(const Encode& a, Scanning& s, u32 number, u32 first, u32 last, u64* sums) {
     const Waiting& waiting = s.waiting[threadIdx.x / 32];
     u32 slot = number % WAITING, place = waiting.places[slot], old = waiting.was[slot], now = waiting.is[slot];
+    if (!finite(now)) a.summary->not_finite = 1;
     int step = step_of(old, now);
     if (number < NEAR_PART) s.list[threadIdx.x / 32 * NEAR_PART + number] = entry(place, (u32)step);
     atomicAdd(&s.sizes[class_of(old, first, last) * LENGTHS + 32 - __clz(size_of_step(step))], 1u);
@@ -231,7 +234,7 @@ KERNEL void BOUNDS(THREADS, 5) scan(Encode a) {
     if (t < 2) a.digests[block * 2 + t] = s.sums[t];
 }
 
-// What the new tensor's blocks digest to as they are, whatever the base says.
+// What the blocks of `fresh` digest to as they are, whatever the base says.
 KERNEL void digest(Encode a) {
     SHARED u64 all[2];
     u64 block = blockIdx.x, sums[2] = {0, 0};
@@ -240,12 +243,18 @@ KERNEL void digest(Encode a) {
     if (t < 2) all[t] = 0;
     __syncthreads();
     for (u32 from = t * 8; from < n; from += THREADS * 8) {
-        // Eight neighbours are whole words of one stripe; what the last ones lack is zero.
+        // Eight neighbours are whole words; what the last ones lack is zero.
         Eight eight = load_eight(fresh + (u64)from * SIZE, n - from);
-        u64 stripe = block * (BLOCK / STRIPE) + from / STRIPE, first = 0, second = 0;
-        u32 p = from % STRIPE * SIZE / 4;
+        u64 at = a.first + (block * BLOCK + from) / 4 * SIZE, stripe = at / 1024, first = 0, second = 0;
+        u32 p = at % 1024;
 #pragma unroll
         for (u32 i = 0; i < 2 * SIZE; i++) {
+            // Those of a slice may lie in two stripes.
+            if (p + i == 1024) {
+                sums[0] += first * key(KEY_M, stripe);
+                sums[1] += second * key(KEY_N, stripe);
+                first = second = 0, stripe++, p -= 1024;
+            }
             u32 word = eight.word[i];
             first += word * a.keys[p + i];
             second += (word << 16 | word >> 16) * a.keys[1024 + p + i];
