@@ -37,6 +37,8 @@ pub use driftless_delta as delta;
 pub use driftless_relay as relay;
 #[cfg(feature = "slime")]
 pub use driftless_slime as slime;
+#[cfg(feature = "transport")]
+pub use driftless_store as store;
 #[cfg(feature = "torch")]
 pub use driftless_torch as torch;
 #[cfg(feature = "trainer")]

@@ -8,7 +8,7 @@
 use std::future::Future;
 use std::time::Duration;
 
-use driftless_transport::{Status, http::PrepareReply};
+use driftless_transport::follow::{PrepareReply, Status};
 use serde_json::json;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use driftless_transport::{Limit, redact};
+use driftless_store::redact;
+use driftless_transport::activate::Limit;
 use reqwest::header::AUTHORIZATION;
 use reqwest::{Method, Url};
 use serde::de::DeserializeOwned;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use driftless_transport::redact;
+use driftless_store::redact;
 
 use crate::engine::{ClientOptions, Engine};
 use crate::{Error, Result, sglang, vllm};

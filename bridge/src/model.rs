@@ -3,7 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-use driftless_transport::{AuxFile, Dtype, Snapshot};
+use driftless_transport::snapshot::AuxFile;
+use driftless_transport::{Dtype, Snapshot};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 

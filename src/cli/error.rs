@@ -102,8 +102,8 @@ pub fn buffer_code(error: &driftless::buffer::Error) -> u8 {
 /// somebody did not answer, else 1.
 #[must_use]
 pub fn transport_code(error: &driftless::transport::Error) -> u8 {
+    use driftless::store::Error as Store;
     use driftless::transport::Error as Transport;
-    use driftless::transport::store::Error as Store;
     match error {
         Transport::Corrupt { .. }
         | Transport::Parse { .. }
@@ -179,8 +179,9 @@ fn torch_code(error: &driftless::torch::Error) -> u8 {
 mod tests {
     use super::*;
     use driftless::buffer::Error as Buffer;
-    use driftless::transport::store::Error as Store;
-    use driftless::transport::{Error as Transport, Key};
+    use driftless::store::Error as Store;
+    use driftless::store::Key;
+    use driftless::transport::Error as Transport;
     use std::time::Duration;
 
     #[test]

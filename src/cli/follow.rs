@@ -7,10 +7,12 @@ use crate::cli::slime::{self, Layout};
 use crate::cli::transport::TransportArgs;
 use crate::cli::{keys, numbers, paths, store};
 use driftless::bridge::{ClientOptions, Deadlines, DiskActivator, DiskOptions, PauseMode, PluginOptions};
-use driftless::transport::listen::Limits;
-use driftless::transport::{
-    Activate, Follower, FollowerOptions, Plan, PlannedLink, Replica, Run, Status, Stop, Version, http,
-};
+use driftless::store::wait::Stop;
+use driftless::transport::activate::Activate;
+use driftless::transport::follow::{FollowerOptions, Status};
+use driftless::transport::replica::{Plan, PlannedVersion};
+use driftless::transport::serve::{ServeOptions, serve};
+use driftless::transport::{Follower, Replica, Run, Version};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -203,14 +205,15 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         Layout::Slime => driftless::slime::open(store, options, engines)?,
     };
     let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-    let serve = |address| match args.layout {
-        Layout::Driftless => http::serve(follower.clone(), address, token),
-        Layout::Slime => {
-            let routes = driftless::slime::routes(follower.clone());
-            http::serve_with(follower.clone(), address, token, Limits::default(), routes)
+    let listen = |address: SocketAddr| {
+        let mut options = ServeOptions::new(address);
+        options.token = token;
+        if args.layout == Layout::Slime {
+            options.routes = driftless::slime::routes(follower.clone());
         }
+        serve(follower.clone(), options)
     };
-    let server = args.listen.map(serve).transpose()?;
+    let server = args.listen.map(listen).transpose()?;
     if let Some(server) = &server {
         tracing::info!(address = %server.addr(), "listening");
     }
@@ -273,12 +276,17 @@ fn plan_text(plan: &Plan) -> String {
     if plan.unfinished {
         lines.push("an interrupted apply would be finished first".to_owned());
     }
-    let row = |link: &PlannedLink| {
-        let kind = if link.full { "in full" } else { "delta" };
-        vec![link.version.to_string(), kind.to_owned(), link.objects.to_string(), link.bytes.to_string()]
+    let row = |committed: &PlannedVersion| {
+        let kind = if committed.full { "in full" } else { "delta" };
+        vec![
+            committed.version.to_string(),
+            kind.to_owned(),
+            committed.objects.to_string(),
+            committed.bytes.to_string(),
+        ]
     };
-    if !plan.links.is_empty() {
-        let rows: Vec<_> = plan.links.iter().map(row).collect();
+    if !plan.versions.is_empty() {
+        let rows: Vec<_> = plan.versions.iter().map(row).collect();
         lines.push(table(&["version", "as", "objects", "bytes"], &rows));
     }
     lines.join("\n")

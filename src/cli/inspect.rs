@@ -3,8 +3,10 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::output::{Output, table};
 use crate::cli::{numbers, paths, store};
-use driftless::transport::manifest::{Kind, MANIFEST_BYTES_MAX};
-use driftless::transport::{Committed, Error as Transport, Manifest, Run, Store, Version, redact};
+use driftless::store::{Store, redact};
+use driftless::transport::manifest::{Kind, MANIFEST_BYTES_MAX, Manifest};
+use driftless::transport::run::Committed;
+use driftless::transport::{Error as Transport, Run, Version};
 use serde::Serialize;
 use serde_json::json;
 use std::path::PathBuf;

@@ -2,7 +2,7 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
-use driftless::transport::SignKey;
+use driftless::transport::sign::SignKey;
 use serde_json::json;
 use std::path::PathBuf;
 

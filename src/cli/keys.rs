@@ -3,7 +3,7 @@
 use crate::cli::error::{Error, Result};
 use crate::cli::paths;
 use driftless::bridge::Keys;
-use driftless::transport::{SignKey, TrustKey};
+use driftless::transport::sign::{SignKey, TrustKey};
 use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! How results are printed: for people, or as one JSON document a line for scripts.
 
 use crate::cli::error::{Error, Result};
-use driftless::transport::redact;
+use driftless::store::redact;
 use serde::Serialize;
 use std::io::Write as _;
 

@@ -2,7 +2,8 @@
 //! mistake of the command line (code 2), not damage (code 3).
 
 use crate::cli::error::{Error, Result};
-use driftless::transport::{Checkpoint, redact};
+use driftless::store::redact;
+use driftless::transport::Checkpoint;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read as _};
 use std::os::unix::fs::OpenOptionsExt as _;

@@ -8,11 +8,11 @@ use crate::cli::signals::{self, PATIENCE, stop_on_signals};
 use crate::cli::slime::{self, Layout};
 use crate::cli::{keys, numbers, paths, progress, store};
 use driftless::delta::Profile;
+use driftless::store::Store;
+use driftless::store::wait::Stop;
 use driftless::transport::gc::{GcOptions, collect};
-use driftless::transport::{
-    Checkpoint, Mode, Published, Publisher, PublisherOptions, Run, Snapshot, Start, Step, Stop, Store,
-    Version,
-};
+use driftless::transport::publish::{Mode, Published, PublisherOptions, Start, Step};
+use driftless::transport::{Checkpoint, Publisher, Run, Snapshot, Version};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

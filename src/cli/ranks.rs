@@ -2,9 +2,12 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::{numbers, paths};
+use driftless::store::Store;
+use driftless::store::wait::Stop;
+use driftless::transport::publish::{Mode, Rank, Shard, Slice, Step};
+use driftless::transport::snapshot::AuxFile;
 use driftless::transport::{
-    AuxFile, Checkpoint, Error as Transport, Mode, Publisher, Rank, Result as TransportResult, Run, Shard,
-    Slice, Snapshot, Step, Stop, Store, Version,
+    Checkpoint, Error as Transport, Publisher, Result as TransportResult, Run, Snapshot, Version,
 };
 use serde::Deserialize;
 use std::borrow::Cow;
@@ -114,11 +117,11 @@ impl RankArgs {
                 serde_json::from_slice(&bytes).map_err(|source| Error::Json { what, source })?
             }
         };
-        let slice = |info: &driftless::transport::TensorInfo| match places.remove(&info.name) {
+        let slice = |info: &driftless::transport::snapshot::TensorInfo| match places.remove(&info.name) {
             None => Slice::whole(info.clone()),
             Some(Place { shape, start }) => {
                 let elements = info.elements()?;
-                let tensor = driftless::transport::TensorInfo { shape, ..info.clone() };
+                let tensor = driftless::transport::snapshot::TensorInfo { shape, ..info.clone() };
                 Ok(Slice { tensor, start, elements })
             }
         };

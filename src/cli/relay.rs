@@ -7,7 +7,7 @@ use crate::cli::transport::with_ucx_settings;
 use crate::cli::{keys, paths, store};
 use driftless::relay::fabric::{Fabric, FabricOptions};
 use driftless::relay::{RelayOptions, serve};
-use driftless::transport::Stop;
+use driftless::store::wait::Stop;
 use serde_json::json;
 use std::net::SocketAddr;
 use std::path::PathBuf;

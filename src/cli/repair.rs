@@ -2,7 +2,8 @@
 
 use crate::cli::error::{Error, Result};
 use crate::cli::output::Output;
-use driftless::transport::{Repaired, Replica};
+use driftless::transport::Replica;
+use driftless::transport::replica::Repaired;
 use std::path::PathBuf;
 
 const HELP: &str = "\

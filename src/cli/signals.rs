@@ -3,7 +3,8 @@
 
 use crate::cli::error::{Error, Result, signal_name};
 use crate::cli::fail;
-use driftless::transport::{Error as Transport, Stop};
+use driftless::store::wait::Stop;
+use driftless::transport::Error as Transport;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 use std::time::Duration;

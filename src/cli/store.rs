@@ -3,7 +3,7 @@
 use crate::cli::error::Result;
 use crate::cli::keys;
 use driftless::relay::Relays;
-use driftless::transport::{Store, open_with};
+use driftless::store::{Store, open_with};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -62,7 +62,9 @@ impl NotifyArgs {
 
     fn try_tell(&self) -> Result<()> {
         let token = keys::secret(self.notify_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-        for (url, error) in driftless::transport::notify(&self.notify, token.as_deref(), NOTIFY_DEADLINE)? {
+        for (url, error) in
+            driftless::transport::client::notify(&self.notify, token.as_deref(), NOTIFY_DEADLINE)?
+        {
             tracing::warn!(url, error, "a follower was not told of the version");
         }
         Ok(())

@@ -8,7 +8,8 @@ use driftless::bridge::{
     ClientOptions, Colocation, ColocationOptions, CudaShare, Group, GroupOptions, MemoryTag, NcclOptions,
     NcclRoot, PauseMode, PushActivator, PushOptions,
 };
-use driftless::transport::{Activate, redact};
+use driftless::store::redact;
+use driftless::transport::activate::Activate;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 

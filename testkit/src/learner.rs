@@ -4,17 +4,16 @@
 //! A test program is this process too: it has an ignored test that calls [`main`], and gives [`command`] to
 //! the loop.
 
-use std::borrow::Cow;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use driftless_buffer::{Position, Reader, Record};
-use driftless_transport::{
-    self as transport, AuxFile, Checkpoint, Dtype, Mode, Publisher, PublisherOptions, Snapshot, Start, Step,
-    TensorInfo, open, write_checkpoint,
-};
+use driftless_store::open;
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::publish::{Mode, PublisherOptions, Start, Step};
+use driftless_transport::{Checkpoint, Dtype, Publisher, Snapshot as _, Tensors};
 use serde_json::{Value, json};
 
 /// What the process is told to do wrong: faults, separated by commas, each `call:number:fault` with the
@@ -215,18 +214,22 @@ impl Learner {
     }
 
     /// The checkpoint that the run starts from, with the biases as the first elements of its first tensor.
-    fn weights(&self) -> Weights {
+    fn weights(&self) -> Tensors<'static> {
         let start = Checkpoint::open(path(&self.hello["hf_checkpoint"])).unwrap();
-        let tensors = start.tensors().to_vec();
-        let mut bytes: Vec<Vec<u8>> =
-            (0..tensors.len()).map(|at| start.bytes(at).unwrap().into_owned()).collect();
-        let bits = |bias: &f32| match tensors[0].dtype {
+        let bits = |bias: &f32| match start.tensors()[0].dtype {
             Dtype::Bf16 => bias.to_le_bytes()[2..].to_vec(),
             _ => bias.to_le_bytes().to_vec(),
         };
         let biases: Vec<u8> = self.biases.iter().flat_map(bits).collect();
-        bytes[0][..biases.len()].copy_from_slice(&biases);
-        Weights { tensors, bytes, files: start.files().to_vec() }
+        let mut tensors = Tensors::new();
+        for (at, info) in start.tensors().iter().enumerate() {
+            let mut bytes = start.bytes(at).unwrap().into_owned();
+            if at == 0 {
+                bytes[..biases.len()].copy_from_slice(&biases);
+            }
+            tensors = tensors.tensor(&info.name, info.dtype, info.shape.as_slice(), bytes).unwrap();
+        }
+        start.files().iter().fold(tensors, |tensors, file| tensors.file(file.name(), file.bytes()).unwrap())
     }
 }
 
@@ -244,24 +247,4 @@ fn path(value: &Value) -> PathBuf {
 
 fn class(token: i32) -> usize {
     token.unsigned_abs() as usize % BIASES
-}
-
-struct Weights {
-    tensors: Vec<TensorInfo>,
-    bytes: Vec<Vec<u8>>,
-    files: Vec<AuxFile>,
-}
-
-impl Snapshot for Weights {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> transport::Result<Cow<'_, [u8]>> {
-        Ok(Cow::Borrowed(&self.bytes[index]))
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &self.files
-    }
 }

@@ -21,7 +21,9 @@ mod tree;
 mod vllm;
 
 use common::{code, driftless, json, output, run};
-use driftless::transport::{AuxFile, Checkpoint, Dtype, Result, Snapshot, TensorInfo, write_checkpoint};
+use driftless::transport::checkpoint::write_checkpoint;
+use driftless::transport::snapshot::{AuxFile, TensorInfo};
+use driftless::transport::{Checkpoint, Dtype, Result, Snapshot};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -187,7 +189,7 @@ fn a_dry_run_touches_nothing_and_a_last_version_is_kept_to() {
     let before = tree(run.dir.path());
     let plan = dry(&run);
     assert_eq!((&plan["from"], &plan["to"]), (&serde_json::Value::Null, &2.into()));
-    assert_eq!(plan["links"].as_array().expect("links").len(), 3);
+    assert_eq!(plan["versions"].as_array().expect("links").len(), 3);
     assert_eq!(tree(run.dir.path()), before, "neither the store nor the host's directory is touched");
 
     let newest = std::mem::replace(&mut run.made, first);

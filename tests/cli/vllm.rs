@@ -2,7 +2,8 @@
 
 use super::{Made, Run};
 use crate::common::{code, json};
-use driftless::transport::{AuxFile, Dtype, TensorInfo};
+use driftless::transport::Dtype;
+use driftless::transport::snapshot::{AuxFile, TensorInfo};
 use driftless_testkit::vllm::{Fault, Vllm, digest};
 
 const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1,

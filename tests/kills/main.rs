@@ -27,7 +27,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{driftless, json};
-use driftless::transport::{Checkpoint, Committed, Replica, Run, open};
+use driftless::store::open;
+use driftless::transport::run::Committed;
+use driftless::transport::{Checkpoint, Replica, Run};
 use fake::Fake;
 use model::{Random, contents};
 use relay::Relay;

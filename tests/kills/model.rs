@@ -1,9 +1,9 @@
 //! A model as small as engines check it, whose weights follow from the optimiser step.
 
-use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-use driftless::transport::{AuxFile, Checkpoint, Dtype, Result, Snapshot, TensorInfo, write_checkpoint};
+use driftless::transport::checkpoint::write_checkpoint;
+use driftless::transport::{Checkpoint, Dtype, Snapshot as _, Tensors};
 
 const HIDDEN: u64 = 64;
 const VOCABULARY: u64 = 2048;
@@ -26,11 +26,7 @@ impl Random {
     }
 }
 
-pub(crate) struct Contents {
-    tensors: Vec<TensorInfo>,
-    bytes: Vec<Vec<u8>>,
-    files: Vec<AuxFile>,
-}
+pub(crate) struct Contents(Tensors<'static>);
 
 /// What the checkpoint of a step holds: the same start for all, and a twentieth of the elements moved by each
 /// step's own choice.
@@ -54,55 +50,40 @@ pub(crate) fn contents(step: u64) -> Contents {
     shapes.sort();
     let mut start = Random(1);
     let mut moved = Random(step.wrapping_mul(0x1000) + 7);
-    let mut contents = Contents { tensors: Vec::new(), bytes: Vec::new(), files: Vec::new() };
+    let config = serde_json::json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": HIDDEN,
+        "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 2, "vocab_size": VOCABULARY, "tie_word_embeddings": true, "torch_dtype": "bfloat16"});
+    let mut tensors = Tensors::new().file("config.json", config.to_string()).expect("a name");
     for (name, shape) in shapes {
         let elements: u64 = shape.iter().product();
         let element = |_| {
             let move_it = step > 0 && moved.next().is_multiple_of(20);
             [start.next() as u8 ^ u8::from(move_it), 0x3c]
         };
-        contents.bytes.push((0..elements).flat_map(element).collect());
-        contents.tensors.push(TensorInfo { name, dtype: Dtype::Bf16, shape });
+        let bytes: Vec<u8> = (0..elements).flat_map(element).collect();
+        tensors = tensors.tensor(name, Dtype::Bf16, shape, bytes).expect("a tensor");
     }
-    let config = serde_json::json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": HIDDEN,
-        "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 2, "vocab_size": VOCABULARY, "tie_word_embeddings": true, "torch_dtype": "bfloat16"});
-    contents.files.push(AuxFile::new("config.json", config.to_string().into_bytes()).expect("a name"));
-    contents
+    Contents(tensors)
 }
 
 impl Contents {
     pub(crate) fn write(&self, dir: &Path) -> PathBuf {
-        write_checkpoint(dir, self, 100_000).expect("a checkpoint");
+        write_checkpoint(dir, &self.0, 100_000).expect("a checkpoint");
         std::fs::canonicalize(dir).expect("it is there")
     }
 
     /// Whether these are the tensors of `checkpoint`.
     pub(crate) fn is_in(&self, checkpoint: &Checkpoint) -> bool {
-        let same = |index: usize| checkpoint.tensor(index) == self.bytes.get(index).map(Vec::as_slice);
-        checkpoint.tensors() == self.tensors && (0..self.tensors.len()).all(same)
+        let same = |index: usize| self.0.bytes(index).ok().as_deref() == checkpoint.tensor(index);
+        checkpoint.tensors() == self.0.tensors() && (0..self.0.tensors().len()).all(same)
     }
 
     /// Panics at the first tensor of `checkpoint` that is another one.
     pub(crate) fn assert_in(&self, checkpoint: &Checkpoint) {
-        assert_eq!(checkpoint.tensors(), self.tensors);
-        for (index, bytes) in self.bytes.iter().enumerate() {
-            let found = checkpoint.bytes(index).expect("bytes");
-            assert!(found == bytes.as_slice(), "{} differs", self.tensors[index].name);
+        assert_eq!(checkpoint.tensors(), self.0.tensors());
+        for (index, info) in self.0.tensors().iter().enumerate() {
+            let (found, expected) = (checkpoint.tensor(index), self.0.bytes(index).expect("in memory"));
+            assert!(found == Some(&*expected), "{} differs", info.name);
         }
-    }
-}
-
-impl Snapshot for Contents {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
-        Ok(Cow::Borrowed(&self.bytes[index]))
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &self.files
     }
 }

@@ -9,14 +9,13 @@ mod common;
 
 use common::{Process, code, driftless};
 use driftless::buffer::{PromptState, Reader};
+use driftless::store::open;
 use driftless::trainer::tasks::arithmetic;
-use driftless::transport::{
-    self, AuxFile, Checkpoint, Dtype, Run, Snapshot, TensorInfo, open, write_checkpoint,
-};
+use driftless::transport::checkpoint::write_checkpoint;
+use driftless::transport::{Checkpoint, Dtype, Run, Snapshot, Tensors};
 use driftless_testkit::learner;
 use driftless_testkit::vllm::Vllm;
 use serde_json::Value;
-use std::borrow::Cow;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::Command;
@@ -36,54 +35,29 @@ fn process_of_the_fake_learner() {
     learner::main();
 }
 
-struct Model {
-    tensors: Vec<TensorInfo>,
-    files: Vec<AuxFile>,
-}
-
-impl Model {
-    fn new() -> Self {
-        let layer = |name: &str| format!("model.layers.0.{name}.weight");
-        let mut shapes = vec![
-            ("model.embed_tokens.weight".to_owned(), vec![16, 4]),
-            ("model.norm.weight".to_owned(), vec![4]),
-            (layer("input_layernorm"), vec![4]),
-            (layer("post_attention_layernorm"), vec![4]),
-            (layer("self_attn.q_proj"), vec![4, 4]),
-            (layer("self_attn.k_proj"), vec![2, 4]),
-            (layer("self_attn.v_proj"), vec![2, 4]),
-            (layer("self_attn.o_proj"), vec![4, 4]),
-            (layer("self_attn.q_norm"), vec![2]),
-            (layer("self_attn.k_norm"), vec![2]),
-            (layer("mlp.gate_proj"), vec![6, 4]),
-            (layer("mlp.up_proj"), vec![6, 4]),
-            (layer("mlp.down_proj"), vec![4, 6]),
-        ];
-        shapes.sort();
-        let info = |(name, shape)| TensorInfo { name, dtype: Dtype::Bf16, shape };
-        let file = |name: &str, text: String| AuxFile::new(name, text.into_bytes()).expect("a name");
-        Model {
-            tensors: shapes.into_iter().map(info).collect(),
-            files: vec![
-                file("config.json", CONFIG.to_owned()),
-                file("tokenizer.json", arithmetic::tokenizer().to_string()),
-            ],
-        }
-    }
-}
-
-impl Snapshot for Model {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> transport::Result<Cow<'_, [u8]>> {
-        Ok(vec![0x3c; self.tensors[index].byte_len()? as usize].into())
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &self.files
-    }
+fn model() -> Tensors<'static> {
+    let layer = |name: &str| format!("model.layers.0.{name}.weight");
+    let shapes = [
+        ("model.embed_tokens.weight".to_owned(), vec![16, 4]),
+        ("model.norm.weight".to_owned(), vec![4]),
+        (layer("input_layernorm"), vec![4]),
+        (layer("post_attention_layernorm"), vec![4]),
+        (layer("self_attn.q_proj"), vec![4, 4]),
+        (layer("self_attn.k_proj"), vec![2, 4]),
+        (layer("self_attn.v_proj"), vec![2, 4]),
+        (layer("self_attn.o_proj"), vec![4, 4]),
+        (layer("self_attn.q_norm"), vec![2]),
+        (layer("self_attn.k_norm"), vec![2]),
+        (layer("mlp.gate_proj"), vec![6, 4]),
+        (layer("mlp.up_proj"), vec![6, 4]),
+        (layer("mlp.down_proj"), vec![4, 6]),
+    ];
+    let tensors = Tensors::new().file("config.json", CONFIG).expect("a name");
+    let tensors = tensors.file("tokenizer.json", arithmetic::tokenizer().to_string()).expect("a name");
+    shapes.into_iter().fold(tensors, |tensors, (name, shape)| {
+        let bytes = vec![0x3c; 2 * shape.iter().product::<u64>() as usize];
+        tensors.tensor(name, Dtype::Bf16, shape, bytes).expect("a tensor")
+    })
 }
 
 /// A run: its directories, and the engine.
@@ -100,7 +74,7 @@ struct Stage {
 impl Stage {
     fn new(flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
-        write_checkpoint(dir.path().join("model"), &Model::new(), 1 << 20).expect("a checkpoint");
+        write_checkpoint(dir.path().join("model"), &model(), 1 << 20).expect("a checkpoint");
         let prompts = (0..100).map(|n| format!("{{\"q\": \"1{}+2{}=\", \"a\": \"4\"}}\n", n % 10, n % 10));
         std::fs::write(dir.path().join("prompts.jsonl"), prompts.collect::<String>()).expect("prompts");
         // vLLM loads the directory that it was started with, which the follower fills.

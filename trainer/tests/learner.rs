@@ -8,7 +8,8 @@ use std::time::Duration;
 use driftless_testkit::learner;
 use driftless_trainer::learner::{Batch, Child, ChildOptions, Learner, Place, Stepped, conformance};
 use driftless_trainer::{Error, LearnOptions};
-use driftless_transport::{AuxFile, Dtype, Snapshot, TensorInfo, write_checkpoint};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::{Dtype, Tensors};
 
 /// Long enough for a loaded machine; only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -28,28 +29,11 @@ fn child(faults: &str) -> Box<dyn Learner> {
     child_of(learner::command("process_of_the_fake_learner", faults), DEADLINE)
 }
 
-struct Tensors(Vec<TensorInfo>, Vec<AuxFile>);
-
-impl Snapshot for Tensors {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.0
-    }
-
-    fn bytes(&self, _index: usize) -> driftless_transport::Result<std::borrow::Cow<'_, [u8]>> {
-        Ok(vec![1; 64].into())
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &self.1
-    }
-}
-
 /// A checkpoint of one tensor, which the fake learner puts its biases in.
 fn checkpoint(dir: &Path) -> PathBuf {
-    let tensor = TensorInfo { name: "biases".into(), dtype: Dtype::F32, shape: vec![16] };
-    let config = AuxFile::new("config.json", b"{}".to_vec()).unwrap();
+    let tensors = Tensors::new().tensor("biases", Dtype::F32, [16], vec![1; 64]).unwrap();
     let path = dir.join("hf");
-    write_checkpoint(&path, &Tensors(vec![tensor], vec![config]), 1 << 20).unwrap();
+    write_checkpoint(&path, &tensors.file("config.json", "{}").unwrap(), 1 << 20).unwrap();
     path
 }
 

@@ -12,23 +12,23 @@ use crate::run::{Committed, Run};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Chain {
-    /// If true, the first link is to be taken in full, without the base: it is an anchor, or a reference to a
+    /// If true, the first version is to be taken in full, without the base: it is an anchor, or a reference to a
     /// directory.
     pub restart: bool,
-    /// The links; none if the reader is there already.
-    pub links: Vec<Committed>,
+    /// The versions; none if the reader is there already.
+    pub versions: Vec<Committed>,
 }
 
 impl Run {
     /// What leads a reader that has `from` (or nothing) to version `to`.
     ///
-    /// Prefers the deltas behind `from`; starts over at an anchor where there is no other way (links were
+    /// Prefers the deltas behind `from`; starts over at an anchor where there is no other way (versions were
     /// collected), or where that moves fewer bytes. A reader that has nothing starts at the newest anchor up
     /// to `to`, or at version 0's reference.
     ///
     /// # Errors
     /// [`Error::Rewind`] if `from` is newer than `to`; [`Error::BrokenChain`] if a manifest is not the one
-    /// that the next version builds on, `from` included; [`Error::Collected`] if a link was collected and no
+    /// that the next version builds on, `from` included; [`Error::Collected`] if a version was collected and no
     /// anchor stands between it and `to`; the errors of [`Run::get`].
     pub fn chain(&self, model: &str, from: Option<Base>, to: Version) -> Result<Chain> {
         self.chain_with(model, from, to, None)
@@ -47,9 +47,9 @@ impl Run {
         {
             return self.nothing_to_do(model, have, to);
         }
-        // Newest first. `cost` is what the deltas read so far weigh; `anchor`, how many links to keep to
+        // Newest first. `cost` is what the deltas read so far weigh; `anchor`, how many versions to keep to
         // start over at the newest anchor, and what that weighs.
-        let mut links: Vec<Committed> = Vec::new();
+        let mut versions: Vec<Committed> = Vec::new();
         let mut cost = 0u64;
         let mut anchor: Option<(usize, u64)> = None;
         let (mut version, mut floor) = (to, None);
@@ -59,34 +59,35 @@ impl Run {
                 None => self.read(model, version),
             };
             let read = match (read, floor) {
-                (Ok(link), Some(floor)) if version >= floor => Ok(link),
-                (read, _) => self.unless_collected((model, version), read).map(|(link, now)| {
+                (Ok(committed), Some(floor)) if version >= floor => Ok(committed),
+                (read, _) => self.unless_collected((model, version), read).map(|(committed, now)| {
                     floor = Some(now);
-                    link
+                    committed
                 }),
             };
-            let link = match (read, anchor) {
+            let committed = match (read, anchor) {
                 (Err(Error::Collected { .. }), Some((keep, _))) => {
-                    links.truncate(keep);
-                    links.reverse();
-                    return Ok(Chain { restart: true, links });
+                    versions.truncate(keep);
+                    versions.reverse();
+                    return Ok(Chain { restart: true, versions });
                 }
-                (link, _) => link?,
+                (committed, _) => committed?,
             };
-            if let Some(newer) = links.last() {
-                check_link(newer, link.identity())?;
+            if let Some(newer) = versions.last() {
+                check_link(newer, committed.identity())?;
             }
-            if link.manifest.is_anchor() && anchor.is_none() {
-                anchor = Some((links.len() + 1, cost.saturating_add(link.manifest.full_piece_bytes())));
+            if committed.manifest.is_anchor() && anchor.is_none() {
+                anchor =
+                    Some((versions.len() + 1, cost.saturating_add(committed.manifest.full_piece_bytes())));
             }
-            cost = cost.saturating_add(link.manifest.delta_piece_bytes());
-            let stands_alone = link.manifest.kind != Kind::Delta;
-            let base = link.manifest.base;
-            links.push(link);
+            cost = cost.saturating_add(committed.manifest.delta_piece_bytes());
+            let stands_alone = committed.manifest.kind != Kind::Delta;
+            let base = committed.manifest.base;
+            versions.push(committed);
 
             let reached = from.filter(|have| base.is_some_and(|base| base.version == have.version));
-            if let (Some(have), Some(link)) = (reached, links.last()) {
-                check_link(link, have)?;
+            if let (Some(have), Some(committed)) = (reached, versions.last()) {
+                check_link(committed, have)?;
             }
             let restart =
                 stands_alone || anchor.is_some_and(|(_, anchor_cost)| from.is_none() || anchor_cost < cost);
@@ -94,10 +95,10 @@ impl Run {
                 Some(base) if !restart && reached.is_none() => version = base.version,
                 _ => {
                     if let (true, Some((keep, _))) = (restart, anchor) {
-                        links.truncate(keep);
+                        versions.truncate(keep);
                     }
-                    links.reverse();
-                    return Ok(Chain { restart, links });
+                    versions.reverse();
+                    return Ok(Chain { restart, versions });
                 }
             }
         }
@@ -117,7 +118,7 @@ impl Run {
                 found,
             }));
         }
-        Ok(Chain { restart: false, links: Vec::new() })
+        Ok(Chain { restart: false, versions: Vec::new() })
     }
 }
 

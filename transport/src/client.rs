@@ -5,7 +5,7 @@ use std::future::Future;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use driftless_store::{Arrived, chain_text, no_progress};
+use driftless_store::{OnBytes, chain_text, no_progress};
 use reqwest::{Client, Method, RequestBuilder, StatusCode, Url};
 use tokio::runtime::{self, Runtime};
 
@@ -90,7 +90,7 @@ impl Http {
         &self,
         url: Url,
         range: &str,
-        (bytes_max, arrived): (u64, &Arrived),
+        (bytes_max, arrived): (u64, &OnBytes),
         deadline: Duration,
     ) -> std::result::Result<Answer, String> {
         let request = self.request(Method::GET, url).header("range", range);
@@ -125,7 +125,7 @@ impl Drop for Http {
 async fn exchange(
     request: RequestBuilder,
     bytes_max: u64,
-    arrived: Arrived,
+    arrived: OnBytes,
     deadline: Duration,
 ) -> std::result::Result<Answer, String> {
     let read = async {

@@ -114,6 +114,94 @@ pub trait Snapshot {
     fn files(&self) -> &[AuxFile];
 }
 
+/// A [`Snapshot`] in memory: tensors that are owned or borrowed for `'a`, and files.
+///
+/// ```
+/// use driftless_transport::{Dtype, Snapshot, Tensors};
+///
+/// let norm = 1.0_f32.to_le_bytes().repeat(4);
+/// let snapshot = Tensors::new()
+///     .tensor("model.norm.weight", Dtype::F32, [4], norm)?
+///     .file("config.json", "{}")?;
+/// assert_eq!(snapshot.tensors()[0].byte_len()?, 16);
+/// # Ok::<(), driftless_transport::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tensors<'a> {
+    infos: Vec<TensorInfo>,
+    bytes: Vec<Cow<'a, [u8]>>,
+    files: Vec<AuxFile>,
+}
+
+impl<'a> Tensors<'a> {
+    /// No tensor and no file.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a tensor: `bytes` are row-major, little-endian and without padding. The order of the calls does
+    /// not matter.
+    ///
+    /// # Errors
+    /// [`Error::DuplicateTensor`] for a name that is there already; [`Error::TensorMismatch`] for another
+    /// number of bytes than `dtype` and `shape` need; [`Error::Corrupt`] for a shape whose size does not fit
+    /// in 64 bits.
+    pub fn tensor(
+        mut self,
+        name: impl Into<String>,
+        dtype: Dtype,
+        shape: impl Into<Vec<u64>>,
+        bytes: impl Into<Cow<'a, [u8]>>,
+    ) -> Result<Self> {
+        let (info, bytes) = (TensorInfo { name: name.into(), dtype, shape: shape.into() }, bytes.into());
+        let expected = info.byte_len()?;
+        if bytes.len() as u64 != expected {
+            return Err(Error::TensorMismatch {
+                tensor: info.name,
+                what: "number of bytes",
+                expected: expected.to_string(),
+                found: bytes.len().to_string(),
+            });
+        }
+        match self.infos.binary_search_by(|other| other.name.cmp(&info.name)) {
+            Ok(_) => Err(Error::DuplicateTensor { tensor: info.name }),
+            Err(index) => {
+                self.infos.insert(index, info);
+                self.bytes.insert(index, bytes);
+                Ok(self)
+            }
+        }
+    }
+
+    /// Adds a file, in place of one of the same name.
+    ///
+    /// # Errors
+    /// As [`AuxFile::new`].
+    pub fn file(mut self, name: impl Into<String>, bytes: impl Into<Vec<u8>>) -> Result<Self> {
+        let file = AuxFile::new(name, bytes.into())?;
+        match self.files.binary_search_by(|other| other.name.cmp(&file.name)) {
+            Ok(index) => self.files[index] = file,
+            Err(index) => self.files.insert(index, file),
+        }
+        Ok(self)
+    }
+}
+
+impl Snapshot for Tensors<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+
+    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
+        Ok(Cow::Borrowed(&self.bytes[index]))
+    }
+
+    fn files(&self) -> &[AuxFile] {
+        &self.files
+    }
+}
+
 /// Whether `name` is one plain path component that is safe to create in a directory: no separator, not
 /// hidden, printable, ≤ 255 bytes.
 #[must_use]
@@ -158,6 +246,22 @@ mod tests {
         assert!(matches!(info.elements(), Err(Error::Corrupt { .. })));
         info.shape = vec![u64::MAX];
         assert!(matches!(info.byte_len(), Err(Error::Corrupt { .. })));
+    }
+
+    #[test]
+    fn tensors_in_any_order_are_sorted_and_contradictions_refused() {
+        let snapshot = Tensors::new().tensor("b", Dtype::U8, [2], vec![1, 2]).unwrap();
+        let snapshot = snapshot.tensor("a", Dtype::Bf16, [], &[3, 4][..]).unwrap();
+        let snapshot = snapshot.file("z.json", "z").unwrap().file("a.json", "a").unwrap();
+        let snapshot = snapshot.file("z.json", "new").unwrap();
+        assert_eq!(snapshot.tensors().iter().map(|info| info.name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!((&*snapshot.bytes(0).unwrap(), &*snapshot.bytes(1).unwrap()), (&[3, 4][..], &[1, 2][..]));
+        let files: Vec<_> = snapshot.files().iter().map(|file| (file.name(), file.bytes())).collect();
+        assert_eq!(files, [("a.json", &b"a"[..]), ("z.json", b"new")]);
+        let again = snapshot.clone().tensor("a", Dtype::U8, [0], vec![]);
+        assert!(matches!(again, Err(Error::DuplicateTensor { tensor }) if tensor == "a"));
+        let short = snapshot.tensor("c", Dtype::F32, [2, 2], vec![0; 15]);
+        assert!(matches!(short, Err(Error::TensorMismatch { tensor, .. }) if tensor == "c"));
     }
 
     #[test]

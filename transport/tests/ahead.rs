@@ -10,11 +10,10 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use driftless_store::{Error as StoreError, Key, Memory, Store};
 use driftless_transport::manifest::Object;
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::{
-    Dtype, Error, Key, Memory, Mode, Publisher, Replica, Result, Run, Start, Store, Version,
-};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Dtype, Error, Publisher, Replica, Result, Run, Version};
 
 use common::{MODEL, RUN, Random, Weights, assert_same, options, step};
 
@@ -153,7 +152,7 @@ fn pages_made_ready_for_a_version_that_does_not_come_count_as_they_were() {
     let mut replica = Replica::open(&path).unwrap();
     let links = [0, 1].map(|version| scene.run.get(MODEL, Version(version)).unwrap());
     replica.advance_with(&links[0], &|object| scene.run.object(object)).unwrap();
-    replica.settle().unwrap();
+    replica.sync().unwrap();
     let before = times(&path);
     assert_eq!(before[0], before[1]);
     let last = &links[1].manifest.objects.last().unwrap().key;

@@ -8,10 +8,10 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::{
-    AuxFile, Checkpoint, Dtype, Error, Result, Snapshot, TensorInfo, write_checkpoint,
-};
+use driftless_store::Error as StoreError;
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
+use driftless_transport::{Checkpoint, Dtype, Error, Result, Snapshot};
 
 use common::{Weights, assert_same};
 

@@ -10,11 +10,12 @@ use std::thread;
 use std::time::Duration;
 
 use common::{RUN, Random, Weights, assert_same, publisher, step};
+use driftless_store::{Store, open_with};
 use driftless_testkit::link::{Link, Shape};
 use driftless_testkit::s3::Server;
-use driftless_transport::{
-    Checkpoint, Dtype, Follower, FollowerOptions, Mode, Start, Store, Version, open_with,
-};
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Checkpoint, Dtype, Follower, Version};
 
 const VERSIONS: u64 = 10;
 const SEEDS: [u64; 3] = [1, 2, 3];

@@ -7,8 +7,10 @@ mod common;
 use std::sync::Arc;
 
 use common::{MODEL, Random, Weights, options, step};
-use driftless_transport::manifest::{FORMAT, Kind, MANIFEST_BYTES_MAX};
-use driftless_transport::{Dtype, Error, Manifest, Memory, Mode, Publisher, Start, Store, Version};
+use driftless_store::{Memory, Store};
+use driftless_transport::manifest::{FORMAT, Kind, MANIFEST_BYTES_MAX, Manifest};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Dtype, Error, Publisher, Version};
 use serde_json::{Value, json};
 
 /// An anchor with a delta in several objects, as a publisher wrote it.

@@ -12,11 +12,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use common::{MODEL, Weights, assert_same, options, step};
+use driftless_store::{Disk, Memory, Store};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::follow::FollowerOptions;
 use driftless_transport::gc::{GcOptions, collect};
-use driftless_transport::{
-    AuxFile, Checkpoint, Disk, Dtype, FollowerOptions, Manifest, Memory, Mode, Publisher, Rank, Replica,
-    Result, Run, Shard, Slice, Start, Store, TensorInfo, Version, write_checkpoint,
-};
+use driftless_transport::manifest::Manifest;
+use driftless_transport::publish::{Mode, Rank, Shard, Slice, Start};
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
+use driftless_transport::{Checkpoint, Dtype, Publisher, Replica, Result, Run, Version};
 
 /// Times as many tensors, and times as much work at most; it would be a hundred times for what is quadratic
 /// and nothing else.
@@ -89,7 +92,7 @@ fn advance(run: &Run, dir: &Path, reference: &Path, to: &[u64], expected: &Weigh
     for version in to {
         replica.advance(run, MODEL, Version(*version), Some(reference)).unwrap();
     }
-    replica.settle().unwrap();
+    replica.sync().unwrap();
     assert_same(replica.checkpoint().unwrap(), expected);
 }
 
@@ -226,7 +229,7 @@ fn slimes_layout_with_ten_times_the_tensors_takes_about_ten_times_the_work() {
         work.of("following", || {
             let follower = driftless_slime::open(store.clone(), following, Vec::new()).unwrap();
             follower.prepare(None).unwrap();
-            follower.settle().unwrap();
+            follower.sync().unwrap();
         });
         assert_same(&Checkpoint::open(path(&dir, "host")).unwrap(), &next);
         work

@@ -10,11 +10,11 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::{
-    Checkpoint, Disk, Error, Key, Mode, PutMode, Replica, Run, SignKey, Start, Store, TrustKey, Version,
-    write_checkpoint,
-};
+use driftless_store::{Disk, Error as StoreError, Key, PutMode, Store};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::sign::{SignKey, TrustKey};
+use driftless_transport::{Checkpoint, Error, Replica, Run, Version};
 use rustix::fs::{CWD, FileType, mknodat};
 
 use common::{MODEL, RUN, Weights, publisher, step};

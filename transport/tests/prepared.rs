@@ -8,10 +8,10 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use driftless_store::{ContentDigest, Memory, Store};
 use driftless_transport::prepared::PreparedDelta;
-use driftless_transport::{
-    ContentDigest, Dtype, Error, Memory, Mode, Publisher, Replica, Run, Start, Store, Version,
-};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Dtype, Error, Publisher, Replica, Run, Version};
 
 use common::{MODEL, RUN, Random, Weights, publisher, step};
 

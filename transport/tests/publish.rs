@@ -7,12 +7,13 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 
 use common::{MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step};
+use driftless_store::wrap::Count;
+use driftless_store::{Disk, Memory, Store};
+use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::manifest::Kind;
-use driftless_transport::wrap::Count;
-use driftless_transport::{
-    AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, Checkpoint, Disk, Dtype, Error, Memory, Mode, Publisher,
-    Replica, Run, Start, Store, Version, write_checkpoint,
-};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX};
+use driftless_transport::{Checkpoint, Dtype, Error, Publisher, Replica, Run, Version};
 
 fn store() -> Arc<dyn Store> {
     Arc::new(Memory::new())
@@ -244,7 +245,7 @@ fn a_late_joiner_starts_at_the_newest_anchor_and_others_do_not_notice_it() {
     let versions = |from: Option<u64>| {
         let from = from.map(|version| run.get(MODEL, Version(version)).unwrap().identity());
         let chain = run.chain(MODEL, from, Version(7)).unwrap();
-        let versions: Vec<u64> = chain.links.iter().map(|link| link.manifest.version.0).collect();
+        let versions: Vec<u64> = chain.versions.iter().map(|link| link.manifest.version.0).collect();
         (chain.restart, versions)
     };
     assert_eq!(versions(None), (true, vec![6, 7]));
@@ -487,7 +488,8 @@ fn settings_that_cannot_work_are_refused() {
     for (name, change) in [
         (
             "object_bytes_max",
-            (|options| options.object_bytes_max = 1000) as fn(&mut driftless_transport::PublisherOptions),
+            (|options| options.object_bytes_max = 1000)
+                as fn(&mut driftless_transport::publish::PublisherOptions),
         ),
         ("object_bytes_max", |options| options.object_bytes_max = u64::MAX),
         ("uploads", |options| options.uploads = 0),

@@ -7,11 +7,10 @@ mod common;
 use std::path::Path;
 use std::sync::Arc;
 
+use driftless_store::{Disk, Error as StoreError, Key, Memory, PutMode, Store};
 use driftless_transport::manifest::Kind;
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::{
-    Disk, Error, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Start, Store, Version,
-};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Error, Publisher, Replica, Run, Version};
 
 use common::{MODEL, RUN, Random, Weights, assert_reader, assert_same, publisher, step};
 

@@ -7,11 +7,10 @@ mod common;
 use std::path::Path;
 use std::sync::Arc;
 
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::wrap::{Fault, When};
-use driftless_transport::{
-    Dtype, Error, Key, Memory, Mode, Publisher, PublisherOptions, PutMode, Run, Start, Store, Version,
-};
+use driftless_store::wrap::{Fault, When};
+use driftless_store::{Error as StoreError, Key, Memory, PutMode, Store};
+use driftless_transport::publish::{Mode, PublisherOptions, Start};
+use driftless_transport::{Dtype, Error, Publisher, Run, Version};
 
 use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
 

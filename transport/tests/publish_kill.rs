@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
-use driftless_transport::{Disk, Dtype, Mode, Publisher, Run, Start, Store};
+use driftless_store::{Disk, Store};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Dtype, Publisher, Run};
 
 /// The moments of a publication, those of the baseline's own move included, and how often one passes them.
 const POINTS: [(&str, u64); 9] = [

@@ -11,10 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use common::{Hook, MODEL, RUN, options, step};
-use driftless_transport::{
-    AuxFile, Disk, Dtype, Error, Key, Mode, Publisher, Replica, Result, Run, Snapshot, Start, Stop, Store,
-    TensorInfo, Version,
-};
+use driftless_store::wait::Stop;
+use driftless_store::{Disk, Key, Store};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
+use driftless_transport::{Dtype, Error, Publisher, Replica, Result, Run, Snapshot, Version};
 
 struct Counting;
 
@@ -160,7 +161,7 @@ fn memory_is_bounded_by_the_settings() {
     let (advanced, used) = peak(|| replica.advance(&run, MODEL, Version(3), None).unwrap());
     println!(
         "{} versions in one apply of {TENSORS} MiB: {} MiB in memory at most",
-        advanced.links,
+        advanced.versions,
         used / MIB
     );
     let checkpoint = replica.checkpoint().unwrap();

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{MODEL, RUN, Weights, assert_reader, step};
+use driftless_store::{Memory, Store};
+use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::manifest::Kind;
-use driftless_transport::{
-    AuxFile, Dtype, Error, FullBecause, Memory, Mode, Publisher, PublisherOptions, Rank, Result, Run, Shard,
-    Slice, Snapshot as _, Start, Store, Version, write_checkpoint,
-};
+use driftless_transport::publish::{FullBecause, Mode, PublisherOptions, Rank, Shard, Slice, Start};
+use driftless_transport::snapshot::AuxFile;
+use driftless_transport::{Dtype, Error, Publisher, Result, Run, Snapshot as _, Version};
 
 /// Finite weights of several types.
 fn weights() -> Weights {
@@ -71,7 +72,10 @@ fn put(weights: &mut Weights, (name, at, bytes): (&str, u64, &[u8])) {
     weights.tensor_mut(name)[start..start + bytes.len()].copy_from_slice(bytes);
 }
 
-fn assert_refused(published: Result<driftless_transport::Published>, (name, at, _): (&str, u64, &[u8])) {
+fn assert_refused(
+    published: Result<driftless_transport::publish::Published>,
+    (name, at, _): (&str, u64, &[u8]),
+) {
     let error = published.unwrap_err();
     assert!(
         matches!(&error, Error::NotFinite { tensor, first, count: 1 } if tensor == name && *first == at),

@@ -10,9 +10,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use common::{MODEL, RUN, Random, Weights, assert_reader, assert_same, options, step};
+use driftless_store::{Memory, Store};
+use driftless_transport::publish::{Mode, Profile, PublisherOptions, Rank, Shard, Slice, Start};
 use driftless_transport::{
-    Checkpoint, Dtype, Error, Memory, Mode, Profile, Publisher, PublisherOptions, Rank, Replica, Result, Run,
-    Shard, Slice, Snapshot as _, Start, Store, Version,
+    Checkpoint, Dtype, Error, Publisher, Replica, Result, Run, Snapshot as _, Version,
 };
 use fail::FailScenario;
 
@@ -215,7 +216,7 @@ fn a_rotten_baseline_that_cannot_be_built_anew_publishes_nothing() {
     let (start, baseline) = (dir.path().join("start"), dir.path().join("baseline"));
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let weights = weights();
-    driftless_transport::write_checkpoint(&start, &weights, 1 << 20).unwrap();
+    driftless_transport::checkpoint::write_checkpoint(&start, &weights, 1 << 20).unwrap();
     let mut publisher = Publisher::open(store.clone(), options(Start::NewRun, &baseline)).unwrap();
     publisher.publish_reference(&start, step(0)).unwrap();
     publisher.wait().unwrap();
@@ -289,7 +290,7 @@ impl Shard for Part<'_> {
         let range = (start * size) as usize..((start + elements) * size) as usize;
         Ok(self.weights.bytes[at][range].into())
     }
-    fn files(&self) -> &[driftless_transport::AuxFile] {
+    fn files(&self) -> &[driftless_transport::snapshot::AuxFile] {
         &self.weights.files
     }
 }

@@ -11,12 +11,12 @@ use std::thread;
 use std::time::Duration;
 
 use common::{MODEL, Random, Weights, assert_reader, options, orphans, step};
+use driftless_store::{Key, Memory, PutMode, Store};
 use driftless_transport::gc::{GcOptions, collect};
 use driftless_transport::manifest::Kind;
-use driftless_transport::{
-    AuxFile, Dtype, Error, Key, Memory, Mode, Publisher, PutMode, Rank, Result, Run, Shard, Slice,
-    Snapshot as _, Start, Store, TensorInfo, Version,
-};
+use driftless_transport::publish::{Mode, Rank, Shard, Slice, Start};
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
+use driftless_transport::{Dtype, Error, Publisher, Result, Run, Snapshot as _, Version};
 
 const RANKS: u32 = 3;
 const NOW: Duration = Duration::ZERO;

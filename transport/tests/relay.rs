@@ -16,13 +16,11 @@ use std::time::Duration;
 use std::{fs, thread};
 
 use driftless_relay::{RelayOptions, Relays, Server, serve};
+use driftless_store::wrap::{Count, Fault, When};
+use driftless_store::{Disk, Error as StoreError, Key, Memory, OnBytes, Store, conformance};
 use driftless_transport::manifest::Object;
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::wrap::{Count, Fault, When};
-use driftless_transport::{
-    Arrived, Disk, Dtype, Error, Key, Memory, Mode, Publisher, Replica, Run, Start, Store, Version,
-    conformance,
-};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Dtype, Error, Publisher, Replica, Run, Version};
 
 use common::{Hook, MODEL, RUN, Random, Weights, assert_same, exchange, named, options, step, turn};
 
@@ -79,10 +77,10 @@ fn whole(store: &dyn Store, object: &Object) -> Vec<u8> {
 fn whole_and_told(store: &dyn Store, object: &Object) -> (Vec<u8>, u64) {
     let told = Arc::new(AtomicU64::new(0));
     let telling = told.clone();
-    let arrived: Arrived = Arc::new(move |bytes| {
+    let arrived: OnBytes = Arc::new(move |bytes| {
         telling.fetch_add(bytes, SeqCst);
     });
-    let bytes = store.get_known(object, 0..object.size + 1, &arrived).unwrap();
+    let bytes = store.get_cached(object, 0..object.size + 1, &arrived).unwrap();
     (bytes, told.load(SeqCst))
 }
 
@@ -443,7 +441,7 @@ fn large(store: &Arc<dyn Store>, number: u64) -> Object {
     let (name, size) = (format!("a/large-{number}"), (25 << 20) + number);
     let key = Key::new(name.as_str()).unwrap();
     match store.get(&key, None) {
-        Ok(bytes) => Object { key, size, blake3: driftless_transport::ContentDigest::of(&bytes) },
+        Ok(bytes) => Object { key, size, blake3: driftless_store::ContentDigest::of(&bytes) },
         Err(_) => named(store, &name, size),
     }
 }

@@ -17,11 +17,10 @@ use std::time::{Duration, Instant};
 use common::{MODEL, Process, RUN, Random, Weights, assert_reader, assert_same, named, options, step, turn};
 use driftless_relay::fabric::{Fabric, FabricOptions};
 use driftless_relay::{Recent, RelayOptions, Relays, Server, serve};
-use driftless_transport::wrap::Count;
-use driftless_transport::{
-    Arrived, Disk, Dtype, Error, Key, Memory, Mode, Publisher, Replica, Run, Start, Store, Version,
-    conformance,
-};
+use driftless_store::wrap::Count;
+use driftless_store::{Disk, Key, Memory, OnBytes, Store, conformance};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Dtype, Error, Publisher, Replica, Run, Version};
 use serde_json::{Value, json};
 
 /// UCX's transports of which each must do.
@@ -35,7 +34,7 @@ const KILL: &str = "DRIFTLESS_TEST_KILL";
 const TOKEN: &str = "one token for all";
 
 /// Nobody is told what arrives.
-fn nobody() -> Arrived {
+fn nobody() -> OnBytes {
     Arc::new(|_| ())
 }
 
@@ -339,7 +338,7 @@ fn a_relay_that_starts_again_is_found_again() {
     let (client, addr) = (behind(&nowhere, &[url(&server)]), server.ucx_addr().unwrap());
     for round in 0..3 {
         for object in &objects {
-            let bytes = client.get_known(object, 0..object.size, &nobody()).unwrap();
+            let bytes = client.get_cached(object, 0..object.size, &nobody()).unwrap();
             assert!(bytes == store.get(&object.key, None).unwrap(), "round {round}");
         }
         // A process that another test starts in between would hold the port and the lock of the cache a
@@ -461,7 +460,7 @@ fn strangers_have_a_deadline_and_keep_no_follower_out() {
     let get = |server: &Server| {
         let client = behind(&nowhere, &[url(server)]);
         assert!(
-            client.get_known(&object, 0..object.size, &nobody()).unwrap()
+            client.get_cached(&object, 0..object.size, &nobody()).unwrap()
                 == store.get(&object.key, None).unwrap()
         );
     };

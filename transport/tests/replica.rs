@@ -8,11 +8,10 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::sync::Arc;
 
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::{
-    Checkpoint, Error, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Snapshot as _, Start, Store,
-    Version, write_checkpoint,
-};
+use driftless_store::{Error as StoreError, Key, Memory, PutMode, Store};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Checkpoint, Error, Publisher, Replica, Run, Snapshot as _, Version};
 
 use common::{MODEL, RUN, Weights, assert_same, publisher, step};
 
@@ -84,14 +83,14 @@ fn versions_are_walked_one_by_one_or_in_one_go() {
     assert!(replica.applied().is_none());
     for version in 0..3 {
         let advanced = replica.advance(&fixture.run, MODEL, Version(version), None).unwrap();
-        assert_eq!(advanced.links, 1);
+        assert_eq!(advanced.versions, 1);
         assert!(advanced.bytes > 0);
         fixture.assert_at(&replica, version);
         let again = replica.advance(&fixture.run, MODEL, Version(version), None).unwrap();
-        assert_eq!((again.links, again.bytes), (0, 0));
+        assert_eq!((again.versions, again.bytes), (0, 0));
     }
     let mut late = Replica::open(fixture.path("late")).unwrap();
-    assert_eq!(late.advance(&fixture.run, MODEL, Version(2), None).unwrap().links, 3);
+    assert_eq!(late.advance(&fixture.run, MODEL, Version(2), None).unwrap().versions, 3);
     fixture.assert_at(&late, 2);
 }
 
@@ -424,7 +423,7 @@ fn a_full_disk_is_said_and_survived() {
     let fixture = Fixture::new();
     let state = |name: &str| fixture.path("r").join(".driftless").join(name);
     let mut replica = fixture.replica("r", 1);
-    replica.settle().unwrap();
+    replica.sync().unwrap();
     symlink("/dev/full", state("journal")).unwrap();
     let error = replica.advance(&fixture.run, MODEL, Version(2), None).unwrap_err();
     assert!(matches!(error, Error::Store(StoreError::NoSpace { .. })), "{error:?}");
@@ -433,12 +432,12 @@ fn a_full_disk_is_said_and_survived() {
 
     let durably = |replica: &mut Replica| {
         replica.advance(&fixture.run, MODEL, Version(2), None)?;
-        replica.settle()
+        replica.sync()
     };
     for partial in ["config.json.partial", "digests.partial", "manifest.partial", "state.json.partial"] {
         let name = format!("for {partial}");
         let mut replica = fixture.replica(&name, 1);
-        replica.settle().unwrap();
+        replica.sync().unwrap();
         let state = |file: &str| fixture.path(&name).join(".driftless").join(file);
         symlink("/dev/full", state(partial)).unwrap();
         let error = durably(&mut replica).unwrap_err();
@@ -487,11 +486,11 @@ fn tied_weights_are_written_under_every_name() {
 #[test]
 fn an_unreachable_store_costs_nothing() {
     let fixture = Fixture::new();
-    let fault = Arc::new(driftless_transport::wrap::Fault::new(fixture.store.clone()));
+    let fault = Arc::new(driftless_store::wrap::Fault::new(fixture.store.clone()));
     let run = Run::open(fault.clone(), RUN).unwrap();
     let mut replica = fixture.replica("r", 0);
     for skip in 0.. {
-        fault.arm(skip, u64::MAX, driftless_transport::wrap::When::Before);
+        fault.arm(skip, u64::MAX, driftless_store::wrap::When::Before);
         match replica.advance(&run, MODEL, Version(2), None) {
             Ok(_) => break,
             Err(error) => assert!(matches!(error, Error::Store(StoreError::Injected { .. })), "{error:?}"),

@@ -12,11 +12,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::{
-    Checkpoint, Error, Follower, FollowerOptions, Memory, Mode, Replica, Result, Run, Start, Stop, Store,
-    Version, write_checkpoint,
-};
+use driftless_store::wait::Stop;
+use driftless_store::{Error as StoreError, Memory, Store};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Checkpoint, Error, Follower, Replica, Result, Run, Version};
 use fail::FailScenario;
 
 use common::{MODEL, RUN, Weights, assert_loads_whole_or_not, assert_same, publisher, step};
@@ -61,7 +62,7 @@ impl Fixture {
     /// Moves, and waits until the version is durable.
     fn advance(&self, replica: &mut Replica, to: u64) -> Result<()> {
         replica.advance(&self.run, MODEL, Version(to), Some(&self.reference))?;
-        replica.settle().map(drop)
+        replica.sync().map(drop)
     }
 
     /// A replica at `version`, or one without any.
@@ -182,7 +183,7 @@ fn a_version_can_be_loaded_before_it_is_durable_and_no_crash_takes_it_back() {
             assert!(copy.join(".driftless/journal").exists());
             assert!(matches!(Replica::open(&dir), Err(Error::Store(StoreError::Locked { .. }))));
             release.send(()).unwrap();
-            replica.settle().unwrap();
+            replica.sync().unwrap();
             fixture.assert_holds(&replica, Some(to));
             fail::remove(point);
             fixture.assert_at(&copy, Some(to));
@@ -247,9 +248,9 @@ fn a_follower_tells_of_a_version_that_did_not_become_durable_and_mends_it() {
         let follower = Follower::open(fixture.run.store().clone(), options, Vec::new()).unwrap();
         fail::cfg("follow.sync", "1*off->1*return->off").unwrap();
         follower.prepare(Some(Version(0))).unwrap();
-        follower.settle().unwrap();
+        follower.sync().unwrap();
         follower.prepare(Some(Version(1))).unwrap();
-        assert!(matches!(follower.settle(), Err(Error::Store(StoreError::Io { .. }))));
+        assert!(matches!(follower.sync(), Err(Error::Store(StoreError::Io { .. }))));
         let error = follower.status().error.unwrap();
         assert!(error.contains("follow.sync"), "{error}");
         assert_eq!(follower.status().applied.unwrap().version, Version(1), "its journal has it");
@@ -363,15 +364,15 @@ fn deltas_in_a_row_are_one_apply_with_one_journal() {
     fail::cfg("follow.journal", "1*off->return").unwrap();
     let mut replica = Replica::open(&dir).unwrap();
     let advanced = replica.advance(&fixture.run, MODEL, Version(11), None).unwrap();
-    assert_eq!(advanced.links, 8);
-    replica.settle().unwrap();
+    assert_eq!(advanced.versions, 8);
+    replica.sync().unwrap();
     fixture.assert_holds(&replica, Some(11));
     drop(replica);
     // A late joiner takes a full version and all deltas behind it at once.
     fail::cfg("follow.journal", "1*off->return").unwrap();
     let mut late = Replica::open(fixture.dir.path().join("late")).unwrap();
-    assert_eq!(late.advance(&fixture.run, MODEL, Version(11), None).unwrap().links, 10);
-    late.settle().unwrap();
+    assert_eq!(late.advance(&fixture.run, MODEL, Version(11), None).unwrap().versions, 10);
+    late.sync().unwrap();
     fixture.assert_holds(&late, Some(11));
     fail::remove("follow.journal");
 

@@ -16,12 +16,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::watch::{self, Call};
-use driftless_transport::{
-    Checkpoint, Error, Memory, Mode, Replica, Result, Run, Snapshot as _, Start, Store, Version,
-    write_checkpoint,
-};
+use driftless_store::os::watch::{self, Call};
+use driftless_store::{Error as StoreError, Memory, Store};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Checkpoint, Error, Replica, Result, Run, Snapshot as _, Version};
 
 use common::{MODEL, RUN, Random, Weights, assert_loads_whole_or_not, publisher, step};
 use power::{BEHIND, Image, Moment, TURN, record, scratch, with_failure};
@@ -68,7 +67,7 @@ impl Fixture {
     /// Moves, and waits until the version is durable.
     fn advance(&self, replica: &mut Replica, to: u64) -> Result<()> {
         self.run_to(replica, to)?;
-        replica.settle().map(drop)
+        replica.sync().map(drop)
     }
 
     /// Moves, until the version could be loaded.
@@ -245,7 +244,7 @@ fn a_sync_behind_a_version_that_fails_is_told_and_its_journal_carried_out_again(
             })));
             fixture.run_to(&mut replica, to).unwrap();
             assert_eq!(replica.applied().unwrap().version, Version(to));
-            let mut told = replica.settle();
+            let mut told = replica.sync();
             if *passed.lock().unwrap() <= k {
                 watch::set(None);
                 told.unwrap();
@@ -257,11 +256,11 @@ fn a_sync_behind_a_version_that_fails_is_told_and_its_journal_carried_out_again(
                 assert!(matches!(replica.checkpoint(), Err(Error::NothingApplied { .. })));
                 assert!(!dir.join("config.json").exists(), "an engine that starts would load a mixture");
                 if failure < failures {
-                    told = replica.settle();
+                    told = replica.sync();
                 }
             }
             if k % 2 == 0 {
-                replica.settle().unwrap();
+                replica.sync().unwrap();
                 assert_eq!(fixture.held(&replica), Some(to));
                 replica.verify().unwrap();
             }

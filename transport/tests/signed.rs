@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use common::{Hook, MODEL, RUN, Weights, assert_same, options, step};
-use driftless_transport::{
-    Error, Follower, FollowerOptions, Key, Memory, Mode, Publisher, PublisherOptions, PutMode, Rank, Replica,
-    Result, Run, Shard, SignKey, Slice, Start, Store, TrustKey, Version,
-};
+use driftless_store::{Key, Memory, PutMode, Store};
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::publish::{Mode, PublisherOptions, Rank, Shard, Slice, Start};
+use driftless_transport::sign::{SignKey, TrustKey};
+use driftless_transport::{Error, Follower, Publisher, Replica, Result, Run, Version};
 
 fn key(number: u8) -> SignKey {
     SignKey::from_bytes([number; 32])
@@ -260,7 +261,7 @@ impl Shard for All {
     fn bytes(&self, index: usize) -> Result<std::borrow::Cow<'_, [u8]>> {
         Ok(std::borrow::Cow::Borrowed(&self.1.bytes[index]))
     }
-    fn files(&self) -> &[driftless_transport::AuxFile] {
+    fn files(&self) -> &[driftless_transport::snapshot::AuxFile] {
         &self.1.files
     }
 }

@@ -15,9 +15,11 @@ use std::sync::Arc;
 
 use common::{Weights, assert_same};
 use driftless_slime::{Publisher, PublisherOptions};
-use driftless_transport::{
-    Checkpoint, Disk, Follower, FollowerOptions, Replica, Start, Store, Version, write_checkpoint,
-};
+use driftless_store::{Disk, Store};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::publish::Start;
+use driftless_transport::{Checkpoint, Follower, Replica, Version};
 use fail::FailScenario;
 use reference::{Delta, Tensors, receive};
 
@@ -51,7 +53,7 @@ fn interrupted_anywhere_a_host_has_the_old_version_or_the_new_one() {
                 Delta::new(version, form, &tensors(&old), &tensors(&weights), 2).write(&root.join("source"));
                 let host = follower(root);
                 fail::cfg(point, &format!("{passage}*off->1*return->off")).unwrap();
-                let interrupted = host.prepare(None).and_then(|_| host.settle()).is_err();
+                let interrupted = host.prepare(None).and_then(|_| host.sync()).is_err();
                 fail::remove(point);
                 let mut committed = !interrupted || point != "follow.fetch";
                 if version % 2 == 0 {

@@ -10,10 +10,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
 
+use driftless_store::os::watch::Call;
+use driftless_store::{Disk, Error as StoreError, Key, Store};
 use driftless_transport::gc::{GcOptions, collect};
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::watch::Call;
-use driftless_transport::{Disk, Error, Key, Mode, Publisher, Result, Run, Start, Store, Version};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Error, Publisher, Result, Run, Version};
 
 use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
 use power::{Image, Moment, TURN, images, record, scratch, with_failure};

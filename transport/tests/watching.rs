@@ -9,11 +9,13 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use common::{MODEL, RUN, Weights, exchange, publisher, step};
-use driftless_transport::wrap::{Count, Counts};
-use driftless_transport::{
-    Checkpoint, Follower, FollowerOptions, Memory, Mode, Publisher, PutMode, Run, Start, Stop, Store,
-    Version, http,
-};
+use driftless_store::wait::Stop;
+use driftless_store::wrap::{Count, Counts};
+use driftless_store::{Memory, PutMode, Store};
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::serve::{ServeOptions, serve};
+use driftless_transport::{Checkpoint, Follower, Publisher, Run, Version};
 
 struct World {
     store: Arc<dyn Store>,
@@ -86,7 +88,7 @@ fn an_idle_look_is_one_request() {
     for _ in 0..3 {
         world.publish();
     }
-    let head = driftless_transport::Key::new(format!("{}/{MODEL}/head", world.publisher.run().id())).unwrap();
+    let head = driftless_store::Key::new(format!("{}/{MODEL}/head", world.publisher.run().id())).unwrap();
     world.store.put(&head, b"{\"version\":0}", PutMode::Overwrite).unwrap();
     assert_eq!(world.look().0, Version(6));
     assert_eq!(world.look(), (Version(6), [1, 0, 0, 0]));
@@ -137,7 +139,7 @@ fn notified(addr: SocketAddr) -> (u16, String) {
 #[test]
 fn a_follower_that_is_told_looks_at_once() {
     let mut world = World::new();
-    let server = http::serve(world.follower.clone(), "127.0.0.1:0".parse().unwrap(), None).unwrap();
+    let server = serve(world.follower.clone(), ServeOptions::new(([127, 0, 0, 1], 0))).unwrap();
     assert_eq!(notified(server.addr()), (202, "{\"watching\":false}".to_owned()));
     let stop = Stop::new();
     let (follower, switch) = (world.follower.clone(), stop.clone());
@@ -166,10 +168,11 @@ fn a_follower_that_is_told_looks_at_once() {
 #[cfg(feature = "client")]
 #[test]
 fn a_publisher_tells_all_followers_and_names_those_that_did_not_hear() {
-    use driftless_transport::{Error, notify};
+    use driftless_transport::Error;
+    use driftless_transport::client::notify;
     let world = World::new();
-    let token = Some("secret".to_owned());
-    let server = http::serve(world.follower.clone(), "127.0.0.1:0".parse().unwrap(), token).unwrap();
+    let server =
+        serve(world.follower.clone(), ServeOptions::new(([127, 0, 0, 1], 0)).with_token("secret")).unwrap();
     let gone = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let urls = [format!("http://{gone}"), format!("http://{}/", server.addr())];
     let told = |token| notify(&urls, token, Duration::from_secs(60)).unwrap();

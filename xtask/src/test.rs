@@ -160,10 +160,10 @@ const BY_NAME: &[&str] = &["kills", "neon"];
 const BESIDE: &[&str] = &["python", "loom", "fuzz", "asan", "miri"];
 
 /// Features of the lanes without libtorch.
-const LIGHT: &str = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda";
+const LIGHT: &str = "driftless/cli,driftless/failpoints,driftless-store/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda";
 
 /// The same and libtorch. What the two sets share is built once.
-const ALL: &str = "driftless/failpoints,driftless-transport/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda,driftless/torch";
+const ALL: &str = "driftless/failpoints,driftless-store/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda,driftless/torch";
 
 /// Crates that must not be in the light build.
 const HEAVY: &[&str] = &[

@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use cudarc::driver::{CudaContext, result};
 use driftless_bridge::{CudaShare, HostWeights, Share, plan};
-use driftless_transport::{AuxFile, Snapshot, TensorInfo};
+use driftless_transport::Snapshot;
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
 
 use crate::memory::tensors;
 use crate::{TURNS, median};

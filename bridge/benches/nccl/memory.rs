@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, result};
 use driftless_bridge::DeviceWeights;
-use driftless_transport::{Dtype, Snapshot, TensorInfo};
+use driftless_transport::snapshot::TensorInfo;
+use driftless_transport::{Dtype, Snapshot};
 
 /// What torch's allocator rounds to.
 const ALIGNMENT: u64 = 512;

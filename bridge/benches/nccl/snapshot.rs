@@ -15,7 +15,8 @@ use cudarc::driver::result;
 use driftless_bridge::{Bytes, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Weights, plan};
 use driftless_delta::cuda::{Codec, Tensor};
 use driftless_delta::{DigestTable, Element, Profile};
-use driftless_transport::{Dtype, TensorInfo};
+use driftless_transport::Dtype;
+use driftless_transport::snapshot::TensorInfo;
 
 use crate::memory::Arena;
 use crate::python::nccl;

@@ -2,8 +2,8 @@
 
 use driftless::buffer::Error as Buffer;
 use driftless::command;
+use driftless::store::Error as Store;
 use driftless::transport::Error as Transport;
-use driftless::transport::store::Error as Store;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -3,7 +3,10 @@
 use crate::error::{self, transport};
 use crate::work::{self, Held};
 use driftless::command;
-use driftless::transport::{Follower as Inner, FollowerOptions, Stop, TrustKey, Version};
+use driftless::store::wait::Stop;
+use driftless::transport::follow::FollowerOptions;
+use driftless::transport::sign::TrustKey;
+use driftless::transport::{Follower as Inner, Version};
 use pyo3::prelude::*;
 use std::path::PathBuf;
 
@@ -49,8 +52,8 @@ impl Follower {
         let follower = self.held.get()?;
         let work = || {
             let prepared = follower.prepare(version.map(Version))?;
-            follower.settle()?;
-            Ok((prepared.version.0, prepared.advanced.links))
+            follower.sync()?;
+            Ok((prepared.version.0, prepared.advanced.versions))
         };
         work::run(py, &Stop::new(), work)?.map_err(transport)
     }

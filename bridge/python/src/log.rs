@@ -7,7 +7,7 @@ use driftless::buffer::{
     ColumnId, Finish, Group as Found, GroupQuery, Identity, Kind, Log, Options, Order, Position, Reader,
     Record, Result as LogResult, Sample as Given, Scalars, VersionSpan,
 };
-use driftless::transport::Stop;
+use driftless::store::wait::Stop;
 use pyo3::buffer::PyBuffer;
 use pyo3::ffi;
 use pyo3::prelude::*;

@@ -49,7 +49,7 @@ impl PreparedDelta {
     }
 
     fn tensors(&self) -> Vec<(String, String, Vec<u64>, usize)> {
-        let row = |(index, info): (usize, &driftless::transport::TensorInfo)| {
+        let row = |(index, info): (usize, &driftless::transport::snapshot::TensorInfo)| {
             let changed = self.0.changes(index).positions.len();
             (info.name.clone(), info.dtype.to_string(), info.shape.clone(), changed)
         };

@@ -4,11 +4,12 @@ use crate::error::{self, transport};
 use crate::tensor::Borrowed;
 use crate::work::{self, Held};
 use driftless::command;
-use driftless::transport::{
-    AUX_FILE_BYTES_MAX, AuxFile, Error, Mode, Profile, Publisher as Inner, PublisherOptions, Rank,
-    Result as TransportResult, Run, Shard, SignKey, Slice, Snapshot, Start, Step, Stop, Store, TensorInfo,
-    TrustKey,
-};
+use driftless::store::Store;
+use driftless::store::wait::Stop;
+use driftless::transport::publish::{Mode, Profile, PublisherOptions, Rank, Shard, Slice, Start, Step};
+use driftless::transport::sign::{SignKey, TrustKey};
+use driftless::transport::snapshot::{AUX_FILE_BYTES_MAX, AuxFile, TensorInfo};
+use driftless::transport::{Error, Publisher as Inner, Result as TransportResult, Run, Snapshot};
 use pyo3::prelude::*;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -47,8 +48,8 @@ impl Published {
     }
 }
 
-impl From<driftless::transport::Published> for Published {
-    fn from(published: driftless::transport::Published) -> Self {
+impl From<driftless::transport::publish::Published> for Published {
+    fn from(published: driftless::transport::publish::Published) -> Self {
         Self {
             version: published.version.0,
             manifest_digest: published.manifest_digest.to_string(),

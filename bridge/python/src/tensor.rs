@@ -2,7 +2,8 @@
 #![allow(unsafe_code, reason = "reads memory that Python owns")]
 
 use crate::error;
-use driftless::transport::{Dtype, TensorInfo};
+use driftless::transport::Dtype;
+use driftless::transport::snapshot::TensorInfo;
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
 use std::slice;

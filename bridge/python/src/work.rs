@@ -2,7 +2,7 @@
 //! forked child.
 
 use crate::error;
-use driftless::transport::Stop;
+use driftless::store::wait::Stop;
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;

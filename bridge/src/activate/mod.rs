@@ -20,7 +20,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Limit, Target};
+use driftless_store::BoxError;
+use driftless_transport::Checkpoint;
+use driftless_transport::activate::{Activate, Activated, Limit, Target};
 use tokio::runtime::Runtime;
 
 pub use self::plugin::PluginOptions;

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use driftless_transport::Limit;
+use driftless_transport::activate::Limit;
 
 use crate::engine::{BETWEEN_TRIES, Engine};
 use crate::http::excerpt;

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use driftless_transport::prepared::offer_path;
-use driftless_transport::store::os::regular;
-use driftless_transport::{Limit, prepared};
+use driftless_store::os::regular;
+use driftless_transport::activate::Limit;
+use driftless_transport::prepared::{self, offer_path};
 use serde::Deserialize;
 
 use super::Plan;

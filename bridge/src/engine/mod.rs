@@ -16,7 +16,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftless_transport::Limit;
+use driftless_transport::activate::Limit;
 
 pub use generate::{Finish, GenerateRequest, Generation, Rid, SamplingParams, VersionSpan};
 pub(crate) use generate::{Mismatch, log_probability};

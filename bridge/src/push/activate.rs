@@ -10,7 +10,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftless_transport::{Activate, Activated, BoxError, Checkpoint, Target};
+use driftless_store::BoxError;
+use driftless_transport::Checkpoint;
+use driftless_transport::activate::{Activate, Activated, Target};
 
 use super::occupation::{self, Occupation, in_doubt};
 use super::{HostWeights, Member, Push};

@@ -5,7 +5,7 @@
 //! multiple of its element size: tensors of wide elements come first. Experts travel apart from the rest,
 //! because engines load them by another path.
 
-use driftless_transport::TensorInfo;
+use driftless_transport::snapshot::TensorInfo;
 
 use crate::{Error, Result};
 

@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 
-use driftless_transport::{Snapshot, TensorInfo};
+use driftless_transport::Snapshot;
+use driftless_transport::snapshot::TensorInfo;
 
 use crate::{Error, Result};
 

@@ -80,7 +80,7 @@ pub(crate) fn check_tensors(
 mod tests {
     use std::borrow::Cow;
 
-    use driftless_transport::{AuxFile, TensorInfo};
+    use driftless_transport::snapshot::{AuxFile, TensorInfo};
 
     use super::*;
 

@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use driftless_transport::Limit;
+use driftless_transport::activate::Limit;
 use serde_json::{Value, json};
 
 use super::generate::{self, RawGeneration};

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use driftless_transport::Limit;
+use driftless_transport::activate::Limit;
 
 use super::{Capabilities, Client, DiskUpdate, DiskUpdated, identity};
 use crate::engine::{

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use driftless_transport::Limit;
+use driftless_transport::activate::Limit;
 use serde::Deserialize;
 use serde_json::{Value, json};
 

@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use driftless_transport::{Dtype, Limit};
+use driftless_transport::Dtype;
+use driftless_transport::activate::Limit;
 
 use super::Client;
 use crate::engine::{Answer, Check, Engine, Identity, LiveWeights, PauseMode, Reload, local};

@@ -4,7 +4,11 @@
 use std::time::Duration;
 
 use driftless_bridge::{DiskActivator, DiskOptions, Error, PauseMode};
-use driftless_transport::{Activate, BoxError, Checkpoint, Limit, Manifest, Stop, Target};
+use driftless_store::BoxError;
+use driftless_store::wait::Stop;
+use driftless_transport::Checkpoint;
+use driftless_transport::activate::{Activate, Limit, Target};
+use driftless_transport::manifest::Manifest;
 
 use crate::fake::{Fake, Fault, checkpoint, patient, short, version, write};
 

@@ -9,7 +9,10 @@ use driftless_bridge::{
     Bucket, ClientOptions, Colocation, ColocationOptions, Error, MemoryTag, Place, PushActivator,
     PushOptions, Result, Share, Weights,
 };
-use driftless_transport::{Activate, BoxError, Checkpoint, Limit, Manifest, Target};
+use driftless_store::BoxError;
+use driftless_transport::Checkpoint;
+use driftless_transport::activate::{Activate, Limit, Target};
+use driftless_transport::manifest::Manifest;
 
 use crate::fake::{Fake, Fault, checkpoint, patient, short, version};
 use crate::inline::InlineShare;

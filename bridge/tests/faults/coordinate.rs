@@ -11,10 +11,12 @@ use driftless_bridge::{
     ClientOptions, Coordinator, CoordinatorOptions, DiskActivator, DiskOptions, Error, Expected, Fleet,
     FleetOptions, GenerateRequest, Keys, Label, Rid, Route, SamplingParams,
 };
-use driftless_transport::{
-    Activate, Checkpoint, Follower, FollowerOptions, Memory, Mode, Publisher, PublisherOptions, Start, Step,
-    Store, http,
-};
+use driftless_store::{Memory, Store};
+use driftless_transport::activate::Activate;
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::publish::{Mode, PublisherOptions, Start, Step};
+use driftless_transport::serve::{ServeOptions, Server, serve};
+use driftless_transport::{Checkpoint, Follower, Publisher};
 use serde_json::json;
 use tokio::runtime::Runtime;
 
@@ -33,7 +35,7 @@ struct Scene {
 
 struct Host {
     engine: Fake,
-    server: Option<http::Server>,
+    server: Option<Server>,
 }
 
 fn scene(count: usize) -> Scene {
@@ -81,7 +83,7 @@ fn host(store: &Arc<dyn Store>, start: &Path, dir: &Path, number: usize, client:
     options.hf_checkpoint = Some(PathBuf::from(start));
     options.coordinated = true;
     let follower = Follower::open(store.clone(), options, vec![activator]).unwrap();
-    let server = http::serve(follower, "127.0.0.1:0".parse().unwrap(), Some(TOKEN.into())).unwrap();
+    let server = serve(follower, ServeOptions::new(([127, 0, 0, 1], 0)).with_token(TOKEN)).unwrap();
     Host { engine, server: Some(server) }
 }
 

@@ -1,6 +1,5 @@
 //! An engine in this process that speaks just enough of SGLang, and misbehaves where it is told to.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -13,10 +12,11 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use driftless_bridge::{ClientOptions, Deadlines, checksums};
-use driftless_transport::{
-    AuxFile, Checkpoint, Dtype, Manifest, Memory, Publisher, PublisherOptions, Snapshot, Start, Step,
-    TensorInfo, write_checkpoint,
-};
+use driftless_store::Memory;
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::manifest::Manifest;
+use driftless_transport::publish::{PublisherOptions, Start, Step};
+use driftless_transport::{Checkpoint, Dtype, Publisher, Tensors};
 use serde_json::{Value, json};
 use tokio::net::TcpSocket;
 use tokio::runtime::Runtime;
@@ -443,7 +443,7 @@ pub(crate) fn checkpoint(directory: &Path, seed: u8, hidden: u64) -> PathBuf {
 /// The same, with a config that need not fit.
 pub(crate) fn write(directory: &Path, seed: u8, hidden: u64, config: &Value) -> PathBuf {
     let layer = |name: &str| format!("model.layers.0.{name}.weight");
-    let mut shapes = vec![
+    let shapes = [
         ("model.embed_tokens.weight".to_owned(), vec![10, hidden]),
         ("model.norm.weight".to_owned(), vec![hidden]),
         (layer("input_layernorm"), vec![hidden]),
@@ -458,33 +458,13 @@ pub(crate) fn write(directory: &Path, seed: u8, hidden: u64, config: &Value) -> 
         (layer("mlp.up_proj"), vec![6, hidden]),
         (layer("mlp.down_proj"), vec![hidden, 6]),
     ];
-    shapes.sort();
-    let tensors =
-        shapes.into_iter().map(|(name, shape)| TensorInfo { name, dtype: Dtype::Bf16, shape }).collect();
-    let files = vec![AuxFile::new("config.json", config.to_string().into_bytes()).unwrap()];
-    write_checkpoint(directory, &Constant { seed, tensors, files }, 1 << 20).unwrap();
+    let config = Tensors::new().file("config.json", config.to_string()).unwrap();
+    let tensors = shapes.into_iter().fold(config, |tensors, (name, shape)| {
+        let bytes = vec![seed; 2 * shape.iter().product::<u64>() as usize];
+        tensors.tensor(name, Dtype::Bf16, shape, bytes).unwrap()
+    });
+    write_checkpoint(directory, &tensors, 1 << 20).unwrap();
     std::fs::canonicalize(directory).unwrap()
-}
-
-/// Tensors all of one byte.
-struct Constant {
-    seed: u8,
-    tensors: Vec<TensorInfo>,
-    files: Vec<AuxFile>,
-}
-
-impl Snapshot for Constant {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> driftless_transport::Result<Cow<'_, [u8]>> {
-        Ok(vec![self.seed; self.tensors[index].byte_len()? as usize].into())
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &self.files
-    }
 }
 
 /// For calls that end, whatever the machine is doing.

@@ -5,7 +5,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use driftless_bridge::{Error, Group, GroupOptions, PauseMode, PushActivator, PushOptions, UpdateMode};
-use driftless_transport::{Activate, BoxError, Checkpoint, Limit, Manifest, Target};
+use driftless_store::BoxError;
+use driftless_transport::Checkpoint;
+use driftless_transport::activate::{Activate, Limit, Target};
+use driftless_transport::manifest::Manifest;
 
 use crate::fake::{Fake, Fault, checkpoint, patient, version};
 use crate::wire::FakeRoot;

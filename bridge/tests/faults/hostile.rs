@@ -10,7 +10,9 @@ use driftless_bridge::{
     ClientOptions, Colocation, ColocationOptions, Deadlines, DiskActivator, DiskOptions, PushActivator,
     PushOptions,
 };
-use driftless_transport::{Activate, Checkpoint, Limit, Manifest, Target};
+use driftless_transport::Checkpoint;
+use driftless_transport::activate::{Activate, Limit, Target};
+use driftless_transport::manifest::Manifest;
 
 use crate::fake::{Fake, Fault, checkpoint, version};
 use crate::inline::InlineShare;

@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
-use driftless_transport::{Dtype, TensorInfo};
+use driftless_transport::Dtype;
+use driftless_transport::snapshot::TensorInfo;
 use serde_json::{Value, json};
 
 use crate::fake::Engine;

@@ -7,8 +7,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use driftless_bridge::{DiskActivator, DiskOptions, Error, PauseMode, PluginOptions};
+use driftless_transport::Checkpoint;
+use driftless_transport::activate::{Activate, Limit, Target};
+use driftless_transport::manifest::Manifest;
 use driftless_transport::prepared::offer_path;
-use driftless_transport::{Activate, Checkpoint, Limit, Manifest, Target};
 use serde_json::{Value, json};
 
 use crate::fake::{Fake, Fault, checkpoint, patient, version};

@@ -8,8 +8,11 @@ use driftless_bridge::{
     ClientOptions, DiskActivator, DiskOptions, Error, Expected, Fleet, FleetOptions, GenerateRequest, Keys,
     Label, PauseMode, Rid, SamplingParams, connect,
 };
+use driftless_store::BoxError;
 use driftless_testkit::vllm::{Fault, Vllm, digest};
-use driftless_transport::{Activate, BoxError, Checkpoint, Limit, Manifest, Target};
+use driftless_transport::Checkpoint;
+use driftless_transport::activate::{Activate, Limit, Target};
+use driftless_transport::manifest::Manifest;
 use tokio::runtime::Runtime;
 
 use crate::fake::{Fake, checkpoint, patient, short, version};

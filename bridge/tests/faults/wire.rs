@@ -1,7 +1,6 @@
 //! A data path in this process: what a rank 0 broadcasts, the fake engines take off it, byte by byte as they
 //! were told.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -9,7 +8,8 @@ use std::sync::{Arc, Mutex};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use driftless_bridge::{Bucket, Bytes, Meeting, Result, Root, Weights};
-use driftless_transport::{AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo};
+use driftless_transport::snapshot::TensorInfo;
+use driftless_transport::{Checkpoint, Dtype, Snapshot as _, Tensors};
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 
@@ -156,13 +156,16 @@ impl Receiver {
     }
 
     /// The weights as they were received, once any were.
-    pub(crate) fn snapshot(&self, started_with: &Path) -> Option<Received> {
+    pub(crate) fn snapshot(&self, started_with: &Path) -> Option<Tensors<'static>> {
         if self.tensors.is_empty() {
             return None;
         }
-        let files = Checkpoint::open(started_with).unwrap().files().to_vec();
-        let (tensors, bytes) = self.tensors.values().cloned().unzip();
-        Some(Received { tensors, bytes, files })
+        let started = Checkpoint::open(started_with).unwrap();
+        let files = started.files().iter();
+        let received = files.fold(Tensors::new(), |all, file| all.file(file.name(), file.bytes()).unwrap());
+        Some(self.tensors.values().cloned().fold(received, |all, (info, bytes)| {
+            all.tensor(info.name, info.dtype, info.shape, bytes).unwrap()
+        }))
     }
 }
 
@@ -223,25 +226,4 @@ pub(crate) fn success() -> Response {
 
 pub(crate) fn refusal(message: &str) -> Response {
     (StatusCode::BAD_REQUEST, axum::Json(json!({"success": false, "message": message}))).into_response()
-}
-
-/// What an engine received.
-pub(crate) struct Received {
-    tensors: Vec<TensorInfo>,
-    bytes: Vec<Vec<u8>>,
-    files: Vec<AuxFile>,
-}
-
-impl Snapshot for Received {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> driftless_transport::Result<Cow<'_, [u8]>> {
-        Ok(Cow::Borrowed(&self.bytes[index]))
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &self.files
-    }
 }

@@ -18,9 +18,11 @@ use driftless_bridge::{
     Client, ClientOptions, DiskActivator, DiskOptions, Error, Expected, Fleet, FleetOptions, GenerateRequest,
     Keys, Label, LiveWeights, PauseMode, Rid, SamplingParams, checksums,
 };
-use driftless_transport::{
-    Activate, Checkpoint, Limit, Manifest, Memory, Mode, Publisher, PublisherOptions, Start, Step, Target,
-};
+use driftless_store::Memory;
+use driftless_transport::activate::{Activate, Limit, Target};
+use driftless_transport::manifest::Manifest;
+use driftless_transport::publish::{Mode, PublisherOptions, Start, Step};
+use driftless_transport::{Checkpoint, Publisher};
 use tokio::runtime::Runtime;
 
 /// The engine belongs to one test at a time.

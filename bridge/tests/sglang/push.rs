@@ -12,7 +12,8 @@ use driftless_bridge::{
 };
 use std::time::Duration;
 
-use driftless_transport::{Activate, Checkpoint, Limit, Target};
+use driftless_transport::Checkpoint;
+use driftless_transport::activate::{Activate, Limit, Target};
 
 use crate::{ENGINE, manifests, subject};
 

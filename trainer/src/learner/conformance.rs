@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use driftless_buffer::{Identity, Log, Options, Position, Record, Scalars};
-use driftless_transport::{
-    Checkpoint, Publisher, PublisherOptions, Run, RunId, Snapshot, Start, Step, Store, Version, open,
-};
+use driftless_store::{Store, open};
+use driftless_transport::publish::{PublisherOptions, Start, Step};
+use driftless_transport::{Checkpoint, Publisher, Run, RunId, Snapshot, Version};
 
 use super::{Batch, Learner, Place, Progress, Sample, Stepped, Weights};
 use crate::metrics::StepMetrics;

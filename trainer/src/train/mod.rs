@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftless_bridge::Label;
-use driftless_transport::{Mode, Published, Snapshot, Step, Version};
+use driftless_transport::publish::{Mode, Published, Step};
+use driftless_transport::{Snapshot, Version};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftless_bridge::{Keys, SamplingParams};
-use driftless_transport::{SignKey, Store, TrustKey};
+use driftless_store::Store;
+use driftless_transport::sign::{SignKey, TrustKey};
 use serde::Serialize;
 
 use crate::advantage::Estimator;

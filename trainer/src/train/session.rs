@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use driftless_bridge::{Expected, Fleet, FleetOptions, Label};
 use driftless_buffer::{self as buffer, Group, Identity, Log, Position, PromptState, Reader, Retention};
-use driftless_transport::{
-    self as transport, Publisher, PublisherOptions, Run, RunId, Start, Store, Version,
-};
+use driftless_store::Store;
+use driftless_transport::publish::{PublisherOptions, Start};
+use driftless_transport::{self as transport, Publisher, Run, RunId, Version};
 use tokio::runtime::Runtime;
 
 use super::record::RunRecord;

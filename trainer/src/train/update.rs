@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use driftless_bridge::{Fleet, Label, LiveWeights, checksums};
-use driftless_transport::{Ack, Mode, Published, Publisher, Run, Snapshot, Step, Version};
+use driftless_transport::gc::Ack;
+use driftless_transport::publish::{Mode, Published, Step};
+use driftless_transport::{Publisher, Run, Snapshot, Version};
 
 use super::MODEL;
 use crate::error::{Error, Result};

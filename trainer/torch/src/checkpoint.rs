@@ -13,9 +13,9 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use driftless_transport::{
-    self as transport, AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo, write_checkpoint,
-};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
+use driftless_transport::{self as transport, Checkpoint, Dtype, Snapshot};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 

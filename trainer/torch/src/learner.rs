@@ -4,7 +4,7 @@ use std::path::Path;
 
 use driftless_trainer::learner::{self, Learner, Place, Progress, StepStats, Stepped, Weights};
 use driftless_trainer::{Dtype, Error as LoopError, Estimator, LearnOptions, Result as LoopResult};
-use driftless_transport::write_checkpoint;
+use driftless_transport::checkpoint::write_checkpoint;
 use tch::Kind;
 
 use crate::batch::{Batch, Reduction, Sample, micro_batches, token_weights};

@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use driftless_transport::{AuxFile, Checkpoint, Snapshot, write_checkpoint};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::snapshot::AuxFile;
+use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Kind};
 
 use crate::batch::{Batch, Reduction, Sample, token_weights};

@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use driftless_transport::{self as transport, AuxFile, Checkpoint, Dtype, Snapshot, TensorInfo};
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
+use driftless_transport::{self as transport, Checkpoint, Dtype, Snapshot};
 use tch::Kind;
 
 use crate::error::Result;
@@ -11,7 +12,7 @@ use crate::policy::Policy;
 use crate::torch::bytes_of;
 
 /// The weights of a [`Policy`] at one moment, rounded to the dtype that is published, with the auxiliary
-/// files of the model: what a publisher takes, and what [`driftless_transport::write_checkpoint`] makes a
+/// files of the model: what a publisher takes, and what [`driftless_transport::checkpoint::write_checkpoint`] makes a
 /// Hugging Face checkpoint of.
 ///
 /// Holds a copy in host memory: the policy may go on training while this is published.

@@ -10,7 +10,7 @@ use std::time::SystemTime;
 use driftless_store::os::crash_point;
 use driftless_store::wrap::Count;
 use driftless_store::{ContentDigest, Object, Store};
-use driftless_transport::spool::{Spool, SpoolOptions};
+use driftless_transport::download::{DownloadCache, DownloadOptions};
 use driftless_transport::{Error, Result};
 use serde::Serialize;
 
@@ -74,22 +74,22 @@ impl Entries {
 #[derive(Debug)]
 pub(super) struct Cache {
     origin: Count,
-    spool: Spool,
+    downloads: DownloadCache,
     bytes_max: u64,
     entries: Mutex<Entries>,
     pub(super) counters: Counters,
 }
 
 impl Cache {
-    /// The cache in `spool`'s directory with what an earlier process left there, which is checked before it
+    /// The cache in `dir` with what an earlier process left there, which is checked before it
     /// is served.
     pub(super) fn new(origin: Arc<dyn Store>, dir: std::path::PathBuf, bytes_max: u64) -> Self {
-        let mut options = SpoolOptions::default();
+        let mut options = DownloadOptions::default();
         // Nobody decodes here while the rest arrives.
         options.range_bytes = options.request_bytes_max;
         (options.bytes_max, options.object_bytes_min) = (bytes_max, 1);
-        let spool = Spool::new(dir, options, "relay.range");
-        let mut found = spool.kept_objects();
+        let downloads = DownloadCache::new(dir, options, "relay.range");
+        let mut found = downloads.kept_objects();
         found.sort_by_key(|(_, _, modified)| *modified);
         let mut entries = Entries::default();
         for (digest, size, _) in found {
@@ -98,7 +98,7 @@ impl Cache {
             entries.all.insert(digest, Entry { size, used, whole: false, busy: false });
         }
         let origin = Count::new(origin);
-        Self { origin, spool, bytes_max, entries: Mutex::new(entries), counters: Counters::default() }
+        Self { origin, downloads, bytes_max, entries: Mutex::new(entries), counters: Counters::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Entries> {
@@ -127,7 +127,7 @@ impl Cache {
                 return None;
             }
         }
-        let file = self.spool.kept_file(&object.blake3)?;
+        let file = self.downloads.kept_file(&object.blake3)?;
         // So that the next process knows what was asked for last; a date that stays costs nothing but that.
         let _ = file.set_modified(SystemTime::now());
         Some(Content::File(Arc::new(file)))
@@ -142,18 +142,18 @@ impl Cache {
         crash_point("relay.fetch")?;
         self.counters.fetches.fetch_add(1, Relaxed);
         let fits = self.make_room(object);
-        let fetched = self.spool.object(&self.origin, object, &|| {});
+        let fetched = self.downloads.object(&self.origin, object, &|| {});
         if fetched.as_ref().is_err_and(Error::is_not_found) {
-            self.spool.forget(&object.blake3);
+            self.downloads.forget(&object.blake3);
         }
-        let file = fetched.as_ref().ok().and_then(|_| self.spool.kept_file(&object.blake3));
+        let file = fetched.as_ref().ok().and_then(|_| self.downloads.kept_file(&object.blake3));
         {
             let mut entries = self.lock();
             match (entries.all.get_mut(&object.blake3), &file) {
                 (Some(entry), Some(_)) => (entry.whole, entry.busy) = (true, false),
                 // Parts of an object that could not be had are kept like others: the next try goes on with
                 // them.
-                (Some(entry), None) if fetched.is_err() && self.spool.keeps(&object.blake3) => {
+                (Some(entry), None) if fetched.is_err() && self.downloads.keeps(&object.blake3) => {
                     entry.busy = false
                 }
                 _ => {
@@ -194,7 +194,7 @@ impl Cache {
         drop(entries);
         for digest in unwanted {
             self.counters.evictions.fetch_add(1, Relaxed);
-            self.spool.forget(&digest);
+            self.downloads.forget(&digest);
         }
         true
     }
@@ -211,7 +211,7 @@ impl Cache {
         };
         if let Some(digest) = oldest {
             self.counters.evictions.fetch_add(1, Relaxed);
-            self.spool.forget(&digest);
+            self.downloads.forget(&digest);
         }
     }
 }

@@ -32,9 +32,9 @@ use axum::http::StatusCode;
 use driftless_store::os::{Lock, create_dir_synced};
 use driftless_store::{ContentDigest, Error as StoreError, Key, Object, Store, chain_text};
 use driftless_transport::Error as TransportError;
-use driftless_transport::listen::Limits;
 use driftless_transport::manifest::OBJECT_BYTES_MAX;
-use driftless_transport::server::check_exposure;
+use driftless_transport::serve::check_exposure;
+use driftless_transport::serve::listen::Limits;
 use tokio::sync::{Semaphore, watch};
 
 use cache::{Cache, Content};

@@ -5,10 +5,10 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use driftless_store::{Arrived, Entry, Key, Object, PutMode, Result, Store};
+use driftless_store::{Entry, Key, Object, OnBytes, PutMode, Result, Store};
 
 /// A store whose objects are remembered when they are put through it, so that a relay beside a publisher,
-/// with this as its origin, does not read back what has just been written. Only [`Store::get_known`] is
+/// with this as its origin, does not read back what has just been written. Only [`Store::get_cached`] is
 /// answered from memory, whose callers check what they get.
 #[derive(Debug)]
 pub struct Recent {
@@ -89,19 +89,19 @@ impl Store for Recent {
         self.origin.get(key, range)
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+    fn get_cached(&self, object: &Object, range: Range<u64>, arrived: &OnBytes) -> Result<Vec<u8>> {
         let kept = self.kept().get(&object.key).filter(|bytes| bytes.len() as u64 == object.size);
         let end = range.end.min(object.size);
         match kept.as_deref().and_then(|bytes| bytes.get(range.start as usize..end as usize)) {
             Some(bytes) => Ok(bytes.to_vec()),
             // Also for a range that is outside: the origin knows what to say.
-            None => self.origin.get_known(object, range, arrived),
+            None => self.origin.get_cached(object, range, arrived),
         }
     }
 
-    fn doubt(&self, object: &Object) -> bool {
+    fn report_corrupt(&self, object: &Object) -> bool {
         let forgotten = self.kept().remove(&object.key);
-        self.origin.doubt(object) || forgotten
+        self.origin.report_corrupt(object) || forgotten
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {
@@ -146,9 +146,9 @@ mod tests {
         let store = Recent::new(origin.clone(), 10);
         let old = put(&store, "old", b"0123456");
         let new = put(&store, "new", b"789");
-        let whole = |object: &Object| store.get_known(object, 0..object.size, &no_progress()).unwrap();
+        let whole = |object: &Object| store.get_cached(object, 0..object.size, &no_progress()).unwrap();
         assert_eq!((whole(&old), whole(&new)), (b"0123456".to_vec(), b"789".to_vec()));
-        assert_eq!(store.get_known(&new, 1..9, &no_progress()).unwrap(), b"89");
+        assert_eq!(store.get_cached(&new, 1..9, &no_progress()).unwrap(), b"89");
         assert_eq!(origin.counts().gets, 0);
         let newer = put(&store, "newer", b"x");
         assert_eq!(
@@ -172,19 +172,19 @@ mod tests {
         fault.arm(0, 1, When::After);
         let other = object("a", b"other");
         store.put(&other.key, b"other", PutMode::Overwrite).unwrap_err();
-        assert_eq!(store.get_known(&other, 0..5, &no_progress()).unwrap(), b"other", "an answer was lost");
+        assert_eq!(store.get_cached(&other, 0..5, &no_progress()).unwrap(), b"other", "an answer was lost");
         put(&store, "a", b"first");
         inner.put(&first.key, b"other", PutMode::Overwrite).unwrap();
         assert_eq!(
-            store.get_known(&other, 0..5, &no_progress()).unwrap(),
+            store.get_cached(&other, 0..5, &no_progress()).unwrap(),
             b"first",
             "as long as nobody doubts it"
         );
-        assert!(store.doubt(&other) && !store.doubt(&other));
-        assert_eq!(store.get_known(&other, 0..5, &no_progress()).unwrap(), b"other");
+        assert!(store.report_corrupt(&other) && !store.report_corrupt(&other));
+        assert_eq!(store.get_cached(&other, 0..5, &no_progress()).unwrap(), b"other");
         let gone = put(&store, "b", b"gone");
         store.delete(&gone.key).unwrap();
-        let error = store.get_known(&gone, 0..4, &no_progress()).unwrap_err();
+        let error = store.get_cached(&gone, 0..4, &no_progress()).unwrap_err();
         assert!(matches!(error, Error::NotFound { .. }), "{error:?}");
     }
 }

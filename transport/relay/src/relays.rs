@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use driftless_store::{Arrived, ContentDigest, Entry, Key, Object, PutMode, Store, redact};
+use driftless_store::{ContentDigest, Entry, Key, Object, OnBytes, PutMode, Store, redact};
 use driftless_transport::Error as TransportError;
 use driftless_transport::client::{Http, parse_url};
 use reqwest::{StatusCode, Url};
@@ -103,7 +103,7 @@ impl Relays {
         peer: &Peer,
         object: &Object,
         range: &Range<u64>,
-        arrived: &Arrived,
+        arrived: &OnBytes,
     ) -> std::result::Result<Vec<u8>, String> {
         let patience = PATIENCE + Duration::from_secs(object.size / BYTES_PER_SECOND_MIN);
         match &peer.way {
@@ -238,16 +238,16 @@ impl Store for Relays {
         self.origin.get(key, range)
     }
 
-    fn get_known(
+    fn get_cached(
         &self,
         object: &Object,
         range: Range<u64>,
-        arrived: &Arrived,
+        arrived: &OnBytes,
     ) -> driftless_store::Result<Vec<u8>> {
         // A relay knows the object by its size, so a byte behind the end tells nothing there.
         let inside = range.start.min(object.size)..range.end.min(object.size);
         if inside.is_empty() {
-            return self.origin.get_known(object, range, arrived);
+            return self.origin.get_cached(object, range, arrived);
         }
         for index in self.order(&object.blake3) {
             let Some(peer) = self.relays.get(index).filter(|peer| peer.is_due()) else { continue };
@@ -264,11 +264,13 @@ impl Store for Relays {
                 Err(error) => peer.failed(&object.key, &error),
             }
         }
-        self.origin.get_known(object, range, arrived)
+        self.origin.get_cached(object, range, arrived)
     }
 
-    fn doubt(&self, object: &Object) -> bool {
-        let Some(suspects) = self.given().remove(&object.blake3) else { return self.origin.doubt(object) };
+    fn report_corrupt(&self, object: &Object) -> bool {
+        let Some(suspects) = self.given().remove(&object.blake3) else {
+            return self.origin.report_corrupt(object);
+        };
         for peer in suspects.iter().filter_map(|index| self.relays.get(*index)) {
             peer.lied(&object.key);
         }

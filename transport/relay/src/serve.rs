@@ -15,8 +15,8 @@ use axum::response::{IntoResponse, Json, Response};
 use axum::routing::get;
 use axum::{Router, middleware};
 use driftless_transport::Error as TransportError;
-use driftless_transport::listen::serve_http;
-use driftless_transport::server::{self, Token};
+use driftless_transport::serve::listen::serve_http;
+use driftless_transport::serve::{self as http, Token};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::runtime;
@@ -37,7 +37,7 @@ pub struct Server {
     /// What is served over UCX, which ends while the runtime still answers it.
     #[cfg(feature = "ucx")]
     sessions: Option<super::Sessions>,
-    http: server::Server,
+    http: http::Server,
 }
 
 impl Server {
@@ -87,7 +87,7 @@ pub(super) fn start(relay: Arc<Relay>, options: RelayOptions) -> Result<Server> 
     Ok(Server {
         #[cfg(feature = "ucx")]
         sessions,
-        http: server::Server::run(runtime, addr, "relay-http", serving)?,
+        http: http::Server::run(runtime, addr, "relay-http", serving)?,
     })
 }
 

@@ -7,7 +7,9 @@ use driftless_store::os::crash_point;
 use driftless_store::{ContentDigest, Entry, Error as StoreError, Store};
 use driftless_transport::foreign::Foreign;
 use driftless_transport::manifest::Manifest;
-use driftless_transport::{Advanced, Applied, Checkpoint, Committed, Error, Replica, Result, Version};
+use driftless_transport::replica::{Advanced, Applied};
+use driftless_transport::run::Committed;
+use driftless_transport::{Checkpoint, Error, Replica, Result, Version};
 
 use crate::release::Release;
 use crate::{corrupt, frame, identity, index_key};

@@ -12,10 +12,12 @@ use axum::response::Json;
 use axum::routing::post;
 use driftless_store::wrap::Count;
 use driftless_store::{Store, chain_text};
+use driftless_transport::activate::Activate;
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::gc::Ack;
+use driftless_transport::replica::{Advanced, Plan};
 use driftless_transport::source::{Asked, Newest, Source};
-use driftless_transport::{
-    Ack, Activate, Advanced, Error, Follower, FollowerOptions, Plan, Replica, Result, RunId, Version,
-};
+use driftless_transport::{Error, Follower, Replica, Result, RunId, Version};
 use serde::Deserialize;
 
 use crate::feed::Feed;
@@ -52,7 +54,7 @@ pub fn plan(store: Arc<dyn Store>, options: &FollowerOptions) -> Result<Plan> {
     crate::plan::plan(feed(store, options)?, &options.checkpoint_dir, options.until)
 }
 
-/// The route that slime's trainer calls, for [`serve_with`](driftless_transport::http::serve_with): `POST
+/// The route that slime's trainer calls, for [`ServeOptions::routes`](driftless_transport::serve::ServeOptions): `POST
 /// /pull_weights`.
 pub fn routes(follower: Follower) -> Router {
     Router::new().route("/pull_weights", post(pull_weights)).with_state(follower)
@@ -91,7 +93,7 @@ impl Source for SlimeFeed {
     fn advance(&mut self, replica: &mut Replica, to: Version) -> Result<Advanced> {
         let mut advanced = self.feed.advance(replica, to)?;
         // Version 0 is not among the steps that were counted.
-        advanced.links += u64::from(std::mem::take(&mut self.adopted));
+        advanced.versions += u64::from(std::mem::take(&mut self.adopted));
         Ok(advanced)
     }
 

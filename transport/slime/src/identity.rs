@@ -6,7 +6,8 @@
 use driftless_store::ContentDigest;
 use driftless_transport::foreign::Tables;
 use driftless_transport::manifest::{Algorithms, FORMAT, Features, Kind, Manifest, Representation, Tensor};
-use driftless_transport::{Checkpoint, Committed, Result, RunId, Version};
+use driftless_transport::run::Committed;
+use driftless_transport::{Checkpoint, Result, RunId, Version};
 
 use crate::release::Release;
 

@@ -8,9 +8,10 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use driftless_store::os::regular;
-use driftless_transport::foreign::{Bounds, Held, position, refuse_foreign};
+use driftless_transport::foreign::{self, Bounds, Held, position, refuse_foreign};
 use driftless_transport::manifest::Manifest;
-use driftless_transport::{Checkpoint, Error, Plan, PlannedLink, Result, Version, foreign};
+use driftless_transport::replica::{Plan, PlannedVersion};
+use driftless_transport::{Checkpoint, Error, Result, Version};
 
 use crate::feed::{Feed, check_forward};
 use crate::release::Release;
@@ -38,7 +39,7 @@ pub(crate) fn plan(mut feed: Feed, dir: &Path, until: Option<Version>) -> Result
 
 fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>) -> Result<Plan> {
     let last = |newest: Version| until.map_or(newest, |until| until.min(newest));
-    let mut links = Vec::new();
+    let mut versions = Vec::new();
     let (checkpoint, base, mut run_id, to) = match &held.version {
         Some((applied, manifest)) => {
             feed.check_pins(dir, manifest, applied)?;
@@ -47,16 +48,16 @@ fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>)
             (Checkpoint::open_replica(dir)?, manifest.clone(), applied.run_id, to)
         }
         None => {
-            let (checkpoint, link) = feed.version_0()?;
+            let (checkpoint, committed) = feed.version_0()?;
             // What was begun here is ours, and the reference itself may be adopted where it lies.
             if !held.begun && checkpoint.dir().canonicalize().ok() != dir.canonicalize().ok() {
                 refuse_foreign(dir)?;
             }
-            let changed = Some(link.manifest.changed);
-            links.push(PlannedLink::new(Version(0), true, (0, 0), changed));
+            let changed = Some(committed.manifest.changed);
+            versions.push(PlannedVersion::new(Version(0), true, (0, 0), changed));
             let to = last(feed.newest(Version(0))?);
-            let run_id = link.manifest.run_id;
-            (checkpoint, link.manifest, run_id, to)
+            let run_id = committed.manifest.run_id;
+            (checkpoint, committed.manifest, run_id, to)
         }
     };
     let numbers = base.version.0 + 1..=to.0;
@@ -68,15 +69,15 @@ fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>)
     // The reference is whole whatever happened to the directory.
     let torn = held.unfinished && held.version.is_some();
     let changed = rehearse(feed, (&base, &checkpoint), &releases, !torn)?;
-    links.extend(releases.iter().zip(changed).map(|(release, changed)| planned(release, changed)));
+    versions.extend(releases.iter().zip(changed).map(|(release, changed)| planned(release, changed)));
     let from = held.version.as_ref().map(|(applied, _)| applied.version);
-    Ok(Plan::of((run_id, &base.model), (from, to), held.unfinished, links))
+    Ok(Plan::of((run_id, &base.model), (from, to), held.unfinished, versions))
 }
 
-fn planned(release: &Release, changed: Option<u64>) -> PlannedLink {
+fn planned(release: &Release, changed: Option<u64>) -> PlannedVersion {
     let files: BTreeSet<_> = release.tensors.values().map(|frame| &frame.key).collect();
     let bytes = release.tensors.values().map(|frame| frame.range.end - frame.range.start).sum();
-    PlannedLink::new(release.version, false, (files.len() as u64, bytes), changed)
+    PlannedVersion::new(release.version, false, (files.len() as u64, bytes), changed)
 }
 
 /// Takes every tensor through all versions, unless what is on disk is not `whole`. Returns how many elements

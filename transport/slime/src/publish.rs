@@ -11,10 +11,10 @@ use std::{fmt, thread};
 
 use driftless_store::{Error as StoreError, PutMode, Store, probe_conditional_put};
 use driftless_transport::foreign::{STATE_DIR, check_finite};
-use driftless_transport::{
-    Applied, Checkpoint, Error, Progress, ProgressFn, Published, Replica, Result, Snapshot, Start,
-    TensorInfo, Version,
-};
+use driftless_transport::publish::{Progress, ProgressFn, Published, Start};
+use driftless_transport::replica::Applied;
+use driftless_transport::snapshot::TensorInfo;
+use driftless_transport::{Checkpoint, Error, Replica, Result, Snapshot, Version};
 use serde_json::json;
 
 use crate::feed::Feed;
@@ -182,7 +182,7 @@ impl Publisher {
 
     fn catch_up(&mut self) -> Result<Applied> {
         // Durable, before anything is encoded against it.
-        self.baseline.settle()?;
+        self.baseline.sync()?;
         let newest = self.feed.survey(&mut self.baseline)?;
         self.feed.advance(&mut self.baseline, newest)?;
         let path = || self.options.baseline_dir.clone();

@@ -126,7 +126,7 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
     let behind = counters.behind.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
     page.single("lag_seconds", "gauge", "Since when the store has a newer version.", behind.as_secs_f64());
     let applied = &counters.applied;
-    page.single("versions_applied_total", "counter", "Versions applied.", applied.links);
+    page.single("versions_applied_total", "counter", "Versions applied.", applied.versions);
     page.single("elements_changed_total", "counter", "Elements that they changed.", applied.changed);
     page.single("fetched_bytes_total", "counter", "Bytes of their objects.", applied.bytes);
     page.family(
@@ -333,7 +333,7 @@ mod tests {
         let later = |seconds| start + Duration::from_secs(seconds);
         let mut counters = Counters::default();
         let advanced = Advanced {
-            links: 2,
+            versions: 2,
             bytes: 900,
             changed: 40,
             journal: Duration::from_millis(250),

@@ -37,7 +37,7 @@ use run::RunSource;
 use worker::{Answer, Job, Worker};
 
 pub use options::FollowerOptions;
-pub use status::Status;
+pub use status::{PrepareReply, Status};
 
 /// What an engine is asked first, as errors name it.
 const LOOK: &str = "report its version";
@@ -54,7 +54,7 @@ pub struct Prepared {
     pub version: Version,
     /// The label that engines are given for it.
     pub label: String,
-    /// What it took; `links` is 0 if the version was there already.
+    /// What it took; `versions` is 0 if the version was there already.
     pub advanced: Advanced,
 }
 
@@ -145,7 +145,7 @@ impl Follower {
         check_name("run", &options.run)?;
         check_name("model", &options.model)?;
         let mut replica = Replica::open_or_quarantine(&options.checkpoint_dir)?;
-        replica.set_spool(options.spool);
+        replica.set_download_options(options.download);
         if let Some(dir) = &options.plugin_dir {
             replica.set_plugin_dir(dir.clone());
         }
@@ -202,7 +202,7 @@ impl Follower {
 
     /// Brings the checkpoint directory to `target`, or to the newest version up to
     /// [`FollowerOptions::until`]. Engines go on with what they serve. The data become durable behind it
-    /// ([`Follower::settle`]); the journal that can repeat them is.
+    /// ([`Follower::sync`]); the journal that can repeat them is.
     ///
     /// # Errors
     ///
@@ -214,8 +214,8 @@ impl Follower {
         self.prepare_noted(&mut *self.core()?, target.map_or(Asked::Newest, Asked::Version))
     }
 
-    /// One look of the loop: to the newest version, or to the next one if the look before found nothing new.
-    fn look(&self) -> Result<()> {
+    /// One poll of the loop: to the newest version, or to the next one if the poll before found nothing new.
+    fn poll(&self) -> Result<()> {
         self.prepare_noted(&mut *self.core()?, Asked::Poll).map(drop)
     }
 
@@ -237,20 +237,20 @@ impl Follower {
     ///
     /// # Errors
     ///
-    /// As [`Replica::settle`]; [`Error::Busy`] also during another request.
-    pub fn settle(&self) -> Result<()> {
-        self.note(self.core()?.replica.settle().map(drop))
+    /// As [`Replica::sync`]; [`Error::Busy`] also during another request.
+    pub fn sync(&self) -> Result<()> {
+        self.note(self.core()?.replica.sync().map(drop))
     }
 
     /// Has the status tell of a version that could not be made durable, and begins with it again.
     fn check_durable(&self) -> Result<()> {
         let mut core = self.core()?;
-        self.note(heal(&mut core.replica, Replica::poll))?;
+        self.note(heal(&mut core.replica, Replica::poll_sync))?;
         let unfinished = core.replica.applied().is_some() && core.replica.checkpoint().is_err();
         if !unfinished {
             return Ok(());
         }
-        self.note(heal(&mut core.replica, |replica| replica.settle().map(drop)))
+        self.note(heal(&mut core.replica, |replica| replica.sync().map(drop)))
     }
 
     /// Shows an error of the replica, if there is one, in the status and among the failures.
@@ -320,7 +320,7 @@ impl Follower {
                 with: format!("engine `{}`, which still loads it", slot.worker.name()),
             });
         }
-        heal(&mut core.replica, Replica::poll)?;
+        heal(&mut core.replica, Replica::poll_sync)?;
         let started = Instant::now();
         let mut moved = self.advance(core, asked);
         match moved {
@@ -342,8 +342,8 @@ impl Follower {
     fn moved(&self, core: &mut Core, started: Instant, moved: Result<Advanced>) -> Result<Prepared> {
         let Core { replica, engines, .. } = core;
         let bytes = moved.as_ref().map_or(0, |advanced| advanced.bytes);
-        if !moved.as_ref().is_ok_and(|advanced| advanced.links == 0) {
-            // Also after an error: links applied before it stay applied. What an engine refused is another
+        if !moved.as_ref().is_ok_and(|advanced| advanced.versions == 0) {
+            // Also after an error: versions applied before it stay applied. What an engine refused is another
             // version now.
             engines.iter_mut().for_each(|slot| slot.load_at = Instant::now());
             record_applied(&mut self.status_mut(), replica, engines, started.elapsed(), bytes);

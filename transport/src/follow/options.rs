@@ -3,22 +3,31 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use derive_setters::Setters;
+
+use crate::download::DownloadOptions;
 use crate::ids::Version;
 use crate::sign::TrustKey;
-use crate::spool::SpoolOptions;
 
 /// What a follower follows, and where to.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct FollowerOptions {
     /// The run's name in the store.
+    #[setters(into)]
     pub run: String,
     /// The model within the run.
+    #[setters(into)]
     pub model: String,
     /// The directory that holds the materialised checkpoint; the follower owns it.
+    #[setters(into)]
     pub checkpoint_dir: PathBuf,
     /// The checkpoint that version 0 refers to, when it was published by reference.
+    #[setters(into)]
     pub hf_checkpoint: Option<PathBuf>,
     /// The follower's name in the store, unique within the run.
+    #[setters(into)]
     pub id: String,
     /// The last version to follow: later ones are left alone, and
     /// [`Follower::run_until`](crate::Follower::run_until) ends when every engine has it.
@@ -40,13 +49,14 @@ pub struct FollowerOptions {
     /// If given, only versions that one of these keys has signed are followed.
     pub trust_keys: Vec<TrustKey>,
     /// How objects are kept while they arrive.
-    pub spool: SpoolOptions,
+    pub download: DownloadOptions,
     /// Bytes of the checkpoint that [`Follower::run_until`](crate::Follower::run_until) reads in an hour,
     /// beside following, to compare them with their digests; 0 for none. What is damaged is built anew from
     /// the store, and engines load it again.
     pub scrub_bytes_per_hour: u64,
     /// The directory of engines' plugins. While a plugin is there, each delta is also written there as a
     /// [prepared delta](crate::prepared), for engines that write it into their weights.
+    #[setters(into)]
     pub plugin_dir: Option<PathBuf>,
     /// How long one engine may take to say which version it serves.
     pub serving_deadline: Duration,
@@ -76,7 +86,7 @@ impl FollowerOptions {
             backoff_max: Duration::from_secs(30),
             refusal_backoff_max: Duration::from_secs(300),
             trust_keys: Vec::new(),
-            spool: SpoolOptions::default(),
+            download: DownloadOptions::default(),
             scrub_bytes_per_hour: 64 << 30,
             plugin_dir: None,
             serving_deadline: Duration::from_secs(10),

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::Prepared;
 use crate::gc::Ack;
 use crate::ids::{RunId, Version};
 
@@ -23,4 +24,33 @@ pub struct Status {
     /// Why the last prepare failed, if it did; what is wrong with an engine stands beside the engine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+}
+
+/// The reply to `POST /prepare`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PrepareReply {
+    /// The version on disk.
+    pub version: Version,
+    /// The label that engines are given for it.
+    pub label: String,
+    /// Versions applied by this call; `links` in JSON.
+    #[serde(rename = "links")]
+    pub versions: u64,
+    /// Bytes fetched by this call.
+    pub bytes: u64,
+    /// Elements changed by this call.
+    pub changed: u64,
+}
+
+impl From<Prepared> for PrepareReply {
+    fn from(prepared: Prepared) -> Self {
+        let advanced = prepared.advanced;
+        Self {
+            version: prepared.version,
+            label: prepared.label,
+            versions: advanced.versions,
+            bytes: advanced.bytes,
+            changed: advanced.changed,
+        }
+    }
 }

@@ -51,12 +51,12 @@ impl Follower {
         if once {
             self.prepare(None)?;
             self.activate()?;
-            return self.settle();
+            return self.sync();
         }
         let (mut failures, mut scrubbing) = (0, Scrubbing::default());
         while !stop.is_stopped() {
             let began = Instant::now();
-            let prepared = if self.options().coordinated { self.check_durable() } else { self.look() };
+            let prepared = if self.options().coordinated { self.check_durable() } else { self.poll() };
             match prepared {
                 // Before the trainer's first publication, or while a coordinator's request is under way,
                 // nothing is wrong.
@@ -89,10 +89,10 @@ impl Follower {
                 break;
             }
         }
-        match self.settle() {
+        match self.sync() {
             // Somebody else's request outlives this loop.
             Err(Error::Busy { .. }) => Ok(()),
-            settled => settled,
+            synced => synced,
         }
     }
 

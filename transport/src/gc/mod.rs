@@ -17,6 +17,7 @@ mod plan;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use derive_setters::Setters;
 use driftless_store::{Error as StoreError, Key};
 
 use crate::error::{Error, Result};
@@ -30,10 +31,12 @@ pub(crate) use lease::Record;
 pub(crate) use plan::is_publishers;
 
 /// What to keep.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_")]
 #[non_exhaustive]
 pub struct GcOptions {
     /// The model whose versions are collected.
+    #[setters(into)]
     pub model: String,
     /// How many of the newest versions are kept in any case; at least 1, the default.
     pub keep: u64,

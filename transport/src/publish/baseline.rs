@@ -36,7 +36,7 @@ impl Baseline {
         self.wait()?;
         let State::Here(mut replica) = std::mem::replace(&mut self.state, State::Gone) else { return Ok(()) };
         let spawned = thread::Builder::new().name("driftless-baseline".to_owned()).spawn(move || {
-            let moved = change(&mut replica).and_then(|()| replica.settle().map(drop));
+            let moved = change(&mut replica).and_then(|()| replica.sync().map(drop));
             (replica, moved)
         });
         self.state =

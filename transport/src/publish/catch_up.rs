@@ -18,7 +18,7 @@ impl Publisher {
         if let Err(error) = self.baseline.begin(change) {
             let version = committed.manifest.version;
             tracing::warn!(%version, %error, "the baseline lags; the next publication moves it first");
-            self.standing = Standing::Behind(committed.identity());
+            self.standing = Standing::Lagging(committed.identity());
         }
     }
 
@@ -28,14 +28,14 @@ impl Publisher {
         // An error of the last move is in the standing now.
         let _ = self.wait();
         match self.standing {
-            Standing::Level => Ok(()),
-            Standing::Lost(winner) => Err(self.lost(winner)),
-            Standing::Behind(ours) => {
+            Standing::InSync => Ok(()),
+            Standing::Fenced(winner) => Err(self.lost(winner)),
+            Standing::Lagging(ours) => {
                 let newest = self.run.newest(&self.options.model)?;
                 let have = self.baseline.replica()?.identity().map(|base| base.version);
                 match newest.filter(|newest| Some(newest.manifest.version) > have) {
                     Some(newest) if newest.manifest.version >= ours.version && newest.identity() != ours => {
-                        self.standing = Standing::Lost(newest.identity());
+                        self.standing = Standing::Fenced(newest.identity());
                         return Err(self.lost(newest.identity()));
                     }
                     Some(_) => match self.restore_baseline() {
@@ -43,9 +43,9 @@ impl Publisher {
                         restored => restored?,
                     },
                     // It is there, but perhaps not on the disk.
-                    None => drop(self.baseline.replica()?.settle()?),
+                    None => drop(self.baseline.replica()?.sync()?),
                 }
-                self.standing = Standing::Level;
+                self.standing = Standing::InSync;
                 Ok(())
             }
         }
@@ -87,7 +87,7 @@ impl Publisher {
                     self.newest = Some(newest.identity());
                     self.chain_bytes = None;
                     advanced?;
-                    replica.settle()?;
+                    replica.sync()?;
                     break;
                 }
             }

@@ -21,7 +21,7 @@ impl Publisher {
         let committed = Committed::new(manifest, ContentDigest::of(&bytes));
         fail::fail_point!("publish.manifest");
         if let Err(error) = self.run.commit(&self.options.model, version, &bytes) {
-            self.settle(&committed, error)?;
+            self.resolve_race(&committed, error)?;
         }
         self.note_committed(&committed);
         fail::fail_point!("publish.committed");
@@ -56,12 +56,12 @@ impl Publisher {
 
     /// Decides after a failed create whether the version is ours (its answer was lost), another's, or not
     /// there.
-    pub(super) fn settle(&mut self, committed: &Committed, error: Error) -> Result<()> {
+    pub(super) fn resolve_race(&mut self, committed: &Committed, error: Error) -> Result<()> {
         let version = committed.manifest.version;
         match self.run.get(&self.options.model, version) {
             Ok(found) if found.digest == committed.digest => Ok(()),
             Ok(found) => {
-                self.standing = Standing::Lost(found.identity());
+                self.standing = Standing::Fenced(found.identity());
                 // The winner's manifest is there, so nothing else in the version's place can ever be
                 // committed.
                 self.sweep(&found);
@@ -70,23 +70,23 @@ impl Publisher {
             // It was committed so long ago that it was collected since.
             Err(Error::Collected { .. }) => {
                 self.sweep_place(version, |_| false);
-                self.standing = Standing::Behind(committed.identity());
+                self.standing = Standing::Lagging(committed.identity());
                 let newest = self.run.newest(&self.options.model)?.ok_or(error)?.identity();
-                self.standing = Standing::Lost(newest);
+                self.standing = Standing::Fenced(newest);
                 Err(self.lost(newest))
             }
             Err(Error::NoSuchVersion { .. }) => {
-                self.standing = Standing::Behind(committed.identity());
+                self.standing = Standing::Lagging(committed.identity());
                 self.sweep_due = true;
                 Err(error)
             }
             Err(untrusted @ (Error::Unsigned { .. } | Error::BadSignature { .. })) => {
-                self.standing = Standing::Behind(committed.identity());
+                self.standing = Standing::Lagging(committed.identity());
                 self.sweep_due = true;
                 Err(untrusted)
             }
             Err(_) => {
-                self.standing = Standing::Behind(committed.identity());
+                self.standing = Standing::Lagging(committed.identity());
                 self.sweep_due = true;
                 Err(Error::CommitUnknown {
                     version,

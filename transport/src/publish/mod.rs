@@ -52,6 +52,7 @@ use encode::{BaseView, Coded, Coder, Encoder};
 use plan::{Anchors, Plan};
 use shard::Whole;
 
+pub use driftless_delta::Profile;
 pub use finite::check as check_finite;
 pub use options::{FullBecause, Mode, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step};
 pub use ranks::PublishedPart;
@@ -81,11 +82,11 @@ pub struct Publisher {
 #[derive(Debug, Clone)]
 enum Standing {
     /// The baseline is at the newest version, or on its way there.
-    Level,
+    InSync,
     /// The store may hold this version, which is ours, and the baseline does not yet.
-    Behind(Base),
+    Lagging(Base),
     /// Another publisher committed this version.
-    Lost(Base),
+    Fenced(Base),
 }
 
 /// A version that is encoded and stored, and not yet committed.
@@ -145,7 +146,7 @@ impl Publisher {
         };
         let run = run.trusting(&options.trusted());
         let sweep_due = options.start == Start::Resume;
-        let standing = Standing::Level;
+        let standing = Standing::InSync;
         let mut publisher = Self {
             run,
             options,
@@ -160,7 +161,7 @@ impl Publisher {
         if let Err(error) = publisher.restore_baseline() {
             let Some(newest) = publisher.newest.filter(|_| is_lost(&error)) else { return Err(error) };
             tracing::warn!(version = %newest.version, %error, "only a full version can be published behind this one");
-            publisher.standing = Standing::Behind(newest);
+            publisher.standing = Standing::Lagging(newest);
         }
         Ok(publisher)
     }
@@ -183,9 +184,9 @@ impl Publisher {
     /// What kept the baseline from moving; the next publication tries again.
     pub fn wait(&mut self) -> Result<()> {
         let moved = self.baseline.wait();
-        if let (Err(error), Standing::Level, Some(newest)) = (&moved, &self.standing, self.newest) {
+        if let (Err(error), Standing::InSync, Some(newest)) = (&moved, &self.standing, self.newest) {
             tracing::warn!(version = %newest.version, %error, "the baseline lags; the next publication moves it first");
-            self.standing = Standing::Behind(newest);
+            self.standing = Standing::Lagging(newest);
         }
         moved
     }
@@ -225,8 +226,8 @@ impl Publisher {
         let encode = begin.elapsed();
         let committed = self.commit(manifest)?;
         self.options.reference_dir = Some(dir.to_path_buf());
-        let (dir, link) = (dir.to_path_buf(), committed.clone());
-        self.move_baseline(&committed, move |replica| replica.adopt(&dir, &link));
+        let (dir, version) = (dir.to_path_buf(), committed.clone());
+        self.move_baseline(&committed, move |replica| replica.adopt(&dir, &version));
         self.report(&committed, None, (encode, begin.elapsed()))
     }
 
@@ -253,7 +254,7 @@ impl Publisher {
         let manifest = self.manifest(kind, snapshot, step, tables, objects)?;
         let committed = self.commit(manifest)?;
         // Also where a full version left out what the store has lost.
-        self.standing = Standing::Level;
+        self.standing = Standing::InSync;
         self.follow_commit(&committed);
         self.report(&committed, full_because, (encode, begin.elapsed()))
     }

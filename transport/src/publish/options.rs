@@ -4,9 +4,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use driftless_delta::Profile;
+use derive_setters::Setters;
 use driftless_store::ContentDigest;
 
+use super::Profile;
 use super::encode::PIECE_UNIT;
 use crate::error::{Error, Result};
 use crate::ids::Version;
@@ -73,20 +74,25 @@ pub struct Step {
 }
 
 /// Settings of a [`Publisher`](super::Publisher).
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
 #[non_exhaustive]
 pub struct PublisherOptions {
     /// Name of the run.
+    #[setters(into)]
     pub run: String,
     /// Name of the model within the run; `policy` by default. A second representation of the same policy is
     /// another model.
+    #[setters(into)]
     pub model: String,
     /// Begin or go on.
     pub start: Start,
     /// Directory of the baseline: a copy of the newest committed version, kept by the publisher alone.
+    #[setters(into)]
     pub baseline_dir: PathBuf,
     /// Directory of the checkpoint that version 0 was published from by reference, for rebuilding a lost
     /// baseline.
+    #[setters(into)]
     pub reference_dir: Option<PathBuf>,
     /// Largest object in bytes, 8 MiB by default; at least 1 MiB, at most 256 MiB. Whoever follows decodes an
     /// object while the next ones arrive.

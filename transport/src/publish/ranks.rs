@@ -199,7 +199,7 @@ impl Publisher {
                     return Ok(version);
                 }
                 Ok(other) => {
-                    self.standing = Standing::Lost(other.identity());
+                    self.standing = Standing::Fenced(other.identity());
                     return Err(self.lost(other.identity()));
                 }
                 Err(Error::NoSuchVersion { .. }) if begin.elapsed() < deadline => {}
@@ -260,9 +260,9 @@ impl Publisher {
 
     /// Begins to move the baseline to a version just committed.
     pub(super) fn follow_commit(&mut self, committed: &Committed) {
-        let (run, link) = (self.run.clone(), committed.clone());
+        let (run, version) = (self.run.clone(), committed.clone());
         self.move_baseline(committed, move |replica| {
-            replica.advance_with(&link, &|object| run.object(object)).map(drop)
+            replica.advance_with(&version, &|object| run.object(object)).map(drop)
         });
     }
 }

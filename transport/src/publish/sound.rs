@@ -47,7 +47,7 @@ impl Publisher {
     fn mend_baseline(&mut self) -> Result<()> {
         let Some(newest) = self.newest else { return Ok(()) };
         // Whatever fails here: the next publication brings the baseline there first.
-        self.standing = Standing::Behind(newest);
+        self.standing = Standing::Lagging(newest);
         let replica = self.baseline.replica()?;
         match replica.verify() {
             Ok(()) => self.baseline.reopen()?,
@@ -61,8 +61,8 @@ impl Publisher {
         }
         let (replica, reference) = (self.baseline.replica()?, self.options.reference_dir.as_deref());
         replica.advance(&self.run, &self.options.model, newest.version, reference)?;
-        replica.settle()?;
-        self.standing = Standing::Level;
+        replica.sync()?;
+        self.standing = Standing::InSync;
         Ok(())
     }
 }

@@ -14,7 +14,7 @@ use crate::manifest::{Kind, Manifest};
 use crate::run::{Committed, Run};
 use objects::FetchObject;
 
-/// How often a chain is looked up again because links of it were collected while they were read.
+/// How often a chain is looked up again because versions of it were collected while they were read.
 const COLLECTED_MAX: usize = 8;
 
 /// Hears how far an advance is.
@@ -31,13 +31,13 @@ impl Observe for () {
 }
 
 impl Replica {
-    /// Moves to version `to` of `model`: fetches what is missing, checks every object and every link of the
+    /// Moves to version `to` of `model`: fetches what is missing, checks every object and every version of the
     /// chain, applies.
     ///
     /// Follows the deltas, several of them in one apply, or starts over at an anchor where that is cheaper or
-    /// the only way, also when links are collected while they are read. A replica without a version starts at
+    /// the only way, also when versions are collected while they are read. A replica without a version starts at
     /// the newest anchor, or adopts `reference` (a checkpoint directory) when the run begins by reference.
-    /// Links that were applied before an error stay applied.
+    /// Versions that were applied before an error stay applied.
     ///
     /// # Errors
     ///
@@ -76,7 +76,9 @@ impl Replica {
         loop {
             let chain = run.chain_with(model, self.identity(), to, known.take())?;
             let start = if chain.restart { None } else { self.identity().map(|base| base.version) };
-            observer.planned(start.or(chain.links.first().map(|link| link.manifest.version)).unwrap_or(to));
+            observer.planned(
+                start.or(chain.versions.first().map(|committed| committed.manifest.version)).unwrap_or(to),
+            );
             tries += 1;
             match self.follow(run, &chain, reference, observer, &mut total) {
                 // Another chain leads there now.
@@ -95,30 +97,31 @@ impl Replica {
         observer: &dyn Observe,
         total: &mut Advanced,
     ) -> Result<()> {
-        let spool = self.spool.clone();
-        let fetch =
-            |object: &driftless_store::Object| spool.object(&**run.store(), object, &|| observer.fetching());
-        let mut rest = chain.links.as_slice();
-        while let Some(link) = rest.first() {
+        let downloads = self.downloads.clone();
+        let fetch = |object: &driftless_store::Object| {
+            downloads.object(&**run.store(), object, &|| observer.fetching())
+        };
+        let mut rest = chain.versions.as_slice();
+        while let Some(committed) = rest.first() {
             let taken = match reference {
-                Some(source) if link.manifest.kind == Kind::Reference => {
+                Some(source) if committed.manifest.kind == Kind::Reference => {
                     let started = Instant::now();
-                    self.adopt(source, link)?;
-                    total.links += 1;
+                    self.adopt(source, committed)?;
+                    total.versions += 1;
                     total.journal += started.elapsed();
                     1
                 }
                 _ => {
-                    let length = fetch::fold_length(rest, !self.is_base_of(link));
-                    let links = rest.get(..length).unwrap_or(rest);
-                    let objects: BTreeSet<_> = links
+                    let length = fetch::fold_length(rest, !self.is_base_of(committed));
+                    let versions = rest.get(..length).unwrap_or(rest);
+                    let objects: BTreeSet<_> = versions
                         .iter()
-                        .flat_map(|link| &link.manifest.objects)
+                        .flat_map(|committed| &committed.manifest.objects)
                         .map(|object| object.blake3)
                         .collect();
-                    spool.retain(|digest| objects.contains(digest));
-                    let applied = self.apply(links, &fetch);
-                    total.add(applied.map_err(|error| collected_instead(run, links, error))?);
+                    downloads.retain(|digest| objects.contains(digest));
+                    let applied = self.apply(versions, &fetch);
+                    total.add(applied.map_err(|error| collected_instead(run, versions, error))?);
                     length
                 }
             };
@@ -132,14 +135,14 @@ impl Replica {
     /// # Errors
     ///
     /// As [`Replica::advance`].
-    pub fn advance_with(&mut self, link: &Committed, fetch: &FetchObject<'_>) -> Result<Advanced> {
-        self.apply(std::slice::from_ref(link), fetch)
+    pub fn advance_with(&mut self, committed: &Committed, fetch: &FetchObject<'_>) -> Result<Advanced> {
+        self.apply(std::slice::from_ref(committed), fetch)
     }
 
     /// Applies publications in a row at once: one journal, one pass over the checkpoint.
-    fn apply(&mut self, links: &[Committed], fetch: &FetchObject<'_>) -> Result<Advanced> {
+    fn apply(&mut self, versions: &[Committed], fetch: &FetchObject<'_>) -> Result<Advanced> {
         let sync = self.finish()?;
-        let Some(last) = links.last() else { return Ok(Advanced::default()) };
+        let Some(last) = versions.last() else { return Ok(Advanced::default()) };
         if self.check_forward(&last.manifest)? && self.identity() == Some(last.identity()) {
             return Ok(Advanced::default());
         }
@@ -150,46 +153,49 @@ impl Replica {
             self.recover()?;
         }
         let started = Instant::now();
-        let objects = objects::Objects::new(links, fetch);
-        let base = self.state.as_ref().filter(|_| links.first().is_some_and(|first| self.is_base_of(first)));
+        let objects = objects::Objects::new(versions, fetch);
+        let base =
+            self.state.as_ref().filter(|_| versions.first().is_some_and(|first| self.is_base_of(first)));
         let mut targets = base.map_or_else(Targets::default, |base| Targets::open(&base.checkpoint));
-        let sealed = self.journal_publications(links, &objects, &mut targets);
+        let sealed = self.journal_publications(versions, &objects, &mut targets);
         let (journal, bytes) = (started.elapsed(), objects.fetched());
         let overwrite = self.carry_out(sealed, targets)?;
-        let changed = links.iter().map(|link| link.manifest.changed).sum();
+        let changed = versions.iter().map(|committed| committed.manifest.changed).sum();
         tracing::info!(
-            dir = %self.dir.display(), version = %last.manifest.version, links = links.len(), bytes, changed,
+            dir = %self.dir.display(), version = %last.manifest.version, versions = versions.len(), bytes, changed,
             journal_ms = journal.as_millis() as u64, overwrite_ms = overwrite.as_millis() as u64, "applied"
         );
-        let links = links.len() as u64;
-        Ok(Advanced { links, bytes, changed, journal, overwrite, sync })
+        let versions = versions.len() as u64;
+        Ok(Advanced { versions, bytes, changed, journal, overwrite, sync })
     }
 
-    /// Whether `link` is a delta on the version that is here.
-    fn is_base_of(&self, link: &Committed) -> bool {
-        link.manifest.kind == Kind::Delta && self.state.is_some() && link.manifest.base == self.identity()
+    /// Whether `committed` is a delta on the version that is here.
+    fn is_base_of(&self, committed: &Committed) -> bool {
+        committed.manifest.kind == Kind::Delta
+            && self.state.is_some()
+            && committed.manifest.base == self.identity()
     }
 
     /// Seals the journal of publications in a row. Pages of `targets` that will be overwritten are made
     /// ready.
     fn journal_publications(
         &self,
-        links: &[Committed],
+        versions: &[Committed],
         objects: &objects::Objects<'_>,
         targets: &mut Targets,
     ) -> Result<()> {
-        let Some(first) = links.first() else { return Ok(()) };
+        let Some(first) = versions.first() else { return Ok(()) };
         match &self.state {
             Some(state) if self.is_base_of(first) => {
                 let memory = (objects, &*self.spare);
-                fetch::journal_deltas(&self.layout.journal(), (state, targets), links, memory)
+                fetch::journal_deltas(&self.layout.journal(), (state, targets), versions, memory)
             }
             Some(state) if !first.manifest.is_anchor() => Err(broken_chain(state, &first.manifest)),
             state => {
                 let stale = self.weight_names(state.is_some())?;
                 let staging = self.clean_staging()?;
                 let old_files = state.as_ref().map_or(&[][..], |state| &state.manifest.files);
-                fetch::journal_full(&self.layout.journal(), &staging, links, objects, old_files, &stale)
+                fetch::journal_full(&self.layout.journal(), &staging, versions, objects, old_files, &stale)
             }
         }
     }
@@ -198,7 +204,7 @@ impl Replica {
 impl Advanced {
     /// Counts another advance in.
     pub fn add(&mut self, other: Self) {
-        self.links += other.links;
+        self.versions += other.versions;
         self.bytes += other.bytes;
         self.changed += other.changed;
         self.journal += other.journal;
@@ -208,15 +214,15 @@ impl Advanced {
 }
 
 /// Why an object is not there: its version may have been collected while it was read.
-fn collected_instead(run: &Run, links: &[Committed], error: Error) -> Error {
+fn collected_instead(run: &Run, versions: &[Committed], error: Error) -> Error {
     if !error.is_not_found() {
         return error;
     }
-    let gone = |link: &Committed| match run.get(&link.manifest.model, link.manifest.version) {
+    let gone = |committed: &Committed| match run.get(&committed.manifest.model, committed.manifest.version) {
         Err(collected @ Error::Collected { .. }) => Some(collected),
         _ => None,
     };
-    links.iter().find_map(gone).unwrap_or(error)
+    versions.iter().find_map(gone).unwrap_or(error)
 }
 
 /// A delta that does not start from what is here.
@@ -230,7 +236,7 @@ fn broken_chain(state: &State, manifest: &Manifest) -> Error {
         },
         base => Error::Corrupt {
             subject: format!("chain of run {}", manifest.run_id),
-            what: "a link is missing",
+            what: "a version is missing",
             expected: format!("a delta from version {}", state.applied.version),
             found: base.map_or("none".into(), |base| format!("one from version {}", base.version)),
         },

@@ -47,21 +47,23 @@ fn bounds() -> Bounds {
     Bounds { threads: threads(THREADS_MAX), weight: IN_FLIGHT_BYTES }
 }
 
-/// How many of `links` can be applied at once, the first of them in full or as a delta.
+/// How many of `versions` can be applied at once, the first of them in full or as a delta.
 ///
 /// One patch serves all names of a tied tensor, so a fold of deltas ends where names become tied or part.
-/// Each link has an object in memory while its neighbours need it, so the fold also ends where those would
+/// Each version has an object in memory while its neighbours need it, so the fold also ends where those would
 /// not fit.
-pub(super) fn fold_length(links: &[Committed], first_in_full: bool) -> usize {
-    let largest =
-        |link: &Committed| link.manifest.objects.iter().map(|object| object.size).max().unwrap_or(0);
-    let mut held = links.first().map_or(0, largest);
+pub(super) fn fold_length(versions: &[Committed], first_in_full: bool) -> usize {
+    let largest = |committed: &Committed| {
+        committed.manifest.objects.iter().map(|object| object.size).max().unwrap_or(0)
+    };
+    let mut held = versions.first().map_or(0, largest);
     let mut length = 1;
-    for pair in links.windows(2).take(FOLD_MAX - 1) {
-        let [before, link] = pair else { break };
-        held = held.saturating_add(largest(link));
-        let follows = link.manifest.kind == Kind::Delta && link.manifest.base == Some(before.identity());
-        let tied_alike = first_in_full || same_names(&before.manifest, &link.manifest);
+    for pair in versions.windows(2).take(FOLD_MAX - 1) {
+        let [before, committed] = pair else { break };
+        held = held.saturating_add(largest(committed));
+        let follows =
+            committed.manifest.kind == Kind::Delta && committed.manifest.base == Some(before.identity());
+        let tied_alike = first_in_full || same_names(&before.manifest, &committed.manifest);
         if !follows || !tied_alike || held > super::objects::CACHE_BYTES {
             break;
         }
@@ -76,40 +78,39 @@ fn same_names(a: &Manifest, b: &Manifest) -> bool {
     a.tensors.len() == b.tensors.len() && a.tensors.iter().zip(&b.tensors).all(alike)
 }
 
-/// Writes and seals the journal that takes `base` over `links` by their deltas. All links tie the same names.
+/// Writes and seals the journal that takes `base` over `versions` by their deltas. All versions tie the same names.
 /// Of `targets`, the base's files, the pages are made ready that will change. What is in `spare` when it
 /// returns is of no use any more.
 pub(super) fn journal_deltas(
     path: &Path,
     (base, targets): (&State, &mut Targets),
-    links: &[Committed],
+    versions: &[Committed],
     (objects, spare): (&Objects<'_>, &Spare),
 ) -> Result<()> {
-    let Some(last) = links.last() else { return Ok(()) };
+    let Some(last) = versions.last() else { return Ok(()) };
     let mut before = &base.manifest;
-    for link in links {
-        check_same_form(before, &link.manifest)?;
-        before = &link.manifest;
+    for committed in versions {
+        check_same_form(before, &committed.manifest)?;
+        before = &committed.manifest;
     }
     let main_names: BTreeMap<&str, &str> =
         base.manifest.named_tensors().into_iter().map(|(name, entry)| (name, entry.name.as_str())).collect();
     let tensors = &last.manifest.tensors;
     let weights: Vec<u64> =
-        (0..tensors.len()).map(|index| decoding_bytes(links, index)).collect::<Result<_>>()?;
-    let order =
-        in_turn((0..tensors.len()).flat_map(|index| {
-            steps(links, index).flat_map(|(number, tensor)| places(number, &tensor.pieces))
-        }));
-    let dense = dense_tensors(links)?;
+        (0..tensors.len()).map(|index| decoding_bytes(versions, index)).collect::<Result<_>>()?;
+    let order = in_turn((0..tensors.len()).flat_map(|index| {
+        steps(versions, index).flat_map(|(number, tensor)| places(number, &tensor.pieces))
+    }));
+    let dense = dense_tensors(versions)?;
     targets.ready_while(&base.checkpoint, &dense, |ready| {
-        let mut journal = Writer::create(path)?.expecting(journal_bytes(links));
+        let mut journal = Writer::create(path)?.expecting(journal_bytes(versions));
         journal.push(Record::Base(base.applied.manifest_digest.as_bytes()))?;
         let mut tables = Tables::new();
         objects.ahead(order, || {
             as_they_come(
                 &weights,
                 bounds(),
-                |index| patch_tensor((base, ready), &main_names, links, index, (objects, spare)),
+                |index| patch_tensor((base, ready), &main_names, versions, index, (objects, spare)),
                 |index, (patches, table): (Vec<PatchBytes>, DigestTable)| {
                     let tensor = &tensors[index].name;
                     for (offset, bytes) in patches {
@@ -121,24 +122,24 @@ pub(super) fn journal_deltas(
                 },
             )
         })?;
-        journal_files(&mut journal, &base.manifest.files, true, links, objects)?;
+        journal_files(&mut journal, &base.manifest.files, true, versions, objects)?;
         seal(journal, last, &tables)
     })
 }
 
 /// Tensors with changes on nearly every page, each with the object that is the first to change it.
-fn dense_tensors(links: &[Committed]) -> Result<Vec<(Place, &Tensor)>> {
+fn dense_tensors(versions: &[Committed]) -> Result<Vec<(Place, &Tensor)>> {
     let mut dense = Vec::new();
-    let tensors = links.last().map_or(&[][..], |last| &last.manifest.tensors);
+    let tensors = versions.last().map_or(&[][..], |last| &last.manifest.tensors);
     for (index, tensor) in tensors.iter().enumerate() {
-        let pieces = steps(links, index)
+        let pieces = steps(versions, index)
             .flat_map(|(number, tensor)| tensor.pieces.iter().map(move |piece| (number, piece)));
         dense.extend(place_if_dense(pieces, tensor.info().byte_len()?).map(|place| (place, tensor)));
     }
     Ok(dense)
 }
 
-/// The first object of these pieces, each with its link, if they are dense in a tensor of so many bytes.
+/// The first object of these pieces, each with its version, if they are dense in a tensor of so many bytes.
 fn place_if_dense<'a>(
     mut pieces: impl Iterator<Item = (usize, &'a Piece)>,
     tensor_bytes: u64,
@@ -151,11 +152,13 @@ fn place_if_dense<'a>(
 
 /// About how long the journal of these deltas will be: for each change its place and its value, of two bytes
 /// each in the most common types.
-fn journal_bytes(links: &[Committed]) -> u64 {
-    links.iter().fold(0, |sum: u64, link| sum.saturating_add(link.manifest.changed.saturating_mul(4)))
+fn journal_bytes(versions: &[Committed]) -> u64 {
+    versions
+        .iter()
+        .fold(0, |sum: u64, committed| sum.saturating_add(committed.manifest.changed.saturating_mul(4)))
 }
 
-/// The objects of pieces of a link.
+/// The objects of pieces of a version.
 fn places(number: usize, pieces: &[Piece]) -> impl Iterator<Item = Place> {
     pieces.iter().map(move |piece| (number, piece.object))
 }
@@ -168,8 +171,8 @@ fn in_turn(places: impl Iterator<Item = Place>) -> Vec<Place> {
 
 /// Bytes that decoding holds for the `index`-th tensor: its patches if one payload takes it all the way, and
 /// otherwise the tensor.
-fn decoding_bytes(links: &[Committed], index: usize) -> Result<u64> {
-    let mut changes = steps(links, index).filter(|(_, tensor)| !tensor.pieces.is_empty());
+fn decoding_bytes(versions: &[Committed], index: usize) -> Result<u64> {
+    let mut changes = steps(versions, index).filter(|(_, tensor)| !tensor.pieces.is_empty());
     let Some((_, tensor)) = changes.next() else { return Ok(1) };
     let whole = tensor.info().byte_len()?;
     match tensor.pieces.as_slice() {
@@ -180,24 +183,24 @@ fn decoding_bytes(links: &[Committed], index: usize) -> Result<u64> {
     }
 }
 
-/// The entry of the `index`-th tensor in each link.
-fn steps(links: &[Committed], index: usize) -> impl Iterator<Item = (usize, &Tensor)> {
-    links
+/// The entry of the `index`-th tensor in each version.
+fn steps(versions: &[Committed], index: usize) -> impl Iterator<Item = (usize, &Tensor)> {
+    versions
         .iter()
         .enumerate()
-        .filter_map(move |(number, link)| Some((number, link.manifest.tensors.get(index)?)))
+        .filter_map(move |(number, committed)| Some((number, committed.manifest.tensors.get(index)?)))
 }
 
-/// The files of the last link that are not among `kept`, each with the link that carries it.
-pub(super) fn carried_files<'a>(kept: &[File], links: &'a [Committed]) -> Vec<(usize, &'a File)> {
-    let files = links.last().map_or(&[][..], |link| &link.manifest.files);
+/// The files of the last version that are not among `kept`, each with the version that carries it.
+pub(super) fn carried_files<'a>(kept: &[File], versions: &'a [Committed]) -> Vec<(usize, &'a File)> {
+    let files = versions.last().map_or(&[][..], |committed| &committed.manifest.files);
     let new = files
         .iter()
         .filter(|file| !kept.iter().any(|old| old.name == file.name && old.blake3 == file.blake3));
-    // Where the last link does not carry it, the one in front of it has it or carries it.
+    // Where the last version does not carry it, the one in front of it has it or carries it.
     let carrier = |file: &'a File| {
-        let carried = links.iter().enumerate().rev().find_map(|(number, link)| {
-            let entry = link.manifest.files.iter().find(|entry| entry.name == file.name)?;
+        let carried = versions.iter().enumerate().rev().find_map(|(number, committed)| {
+            let entry = committed.manifest.files.iter().find(|entry| entry.name == file.name)?;
             (!entry.parts.is_empty() && entry.blake3 == file.blake3).then_some((number, entry))
         });
         carried.unwrap_or((0, file))
@@ -205,30 +208,30 @@ pub(super) fn carried_files<'a>(kept: &[File], links: &'a [Committed]) -> Vec<(u
     new.map(carrier).collect()
 }
 
-/// Journals the files of the last link that are not among `old` (with `keep`), and the removal of those it
+/// Journals the files of the last version that are not among `old` (with `keep`), and the removal of those it
 /// lacks.
 fn journal_files(
     journal: &mut Writer,
     old: &[File],
     keep: bool,
-    links: &[Committed],
+    versions: &[Committed],
     objects: &Objects<'_>,
 ) -> Result<()> {
-    for (number, entry) in carried_files(if keep { old } else { &[] }, links) {
+    for (number, entry) in carried_files(if keep { old } else { &[] }, versions) {
         let file = read_file(number, entry, objects)?;
         journal.push(Record::File { name: file.name(), bytes: file.bytes() })?;
     }
-    let files = links.last().map_or(&[][..], |link| &link.manifest.files);
+    let files = versions.last().map_or(&[][..], |committed| &committed.manifest.files);
     for old in old.iter().filter(|old| !files.iter().any(|file| file.name == old.name)) {
         journal.push(Record::Remove { name: &old.name })?;
     }
     Ok(())
 }
 
-fn read_file(link: usize, file: &File, objects: &Objects<'_>) -> Result<AuxFile> {
+fn read_file(number: usize, file: &File, objects: &Objects<'_>) -> Result<AuxFile> {
     let mut bytes = Vec::new();
     for part in &file.parts {
-        bytes.extend_from_slice(&objects.range(link, part.object, part.offset, part.length)?);
+        bytes.extend_from_slice(&objects.range(number, part.object, part.offset, part.length)?);
     }
     file.blake3.check(&bytes, format_args!("file `{}`", file.name))?;
     AuxFile::new(file.name.clone(), bytes)
@@ -264,19 +267,19 @@ fn base_table<'a>(
     Ok(table)
 }
 
-/// Writes the tensors of the last link into `staging`, from the first one in full and the deltas behind it,
+/// Writes the tensors of the last version into `staging`, from the first one in full and the deltas behind it,
 /// and seals the journal that installs them.
 ///
 /// `stale` are the weight files now in the directory.
 pub(super) fn journal_full(
     path: &Path,
     staging: &Path,
-    links: &[Committed],
+    versions: &[Committed],
     objects: &Objects<'_>,
     old_files: &[File],
     stale: &[String],
 ) -> Result<()> {
-    let (Some(first), Some(last)) = (links.first(), links.last()) else { return Ok(()) };
+    let (Some(first), Some(last)) = (versions.first(), versions.last()) else { return Ok(()) };
     if !first.manifest.is_anchor() {
         return Err(Error::Unsupported {
             what: format!("starting at version {} of run {}", first.manifest.version, first.manifest.run_id),
@@ -284,10 +287,11 @@ pub(super) fn journal_full(
                 .into(),
         });
     }
-    for pair in links.windows(2) {
+    for pair in versions.windows(2) {
         check_same_form(&pair[0].manifest, &pair[1].manifest)?;
     }
-    let named: Vec<Vec<(&str, &Tensor)>> = links.iter().map(|link| link.manifest.named_tensors()).collect();
+    let named: Vec<Vec<(&str, &Tensor)>> =
+        versions.iter().map(|committed| committed.manifest.named_tensors()).collect();
     let target = last.manifest.named_tensors();
     let infos: Vec<TensorInfo> = target
         .iter()
@@ -299,13 +303,13 @@ pub(super) fn journal_full(
         let feed = |position: usize| Ok(order[position]);
         let work = |index: usize| {
             let steps: Vec<&Tensor> = named.iter().map(|named| named[index].1).collect();
-            full_tensor(links, &steps, objects)
+            full_tensor(versions, &steps, objects)
         };
         let turns = in_turn(order.iter().flat_map(|&index| {
             let full = first.manifest.full_pieces(named[0][index].1).unwrap_or_default();
             let deltas = (1..).zip(&named[1..]);
             places(0, full)
-                .chain(deltas.flat_map(move |(number, link)| places(number, &link[index].1.pieces)))
+                .chain(deltas.flat_map(move |(number, committed)| places(number, &committed[index].1.pieces)))
         }));
         objects.ahead(turns, || {
             in_order(&weights, bounds(), feed, work, |position, (bytes, table)| {
@@ -324,13 +328,13 @@ pub(super) fn journal_full(
     for name in stale.iter().filter(|name| !names.contains(name)) {
         journal.push(Record::Remove { name })?;
     }
-    journal_files(&mut journal, old_files, false, links, objects)?;
+    journal_files(&mut journal, old_files, false, versions, objects)?;
     seal(journal, last, &tables)
 }
 
-/// A tensor's bytes after the last link; `steps` are its entries, the first one in full.
+/// A tensor's bytes after the last version; `steps` are its entries, the first one in full.
 fn full_tensor(
-    links: &[Committed],
+    versions: &[Committed],
     steps: &[&Tensor],
     objects: &Objects<'_>,
 ) -> Result<(Vec<u8>, DigestTable)> {
@@ -340,7 +344,7 @@ fn full_tensor(
     let mut bytes = zeroed(first)?;
     let length = bytes.len();
     let mut kit = Kit::default();
-    for piece in links[0].manifest.full_pieces(first).unwrap_or_default() {
+    for piece in versions[0].manifest.full_pieces(first).unwrap_or_default() {
         let range = piece_range(first, piece, length)?;
         let payload = objects.range(0, piece.object, piece.offset, piece.length)?;
         kit.decoder.decode_full(&Serial, element, &payload, &mut bytes[range]).map_err(codec)?;
@@ -357,23 +361,25 @@ fn full_tensor(
     Ok((bytes, table))
 }
 
-/// The patches, with the byte at which each begins, that take the `index`-th tensor over `links`; and what
+/// The patches, with the byte at which each begins, that take the `index`-th tensor over `versions`; and what
 /// its digests are then.
 fn patch_tensor(
     (base, ready): (&State, &Ready<'_>),
     main_names: &BTreeMap<&str, &str>,
-    links: &[Committed],
+    versions: &[Committed],
     index: usize,
     (objects, spare): (&Objects<'_>, &Spare),
 ) -> Result<(Vec<PatchBytes>, DigestTable)> {
     let (mut patches, mut kit) = (Vec::new(), spare.take_kit());
     let mut table = None;
     let mut bytes: &[u8] = &[];
-    // The tensor between two links, once it is not the base's any more.
+    // The tensor between two versions, once it is not the base's any more.
     let mut between: Option<Vec<u8>> = None;
-    let last =
-        steps(links, index).filter(|(_, tensor)| !tensor.pieces.is_empty()).map(|(number, _)| number).last();
-    for (number, tensor) in steps(links, index) {
+    let last = steps(versions, index)
+        .filter(|(_, tensor)| !tensor.pieces.is_empty())
+        .map(|(number, _)| number)
+        .last();
+    for (number, tensor) in steps(versions, index) {
         let old = match table.take() {
             Some(table) => table,
             None => {
@@ -405,10 +411,10 @@ fn patch_tensor(
     Ok((patches, table.unwrap_or_default()))
 }
 
-/// Leaves a tensor's patches in one link, each with the byte at which it begins, in `kit`. Returns the
+/// Leaves a tensor's patches in one version, each with the byte at which it begins, in `kit`. Returns the
 /// digests of the result.
 fn decode_pieces(
-    link: usize,
+    number: usize,
     tensor: &Tensor,
     bytes: &[u8],
     old: &DigestTable,
@@ -419,7 +425,7 @@ fn decode_pieces(
     let codec = |source| Error::Codec { tensor: tensor.name.clone(), source };
     patches.resize_with(tensor.pieces.len(), Default::default);
     if let ([piece], [(offset, patch)]) = (tensor.pieces.as_slice(), patches.as_mut_slice()) {
-        let payload = objects.range(link, piece.object, piece.offset, piece.length)?;
+        let payload = objects.range(number, piece.object, piece.offset, piece.length)?;
         *offset = 0;
         decoder.decode(&Serial, Source { element, bytes, digests: old }, &payload, patch).map_err(codec)?;
         return Ok(patch.digests().clone());
@@ -431,7 +437,7 @@ fn decode_pieces(
         let range = piece_range(tensor, piece, bytes.len())?;
         let slice = &bytes[range.clone()];
         let digests = DigestTable::of(element, slice).map_err(codec)?;
-        let payload = objects.range(link, piece.object, piece.offset, piece.length)?;
+        let payload = objects.range(number, piece.object, piece.offset, piece.length)?;
         let source = Source { element, bytes: slice, digests: &digests };
         decoder.decode(&Serial, source, &payload, patch).map_err(codec)?;
         patch.apply_to(&mut result[range.clone()]).map_err(codec)?;
@@ -451,8 +457,8 @@ fn apply(tensor: &Tensor, patches: &[(u64, Patch)], bytes: &mut [u8]) -> Result<
 }
 
 /// Adds the manifest and the digest tables, and seals.
-pub(super) fn seal(mut journal: Writer, link: &Committed, tables: &Tables) -> Result<()> {
-    let copy = Copy { digest: link.digest, manifest: link.manifest.clone() };
+pub(super) fn seal(mut journal: Writer, committed: &Committed, tables: &Tables) -> Result<()> {
+    let copy = Copy { digest: committed.digest, manifest: committed.manifest.clone() };
     journal.push(Record::Manifest(&copy.to_bytes()?))?;
     journal.push(Record::Digests(&digests_to_bytes(tables)))?;
     journal.commit()

@@ -93,7 +93,7 @@ impl Replica {
             dir = %self.dir.display(), version = %next.version, changed, journal_ms = journal.as_millis() as u64,
             overwrite_ms = overwrite.as_millis() as u64, "applied"
         );
-        Ok(Advanced { links: 1, bytes: 0, changed, journal, overwrite, sync })
+        Ok(Advanced { versions: 1, bytes: 0, changed, journal, overwrite, sync })
     }
 }
 

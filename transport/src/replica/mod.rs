@@ -15,7 +15,7 @@
 //! | `journal` | writes, syncs and seals the records |
 //! | `withhold` | keeps `config.json` out of the directory while files change |
 //! | `redo`, `overwrite` | carry out a sealed journal through memory maps |
-//! | `settle` | syncs the data behind the apply, and moves the marker |
+//! | `sync` | syncs the data behind the apply, and moves the marker |
 //! | `state` | the marker, the manifest and the digest tables in `.driftless/` |
 //! | `scrub`, `quarantine`, `repair` | find damage, set it aside, and finish what a crash left |
 
@@ -30,9 +30,9 @@ mod quarantine;
 mod redo;
 mod repair;
 mod scrub;
-mod settle;
 mod spare;
 mod state;
+mod sync;
 mod target;
 mod withhold;
 
@@ -46,24 +46,24 @@ use driftless_store::os::watch::{self, Call};
 use driftless_store::os::{Lock, crash_point, create_dir_synced, remove_dir, sync_dir};
 
 use crate::checkpoint::Checkpoint;
+use crate::download::{DownloadCache, DownloadOptions};
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Base, Manifest};
 use crate::prepared::Offer;
 use crate::run::Committed;
 use crate::snapshot::{Snapshot as _, is_plain_name};
-use crate::spool::{Spool, SpoolOptions};
 use journal::{Record, Writer};
-use settle::{Settling, Unsettled};
 use spare::Spare;
 use state::{Layout, State};
+use sync::{PendingSync, Syncing};
 use target::Targets;
 
 pub(crate) use advance::Observe;
 pub(crate) use fetch::check_same_form;
 pub use foreign::{Foreign, Rewrite, Rewriter, SLICE_BYTES, position};
 pub use objects::FetchObject;
-pub use plan::{Held, Plan, PlannedLink};
+pub use plan::{Held, Plan, PlannedVersion};
 pub use repair::Repaired;
 pub(crate) use scrub::Scrub;
 pub use state::Applied;
@@ -76,7 +76,7 @@ const RANGE_POINT: &str = "follow.range";
 ///
 /// Its state lies in `.driftless/` inside. An apply is a redo log: decode to absolute changes, write and sync
 /// the journal (now the new version is committed), overwrite in place: now engines may load it, and the call
-/// returns. Behind it, on a thread of its own ([`Replica::settle`]), the data are synced, the marker is moved
+/// returns. Behind it, on a thread of its own ([`Replica::sync`]), the data are synced, the marker is moved
 /// and the journal is dropped. A crash anywhere leaves, after [`Replica::open`], the old or the new version
 /// exactly, and the new one once it could be loaded. The base is checked before anything is written.
 ///
@@ -90,11 +90,11 @@ pub struct Replica {
     lock: Arc<Lock>,
     state: Option<State>,
     /// The applied version is in the page cache and the journal, and on its way into its place.
-    settling: Option<Settling>,
+    syncing: Option<Syncing>,
     /// A committed journal could not be carried out; nothing else happens before it is.
     unfinished: bool,
     /// Objects that arrive.
-    spool: Arc<Spool>,
+    downloads: Arc<DownloadCache>,
     /// Memory of the apply that is under way.
     spare: Arc<Spare>,
     /// What plugins of engines are offered.
@@ -106,10 +106,10 @@ pub struct Replica {
 #[non_exhaustive]
 pub struct Advanced {
     /// Versions applied, several of them at once where they allow it; 0 if there was nothing to do.
-    pub links: u64,
+    pub versions: u64,
     /// Bytes of the objects fetched.
     pub bytes: u64,
-    /// Elements that changed, by the manifests' account, summed over the links.
+    /// Elements that changed, by the manifests' account, summed over the versions.
     pub changed: u64,
     /// Fetching, checking, decoding and writing the journal, up to its sync.
     pub journal: Duration,
@@ -158,10 +158,11 @@ impl Replica {
             create_dir_synced(&layout.root)?;
         }
         let lock = Arc::new(Lock::take(&layout.lock())?);
-        let spool = Arc::new(Spool::new(layout.spool(), SpoolOptions::default(), RANGE_POINT));
+        let downloads =
+            Arc::new(DownloadCache::new(layout.downloads(), DownloadOptions::default(), RANGE_POINT));
         let spare = Arc::default();
-        let (state, settling, offer) = (None, None, None);
-        Ok(Self { dir, layout, lock, state, settling, unfinished: true, spool, spare, offer })
+        let (state, syncing, offer) = (None, None, None);
+        Ok(Self { dir, layout, lock, state, syncing, unfinished: true, downloads, spare, offer })
     }
 
     /// Sets aside, after `damage`, everything of this directory that belongs to the replica: afterwards it
@@ -193,8 +194,8 @@ impl Replica {
 
     /// How objects are kept while [`Replica::advance`] fetches them, so that a fetch that was stopped goes on
     /// where it was.
-    pub fn set_spool(&mut self, options: SpoolOptions) {
-        self.spool = Arc::new(Spool::new(self.layout.spool(), options, RANGE_POINT));
+    pub fn set_download_options(&mut self, options: DownloadOptions) {
+        self.downloads = Arc::new(DownloadCache::new(self.layout.downloads(), options, RANGE_POINT));
     }
 
     /// Has each delta that is applied from now on written to the plugins' directory `dir` too, as long as a
@@ -258,7 +259,7 @@ impl Replica {
         self.state.as_ref()?.tables.get(tensor)
     }
 
-    /// Takes the version of `link` from a checkpoint directory that is already here: version 0 by reference.
+    /// Takes the version of `committed` from a checkpoint directory that is already here: version 0 by reference.
     /// Copies `source` (unless it is this directory itself) and checks the digest of every tensor and file.
     /// Does nothing if that version is applied.
     ///
@@ -267,12 +268,12 @@ impl Replica {
     /// [`Error::TensorMismatch`] and [`DigestMismatch`](driftless_store::Error::DigestMismatch) name what
     /// differs from the manifest; [`Error::Rewind`] or [`Error::ForeignRun`] if another version is applied;
     /// [`Error::BadSetting`] if the directory holds other weights.
-    pub fn adopt(&mut self, source: &Path, link: &Committed) -> Result<()> {
+    pub fn adopt(&mut self, source: &Path, committed: &Committed) -> Result<()> {
         self.finish()?;
-        if self.check_forward(&link.manifest)? && self.identity() == Some(link.identity()) {
+        if self.check_forward(&committed.manifest)? && self.identity() == Some(committed.identity()) {
             return Ok(());
         }
-        let sealed = self.journal_adoption(source, link);
+        let sealed = self.journal_adoption(source, committed);
         self.carry_out(sealed, Targets::default()).map(|_| ())
     }
 
@@ -297,7 +298,7 @@ impl Replica {
     fn finish(&mut self) -> Result<Duration> {
         self.check_unshared()?;
         let started = Instant::now();
-        self.settle()?;
+        self.sync()?;
         Ok(started.elapsed())
     }
 
@@ -311,8 +312,8 @@ impl Replica {
     /// Carries out a committed journal, to the end, or reads what is here.
     fn recover(&mut self) -> Result<()> {
         let journal = self.layout.journal().exists();
-        if let Some((unsettled, _)) = self.redo(None)? {
-            unsettled.settle().map_err(|error| self.judge(error))?;
+        if let Some((pending, _)) = self.redo(None)? {
+            pending.sync().map_err(|error| self.judge(error))?;
         } else {
             if withhold::is_missing(&self.layout) {
                 withhold::give_back(&self.layout)?;
@@ -331,12 +332,12 @@ impl Replica {
 
     /// Carries out a committed journal up to the page cache; returns what is left to do, and how long it
     /// took. With `sealed`, one that was just sealed.
-    fn redo(&mut self, sealed: Option<Targets>) -> Result<Option<(Unsettled, Duration)>> {
+    fn redo(&mut self, sealed: Option<Targets>) -> Result<Option<(PendingSync, Duration)>> {
         let redone = redo::redo(&self.dir, &self.layout, sealed, self.offer.as_mut())
             .map_err(|error| self.judge(error))?;
         Ok(redone.map(|mut redone| {
-            redone.unsettled.before = self.state.replace(redone.state);
-            (redone.unsettled, redone.overwrite)
+            redone.pending.before = self.state.replace(redone.state);
+            (redone.pending, redone.overwrite)
         }))
     }
 
@@ -365,14 +366,14 @@ impl Replica {
         self.layout.sync()?;
         crash_point("follow.journal")?;
         let overwrite = match self.redo(Some(targets))? {
-            Some((unsettled, overwrite)) => {
-                self.settle_behind(unsettled)?;
+            Some((pending, overwrite)) => {
+                self.sync_behind(pending)?;
                 self.unfinished = false;
                 overwrite
             }
             None => {
                 self.recover()?;
-                self.spool.resume();
+                self.downloads.resume();
                 Duration::ZERO
             }
         };
@@ -425,17 +426,17 @@ impl Replica {
     }
 
     /// Copies and checks a directory, and seals the journal that installs the copy.
-    fn journal_adoption(&self, source: &Path, link: &Committed) -> Result<()> {
+    fn journal_adoption(&self, source: &Path, committed: &Committed) -> Result<()> {
         let checkpoint = Checkpoint::open(source)?;
-        redo::check_tensors(&checkpoint, &link.manifest)?;
-        redo::check_files(&checkpoint, &link.manifest)?;
+        redo::check_tensors(&checkpoint, &committed.manifest)?;
+        redo::check_files(&checkpoint, &committed.manifest)?;
         let canonical =
             |path: &Path| fs::canonicalize(path).map_err(|source| Error::io("resolve", path, source));
         let in_place = canonical(source)? == canonical(&self.dir)?;
         let mut stale = Vec::new();
         let mut names = Vec::new();
         let tables = if in_place {
-            redo::hash_all(&checkpoint, &link.manifest)?
+            redo::hash_all(&checkpoint, &committed.manifest)?
         } else {
             stale = self.weight_names(self.state.is_some())?;
             let staging = self.clean_staging()?;
@@ -443,7 +444,7 @@ impl Replica {
             sync_dir(&staging)?;
             self.layout.sync()?;
             // The copy is what will be served, so the copy is what gets checked.
-            redo::hash_all(&Checkpoint::open(&staging)?, &link.manifest)?
+            redo::hash_all(&Checkpoint::open(&staging)?, &committed.manifest)?
         };
         let mut journal = Writer::create(&self.layout.journal())?;
         for name in &names {
@@ -453,11 +454,11 @@ impl Replica {
             journal.push(Record::Remove { name })?;
         }
         for file in checkpoint.files().iter().filter(|_| !in_place) {
-            if link.manifest.files.iter().any(|listed| listed.name == file.name()) {
+            if committed.manifest.files.iter().any(|listed| listed.name == file.name()) {
                 journal.push(Record::File { name: file.name(), bytes: file.bytes() })?;
             }
         }
-        fetch::seal(journal, link, &tables)
+        fetch::seal(journal, committed, &tables)
     }
 
     /// Names of the weight files in the directory. They are only ours to replace if we put them there.

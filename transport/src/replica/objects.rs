@@ -30,7 +30,7 @@ pub type FetchObject<'a> = dyn Fn(&Object) -> Result<Vec<u8>> + Sync + 'a;
 
 /// Fetches objects when they are needed, or shortly before, each by one thread, and keeps those used last.
 pub(super) struct Objects<'a> {
-    links: &'a [Committed],
+    versions: &'a [Committed],
     fetch: &'a FetchObject<'a>,
     cache: Mutex<Cache>,
     fetched: AtomicU64,
@@ -86,9 +86,9 @@ impl Deref for Held {
 }
 
 impl<'a> Objects<'a> {
-    pub(super) fn new(links: &'a [Committed], fetch: &'a FetchObject<'a>) -> Self {
+    pub(super) fn new(versions: &'a [Committed], fetch: &'a FetchObject<'a>) -> Self {
         let (cache, ahead) = (Mutex::default(), Mutex::default());
-        Self { links, fetch, cache, fetched: AtomicU64::new(0), ahead, moved: Condvar::new() }
+        Self { versions, fetch, cache, fetched: AtomicU64::new(0), ahead, moved: Condvar::new() }
     }
 
     /// Does something that asks for these objects, about in this order, while they are fetched a little ahead
@@ -148,16 +148,16 @@ impl<'a> Objects<'a> {
         self.fetched.load(Relaxed)
     }
 
-    /// A range of an object of the `link`-th publication; the manifest's own check has already placed it
+    /// A range of an object of the publication `number`; the manifest's own check has already placed it
     /// inside.
-    pub(super) fn range(&self, link: usize, object: u32, offset: u64, length: u64) -> Result<Held> {
+    pub(super) fn range(&self, number: usize, object: u32, offset: u64, length: u64) -> Result<Held> {
         let outside = |subject: &str| Error::Corrupt {
             subject: format!("{subject} of a publication"),
             what: "a payload lies outside",
             expected: "a range inside an object".into(),
             found: format!("{length} bytes from {offset} of object {object}"),
         };
-        let place = (link, object);
+        let place = (number, object);
         let bytes = self.object(place, self.entry(place).ok_or_else(|| outside("manifest"))?)?;
         let start = usize::try_from(offset).ok();
         let range = start
@@ -188,8 +188,8 @@ impl<'a> Objects<'a> {
         Ok(fetched.into())
     }
 
-    fn entry(&self, (link, object): Place) -> Option<&'a Object> {
-        self.links.get(link)?.manifest.objects.get(object as usize)
+    fn entry(&self, (number, object): Place) -> Option<&'a Object> {
+        self.versions.get(number)?.manifest.objects.get(object as usize)
     }
 
     /// The slot of an object. Makes room for it where it is new: those not used for longest go.

@@ -37,13 +37,13 @@ pub struct Plan {
     /// with.
     pub changed: Option<u64>,
     /// The publications, oldest first; none if the version is there.
-    pub links: Vec<PlannedLink>,
+    pub versions: Vec<PlannedVersion>,
 }
 
 /// One publication of a [`Plan`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
-pub struct PlannedLink {
+pub struct PlannedVersion {
     /// Its version.
     pub version: Version,
     /// Whether it would be taken in full: fetched whole, or copied from the reference directory.
@@ -80,13 +80,13 @@ impl Replica {
         let base = state.as_ref().map(|(_, copy)| Committed::new(copy.manifest.clone(), copy.digest));
         let chain = run.chain(model, base.as_ref().map(Committed::identity), to)?;
         let start = base.as_ref().filter(|_| !chain.restart);
-        let links = planned(start.map(|base| (base.identity(), &base.manifest)), &chain.links);
+        let versions = planned(start.map(|base| (base.identity(), &base.manifest)), &chain.versions);
         let from = base.map(|base| base.manifest.version);
-        Ok(Plan::of((run.id(), model), (from, to), layout.journal().exists(), links))
+        Ok(Plan::of((run.id(), model), (from, to), layout.journal().exists(), versions))
     }
 }
 
-impl PlannedLink {
+impl PlannedVersion {
     /// A publication in as many objects and bytes.
     #[must_use]
     pub fn new(version: Version, full: bool, (objects, bytes): (u64, u64), changed: Option<u64>) -> Self {
@@ -95,13 +95,13 @@ impl PlannedLink {
 }
 
 impl Plan {
-    /// The plan that takes `links` of a model of a run, from one version to another.
+    /// The plan that takes `versions` of a model of a run, from one version to another.
     #[must_use]
     pub fn of(
         (run_id, model): (RunId, &str),
         (from, to): (Option<Version>, Version),
         unfinished: bool,
-        links: Vec<PlannedLink>,
+        versions: Vec<PlannedVersion>,
     ) -> Self {
         Self {
             run_id,
@@ -109,10 +109,10 @@ impl Plan {
             from,
             to,
             unfinished,
-            objects: links.iter().map(|link| link.objects).sum(),
-            bytes: links.iter().map(|link| link.bytes).sum(),
-            changed: links.iter().map(|link| link.changed).sum(),
-            links,
+            objects: versions.iter().map(|committed| committed.objects).sum(),
+            bytes: versions.iter().map(|committed| committed.bytes).sum(),
+            changed: versions.iter().map(|committed| committed.changed).sum(),
+            versions,
         }
     }
 }
@@ -152,8 +152,8 @@ fn read(layout: &Layout) -> Result<Option<(Marker, Copy)>> {
     Ok(Some((marker, Copy::parse(&bytes)?)))
 }
 
-/// The links in the portions in which [`Replica::advance`] applies them.
-fn planned(base: Option<(Base, &Manifest)>, chain: &[Committed]) -> Vec<PlannedLink> {
+/// The versions in the portions in which [`Replica::advance`] applies them.
+fn planned(base: Option<(Base, &Manifest)>, chain: &[Committed]) -> Vec<PlannedVersion> {
     let mut planned = Vec::with_capacity(chain.len());
     let mut base = base;
     let mut rest = chain;
@@ -166,15 +166,15 @@ fn planned(base: Option<(Base, &Manifest)>, chain: &[Committed]) -> Vec<PlannedL
             if first.manifest.kind == Kind::Reference { 1 } else { fetch::fold_length(rest, on.is_none()) };
         let (portion, behind) = rest.split_at(length.clamp(1, rest.len()));
         let wanted = wanted(on, portion);
-        planned.extend(portion.iter().enumerate().map(|(number, link)| {
+        planned.extend(portion.iter().enumerate().map(|(number, committed)| {
             let objects = wanted.range((number, 0)..(number + 1, 0));
-            let sizes = objects.filter_map(|(_, object)| link.manifest.objects.get(*object as usize));
-            PlannedLink {
-                version: link.manifest.version,
+            let sizes = objects.filter_map(|(_, object)| committed.manifest.objects.get(*object as usize));
+            PlannedVersion {
+                version: committed.manifest.version,
                 full: number == 0 && on.is_none(),
                 objects: sizes.clone().count() as u64,
                 bytes: sizes.map(|object| object.size).sum(),
-                changed: Some(link.manifest.changed),
+                changed: Some(committed.manifest.changed),
             }
         }));
         base = portion.last().map(|last| (last.identity(), &last.manifest));
@@ -183,18 +183,18 @@ fn planned(base: Option<(Base, &Manifest)>, chain: &[Committed]) -> Vec<PlannedL
     planned
 }
 
-/// The objects of links that are applied at once, on `base` or in full, that hold anything needed.
-fn wanted(base: Option<&Manifest>, links: &[Committed]) -> BTreeSet<(usize, u32)> {
+/// The objects of versions that are applied at once, on `base` or in full, that hold anything needed.
+fn wanted(base: Option<&Manifest>, versions: &[Committed]) -> BTreeSet<(usize, u32)> {
     let mut wanted = BTreeSet::new();
-    for (number, link) in links.iter().enumerate() {
-        for tensor in &link.manifest.tensors {
-            let full = link.manifest.full_pieces(tensor).filter(|_| number == 0 && base.is_none());
+    for (number, committed) in versions.iter().enumerate() {
+        for tensor in &committed.manifest.tensors {
+            let full = committed.manifest.full_pieces(tensor).filter(|_| number == 0 && base.is_none());
             let pieces = full.unwrap_or(&tensor.pieces);
             wanted.extend(pieces.iter().map(|piece| (number, piece.object)));
         }
     }
     let kept: &[File] = base.map_or(&[], |base| &base.files);
-    for (number, file) in fetch::carried_files(kept, links) {
+    for (number, file) in fetch::carried_files(kept, versions) {
         wanted.extend(file.parts.iter().map(|part| (number, part.object)));
     }
     wanted

@@ -1,6 +1,6 @@
 //! Carries out a committed journal up to the page cache, and reads back what a directory holds.
 //!
-//! Every step is idempotent, and the marker moves last (`settle.rs`). After a crash the same steps are
+//! Every step is idempotent, and the marker moves last (`sync.rs`). After a crash the same steps are
 //! repeated.
 
 use std::io::ErrorKind;
@@ -14,11 +14,11 @@ use driftless_store::os::{regular, remove_dir, remove_file, rename, sync_dir};
 use super::fetch::check_digest;
 use super::journal::{self, Record};
 use super::overwrite::overwrite;
-use super::settle::Unsettled;
 use super::state::{
     Applied, Copy, Layout, Marker, Stamp, State, Tables, digests_from_bytes, digests_to_bytes, read_optional,
     stamps,
 };
+use super::sync::PendingSync;
 use super::target::Targets;
 use super::withhold;
 use crate::checkpoint::{Checkpoint, map};
@@ -30,7 +30,7 @@ use crate::snapshot::{Snapshot as _, TensorInfo, is_plain_name};
 /// A version whose journal was carried out: an engine could load it, but it is not in its place on the disk.
 pub(super) struct Redone {
     pub(super) state: State,
-    pub(super) unsettled: Unsettled,
+    pub(super) pending: PendingSync,
     /// What carrying it out took.
     pub(super) overwrite: Duration,
 }
@@ -87,7 +87,7 @@ pub(super) fn redo(
     let mut state = adopt(checkpoint, parsed, digests)?;
     // As they are left: what anybody writes while they are synced is somebody else's.
     state.weights = stamps(state.checkpoint.weight_files())?;
-    let unsettled = Unsettled {
+    let pending = PendingSync {
         layout: layout.clone(),
         applied: state.applied.clone(),
         overwritten,
@@ -96,7 +96,7 @@ pub(super) fn redo(
         copy: copy.to_vec(),
         digests: digests.to_vec(),
     };
-    Ok(Some(Redone { state, unsettled, overwrite }))
+    Ok(Some(Redone { state, pending, overwrite }))
 }
 
 /// Offers what a journal changes to the plugins of engines. After a crash the old values may be gone, and a

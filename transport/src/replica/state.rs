@@ -162,7 +162,7 @@ impl Layout {
     }
 
     /// Objects that arrive.
-    pub(super) fn spool(&self) -> PathBuf {
+    pub(super) fn downloads(&self) -> PathBuf {
         self.root.join("spool")
     }
 

@@ -185,11 +185,11 @@ impl<'a> Ready<'a> {
     }
 
     /// A tensor will change by these patches, each with the byte of the tensor at which it begins. They were
-    /// decoded from its pieces in the `link`-th publication. Where nothing of an object arrives, no page that
+    /// decoded from its pieces in the publication `number`. Where nothing of an object arrives, no page that
     /// it would change is made ready for nothing.
-    pub(super) fn will_change(&self, link: usize, tensor: &Tensor, patches: &[(u64, Patch)]) {
+    pub(super) fn will_change(&self, number: usize, tensor: &Tensor, patches: &[(u64, Patch)]) {
         for piece in &tensor.pieces {
-            if let Some(jobs) = lock(&self.waiting).remove(&(link, piece.object)) {
+            if let Some(jobs) = lock(&self.waiting).remove(&(number, piece.object)) {
                 self.moved_times.store(true, Relaxed);
                 self.queue.add(jobs);
             }

@@ -455,12 +455,12 @@ impl Run {
 pub(crate) fn fetch_object(store: &dyn Store, object: &Object) -> Result<Vec<u8>> {
     loop {
         // One byte more than announced, so that a longer object is noticed without being read to its end.
-        let bytes = store.get_known(object, 0..object.size.saturating_add(1), &no_progress())?;
+        let bytes = store.get_cached(object, 0..object.size.saturating_add(1), &no_progress())?;
         if bytes.len() as u64 != object.size {
             return Err(wrong_size(object, bytes.len() as u64));
         }
         match object.blake3.check(&bytes, format_args!("object `{}`", object.key)) {
-            Err(error) if store.doubt(object) => {
+            Err(error) if store.report_corrupt(object) => {
                 tracing::warn!(key = %object.key, %error, "fetching the object once more");
             }
             checked => return Ok(checked.map(|()| bytes)?),

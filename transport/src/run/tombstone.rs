@@ -60,7 +60,7 @@ mod tests {
         let error = Tombstone::parse(&bytes).unwrap().into_error();
         let expected = matches!(error, Error::Collected { version: Version(3), anchor: Version(9), .. });
         assert!(expected, "{error:?}");
-        let error = crate::Manifest::parse(&bytes).unwrap_err();
+        let error = crate::manifest::Manifest::parse(&bytes).unwrap_err();
         assert!(matches!(&error, Error::UnknownFeature { feature, .. } if feature == FEATURE), "{error:?}");
         for cut in 0..bytes.len() {
             assert!(Tombstone::parse(&bytes[..cut]).is_none());

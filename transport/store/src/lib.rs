@@ -33,4 +33,4 @@ pub use key::Key;
 pub use memory::Memory;
 pub use open::{open, open_with};
 pub use probe::probe_conditional_put;
-pub use store::{Arrived, Entry, Object, PutMode, Store, no_progress, redact};
+pub use store::{Entry, Object, OnBytes, PutMode, Store, no_progress, redact};

@@ -12,11 +12,11 @@ use crate::error::{Error, Result};
 use crate::key::Key;
 
 /// Called with the number of bytes that have arrived since the call before.
-pub type Arrived = Arc<dyn Fn(u64) + Send + Sync>;
+pub type OnBytes = Arc<dyn Fn(u64) + Send + Sync>;
 
-/// An [`Arrived`] that does nothing.
+/// An [`OnBytes`] that does nothing.
 #[must_use]
-pub fn no_progress() -> Arrived {
+pub fn no_progress() -> OnBytes {
     Arc::new(|_| ())
 }
 
@@ -88,14 +88,14 @@ pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
     ///
     /// # Errors
     /// As [`Store::get`].
-    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+    fn get_cached(&self, object: &Object, range: Range<u64>, arrived: &OnBytes) -> Result<Vec<u8>> {
         let _ = arrived;
         self.get(&object.key, Some(range))
     }
 
-    /// Hears that what [`Store::get_known`] gave of `object` was not what its digest says. True if the same
+    /// Hears that what [`Store::get_cached`] gave of `object` was not what its digest says. True if the same
     /// call may now give something else, because whoever gave that is not asked again.
-    fn doubt(&self, object: &Object) -> bool {
+    fn report_corrupt(&self, object: &Object) -> bool {
         let _ = object;
         false
     }

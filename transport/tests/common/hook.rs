@@ -4,9 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use driftless_store::{Entry, Key, OnBytes, PutMode, Result, Store};
 use driftless_transport::manifest::Object;
-use driftless_transport::store::Result;
-use driftless_transport::{Arrived, Entry, Key, PutMode, Store};
 
 type Before = dyn Fn(&Key) + Send + Sync;
 type After = dyn Fn(&Object, &Range<u64>, &mut Vec<u8>) + Send + Sync;
@@ -75,9 +74,9 @@ impl Store for Hook {
         (self.before)(key);
         self.inner.get(key, range)
     }
-    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+    fn get_cached(&self, object: &Object, range: Range<u64>, arrived: &OnBytes) -> Result<Vec<u8>> {
         (self.before)(&object.key);
-        let mut bytes = self.inner.get_known(object, range.clone(), arrived)?;
+        let mut bytes = self.inner.get_cached(object, range.clone(), arrived)?;
         (self.after)(object, &range, &mut bytes);
         Ok(bytes)
     }

@@ -12,11 +12,11 @@ use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
+use driftless_store::{ContentDigest, Key, PutMode, Store};
 use driftless_transport::manifest::Object;
-use driftless_transport::{
-    AuxFile, Checkpoint, ContentDigest, Dtype, Key, Publisher, PublisherOptions, PutMode, Replica, Result,
-    Run, Snapshot, Start, Step, Store, TensorInfo, Version,
-};
+use driftless_transport::publish::{PublisherOptions, Start, Step};
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
+use driftless_transport::{Checkpoint, Dtype, Publisher, Replica, Result, Run, Snapshot, Version};
 
 pub(crate) use hook::Hook;
 pub(crate) use http::exchange;

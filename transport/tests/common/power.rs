@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
-use driftless_transport::watch::{self, Call};
+use driftless_store::os::watch::{self, Call};
 
 use super::common::Random;
 

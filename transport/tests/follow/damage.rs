@@ -33,13 +33,13 @@ fn a_damaged_directory_is_built_anew_without_anybodys_help() {
         assert_eq!(follower.status().applied, None, "{what}");
         follower.prepare(None).unwrap();
         fixture.assert_on_disk();
-        follower.settle().unwrap();
+        follower.sync().unwrap();
         assert!(!state("quarantine").exists(), "{what}: what was set aside is given up");
         drop(follower);
         // And goes on from there by deltas.
         fixture.publish();
         let follower = fixture.follower(vec![]);
-        assert_eq!(follower.prepare(None).unwrap().advanced.links, 1, "{what}");
+        assert_eq!(follower.prepare(None).unwrap().advanced.versions, 1, "{what}");
         fixture.assert_on_disk();
     }
 }

@@ -1,6 +1,8 @@
 //! What a follower answers over HTTP.
 
-use driftless_transport::{Error, Run, Status, Version, http};
+use driftless_transport::follow::{PrepareReply, Status};
+use driftless_transport::serve::{ServeOptions, serve};
+use driftless_transport::{Error, Run, Version};
 
 use super::common::{MODEL, RUN, exchange};
 use super::{Engine, Fixture, Mood};
@@ -10,7 +12,7 @@ fn the_http_interface_does_what_the_calls_do() {
     let mut fixture = Fixture::new();
     let engine = Engine::default();
     let follower = fixture.follower(vec![engine.fake("http://a")]);
-    let server = http::serve(follower.clone(), "127.0.0.1:0".parse().unwrap(), None).unwrap();
+    let server = serve(follower.clone(), ServeOptions::new(([127, 0, 0, 1], 0))).unwrap();
     let call =
         |method: &str, path: &str, body: &str| exchange(server.addr(), &format!("{method} {path}"), "", body);
     assert_eq!(call("GET", "/health", "").0, 200);
@@ -18,10 +20,10 @@ fn the_http_interface_does_what_the_calls_do() {
     assert_eq!((status, body.contains("nothing_prepared")), (409, true), "{body}");
     fixture.publish();
     let (status, body) = call("POST", "/prepare", r#"{"version":0}"#);
-    let reply: http::PrepareReply = serde_json::from_str(&body).unwrap();
-    assert_eq!((status, reply.version, reply.links), (200, Version(0), 1));
+    let reply: PrepareReply = serde_json::from_str(&body).unwrap();
+    assert_eq!((status, reply.version, reply.versions), (200, Version(0), 1));
     let (status, body) = call("POST", "/prepare", "");
-    let reply: http::PrepareReply = serde_json::from_str(&body).unwrap();
+    let reply: PrepareReply = serde_json::from_str(&body).unwrap();
     assert_eq!((status, reply.version, reply.label), (200, Version(1), fixture.label(1)));
     let (status, body) = call("POST", "/prepare", r#"{"version":0}"#);
     assert_eq!((status, body.contains("rewind")), (409, true), "{body}");
@@ -57,7 +59,7 @@ fn a_token_guards_everything_but_health_and_a_taken_port_is_an_error() {
     let fixture = Fixture::new();
     let follower = fixture.follower(vec![]);
     let server =
-        http::serve(follower.clone(), "127.0.0.1:0".parse().unwrap(), Some("secret".into())).unwrap();
+        serve(follower.clone(), ServeOptions::new(([127, 0, 0, 1], 0)).with_token("secret")).unwrap();
     let call = |path: &str, token: Option<&str>| {
         let token = token.map_or(String::new(), |token| format!("authorization: Bearer {token}\r\n"));
         exchange(server.addr(), &format!("GET {path}"), &token, "").0
@@ -67,10 +69,10 @@ fn a_token_guards_everything_but_health_and_a_taken_port_is_an_error() {
     assert_eq!(call("/metrics", None), 401);
     assert_eq!(call("/status", Some("Secret")), 401);
     assert_eq!(call("/status", Some("secret")), 200);
-    let error = http::serve(follower.clone(), server.addr(), None).unwrap_err();
+    let error = serve(follower.clone(), ServeOptions::new(server.addr())).unwrap_err();
     assert!(matches!(error, Error::Listen { .. }), "{error:?}");
     let addr = server.addr();
     drop(server);
-    http::serve(follower, addr, None).unwrap();
+    serve(follower, ServeOptions::new(addr)).unwrap();
     assert!(Run::open(fixture.store.clone(), RUN).unwrap().has(MODEL, Version(0)).unwrap());
 }

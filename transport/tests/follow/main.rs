@@ -15,12 +15,15 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::wrap::{Count, Fault, When};
-use driftless_transport::{
-    Ack, Activate, Activated, BoxError, Checkpoint, Error, Follower, FollowerOptions, Memory, Mode,
-    Publisher, Replica, Run, Snapshot as _, Start, Stop, Store, Target, Version, write_checkpoint,
-};
+use driftless_store::wait::Stop;
+use driftless_store::wrap::{Count, Fault, When};
+use driftless_store::{BoxError, Error as StoreError, Memory, Store};
+use driftless_transport::activate::{Activate, Activated, Target};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::gc::Ack;
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Checkpoint, Error, Follower, Publisher, Replica, Run, Snapshot as _, Version};
 
 use common::{MODEL, RUN, Weights, assert_same, publisher, step};
 
@@ -202,8 +205,8 @@ fn prepare_and_activate_are_separate_and_acknowledged() {
     assert_eq!(follower.prepare(Some(Version(1))).unwrap().version, Version(1));
     assert_eq!(engine.serving(), Some(fixture.label(0)), "a prepare does not touch engines");
     assert_eq!(follower.status().newest, Some(Version(2)));
-    assert_eq!(follower.prepare(None).unwrap().advanced.links, 1);
-    assert_eq!(follower.prepare(None).unwrap().advanced.links, 0);
+    assert_eq!(follower.prepare(None).unwrap().advanced.versions, 1);
+    assert_eq!(follower.prepare(None).unwrap().advanced.versions, 0);
     follower.activate().unwrap();
     assert_eq!(engine.0.lock().unwrap().loaded, *fixture.weights.tensor_mut("g.up"));
     fixture.assert_on_disk();
@@ -498,18 +501,21 @@ fn a_plan_is_what_the_advance_then_does() {
     let plan = |to| Replica::plan(&fixture.path(), &run, MODEL, Version(to)).unwrap();
     let whole = plan(3);
     assert!(!fixture.path().exists(), "a plan makes no directory");
-    assert_eq!((whole.from, whole.to, whole.links.len(), whole.links[0].full), (None, Version(3), 4, true));
+    assert_eq!(
+        (whole.from, whole.to, whole.versions.len(), whole.versions[0].full),
+        (None, Version(3), 4, true)
+    );
     let follower = fixture.follower(vec![]);
     let first = plan(1);
     let did = follower.prepare(Some(Version(1))).unwrap().advanced;
-    assert_eq!((did.links, did.bytes, Some(did.changed)), (2, first.bytes, first.changed));
-    follower.settle().unwrap();
+    assert_eq!((did.versions, did.bytes, Some(did.changed)), (2, first.bytes, first.changed));
+    follower.sync().unwrap();
     let rest = plan(3);
-    assert_eq!((rest.from, rest.links.len(), rest.links[0].full), (Some(Version(1)), 2, false));
+    assert_eq!((rest.from, rest.versions.len(), rest.versions[0].full), (Some(Version(1)), 2, false));
     let did = follower.prepare(None).unwrap().advanced;
-    assert_eq!((did.links, did.bytes, Some(did.changed)), (2, rest.bytes, rest.changed));
-    follower.settle().unwrap();
-    assert!(plan(3).links.is_empty() && plan(3).bytes == 0);
+    assert_eq!((did.versions, did.bytes, Some(did.changed)), (2, rest.bytes, rest.changed));
+    follower.sync().unwrap();
+    assert!(plan(3).versions.is_empty() && plan(3).bytes == 0);
     let error = Replica::plan(&fixture.path(), &run, MODEL, Version(1)).unwrap_err();
     assert!(matches!(error, Error::Rewind { .. }), "{error:?}");
     let other = Fixture::new();

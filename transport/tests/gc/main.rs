@@ -9,13 +9,13 @@ mod world;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use driftless_store::wait::Stop;
+use driftless_store::wrap::{Fault, When};
+use driftless_store::{Error as StoreError, Key, Memory, PutMode, Store};
+use driftless_transport::follow::FollowerOptions;
 use driftless_transport::gc::{GcOptions, collect};
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::wrap::{Fault, When};
-use driftless_transport::{
-    Error, Follower, FollowerOptions, Key, Memory, Mode, Publisher, PutMode, Replica, Run, Start, Stop,
-    Store, Version,
-};
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Error, Follower, Publisher, Replica, Run, Version};
 
 use common::{Hook, MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step};
 use world::{Clocked, TTL, World};

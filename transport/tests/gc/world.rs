@@ -7,13 +7,13 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
+use driftless_store::wrap::Fault;
+use driftless_store::{ContentDigest, Entry, Error as StoreError, Key, Memory, PutMode, Result, Store};
 use driftless_transport::gc::{Collection, GcOptions, collect};
 use driftless_transport::manifest::{
     Algorithms, Base, FORMAT, Features, Kind, Manifest, Object, Piece, Representation, Tensor,
 };
-use driftless_transport::store::{Error as StoreError, Result};
-use driftless_transport::wrap::Fault;
-use driftless_transport::{ContentDigest, Dtype, Entry, Error, Key, Memory, PutMode, Run, Store, Version};
+use driftless_transport::{Dtype, Error, Run, Version};
 
 use crate::common::{MODEL, RUN, Random};
 
@@ -209,12 +209,12 @@ impl World {
                 Err(Error::Collected { .. }) if again > 0 => return again,
                 chain => chain.unwrap(),
             };
-            if let Some(link) = chain.links.first().filter(|_| !chain.restart) {
+            if let Some(link) = chain.versions.first().filter(|_| !chain.restart) {
                 assert_eq!(link.manifest.base, from);
             }
-            assert!(chain.links.last().is_none_or(|link| link.manifest.version == newest));
+            assert!(chain.versions.last().is_none_or(|link| link.manifest.version == newest));
             let mut outcome = Ok(());
-            'links: for (number, link) in chain.links.iter().enumerate() {
+            'links: for (number, link) in chain.versions.iter().enumerate() {
                 if disturb == Some(number as u64) && again == 0 {
                     // What is published meanwhile makes more of the chain collectable.
                     (0..3).for_each(|_| self.publish());

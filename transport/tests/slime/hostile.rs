@@ -35,7 +35,7 @@ fn fixture(form: (&str, &str)) -> Fixture {
 /// Brings the host up to date, and waits until everything lies in its place, where who only looks finds it.
 fn prepare(host: &Follower) {
     host.prepare(None).unwrap();
-    host.settle().unwrap();
+    host.sync().unwrap();
 }
 
 impl Fixture {

@@ -15,10 +15,12 @@ use std::sync::Arc;
 
 use common::{Weights, assert_same};
 use driftless_slime::{Checksum, Encoding, Publisher, PublisherOptions};
-use driftless_transport::{
-    Checkpoint, Disk, Dtype, Error, Follower, FollowerOptions, Plan, Result, Start, Store, Version,
-    write_checkpoint,
-};
+use driftless_store::{Disk, Store};
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::publish::Start;
+use driftless_transport::replica::Plan;
+use driftless_transport::{Checkpoint, Dtype, Error, Follower, Result, Version};
 use reference::{Delta, FORMS, Tensors, read_checkpoint, receive};
 
 /// A trainer's directory, the checkpoint it starts from, and a host that follows.
@@ -98,7 +100,7 @@ fn golden_directories_are_followed() {
         let store = Arc::new(Disk::new(golden.join(form)));
         let follower = follower(store, &golden.join("base"), host.path());
         let prepared = follower.prepare(None).unwrap();
-        assert_eq!((prepared.version, prepared.advanced.links), (Version(2), 3), "{form}");
+        assert_eq!((prepared.version, prepared.advanced.versions), (Version(2), 3), "{form}");
         assert!(read_checkpoint(host.path()) == expected, "{form}");
         let config = fs::read(host.path().join("config.json")).unwrap();
         assert_eq!(config, fs::read(golden.join("base/config.json")).unwrap());
@@ -122,9 +124,9 @@ fn every_form_of_a_trainers_versions_is_followed_step_by_step_and_at_once() {
             Delta::new(version, form, &old, &tensors(&weights), 1 + version as usize % 3)
                 .write(&world.source());
             let prepared = follower.prepare(None).unwrap();
-            assert_eq!((prepared.version, prepared.advanced.links), (Version(version), 1), "{form:?}");
+            assert_eq!((prepared.version, prepared.advanced.versions), (Version(version), 1), "{form:?}");
             assert_same(&Checkpoint::open(world.path("host")).unwrap(), &weights);
-            assert_eq!(follower.prepare(None).unwrap().advanced.links, 0, "nothing more to do");
+            assert_eq!(follower.prepare(None).unwrap().advanced.versions, 0, "nothing more to do");
         }
         let late = self::follower(world.store(), &world.path("hf"), &world.path("late"));
         let prepared = late.prepare(None).unwrap();

@@ -2,7 +2,8 @@
 
 use std::fs;
 
-use driftless_transport::{Error, Plan, Version};
+use driftless_transport::replica::Plan;
+use driftless_transport::{Error, Version};
 
 use crate::common::{Weights, tree};
 use crate::reference::FORMS;
@@ -18,7 +19,7 @@ fn plan(world: &World, until: Option<u64>) -> Plan {
 }
 
 fn versions(plan: &Plan) -> Vec<(u64, bool)> {
-    plan.links.iter().map(|link| (link.version.0, link.full)).collect()
+    plan.versions.iter().map(|link| (link.version.0, link.full)).collect()
 }
 
 #[test]
@@ -38,11 +39,11 @@ fn a_plan_is_what_is_then_done() {
 
             let host = world.follower();
             let advanced = host.prepare(Some(Version(to))).unwrap().advanced;
-            host.settle().unwrap();
+            host.sync().unwrap();
             // Version 0 is a copy: all of it changes, and nothing of it is fetched.
-            let copied = if begun { 0 } else { planned.links[0].changed.unwrap() };
+            let copied = if begun { 0 } else { planned.versions[0].changed.unwrap() };
             assert_eq!(planned.changed.unwrap() - copied, advanced.changed, "{form:?}");
-            assert_eq!((planned.bytes, planned.links.len() as u64), (advanced.bytes, advanced.links));
+            assert_eq!((planned.bytes, planned.versions.len() as u64), (advanced.bytes, advanced.versions));
             assert_eq!(Some(planned.run_id), host.status().run_id);
         }
         assert!(world.host() == tensors(&newest));
@@ -57,9 +58,9 @@ fn a_plan_for_a_host_that_has_nothing_names_version_0() {
     assert_eq!((planned.from, planned.to, versions(&planned)), (None, Version(0), vec![(0, true)]));
     let host = world.follower();
     host.prepare(None).unwrap();
-    host.settle().unwrap();
+    host.sync().unwrap();
     assert_eq!(Some(planned.run_id), host.status().run_id);
-    assert!(!planned.unfinished && plan(&world, None).links.is_empty());
+    assert!(!planned.unfinished && plan(&world, None).versions.is_empty());
 }
 
 /// The weights of version 0 are others than those that the trainer starts from: nothing says so but the
@@ -83,7 +84,7 @@ fn an_apply_that_was_interrupted_leaves_nothing_to_compare_with() {
     trainer(&world, &base, 1, 1..=1);
     let host = world.follower();
     host.prepare(None).unwrap();
-    host.settle().unwrap();
+    host.sync().unwrap();
     drop(host);
     trainer(&world, &base, 1, 2..=3);
     fs::write(world.path("host/.driftless/journal"), b"torn").unwrap();
@@ -103,7 +104,7 @@ fn a_plan_refuses_what_following_refuses() {
     trainer(&world, &base, 1, 1..=2);
     let host = world.follower();
     host.prepare(None).unwrap();
-    host.settle().unwrap();
+    host.sync().unwrap();
     fs::remove_dir_all(world.source()).unwrap();
     let same = |what: &str| {
         let (planned, error) = (world.plan(None).unwrap_err(), host.prepare(None).unwrap_err());
@@ -125,7 +126,7 @@ fn a_plan_refuses_what_following_refuses() {
     assert_eq!(planned.to_string(), error.to_string(), "weights of somebody else");
 
     let mut signed = options(&world.path("hf"), &world.path("host"));
-    signed.trust_keys = vec![driftless_transport::SignKey::from_bytes([1; 32]).public()];
+    signed.trust_keys = vec![driftless_transport::sign::SignKey::from_bytes([1; 32]).public()];
     let error = driftless_slime::plan(world.store(), &signed).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
     let mut without = options(&world.path("hf"), &world.path("new"));

@@ -7,11 +7,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use driftless_slime::{Checksum, Encoding};
-use driftless_transport::http::serve_with;
-use driftless_transport::listen::Limits;
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::wrap::{Fault, When};
-use driftless_transport::{Disk, Dtype, Error, Key, PutMode, Replica, Start, Stop, Store, Version};
+use driftless_store::wait::Stop;
+use driftless_store::wrap::{Fault, When};
+use driftless_store::{Disk, Error as StoreError, Key, PutMode, Store};
+use driftless_transport::publish::Start;
+use driftless_transport::serve::{ServeOptions, serve};
+use driftless_transport::{Dtype, Error, Replica, Version};
 
 use crate::common::{Weights, exchange};
 use crate::reference::{Delta, receive};
@@ -115,12 +116,12 @@ fn a_host_needs_version_0_and_a_directory_of_its_own() {
     let base = Weights::small(1);
     let world = World::new(&base);
     trainer(&world, &base, 1, 1..=1);
-    let options = driftless_transport::FollowerOptions::new("slime", world.path("host"), "host");
+    let options = driftless_transport::follow::FollowerOptions::new("slime", world.path("host"), "host");
     let host = driftless_slime::open(world.store(), options, Vec::new()).unwrap();
     assert!(matches!(host.prepare(None), Err(Error::Unsupported { .. })));
 
     // A replica of one of our own runs is none of slime's.
-    let store: Arc<dyn Store> = Arc::new(driftless_transport::Memory::new());
+    let store: Arc<dyn Store> = Arc::new(driftless_store::Memory::new());
     let ours = world.path("ours");
     let mut publisher = crate::common::publisher(&store, Start::NewRun, &ours);
     publisher.publish_reference(&world.path("hf"), crate::common::step(0)).unwrap();
@@ -280,8 +281,8 @@ fn a_trainer_pulls_through_the_follower() {
     let base = Weights::small(1);
     let world = World::new(&base);
     let host = world.follower();
-    let (addr, routes) = ("127.0.0.1:0".parse().unwrap(), driftless_slime::routes(host.clone()));
-    let server = serve_with(host.clone(), addr, None, Limits::default(), routes).unwrap();
+    let routes = driftless_slime::routes(host.clone());
+    let server = serve(host.clone(), ServeOptions::new(([127, 0, 0, 1], 0)).with_routes(routes)).unwrap();
     let pull = |dir: &Path, version: u64| pull(server.addr(), dir, version);
     let local = world.path("host");
     assert_eq!(pull(&local, 0), (200, true), "the trainer's first request");

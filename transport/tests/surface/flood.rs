@@ -9,11 +9,15 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use driftless_store::wait::Stop;
+use driftless_store::{Disk, Key, Store};
 use driftless_testkit::flood::Flood;
-use driftless_transport::{Ack, Disk, Key, Run, Stop, Store, Version, http, listen::Limits};
+use driftless_transport::gc::Ack;
+use driftless_transport::serve::listen::Limits;
+use driftless_transport::{Run, Version};
 
 use super::common::{MODEL, Process, RUN, named};
-use super::{AUTHORISED, LONG, NEVER, TOKEN, follower, limits, publish, serve_relay};
+use super::{AUTHORISED, LONG, NEVER, follower, limits, publish, serve_here, serve_relay};
 
 /// Tells the other process what it is and where it works.
 const ROLE: &str = "DRIFTLESS_TEST_ROLE";
@@ -57,8 +61,7 @@ fn other_process() {
         thread::park();
     }
     let follower = follower(&store, &dir);
-    let listen = "127.0.0.1:0".parse().unwrap();
-    let server = http::serve_within(follower.clone(), listen, Some(TOKEN.to_owned()), limits).unwrap();
+    let server = serve_here(follower.clone(), limits);
     println!("listening {}", server.addr());
     follower.run_until(&Stop::new(), false).unwrap();
 }

@@ -15,10 +15,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{MODEL, RUN, Weights, publisher, step};
-use driftless_relay::{RelayOptions, serve};
-use driftless_transport::http::{Server, serve_within};
-use driftless_transport::listen::Limits;
-use driftless_transport::{Follower, FollowerOptions, Mode, Start, Store, Version};
+use driftless_relay::RelayOptions;
+use driftless_store::Store;
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::serve::listen::Limits;
+use driftless_transport::serve::{ServeOptions, Server, serve};
+use driftless_transport::{Follower, Version};
 
 const TOKEN: &str = "the token";
 const AUTHORISED: &str = "authorization: Bearer the token\r\n";
@@ -28,9 +31,7 @@ const LONG: Duration = Duration::from_secs(120);
 const NEVER: Duration = Duration::from_secs(24 * 3600);
 
 fn limits(authorise: Duration, idle: Duration) -> Limits {
-    let mut limits = Limits::default();
-    (limits.authorise, limits.idle) = (authorise, idle);
-    limits
+    Limits::default().with_authorise(authorise).with_idle(idle)
 }
 
 /// A run with version 0 in `dir`'s store, or a version more.
@@ -52,14 +53,18 @@ fn follower(store: &Arc<dyn Store>, dir: &Path) -> Follower {
 }
 
 fn serve_follower(store: &Arc<dyn Store>, dir: &Path, limits: Limits) -> Server {
-    let follower = follower(store, dir);
-    serve_within(follower, "127.0.0.1:0".parse().unwrap(), Some(TOKEN.to_owned()), limits).unwrap()
+    serve_here(follower(store, dir), limits)
+}
+
+fn serve_here(follower: Follower, limits: Limits) -> Server {
+    let options = ServeOptions::new(([127, 0, 0, 1], 0)).with_token(TOKEN).with_limits(limits);
+    serve(follower, options).unwrap()
 }
 
 fn serve_relay(store: &Arc<dyn Store>, dir: &Path, limits: Limits) -> driftless_relay::Server {
     let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir.join("cache"));
     (options.token, options.limits) = (Some(TOKEN.to_owned()), limits);
-    serve(store.clone(), options).unwrap()
+    driftless_relay::serve(store.clone(), options).unwrap()
 }
 
 fn connect(addr: SocketAddr) -> TcpStream {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use driftless_transport::{Memory, Store};
+use driftless_store::{Memory, Store};
 
 use super::common::Hook;
 use super::{

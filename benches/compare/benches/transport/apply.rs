@@ -8,9 +8,11 @@ use std::time::{Duration, Instant};
 
 use driftless_compare::data::Pair;
 use driftless_compare::receiver::{Delta, map};
-use driftless_transport::{Disk, Profile, Replica, Run, Store, Version};
+use driftless_store::{Disk, Store};
+use driftless_transport::publish::Profile;
+use driftless_transport::{Replica, Run, Version};
 
-use crate::model::{RUN, State, begin, directory, pairs, publish};
+use crate::model::{self, RUN, begin, directory, pairs, publish};
 use crate::{Options, judge, median};
 
 const DENSITY: f64 = 0.003;
@@ -64,7 +66,7 @@ fn stage_ours(pairs: &[Pair], dir: &Path, profile: Profile, options: &Options) {
     let store: Arc<dyn Store> = Arc::new(Disk::new(dir.join("store")));
     let mut publisher = begin(pairs, &store, dir, profile, options.shard_mib);
     for version in 1..=options.repeat {
-        publish(&mut publisher, &if version % 2 == 1 { State::new(pairs) } else { State::base(pairs) });
+        publish(&mut publisher, &if version % 2 == 1 { model::new(pairs) } else { model::base(pairs) });
     }
     let run = publisher.run().clone();
     drop(publisher);
@@ -128,7 +130,7 @@ fn ours(dir: &Path, version: u64) -> (Duration, Duration) {
     let begin = Instant::now();
     replica.advance(&run, "policy", Version(version), None).expect("an advance");
     let loadable = begin.elapsed();
-    (loadable, replica.settle().expect("a disk"))
+    (loadable, replica.sync().expect("a disk"))
 }
 
 fn slime(dir: &Path, version: u64) -> (Duration, Duration) {

@@ -1,14 +1,13 @@
 //! A model of synthetic weights as something that can be published.
 
-use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
 use driftless_compare::data::{Pair, Shape, synthetic};
-use driftless_transport::{
-    AuxFile, Dtype, Mode, Profile, Published, Publisher, PublisherOptions, Result, Snapshot, Start, Step,
-    Store, TensorInfo, write_checkpoint,
-};
+use driftless_store::Store;
+use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::publish::{Mode, Profile, Published, PublisherOptions, Start, Step};
+use driftless_transport::{Dtype, Publisher, Tensors};
 
 use crate::Options;
 
@@ -38,49 +37,23 @@ fn in_dir(dir: Option<&Path>) -> tempfile::TempDir {
     dir.map_or_else(tempfile::tempdir, tempfile::tempdir_in).expect("a directory")
 }
 
-/// One of the two states.
-pub(crate) struct State<'a> {
-    tensors: Vec<TensorInfo>,
-    bytes: Vec<&'a [u8]>,
-    files: Vec<AuxFile>,
+/// The state before the step.
+pub(crate) fn base(pairs: &[Pair]) -> Tensors<'_> {
+    state(pairs, |pair| &pair.base)
 }
 
-impl<'a> State<'a> {
-    pub(crate) fn base(pairs: &'a [Pair]) -> Self {
-        Self::of(pairs, |pair| &pair.base)
-    }
-
-    pub(crate) fn new(pairs: &'a [Pair]) -> Self {
-        Self::of(pairs, |pair| &pair.new)
-    }
-
-    fn of(pairs: &'a [Pair], side: impl Fn(&'a Pair) -> &'a [u8]) -> Self {
-        let mut sorted: Vec<&Pair> = pairs.iter().collect();
-        sorted.sort_by(|a, b| a.name.cmp(&b.name));
-        let info = |pair: &&Pair| TensorInfo {
-            name: pair.name.clone(),
-            dtype: Dtype::Bf16,
-            shape: pair.shape.clone(),
-        };
-        let tensors = sorted.iter().map(info).collect();
-        let bytes = sorted.into_iter().map(side).collect();
-        let files = vec![AuxFile::new("config.json", b"{}".to_vec()).expect("a name")];
-        Self { tensors, bytes, files }
-    }
+/// The state after it.
+pub(crate) fn new(pairs: &[Pair]) -> Tensors<'_> {
+    state(pairs, |pair| &pair.new)
 }
 
-impl Snapshot for State<'_> {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
-        Ok(Cow::Borrowed(self.bytes[index]))
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &self.files
-    }
+fn state<'a>(pairs: &'a [Pair], side: impl Fn(&'a Pair) -> &'a [u8]) -> Tensors<'a> {
+    let mut sorted: Vec<&Pair> = pairs.iter().collect();
+    sorted.sort_by(|a, b| a.name.cmp(&b.name));
+    let start = Tensors::new().file("config.json", "{}").expect("a name");
+    sorted.into_iter().fold(start, |state, pair| {
+        state.tensor(pair.name.as_str(), Dtype::Bf16, pair.shape.as_slice(), side(pair)).expect("a tensor")
+    })
 }
 
 /// A run of deltas of `profile` whose version 0 is the base by reference, in `dir/base`, in weight files of
@@ -92,17 +65,16 @@ pub(crate) fn begin(
     profile: Profile,
     shard_mib: Option<u64>,
 ) -> Publisher {
-    let base = dir.join("base");
+    let reference = dir.join("base");
     let shard = shard_mib.map_or(1 << 40, |mib| mib << 20);
-    write_checkpoint(&base, &State::base(pairs), shard).expect("a checkpoint");
-    let mut options = PublisherOptions::new(RUN, Start::NewRun, dir.join("baseline"));
-    options.profile = profile;
+    write_checkpoint(&reference, &base(pairs), shard).expect("a checkpoint");
+    let options = PublisherOptions::new(RUN, Start::NewRun, dir.join("baseline")).with_profile(profile);
     let mut publisher = Publisher::open(store.clone(), options).expect("a publisher");
-    publisher.publish_reference(&base, Step::default()).expect("version 0");
+    publisher.publish_reference(&reference, Step::default()).expect("version 0");
     publisher
 }
 
 /// The next version: the new state.
-pub(crate) fn publish(publisher: &mut Publisher, state: &State<'_>) -> Published {
+pub(crate) fn publish(publisher: &mut Publisher, state: &Tensors<'_>) -> Published {
     publisher.publish(state, Step::default(), Mode::Delta).expect("a version")
 }

@@ -5,10 +5,12 @@ use std::time::Instant;
 
 use driftless_compare::data::Pair;
 use driftless_delta::{DigestTable, Element, Profile, encode};
-use driftless_transport::{Disk, Publisher, PublisherOptions, Start, Store};
+use driftless_store::{Disk, Store};
+use driftless_transport::Publisher;
+use driftless_transport::publish::{PublisherOptions, Start};
 use rayon::prelude::*;
 
-use crate::model::{RUN, State, begin, directory, pairs, publish};
+use crate::model::{self, RUN, begin, directory, pairs, publish};
 use crate::{Options, judge, median};
 
 const DENSITY: f64 = 0.01;
@@ -46,7 +48,7 @@ pub(crate) fn run(options: &Options) {
             drop(encoded);
         }
         // There and back again: every other round starts from the base.
-        let state = if forth { State::new(&pairs) } else { State::base(&pairs) };
+        let state = if forth { model::new(&pairs) } else { model::base(&pairs) };
         let packed = Arc::new(Mutex::new(Instant::now()));
         let last = packed.clone();
         publisher.on_progress(Box::new(move |_| *last.lock().expect("no panic") = Instant::now()));

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use driftless_compare::data::{Pair, Shape, synthetic};
-use driftless_transport::{Disk, Profile, Replica, Run, Store, Version};
+use driftless_store::{Disk, Store};
+use driftless_transport::publish::Profile;
+use driftless_transport::{Replica, Run, Version};
 
-use crate::model::{RUN, State, begin, directory, publish};
+use crate::model::{self, RUN, begin, directory, publish};
 use crate::{Options, judge, median};
 
 const DENSITY: f64 = 0.01;
@@ -51,7 +53,7 @@ fn live(pairs: &[Pair], options: &Options, repeat: usize) -> [f64; 3] {
     publisher.wait().expect("a baseline");
     let versions = 2 * repeat as u64;
     let published = (1..=versions).map(|version| {
-        let state = if version % 2 == 1 { State::new(pairs) } else { State::base(pairs) };
+        let state = if version % 2 == 1 { model::new(pairs) } else { model::base(pairs) };
         let begin = Instant::now();
         publish(&mut publisher, &state);
         publisher.wait().expect("a baseline");
@@ -83,7 +85,7 @@ impl<'a> Host<'a> {
         }
         let mut replica = Replica::open(host).expect("a replica");
         replica.advance(run, "policy", Version(0), Some(&dir.join("base"))).expect("version 0");
-        replica.settle().expect("a disk");
+        replica.sync().expect("a disk");
         Self { replica, run }
     }
 
@@ -91,7 +93,7 @@ impl<'a> Host<'a> {
     fn advance(&mut self, version: u64) -> f64 {
         let begin = Instant::now();
         self.replica.advance(self.run, "policy", Version(version), None).expect("an advance");
-        self.replica.settle().expect("a disk");
+        self.replica.sync().expect("a disk");
         begin.elapsed().as_secs_f64()
     }
 }

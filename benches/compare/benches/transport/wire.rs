@@ -6,14 +6,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftless_compare::peers::xor_zstd;
+use driftless_store::wait::Stop;
+use driftless_store::{Key, PutMode, Store, open_with};
 use driftless_testkit::link::{Link, Shape};
 use driftless_testkit::s3::Server;
-use driftless_transport::{
-    Follower, FollowerOptions, Key, Profile, PutMode, Stop, Store, Version, open_with,
-};
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::publish::Profile;
+use driftless_transport::{Follower, Version};
 use rayon::prelude::*;
 
-use crate::model::{RUN, State, begin, directory, host_directory, pairs, publish};
+use crate::model::{self, RUN, begin, directory, host_directory, pairs, publish};
 use crate::{Options, judge};
 
 /// From the committed manifest to the follower's word that engines can load the version: poll, fetch, check,
@@ -44,14 +46,14 @@ pub(crate) fn run(options: &Options) {
     follow.poll = Duration::from_millis(options.poll_ms);
     let follower = Follower::open(far.clone(), follow, Vec::new()).expect("a follower");
     follower.prepare(None).expect("version 0");
-    follower.settle().expect("a disk");
+    follower.sync().expect("a disk");
     publisher.wait().expect("a baseline");
     let stop = Stop::new();
     let looping = {
         let (follower, stop) = (follower.clone(), stop.clone());
         thread::spawn(move || follower.run_until(&stop, false))
     };
-    let published = publish(&mut publisher, &State::new(&pairs));
+    let published = publish(&mut publisher, &model::new(&pairs));
     let before = seconds(&follower);
     let seen =
         watch(&link, || follower.status().applied.is_some_and(|applied| applied.version >= Version(1)));

@@ -1,7 +1,7 @@
 //! What a rank is told: SGLang's flattened bucket, `{"flattened_tensor": …, "metadata": […]}`, as its
 //! `MultiprocessingSerializer` would pickle it. Only globals that its `SafeUnpickler` lets through occur.
 
-use driftless_transport::TensorInfo;
+use driftless_transport::snapshot::TensorInfo;
 
 use super::pickle::Pickle;
 use super::{CudaPlace, Place};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use driftless_transport::TensorInfo;
+use driftless_transport::snapshot::TensorInfo;
 use tokio::runtime::Runtime;
 
 use super::payload::payload;

@@ -339,7 +339,8 @@ fn pack(stage: &mut [u8], batch: &[(u64, &[u8])]) -> Vec<(u64, std::ops::Range<u
 
 #[cfg(test)]
 mod tests {
-    use driftless_transport::{Dtype, TensorInfo};
+    use driftless_transport::Dtype;
+    use driftless_transport::snapshot::TensorInfo;
 
     use super::*;
 

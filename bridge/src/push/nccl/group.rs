@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use driftless_transport::TensorInfo;
+use driftless_transport::snapshot::TensorInfo;
 use tokio::runtime::Runtime;
 
 use super::{Meeting, Rendezvous, RendezvousOptions, Root};

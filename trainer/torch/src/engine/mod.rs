@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use driftless_transport::listen::{self, serve_http};
+use driftless_transport::serve::listen::{self, serve_http};
 use tch::{Device, Kind};
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use driftless_transport::{Dtype, Snapshot, TensorInfo};
+use driftless_transport::snapshot::TensorInfo;
+use driftless_transport::{Dtype, Snapshot};
 use tch::{Kind, Tensor};
 
 use super::parts::{Linear, RmsNorm};

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use driftless_trainer::tasks::mix;
-use driftless_transport::AuxFile;
+use driftless_transport::snapshot::AuxFile;
 use tch::Kind;
 
 use crate::config::Config;

@@ -1,11 +1,10 @@
 //! Small random checkpoints, and engines that serve them.
 
-use std::borrow::Cow;
 use std::path::Path;
 
 use driftless_torch::engine::{Dialect, EngineOptions, Server, serve};
 use driftless_torch::{Config, Family, Model, Parameter};
-use driftless_transport::{AuxFile, Dtype, Snapshot, TensorInfo};
+use driftless_transport::{Dtype, Tensors};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
@@ -31,42 +30,17 @@ fn config_of(family: Family) -> Value {
     })
 }
 
-/// Fresh f32 weights, as a snapshot.
-struct Fresh {
-    tensors: Vec<TensorInfo>,
-    bytes: Vec<Vec<u8>>,
-    files: [AuxFile; 1],
-}
-
-impl Snapshot for Fresh {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> driftless_transport::Result<Cow<'_, [u8]>> {
-        Ok(Cow::Borrowed(&self.bytes[index]))
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &self.files
-    }
-}
-
 /// Writes a checkpoint with fresh f32 weights of a seed.
 pub(crate) fn write_checkpoint(dir: &Path, config: &Value, seed: i64) {
     let scratch = tempfile::tempdir().unwrap();
     std::fs::write(scratch.path().join("config.json"), config.to_string()).unwrap();
     let model = Model::fresh(Config::open(scratch.path()).unwrap(), seed, Kind::Float, Device::Cpu).unwrap();
-    let info = |parameter: &Parameter| {
-        let shape = parameter.tensor.size().iter().map(|size| *size as u64).collect();
-        TensorInfo { name: parameter.name.clone(), dtype: Dtype::F32, shape }
-    };
-    let fresh = Fresh {
-        tensors: model.parameters().iter().map(info).collect(),
-        bytes: model.parameters().iter().map(|parameter| bytes(&parameter.tensor)).collect(),
-        files: [AuxFile::new("config.json", config.to_string().into_bytes()).unwrap()],
-    };
-    driftless_transport::write_checkpoint(dir, &fresh, u64::MAX).unwrap();
+    let config = Tensors::new().file("config.json", config.to_string()).unwrap();
+    let fresh = model.parameters().iter().fold(config, |fresh, Parameter { name, tensor, .. }| {
+        let shape: Vec<u64> = tensor.size().iter().map(|size| *size as u64).collect();
+        fresh.tensor(name.as_str(), Dtype::F32, shape, bytes(tensor)).unwrap()
+    });
+    driftless_transport::checkpoint::write_checkpoint(dir, &fresh, u64::MAX).unwrap();
 }
 
 /// Little-endian bytes of a tensor.

@@ -13,7 +13,7 @@ use std::time::Duration;
 use axum::http::StatusCode;
 use driftless_store::os::crash_point;
 use driftless_transport::Error as TransportError;
-use driftless_transport::listen::{Admission, Limits, accept};
+use driftless_transport::serve::listen::{Admission, Limits, accept};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::{Handle, Runtime};

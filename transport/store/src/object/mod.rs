@@ -26,7 +26,7 @@ use tokio::sync::Semaphore;
 
 use crate::error::{Error, Result};
 use crate::key::Key;
-use crate::store::{Arrived, Entry, Object, PutMode, Store, no_progress};
+use crate::store::{Entry, Object, OnBytes, PutMode, Store, no_progress};
 use ask::{Action, Asked, cause};
 
 pub(crate) use url::open;
@@ -167,7 +167,7 @@ impl Store for Bucket {
         self.wait(|remote| async move { remote.get(&key, range, &no_progress()).await })
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+    fn get_cached(&self, object: &Object, range: Range<u64>, arrived: &OnBytes) -> Result<Vec<u8>> {
         let (key, arrived) = (object.key.clone(), arrived.clone());
         self.wait(|remote| async move { remote.get(&key, Some(range), &arrived).await })
     }
@@ -284,7 +284,7 @@ impl Remote {
         }
     }
 
-    async fn get(&self, key: &Key, range: Option<Range<u64>>, arrived: &Arrived) -> Result<Vec<u8>> {
+    async fn get(&self, key: &Key, range: Option<Range<u64>>, arrived: &OnBytes) -> Result<Vec<u8>> {
         let wanted = range.clone().unwrap_or(0..u64::MAX);
         let step = self.limits.part_bytes as u64;
         for _ in 0..REPLACED_MAX {
@@ -317,7 +317,7 @@ impl Remote {
         key: &Key,
         wanted: Range<u64>,
         first: Part,
-        arrived: &Arrived,
+        arrived: &OnBytes,
     ) -> Result<Option<Vec<u8>>> {
         let end = wanted.end.min(first.size);
         let mut bytes = Vec::new();
@@ -341,7 +341,7 @@ impl Remote {
         Ok(Some(bytes))
     }
 
-    async fn part(&self, key: &Key, range: Range<u64>, arrived: &Arrived) -> Result<Part> {
+    async fn part(&self, key: &Key, range: Range<u64>, arrived: &OnBytes) -> Result<Part> {
         let path = self.path(key);
         let length = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
         let get = || async {

@@ -83,10 +83,10 @@ fn what_arrives_is_told_and_none_of_it_twice() {
     store.put(&object.key, &bytes, PutMode::Create).unwrap();
     let told = Arc::new(AtomicU64::new(0));
     let telling = told.clone();
-    let arrived: Arrived = Arc::new(move |bytes| {
+    let arrived: OnBytes = Arc::new(move |bytes| {
         telling.fetch_add(bytes, Relaxed);
     });
-    assert!(store.get_known(&object, 1000..300_000, &arrived).unwrap() == bytes[1000..]);
+    assert!(store.get_cached(&object, 1000..300_000, &arrived).unwrap() == bytes[1000..]);
     assert_eq!(told.load(Relaxed), 199_000);
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::error::Result;
 use crate::key::Key;
-use crate::store::{Arrived, Entry, Object, PutMode, Store};
+use crate::store::{Entry, Object, OnBytes, PutMode, Store};
 
 /// Calls and bytes that passed a [`Count`]. Failed calls count as calls, not as bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -15,7 +15,7 @@ use crate::store::{Arrived, Entry, Object, PutMode, Store};
 pub struct Counts {
     /// Calls of `put`.
     pub puts: u64,
-    /// Calls of `get` and `get_known`.
+    /// Calls of `get` and `get_cached`.
     pub gets: u64,
     /// Calls of `head`.
     pub heads: u64,
@@ -95,15 +95,15 @@ impl Store for Count {
         Ok(bytes)
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
+    fn get_cached(&self, object: &Object, range: Range<u64>, arrived: &OnBytes) -> Result<Vec<u8>> {
         self.gets.fetch_add(1, Relaxed);
-        let bytes = self.inner.get_known(object, range, arrived)?;
+        let bytes = self.inner.get_cached(object, range, arrived)?;
         self.bytes_got.fetch_add(bytes.len() as u64, Relaxed);
         Ok(bytes)
     }
 
-    fn doubt(&self, object: &Object) -> bool {
-        self.inner.doubt(object)
+    fn report_corrupt(&self, object: &Object) -> bool {
+        self.inner.report_corrupt(object)
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {

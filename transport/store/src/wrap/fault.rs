@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::key::Key;
-use crate::store::{Arrived, Entry, Object, PutMode, Store};
+use crate::store::{Entry, Object, OnBytes, PutMode, Store};
 
 /// On which side of the real call a fault strikes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,12 +93,12 @@ impl Store for Fault {
         self.run("get", key, || self.inner.get(key, range))
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
-        self.run("get", &object.key, || self.inner.get_known(object, range, arrived))
+    fn get_cached(&self, object: &Object, range: Range<u64>, arrived: &OnBytes) -> Result<Vec<u8>> {
+        self.run("get", &object.key, || self.inner.get_cached(object, range, arrived))
     }
 
-    fn doubt(&self, object: &Object) -> bool {
-        self.inner.doubt(object)
+    fn report_corrupt(&self, object: &Object) -> bool {
+        self.inner.report_corrupt(object)
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {

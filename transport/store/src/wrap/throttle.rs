@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::key::Key;
-use crate::store::{Arrived, Entry, Object, PutMode, Store};
+use crate::store::{Entry, Object, OnBytes, PutMode, Store};
 
 /// Delays the calls of the store inside as one shared link would: a latency per call, and a rate that all
 /// bytes share.
@@ -61,14 +61,14 @@ impl Store for Throttle {
         bytes
     }
 
-    fn get_known(&self, object: &Object, range: Range<u64>, arrived: &Arrived) -> Result<Vec<u8>> {
-        let bytes = self.inner.get_known(object, range, arrived);
+    fn get_cached(&self, object: &Object, range: Range<u64>, arrived: &OnBytes) -> Result<Vec<u8>> {
+        let bytes = self.inner.get_cached(object, range, arrived);
         self.pass(bytes.as_ref().map_or(0, Vec::len));
         bytes
     }
 
-    fn doubt(&self, object: &Object) -> bool {
-        self.inner.doubt(object)
+    fn report_corrupt(&self, object: &Object) -> bool {
+        self.inner.report_corrupt(object)
     }
 
     fn head(&self, key: &Key) -> Result<Entry> {

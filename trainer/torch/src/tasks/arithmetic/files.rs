@@ -1,7 +1,7 @@
 //! The files that make the task's model a complete Hugging Face checkpoint.
 
 use driftless_trainer::tasks::arithmetic::{tokenizer, tokenizer_config};
-use driftless_transport::AuxFile;
+use driftless_transport::snapshot::AuxFile;
 use serde_json::{Value, json};
 use tch::Kind;
 

@@ -20,6 +20,7 @@ use axum::extract::{FromRequest as _, Request};
 use axum::http::{HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
+use derive_setters::Setters;
 use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::TokioIo;
@@ -39,7 +40,8 @@ const HEAD_BYTES_MAX: usize = 64 << 10;
 const TELL: Duration = Duration::from_secs(60);
 
 /// What those who connect may take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Setters)]
+#[setters(prefix = "with_")]
 #[non_exhaustive]
 pub struct Limits {
     /// Connections at the same time; 256 by default. There are fewer where the process may open few files,

@@ -17,15 +17,15 @@ use super::spare::Spare;
 use super::state::{Applied, Layout, Stamp, State};
 use super::target::Target;
 use super::{Replica, quarantine, redo, withhold};
+use crate::download::DownloadCache;
 use crate::error::{Error, Result};
-use crate::spool::Spool;
 
 /// How long anybody waits for a sync. The thread goes on behind, and so does the next call that waits.
-const SETTLE_DEADLINE: Duration = Duration::from_secs(600);
+const SYNC_DEADLINE: Duration = Duration::from_secs(600);
 
 /// A version that is in the page cache and in the journal, and not yet in its place on the disk.
 #[derive(Debug)]
-pub(super) struct Unsettled {
+pub(super) struct PendingSync {
     pub(super) layout: Layout,
     pub(super) applied: Applied,
     /// The files that were overwritten.
@@ -40,10 +40,10 @@ pub(super) struct Unsettled {
     pub(super) digests: Vec<u8>,
 }
 
-impl Unsettled {
+impl PendingSync {
     /// Syncs the data, moves the marker, drops the journal, in this order. Returns what the sync of the data
     /// took.
-    pub(super) fn settle(self) -> Result<Duration> {
+    pub(super) fn sync(self) -> Result<Duration> {
         crash_point("follow.sync")?;
         let started = Instant::now();
         for (path, target) in &self.overwritten {
@@ -75,28 +75,33 @@ impl Unsettled {
 
 /// A version that another thread makes durable.
 #[derive(Debug)]
-pub(super) struct Settling {
+pub(super) struct Syncing {
     what: String,
     outcome: Mutex<Receiver<Result<Duration>>>,
 }
 
-impl Settling {
+impl Syncing {
     /// Starts the thread, which holds the directory's lock as long as it writes there.
-    fn start(unsettled: Unsettled, lock: Arc<Lock>, spool: Arc<Spool>, spare: Arc<Spare>) -> Result<Self> {
-        let what = format!("making version {} durable", unsettled.applied.version);
-        let root = unsettled.layout.root.clone();
+    fn start(
+        pending: PendingSync,
+        lock: Arc<Lock>,
+        downloads: Arc<DownloadCache>,
+        spare: Arc<Spare>,
+    ) -> Result<Self> {
+        let what = format!("making version {} durable", pending.applied.version);
+        let root = pending.layout.root.clone();
         let (tell, outcome) = sync_channel(1);
         let work = move || {
             spare.clear();
-            let settled = unsettled.settle();
+            let synced = pending.sync();
             // The journal has what was in it. Not sooner: removing files waits for the sync.
-            spool.resume();
+            downloads.resume();
             // Released before it is told, for whoever opens the directory upon that.
             drop(lock);
-            let _ = tell.send(settled);
+            let _ = tell.send(synced);
         };
         thread::Builder::new()
-            .name("driftless-settle".to_owned())
+            .name("driftless-sync".to_owned())
             .spawn(work)
             .map_err(|source| Error::io("start a thread for", root, source))?;
         Ok(Self { what, outcome: Mutex::new(outcome) })
@@ -124,7 +129,7 @@ impl Replica {
     /// The file system's, naming what could not be synced: the version is then carried out again, from its
     /// journal, by the next call, and [`Replica::checkpoint`] does not show it before. [`Error::Busy`] after
     /// ten minutes of waiting, or if there is something to finish while the checkpoint is shared.
-    pub fn settle(&mut self) -> Result<Duration> {
+    pub fn sync(&mut self) -> Result<Duration> {
         let sync = self.rest()?;
         if self.unfinished {
             self.check_unshared()?;
@@ -135,32 +140,32 @@ impl Replica {
 
     /// Waits until nobody else writes to the directory; returns what the sync took that was under way.
     pub(super) fn rest(&mut self) -> Result<Duration> {
-        let sync = self.join(SETTLE_DEADLINE)?;
-        if let (None, Some(settling)) = (sync, &self.settling) {
-            let with = format!("{}, for {} s by now", settling.what, SETTLE_DEADLINE.as_secs());
+        let sync = self.join(SYNC_DEADLINE)?;
+        if let (None, Some(syncing)) = (sync, &self.syncing) {
+            let with = format!("{}, for {} s by now", syncing.what, SYNC_DEADLINE.as_secs());
             return Err(Error::Busy { what: format!("`{}`", self.dir.display()), with });
         }
         Ok(sync.unwrap_or_default())
     }
 
     /// Takes note of a sync that has ended, without waiting for one.
-    pub(crate) fn poll(&mut self) -> Result<()> {
+    pub(crate) fn poll_sync(&mut self) -> Result<()> {
         self.join(Duration::ZERO).map(drop)
     }
 
     /// Has another thread make a version durable that can be read from here on.
-    pub(super) fn settle_behind(&mut self, unsettled: Unsettled) -> Result<()> {
-        self.settling =
-            Some(Settling::start(unsettled, self.lock.clone(), self.spool.clone(), self.spare.clone())?);
+    pub(super) fn sync_behind(&mut self, pending: PendingSync) -> Result<()> {
+        self.syncing =
+            Some(Syncing::start(pending, self.lock.clone(), self.downloads.clone(), self.spare.clone())?);
         Ok(())
     }
 
     /// Waits for the sync that is under way, if one is; returns what it took if it ended.
     fn join(&mut self, limit: Duration) -> Result<Option<Duration>> {
-        let Some(outcome) = self.settling.as_ref().and_then(|settling| settling.wait(limit)) else {
+        let Some(outcome) = self.syncing.as_ref().and_then(|syncing| syncing.wait(limit)) else {
             return Ok(None);
         };
-        self.settling = None;
+        self.syncing = None;
         let sync = outcome.map_err(|error| {
             // What the page cache holds after a failed sync is not known: pages may count as clean that are
             // on no disk, or be the old ones again. The journal writes all of them once more.
@@ -178,7 +183,7 @@ impl Replica {
     pub(super) fn make_room(&self, error: &Error) {
         if matches!(error, Error::Store(StoreError::NoSpace { .. })) {
             quarantine::make_room(&self.layout);
-            self.spool.pause();
+            self.downloads.pause();
         }
     }
 
@@ -199,7 +204,7 @@ impl Replica {
 
 impl Drop for Replica {
     fn drop(&mut self) {
-        if let Err(error) = self.join(SETTLE_DEADLINE) {
+        if let Err(error) = self.join(SYNC_DEADLINE) {
             tracing::warn!(dir = %self.dir.display(), %error, "opening the replica finishes its version");
         }
     }

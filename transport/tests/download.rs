@@ -11,12 +11,12 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use driftless_transport::store::Error as StoreError;
-use driftless_transport::watch::{self, Call};
-use driftless_transport::wrap::{Count, Fault, When};
-use driftless_transport::{
-    Disk, Dtype, Error, Memory, Mode, Publisher, Replica, Result, Run, SpoolOptions, Start, Store, Version,
-};
+use driftless_store::os::watch::{self, Call};
+use driftless_store::wrap::{Count, Fault, When};
+use driftless_store::{Disk, Error as StoreError, Memory, Store};
+use driftless_transport::download::DownloadOptions;
+use driftless_transport::publish::{Mode, Start};
+use driftless_transport::{Dtype, Error, Publisher, Replica, Result, Run, Version};
 
 use common::{Hook, MODEL, RUN, Random, Weights, assert_same, options, step};
 
@@ -31,8 +31,8 @@ fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn spooling() -> SpoolOptions {
-    let mut options = SpoolOptions::default();
+fn small_ranges() -> DownloadOptions {
+    let mut options = DownloadOptions::default();
     (options.range_bytes, options.request_bytes_max, options.object_bytes_min) = (RANGE, RANGE, 1);
     options
 }
@@ -53,20 +53,20 @@ fn publish(store: &Arc<dyn Store>, start: Start, baseline: &Path, weights: &Weig
 }
 
 /// A replica that was just started, and moves to `to`.
-fn advance(store: Arc<dyn Store>, dir: &Path, to: u64, options: SpoolOptions) -> Result<Replica> {
+fn advance(store: Arc<dyn Store>, dir: &Path, to: u64, options: DownloadOptions) -> Result<Replica> {
     let run = Run::open(store, RUN)?;
     let mut replica = Replica::open(dir)?;
-    replica.set_spool(options);
+    replica.set_download_options(options);
     replica.advance(&run, MODEL, Version(to), None)?;
     Ok(replica)
 }
 
-fn spool(dir: &Path) -> PathBuf {
+fn downloads(dir: &Path) -> PathBuf {
     dir.join(".driftless/spool")
 }
 
-fn spooled(dir: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(spool(dir)) else { return Vec::new() };
+fn kept_files(dir: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(downloads(dir)) else { return Vec::new() };
     let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
     files.sort();
     files
@@ -77,7 +77,7 @@ fn bytes(store: &Arc<dyn Store>, version: u64) -> (u64, u64) {
     let count = Arc::new(Count::new(store.clone()));
     let run = Run::open(count.clone(), RUN).unwrap();
     let chain = run.chain(MODEL, None, Version(version)).unwrap();
-    (chain.links.iter().map(|link| link.manifest.object_bytes()).sum(), count.counts().bytes_got)
+    (chain.versions.iter().map(|link| link.manifest.object_bytes()).sum(), count.counts().bytes_got)
 }
 
 /// The lengths of all ranges of version 0, the shortest first.
@@ -111,7 +111,7 @@ fn published(store: &Arc<dyn Store>, dir: &Path) -> Published {
 
 /// Follows again and again, cut off one request later each time, and goes on with what is missing; returns
 /// how many cuts there were.
-fn cut_anywhere(store: &Arc<dyn Store>, dir: &Path, options: SpoolOptions, version: &Published) -> u64 {
+fn cut_anywhere(store: &Arc<dyn Store>, dir: &Path, options: DownloadOptions, version: &Published) -> u64 {
     for cuts in 0.. {
         let replica = dir.join(format!("replica-{cuts}"));
         let fault = Arc::new(Fault::new(store.clone()));
@@ -123,13 +123,13 @@ fn cut_anywhere(store: &Arc<dyn Store>, dir: &Path, options: SpoolOptions, versi
         fault.disarm();
         let mut moved = advance(count.clone(), &replica, 0, options).unwrap();
         assert_same(moved.checkpoint().unwrap(), &version.weights);
-        moved.settle().unwrap();
+        moved.sync().unwrap();
         assert_eq!(
             count.counts().bytes_got,
             2 * version.besides + version.objects,
             "cut after {cuts} requests"
         );
-        assert_eq!(spooled(&replica), Vec::<PathBuf>::new(), "what is durable is not kept");
+        assert_eq!(kept_files(&replica), Vec::<PathBuf>::new(), "what is durable is not kept");
     }
     unreachable!("some follower gets through")
 }
@@ -140,7 +140,7 @@ fn a_fetch_that_was_cut_anywhere_goes_on_with_what_is_missing() {
     let dir = scratch();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let version = published(&store, dir.path());
-    let cuts = cut_anywhere(&store, dir.path(), spooling(), &version);
+    let cuts = cut_anywhere(&store, dir.path(), small_ranges(), &version);
     assert!(cuts >= 15, "{cuts} ranges");
 }
 
@@ -156,7 +156,7 @@ fn one_process_that_tries_again_does_not_refetch_either() {
     let run = Run::open(count.clone(), RUN).unwrap();
     let opened = count.counts().bytes_got;
     let mut replica = Replica::open(dir.path().join("replica")).unwrap();
-    replica.set_spool(spooling());
+    replica.set_download_options(small_ranges());
     let mut tries = 0;
     loop {
         // The manifest and three ranges at a time.
@@ -178,7 +178,7 @@ fn ranges_that_were_asked_for_together_are_kept_one_by_one() {
     let dir = scratch();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let version = published(&store, dir.path());
-    let mut options = spooling();
+    let mut options = small_ranges();
     options.request_bytes_max = 4 * RANGE;
     let longest = Arc::new(AtomicU64::new(0));
     let seen = longest.clone();
@@ -207,7 +207,7 @@ fn child() {
         }
     };
     fail::cfg_callback("follow.range", callback).unwrap();
-    drop(advance(Arc::new(Disk::new(dir.join("store"))), &dir.join("replica"), 0, spooling()).unwrap());
+    drop(advance(Arc::new(Disk::new(dir.join("store"))), &dir.join("replica"), 0, small_ranges()).unwrap());
 }
 
 #[test]
@@ -229,7 +229,7 @@ fn a_follower_killed_at_any_range_goes_on() {
         kills += 1;
         let count = Arc::new(Count::new(store.clone()));
         let replica = dir.path().join("replica");
-        let moved = advance(count.clone(), &replica, 0, spooling()).unwrap();
+        let moved = advance(count.clone(), &replica, 0, small_ranges()).unwrap();
         assert_same(moved.checkpoint().unwrap(), &expected);
         // Each range is kept before the kill that follows it; at worst they were the short ones.
         let missing = objects - ranges.iter().take(passes as usize + 1).sum::<u64>();
@@ -245,12 +245,12 @@ fn a_follower_killed_at_any_range_goes_on() {
 fn cut(inner: &Arc<dyn Store>, dir: &Path, ranges: u64) {
     let fault = Arc::new(Fault::new(inner.clone()));
     fault.arm(2 + ranges, u64::MAX, When::Before);
-    let error = advance(fault, dir, 0, spooling()).unwrap_err();
+    let error = advance(fault, dir, 0, small_ranges()).unwrap_err();
     assert!(matches!(error, Error::Store(StoreError::Injected { .. })), "{error:?}");
-    assert!(!spooled(dir).is_empty());
+    assert!(!kept_files(dir).is_empty());
 }
 
-/// Bytes of the ranges that have a digest in the spool's files.
+/// Bytes of the ranges that have a digest in the files that are kept.
 fn bytes_kept(files: &[(PathBuf, Vec<u8>)]) -> u64 {
     let of = |bytes: &Vec<u8>| {
         let ranges = (bytes.len() as u64).div_ceil(RANGE + 32);
@@ -277,12 +277,12 @@ fn pages_that_power_took_are_fetched_again_and_never_believed() {
     let replica = dir.path().join("replica");
     cut(&inner, &replica, 6);
     let files: Vec<(PathBuf, Vec<u8>)> =
-        spooled(&replica).into_iter().map(|path| (path.clone(), fs::read(path).unwrap())).collect();
+        kept_files(&replica).into_iter().map(|path| (path.clone(), fs::read(path).unwrap())).collect();
     let kept = bytes_kept(&files);
     let (mut refetched, mut whole) = (0, 0);
     for seed in 0..1000 {
         let mut random = Random(seed);
-        fs::create_dir_all(spool(&replica)).unwrap();
+        fs::create_dir_all(downloads(&replica)).unwrap();
         for (path, bytes) in &files {
             let mut bytes = bytes.clone();
             // One page in `rarity` never reached the disk, or holds what another file left there; now and
@@ -303,7 +303,7 @@ fn pages_that_power_took_are_fetched_again_and_never_believed() {
             fs::write(path, bytes).unwrap();
         }
         let count = Arc::new(Count::new(inner.clone()));
-        let moved = advance(count.clone(), &replica, 0, spooling())
+        let moved = advance(count.clone(), &replica, 0, small_ranges())
             .unwrap_or_else(|error| panic!("{error:?}, seed {seed}"));
         assert_same(moved.checkpoint().unwrap(), &expected);
         let fetched = count.counts().bytes_got - besides;
@@ -337,13 +337,13 @@ fn a_store_that_lies_is_told_so_and_its_lies_are_not_kept() {
             }
         });
         for _ in 0..2 {
-            let error = advance(liar.clone(), &replica, 0, spooling()).unwrap_err();
+            let error = advance(liar.clone(), &replica, 0, small_ranges()).unwrap_err();
             assert!(
                 matches!(error, Error::Store(StoreError::DigestMismatch { .. }) | Error::Corrupt { .. }),
                 "{error:?}"
             );
         }
-        let moved = advance(inner.clone(), &replica, 0, spooling()).unwrap();
+        let moved = advance(inner.clone(), &replica, 0, small_ranges()).unwrap();
         assert_same(moved.checkpoint().unwrap(), &expected);
     }
 }
@@ -361,8 +361,8 @@ fn a_lie_that_was_kept_before_the_restart_is_fetched_anew() {
     fault.arm(2 + 6, u64::MAX, When::Before);
     let fault: Arc<dyn Store> = fault;
     let liar = Hook::after(&fault, |_, _, bytes| bytes[0] ^= 1);
-    advance(liar, &replica, 0, spooling()).unwrap_err();
-    let moved = advance(inner, &replica, 0, spooling()).unwrap();
+    advance(liar, &replica, 0, small_ranges()).unwrap_err();
+    let moved = advance(inner, &replica, 0, small_ranges()).unwrap();
     assert_same(moved.checkpoint().unwrap(), &expected);
 }
 
@@ -379,10 +379,10 @@ fn no_more_is_kept_than_allowed() {
         let seen = most.clone();
         let store = Hook::after(&inner, move |_, _, _| {
             let kept =
-                spooled(&place).iter().map(|path| fs::metadata(path).map_or(0, |file| file.len())).sum();
+                kept_files(&place).iter().map(|path| fs::metadata(path).map_or(0, |file| file.len())).sum();
             seen.fetch_max(kept, SeqCst);
         });
-        let mut options = spooling();
+        let mut options = small_ranges();
         options.bytes_max = bytes_max;
         advance(store, &replica, 0, options).unwrap();
         // The digests of the ranges come on top.
@@ -412,11 +412,11 @@ fn what_is_superseded_goes() {
         .collect();
     let place = replica.clone();
     let store = Hook::after(&inner, move |_, _, _| {
-        for path in spooled(&place) {
+        for path in kept_files(&place) {
             assert!(newer.contains(&path.file_name().unwrap().to_str().unwrap().to_owned()), "{path:?}");
         }
     });
-    let moved = advance(store, &replica, 1, spooling()).unwrap();
+    let moved = advance(store, &replica, 1, small_ranges()).unwrap();
     assert_same(moved.checkpoint().unwrap(), &weights(2));
 }
 
@@ -429,13 +429,13 @@ fn a_disk_that_does_not_take_what_arrives_does_not_stop_it() {
     publish(&inner, Start::NewRun, &dir.path().join("baseline"), &expected);
     for k in 0..40 {
         let replica = dir.path().join(format!("replica-{k}"));
-        let (place, calls) = (spool(&replica), AtomicU64::new(0));
+        let (place, calls) = (downloads(&replica), AtomicU64::new(0));
         watch::set(Some(Box::new(move |call, path| {
             let ours = path.starts_with(&place) && matches!(call, Call::Create | Call::Write);
             let full = ours && calls.fetch_add(1, SeqCst) >= k;
             if full { Err(std::io::Error::from_raw_os_error(28)) } else { Ok(()) }
         })));
-        let moved = advance(inner.clone(), &replica, 0, spooling());
+        let moved = advance(inner.clone(), &replica, 0, small_ranges());
         watch::set(None);
         assert_same(moved.unwrap().checkpoint().unwrap(), &expected);
     }

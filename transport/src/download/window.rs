@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use driftless_store::{Arrived, Key};
+use driftless_store::{Key, OnBytes};
 
 /// Bytes that are on their way at the beginning, and at least: more than three times what 200 Mb/s hold in
 /// 100 ms.
@@ -23,7 +23,7 @@ const QUICK: Duration = Duration::from_millis(250);
 /// After one that took longer, less.
 const SLOW: Duration = Duration::from_secs(2);
 
-/// Who may ask for bytes. All objects of one spool share it.
+/// Who may ask for bytes. All objects of one cache share it.
 #[derive(Debug, Default)]
 pub(super) struct Window(Arc<Shared>);
 
@@ -125,7 +125,7 @@ impl Credit {
 
 impl Request {
     /// What is to be told of bytes that have arrived.
-    pub(super) fn arrived(&self) -> Arrived {
+    pub(super) fn arrived(&self) -> OnBytes {
         let credit = self.credit.clone();
         Arc::new(move |bytes| credit.arrived(bytes))
     }

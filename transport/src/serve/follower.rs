@@ -10,63 +10,56 @@ use axum::http::{StatusCode, header};
 use axum::middleware;
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::{get, post};
+use derive_setters::Setters;
 use driftless_store::{Error as StoreError, chain_text};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::runtime;
 
+use super::listen::{Limits, serve_http};
+use super::{Body, Failure, Server, Token, check_exposure};
 use crate::error::{Error, Result};
-use crate::follow::{Follower, Prepared};
+use crate::follow::{Follower, PrepareReply};
 use crate::ids::Version;
-use crate::listen::{Limits, serve_http};
-use crate::server::{Body, Failure, Token, check_exposure};
-
-pub use crate::server::Server;
 
 /// Requests carry a version number at most.
 const BODY_BYTES_MAX: usize = 4096;
 /// Prepares and activates at once; all but one are told that the follower is busy.
 const REQUESTS_MAX: usize = 8;
 
-/// Serves `follower` on `addr` from a thread of its own: `POST /prepare`, `POST /activate`, `POST /notify`,
+/// Where a follower is served, and to whom.
+#[derive(Debug, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
+pub struct ServeOptions {
+    /// The address to listen on; with port 0 the system picks a port.
+    pub addr: SocketAddr,
+    /// If set, every request but `GET /health` needs `Authorization: Bearer <token>`.
+    #[setters(into)]
+    pub token: Option<String>,
+    /// How many may connect, and for how long.
+    pub limits: Limits,
+    /// Further routes, behind the same token and the same limits.
+    pub routes: Router,
+}
+
+impl ServeOptions {
+    /// No token, the default limits, no further routes.
+    #[must_use]
+    pub fn new(addr: impl Into<SocketAddr>) -> Self {
+        Self { addr: addr.into(), token: None, limits: Limits::default(), routes: Router::new() }
+    }
+}
+
+/// Serves `follower` from a thread of its own: `POST /prepare`, `POST /activate`, `POST /notify`,
 /// `GET /status`, `GET /metrics`, `GET /health`.
-///
-/// With a `token`, every request but `GET /health` needs `Authorization: Bearer <token>`.
 ///
 /// # Errors
 ///
 /// [`Error::BadSetting`] for an address other than loopback without a token, or an empty token;
 /// [`Error::Listen`] if the address cannot be had.
-pub fn serve(follower: Follower, addr: SocketAddr, token: Option<String>) -> Result<Server> {
-    serve_within(follower, addr, token, Limits::default())
-}
-
-/// [`serve`], with limits of the caller's for those who connect.
-///
-/// # Errors
-///
-/// As [`serve`].
-pub fn serve_within(
-    follower: Follower,
-    addr: SocketAddr,
-    token: Option<String>,
-    limits: Limits,
-) -> Result<Server> {
-    serve_with(follower, addr, token, limits, Router::new())
-}
-
-/// [`serve_within`], with further routes behind the same token and the same limits.
-///
-/// # Errors
-///
-/// As [`serve`].
-pub fn serve_with(
-    follower: Follower,
-    addr: SocketAddr,
-    token: Option<String>,
-    limits: Limits,
-    routes: Router,
-) -> Result<Server> {
+pub fn serve(follower: Follower, options: ServeOptions) -> Result<Server> {
+    let ServeOptions { addr, token, limits, routes } = options;
     check_exposure("follower address", addr, token.as_deref())?;
     let listen = |source| Error::Listen { addr, source };
     let runtime = runtime::Builder::new_current_thread()
@@ -101,34 +94,6 @@ fn router(follower: Follower, token: Option<String>, more: Router) -> Router {
 #[serde(deny_unknown_fields)]
 struct PrepareRequest {
     version: Option<Version>,
-}
-
-/// The reply to `POST /prepare`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PrepareReply {
-    /// The version on disk.
-    pub version: Version,
-    /// The label that engines are given for it.
-    pub label: String,
-    /// Versions applied by this call.
-    pub links: u64,
-    /// Bytes fetched by this call.
-    pub bytes: u64,
-    /// Elements changed by this call.
-    pub changed: u64,
-}
-
-impl From<Prepared> for PrepareReply {
-    fn from(prepared: Prepared) -> Self {
-        let advanced = prepared.advanced;
-        Self {
-            version: prepared.version,
-            label: prepared.label,
-            links: advanced.links,
-            bytes: advanced.bytes,
-            changed: advanced.changed,
-        }
-    }
 }
 
 async fn prepare(State(follower): State<Follower>, body: Bytes) -> Response {

@@ -18,9 +18,10 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::SystemTime;
 use std::{io, thread};
 
+use derive_setters::Setters;
 use driftless_store::os::watch::{self, Call};
 use driftless_store::os::{regular, remove_file};
-use driftless_store::{Arrived, ContentDigest, Error as StoreError, Object, Store};
+use driftless_store::{ContentDigest, Error as StoreError, Object, OnBytes, Store};
 
 use crate::error::{Error, Result};
 use crate::run::{fetch_object, wrong_size};
@@ -34,9 +35,10 @@ const MARK_CONTEXT: &str = "driftless 2026-11-21 a range of an object that arriv
 const PARALLEL: usize = 16;
 
 /// How objects are kept while they arrive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Setters)]
+#[setters(prefix = "with_")]
 #[non_exhaustive]
-pub struct SpoolOptions {
+pub struct DownloadOptions {
     /// Bytes of objects that are kept at most, 16 GiB by default; what is beyond is fetched and not kept. 0
     /// keeps nothing.
     pub bytes_max: u64,
@@ -49,7 +51,7 @@ pub struct SpoolOptions {
     pub object_bytes_min: u64,
 }
 
-impl Default for SpoolOptions {
+impl Default for DownloadOptions {
     fn default() -> Self {
         Self {
             bytes_max: 16 << 30,
@@ -62,9 +64,9 @@ impl Default for SpoolOptions {
 
 /// A directory of objects that arrive. It has one user at a time, which its owner sees to.
 #[derive(Debug)]
-pub struct Spool {
+pub struct DownloadCache {
     dir: PathBuf,
-    options: SpoolOptions,
+    options: DownloadOptions,
     /// The moment, for tests, at which a range has been kept.
     point: &'static str,
     /// Sizes of the objects that are kept, in whole or in part; looked up when first needed.
@@ -74,10 +76,10 @@ pub struct Spool {
     window: Window,
 }
 
-impl Spool {
-    /// The spool in `dir`, which is made when something is kept. What an earlier process kept there is found
+impl DownloadCache {
+    /// The download cache in `dir`, which is made when something is kept. What an earlier process kept there is found
     /// again.
-    pub fn new(dir: PathBuf, options: SpoolOptions, point: &'static str) -> Self {
+    pub fn new(dir: PathBuf, options: DownloadOptions, point: &'static str) -> Self {
         let (held, paused) = (OnceLock::new(), AtomicBool::new(false));
         Self { dir, options, point, held, paused, window: Window::default() }
     }
@@ -124,7 +126,7 @@ impl Spool {
             };
             // Whoever is wrong, the disk or the store: nothing of this is believed again.
             self.forget(&object.blake3);
-            if !reused && !store.doubt(object) {
+            if !reused && !store.report_corrupt(object) {
                 return Err(error.into());
             }
             tracing::warn!(key = %object.key, %error, "fetching the object once more");
@@ -140,7 +142,7 @@ impl Spool {
         }
     }
 
-    /// Removes everything, and keeps nothing more until [`Spool::resume`]: others need the space.
+    /// Removes everything, and keeps nothing more until [`DownloadCache::resume`]: others need the space.
     pub fn pause(&self) {
         self.paused.store(true, Relaxed);
         self.retain(|_| false);
@@ -296,13 +298,13 @@ fn fetch_ranges(
     object: &Object,
     range_bytes: u64,
     ranges: &mut [(usize, &mut [u8])],
-    arrived: &Arrived,
+    arrived: &OnBytes,
 ) -> Result<()> {
     let start = ranges.first().map_or(0, |(index, _)| *index as u64 * range_bytes);
     let length: usize = ranges.iter().map(|(_, range)| range.len()).sum();
     let end = start + length as u64;
     let asked = if end == object.size { end + 1 } else { end };
-    let bytes = match store.get_known(object, start..asked, arrived) {
+    let bytes = match store.get_cached(object, start..asked, arrived) {
         Err(StoreError::RangeOutside { size, .. }) => return Err(wrong_size(object, size)),
         bytes => bytes?,
     };
@@ -329,7 +331,7 @@ fn zeroed(object: &Object) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Best effort: what stays is found again when the spool is opened.
+/// Best effort: what stays is found again when the download cache is opened.
 fn discard(path: &Path) {
     if let Err(error) = remove_file(path) {
         tracing::warn!(path = %path.display(), %error, "what arrived stays behind");
@@ -337,7 +339,7 @@ fn discard(path: &Path) {
 }
 
 /// The size of the object whose file has `length` bytes, or `None` if there is none.
-fn object_bytes(length: u64, options: SpoolOptions) -> Option<u64> {
+fn object_bytes(length: u64, options: DownloadOptions) -> Option<u64> {
     let range = options.range_bytes.max(1);
     // Each range adds its own bytes and a mark; the last range may be shorter.
     let ranges = length.div_ceil(range.saturating_add(MARK_BYTES));
@@ -408,7 +410,7 @@ mod tests {
 
     #[test]
     fn the_length_of_a_file_tells_the_size_of_its_object() {
-        let options = SpoolOptions { range_bytes: 100, ..SpoolOptions::default() };
+        let options = DownloadOptions { range_bytes: 100, ..DownloadOptions::default() };
         for size in [1u64, 31, 32, 99, 100, 101, 132, 200, 201, 10_000, 12_345] {
             let length = size + size.div_ceil(100) * MARK_BYTES;
             assert_eq!(object_bytes(length, options), Some(size));

@@ -1,4 +1,13 @@
-//! What every HTTP server here has: a thread of its own that ends with the value, and a token.
+//! HTTP servers: a follower's interface ([`serve`]), and what every server of the workspace is made of.
+//!
+//! | File | Does |
+//! |---|---|
+//! | `follower` | serves a follower to coordinators and operators |
+//! | [`listen`] | accepts connections, within limits |
+//! | this one | the server's thread, and its token |
+
+mod follower;
+pub mod listen;
 
 use std::net::SocketAddr;
 use std::thread;
@@ -13,7 +22,9 @@ use tokio::runtime;
 use tokio::sync::oneshot;
 
 use crate::error::{Error, Result};
-use crate::listen::admit;
+use listen::admit;
+
+pub use follower::{ServeOptions, serve};
 
 /// How long requests under way may hold up the end of the server.
 const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
