@@ -1,5 +1,5 @@
-//! The floors of the house: which crate and which room of `transport` may know which, and how large a crate
-//! may be.
+//! The floors of the house: which crate and which room of `transport` may know which, how large a crate may
+//! be, and how many names its root may have.
 
 use crate::error::{Error, Result};
 use crate::process;
@@ -57,6 +57,12 @@ const ROOMS: &[&[&str]] = &[
 /// Lines of code that a crate may have: without tests, comments and blank lines.
 const LINES_MAX: usize = 12_000;
 
+/// Names that a crate's root may have, its public modules not counted.
+const ROOT_NAMES_MAX: usize = 25;
+
+/// Crates whose roots still have more.
+const LARGE_ROOTS: &[&str] = &["driftless-buffer", "driftless-bridge", "driftless-torch"];
+
 /// A member of the workspace.
 struct Member {
     name: String,
@@ -74,6 +80,13 @@ pub(crate) fn check(root: &Path) -> Result<()> {
         let lines = files.values().map(|text| code_lines(text)).sum::<usize>();
         if lines > LINES_MAX {
             wrong.push(format!("{} has {lines} lines of code, at most {LINES_MAX} are allowed", member.name));
+        }
+        let names = files.get(Path::new("lib.rs")).map_or(0, |text| root_names(text));
+        if names > ROOT_NAMES_MAX && !LARGE_ROOTS.contains(&member.name.as_str()) {
+            wrong.push(format!(
+                "{} has {names} names at its root, at most {ROOT_NAMES_MAX} are allowed",
+                member.name
+            ));
         }
         if member.name == "driftless-transport" {
             wrong.extend(files.iter().flat_map(|(path, text)| room_arrows(path, text)));
@@ -151,6 +164,17 @@ fn room_arrows(path: &Path, text: &str) -> Vec<String> {
     wrong
 }
 
+/// How many names a crate's root has: what it defines, and what it re-exports. Public modules do not count.
+fn root_names(text: &str) -> usize {
+    const DEFINES: [&str; 8] = ["fn ", "struct ", "enum ", "trait ", "type ", "const ", "static ", "union "];
+    let code: String = product_lines(text).map(|line| line.trim().to_owned() + " ").collect();
+    let public = || code.split("pub ").skip(1);
+    let defined = public().filter(|item| DEFINES.iter().any(|word| item.starts_with(word))).count();
+    let exports = public().filter_map(|item| item.strip_prefix("use ")?.split(';').next());
+    let leaf = |name: &&str| !name.trim().is_empty() && !name.trim().ends_with("::");
+    defined + exports.map(|tree| tree.split([',', '{', '}']).filter(leaf).count()).sum::<usize>()
+}
+
 /// The name at the beginning.
 fn first_word(text: &str) -> &str {
     let end = text.find(|letter: char| !letter.is_alphanumeric() && letter != '_').unwrap_or(text.len());
@@ -165,7 +189,7 @@ fn code_lines(text: &str) -> usize {
 
 /// The lines in front of a file's tests, which are its last module.
 fn product_lines(text: &str) -> impl Iterator<Item = &str> {
-    let product = text.split("\n#[cfg(test)]\nmod tests").next().unwrap_or_default();
+    let product = text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     product.lines()
 }
 
@@ -257,6 +281,12 @@ mod tests {
     #[test]
     fn room_arrows_new_room_needs_a_floor() {
         assert_eq!(room_arrows(Path::new("attic/a.rs"), ""), ["`attic` is a room without a floor"]);
+    }
+
+    #[test]
+    fn root_names_count_definitions_and_re_exports_and_no_modules() {
+        let text = "//! a\npub mod a;\nmod b;\npub use a::A;\npub use b::{\n    B, C as D,\n    c::{E, F},\n};\nuse a::b;\npub const G: u8 = 1;\npub(crate) fn h() {}\n";
+        assert_eq!(root_names(text), 6);
     }
 
     #[test]
