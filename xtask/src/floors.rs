@@ -18,7 +18,10 @@ const CRATES: &[(&str, &[&str])] = &[
     ("driftless-slime", &["driftless-store", "driftless-transport"]),
     ("driftless-relay", &["driftless-store", "driftless-transport", "driftless-ucx-sys"]),
     ("driftless-bridge", &["driftless-delta", "driftless-store", "driftless-transport"]),
-    ("driftless-trainer", &["driftless-buffer", "driftless-bridge", "driftless-transport"]),
+    (
+        "driftless-trainer",
+        &["driftless-buffer", "driftless-bridge", "driftless-store", "driftless-transport"],
+    ),
     (
         "driftless-torch",
         &[
