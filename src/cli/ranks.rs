@@ -99,13 +99,8 @@ impl RankArgs {
         rank: &Rank,
     ) -> Result<(Version, u64)> {
         let shard = Part { slices: self.slices(&checkpoint)?, checkpoint };
-        let part = publisher.publish_part(&shard, step, mode, rank)?;
-        let version = if rank.rank == 0 {
-            publisher.join(rank, self.deadline())?.version
-        } else {
-            publisher.await_join(&part, self.deadline())?
-        };
-        Ok((version, part.publication_bytes))
+        let (part, _) = publisher.publish_with_ranks(&shard, step, mode, rank, self.deadline())?;
+        Ok((part.version(), part.publication_bytes))
     }
 
     fn slices(&self, checkpoint: &Checkpoint) -> Result<Vec<Slice>> {

@@ -110,6 +110,14 @@ pub trait Snapshot {
     /// Whatever reading them meets: a device copy or a file may fail.
     fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>>;
 
+    /// Where `tensors()[index]` lies on a CUDA device, if it does: the same bytes, which nobody writes to
+    /// until the publication has ended. [`Publisher::encode_on`](crate::publish::Publisher::encode_on) has
+    /// them encoded there.
+    #[cfg(feature = "cuda")]
+    fn on_device(&self, _index: usize) -> Option<&driftless_delta::cuda::Tensor> {
+        None
+    }
+
     /// The auxiliary files, sorted by name.
     fn files(&self) -> &[AuxFile];
 }

@@ -164,6 +164,14 @@ pub enum Error {
         /// The tensor.
         tensor: String,
     },
+    /// A tensor that lies on a device could not be copied to the host.
+    #[error("tensor `{tensor}` could not be copied to the host. Nothing was published")]
+    HostCopy {
+        /// The tensor.
+        tensor: String,
+        /// What whoever copies it says.
+        source: BoxError,
+    },
     /// A tensor is not what the other side says it is.
     #[error("tensor `{tensor}`: {what} is {found}, expected {expected}")]
     TensorMismatch {

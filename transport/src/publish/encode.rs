@@ -8,6 +8,7 @@ use driftless_delta::{BLOCK_ELEMENTS, Digest, DigestTable, Profile};
 use driftless_store::ContentDigest;
 use driftless_store::wait::Stop;
 
+use super::device::{DeviceJob, DeviceUse, Devices};
 use super::plan::Plan;
 use super::shard::{Shard, Slice, slice_bytes};
 use super::upload::Packer;
@@ -15,7 +16,7 @@ use super::{Progress, ProgressFn, finite};
 use crate::checkpoint::Checkpoint;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::manifest::{File, Kind, Manifest, Part, Piece};
+use crate::manifest::{Base, File, Kind, Manifest, Part, Piece};
 use crate::pool::{Bounds, in_order};
 use crate::replica::Replica;
 use crate::snapshot::TensorInfo;
@@ -51,7 +52,21 @@ impl<'a> BaseView<'a> {
         Self { manifest, replica, checkpoint, entries: manifest.named_tensors().into_iter().collect() }
     }
 
-    fn tensor(&self, info: &TensorInfo) -> Result<(&'a [u8], &'a DigestTable)> {
+    /// The version that it is.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "devices ask for it"))]
+    pub(super) fn version(&self) -> Option<Base> {
+        self.replica.identity()
+    }
+
+    /// Whether two tensors are the same one, or have the same bytes.
+    fn are_same(&self, a: &TensorInfo, b: &TensorInfo) -> Result<bool> {
+        match (self.entries.get(a.name.as_str()), self.entries.get(b.name.as_str())) {
+            (Some(a), Some(b)) if std::ptr::eq(*a, *b) => Ok(true),
+            _ => Ok(self.tensor(a)?.0 == self.tensor(b)?.0),
+        }
+    }
+
+    pub(super) fn tensor(&self, info: &TensorInfo) -> Result<(&'a [u8], &'a DigestTable)> {
         let find = || {
             let entry = self.entries.get(info.name.as_str())?;
             let bytes = self.checkpoint.tensor(self.checkpoint.position(&info.name)?)?;
@@ -90,9 +105,21 @@ pub(super) struct Coded {
     pub(super) anchor: Vec<Piece>,
 }
 
+/// What was published of a slice.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "devices read it"))]
+pub(super) struct Done {
+    /// Which slice it is.
+    pub(super) index: usize,
+    /// Slices with the same bytes.
+    pub(super) twins: Vec<usize>,
+    /// Its share of the tensor's digest.
+    pub(super) digest: Digest,
+}
+
 /// Encodes slices.
 pub(super) struct Encoder<'a> {
     pub(super) shard: &'a dyn Shard,
+    pub(super) devices: &'a Devices,
     pub(super) base: Option<BaseView<'a>>,
     pub(super) coder: Coder,
     pub(super) bounds: Bounds,
@@ -125,11 +152,27 @@ struct Alike {
     known: BTreeMap<[u8; 16], Vec<(usize, usize)>>,
 }
 
-/// What a thread is given.
+/// A slice whose bytes are in the host's memory.
 struct Job<'a> {
     slice: &'a Slice,
     new: Cow<'a, [u8]>,
     base: Option<(&'a [u8], &'a DigestTable)>,
+}
+
+/// What a thread is given.
+enum Work<'a> {
+    Host(Job<'a>),
+    Device(DeviceJob<'a>),
+    /// Nothing: the slice is the same as this one of those that are encoded.
+    Twin(usize),
+}
+
+/// What a thread made of it.
+enum Made<'a> {
+    Payloads(Payloads),
+    /// The host has to encode it after all.
+    ForHost(DeviceJob<'a>, Option<String>),
+    Twin(usize),
 }
 
 /// A piece that has no place in an object yet.
@@ -140,7 +183,7 @@ struct Payload {
 }
 
 #[derive(Default)]
-struct Payloads {
+pub(super) struct Payloads {
     pieces: Vec<Payload>,
     anchor: Vec<Payload>,
     digest: Digest,
@@ -156,10 +199,18 @@ impl Encoder<'_> {
         chosen: &[usize],
         packer: &mut Packer<'_>,
         mut progress: Option<&mut ProgressFn>,
+        used: &mut DeviceUse,
     ) -> Result<Vec<Coded>> {
         let (slices, coder) = (self.shard.slices(), self.coder);
         let lengths = chosen.iter().map(|&index| slices[index].byte_len()).collect::<Result<Vec<_>>>()?;
-        let weights: Vec<u64> = lengths.iter().map(|length| length.saturating_mul(coder.copies())).collect();
+        let base = self.base.as_ref();
+        let job = |&index: &usize| self.devices.job(self.shard, index, (base, &coder), used);
+        let mut on_device: Vec<Option<DeviceJob<'_>>> = chosen.iter().map(job).collect();
+        let weigh = |(length, job): (&u64, &Option<_>)| match job {
+            Some(_) => *length,
+            None => length.saturating_mul(coder.copies()),
+        };
+        let weights: Vec<u64> = lengths.iter().zip(&on_device).map(weigh).collect();
         let mut state = Progress { tensors_total: chosen.len() as u64, ..Progress::default() };
         let mut alike: BTreeMap<Likeness, Alike> = BTreeMap::new();
         let (mut fed, mut coded) = (0, Vec::<Coded>::with_capacity(chosen.len()));
@@ -172,26 +223,41 @@ impl Encoder<'_> {
                     return Err(Error::Cancelled { what: "the publication" });
                 }
                 let index = chosen[position];
-                let slice = &slices[index];
-                let base = self.base.as_ref().map(|base| base.tensor(&slice.tensor)).transpose()?;
-                let job = Job { slice, new: slice_bytes(self.shard, index)?, base };
+                let work = match on_device[position].take() {
+                    Some(job) => Work::Device(job),
+                    None => Work::Host(self.job(index)?),
+                };
                 if self.tie {
-                    let alike = alike.entry(likeness(&job)).or_default();
-                    if let Some(twin) = self.find_twin(&job, alike, (fed, index))? {
-                        return Ok((None, Some(twin)));
+                    let alike = alike.entry(self.likeness(index, &work)?).or_default();
+                    if let Some(twin) = self.find_twin(&work, alike, (fed, index))? {
+                        return Ok(Work::Twin(twin));
                     }
                 }
                 fed += 1;
-                Ok((Some(job), None))
+                Ok(work)
             },
-            |(job, twin): (Option<Job<'_>>, Option<usize>)| {
-                Ok((job.map(|job| coder.encode(&job)).transpose()?, twin))
+            |work| match work {
+                Work::Host(job) => Ok(Made::Payloads(coder.encode(&job)?)),
+                Work::Device(job) => Ok(match job.encode(&coder) {
+                    Ok(payloads) => Made::Payloads(payloads),
+                    Err(because) => Made::ForHost(job, because),
+                }),
+                Work::Twin(twin) => Ok(Made::Twin(twin)),
             },
-            |position, (payloads, twin)| {
+            |position, made| {
                 let index = chosen[position];
-                if let Some(twin) = twin.and_then(|twin| coded.get_mut(twin)) {
-                    twin.twins.push(index);
-                }
+                let payloads = match made {
+                    Made::Payloads(payloads) => Some(payloads),
+                    Made::ForHost(job, because) => {
+                        used.redone(&job, because);
+                        // Here, one after the other, so that no more is in memory than one slice.
+                        Some(coder.encode(&self.job(index)?)?)
+                    }
+                    Made::Twin(twin) => {
+                        coded.get_mut(twin).iter_mut().for_each(|twin| twin.twins.push(index));
+                        None
+                    }
+                };
                 if let Some(Payloads { pieces, anchor, digest, changed, .. }) = payloads {
                     let [pieces, anchor] = [pieces, anchor].map(|payloads| pack(payloads, packer));
                     let (pieces, anchor) = (pieces?, anchor?);
@@ -209,30 +275,73 @@ impl Encoder<'_> {
         Ok(coded)
     }
 
+    /// The slice at `index`, with its bytes in the host's memory.
+    fn job(&self, index: usize) -> Result<Job<'_>> {
+        let slice = &self.shard.slices()[index];
+        let base = self.base.as_ref().map(|base| base.tensor(&slice.tensor)).transpose()?;
+        Ok(Job { slice, new: slice_bytes(self.shard, index)?, base })
+    }
+
     /// The one of those `alike` whose bytes are the same now, and in the base if there is one; without it,
     /// `own` is one more of them.
-    fn find_twin(&self, job: &Job<'_>, alike: &mut Alike, own: (usize, usize)) -> Result<Option<usize>> {
+    fn find_twin(&self, work: &Work<'_>, alike: &mut Alike, own: (usize, usize)) -> Result<Option<usize>> {
         let Some(first) = alike.first else {
             alike.first = Some(own);
             return Ok(None);
         };
-        let digest = |new: &[u8]| Digest::of(job.slice.tensor.dtype.element(), 0, new).to_bytes();
-        if alike.known.is_empty() {
-            alike.known.insert(digest(&slice_bytes(self.shard, first.1)?), vec![first]);
+        let tensor = |index: usize| &self.shard.slices()[index].tensor;
+        let same_base = |index: usize| match &self.base {
+            Some(base) => base.are_same(tensor(index), tensor(own.1)),
+            None => Ok(true),
+        };
+        // Tied weights are one tensor under two names.
+        if self.are_one(first.1, work, own.1)? && same_base(first.1)? {
+            return Ok(Some(first.0));
         }
-        let candidates = alike.known.entry(digest(&job.new)).or_default();
+        if alike.known.is_empty() {
+            alike.known.insert(self.digest(first.1, None)?.to_bytes(), vec![first]);
+        }
+        let candidates = alike.known.entry(self.digest(own.1, Some(work))?.to_bytes()).or_default();
         for &(position, index) in &*candidates {
-            let twin = &self.shard.slices()[index].tensor;
-            let same_base = match (job.base, &self.base) {
-                (Some((bytes, _)), Some(base)) => bytes == base.tensor(twin)?.0,
-                _ => true,
-            };
-            if same_base && *slice_bytes(self.shard, index)? == *job.new {
+            if same_base(index)? && *slice_bytes(self.shard, index)? == *slice_bytes(self.shard, own.1)? {
                 return Ok(Some(position));
             }
         }
         candidates.push(own);
         Ok(None)
+    }
+
+    /// Whether two slices are the same memory.
+    fn are_one(&self, index: usize, work: &Work<'_>, own: usize) -> Result<bool> {
+        match work {
+            Work::Host(Job { new: Cow::Borrowed(new), .. }) => match slice_bytes(self.shard, index)? {
+                Cow::Borrowed(bytes) => Ok(std::ptr::eq(bytes, *new)),
+                Cow::Owned(_) => Ok(false),
+            },
+            Work::Device(_) => Ok(self.devices.are_one(self.shard, index, own)),
+            Work::Host(_) | Work::Twin(_) => Ok(false),
+        }
+    }
+
+    /// Digest of a slice's bytes, which are those of `work` if it is given.
+    fn digest(&self, index: usize, work: Option<&Work<'_>>) -> Result<Digest> {
+        let element = self.shard.slices()[index].tensor.dtype.element();
+        match work {
+            Some(Work::Host(job)) => Ok(Digest::of(element, 0, &job.new)),
+            _ => match self.devices.digest(self.shard, index) {
+                Some(digest) => Ok(digest),
+                None => Ok(Digest::of(element, 0, &slice_bytes(self.shard, index)?)),
+            },
+        }
+    }
+
+    fn likeness(&self, index: usize, work: &Work<'_>) -> Result<Likeness> {
+        let TensorInfo { dtype, shape, .. } = &self.shard.slices()[index].tensor;
+        let digest = match &self.base {
+            Some(base) => base.tensor(&self.shard.slices()[index].tensor)?.1.total(),
+            None => self.digest(index, Some(work))?,
+        };
+        Ok((*dtype, shape.clone(), digest.to_bytes()))
     }
 
     /// The table of files, with the bytes of those that readers of this publication may not have.
@@ -332,14 +441,10 @@ impl Coder {
             }
             source => codec(slice, source),
         })?;
-        out.shrink_to_fit();
-        let (digest, changed) = (encoded.digests.total(), encoded.changed.min(slice.elements));
-        let payloads = Payloads { digest, changed, not_finite: encoded.not_finite, ..Payloads::default() };
-        if changed == 0 && slice.is_whole()? {
-            return Ok(payloads);
-        }
+        let (digest, not_finite) = (encoded.digests.total(), encoded.not_finite);
         if out.len() <= self.object_bytes_max {
-            return Ok(Payloads { pieces: vec![self.payload(slice, 0, new.len(), out)?], ..payloads });
+            let payloads = self.one_piece(slice, digest, encoded.changed, out)?;
+            return Ok(Payloads { not_finite, ..payloads });
         }
         drop(out);
         let mut pieces = Vec::new();
@@ -351,7 +456,26 @@ impl Coder {
             out.shrink_to_fit();
             pieces.push(self.payload(slice, start, new.len(), out)?);
         }
-        Ok(Payloads { pieces, ..payloads })
+        let changed = encoded.changed.min(slice.elements);
+        Ok(Payloads { pieces, digest, changed, not_finite, ..Payloads::default() })
+    }
+
+    /// A slice as one payload against its base; none for a whole tensor that did not change.
+    pub(super) fn one_piece(
+        &self,
+        slice: &Slice,
+        digest: Digest,
+        changed: u64,
+        mut payload: Vec<u8>,
+    ) -> Result<Payloads> {
+        payload.shrink_to_fit();
+        let changed = changed.min(slice.elements);
+        let pieces = if changed == 0 && slice.is_whole()? {
+            Vec::new()
+        } else {
+            vec![self.payload(slice, 0, slice.byte_len()? as usize, payload)?]
+        };
+        Ok(Payloads { pieces, digest, changed, ..Payloads::default() })
     }
 
     /// Ranges of bytes that are sure to fit into an object when coded, with their first byte.
@@ -411,15 +535,6 @@ fn pack(payloads: Vec<Payload>, packer: &mut Packer<'_>) -> Result<Vec<Piece>> {
         Ok(Piece { start: payload.start, elements: payload.elements, object, offset, length })
     };
     payloads.into_iter().map(place).collect()
-}
-
-fn likeness(job: &Job<'_>) -> Likeness {
-    let TensorInfo { dtype, shape, .. } = &job.slice.tensor;
-    let digest = match job.base {
-        Some((_, table)) => table.total(),
-        None => Digest::of(dtype.element(), 0, &job.new),
-    };
-    (*dtype, shape.clone(), digest.to_bytes())
 }
 
 fn codec(slice: &Slice, source: driftless_delta::Error) -> Error {

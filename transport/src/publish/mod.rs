@@ -9,6 +9,7 @@
 //! | `shard` | all tensors of a version, or one rank's slices |
 //! | `finite` | refuses NaN and infinities |
 //! | `encode` | encodes tensors on several threads, in order |
+//! | `device` | encodes those that lie on CUDA devices there (feature `cuda`) |
 //! | `upload` | packs payloads into objects and stores them meanwhile |
 //! | `sound` | finds a baseline that rotted, and builds it anew |
 //! | `commit` | signs and creates the manifest, finds out who won a race, and sweeps what belongs to no version |
@@ -18,6 +19,8 @@
 mod baseline;
 mod catch_up;
 mod commit;
+#[cfg_attr(not(feature = "cuda"), path = "no_device.rs")]
+mod device;
 mod encode;
 mod finite;
 mod options;
@@ -48,10 +51,13 @@ use crate::sign::signature_bytes;
 use crate::snapshot::{Snapshot, TensorInfo};
 use baseline::Baseline;
 use catch_up::is_lost;
-use encode::{BaseView, Coded, Coder, Encoder};
+use device::{DeviceUse as Used, Devices};
+use encode::{BaseView, Coded, Coder, Done, Encoder};
 use plan::{Anchors, Plan};
 use shard::Whole;
 
+#[cfg(feature = "cuda")]
+pub use device::{BaseMemory, DeviceUse};
 pub use driftless_delta::Profile;
 pub use finite::check as check_finite;
 pub use options::{FullBecause, Mode, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step};
@@ -67,6 +73,7 @@ pub struct Publisher {
     run: Run,
     options: PublisherOptions,
     baseline: Baseline,
+    devices: Devices,
     /// The newest version that is known to be committed.
     newest: Option<Base>,
     standing: Standing,
@@ -95,6 +102,7 @@ struct Encoded {
     full_because: Option<FullBecause>,
     tables: Tables,
     objects: Vec<Object>,
+    done: Vec<Done>,
 }
 
 impl fmt::Debug for Publisher {
@@ -151,6 +159,7 @@ impl Publisher {
             run,
             options,
             baseline,
+            devices: Devices::default(),
             newest: None,
             standing,
             sweep_due,
@@ -203,6 +212,28 @@ impl Publisher {
         self.stop = stop.clone();
     }
 
+    /// Has tensors that lie on the device of `codec` ([`Snapshot::on_device`]) encoded there, where they are
+    /// the difference to a version that was published from there too. Payloads are the same as the host's.
+    /// Four streams work at a time; the device or the host gives memory for the base of the next delta.
+    ///
+    /// # Errors
+    /// What the driver says.
+    #[cfg(feature = "cuda")]
+    pub fn encode_on(
+        &mut self,
+        codec: driftless_delta::cuda::Codec,
+        base: BaseMemory,
+    ) -> driftless_delta::cuda::Result<()> {
+        self.devices.add(codec, base)
+    }
+
+    /// What became of the tensors of the last publication that lie on devices.
+    #[must_use]
+    #[cfg(feature = "cuda")]
+    pub fn device_use(&self) -> &DeviceUse {
+        &self.devices.used
+    }
+
     /// Publishes version 0 by reference: the digests of a checkpoint directory that every host has already.
     ///
     /// # Errors
@@ -246,7 +277,7 @@ impl Publisher {
         let begin = Instant::now();
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;
-        let Encoded { kind, full_because, tables, objects } = self
+        let Encoded { kind, full_because, tables, objects, done } = self
             .on_sound_baseline(&root, |publisher, attempt| {
                 publisher.encode(snapshot, mode, version, (&root, attempt))
             })?;
@@ -256,6 +287,7 @@ impl Publisher {
         // Also where a full version left out what the store has lost.
         self.standing = Standing::InSync;
         self.follow_commit(&committed);
+        self.devices.keep(&Whole::new(snapshot)?, &done, committed.identity());
         self.report(&committed, full_because, (encode, begin.elapsed()))
     }
 
@@ -287,13 +319,15 @@ impl Publisher {
         let shard = Whole::new(snapshot)?;
         let (coded, files, objects) = self.store(&shard, plan, (&unique, true, true), (root, attempt))?;
         let mut tables = Tables { tensors: Vec::with_capacity(coded.len()), files, changed: 0 };
+        let mut done = Vec::with_capacity(coded.len());
         for Coded { index, twins, digest, changed, pieces, anchor } in coded {
             let TensorInfo { name, dtype, shape } = snapshot.tensors()[index].clone();
             let aliases = twins.iter().map(|&twin| snapshot.tensors()[twin].name.clone()).collect();
             tables.tensors.push(Tensor { name, dtype, shape, digest, aliases, pieces, anchor });
             tables.changed += changed;
+            done.push(Done { index, twins, digest });
         }
-        Ok(Encoded { kind: plan.kind, full_because, tables, objects })
+        Ok(Encoded { kind: plan.kind, full_because, tables, objects, done })
     }
 
     /// What a rank does without seeing what the others have: deltas, unless it is told otherwise or there is
@@ -313,7 +347,8 @@ impl Publisher {
         (chosen, tie, with_files): (&[usize], bool, bool),
         (root, attempt): (&Key, &str),
     ) -> Result<(Vec<Coded>, Vec<File>, Vec<Object>)> {
-        let Self { run, options, baseline, progress, stop, .. } = self;
+        let Self { run, options, baseline, devices, progress, stop, .. } = self;
+        let mut used = Used::default();
         let replica = &*baseline.replica()?;
         let base = match (plan.kind, replica.manifest()) {
             (Kind::Delta, Some(manifest)) => Some(BaseView::new(manifest, replica, replica.checkpoint()?)),
@@ -323,16 +358,17 @@ impl Publisher {
         let bounds = Bounds { threads: options.threads, weight: options.buffer_bytes };
         let (profile, allow_non_finite) = (options.profile, options.allow_non_finite);
         let coder = Coder { plan, profile, object_bytes_max, allow_non_finite };
-        let encoder = Encoder { shard, base, coder, bounds, tie, stop };
+        let encoder = Encoder { shard, devices, base, coder, bounds, tie, stop };
         let ((coded, files), objects) = upload::with_uploads(
             (&**run.store(), root, attempt),
             (options.uploads, object_bytes_max),
             |packer| {
-                let coded = encoder.slices(chosen, packer, progress.as_deref_mut())?;
+                let coded = encoder.slices(chosen, packer, progress.as_deref_mut(), &mut used)?;
                 let files = if with_files { encoder.files(packer)? } else { Vec::new() };
                 Ok((coded, files))
             },
         )?;
+        devices.used = used;
         Ok((coded, files, objects))
     }
 

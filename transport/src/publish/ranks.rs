@@ -4,6 +4,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use driftless_store::{Error as StoreError, Key, PutMode};
 
+use super::encode::Done;
 use super::options::{FullBecause, Mode, Published, Rank, Step};
 use super::part::{Expected, PartManifest, PartSlice, holds, join};
 use super::shard::Shard;
@@ -127,6 +128,34 @@ impl Publisher {
         self.run.store().put(&part_key(root, &rank.attempt, rank.rank)?, &bytes, PutMode::Overwrite)?;
         let stored: u64 = part.objects.iter().map(|object| object.size).sum();
         Ok(PublishedPart { part, publication_bytes: stored + bytes.len() as u64, changed })
+    }
+
+    /// Publishes this rank's part of the next version, and returns once the version is committed. Rank 0
+    /// joins the parts, and gets the version's numbers.
+    ///
+    /// # Errors
+    /// Those of [`Publisher::publish_part`], and of [`Publisher::join`] on rank 0 or
+    /// [`Publisher::await_join`] on the others.
+    pub fn publish_with_ranks(
+        &mut self,
+        shard: &dyn Shard,
+        step: Step,
+        mode: Mode,
+        rank: &Rank,
+        deadline: Duration,
+    ) -> Result<(PublishedPart, Option<Published>)> {
+        let part = self.publish_part(shard, step, mode, rank)?;
+        let published = match rank.rank {
+            0 => Some(self.join(rank, deadline)?),
+            _ => self.await_join(&part, deadline).map(|_| None)?,
+        };
+        let slices = part.part.slices.iter().enumerate();
+        let done: Vec<_> =
+            slices.map(|(index, slice)| Done { index, twins: Vec::new(), digest: slice.digest }).collect();
+        if let Some(newest) = self.newest {
+            self.devices.keep(shard, &done, newest);
+        }
+        Ok((part, published))
     }
 
     /// Waits for the parts of all ranks and commits the version that they make. Any rank may do this, also

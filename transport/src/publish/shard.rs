@@ -81,6 +81,12 @@ pub trait Shard {
     /// Whatever reading them meets.
     fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>>;
 
+    /// Where `slices()[index]` lies on a CUDA device: as [`Snapshot::on_device`].
+    #[cfg(feature = "cuda")]
+    fn on_device(&self, _index: usize) -> Option<&driftless_delta::cuda::Tensor> {
+        None
+    }
+
     /// The auxiliary files of the version, sorted by name. Only those of rank 0 count.
     fn files(&self) -> &[AuxFile];
 }
@@ -105,6 +111,11 @@ impl Shard for Whole<'_> {
 
     fn bytes(&self, index: usize) -> Result<Cow<'_, [u8]>> {
         self.snapshot.bytes(index)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_device(&self, index: usize) -> Option<&driftless_delta::cuda::Tensor> {
+        self.snapshot.on_device(index)
     }
 
     fn files(&self) -> &[AuxFile] {
