@@ -200,6 +200,30 @@ pub enum Error {
         /// What was looked for, and what was found.
         why: String,
     },
+    /// The weights of a live model cannot be patched, or not by this delta.
+    #[error("{what} should be {expected}, found {found}")]
+    Live {
+        /// What of the model, of a delta or of the device.
+        what: String,
+        /// What would do.
+        expected: String,
+        /// What there is.
+        found: String,
+    },
+    /// A prepared delta, or the directory that it lies in, cannot be used.
+    #[error("no prepared delta can be used")]
+    Offer {
+        /// The reason.
+        source: Box<driftless_transport::Error>,
+    },
+    /// A file for followers cannot be written.
+    #[error("cannot write {path}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's reason.
+        source: std::io::Error,
+    },
     /// The engines did not reach a version in time.
     #[error("after {after:?} not every engine serves {label}: {}", list(.laggards))]
     Behind {

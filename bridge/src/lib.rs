@@ -8,6 +8,7 @@ pub mod fleet;
 mod http;
 mod keys;
 mod kinds;
+pub mod live;
 mod model;
 pub mod push;
 pub mod sglang;

@@ -4,12 +4,12 @@
 mod common;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use driftless_store::{ContentDigest, Memory, Store};
-use driftless_transport::prepared::PreparedDelta;
+use driftless_transport::prepared::{PreparedDelta, checksum, offered};
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Error, Publisher, Replica, Run, Version};
 
@@ -67,25 +67,34 @@ impl Fixture {
         replica
     }
 
-    fn offered(&self) -> Vec<PathBuf> {
+    fn files(&self) -> Vec<PathBuf> {
         let entries = fs::read_dir(self.plugins()).unwrap().map(|entry| entry.unwrap().path());
         entries.filter(|path| !path.ends_with("rank-30000-0.json")).collect()
+    }
+
+    /// The files that offer something.
+    fn offered(&self) -> Vec<PathBuf> {
+        self.files().into_iter().filter(|path| offered(path).unwrap().is_some()).collect()
     }
 
     /// The one offer, after it was seen to lead from one version to another.
     fn assert_offer(&self, from: usize, to: usize) -> PathBuf {
         let [path] = <[PathBuf; 1]>::try_from(self.offered()).unwrap();
-        let delta = PreparedDelta::open(&path).unwrap();
+        let delta = PreparedDelta::open(&path).unwrap().unwrap();
+        assert_eq!(offered(&path).unwrap(), Some(delta.id()));
+        assert!(delta.is_offered());
+        let arrays = delta.read().unwrap();
         let manifest = |version: usize| self.run.get(MODEL, Version(version as u64)).unwrap();
         for (named, version) in [(delta.base(), from), (delta.target(), to)] {
             assert_eq!(named.label, self.run.id().label(Version(version as u64)));
             assert_eq!(named.manifest, manifest(version).identity().manifest_digest);
         }
         let (old, new) = (&self.versions[from], &self.versions[to]);
-        assert_eq!(delta.tensors(), new.infos);
-        for (index, info) in new.infos.iter().enumerate() {
+        assert_eq!(delta.tensors().len(), new.infos.len());
+        for (index, (tensor, info)) in delta.tensors().iter().zip(&new.infos).enumerate() {
+            assert_eq!((&tensor.name, tensor.dtype, &tensor.shape), (&info.name, info.dtype, &info.shape));
             let (mut bytes, size) = (old.bytes[index].clone(), info.dtype.size() as usize);
-            let changes = delta.changes(index);
+            let changes = arrays.changes(tensor);
             let values = changes.new.chunks(size).zip(changes.old.chunks(size));
             for (at, (new, old)) in changes.positions.iter().zip(values) {
                 let at = u32::from_le_bytes(*at) as usize * size;
@@ -104,13 +113,15 @@ fn each_delta_is_offered_instead_of_the_one_before() {
     let mut fixture = Fixture::new();
     (0..4).for_each(|_| fixture.step(40));
     let mut replica = fixture.replica(0);
-    assert_eq!(fixture.offered(), [] as [PathBuf; 0]);
+    assert_eq!(fixture.files(), [] as [PathBuf; 0]);
+    let mut inode = None;
     for (from, to) in [(0, 1), (1, 2), (2, 4)] {
         replica.advance(&fixture.run, MODEL, Version(to as u64), None).unwrap();
-        fixture.assert_offer(from, to);
+        let found = fs::metadata(fixture.assert_offer(from, to)).unwrap().ino();
+        assert_eq!(*inode.get_or_insert(found), found, "plugins keep the file's pages locked");
     }
     drop(replica);
-    assert_eq!(fixture.offered(), [] as [PathBuf; 0], "it goes with the replica");
+    assert_eq!(fixture.files(), [] as [PathBuf; 0], "it goes with the replica");
 }
 
 #[test]
@@ -122,9 +133,8 @@ fn a_value_that_comes_back_over_two_versions_is_no_change() {
     fixture.publish(back, Mode::Delta);
     let mut replica = fixture.replica(0);
     replica.advance(&fixture.run, MODEL, Version(2), None).unwrap();
-    let delta = PreparedDelta::open(&fixture.assert_offer(0, 2)).unwrap();
-    let changed: usize = (0..delta.tensors().len()).map(|index| delta.changes(index).positions.len()).sum();
-    assert_eq!(changed, 1);
+    let delta = PreparedDelta::open(&fixture.assert_offer(0, 2)).unwrap().unwrap();
+    assert_eq!(delta.tensors().iter().map(|tensor| tensor.changed).sum::<u64>(), 1);
 }
 
 #[test]
@@ -158,19 +168,26 @@ fn nothing_is_offered_where_no_plugin_could_use_it() {
     let stale = fs::read(fixture.assert_offer(2, 3)).unwrap();
     at(4);
     assert_eq!(fixture.offered(), [] as [PathBuf; 0], "it would be larger than the weights");
+    // Somebody tidies up.
+    fs::remove_file(&fixture.files()[0]).unwrap();
     at(5);
     let path = fixture.assert_offer(4, 5);
+    at(6);
+    assert_eq!(fixture.offered(), [] as [PathBuf; 0], "a version in full says not what changes");
     drop(replica);
     fs::write(&path, stale).unwrap();
     let _replica = fixture.replica(6);
-    assert_eq!(fixture.offered(), [] as [PathBuf; 0], "what a process before left is removed");
+    assert_eq!(fixture.files(), [] as [PathBuf; 0], "what a process before left is removed");
 }
 
-/// A file of the offer's that holds these bytes.
-fn refused(dir: &Path, bytes: &[u8]) -> Error {
+/// What opening and reading a file of these bytes says.
+fn refused(dir: &Path, bytes: &[u8]) -> Option<Error> {
     let path = dir.join("file");
     fs::write(&path, bytes).unwrap();
-    PreparedDelta::open(&path).unwrap_err()
+    match PreparedDelta::open(&path) {
+        Ok(delta) => delta.and_then(|delta| delta.read().err()),
+        Err(error) => Some(error),
+    }
 }
 
 #[test]
@@ -181,44 +198,47 @@ fn a_torn_damaged_or_lying_file_is_refused() {
     replica.advance(&fixture.run, MODEL, Version(1), None).unwrap();
     let bytes = fs::read(fixture.assert_offer(0, 1)).unwrap();
     let dir = fixture.dir.path();
-    for cut in (0..bytes.len()).step_by(97).chain([bytes.len() - 1]) {
-        assert!(matches!(refused(dir, &bytes[..cut]), Error::Corrupt { .. }), "cut at {cut}");
+    let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
+    let (start, length) = (number(8), number(16));
+    let end = start + length;
+    for cut in (0..end).step_by(97).chain([end - 1]) {
+        assert!(matches!(refused(dir, &bytes[..cut]), Some(Error::Corrupt { .. })), "cut at {cut}");
     }
-    for at in (0..bytes.len()).step_by(89) {
+    assert!(refused(dir, &bytes[..end]).is_none(), "what is behind the header does not count");
+    for at in (0..end).step_by(89).chain(0..64) {
         let mut flipped = bytes.clone();
         flipped[at] ^= 4;
-        assert!(matches!(refused(dir, &flipped), Error::Corrupt { .. }), "byte {at}");
+        assert!(matches!(refused(dir, &flipped), Some(Error::Corrupt { .. })), "byte {at}");
     }
-    // Under a digest that holds.
-    let end = bytes.len() - 40;
-    let length = u64::from_le_bytes(bytes[end..end + 8].try_into().unwrap()) as usize;
-    let text = String::from_utf8(bytes[end - length..end].to_vec()).unwrap();
-    let sealed = |text: &str| {
-        let mut file = bytes[..end - length].to_vec();
-        file.extend_from_slice(text.as_bytes());
-        file.extend_from_slice(&(text.len() as u64).to_le_bytes());
-        file.extend_from_slice(ContentDigest::of(&file.clone()).as_bytes());
+    // Under digests that hold.
+    let text = String::from_utf8(bytes[start..end].to_vec()).unwrap();
+    let sealed = |text: &str, arrays: &[u8]| {
+        let sum = |arrays: &[u8]| format!("\"checksum\":{}", checksum(arrays, 64));
+        let text = text.replace(&sum(&bytes[64..start]), &sum(arrays));
+        let mut file = [&bytes[..64], arrays, text.as_bytes()].concat();
+        file[16..24].copy_from_slice(&(text.len() as u64).to_le_bytes());
+        file[24..56].copy_from_slice(ContentDigest::of(text.as_bytes()).as_bytes());
         file
     };
-    assert!(
-        PreparedDelta::open(&{
-            fs::write(dir.join("file"), sealed(&text)).unwrap();
-            dir.join("file")
-        })
-        .is_ok()
-    );
-    let mut lies = vec![sealed("{}"), b"dftlpre1".to_vec()];
+    assert!(refused(dir, &sealed(&text, &bytes[64..start])).is_none());
+    let mut lies = vec![sealed("{}", &[]), b"dftlpre2".to_vec(), b"dftlpre1".repeat(8)];
     for (word, lie) in [
         ("\"changed\":", "\"changed\":99999"),
         ("\"changed\":", "\"changed\":1844674407370955161"),
         ("\"new\":", "\"new\":99"),
+        ("\"positions\":", "\"positions\":8888888"),
         ("\"shape\":[96,32]", "\"shape\":[1]"),
     ] {
         assert!(text.contains(word));
-        lies.push(sealed(&text.replace(word, lie)));
+        lies.push(sealed(&text.replace(word, lie), &bytes[64..start]));
     }
+    // Positions that do not ascend.
+    let mut arrays = bytes[64..start].to_vec();
+    arrays[..4].fill(0xff);
+    lies.push(sealed(&text, &arrays));
     for (number, lie) in lies.iter().enumerate() {
-        let error = refused(dir, lie);
+        let error = refused(dir, lie).unwrap();
         assert!(matches!(error, Error::Corrupt { .. } | Error::Parse { .. }), "{number}: {error}");
     }
+    assert!(refused(dir, &[0; 64]).is_none(), "nothing is offered");
 }

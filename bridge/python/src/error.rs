@@ -153,7 +153,7 @@ fn variant(error: &impl std::fmt::Debug) -> String {
 }
 
 /// An error and its causes in one line.
-fn chain(error: &dyn StdError) -> String {
+pub(crate) fn chain(error: &dyn StdError) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

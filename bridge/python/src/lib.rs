@@ -7,15 +7,15 @@
 //! | `publisher` | publishes them |
 //! | `follower` | keeps a checkpoint directory at the newest version |
 //! | `codec` | deltas of single tensors |
-//! | `patch` | prepared deltas, written into live weights |
+//! | `live` | weights of an engine in this process, patched from prepared deltas |
 //! | `log` | the rollout log, read where it lies |
 //! | `error` | makes Python's exceptions of the crates' errors |
 
 mod codec;
 mod error;
 mod follower;
+mod live;
 mod log;
-mod patch;
 mod publisher;
 mod tensor;
 mod work;
@@ -37,12 +37,13 @@ fn _driftless(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<publisher::Published>()?;
     module.add_class::<follower::Follower>()?;
     module.add_class::<codec::Codec>()?;
-    module.add_class::<patch::PreparedDelta>()?;
-    module.add_class::<patch::Patch>()?;
+    module.add_class::<live::LiveModel>()?;
     module.add_class::<log::RolloutLog>()?;
     module.add_class::<log::LogReader>()?;
     module.add_class::<log::LogRecord>()?;
     module.add_class::<log::Column>()?;
+    module.add_function(wrap_pyfunction!(live::checkpoint_tensors, module)?)?;
+    module.add_function(wrap_pyfunction!(live::refuse_patches, module)?)?;
     module.add_function(wrap_pyfunction!(main, module)?)?;
     module.add_function(wrap_pyfunction!(work::end, module)?)
 }

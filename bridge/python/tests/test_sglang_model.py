@@ -1,16 +1,17 @@
-"""Prepared deltas in a live model, without SGLang: found, checked, written, taken back."""
+"""Prepared deltas in a live model, without SGLang: found, checked, written, refused."""
 
 import json
 import os
 import sys
+import time
 import types
+from pathlib import Path
 
 import driftless
 import pytest
 import torch
 from driftless.sglang import _hooks
-from driftless.sglang._model import LiveModel, NotPatched
-from driftless.sglang._place import RankFile
+from driftless.sglang._model import live_model, refuse
 from sglang_models import make, step
 from torch import nn
 
@@ -53,30 +54,33 @@ class Host:
         self.where = root / "plugins"
         self.versions = [make(root / "base", "untied", 1)]
         self.model = Fused(self.versions[0])
-        self.rank_file = RankFile(self.where, 30000, 0, 1)
-        self.live = LiveModel(self.model, root / "base", self.rank_file)
+        self.live = live_model(self.model, root / "base", self.where, (30000, 0, 1))
         self.publisher = store.publisher()
         self.publisher.publish(self.versions[0])
         self.follower = driftless.Follower(store.url, "run", root / "host", plugin_dir=self.where)
         self.follower.advance()
         self.live.loaded(self.label())
-        self._seen = {}
 
     def label(self) -> str:
         return self.follower.status()["applied"]["label"]
 
     def step(self, density: float = 0.02) -> str:
-        """The next version, which is prepared or not; returns its label."""
+        """The next version, which the follower offers; returns its label."""
         self.versions.append(step(self.versions[-1], len(self.versions), density))
         self.publisher.publish(self.versions[-1])
         self.follower.advance()
         return self.label()
 
-    def look(self) -> str | None:
-        """What the plugin says of the one offer."""
-        self._seen = self.live._look(self.where, self._seen)
-        [told] = json.loads((self.where / "rank-30000-0.json").read_text())["deltas"].values()
-        return told["why_not"]
+    def told(self, expected: str | None, port: int = 30000) -> None:
+        """Waits until the plugin says of the newest version that it is prepared, or why not."""
+        end = time.monotonic() + 60
+        while True:
+            deltas = json.loads((self.where / f"rank-{port}-0.json").read_text())["deltas"].values()
+            said = [told["why_not"] for told in deltas if told["target"] == self.label()]
+            if any(why is None if expected is None else why and expected in why for why in said):
+                return
+            assert time.monotonic() < end, (expected, deltas)
+            time.sleep(0.005)
 
     def holds(self, version: int) -> bool:
         expected = Fused(self.versions[version]).state_dict()
@@ -94,168 +98,176 @@ def host(store, tmp_path):
 def test_each_delta_leads_to_the_weights_that_a_load_gives(host):
     for version, density in enumerate((0.001, 0.02, 0.2, 0.05), 1):
         label = host.step(density)
-        assert host.look() is None
-        assert host.live.patch(label)
+        host.told(None)
+        assert host.live.patch(label).startswith(f"patched to {label}, ")
         assert host.holds(version)
         assert host.live.patch(label) is None, "a delta is written once"
 
 
 def test_an_element_that_changed_meanwhile_takes_all_of_it_back(host):
     label = host.step(0.2)
-    assert host.look() is None
-    # The last place that is written: what was before it is written already, and taken back.
-    host.model.rest["model/norm/weight"].data.view(torch.int16)[:] ^= 1
+    host.told(None)
+    host.model.rest["model/norm/weight"].data.view(torch.int16)[:] ^= 64
     held = {name: tensor.clone() for name, tensor in host.model.state_dict().items()}
-    with pytest.raises(NotPatched, match="changed after the delta was prepared"):
+    with pytest.raises(driftless.RefusedError, match="when the delta was readied"):
         host.live.patch(label)
     assert all(torch.equal(held[name], tensor) for name, tensor in host.model.state_dict().items())
     # SGLang loads then, and goes on from there.
     host.model.load_weights(host.versions[1].items())
     host.live.loaded(label)
     label = host.step()
-    assert host.look() is None and host.live.patch(label) and host.holds(2)
+    host.told(None)
+    assert host.live.patch(label) and host.holds(2)
 
 
 def test_weights_that_are_not_the_base_are_not_patched(host):
-    host.step()
     host.model.rest["lm_head/weight"].data.add_(1)
-    assert "are not those of" in host.look()
+    label = host.step()
+    host.told("those of")
     host.live.loaded(None)
-    assert "live is None" in host.look()
-    host.live.loaded(host.label() + "?partial")
-    assert "the delta starts from" in host.look()
+    host.told("unknown")
+    other = label.split(":")[0] + ":7"
+    host.live.loaded(other + "?partial")
+    host.told(f"found {other}")
+    assert host.live.patch(label) is None
 
 
 def test_another_label_is_loaded(host):
     label = host.step()
-    assert host.look() is None
+    host.told(None)
     assert host.live.patch(label + "?partial") is None
 
 
 def test_a_moved_parameter_is_loaded(host):
     label = host.step()
-    assert host.look() is None
+    host.told(None)
     host.model.qkv.data = host.model.qkv.data.clone()
-    with pytest.raises(NotPatched, match="not where they were learned"):
+    with pytest.raises(driftless.RefusedError, match="not where it was learned"):
+        host.live.patch(label)
+    host.model.qkv = None
+    with pytest.raises(driftless.RefusedError, match="not where it was learned"):
         host.live.patch(label)
 
 
-def test_a_torn_or_foreign_file_is_told_and_nothing_else(host):
+def test_a_file_that_is_none_stands_in_no_way(host):
+    (host.where / "delta-0123456789abcdef").write_bytes(b"something else")
     label = host.step()
-    [path] = host.where.glob("delta-*")
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    assert "its digest" in host.look()
-    path.write_bytes(b"something else")
-    assert "its length" in host.look()
-    assert host.live.patch(label) is None
-    path.write_bytes(content)
-    assert host.look() is None
-    path.unlink()
-    assert host.live._look(host.where, {}) == {}
+    host.told(None)
+    told = json.loads((host.where / "rank-30000-0.json").read_text())["deltas"]["delta-0123456789abcdef"]
+    assert "its length" in told["why_not"]
     assert host.live.patch(label) and host.holds(1)
 
 
-def test_native_calls_refuse_what_lies_outside(host):
-    from driftless._driftless import PreparedDelta
+def test_derived_weights_are_made_anew(host, tmp_path):
+    class Deriving(Fused):
+        def load_weights(self, weights) -> None:
+            super().load_weights(weights)
+            self.post_load_weights()
 
+        def post_load_weights(self) -> None:
+            self.double = self.qkv.data * 2
+            assert not getattr(self, "broken", False)
+
+    model = Deriving(host.versions[0])
+    live = live_model(model, tmp_path / "base", host.where, (30001, 0, 1))
+    live.loaded(host.label())
+    label = host.step()
+    host.told(None, 30001)
+    assert live.patch(label)
+    assert torch.equal(model.double, Fused(host.versions[1]).qkv.data * 2)
+    label, model.broken = host.step(), True
+    host.told(None, 30001)
+    with pytest.raises(AssertionError):
+        live.patch(label)
     host.step()
-    [path] = host.where.glob("delta-*")
-    delta = PreparedDelta(path)
-    index, shape = next((i, shape) for i, (name, _, shape, _) in enumerate(delta.tensors()) if name == "lm_head.weight")
-    live = [("weight", host.versions[0]["lm_head.weight"].clone().view(-1))]
-    whole, size = (0, [32, 1]), list(shape)
-    assert delta.prepare(live, [(index, 0, size, whole, whole)]).elements > 0
-    for copies in (
-        [(index, 0, size, whole, (1, [32, 1]))],
-        [(index, 0, size, whole, (0, [2**40, 2**40]))],
-        [(index, 0, size, (0, [1, 1]), whole)],
-        [(index, 0, [100], whole, whole)],
-        [(index, 0, [0, 32], whole, whole)],
-        [(index, 0, [2**63, 2**63], (0, [1, 2**63]), (0, [1, 2**63]))],
-        [(index, 1, size, whole, whole)],
-        [(999, 0, size, whole, whole)],
-    ):
-        with pytest.raises(driftless.Error):
-            delta.prepare(live, copies)
-    with pytest.raises(driftless.TensorError, match="dtype"):
-        delta.prepare([("weight", live[0][1].float())], [(index, 0, size, whole, whole)])
+    host.told("unknown", 30001)
 
 
-def test_a_directory_that_others_can_enter_is_refused(tmp_path):
+def test_a_directory_or_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     where = tmp_path / "plugins"
     where.mkdir(mode=0o755)
-    with pytest.raises(PermissionError, match="0700"):
-        RankFile(where, 1, 0, 1)
-    link = tmp_path / "link"
+    with pytest.raises(driftless.Error, match="0700"):
+        refuse(where, (1, 0, 1), "why")
     where.chmod(0o700)
-    link.symlink_to(where)
-    with pytest.raises(PermissionError):
-        RankFile(link, 1, 0, 1)
+    refuse(where, (1, 0, 1), "why")
+    assert json.loads((where / "rank-1-0.json").read_text())["why_not"] == "why"
+    versions = make(tmp_path / "base", "untied", 1)
+    with pytest.raises(driftless.Error):
+        live_model(Fused(versions), tmp_path, where, (1, 0, 1))
 
 
-def fake_sglang(monkeypatch, updater) -> list:
-    """Modules with the names that the plugin hooks, and the hooks that it registers."""
+def fake_sglang(monkeypatch, functions: dict[str, list[str]]) -> list:
+    """Modules with these functions, each with its parameters, and the hooks that the plugin registers."""
     registered = []
-
-    class Runner:
-        def load_model(self): ...
-
-    class Manager:
-        def update_weights_from_disk(self, recv_req): ...
 
     class Registry:
         @staticmethod
         def register(name, hook, kind):
-            registered.append((name.rsplit(".", 2)[-2:], kind))
+            registered.append((".".join(name.rsplit(".", 2)[-2:]), kind))
 
-    classes = {
-        "sglang.srt.plugins.hook_registry": {
-            "HookRegistry": Registry,
-            "HookType": types.SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around"),
-        },
-        "sglang.srt.model_executor.model_runner": {"ModelRunner": Runner},
-        "sglang.srt.managers.scheduler_components.weight_updater": {"SchedulerWeightUpdaterManager": Manager},
-        "sglang.srt.model_executor.model_runner_components.weight_updater": {"WeightUpdater": updater},
-    }
-    for name, content in classes.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            package = ".".join(parts[:end])
-            if package not in sys.modules or end < len(parts) and not hasattr(sys.modules[package], "__fake__"):
-                module = types.ModuleType(package)
-                module.__path__, module.__fake__ = [], True
-                monkeypatch.setitem(sys.modules, package, module)
-                if end > 1:
-                    setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
-        for key, value in content.items():
-            setattr(sys.modules[name], key, value)
+    def module(name: str) -> types.ModuleType:
+        found = sys.modules.get(name)
+        if getattr(found, "__fake__", None) is not registered:
+            found = types.ModuleType(name)
+            found.__path__, found.__fake__ = [], registered
+            monkeypatch.setitem(sys.modules, name, found)
+            if "." in name:
+                parent, _, leaf = name.rpartition(".")
+                setattr(module(parent), leaf, found)
+        return found
+
+    registry = module("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry = Registry
+    registry.HookType = types.SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around")
+    for name, parameters in functions.items():
+        place, owner, function = name.rsplit(".", 2)
+        where = module(place)
+        if not hasattr(where, owner):
+            setattr(where, owner, type(owner, (), {}))
+        setattr(getattr(where, owner), function, eval(f"lambda {', '.join(parameters)}: None"))
     return registered
 
 
-def test_hooks_are_registered_for_known_names_alone(monkeypatch, caplog):
-    class Known:
-        def update_weights_from_disk(self, model_path, load_format, weight_name_filter=None): ...
+# Of each release, the functions that change weights, as its wheel has them.
+RELEASES = json.loads((Path(__file__).parent / "sglang_releases.json").read_text())
 
-        def update_weights_from_tensor(self, named_tensors): ...
 
-    class Other:
-        def update_weights_from_disk(self, path): ...
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_hooks_of_a_release_are_found(release, monkeypatch, caplog):
+    registered = fake_sglang(monkeypatch, RELEASES[release])
+    _hooks.register()
+    assert not caplog.text
+    kinds = dict(registered)
+    assert len(kinds) == len(registered)
+    before = {name for name, kind in kinds.items() if kind == "before"}
+    [around] = [name for name, kind in kinds.items() if kind == "around"]
+    assert kinds["ModelRunner.load_model"] == "after"
+    owner = around.removesuffix(".update_weights_from_disk")
+    assert owner in ("WeightUpdater", "ModelRunner")
+    # Whatever else writes to weights is seen: all of it belongs to the class that loads them.
+    others = {name.rpartition(".")[2] for name in RELEASES[release] if f".{owner}." in name}
+    others -= {"load_model", "update_weights_from_disk"}
+    assert {name for name in before if name.startswith(owner)} == {f"{owner}.{name}" for name in others}
+    assert len(before) == len(others) + 1
 
-    with monkeypatch.context() as patched:
-        registered = fake_sglang(patched, Known)
-        _hooks.register()
-        assert [(target[1], kind) for target, kind in registered] == [
-            ("load_model", "after"),
-            ("update_weights_from_disk", "before"),
-            ("update_weights_from_disk", "around"),
-            ("update_weights_from_tensor", "before"),
-        ]
-    with monkeypatch.context() as patched:
-        registered = fake_sglang(patched, Other)
-        _hooks.register()
-        assert registered == []
-    assert "takes self, path, expected self, model_path, load_format" in caplog.text
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (("WeightUpdater.update_weights_from_disk", ["self", "path"]), "takes self, path, expected self, model_path"),
+        (("SchedulerWeightUpdaterManager.update_weights_from_disk", ["self"]), "takes self, expected self, recv_req"),
+        (("ModelRunner.load_model", None), "there is no sglang.srt.model_executor.model_runner.ModelRunner.load_model"),
+    ],
+)
+def test_an_unknown_release_is_left_as_it_is(change, why, monkeypatch, caplog):
+    functions = dict(RELEASES["0.5.23"])
+    [name] = [name for name in functions if name.endswith(change[0])]
+    del functions[name]
+    if change[1] is not None:
+        functions[name] = change[1]
+    assert fake_sglang(monkeypatch, functions) == []
+    _hooks.register()
+    assert why in caplog.text and "weights are loaded as without the plugin" in caplog.text
 
 
 def test_register_imports_no_torch():

@@ -97,9 +97,13 @@ class Server:
     def label(self) -> str:
         return self.call("/model_info")["weight_version"]
 
+    def sums(self) -> list[dict]:
+        """Checksums of every tensor of every rank."""
+        return [rank["checksums"] for rank in self.call("/weights_checker", {"action": "checksum"})["ranks"]]
+
     def state(self) -> tuple:
-        """Checksums of every tensor of every rank, and what the weights generate."""
-        sums = [rank["checksums"] for rank in self.call("/weights_checker", {"action": "checksum"})["ranks"]]
+        """Checksums, and what the weights generate."""
+        sums = self.sums()
         sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
         # A follower's probe of one token may be under way.
         until("flush", MOVED, self._flushes)
@@ -115,9 +119,10 @@ class Server:
 
     def load(self, checkpoint: Path, label: str) -> None:
         """A load as SGLang does it without a plugin: nothing is prepared for a label that the weights have."""
-        # Beside a request that has just been answered it would say that the load failed.
+        # Beside a request that has just been answered, a flush of its own would be refused.
         until("flush", MOVED, self._flushes)
-        self.call("/update_weights_from_disk", {"model_path": str(checkpoint), "weight_version": label})
+        request = {"model_path": str(checkpoint), "weight_version": label, "flush_cache": False}
+        self.call("/update_weights_from_disk", request)
 
     def patched(self) -> int:
         return self.log.read_text().count("driftless: patched to ")
@@ -205,14 +210,17 @@ def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
     follow("--plugin", "require", "--pause-generation-mode", mode)
     scene.serves(scene.label())
     assert scene.server.patched() == 0, "the first version is loaded"
-    for count, density in enumerate((0.001, 0.01, 0.1, 0.02, 0.0, 0.05), 1):
+    # The last one is proved by the follower: it compares all checksums of what was patched.
+    for count, density in enumerate((0.001, 0.01, 0.1, 0.02, 0.0, 0.05, 0.2, 0.003, 0.08, 0.015) * 5 + (0.01,), 1):
         scene.publish(density)
         scene.serves(scene.label())
         assert scene.server.patched() == count
-        if count % 2:
+        sums = scene.server.sums()
+        if count % 10 == 1:
             scene.assert_as_loaded()
-        else:
-            assert scene.server.state()[1]
+        elif count % 2:
+            scene.server.load(scene.host, scene.label())
+        assert scene.server.sums() == sums
 
 
 @pytest.mark.parametrize("scene", ["untied"], indirect=True)
@@ -267,13 +275,13 @@ def test_what_cannot_be_patched_is_loaded(scene, follow):
     scene.server.call("/weights_checker", {"action": "reset_tensors"})
     post("/activate")
     assert (scene.server.label(), scene.server.patched()) == (scene.label(), patched + 1)
-    assert "changed after the delta was prepared" in scene.server.log.read_text()
+    assert "when the delta was readied" in scene.server.log.read_text()
     scene.assert_as_loaded()
 
     # Weights of another version under the base's label.
     scene.server.load(scene.base, scene.label())
     prepare()
-    told("are not those of")
+    told("those of")
     post("/activate")
     assert (scene.server.label(), scene.server.patched()) == (scene.label(), patched + 1)
     scene.assert_as_loaded()

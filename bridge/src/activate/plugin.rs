@@ -3,17 +3,17 @@
 //! Each rank keeps a file in a directory that it shares with followers of the same user. The file tells
 //! nothing once the process that wrote it has ended.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use driftless_store::os::regular;
 use driftless_transport::activate::Limit;
-use driftless_transport::prepared::{self, offer_path};
-use serde::Deserialize;
+use driftless_transport::prepared::{self, offer_path, offered};
 
 use super::Plan;
 use crate::engine::Engine;
+use crate::live::Rank;
+use crate::live::rank::{RankFile, Told, started};
 use crate::{Error, Result};
 
 /// Between two looks at what a rank says.
@@ -49,26 +49,6 @@ pub(super) enum Ranks {
     Without(String),
     /// A rank has not prepared the version.
     Unprepared(String),
-}
-
-/// The content of a rank's file.
-#[derive(Debug, Deserialize)]
-struct RankFile {
-    pid: u32,
-    /// When the process began, in the kernel's clock ticks.
-    start: u64,
-    ranks: u32,
-    /// Why it never patches.
-    why_not: Option<String>,
-    /// By the name of the prepared delta's file, what became of it.
-    deltas: BTreeMap<String, Told>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Told {
-    /// Label of the version that it leads to.
-    target: String,
-    why_not: Option<String>,
 }
 
 /// Waits until every rank of an engine has prepared the plan's version, or one says that it will not.
@@ -114,7 +94,7 @@ async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions
     let name = offer.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let until = Instant::now() + options.deadline.min(limit.left());
     for rank in 0..ranks {
-        let path = options.dir.join(format!("rank-{port}-{rank}.json"));
+        let path = Rank { port, number: rank, of: ranks }.path(&options.dir);
         loop {
             let said = match read(&path, ranks) {
                 Ok(file) => file,
@@ -125,7 +105,7 @@ async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions
                 Some(Told { why_not: Some(why), .. }) => {
                     return Ranks::Unprepared(format!("rank {rank}: {why}"));
                 }
-                None if !offer.exists() => {
+                None if !matches!(offered(&offer), Ok(Some(_))) => {
                     return Ranks::Unprepared("this version was not offered as a prepared delta".into());
                 }
                 None if Instant::now() >= until => {
@@ -154,13 +134,6 @@ fn read(path: &Path, ranks: u32) -> std::result::Result<RankFile, String> {
         Some(why) => Err(format!("the plugin cannot patch this model: {why}")),
         None => Ok(file),
     }
-}
-
-/// When a process began, in the kernel's clock ticks; `None` for one that is not there.
-fn started(pid: u32) -> Option<u64> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Behind the name, which may hold anything.
-    text.get(text.rfind(')')?..)?.split(' ').nth(20)?.parse().ok()
 }
 
 #[cfg(test)]

@@ -48,7 +48,7 @@ impl Scene {
         fake.engine().truths.insert(manifest.label(), next.dir().into());
         let label = manifest.label();
         let scene = Self { label, fake, activator, next, manifest, plugins, _dir: dir };
-        fs::write(scene.offer(), "").unwrap();
+        fs::write(scene.offer(), [b"dftlpre2".as_slice(), &[0; 56]].concat()).unwrap();
         scene.says(&scene.label, Value::Null);
         scene
     }
@@ -192,13 +192,17 @@ fn an_engine_that_keeps_another_label_is_fenced() {
 fn an_engine_that_is_not_ready_loads() {
     let soon = |plugin: &mut PluginOptions| plugin.deadline = Duration::from_millis(20);
     type Spoil = fn(&Scene);
-    let spoil: [(&str, Spoil); 5] = [
+    let spoil: [(&str, Spoil); 6] = [
         ("no rank", |scene| fs::remove_file(scene.rank()).unwrap()),
         ("refused", |scene| scene.says(&scene.label, json!("the live weights are not those of it"))),
         ("late", |scene| scene.says("another:1", Value::Null)),
         ("no offer", |scene| {
             scene.says("another:1", Value::Null);
             fs::remove_file(scene.offer()).unwrap();
+        }),
+        ("an offer withdrawn", |scene| {
+            scene.says("another:1", Value::Null);
+            fs::write(scene.offer(), [0; 64]).unwrap();
         }),
         ("open to others", |scene| {
             fs::set_permissions(&scene.plugins, fs::Permissions::from_mode(0o755)).unwrap();

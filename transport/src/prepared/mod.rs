@@ -6,7 +6,10 @@
 
 mod write;
 
+use std::fs::File;
+use std::io::ErrorKind;
 use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use driftless_store::ContentDigest;
@@ -20,10 +23,14 @@ use crate::snapshot::TensorInfo;
 pub(crate) use write::Offer;
 pub use write::check_dir;
 
-const MAGIC: [u8; 8] = *b"dftlpre1";
-const DIGEST_BYTES: usize = 32;
-const LENGTH_BYTES: usize = 8;
-const POSITION_BYTES: usize = 4;
+const MAGIC: [u8; 8] = *b"dftlpre2";
+/// Magic, where the header begins, how long it is, its digest, and zeros. All zeros: nothing is offered.
+const HEAD_BYTES: usize = 64;
+const POSITION_BYTES: u64 = 4;
+/// Arrays, and the header, begin at multiples of this.
+const ALIGN: u64 = 64;
+/// More than any model's.
+const HEADER_BYTES_MAX: u64 = 1 << 30;
 
 /// One of the two versions of a prepared delta.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,25 +41,48 @@ pub struct PreparedVersion {
     pub manifest: ContentDigest,
 }
 
-/// A tensor of the model, and where its changes lie in the file.
+/// A tensor of the model under one of its names, and where its changes lie in the file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Entry {
-    name: String,
-    dtype: Dtype,
-    shape: Vec<u64>,
+#[non_exhaustive]
+pub struct PreparedTensor {
+    /// Its name in the checkpoint.
+    pub name: String,
+    /// Its element type.
+    pub dtype: Dtype,
+    /// Its shape.
+    pub shape: Vec<u64>,
     /// Elements that change.
-    changed: u64,
-    /// First byte of the positions, of the new values and of the old values.
-    positions: u64,
-    new: u64,
-    old: u64,
+    pub changed: u64,
+    /// First byte of their positions: `u32`, strictly ascending, in row-major order from 0.
+    pub positions: u64,
+    /// First byte of their values in the target, in the order of the positions.
+    pub new: u64,
+    /// First byte of their values in the base, likewise.
+    pub old: u64,
+}
+
+impl PreparedTensor {
+    /// Where its three arrays lie: positions, new values, old values. `None` for places that no file has.
+    fn places(&self) -> Option<[Range<u64>; 3]> {
+        let size = self.dtype.size();
+        let place =
+            |start: u64, width: u64| Some(start..start.checked_add(self.changed.checked_mul(width)?)?);
+        Some([place(self.positions, POSITION_BYTES)?, place(self.new, size)?, place(self.old, size)?])
+    }
+
+    /// As the checkpoint has it.
+    fn info(&self) -> TensorInfo {
+        TensorInfo { name: self.name.clone(), dtype: self.dtype, shape: self.shape.clone() }
+    }
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Header {
     base: PreparedVersion,
     target: PreparedVersion,
-    tensors: Vec<Entry>,
+    /// [`checksum`] of all bytes between the head and the header.
+    checksum: u64,
+    tensors: Vec<PreparedTensor>,
 }
 
 /// The changes of one tensor.
@@ -67,121 +97,252 @@ pub struct PreparedChanges<'a> {
     pub old: &'a [u8],
 }
 
-/// A prepared delta in memory. It was checked when it was opened: length, digest, and every bound.
+/// A prepared delta that is offered: its header, which was checked, and the file that its arrays lie in.
+///
+/// The follower writes the next delta into the same file. Arrays are those of this header only if their
+/// [`checksum`] says so.
 #[derive(Debug)]
 pub struct PreparedDelta {
-    bytes: Vec<u8>,
-    base: PreparedVersion,
-    target: PreparedVersion,
-    tensors: Vec<TensorInfo>,
-    places: Vec<[Range<usize>; 3]>,
+    file: File,
+    subject: String,
+    id: ContentDigest,
+    arrays: Range<u64>,
+    header: Header,
+}
+
+/// The digest of the header that a file has now, which names the delta; `None` while nothing is offered.
+///
+/// # Errors
+///
+/// The file system's.
+pub fn offered(path: &Path) -> Result<Option<ContentDigest>> {
+    Ok(open_head(path)?.map(|(_, head)| head.digest))
 }
 
 impl PreparedDelta {
-    /// Reads the file and checks all of it.
+    /// Opens a file, and reads and checks the header; `None` while nothing is offered.
     ///
     /// # Errors
     ///
     /// [`Error::Corrupt`] for a file that is torn, damaged or of another kind; [`Error::Parse`] for a header
     /// that does not parse; the file system's errors.
-    pub fn open(path: &Path) -> Result<Self> {
-        let bytes = regular::read(path).map_err(|source| Error::io("read", path, source))?;
-        Self::parse(bytes, &format!("prepared delta `{}`", path.display()))
+    pub fn open(path: &Path) -> Result<Option<Self>> {
+        let Some((file, head)) = open_head(path)? else { return Ok(None) };
+        let subject = format!("prepared delta `{}`", path.display());
+        let torn = |found: String| corrupt(&subject, "its header", "within the file".to_owned(), found);
+        if head.bytes > HEADER_BYTES_MAX
+            || head.start < HEAD_BYTES as u64
+            || !head.start.is_multiple_of(ALIGN)
+        {
+            return Err(torn(format!("{} bytes from {}", head.bytes, head.start)));
+        }
+        let text = read_at(&file, head.start, head.bytes, &subject)?;
+        let found = ContentDigest::of(&text);
+        if found != head.digest {
+            return Err(corrupt(&subject, "its header's digest", head.digest.to_string(), found.to_string()));
+        }
+        let header: Header = serde_json::from_slice(&text)
+            .map_err(|source| Error::Parse { subject: subject.clone(), source })?;
+        let arrays = HEAD_BYTES as u64..head.start;
+        for tensor in &header.tensors {
+            let inside = |place: &Range<u64>| {
+                place.is_empty()
+                    || place.start >= arrays.start && place.end <= arrays.end && place.start.is_multiple_of(8)
+            };
+            let fits = tensor.places().is_some_and(|places| places.iter().all(inside));
+            if !fits || tensor.changed > tensor.info().elements()? {
+                let expected = format!("arrays of `{}` within bytes {arrays:?}", tensor.name);
+                return Err(corrupt(&subject, "its arrays", expected, format!("{} changes", tensor.changed)));
+            }
+        }
+        Ok(Some(Self { file, subject, id: head.digest, arrays, header }))
     }
 
-    fn parse(bytes: Vec<u8>, subject: &str) -> Result<Self> {
-        let header = header(&bytes, subject)?;
-        let Header { base, target, tensors: entries } = header;
-        let mut places = Vec::with_capacity(entries.len());
-        for entry in &entries {
-            places.push(entry.places(bytes.len(), subject)?);
-        }
-        let info = |entry: Entry| TensorInfo { name: entry.name, dtype: entry.dtype, shape: entry.shape };
-        let delta = Self { bytes, base, target, tensors: entries.into_iter().map(info).collect(), places };
-        delta.check_positions(subject)?;
-        Ok(delta)
+    /// What [`offered`] says as long as the file has this delta.
+    #[must_use]
+    pub fn id(&self) -> ContentDigest {
+        self.id
+    }
+
+    /// Whether the file still has this delta.
+    #[must_use]
+    pub fn is_offered(&self) -> bool {
+        let head = read_at(&self.file, 0, HEAD_BYTES as u64, &self.subject);
+        head.is_ok_and(|head| head.get(24..56) == Some(self.id.as_bytes().as_slice()))
     }
 
     /// The version whose weights it starts from.
     #[must_use]
     pub fn base(&self) -> &PreparedVersion {
-        &self.base
+        &self.header.base
     }
 
     /// The version that it leads to.
     #[must_use]
     pub fn target(&self) -> &PreparedVersion {
-        &self.target
+        &self.header.target
     }
 
     /// All tensors of the model under all their names, those that do not change too.
     #[must_use]
-    pub fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
+    pub fn tensors(&self) -> &[PreparedTensor] {
+        &self.header.tensors
     }
 
-    /// The changes of `tensors()[index]`; none past the end.
+    /// The file, open to read and to write, and the bytes of it that all arrays lie in: a multiple of 64, from
+    /// a multiple of 64 on.
     #[must_use]
-    pub fn changes(&self, index: usize) -> PreparedChanges<'_> {
-        let part = |which: usize| {
-            let range = self.places.get(index).and_then(|places| places.get(which)).cloned();
-            range.and_then(|range| self.bytes.get(range)).unwrap_or_default()
-        };
-        PreparedChanges { positions: part(0).as_chunks().0, new: part(1), old: part(2) }
+    pub fn arrays(&self) -> (&File, Range<u64>) {
+        (&self.file, self.arrays.clone())
     }
 
-    fn check_positions(&self, subject: &str) -> Result<()> {
-        for (index, info) in self.tensors.iter().enumerate() {
-            let elements = info.elements()?;
-            let positions = self.changes(index).positions;
+    /// What [`checksum`] must say of [`PreparedDelta::arrays`].
+    #[must_use]
+    pub fn checksum(&self) -> u64 {
+        self.header.checksum
+    }
+
+    /// Refuses arrays whose checksum is another one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`].
+    pub fn check(&self, found: u64) -> Result<()> {
+        let expected = self.header.checksum;
+        if found == expected {
+            return Ok(());
+        }
+        Err(corrupt(
+            &self.subject,
+            "the checksum of its arrays",
+            format!("{expected:x}"),
+            format!("{found:x}"),
+        ))
+    }
+
+    /// Reads the arrays and checks all of them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`] for a file that is torn or damaged, or that the follower writes meanwhile; the file
+    /// system's errors.
+    pub fn read(&self) -> Result<PreparedArrays> {
+        let Range { start, end } = self.arrays;
+        let bytes = read_at(&self.file, start, end - start, &self.subject)?;
+        self.check(checksum(&bytes, start))?;
+        let arrays = PreparedArrays { bytes };
+        for tensor in &self.header.tensors {
+            let elements = tensor.info().elements()?;
+            let positions = arrays.changes(tensor).positions;
             let ascending = positions.is_sorted_by(|a, b| u32::from_le_bytes(*a) < u32::from_le_bytes(*b));
             let inside = positions.last().is_none_or(|last| u64::from(u32::from_le_bytes(*last)) < elements);
             if !ascending || !inside {
-                let expected = format!("positions of `{}` that ascend below {elements}", info.name);
-                return Err(corrupt(subject, "its positions", expected, "others".to_owned()));
+                let expected = format!("positions of `{}` that ascend below {elements}", tensor.name);
+                return Err(corrupt(&self.subject, "its positions", expected, "others".to_owned()));
             }
         }
-        Ok(())
+        Ok(arrays)
     }
 }
 
-impl Entry {
-    /// Where its three arrays lie in a file of so many bytes.
-    fn places(&self, length: usize, subject: &str) -> Result<[Range<usize>; 3]> {
-        let size = self.dtype.size();
-        let place = |start: u64, width: u64| {
-            let end = self.changed.checked_mul(width).and_then(|bytes| start.checked_add(bytes))?;
-            let range = usize::try_from(start).ok()?..usize::try_from(end).ok()?;
-            (range.end <= length).then_some(range)
+/// The arrays of a prepared delta in memory, checked.
+#[derive(Debug)]
+pub struct PreparedArrays {
+    bytes: Vec<u8>,
+}
+
+impl PreparedArrays {
+    /// All of them, as [`PreparedDelta::arrays`] says where they lie in the file.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The changes of a tensor of the delta that this was read from; none of another's.
+    #[must_use]
+    pub fn changes(&self, tensor: &PreparedTensor) -> PreparedChanges<'_> {
+        let part = |place: Range<u64>| {
+            let at = |byte: u64| usize::try_from(byte.checked_sub(HEAD_BYTES as u64)?).ok();
+            self.bytes.get(at(place.start)?..at(place.end)?)
         };
-        let places =
-            [place(self.positions, POSITION_BYTES as u64), place(self.new, size), place(self.old, size)];
-        match places {
-            [Some(positions), Some(new), Some(old)] => Ok([positions, new, old]),
-            _ => {
-                let expected = format!("arrays of `{}` within {length} bytes", self.name);
-                Err(corrupt(subject, "its arrays", expected, format!("{} changes", self.changed)))
-            }
-        }
+        let parts = tensor.places().and_then(|[p, new, old]| Some([part(p)?, part(new)?, part(old)?]));
+        let [positions, new, old] = parts.unwrap_or_default();
+        PreparedChanges { positions: positions.as_chunks().0, new, old }
     }
 }
 
-/// The header of a file whose digest holds.
-fn header(bytes: &[u8], subject: &str) -> Result<Header> {
-    let torn = || corrupt(subject, "its length", "a whole file".to_owned(), format!("{} bytes", bytes.len()));
-    let (body, digest) = bytes.split_last_chunk::<DIGEST_BYTES>().ok_or_else(torn)?;
-    let found = ContentDigest::of(body);
-    if found.as_bytes() != digest {
-        let expected = ContentDigest::from_bytes(*digest).to_string();
-        return Err(corrupt(subject, "its digest", expected, found.to_string()));
+/// The checksum of bytes that begin at byte `start` of a file: the sum of their 64-bit words, each mixed with
+/// its place. It is a sum, so that threads, and the threads of a GPU, add up parts in any order. `start` is a
+/// multiple of 8; bytes behind the last whole word do not count.
+///
+/// The mixing is that of `SplitMix64` (Steele, Lea, Flood 2014).
+#[must_use]
+pub fn checksum(bytes: &[u8], start: u64) -> u64 {
+    let words = bytes.as_chunks::<8>().0.iter().zip(start / 8..);
+    words.fold(0, |sum, (word, index)| sum.wrapping_add(mix(u64::from_le_bytes(*word), index)))
+}
+
+fn mix(word: u64, index: u64) -> u64 {
+    let mut z = word.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+/// What a file begins with.
+struct Head {
+    start: u64,
+    bytes: u64,
+    digest: ContentDigest,
+}
+
+impl Head {
+    fn to_bytes(&self) -> [u8; HEAD_BYTES] {
+        let mut bytes = [0; HEAD_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..16].copy_from_slice(&self.start.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.bytes.to_le_bytes());
+        bytes[24..56].copy_from_slice(self.digest.as_bytes());
+        bytes
     }
-    if !body.starts_with(&MAGIC) {
-        return Err(corrupt(subject, "its first bytes", "dftlpre1".to_owned(), "others".to_owned()));
+
+    fn parse(bytes: &[u8; HEAD_BYTES], subject: &str) -> Result<Self> {
+        let number = |at: usize| bytes[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        let digest = bytes[24..].first_chunk().map_or([0; 32], |bytes| *bytes);
+        let head = Self { start: number(8), bytes: number(16), digest: ContentDigest::from_bytes(digest) };
+        if head.to_bytes() == *bytes {
+            return Ok(head);
+        }
+        Err(corrupt(subject, "its first bytes", "dftlpre2".to_owned(), "others".to_owned()))
     }
-    let (body, length) = body.split_last_chunk::<LENGTH_BYTES>().ok_or_else(torn)?;
-    let start = usize::try_from(u64::from_le_bytes(*length)).ok().and_then(|len| body.len().checked_sub(len));
-    let text = start.and_then(|start| body.get(start..)).ok_or_else(torn)?;
-    serde_json::from_slice(text).map_err(|source| Error::Parse { subject: subject.to_owned(), source })
+}
+
+fn open_head(path: &Path) -> Result<Option<(File, Head)>> {
+    // To write as well, which nobody does here: a GPU's driver locks only pages that could be written to.
+    let file = regular::open_with(File::options().read(true).write(true), path);
+    let file = file.map_err(|source| Error::io("open", path, source))?;
+    let subject = format!("prepared delta `{}`", path.display());
+    let bytes = read_at(&file, 0, HEAD_BYTES as u64, &subject)?;
+    let bytes = bytes.first_chunk().unwrap_or(&[0; HEAD_BYTES]);
+    if *bytes == [0; HEAD_BYTES] {
+        return Ok(None);
+    }
+    Ok(Some((file, Head::parse(bytes, &subject)?)))
+}
+
+fn read_at(file: &File, start: u64, bytes: u64, subject: &str) -> Result<Vec<u8>> {
+    let length = file.metadata().map_err(|source| Error::io("look at", subject, source))?.len();
+    if start.checked_add(bytes).is_none_or(|end| end > length) {
+        let expected = format!("at least {} bytes", start.saturating_add(bytes));
+        return Err(corrupt(subject, "its length", expected, format!("{length} bytes")));
+    }
+    let mut out = vec![0; usize::try_from(bytes).unwrap_or_default()];
+    match file.read_exact_at(&mut out, start) {
+        Err(source) if source.kind() == ErrorKind::UnexpectedEof => {
+            Err(corrupt(subject, "its length", format!("{length} bytes"), "fewer".to_owned()))
+        }
+        read => read.map(|()| out).map_err(|source| Error::io("read", subject, source)),
+    }
 }
 
 fn corrupt(subject: &str, what: &'static str, expected: String, found: String) -> Error {

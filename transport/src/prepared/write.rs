@@ -2,23 +2,26 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{BufWriter, ErrorKind, Write};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::io::ErrorKind;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use driftless_delta::JournaledPatch;
+use driftless_store::ContentDigest;
+use driftless_store::os::regular;
 
-use super::{Entry, Header, MAGIC, POSITION_BYTES, PreparedVersion, offer_path};
+use super::{
+    ALIGN, HEAD_BYTES, Head, Header, POSITION_BYTES, PreparedTensor, PreparedVersion, checksum, offer_path,
+};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::{Manifest, Tensor};
 use crate::pool::{Bounds, as_they_come, threads};
 
-/// Arrays begin at multiples of this.
-const ALIGN: u64 = 64;
 /// More threads than this only wait for memory.
 const THREADS_MAX: usize = 8;
-/// Bytes of changes that may wait to be written.
+/// Bytes of changes that may be held at once.
 const HELD_BYTES: u64 = 1 << 30;
 /// How the files begin that plugins put into the directory, one for each rank of an engine.
 const RANK: &str = "rank-";
@@ -26,25 +29,32 @@ const RANK: &str = "rank-";
 /// Patches of a tensor, each with the byte at which it begins, in the order in which they apply.
 type Patches<'a> = Vec<(u64, &'a [u8])>;
 
-/// Where prepared deltas of one checkpoint directory go. At most one file is there, the newest; it goes with
-/// this value.
+/// Where prepared deltas of one checkpoint directory go: one file, in which each delta takes the place of the
+/// one before, so that plugins can keep its pages locked. It goes with this value.
 #[derive(Debug)]
 pub(crate) struct Offer {
     dir: PathBuf,
-    written: Option<PathBuf>,
+    file: Option<(PathBuf, File)>,
 }
 
 impl Offer {
-    /// Offers in the plugins' directory `dir`, which need not exist.
-    pub(crate) fn new(dir: PathBuf) -> Self {
-        Self { dir, written: None }
+    /// Offers in the plugins' directory `dir`, which need not exist, for the directory `checkpoint`. What a
+    /// process before this one left for it is removed.
+    pub(crate) fn new(dir: PathBuf, checkpoint: &Path) -> Self {
+        if let Ok(path) = offer_path(&dir, checkpoint) {
+            remove(&path);
+        }
+        Self { dir, file: None }
     }
 
-    /// Removes what was offered, and what a process before this one left for the same checkpoint directory.
-    pub(crate) fn withdraw(&mut self, checkpoint: &Path) {
-        self.written = None;
-        if let Ok(path) = offer_path(&self.dir, checkpoint) {
-            remove(&path);
+    /// Offers nothing.
+    pub(crate) fn withdraw(&mut self) {
+        if let Some((path, file)) = self.file.take() {
+            // A file that keeps its head is removed, and never offered again.
+            match file.write_all_at(&[0; HEAD_BYTES], 0) {
+                Ok(()) => self.file = Some((path, file)),
+                Err(_) => remove(&path),
+            }
         }
     }
 
@@ -58,35 +68,53 @@ impl Offer {
         (manifest, target): (&Manifest, PreparedVersion),
         patches: &[(&str, u64, &[u8])],
     ) {
-        self.withdraw(checkpoint.dir());
+        self.withdraw();
         if !wanted(&self.dir) {
             return;
         }
         let labels = (base.label.clone(), target.label.clone());
-        let header = Header { base, target, tensors: Vec::new() };
+        let header = Header { base, target, checksum: 0, tensors: Vec::new() };
         let written = check_dir(&self.dir)
-            .and_then(|()| offer_path(&self.dir, checkpoint.dir()))
-            .and_then(|path| write(&path, checkpoint, manifest, header, patches).map(|bytes| (path, bytes)));
+            .and_then(|()| self.open(checkpoint.dir()))
+            .and_then(|(path, file)| write(path, file, checkpoint, manifest, header, patches));
         let (base, target) = labels;
         match written {
-            Ok((path, Some(bytes))) => {
-                tracing::info!(path = %path.display(), base, target, bytes, "prepared delta");
-                self.written = Some(path);
-            }
-            Ok((_, None)) => {
-                tracing::info!(base, target, "too much changes for a prepared delta: engines reload")
-            }
+            Ok(Some(bytes)) => tracing::info!(base, target, bytes, "prepared delta"),
+            Ok(None) => tracing::info!(base, target, "too much changes for a prepared delta: engines reload"),
             Err(error) => {
                 let error = &error as &dyn std::error::Error;
                 tracing::warn!(error, base, target, "no prepared delta: engines reload");
             }
         }
     }
+
+    /// The file, which offers nothing yet: the one that is there as long as it is this value's.
+    fn open(&mut self, checkpoint: &Path) -> Result<&(PathBuf, File)> {
+        let is_there = |(path, file): &(PathBuf, File)| {
+            let (named, held) = (fs::symlink_metadata(path), file.metadata());
+            named.is_ok_and(|named| {
+                held.is_ok_and(|held| (named.dev(), named.ino()) == (held.dev(), held.ino()))
+            })
+        };
+        let held = match self.file.take().filter(is_there) {
+            Some(held) => held,
+            None => {
+                let path = offer_path(&self.dir, checkpoint)?;
+                remove(&path);
+                let mut options = File::options();
+                let options = options.write(true).create_new(true).mode(0o600);
+                let file = regular::open_with(options, &path);
+                let file = file.map_err(|source| Error::io("create", &path, source))?;
+                (path, file)
+            }
+        };
+        Ok(self.file.insert(held))
+    }
 }
 
 impl Drop for Offer {
     fn drop(&mut self) {
-        if let Some(path) = &self.written {
+        if let Some((path, _)) = &self.file {
             remove(path);
         }
     }
@@ -126,10 +154,11 @@ fn remove(path: &Path) {
     }
 }
 
-/// Writes the file and returns its length; `None`, and no file, if it would be larger than the weights or
-/// cannot say what changes.
+/// Writes a file that offers nothing yet, and returns how many bytes; `None`, and it goes on to offer
+/// nothing, if they would be more than the weights or cannot say what changes.
 fn write(
     path: &Path,
+    file: &File,
     checkpoint: &Checkpoint,
     manifest: &Manifest,
     mut header: Header,
@@ -148,46 +177,48 @@ fn write(
         .iter()
         .map(|(_, patches)| patches.iter().map(|(_, bytes)| 4 * bytes.len() as u64).sum::<u64>().max(1))
         .collect();
-    let mut out = Out::create(&path.with_extension("partial"))?;
-    let limit = manifest.tensor_bytes();
-    let mut entries: BTreeMap<&str, Entry> = BTreeMap::new();
-    let mut fits = true;
-    let bounds = Bounds { threads: threads(THREADS_MAX), weight: HELD_BYTES };
-    let changes = |index: usize| {
+    let out = Out { path, file, end: AtomicU64::new(HEAD_BYTES as u64), limit: manifest.tensor_bytes() };
+    let fits = AtomicBool::new(true);
+    let change = |index: usize| {
         let (tensor, patches) = &work[index];
         let at = checkpoint.position(&tensor.name).and_then(|index| checkpoint.tensor(index));
-        changes(tensor, at.unwrap_or_default(), patches)
-    };
-    as_they_come(&weights, bounds, changes, |index, changes| {
-        let tensor = work[index].0;
-        let Some(Changes { positions, new, old }) = changes else {
-            fits = false;
-            return Ok(());
+        let written = match changes(tensor, at.unwrap_or_default(), patches)? {
+            Some(changes) if fits.load(Ordering::Relaxed) => out.add(tensor, &changes)?,
+            _ => None,
         };
-        fits &= out.at + (positions.len() + new.len() + old.len()) as u64 <= limit;
-        if fits {
-            let changed = (positions.len() / POSITION_BYTES) as u64;
-            let [positions, new, old] = [out.array(&positions)?, out.array(&new)?, out.array(&old)?];
-            let entry = Entry { changed, positions, new, old, ..unchanged(&tensor.name, tensor) };
-            entries.insert(&tensor.name, entry);
+        if written.is_none() {
+            fits.store(false, Ordering::Relaxed);
         }
-        Ok(())
-    })?;
-    if !fits {
+        Ok(written)
+    };
+    let mut entries: BTreeMap<&str, PreparedTensor> = BTreeMap::new();
+    as_they_come(
+        &weights,
+        Bounds { threads: threads(THREADS_MAX), weight: HELD_BYTES },
+        change,
+        |index, written| {
+            if let Some((entry, sum)) = written {
+                header.checksum = header.checksum.wrapping_add(sum);
+                entries.insert(&work[index].0.name, entry);
+            }
+            Ok(())
+        },
+    )?;
+    if !fits.into_inner() {
         return Ok(None);
     }
     let named = manifest.named_tensors();
     let entry = |(name, tensor): (&str, &Tensor)| match entries.get(tensor.name.as_str()) {
-        Some(entry) => Entry { name: name.to_owned(), ..entry.clone() },
+        Some(entry) => PreparedTensor { name: name.to_owned(), ..entry.clone() },
         None => unchanged(name, tensor),
     };
     header.tensors = named.into_iter().map(entry).collect();
-    out.finish(&header, path).map(Some)
+    out.finish(&header).map(Some)
 }
 
-fn unchanged(name: &str, tensor: &Tensor) -> Entry {
+fn unchanged(name: &str, tensor: &Tensor) -> PreparedTensor {
     let (name, dtype, shape) = (name.to_owned(), tensor.dtype, tensor.shape.clone());
-    Entry { name, dtype, shape, changed: 0, positions: 0, new: 0, old: 0 }
+    PreparedTensor { name, dtype, shape, changed: 0, positions: 0, new: 0, old: 0 }
 }
 
 /// What changes in one tensor: the arrays of the file.
@@ -240,59 +271,57 @@ fn changes(tensor: &Tensor, old: &[u8], patches: &Patches<'_>) -> Result<Option<
     Ok(Some(changes))
 }
 
-/// The file while it is written. Dropped before [`Out::finish`], it is removed.
-struct Out {
-    path: PathBuf,
-    file: BufWriter<File>,
-    hash: blake3::Hasher,
-    at: u64,
+/// The file while it is written, by several threads.
+struct Out<'a> {
+    path: &'a Path,
+    file: &'a File,
+    /// Where the next arrays go.
+    end: AtomicU64,
+    limit: u64,
 }
 
-impl Out {
-    fn create(path: &Path) -> Result<Self> {
-        let mut options = File::options();
-        options.write(true).create(true).truncate(true).mode(0o600);
-        let file = options.open(path).map_err(|source| Error::io("create", path, source))?;
-        let file = BufWriter::with_capacity(1 << 18, file);
-        let mut out = Self { path: path.into(), file, hash: blake3::Hasher::new(), at: 0 };
-        out.write(&MAGIC)?;
-        Ok(out)
+impl Out<'_> {
+    /// Adds the arrays of a tensor, and returns them with their checksum; `None` for more than the limit.
+    fn add(&self, tensor: &Tensor, changes: &Changes) -> Result<Option<(PreparedTensor, u64)>> {
+        let arrays = [&changes.positions, &changes.new, &changes.old];
+        let mut bytes = Vec::with_capacity(arrays.iter().map(|array| array.len() + ALIGN as usize).sum());
+        let starts = arrays.map(|array| {
+            let start = bytes.len() as u64;
+            bytes.extend_from_slice(array);
+            bytes.resize(bytes.len().next_multiple_of(ALIGN as usize), 0);
+            start
+        });
+        let start = self.end.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        if start + bytes.len() as u64 > self.limit {
+            return Ok(None);
+        }
+        self.write(&bytes, start)?;
+        let [positions, new, old] = starts.map(|at| start + at);
+        let changed = changes.positions.len() as u64 / POSITION_BYTES;
+        let entry = PreparedTensor { changed, positions, new, old, ..unchanged(&tensor.name, tensor) };
+        Ok(Some((entry, checksum(&bytes, start))))
     }
 
-    /// Adds an array, and returns where it begins.
-    fn array(&mut self, bytes: &[u8]) -> Result<u64> {
-        let gap = self.at.next_multiple_of(ALIGN) - self.at;
-        self.write(&[0; ALIGN as usize][..gap as usize])?;
-        let start = self.at;
-        self.write(bytes)?;
-        Ok(start)
-    }
-
-    /// Closes the file with its header and digest, moves it to its place, and returns its length.
-    fn finish(mut self, header: &Header, place: &Path) -> Result<u64> {
+    /// Writes the header and then the head, which offers the delta; returns how many bytes there are.
+    fn finish(self, header: &Header) -> Result<u64> {
         let subject = || format!("prepared delta `{}`", self.path.display());
         let text =
             serde_json::to_vec(header).map_err(|source| Error::Parse { subject: subject(), source })?;
-        self.write(&text)?;
-        self.write(&(text.len() as u64).to_le_bytes())?;
-        let digest = *self.hash.finalize().as_bytes();
-        self.write(&digest)?;
-        self.file.flush().map_err(|source| Error::io("write", &self.path, source))?;
-        fs::rename(&self.path, place).map_err(|source| Error::io("rename", &self.path, source))?;
-        Ok(self.at)
+        let start = self.end.load(Ordering::Relaxed);
+        let end = start + text.len() as u64;
+        let room = self.file.metadata().map_err(|source| Error::io("look at", self.path, source))?.len();
+        self.write(&text, start)?;
+        if end > room {
+            // Room for a larger one: whoever keeps the pages locked has to lock them anew when it grows.
+            let grown = self.file.set_len(end + end / 4);
+            grown.map_err(|source| Error::io("enlarge", self.path, source))?;
+        }
+        let head = Head { start, bytes: text.len() as u64, digest: ContentDigest::of(&text) };
+        self.write(&head.to_bytes(), 0)?;
+        Ok(end)
     }
 
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.hash.update(bytes);
-        self.file.write_all(bytes).map_err(|source| Error::io("write", &self.path, source))?;
-        self.at += bytes.len() as u64;
-        Ok(())
-    }
-}
-
-impl Drop for Out {
-    fn drop(&mut self) {
-        // Gone from here if it was finished.
-        remove(&self.path);
+    fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
+        self.file.write_all_at(bytes, at).map_err(|source| Error::io("write", self.path, source))
     }
 }

@@ -201,9 +201,7 @@ impl Replica {
     /// Has each delta that is applied from now on written to the plugins' directory `dir` too, as long as a
     /// plugin is there, for engines that write it into their weights instead of loading the checkpoint.
     pub fn set_plugin_dir(&mut self, dir: PathBuf) {
-        let mut offer = Offer::new(dir);
-        offer.withdraw(&self.dir);
-        self.offer = Some(offer);
+        self.offer = Some(Offer::new(dir, &self.dir));
     }
 
     /// The directory.

@@ -112,7 +112,7 @@ fn offer_changes(
     let installs = records.iter().any(|record| matches!(record, Record::Install { .. }));
     let base = Marker::read(&layout.marker())?.map(|marker| marker.applied);
     let Some(base) = base.filter(|_| sealed && !installs) else {
-        offer.withdraw(checkpoint.dir());
+        offer.withdraw();
         return Ok(());
     };
     let base = PreparedVersion { label: base.label(), manifest: base.manifest_digest };

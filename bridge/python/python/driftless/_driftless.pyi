@@ -83,57 +83,55 @@ class Follower:
     def status_json(self) -> str: ...
     def close(self) -> None: ...
 
-@final
-class PreparedDelta:
-    """What changes between two versions, as a follower prepared it for plugins.
+def checkpoint_tensors(directory: Any) -> list[tuple[str, str, list[int]]]:
+    """Name, dtype as safetensors calls it, and shape of each tensor of a checkpoint directory.
 
-    Attributes:
-        base, target: label and manifest digest of the version that it starts from, and of the one that it leads to.
+    Raises:
+        RefusedError, StoreError: it is none.
     """
 
-    base: tuple[str, str]
-    target: tuple[str, str]
+def refuse_patches(directory: Any, rank: tuple[int, int, int], why: str) -> None:
+    """Tells followers that this rank never patches. ``directory``, ``rank``: as for :class:`LiveModel`."""
 
-    def __init__(self, path: Any) -> None:
-        """Reads the file and checks its length, its digest and every bound.
+@final
+class LiveModel:
+    """The weights of one rank of an engine in this process. A native thread prepares what followers offer."""
 
-        Raises:
-            RefusedError: a torn or damaged file. StoreError: one that cannot be read.
-        """
-    def tensors(self) -> list[tuple[str, str, list[int], int]]:
-        """Name, dtype as safetensors calls it, shape and number of changed elements of each tensor of the model."""
-    def prepare(
+    def __init__(
         self,
+        directory: Any,
+        rank: tuple[int, int, int],
+        tensors: list[tuple[str, str, list[int]]],
         live: list[tuple[str, Any]],
         copies: list[tuple[int, int, list[int], tuple[int, list[int]], tuple[int, list[int]]]],
-    ) -> Patch:
-        """Finds the place of each change in live weights, and compares the old values. Nothing is written, and other threads
-        run meanwhile.
+        slots: list[tuple[dict[str, Any], str, int]],
+        device: int | None,
+        arena: int,
+    ) -> None:
+        """Begins to look for deltas. Nothing is known of the version that is live.
 
         Args:
-            live: names and flat torch tensors in host memory, each of a whole storage.
+            directory: where plugins and followers meet; it is made for this user alone.
+            rank: the engine's port, which rank, of how many.
+            tensors: name, dtype and shape of each tensor of the checkpoint.
+            live: names and flat torch tensors, each of a whole storage. They are held.
             copies: which view of which tensor lies in which live tensor: indices of both, the views' sizes, and offset and
-                strides of each view, in elements.
+                strides of each view, in elements. No two write the same element.
+            slots: the dict and key that hold each parameter, and its address.
+            device: the CUDA device that all of them lie on; None: host memory.
+            arena: bytes of its memory that are taken for deltas, if they are there. Larger ones stay in host memory.
 
         Raises:
-            RefusedError: the live weights are not the base's. TensorError: a live tensor or a view that does not fit.
+            RefusedError: a directory that others can enter; a copy that does not fit; a device that cannot be used.
         """
-
-@final
-class Patch:
-    """Changes that were found in live weights, whose tensors it holds.
-
-    Attributes:
-        elements: how many live elements change.
-    """
-
-    elements: int
-
-    def apply(self) -> None:
-        """Writes them, if every element still has its old value. Other threads run meanwhile; none may read the weights.
+    def loaded(self, label: str | None) -> None:
+        """The engine loaded weights under a label, or somebody changed them. A fence's label counts as its version's."""
+    def patch(self, label: str) -> tuple[int, float, float] | None:
+        """Makes the weights those of ``label``: elements that changed, seconds that they took to write, and that they took to
+        prepare. None if they are not prepared for it. Other threads run meanwhile; none may read the weights.
 
         Raises:
-            RefusedError: an element has another value. All were given their old values again.
+            RefusedError: weights that moved, or are not what they were when the delta was prepared. They are what they were.
         """
 
 @final

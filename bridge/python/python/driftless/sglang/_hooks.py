@@ -4,23 +4,33 @@ import inspect
 import logging
 import pkgutil
 import threading
+import time
 from pathlib import Path
 
 _log = logging.getLogger("driftless")
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-_SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 
-# Each with how its parameters begin.
-_LOAD = (f"{_RUNNER}.load_model", ("self",))
-_REQUEST = (f"{_SCHEDULER}.update_weights_from_disk", ("self", "recv_req"))
-_DISK = (f"{_UPDATER}.update_weights_from_disk", ("self", "model_path", "load_format"))
+# The functions that are hooked, each where releases have it, newer ones first, and how its parameters begin.
+_LOAD = ((f"{_RUNNER}.load_model",), ("self",))
+_REQUEST = (tuple(f"{owner}.update_weights_from_disk" for owner in (_SCHEDULER, _MIXIN)), ("self", "recv_req"))
+_DISK = (
+    tuple(f"{owner}.update_weights_from_disk" for owner in (_UPDATER, _RUNNER)),
+    ("self", "model_path", "load_format"),
+)
 # Other ways to change weights, as far as this release has them.
-_OTHERS = (
-    f"{_UPDATER}.update_weights_from_tensor",
-    f"{_UPDATER}.load_weights_from_distributed",
-    f"{_UPDATER}.update_weights_from_ipc",
+_OTHERS = tuple(
+    f"{owner}.{name}"
+    for owner in (_UPDATER, _RUNNER)
+    for name in (
+        "update_weights_from_tensor",
+        "update_weights_from_distributed",
+        "load_weights_from_distributed",
+        "update_weights_from_ipc",
+    )
 )
 
 # The label of the request that this thread carries out. The updater is not told.
@@ -31,16 +41,17 @@ _models: dict = {}
 
 def register() -> None:
     """Registers the hooks, or says why not and leaves SGLang as it is."""
-    wrong = [reason for name, parameters in (_LOAD, _REQUEST, _DISK) if (reason := _mismatch(name, parameters))]
-    if wrong:
+    found = [_find(*function) for function in (_LOAD, _REQUEST, _DISK)]
+    if wrong := [why for name, why in found if name is None]:
         why = "; ".join(wrong)
         _log.warning("driftless: this SGLang is not known, weights are loaded as without the plugin: %s", why)
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_LOAD[0], _loaded, HookType.AFTER)
-    HookRegistry.register(_REQUEST[0], _requested, HookType.BEFORE)
-    HookRegistry.register(_DISK[0], _update_from_disk, HookType.AROUND)
+    (load, _), (request, _), (disk, _) = found
+    HookRegistry.register(load, _loaded, HookType.AFTER)
+    HookRegistry.register(request, _requested, HookType.BEFORE)
+    HookRegistry.register(disk, _update_from_disk, HookType.AROUND)
     for name in filter(_resolve, _OTHERS):
         HookRegistry.register(name, _changed, HookType.BEFORE)
 
@@ -52,45 +63,47 @@ def _resolve(name: str):
         return None
 
 
-def _mismatch(name: str, parameters: tuple[str, ...]) -> str | None:
-    found = _resolve(name)
-    if found is None:
-        return f"there is no {name}"
-    names = tuple(inspect.signature(found).parameters)
-    if names[: len(parameters)] == parameters:
-        return None
-    return f"{name} takes {', '.join(names)}, expected {', '.join(parameters)}"
+def _find(names: tuple[str, ...], parameters: tuple[str, ...]) -> tuple[str | None, str]:
+    """The first of the names that there is, if it takes these parameters; otherwise None and why."""
+    for name in names:
+        if (function := _resolve(name)) is not None:
+            taken = tuple(inspect.signature(function).parameters)
+            if taken[: len(parameters)] == parameters:
+                return name, ""
+            return None, f"{name} takes {', '.join(taken)}, expected {', '.join(parameters)}"
+    return None, f"there is no {' and no '.join(names)}"
 
 
 def _loaded(result, runner, *args, **kwargs) -> None:
     """After the engine's own first load: learns the map, and watches for deltas. A failure never ends the engine."""
     if getattr(runner, "is_draft_worker", False):
         return
-    rank_file = None
+    refuse = None
     try:
         import torch
 
-        from ._model import LiveModel
-        from ._place import RankFile, directory
+        from . import _model
 
-        where = directory()
         arguments = runner.server_args
         # Engines with other kinds of parallelism are not followed.
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        rank_file = RankFile(where, arguments.port, rank, arguments.tp_size)
-        model = LiveModel(runner.model, Path(runner.model_config.model_path), rank_file)
-        threading.Thread(target=model.watch, args=(where,), name="driftless", daemon=True).start()
-        _models[id(runner.model)] = model
+        place = (_model.directory(), (arguments.port, rank, arguments.tp_size))
+        refuse = lambda why: _model.refuse(*place, why)
+        if getattr(arguments, "enable_memory_saver", False):
+            raise ValueError("its weights may be released (--enable-memory-saver)")
+        began = time.perf_counter()
+        _models[id(runner.model)] = _model.live_model(runner.model, Path(runner.model_config.model_path), *place)
+        _log.info("driftless: learned where weights lie, in %.3f s", time.perf_counter() - began)
     except Exception as error:
         _log.warning("driftless: this model is not patched, its weights are loaded from disk: %s", error)
-        if rank_file is not None:
-            _quietly(rank_file.refuse, str(error))
+        if refuse is not None:
+            _quietly(refuse, str(error))
 
 
 def _quietly(call, *args) -> None:
     try:
         call(*args)
-    except OSError as error:
+    except Exception as error:
         _log.warning("driftless: %s", error)
 
 
@@ -99,31 +112,36 @@ def _requested(manager, *args, **kwargs) -> None:
     _request.label = getattr(request, "weight_version", None)
 
 
-def _changed(updater, *args, **kwargs) -> None:
+def _live(holder):
+    """The model of an updater, or of a runner in the releases where that updates."""
+    model = holder.get_model() if hasattr(holder, "get_model") else holder.model
+    return _models.get(id(model))
+
+
+def _changed(holder, *args, **kwargs) -> None:
     """Somebody else changes the weights: nothing is known of them until the next load."""
-    model = _models.get(id(updater.get_model()))
-    if model is not None:
+    if (model := _live(holder)) is not None:
         model.loaded(None)
 
 
-def _update_from_disk(original, updater, *args, **kwargs):
+def _update_from_disk(original, holder, *args, **kwargs):
     label, _request.label = getattr(_request, "label", None), None
-    model = _models.get(id(updater.get_model()))
+    model = _live(holder)
     if model is None:
-        return original(updater, *args, **kwargs)
+        return original(holder, *args, **kwargs)
     plain = len(args) <= 2 and not any(kwargs.get(name) for name in ("weight_name_filter", "recapture_cuda_graph"))
     if label is not None and plain:
-        from ._model import NotPatched
-
         try:
             done = model.patch(label)
-        except NotPatched as error:
+        except Exception as error:  # nothing may leave: SGLang would end
+            _log.warning("driftless: not patched to %s: %s", label, error)
             # Only the follower that offered the delta asks for its label. It fences the engine, and asks for a load.
-            return False, f"driftless: not patched to {label}: {error}"
+            return False, f"driftless: not patched to {label}: {type(error).__name__}: {error}"
         if done is not None:
+            _log.info("driftless: %s", done)
             return True, f"driftless: {done}."
     model.loaded(None)
-    result = original(updater, *args, **kwargs)
+    result = original(holder, *args, **kwargs)
     if result[0] and plain:
         model.loaded(label)
     return result

@@ -5,7 +5,11 @@ but no bytes. A dispatch mode sees every operator. One that would write into a l
 which view of the tensor goes to which view of the live storage. Nothing is written.
 """
 
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,14 +46,18 @@ class View:
             extent += stride * (size - 1)
         return True
 
-    def is_whole(self) -> bool:
-        """Whether it is one unbroken run in row-major order from the storage's first element."""
+    def run(self) -> int | None:
+        """Its length, if it is one unbroken run in row-major order."""
         expected = 1
         for stride, size in reversed(self._dims()):
             if stride != expected:
-                return False
+                return None
             expected *= size
-        return self.offset == 0
+        return expected
+
+    def is_whole(self) -> bool:
+        """Whether it is one unbroken run in row-major order from the storage's first element."""
+        return self.run() is not None and self.offset == 0
 
     def _dims(self) -> list[tuple[int, int]]:
         return [(stride, size) for stride, size in zip(self.stride, self.size) if size != 1]
@@ -72,15 +80,15 @@ class Map:
         copies: of each tensor by its Hugging Face name, where it goes; one that this rank does not hold is missing.
         live: by storage, all of it as a flat tensor, and the name of a parameter or buffer in it.
         slots: the parameters and buffers that are written: the dict and key that hold each, and its address.
+        device: where all of them lie.
+        derive: computes what the model derives from them, if it does.
     """
 
     copies: dict[str, list[Copy]]
     live: dict[int, tuple[str, torch.Tensor]]
     slots: list[tuple[dict, str, int]]
-
-    def is_in_place(self) -> bool:
-        """Whether every tensor still lies where it was learned. Cheap: it is asked in the pause."""
-        return all((found := held.get(key)) is not None and found.data_ptr() == at for held, key, at in self.slots)
+    device: torch.device
+    derive: Callable[[], None] | None
 
 
 def learn(model: torch.nn.Module, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> Map:
@@ -89,9 +97,8 @@ def learn(model: torch.nn.Module, tensors: dict[str, tuple[tuple[int, ...], torc
     Raises:
         Untraceable: weights that are not copies of the tensors, or not all of them.
     """
-    if hasattr(model, "post_load_weights"):
-        raise Untraceable("the model derives weights from others (post_load_weights)")
     live = _live(model)
+    kept = _kept(model, live)
     recorder = _Recorder(live)
 
     def feed():
@@ -101,13 +108,16 @@ def learn(model: torch.nn.Module, tensors: dict[str, tuple[tuple[int, ...], torc
             yield name, probe
 
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), _one_thread(), recorder:
             model.load_weights(feed())
     except Untraceable:
         raise
     except Exception as error:  # whatever a loader does with tensors that have no content
         raise Untraceable(f"load_weights: {type(error).__name__}: {error}") from error
     _check_covered(model, recorder)
+    if stale := kept.items() & _kept(model, live).items():
+        name = min(place for place, _ in stale)
+        raise Untraceable(f"{name} may be made of weights, and loading them does not make it anew")
     written = {copy.storage for copies in recorder.copies.values() for copy in copies}
     slots = [
         (held, key, tensor.data_ptr())
@@ -116,7 +126,25 @@ def learn(model: torch.nn.Module, tensors: dict[str, tuple[tuple[int, ...], torc
         for key, tensor in held.items()
         if tensor is not None and _key(tensor) in written
     ]
-    return Map(recorder.copies, {key: live[key] for key in written}, slots)
+    device = next(flat for _, flat in live.values()).device
+    derive = getattr(model, "post_load_weights", None)
+    return Map(recorder.copies, {key: live[key] for key in written}, slots, device, derive)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Has loaders that hand their copies to threads make them at once, on this thread: the mode is this thread's."""
+
+    def submit(executor, function, /, *args, **kwargs):
+        future = concurrent.futures.Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    with mock.patch.object(concurrent.futures.ThreadPoolExecutor, "submit", submit):
+        yield
 
 
 @dataclass(frozen=True)
@@ -212,14 +240,30 @@ def _written(func, args, kwargs) -> list[torch.Tensor]:
 def _live(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
     """By storage, all of it as a flat tensor, and the name of a parameter or buffer in it."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    out = {}
+    out, devices = {}, {}
     for name, tensor in named:
-        if tensor.device.type != "cpu":
-            raise Untraceable(f"{name} is on {tensor.device}; only weights in host memory are patched")
+        devices.setdefault(tensor.device, name)
         storage = tensor.untyped_storage()
-        flat = torch.empty(0, dtype=tensor.dtype)
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
         out.setdefault(_key(tensor), (name, flat))
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "no weights"
+        raise Untraceable(f"{places}; weights are patched in host memory, or on one CUDA device")
+    return out
+
+
+def _kept(model: torch.nn.Module, live: dict) -> dict[str, tuple[int, int]]:
+    """The matrices that modules keep beside their weights, by their places: a repacked weight would be stale."""
+    out = {}
+    for name, module in model.named_modules():
+        if next(module.parameters(), None) is None:  # it has no weights: the caches of a rotary embedding
+            continue
+        for key, value in vars(module).items():
+            for number, tensor in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+                if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 and _key(tensor) not in live:
+                    version = 0 if tensor.is_inference() else tensor._version
+                    out[f"{name}.{key}[{number}]"] = (tensor.data_ptr(), version)
     return out
 
 
@@ -233,17 +277,32 @@ def _check_covered(model: torch.nn.Module, recorder: _Recorder) -> None:
     for name, parameter in model.named_parameters():
         parameters.setdefault(_key(parameter), []).append((name, parameter))
     for key, held in parameters.items():
+        written, filled = targets.get(key, []), recorder.filled.get(key, [])
+        if _is_tiled(written, [View.of(parameter) for _, parameter in held]):
+            continue
         covered = torch.zeros(recorder.live[key][1].numel(), dtype=torch.bool)
 
         def part(view: View) -> torch.Tensor:
             return covered.as_strided(view.size, view.stride, view.offset)
 
-        for view in targets.get(key, []):
+        for view in written:
             if part(view).any():
                 raise Untraceable(f"{held[0][0]}: two tensors write the same elements")
             part(view).fill_(True)
-        for view in recorder.filled.get(key, []):
+        for view in filled:
             part(view).fill_(True)
         for name, parameter in held:
             if not part(View.of(parameter)).all():
                 raise Untraceable(f"{name}: no tensor of the checkpoint writes all of it")
+
+
+def _is_tiled(written: list[View], parameters: list[View]) -> bool:
+    """Whether unbroken runs lie one behind the other, and all parameters in them: most storages, seen at a glance."""
+    runs = sorted((view.offset, view.run()) for view in written)
+    if not runs or any(length is None for _, length in runs):
+        return False
+    ends = [start + length for start, length in runs]
+    first, last = runs[0][0], ends[-1]
+    tiled = all(end == start for end, (start, _) in zip(ends, runs[1:]))
+    inside = [(view.offset, view.run()) for view in parameters]
+    return tiled and all(length and first <= start and start + length <= last for start, length in inside)

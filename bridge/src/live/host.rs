@@ -1,0 +1,175 @@
+//! Weights in host memory: compared and written by threads.
+
+#![allow(unsafe_code, reason = "the weights are another program's memory")]
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use driftless_transport::prepared::{PreparedArrays, PreparedDelta};
+
+use super::layout::Layout;
+use super::memory::{Found, Memory};
+use super::part::{BLOCK_CHANGES, Part, Parts};
+use crate::{Error, Result};
+
+/// More threads than this only wait for memory.
+const THREADS_MAX: u64 = 16;
+/// Blocks that a thread takes at a time.
+const TURN: u64 = 8;
+
+/// Weights in host memory.
+#[derive(Debug, Default)]
+pub(super) struct Host {
+    ready: Option<(PreparedArrays, Parts)>,
+}
+
+impl Memory for Host {
+    fn prepare(&mut self, layout: &Layout, delta: &PreparedDelta) -> Result<(u64, Found)> {
+        self.ready = None;
+        let arrays = delta.read().map_err(|error| Error::Offer { source: error.into() })?;
+        let (first, start) = (arrays.bytes().as_ptr() as u64, delta.arrays().1.start);
+        let parts = Parts::new(layout, delta.tensors(), |byte| first.wrapping_add(byte).wrapping_sub(start))?;
+        // SAFETY: the layout's maker promised the storages, and that the engine, which may read them now, is
+        // the only other one there. The arrays were read for these tensors, whose positions were checked.
+        let found = unsafe { run(&parts, Task::Compare) };
+        let changes = parts.changes;
+        self.ready = Some((arrays, parts));
+        Ok((changes, found))
+    }
+
+    fn write(&mut self) -> Result<Found> {
+        let Some((_arrays, parts)) = &self.ready.take() else { return Ok(Found::default()) };
+        // SAFETY: as in `prepare`; the arrays are held, and the engine stands still for a patch.
+        let found = unsafe { run(parts, Task::Write) };
+        if found.others > 0 {
+            // SAFETY: likewise.
+            unsafe { run(parts, Task::TakeBack) };
+        }
+        Ok(found)
+    }
+}
+
+/// What is done with each change.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Task {
+    /// Sees whether the old value is there.
+    Compare,
+    /// Writes the new one where the old one is.
+    Write,
+    /// Writes the old one where the new one is.
+    TakeBack,
+}
+
+/// Does something with all changes, and returns which values are others. A write ends soon after the first.
+///
+/// # Safety
+/// The parts' addresses are those of arrays of as many changes, and of storages that their views fit in. No
+/// element belongs to two changes. Nothing else writes to the storages, and nothing reads them while this
+/// writes.
+pub(super) unsafe fn run(parts: &Parts, task: Task) -> Found {
+    let cores = thread::available_parallelism().map_or(1, usize::from) as u64;
+    let threads = cores.min(THREADS_MAX).min(parts.blocks.div_ceil(TURN)).max(1);
+    let (next, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    let work = || {
+        let mut found = Found::default();
+        while !over.load(Ordering::Relaxed) {
+            let first = next.fetch_add(TURN, Ordering::Relaxed);
+            if first >= parts.blocks {
+                break;
+            }
+            for number in first..parts.blocks.min(first + TURN) {
+                // SAFETY: the caller's promise; each block is one thread's.
+                found = found.and(unsafe { block(parts, number, task) });
+            }
+            if task == Task::Write && found.others > 0 {
+                over.store(true, Ordering::Relaxed);
+            }
+        }
+        found
+    };
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let ended = others.into_iter().map(thread::ScopedJoinHandle::join);
+        ended.fold(work(), |found, ended| match ended {
+            Ok(more) => found.and(more),
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    })
+}
+
+/// # Safety
+/// As for [`run`].
+unsafe fn block(parts: &Parts, number: u64, task: Task) -> Found {
+    let index = parts.parts.partition_point(|part| part.first_block <= number).saturating_sub(1);
+    let Some(part) = parts.parts.get(index) else { return Found::default() };
+    let first = (number - part.first_block) * BLOCK_CHANGES;
+    let changes = first..part.changes.min(first + BLOCK_CHANGES);
+    // SAFETY: the caller's promise; the width is that of the part's elements.
+    let others = unsafe {
+        match part.width {
+            1 => exchange::<1>(part, changes, task),
+            2 => exchange::<2>(part, changes, task),
+            4 => exchange::<4>(part, changes, task),
+            _ => exchange::<8>(part, changes, task),
+        }
+    };
+    Found::of(others, parts.tensors.get(index).copied().unwrap_or_default())
+}
+
+/// Does something with some changes of a part, and returns how many values are others.
+///
+/// # Safety
+/// As for [`run`]; the part's elements have `W` bytes.
+unsafe fn exchange<const W: usize>(part: &Part, changes: std::ops::Range<u64>, task: Task) -> u64 {
+    let positions = part.positions as *const u32;
+    let (new, old) = (part.new as *const [u8; W], part.old as *const [u8; W]);
+    let (from, to) = if task == Task::TakeBack { (new, old) } else { (old, new) };
+    let live = part.live as *mut [u8; W];
+    let is_run = matches!(part.dims, 0) || part.dims == 1 && (part.dim[0][0], part.dim[0][2]) == (1, 1);
+    let run = if part.dims == 0 { 1 } else { part.dim[0][1] };
+    let mut others = 0;
+    for index in changes.start as usize..changes.end as usize {
+        // SAFETY: the arrays have so many elements, of whatever alignment.
+        let (position, from, to) = unsafe {
+            (u64::from(positions.add(index).read_unaligned()), from.add(index).read(), to.add(index).read())
+        };
+        let place = if is_run {
+            let place = position.wrapping_sub(part.from);
+            if place >= run {
+                continue;
+            }
+            place + part.to
+        } else {
+            match part.place(position) {
+                Some(place) => place,
+                None => continue,
+            }
+        };
+        // SAFETY: the view fits in the storage; arrays of bytes have no alignment.
+        unsafe {
+            let element = live.add(place as usize);
+            if element.read() != from {
+                others += 1;
+            } else if task != Task::Compare {
+                element.write(to);
+            }
+        }
+    }
+    others
+}
+
+impl Part {
+    /// Where an element of the tensor lies in the storage, if the view has it.
+    fn place(&self, position: u64) -> Option<u64> {
+        let (mut rest, mut place) = (position.checked_sub(self.from)?, self.to);
+        for [from, size, to] in &self.dim[..self.dims as usize] {
+            let index = rest / from;
+            if index >= *size {
+                return None;
+            }
+            rest -= index * from;
+            place += index * to;
+        }
+        (rest == 0).then_some(place)
+    }
+}

@@ -1,0 +1,184 @@
+//! Where a model keeps the elements of its checkpoint's tensors.
+
+use std::collections::BTreeMap;
+
+use driftless_transport::Dtype;
+use driftless_transport::snapshot::TensorInfo;
+
+use crate::{Error, Result};
+
+/// Dimensions of a view, once those that follow each other without a gap are one.
+pub(super) const DIMS_MAX: usize = 4;
+
+/// A storage of the model, all of it.
+#[derive(Debug, Clone)]
+pub struct LiveTensor {
+    /// A parameter or buffer in it.
+    pub name: String,
+    /// The type of its elements.
+    pub dtype: Dtype,
+    /// Where it begins, in the memory of the host or of the device.
+    pub address: u64,
+    /// How long it is.
+    pub bytes: u64,
+}
+
+/// A view of a tensor: its offset, and its stride in each dimension, in elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Strides {
+    /// Where the view begins.
+    pub offset: u64,
+    /// Of each dimension, how far its elements are from each other.
+    pub strides: Vec<u64>,
+}
+
+/// A view of a checkpoint's tensor, which is row-major, that a storage of the model holds.
+#[derive(Debug, Clone)]
+pub struct LiveCopy {
+    /// The tensor, an index of those that [`Layout::new`] is given.
+    pub tensor: usize,
+    /// The storage, likewise.
+    pub live: usize,
+    /// The extent of each dimension of the view.
+    pub size: Vec<u64>,
+    /// The view in the tensor.
+    pub from: Strides,
+    /// The view in the storage.
+    pub to: Strides,
+}
+
+/// Which element of which tensor lies where.
+#[derive(Debug)]
+pub struct Layout {
+    tensors: BTreeMap<String, Placed>,
+    live: Vec<LiveTensor>,
+}
+
+/// A tensor of the checkpoint, and the places of its copies.
+#[derive(Debug)]
+struct Placed {
+    info: TensorInfo,
+    places: Vec<(usize, View)>,
+}
+
+impl Layout {
+    /// The layout of a model that has `copies` of the tensors of its checkpoint in `live`.
+    ///
+    /// # Errors
+    /// [`Error::Live`] for copies that are not within both tensors, have another dtype than their storage, or
+    /// whose elements' places do not tell which they are.
+    ///
+    /// # Safety
+    /// Each storage stays where it is, readable and writable, for as long as the layout and what is made with
+    /// it lives. No element of a storage belongs to two copies. Nothing but the engine, between two patches,
+    /// writes to a storage.
+    #[allow(unsafe_code, reason = "the contract is the caller's: addresses are used later")]
+    pub unsafe fn new(
+        tensors: Vec<TensorInfo>,
+        live: Vec<LiveTensor>,
+        copies: Vec<LiveCopy>,
+    ) -> Result<Self> {
+        let mut places: Vec<Vec<(usize, View)>> = tensors.iter().map(|_| Vec::new()).collect();
+        for copy in &copies {
+            let (Some(info), Some(storage)) = (tensors.get(copy.tensor), live.get(copy.live)) else {
+                let found = format!("tensor {} in storage {}", copy.tensor, copy.live);
+                return Err(wrong("a copy", "of a tensor, in a storage", found));
+            };
+            let subject = || format!("the copy of {} in {}", info.name, storage.name);
+            if info.dtype != storage.dtype {
+                return Err(wrong(subject(), info.dtype.name(), storage.dtype.name().into()));
+            }
+            let elements = info.elements().map_err(|error| wrong(subject(), "a shape", error.to_string()))?;
+            let held = storage.bytes / storage.dtype.size();
+            let view = View::new(copy).filter(|view| view.fits(elements, held)).ok_or_else(|| {
+                let expected =
+                    format!("at most {DIMS_MAX} nested dimensions, of {elements} elements in {held}");
+                wrong(
+                    subject(),
+                    &expected,
+                    format!("size {:?} from {:?} to {:?}", copy.size, copy.from, copy.to),
+                )
+            })?;
+            places[copy.tensor].push((copy.live, view));
+        }
+        let placed = tensors.into_iter().zip(places);
+        let tensors = placed.map(|(info, places)| (info.name.clone(), Placed { info, places })).collect();
+        Ok(Self { tensors, live })
+    }
+
+    /// Where a tensor's copies lie: address of each storage, and the view in it.
+    ///
+    /// # Errors
+    /// [`Error::Live`] for a tensor that the model's checkpoint has not, or not in this form.
+    pub(super) fn places(&self, info: &TensorInfo) -> Result<impl Iterator<Item = (&LiveTensor, &View)>> {
+        let describe = |info: &TensorInfo| format!("{} {:?}", info.dtype, info.shape);
+        let known = self.tensors.get(&info.name);
+        let Some(placed) = known.filter(|placed| placed.info == *info) else {
+            let expected = known.map_or("a tensor of the model".into(), |placed| describe(&placed.info));
+            return Err(wrong(format!("tensor {}", info.name), &expected, describe(info)));
+        };
+        Ok(placed.places.iter().filter_map(|(live, view)| Some((self.live.get(*live)?, view))))
+    }
+
+    /// Copies that there are.
+    pub(super) fn copies(&self) -> usize {
+        self.tensors.values().map(|placed| placed.places.len()).sum()
+    }
+}
+
+fn wrong(what: impl Into<String>, expected: &str, found: String) -> Error {
+    Error::Live { what: what.into(), expected: expected.into(), found }
+}
+
+/// A copy between two strided views of the same sizes, in which an element's place tells its index.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct View {
+    pub(super) from: u64,
+    pub(super) to: u64,
+    /// Stride in the tensor, size, stride in the live one; of the largest stride in the tensor first.
+    pub(super) dims: Vec<[u64; 3]>,
+}
+
+impl View {
+    fn new(copy: &LiveCopy) -> Option<Self> {
+        let LiveCopy { size, from, to, .. } = copy;
+        if size.len() != from.strides.len() || size.len() != to.strides.len() || size.contains(&0) {
+            return None;
+        }
+        let strides = from.strides.iter().zip(&to.strides);
+        let dims = size.iter().zip(strides).map(|(size, (from, to))| [*from, *size, *to]);
+        let mut dims: Vec<_> = dims.filter(|[_, size, _]| *size != 1).collect();
+        dims.sort_unstable();
+        let mut extent = 1u64;
+        for [stride, size, _] in &dims {
+            if *stride < extent {
+                return None;
+            }
+            extent = stride.checked_mul(size - 1)?.checked_add(extent)?;
+        }
+        // Two dimensions that follow each other without a gap in both are one.
+        let mut joined: Vec<[u64; 3]> = Vec::new();
+        for [from, size, to] in dims {
+            match joined.last_mut() {
+                Some([inner, extent, step])
+                    if from == *inner * *extent && Some(to) == step.checked_mul(*extent) =>
+                {
+                    *extent *= size;
+                }
+                _ => joined.push([from, size, to]),
+            }
+        }
+        joined.reverse();
+        (joined.len() <= DIMS_MAX).then_some(Self { from: from.offset, to: to.offset, dims: joined })
+    }
+
+    /// Whether it lies within a tensor and a storage of so many elements.
+    fn fits(&self, elements: u64, held: u64) -> bool {
+        let last = |offset: u64, which: usize| {
+            let reach = |sum: u64, dim: &[u64; 3]| sum.checked_add(dim[which].checked_mul(dim[1] - 1)?);
+            self.dims.iter().try_fold(offset, reach)
+        };
+        last(self.from, 0).is_some_and(|last| last < elements)
+            && last(self.to, 2).is_some_and(|last| last < held)
+    }
+}

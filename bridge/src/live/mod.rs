@@ -1,0 +1,294 @@
+//! The engine's side of a patch: where a model keeps its weights, and how prepared deltas get into them.
+//!
+//! It runs within an engine's process, whose plugin knows the model. Everything is done without the engine's
+//! interpreter: a thread of its own finds deltas and readies them, and the engine's thread writes one.
+//!
+//! | File | Does |
+//! |---|---|
+//! | `layout` | says where the elements of a checkpoint's tensors lie |
+//! | `part` | brings a delta into the form that threads and kernels carry out |
+//! | `memory`, `host`, `device/` | compare and write weights in the memory of the host or of a CUDA device |
+//! | `rank` | tells followers what a rank can do, and what it did |
+
+#[cfg(feature = "cuda")]
+mod device;
+mod host;
+mod layout;
+mod memory;
+mod part;
+pub(crate) mod rank;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use driftless_store::ContentDigest;
+use driftless_transport::prepared::{self, PreparedDelta};
+
+pub use layout::{Layout, LiveCopy, LiveTensor, Strides};
+pub use rank::Rank;
+
+use self::host::Host;
+use self::memory::{Found, Memory};
+use self::rank::{RankFile, Told};
+use crate::{Error, Result};
+
+/// Between two looks for deltas.
+const LOOK: Duration = Duration::from_millis(5);
+/// How files begin that have prepared deltas.
+const DELTA: &str = "delta-";
+
+/// The weights of one rank of an engine: which version they are, and what is prepared for them.
+///
+/// As long as the value lives, a thread readies what followers offer, and tells them.
+pub struct LiveModel {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    dir: PathBuf,
+    rank: Rank,
+    /// Held while a delta is readied or written, so that nothing is readied while the engine loads.
+    state: Mutex<State>,
+}
+
+struct State {
+    layout: Layout,
+    memory: Box<dyn Memory>,
+    /// The version that is live: its label, and its manifest's digest where it came by a delta.
+    label: Option<String>,
+    manifest: Option<ContentDigest>,
+    ready: Option<Ready>,
+}
+
+struct Ready {
+    delta: PreparedDelta,
+    changes: u64,
+    took: Duration,
+}
+
+/// What a patch did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LivePatch {
+    /// Elements that it changed, counted once for each copy of a tensor that this rank may hold.
+    pub changes: u64,
+    /// How long they took to write.
+    pub wrote: Duration,
+    /// How long the delta took to ready, while the engine generated.
+    pub prepared: Duration,
+}
+
+impl LiveModel {
+    /// A model in host memory. Nothing is known of its version.
+    ///
+    /// # Errors
+    /// [`Error::Live`] and [`Error::Write`] for a directory of plugins that is not this user's alone;
+    /// [`Error::SetUp`] when the thread cannot be made.
+    pub fn in_host_memory(dir: &Path, rank: Rank, layout: Layout) -> Result<Self> {
+        Self::new(dir, rank, layout, Box::new(Host::default()))
+    }
+
+    /// A model in the memory of the CUDA device of this number, of those that this process sees. Takes
+    /// `arena` bytes of it for deltas, where there are so many; larger ones are read from the host.
+    ///
+    /// Nothing is asked of the device before a version is live: the engine may be capturing graphs.
+    ///
+    /// # Errors
+    /// As [`LiveModel::in_host_memory`]; [`Error::Live`] when the device cannot be used.
+    #[cfg(feature = "cuda")]
+    pub fn on_cuda_device(
+        dir: &Path,
+        rank: Rank,
+        layout: Layout,
+        ordinal: usize,
+        arena: u64,
+    ) -> Result<Self> {
+        let memory = device::Device::new(device::Cuda::open(ordinal)?, &layout, arena)?;
+        Self::new(dir, rank, layout, Box::new(memory))
+    }
+
+    fn new(dir: &Path, rank: Rank, layout: Layout, memory: Box<dyn Memory>) -> Result<Self> {
+        RankFile::of(rank).write(rank, dir)?;
+        let state = State { layout, memory, label: None, manifest: None, ready: None };
+        let shared = Arc::new(Shared { dir: dir.into(), rank, state: Mutex::new(state) });
+        let weak = Arc::downgrade(&shared);
+        thread::Builder::new().name("driftless".into()).spawn(move || watch(&weak)).map_err(|source| {
+            Error::SetUp { what: "the thread that readies deltas", source: source.into() }
+        })?;
+        Ok(Self { shared })
+    }
+
+    /// The engine loaded weights under this label, or somebody changed them. A fence's label counts as its
+    /// version's.
+    pub fn loaded(&self, label: Option<&str>) {
+        let mut state = self.shared.state();
+        state.label = label.and_then(|label| label.split('?').next()).map(str::to_owned);
+        (state.manifest, state.ready) = (None, None);
+    }
+
+    /// Makes the weights those of `label`; `None` if they are not prepared for it. The engine stands still.
+    ///
+    /// # Errors
+    /// [`Error::Live`] if a weight is not what it was when the delta was readied, and the device's errors. The
+    /// weights are what they were, as far as the memory could be written to.
+    pub fn patch(&self, label: &str) -> Result<Option<LivePatch>> {
+        self.shared.patch(label)
+    }
+}
+
+impl std::fmt::Debug for LiveModel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LiveModel")
+            .field("dir", &self.shared.dir)
+            .field("rank", &self.shared.rank)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic leaves weights that are not known, and `patch` has forgotten the label before.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// See [`LiveModel::patch`].
+    fn patch(&self, label: &str) -> Result<Option<LivePatch>> {
+        let mut state = self.state();
+        let is_it = |ready: &Ready| ready.delta.target().label == label && ready.delta.is_offered();
+        let Some(ready) = state.ready.take().filter(is_it) else {
+            return Ok(None);
+        };
+        let began = Instant::now();
+        // Whatever happens now: what is live is known again when it has ended well.
+        (state.label, state.manifest) = (None, None);
+        let found = state.memory.write()?;
+        let as_readied = || "the values that it had when the delta was readied".to_owned();
+        check(&ready.delta, found, as_readied)?;
+        let target = ready.delta.target();
+        (state.label, state.manifest) = (Some(target.label.clone()), Some(target.manifest));
+        Ok(Some(LivePatch { changes: ready.changes, wrote: began.elapsed(), prepared: ready.took }))
+    }
+
+    /// Readies a delta, and returns why not.
+    fn prepare(&self, delta: PreparedDelta) -> Result<()> {
+        let mut state = self.state();
+        let base = delta.base();
+        if state.label.as_ref() != Some(&base.label)
+            || state.manifest.is_some_and(|live| live != base.manifest)
+        {
+            let live = state.label.as_deref().unwrap_or("unknown");
+            return Err(Error::Live {
+                what: "the live version".into(),
+                expected: format!("{} (manifest {}), where the delta starts from", base.label, base.manifest),
+                found: state.manifest.map_or_else(|| live.into(), |manifest| format!("{live} ({manifest})")),
+            });
+        }
+        let began = Instant::now();
+        let State { layout, memory, ready, .. } = &mut *state;
+        *ready = None;
+        let (changes, found) = memory.prepare(layout, &delta)?;
+        check(&delta, found, || format!("those of {}, where they were learned to lie", delta.base().label))?;
+        *ready = Some(Ready { delta, changes, took: began.elapsed() });
+        Ok(())
+    }
+}
+
+/// Refuses values that are others than a delta's old ones.
+fn check(delta: &PreparedDelta, found: Found, expected: impl FnOnce() -> String) -> Result<()> {
+    if found.others == 0 {
+        return Ok(());
+    }
+    let tensor = delta.tensors().get(found.tensor).map_or("", |tensor| &tensor.name);
+    let (what, found) =
+        ("the live weights".into(), format!("{} others, the first in `{tensor}`", found.others));
+    Err(Error::Live { what, expected: expected(), found })
+}
+
+/// What was tried of a file.
+struct Tried {
+    delta: ContentDigest,
+    /// The version that was live, and the one that the delta leads to.
+    live: Option<String>,
+    target: Option<String>,
+}
+
+/// Readies what followers offer, until the model is gone.
+fn watch(model: &Weak<Shared>) {
+    let (mut tried, mut told) = (BTreeMap::new(), None);
+    while let Some(shared) = model.upgrade() {
+        let mut file = told.take().unwrap_or_else(|| RankFile::of(shared.rank));
+        look(&shared, &mut tried, &mut file);
+        told = Some(file);
+        drop(shared);
+        thread::sleep(LOOK);
+    }
+}
+
+/// Tries each delta that is offered, once for each version that is live.
+fn look(shared: &Shared, tried: &mut BTreeMap<String, Tried>, file: &mut RankFile) {
+    let Ok(entries) = fs::read_dir(&shared.dir) else { return };
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let names: BTreeSet<String> =
+        names.filter(|name| name.starts_with(DELTA) && !name.contains('.')).collect();
+    let known = file.deltas.len();
+    file.deltas.retain(|name, _| names.contains(name));
+    let mut news = file.deltas.len() != known;
+    tried.retain(|name, _| names.contains(name));
+    for name in names {
+        let path = shared.dir.join(&name);
+        let delta = match prepared::offered(&path) {
+            Ok(Some(delta)) => delta,
+            Ok(None) => continue,
+            Err(error) => {
+                news |= tell(file, &name, Told { target: String::new(), why_not: Some(text(&error)) });
+                continue;
+            }
+        };
+        let live = shared.state().label.clone();
+        let again = tried
+            .get(&name)
+            .is_none_or(|tried| tried.delta != delta || tried.live != live && tried.target != live);
+        if !again {
+            continue;
+        }
+        let told = attempt(shared, &path);
+        let target = told.as_ref().map(|told| told.target.clone());
+        tried.insert(name.clone(), Tried { delta, live, target });
+        if let Some(told) = told {
+            news |= tell(file, &name, told);
+        }
+    }
+    if news {
+        // A rank that cannot tell is waited for, up to a deadline.
+        let _ = file.write(shared.rank, &shared.dir);
+    }
+}
+
+/// Notes what became of a delta; true if that is news.
+fn tell(file: &mut RankFile, name: &str, told: Told) -> bool {
+    let is_news = file.deltas.get(name) != Some(&told);
+    file.deltas.insert(name.to_owned(), told);
+    is_news
+}
+
+/// Readies what a file offers, and says what became of it; `None` if it offers nothing any more.
+fn attempt(shared: &Shared, path: &Path) -> Option<Told> {
+    let delta = match PreparedDelta::open(path) {
+        Ok(delta) => delta?,
+        Err(error) => return Some(Told { target: String::new(), why_not: Some(text(&error)) }),
+    };
+    let target = delta.target().label.clone();
+    let why_not = shared.prepare(delta).err().map(|error| text(&error));
+    Some(Told { target, why_not })
+}
+
+/// An error and its causes in one line.
+fn text(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}

@@ -1,0 +1,80 @@
+//! A delta for a layout: what threads, or the threads of a GPU, carry out.
+
+use driftless_transport::prepared::PreparedTensor;
+use driftless_transport::snapshot::TensorInfo;
+
+use super::layout::{DIMS_MAX, Layout};
+use crate::Result;
+
+/// Changes that are looked at together, by a block of the kernel or a turn of a thread: `CHANGES` of
+/// `patch.cu`.
+pub(super) const BLOCK_CHANGES: u64 = 2048;
+
+/// What changes in one copy: `struct Part` of `patch.cu`. Addresses are of the memory that weights lie in,
+/// strides and offsets count elements.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Part {
+    /// The storage.
+    pub(super) live: u64,
+    pub(super) positions: u64,
+    pub(super) new: u64,
+    pub(super) old: u64,
+    pub(super) changes: u64,
+    /// Blocks of the parts before.
+    pub(super) first_block: u64,
+    /// Bytes of an element: 1, 2, 4 or 8.
+    pub(super) width: u64,
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) dims: u64,
+    /// Stride in the tensor, size, stride in the storage.
+    pub(super) dim: [[u64; 3]; DIMS_MAX],
+}
+
+/// All parts of a delta.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Parts {
+    pub(super) parts: Vec<Part>,
+    /// The tensor of each part, an index of the delta's.
+    pub(super) tensors: Vec<usize>,
+    pub(super) blocks: u64,
+    pub(super) changes: u64,
+}
+
+impl Parts {
+    /// What a delta of these tensors changes in a layout; byte `n` of its file lies at `at(n)`.
+    ///
+    /// # Errors
+    /// As [`Layout::places`].
+    pub(super) fn new(layout: &Layout, tensors: &[PreparedTensor], at: impl Fn(u64) -> u64) -> Result<Self> {
+        let mut out = Self::default();
+        for (index, tensor) in tensors.iter().enumerate() {
+            let (name, dtype, shape) = (tensor.name.clone(), tensor.dtype, tensor.shape.clone());
+            for (live, view) in layout.places(&TensorInfo { name, dtype, shape })? {
+                if tensor.changed == 0 {
+                    continue;
+                }
+                out.tensors.push(index);
+                let mut dim = [[0; 3]; DIMS_MAX];
+                dim.iter_mut().zip(&view.dims).for_each(|(dim, found)| *dim = *found);
+                out.parts.push(Part {
+                    live: live.address,
+                    positions: at(tensor.positions),
+                    new: at(tensor.new),
+                    old: at(tensor.old),
+                    changes: tensor.changed,
+                    first_block: out.blocks,
+                    width: dtype.size(),
+                    from: view.from,
+                    to: view.to,
+                    dims: view.dims.len() as u64,
+                    dim,
+                });
+                out.blocks += tensor.changed.div_ceil(BLOCK_CHANGES);
+                out.changes += tensor.changed;
+            }
+        }
+        Ok(out)
+    }
+}

@@ -1,0 +1,97 @@
+//! The file in which a rank of an engine tells followers what it can do, and what it did with each delta.
+
+use std::collections::BTreeMap;
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+
+use driftless_transport::prepared;
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// A rank of the engine that listens on `port`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rank {
+    /// The engine's port.
+    pub port: u16,
+    /// Which rank it is, from 0.
+    pub number: u32,
+    /// How many there are.
+    pub of: u32,
+}
+
+/// The content of a rank's file: `docs/format/prepared.md`. It tells nothing once its process has ended.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct RankFile {
+    pub(crate) pid: u32,
+    /// When the process began, in the kernel's clock ticks.
+    pub(crate) start: u64,
+    pub(crate) ranks: u32,
+    /// Why it never patches.
+    pub(crate) why_not: Option<String>,
+    /// By the name of the prepared delta's file, what became of it.
+    pub(crate) deltas: BTreeMap<String, Told>,
+}
+
+/// What became of a prepared delta.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Told {
+    /// Label of the version that it leads to.
+    pub(crate) target: String,
+    /// Why it is not prepared.
+    pub(crate) why_not: Option<String>,
+}
+
+impl Rank {
+    /// Where its file lies in the plugins' directory `dir`.
+    pub(crate) fn path(self, dir: &Path) -> PathBuf {
+        dir.join(format!("rank-{}-{}.json", self.port, self.number))
+    }
+
+    /// Says that this rank never patches, and why.
+    ///
+    /// # Errors
+    /// [`Error::Live`] for a directory that others can enter; [`Error::Write`] for one that cannot be written
+    /// to.
+    pub fn refuse(self, dir: &Path, why: &str) -> Result<()> {
+        let mut file = RankFile::of(self);
+        file.why_not = Some(why.into());
+        file.write(self, dir)
+    }
+}
+
+impl RankFile {
+    /// The file of a rank in this process, which has told nothing yet.
+    pub(super) fn of(rank: Rank) -> Self {
+        let pid = std::process::id();
+        Self {
+            pid,
+            start: started(pid).unwrap_or_default(),
+            ranks: rank.of,
+            why_not: None,
+            deltas: BTreeMap::new(),
+        }
+    }
+
+    /// Writes it whole; makes the directory, for this user alone.
+    pub(super) fn write(&self, rank: Rank, dir: &Path) -> Result<()> {
+        let path = rank.path(dir);
+        let fail = |source: io::Error| Error::Write { path: path.clone(), source };
+        match DirBuilder::new().mode(0o700).create(dir) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(fail(error)),
+            _ => prepared::check_dir(dir).map_err(|error| Error::Offer { source: error.into() })?,
+        }
+        let partial = path.with_extension("partial");
+        let text = serde_json::to_vec(self).map_err(|error| fail(error.into()))?;
+        fs::write(&partial, text).and_then(|()| fs::rename(&partial, &path)).map_err(fail)
+    }
+}
+
+/// When a process began, in the kernel's clock ticks; `None` for one that is not there.
+pub(crate) fn started(pid: u32) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Behind the name, which may hold anything.
+    text.get(text.rfind(')')?..)?.split(' ').nth(20)?.parse().ok()
+}

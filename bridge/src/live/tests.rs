@@ -1,0 +1,443 @@
+//! Deltas in the memory of models whose layouts are of every kind, against an oracle that copies element by
+//! element.
+
+#![allow(unsafe_code, reason = "layouts are made of the addresses of buffers")]
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+
+use driftless_transport::Dtype;
+use driftless_transport::prepared::{PreparedTensor, PreparedVersion, checksum};
+use driftless_transport::snapshot::TensorInfo;
+use serde_json::json;
+
+use super::*;
+
+/// A tensor of the checkpoint: its name, dtype and shape.
+const TENSORS: [(&str, Dtype, &[u64]); 6] = [
+    ("embed", Dtype::Bf16, &[96, 64]),
+    ("q", Dtype::Bf16, &[64, 64]),
+    ("k", Dtype::Bf16, &[32, 64]),
+    ("scale", Dtype::F32, &[40]),
+    ("fp8", Dtype::F8E4M3, &[50, 30]),
+    ("experts", Dtype::F64, &[4, 6, 10]),
+];
+
+/// A view of a tensor in a storage: both indices, sizes, and offset and strides of both.
+type View = (usize, usize, &'static [u64], (u64, &'static [u64]), (u64, &'static [u64]));
+
+/// Storages' elements, and what is where: whole tensors, two in one, a padded one, a shard of rows, one of
+/// columns, transposed and permuted ones, and one under two names.
+const STORAGES: [(Dtype, u64); 8] = [
+    (Dtype::Bf16, 128 * 64),
+    (Dtype::Bf16, 96 * 64),
+    (Dtype::Bf16, 96 * 64),
+    (Dtype::F32, 40),
+    (Dtype::F8E4M3, 50 * 15),
+    (Dtype::F8E4M3, 30 * 50),
+    (Dtype::F64, 4 * 6 * 10),
+    (Dtype::Bf16, 48 * 64),
+];
+const VIEWS: [View; 9] = [
+    (0, 0, &[96, 64], (0, &[64, 1]), (0, &[64, 1])),
+    (0, 1, &[96, 64], (0, &[64, 1]), (0, &[64, 1])),
+    (1, 2, &[64, 64], (0, &[64, 1]), (0, &[64, 1])),
+    (2, 2, &[32, 64], (0, &[64, 1]), (64 * 64, &[64, 1])),
+    (3, 3, &[40], (0, &[1]), (0, &[1])),
+    (4, 4, &[50, 15], (15, &[30, 1]), (0, &[15, 1])),
+    (4, 5, &[30, 50], (0, &[1, 30]), (0, &[50, 1])),
+    (5, 6, &[4, 6, 10], (0, &[60, 10, 1]), (0, &[10, 40, 1])),
+    (0, 7, &[48, 64], (48 * 64, &[64, 1]), (0, &[64, 1])),
+];
+
+fn infos() -> Vec<TensorInfo> {
+    let info = |(name, dtype, shape): &(&str, Dtype, &[u64])| TensorInfo {
+        name: (*name).into(),
+        dtype: *dtype,
+        shape: shape.to_vec(),
+    };
+    TENSORS.iter().map(info).collect()
+}
+
+fn copies() -> Vec<LiveCopy> {
+    let strides = |(offset, strides): (u64, &[u64])| Strides { offset, strides: strides.to_vec() };
+    let copy = |&(tensor, live, size, from, to): &View| LiveCopy {
+        tensor,
+        live,
+        size: size.to_vec(),
+        from: strides(from),
+        to: strides(to),
+    };
+    VIEWS.iter().map(copy).collect()
+}
+
+/// What a load makes of a version.
+fn load(version: &[Vec<u8>]) -> Vec<Vec<u8>> {
+    let mut out: Vec<_> = STORAGES.iter().map(|(dtype, n)| vec![0; (n * dtype.size()) as usize]).collect();
+    for (tensor, live, size, from, to) in VIEWS {
+        let width = TENSORS[tensor].1.size();
+        for number in 0..size.iter().product() {
+            let (mut rest, mut source, mut target) = (number, from.0, to.0);
+            for (extent, (from, to)) in size.iter().zip(from.1.iter().zip(to.1)).rev() {
+                source += rest % extent * from;
+                target += rest % extent * to;
+                rest /= extent;
+            }
+            let range = |at: u64| (at * width) as usize..((at + 1) * width) as usize;
+            let element = version[tensor][range(source)].to_vec();
+            out[live][range(target)].copy_from_slice(&element);
+        }
+    }
+    out
+}
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+/// A model, a directory of plugins, and what a follower would put there.
+pub(super) struct Scene {
+    shared: Shared,
+    live: Vec<Vec<u8>>,
+    versions: Vec<Vec<Vec<u8>>>,
+    random: Random,
+    tried: BTreeMap<String, Tried>,
+    told: RankFile,
+    _dir: tempfile::TempDir,
+    pub(super) patches: usize,
+}
+
+impl Scene {
+    pub(super) fn new(memory: impl FnOnce(&Layout) -> Box<dyn Memory>) -> Self {
+        let mut random = Random(0x9e37_79b9_7f4a_7c15);
+        let size = |info: &TensorInfo| info.byte_len().unwrap() as usize;
+        let first: Vec<Vec<u8>> =
+            infos().iter().map(|info| (0..size(info)).map(|_| random.next() as u8).collect()).collect();
+        let mut live = load(&first);
+        let storage = |(bytes, (dtype, _)): (&mut Vec<u8>, &(Dtype, u64))| LiveTensor {
+            name: "storage".into(),
+            dtype: *dtype,
+            address: bytes.as_mut_ptr() as u64,
+            bytes: bytes.len() as u64,
+        };
+        let storages = live.iter_mut().zip(&STORAGES).map(storage).collect();
+        // SAFETY: the scene holds the storages, and moves none of their bytes; its views overlap nowhere.
+        let layout = unsafe { Layout::new(infos(), storages, copies()) }.unwrap();
+        let memory = memory(&layout);
+        let dir = tempfile::tempdir().unwrap();
+        let rank = Rank { port: 1, number: 0, of: 1 };
+        let state = State { layout, memory, label: None, manifest: None, ready: None };
+        let shared = Shared { dir: dir.path().join("plugins"), rank, state: Mutex::new(state) };
+        let told = RankFile::of(rank);
+        told.write(rank, &shared.dir).unwrap();
+        let mut scene = Self {
+            shared,
+            live,
+            versions: vec![first],
+            random,
+            tried: BTreeMap::new(),
+            told,
+            _dir: dir,
+            patches: 0,
+        };
+        scene.loaded(&label(0));
+        scene
+    }
+
+    fn path(&self) -> PathBuf {
+        self.shared.dir.join("delta-1")
+    }
+
+    pub(super) fn bytes(&self) -> Vec<Vec<u8>> {
+        self.live.clone()
+    }
+
+    fn loaded(&mut self, label: &str) {
+        let mut state = self.shared.state();
+        (state.label, state.manifest, state.ready) = (Some(label.into()), None, None);
+    }
+
+    pub(super) fn forget(&mut self) {
+        self.shared.state().label = None;
+    }
+
+    /// The next deltas go into another file.
+    pub(super) fn new_file(&self) {
+        fs::remove_file(self.path()).unwrap();
+    }
+
+    /// Makes a version in which about so many elements differ, and offers it.
+    pub(super) fn step(&mut self, density: f64) {
+        let mut next = self.versions.last().unwrap().clone();
+        for (bytes, (_, dtype, _)) in next.iter_mut().zip(TENSORS) {
+            for element in bytes.chunks_mut(dtype.size() as usize) {
+                if (self.random.next() as f64) < density * u64::MAX as f64 {
+                    let bit = self.random.next() as usize % (8 * element.len());
+                    element[bit / 8] ^= 1 << (bit % 8);
+                }
+            }
+        }
+        self.versions.push(next);
+        self.offer(|_| {});
+    }
+
+    /// Offers the newest version, in the same file, with something wrong in its arrays.
+    fn offer(&self, spoil: impl FnOnce(&mut Vec<u8>)) {
+        let [.., old, new] = &self.versions[..] else { unreachable!() };
+        let number = self.versions.len() as u64 - 1;
+        write(&self.path(), (number - 1, old), (number, new), spoil);
+    }
+
+    /// What the rank tells of the offer, once it has looked.
+    pub(super) fn look(&mut self) -> Option<String> {
+        look(&self.shared, &mut self.tried, &mut self.told);
+        let text = fs::read(self.shared.rank.path(&self.shared.dir)).unwrap();
+        let file: RankFile = serde_json::from_slice(&text).unwrap();
+        file.deltas["delta-1"].why_not.clone()
+    }
+
+    pub(super) fn patch(&self) -> Result<Option<LivePatch>> {
+        self.shared.patch(&label(self.versions.len() as u64 - 1))
+    }
+
+    pub(super) fn assert_patched(&mut self) {
+        assert_eq!(self.look(), None);
+        assert!(self.patch().unwrap().is_some());
+        self.patches += 1;
+        assert!(self.live == load(self.versions.last().unwrap()));
+        assert!(self.patch().unwrap().is_none(), "a delta is written once");
+    }
+
+    pub(super) fn assert_patches(&mut self) {
+        for density in [0.01, 0.2, 0.0, 0.9, 0.003, 0.05] {
+            self.step(density);
+            self.assert_patched();
+        }
+    }
+
+    pub(super) fn assert_refusals(&mut self) {
+        let held = self.bytes();
+        self.step(0.05);
+        // Weights that are not the base's: only in one place, and the last one.
+        *self.live[7].last_mut().unwrap() ^= 1;
+        let last = self.versions[1][0].len() - 1;
+        self.versions[1][0][last] = !self.versions[0][0][last];
+        self.offer(|_| {});
+        assert!(self.look().unwrap().contains("those of"));
+        assert!(self.patch().unwrap().is_none());
+        *self.live[7].last_mut().unwrap() ^= 1;
+
+        // Arrays that are not the header's: torn, of another version, or written meanwhile.
+        let flip = |bytes: &mut Vec<u8>| bytes[200] ^= 1;
+        let tear = |bytes: &mut Vec<u8>| {
+            let half = bytes.len() / 2;
+            bytes[half..].fill(0);
+        };
+        for (number, spoil) in [flip as fn(&mut Vec<u8>), tear].into_iter().enumerate() {
+            self.offer(spoil);
+            self.loaded(&label(number as u64 + 7));
+            self.loaded(&label(0));
+            self.tried.clear();
+            assert!(self.look().unwrap().contains("checksum"), "{number}");
+        }
+        assert!(self.live == held);
+
+        // Weights that change after the delta was readied: what is written is taken back.
+        self.offer(|_| {});
+        self.tried.clear();
+        assert_eq!(self.look(), None);
+        *self.live[7].last_mut().unwrap() ^= 1;
+        let before = self.bytes();
+        assert!(self.patch().unwrap_err().to_string().contains("when the delta was readied"));
+        assert!(self.live == before);
+        assert!(self.patch().unwrap().is_none());
+        *self.live[7].last_mut().unwrap() ^= 1;
+
+        // One that is not offered any more.
+        self.loaded(&label(0));
+        self.tried.clear();
+        assert_eq!(self.look(), None);
+        File::options().write(true).open(self.path()).unwrap().write_all_at(&[0; 64], 0).unwrap();
+        assert!(self.patch().unwrap().is_none());
+        assert!(self.live == held);
+    }
+}
+
+fn label(version: u64) -> String {
+    format!("0123456789ab:{version}")
+}
+
+fn version(number: u64) -> PreparedVersion {
+    PreparedVersion { label: label(number), manifest: ContentDigest::of(&number.to_le_bytes()) }
+}
+
+/// Writes a delta as docs/format/prepared.md says.
+fn write(
+    path: &Path,
+    (base, old): (u64, &[Vec<u8>]),
+    (target, new): (u64, &[Vec<u8>]),
+    spoil: impl FnOnce(&mut Vec<u8>),
+) {
+    let mut bytes = vec![0; 64];
+    let mut tensors = Vec::new();
+    for (index, (name, dtype, shape)) in TENSORS.iter().enumerate() {
+        let width = dtype.size() as usize;
+        let pairs = old[index].chunks(width).zip(new[index].chunks(width)).enumerate();
+        let changes: Vec<_> = pairs.filter(|(_, (old, new))| old != new).collect();
+        let positions: Vec<u8> = changes.iter().flat_map(|(at, _)| (*at as u32).to_le_bytes()).collect();
+        let fresh: Vec<u8> = changes.iter().flat_map(|(_, (_, new))| new.to_vec()).collect();
+        let stale: Vec<u8> = changes.iter().flat_map(|(_, (old, _))| old.to_vec()).collect();
+        let places = [positions, fresh, stale].map(|array| {
+            let start = bytes.len();
+            bytes.extend(array);
+            bytes.resize(bytes.len().next_multiple_of(64), 0);
+            start
+        });
+        tensors.push(json!({"name": name, "dtype": dtype, "shape": shape, "changed": changes.len(),
+            "positions": places[0], "new": places[1], "old": places[2]}));
+    }
+    let start = bytes.len();
+    let header = json!({"base": version(base), "target": version(target), "checksum": checksum(&bytes[64..], 64),
+        "tensors": tensors});
+    spoil(&mut bytes);
+    let header = header.to_string();
+    bytes.extend(header.as_bytes());
+    bytes[..8].copy_from_slice(b"dftlpre2");
+    bytes[8..16].copy_from_slice(&(start as u64).to_le_bytes());
+    bytes[16..24].copy_from_slice(&(header.len() as u64).to_le_bytes());
+    bytes[24..56].copy_from_slice(ContentDigest::of(header.as_bytes()).as_bytes());
+    let file = File::options().write(true).create(true).truncate(false).open(path).unwrap();
+    file.write_all_at(&bytes, 0).unwrap();
+}
+
+fn host() -> Scene {
+    Scene::new(|_| Box::new(Host::default()))
+}
+
+#[test]
+fn each_delta_leads_to_the_weights_that_a_load_gives() {
+    host().assert_patches();
+}
+
+#[test]
+fn what_is_not_the_base_or_not_whole_is_refused_and_changes_nothing() {
+    host().assert_refusals();
+}
+
+#[test]
+fn many_blocks_are_shared_by_threads_and_all_is_taken_back() {
+    // One large tensor: several turns of several threads.
+    let mut bytes = vec![1u8; 1 << 20];
+    let storage =
+        LiveTensor { name: "w".into(), dtype: Dtype::U8, address: bytes.as_mut_ptr() as u64, bytes: 1 << 20 };
+    let info = TensorInfo { name: "w".into(), dtype: Dtype::U8, shape: vec![1 << 20] };
+    let run = || Strides { offset: 0, strides: vec![1] };
+    let copy = LiveCopy { tensor: 0, live: 0, size: vec![1 << 20], from: run(), to: run() };
+    // SAFETY: the bytes outlive the layout, and are looked at when nothing runs.
+    let layout = unsafe { Layout::new(vec![info], vec![storage], vec![copy]) }.unwrap();
+    let positions: Vec<u32> = (0..1 << 20).step_by(3).collect();
+    let (new, old) = (vec![2u8; positions.len()], vec![1u8; positions.len()]);
+    let tensor: PreparedTensor =
+        serde_json::from_value(json!({"name": "w", "dtype": "U8", "shape": [1 << 20],
+        "changed": positions.len(), "positions": 64, "new": 128, "old": 192}))
+        .unwrap();
+    let at = |byte: u64| match byte {
+        64 => positions.as_ptr() as u64,
+        128 => new.as_ptr() as u64,
+        _ => old.as_ptr() as u64,
+    };
+    let parts = part::Parts::new(&layout, &[tensor], at).unwrap();
+    assert!(parts.blocks > 2 * 8);
+    let expected: Vec<u8> = (0..1 << 20).map(|at| if at % 3 == 0 { 2 } else { 1 }).collect();
+    // SAFETY: the arrays and the storage are as the parts say.
+    assert_eq!(unsafe { host::run(&parts, host::Task::Write) }, Found::default());
+    assert!(bytes == expected);
+    // SAFETY: likewise.
+    assert_eq!(unsafe { host::run(&parts, host::Task::TakeBack) }, Found::default());
+    assert!(bytes.iter().all(|byte| *byte == 1));
+}
+
+#[test]
+fn layouts_that_do_not_tell_where_an_element_lies_are_refused() {
+    let storage = |dtype, bytes| LiveTensor { name: "s".into(), dtype, address: 0, bytes };
+    let info = || TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: vec![4, 6] };
+    let try_copy = |size: &[u64], from: (u64, &[u64]), to: (u64, &[u64]), dtype| {
+        let strides = |(offset, strides): (u64, &[u64])| Strides { offset, strides: strides.to_vec() };
+        let (from, to) = (strides(from), strides(to));
+        let copy = LiveCopy { tensor: 0, live: 0, size: size.to_vec(), from, to };
+        // SAFETY: nothing is made with it.
+        unsafe { Layout::new(vec![info()], vec![storage(dtype, 48)], vec![copy]) }
+    };
+    let whole: (u64, &[u64]) = (0, &[6, 1]);
+    try_copy(&[4, 6], whole, whole, Dtype::Bf16).unwrap();
+    for (size, from, to) in [
+        (&[4, 6][..], whole, (1, &[6, 1][..])),
+        (&[4, 6], (1, &[6, 1]), whole),
+        (&[4, 6], whole, (0, &[1 << 40, 1 << 40])),
+        (&[4, 6], (0, &[1, 1]), whole),
+        (&[24], whole, whole),
+        (&[0, 6], whole, whole),
+        (&[1 << 63, 1 << 63], (0, &[1, 1 << 63]), (0, &[1, 1 << 63])),
+        (&[2; 6], (0, &[1 << 10, 1 << 8, 1 << 6, 16, 4, 1]), (0, &[1, 2, 4, 8, 16, 32])),
+    ] {
+        let error = try_copy(size, from, to, Dtype::Bf16).unwrap_err();
+        assert!(matches!(error, Error::Live { .. }), "{size:?}: {error}");
+    }
+    assert!(try_copy(&[4, 6], whole, whole, Dtype::F16).unwrap_err().to_string().contains("F16"));
+}
+
+#[test]
+fn the_thread_tells_what_it_readied_and_ends_with_the_model() {
+    let dir = tempfile::tempdir().unwrap();
+    // SAFETY: there is no storage.
+    let layout = unsafe { Layout::new(infos(), Vec::new(), Vec::new()) }.unwrap();
+    let rank = Rank { port: 7, number: 1, of: 2 };
+    let plugins = dir.path().join("plugins");
+    let model = LiveModel::in_host_memory(&plugins, rank, layout).unwrap();
+    model.loaded(Some(&format!("{}?partial", label(3))));
+    let bytes = |n: u8| {
+        TENSORS
+            .iter()
+            .map(|(_, dtype, shape)| vec![n; (shape.iter().product::<u64>() * dtype.size()) as usize])
+            .collect::<Vec<_>>()
+    };
+    write(&plugins.join("delta-1"), (3, &bytes(1)), (4, &bytes(2)), |_| {});
+    let read = || serde_json::from_slice::<RankFile>(&fs::read(rank.path(&plugins)).unwrap()).unwrap();
+    while read().deltas.is_empty() {
+        thread::yield_now();
+    }
+    assert_eq!(read().deltas["delta-1"], Told { target: label(4), why_not: None });
+    assert_eq!(
+        (read().ranks, read().pid, read().start),
+        (2, std::process::id(), rank::started(std::process::id()).unwrap())
+    );
+    assert!(model.patch(&label(4)).unwrap().is_some());
+    let weak = Arc::downgrade(&model.shared);
+    drop(model);
+    while weak.upgrade().is_some() {
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_directory_that_others_can_enter_is_refused() {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    let dir = tempfile::tempdir().unwrap();
+    let (plugins, link) = (dir.path().join("plugins"), dir.path().join("link"));
+    fs::create_dir(&plugins).unwrap();
+    fs::set_permissions(&plugins, fs::Permissions::from_mode(0o755)).unwrap();
+    let rank = Rank { port: 1, number: 0, of: 1 };
+    assert!(rank.refuse(&plugins, "x").unwrap_err().to_string().contains("prepared delta"));
+    fs::set_permissions(&plugins, fs::Permissions::from_mode(0o700)).unwrap();
+    rank.refuse(&plugins, "x").unwrap();
+    symlink(&plugins, &link).unwrap();
+    rank.refuse(&link, "x").unwrap_err();
+}
