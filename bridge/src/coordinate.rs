@@ -8,13 +8,17 @@
 use std::future::Future;
 use std::time::Duration;
 
+use derive_setters::Setters;
 use driftless_transport::follow::{PrepareReply, Status};
 use serde_json::json;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
+use crate::engine::Label;
+use crate::error::{Error, Result};
+use crate::fleet::Fleet;
 use crate::http::{Call, Connection, Level, Reply, excerpt};
-use crate::{Error, Fleet, Keys, Label, Result};
+use crate::keys::Keys;
 
 /// Largest reply of a follower: the status of a host's engines.
 const REPLY_BYTES_MAX: usize = 1 << 20;
@@ -22,7 +26,9 @@ const REPLY_BYTES_MAX: usize = 1 << 20;
 const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Options of a [`Coordinator`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct CoordinatorOptions {
     /// The token that the followers ask for, as the API key.
     pub keys: Keys,

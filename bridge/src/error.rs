@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::Label;
+use crate::engine::Label;
 
 /// What can go wrong between us and an inference engine. Every variant that concerns an engine names its URL.
 #[derive(Debug, thiserror::Error)]
@@ -345,7 +345,7 @@ pub enum Error {
         /// The engines.
         engines: Vec<String>,
     },
-    /// The HTTP client or its runtime could not be set up.
+    /// The HTTP client, or the threads of its connections, could not be set up.
     #[error("cannot set up {what}")]
     SetUp {
         /// The part.
@@ -371,6 +371,13 @@ impl Error {
             Self::Status { status, .. } => *status >= 500 || *status == 408 || *status == 429,
             _ => false,
         }
+    }
+}
+
+impl Error {
+    /// The threads that drive connections cannot be started.
+    pub(crate) fn threads(error: std::io::Error) -> Self {
+        Self::SetUp { what: "the threads of connections to engines", source: error.into() }
     }
 }
 

@@ -9,7 +9,8 @@ use reqwest::{Method, Url};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::{Error, Keys, Result};
+use crate::error::{Error, Result};
+use crate::keys::Keys;
 
 /// How long an unused connection is kept. The engine's HTTP server closes it after 5 s, and a call sent on it
 /// just then would be lost.

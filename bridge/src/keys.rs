@@ -4,12 +4,12 @@ use std::fmt;
 
 use reqwest::header::HeaderValue;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// The two keys an engine can ask for; neither is ever shown, by `Debug` or by an error.
 ///
 /// SGLang's rule: with `--admin-api-key` the weight and lifecycle calls want the admin key and refuse the API
-/// key; without it they want the API key, if there is one. [`Client`](crate::Client) follows it.
+/// key; without it they want the API key, if there is one. [`Client`](crate::sglang::Client) follows it.
 #[derive(Clone, Default)]
 pub struct Keys {
     api: Option<HeaderValue>,

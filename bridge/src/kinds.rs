@@ -5,7 +5,8 @@ use std::sync::Arc;
 use driftless_store::redact;
 
 use crate::engine::{ClientOptions, Engine};
-use crate::{Error, Result, sglang, vllm};
+use crate::error::{Error, Result};
+use crate::{sglang, vllm};
 
 type Connect = fn(&str, ClientOptions) -> Result<Arc<dyn Engine>>;
 

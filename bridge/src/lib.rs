@@ -1,7 +1,19 @@
 #![doc = include_str!("../README.md")]
+//!
+//! # Where things are
+//!
+//! | Module | Is |
+//! |---|---|
+//! | [`engine`] | the trait that every kind of engine implements, and what all kinds share |
+//! | [`sglang`], [`vllm`] | the kinds |
+//! | [`activate`] | versions that engines load from disk, or are patched to |
+//! | [`live`] | the other side of a patch, within an engine's process: host memory or a CUDA device |
+//! | [`push`] | versions pushed into engines' memory: [`push::nccl`] over a network, [`push::colocate`] within a GPU |
+//! | [`fleet`] | requests to many engines |
+//! | [`coordinate`] | many hosts that change versions together |
 
 pub mod activate;
-mod coordinate;
+pub mod coordinate;
 pub mod engine;
 mod error;
 pub mod fleet;
@@ -9,34 +21,12 @@ mod http;
 mod keys;
 mod kinds;
 pub mod live;
-mod model;
 pub mod push;
 pub mod sglang;
 pub mod vllm;
 
-pub use activate::{DiskActivator, DiskOptions, PluginOptions};
-pub use coordinate::{Coordinator, CoordinatorOptions, HostOutcome, Rolled};
-pub use engine::{
-    Attached, ClientOptions, Deadlines, Engine, Finish, GenerateRequest, Generation, Identity, Label,
-    LiveWeights, Patched, PauseMode, Rid, SamplingParams, VersionSpan,
-};
+pub use engine::{ClientOptions, Engine, Expected, GenerateRequest, Generation, Label, Rid, SamplingParams};
 pub use error::{Error, Result};
-pub use fleet::{EngineStatus, Fleet, FleetOptions, Route};
+pub use fleet::Fleet;
 pub use keys::Keys;
 pub use kinds::connect;
-pub use model::{Expected, ModelConfig};
-pub use push::{
-    Bucket, Bytes, Colocation, ColocationOptions, CudaPlace, Group, GroupOptions, HostWeights, Meeting,
-    Member, Place, Push, PushActivator, PushOptions, Pushed, Rendezvous, RendezvousOptions, Root, Share,
-    UpdateMode, Weights, plan,
-};
-#[cfg(feature = "cuda")]
-pub use push::{CudaShare, DeviceWeights};
-#[cfg(feature = "nccl")]
-pub use push::{NcclOptions, NcclRoot};
-#[cfg(feature = "conformance")]
-pub use sglang::conformance;
-pub use sglang::{
-    Capabilities, Client, DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, RankChecksums, ServerInfo,
-    checksums,
-};

@@ -8,7 +8,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use driftless_bridge::{Error, Rendezvous, RendezvousOptions};
+use driftless_bridge::Error;
+use driftless_bridge::push::nccl::{Rendezvous, RendezvousOptions};
 
 const GREETING: [u8; 5] = [0x00, 0xce, 0xf7, 0x85, 0x3c];
 
@@ -124,8 +125,7 @@ fn who_breaks_the_protocol_harms_only_himself() {
 
 #[test]
 fn who_sends_half_a_request_and_stops_is_closed_and_who_is_silent_is_not() {
-    let rendezvous =
-        start(RendezvousOptions { deadline: Duration::from_millis(100), ..RendezvousOptions::default() });
+    let rendezvous = start(RendezvousOptions::default().with_deadline(Duration::from_millis(100)));
     // On a busy machine a client may greet, or ask, too late; another one then is the silent one.
     let mut silent = None;
     eventually("a client is served in time", || {
@@ -146,8 +146,7 @@ fn who_sends_half_a_request_and_stops_is_closed_and_who_is_silent_is_not() {
 
 #[test]
 fn a_slow_drip_is_one_request() {
-    let rendezvous =
-        start(RendezvousOptions { deadline: Duration::from_millis(100), ..RendezvousOptions::default() });
+    let rendezvous = start(RendezvousOptions::default().with_deadline(Duration::from_millis(100)));
     let mut drip = connect(&rendezvous);
     drip.write_all(&[&GREETING[..], &[1], &1000u64.to_le_bytes()].concat()).unwrap();
     eventually("it is closed", || {
@@ -158,7 +157,7 @@ fn a_slow_drip_is_one_request() {
 
 #[test]
 fn who_does_not_read_is_closed() {
-    let options = RendezvousOptions { deadline: Duration::from_millis(200), ..RendezvousOptions::default() };
+    let options = RendezvousOptions::default().with_deadline(Duration::from_millis(200));
     let rendezvous = start(options);
     rendezvous.set("/big", &vec![1; 1 << 20]).unwrap();
     let mut greedy = connect(&rendezvous);
@@ -182,7 +181,7 @@ fn greeted(rendezvous: &Rendezvous) -> TcpStream {
 
 #[test]
 fn connections_are_bounded() {
-    let rendezvous = start(RendezvousOptions { connections_max: 2, ..RendezvousOptions::default() });
+    let rendezvous = start(RendezvousOptions::default().with_connections_max(2));
     let (mut first, mut second) = (greeted(&rendezvous), greeted(&rendezvous));
     assert!(asks(&mut first) && asks(&mut second));
     let mut third = greeted(&rendezvous);
@@ -196,7 +195,7 @@ fn connections_are_bounded() {
 
 #[test]
 fn silent_connections_make_room_for_ranks() {
-    let rendezvous = start(RendezvousOptions { connections_max: 4, ..RendezvousOptions::default() });
+    let rendezvous = start(RendezvousOptions::default().with_connections_max(4));
     let mut rank = greeted(&rendezvous);
     assert!(asks(&mut rank));
     let mut strangers: Vec<TcpStream> = (0..200).map(|_| greeted(&rendezvous)).collect();

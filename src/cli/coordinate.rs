@@ -1,12 +1,13 @@
 //! `driftless coordinate`.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
-use crate::cli::signals::{PATIENCE, stop_on_signals};
-use crate::cli::{keys, numbers, store};
-use driftless::bridge::{Coordinator, CoordinatorOptions, Keys, Label, Rolled};
-use driftless::store::Store;
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
+use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
+use crate::cli::shared::{keys, numbers, store};
+use driftless::bridge::coordinate::{Coordinator, CoordinatorOptions, Rolled};
+use driftless::bridge::{Keys, Label};
 use driftless::store::wait::Stop;
+use driftless::store::{Store, runtime};
 use driftless::transport::{Error as Transport, Run};
 use serde_json::json;
 use std::path::PathBuf;
@@ -28,6 +29,7 @@ stragglers longer than --grace: they keep what they have until a later round.";
 /// ordered.
 const AGAIN: u32 = 20;
 
+/// Bring the followers of many hosts to each version together.
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -68,18 +70,15 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-    let options = CoordinatorOptions {
-        keys: Keys::new(token.as_deref(), None)?,
-        hosts_min: args.hosts_min.unwrap_or(0),
-        grace: Duration::from_secs(args.grace),
-        prepare_deadline: Duration::from_secs(args.prepare_deadline),
-        activate_deadline: Duration::from_secs(args.activate_deadline),
-        ..CoordinatorOptions::default()
-    };
+    let options = CoordinatorOptions::default()
+        .with_keys(Keys::new(token.as_deref(), None)?)
+        .with_hosts_min(args.hosts_min.unwrap_or(0))
+        .with_grace(Duration::from_secs(args.grace))
+        .with_prepare_deadline(Duration::from_secs(args.prepare_deadline))
+        .with_activate_deadline(Duration::from_secs(args.activate_deadline));
     let coordinator = Coordinator::new(&args.follower, options)?;
     let store = store::open(&args.store)?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|source| Error::Io { path: PathBuf::from("runtime"), source })?;
+    let runtime = runtime::handle().map_err(|source| Error::Io { path: PathBuf::from("runtime"), source })?;
     let stop = Stop::new();
     stop_on_signals(&stop, PATIENCE)?;
     let mut there = None;
@@ -144,7 +143,7 @@ fn show(rolled: &Rolled, output: Output) -> Result<()> {
         })
         .collect();
     output.print(&json!({"label": rolled.label.to_string(), "hosts": hosts}), |_| {
-        let line = |host: &driftless::bridge::HostOutcome| match &host.failure {
+        let line = |host: &driftless::bridge::coordinate::HostOutcome| match &host.failure {
             None => format!("{}: {}", host.url, rolled.label),
             Some(failure) => format!("{}: a straggler: {failure}", host.url),
         };

@@ -1,8 +1,8 @@
 //! `driftless data`, and the flags of prompt files that `driftless train` shares.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
-use crate::cli::{numbers, paths};
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
+use crate::cli::shared::{numbers, paths};
 use driftless::trainer::data::{DataOptions, Dataset, Example, Refused, Source};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -99,7 +99,7 @@ pub(crate) fn source(text: &str) -> Result<Source, String> {
     text.parse().map_err(|error: driftless::trainer::Error| error.to_string())
 }
 
-pub(crate) fn run(args: &Args, output: Output) -> Result<()> {
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_dir("--hf-checkpoint", &args.hf_checkpoint)?;
     let options = args.data.options("FILE", &args.files)?;
     let data = Dataset::load(&options, &args.hf_checkpoint)?;

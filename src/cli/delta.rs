@@ -1,9 +1,9 @@
 //! `driftless delta`.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::{Output, table};
-use crate::cli::paths;
 use crate::cli::publish::{DeltaProfile, tensor_bytes};
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::{Output, table};
+use crate::cli::shared::paths;
 use driftless::delta::Patch;
 use driftless::delta::bundle::{self, Bundle, Summary, Tensor};
 use driftless::transport::checkpoint::write_checkpoint;
@@ -18,6 +18,8 @@ use std::time::Instant;
 /// Tensor data per file of a checkpoint that `delta apply` writes.
 const SHARD_BYTES_MAX: u64 = 5 << 30;
 
+/// Encode, apply and look at a delta between two checkpoint directories.
+///
 /// A delta file holds the tensors' differences; config and tokenizer files are not part of it.
 #[derive(clap::Args)]
 pub(crate) struct Args {

@@ -1,9 +1,10 @@
 //! `driftless gc`.
 
-use crate::cli::error::Result;
-use crate::cli::output::{Output, table};
-use crate::cli::{inspect, numbers, store};
-use driftless::transport::gc::{Collection, GcOptions, collect};
+use crate::cli::inspect;
+use crate::cli::shared::error::Result;
+use crate::cli::shared::output::{Output, table};
+use crate::cli::shared::{numbers, store};
+use driftless::transport::gc::{Collection, GcOptions, Lease, Removed, collect};
 use driftless::transport::{Run, Version};
 use serde_json::json;
 use std::time::Duration;
@@ -50,10 +51,16 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.lease_ttl = Duration::from_secs(args.lease_ttl);
     options.dry_run = args.dry_run;
     let collection = collect(&run, &options)?;
-    let removed = |removed: &driftless::transport::gc::Removed| {
+    let removed = |removed: &Removed| {
         json!({
             "version": removed.version.0, "collected": removed.collected, "objects": removed.objects,
             "bytes": removed.bytes,
+        })
+    };
+    let lease = |lease: &Lease| {
+        json!({
+            "follower": lease.follower, "version": lease.version, "needs": lease.needs,
+            "age_seconds": lease.age.map(|age| age.as_secs_f64()), "live": lease.live,
         })
     };
     let value = json!({
@@ -64,7 +71,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         "newest": collection.newest,
         "anchor": collection.anchor,
         "floor": collection.floor,
-        "leases": collection.leases,
+        "leases": collection.leases.iter().map(lease).collect::<Vec<_>>(),
         "removed": collection.removed.iter().map(removed).collect::<Vec<_>>(),
     });
     output.print(&value, |_| text(&collection, args.dry_run))
@@ -79,7 +86,7 @@ fn text(collection: &Collection, dry_run: bool) -> String {
         collection.floor
     )];
     if !collection.leases.is_empty() {
-        let row = |lease: &driftless::transport::gc::Lease| {
+        let row = |lease: &Lease| {
             vec![
                 lease.follower.clone(),
                 number(lease.version),
@@ -92,7 +99,7 @@ fn text(collection: &Collection, dry_run: bool) -> String {
         parts.push(table(&["follower", "version", "needs", "renewed", "lease"], &rows));
     }
     if !collection.removed.is_empty() {
-        let row = |removed: &driftless::transport::gc::Removed| {
+        let row = |removed: &Removed| {
             vec![
                 removed.version.to_string(),
                 if removed.collected { "the version" } else { "what failed attempts left" }.to_owned(),
@@ -106,5 +113,11 @@ fn text(collection: &Collection, dry_run: bool) -> String {
     let bytes: u64 = collection.removed.iter().map(|removed| removed.bytes).sum();
     let verb = if dry_run { "would be removed" } else { "removed" };
     parts.push(format!("{bytes} bytes {verb}"));
+    // Version 0 begins every chain; only a later anchor lets what is before it go.
+    if collection.newest > Some(Version(0)) && collection.anchor <= Some(Version(0)) {
+        parts.push(
+            "nothing can go until there is a later anchor: publish --anchor-every, or --anchor-share".into(),
+        );
+    }
     parts.join("\n")
 }

@@ -1,8 +1,8 @@
 //! `driftless inspect`.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::{Output, table};
-use crate::cli::{numbers, paths, store};
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::{Output, table};
+use crate::cli::shared::{numbers, paths, store};
 use driftless::store::{Store, redact};
 use driftless::transport::manifest::{Kind, MANIFEST_BYTES_MAX, Manifest};
 use driftless::transport::run::Committed;
@@ -12,10 +12,10 @@ use serde_json::json;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What to show, from the whole store down to one manifest.
+/// Show what a store holds: its runs, a run's chain, one version.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// A run by the URL of its store and its name: s3://bucket/prefix/my-run.
+    /// A run by the URL of its store and its name, s3://bucket/prefix/my-run; or a store, for all its runs.
     #[arg(value_name = "URL", group = "named", conflicts_with_all = ["store", "manifest"])]
     url: Option<String>,
     /// Store to look into: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
@@ -48,7 +48,17 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let Some(name) = &name else {
         return runs(&store, output);
     };
-    let run = Run::open(store, name)?;
+    let run = match (Run::open(store, name), &args.url) {
+        // The URL may be that of a store.
+        (Err(Transport::NoSuchRun { .. }), Some(url)) if args.model.is_none() && args.version.is_none() => {
+            let store = store::open(url)?;
+            if !Run::names(store.as_ref())?.is_empty() {
+                return runs(&store, output);
+            }
+            return Err(Transport::NoSuchRun { name: name.clone(), store: store.to_string() }.into());
+        }
+        (opened, _) => opened?,
+    };
     let model = model(&run, args.model)?;
     match args.version {
         Some(number) => version(&run.get(&model, Version(number))?.manifest, output),
@@ -122,26 +132,28 @@ struct Link {
     anchor: bool,
     base: Option<u64>,
     trainer_step: u64,
+    /// Of the objects and the manifest.
     bytes: u64,
     full_bytes: u64,
-    density: f64,
+    /// `None` where nothing says which elements changed.
+    density: Option<f64>,
     manifest_digest: String,
 }
 
 impl Link {
-    fn of(committed: &Committed) -> Link {
+    fn of(committed: &Committed) -> Result<Link> {
         let manifest = &committed.manifest;
-        Link {
+        Ok(Link {
             version: manifest.version.0,
             kind: kind(manifest),
             anchor: manifest.is_anchor(),
             base: manifest.base.as_ref().map(|base| base.version.0),
             trainer_step: manifest.trainer_step,
-            bytes: manifest.object_bytes(),
+            bytes: stored_bytes(manifest)?,
             full_bytes: manifest.tensor_bytes(),
             density: density(manifest),
             manifest_digest: committed.digest.to_string(),
-        }
+        })
     }
 
     /// A version that was collected by an earlier release, or while this command looked.
@@ -154,7 +166,7 @@ impl Link {
             trainer_step: 0,
             bytes: 0,
             full_bytes: 0,
-            density: 0.0,
+            density: None,
             manifest_digest: String::new(),
         }
     }
@@ -164,7 +176,7 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
     let (versions, oldest) = (run.versions(model)?, run.oldest(model)?);
     let links = versions.into_iter().map(|version| match run.get(model, version) {
         Err(Transport::Collected { .. }) => Ok(Link::collected(version)),
-        committed => Ok(Link::of(&committed?)),
+        committed => Link::of(&committed?),
     });
     let links = links.collect::<Result<Vec<_>>>()?;
     let shown =
@@ -184,7 +196,7 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
                 if link.kind == "collected" { "-".to_owned() } else { link.trainer_step.to_string() },
                 link.bytes.to_string(),
                 stored(link, format!("{:.1}x", link.full_bytes as f64 / link.bytes.max(1) as f64)),
-                stored(link, format!("{:.3} %", 100.0 * link.density)),
+                link.density.map_or_else(|| "-".to_owned(), |density| format!("{:.3} %", 100.0 * density)),
                 link.manifest_digest.chars().take(16).collect(),
             ]
         };
@@ -199,6 +211,7 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
 }
 
 fn version(manifest: &Manifest, output: Output) -> Result<()> {
+    let bytes = stored_bytes(manifest)?;
     output.print(manifest, |manifest| {
         let row = |tensor: &driftless::transport::manifest::Tensor| {
             vec![
@@ -211,17 +224,19 @@ fn version(manifest: &Manifest, output: Output) -> Result<()> {
         };
         let rows: Vec<_> = manifest.tensors.iter().map(row).collect();
         let base = manifest.base.as_ref().map_or_else(String::new, |base| format!(", on version {}", base.version));
+        let elements = manifest.elements();
+        let changed = match density(manifest) {
+            Some(density) => format!("{:.3} % of {elements} elements changed", 100.0 * density),
+            None => format!("{elements} elements"),
+        };
         format!(
-            "run {}, model {}, version {}: {}{base}\nstep {}, {} bytes in {} objects, {:.3} % of {} elements changed\n{}",
+            "run {}, model {}, version {}: {}{base}\nstep {}, {bytes} bytes in {} objects and the manifest, {changed}\n{}",
             manifest.run_id,
             manifest.model,
             manifest.version,
             kind(manifest),
             manifest.trainer_step,
-            manifest.object_bytes(),
             manifest.objects.len(),
-            100.0 * density(manifest),
-            manifest.elements(),
             table(&["tensor", "dtype", "shape", "bytes", "aliases"], &rows)
         )
     })
@@ -235,9 +250,15 @@ fn kind(manifest: &Manifest) -> &'static str {
     }
 }
 
-/// Changed elements / all elements.
-fn density(manifest: &Manifest) -> f64 {
-    manifest.changed as f64 / manifest.elements().max(1) as f64
+/// Bytes of a publication: its objects and its manifest, as `publish` counts them.
+fn stored_bytes(manifest: &Manifest) -> Result<u64> {
+    Ok(manifest.object_bytes() + manifest.to_bytes()?.len() as u64)
+}
+
+/// Changed elements / all elements, of a version that is a difference to another.
+fn density(manifest: &Manifest) -> Option<f64> {
+    let density = || manifest.changed as f64 / manifest.elements().max(1) as f64;
+    (manifest.kind == Kind::Delta).then(density)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! `driftless keygen`.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
 use driftless::transport::sign::SignKey;
 use serde_json::json;
 use std::path::PathBuf;

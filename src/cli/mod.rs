@@ -1,49 +1,34 @@
-//! The command line: a file per subcommand, and helpers that they share (`error`, `keys`, `mapped`,
-//! `numbers`, `output`, `paths`, `progress`, `ranks`, `report`, `serving`, `signals`, `slime`, `store`,
-//! `transport`).
+//! The command line: a file a subcommand, beside `shared/`, which has what several of them need.
+//!
+//! A subcommand is a module with `Args`, whose comment is its help, and `run`; it is named once more in
+//! `commands!`.
 
+mod completions;
 mod coordinate;
 mod data;
 mod delta;
-mod error;
-#[cfg(feature = "failpoints")]
-mod failpoints;
 mod follow;
 mod gc;
 mod inspect;
 mod keygen;
-mod keys;
 mod log;
-mod mapped;
-mod numbers;
-mod output;
-mod paths;
-mod progress;
 mod publish;
-mod ranks;
 mod relay;
 mod repair;
-mod report;
-#[cfg(feature = "torch")]
+#[cfg_attr(not(feature = "torch"), path = "absent.rs")]
 mod serve;
-mod serving;
-#[cfg(feature = "torch")]
-mod sft;
-mod signals;
-mod slime;
-mod store;
-mod task;
+mod shared;
 mod train;
-mod transport;
 
-use clap::{Parser, Subcommand};
-use output::Output;
+use clap::{CommandFactory as _, FromArgMatches as _, Parser};
+use shared::error::{Error, Result};
+use shared::output::{self, Output};
 use std::ffi::OsString;
 use std::io::IsTerminal;
 
-pub use error::{buffer_code, transport_code};
 pub use publish::default_baseline;
-pub use store::open as open_store;
+pub use shared::error::{buffer_code, transport_code};
+pub use shared::store::open as open_store;
 
 const AFTER_HELP: &str = "\
 Exit codes:
@@ -58,80 +43,72 @@ Exit codes:
             A second signal ends it at once.
   141  the reader of the results has closed the pipe
 
-Logs go to standard error; RUST_LOG=debug shows more. Results go to standard output, as JSON with --json.";
+Logs go to standard error; RUST_LOG=debug shows more. Results go to standard output. With --json these are JSON,
+and so is the error that the command ends with.";
+
+/// The version, and what it was built from.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("DRIFTLESS_BUILD"), ")");
 
 /// Keeps inference engines in step with an RL trainer: lossless weight deltas, crash-safe publications, a
 /// durable rollout log.
 #[derive(Parser)]
-#[command(version, after_help = AFTER_HELP)]
+#[command(version = VERSION, after_help = AFTER_HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// Print results as JSON, for scripts.
-    #[arg(long, global = true)]
+    /// Print results, and the error that the command ends with, as JSON, for scripts.
+    #[arg(long, global = true, help_heading = "With every command")]
     json: bool,
-    /// End with SIGKILL when the process that started this one ends, however it ends; for supervisors
-    /// (Linux).
-    #[arg(long, global = true)]
+    /// End with SIGKILL when the process that started this one ends, however it ends; for supervisors.
+    #[arg(long, global = true, help_heading = "With every command")]
     die_with_parent: bool,
 }
 
-#[derive(Subcommand)]
-enum Command {
-    /// Train a policy: SFT, or the RL loop with external engines.
-    Train(Box<train::Args>),
-    /// Serve a checkpoint with the embedded engine, which speaks SGLang's HTTP routes.
-    #[cfg(feature = "torch")]
-    Serve(serve::Args),
-    #[cfg(not(feature = "torch"))]
-    #[command(hide = true, disable_help_flag = true)]
-    Serve(Absent),
-    /// Publish a Hugging Face checkpoint directory as the next version of a run.
-    Publish(Box<publish::Args>),
-    /// Keep a local checkpoint directory, and the engines that load it, at a run's newest version.
-    Follow(Box<follow::Args>),
-    /// Bring the followers of many hosts to each version together.
-    Coordinate(coordinate::Args),
-    Data(data::Args),
-    /// Encode, apply and look at a delta between two checkpoint directories.
-    Delta(delta::Args),
-    /// Show what a store holds: its runs, a run's chain, one version.
-    Inspect(inspect::Args),
-    Gc(gc::Args),
-    Keygen(keygen::Args),
-    Relay(relay::Args),
-    Repair(repair::Args),
-    /// Look at a rollout log.
-    Log(log::Args),
+/// The subcommands, in the order of the help.
+macro_rules! commands {
+    ($($name:ident: $module:ident,)*) => {
+        #[derive(clap::Subcommand)]
+        enum Command {
+            $($name(Box<$module::Args>),)*
+        }
+
+        impl Command {
+            fn run(self, output: Output) -> Result<()> {
+                match self {
+                    $(Self::$name(args) => $module::run(*args, output),)*
+                }
+            }
+        }
+    };
 }
 
-/// What is asked of a command that this build does not have.
-#[cfg(not(feature = "torch"))]
-#[derive(clap::Args)]
-struct Absent {
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-    _ignored: Vec<std::ffi::OsString>,
-}
-
-/// A refusal of what this build does not have.
-#[cfg(not(feature = "torch"))]
-fn absent(what: &str, or: &str) -> error::Error {
-    error::Error::Usage {
-        what: what.to_owned(),
-        expected: format!(
-            "{or}a build with libtorch: `cargo install --locked --path . --features torch`, see docs/operations.md"
-        ),
-        found: "one without the feature torch".to_owned(),
-    }
+commands! {
+    Train: train,
+    Serve: serve,
+    Publish: publish,
+    Follow: follow,
+    Coordinate: coordinate,
+    Data: data,
+    Delta: delta,
+    Inspect: inspect,
+    Gc: gc,
+    Keygen: keygen,
+    Relay: relay,
+    Repair: repair,
+    Log: log,
+    Completions: completions,
 }
 
 /// Parses the arguments (the first is the program's name), runs, prints; returns the exit code that `--help`
 /// documents. Once in a process: it takes over logging, SIGINT and SIGTERM.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
-    let cli = match Cli::try_parse_from(args) {
+    let args: Vec<OsString> = args.into_iter().collect();
+    let parsed = command().try_get_matches_from(&args).and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
-        Err(error) => return refuse(&error),
+        Err(error) => return refuse(&error, args.iter().any(|arg| arg == "--json")),
     };
+    let output = Output::new(cli.json);
     tracing_subscriber::fmt()
         // It would be told of standard error that is closed on standard error.
         .log_internal_errors(false)
@@ -142,36 +119,37 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         .with_writer(std::io::stderr)
         .init();
     #[cfg(feature = "failpoints")]
-    let _scenario = match failpoints::arm() {
+    let _scenario = match shared::failpoints::arm() {
         Ok(scenario) => scenario,
-        Err(error) => return fail(&error),
+        Err(error) => return output::fail(&error),
     };
     if cli.die_with_parent {
         die_with_parent();
     }
-    mapped::name_unreadable_files();
-    let output = Output { json: cli.json };
-    let outcome = match cli.command {
-        Command::Train(args) => train::run(*args, output),
-        #[cfg(feature = "torch")]
-        Command::Serve(args) => serve::run(args, output),
-        #[cfg(not(feature = "torch"))]
-        Command::Serve(_) => Err(absent("`driftless serve`", "")),
-        Command::Publish(args) => publish::run(*args, output),
-        Command::Follow(args) => follow::run(*args, output),
-        Command::Coordinate(args) => coordinate::run(args, output),
-        Command::Data(args) => data::run(&args, output),
-        Command::Delta(args) => delta::run(args, output),
-        Command::Inspect(args) => inspect::run(args, output),
-        Command::Gc(args) => gc::run(args, output),
-        Command::Keygen(args) => keygen::run(args, output),
-        Command::Relay(args) => relay::run(args, output),
-        Command::Repair(args) => repair::run(&args, output),
-        Command::Log(args) => log::run(args, output),
-    };
-    match outcome {
+    shared::mapped::name_unreadable_files();
+    match cli.command.run(output) {
         Ok(()) => 0,
-        Err(error) => fail(&error),
+        Err(error) => output::fail(&error),
+    }
+}
+
+/// The command line as it is parsed.
+fn command() -> clap::Command {
+    with_whole_examples(Cli::command())
+}
+
+/// Examples can be copied: clap would wrap them as it wraps the rest, but leaves alone what a template holds.
+fn with_whole_examples(mut command: clap::Command) -> clap::Command {
+    const TEMPLATE: &str = "{about-with-newline}\n{usage-heading} {usage}\n\n{all-args}";
+    let names: Vec<_> = command.get_subcommands().map(|sub| sub.get_name().to_owned()).collect();
+    for name in names {
+        command = command.mut_subcommand(name, with_whole_examples);
+    }
+    match command.get_after_help().map(ToString::to_string) {
+        None => command,
+        Some(examples) => command
+            .after_help(clap::builder::Resettable::Reset)
+            .help_template(format!("{TEMPLATE}\n\n{examples}")),
     }
 }
 
@@ -185,34 +163,24 @@ fn die_with_parent() {
     }
 }
 
-/// Prints the error with its causes.
-fn fail(error: &error::Error) -> u8 {
-    if !error.is_closed_pipe() {
-        output::say(&format!("error: {error}"));
-        let mut cause = std::error::Error::source(error);
-        while let Some(error) = cause {
-            output::say(&format!("  because: {error}"));
-            cause = error.source();
-        }
-        if let Some(hint) = error.hint() {
-            output::say(&format!("  hint: {hint}"));
-        }
-    }
-    error.exit_code()
-}
-
 /// Prints what clap has to say: help on standard output, complaints on standard error.
-fn refuse(error: &clap::Error) -> u8 {
+fn refuse(error: &clap::Error, json: bool) -> u8 {
+    let code = u8::try_from(error.exit_code()).unwrap_or(2);
     let text = error.render().to_string();
-    let printed = if error.use_stderr() && output::without_secrets(&text) != text {
-        output::say(&text);
-        Ok(())
-    } else {
-        error.print()
+    let printed = match error.use_stderr() {
+        true if json => {
+            output::say(&output::error_json(code, text.trim().trim_start_matches("error: "), &[], None));
+            Ok(())
+        }
+        true if output::without_secrets(&text) != text => {
+            output::say(&text);
+            Ok(())
+        }
+        _ => error.print(),
     };
     match printed {
-        Err(source) if !error.use_stderr() => fail(&error::Error::Output(source)),
-        _ => u8::try_from(error.exit_code()).unwrap_or(2),
+        Err(source) if !error.use_stderr() => output::fail(&Error::Output(source)),
+        _ => code,
     }
 }
 

@@ -1,11 +1,10 @@
 //! `driftless relay`.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
-use crate::cli::signals::{PATIENCE, stop_on_signals};
-use crate::cli::transport::with_ucx_settings;
-use crate::cli::{keys, paths, store};
-use driftless::relay::fabric::{Fabric, FabricOptions};
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
+use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
+use crate::cli::shared::transport::{open_ucx, with_ucx_settings};
+use crate::cli::shared::{keys, paths, store};
 use driftless::relay::{RelayOptions, serve};
 use driftless::store::wait::Stop;
 use serde_json::json;
@@ -67,11 +66,11 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     options.token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
     options.limits.connections = args.connections.into();
     if let Some(listen) = args.listen_ucx {
-        options.ucx = Some((listen, Fabric::open(&FabricOptions::default())?));
+        options.fabric = Some((listen, open_ucx()?));
     }
     let server = serve(store::open(&args.store)?, options).map_err(Error::Relay)?;
     let url = format!("http://{}", server.addr());
-    let ucx = server.ucx_addr().map(|addr| format!("ucx://{addr}"));
+    let ucx = server.fabric_addr().map(|addr| format!("ucx://{addr}"));
     let value = json!({ "url": url, "ucx_url": ucx, "store": args.store, "cache_dir": args.cache_dir.display().to_string() });
     output.print(&value, |_| {
         let also = ucx.as_ref().map(|ucx| format!(" and {ucx}")).unwrap_or_default();

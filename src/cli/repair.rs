@@ -1,7 +1,7 @@
 //! `driftless repair`.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
 use driftless::transport::Replica;
 use driftless::transport::replica::Repaired;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ pub(crate) struct Args {
     dir: PathBuf,
 }
 
-pub(crate) fn run(args: &Args, output: Output) -> Result<()> {
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if !args.dir.join(".driftless").is_dir() {
         return Err(Error::Usage {
             what: format!("`{}`", args.dir.display()),

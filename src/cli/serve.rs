@@ -1,9 +1,9 @@
 //! `driftless serve`.
 
-use crate::cli::error::Result;
-use crate::cli::output::Output;
-use crate::cli::signals::{PATIENCE, stop_on_signals};
-use crate::cli::{keys, numbers, paths};
+use crate::cli::shared::error::Result;
+use crate::cli::shared::output::Output;
+use crate::cli::shared::signals::{PATIENCE, stop_on_signals};
+use crate::cli::shared::{keys, numbers, paths};
 use driftless::store::wait::Stop;
 use driftless::torch::engine::{self, Dialect, EngineOptions};
 use driftless::torch::{Kind, device};
@@ -11,7 +11,9 @@ use serde_json::json;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Serves token ids in and out on SGLang's routes; for demos, tests and small models.
+/// Serve a checkpoint with the embedded engine, which speaks SGLang's HTTP routes.
+///
+/// Token ids go in and out; for demos, tests and small models.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Checkpoint directory of a Llama, Qwen2 or Qwen3 model.

@@ -1,9 +1,17 @@
-//! For tests and benches: a network link in user space, a flood of connections, and small S3 and vLLM servers
-//! and a learner that err on command.
+//! What tests and benches of several crates need and no user does: servers that err on command, a network link
+//! in user space, a flood of connections, and numbers that follow from a seed.
 #![allow(clippy::unwrap_used, reason = "support for tests: a failed step is a failed test")]
 
+#[cfg(feature = "servers")]
 pub mod flood;
+#[cfg(feature = "servers")]
 pub mod learner;
+#[cfg(feature = "servers")]
 pub mod link;
+pub mod random;
+#[cfg(feature = "servers")]
 pub mod s3;
+#[cfg(feature = "servers")]
+pub mod sglang;
+#[cfg(feature = "servers")]
 pub mod vllm;

@@ -12,6 +12,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::random::Random;
+
 /// Bytes that travel as one.
 const CHUNK: usize = 16 << 10;
 /// Chunks of one connection and direction that are on their way at most.
@@ -249,7 +251,7 @@ impl Wire {
 
     /// Takes bytes from one end and puts them on the wire, as fast as that is.
     fn send(&self, way: Way, id: u64, mut from: TcpStream, wire: &SyncSender<(Instant, Vec<u8>)>) {
-        let mut random = self.shape.seed ^ id << 1 ^ way as u64;
+        let mut random = Random(self.shape.seed ^ id << 1 ^ way as u64);
         let mut last = Instant::now();
         loop {
             let mut chunk = vec![0; CHUNK];
@@ -261,7 +263,7 @@ impl Wire {
             let sent = self.sent(way, length);
             // It stays where it is until it was sent, so that senders meet the rate and not a queue.
             thread::sleep(sent.saturating_duration_since(Instant::now()));
-            last = last.max(sent + self.shape.delay + self.shape.jitter.mul_f64(unit(&mut random)));
+            last = last.max(sent + self.shape.delay + self.shape.jitter.mul_f64(random.unit()));
             if wire.send((last, chunk)).is_err() {
                 return;
             }
@@ -325,15 +327,6 @@ impl Wire {
             None => Some(true),
         }
     }
-}
-
-/// A number in [0, 1) from splitmix64.
-fn unit(state: &mut u64) -> f64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut z = *state;
-    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    (z ^ z >> 31) as f64 / 2f64.powi(64)
 }
 
 #[cfg(test)]

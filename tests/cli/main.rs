@@ -7,6 +7,7 @@
 mod common;
 mod coordinated;
 mod data;
+mod examples;
 mod interrupted;
 mod log;
 mod mistakes;
@@ -14,6 +15,7 @@ mod odd_files;
 mod pipes;
 mod repair;
 mod serving;
+mod shown;
 mod signed;
 mod surface;
 #[path = "../../transport/tests/common/tree.rs"]

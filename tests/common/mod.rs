@@ -80,7 +80,7 @@ impl Process {
         self
     }
 
-    /// Its `number`-th line of JSON, from 0; if it ends before that, what it printed.
+    /// Its `number`-th result in JSON, from 0; if it ends before that, what it printed.
     pub fn says(&mut self, number: usize) -> Result<serde_json::Value, String> {
         self.until(&format!("its JSON {number}"), |process| {
             // Asked for before the look: the line may be the last thing that it does.
@@ -88,7 +88,8 @@ impl Process {
             let bytes = std::fs::read(&process.log).expect("a log");
             let text = text(&bytes[process.begin..]);
             let whole = text.rsplit_once('\n').map_or("", |(lines, _)| lines);
-            match (whole.lines().filter(|line| line.starts_with('{')).nth(number), ended) {
+            let is_result = |line: &&str| line.starts_with('{') && !line.starts_with(r#"{"error""#);
+            match (whole.lines().filter(is_result).nth(number), ended) {
                 (Some(line), _) => Some(Ok(serde_json::from_str(line).expect("JSON"))),
                 (None, Some(_)) => Some(Err(text)),
                 (None, None) => None,

@@ -10,7 +10,8 @@ mod common;
 mod stage;
 
 use common::Process;
-use driftless::bridge::{Client, ClientOptions, checksums};
+use driftless::bridge::ClientOptions;
+use driftless::bridge::sglang::{Client, checksums};
 use driftless::buffer::{self, Reader};
 use driftless::store::open;
 use driftless::transport::{Checkpoint, Run, Snapshot, Version};

@@ -8,18 +8,9 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../../bridge/tests/faults/fake.rs"]
-#[allow(dead_code, unreachable_pub, reason = "the bridge's tests use the rest")]
-mod fake;
-#[path = "../../bridge/tests/faults/memory.rs"]
-#[allow(dead_code, unreachable_pub, reason = "the fake engine refers to it")]
-mod memory;
 mod model;
 mod points;
 mod relay;
-#[path = "../../bridge/tests/faults/wire.rs"]
-#[allow(dead_code, unreachable_pub, reason = "the fake engine refers to it")]
-mod wire;
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
@@ -30,8 +21,9 @@ use common::{driftless, json};
 use driftless::store::open;
 use driftless::transport::run::Committed;
 use driftless::transport::{Checkpoint, Replica, Run};
-use fake::Fake;
-use model::{Random, contents};
+use driftless_testkit::random::Random;
+use driftless_testkit::sglang::Fake;
+use model::contents;
 use relay::Relay;
 
 /// Who is killed, and where. The publisher's baseline is a replica like the follower's checkpoint.

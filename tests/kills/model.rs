@@ -4,27 +4,10 @@ use std::path::{Path, PathBuf};
 
 use driftless::transport::checkpoint::write_checkpoint;
 use driftless::transport::{Checkpoint, Dtype, Snapshot as _, Tensors};
+use driftless_testkit::random::Random;
 
 const HIDDEN: u64 = 64;
 const VOCABULARY: u64 = 2048;
-
-/// splitmix64.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    /// A number in [0, 1).
-    pub(crate) fn unit(&mut self) -> f64 {
-        self.next() as f64 / 2f64.powi(64)
-    }
-}
 
 pub(crate) struct Contents(Tensors<'static>);
 

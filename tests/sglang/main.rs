@@ -10,7 +10,8 @@
 mod common;
 
 use common::{Process, driftless, free_port};
-use driftless::bridge::{Client, ClientOptions};
+use driftless::bridge::ClientOptions;
+use driftless::bridge::sglang::Client;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;

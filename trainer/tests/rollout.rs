@@ -4,7 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use async_trait::async_trait;
-use driftless_bridge::{Finish, GenerateRequest, Generation, Label, SamplingParams};
+use driftless_bridge::engine::Finish;
+use driftless_bridge::{GenerateRequest, Generation, Label, SamplingParams};
 use driftless_buffer::{self as buffer, Identity, Log, Options, PromptState, Sample, Scalars};
 use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, Dataset, Source};

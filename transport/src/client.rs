@@ -5,9 +5,9 @@ use std::future::Future;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use driftless_store::{OnBytes, chain_text, no_progress};
+use driftless_store::{OnBytes, chain_text, no_progress, runtime};
 use reqwest::{Client, Method, RequestBuilder, StatusCode, Url};
-use tokio::runtime::{self, Runtime};
+use tokio::runtime::Handle;
 
 use crate::error::{Error, Result};
 
@@ -16,12 +16,12 @@ const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 /// Bytes of an answer that is not what was asked for that are read and shown.
 const WORDS_MAX: usize = 200;
 
-/// A client with a thread of its own; its calls may be made from any thread.
+/// A client; its calls may be made from any thread but those of the runtime that drives them
+/// ([`runtime`]).
 pub struct Http {
     client: Client,
     token: Option<String>,
-    /// There until this is dropped.
-    runtime: Option<Runtime>,
+    runtime: Handle,
 }
 
 impl fmt::Debug for Http {
@@ -52,25 +52,19 @@ impl Http {
     /// A client that brings `token`, if there is one, with every request.
     ///
     /// # Errors
-    /// [`Io`](driftless_store::Error::Io) if its thread cannot be started.
+    /// [`Io`](driftless_store::Error::Io) if the threads of this process's connections cannot be started.
     pub fn new(token: Option<&str>) -> Result<Self> {
         // The only error is that there is a provider already, and any will do.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let start = |source| Error::io("start the thread of", "the HTTP client", source);
+        let start = |source| Error::io("start the threads of", "the HTTP client", source);
         let client = Client::builder()
             .connect_timeout(CONNECT_DEADLINE)
             .redirect(reqwest::redirect::Policy::none())
             .no_proxy()
             .build()
             .map_err(|error| start(std::io::Error::other(error)))?;
-        let runtime = runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .max_blocking_threads(2)
-            .thread_name("http-client")
-            .enable_all()
-            .build()
-            .map_err(start)?;
-        Ok(Self { client, token: token.map(str::to_owned), runtime: Some(runtime) })
+        let runtime = runtime::handle().map_err(start)?;
+        Ok(Self { client, token: token.map(str::to_owned), runtime })
     }
 
     fn request(&self, method: Method, url: Url) -> RequestBuilder {
@@ -104,20 +98,11 @@ impl Http {
     ) -> std::result::Result<T, String> {
         const ENDED: &str = "the HTTP client has ended";
         let (sender, receiver) = mpsc::sync_channel(1);
-        self.runtime.as_ref().ok_or(ENDED)?.spawn(async move {
+        self.runtime.spawn(async move {
             // The receiver waits below.
             let _ = sender.send(call.await);
         });
         receiver.recv().unwrap_or(Err(ENDED.to_owned()))
-    }
-}
-
-impl Drop for Http {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            // Waiting here would panic on a thread of another runtime; no call is under way.
-            runtime.shutdown_background();
-        }
     }
 }
 

@@ -12,7 +12,8 @@ use std::thread;
 use std::time::Duration;
 
 use common::{Process, Random};
-use driftless_relay::fabric::{Bucket, Fabric, FabricOptions, INFLIGHT_MAX, Link};
+use driftless_relay::fabric::ucx::{Bucket, INFLIGHT_MAX, Ucx, UcxLink, UcxOptions};
+use driftless_relay::fabric::{MemoryFabric, conformance};
 use driftless_relay::{Error, Result};
 
 /// Only a hang reaches it.
@@ -22,8 +23,8 @@ const WAYS: [&str; 2] = ["tcp", "posix,sysv,cma,self"];
 /// Under which the other process finds what it has to do.
 const ROLE: &str = "DRIFTLESS_TEST_FABRIC";
 
-fn fabric(transports: &str) -> Option<Fabric> {
-    let mut options = FabricOptions::default();
+fn fabric(transports: &str) -> Option<Ucx> {
+    let mut options = UcxOptions::default();
     options.settings = vec![("TLS".to_owned(), transports.to_owned())];
     common::fabric(&options)
 }
@@ -33,7 +34,7 @@ fn bytes(seed: u64, length: usize) -> Vec<u8> {
     std::iter::repeat_with(|| random.next().to_le_bytes()).flatten().take(length).collect()
 }
 
-fn filled(fabric: &Fabric, content: &[u8]) -> Bucket {
+fn filled(fabric: &Ucx, content: &[u8]) -> Bucket {
     let mut bucket = fabric.bucket(content.len()).unwrap();
     bucket.copy_from_slice(content);
     bucket
@@ -43,14 +44,15 @@ fn nothing() -> std::result::Result<(), String> {
     Ok(())
 }
 
-fn send(link: &mut Link, bucket: Bucket, tag: u64) -> Result<Bucket> {
+fn send(link: &mut UcxLink, bucket: Bucket, tag: u64) -> Result<Bucket> {
     let range = 0..bucket.len();
     let ticket = link.send(bucket, range, tag)?;
     Ok(link.finish(ticket, LONG, &mut nothing)?.0)
 }
 
-fn receive(link: &mut Link, bucket: Bucket, tag: u64) -> Result<(Bucket, usize)> {
-    let ticket = link.receive(bucket, tag)?;
+fn receive(link: &mut UcxLink, bucket: Bucket, tag: u64) -> Result<(Bucket, usize)> {
+    let range = 0..bucket.len();
+    let ticket = link.receive(bucket, range, tag)?;
     link.finish(ticket, LONG, &mut nothing)
 }
 
@@ -69,7 +71,7 @@ fn hear(socket: &mut TcpStream) -> Vec<u8> {
 }
 
 /// Both sides connect to each other.
-fn meet(fabric: &Fabric, socket: &mut TcpStream) -> Link {
+fn meet(fabric: &Ucx, socket: &mut TcpStream) -> UcxLink {
     let mut link = fabric.link("the other process").unwrap();
     tell(socket, &link.address().unwrap());
     link.connect(&hear(socket)).unwrap();
@@ -125,10 +127,20 @@ fn other_process() {
     }
 }
 
+#[test]
+fn fabrics_conform() {
+    conformance::check(&MemoryFabric::default());
+    for transports in WAYS {
+        let Some(fabric) = fabric(transports) else { return };
+        println!("{transports}");
+        conformance::check(&fabric);
+    }
+}
+
 const SIZES: [usize; 5] = [1, 4000, 100_000, 1 << 20, 20 << 20];
 
 /// Sends back what comes.
-fn mirror(fabric: &Fabric, link: &mut Link) {
+fn mirror(fabric: &Ucx, link: &mut UcxLink) {
     for (tag, size) in SIZES.into_iter().enumerate() {
         // Larger than the message: its length is learned.
         let (bucket, length) = receive(link, fabric.bucket(size + 10).unwrap(), tag as u64).unwrap();
@@ -197,15 +209,15 @@ fn links_of_one_fabric_work_on_threads() {
 fn waits_end_and_name_the_peer_and_their_memory_stays_until_then() {
     let Some(fabric) = fabric("tcp,self") else { return };
     let mut link = fabric.link("10.0.0.9:7421").unwrap();
-    let ticket = link.receive(fabric.bucket(1 << 20).unwrap(), 1).unwrap();
+    let ticket = link.receive(fabric.bucket(1 << 20).unwrap(), 0..1 << 20, 1).unwrap();
     let outcome = link.finish(ticket, Duration::from_millis(50), &mut nothing);
     let Err(error @ Error::LinkTimeout { .. }) = outcome else { panic!("{outcome:?}") };
     assert!(error.to_string().contains("10.0.0.9:7421"), "{error}");
-    let late = link.receive(fabric.bucket(10).unwrap(), 2);
+    let late = link.receive(fabric.bucket(10).unwrap(), 0..10, 2);
     assert!(matches!(late, Err(Error::LinkLost { .. })), "a link is of no use after that: {late:?}");
 
     let mut link = fabric.link("watched").unwrap();
-    let ticket = link.receive(fabric.bucket(10).unwrap(), 1).unwrap();
+    let ticket = link.receive(fabric.bucket(10).unwrap(), 0..10, 1).unwrap();
     let outcome = link.finish(ticket, LONG, &mut || Err("it hung up".to_owned()));
     assert!(matches!(&outcome, Err(Error::LinkLost { reason, .. }) if reason == "it hung up"), "{outcome:?}");
     let unconnected = fabric.link("nobody").unwrap().send(fabric.bucket(1).unwrap(), 0..1, 1);
@@ -222,10 +234,10 @@ fn what_is_in_flight_is_bounded_and_messages_must_fit() {
     near.connect(&far.address().unwrap()).unwrap();
     let mut tickets = Vec::new();
     for tag in 0..INFLIGHT_MAX {
-        tickets.push(far.receive(fabric.bucket(10).unwrap(), tag as u64).unwrap());
+        tickets.push(far.receive(fabric.bucket(10).unwrap(), 0..10, tag as u64).unwrap());
     }
     assert!(matches!(
-        far.receive(fabric.bucket(10).unwrap(), 99),
+        far.receive(fabric.bucket(10).unwrap(), 0..10, 99),
         Err(Error::Transport(driftless_transport::Error::Busy { .. }))
     ));
     // Another link's ticket finishes nothing.
@@ -243,7 +255,7 @@ fn what_is_in_flight_is_bounded_and_messages_must_fit() {
 
 const FLOOD_BYTES: usize = 4 << 20;
 
-fn flood(fabric: &Fabric, link: &mut Link) {
+fn flood(fabric: &Ucx, link: &mut UcxLink) {
     let mut bucket = filled(fabric, &bytes(1, FLOOD_BYTES));
     for tag in 1.. {
         let Ok(back) = send(link, bucket, tag) else { return };
@@ -268,7 +280,7 @@ fn a_killed_peer_is_an_error_within_the_deadline() {
                     // Of those that flood, somewhere in the middle of a message.
                     other.process.kill();
                 }
-                let ticket = link.receive(bucket, tag);
+                let ticket = link.receive(bucket, 0..FLOOD_BYTES, tag);
                 match ticket.and_then(|ticket| link.finish(ticket, DEADLINE, &mut nothing)) {
                     Ok((back, length)) => {
                         assert!(length == FLOOD_BYTES && back[..] == expected[..], "message {tag} is whole");
@@ -289,9 +301,9 @@ fn a_killed_peer_is_an_error_within_the_deadline() {
 
 #[test]
 fn without_the_library_there_is_an_error_that_says_what_to_install() {
-    let mut options = FabricOptions::default();
+    let mut options = UcxOptions::default();
     options.library = Some(PathBuf::from("/nonexistent/libucp.so.0"));
-    let Err(error @ Error::Library { .. }) = Fabric::open(&options) else { panic!("there is none") };
+    let Err(error @ Error::Library { .. }) = Ucx::open(&options) else { panic!("there is none") };
     let source = std::error::Error::source(&error).unwrap().to_string();
     assert!(source.contains("libucx0"), "{source}");
 }
@@ -299,16 +311,16 @@ fn without_the_library_there_is_an_error_that_says_what_to_install() {
 #[test]
 fn settings_that_ucx_does_not_take_are_errors() {
     let Some(_) = fabric("tcp") else { return };
-    let mut options = FabricOptions::default();
+    let mut options = UcxOptions::default();
     for (name, value) in [("RNDV_THRESH", "many"), ("TLS\0", "tcp")] {
         options.settings = vec![(name.to_owned(), value.to_owned())];
-        let outcome = Fabric::open(&options).map(drop);
+        let outcome = Ucx::open(&options).map(drop);
         assert!(
             matches!(outcome, Err(Error::Transport(driftless_transport::Error::BadSetting { .. }))),
             "{name}={value}: {outcome:?}"
         );
     }
     options.settings = vec![("TLS".to_owned(), "no_such_transport".to_owned())];
-    let outcome = Fabric::open(&options).map(drop);
+    let outcome = Ucx::open(&options).map(drop);
     assert!(matches!(outcome, Err(Error::Link { .. })), "{outcome:?}");
 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use std::{fs, thread};
 
-use driftless_relay::{RelayOptions, Relays, Server, serve};
+use driftless_relay::{RelayOptions, Relays, RelaysOptions, Server, serve};
 use driftless_store::wrap::{Count, Fault, When};
 use driftless_store::{Disk, Error as StoreError, Key, Memory, OnBytes, Store, conformance};
 use driftless_transport::manifest::Object;
@@ -59,7 +59,7 @@ fn url(addr: SocketAddr) -> String {
 }
 
 fn behind(origin: &Arc<dyn Store>, relays: &[String]) -> Arc<dyn Store> {
-    Arc::new(Relays::new(origin.clone(), relays, None).unwrap())
+    Arc::new(Relays::new(origin.clone(), relays, RelaysOptions::default()).unwrap())
 }
 
 fn follow(store: Arc<dyn Store>, dir: &Path, expected: &Weights) {

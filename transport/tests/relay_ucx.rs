@@ -15,8 +15,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{MODEL, Process, RUN, Random, Weights, assert_reader, assert_same, named, options, step, turn};
-use driftless_relay::fabric::{Fabric, FabricOptions};
-use driftless_relay::{Recent, RelayOptions, Relays, Server, serve};
+use driftless_relay::fabric::ucx::{Ucx, UcxOptions};
+use driftless_relay::{Recent, RelayOptions, Relays, RelaysOptions, Server, serve};
 use driftless_store::wrap::Count;
 use driftless_store::{Disk, Key, Memory, OnBytes, Store, conformance};
 use driftless_transport::publish::{Mode, Start};
@@ -38,27 +38,29 @@ fn nobody() -> OnBytes {
     Arc::new(|_| ())
 }
 
-fn fabric() -> Option<Fabric> {
-    common::fabric(&FabricOptions::default())
+fn fabric() -> Option<Ucx> {
+    common::fabric(&UcxOptions::default())
 }
 
-fn relay(fabric: &Fabric, origin: Arc<dyn Store>, dir: &Path, listen: SocketAddr) -> Server {
+fn relay(fabric: &Ucx, origin: Arc<dyn Store>, dir: &Path, listen: SocketAddr) -> Server {
     let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir);
-    options.ucx = Some((listen, fabric.clone()));
+    options.fabric = Some((listen, Arc::new(fabric.clone())));
     options.token = Some(TOKEN.to_owned());
     serve(origin, options).unwrap()
 }
 
-fn here(fabric: &Fabric, origin: Arc<dyn Store>, dir: &Path) -> Server {
+fn here(fabric: &Ucx, origin: Arc<dyn Store>, dir: &Path) -> Server {
     relay(fabric, origin, dir, "127.0.0.1:0".parse().unwrap())
 }
 
 fn url(server: &Server) -> String {
-    format!("ucx://{}", server.ucx_addr().unwrap())
+    format!("ucx://{}", server.fabric_addr().unwrap())
 }
 
 fn behind(origin: &Arc<dyn Store>, relays: &[String]) -> Arc<dyn Store> {
-    Arc::new(Relays::new(origin.clone(), relays, Some(TOKEN)).unwrap())
+    let mut options = RelaysOptions::default();
+    options.token = Some(TOKEN.to_owned());
+    Arc::new(Relays::new(origin.clone(), relays, options).unwrap())
 }
 
 /// A full version and a delta on top of it, which is all but whole: some megabytes.
@@ -129,7 +131,7 @@ fn other_process() {
             objects.for_each(|object| store.delete(&object.key).unwrap());
         }
     }
-    println!("listening {}", server.ucx_addr().unwrap());
+    println!("listening {}", server.fabric_addr().unwrap());
     thread::park();
 }
 
@@ -335,7 +337,7 @@ fn a_relay_that_starts_again_is_found_again() {
     let objects = [named(&store, "a/first", 20 << 20), named(&store, "a/second", 1000)];
     let nowhere: Arc<dyn Store> = Arc::new(Memory::new());
     let mut server = here(&fabric, store.clone(), dir.path());
-    let (client, addr) = (behind(&nowhere, &[url(&server)]), server.ucx_addr().unwrap());
+    let (client, addr) = (behind(&nowhere, &[url(&server)]), server.fabric_addr().unwrap());
     for round in 0..3 {
         for object in &objects {
             let bytes = client.get_cached(object, 0..object.size, &nobody()).unwrap();
@@ -386,7 +388,7 @@ fn bad_requests_are_told_what_is_wrong() {
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let object = named(&store, "a/object", 1000);
     let server = here(&fabric, store.clone(), dir.path());
-    let addr = server.ucx_addr().unwrap();
+    let addr = server.fabric_addr().unwrap();
     let link = fabric.link("the relay").unwrap();
     let address = hex::encode(link.address().unwrap());
     let hello = |token: Option<&str>| json!({ "driftless_ucx": 1, "token": token, "address": address });
@@ -428,13 +430,13 @@ fn bad_requests_are_told_what_is_wrong() {
         assert_eq!(raw.kind(), kind, "{key} {blake3} {size} {start} {bytes}");
     }
     let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir.path().join("open"));
-    options.ucx = Some(("0.0.0.0:0".parse().unwrap(), fabric.clone()));
+    options.fabric = Some(("0.0.0.0:0".parse().unwrap(), Arc::new(fabric.clone())));
     let open = serve(store.clone(), options).unwrap_err();
     assert!(matches!(open, driftless_relay::Error::Transport(Error::BadSetting { .. })), "{open:?}");
     for bad in
         ["ucx://", "ucx://host", "ucx://host:port", "ucx://user:secret@host:1", "ucx://host:1/?x=secret"]
     {
-        let refused = Relays::new(store.clone(), &[bad.to_owned()], None).unwrap_err();
+        let refused = Relays::new(store.clone(), &[bad.to_owned()], RelaysOptions::default()).unwrap_err();
         assert!(
             matches!(refused, driftless_relay::Error::Transport(Error::BadText { .. })),
             "{bad}: {refused:?}"
@@ -451,7 +453,7 @@ fn strangers_have_a_deadline_and_keep_no_follower_out() {
     let object = named(&store, "a/object", 100_000);
     let start = |name: &str, authorise: Duration| {
         let mut options = RelayOptions::new("127.0.0.1:0".parse().unwrap(), dir.path().join(name));
-        options.ucx = Some(("127.0.0.1:0".parse().unwrap(), fabric.clone()));
+        options.fabric = Some(("127.0.0.1:0".parse().unwrap(), Arc::new(fabric.clone())));
         options.token = Some(TOKEN.to_owned());
         (options.limits.connections, options.limits.authorise) = (4, authorise);
         serve(store.clone(), options).unwrap()
@@ -465,11 +467,11 @@ fn strangers_have_a_deadline_and_keep_no_follower_out() {
         );
     };
     let server = start("full", Duration::from_secs(24 * 3600));
-    let mut strangers: Vec<Raw> = (0..100).map(|_| Raw::to(server.ucx_addr().unwrap())).collect();
+    let mut strangers: Vec<Raw> = (0..100).map(|_| Raw::to(server.fabric_addr().unwrap())).collect();
     get(&server);
     assert_eq!(strangers[0].hear(), None, "the oldest made room");
     let server = start("slow", Duration::from_secs(1));
-    let mut slow = Raw::to(server.ucx_addr().unwrap());
+    let mut slow = Raw::to(server.fabric_addr().unwrap());
     slow.0.write_all(&100_000_u32.to_le_bytes()).unwrap();
     slow.0.set_read_timeout(Some(Duration::from_millis(5))).unwrap();
     let begun = Instant::now();
@@ -497,7 +499,7 @@ fn fake(session: impl Fn(Raw, u64) + Send + Sync + 'static) -> (String, Arc<Atom
 }
 
 /// Answers what is asked for with what `lie` makes of the right bytes; sends nothing for none.
-fn lies(raw: &mut Raw, fabric: &Fabric, store: &Arc<dyn Store>, lie: impl Fn(Vec<u8>) -> Vec<u8>) {
+fn lies(raw: &mut Raw, fabric: &Ucx, store: &Arc<dyn Store>, lie: impl Fn(Vec<u8>) -> Vec<u8>) {
     let Some(hello) = raw.hear() else { return };
     let mut link = fabric.link("the follower").unwrap();
     link.connect(&hex::decode(hello["address"].as_str().unwrap()).unwrap()).unwrap();

@@ -2,9 +2,8 @@
 
 use std::time::Instant;
 
-use driftless_bridge::{
-    Bucket, Meeting, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Root, Weights, plan,
-};
+use driftless_bridge::push::nccl::{Meeting, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Root};
+use driftless_bridge::push::{Bucket, Weights, plan};
 
 use crate::memory::{Arena, tensors};
 use crate::python::{Python, nccl};

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::time::Instant;
 
 use cudarc::driver::result;
-use driftless_bridge::{
-    Capabilities, Client, ClientOptions, Colocation, ColocationOptions, CudaShare, DiskUpdate, HostWeights,
-    Member, Push, Weights,
-};
+use driftless_bridge::ClientOptions;
+use driftless_bridge::push::colocate::{Colocation, ColocationOptions, CudaShare};
+use driftless_bridge::push::{HostWeights, Member, Push, Weights};
+use driftless_bridge::sglang::{Capabilities, Client, DiskUpdate};
 use driftless_transport::{Checkpoint, Snapshot};
 
 use crate::median;
@@ -17,21 +17,22 @@ use crate::memory::Arena;
 const PUSHES: usize = 24;
 
 pub(crate) fn run(url: &str, a: &Path, b: &Path) {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
     let client = Client::new(url, ClientOptions::default()).unwrap();
     let checkpoints = [a, b].map(|directory| Checkpoint::open(directory).unwrap());
     let arenas = checkpoints.each_ref().map(|checkpoint| Arena::upload(checkpoint));
     let bytes: u64 = checkpoints[0].tensors().iter().map(|info| info.byte_len().unwrap()).sum();
     for (name, bucket_bytes) in [("one bucket", u64::MAX), ("1 GiB buckets", 1 << 30)] {
-        let options = ColocationOptions { bucket_bytes, ..ColocationOptions::default() };
+        let options = ColocationOptions::default().with_bucket_bytes(bucket_bytes);
         let mut push = Colocation::new(CudaShare::open(0).unwrap(), options).unwrap();
         println!(
             "{name}, {bytes} bytes in {} tensors, device {}",
             checkpoints[0].tensors().len(),
             push.share().uuid()
         );
-        let server = push.runtime().block_on(client.server_info()).unwrap();
+        let server = runtime.block_on(client.server_info()).unwrap();
         push.admit(url, &server).unwrap();
-        let capabilities = push.runtime().block_on(Capabilities::probe(&client)).unwrap();
+        let capabilities = runtime.block_on(Capabilities::probe(&client)).unwrap();
         let member = Member { engine: client.clone(), ranks: 1, sessions: capabilities.sessions };
         push.set_members(vec![member], false);
         push.form().unwrap();
@@ -39,9 +40,9 @@ pub(crate) fn run(url: &str, a: &Path, b: &Path) {
             let begin = Instant::now();
             let (model_path, load_format) = (directory.into(), None);
             let update = DiskUpdate { model_path, load_format, weight_version: None, flush_cache: false };
-            push.runtime().block_on(client.update_weights_from_disk(&update)).unwrap();
+            runtime.block_on(client.update_weights_from_disk(&update)).unwrap();
             println!("loaded from disk in {:.3} s", begin.elapsed().as_secs_f64());
-            push.runtime().block_on(client.checksums()).unwrap()
+            runtime.block_on(client.checksums()).unwrap()
         });
         assert_ne!(sums[0], sums[1], "two checkpoints of different weights");
         let (mut device, mut host, mut free) = (Vec::new(), Vec::new(), Vec::new());
@@ -51,7 +52,7 @@ pub(crate) fn run(url: &str, a: &Path, b: &Path) {
             let weights: &dyn Weights =
                 if from_host { &HostWeights(&checkpoints[which]) } else { &arenas[which].weights };
             let pushed = push.push(weights, Some("bench")).unwrap();
-            let found = push.runtime().block_on(client.checksums()).unwrap();
+            let found = runtime.block_on(client.checksums()).unwrap();
             assert!(found == sums[which], "push {turn}: other checksums than after a disk load");
             let seconds = pushed.took.as_secs_f64();
             if turn == 0 {
@@ -72,7 +73,6 @@ pub(crate) fn run(url: &str, a: &Path, b: &Path) {
         println!("free memory of the device after push 2 and the last: {early} and {late} bytes");
         assert!(late >= early, "memory grew");
     }
-    let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(client.health()).unwrap();
     println!("the engine is healthy");
 }

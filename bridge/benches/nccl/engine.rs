@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::time::Instant;
 
-use driftless_bridge::{
-    Capabilities, Client, ClientOptions, DiskUpdate, Group, GroupOptions, HostWeights, Member, NcclOptions,
-    NcclRoot, Pushed, RankChecksums, Weights,
-};
+use driftless_bridge::ClientOptions;
+use driftless_bridge::push::nccl::{Group, GroupOptions, NcclOptions, NcclRoot};
+use driftless_bridge::push::{HostWeights, Member, Push as _, Pushed, Weights};
+use driftless_bridge::sglang::{Capabilities, Client, DiskUpdate, RankChecksums};
 use driftless_transport::{Checkpoint, Snapshot};
 use tokio::runtime::Runtime;
 

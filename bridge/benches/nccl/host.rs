@@ -5,7 +5,8 @@ use std::borrow::Cow;
 use std::time::Instant;
 
 use cudarc::driver::{CudaContext, result};
-use driftless_bridge::{CudaShare, HostWeights, Share, plan};
+use driftless_bridge::push::colocate::{CudaShare, Share};
+use driftless_bridge::push::{HostWeights, plan};
 use driftless_transport::Snapshot;
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, result};
-use driftless_bridge::DeviceWeights;
+use driftless_bridge::push::DeviceWeights;
 use driftless_transport::snapshot::TensorInfo;
 use driftless_transport::{Dtype, Snapshot};
 
@@ -51,7 +51,7 @@ impl Arena {
 
     /// A checkpoint's tensors.
     pub(crate) fn upload(snapshot: &dyn Snapshot) -> Self {
-        use driftless_bridge::{Bytes, Weights};
+        use driftless_bridge::push::{Bytes, Weights};
         let arena = Self::new(snapshot.tensors().to_vec(), true);
         for index in 0..snapshot.tensors().len() {
             let Bytes::Device(address) = arena.weights.bytes(index).unwrap() else { unreachable!() };

@@ -12,7 +12,8 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use cudarc::driver::result;
-use driftless_bridge::{Bytes, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Weights, plan};
+use driftless_bridge::push::nccl::{NcclOptions, NcclRoot, Rendezvous, RendezvousOptions};
+use driftless_bridge::push::{Bytes, Weights, plan};
 use driftless_delta::cuda::{Codec, Tensor};
 use driftless_delta::{DigestTable, Element, Profile};
 use driftless_transport::Dtype;

@@ -20,21 +20,26 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use derive_setters::Setters;
 use driftless_store::BoxError;
+use driftless_store::runtime::{self, wait};
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Activated, Limit, Target};
-use tokio::runtime::Runtime;
+use tokio::runtime::Handle;
 
 pub use self::plugin::PluginOptions;
 
 use self::pause::{Pause, partial, relabel};
 use self::plugin::Ranks;
-use crate::engine::{Attached, Engine, Identity, Reload};
-use crate::sglang::check_tensors;
-use crate::{ClientOptions, Error, Expected, Label, PauseMode, Result, checksums, connect};
+use crate::engine::{Attached, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload};
+use crate::error::{Error, Result};
+use crate::kinds::connect;
+use crate::sglang::{check_tensors, checksums};
 
 /// Options of a [`DiskActivator`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct DiskOptions {
     /// Keys and deadlines of the engine's client.
     pub client: ClientOptions,
@@ -42,9 +47,11 @@ pub struct DiskOptions {
     /// weights, and so does the prefix cache where any request was running.
     pub pause: PauseMode,
     /// The checkpoint directory as the engine sees it, where that differs from how the follower sees it.
+    #[setters(into)]
     pub engine_checkpoint_dir: Option<PathBuf>,
     /// A checkpoint directory of the model that the engine was started with, for engines whose own model path
     /// cannot be read from here.
+    #[setters(into)]
     pub base: Option<PathBuf>,
     /// How engines' plugins are used; `None`: not at all.
     pub plugin: Option<PluginOptions>,
@@ -63,11 +70,10 @@ impl Default for DiskOptions {
     }
 }
 
-/// Activates versions on one engine, which loads the checkpoint directory. Blocking, as followers want it: it
-/// owns a small runtime.
+/// Activates versions on one engine, which loads the checkpoint directory. Blocking, as followers want it.
 #[derive(Debug)]
 pub struct DiskActivator {
-    runtime: Runtime,
+    runtime: Handle,
     engine: Arc<dyn Engine>,
     options: DiskOptions,
     identity: Option<Identity>,
@@ -93,23 +99,13 @@ impl DiskActivator {
     /// An activator of the engine at an address of [`connect`]. Nothing is sent yet.
     ///
     /// # Errors
-    /// [`Error::Address`] for any other form of address; [`Error::SetUp`] when the runtime cannot be made.
+    /// [`Error::Address`] for any other form of address; [`Error::SetUp`] when the threads of this process's
+    /// connections cannot be started.
     pub fn new(address: &str, options: DiskOptions) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime
-            .map_err(|error| Error::SetUp { what: "the engine client's runtime", source: error.into() })?;
+        let runtime = runtime::handle().map_err(Error::threads)?;
         let engine = connect(address, options.client.clone())?;
         let (identity, activated, pause) = (None, None, Pause::default());
         Ok(Self { runtime, engine, options, identity, activated, unproved: 0, pause })
-    }
-
-    /// Runs a future to its end on a thread of its own: the caller may be a runtime's thread, where blocking
-    /// on another one panics.
-    fn block_on<T: Send>(runtime: &Runtime, future: impl Future<Output = T> + Send) -> T {
-        std::thread::scope(|scope| match scope.spawn(|| runtime.block_on(future)).join() {
-            Ok(value) => value,
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
     }
 }
 
@@ -120,14 +116,14 @@ impl Activate for DiskActivator {
 
     fn serving(&mut self) -> Result<Option<String>, BoxError> {
         let (engine, pause) = (self.engine.limited(&pause::last_words()), &mut self.pause);
-        let label = Self::block_on(&self.runtime, pause.look(&*engine))?;
+        let label = wait(&self.runtime, pause.look(&*engine))?;
         Ok(label.filter(|label| label.parse::<Label>().is_ok()))
     }
 
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
         let (engine, options, pause) = (self.engine.limited(target.limit), &self.options, &mut self.pause);
         let (known, activated, unproved) = (self.identity.take(), self.activated.take(), self.unproved);
-        let (identity, patched, paused_for) = Self::block_on(&self.runtime, async move {
+        let (identity, patched, paused_for) = wait(&self.runtime, async move {
             let serving = pause.look(&*engine).await?;
             let identity = attach(engine.clone(), options.base.as_deref(), target, known, activated).await?;
             let plan = plan(engine.url(), &identity, options, target)?;

@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::pause::{Pause, partial, relabel};
 use super::{Plan, empty_and_fence, end, load};
 use crate::engine::{Engine, Patched, Reload};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Pause, patch, look, continue; as for a load, `serving` is the label that the engine has now. With `prove`,
 /// its checksums are compared.

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use driftless_transport::activate::Limit;
 
-use crate::engine::{BETWEEN_TRIES, Engine};
+use crate::engine::{BETWEEN_TRIES, Engine, GenerateRequest, Label, PauseMode, Rid, SamplingParams};
+use crate::error::{Error, Result};
 use crate::http::excerpt;
-use crate::{Error, GenerateRequest, Label, PauseMode, Result, Rid, SamplingParams};
 
 /// How long ending an activation may take, however it went.
 const LAST_WORDS: Duration = Duration::from_secs(10);

@@ -6,21 +6,24 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use derive_setters::Setters;
 use driftless_store::os::regular;
 use driftless_transport::activate::Limit;
 use driftless_transport::prepared::{self, offer_path, offered};
 
 use super::Plan;
 use crate::engine::Engine;
+use crate::error::{Error, Result};
 use crate::live::Rank;
 use crate::live::rank::{RankFile, Told, started};
-use crate::{Error, Result};
 
 /// Between two looks at what a rank says.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// How engines' plugins are used.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct PluginOptions {
     /// The directory where plugins and followers of this user meet.
     pub dir: PathBuf,

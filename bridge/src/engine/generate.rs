@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Deserialize;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// A request's id: 36 hex digits, always.
 ///

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use driftless_transport::Dtype;
 
+use crate::engine::{Expected, PauseMode};
+use crate::error::{Error, Result};
 use crate::http::excerpt;
-use crate::{Error, Expected, PauseMode, Result};
 
 /// What an engine said about itself, after it was accepted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,7 +46,7 @@ impl Identity {
         self.flushes && mode == PauseMode::Retract
     }
 
-    /// Whether the engine's checksums can be compared with [`checksums`](crate::checksums()): one rank, on
+    /// Whether the engine's checksums can be compared with [`checksums`](crate::sglang::checksums()): one rank, on
     /// the CPU. GPUs hash differently, and every further rank holds a slice.
     pub(crate) fn checksums_comparable(&self) -> bool {
         self.tp == 1 && self.device.as_deref() == Some("cpu")

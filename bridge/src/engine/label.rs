@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// The version string given to engines: `<first 12 hex digits of run_id>:<version>`, for example
 /// `3f0c9a12b7de:42`.

@@ -7,6 +7,7 @@
 mod generate;
 mod identity;
 mod label;
+pub(crate) mod model;
 mod options;
 
 use std::collections::BTreeMap;
@@ -23,9 +24,10 @@ pub(crate) use generate::{Mismatch, log_probability};
 pub use identity::Identity;
 pub(crate) use identity::{Check, local};
 pub use label::Label;
+pub use model::{Expected, ModelConfig};
 pub use options::{ClientOptions, Deadlines};
 
-use crate::{Expected, Result};
+use crate::error::Result;
 
 /// How often what an engine refuses for a moment is tried again, and how long apart. An engine answers a
 /// request slightly before it drops it, so the first flush after an abort may come too early.
@@ -95,7 +97,7 @@ pub trait Engine: fmt::Debug + Send + Sync {
         Box::pin(async move { self.load(load).await.map(|()| Patched::Loaded) })
     }
 
-    /// Compares the weights it holds with [`checksums`](crate::checksums()) of a checkpoint, where that is
+    /// Compares the weights it holds with [`checksums`](crate::sglang::checksums()) of a checkpoint, where that is
     /// possible.
     ///
     /// Fails with [`Error::LiveWeights`](crate::Error::LiveWeights) when they differ.
@@ -190,7 +192,7 @@ impl Attached {
         &self.identity
     }
 
-    /// Compares the weights the engine holds with [`checksums`](crate::checksums()) of a checkpoint, where
+    /// Compares the weights the engine holds with [`checksums`](crate::sglang::checksums()) of a checkpoint, where
     /// that is possible.
     ///
     /// # Errors

@@ -2,10 +2,14 @@
 
 use std::time::Duration;
 
-use crate::Keys;
+use derive_setters::Setters;
+
+use crate::keys::Keys;
 
 /// How long each kind of call may take, connection and reply included.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct Deadlines {
     /// Establishing a connection.
     pub connect: Duration,
@@ -34,7 +38,9 @@ impl Default for Deadlines {
 }
 
 /// Options of an engine's client.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct ClientOptions {
     /// The engine's keys.
     pub keys: Keys,

@@ -6,7 +6,8 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::member::{LOOK_EVERY, Member};
-use crate::{Error, Finish, GenerateRequest, Generation, Label, Result, Rid};
+use crate::engine::{Finish, GenerateRequest, Generation, Label, Rid};
+use crate::error::{Error, Result};
 
 /// How an engine says that it still works on a request of this id; a trainer that was restarted meets its
 /// own.
@@ -130,7 +131,7 @@ fn unusable(generation: &Generation, before: Option<&str>, minimum: Option<&Labe
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::VersionSpan;
+    use crate::engine::VersionSpan;
 
     fn generation(labels: &[&str], spans_reported: bool) -> Generation {
         let span = |(at, label): (usize, &&str)| VersionSpan {

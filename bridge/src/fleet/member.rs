@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::engine::{Attached, Engine, Identity};
-use crate::{Error, Expected, Label, Result};
+use crate::engine::{Attached, Engine, Expected, Identity, Label};
+use crate::error::{Error, Result};
 
 /// Shortest time between two looks at an engine.
 pub(super) const LOOK_EVERY: Duration = Duration::from_millis(50);

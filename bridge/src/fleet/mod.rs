@@ -8,14 +8,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use derive_setters::Setters;
+
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::engine::Attached;
-use crate::{
-    ClientOptions, Deadlines, Error, Expected, GenerateRequest, Generation, Keys, Label, Result, Rid, connect,
-};
+use crate::engine::{Attached, ClientOptions, Deadlines, Expected, GenerateRequest, Generation, Label, Rid};
+use crate::error::{Error, Result};
+use crate::keys::Keys;
+use crate::kinds::connect;
 use lease::{Attempt, Lease};
 use member::{LOOK_EVERY, Member};
 pub use route::Route;
@@ -25,7 +27,9 @@ use route::{View, choose};
 const RECHECK: Duration = Duration::from_millis(100);
 
 /// Options of a [`Fleet`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct FleetOptions {
     /// Our requests under way on one engine at a time.
     pub concurrency: usize,

@@ -10,23 +10,26 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use derive_setters::Setters;
 use driftless_store::BoxError;
+use driftless_store::runtime::{self, wait};
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Activated, Target};
+use tokio::runtime::Handle;
 
 use super::occupation::{self, Occupation, in_doubt};
 use super::{HostWeights, Member, Push};
 use crate::activate::pause::{self, Pause, left_paused, relabel};
 use crate::activate::{self, attach};
-use crate::engine::Engine as _;
+use crate::engine::{ClientOptions, Engine as _, Expected, Identity, Label, PauseMode};
+use crate::error::{Error, Result};
 use crate::kinds::connect_sglang;
-use crate::sglang::check_tensors;
-use crate::{
-    Client, ClientOptions, Error, Expected, Identity, Label, MemoryTag, PauseMode, Result, checksums,
-};
+use crate::sglang::{Client, MemoryTag, check_tensors, checksums};
 
 /// Options of a [`PushActivator`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct PushOptions {
     /// Keys and deadlines of the engines' clients.
     pub client: ClientOptions,
@@ -35,6 +38,7 @@ pub struct PushOptions {
     pub pause: PauseMode,
     /// A checkpoint directory of the model that the engines were started with, for engines whose own model
     /// path cannot be read from here.
+    #[setters(into)]
     pub base: Option<PathBuf>,
     /// What engines with `--enable-memory-saver` give back while they are updated; their requests are aborted
     /// then. Never [`MemoryTag::Weights`], which an update writes to.
@@ -52,6 +56,7 @@ impl Default for PushOptions {
 #[derive(Debug)]
 pub struct PushActivator<P> {
     push: P,
+    runtime: Handle,
     options: PushOptions,
     clients: Vec<Client>,
     /// What the engines said when they were attached, in the order of the clients.
@@ -85,7 +90,8 @@ impl<P: Push> PushActivator<P> {
     ///
     /// # Errors
     /// [`Error::Address`] for any other form of address, and for another kind of engine; [`Error::Fleet`]
-    /// when there is none, or one of them twice.
+    /// when there is none, or one of them twice; [`Error::SetUp`] when the threads of this process's
+    /// connections cannot be started.
     pub fn new(addresses: &[String], push: P, options: PushOptions) -> Result<Self> {
         let clients = addresses.iter().map(|address| connect_sglang(address, options.client.clone()));
         let clients = clients.collect::<Result<Vec<_>>>()?;
@@ -95,16 +101,12 @@ impl<P: Push> PushActivator<P> {
         }
         let identities = clients.iter().map(|_| None).collect();
         let pauses = vec![Pause::default(); clients.len()];
-        Ok(Self { push, options, clients, identities, activated: None, pauses })
+        let runtime = runtime::handle().map_err(Error::threads)?;
+        Ok(Self { push, runtime, options, clients, identities, activated: None, pauses })
     }
 
-    /// What it pushes with.
-    pub fn push(&self) -> &P {
-        &self.push
-    }
-
-    fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
-        self.push.runtime().block_on(future)
+    fn wait<T: Send>(&self, future: impl Future<Output = T> + Send) -> T {
+        wait(&self.runtime, future)
     }
 
     fn current_label(&mut self) -> Result<Option<String>> {
@@ -118,7 +120,7 @@ impl<P: Push> PushActivator<P> {
     /// The labels of their weights, where those are known.
     fn look(&mut self, clients: &[Client]) -> Result<Vec<Option<String>>> {
         let mut pauses = std::mem::take(&mut self.pauses);
-        let labels = self.block_on(async {
+        let labels = self.wait(async {
             let mut labels = Vec::new();
             for (client, pause) in clients.iter().zip(&mut pauses) {
                 labels.push(pause.look(client).await?);
@@ -157,7 +159,8 @@ impl<P: Push> PushActivator<P> {
         let (known, activated) = (std::mem::take(&mut self.identities), self.activated.take());
         let mut plans = Vec::new();
         for ((client, label), known) in clients.iter().zip(labels).zip(known) {
-            let plan = self.block_on(async {
+            let (base, activated) = (self.options.base.as_deref(), activated.clone());
+            let asked = wait(&self.runtime, async {
                 let serving = client.model_info().await?.weight_version;
                 let released = match Occupation::of(serving.as_deref()) {
                     Occupation::Whole => Vec::new(),
@@ -165,23 +168,22 @@ impl<P: Push> PushActivator<P> {
                     Occupation::InDoubt => return Err(in_doubt(client)),
                 };
                 let same = known.is_some() && activated.is_some() && serving == activated;
-                let base = self.options.base.as_deref();
-                let identity =
-                    attach(Arc::new(client.clone()), base, target, known, activated.clone()).await?;
-                if !same {
-                    self.push.admit(client.url(), &client.server_info().await?)?;
-                }
-                let release = if identity.saves_memory { self.options.release.clone() } else { Vec::new() };
-                let client = client.clone();
-                Ok::<_, Error>(Plan { client, identity, serving: label, sums: None, same, release, released })
+                let identity = attach(Arc::new(client.clone()), base, target, known, activated).await?;
+                let server = if same { None } else { Some(client.server_info().await?) };
+                Ok::<_, Error>((identity, released, server))
             });
             // Whoever failed here is asked anew the next time, and so is everyone else.
             self.identities = self.clients.iter().map(|_| None).collect();
-            let mut plan = plan?;
-            check_tensors(checkpoint, place, &expected.config, plan.identity.dtype)?;
-            let comparable = plan.identity.checksums_comparable();
-            plan.sums = comparable.then(|| checksums(checkpoint, place)).transpose()?;
-            plans.push(plan);
+            let (identity, released, server) = asked?;
+            if let Some(server) = &server {
+                self.push.admit(client.url(), server)?;
+            }
+            check_tensors(checkpoint, place, &expected.config, identity.dtype)?;
+            let comparable = identity.checksums_comparable();
+            let sums = comparable.then(|| checksums(checkpoint, place)).transpose()?;
+            let release = if identity.saves_memory { self.options.release.clone() } else { Vec::new() };
+            let (client, same) = (client.clone(), server.is_none());
+            plans.push(Plan { client, identity, serving: label, sums, same, release, released });
         }
         Ok(plans)
     }
@@ -189,7 +191,7 @@ impl<P: Push> PushActivator<P> {
     fn transact(&mut self, plans: &[Plan], target: &Target<'_>) -> Result<()> {
         let mode = self.options.pause;
         self.pauses.iter_mut().for_each(|pause| pause.begin(mode));
-        self.block_on(async {
+        self.wait(async {
             for plan in plans {
                 make_ready(plan, mode, target.label).await?;
             }
@@ -198,7 +200,7 @@ impl<P: Push> PushActivator<P> {
         self.pauses.iter_mut().for_each(Pause::touched);
         // A version's label is the last thing that an engine gets, once every engine was looked at.
         self.push.push(&HostWeights::<Checkpoint>(target.checkpoint), None)?;
-        self.block_on(async {
+        self.wait(async {
             for plan in plans {
                 take_back(&plan.client, target.label).await?;
                 if let Some(sums) = &plan.sums {
@@ -217,7 +219,7 @@ impl<P: Push> PushActivator<P> {
     fn end(&mut self, plans: &[Plan], label: &str, failed: Option<&Error>) -> Result<()> {
         let mut pauses = std::mem::take(&mut self.pauses);
         let limit = pause::last_words();
-        let ended = self.block_on(async {
+        let ended = self.wait(async {
             let mut ended = Ok(());
             for (plan, pause) in plans.iter().zip(&mut pauses) {
                 let client = &plan.client.limited(&limit);
@@ -231,15 +233,6 @@ impl<P: Push> PushActivator<P> {
         });
         self.pauses = pauses;
         ended
-    }
-
-    /// Runs on a thread of its own: the caller may be a runtime's thread, where blocking on another one
-    /// panics.
-    fn apart<T: Send>(&mut self, work: impl FnOnce(&mut Self) -> T + Send) -> T {
-        std::thread::scope(|scope| match scope.spawn(|| work(self)).join() {
-            Ok(value) => value,
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
     }
 }
 
@@ -274,12 +267,11 @@ impl<P: Push> Activate for PushActivator<P> {
     }
 
     fn serving(&mut self) -> Result<Option<String>, BoxError> {
-        Ok(self.apart(Self::current_label)?)
+        Ok(self.current_label()?)
     }
 
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
-        let pause = self.apart(|this| this.activate_all(target))?;
-        Ok(Activated { pause })
+        Ok(Activated { pause: self.activate_all(target)? })
     }
 
     fn is_paused(&self) -> bool {

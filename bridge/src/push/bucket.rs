@@ -7,7 +7,7 @@
 
 use driftless_transport::snapshot::TensorInfo;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Tensors that travel in one call.
 #[derive(Debug, Clone, PartialEq, Eq)]

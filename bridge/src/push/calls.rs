@@ -5,7 +5,9 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
-use crate::{Client, Member, Result};
+use crate::error::Result;
+use crate::push::Member;
+use crate::sglang::Client;
 
 /// One call to each engine. Dropping it gives up those that are still open.
 pub(crate) struct Calls {

@@ -18,31 +18,26 @@
 mod activate;
 mod bucket;
 mod calls;
-mod colocate;
+pub mod colocate;
 #[cfg(feature = "cuda")]
 pub(crate) mod device;
-mod nccl;
+pub mod nccl;
 mod occupation;
 mod weights;
 
 use std::time::Duration;
 
-use tokio::runtime::{Handle, Runtime};
+use tokio::runtime::Handle;
 
 pub use activate::{PushActivator, PushOptions};
 pub use bucket::{Bucket, plan};
 pub(crate) use calls::Calls;
 #[cfg(feature = "cuda")]
-pub use colocate::CudaShare;
-pub use colocate::{Colocation, ColocationOptions, CudaPlace, Place, Share};
-pub use nccl::{Group, GroupOptions, Meeting, Rendezvous, RendezvousOptions, Root, UpdateMode};
-#[cfg(feature = "nccl")]
-pub use nccl::{NcclOptions, NcclRoot};
-#[cfg(feature = "cuda")]
 pub use weights::DeviceWeights;
 pub use weights::{Bytes, HostWeights, Weights};
 
-use crate::{Client, Result, ServerInfo};
+use crate::error::Result;
+use crate::sglang::{Client, ServerInfo};
 
 /// An engine that is pushed into.
 #[derive(Debug, Clone)]
@@ -52,7 +47,7 @@ pub struct Member {
     /// Its tensor-parallel ranks.
     pub ranks: u32,
     /// Whether it wants `begin_weight_update` and `end_weight_update` around updates:
-    /// [`Capabilities::sessions`](crate::Capabilities).
+    /// [`Capabilities::sessions`](crate::sglang::Capabilities).
     pub sessions: bool,
 }
 
@@ -67,11 +62,8 @@ pub struct Pushed {
     pub took: Duration,
 }
 
-/// A way into the memory of engines. Blocking; its threads must not be those of a runtime.
+/// A way into the memory of engines. Blocking.
 pub trait Push: Send {
-    /// The runtime on which the engines are called.
-    fn runtime(&self) -> &Runtime;
-
     /// Refuses an engine that this way would harm, by what it says about itself. Nothing has been posted to
     /// it yet.
     ///

@@ -7,7 +7,9 @@
 //! unknown.
 
 use crate::activate::pause::{partial, plain};
-use crate::{Client, Error, MemoryTag, PauseMode, Result};
+use crate::engine::PauseMode;
+use crate::error::{Error, Result};
+use crate::sglang::{Client, MemoryTag};
 
 /// What an engine's label says about its memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -128,7 +130,7 @@ mod tests {
         let marked = mark("a:1?partial", "released", &tags);
         assert_eq!(Occupation::of(Some(&marked)), Occupation::Released(tags.to_vec()), "{marked}");
         for label in [marked, partial("a:1"), mark("a:1", "resuming", &tags)] {
-            assert!(label.parse::<crate::Label>().is_err(), "{label} counts as a version's");
+            assert!(label.parse::<crate::engine::Label>().is_err(), "{label} counts as a version's");
         }
     }
 }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use driftless_transport::Snapshot;
 use driftless_transport::snapshot::TensorInfo;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Weights to be pushed: every tensor that engines should have, by its Hugging Face name.
 pub trait Weights: Sync {

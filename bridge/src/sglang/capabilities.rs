@@ -1,6 +1,7 @@
 //! What an engine can do, found by asking the engine itself.
 
-use crate::{Client, Error, Result};
+use crate::error::{Error, Result};
+use crate::sglang::Client;
 
 /// First release whose replies say which output tokens came from which weights.
 const REPORTS_SPANS: [u32; 3] = [0, 5, 19];

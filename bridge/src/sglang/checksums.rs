@@ -6,8 +6,9 @@ use std::path::Path;
 use driftless_transport::{Dtype, Snapshot};
 use sha2::{Digest, Sha256};
 
-use crate::model::{ModelConfig, hex};
-use crate::{Error, Expected, Result};
+use crate::engine::Expected;
+use crate::engine::model::{ModelConfig, hex};
+use crate::error::{Error, Result};
 
 /// What SGLang's `/weights_checker` reports on the CPU, with one rank, for an engine that holds this
 /// snapshot: fused parameter name → hex of the first 8 bytes of the SHA-256 of the parameter's bytes.

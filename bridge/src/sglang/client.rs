@@ -10,12 +10,10 @@ use super::generate::{self, RawGeneration};
 use super::wire::{
     ChecksumReply, DistributedUpdate, GroupInit, Loads, Outcome, Status, TensorUpdate, pause_word,
 };
-use crate::engine::{ClientOptions, Deadlines};
+use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, PauseMode};
+use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, Reply, excerpt};
-use crate::{
-    DiskUpdate, DiskUpdated, Error, GenerateRequest, Generation, Load, MemoryTag, ModelInfo, PauseMode,
-    RankChecksums, Result, ServerInfo,
-};
+use crate::sglang::{DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, RankChecksums, ServerInfo};
 
 /// How an engine says that an update changed the weights but could not flush the cache (0.5.22 and later;
 /// earlier ones die instead).
@@ -249,7 +247,7 @@ impl Client {
         self.connection.ok(self.post(path, Level::Control, &body, self.deadlines.load)).await
     }
 
-    /// `POST /begin_weight_update`, for engines whose [`Capabilities::sessions`](crate::Capabilities) says
+    /// `POST /begin_weight_update`, for engines whose [`Capabilities::sessions`](crate::sglang::Capabilities) says
     /// so. A session that somebody left open is ended first.
     ///
     /// # Errors
@@ -300,7 +298,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::model_info`].
-    pub async fn abort(&self, request: &crate::Rid) -> Result<()> {
+    pub async fn abort(&self, request: &crate::engine::Rid) -> Result<()> {
         let body = json!({ "rid": request.to_string(), "abort_all": false });
         self.connection.ok(self.post("/abort_request", Level::Control, &body, self.deadlines.control)).await
     }

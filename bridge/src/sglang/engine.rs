@@ -8,9 +8,10 @@ use driftless_transport::activate::Limit;
 
 use super::{Capabilities, Client, DiskUpdate, DiskUpdated, identity};
 use crate::engine::{
-    Answer, BETWEEN_TRIES, Engine, Identity, LiveWeights, Patched, PauseMode, Reload, TRIES, local,
+    Answer, BETWEEN_TRIES, Engine, Expected, GenerateRequest, Generation, Identity, LiveWeights, Patched,
+    PauseMode, Reload, Rid, TRIES, local,
 };
-use crate::{Error, Expected, GenerateRequest, Generation, Result, Rid};
+use crate::error::{Error, Result};
 
 /// How our plugin's answer begins.
 const PATCHED: &str = "driftless: patched to ";

@@ -3,8 +3,10 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::engine::{Mismatch, log_probability};
-use crate::{Finish, GenerateRequest, Generation, Result, SamplingParams, VersionSpan};
+use crate::engine::{
+    Finish, GenerateRequest, Generation, Mismatch, SamplingParams, VersionSpan, log_probability,
+};
+use crate::error::Result;
 
 /// The body of `POST /generate`.
 pub(crate) fn body(request: &GenerateRequest) -> Value {
@@ -160,7 +162,7 @@ fn spans(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Rid;
+    use crate::engine::Rid;
 
     fn request() -> GenerateRequest {
         GenerateRequest {

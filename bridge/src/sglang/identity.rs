@@ -3,9 +3,9 @@
 use driftless_transport::Dtype;
 
 use super::{ModelInfo, ServerInfo};
-use crate::engine::{Check, Identity};
-use crate::model::torch_dtype;
-use crate::{Expected, Result};
+use crate::engine::model::torch_dtype;
+use crate::engine::{Check, Expected, Identity};
+use crate::error::Result;
 
 /// The load formats whose engines can reload a safetensors directory.
 const LOAD_FORMATS: [&str; 6] =
@@ -119,7 +119,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::{Error, ModelConfig};
+    use crate::engine::ModelConfig;
+    use crate::error::Error;
 
     fn expected(dtype: &str) -> Expected {
         let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,

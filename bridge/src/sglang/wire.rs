@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::PauseMode;
+use crate::engine::PauseMode;
 
 /// Reply of `GET /model_info`: what the engine serves now.
 #[derive(Debug, Clone, PartialEq, Deserialize)]

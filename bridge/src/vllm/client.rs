@@ -7,9 +7,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::generate::{self, RawCompletion};
-use crate::engine::{ClientOptions, Deadlines};
+use crate::engine::{ClientOptions, Deadlines, GenerateRequest, Generation, PauseMode};
+use crate::error::{Error, Result};
 use crate::http::{Call, Connection, Level, excerpt};
-use crate::{Error, GenerateRequest, Generation, PauseMode, Result};
 
 /// What a server without the calls that updates need is told.
 const WANTED: &str =

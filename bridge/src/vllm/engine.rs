@@ -12,8 +12,11 @@ use driftless_transport::Dtype;
 use driftless_transport::activate::Limit;
 
 use super::Client;
-use crate::engine::{Answer, Check, Engine, Identity, LiveWeights, PauseMode, Reload, local};
-use crate::{Error, Expected, GenerateRequest, Generation, Result, Rid};
+use crate::engine::{
+    Answer, Check, Engine, Expected, GenerateRequest, Generation, Identity, LiveWeights, PauseMode, Reload,
+    Rid, local,
+};
+use crate::error::{Error, Result};
 
 /// The calls without which a server cannot be updated.
 const POSTS: [&str; 5] =
@@ -150,7 +153,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::ModelConfig;
+    use crate::engine::ModelConfig;
 
     fn expected(hidden: u64, dtype: &str) -> Expected {
         let config = json!({"architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden, "intermediate_size": 12,

@@ -3,8 +3,8 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::engine::{Mismatch, log_probability};
-use crate::{Error, Finish, GenerateRequest, Generation, Result, VersionSpan};
+use crate::engine::{Finish, GenerateRequest, Generation, Mismatch, VersionSpan, log_probability};
+use crate::error::{Error, Result};
 
 /// How a log-probability names its token, when asked to by id.
 const TOKEN_ID: &str = "token_id:";
@@ -155,7 +155,7 @@ fn log_probs(ids: &[i32], raw: Option<RawLogProbs>) -> Result<Vec<f32>, Mismatch
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Rid, SamplingParams};
+    use crate::engine::{Rid, SamplingParams};
 
     fn request() -> GenerateRequest {
         let sampling = SamplingParams { max_new_tokens: 2, ..SamplingParams::default() };

@@ -1,6 +1,8 @@
 //! A [`Share`] without a GPU: buckets travel in the calls, into engines on the CPU.
 
-use driftless_bridge::{Bucket, Bytes, Error, Place, Result, Share, Weights};
+use driftless_bridge::push::colocate::{Place, Share};
+use driftless_bridge::push::{Bucket, Bytes, Weights};
+use driftless_bridge::{Error, Result};
 
 /// Places each bucket in the call itself.
 #[derive(Debug, Default)]

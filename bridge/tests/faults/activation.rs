@@ -3,14 +3,16 @@
 
 use std::time::Duration;
 
-use driftless_bridge::{DiskActivator, DiskOptions, Error, PauseMode};
+use driftless_bridge::Error;
+use driftless_bridge::activate::{DiskActivator, DiskOptions};
+use driftless_bridge::engine::PauseMode;
 use driftless_store::BoxError;
 use driftless_store::wait::Stop;
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
 
-use crate::fake::{Fake, Fault, checkpoint, patient, short, version, write};
+use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, short, version, write};
 
 const ORDER: [&str; 6] = [
     "/pause_generation",
@@ -33,7 +35,7 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
-        Self::with(DiskOptions { client: patient(), ..DiskOptions::default() })
+        Self::with(DiskOptions::default().with_client(patient()))
     }
 
     fn with(options: DiskOptions) -> Self {
@@ -150,7 +152,7 @@ fn an_engine_whose_load_fails_is_fenced_until_one_succeeds() {
         for device in ["cpu", "cuda"] {
             let client =
                 if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
-            let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
+            let mut scene = Scene::with(DiskOptions::default().with_client(client));
             scene.fake.engine().device = device;
             for _ in 0..2 {
                 scene.fake.fault("POST /update_weights_from_disk", fault.clone());
@@ -159,7 +161,7 @@ fn an_engine_whose_load_fails_is_fenced_until_one_succeeds() {
                 scene.is_fenced();
             }
             // Whoever comes next does not know what happened, and still has the engine load first.
-            let options = DiskOptions { client: patient(), ..DiskOptions::default() };
+            let options = DiskOptions::default().with_client(patient());
             scene.activator = DiskActivator::new(&scene.fake.address.to_string(), options).unwrap();
             scene.is_fenced();
             scene.activate().unwrap();
@@ -195,7 +197,7 @@ fn an_engine_that_was_restarted_after_a_failed_load_goes_on() {
 #[test]
 fn a_failure_before_the_update_is_continued_all_the_same() {
     let client = short(|calls| &mut calls.control);
-    let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
+    let mut scene = Scene::with(DiskOptions::default().with_client(client));
     scene.fake.fault("POST /flush_cache", Fault::Hang);
     assert!(matches!(scene.fails(), Error::Deadline { call, .. } if call == "POST /flush_cache"));
     assert_eq!(
@@ -261,8 +263,7 @@ fn a_refused_flush_aborts_what_waits() {
 
 #[test]
 fn in_place_keeps_what_runs() {
-    let mut scene =
-        Scene::with(DiskOptions { client: patient(), pause: PauseMode::InPlace, ..DiskOptions::default() });
+    let mut scene = Scene::with(DiskOptions::default().with_client(patient()).with_pause(PauseMode::InPlace));
     scene.fake.fault("POST /flush_cache", Fault::Answer(400, "Flush cache failed.".into()));
     scene.activate().unwrap();
     assert_eq!(scene.transaction(), ORDER);
@@ -306,7 +307,7 @@ fn an_engine_that_dies_before_it_is_told_to_continue_is_activated_again() {
 #[test]
 fn a_pause_that_could_not_be_ended_is_ended_later() {
     let client = short(|calls| &mut calls.control);
-    let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
+    let mut scene = Scene::with(DiskOptions::default().with_client(client));
     scene.fake.engine().faults.insert(
         "POST /continue_generation",
         [Fault::Answer(200, r#"{"status":"ok"}"#.into()), Fault::Hang, Fault::Hang, Fault::Hang].into(),
@@ -347,8 +348,7 @@ fn an_engine_whose_config_is_elsewhere_needs_a_base() {
     let mut scene = Scene::new();
     scene.fake.engine().started_with = "/elsewhere/model".into();
     assert!(matches!(scene.fails(), Error::Refused { what, .. } if what.starts_with("config.json")));
-    let base = Some(scene.dir.path().join("a"));
-    let options = DiskOptions { client: patient(), base, ..DiskOptions::default() };
+    let options = DiskOptions::default().with_client(patient()).with_base(scene.dir.path().join("a"));
     scene.activator = DiskActivator::new(&scene.fake.address.to_string(), options).unwrap();
     scene.activate().unwrap();
 }
@@ -357,11 +357,8 @@ fn an_engine_whose_config_is_elsewhere_needs_a_base() {
 fn the_engine_gets_the_path_as_it_sees_it() {
     let dir = tempfile::tempdir().unwrap();
     let seen = dir.path().join("seen");
-    let mut scene = Scene::with(DiskOptions {
-        client: patient(),
-        engine_checkpoint_dir: Some(seen.clone()),
-        ..DiskOptions::default()
-    });
+    let mut scene =
+        Scene::with(DiskOptions::default().with_client(patient()).with_engine_checkpoint_dir(seen.clone()));
     std::os::unix::fs::symlink(scene.next.dir(), &seen).unwrap();
     scene.activate().unwrap();
     assert_eq!(scene.fake.engine().model_path, seen);

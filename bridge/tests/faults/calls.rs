@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use driftless_bridge::{
-    Attached, Client, ClientOptions, Error, Expected, GenerateRequest, Keys, PauseMode, Rid, SamplingParams,
-};
+use driftless_bridge::engine::{Attached, PauseMode};
+use driftless_bridge::sglang::Client;
+use driftless_bridge::{Error, Expected, GenerateRequest, Keys, Rid, SamplingParams};
 use tokio::runtime::Runtime;
 
-use crate::fake::{Fake, Fault, SHORT, checkpoint, patient, short};
+use driftless_testkit::sglang::{Fake, Fault, SHORT, checkpoint, patient, short};
 
 fn fake() -> (Fake, tempfile::TempDir, Client, Runtime) {
     let dir = tempfile::tempdir().unwrap();
@@ -65,8 +65,7 @@ fn malformed_replies_say_what_was_expected() {
 #[test]
 fn replies_are_bounded() {
     let (fake, _dir, _, runtime) = fake();
-    let client =
-        Client::new(&fake.address.to_string(), ClientOptions { reply_bytes_max: 1000, ..patient() }).unwrap();
+    let client = Client::new(&fake.address.to_string(), patient().with_reply_bytes_max(1000)).unwrap();
     fake.fault("GET /v1/loads", Fault::Answer(200, "x".repeat(1001)));
     let error = runtime.block_on(client.loads()).unwrap_err();
     assert!(matches!(error, Error::ReplyTooLarge { limit: 1000, .. }), "{error:?}");
@@ -100,7 +99,7 @@ fn a_question_whose_connection_ends_is_asked_once_more() {
 fn each_call_carries_the_key_of_its_level() {
     let (fake, _dir, _, runtime) = fake();
     let keys = Keys::new(Some("normal-key"), Some("control-key")).unwrap();
-    let client = Client::new(&fake.address.to_string(), ClientOptions { keys, ..patient() }).unwrap();
+    let client = Client::new(&fake.address.to_string(), patient().with_keys(keys)).unwrap();
     runtime.block_on(async {
         client.model_info().await.unwrap();
         client.flush_cache().await.unwrap();

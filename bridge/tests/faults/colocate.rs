@@ -5,17 +5,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use driftless_bridge::{
-    Bucket, ClientOptions, Colocation, ColocationOptions, Error, MemoryTag, Place, PushActivator,
-    PushOptions, Result, Share, Weights,
-};
+use driftless_bridge::push::colocate::{Colocation, ColocationOptions, Place, Share};
+use driftless_bridge::push::{Bucket, PushActivator, PushOptions, Weights};
+use driftless_bridge::sglang::MemoryTag;
+use driftless_bridge::{ClientOptions, Error, Result};
 use driftless_store::BoxError;
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
 
-use crate::fake::{Fake, Fault, checkpoint, patient, short, version};
 use crate::inline::InlineShare;
+use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, short, version};
 
 /// Memory that ranks never let go of, if it is told so.
 #[derive(Debug, Default)]
@@ -103,10 +103,10 @@ impl Scene {
 
 fn activator(fake: &Fake, share: Held, client: ClientOptions) -> PushActivator<Colocation<Held>> {
     // Several buckets, of a checkpoint that has 13 tensors and 390 bytes.
-    let options = ColocationOptions { bucket_bytes: 100, release: Duration::from_millis(50) };
+    let options = ColocationOptions::default().with_bucket_bytes(100).with_release(Duration::from_millis(50));
     let push = Colocation::new(share, options).unwrap();
     let release = vec![MemoryTag::KvCache];
-    let options = PushOptions { client, release, ..PushOptions::default() };
+    let options = PushOptions::default().with_client(client).with_release(release);
     PushActivator::new(&[fake.address.to_string()], push, options).unwrap()
 }
 

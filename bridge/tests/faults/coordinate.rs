@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use axum::routing::post;
 use axum::{Json, Router};
+use driftless_bridge::activate::{DiskActivator, DiskOptions};
+use driftless_bridge::coordinate::{Coordinator, CoordinatorOptions};
+use driftless_bridge::fleet::{FleetOptions, Route};
 use driftless_bridge::{
-    ClientOptions, Coordinator, CoordinatorOptions, DiskActivator, DiskOptions, Error, Expected, Fleet,
-    FleetOptions, GenerateRequest, Keys, Label, Rid, Route, SamplingParams,
+    ClientOptions, Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams,
 };
 use driftless_store::{Memory, Store};
 use driftless_transport::activate::Activate;
@@ -20,7 +22,7 @@ use driftless_transport::{Checkpoint, Follower, Publisher};
 use serde_json::json;
 use tokio::runtime::Runtime;
 
-use crate::fake::{Fake, Fault, checkpoint, patient, short};
+use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, short};
 
 const TOKEN: &str = "of the followers";
 
@@ -62,12 +64,10 @@ fn scene_with(count: usize, client: &ClientOptions) -> Scene {
     let runtime = Runtime::new().unwrap();
     let coordinator = Coordinator::new(&followers(&hosts), options_of(0)).unwrap();
     runtime.block_on(coordinator.roll(&labels[0], None)).unwrap();
-    let options = FleetOptions {
-        route: Route::RoundRobin,
-        deadline: Duration::from_secs(60),
-        calls: patient().deadlines,
-        ..FleetOptions::default()
-    };
+    let options = FleetOptions::default()
+        .with_route(Route::RoundRobin)
+        .with_deadline(Duration::from_secs(60))
+        .with_calls(patient().deadlines);
     let expected = Expected::from_checkpoint(&start).unwrap();
     let fleet = runtime.block_on(Fleet::attach(&addresses, &Keys::default(), &expected, options)).unwrap();
     Scene { hosts, fleet, labels, runtime, dir }
@@ -75,7 +75,7 @@ fn scene_with(count: usize, client: &ClientOptions) -> Scene {
 
 fn host(store: &Arc<dyn Store>, start: &Path, dir: &Path, number: usize, client: &ClientOptions) -> Host {
     let engine = Fake::start(start);
-    let activator = DiskOptions { client: client.clone(), ..DiskOptions::default() };
+    let activator = DiskOptions::default().with_client(client.clone());
     let activator: Box<dyn Activate> =
         Box::new(DiskActivator::new(&engine.address.to_string(), activator).unwrap());
     let id = format!("host-{number}");
@@ -93,14 +93,12 @@ fn followers(hosts: &[Host]) -> Vec<String> {
 
 /// Patient with a busy machine, impatient with stragglers.
 fn options_of(hosts_min: usize) -> CoordinatorOptions {
-    CoordinatorOptions {
-        keys: Keys::new(Some(TOKEN), None).unwrap(),
-        hosts_min,
-        grace: if hosts_min == 0 { Duration::from_secs(60) } else { Duration::from_secs(3) },
-        prepare_deadline: Duration::from_secs(120),
-        activate_deadline: Duration::from_secs(120),
-        ..CoordinatorOptions::default()
-    }
+    CoordinatorOptions::default()
+        .with_keys(Keys::new(Some(TOKEN), None).unwrap())
+        .with_hosts_min(hosts_min)
+        .with_grace(if hosts_min == 0 { Duration::from_secs(60) } else { Duration::from_secs(3) })
+        .with_prepare_deadline(Duration::from_secs(120))
+        .with_activate_deadline(Duration::from_secs(120))
 }
 
 impl Scene {
@@ -195,7 +193,7 @@ fn a_host_that_never_answers_costs_its_grace_and_is_named() {
     let scene = scene(1);
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let addresses = [followers(&scene.hosts), vec![silent.local_addr().unwrap().to_string()]].concat();
-    let options = CoordinatorOptions { grace: Duration::from_millis(50), ..options_of(1) };
+    let options = options_of(1).with_grace(Duration::from_millis(50));
     let coordinator = Coordinator::new(&addresses, options).unwrap();
     let rolled = scene.runtime.block_on(coordinator.roll(&scene.labels[1], None)).unwrap();
     let stragglers: Vec<_> = rolled.stragglers().map(|host| (&host.url, host.failure.as_ref())).collect();
@@ -242,7 +240,7 @@ fn when_too_few_activate_nothing_is_fenced() {
 #[test]
 fn wrong_tokens_and_addresses_are_refused() {
     let scene = scene(1);
-    let options = CoordinatorOptions { keys: Keys::default(), ..options_of(0) };
+    let options = options_of(0).with_keys(Keys::default());
     let coordinator = Coordinator::new(&followers(&scene.hosts), options).unwrap();
     match scene.runtime.block_on(coordinator.roll(&scene.labels[1], None)) {
         Err(Error::Unprepared { hosts, .. }) => assert!(hosts[0].contains("401"), "{hosts:?}"),

@@ -3,12 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftless_bridge::{
-    Error, Expected, Fleet, FleetOptions, GenerateRequest, Keys, Label, Rid, SamplingParams,
-};
+use driftless_bridge::fleet::FleetOptions;
+use driftless_bridge::{Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams};
 use tokio::runtime::Runtime;
 
-use crate::fake::{self, Fake, Fault, checkpoint};
+use driftless_testkit::sglang::{self, Fake, Fault, checkpoint};
 
 const OLD: &str = "3f0c9a12b7de:1";
 const NEW: &str = "3f0c9a12b7de:2";
@@ -41,13 +40,13 @@ fn scene_with(engines: usize, options: FleetOptions, change: impl Fn(&Fake)) -> 
 
 /// Enough for what should succeed, whatever the machine is doing.
 fn patient() -> FleetOptions {
-    let calls = fake::patient().deadlines;
-    FleetOptions { deadline: Duration::from_secs(60), calls, ..FleetOptions::default() }
+    let calls = sglang::patient().deadlines;
+    FleetOptions::default().with_deadline(Duration::from_secs(60)).with_calls(calls)
 }
 
 /// Little, for what should not.
 fn hasty() -> FleetOptions {
-    FleetOptions { deadline: Duration::from_millis(900), ..patient() }
+    patient().with_deadline(Duration::from_millis(900))
 }
 
 fn request(sample: u64) -> GenerateRequest {
@@ -120,8 +119,8 @@ fn a_failing_engine_is_replaced_by_another() {
         [Fault::Answer(500, "broken".into()), Fault::Hang, Fault::Die, Fault::Answer(200, "{}".into())]
     {
         let hangs = matches!(fault, Fault::Hang);
-        let calls = if hangs { fake::short(|calls| &mut calls.generate) } else { fake::patient() };
-        let scene = scene(2, FleetOptions { calls: calls.deadlines, ..patient() });
+        let calls = if hangs { sglang::short(|calls| &mut calls.generate) } else { sglang::patient() };
+        let scene = scene(2, patient().with_calls(calls.deadlines));
         for fake in &scene.fakes {
             // One of the two is asked first, and fails; the other may fail once as well.
             fake.fault("POST /generate", fault.clone());
@@ -203,7 +202,7 @@ fn laggards_are_named_with_what_they_serve() {
 
 #[test]
 fn concurrency_is_bounded_per_engine() {
-    let scene = scene(2, FleetOptions { concurrency: 3, ..patient() });
+    let scene = scene(2, patient().with_concurrency(3));
     scene.fakes.iter().for_each(|fake| fake.engine().at_once = 3);
     scene.runtime.block_on(async {
         let mut all = tokio::task::JoinSet::new();
@@ -258,7 +257,7 @@ fn a_fleet_needs_each_engine_once() {
 #[test]
 fn samples_that_queue_for_a_busy_engine_are_not_late() {
     let deadline = Duration::from_secs(3);
-    let scene = scene(1, FleetOptions { deadline, concurrency: 1, ..patient() });
+    let scene = scene(1, patient().with_deadline(deadline).with_concurrency(1));
     let begin = Instant::now();
     let slow = (0..5).map(|sample| {
         scene.fakes[0].fault("POST /generate", Fault::Slow(deadline / 4));

@@ -4,14 +4,17 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use driftless_bridge::{Error, Group, GroupOptions, PauseMode, PushActivator, PushOptions, UpdateMode};
+use driftless_bridge::Error;
+use driftless_bridge::engine::PauseMode;
+use driftless_bridge::push::nccl::{Group, GroupOptions, UpdateMode};
+use driftless_bridge::push::{PushActivator, PushOptions};
 use driftless_store::BoxError;
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
 
-use crate::fake::{Fake, Fault, checkpoint, patient, version};
-use crate::wire::FakeRoot;
+use driftless_testkit::sglang::FakeRoot;
+use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, version};
 
 /// Two engines that serve one checkpoint, and another one to push.
 struct Scene {
@@ -45,7 +48,7 @@ impl Scene {
         }
         let log = root.log.clone();
         let addresses = fakes.each_ref().map(|fake| fake.address.to_string());
-        let client = PushOptions { client: patient(), ..PushOptions::default() };
+        let client = PushOptions::default().with_client(patient());
         let group = Group::new(root, options).unwrap();
         let activator = PushActivator::new(&addresses, group, client).unwrap();
         Self { label: manifest.label(), fakes, activator, log, next, manifest, _dir: dir }
@@ -236,7 +239,7 @@ fn memory_that_is_mapped_otherwise_is_refused_before_anything_is_posted() {
 #[test]
 fn pausing_in_place_keeps_the_requests() {
     let mut scene = Scene::new();
-    let options = PushOptions { client: patient(), pause: PauseMode::InPlace, ..PushOptions::default() };
+    let options = PushOptions::default().with_client(patient()).with_pause(PauseMode::InPlace);
     let mut root = FakeRoot::new();
     root.log = scene.log.clone();
     scene.fakes[0].engine().pushes.wire = Some(root.wire.clone());

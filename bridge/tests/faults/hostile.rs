@@ -6,17 +6,18 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use driftless_bridge::{
-    ClientOptions, Colocation, ColocationOptions, Deadlines, DiskActivator, DiskOptions, PushActivator,
-    PushOptions,
-};
+use driftless_bridge::ClientOptions;
+use driftless_bridge::activate::{DiskActivator, DiskOptions};
+use driftless_bridge::engine::Deadlines;
+use driftless_bridge::push::colocate::{Colocation, ColocationOptions};
+use driftless_bridge::push::{PushActivator, PushOptions};
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
 
-use crate::fake::{Fake, Fault, checkpoint, version};
 use crate::inline::InlineShare;
 use crate::proxy::{ALL, Plan, Proxy};
+use driftless_testkit::sglang::{Fake, Fault, checkpoint, version};
 
 const DISK: [&str; 13] = [
     "GET /model_info",
@@ -52,19 +53,24 @@ const SHORT: Duration = Duration::from_millis(300);
 const RECOVERS: Duration = Duration::from_secs(120);
 
 fn client() -> ClientOptions {
-    let deadlines = Deadlines { connect: SHORT, info: SHORT, control: SHORT, load: SHORT, generate: SHORT };
-    ClientOptions { deadlines, reply_bytes_max: 1 << 20, ..ClientOptions::default() }
+    let deadlines = Deadlines::default()
+        .with_connect(SHORT)
+        .with_info(SHORT)
+        .with_control(SHORT)
+        .with_load(SHORT)
+        .with_generate(SHORT);
+    ClientOptions::default().with_deadlines(deadlines).with_reply_bytes_max(1 << 20)
 }
 
 fn disk(address: &str) -> Box<dyn Activate> {
-    let options = DiskOptions { client: client(), ..DiskOptions::default() };
+    let options = DiskOptions::default().with_client(client());
     Box::new(DiskActivator::new(address, options).unwrap())
 }
 
 fn push(address: &str) -> Box<dyn Activate> {
-    let options = ColocationOptions { bucket_bytes: 100, release: SHORT };
+    let options = ColocationOptions::default().with_bucket_bytes(100).with_release(SHORT);
     let push = Colocation::new(InlineShare, options).unwrap();
-    let options = PushOptions { client: client(), ..PushOptions::default() };
+    let options = PushOptions::default().with_client(client());
     Box::new(PushActivator::new(&[address.to_owned()], push, options).unwrap())
 }
 

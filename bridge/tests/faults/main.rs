@@ -5,14 +5,11 @@ mod activation;
 mod calls;
 mod colocate;
 mod coordinate;
-mod fake;
 mod fleet;
 mod group;
 mod hostile;
 #[path = "../common/inline.rs"]
 mod inline;
-mod memory;
 mod patch;
 mod proxy;
 mod vllm;
-mod wire;

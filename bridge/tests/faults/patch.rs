@@ -6,14 +6,16 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use driftless_bridge::{DiskActivator, DiskOptions, Error, PauseMode, PluginOptions};
+use driftless_bridge::Error;
+use driftless_bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
+use driftless_bridge::engine::PauseMode;
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
 use driftless_transport::prepared::offer_path;
 use serde_json::{Value, json};
 
-use crate::fake::{Fake, Fault, checkpoint, patient, version};
+use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, version};
 
 const LEAN: [&str; 3] = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"];
 
@@ -42,8 +44,7 @@ impl Scene {
         fs::set_permissions(&plugins, fs::Permissions::from_mode(0o700)).unwrap();
         let mut plugin = PluginOptions::new(&plugins);
         set(&mut plugin);
-        let options =
-            DiskOptions { client: patient(), pause, plugin: Some(plugin), ..DiskOptions::default() };
+        let options = DiskOptions::default().with_client(patient()).with_pause(pause).with_plugin(plugin);
         let activator = DiskActivator::new(&fake.address.to_string(), options).unwrap();
         fake.engine().truths.insert(manifest.label(), next.dir().into());
         let label = manifest.label();

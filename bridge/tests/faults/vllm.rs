@@ -4,9 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use driftless_bridge::activate::{DiskActivator, DiskOptions};
+use driftless_bridge::engine::PauseMode;
+use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::{
-    ClientOptions, DiskActivator, DiskOptions, Error, Expected, Fleet, FleetOptions, GenerateRequest, Keys,
-    Label, PauseMode, Rid, SamplingParams, connect,
+    ClientOptions, Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams, connect,
 };
 use driftless_store::BoxError;
 use driftless_testkit::vllm::{Fault, Vllm, digest};
@@ -15,7 +17,7 @@ use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
 use tokio::runtime::Runtime;
 
-use crate::fake::{Fake, checkpoint, patient, short, version};
+use driftless_testkit::sglang::{Fake, checkpoint, patient, short, version};
 
 const ORDER: [&str; 6] = [
     "/pause?mode=keep",
@@ -41,7 +43,7 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
-        Self::with(DiskOptions { client: patient(), ..DiskOptions::default() })
+        Self::with(DiskOptions::default().with_client(patient()))
     }
 
     fn with(options: DiskOptions) -> Self {
@@ -107,7 +109,7 @@ fn activate_each_pause_mode_in_the_servers_words() {
         (PauseMode::Abort, ["/pause?mode=abort", "/reset_prefix_cache?reset_running_requests=true"]),
         (PauseMode::InPlace, ["/pause?mode=keep", "/reset_prefix_cache"]),
     ] {
-        let mut scene = Scene::with(DiskOptions { client: patient(), pause, ..DiskOptions::default() });
+        let mut scene = Scene::with(DiskOptions::default().with_client(patient()).with_pause(pause));
         scene.activate().unwrap();
         let seen = scene.vllm.server().calls.clone();
         let begin = seen.iter().position(|call| call.starts_with("/pause")).unwrap();
@@ -129,7 +131,7 @@ fn activate_failed_load_fences_until_one_succeeds() {
         Fault::Hang,
     ] {
         let client = if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
-        let mut scene = Scene::with(DiskOptions { client, ..DiskOptions::default() });
+        let mut scene = Scene::with(DiskOptions::default().with_client(client));
         for _ in 0..2 {
             scene.vllm.fault("POST /collective_rpc", fault.clone());
             let error = scene.fails();
@@ -137,7 +139,7 @@ fn activate_failed_load_fences_until_one_succeeds() {
             scene.is_fenced();
         }
         // The next follower does not know what happened, and has the engine load first all the same.
-        let options = DiskOptions { client: patient(), ..DiskOptions::default() };
+        let options = DiskOptions::default().with_client(patient());
         scene.activator = DiskActivator::new(&scene.vllm.url(), options).unwrap();
         scene.is_fenced();
         scene.activate().unwrap();
@@ -209,11 +211,8 @@ fn fleet(vllm: &Vllm, others: &[&Fake], path: &std::path::Path) -> (Runtime, Arc
     addresses.extend(others.iter().map(|fake| fake.address.to_string()));
     let runtime = Runtime::new().unwrap();
     let expected = Expected::from_checkpoint(path).unwrap();
-    let options = FleetOptions {
-        deadline: Duration::from_secs(60),
-        calls: patient().deadlines,
-        ..FleetOptions::default()
-    };
+    let options =
+        FleetOptions::default().with_deadline(Duration::from_secs(60)).with_calls(patient().deadlines);
     let fleet = runtime.block_on(Fleet::attach(&addresses, &Keys::default(), &expected, options)).unwrap();
     (runtime, Arc::new(fleet))
 }

@@ -1,9 +1,10 @@
 //! Buckets that travel in the call, into real SGLang on the CPU: its own unpickler reads what our writer
 //! wrote.
 
-use driftless_bridge::{
-    Colocation, ColocationOptions, Error, HostWeights, Member, MemoryTag, Push, PushActivator, PushOptions,
-};
+use driftless_bridge::Error;
+use driftless_bridge::push::colocate::{Colocation, ColocationOptions};
+use driftless_bridge::push::{HostWeights, Member, Push, PushActivator, PushOptions};
+use driftless_bridge::sglang::MemoryTag;
 use std::time::Duration;
 
 use driftless_transport::Checkpoint;
@@ -20,10 +21,10 @@ fn what_travels_in_the_call_is_bit_equal() {
     let checkpoints = [&subject.first, &subject.second].map(|path| Checkpoint::open(path).unwrap());
     let manifests = manifests(&checkpoints, directory.path());
     for bucket_bytes in [1 << 30, 8 << 10] {
-        let options = ColocationOptions { bucket_bytes, ..ColocationOptions::default() };
+        let options = ColocationOptions::default().with_bucket_bytes(bucket_bytes);
         let push = Colocation::new(InlineShare, options).unwrap();
         // An engine without --enable-memory-saver is not asked to give anything back: on a CPU that ends it.
-        let options = PushOptions { release: vec![MemoryTag::KvCache], ..PushOptions::default() };
+        let options = PushOptions::default().with_release(vec![MemoryTag::KvCache]);
         let mut activator = PushActivator::new(&[subject.client.url().to_owned()], push, options).unwrap();
         for (manifest, checkpoint) in manifests.iter().zip(&checkpoints).rev() {
             let label = manifest.label();
@@ -49,7 +50,8 @@ fn without_a_session_the_engine_refuses_and_lives() {
     assert!(matches!(&refused, Error::Status { status: 400, .. }), "{refused}");
     push.set_members(vec![Member { sessions: true, ..member }], true);
     println!("{:?}", push.push(&HostWeights(&checkpoint), Some("pushed")).unwrap());
-    push.runtime().block_on(subject.client.health()).unwrap();
-    let info = push.runtime().block_on(subject.client.model_info()).unwrap();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(subject.client.health()).unwrap();
+    let info = runtime.block_on(subject.client.model_info()).unwrap();
     assert_eq!(info.weight_version.as_deref(), Some("pushed"));
 }

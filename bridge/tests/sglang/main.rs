@@ -13,10 +13,13 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use driftless_bridge::conformance::{self, Dialect, Subject};
+use driftless_bridge::activate::{DiskActivator, DiskOptions};
+use driftless_bridge::engine::{LiveWeights, PauseMode};
+use driftless_bridge::fleet::FleetOptions;
+use driftless_bridge::sglang::conformance::{self, Dialect, Subject};
+use driftless_bridge::sglang::{Client, checksums};
 use driftless_bridge::{
-    Client, ClientOptions, DiskActivator, DiskOptions, Error, Expected, Fleet, FleetOptions, GenerateRequest,
-    Keys, Label, LiveWeights, PauseMode, Rid, SamplingParams, checksums,
+    ClientOptions, Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams,
 };
 use driftless_store::Memory;
 use driftless_transport::activate::{Activate, Limit, Target};
@@ -78,7 +81,7 @@ fn activation_under_load() {
     let fleet = fleet(&runtime, &subject);
 
     for mode in [PauseMode::Retract, PauseMode::InPlace, PauseMode::Abort] {
-        let options = DiskOptions { pause: mode, ..DiskOptions::default() };
+        let options = DiskOptions::default().with_pause(mode);
         let mut activator = DiskActivator::new(subject.client.url(), options).unwrap();
         for (sample, (manifest, checkpoint)) in manifests.iter().zip(&checkpoints).enumerate() {
             let sampling =

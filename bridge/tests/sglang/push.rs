@@ -6,10 +6,12 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
-use driftless_bridge::{
-    Bucket, Bytes, Error, Group, GroupOptions, HostWeights, Meeting, Member, PauseMode, PushActivator,
-    PushOptions, Result, Root, UpdateMode, Weights,
+use driftless_bridge::engine::PauseMode;
+use driftless_bridge::push::nccl::{Group, GroupOptions, Meeting, Root, UpdateMode};
+use driftless_bridge::push::{
+    Bucket, Bytes, HostWeights, Member, Push as _, PushActivator, PushOptions, Weights,
 };
+use driftless_bridge::{Error, Result};
 use std::time::Duration;
 
 use driftless_transport::Checkpoint;
@@ -150,7 +152,7 @@ fn pushes_are_bit_equal_and_the_group_is_formed_again() {
     {
         let Some(root) = root() else { return };
         let group = Group::new(root, options(mode, bucket_bytes)).unwrap();
-        let options = PushOptions { pause: PauseMode::Retract, ..PushOptions::default() };
+        let options = PushOptions::default().with_pause(PauseMode::Retract);
         let address = [subject.client.url().to_owned()];
         let mut activator = PushActivator::new(&address, group, options).unwrap();
         for (manifest, checkpoint) in manifests.iter().zip(&checkpoints).rev() {

@@ -1,8 +1,8 @@
 //! `driftless log export`.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
-use crate::cli::{numbers, paths};
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
+use crate::cli::shared::{numbers, paths};
 use driftless::buffer::{Position, Reader, export_arrow, export_parquet};
 use std::fs::File;
 use std::io::BufWriter;

@@ -1,8 +1,8 @@
 //! `driftless log import`: slime's prompt files into the log, as prompts that wait.
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
-use crate::cli::{numbers, paths};
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
+use crate::cli::shared::{numbers, paths};
 use driftless::buffer::{
     self, Identity, Kind, Log, Options, Producer, PromptState, Reader, Sample, Scalars, SyncPolicy,
 };

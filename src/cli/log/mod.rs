@@ -4,9 +4,9 @@
 mod export;
 mod import;
 
-use crate::cli::error::{Error, Result};
-use crate::cli::output::Output;
-use crate::cli::{numbers, paths};
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
+use crate::cli::shared::{numbers, paths};
 use driftless::buffer::{self, Reader, Record, Severity};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -25,6 +25,7 @@ Examples:
 
 All but `import` are read-only. All are safe beside the process that owns the log; `import` then writes through it.";
 
+/// Look at a rollout log, and put prompts into it.
 #[derive(clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {

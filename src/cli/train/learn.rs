@@ -1,6 +1,6 @@
 //! How `driftless train` learns.
 
-use crate::cli::numbers;
+use crate::cli::shared::numbers;
 use driftless::trainer::lr::Decay;
 use driftless::trainer::{Dtype, Estimator, Kl, KlLoss, LearnOptions, Tis};
 use std::path::PathBuf;

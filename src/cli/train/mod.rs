@@ -1,25 +1,31 @@
 //! `driftless train`.
 
 mod learn;
-mod show;
-
-use crate::cli::error::{Error, Result};
-use crate::cli::output::{Output, line_out};
-use crate::cli::report::{self, Summary};
+mod report;
 #[cfg(feature = "torch")]
-use crate::cli::sft::{self, SftArgs};
-use crate::cli::task::TaskArgs;
-use crate::cli::transport::check_object_store;
-use crate::cli::{keys, numbers, paths, store};
+mod sft;
+mod show;
+pub(crate) mod task;
+
+#[cfg(not(feature = "torch"))]
+use crate::cli::shared::error::absent;
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::{Output, line_out};
+use crate::cli::shared::transport::check_object_store;
+use crate::cli::shared::{keys, numbers, paths, store};
 use driftless::bridge::SamplingParams;
 #[cfg(feature = "torch")]
 use driftless::torch::{TorchLearner, TorchOptions};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::{Debug, Mode, TrainOptions, UpdateWeightMode, train};
 use learn::{DtypeArg, LearnArgs};
+use report::Summary;
+#[cfg(feature = "torch")]
+use sft::SftArgs;
 use show::observer;
 use std::path::PathBuf;
 use std::time::Duration;
+use task::TaskArgs;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -43,6 +49,7 @@ Examples:
 A run that was interrupted is continued by the same command: from its last training checkpoint, with the
 rollouts that are already in its log.";
 
+/// Train a policy: SFT, or the RL loop with external engines.
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -228,7 +235,7 @@ enum UpdateTransport {
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     #[cfg(not(feature = "torch"))]
     if matches!(args.loss_type, LossType::Policy) && args.learner.is_none() {
-        return Err(crate::cli::absent("a learner", "`--learner COMMAND`, or "));
+        return Err(absent("a learner", "`--learner COMMAND`, or "));
     }
     if let Some(dir) = &args.hf_checkpoint {
         paths::check_checkpoint("--hf-checkpoint", dir)?;
@@ -255,7 +262,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
             sft::run(&args.sft, common, output)
         }
         #[cfg(not(feature = "torch"))]
-        LossType::Sft => Err(crate::cli::absent("`--loss-type sft_loss`", "")),
+        LossType::Sft => Err(absent("`--loss-type sft_loss`", "")),
         LossType::Policy => reinforce(args, output),
     }
 }

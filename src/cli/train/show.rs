@@ -1,7 +1,8 @@
 //! What `driftless train` shows while it runs.
 
-use crate::cli::output::say;
-use crate::cli::{progress, report, store};
+use crate::cli::shared::output::say;
+use crate::cli::shared::{progress, store};
+use crate::cli::train::report;
 use driftless::trainer::{Event, Observer};
 use indicatif::ProgressBar;
 use std::sync::Arc;

@@ -110,8 +110,8 @@ impl Turn<'_> {
             loss_mask: vec![1; generation.output_ids.len()],
             spans: spans.collect(),
             finish: match generation.finish {
-                driftless_bridge::Finish::Stop => buffer::Finish::Stop,
-                driftless_bridge::Finish::Length => buffer::Finish::Length,
+                driftless_bridge::engine::Finish::Stop => buffer::Finish::Stop,
+                driftless_bridge::engine::Finish::Length => buffer::Finish::Length,
                 _ => buffer::Finish::Abort,
             },
             tokens: [prompt.tokens.as_slice(), &generation.output_ids].concat(),

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftless_bridge::{Expected, Fleet, FleetOptions, Label};
+use driftless_bridge::fleet::FleetOptions;
+use driftless_bridge::{Expected, Fleet, Label};
 use driftless_buffer::{self as buffer, Group, Identity, Log, Position, PromptState, Reader, Retention};
 use driftless_store::Store;
 use driftless_transport::publish::{PublisherOptions, Start};
@@ -161,11 +162,9 @@ impl<'o> Session<'o> {
     fn attach(&mut self, log: Log) -> Result<Arc<Rollouts>> {
         let options = self.options;
         let expected = Expected::from_checkpoint(&options.hf_checkpoint)?;
-        let fleet_options = FleetOptions {
-            concurrency: options.server_concurrency,
-            deadline: options.generate_deadline,
-            ..FleetOptions::default()
-        };
+        let fleet_options = FleetOptions::default()
+            .with_concurrency(options.server_concurrency)
+            .with_deadline(options.generate_deadline);
         let addresses = &options.rollout_external_engine_addrs;
         self.tell(Event::Waiting { what: "the engines to answer" });
         let fleet = self.runtime.block_on(async {

@@ -5,7 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftless_bridge::{Fleet, Label, LiveWeights, checksums};
+use driftless_bridge::engine::LiveWeights;
+use driftless_bridge::sglang::checksums;
+use driftless_bridge::{Fleet, Label};
 use driftless_transport::gc::Ack;
 use driftless_transport::publish::{Mode, Published, Step};
 use driftless_transport::{Publisher, Run, Snapshot, Version};

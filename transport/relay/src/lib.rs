@@ -7,18 +7,16 @@
 //! | `relays` | the follower's side: a store whose objects come from relays, and are checked |
 //! | `serve`, `cache` | the relay: its HTTP interface, and the objects that it keeps |
 //! | `recent` | a store that keeps in memory what was put last |
-//! | `fabric` | bytes over UCX (feature `ucx`) |
-//! | `ucx` | a relay and its clients over UCX (feature `ucx`) |
+//! | [`fabric`] | bytes by another way than HTTP: UCX (feature `ucx`) |
+//! | `session` | a relay and its clients over a fabric |
 
 mod cache;
 mod error;
-#[cfg(feature = "ucx")]
 pub mod fabric;
 mod recent;
 mod relays;
 mod serve;
-#[cfg(feature = "ucx")]
-mod ucx;
+mod session;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -29,6 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use derive_setters::Setters;
 use driftless_store::os::{Lock, create_dir_synced};
 use driftless_store::{ContentDigest, Error as StoreError, Key, Object, Store, chain_text};
 use driftless_transport::Error as TransportError;
@@ -38,13 +37,12 @@ use driftless_transport::serve::listen::Limits;
 use tokio::sync::{Semaphore, watch};
 
 use cache::{Cache, Content};
+use fabric::Fabric;
 
 pub use error::{Error, Result};
 pub use recent::Recent;
-pub use relays::Relays;
+pub use relays::{Relays, RelaysOptions};
 pub use serve::Server;
-#[cfg(feature = "ucx")]
-use ucx::Sessions;
 
 /// Longest range that is answered.
 pub(crate) const RANGE_BYTES_MAX: u64 = 16 << 20;
@@ -58,22 +56,24 @@ const ANSWER_BYTES_MAX: usize = 256 << 20;
 const WAIT_DEADLINE: Duration = Duration::from_secs(120);
 
 /// What a relay relays, and with what.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Setters)]
+#[setters(prefix = "with_", strip_option)]
 #[non_exhaustive]
 pub struct RelayOptions {
     /// Where it listens.
     pub listen: SocketAddr,
     /// The directory of its cache, which it owns.
+    #[setters(into)]
     pub cache_dir: PathBuf,
     /// Bytes of objects that it keeps at most; 64 GiB by default.
     pub cache_bytes: u64,
     /// The bearer token that clients have to bring; needed beyond loopback addresses.
+    #[setters(into)]
     pub token: Option<String>,
     /// What those who connect may take.
     pub limits: Limits,
-    /// Where it listens for followers that ask over UCX as well, and with which UCX.
-    #[cfg(feature = "ucx")]
-    pub ucx: Option<(SocketAddr, crate::fabric::Fabric)>,
+    /// Where it listens for followers that ask over a fabric as well, and over which.
+    pub fabric: Option<(SocketAddr, Arc<dyn Fabric>)>,
 }
 
 impl RelayOptions {
@@ -86,8 +86,7 @@ impl RelayOptions {
             cache_bytes: 64 << 30,
             token: None,
             limits: Limits::default(),
-            #[cfg(feature = "ucx")]
-            ucx: None,
+            fabric: None,
         }
     }
 }
@@ -129,9 +128,8 @@ struct Relay {
 /// [`Listen`](driftless_transport::Error::Listen) if the address cannot be had; the file system's errors.
 pub fn serve(origin: Arc<dyn Store>, options: RelayOptions) -> Result<Server> {
     check_exposure("relay address", options.listen, options.token.as_deref())?;
-    #[cfg(feature = "ucx")]
-    if let Some((listen, _)) = &options.ucx {
-        check_exposure("relay address for UCX", *listen, options.token.as_deref())?;
+    if let Some((listen, _)) = &options.fabric {
+        check_exposure("relay address for a fabric", *listen, options.token.as_deref())?;
     }
     if options.limits.connections == 0 {
         let (expected, found) = ("at least 1".to_owned(), "0".to_owned());

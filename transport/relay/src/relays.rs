@@ -7,14 +7,15 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use derive_setters::Setters;
 use driftless_store::{ContentDigest, Entry, Key, Object, OnBytes, PutMode, Store, redact};
 use driftless_transport::Error as TransportError;
 use driftless_transport::client::{Http, parse_url};
 use reqwest::{StatusCode, Url};
 
 use crate::error::Result;
-#[cfg(feature = "ucx")]
-use crate::fabric::{Fabric, FabricOptions};
+use crate::fabric::{self, Fabric};
+use crate::session::Remote;
 
 /// Bytes that a relay is asked for at a time.
 const REQUEST_BYTES: u64 = 8 << 20;
@@ -53,8 +54,7 @@ struct Peer {
 /// How a relay is asked.
 enum Way {
     Http,
-    #[cfg(feature = "ucx")]
-    Ucx(super::ucx::Remote),
+    Fabric(Remote),
 }
 
 #[derive(Default)]
@@ -63,25 +63,41 @@ struct Health {
     not_before: Option<Instant>,
 }
 
+/// What a follower brings to relays.
+#[derive(Clone, Default, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
+pub struct RelaysOptions {
+    /// The bearer token that they are brought with every request.
+    #[setters(into)]
+    pub token: Option<String>,
+    /// Fabrics that are open already. Another one that a URL names is opened with its own settings.
+    pub fabrics: Vec<Arc<dyn Fabric>>,
+}
+
 impl Relays {
-    /// The store `origin` behind relays at `urls`, which are brought `token` with every request:
-    /// `http://host:port`, and with the feature `ucx` also `ucx://host:port`.
+    /// The store `origin` behind relays at `urls`: `http://host:port`, and `<scheme>://host:port` for a
+    /// [`fabric`](crate::fabric), such as `ucx://host:port`.
     ///
     /// # Errors
-    /// [`BadText`](driftless_transport::Error::BadText) for something that is no URL;
+    /// [`BadText`](driftless_transport::Error::BadText) for something that is no URL of a relay;
     /// [`Unsupported`](driftless_transport::Error::Unsupported) for UCX in a build without it, and
     /// [`Library`](crate::Error::Library) or [`Link`](crate::Error::Link) where it cannot be used.
-    pub fn new(origin: Arc<dyn Store>, urls: &[String], token: Option<&str>) -> Result<Self> {
-        let mut fabric = None;
-        let mut relays = Vec::new();
-        for text in urls {
-            let (url, way) = match text.strip_prefix("ucx://") {
-                Some(host) => ucx_way(text, host, token, &mut fabric)?,
-                None => (parse_url("relay", text)?, Way::Http),
+    pub fn new(origin: Arc<dyn Store>, urls: &[String], options: RelaysOptions) -> Result<Self> {
+        let RelaysOptions { token, mut fabrics } = options;
+        let way = |text: &String| -> Result<Peer> {
+            let (url, way) = match text.split_once("://") {
+                Some((scheme, host)) if !scheme.starts_with("http") => {
+                    let url = fabric_url(text, host)?;
+                    let remote = Remote::new(opened(&mut fabrics, scheme, text)?, host, token.as_deref());
+                    (url, Way::Fabric(remote))
+                }
+                _ => (parse_url("relay", text)?, Way::Http),
             };
-            relays.push(Peer { url, way, health: Mutex::default() });
-        }
-        Ok(Self { origin, http: Http::new(token)?, relays, given: Mutex::default() })
+            Ok(Peer { url, way, health: Mutex::default() })
+        };
+        let relays = urls.iter().map(way).collect::<Result<_>>()?;
+        Ok(Self { origin, http: Http::new(token.as_deref())?, relays, given: Mutex::default() })
     }
 
     fn given(&self) -> MutexGuard<'_, BTreeMap<ContentDigest, BTreeSet<usize>>> {
@@ -107,8 +123,7 @@ impl Relays {
     ) -> std::result::Result<Vec<u8>, String> {
         let patience = PATIENCE + Duration::from_secs(object.size / BYTES_PER_SECOND_MIN);
         match &peer.way {
-            #[cfg(feature = "ucx")]
-            Way::Ucx(remote) => return in_pieces(range, |piece| remote.get(object, piece, patience)),
+            Way::Fabric(remote) => return in_pieces(range, |piece| remote.get(object, piece, patience)),
             Way::Http => {}
         }
         let mut url = peer.url.clone();
@@ -151,30 +166,27 @@ fn in_pieces(
     Ok(bytes)
 }
 
-/// A relay that is asked over UCX, which is opened for the first of them.
-#[cfg(feature = "ucx")]
-fn ucx_way(text: &str, host: &str, token: Option<&str>, fabric: &mut Option<Fabric>) -> Result<(Url, Way)> {
+fn no_relay(text: &str) -> TransportError {
+    let expected = "http://host:port, https://host:port or ucx://host:port";
+    TransportError::BadText { what: "relay", text: redact(text), expected }
+}
+
+/// The URL of a relay that is asked over a fabric.
+fn fabric_url(text: &str, host: &str) -> Result<Url> {
     // As a URL of HTTP it is held to the same rules.
     let plain = parse_url("relay", &format!("http://{host}")).ok();
     let url = plain.and(Url::parse(text).ok()).filter(|url| url.port().is_some());
-    let url = url.ok_or(TransportError::BadText {
-        what: "relay",
-        text: redact(text),
-        expected: "ucx://host:port",
-    })?;
-    let opened = match fabric.take() {
-        Some(opened) => opened,
-        None => Fabric::open(&FabricOptions::default())?,
-    };
-    let remote = super::ucx::Remote::new(opened.clone(), host.trim_end_matches('/').to_owned(), token);
-    *fabric = Some(opened);
-    Ok((url, Way::Ucx(remote)))
+    Ok(url.ok_or_else(|| no_relay(text))?)
 }
 
-#[cfg(not(feature = "ucx"))]
-fn ucx_way(text: &str, _: &str, _: Option<&str>, _: &mut Option<()>) -> Result<(Url, Way)> {
-    let hint = "build with the feature `ucx`, or ask the relay over http://".to_owned();
-    Err(TransportError::Unsupported { what: format!("the relay `{}`", redact(text)), hint }.into())
+/// The fabric of a scheme, opened for the first relay of it.
+fn opened(fabrics: &mut Vec<Arc<dyn Fabric>>, scheme: &str, text: &str) -> Result<Arc<dyn Fabric>> {
+    if let Some(opened) = fabrics.iter().find(|fabric| fabric.scheme() == scheme) {
+        return Ok(opened.clone());
+    }
+    let opened = fabric::open(scheme).ok_or_else(|| no_relay(text))??;
+    fabrics.push(opened.clone());
+    Ok(opened)
 }
 
 /// How much a relay is one for this object; `None` for no relay.

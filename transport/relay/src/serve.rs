@@ -25,6 +25,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::cache::{Content, Fill};
 use super::{Refusal, Relay, RelayOptions};
 use crate::error::Result;
+use crate::session::Sessions;
 
 /// Threads that send and receive.
 const THREADS: usize = 2;
@@ -34,9 +35,8 @@ const BLOCKING_THREADS: usize = 16;
 /// A running relay. Dropping it ends it.
 #[derive(Debug)]
 pub struct Server {
-    /// What is served over UCX, which ends while the runtime still answers it.
-    #[cfg(feature = "ucx")]
-    sessions: Option<super::Sessions>,
+    /// What is served over a fabric, which ends while the runtime still answers it.
+    sessions: Option<Sessions>,
     http: http::Server,
 }
 
@@ -47,11 +47,10 @@ impl Server {
         self.http.addr()
     }
 
-    /// The address at which it listens for those that ask over UCX.
-    #[cfg(feature = "ucx")]
+    /// The address at which it listens for those that ask over a fabric.
     #[must_use]
-    pub fn ucx_addr(&self) -> Option<SocketAddr> {
-        self.sessions.as_ref().map(super::Sessions::addr)
+    pub fn fabric_addr(&self) -> Option<SocketAddr> {
+        self.sessions.as_ref().map(Sessions::addr)
     }
 }
 
@@ -69,26 +68,13 @@ pub(super) fn start(relay: Arc<Relay>, options: RelayOptions) -> Result<Server> 
         .map_err(listen)?;
     let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
     let addr = listener.local_addr().map_err(listen)?;
-    #[cfg(feature = "ucx")]
-    let sessions = options.ucx.map(|(addr, fabric)| {
-        super::Sessions::start(
-            relay.clone(),
-            fabric,
-            addr,
-            options.token.as_deref(),
-            options.limits,
-            &runtime,
-        )
+    let sessions = options.fabric.map(|(addr, fabric)| {
+        Sessions::start(relay.clone(), fabric, addr, options.token.as_deref(), options.limits, &runtime)
     });
-    #[cfg(feature = "ucx")]
     let sessions = sessions.transpose()?;
     let router = router(relay, options.token);
     let serving = serve_http(listener, options.limits, router);
-    Ok(Server {
-        #[cfg(feature = "ucx")]
-        sessions,
-        http: http::Server::run(runtime, addr, "relay-http", serving)?,
-    })
+    Ok(Server { sessions, http: http::Server::run(runtime, addr, "relay-http", serving)? })
 }
 
 fn router(relay: Arc<Relay>, token: Option<String>) -> Router {
@@ -255,7 +241,7 @@ async fn metrics(State(relay): State<Arc<Relay>>) -> Response {
         ("served_bytes_total", "counter", "Bytes of objects sent to clients.", status.served_bytes),
         ("fetching", "gauge", "Objects being fetched now.", status.fetching),
         ("cache_objects", "gauge", "Objects in the cache, in whole or in part.", status.cache.objects),
-        ("cache_bytes", "gauge", "Their bytes.", status.cache.bytes),
+        ("cache_bytes", "gauge", "Bytes of objects in the cache.", status.cache.bytes),
         ("cache_bytes_max", "gauge", "Bytes that the cache may hold.", status.cache.bytes_max),
     ] {
         // Writing to a string does not fail.

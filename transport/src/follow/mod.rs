@@ -18,7 +18,7 @@ mod status;
 mod watch;
 mod worker;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use driftless_store::os::crash_point;
@@ -67,6 +67,9 @@ pub struct Follower {
     shared: Arc<Shared>,
 }
 
+/// Hears what a round came to.
+type Observer = Box<dyn Fn(&Status) + Send + Sync>;
+
 struct Shared {
     store: Arc<Count>,
     options: FollowerOptions,
@@ -80,6 +83,8 @@ struct Shared {
     watching: Mutex<Option<Stop>>,
     /// Likewise.
     counters: Mutex<Counters>,
+    /// Hears of each round.
+    observer: OnceLock<Observer>,
 }
 
 struct Core {
@@ -169,6 +174,7 @@ impl Follower {
             maybe_paused: Mutex::default(),
             watching: Mutex::default(),
             counters: Mutex::default(),
+            observer: OnceLock::new(),
         };
         Ok(Self { shared: Arc::new(shared) })
     }
@@ -281,9 +287,18 @@ impl Follower {
         self.activate_and_acknowledge(&mut *self.core()?, Some(Instant::now()))
     }
 
+    /// Has `observer` hear what is on disk and on the engines, after each round in which these were asked or
+    /// loaded a version, from the thread of that round. The first one is kept.
+    pub fn on_round(&self, observer: impl Fn(&Status) + Send + Sync + 'static) {
+        let _ = self.shared.observer.set(Box::new(observer));
+    }
+
     fn activate_and_acknowledge(&self, core: &mut Core, due: Option<Instant>) -> Result<()> {
         let activated = self.activate_in(core, due);
         self.acknowledge(core);
+        if let Some(observer) = self.shared.observer.get() {
+            observer(&self.status());
+        }
         activated
     }
 

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU32, Ordering};
 
 use memmap2::MmapMut;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 const HEADER: usize = 64;
 const COUNTERS: usize = 10_000;

@@ -8,8 +8,9 @@ use cudarc::driver::sys;
 
 use super::counters::Counters;
 use super::{CudaPlace, Place, Share};
+use crate::error::Result;
 use crate::push::device::{Device, cuda};
-use crate::{Bucket, Result, Weights};
+use crate::push::{Bucket, Weights};
 
 /// Memory of one device, for engines whose ranks see that device: their own, or one that theirs can read.
 #[derive(Debug)]
@@ -107,7 +108,7 @@ fn uuid(bytes: [u8; 16]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Error;
+    use crate::error::Error;
 
     #[test]
     fn a_machine_without_a_device_is_told_so() {

@@ -5,8 +5,9 @@ use driftless_transport::snapshot::TensorInfo;
 
 use super::pickle::Pickle;
 use super::{CudaPlace, Place};
-use crate::model::torch_name;
-use crate::{Bucket, Error, Result};
+use crate::engine::model::torch_name;
+use crate::error::{Error, Result};
+use crate::push::Bucket;
 
 const METADATA: (&str, &str) = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata");
 /// What SGLang has torch pickle CUDA tensors with: devices go by UUID, because their numbers differ among

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::{Bucket, Result, Weights};
+use crate::error::Result;
+use crate::push::{Bucket, Weights};
 
 /// Where one rank finds a bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]

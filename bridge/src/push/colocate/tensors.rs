@@ -6,14 +6,17 @@ use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use derive_setters::Setters;
+use driftless_store::runtime::{self, wait};
 use driftless_transport::snapshot::TensorInfo;
-use tokio::runtime::Runtime;
+use tokio::runtime::Handle;
 
 use super::payload::payload;
 use super::{Place, Share};
-use crate::push::{Calls, begin_sessions, end_sessions};
+use crate::error::{Error, Result};
+use crate::push::{Bucket, Calls, Member, Push, Pushed, Weights, begin_sessions, end_sessions, plan};
 use crate::sglang::wire::TensorUpdate;
-use crate::{Bucket, Client, Error, Member, Push, Pushed, Result, ServerInfo, Weights, plan};
+use crate::sglang::{Client, ServerInfo};
 
 const CALL: &str = "/update_weights_from_tensor";
 /// How long the ranks of engines are waited for of which one has refused: it may never have opened the
@@ -21,7 +24,9 @@ const CALL: &str = "/update_weights_from_tensor";
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 
 /// Options of a [`Colocation`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct ColocationOptions {
     /// Most bytes of one bucket. The device holds two of them while a push is under way, and none before and
     /// after.
@@ -37,12 +42,12 @@ impl Default for ColocationOptions {
     }
 }
 
-/// Engines, and memory that they open. Blocking: it owns a small runtime for its calls.
+/// Engines, and memory that they open. Blocking.
 #[derive(Debug)]
 pub struct Colocation<S> {
     share: S,
     options: ColocationOptions,
-    runtime: Runtime,
+    runtime: Handle,
     members: Vec<Member>,
     /// Whether the members were looked at.
     formed: bool,
@@ -52,11 +57,9 @@ impl<S: Share> Colocation<S> {
     /// No engines yet.
     ///
     /// # Errors
-    /// [`Error::SetUp`] when the runtime cannot be made.
+    /// [`Error::SetUp`] when the threads of this process's connections cannot be started.
     pub fn new(share: S, options: ColocationOptions) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        let runtime = runtime
-            .map_err(|error| Error::SetUp { what: "the runtime of a colocation", source: error.into() })?;
+        let runtime = runtime::handle().map_err(Error::threads)?;
         Ok(Self { share, options, runtime, members: Vec::new(), formed: false })
     }
 
@@ -110,7 +113,7 @@ impl<S: Share> Colocation<S> {
                 flush_cache: false,
             }));
         }
-        Ok(Calls::send(self.runtime.handle(), &self.members, |index, engine| {
+        Ok(Calls::send(&self.runtime, &self.members, |index, engine| {
             let update = updates[index].clone();
             async move { engine.update_weights_from_tensor(&update).await }
         }))
@@ -131,10 +134,6 @@ impl<S: Share> Colocation<S> {
 }
 
 impl<S: Share> Push for Colocation<S> {
-    fn runtime(&self) -> &Runtime {
-        &self.runtime
-    }
-
     /// An engine that cannot open the memory ends when it is told to.
     fn admit(&self, engine: &str, server: &ServerInfo) -> Result<()> {
         let expected = self.share.device();
@@ -166,7 +165,7 @@ impl<S: Share> Push for Colocation<S> {
             if self.share.local() && !is_local(engine.url()) {
                 return Err(refused(engine, "its address", "one of this host", engine.url()));
             }
-            if !self.runtime.block_on(engine.has_post(CALL))? {
+            if !wait(&self.runtime, engine.has_post(CALL))? {
                 return Err(refused(engine, CALL, "a call of the engine", "no such call"));
             }
         }
@@ -178,10 +177,10 @@ impl<S: Share> Push for Colocation<S> {
         let buckets = plan(weights.tensors(), self.options.bucket_bytes)?;
         self.form()?;
         let begin = Instant::now();
-        let begun = begin_sessions(self.runtime.handle(), &self.members);
+        let begun = begin_sessions(&self.runtime, &self.members);
         let outcome = begun.and_then(|()| self.push_all(weights, &buckets, label));
         // A session that is left open keeps engines from every other update.
-        let ended = end_sessions(self.runtime.handle(), &self.members);
+        let ended = end_sessions(&self.runtime, &self.members);
         self.share.close();
         outcome.and(ended)?;
         let bytes = buckets.iter().map(|bucket| bucket.bytes).sum();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, result, sys};
 
 use super::{Memory, cuda};
-use crate::Result;
+use crate::error::Result;
 
 /// `gather.cu`, as `nvrtc --gpu-architecture=compute_75` of CUDA 13.0 makes it, marked as PTX 7.0 so that
 /// older drivers take it: every driver compiles it for its own GPU.

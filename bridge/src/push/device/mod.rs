@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice, result, sys};
 
 use self::gather::Gather;
-use crate::{Bucket, Bytes, Error, Result, Weights};
+use crate::error::{Error, Result};
+use crate::push::{Bucket, Bytes, Weights};
 
 /// Host weights pass through pinned memory in pieces of this size: of the two that a thread has, one is
 /// filled while the device takes the other.

@@ -3,14 +3,17 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use derive_setters::Setters;
+use driftless_store::runtime;
 use driftless_transport::snapshot::TensorInfo;
-use tokio::runtime::Runtime;
+use tokio::runtime::Handle;
 
 use super::{Meeting, Rendezvous, RendezvousOptions, Root};
-use crate::model::torch_name;
-use crate::push::{Calls, begin_sessions, end_sessions};
+use crate::engine::model::torch_name;
+use crate::error::{Error, Result};
+use crate::push::{Bucket, Calls, Member, Push, Pushed, Weights, begin_sessions, end_sessions, plan};
 use crate::sglang::wire::{DistributedUpdate, GroupInit};
-use crate::{Bucket, Client, Error, Member, Push, Pushed, Result, ServerInfo, Weights, plan};
+use crate::sglang::{Client, ServerInfo};
 
 /// How the bytes of a bucket travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,13 +25,17 @@ pub enum UpdateMode {
 }
 
 /// Options of a [`Group`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct GroupOptions {
     /// Name of the group at the engines. Two processes that push into one engine need two names.
+    #[setters(into)]
     pub name: String,
     /// Address at which the ranks of the engines are awaited; port 0 takes a free one.
     pub listen: SocketAddr,
     /// Host name or address under which the engines reach this process.
+    #[setters(into)]
     pub host: String,
     /// How bytes travel.
     pub mode: UpdateMode,
@@ -60,15 +67,14 @@ impl GroupOptions {
     }
 }
 
-/// Engines, and the rank 0 that pushes weights into all of them at once. Blocking: it owns a small runtime
-/// for its calls.
+/// Engines, and the rank 0 that pushes weights into all of them at once. Blocking.
 ///
 /// A push that fails gives the group up; the next one forms it anew.
 #[derive(Debug)]
 pub struct Group<R> {
     root: R,
     options: GroupOptions,
-    runtime: Runtime,
+    runtime: Handle,
     members: Vec<Member>,
     formed: Option<Formed>,
 }
@@ -83,54 +89,10 @@ impl<R: Root> Group<R> {
     /// A group without engines.
     ///
     /// # Errors
-    /// [`Error::SetUp`] when the runtime cannot be made.
+    /// [`Error::SetUp`] when the threads of this process's connections cannot be started.
     pub fn new(root: R, options: GroupOptions) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        let runtime =
-            runtime.map_err(|error| Error::SetUp { what: "the group's runtime", source: error.into() })?;
+        let runtime = runtime::handle().map_err(Error::threads)?;
         Ok(Self { root, options, runtime, members: Vec::new(), formed: None })
-    }
-
-    /// Rank 0.
-    pub fn root(&self) -> &R {
-        &self.root
-    }
-
-    /// The group's options.
-    pub fn options(&self) -> &GroupOptions {
-        &self.options
-    }
-
-    /// Says which engines belong to it. If they are not those of before, or one of them is another process
-    /// than before, the group is given up: the next push forms it anew.
-    pub fn set_members(&mut self, members: Vec<Member>, same_processes: bool) {
-        let key = |member: &Member| (member.engine.url().to_owned(), member.ranks);
-        let same = self.members.iter().map(key).eq(members.iter().map(key));
-        if self.formed.is_some() && !(same && same_processes) {
-            tracing::info!(group = self.options.name, "the group's engines have changed");
-            self.abandon();
-        }
-        self.members = members;
-    }
-
-    /// Forms the group, unless it is formed: listens, begins to join, then calls the engines. With NCCL the
-    /// ranks join in the first push.
-    ///
-    /// # Errors
-    /// [`Error::Fleet`] without engines, [`Error::Listen`], [`Error::Root`], and the errors of the engines'
-    /// calls, of which the first is told.
-    pub fn form(&mut self) -> Result<()> {
-        if self.formed.is_some() {
-            return Ok(());
-        }
-        if self.members.is_empty() {
-            return Err(Error::Fleet { found: Vec::new() });
-        }
-        let outcome = self.meet();
-        if outcome.is_err() {
-            self.abandon();
-        }
-        outcome
     }
 
     fn meet(&mut self) -> Result<()> {
@@ -169,35 +131,6 @@ impl<R: Root> Group<R> {
         calls.wait()?;
         tracing::info!(group = self.options.name, world, "group formed");
         Ok(())
-    }
-
-    /// Pushes weights into every engine, which carry `label` afterwards if there is one. Their caches are not
-    /// flushed.
-    ///
-    /// # Errors
-    /// As [`Group::form`]; [`Error::TooLarge`] before anything is posted; [`Error::Group`] when ranks do not
-    /// join or receive in time; the first failed reply of an engine. After any of the latter the weights of
-    /// any of the engines may be a mixture.
-    pub fn push(&mut self, weights: &dyn Weights, label: Option<&str>) -> Result<Pushed> {
-        let buckets = plan(weights.tensors(), self.options.bucket_bytes)?;
-        self.form()?;
-        let begin = Instant::now();
-        let outcome = begin_sessions(self.runtime.handle(), &self.members)
-            .and_then(|()| self.push_all(weights, &buckets, label));
-        if outcome.is_err() {
-            // Engines that wait for rank 0 hear nothing else before it is gone.
-            self.abandon();
-        }
-        // A session that is left open keeps engines from every other update.
-        let ended = end_sessions(self.runtime.handle(), &self.members);
-        if let Err(error) = outcome.and(ended) {
-            self.abandon();
-            return Err(error);
-        }
-        let bytes = buckets.iter().map(|bucket| bucket.bytes).sum();
-        let pushed = Pushed { bytes, buckets: buckets.len(), took: begin.elapsed() };
-        tracing::info!(group = self.options.name, bytes, buckets = pushed.buckets, took = ?pushed.took, "pushed");
-        Ok(pushed)
     }
 
     /// Tells the engines that the group has ended.
@@ -320,7 +253,7 @@ impl<R: Root> Group<R> {
         F: Fn(usize, Client) -> T,
         T: Future<Output = Result<()>> + Send + 'static,
     {
-        Calls::send(self.runtime.handle(), &self.members, call)
+        Calls::send(&self.runtime, &self.members, call)
     }
 
     /// Gives the group up on this side; the engines are told when it is formed anew.
@@ -331,10 +264,6 @@ impl<R: Root> Group<R> {
 }
 
 impl<R: Root> Push for Group<R> {
-    fn runtime(&self) -> &Runtime {
-        &self.runtime
-    }
-
     /// NCCL fails at the engine, and hangs here, when the two do not map memory in the same way.
     fn admit(&self, engine: &str, server: &ServerInfo) -> Result<()> {
         let theirs = server.enable_symm_mem.unwrap_or(false);
@@ -349,15 +278,64 @@ impl<R: Root> Push for Group<R> {
         }
     }
 
+    /// Says which engines belong to it. If they are not those of before, or one of them is another process
+    /// than before, the group is given up: the next push forms it anew.
     fn set_members(&mut self, members: Vec<Member>, same_processes: bool) {
-        Self::set_members(self, members, same_processes);
+        let key = |member: &Member| (member.engine.url().to_owned(), member.ranks);
+        let same = self.members.iter().map(key).eq(members.iter().map(key));
+        if self.formed.is_some() && !(same && same_processes) {
+            tracing::info!(group = self.options.name, "the group's engines have changed");
+            self.abandon();
+        }
+        self.members = members;
     }
 
+    /// Forms the group, unless it is formed: listens, begins to join, then calls the engines. With NCCL the
+    /// ranks join in the first push.
+    ///
+    /// # Errors
+    /// [`Error::Fleet`] without engines, [`Error::Listen`], [`Error::Root`], and the errors of the engines'
+    /// calls, of which the first is told.
     fn form(&mut self) -> Result<()> {
-        Self::form(self)
+        if self.formed.is_some() {
+            return Ok(());
+        }
+        if self.members.is_empty() {
+            return Err(Error::Fleet { found: Vec::new() });
+        }
+        let outcome = self.meet();
+        if outcome.is_err() {
+            self.abandon();
+        }
+        outcome
     }
 
+    /// Pushes weights into every engine, which carry `label` afterwards if there is one. Their caches are not
+    /// flushed.
+    ///
+    /// # Errors
+    /// As [`Group::form`]; [`Error::TooLarge`] before anything is posted; [`Error::Group`] when ranks do not
+    /// join or receive in time; the first failed reply of an engine. After any of the latter the weights of
+    /// any of the engines may be a mixture.
     fn push(&mut self, weights: &dyn Weights, label: Option<&str>) -> Result<Pushed> {
-        Self::push(self, weights, label)
+        let buckets = plan(weights.tensors(), self.options.bucket_bytes)?;
+        self.form()?;
+        let begin = Instant::now();
+        let outcome = begin_sessions(&self.runtime, &self.members)
+            .and_then(|()| self.push_all(weights, &buckets, label));
+        if outcome.is_err() {
+            // Engines that wait for rank 0 hear nothing else before it is gone.
+            self.abandon();
+        }
+        // A session that is left open keeps engines from every other update.
+        let ended = end_sessions(&self.runtime, &self.members);
+        if let Err(error) = outcome.and(ended) {
+            self.abandon();
+            return Err(error);
+        }
+        let bytes = buckets.iter().map(|bucket| bucket.bytes).sum();
+        let pushed = Pushed { bytes, buckets: buckets.len(), took: begin.elapsed() };
+        tracing::info!(group = self.options.name, bytes, buckets = pushed.buckets, took = ?pushed.took, "pushed");
+        Ok(pushed)
     }
 }

@@ -3,7 +3,8 @@
 use std::net::SocketAddr;
 
 use super::Rendezvous;
-use crate::{Bucket, Result, Weights};
+use crate::error::Result;
+use crate::push::{Bucket, Weights};
 
 /// Where and as whom a group's ranks meet.
 #[derive(Debug)]

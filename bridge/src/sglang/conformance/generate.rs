@@ -3,7 +3,8 @@
 use serde_json::json;
 
 use super::{Checked, Subject, ensure};
-use crate::{Error, Finish, GenerateRequest, Rid, SamplingParams};
+use crate::engine::{Finish, GenerateRequest, Rid, SamplingParams};
+use crate::error::Error;
 
 pub(super) async fn greedy(subject: &Subject) -> Checked {
     let (first, second) = (subject.signature().await?, subject.signature().await?);

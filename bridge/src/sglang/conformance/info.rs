@@ -3,7 +3,9 @@
 use serde_json::json;
 
 use super::{Checked, Subject, ensure};
-use crate::{Attached, Capabilities, Error};
+use crate::engine::Attached;
+use crate::error::Error;
+use crate::sglang::Capabilities;
 
 pub(super) async fn model_info(subject: &Subject) -> Checked {
     let info = subject.client.model_info().await?;

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::{Checked, Subject, ensure, raw_request};
-use crate::{Finish, Rid};
+use crate::engine::{Finish, Rid};
 
 pub(super) async fn abort(subject: &Subject) -> Checked {
     let running = subject.start_long().await?;

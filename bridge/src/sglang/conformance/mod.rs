@@ -16,10 +16,8 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::{
-    Client, DiskUpdate, DiskUpdated, Engine, Expected, GenerateRequest, Generation, PauseMode, Rid,
-    SamplingParams,
-};
+use crate::engine::{Engine, Expected, GenerateRequest, Generation, PauseMode, Rid, SamplingParams};
+use crate::sglang::{Client, DiskUpdate, DiskUpdated};
 
 /// Outcome of one check; any error fails it.
 type Checked<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -258,7 +256,7 @@ impl Subject {
 /// A long request under way.
 struct Running {
     rid: Rid,
-    reply: tokio::task::JoinHandle<crate::Result<Generation>>,
+    reply: tokio::task::JoinHandle<crate::error::Result<Generation>>,
 }
 
 impl Running {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::{Checked, Subject, ensure};
-use crate::{Finish, PauseMode};
+use crate::engine::{Finish, PauseMode};
 
 /// How long a held request must stay unanswered to count as held. Unpaused, the engine answers it in a
 /// fraction of that.

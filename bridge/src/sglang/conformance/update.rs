@@ -6,7 +6,9 @@ use driftless_transport::Checkpoint;
 use serde_json::json;
 
 use super::{Checked, Subject, ensure, update_of};
-use crate::{Attached, DiskUpdated, Error, LiveWeights, PauseMode};
+use crate::engine::{Attached, LiveWeights, PauseMode};
+use crate::error::Error;
+use crate::sglang::DiskUpdated;
 
 const FIRST: &str = "c0ffee000000:1";
 const SECOND: &str = "c0ffee000000:2";
@@ -63,12 +65,12 @@ pub(super) async fn paused(subject: &Subject) -> Checked {
 
 pub(super) async fn checksums(subject: &Subject) -> Checked {
     let engine = Attached::attach(subject.engine(), &subject.expected()?).await?;
-    let second = crate::checksums(&Checkpoint::open(&subject.second)?, &subject.second)?;
+    let second = crate::sglang::checksums(&Checkpoint::open(&subject.second)?, &subject.second)?;
     let found = engine.check_live(&second).await?;
     if !engine.identity().checksums_comparable() {
         return ensure(matches!(found, LiveWeights::Unchecked { .. }), || format!("{found:?}"));
     }
-    let first = crate::checksums(&Checkpoint::open(&subject.first)?, &subject.first)?;
+    let first = crate::sglang::checksums(&Checkpoint::open(&subject.first)?, &subject.first)?;
     match engine.check_live(&first).await {
         Err(Error::LiveWeights { .. }) => {}
         other => return Err(format!("checksums of other weights should differ, found {other:?}").into()),

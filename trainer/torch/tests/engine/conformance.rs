@@ -1,7 +1,8 @@
 //! The bridge's own suite, which SGLang passes too, in every dialect.
 
-use driftless_bridge::conformance::{self, Subject};
-use driftless_bridge::{Client, ClientOptions};
+use driftless_bridge::ClientOptions;
+use driftless_bridge::sglang::Client;
+use driftless_bridge::sglang::conformance::{self, Subject};
 use driftless_torch::Family;
 use driftless_torch::engine::Dialect;
 

@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use driftless_relay::fabric::{Bucket, Fabric, FabricOptions, Link, Ticket};
+use driftless_relay::fabric::ucx::{Bucket, Ticket, Ucx, UcxLink, UcxOptions};
 
 /// Only a hang reaches it.
 const DEADLINE: Duration = Duration::from_secs(300);
@@ -73,7 +73,7 @@ fn main() {
         None => {}
     }
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    let fabric = Fabric::open(&FabricOptions::default()).expect("UCX");
+    let fabric = Ucx::open(&UcxOptions::default()).expect("UCX");
     println!(
         "{cores} cores; UCX {}; {} MiB in messages of {} MiB, {} of ours at a time; medians of {} turns (least to most), GB/s",
         fabric.version(),
@@ -193,15 +193,15 @@ fn hear(socket: &mut TcpStream) -> Vec<u8> {
     bytes
 }
 
-fn meet(socket: &mut TcpStream) -> (Fabric, Link) {
-    let fabric = Fabric::open(&FabricOptions::default()).expect("UCX");
+fn meet(socket: &mut TcpStream) -> (Ucx, UcxLink) {
+    let fabric = Ucx::open(&UcxOptions::default()).expect("UCX");
     let mut link = fabric.link("the other side").expect("a link");
     tell(socket, &link.address().expect("an address"));
     link.connect(&hear(socket)).expect("a connection");
     (fabric, link)
 }
 
-fn buckets(fabric: &Fabric, options: &Options) -> Vec<Bucket> {
+fn buckets(fabric: &Ucx, options: &Options) -> Vec<Bucket> {
     let bucket = |_| {
         let mut bucket = fabric.bucket(options.message()).expect("memory");
         bucket.fill(7);
@@ -212,10 +212,10 @@ fn buckets(fabric: &Fabric, options: &Options) -> Vec<Bucket> {
 
 /// Moves `messages` messages, as many at a time as there are buckets.
 fn pump(
-    link: &mut Link,
+    link: &mut UcxLink,
     buckets: &mut Vec<Bucket>,
     messages: usize,
-    mut begin: impl FnMut(&mut Link, Bucket, u64) -> Ticket,
+    mut begin: impl FnMut(&mut UcxLink, Bucket, u64) -> Ticket,
 ) {
     let mut under_way = VecDeque::new();
     let mut begun = 0;
@@ -239,7 +239,8 @@ fn receive(options: &Options) {
     let mut buckets = buckets(&fabric, options);
     for messages in [WARM_UP, options.messages()] {
         pump(&mut link, &mut buckets, messages, |link, bucket, tag| {
-            link.receive(bucket, tag).expect("a transfer")
+            let range = 0..bucket.len();
+            link.receive(bucket, range, tag).expect("a transfer")
         });
         tell(&mut socket, b"all");
     }

@@ -1,231 +1,123 @@
-//! Bytes between processes over RDMA, TCP or shared memory, through UCX (feature `ucx`).
+//! Bytes between two processes by another way than HTTP.
 //!
-//! A [`Fabric`] is UCX in this process. A [`Link`] joins one peer. To send, a process needs the
-//! [address](Link::address) of the peer's link, which travels by other means, such as a TCP connection.
-//! Transferred bytes are in [`Bucket`]s, which are registered once and used again: a transfer takes the
-//! bucket, and [`Link::finish`] gives it back. Transfers are tagged ([`Link::send`] to [`Link::receive`]).
+//! A [`Fabric`] is such a way in this process, and a [`Link`] joins it to one peer. Relays and their clients
+//! know these two traits, and speak about objects over a TCP connection beside the link. A new fabric is a
+//! file here that implements both, and a line in `FABRICS`; it has to pass [`conformance`].
 //!
-//! UCX has no threads, and neither does this module: transfers progress only while one side is in a call that
-//! waits. UCX chooses the transport from its settings (`TLS`, `NET_DEVICES`), which come from the environment
-//! as `UCX_TLS` and so on, or from [`FabricOptions`]. UCX trusts what its peers send: take addresses only
-//! from peers that have authenticated themselves.
+//! | File | Is |
+//! |---|---|
+//! | `ucx/` | RDMA, TCP and shared memory through UCX (feature `ucx`) |
+//! | `memory` | links within this process, for tests |
+//! | `conformance` | the suite that every fabric passes (feature `conformance`) |
 
-mod bucket;
-mod link;
+#[cfg(feature = "conformance")]
+pub mod conformance;
+mod memory;
+#[cfg(feature = "ucx")]
+pub mod ucx;
 
-use std::ffi::{CStr, CString};
-use std::path::PathBuf;
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::SeqCst;
-use std::{fmt, ptr};
+use std::time::Duration;
 
-use driftless_transport::Error as TransportError;
-use driftless_ucx_sys::{self as sys, Ucp};
+use crate::error::Result;
 
-use crate::error::{Error, Result};
+pub use memory::MemoryFabric;
 
-pub use bucket::Bucket;
-pub use link::{INFLIGHT_MAX, Link, Ticket};
-
-/// Who is waited for, in errors about UCX itself.
-const SELF: &str = "this process";
-
-/// Where UCX is, and how it is set.
-#[derive(Clone, Debug, Default)]
-#[non_exhaustive]
-pub struct FabricOptions {
-    /// The file of libucp; none: as the system's loader finds `libucp.so.0`.
-    pub library: Option<PathBuf>,
-    /// UCX's settings by name without `UCX_`, such as `TLS`; they win over the environment.
-    pub settings: Vec<(String, String)>,
-}
-
-/// UCX in this process. Clones are the same.
-#[derive(Clone)]
-pub struct Fabric {
-    context: Arc<Context>,
-}
-
-/// What links and buckets hold on to.
-struct Context {
-    ucp: &'static Ucp,
-    handle: sys::ucp_context_h,
-    /// A transfer was left behind unfinished: what UCX holds for it would make its clean-up end the process.
-    tainted: AtomicBool,
-    /// The transports do not tell when a peer ends. UCX complains aloud when it is asked to, so that it is
-    /// asked once.
-    unwatched: AtomicBool,
-}
-
-impl Context {
-    fn is_unwatched(&self) -> bool {
-        self.unwatched.load(SeqCst)
-    }
-
-    fn set_unwatched(&self) {
-        self.unwatched.store(true, SeqCst);
-    }
-}
-
-#[allow(unsafe_code, reason = "see below")]
-// SAFETY: the context is made with `mt_workers_shared`, by which UCX guards what its workers share; the
-// functions called with the context from several threads (worker_create, mem_map, mem_unmap) are those for
-// which ucp.h says so. The test `links_of_one_fabric_work_on_threads` runs them at once.
-unsafe impl Send for Context {}
-#[allow(unsafe_code, reason = "see below")]
-// SAFETY: as above.
-unsafe impl Sync for Context {}
-
-impl Fabric {
-    /// Opens UCX.
-    ///
-    /// # Errors
-    /// [`Error::Library`] if libucp is not there or too old;
-    /// [`BadSetting`](driftless_transport::Error::BadSetting) for a setting it does not know; [`Error::Link`]
-    /// if it cannot be set up, such as for a transport that this machine lacks.
-    pub fn open(options: &FabricOptions) -> Result<Self> {
-        let ucp = sys::open(options.library.as_deref())
-            .map_err(|source| Error::Library { what: "UCX", source: source.into() })?;
-        let config = Config::read(ucp)?;
-        // So that only this process writes to its memory in a tagged transfer: the receiver fetches, and what
-        // is left of a transfer that was given up ends with its link.
-        config.set("RNDV_SCHEME", "get_zcopy")?;
-        for (name, value) in &options.settings {
-            config.set(name, value)?;
-        }
-        let params = sys::ucp_params_t {
-            field_mask: u64::from(sys::UCP_PARAM_FIELD_FEATURES | sys::UCP_PARAM_FIELD_MT_WORKERS_SHARED),
-            features: u64::from(sys::UCP_FEATURE_TAG),
-            request_size: 0,
-            request_init: None,
-            request_cleanup: None,
-            tag_sender_mask: 0,
-            mt_workers_shared: 1,
-            estimated_num_eps: 0,
-            estimated_num_ppn: 0,
-            name: ptr::null(),
-        };
-        let mut handle = ptr::null_mut();
-        // SAFETY: params and configuration are valid for the call, and the handle is written before it is
-        // read.
-        #[allow(unsafe_code, reason = "foreign call")]
-        let status = unsafe {
-            ucp.ucp_init_version(
-                sys::UCP_API_MAJOR,
-                sys::UCP_API_MINOR,
-                &raw const params,
-                config.handle,
-                &raw mut handle,
-            )
-        };
-        check(ucp, SELF, "set up UCX in", status)?;
-        Ok(Self {
-            context: Arc::new(Context {
-                ucp,
-                handle,
-                tainted: AtomicBool::new(false),
-                unwatched: AtomicBool::new(false),
-            }),
-        })
-    }
-
-    /// UCX's version, such as `1.22.0`.
-    #[must_use]
-    pub fn version(&self) -> String {
-        sys::version(self.context.ucp)
-    }
+/// A way between processes, opened in this one.
+pub trait Fabric: fmt::Debug + Send + Sync {
+    /// What the URLs of its relays begin with, such as `ucx`.
+    fn scheme(&self) -> &'static str;
 
     /// A link to `peer`, which is what errors call it.
     ///
     /// # Errors
-    /// [`Error::Link`] if UCX cannot make one.
-    pub fn link(&self, peer: impl Into<String>) -> Result<Link> {
-        Link::new(self.context.clone(), peer.into())
-    }
+    /// [`Error::Link`](crate::Error::Link) if there can be none.
+    fn link(&self, peer: &str) -> Result<Box<dyn Link>>;
+}
 
-    /// Memory for transfers, zeroed and registered.
+/// The way to one peer and back. It has memory of its own, from and to which it transfers, one message at a
+/// time.
+///
+/// A message is sent and received under a tag. To send, a link needs the [address](Link::address) of the
+/// peer's link, which travels by other means. After an error of a transfer the link is of no use.
+pub trait Link: Send {
+    /// What a peer needs in order to [connect](Link::connect) to this link.
     ///
     /// # Errors
-    /// [`Error::Link`] if there is no memory, or none that can be registered (`ulimit -l` is the limit for
-    /// RDMA).
-    pub fn bucket(&self, bytes: usize) -> Result<Bucket> {
-        Bucket::new(self.context.clone(), bytes)
-    }
+    /// [`Error::Link`](crate::Error::Link) if there is none.
+    fn address(&self) -> Result<Vec<u8>>;
+
+    /// Makes the peer's link with this [address](Link::address) the one that is sent to. Only a peer that has
+    /// shown who it is may bring the address: a fabric may believe what is in it.
+    ///
+    /// # Errors
+    /// [`Error::Link`](crate::Error::Link) if the link has a peer, the address is none, or nothing leads
+    /// there.
+    fn connect(&mut self, address: &[u8]) -> Result<()>;
+
+    /// The link's memory, of at least `bytes`. What is in it stays unless it has to grow.
+    ///
+    /// # Errors
+    /// [`Error::Link`](crate::Error::Link) if there is no memory, or none that can be transferred from.
+    fn memory(&mut self, bytes: usize) -> Result<&mut [u8]>;
+
+    /// Gives the memory back.
+    fn release(&mut self);
+
+    /// Sends the first `bytes` of the memory, and waits until they have left it.
+    ///
+    /// # Errors
+    /// [`Error::Link`](crate::Error::Link) without a peer, for more bytes than there are, or if the transfer
+    /// fails; [`Error::LinkLost`](crate::Error::LinkLost) when the fabric or the watch says that the peer is
+    /// gone; [`Error::LinkTimeout`](crate::Error::LinkTimeout).
+    fn send(&mut self, bytes: usize, tag: u64, wait: &mut Wait<'_>) -> Result<()>;
+
+    /// Takes the message that a peer sends under `tag` into the first `bytes` of the memory, and returns how
+    /// long it was.
+    ///
+    /// # Errors
+    /// As [`Link::send`], but whoever receives needs no connection; [`Error::Link`](crate::Error::Link) also
+    /// for a message longer than that.
+    fn receive(&mut self, bytes: usize, tag: u64, wait: &mut Wait<'_>) -> Result<usize>;
 }
 
-impl fmt::Debug for Fabric {
+/// How long a transfer may take, and who else knows whether the peer is there.
+pub struct Wait<'a> {
+    /// The time from the call on.
+    pub deadline: Duration,
+    /// Asked every 20 ms; what it fails with says that the peer is gone.
+    pub watch: &'a mut dyn FnMut() -> std::result::Result<(), String>,
+}
+
+impl fmt::Debug for Wait<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Fabric").field("version", &self.version()).finish()
+        f.debug_struct("Wait").field("deadline", &self.deadline).finish_non_exhaustive()
     }
 }
 
-impl Drop for Context {
-    fn drop(&mut self) {
-        if self.tainted.load(SeqCst) {
-            return;
-        }
-        // SAFETY: links and buckets hold the context, so that none is left.
-        #[allow(unsafe_code, reason = "foreign call")]
-        unsafe {
-            self.ucp.ucp_cleanup(self.handle);
-        }
-    }
+/// What opens a fabric with what its own settings in the environment say.
+type Open = fn() -> Result<Arc<dyn Fabric>>;
+
+/// The fabrics by their schemes.
+const FABRICS: [(&str, Open); 1] = [("ucx", open_ucx)];
+
+/// Opens the fabric of a scheme; `None` where there is no such fabric.
+///
+/// # Errors
+/// [`Unsupported`](driftless_transport::Error::Unsupported) in a build without it;
+/// [`Error::Library`](crate::Error::Library) and [`Error::Link`](crate::Error::Link) where it cannot be used.
+pub fn open(scheme: &str) -> Option<Result<Arc<dyn Fabric>>> {
+    FABRICS.iter().find(|(known, _)| *known == scheme).map(|(_, open)| open())
 }
 
-/// UCX's settings, from the environment.
-struct Config {
-    ucp: &'static Ucp,
-    handle: *mut sys::ucp_config_t,
+#[cfg(feature = "ucx")]
+fn open_ucx() -> Result<Arc<dyn Fabric>> {
+    Ok(Arc::new(ucx::Ucx::open(&ucx::UcxOptions::default())?))
 }
 
-impl Config {
-    fn read(ucp: &'static Ucp) -> Result<Self> {
-        let mut handle = ptr::null_mut();
-        // SAFETY: null stands for no prefix and no file; the handle is written before it is read.
-        #[allow(unsafe_code, reason = "foreign call")]
-        let status = unsafe { ucp.ucp_config_read(ptr::null(), ptr::null(), &raw mut handle) };
-        check(ucp, SELF, "read UCX's settings of", status)?;
-        Ok(Self { ucp, handle })
-    }
-
-    fn set(&self, name: &str, value: &str) -> Result<()> {
-        let bad = |found: String| TransportError::BadSetting {
-            name: "UCX setting",
-            expected: "a name without UCX_ and a value that UCX knows (ucx_info -cf lists them)".to_owned(),
-            found,
-        };
-        let (Ok(c_name), Ok(c_value)) = (CString::new(name), CString::new(value)) else {
-            return Err(bad("text with a zero byte".to_owned()).into());
-        };
-        // SAFETY: both are strings that end with 0, and UCX copies them.
-        #[allow(unsafe_code, reason = "foreign call")]
-        let status = unsafe { self.ucp.ucp_config_modify(self.handle, c_name.as_ptr(), c_value.as_ptr()) };
-        Ok(check(self.ucp, SELF, "set UCX in", status).map_err(|_| bad(format!("{name}={value}")))?)
-    }
-}
-
-impl Drop for Config {
-    fn drop(&mut self) {
-        // SAFETY: it was read and is used no more.
-        #[allow(unsafe_code, reason = "foreign call")]
-        unsafe {
-            self.ucp.ucp_config_release(self.handle);
-        }
-    }
-}
-
-/// What UCX calls a status.
-fn words(ucp: &Ucp, status: sys::ucs_status_t) -> String {
-    // SAFETY: any status has a constant string that ends with 0, unknown ones too.
-    #[allow(unsafe_code, reason = "foreign call")]
-    let text = unsafe { CStr::from_ptr(ucp.ucs_status_string(status)) };
-    text.to_string_lossy().into_owned()
-}
-
-fn check(ucp: &Ucp, peer: &str, action: &'static str, status: sys::ucs_status_t) -> Result<()> {
-    if status == sys::UCS_OK {
-        return Ok(());
-    }
-    Err(Error::Link { peer: peer.to_owned(), action, status: words(ucp, status) })
+#[cfg(not(feature = "ucx"))]
+fn open_ucx() -> Result<Arc<dyn Fabric>> {
+    let hint = "build with the feature `ucx`, or use relays over http://".to_owned();
+    Err(driftless_transport::Error::Unsupported { what: "UCX".to_owned(), hint }.into())
 }

@@ -21,20 +21,17 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutOptions};
-use tokio::runtime::{self, Runtime};
+use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
 use crate::error::{Error, Result};
 use crate::key::Key;
+use crate::runtime;
 use crate::store::{Entry, Object, OnBytes, PutMode, Store, no_progress};
 use ask::{Action, Asked, cause};
 
 pub(crate) use url::open;
 
-/// Threads that send and receive; signing and TLS are their only work.
-const THREADS: usize = 2;
-/// Threads that look up names.
-const BLOCKING_THREADS: usize = 4;
 /// How often a read begins again because the object was replaced meanwhile.
 const REPLACED_MAX: usize = 8;
 
@@ -78,11 +75,10 @@ impl Default for Limits {
 
 /// A store in a bucket or container.
 ///
-/// It has a runtime of its own, and its calls may be made from any thread, those of another runtime included.
+/// Its calls may be made from any thread but those of the runtime that drives them ([`runtime`]).
 pub(crate) struct Bucket {
     remote: Arc<Remote>,
-    /// There until this is dropped.
-    runtime: Option<Runtime>,
+    runtime: Handle,
 }
 
 /// What requests need.
@@ -96,16 +92,10 @@ struct Remote {
 
 impl Bucket {
     fn new(backend: Box<dyn Backend>, prefix: &str, name: String, limits: Limits) -> Result<Self> {
-        let runtime = runtime::Builder::new_multi_thread()
-            .worker_threads(THREADS)
-            .max_blocking_threads(BLOCKING_THREADS)
-            .thread_name("object-store")
-            .enable_all()
-            .build()
-            .map_err(|source| Error::io("start the threads of", &name, source))?;
+        let runtime = runtime::handle().map_err(|source| Error::io("start the threads of", &name, source))?;
         let slots = Semaphore::new(limits.requests);
         let remote = Remote { backend, prefix: prefix.to_owned(), name, limits, slots };
-        Ok(Self { remote: Arc::new(remote), runtime: Some(runtime) })
+        Ok(Self { remote: Arc::new(remote), runtime })
     }
 
     /// Runs a call on the runtime and waits for it. Every request in it has a deadline.
@@ -117,21 +107,12 @@ impl Bucket {
         const ENDED: Error = Error::Cancelled { what: "a request to the object store" };
         let (sender, receiver) = mpsc::sync_channel(1);
         let call = call(self.remote.clone());
-        self.runtime.as_ref().ok_or(ENDED)?.spawn(async move {
+        self.runtime.spawn(async move {
             // The receiver waits below.
             let _ = sender.send(call.await);
         });
         // Without an answer the task has panicked.
         receiver.recv().unwrap_or(Err(ENDED))
-    }
-}
-
-impl Drop for Bucket {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            // Waiting here would panic on a thread of another runtime; no call is under way.
-            runtime.shutdown_background();
-        }
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUstream;
 use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclDataType_t, ncclResult_t, ncclUniqueId};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// `NCCL_CONFIG_INITIALIZER` of nccl.h: the magic number, and the marks of a field that is not set.
 const CONFIG_MAGIC: u32 = 0xcafe_beef;

@@ -12,17 +12,22 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
+use derive_setters::Setters;
 
 use self::library::{Comm, Library};
 use super::{Meeting, Root};
+use crate::error::{Error, Result};
 use crate::push::device::{Device, cuda};
-use crate::{Bucket, Error, Result, Weights};
+use crate::push::{Bucket, Weights};
 
 /// Options of an [`NcclRoot`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct NcclOptions {
     /// The `libnccl.so.2` that the engines' torch uses: `site-packages/nvidia/nccl/lib` beside it. Two
     /// versions in one group were never tried.
+    #[setters(into)]
     pub library: PathBuf,
     /// The version that the library must have, as major, minor and patch: that of the engines, where they run
     /// elsewhere.

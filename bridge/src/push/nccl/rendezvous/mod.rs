@@ -13,13 +13,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use derive_setters::Setters;
 use driftless_transport::serve::listen::{Admission, Limits, accept};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use state::{Client, Reply, State};
 use wire::{Request, Violation};
 
@@ -30,7 +31,9 @@ const REPLIES_MAX: usize = 64;
 const FILES_KEPT: u64 = 256;
 
 /// Bounds of a [`Rendezvous`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct RendezvousOptions {
     /// Most connections at a time, fewer where the process may open few files. For a further one, the oldest
     /// that has asked for nothing is closed; where all have, it waits.

@@ -1,0 +1,367 @@
+//! `driftless follow`.
+
+mod show;
+
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::{Output, table};
+use crate::cli::shared::signals::{self, PATIENCE, stop_on_signals_or};
+use crate::cli::shared::slime::{self, Layout};
+use crate::cli::shared::transport::TransportArgs;
+use crate::cli::shared::{keys, numbers, paths, store};
+use driftless::bridge::ClientOptions;
+use driftless::bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
+use driftless::bridge::engine::{Deadlines, PauseMode};
+use driftless::bridge::push::PushOptions;
+use driftless::store::wait::Stop;
+use driftless::store::wrap::Count;
+use driftless::transport::activate::Activate;
+use driftless::transport::follow::{FollowerOptions, Status};
+use driftless::transport::replica::{Plan, PlannedVersion};
+use driftless::transport::serve::{ServeOptions, serve};
+use driftless::transport::{Follower, Replica, Run, Version};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Within which, after a signal, an engine's pause is ended or reported. What is under way has 5 s, its end
+/// 15 s more.
+const PAUSE_ENDS: Duration = Duration::from_secs(30);
+
+const EXAMPLES: &str = "\
+Examples:
+  Beside an SGLang server, for as long as the run goes:
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
+        --hf-checkpoint /models/start --engine http://127.0.0.1:30000
+
+  What the next step would fetch, without taking it:
+    driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy --dry-run
+
+  Beside a vLLM server, on the directory that it loads; it is materialised before the server starts:
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy --once
+    VLLM_SERVER_DEV_MODE=1 vllm serve /dev/shm/policy --host 127.0.0.1
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
+        --engine vllm+http://127.0.0.1:8000
+
+  For engines anywhere on a fast network, from a GPU of this host, without a follower beside each:
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
+        --hf-checkpoint /models/start --engine http://10.0.0.2:30000 --engine http://10.0.0.3:30000 \\
+        --update-weight-transport nccl --nccl-library …/site-packages/nvidia/nccl/lib/libnccl.so.2
+
+  With the bytes from a relay on a fast network, over RDMA, TCP or shared memory:
+    driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir /dev/shm/policy \\
+        --update-weight-transport ucx --relay ucx://10.0.0.2:7421 --relay-token-file relay.token
+
+  For an engine on a GPU of this process, into its memory:
+    driftless follow --store file:///shared/store --run my-run --checkpoint-dir /dev/shm/policy \\
+        --hf-checkpoint /models/start --engine http://127.0.0.1:30000 --colocate
+
+  Only materialise the newest version, once:
+    driftless follow --store s3://bucket/prefix --run my-run --checkpoint-dir out/newest --once
+
+  What slime's trainer writes, on the weights it starts from:
+    driftless follow --layout slime --store file:///shared/deltas --hf-checkpoint /models/start \\
+        --checkpoint-dir /dev/shm/policy --engine http://127.0.0.1:30000
+
+Credentials, region and endpoint of an object store come from the environment, as its own tools have them: AWS_…, GOOGLE_…, AZURE_….";
+
+/// Keep a local checkpoint directory, and the engines that load it, at a run's newest version.
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Store to follow: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
+    #[arg(long, value_name = "URL")]
+    store: String,
+    /// How versions lie in the store.
+    #[arg(long, value_enum, default_value_t)]
+    layout: Layout,
+    /// Name of the run; it need not have begun.
+    #[arg(long, value_name = "NAME", required_unless_present = "layout")]
+    run: Option<String>,
+    /// Model of the run.
+    #[arg(long, default_value = "policy")]
+    model: String,
+    /// Directory for the checkpoint; the follower owns it.
+    #[arg(long, value_name = "DIR")]
+    checkpoint_dir: PathBuf,
+    /// The checkpoint that version 0 refers to, when it was published by reference; always so with --layout
+    /// slime.
+    #[arg(long, value_name = "DIR")]
+    hf_checkpoint: Option<PathBuf>,
+    /// File of public keys: only versions that one of them has signed are followed; may be given several
+    /// times.
+    #[arg(long, value_name = "FILE")]
+    trust_key: Vec<PathBuf>,
+    /// Engine to keep on the version: host:port or http://host:port for SGLang, vllm+http://host:port for
+    /// vLLM, which has to be started with the checkpoint directory as its model. May be given several times.
+    #[arg(long, value_name = "URL")]
+    engine: Vec<String>,
+    /// The checkpoint directory as the engines see it, if their file system is another [default:
+    /// --checkpoint-dir].
+    #[arg(long, value_name = "DIR")]
+    engine_checkpoint_dir: Option<PathBuf>,
+    #[command(flatten)]
+    transport: TransportArgs,
+    /// What becomes of running requests while an engine loads: computed anew with the new weights, aborted,
+    /// or continued on the key-value cache of the old ones.
+    #[arg(long, value_enum, default_value_t = PauseGenerationMode::Retract)]
+    pause_generation_mode: PauseGenerationMode,
+    /// Whether engines that have the plugin of the Python package are patched in place: where it is there, or
+    /// else they are refused, or never. One that cannot be patched to a version loads it.
+    #[arg(long, value_enum, default_value_t = PluginUse::Auto)]
+    plugin: PluginUse,
+    /// Directory where plugins and followers of one user meet [default: DRIFTLESS_PLUGIN_DIR, or
+    /// /dev/shm/driftless-<user id>].
+    #[arg(long, value_name = "DIR")]
+    plugin_dir: Option<PathBuf>,
+    /// Name of this follower in the store [default: the host's name].
+    #[arg(long)]
+    id: Option<String>,
+    /// Bring everything to the newest version, then end; failures are not retried.
+    #[arg(long)]
+    once: bool,
+    /// Go no further than this version, and end when it is on disk and on every engine.
+    #[arg(long, value_name = "VERSION", value_parser = numbers::ordinal())]
+    until_version: Option<u64>,
+    /// Say what would be fetched and applied now, and do nothing: no directory, no lock, no lease, no engine
+    /// is touched. With --layout slime, whose versions say little, they are read and taken to copies of the
+    /// tensors, and every checksum is compared.
+    #[arg(long)]
+    dry_run: bool,
+    /// Prepare and activate only when told to over HTTP, as `driftless coordinate` does.
+    #[arg(long, requires = "listen", conflicts_with = "once")]
+    coordinated: bool,
+    /// Milliseconds between two looks at the store.
+    #[arg(long, default_value_t = 500, value_parser = numbers::milliseconds())]
+    poll_ms: u64,
+    /// GiB of the checkpoint that are read and compared with their digests in an hour, beside following; 0
+    /// for none. What is damaged is built anew from the store, and engines load it again.
+    #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
+    scrub_gib_per_hour: u64,
+    /// Seconds an engine may take to load a version, all calls together. Then the load is given up; the
+    /// engine stays paused until one succeeds, unless its weights were not touched.
+    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
+    activate_deadline: u64,
+    /// Answer HTTP calls (prepare, activate, status, metrics) on this address.
+    #[arg(long, value_name = "ADDR:PORT")]
+    listen: Option<SocketAddr>,
+    /// Relay to read objects through, as http://host:port or ucx://host:port; may be given several times.
+    /// What relays do not give comes from the store.
+    #[arg(long, value_name = "URL")]
+    relay: Vec<String>,
+    /// File holding the token that relays want [default: DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE", requires = "relay")]
+    relay_token_file: Option<PathBuf>,
+    /// File holding the token that HTTP calls must bring; needed to listen beyond loopback [default:
+    /// DRIFTLESS_TOKEN].
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    #[command(flatten)]
+    keys: keys::KeyArgs,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum PauseGenerationMode {
+    Retract,
+    Abort,
+    #[value(name = "in_place")]
+    InPlace,
+}
+
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+enum PluginUse {
+    Auto,
+    Require,
+    Off,
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    paths::check_own("--checkpoint-dir", &args.checkpoint_dir, args.hf_checkpoint.as_deref())?;
+    if let Some(dir) = &args.hf_checkpoint {
+        paths::check_checkpoint("--hf-checkpoint", dir)?;
+    }
+    if args.dry_run {
+        return dry_run(&args, output);
+    }
+    args.transport.check(&args.store, &args.relay)?;
+    args.transport.prepare(&args.relay)?;
+    args.transport.log();
+    let plugin = plugin(&args)?;
+    let engines = engines(&args, plugin.clone())?;
+    let patience = if engines.is_empty() { PATIENCE } else { PAUSE_ENDS };
+    let id = args.id.clone().unwrap_or_else(host_name);
+    let run = slime::run_name(&args.run, args.layout)?;
+    let mut options = FollowerOptions::new(run, &args.checkpoint_dir, id);
+    options.model = args.model;
+    options.hf_checkpoint = args.hf_checkpoint;
+    options.trust_keys = keys::trusted(&args.trust_key)?;
+    options.coordinated = args.coordinated;
+    options.until = args.until_version.map(Version);
+    options.poll = Duration::from_millis(args.poll_ms);
+    // An engine that was started again should not wait long for its weights.
+    options.backoff_max = options.poll.max(Duration::from_secs(2));
+    options.scrub_bytes_per_hour = args.scrub_gib_per_hour << 30;
+    options.activate_deadline = Duration::from_secs(args.activate_deadline);
+    options.plugin_dir = plugin.map(|plugin| plugin.dir);
+    let mut store = store::open(&args.store)?;
+    if !args.relay.is_empty() {
+        let token = keys::secret(args.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+        store = store::behind(store, &args.relay, token.as_deref())?;
+    }
+    let store = Arc::new(Count::new(store));
+    let follower = match args.layout {
+        Layout::Driftless => Follower::open(store.clone(), options, engines)?,
+        Layout::Slime => driftless::slime::open(store.clone(), options, engines)?,
+    };
+    let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+    let listen = |address: SocketAddr| {
+        let mut options = ServeOptions::new(address);
+        options.token = token;
+        if args.layout == Layout::Slime {
+            options.routes = driftless::slime::routes(follower.clone());
+        }
+        serve(follower.clone(), options)
+    };
+    let server = args.listen.map(listen).transpose()?;
+    if let Some(server) = &server {
+        tracing::info!(address = %server.addr(), "listening");
+    }
+    let stop = Stop::new();
+    let told = follower.clone();
+    stop_on_signals_or(&stop, patience, move |interrupted| match paused(&told) {
+        Some(engines) => Error::LeftPaused { engines, source: Some(Box::new(interrupted)) },
+        None => interrupted,
+    })?;
+    // With --once the status at the end says what the line would.
+    let bar = show::versions(&follower, store, (!args.once).then_some(output));
+    let outcome = follower.run_until(&stop, args.once);
+    bar.finish_and_clear();
+    let ends = args.once || (args.until_version.is_some() && !stop.is_stopped());
+    if ends && outcome.is_ok() {
+        output.print(&follower.status(), text)?;
+    }
+    if let Some(engines) = paused(&follower) {
+        // Whatever else there is to say.
+        let source = outcome.err().map(|error| Box::new(error.into()));
+        return Err(Error::LeftPaused { engines, source });
+    }
+    outcome?;
+    if stop.is_stopped() && args.until_version.is_some() {
+        return Err(signals::interruption("following up to --until-version"));
+    }
+    Ok(())
+}
+
+/// The engines that the command leaves paused, or may leave so.
+fn paused(follower: &Follower) -> Option<String> {
+    let engines = follower.maybe_paused();
+    (!engines.is_empty()).then(|| engines.join(", "))
+}
+
+/// Prints what would be done. Opens neither the checkpoint directory nor an engine.
+fn dry_run(args: &Args, output: Output) -> Result<()> {
+    let store = store::open(&args.store)?;
+    let name = slime::run_name(&args.run, args.layout)?;
+    let trust_keys = keys::trusted(&args.trust_key)?;
+    if args.layout == Layout::Slime {
+        let mut options = FollowerOptions::new(name, &args.checkpoint_dir, host_name());
+        options.model.clone_from(&args.model);
+        options.hf_checkpoint.clone_from(&args.hf_checkpoint);
+        options.until = args.until_version.map(Version);
+        options.trust_keys = trust_keys;
+        return output.print(&driftless::slime::plan(store, &options)?, plan_text);
+    }
+    let run = Run::open(store, &name)?.trusting(&trust_keys);
+    let newest = run.newest_version(&args.model)?.unwrap_or_default();
+    let to = args.until_version.map_or(newest, |until| newest.min(Version(until)));
+    let plan = Replica::plan(&args.checkpoint_dir, &run, &args.model, to)?;
+    output.print(&plan, plan_text)
+}
+
+fn plan_text(plan: &Plan) -> String {
+    let from = plan.from.map_or("nothing".to_owned(), |from| format!("version {from}"));
+    let changed = plan.changed.map_or("an unknown number of".to_owned(), |changed| changed.to_string());
+    let mut lines = vec![format!(
+        "from {from} to version {}: {} objects, {} bytes to fetch, {changed} elements to change",
+        plan.to, plan.objects, plan.bytes
+    )];
+    if plan.unfinished {
+        lines.push("an interrupted apply would be finished first".to_owned());
+    }
+    let row = |committed: &PlannedVersion| {
+        let kind = if committed.full { "in full" } else { "delta" };
+        vec![
+            committed.version.to_string(),
+            kind.to_owned(),
+            committed.objects.to_string(),
+            committed.bytes.to_string(),
+        ]
+    };
+    if !plan.versions.is_empty() {
+        let rows: Vec<_> = plan.versions.iter().map(row).collect();
+        lines.push(table(&["version", "as", "objects", "bytes"], &rows));
+    }
+    lines.join("\n")
+}
+
+/// How engines' plugins are used, if any may be.
+fn plugin(args: &Args) -> Result<Option<PluginOptions>> {
+    let pushes = args.transport.pushes();
+    if pushes && args.plugin == PluginUse::Require {
+        let (what, expected) = ("--plugin".into(), "auto or off where weights are pushed".into());
+        return Err(Error::Usage { what, expected, found: "require".into() });
+    }
+    if pushes || args.plugin == PluginUse::Off || args.engine.is_empty() {
+        return Ok(None);
+    }
+    let user = || PathBuf::from(format!("/dev/shm/driftless-{}", rustix::process::geteuid().as_raw()));
+    let named = std::env::var_os("DRIFTLESS_PLUGIN_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    let dir = args.plugin_dir.clone().or(named).unwrap_or_else(user);
+    let required = args.plugin == PluginUse::Require;
+    Ok(Some(PluginOptions::new(dir).with_required(required)))
+}
+
+fn engines(args: &Args, plugin: Option<PluginOptions>) -> Result<Vec<Box<dyn Activate>>> {
+    let load = Duration::from_secs(args.activate_deadline);
+    let deadlines = Deadlines::default().with_load(load);
+    let client = ClientOptions::default().with_keys(args.keys.read()?).with_deadlines(deadlines);
+    let pause = match args.pause_generation_mode {
+        PauseGenerationMode::Retract => PauseMode::Retract,
+        PauseGenerationMode::Abort => PauseMode::Abort,
+        PauseGenerationMode::InPlace => PauseMode::InPlace,
+    };
+    if args.transport.pushes() {
+        let mut options = PushOptions::default().with_client(client).with_pause(pause);
+        options.base = args.hf_checkpoint.clone();
+        return Ok(vec![args.transport.push(&args.engine, options, host_name())?]);
+    }
+    let mut options = DiskOptions::default().with_client(client).with_pause(pause);
+    (options.base, options.plugin) = (args.hf_checkpoint.clone(), plugin);
+    options.engine_checkpoint_dir = args.engine_checkpoint_dir.clone();
+    let engine = |url: &String| -> Result<Box<dyn Activate>> {
+        Ok(Box::new(DiskActivator::new(url, options.clone())?))
+    };
+    args.engine.iter().map(engine).collect()
+}
+
+fn text(status: &Status) -> String {
+    match &status.applied {
+        None => format!("{}: nothing applied", status.id),
+        Some(ack) => {
+            let mut lines =
+                vec![format!("{} ({}), {} ms to prepare", ack.label, ack.manifest_digest, ack.prepare_ms)];
+            lines.extend(ack.engines.iter().map(|engine| {
+                let label = engine.label.as_deref().unwrap_or("none of ours");
+                let paused = if engine.paused { ", still paused" } else { "" };
+                let pause_ms = engine.pause_ms.unwrap_or_default();
+                format!("{}: {label}, paused for {pause_ms} ms{paused}", engine.url)
+            }));
+            lines.join("\n")
+        }
+    }
+}
+
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    if name.trim().is_empty() { "follower".to_owned() } else { name.trim().to_owned() }
+}

@@ -1,0 +1,335 @@
+//! `driftless publish`.
+
+mod ranks;
+mod serving;
+
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
+use crate::cli::shared::signals::{self, PATIENCE, stop_on_signals};
+use crate::cli::shared::slime::{self, Layout};
+use crate::cli::shared::{keys, numbers, paths, progress, store};
+use driftless::delta::Profile;
+use driftless::store::Store;
+use driftless::store::wait::Stop;
+use driftless::transport::gc::{GcOptions, collect};
+use driftless::transport::manifest::Kind;
+use driftless::transport::publish::{Mode, Published, PublisherOptions, Start, Step};
+use driftless::transport::{Checkpoint, Publisher, Run, Snapshot, Version};
+use ranks::RankArgs;
+use serde_json::json;
+use serving::ServingArgs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const EXAMPLES: &str = "\
+Examples:
+  driftless publish --store file:///shared/store --run my-run --new-run --checkpoint out/step-0
+  driftless publish --store s3://bucket/prefix --run my-run --resume --checkpoint out/step-1 --step 1
+
+  For slime's receivers, which have out/step-0 already:
+    driftless publish --layout slime --store file:///shared/deltas --new-run --checkpoint out/step-0
+    driftless publish --layout slime --store file:///shared/deltas --resume --checkpoint out/step-1
+  Serving the objects over UCX from this process, to followers with --relay ucx://10.0.0.2:7421:
+    driftless publish --store s3://bucket/prefix --run my-run --resume --checkpoint out/step-1 --step 1 \\
+        --listen-ucx 10.0.0.2:7421 --relay-cache-dir /dev/shm/relay --relay-token-file relay.token --until-followed 600
+  As rank 1 of 4, all of which run the same command:
+    driftless publish --store file:///shared/store --run my-run --resume --checkpoint out/rank-1 --step 1 \\
+        --rank 1 --ranks 4 --attempt job-7-step-1
+
+Credentials, region and endpoint of an object store come from the environment, as its own tools have them: AWS_…, GOOGLE_…, AZURE_….
+
+The baseline is a copy of the newest version that the next delta starts from. The command keeps it; if it is not there it is
+fetched from the store and verified.";
+
+/// Publish a Hugging Face checkpoint directory as the next version of a run.
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES, group = clap::ArgGroup::new("start").required(true))]
+pub(crate) struct Args {
+    /// Store to publish to: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
+    #[arg(long, value_name = "URL")]
+    store: String,
+    /// How versions lie in the store.
+    #[arg(long, value_enum, default_value_t)]
+    layout: Layout,
+    /// Name of the run in the store.
+    #[arg(long, value_name = "NAME", required_unless_present = "layout")]
+    run: Option<String>,
+    /// Begin the run; refused if its name is taken.
+    #[arg(long, group = "start")]
+    new_run: bool,
+    /// Go on with the run; refused if there is none.
+    #[arg(long, group = "start")]
+    resume: bool,
+    /// Hugging Face checkpoint directory to publish.
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Whole tensors, or the difference to the newest version; the result says why a version is published in
+    /// full.
+    #[arg(long, value_enum, default_value_t = PublishMode::Delta)]
+    mode: PublishMode,
+    /// Publish version 0 by reference: digests only, for hosts that have the checkpoint already.
+    #[arg(long, requires = "new_run")]
+    by_reference: bool,
+    /// Deltas as small as they get, or quick to decode.
+    #[arg(long, value_enum, default_value_t = DeltaProfile::Wire)]
+    profile: DeltaProfile,
+    /// Where the baseline is kept [default: driftless/baselines in the user's cache directory, by store and
+    /// run].
+    #[arg(long, value_name = "DIR")]
+    baseline_dir: Option<PathBuf>,
+    /// Model of the run.
+    #[arg(long, default_value = "policy")]
+    model: String,
+    /// Optimiser step of the checkpoint, for the record.
+    #[arg(long, default_value_t = 0, value_parser = numbers::ordinal())]
+    step: u64,
+    /// Carry full tensors too in every version whose number is a multiple of this.
+    #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
+    anchor_every: Option<u64>,
+    /// Carry full tensors too when the deltas since the newest anchor weigh this share of the model, such as
+    /// 0.5.
+    #[arg(long, value_name = "SHARE", value_parser = numbers::positive)]
+    anchor_share: Option<f64>,
+    /// Publish in full what has other tensors, shapes or types than the version before; refused without this.
+    #[arg(long)]
+    allow_layout_change: bool,
+    /// Publish elements that are NaN or infinite; refused without this.
+    #[arg(long)]
+    allow_non_finite: bool,
+    #[command(flatten)]
+    sign: keys::SignArgs,
+    #[command(flatten)]
+    notify: store::NotifyArgs,
+    /// Afterwards remove versions that nobody needs, as `driftless gc --keep` does.
+    #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
+    keep: Option<u64>,
+    #[command(flatten)]
+    serving: ServingArgs,
+    #[command(flatten)]
+    ranks: RankArgs,
+    #[command(flatten)]
+    slime: slime::PublishArgs,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum PublishMode {
+    Full,
+    Delta,
+}
+
+/// Deltas as small as they get, or quick to decode.
+#[derive(Clone, Copy, clap::ValueEnum)]
+pub(crate) enum DeltaProfile {
+    Wire,
+    Fast,
+}
+
+impl From<DeltaProfile> for Profile {
+    fn from(profile: DeltaProfile) -> Profile {
+        match profile {
+            DeltaProfile::Wire => Profile::Wire,
+            DeltaProfile::Fast => Profile::Fast,
+        }
+    }
+}
+
+pub(crate) fn run(args: Args, output: Output) -> Result<()> {
+    paths::check_checkpoint("--checkpoint", &args.checkpoint)?;
+    args.serving.prepare()?;
+    let mut store = store::open(&args.store)?;
+    let run = slime::run_name(&args.run, args.layout)?;
+    let baseline_dir = match &args.baseline_dir {
+        Some(dir) => {
+            paths::check_own("--baseline-dir", dir, Some(&args.checkpoint))?;
+            dir.clone()
+        }
+        None => default_baseline(&store.to_string(), &run, &args.model).ok_or_else(|| Error::Usage {
+            what: "baseline directory".to_owned(),
+            expected: "--baseline-dir, or HOME to put it under".to_owned(),
+            found: "neither".to_owned(),
+        })?,
+    };
+    if args.layout == Layout::Slime {
+        refuse_for_slime(&args)?;
+        let baseline = (args.new_run, baseline_dir.clone(), args.allow_non_finite);
+        return match slime::publish(store, &args.slime, baseline, &args.checkpoint, output)? {
+            Some(published) => show(&published, &baseline_dir, &args, output),
+            None => Ok(()),
+        };
+    }
+    let stop = Stop::new();
+    stop_on_signals(&stop, PATIENCE)?;
+    let server = args.serving.start(&mut store, output)?;
+    let published = publish(&args, (store, &run, baseline_dir), &stop, output);
+    let (run, version) = published.map_err(signals::caused)?;
+    if server.is_some() {
+        args.serving.linger(&run, &args.model, version, &stop);
+    }
+    Ok(())
+}
+
+/// Publishes the version, or this rank's part of it, and shows what it was once the next publisher may begin.
+fn publish(
+    args: &Args,
+    (store, run, baseline_dir): (Arc<dyn Store>, &str, PathBuf),
+    stop: &Stop,
+    output: Output,
+) -> Result<(Run, Version)> {
+    let rank = args.ranks.rank();
+    let joins = rank.as_ref().is_some_and(|rank| rank.rank > 0);
+    if joins && args.new_run {
+        args.ranks.wait_for_run(&store, run, stop)?;
+    }
+    let checkpoint = Checkpoint::open(&args.checkpoint)?;
+    let mut publisher = Publisher::open(store, options(args, run, baseline_dir.clone())?)?;
+    publisher.stop_on(stop);
+    let bar = progress::bytes(tensor_bytes(&checkpoint)?, "publish");
+    let shown = bar.clone();
+    publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
+    let step = Step { trainer_step: args.step, checkpoint: Some(args.checkpoint.display().to_string()) };
+    let mode = match args.mode {
+        PublishMode::Full => Mode::Full,
+        PublishMode::Delta => Mode::Delta,
+    };
+    if let Some(rank) = &rank {
+        let (version, bytes) = args.ranks.publish(&mut publisher, checkpoint, step, mode, rank)?;
+        bar.finish_and_clear();
+        let run = finish(args, publisher, rank.rank == 0);
+        let value = json!({"version": version, "rank": rank.rank, "publication_bytes": bytes});
+        output.print(&value, |_| format!("version {version}: {bytes} bytes as rank {}", rank.rank))?;
+        return Ok((run, version));
+    }
+    let published = if args.by_reference {
+        publisher.publish_reference(&args.checkpoint, step)?
+    } else {
+        publisher.publish(&checkpoint, step, mode)?
+    };
+    bar.finish_and_clear();
+    let run = finish(args, publisher, true);
+    show(&published, &baseline_dir, args, output)?;
+    Ok((run, published.version))
+}
+
+/// What is done once a version is committed; the baseline is free afterwards.
+fn finish(args: &Args, publisher: Publisher, notifies: bool) -> Run {
+    if notifies {
+        args.notify.tell();
+    }
+    collect_old(args, &publisher);
+    publisher.run().clone()
+}
+
+fn options(args: &Args, run: &str, baseline_dir: PathBuf) -> Result<PublisherOptions> {
+    let joins = args.ranks.rank().is_some_and(|rank| rank.rank > 0);
+    let start = if args.new_run && !joins { Start::NewRun } else { Start::Resume };
+    let mut options = PublisherOptions::new(run, start, baseline_dir);
+    options.model = args.model.clone();
+    options.profile = args.profile.into();
+    options.anchor_every = args.anchor_every;
+    options.anchor_share = args.anchor_share;
+    options.allow_layout_change = args.allow_layout_change;
+    options.allow_non_finite = args.allow_non_finite;
+    options.reference_dir = Some(args.checkpoint.clone()).filter(|_| args.by_reference);
+    (options.sign_key, options.trust_keys) = args.sign.read()?;
+    Ok(options)
+}
+
+/// What the layout has no place for.
+fn refuse_for_slime(args: &Args) -> Result<()> {
+    let refused = [
+        ("--mode full", matches!(args.mode, PublishMode::Full)),
+        ("--by-reference", args.by_reference),
+        ("--anchor-every", args.anchor_every.is_some()),
+        ("--anchor-share", args.anchor_share.is_some()),
+        ("--allow-layout-change", args.allow_layout_change),
+        ("--keep", args.keep.is_some()),
+        ("--sign-key", args.sign.is_given()),
+        ("--notify", args.notify.is_given()),
+        ("--rank", args.ranks.rank().is_some()),
+        ("--listen-ucx", args.serving.listen_ucx.is_some()),
+        ("--profile fast", matches!(args.profile, DeltaProfile::Fast)),
+    ];
+    match refused.iter().find(|(_, given)| *given) {
+        None => Ok(()),
+        Some((flag, _)) => Err(Error::Usage {
+            what: "--layout slime".to_owned(),
+            expected: "deltas of slime's own encodings".to_owned(),
+            found: (*flag).to_owned(),
+        }),
+    }
+}
+
+/// Removes what nobody needs any more, if that was asked for.
+fn collect_old(args: &Args, publisher: &Publisher) {
+    let Some(keep) = args.keep else { return };
+    let mut options = GcOptions::new(&args.model);
+    options.keep = keep;
+    // The version is published whatever becomes of the old ones; the next collection goes on.
+    if let Err(error) = collect(publisher.run(), &options) {
+        tracing::warn!(error = &error as &dyn std::error::Error, "old versions were not all removed");
+    }
+}
+
+/// Bytes of all tensors.
+pub(crate) fn tensor_bytes(checkpoint: &Checkpoint) -> Result<u64> {
+    checkpoint.tensors().iter().try_fold(0, |sum, tensor| Ok(sum + tensor.byte_len()?))
+}
+
+fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output) -> Result<()> {
+    // Without a version to compare with, nothing has changed.
+    let density = published.changed as f64 / published.elements.max(1) as f64;
+    let density = (published.kind == Kind::Delta || density < 1.0).then_some(density);
+    let value = json!({
+        "version": published.version.0,
+        "label": published.label,
+        "baseline_dir": baseline_dir.display().to_string(),
+        "manifest_digest": published.manifest_digest.to_string(),
+        "anchor": published.anchor,
+        "full_because": published.full_because.as_ref().map(ToString::to_string),
+        "publication_bytes": published.publication_bytes,
+        "full_bytes": published.full_bytes,
+        "density": density,
+        "encode_ms": published.encode.as_secs_f64() * 1e3,
+        "upload_ms": published.upload.as_secs_f64() * 1e3,
+    });
+    let why =
+        published.full_because.as_ref().map_or_else(String::new, |why| format!("; in full because {why}"));
+    // It takes the room of a checkpoint in a place that was not named.
+    let baseline = if args.new_run && args.baseline_dir.is_none() {
+        let (dir, bytes) = (baseline_dir.display(), published.full_bytes);
+        format!("\nbaseline: {bytes} bytes in {dir}; --baseline-dir keeps it elsewhere")
+    } else {
+        String::new()
+    };
+    output.print(&value, |_| {
+        let changed = density.map_or_else(String::new, |density| {
+            format!(", {:.3} % of the elements changed", 100.0 * density)
+        });
+        let stored = match published.kind {
+            Kind::Reference => format!("by reference to {} bytes", published.full_bytes),
+            _ => format!(
+                "{} bytes for {} in full ({:.1}x){changed}",
+                published.publication_bytes,
+                published.full_bytes,
+                published.full_bytes as f64 / published.publication_bytes.max(1) as f64,
+            ),
+        };
+        format!(
+            "version {} ({}): {stored}, {:.0} ms{why}{baseline}",
+            published.version,
+            published.label,
+            (published.encode + published.upload).as_secs_f64() * 1e3,
+        )
+    })
+}
+
+/// Where the baseline of a model is kept by default: a directory in the user's cache that no other store, run
+/// or model has. `None` where neither XDG_CACHE_HOME nor HOME says where that cache is.
+#[must_use]
+pub fn default_baseline(store: &str, run: &str, model: &str) -> Option<PathBuf> {
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let cache = cache.or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")))?;
+    // Escaped, so that every store and name is one path component of its own.
+    let escape = |text: &str| text.replace('%', "%25").replace('/', "%2F");
+    Some(cache.join("driftless/baselines").join(escape(store)).join(escape(run)).join(escape(model)))
+}

@@ -1,0 +1,267 @@
+//! What a subcommand can end with, and the exit code of each.
+
+use std::path::PathBuf;
+
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(transparent)]
+    Delta(#[from] driftless::delta::Error),
+    #[error(transparent)]
+    Transport(#[from] driftless::transport::Error),
+    #[error(transparent)]
+    Relay(#[from] driftless::relay::Error),
+    #[error(transparent)]
+    Buffer(#[from] driftless::buffer::Error),
+    #[error(transparent)]
+    Bridge(#[from] driftless::bridge::Error),
+    #[error(transparent)]
+    Trainer(#[from] driftless::trainer::Error),
+    #[cfg(feature = "torch")]
+    #[error(transparent)]
+    Torch(#[from] driftless::torch::Error),
+    #[error("{}", path.display())]
+    Io { path: PathBuf, source: std::io::Error },
+    #[error("{what} is not valid JSON")]
+    Json { what: String, source: serde_json::Error },
+    #[error("{what}: expected {expected}, found {found}")]
+    Usage { what: String, expected: String, found: String },
+    #[error("results cannot be written to standard output")]
+    Output(#[source] std::io::Error),
+    #[error("{what} was interrupted by {}; the same command goes on from what is stored", signal_name(*signal))]
+    Interrupted { what: &'static str, signal: i32 },
+    #[error("{what}: {damaged} damaged, see above")]
+    Damaged { what: String, damaged: u64 },
+    #[error(
+        "paused, or inside an activation: {engines}; start `driftless follow` again, or load weights that are known and POST /continue_generation"
+    )]
+    LeftPaused { engines: String, source: Option<Box<Error>> },
+    #[error("cannot draw the report: {reason}")]
+    Report { reason: String },
+}
+
+impl Error {
+    /// As `--help` documents.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            Error::Usage { .. } => 2,
+            Error::Damaged { .. } | Error::Delta(_) => 3,
+            Error::LeftPaused { .. } => 5,
+            // As a shell says it of a program that the signal has ended.
+            Error::Interrupted { signal, .. } => {
+                128u8.saturating_add(u8::try_from(*signal).unwrap_or_default())
+            }
+            error if error.is_closed_pipe() => 128 + 13,
+            Error::Buffer(error) => buffer_code(error),
+            Error::Transport(error) => transport_code(error),
+            Error::Relay(error) => relay_code(error),
+            Error::Bridge(error) => bridge_code(error),
+            Error::Trainer(error) => trainer_code(error),
+            #[cfg(feature = "torch")]
+            Error::Torch(error) => torch_code(error),
+            _ => 1,
+        }
+    }
+
+    /// What helps, where another command or option does.
+    pub(crate) fn hint(&self) -> Option<String> {
+        match self {
+            Error::Transport(error) => transport_hint(error),
+            Error::Relay(driftless::relay::Error::Transport(error)) => transport_hint(error),
+            _ => None,
+        }
+    }
+
+    /// Whether the reader of the results has gone, which is no failure and nothing to talk about.
+    pub(crate) fn is_closed_pipe(&self) -> bool {
+        matches!(self, Error::Output(source) if source.kind() == std::io::ErrorKind::BrokenPipe)
+    }
+}
+
+/// A refusal of what a build without libtorch does not have; `or` is what else would do.
+#[cfg(not(feature = "torch"))]
+pub(crate) fn absent(what: &str, or: &str) -> Error {
+    Error::Usage {
+        what: what.to_owned(),
+        expected: format!(
+            "{or}a build with libtorch: `cargo install --locked --path . --features torch`, see docs/operations.md"
+        ),
+        found: "one without the feature torch".to_owned(),
+    }
+}
+
+/// The flags that stand for settings of the crates below.
+const FLAGS: [(&str, &str); 13] = [
+    ("anchor_every", "--anchor-every"),
+    ("anchor_share", "--anchor-share"),
+    ("baseline_dir", "--baseline-dir"),
+    ("checkpoint directory", "--checkpoint-dir, or --output"),
+    ("connections", "--connections"),
+    ("follower address", "--listen, with --token-file"),
+    ("keep", "--keep"),
+    ("plugin_dir", "--plugin-dir"),
+    ("rank", "--rank"),
+    ("ranks", "--ranks"),
+    ("relay address", "--listen, with --token-file"),
+    ("sign key", "--sign-key"),
+    ("trust key", "--trust-key"),
+];
+
+/// Variables of which one holds the credentials of the stores of a scheme.
+const CREDENTIALS: [(&str, &[&str]); 3] = [
+    ("s3://", &["AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"]),
+    ("gs://", &["GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS"]),
+    ("az://", &["AZURE_STORAGE_ACCOUNT_KEY", "AZURE_CLIENT_ID"]),
+];
+
+fn transport_hint(error: &driftless::transport::Error) -> Option<String> {
+    use driftless::store::Error as Store;
+    use driftless::transport::Error as Transport;
+    match error {
+        Transport::NoSuchRun { .. } => Some(
+            "`driftless inspect --store URL` lists the runs of a store, `driftless publish --new-run` begins one"
+                .to_owned(),
+        ),
+        Transport::RunExists { .. } => Some("--resume goes on with it, --run NAME names another".to_owned()),
+        Transport::BadSetting { name, .. } | Transport::Store(Store::BadSetting { name, .. }) => {
+            let flag = FLAGS.iter().find(|(setting, _)| setting == name).map(|(_, flag)| flag);
+            flag.map(|flag| format!("see {flag}"))
+        }
+        Transport::Store(Store::Refused { store, .. } | Store::Unreachable { store, .. }) => {
+            let (_, variables) = CREDENTIALS.iter().find(|(scheme, _)| store.starts_with(scheme))?;
+            let found = variables.iter().any(|variable| std::env::var_os(variable).is_some());
+            let missing = || format!("no credentials were found: set {}", variables.join(" or "));
+            (!found).then(missing)
+        }
+        _ => None,
+    }
+}
+
+pub(crate) fn signal_name(signal: i32) -> &'static str {
+    match signal {
+        1 => "SIGHUP",
+        2 => "SIGINT",
+        _ => "SIGTERM",
+    }
+}
+
+/// The command's exit code for an error of the log: 3 where it was refused, else 1.
+#[must_use]
+pub fn buffer_code(error: &driftless::buffer::Error) -> u8 {
+    use driftless::buffer::Error as Buffer;
+    match error {
+        Buffer::Damaged { .. } | Buffer::Identity { .. } => 3,
+        _ => 1,
+    }
+}
+
+/// The command's exit code for an error of a publication: 3 where what is stored was refused, 4 where
+/// somebody did not answer, else 1.
+#[must_use]
+pub fn transport_code(error: &driftless::transport::Error) -> u8 {
+    use driftless::store::Error as Store;
+    use driftless::transport::Error as Transport;
+    match error {
+        Transport::Corrupt { .. }
+        | Transport::Parse { .. }
+        | Transport::ForeignRun { .. }
+        | Transport::ForeignModel { .. }
+        | Transport::BrokenChain { .. }
+        | Transport::Unsigned { .. }
+        | Transport::BadSignature { .. }
+        | Transport::DamagedReplica { .. }
+        | Transport::Store(Store::DigestMismatch { .. } | Store::NotAFile { .. })
+        | Transport::Codec { .. } => 3,
+        Transport::PartsMissing { .. }
+        | Transport::NotJoined { .. }
+        | Transport::Store(Store::Unreachable { .. })
+        | Transport::EngineTimeout { .. } => 4,
+        _ => 1,
+    }
+}
+
+/// Whether a relay did not answer, or one of the others' reasons.
+fn relay_code(error: &driftless::relay::Error) -> u8 {
+    use driftless::relay::Error as Relay;
+    match error {
+        Relay::Transport(error) => transport_code(error),
+        Relay::LinkTimeout { .. } => 4,
+        _ => 1,
+    }
+}
+
+/// Whether an engine was slow or away, or refused.
+fn bridge_code(error: &driftless::bridge::Error) -> u8 {
+    use driftless::bridge::Error as Bridge;
+    match error {
+        Bridge::Deadline { .. }
+        | Bridge::GivenUp { .. }
+        | Bridge::Behind { .. }
+        | Bridge::Exhausted { .. }
+        | Bridge::Group { .. }
+        | Bridge::Unreachable { .. } => 4,
+        _ => 1,
+    }
+}
+
+/// Whether an option, or a file that it names, was not what it has to be.
+fn trainer_code(error: &driftless::trainer::Error) -> u8 {
+    use driftless::trainer::Error as Trainer;
+    match error {
+        Trainer::Buffer(error) => buffer_code(error),
+        Trainer::Bridge(error) => bridge_code(error),
+        Trainer::Transport(error) => transport_code(error),
+        Trainer::Input { .. } => 2,
+        Trainer::Json { .. } | Trainer::OtherRun { .. } | Trainer::Resume { .. } => 3,
+        Trainer::LearnerLost { .. } | Trainer::LearnerStillRuns { .. } => 4,
+        #[cfg(feature = "torch")]
+        Trainer::Learner { source, .. } => source.downcast_ref().map_or(1, torch_code),
+        _ => 1,
+    }
+}
+
+/// Whether a checkpoint or the state of a run was refused, or one of the others' reasons.
+#[cfg(feature = "torch")]
+fn torch_code(error: &driftless::torch::Error) -> u8 {
+    use driftless::torch::Error as Torch;
+    match error {
+        Torch::Loop(error) => trainer_code(error),
+        Torch::Transport(error) => transport_code(error),
+        Torch::Json { .. } | Torch::Tensor { .. } | Torch::Resume { .. } => 3,
+        _ => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use driftless::buffer::Error as Buffer;
+    use driftless::store::Error as Store;
+    use driftless::store::Key;
+    use driftless::transport::Error as Transport;
+    use std::time::Duration;
+
+    #[test]
+    fn exit_codes_are_those_of_the_help() {
+        let log = PathBuf::from("log");
+        let damaged = Buffer::Damaged { path: log.clone(), offset: 7, what: "frame header" };
+        assert_eq!(Error::Buffer(damaged).exit_code(), 3);
+        let locked = Buffer::Locked { path: log, holder: None };
+        assert_eq!(Error::Buffer(locked).exit_code(), 1);
+        let key = Key::new("run/manifest").expect("a key");
+        let waited = Duration::from_secs(120);
+        let store = "s3://bucket".to_owned();
+        let (action, source) = ("get", "no answer".into());
+        let silent = Transport::from(Store::Unreachable { store, action, key, waited, attempts: 9, source });
+        assert_eq!(Error::Transport(silent).exit_code(), 4);
+        let odd = Transport::from(Store::NotAFile { path: PathBuf::from("head"), found: "a FIFO" });
+        assert_eq!(Error::Transport(odd).exit_code(), 3);
+        let peer = "host:1".to_owned();
+        let link = driftless::relay::Error::LinkTimeout { peer, action: "hear from", waited };
+        assert_eq!(Error::Relay(link).exit_code(), 4);
+        let (what, expected, found) = ("--store".to_owned(), "a URL".to_owned(), "none".to_owned());
+        assert_eq!(Error::Usage { what, expected, found }.exit_code(), 2);
+        assert_eq!(Error::LeftPaused { engines: "http://e:1".to_owned(), source: None }.exit_code(), 5);
+    }
+}

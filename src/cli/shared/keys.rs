@@ -1,0 +1,90 @@
+//! Secrets: from files or the environment, never from the command line.
+
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::paths;
+use driftless::bridge::Keys;
+use driftless::transport::sign::{SignKey, TrustKey};
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+/// Most bytes that are read of a secret.
+const SECRET_BYTES_MAX: u64 = 64 << 10;
+
+/// Where the keys of engines come from.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct KeyArgs {
+    /// File holding the engines' API key [default: the variable DRIFTLESS_API_KEY, if set].
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// File holding the engines' admin API key [default: the variable DRIFTLESS_ADMIN_API_KEY, if set].
+    #[arg(long, value_name = "FILE")]
+    admin_api_key_file: Option<PathBuf>,
+}
+
+impl KeyArgs {
+    /// The keys to call engines with.
+    pub(crate) fn read(&self) -> Result<Keys> {
+        let (api, admin) = self.secrets()?;
+        Ok(Keys::new(api.as_deref(), admin.as_deref())?)
+    }
+
+    /// The API key and the admin key themselves.
+    pub(crate) fn secrets(&self) -> Result<(Option<String>, Option<String>)> {
+        let api = secret(self.api_key_file.as_deref(), "DRIFTLESS_API_KEY")?;
+        Ok((api, secret(self.admin_api_key_file.as_deref(), "DRIFTLESS_ADMIN_API_KEY")?))
+    }
+}
+
+/// Who signs what is published, and who else may have signed what is gone on from.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct SignArgs {
+    /// Key to sign versions with, as `driftless keygen` makes it; versions that it has not signed are not
+    /// gone on from.
+    #[arg(long, value_name = "FILE")]
+    sign_key: Option<PathBuf>,
+    /// File of public keys whose versions are gone on from as well, such as the key before; may be given
+    /// several times.
+    #[arg(long, value_name = "FILE", requires = "sign_key")]
+    trust_key: Vec<PathBuf>,
+}
+
+impl SignArgs {
+    /// The key to sign with, if there is one, and those that are trusted besides.
+    pub(crate) fn read(&self) -> Result<(Option<SignKey>, Vec<TrustKey>)> {
+        let sign_key = self.sign_key.as_deref().map(signing).transpose()?;
+        Ok((sign_key, trusted(&self.trust_key)?))
+    }
+
+    /// Whether versions are to be signed.
+    pub(crate) fn is_given(&self) -> bool {
+        self.sign_key.is_some()
+    }
+}
+
+/// The keys of files of public keys, all together.
+pub(crate) fn trusted(files: &[PathBuf]) -> Result<Vec<TrustKey>> {
+    let read = |path: &PathBuf| -> Result<Vec<TrustKey>> {
+        paths::check_file("--trust-key", path)?;
+        Ok(TrustKey::read_all(path)?)
+    };
+    Ok(files.iter().map(read).collect::<Result<Vec<_>>>()?.concat())
+}
+
+fn signing(path: &Path) -> Result<SignKey> {
+    paths::check_file("--sign-key", path)?;
+    Ok(SignKey::read(path)?)
+}
+
+/// A secret from `file`, else from the environment.
+pub(crate) fn secret(file: Option<&Path>, variable: &str) -> Result<Option<String>> {
+    let Some(path) = file else {
+        return Ok(std::env::var(variable).ok().filter(|value| !value.is_empty()));
+    };
+    paths::check_file("key file", path)?;
+    let io = |source| Error::Io { path: path.to_path_buf(), source };
+    // It may be a pipe from what keeps secrets.
+    let file = File::open(path).map_err(io)?;
+    let text = std::io::read_to_string(file.take(SECRET_BYTES_MAX)).map_err(io)?;
+    Ok(Some(text.trim_end().to_owned()))
+}

@@ -1,0 +1,22 @@
+//! What several subcommands need.
+//!
+//! | File | Is |
+//! |---|---|
+//! | `error`, `output`, `progress` | how a command ends, prints, and shows that it goes on |
+//! | `paths`, `numbers`, `keys` | what flags name, checked before anything is made |
+//! | `store`, `slime`, `transport` | flags that commands share: stores, slime's layout, ways of weights |
+//! | `signals`, `mapped`, `failpoints` | the process: its end, unreadable pages, crash points |
+
+pub(crate) mod error;
+#[cfg(feature = "failpoints")]
+pub(crate) mod failpoints;
+pub(crate) mod keys;
+pub(crate) mod mapped;
+pub(crate) mod numbers;
+pub(crate) mod output;
+pub(crate) mod paths;
+pub(crate) mod progress;
+pub(crate) mod signals;
+pub(crate) mod slime;
+pub(crate) mod store;
+pub(crate) mod transport;

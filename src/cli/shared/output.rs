@@ -1,0 +1,124 @@
+//! How results are printed: for people, or as one JSON document a line for scripts.
+
+use crate::cli::shared::error::{Error, Result};
+use driftless::store::redact;
+use serde::Serialize;
+use serde_json::json;
+use std::io::Write as _;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+/// Whether errors are JSON: a signal's thread has to know, too.
+static JSON: AtomicBool = AtomicBool::new(false);
+
+/// Where results go.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Output {
+    /// JSON instead of text.
+    pub(crate) json: bool,
+}
+
+impl Output {
+    /// For the whole process.
+    pub(crate) fn new(json: bool) -> Output {
+        JSON.store(json, Relaxed);
+        Output { json }
+    }
+
+    /// Prints `value` as JSON, or what `text` makes of it.
+    pub(crate) fn print<T: Serialize>(self, value: &T, text: impl FnOnce(&T) -> String) -> Result<()> {
+        let line = if self.json {
+            serde_json::to_string(value)
+                .map_err(|source| Error::Json { what: "result".to_owned(), source })?
+        } else {
+            text(value)
+        };
+        line_out(line.trim_end())
+    }
+}
+
+/// Writes a line of results.
+pub(crate) fn line_out(line: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(Error::Output)
+}
+
+/// Says why the command ends, with the error's causes, and returns the exit code.
+pub(crate) fn fail(error: &Error) -> u8 {
+    let code = error.exit_code();
+    if error.is_closed_pipe() {
+        return code;
+    }
+    let mut causes = Vec::new();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        causes.push(error.to_string());
+        cause = error.source();
+    }
+    let (message, hint) = (error.to_string(), error.hint());
+    if JSON.load(Relaxed) {
+        say(&error_json(code, &message, &causes, hint.as_deref()));
+        return code;
+    }
+    say(&format!("error: {message}"));
+    causes.iter().for_each(|cause| say(&format!("  because: {cause}")));
+    hint.iter().for_each(|hint| say(&format!("  hint: {hint}")));
+    code
+}
+
+/// An error as one line of JSON.
+pub(crate) fn error_json(code: u8, message: &str, because: &[String], hint: Option<&str>) -> String {
+    json!({ "error": { "code": code, "message": message, "because": because, "hint": hint } }).to_string()
+}
+
+/// Says something to whoever still reads standard error.
+pub(crate) fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{}", without_secrets(line));
+}
+
+/// A text that may repeat what was given, with no URL in it that may hold a secret. Stores name themselves
+/// with parameters that hold none.
+pub(crate) fn without_secrets(text: &str) -> String {
+    let ends = |end: char| end.is_whitespace() || ['\'', '`', '"', ','].contains(&end);
+    let is_plain = |url: &str| ["?endpoint=", "?region=", "?account="].iter().any(|name| url.contains(name));
+    let may_hold = |url: &str| url.contains('@') || (url.contains('?') && !is_plain(url));
+    let word = |word: &str| {
+        let url = word.trim_end_matches(ends);
+        if url.contains("://") && may_hold(url) { redact(url) + &word[url.len()..] } else { word.to_owned() }
+    };
+    text.split_inclusive(ends).map(word).collect()
+}
+
+/// A table with a header and aligned columns.
+pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
+    let cell = |row: &[String], column: usize| row.get(column).map_or(0, |text| text.chars().count());
+    let widths: Vec<usize> = (0..header.len())
+        .map(|column| {
+            rows.iter().map(|row| cell(row, column)).chain([header[column].len()]).max().unwrap_or(0)
+        })
+        .collect();
+    let line = |cells: Vec<&str>| {
+        let padded: Vec<_> =
+            cells.iter().zip(&widths).map(|(text, width)| format!("{text:width$}")).collect();
+        padded.join("  ").trim_end().to_owned()
+    };
+    let mut lines = vec![line(header.to_vec())];
+    lines.extend(rows.iter().map(|row| line(row.iter().map(String::as_str).collect())));
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn urls_with_secrets_are_cut_and_others_are_not() {
+        let cut =
+            super::without_secrets("a `http://u:hidden@h:1`: 'http://h/?k=hidden'\n s3://b?region=r, c@d?");
+        assert_eq!(cut, "a `http://…@h:1`: 'http://h/'\n s3://b?region=r, c@d?");
+    }
+
+    #[test]
+    fn columns_line_up() {
+        let rows = [vec!["1".to_owned(), "full".to_owned()], vec!["1000".to_owned(), "delta".to_owned()]];
+        let table = super::table(&["version", "kind"], &rows);
+        assert_eq!(table, "version  kind\n1        full\n1000     delta");
+    }
+}

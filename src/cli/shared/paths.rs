@@ -1,0 +1,136 @@
+//! Checks of files and directories that the command line names. One that is not what its flag says is a
+//! mistake of the command line (code 2), not damage (code 3).
+
+use crate::cli::shared::error::{Error, Result};
+use driftless::store::redact;
+use driftless::transport::Checkpoint;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+/// Most bytes of a file of keys, figures or places, which has a few hundred.
+pub(crate) const SMALL: u64 = 64 << 20;
+
+/// What is neither a file nor a directory.
+const NO_FILE: &str = "a device, a pipe or a socket";
+
+/// What makes a directory a checkpoint.
+const WEIGHTS: [&str; 2] = ["model.safetensors", "model.safetensors.index.json"];
+
+/// The checkpoint in the directory that `name` gives.
+pub(crate) fn checkpoint(name: &str, dir: &Path) -> Result<Checkpoint> {
+    check_checkpoint(name, dir)?;
+    Ok(Checkpoint::open(dir)?)
+}
+
+/// Refuses a directory without weights.
+pub(crate) fn check_checkpoint(name: &str, dir: &Path) -> Result<()> {
+    check_dir(name, dir)?;
+    if WEIGHTS.iter().any(|file| dir.join(file).symlink_metadata().is_ok()) {
+        return Ok(());
+    }
+    Err(wrong(name, dir, &WEIGHTS.join(" or "), "a directory with neither"))
+}
+
+/// Refuses what is no directory.
+pub(crate) fn check_dir(name: &str, dir: &Path) -> Result<()> {
+    match std::fs::metadata(dir) {
+        Ok(metadata) if metadata.is_dir() => Ok(()),
+        Ok(_) => Err(wrong(name, dir, "a directory", "a file")),
+        Err(source) => Err(unopened(name, dir, "a directory", source)),
+    }
+}
+
+/// Refuses a place for a directory that something else has.
+pub(crate) fn check_place(name: &str, dir: &Path) -> Result<()> {
+    if dir.exists() { check_dir(name, dir) } else { Ok(()) }
+}
+
+/// Refuses, before anything is made in it, a directory whose weights this program has not put there. `start`
+/// is one that it may go on from in place.
+pub(crate) fn check_own(name: &str, dir: &Path, start: Option<&Path>) -> Result<()> {
+    check_place(name, dir)?;
+    let is_start = start.is_some_and(|start| {
+        start.canonicalize().ok().is_some_and(|start| dir.canonicalize().is_ok_and(|dir| dir == start))
+    });
+    if is_start || dir.join(".driftless").exists() {
+        return Ok(());
+    }
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let weights = entries.map(|entry| entry.file_name()).find(|file| {
+        let file = file.to_string_lossy();
+        file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json")
+    });
+    match weights {
+        None => Ok(()),
+        Some(file) => {
+            let found = format!("the foreign file `{}`", file.display());
+            Err(wrong(name, dir, "a new or empty directory, or one that driftless made", &found))
+        }
+    }
+}
+
+/// Refuses what is not there, and all that has a name and is no file. The nameless pipe that a shell makes of
+/// `<(command)` will do.
+pub(crate) fn check_file(name: &str, path: &Path) -> Result<()> {
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),
+        Ok(metadata) if !metadata.is_file() && path.canonicalize().is_ok() => {
+            Err(wrong(name, path, "a file", NO_FILE))
+        }
+        Ok(_) => Ok(()),
+        Err(source) => Err(unopened(name, path, "a file", source)),
+    }
+}
+
+/// Refuses to write over a device or a pipe: what is written whole is renamed into its place, which would
+/// replace it.
+pub(crate) fn check_output(name: &str, path: &Path) -> Result<()> {
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),
+        Ok(metadata) if !metadata.is_file() => Err(wrong(name, path, "a file", NO_FILE)),
+        _ => Ok(()),
+    }
+}
+
+/// Opens a regular file. A FIFO or a device would keep the command waiting, or reading, for ever.
+pub(crate) fn open(name: &str, path: &Path) -> Result<File> {
+    let nonblocking = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path);
+    let file = file.map_err(|source| unopened(name, path, "a file", source))?;
+    let metadata = file.metadata().map_err(|source| Error::Io { path: path.to_owned(), source })?;
+    match metadata.is_file() {
+        true => Ok(file),
+        false if metadata.is_dir() => Err(wrong(name, path, "a file", "a directory")),
+        false => Err(wrong(name, path, "a file", NO_FILE)),
+    }
+}
+
+/// A regular file of at most `max` bytes.
+pub(crate) fn read(name: &str, path: &Path, max: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let read = open(name, path)?.take(max.saturating_add(1)).read_to_end(&mut bytes);
+    read.map_err(|source| Error::Io { path: path.to_owned(), source })?;
+    if bytes.len() as u64 > max {
+        return Err(wrong(name, path, &format!("at most {max} bytes"), "more"));
+    }
+    Ok(bytes)
+}
+
+fn unopened(name: &str, path: &Path, expected: &str, source: std::io::Error) -> Error {
+    match source.kind() {
+        ErrorKind::NotFound | ErrorKind::NotADirectory => {
+            let what = expected.split(' ').next_back().unwrap_or_default();
+            wrong(name, path, expected, &format!("no such {what}"))
+        }
+        _ => Error::Io { path: PathBuf::from(path), source },
+    }
+}
+
+fn wrong(name: &str, path: &Path, expected: &str, found: &str) -> Error {
+    let path = path.display().to_string();
+    // A URL where a path is wanted may hold a secret.
+    let what = format!("{name} {}", if path.contains("://") { redact(&path) } else { path });
+    Error::Usage { what, expected: expected.to_owned(), found: found.to_owned() }
+}

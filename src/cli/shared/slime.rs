@@ -1,0 +1,105 @@
+//! What `publish` and `follow` do with slime's layout of a directory.
+
+use crate::cli::publish::tensor_bytes;
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::Output;
+use crate::cli::shared::{paths, progress};
+use driftless::slime::{Checksum, Encoding, Publisher, PublisherOptions};
+use driftless::store::Store;
+use driftless::transport::Checkpoint;
+use driftless::transport::publish::{Published, Start};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// How versions lie in the store.
+#[derive(Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Layout {
+    /// Runs, manifests and objects.
+    #[default]
+    Driftless,
+    /// The delta directories of slime 0.3.1, weight_v000001 and so on; the store is its
+    /// --update-weight-disk-dir.
+    Slime,
+}
+
+/// The run's name, which only our own layout has.
+pub(crate) fn run_name(run: &Option<String>, layout: Layout) -> Result<String> {
+    match (run, layout) {
+        (Some(run), _) => Ok(run.clone()),
+        (None, Layout::Slime) => Ok("slime".to_owned()),
+        (None, Layout::Driftless) => Err(Error::Usage {
+            what: "run".to_owned(),
+            expected: "--run NAME".to_owned(),
+            found: "none".to_owned(),
+        }),
+    }
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum DeltaEncoding {
+    Xor,
+    Overwrite,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum DeltaChecksum {
+    #[value(name = "xxh3-128")]
+    Xxh3,
+    Blake3,
+    Adler32,
+}
+
+#[derive(clap::Args)]
+#[command(next_help_heading = "With --layout slime")]
+pub(crate) struct PublishArgs {
+    /// How changed tensors are written.
+    #[arg(long, value_enum, default_value_t = DeltaEncoding::Xor)]
+    delta_encoding: DeltaEncoding,
+    /// Checksum of changed tensors.
+    #[arg(long, value_enum, default_value_t = DeltaChecksum::Xxh3)]
+    delta_checksum: DeltaChecksum,
+    /// The checkpoint that is version 0; needed with --resume if the baseline is lost.
+    #[arg(long, value_name = "DIR")]
+    hf_checkpoint: Option<PathBuf>,
+}
+
+/// Publishes `checkpoint` as the next version. For a new run it is version 0, for which nothing is written:
+/// `None`.
+pub(crate) fn publish(
+    store: Arc<dyn Store>,
+    args: &PublishArgs,
+    (new_run, baseline, allow_non_finite): (bool, PathBuf, bool),
+    checkpoint: &Path,
+    output: Output,
+) -> Result<Option<Published>> {
+    let start = if new_run { Start::NewRun } else { Start::Resume };
+    if let Some(dir) = &args.hf_checkpoint {
+        paths::check_checkpoint("--hf-checkpoint", dir)?;
+    }
+    let mut options = PublisherOptions::new(start, baseline);
+    options.allow_non_finite = allow_non_finite;
+    options.hf_checkpoint = if new_run { Some(checkpoint.to_path_buf()) } else { args.hf_checkpoint.clone() };
+    options.encoding = match args.delta_encoding {
+        DeltaEncoding::Xor => Encoding::Xor,
+        DeltaEncoding::Overwrite => Encoding::Overwrite,
+    };
+    options.checksum = match args.delta_checksum {
+        DeltaChecksum::Xxh3 => Checksum::Xxh3,
+        DeltaChecksum::Blake3 => Checksum::Blake3,
+        DeltaChecksum::Adler32 => Checksum::Adler32,
+    };
+    let mut publisher = Publisher::open(store, options)?;
+    if let (true, Some(applied)) = (new_run, publisher.applied()) {
+        let value = json!({ "version": applied.version.0, "label": applied.label(), "publication_bytes": 0 });
+        output.print(&value, |_| format!("version 0 ({}): {}", applied.label(), checkpoint.display()))?;
+        return Ok(None);
+    }
+    let checkpoint = Checkpoint::open(checkpoint)?;
+    let bar = progress::bytes(tensor_bytes(&checkpoint)?, "publish");
+    let shown = bar.clone();
+    publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
+    let published = publisher.publish(&checkpoint)?;
+    bar.finish_and_clear();
+    Ok(Some(published))
+}

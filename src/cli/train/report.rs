@@ -1,0 +1,279 @@
+//! The end of a run: a table for the terminal, a page with plots beside the run's data.
+
+use crate::cli::shared::error::{Error, Result};
+use driftless::trainer::metrics::{EvalMetrics, PublicationMetrics, SetMetrics, StepMetrics};
+use plotters::prelude::*;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+/// Width and height of the picture of four plots, in pixels.
+const SIZE: (u32, u32) = (1100, 760);
+
+const BLUE: RGBColor = RGBColor(0x2b, 0x6c, 0xb0);
+const ORANGE: RGBColor = RGBColor(0xdd, 0x6b, 0x20);
+const GREEN: RGBColor = RGBColor(0x2f, 0x85, 0x5a);
+
+/// The figures of a whole run, as the final table and `--json` show them.
+#[derive(Debug, serde::Serialize)]
+pub(crate) struct Summary {
+    /// Held-out success before the first step and after the last.
+    pub(crate) eval_start: Option<EvalMetrics>,
+    pub(crate) eval_end: Option<EvalMetrics>,
+    pub(crate) steps: usize,
+    pub(crate) versions: usize,
+    pub(crate) publication_bytes: u64,
+    pub(crate) full_bytes: u64,
+    pub(crate) density_mean: f64,
+    pub(crate) encode_publish_ms_median: f64,
+    pub(crate) prepare_ms_median: f64,
+    pub(crate) pause_ms_median: f64,
+    pub(crate) pause_ms_max: f64,
+    pub(crate) convergence_ms_median: f64,
+    pub(crate) staleness_mean: f64,
+    pub(crate) staleness_max: u64,
+    pub(crate) log_prob_diff_mean: f64,
+    pub(crate) log_prob_diff_max: f64,
+}
+
+impl Summary {
+    /// `eval_start` is what was measured before the first step.
+    pub(crate) fn of(steps: &[StepMetrics], eval_start: Option<EvalMetrics>) -> Self {
+        let published: Vec<_> = steps.iter().filter_map(|s| s.publication.as_ref()).collect();
+        let median_of = |f: fn(&PublicationMetrics) -> f64| median(published.iter().map(|p| f(p)).collect());
+        Summary {
+            eval_start,
+            eval_end: steps.iter().rev().find_map(|s| s.eval.clone()),
+            steps: steps.len(),
+            versions: published.len(),
+            publication_bytes: published.iter().map(|p| p.publication_bytes).sum(),
+            full_bytes: published.iter().map(|p| p.full_bytes).sum(),
+            density_mean: mean(published.iter().map(|p| p.density)),
+            encode_publish_ms_median: median_of(|p| p.encode_publish_ms),
+            prepare_ms_median: median_of(|p| p.prepare_ms),
+            pause_ms_median: median_of(|p| p.pause_ms),
+            pause_ms_max: published.iter().map(|p| p.pause_ms).fold(0.0, f64::max),
+            convergence_ms_median: median_of(|p| p.convergence_ms),
+            staleness_mean: mean(steps.iter().map(|s| s.staleness_mean)),
+            staleness_max: steps.iter().map(|s| s.staleness_max).max().unwrap_or(0),
+            log_prob_diff_mean: mean(steps.iter().map(|s| s.log_prob_diff_mean)),
+            log_prob_diff_max: steps.iter().map(|s| s.log_prob_diff_max).fold(0.0, f64::max),
+        }
+    }
+
+    /// Label and value, a line each.
+    pub(crate) fn rows(&self) -> Vec<(&'static str, String)> {
+        let mut rows = Vec::new();
+        let (start, end) = (&self.eval_start, &self.eval_end);
+        if let (Some(start), Some(end)) = (start, end.as_ref().filter(|end| end.problems > 0)) {
+            rows.push((
+                "success, sampled",
+                format!("{:.3} -> {:.3}  ({} held-out problems)", start.sampled, end.sampled, end.problems),
+            ));
+            rows.push(("success, greedy", format!("{:.3} -> {:.3}", start.greedy, end.greedy)));
+        }
+        for (name, set) in end.iter().flat_map(|end| &end.sets) {
+            let before = start.as_ref().and_then(|start| start.sets.get(name));
+            let before = before.map_or_else(String::new, |set| format!("reward {:.3} -> ", set.reward));
+            rows.push(("held-out", format!("{name}: {before}{}", describe(set))));
+        }
+        let ratio = self.full_bytes as f64 / self.publication_bytes.max(1) as f64;
+        rows.extend([
+            ("steps, versions", format!("{}, {}", self.steps, self.versions)),
+            (
+                "bytes published",
+                format!(
+                    "{} against {} in full, {ratio:.1}x fewer",
+                    bytes(self.publication_bytes),
+                    bytes(self.full_bytes)
+                ),
+            ),
+            ("density", format!("{:.1} % of the elements changed, mean", 100.0 * self.density_mean)),
+            ("encode+publish", format!("{:.1} ms median", self.encode_publish_ms_median)),
+            ("prepare", format!("{:.1} ms median", self.prepare_ms_median)),
+            ("pause", format!("{:.1} ms median, {:.1} ms longest", self.pause_ms_median, self.pause_ms_max)),
+            ("convergence", format!("{:.1} ms median", self.convergence_ms_median)),
+            ("staleness", format!("{:.2} steps mean, {} at most", self.staleness_mean, self.staleness_max)),
+            (
+                "log-prob difference",
+                format!(
+                    "{:.1e} mean, {:.1e} at most (trainer against engines)",
+                    self.log_prob_diff_mean, self.log_prob_diff_max
+                ),
+            ),
+        ]);
+        rows
+    }
+
+    /// The table for a terminal.
+    pub(crate) fn table(&self) -> String {
+        let rows = self.rows();
+        let width = rows.iter().map(|(label, _)| label.len()).max().unwrap_or(0);
+        let mut out = String::new();
+        for (label, value) in rows {
+            // Writing to a string cannot fail.
+            let _ = writeln!(out, "{label:width$}  {value}");
+        }
+        out
+    }
+}
+
+/// Writes `report.svg` and `report.html` into `dir` and returns the page's path.
+pub(crate) fn write(dir: &Path, steps: &[StepMetrics], summary: &Summary) -> Result<PathBuf> {
+    let mut svg = String::new();
+    draw(&mut svg, steps, summary).map_err(|error| Error::Report { reason: error.to_string() })?;
+    let mut rows = String::new();
+    for (label, value) in summary.rows() {
+        let _ = writeln!(rows, "<tr><th>{label}</th><td>{value}</td></tr>");
+    }
+    let page = format!(
+        "<!doctype html>\n<meta charset=\"utf-8\">\n<title>driftless run</title>\n\
+         <style>body{{font-family:sans-serif;max-width:1100px;margin:2em auto}}th{{text-align:left;padding-right:2em;font-weight:normal;color:#555}}</style>\n\
+         <h1>Run</h1>\n<table>\n{rows}</table>\n{svg}\n"
+    );
+    let html = dir.join("report.html");
+    for (path, text) in [(&dir.join("report.svg"), &svg), (&html, &page)] {
+        std::fs::write(path, text).map_err(|source| Error::Io { path: path.clone(), source })?;
+    }
+    Ok(html)
+}
+
+type DrawResult = std::result::Result<(), Box<dyn std::error::Error>>;
+type Points = Vec<(f64, f64)>;
+
+/// One plot: a title, an axis, and one coloured line per series.
+struct Plot<'a> {
+    title: &'a str,
+    unit: &'a str,
+    top: Option<f64>,
+    series: Vec<(&'a str, RGBColor, Points)>,
+}
+
+fn draw(svg: &mut String, steps: &[StepMetrics], summary: &Summary) -> DrawResult {
+    let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+    root.fill(&WHITE)?;
+    let areas = root.split_evenly((2, 2));
+    for (area, plot) in areas.iter().zip(plots(steps, summary)) {
+        draw_plot(area, &plot)?;
+    }
+    root.present()?;
+    Ok(())
+}
+
+/// What was measured on a set, in one line.
+pub(crate) fn describe(set: &SetMetrics) -> String {
+    let failed = if set.failed > 0 { format!(", {} failed", set.failed) } else { String::new() };
+    format!(
+        "reward {:.3}, pass@1 {:.3}, pass@{} {:.3} of {} prompts{failed}, {:.0} tokens, {:.1} % cut off",
+        set.reward,
+        set.pass_1,
+        set.samples,
+        set.pass,
+        set.prompts,
+        set.response_length,
+        100.0 * set.truncated
+    )
+}
+
+/// What the held-out curve shows: the task's own problems, else the first set.
+fn held_out(eval: &EvalMetrics) -> Option<f64> {
+    let own = (eval.problems > 0).then_some(eval.sampled);
+    own.or_else(|| eval.sets.values().next().map(|set| set.reward))
+}
+
+fn plots<'a>(steps: &[StepMetrics], summary: &Summary) -> [Plot<'a>; 4] {
+    let published = |f: fn(&PublicationMetrics) -> f64| -> Points {
+        let point = |s: &StepMetrics| s.publication.as_ref().map(|p| (s.rollout_id as f64 + 1.0, f(p)));
+        steps.iter().filter_map(point).collect()
+    };
+    let mut eval: Points =
+        summary.eval_start.iter().filter_map(held_out).map(|success| (0.0, success)).collect();
+    let measured = |s: &StepMetrics| Some((s.rollout_id as f64 + 1.0, held_out(s.eval.as_ref()?)?));
+    eval.extend(steps.iter().filter_map(measured));
+    let reward = steps.iter().map(|s| (s.rollout_id as f64, s.reward)).collect();
+    [
+        Plot {
+            title: "reward",
+            unit: "success rate",
+            top: Some(1.0),
+            series: vec![("rollouts", BLUE, reward), ("held-out", ORANGE, eval)],
+        },
+        Plot {
+            title: "density",
+            unit: "% of elements changed",
+            top: None,
+            series: vec![("", BLUE, published(|p| 100.0 * p.density))],
+        },
+        Plot {
+            title: "bytes per version",
+            unit: "KiB",
+            top: None,
+            series: vec![
+                ("published", BLUE, published(|p| p.publication_bytes as f64 / 1024.0)),
+                ("in full", ORANGE, published(|p| p.full_bytes as f64 / 1024.0)),
+            ],
+        },
+        Plot {
+            title: "pause and prepare",
+            unit: "ms",
+            top: None,
+            series: vec![
+                ("pause", BLUE, published(|p| p.pause_ms)),
+                ("prepare", GREEN, published(|p| p.prepare_ms)),
+            ],
+        },
+    ]
+}
+
+fn draw_plot(area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>, plot: &Plot<'_>) -> DrawResult {
+    let all = || plot.series.iter().flat_map(|(_, _, points)| points.iter());
+    let right = all().map(|p| p.0).fold(1.0, f64::max);
+    let highest = all().map(|p| p.1).fold(0.0, f64::max);
+    let top = plot.top.unwrap_or(if highest > 0.0 { 1.08 * highest } else { 1.0 });
+    let mut chart = ChartBuilder::on(area)
+        .caption(plot.title, ("sans-serif", 20))
+        .margin(14)
+        .x_label_area_size(36)
+        .y_label_area_size(60)
+        .build_cartesian_2d(0.0..right, 0.0..top)?;
+    chart.configure_mesh().x_desc("step").y_desc(plot.unit).light_line_style(WHITE).draw()?;
+    for (name, colour, points) in &plot.series {
+        let line = LineSeries::new(points.iter().copied(), colour.stroke_width(2));
+        let drawn = chart.draw_series(line)?;
+        if !name.is_empty() {
+            let colour = *colour;
+            drawn
+                .label(*name)
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2)));
+        }
+    }
+    if plot.series.len() > 1 {
+        chart
+            .configure_series_labels()
+            .background_style(WHITE.mix(0.8))
+            .border_style(BLACK.mix(0.2))
+            .draw()?;
+    }
+    Ok(())
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0u64), |(sum, count), value| (sum + value, count + 1));
+    if count == 0 { 0.0 } else { sum / count as f64 }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// A size with a unit a person reads.
+pub(crate) fn bytes(count: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+}

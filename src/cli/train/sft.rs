@@ -1,0 +1,98 @@
+//! `driftless train --loss-type sft_loss`.
+
+use crate::cli::shared::error::Result;
+use crate::cli::shared::output::Output;
+use crate::cli::shared::{paths, progress};
+use driftless::torch::tasks::arithmetic::Recipe;
+use driftless::torch::tasks::text::{self, Text};
+use driftless::torch::{Config, Kind, SftOptions, SftTask, checkpoint, sft};
+use driftless::trainer::Dtype;
+use serde_json::json;
+use std::path::PathBuf;
+
+/// Only for `--loss-type sft_loss`.
+#[derive(clap::Args)]
+#[command(next_help_heading = "SFT")]
+pub(crate) struct SftArgs {
+    /// Learn to predict this text byte by byte, instead of the arithmetic task.
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// State directory of an earlier SFT to go on from: its weights, moments and steps.
+    #[arg(long, value_name = "DIR")]
+    load: Option<PathBuf>,
+    /// `config.json` of the fresh model [default: a Qwen3 of 1.2 M parameters; with --text, of 21 M].
+    #[arg(long, value_name = "FILE", conflicts_with = "hf_checkpoint")]
+    model_config: Option<PathBuf>,
+}
+
+/// What a supervised training shares with the RL loop.
+pub(crate) struct Common {
+    pub(crate) hf_checkpoint: Option<PathBuf>,
+    pub(crate) save: PathBuf,
+    pub(crate) save_hf: Option<PathBuf>,
+    pub(crate) num_rollout: Option<u64>,
+    pub(crate) rollout_batch_size: Option<u64>,
+    pub(crate) lr: Option<f64>,
+    pub(crate) dtype: Option<Dtype>,
+    pub(crate) seed: u64,
+    pub(crate) num_threads: usize,
+    pub(crate) device: String,
+}
+
+pub(crate) fn run(args: &SftArgs, common: Common, output: Output) -> Result<()> {
+    for (name, file) in [("--text", &args.text), ("--model-config", &args.model_config)] {
+        file.as_ref().map_or(Ok(()), |file| paths::open(name, file).map(drop))?;
+    }
+    args.load.as_ref().map_or(Ok(()), |dir| paths::check_dir("--load", dir))?;
+    let options = options(args, common)?;
+    let bar = progress::bar(options.steps, "sft");
+    let mut losses = Vec::new();
+    let summary = sft(&options, |step, loss| {
+        losses.push(loss);
+        bar.set_position(step);
+        bar.set_message(format!("loss {loss:.3}"));
+    })?;
+    bar.finish();
+    let value = json!({
+        "steps": summary.steps, "loss": summary.loss, "losses": losses, "parameters": summary.parameters,
+        "hf_checkpoint": options.save_hf.display().to_string(), "seed": options.seed,
+    });
+    output.print(&value, |_| {
+        let place = options.save_hf.display();
+        format!(
+            "sft: {} parameters, {} steps, loss {:.3}, seed {}: {place}",
+            summary.parameters, summary.steps, summary.loss, options.seed
+        )
+    })
+}
+
+/// Sequences of text in one step, unless told.
+const TEXT_BATCH_SIZE: u64 = 16;
+
+fn options(args: &SftArgs, common: Common) -> Result<SftOptions> {
+    let recipe = Recipe::default();
+    let (task, config, batch_size) = match &args.text {
+        Some(path) => (SftTask::Text(Text::open(path)?), text::config(), TEXT_BATCH_SIZE),
+        None => (SftTask::Arithmetic, recipe.config, recipe.sft_batch_size),
+    };
+    let until_solved = common.num_rollout.is_none() && task == SftTask::Arithmetic;
+    Ok(SftOptions {
+        task,
+        config: args.model_config.as_deref().map_or(Ok(config), Config::read)?,
+        hf_checkpoint: common.hf_checkpoint,
+        load: args.load.as_deref().map(checkpoint::dir),
+        save: Some(checkpoint::dir(&common.save)),
+        save_hf: common.save_hf.unwrap_or_else(|| common.save.join("hf")),
+        dtype: common.dtype.map(|dtype| match dtype {
+            Dtype::Bfloat16 => Kind::BFloat16,
+            Dtype::Float32 => Kind::Float,
+        }),
+        steps: common.num_rollout.unwrap_or(recipe.sft_steps),
+        stop_loss: until_solved.then_some(recipe.sft_stop_loss),
+        batch_size: common.rollout_batch_size.unwrap_or(batch_size),
+        lr: common.lr.unwrap_or(recipe.sft_lr),
+        seed: common.seed,
+        num_threads: common.num_threads,
+        device: common.device,
+    })
+}
