@@ -92,6 +92,7 @@ fn transport_class(error: &Transport, code: u8) -> &'static str {
         Transport::NotFinite { .. } => "NotFiniteError",
         Transport::DuplicateTensor { .. }
         | Transport::ChangedWhileRead { .. }
+        | Transport::HostCopy { .. }
         | Transport::TensorMismatch { .. } => "TensorError",
         Transport::NoSuchRun { .. }
         | Transport::RunExists { .. }
@@ -140,6 +141,7 @@ fn tensor_of(error: &Transport) -> Option<&str> {
         Transport::NotFinite { tensor, .. }
         | Transport::DuplicateTensor { tensor }
         | Transport::ChangedWhileRead { tensor }
+        | Transport::HostCopy { tensor, .. }
         | Transport::TensorMismatch { tensor, .. }
         | Transport::Codec { tensor, .. }
         | Transport::Pieces { tensor, .. } => Some(tensor),

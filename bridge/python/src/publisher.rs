@@ -1,12 +1,15 @@
 //! `Publisher`: tensors of a trainer in Python, published from where they lie.
 
 use crate::error::{self, transport};
-use crate::tensor::Borrowed;
+use crate::tensor::{Borrowed, OnDevice};
 use crate::work::{self, Held};
 use driftless::command;
+use driftless::delta::cuda::{self, Codec};
 use driftless::store::Store;
 use driftless::store::wait::Stop;
-use driftless::transport::publish::{Mode, Profile, PublisherOptions, Rank, Shard, Slice, Start, Step};
+use driftless::transport::publish::{
+    BaseMemory, Mode, Profile, PublisherOptions, Rank, Shard, Slice, Start, Step,
+};
 use driftless::transport::sign::{SignKey, TrustKey};
 use driftless::transport::snapshot::{AUX_FILE_BYTES_MAX, AuxFile, TensorInfo};
 use driftless::transport::{Error, Publisher as Inner, Result as TransportResult, Run, Snapshot};
@@ -35,6 +38,7 @@ pub(crate) struct Published {
     density: f64,
     encode_seconds: f64,
     upload_seconds: f64,
+    device_bytes: u64,
 }
 
 #[pymethods]
@@ -48,9 +52,10 @@ impl Published {
     }
 }
 
-impl From<driftless::transport::publish::Published> for Published {
-    fn from(published: driftless::transport::publish::Published) -> Self {
+impl Published {
+    fn new(published: driftless::transport::publish::Published, device_bytes: u64) -> Self {
         Self {
+            device_bytes,
             version: published.version.0,
             manifest_digest: published.manifest_digest.to_string(),
             full_because: published.full_because.as_ref().map(ToString::to_string),
@@ -74,6 +79,10 @@ pub(crate) struct Publisher {
     files: Vec<AuxFile>,
     rank: Option<(u32, u32)>,
     join_deadline: Duration,
+    /// Where a device keeps the base of the next delta; `None`: tensors on devices are copied to the host.
+    base: Option<BaseMemory>,
+    /// The devices that tensors lay on so far, and why nothing is encoded there.
+    devices: Mutex<BTreeMap<usize, Option<String>>>,
     /// The switch of the call under way.
     stop: Mutex<Stop>,
 }
@@ -100,6 +109,7 @@ struct Settings {
     buffer_bytes: Option<u64>,
     rank: Option<(u32, u32)>,
     join_deadline: f64,
+    device_base: String,
 }
 
 /// A tensor, or the slice of one: name, value, and for a slice the whole tensor's shape and the slice's first
@@ -112,11 +122,12 @@ impl Publisher {
     fn new(py: Python<'_>, settings: Settings) -> PyResult<Self> {
         let files = files(&settings)?;
         let join_deadline = seconds("join_deadline", settings.join_deadline)?;
-        let rank = settings.rank;
+        let (rank, base) = (settings.rank, base_named(&settings.device_base)?);
         let stop = Stop::new();
         let inner = work::run(py, &stop, || open(settings, join_deadline, &stop))??;
         let held = Held::new("Publisher", inner);
-        Ok(Self { held, files, rank, join_deadline, stop: Mutex::new(stop) })
+        let devices = Mutex::default();
+        Ok(Self { held, files, rank, join_deadline, base, devices, stop: Mutex::new(stop) })
     }
 
     /// Refuses another process than the one that opened it.
@@ -137,7 +148,7 @@ impl Publisher {
         mode: &str,
         checkpoint: Option<String>,
         attempt: Option<String>,
-    ) -> PyResult<Option<Published>> {
+    ) -> PyResult<(Option<Published>, Option<String>)> {
         let mode = mode_named(mode)?;
         let step = Step { trainer_step: step, checkpoint };
         let tensors = Tensors::new(tensors, &self.files)?;
@@ -156,21 +167,23 @@ impl Publisher {
             let expected = "all of it, or rank= and ranks= for a trainer with several ranks";
             return Err(error::tensor(&slice.tensor.name, "what is given of it", expected, "a slice"));
         }
-        self.cancellable(py, |inner| match rank {
-            None => inner.publish(&tensors, step, mode).map(|published| Some(published.into())),
-            Some(rank) => {
-                let part = inner.publish_part(&tensors, step, mode, &rank)?;
-                if rank.rank == 0 {
-                    return inner.join(&rank, self.join_deadline).map(|published| Some(published.into()));
-                }
-                inner.await_join(&part, self.join_deadline).map(|_| None)
-            }
+        self.cancellable(py, |inner| {
+            let because = self.open_devices(inner, &tensors);
+            let published = match rank {
+                None => Some(inner.publish(&tensors, step, mode)?),
+                Some(rank) => inner.publish_with_ranks(&tensors, step, mode, &rank, self.join_deadline)?.1,
+            };
+            let used = inner.device_use();
+            let published = published.map(|published| Published::new(published, used.device_bytes));
+            Ok((published, because.or_else(|| used.host_because.clone())))
         })
     }
 
     fn publish_reference(&self, py: Python<'_>, checkpoint: PathBuf, step: u64) -> PyResult<Published> {
         let step = Step { trainer_step: step, checkpoint: Some(checkpoint.display().to_string()) };
-        self.cancellable(py, |inner| inner.publish_reference(&checkpoint, step).map(Published::from))
+        self.cancellable(py, |inner| {
+            inner.publish_reference(&checkpoint, step).map(|done| Published::new(done, 0))
+        })
     }
 
     /// Ends the call under way, if there is one, before its next tensor.
@@ -188,6 +201,29 @@ impl Publisher {
         self.stop.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Opens the devices that tensors lie on, and says why one of them cannot be used.
+    fn open_devices(&self, inner: &mut Inner, tensors: &Tensors<'_>) -> Option<String> {
+        let base = self.base?;
+        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut because = None;
+        for memory in &tensors.memory {
+            let Memory::Device(memory) = memory else { continue };
+            let opened = devices.entry(memory.tensor.device()).or_insert_with(|| {
+                let open = |codec: Codec| {
+                    // Some seconds, which the first delta would take longer.
+                    codec.prepare(memory.info.dtype.element())?;
+                    inner.encode_on(codec, base)
+                };
+                Codec::open(memory.tensor.device())
+                    .and_then(open)
+                    .err()
+                    .map(|error: cuda::Error| error.to_string())
+            });
+            because = because.or_else(|| opened.clone());
+        }
+        because
+    }
+
     /// Runs a publication that Ctrl-C and `cancel` can end.
     fn cancellable<T: Send>(
         &self,
@@ -203,11 +239,47 @@ impl Publisher {
     }
 }
 
+/// A tensor's memory.
+enum Memory {
+    Host(Borrowed),
+    Device(OnDevice),
+}
+
+impl Memory {
+    fn new(name: String, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        match OnDevice::new(&name, value)? {
+            Some(tensor) => Ok(Self::Device(tensor)),
+            None => Borrowed::new(name, value).map(Self::Host),
+        }
+    }
+
+    fn info(&self) -> &TensorInfo {
+        match self {
+            Self::Host(tensor) => &tensor.info,
+            Self::Device(tensor) => &tensor.info,
+        }
+    }
+
+    fn bytes(&self) -> TransportResult<Cow<'_, [u8]>> {
+        match self {
+            Self::Host(tensor) => Ok(Cow::Borrowed(tensor.bytes())),
+            Self::Device(tensor) => tensor.copy().map(Cow::Owned),
+        }
+    }
+
+    fn on_device(&self) -> Option<&cuda::Tensor> {
+        match self {
+            Self::Host(_) => None,
+            Self::Device(tensor) => Some(&tensor.tensor),
+        }
+    }
+}
+
 /// What is published: borrowed tensors, in order.
 struct Tensors<'a> {
     infos: Vec<TensorInfo>,
     slices: Vec<Slice>,
-    memory: Vec<Borrowed>,
+    memory: Vec<Memory>,
     files: &'a [AuxFile],
 }
 
@@ -215,11 +287,11 @@ impl<'a> Tensors<'a> {
     fn new(given: Vec<Given<'_>>, files: &'a [AuxFile]) -> PyResult<Self> {
         let mut parts = Vec::with_capacity(given.len());
         for (name, value, place) in given {
-            let memory = Borrowed::new(name, &value)?;
+            let memory = Memory::new(name, &value)?;
             let slice = match place {
-                None => Slice::whole(memory.info.clone()),
-                Some((shape, start)) => memory.info.elements().map(|elements| {
-                    let tensor = TensorInfo { shape, ..memory.info.clone() };
+                None => Slice::whole(memory.info().clone()),
+                Some((shape, start)) => memory.info().elements().map(|elements| {
+                    let tensor = TensorInfo { shape, ..memory.info().clone() };
                     Slice { tensor, start, elements }
                 }),
             };
@@ -238,7 +310,10 @@ impl Snapshot for Tensors<'_> {
         &self.infos
     }
     fn bytes(&self, index: usize) -> TransportResult<Cow<'_, [u8]>> {
-        Ok(Cow::Borrowed(self.memory[index].bytes()))
+        self.memory[index].bytes()
+    }
+    fn on_device(&self, index: usize) -> Option<&cuda::Tensor> {
+        self.memory[index].on_device()
     }
     fn files(&self) -> &[AuxFile] {
         self.files
@@ -250,7 +325,10 @@ impl Shard for Tensors<'_> {
         &self.slices
     }
     fn bytes(&self, index: usize) -> TransportResult<Cow<'_, [u8]>> {
-        Ok(Cow::Borrowed(self.memory[index].bytes()))
+        self.memory[index].bytes()
+    }
+    fn on_device(&self, index: usize) -> Option<&cuda::Tensor> {
+        self.memory[index].on_device()
     }
     fn files(&self) -> &[AuxFile] {
         self.files
@@ -342,6 +420,15 @@ fn files(settings: &Settings) -> PyResult<Vec<AuxFile>> {
 fn seconds(name: &str, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| error::usage(name, "seconds, 0 or more", &seconds.to_string()))
+}
+
+fn base_named(name: &str) -> PyResult<Option<BaseMemory>> {
+    match name {
+        "device" => Ok(Some(BaseMemory::Device)),
+        "host" => Ok(Some(BaseMemory::Host)),
+        "off" => Ok(None),
+        _ => Err(error::usage("device_base", "`device`, `host` or `off`", name)),
+    }
 }
 
 fn mode_named(name: &str) -> PyResult<Mode> {

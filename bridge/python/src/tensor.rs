@@ -2,13 +2,15 @@
 #![allow(unsafe_code, reason = "reads memory that Python owns")]
 
 use crate::error;
-use driftless::transport::Dtype;
+use driftless::delta::cuda;
 use driftless::transport::snapshot::TensorInfo;
+use driftless::transport::{Dtype, Error};
 use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::slice;
 
-/// Where tensors have to be.
+/// Where tensors have to be, but for those that are published.
 const HOST: &str = "a tensor in host memory: `tensor.cpu()`";
 const CONTIGUOUS: &str = "row-major without gaps: `tensor.contiguous()`, or `numpy.ascontiguousarray`";
 
@@ -52,40 +54,12 @@ impl Borrowed {
     }
 
     fn torch(name: String, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let flag = |method: &str| value.call_method0(method)?.extract::<bool>();
         let device = value.getattr("device")?.getattr("type")?.extract::<String>()?;
         if device != "cpu" {
             let expected = if device == "meta" { "a tensor with content" } else { HOST };
             return Err(error::tensor(&name, "its device", expected, &format!("`{device}`")));
         }
-        if value.hasattr("placements")? {
-            let expected =
-                "a plain tensor: `tensor.full_tensor()`, or `driftless.torch.slices` on every rank";
-            return Err(error::tensor(&name, "its class", expected, "a DTensor"));
-        }
-        let layout = value.getattr("layout")?.str()?.to_string();
-        if layout != "torch.strided" || !flag("is_contiguous")? {
-            let strides = value.call_method0("stride").and_then(|strides| Ok(strides.repr()?.to_string()));
-            let found = format!("{layout}, strides {}", strides.unwrap_or_else(|_| "unknown".to_owned()));
-            return Err(error::tensor(&name, "its layout", CONTIGUOUS, &found));
-        }
-        if flag("is_conj")? || flag("is_neg")? {
-            let expected = "resolved: `tensor.resolve_conj().resolve_neg()`";
-            return Err(error::tensor(&name, "its conjugate or negative bit", expected, "set"));
-        }
-        let dtype = value.getattr("dtype")?.str()?.to_string();
-        let info = info(name, dtype.strip_prefix("torch.").unwrap_or(&dtype), value)?;
-        let start = value.call_method0("data_ptr")?.extract::<usize>()?;
-        let storage = value.call_method0("untyped_storage")?;
-        let first = storage.call_method0("data_ptr")?.extract::<usize>()?;
-        let held = storage.call_method0("nbytes")?.extract::<usize>()?;
-        let len = length(&info)?;
-        let inside = start >= first && start.checked_add(len).is_some_and(|end| end - first <= held);
-        if !inside {
-            let expected = format!("at least {len} bytes behind its first element");
-            let found = format!("{held} bytes: it was freed or resized, as FSDP does between steps");
-            return Err(error::tensor(&info.name, "its storage", &expected, &found));
-        }
+        let (info, start, len) = place(name, value)?;
         let owner = Owner::Tensor(value.clone().unbind());
         Ok(Self { info, start: start as *const u8, len, owner })
     }
@@ -147,6 +121,79 @@ impl Borrowed {
         // twice compares their digests, and refuses what has changed (`ChangedWhileRead`).
         unsafe { slice::from_raw_parts(self.start, self.len) }
     }
+}
+
+/// A torch tensor in the memory of a CUDA device.
+pub(crate) struct OnDevice {
+    pub(crate) info: TensorInfo,
+    pub(crate) tensor: cuda::Tensor,
+    value: Py<PyAny>,
+}
+
+impl OnDevice {
+    /// Borrows `value` if it is a torch tensor on such a device.
+    ///
+    /// # Errors
+    /// As [`Borrowed::new`].
+    pub(crate) fn new(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
+        let device = value.getattr("device").and_then(|device| Ok((device.getattr("type")?, device)));
+        let Ok((kind, device)) = device else { return Ok(None) };
+        if !value.hasattr("untyped_storage")? || !kind.eq("cuda")? {
+            return Ok(None);
+        }
+        let (info, start, len) = place(name.to_owned(), value)?;
+        let device = device.getattr("index")?.extract::<usize>()?;
+        // SAFETY: the storage has so many bytes on that device and lives as long as the value, which is held.
+        // That nobody writes meanwhile is what the package asks of its callers.
+        let tensor = unsafe { cuda::Tensor::borrowed(device, start as u64, len) };
+        Ok(Some(Self { info, tensor, value: value.clone().unbind() }))
+    }
+
+    /// The tensor's bytes, which torch copies to the host.
+    ///
+    /// # Errors
+    /// [`Error::HostCopy`], also where the interpreter has ended.
+    pub(crate) fn copy(&self) -> Result<Vec<u8>, Error> {
+        let copied = Python::try_attach(|py| {
+            let host = self.value.bind(py).call_method0("detach")?.call_method0("cpu")?;
+            Ok(Borrowed::new(self.info.name.clone(), &host)?.bytes().to_vec())
+        });
+        let copied = copied.unwrap_or_else(|| Err(PyRuntimeError::new_err("the interpreter has ended")));
+        copied.map_err(|error| Error::HostCopy { tensor: self.info.name.clone(), source: error.into() })
+    }
+}
+
+/// A torch tensor of one unbroken run of elements: what it is, its address, its length in bytes.
+fn place(name: String, value: &Bound<'_, PyAny>) -> PyResult<(TensorInfo, usize, usize)> {
+    let flag = |method: &str| value.call_method0(method)?.extract::<bool>();
+    if value.hasattr("placements")? {
+        let expected = "a plain tensor: `tensor.full_tensor()`, or `driftless.torch.slices` on every rank";
+        return Err(error::tensor(&name, "its class", expected, "a DTensor"));
+    }
+    let layout = value.getattr("layout")?.str()?.to_string();
+    if layout != "torch.strided" || !flag("is_contiguous")? {
+        let strides = value.call_method0("stride").and_then(|strides| Ok(strides.repr()?.to_string()));
+        let found = format!("{layout}, strides {}", strides.unwrap_or_else(|_| "unknown".to_owned()));
+        return Err(error::tensor(&name, "its layout", CONTIGUOUS, &found));
+    }
+    if flag("is_conj")? || flag("is_neg")? {
+        let expected = "resolved: `tensor.resolve_conj().resolve_neg()`";
+        return Err(error::tensor(&name, "its conjugate or negative bit", expected, "set"));
+    }
+    let dtype = value.getattr("dtype")?.str()?.to_string();
+    let info = info(name, dtype.strip_prefix("torch.").unwrap_or(&dtype), value)?;
+    let start = value.call_method0("data_ptr")?.extract::<usize>()?;
+    let storage = value.call_method0("untyped_storage")?;
+    let first = storage.call_method0("data_ptr")?.extract::<usize>()?;
+    let held = storage.call_method0("nbytes")?.extract::<usize>()?;
+    let len = length(&info)?;
+    let inside = start >= first && start.checked_add(len).is_some_and(|end| end - first <= held);
+    if !inside {
+        let expected = format!("at least {len} bytes behind its first element");
+        let found = format!("{held} bytes: it was freed or resized, as FSDP does between steps");
+        return Err(error::tensor(&info.name, "its storage", &expected, &found));
+    }
+    Ok((info, start, len))
 }
 
 fn length(info: &TensorInfo) -> PyResult<usize> {

@@ -6,6 +6,7 @@ import driftless
 import numpy as np
 import pytest
 import torch
+from gpu import OnGpu
 
 
 def freed() -> torch.Tensor:
@@ -14,10 +15,10 @@ def freed() -> torch.Tensor:
     return tensor
 
 
-class OnAGpu:
+class OnAnotherDevice:
     """As much of a tensor as is looked at before its device is refused."""
 
-    device = torch.device("cuda", 0)
+    device = torch.device("xpu", 0)
 
     def untyped_storage(self):
         raise AssertionError("memory of a device was asked for")
@@ -28,7 +29,10 @@ UNREADABLE = {
     "strided": (lambda: np.zeros((4, 4))[:, ::2], "contiguous"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "contiguous"),
     "meta": (lambda: torch.zeros(3, device="meta"), "`meta`"),
-    "gpu": (OnAGpu, "tensor.cpu()"),
+    "another device": (OnAnotherDevice, "tensor.cpu()"),
+    "transposed on a gpu": (lambda: OnGpu(torch.zeros(3, 4).T), "contiguous"),
+    "freed on a gpu": (lambda: OnGpu(freed()), "0 bytes"),
+    "of another dtype on a gpu": (lambda: OnGpu(torch.zeros(3, dtype=torch.complex128)), "complex128"),
     "freed": (freed, "0 bytes"),
     "conjugate": (lambda: torch.zeros(3, dtype=torch.complex64).conj(), "resolve_conj"),
     "complex128": (lambda: torch.zeros(3, dtype=torch.complex128), "complex128"),
@@ -116,7 +120,7 @@ def test_second_publisher_loses_the_race(store, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"profile": "small"}, {"threads": 0}, {"rank": 0}, {"join_deadline": -1.0}, {"hf_checkpoint": "/no/such/dir"}],
+    [{"profile": "small"}, {"threads": 0}, {"device_base": "disk"}, {"rank": 0}, {"join_deadline": -1.0}, {"hf_checkpoint": "/no/such/dir"}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_settings_that_cannot_be_are_refused(store, settings):

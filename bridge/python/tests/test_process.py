@@ -118,6 +118,43 @@ def test_interpreter_that_ends_beside_a_daemon_thread_leaves_nothing_half(store)
         assert publisher.publish({"w": np.zeros(3)}).version == 0
 
 
+def test_interpreter_that_ends_while_a_tensor_comes_from_a_gpu_leaves_nothing_half(store):
+    run_script(
+        """
+        class Device:
+            type, index = "cuda", 0
+
+        class OnGpu:
+            device, dtype, layout, shape = Device, "torch.float32", "torch.strided", (1000,)
+            is_contiguous = lambda self: True
+            is_conj = is_neg = lambda self: False
+            detach = untyped_storage = lambda self: self
+            data_ptr = lambda self: weight.ctypes.data
+            nbytes = lambda self: weight.nbytes
+
+            def cpu(self):
+                copying.set()
+                over.wait(60)
+                return weight
+
+        copying, over = threading.Event(), threading.Event()
+        publisher.close()
+        settings = {"resume": True, "baseline_dir": root / "baseline", "device_base": "off"}
+        publisher = driftless.Publisher((root / "store").as_uri(), "run", rank=0, ranks=2, **settings)
+
+        def publish():
+            publisher.publish([(f"{i}", OnGpu()) for i in range(9)], attempt="job-0")
+
+        threading.excepthook = lambda raised: None
+        threading.Thread(target=publish, daemon=True).start()
+        copying.wait(60)
+        threading._register_atexit(over.set)
+        """,
+        store.root,
+    )
+    assert store.manifests() == []
+
+
 def test_interpreter_that_ends_waits_for_an_asynchronous_publication(store):
     run_script(
         """

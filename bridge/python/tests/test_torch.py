@@ -1,7 +1,11 @@
 """torch tensors, published and followed bit for bit."""
 
+import warnings
+
+import driftless
 import pytest
 import torch
+from gpu import OnGpu
 
 DTYPES = [
     torch.float8_e4m3fn,
@@ -63,3 +67,35 @@ def test_writes_of_the_trainer_need_no_new_object(store):
         weight[5:8] = 1.0
         assert publisher.publish(tensors).changed == 3
     assert store.follow()["weight"][2] == content(weight)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a tensor on a GPU has no memory there")
+def test_tensors_of_a_gpu_that_cannot_be_used_are_copied_to_the_host_and_that_is_said_once(store):
+    weight, other = torch.randn(300, 7).bfloat16(), torch.randn(5)
+    on_gpu = OnGpu(weight)
+    with store.publisher() as publisher:
+        with pytest.warns(RuntimeWarning, match="copied to the host to be published: .*(libcuda|CUDA)"):
+            published = publisher.publish({"gpu": on_gpu, "host": other})
+        assert published.device_bytes == 0 and on_gpu.copies > 0
+        weight[3] += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert 0 < publisher.publish([("gpu", on_gpu), ("host", other)]).changed <= 7
+    found = store.follow()
+    assert found["gpu"][2] == content(weight) and found["host"][2] == content(other)
+
+
+def test_device_base_off_copies_to_the_host_without_a_word(store):
+    weight = torch.randn(300, 7).bfloat16()
+    with store.publisher(device_base="off") as publisher, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        publisher.publish({"gpu": OnGpu(weight)})
+    assert store.follow()["gpu"][2] == content(weight)
+
+
+def test_slices_of_a_gpu_are_published_by_ranks(store):
+    weight = torch.randn(10, 3).bfloat16()
+    with store.publisher(rank=0, ranks=1, device_base="off") as publisher:
+        halves = [("w", driftless.Slice(OnGpu(weight[:4]), (10, 3), 0)), ("w", driftless.Slice(OnGpu(weight[4:]), (10, 3), 12))]
+        publisher.publish(halves, attempt="job-0")
+    assert store.follow()["w"][2] == content(weight)

@@ -34,6 +34,8 @@ class Published:
     """Until the last tensor was encoded; uploads run beside it."""
     upload_seconds: float
     """From there until the version was committed."""
+    device_bytes: int
+    """Bytes of tensors that were encoded on the GPU they lie on."""
 
 @final
 class Publisher:
@@ -47,7 +49,7 @@ class Publisher:
         mode: str,
         checkpoint: str | None,
         attempt: str | None,
-    ) -> Published | None: ...
+    ) -> tuple[Published | None, str | None]: ...
     def publish_reference(self, checkpoint: Any, step: int) -> Published: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...

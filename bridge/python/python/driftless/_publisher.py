@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,6 +60,9 @@ class Publisher:
         trust_keys: files of public keys whose versions are gone on from as well.
         threads: threads that encode; by default as many as there are cores, up to 8.
         buffer_bytes: memory for tensors on their way, 1.5 GiB by default.
+        device_base: where what was published last of tensors on a GPU is kept, which their next delta starts from:
+            ``device`` memory, as much as the model takes; pinned ``host`` memory, which takes longer; ``off`` copies
+            such tensors to the host, which encodes them.
         rank, ranks: for a trainer whose ranks hold parts of the model: this rank, from 0, and their number. Every rank
             has a publisher, and a ``baseline_dir``, of its own; rank 0 begins the run and brings the files.
         join_deadline: seconds that ranks wait for each other.
@@ -88,6 +93,7 @@ class Publisher:
         trust_keys: Iterable[str | os.PathLike[str]] = (),
         threads: int | None = None,
         buffer_bytes: int | None = None,
+        device_base: Literal["device", "host", "off"] = "device",
         rank: int | None = None,
         ranks: int | None = None,
         join_deadline: float = 600.0,
@@ -112,11 +118,13 @@ class Publisher:
                 "trust_keys": list(trust_keys),
                 "threads": threads,
                 "buffer_bytes": buffer_bytes,
+                "device_base": device_base,
                 "rank": None if rank is None else (rank, ranks),
                 "join_deadline": join_deadline,
             }
         )
         self._lock = threading.Lock()
+        self._warned = False
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[Published | None] | None = None
 
@@ -142,8 +150,11 @@ class Publisher:
         """Publishes tensors as the next version, and returns once it is committed.
 
         The tensors are read in place, without the interpreter's lock: nobody may write to them meanwhile. They have to be
-        contiguous and in host memory; a tensor on a GPU is refused, ``tensor.cpu()`` is not. Element types are those of
-        safetensors of a byte or more, bf16 and fp8 included.
+        contiguous. Element types are those of safetensors of a byte or more, bf16 and fp8 included.
+
+        A torch tensor on a CUDA GPU is encoded there, as soon as what the current stream does to it is done: only what
+        changed comes to the host. The first version, one in full and one with ``anchor_every`` or ``anchor_share`` are
+        copied to the host; so is what the GPU cannot take, of which the first case is a ``RuntimeWarning``.
 
         Args:
             tensors: Hugging Face names to tensors, such as ``model.state_dict()``, or pairs of them. A value is a numpy
@@ -172,7 +183,12 @@ class Publisher:
             (name, value.tensor, (list(value.shape), value.start)) if isinstance(value, Slice) else (name, value, None)
             for name, value in pairs
         ]
-        return self._native.publish(given, step, mode, checkpoint, attempt)
+        _synchronize(tensor for _, tensor, _ in given)
+        published, because = self._native.publish(given, step, mode, checkpoint, attempt)
+        if because is not None and not self._warned:
+            self._warned = True
+            warnings.warn(f"tensors on a GPU are copied to the host to be published: {because}", RuntimeWarning, stacklevel=2)
+        return published
 
     def publish_async(
         self,
@@ -197,6 +213,9 @@ class Publisher:
                 raise BusyError("a publication is under way; wait for its future", kind="Busy", retryable=True)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="driftless-publish")
+            # The thread has streams of its own.
+            values = tensors.values() if isinstance(tensors, Mapping) else ()
+            _synchronize(getattr(value, "tensor", value) for value in values)
             self._last = self._pool.submit(self.publish, tensors, **arguments)
             return self._last
 
@@ -223,6 +242,16 @@ class Publisher:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _synchronize(tensors: Iterable[Any]) -> None:
+    """Waits for what the current streams do to tensors on GPUs."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda}
+    for device in devices or {torch.cuda.current_device()}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _files(files: Mapping[str, bytes] | Iterable[str | os.PathLike[str]]) -> list[tuple[str, bytes]]:
