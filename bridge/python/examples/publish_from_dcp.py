@@ -1,9 +1,9 @@
 """Publishes a checkpoint of torch.distributed.checkpoint, such as FSDP saves it, from its shards:
 
-python publish_from_dcp.py CHECKPOINT PREFIX SCRATCH MODEL file:///shared/store my-run
+python publish_from_dcp.py CHECKPOINT PREFIX MODEL file:///shared/store my-run
 
 PREFIX is what the names of the model's tensors begin with, such as `model.`; MODEL is the Hugging Face directory that has
-the configuration and the tokenizer; SCRATCH is a directory on a disk.
+the configuration and the tokenizer.
 """
 
 import sys
@@ -12,8 +12,8 @@ import driftless
 import torch
 from driftless.dcp import dcp_tensors
 
-checkpoint, prefix, scratch, model, store, run = sys.argv[1:]
-tensors = dcp_tensors(checkpoint, scratch, prefix=prefix, dtype=torch.bfloat16)
+checkpoint, prefix, model, store, run = sys.argv[1:]
+tensors = dcp_tensors(checkpoint, prefix=prefix, dtype=torch.bfloat16)
 with driftless.Publisher(store, run, hf_checkpoint=model) as publisher:
     published = publisher.publish(tensors)
     print(f"version {published.version}: {published.publication_bytes} bytes")

@@ -1,7 +1,7 @@
 //! `Publisher`: tensors of a trainer in Python, published from where they lie.
 
 use crate::error::{self, transport};
-use crate::tensor::{Borrowed, OnDevice};
+use crate::tensor::{Borrowed, Remote};
 use crate::work::{self, Held};
 use driftless::command;
 use driftless::delta::cuda::{self, Codec};
@@ -151,7 +151,7 @@ impl Publisher {
     ) -> PyResult<(Option<Published>, Option<String>)> {
         let mode = mode_named(mode)?;
         let step = Step { trainer_step: step, checkpoint };
-        let tensors = Tensors::new(tensors, &self.files)?;
+        let tensors = Tensors::new(tensors, &self.files, self.base.is_some())?;
         let rank = match (self.rank, attempt) {
             (None, None) => None,
             (Some((rank, ranks)), Some(attempt)) => Some(Rank { rank, ranks, attempt }),
@@ -206,18 +206,15 @@ impl Publisher {
         let base = self.base?;
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
         let mut because = None;
-        for memory in &tensors.memory {
-            let Memory::Device(memory) = memory else { continue };
-            let opened = devices.entry(memory.tensor.device()).or_insert_with(|| {
+        for (memory, tensor) in tensors.memory.iter().filter_map(|memory| Some((memory, memory.on_device()?)))
+        {
+            let opened = devices.entry(tensor.device()).or_insert_with(|| {
                 let open = |codec: Codec| {
                     // Some seconds, which the first delta would take longer.
-                    codec.prepare(memory.info.dtype.element())?;
+                    codec.prepare(memory.info().dtype.element())?;
                     inner.encode_on(codec, base)
                 };
-                Codec::open(memory.tensor.device())
-                    .and_then(open)
-                    .err()
-                    .map(|error: cuda::Error| error.to_string())
+                Codec::open(tensor.device()).and_then(open).err().map(|error: cuda::Error| error.to_string())
             });
             because = because.or_else(|| opened.clone());
         }
@@ -241,36 +238,36 @@ impl Publisher {
 
 /// A tensor's memory.
 enum Memory {
-    Host(Borrowed),
-    Device(OnDevice),
+    Here(Borrowed),
+    Remote(Remote),
 }
 
 impl Memory {
     fn new(name: String, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        match OnDevice::new(&name, value)? {
-            Some(tensor) => Ok(Self::Device(tensor)),
-            None => Borrowed::new(name, value).map(Self::Host),
+        match Remote::new(&name, value)? {
+            Some(tensor) => Ok(Self::Remote(tensor)),
+            None => Borrowed::new(name, value).map(Self::Here),
         }
     }
 
     fn info(&self) -> &TensorInfo {
         match self {
-            Self::Host(tensor) => &tensor.info,
-            Self::Device(tensor) => &tensor.info,
+            Self::Here(tensor) => &tensor.info,
+            Self::Remote(tensor) => &tensor.info,
         }
     }
 
     fn bytes(&self) -> TransportResult<Cow<'_, [u8]>> {
         match self {
-            Self::Host(tensor) => Ok(Cow::Borrowed(tensor.bytes())),
-            Self::Device(tensor) => tensor.copy().map(Cow::Owned),
+            Self::Here(tensor) => Ok(Cow::Borrowed(tensor.bytes())),
+            Self::Remote(tensor) => tensor.copy().map(Cow::Owned),
         }
     }
 
     fn on_device(&self) -> Option<&cuda::Tensor> {
         match self {
-            Self::Host(_) => None,
-            Self::Device(tensor) => Some(&tensor.tensor),
+            Self::Here(_) => None,
+            Self::Remote(tensor) => tensor.on_device.as_ref(),
         }
     }
 }
@@ -284,10 +281,14 @@ struct Tensors<'a> {
 }
 
 impl<'a> Tensors<'a> {
-    fn new(given: Vec<Given<'_>>, files: &'a [AuxFile]) -> PyResult<Self> {
+    /// `on_devices`: whether tensors on devices are encoded there.
+    fn new(given: Vec<Given<'_>>, files: &'a [AuxFile], on_devices: bool) -> PyResult<Self> {
         let mut parts = Vec::with_capacity(given.len());
         for (name, value, place) in given {
-            let memory = Memory::new(name, &value)?;
+            let mut memory = Memory::new(name, &value)?;
+            if let (Memory::Remote(tensor), false) = (&mut memory, on_devices) {
+                tensor.on_device = None;
+            }
             let slice = match place {
                 None => Slice::whole(memory.info().clone()),
                 Some((shape, start)) => memory.info().elements().map(|elements| {

@@ -123,19 +123,26 @@ impl Borrowed {
     }
 }
 
-/// A torch tensor in the memory of a CUDA device.
-pub(crate) struct OnDevice {
+/// A tensor whose bytes are not in the host's memory before they are asked for.
+pub(crate) struct Remote {
     pub(crate) info: TensorInfo,
-    pub(crate) tensor: cuda::Tensor,
-    value: Py<PyAny>,
+    /// Where it lies on a CUDA device, if it does.
+    pub(crate) on_device: Option<cuda::Tensor>,
+    /// Returns it as a tensor in host memory.
+    read: Py<PyAny>,
 }
 
-impl OnDevice {
-    /// Borrows `value` if it is a torch tensor on such a device.
+impl Remote {
+    /// Takes a `LazyTensor`, or borrows a torch tensor on a CUDA device; `None` for what is neither.
     ///
     /// # Errors
     /// As [`Borrowed::new`].
     pub(crate) fn new(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
+        if value.get_type().name()? == "LazyTensor" {
+            let dtype = value.getattr("dtype")?.str()?.to_string();
+            let info = info(name.to_owned(), dtype.strip_prefix("torch.").unwrap_or(&dtype), value)?;
+            return Ok(Some(Self { info, on_device: None, read: value.getattr("read")?.unbind() }));
+        }
         let device = value.getattr("device").and_then(|device| Ok((device.getattr("type")?, device)));
         let Ok((kind, device)) = device else { return Ok(None) };
         if !value.hasattr("untyped_storage")? || !kind.eq("cuda")? {
@@ -143,20 +150,26 @@ impl OnDevice {
         }
         let (info, start, len) = place(name.to_owned(), value)?;
         let device = device.getattr("index")?.extract::<usize>()?;
-        // SAFETY: the storage has so many bytes on that device and lives as long as the value, which is held.
+        // SAFETY: the storage has so many bytes on that device and lives as long as the tensor, which is held.
         // That nobody writes meanwhile is what the package asks of its callers.
         let tensor = unsafe { cuda::Tensor::borrowed(device, start as u64, len) };
-        Ok(Some(Self { info, tensor, value: value.clone().unbind() }))
+        // The bound method holds the tensor.
+        let read = value.call_method0("detach")?.getattr("cpu")?.unbind();
+        Ok(Some(Self { info, on_device: Some(tensor), read }))
     }
 
-    /// The tensor's bytes, which torch copies to the host.
+    /// The tensor's bytes, which Python reads.
     ///
     /// # Errors
-    /// [`Error::HostCopy`], also where the interpreter has ended.
+    /// [`Error::HostCopy`]: what was raised, another tensor than announced, an interpreter that has ended.
     pub(crate) fn copy(&self) -> Result<Vec<u8>, Error> {
         let copied = Python::try_attach(|py| {
-            let host = self.value.bind(py).call_method0("detach")?.call_method0("cpu")?;
-            Ok(Borrowed::new(self.info.name.clone(), &host)?.bytes().to_vec())
+            let host = Borrowed::new(self.info.name.clone(), &self.read.bind(py).call0()?)?;
+            if host.info == self.info {
+                return Ok(host.bytes().to_vec());
+            }
+            let form = |info: &TensorInfo| format!("{} {:?}", info.dtype, info.shape);
+            Err(error::tensor(&self.info.name, "what was read of it", &form(&self.info), &form(&host.info)))
         });
         let copied = copied.unwrap_or_else(|| Err(PyRuntimeError::new_err("the interpreter has ended")));
         copied.map_err(|error| Error::HostCopy { tensor: self.info.name.clone(), source: error.into() })

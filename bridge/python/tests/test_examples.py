@@ -60,7 +60,7 @@ def test_example_publishes_from_megatron(store, run_here, tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_example_publishes_from_dcp(store, run_here, tmp_path):
     torch.distributed.checkpoint.save({"model": tiny.speaker().state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    arguments = [str(tmp_path), tiny.checkpoint(tmp_path / "start"), store.url, "run"]
+    arguments = [tiny.checkpoint(tmp_path / "start"), store.url, "run"]
     (line,) = run_here("publish_from_dcp.py", "dcp", "model.", *arguments)
     assert line.startswith("version 0:") and store.newest() == 0
 

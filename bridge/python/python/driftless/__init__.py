@@ -1,6 +1,6 @@
 """driftless keeps a fleet of LLM inference engines in step with an RL trainer.
 
-``Publisher`` publishes a trainer's tensors from where they lie: numpy arrays or torch tensors in host memory. ``Follower``
+``Publisher`` publishes a trainer's tensors from where they lie: numpy arrays, and torch tensors in host memory or on GPUs. ``Follower``
 keeps a checkpoint directory at the newest version, ``RolloutLog`` is the durable log of samples, and ``Codec`` encodes
 single tensors. Everything that can go wrong is a subclass of ``Error``. The command ``driftless`` is ``python -m driftless``.
 
@@ -28,7 +28,7 @@ from ._errors import (
 )
 from ._follower import Follower
 from ._log import Group, RolloutLog, RolloutReader, Sample
-from ._publisher import Publisher, Slice
+from ._publisher import LazyTensor, Publisher, Slice
 
 __all__ = [
     "BusyError",
@@ -41,6 +41,7 @@ __all__ = [
     "Follower",
     "ForkedError",
     "Group",
+    "LazyTensor",
     "LayoutChangedError",
     "NotFiniteError",
     "Published",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +32,22 @@ class Slice:
     tensor: Any
     shape: Sequence[int]
     start: int
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read when it is its turn, so that memory holds few of them at a time.
+
+    Attributes:
+        shape: its shape, outermost extent first.
+        dtype: its element type, as torch or numpy name it.
+        read: returns it, as a contiguous numpy array or torch tensor in host memory; perhaps more than once, on another
+            thread, each time the same.
+    """
+
+    shape: Sequence[int]
+    dtype: Any
+    read: Callable[[], Any]
 
 
 class Publisher:
@@ -158,7 +175,7 @@ class Publisher:
 
         Args:
             tensors: Hugging Face names to tensors, such as ``model.state_dict()``, or pairs of them. A value is a numpy
-                array, a torch tensor, or with ``rank=`` a ``Slice``.
+                array, a torch tensor, a ``LazyTensor``, or with ``rank=`` a ``Slice``.
             step: the trainer's step, for the record.
             mode: ``delta`` is the difference to the version before, in full where there is none; ``full`` is all of it.
             checkpoint: the trainer's own checkpoint that belongs to the version, for the record.
@@ -169,7 +186,7 @@ class Publisher:
             The version's numbers; None on the ranks behind 0, whose ``version`` has moved.
 
         Raises:
-            TensorError: a tensor that cannot be read, or that changed meanwhile.
+            TensorError: a tensor that cannot be read, or that changed meanwhile. Nothing is published.
             LayoutChangedError: other tensors, shapes or types than in the version before.
             NotFiniteError: NaN or infinities.
             RunError: another publisher was faster, or ranks contradict each other.
@@ -250,8 +267,28 @@ def _synchronize(tensors: Iterable[Any]) -> None:
     if torch is None or not torch.cuda.is_initialized():
         return
     devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda}
+    if devices:
+        _load_runtime_compiler()
     for device in devices or {torch.cuda.current_device()}:
         torch.cuda.current_stream(device).synchronize()
+
+
+@functools.cache
+def _load_runtime_compiler() -> None:
+    """Loads CUDA's runtime compiler from where PyPI's packages have it: the dynamic loader does not look there."""
+    # Slow to import, and rarely needed.
+    import ctypes
+    import glob
+    import importlib.util
+
+    packages = importlib.util.find_spec("nvidia")
+    for folder in packages.submodule_search_locations or () if packages else ():
+        for path in sorted(glob.glob(os.path.join(folder, "*", "lib", "libnvrtc.so.*"))):
+            try:
+                ctypes.CDLL(path)
+            except OSError:
+                continue
+            return
 
 
 def _files(files: Mapping[str, bytes] | Iterable[str | os.PathLike[str]]) -> list[tuple[str, bytes]]:
