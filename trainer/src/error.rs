@@ -243,6 +243,20 @@ pub enum Error {
     /// The loop was stopped while it waited.
     #[error("the loop was stopped while it waited")]
     Cancelled,
+    /// A hook gave no answer, or one that cannot be.
+    #[error("{hook}: {about}: expected {expected}, found {found}; {todo}")]
+    Hook {
+        /// The flag that names it.
+        hook: &'static str,
+        /// What it was asked about.
+        about: String,
+        /// What its answer has to be.
+        expected: String,
+        /// What came.
+        found: String,
+        /// What to do about it.
+        todo: &'static str,
+    },
     /// An answer got no reward.
     #[error("reward of sample {sample}: expected {expected}, found {found}; {todo}")]
     Reward {

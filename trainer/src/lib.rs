@@ -8,6 +8,7 @@ pub mod advantage;
 mod chat;
 pub mod data;
 mod error;
+pub mod hook;
 pub mod learner;
 pub mod lr;
 pub mod metrics;

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use driftless_trainer::ChatTemplate;
-use driftless_trainer::data::{DataOptions, Dataset, Source, Tokenizer};
+use driftless_trainer::data::{DataOptions, Dataset, RowReader, Source, Tokenizer};
 use driftless_trainer::tasks::arithmetic;
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
@@ -62,7 +62,6 @@ const JSONL: &str = r#"{"input": [{"role": "user", "content": "1+2"}, {"role": "
 fn parquet_of_every_compression_reads_as_the_same_prompts_as_jsonl() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer(dir.path());
-    let template = ChatTemplate::from_source(TEMPLATE, &[]).unwrap();
     let load = |file: &Path| {
         let options = DataOptions {
             prompt_data: vec![Source { path: file.to_owned(), rows: 0..u64::MAX }],
@@ -70,7 +69,9 @@ fn parquet_of_every_compression_reads_as_the_same_prompts_as_jsonl() {
             apply_chat_template: true,
             ..DataOptions::default()
         };
-        let data = Dataset::with(&options, tokenizer.clone(), Some(&template)).unwrap();
+        let template = ChatTemplate::from_source(TEMPLATE, &[]).unwrap();
+        let reader = RowReader::new(options, tokenizer.clone(), Some(template)).unwrap();
+        let data = Dataset::read(&reader).unwrap();
         let shown = |example: driftless_trainer::data::Example| {
             (example.text, example.tokens, example.label.unwrap().get().to_owned(), example.place.line)
         };
@@ -108,7 +109,8 @@ fn a_parquet_file_without_the_columns_or_damaged_is_refused_with_its_name() {
             tool_key: "none".into(),
             ..DataOptions::default()
         };
-        Dataset::with(&options, tokenizer.clone(), None).unwrap_err().to_string()
+        let reader = RowReader::new(options, tokenizer.clone(), None).unwrap();
+        Dataset::read(&reader).unwrap_err().to_string()
     };
     let words = refused("prompt");
     assert!(words.contains("rows.parquet") && words.contains("prompt") && words.contains("input"), "{words}");

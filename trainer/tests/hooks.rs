@@ -3,15 +3,20 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_trainer::reward::{Answer, Command, CommandOptions, Remote, Reward};
+use driftless_trainer::data::{DataOptions, RowReader};
+use driftless_trainer::hook::{Hook, HookOptions, Rm};
+use driftless_trainer::reward::{Answer, Remote, Reward};
+use driftless_trainer::tasks::{Sourced, Task};
 use serde_json::value::RawValue;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-/// A command of a shell, so that the tests need no Python: it replies to every line with what `reply` prints.
-fn command(reply: &str, deadline: Duration) -> CommandOptions {
-    let command = format!("while read -r line; do n=$((n+1)); {reply}; done");
-    CommandOptions { command, processes: 1, deadline }
+/// A command of a shell, so that the tests need no Python: it answers every line with what `reply` prints.
+/// `$n` is the line's id.
+fn command(reply: &str, deadline: Duration) -> Rm {
+    let at = format!("while read -r line; do n=${{line#*:}}; n=${{n%%,*}}; {reply}; done");
+    Rm::new(Hook::open("--custom-rm-command", &HookOptions { at, processes: 1, deadline }).unwrap())
 }
 
 fn answers(numbers: &[u64]) -> Vec<Answer> {
@@ -27,8 +32,8 @@ fn answers(numbers: &[u64]) -> Vec<Answer> {
     numbers.iter().map(answer).collect()
 }
 
-async fn score(options: &CommandOptions) -> Result<Vec<f32>, String> {
-    Command::new(options).score(&answers(&[40, 41])).await.map_err(|error| error.to_string())
+async fn score(rm: &Rm) -> Result<Vec<f32>, String> {
+    rm.score(&answers(&[40, 41])).await.map_err(|error| error.to_string())
 }
 
 const LONG: Duration = Duration::from_secs(60);
@@ -36,7 +41,7 @@ const LONG: Duration = Duration::from_secs(60);
 #[tokio::test(flavor = "multi_thread")]
 async fn a_command_scores_groups_in_order_with_one_process() {
     let reply = r#"echo "{\"id\": $n, \"rewards\": [$n, 0.5]}""#;
-    let command = Command::new(&command(reply, LONG));
+    let command = command(reply, LONG);
     for number in 1..4_u8 {
         assert_eq!(command.score(&answers(&[40, 41])).await.unwrap(), [f32::from(number), 0.5]);
     }
@@ -62,7 +67,7 @@ async fn what_is_no_reward_names_the_sample_and_what_was_found() {
         (r#"echo "{\"id\": $n, \"rewards\": [1, \"high\"]}""#, "sample 41", "high"),
         (r#"echo "{\"id\": $n, \"rewards\": [1, null]}""#, "sample 41", "null"),
         (r#"echo "{\"id\": $n, \"rewards\": [1]}""#, "sample 40", "1 rewards for 2 samples"),
-        (r#"echo "{\"id\": $n}""#, "sample 40", "0 rewards"),
+        (r#"echo "{\"id\": $n}""#, "sample 40", "\"id\": 1"),
         (r#"echo "{\"id\": 9, \"rewards\": [1, 1]}""#, "sample 40", "\"id\": 9"),
         (r#"echo "{\"id\": $n, \"error\": \"no luck\"}""#, "sample 40", "no luck"),
         ("echo loading the model", "sample 40", "loading the model"),
@@ -95,10 +100,21 @@ async fn a_command_that_is_late_is_killed_and_the_next_group_gets_a_new_one() {
     let reply = format!(
         "if test -e {path}; then echo \"{{\\\"id\\\": $n, \\\"rewards\\\": [1, 2]}}\"; else touch {path}; sleep 3600; fi"
     );
-    let command = Command::new(&command(&reply, Duration::from_secs(5)));
+    let command = command(&reply, Duration::from_secs(5));
     let words = command.score(&answers(&[40, 41])).await.unwrap_err().to_string();
-    assert!(words.contains("nothing after 5 s") && words.contains("--rm-deadline"), "{words}");
+    assert!(words.contains("nothing after 5 s") && words.contains("--hook-deadline"), "{words}");
     assert_eq!(command.score(&answers(&[42, 43])).await.unwrap(), [1.0, 2.0]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_is_asked_about_no_samples_before_the_run() {
+    command(r#"echo "{\"id\": $n, \"rewards\": []}""#, LONG).ready().await.unwrap();
+    for (reply, found) in
+        [("exit 7", "exit status: 7"), (r#"echo "{\"id\": $n, \"rewards\": [1]}""#, "1 rewards")]
+    {
+        let words = command(reply, LONG).ready().await.unwrap_err().to_string();
+        assert!(words.contains("--custom-rm-command") && words.contains(found), "{words}");
+    }
 }
 
 /// A service that answers every request with `body`.
@@ -130,11 +146,78 @@ async fn a_service_scores_with_a_number_or_an_object() {
         assert_eq!(remote.score(&answers(&[40, 41])).await.unwrap(), [0.25, 0.25], "{body}");
     }
     for (status, body, found) in
-        [("500 Oops", "broken", "HTTP 500"), ("200 OK", "\"high\"", "high"), ("200 OK", "", "HTTP 200")]
+        [("500 Oops", "broken", "HTTP 500"), ("200 OK", "\"high\"", "high"), ("200 OK", "", "found ``")]
     {
         let remote = Remote::new(&service(status, body).await, LONG).unwrap();
         let words = remote.score(&answers(&[40])).await.unwrap_err().to_string();
         assert!(words.contains("sample 40") && words.contains(found), "{words}");
     }
     assert!(Remote::new("scorer:80", LONG).is_err());
+}
+
+/// The example, with the real package; lane `rewards` has it.
+#[tokio::test(flavor = "multi_thread")]
+async fn problems_and_rewards_come_from_reasoning_gym() {
+    let Some(python) = std::env::var_os("DRIFTLESS_REWARDS_PYTHON") else {
+        eprintln!("skipped: DRIFTLESS_REWARDS_PYTHON is not set; `cargo xtask test rewards` sets it");
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let letters: Vec<String> = (32..127).map(|code| char::from(code).to_string()).collect();
+    let vocabulary: serde_json::Map<_, _> =
+        letters.into_iter().enumerate().map(|(id, letter)| (letter, id.into())).collect();
+    let model = serde_json::json!({"type": "BPE", "vocab": vocabulary, "merges": []});
+    std::fs::write(dir.path().join("tokenizer.json"), serde_json::json!({"model": model}).to_string())
+        .unwrap();
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/reasoning_gym_task.py");
+    let at = format!("exec '{}' '{example}' chain_sum", python.display());
+    let hook =
+        |flag| Hook::open(flag, &HookOptions { at: at.clone(), processes: 1, deadline: LONG }).unwrap();
+    let reader = RowReader::open(DataOptions::default(), dir.path()).unwrap();
+    let reward = Arc::new(Rm::new(hook("--custom-rm-command")));
+    let task = Sourced::new(hook("--data-source-command"), reader, reward);
+    task.ready().await.unwrap();
+    for number in 0..5 {
+        let prompt = task.prompt(number).await.unwrap();
+        assert_eq!(prompt.text, task.prompt(number).await.unwrap().text, "the same whenever it is asked for");
+        let words: Vec<_> = prompt.text.split_whitespace().collect();
+        let from = words.iter().position(|word| word.parse::<i64>().is_ok()).unwrap();
+        let (mut sum, mut sign) = (0, 1);
+        for word in &words[from..] {
+            match *word {
+                "+" => sign = 1,
+                "-" => sign = -1,
+                word => sum += sign * word.parse().unwrap_or(0),
+            }
+        }
+        let answer = |response: i64| Answer {
+            response: response.to_string(),
+            metadata: prompt.metadata.clone(),
+            ..answers(&[number]).remove(0)
+        };
+        let rewards = task.reward(&[answer(sum), answer(sum + 1)]).await.unwrap();
+        assert!(rewards[0] == 1.0 && rewards[1] < 1.0, "{}: {sum}: {rewards:?}", prompt.text);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_scores_a_group_as_a_command_does() {
+    let rm = async |status, body| {
+        let at = service(status, body).await;
+        Rm::new(Hook::open("--rm-url", &HookOptions { at, processes: 1, deadline: LONG }).unwrap())
+    };
+    let group = answers(&[40, 41]);
+    assert_eq!(rm("200 OK", "{\"rewards\": [0.25, 1]}").await.score(&group).await.unwrap(), [0.25, 1.0]);
+    for (status, body, found) in [
+        ("500 Oops", "{\"rewards\": [0.25, 1]}", "HTTP 500"),
+        ("200 OK", "{\"error\": \"no luck\"}", "no luck"),
+        ("200 OK", "{\"rewards\": [1]}", "1 rewards for 2 samples"),
+    ] {
+        let words = rm(status, body).await.score(&group).await.unwrap_err().to_string();
+        assert!(words.contains("sample 40") && words.contains(found), "{words}");
+    }
+    for at in ["http://", "http://user@:0x/", ""] {
+        let options = HookOptions { at: at.to_owned(), processes: 1, deadline: LONG };
+        assert!(Hook::open("--rm-url", &options).is_err(), "{at}");
+    }
 }

@@ -11,7 +11,7 @@ use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, Dataset, Source};
 use driftless_trainer::reward::{Answer, Reward};
 use driftless_trainer::rollout::{Dropped, EvalSet, RolloutOptions, Rollouts};
-use driftless_trainer::tasks::{Engines, Filter, Prompts, arithmetic};
+use driftless_trainer::tasks::{Engines, Filter, Hooked, Hooks, Prompts, Task, arithmetic};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
@@ -68,7 +68,7 @@ impl Reward for ByLabel {
 }
 
 /// Prompts 0, 1, … of one digit, with these labels.
-fn task(dir: &Path, labels: &[&str], first_digit: usize) -> Prompts {
+fn task(dir: &Path, labels: &[&str], first_digit: usize) -> Hooked {
     std::fs::write(dir.join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
     let line = |(number, label): (usize, &&str)| {
         format!("{{\"input\": \"{}\", \"label\": \"{label}\"}}\n", (number + first_digit) % 10)
@@ -80,10 +80,12 @@ fn task(dir: &Path, labels: &[&str], first_digit: usize) -> Prompts {
         label_key: Some("label".into()),
         ..DataOptions::default()
     };
-    Prompts::new(Dataset::load(&options, dir).unwrap(), false, 0, Arc::new(ByLabel), Filter::NonzeroStd)
+    let prompts = Prompts::new(Dataset::load(&options, dir).unwrap(), false, 0, Arc::new(ByLabel));
+    let filter = Some(Filter::NonzeroStd);
+    Hooked::new(Arc::new(prompts), Hooks { dynamic_sampling_filter: filter, ..Hooks::default() })
 }
 
-fn rollouts(dir: &Path, task: Prompts, engines: Echo) -> Arc<Rollouts> {
+fn rollouts(dir: &Path, task: impl Task + 'static, engines: Echo) -> Arc<Rollouts> {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
     Arc::new(Rollouts {
         engines: Arc::new(engines),
@@ -97,6 +99,7 @@ fn rollouts(dir: &Path, task: Prompts, engines: Echo) -> Arc<Rollouts> {
             n_samples_per_prompt: SAMPLES,
             sampling: SamplingParams::default(),
             rollout_max_context_len: None,
+            vocabulary: None,
         },
     })
 }
@@ -156,7 +159,7 @@ async fn a_group_complete_but_not_marked_done_is_counted_once() {
     let dir = tempfile::tempdir().unwrap();
     let first = interrupted(dir.path()).await;
     // What a crash leaves between the last sample of group 0 and the record that its prompt is done.
-    let tokens = [first.task.prompt(0).unwrap().tokens, vec![1]].concat();
+    let tokens = [first.task.prompt(0).await.unwrap().tokens, vec![1]].concat();
     let sample = |sample_id: u64| Sample {
         scalars: Scalars { sample_id, status: buffer::Finish::Stop.code(), ..Scalars::default() },
         prompt_len: tokens.len() - 1,

@@ -7,6 +7,7 @@ mod foreign;
 mod libtorch;
 mod process;
 mod python;
+mod rewards;
 mod sglang;
 mod smollm2;
 mod stores;

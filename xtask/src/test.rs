@@ -1,7 +1,7 @@
 //! The lanes: what is checked, what each needs, and how long it took.
 
 use crate::error::{Error, Result};
-use crate::{floors, foreign, libtorch, process, python, sglang, smollm2, stores, ucx};
+use crate::{floors, foreign, libtorch, process, python, rewards, sglang, smollm2, stores, ucx};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -31,6 +31,7 @@ enum Need {
     Miri,
     Arm,
     Python,
+    Rewards,
 }
 
 struct Lane {
@@ -93,6 +94,12 @@ const LANES: &[Lane] = &[
         what: "the wheel, alone and with torch and transformers; its learner in the loop",
         needs: &[Need::Sglang, Need::Python],
         run: |c| python::test(&c.root, &c.root.join("target/lanes/python"), &crate::cache_dir()?, &c.log),
+    },
+    Lane {
+        name: "rewards",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym",
+        needs: &[Need::Rewards],
+        run: with_rewards,
     },
     Lane {
         name: "stores",
@@ -239,6 +246,9 @@ fn install(lanes: &[&Lane]) -> Result<()> {
     if needed(Need::Python) {
         python::install(&crate::cache_dir()?)?;
     }
+    if needed(Need::Rewards) {
+        rewards::install(&crate::cache_dir()?)?;
+    }
     if needed(Need::CargoFuzz) && Need::CargoFuzz.missing().is_some() {
         process::run(Command::new("cargo").args(["install", "--locked", "--quiet", "cargo-fuzz"]))?;
     }
@@ -336,6 +346,10 @@ impl Need {
             },
             Need::Python => match crate::cache_dir() {
                 Ok(cache) => python::missing(&cache),
+                Err(error) => Some(error.to_string()),
+            },
+            Need::Rewards => match crate::cache_dir() {
+                Ok(cache) => rewards::missing(&cache),
                 Err(error) => Some(error.to_string()),
             },
             Need::Miri => foreign::miri_missing(),
@@ -485,6 +499,15 @@ fn with_sglang(context: &Context) -> Result<()> {
     context.logged(server.tell(torch_test().args(["--lib", "payload"])))?;
     drop(server);
     context.logged(&mut ours)
+}
+
+fn with_rewards(context: &Context) -> Result<()> {
+    let python = rewards::python(&crate::cache_dir()?);
+    let pairs = ["trainer/tests/math/pairs.py", "--check", "trainer/tests/math/pairs.jsonl"];
+    context.logged(Command::new(&python).args(pairs))?;
+    let mut hooks = light_test();
+    hooks.args(["--test", "hooks", "--", "--nocapture", "reasoning_gym"]);
+    context.logged(hooks.env("DRIFTLESS_REWARDS_PYTHON", python))
 }
 
 fn with_stores(context: &Context) -> Result<()> {

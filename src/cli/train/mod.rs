@@ -1,5 +1,6 @@
 //! `driftless train`.
 
+mod hooks;
 mod learn;
 mod report;
 #[cfg(feature = "torch")]
@@ -147,7 +148,7 @@ struct RolloutArgs {
     /// Measure success on held-out problems after every so many steps; 0: only at both ends.
     #[arg(long, default_value_t = 20, value_parser = numbers::ordinal())]
     eval_interval: u64,
-    /// How many of the held-out problems of --task arithmetic.
+    /// How many of the held-out problems of --task.
     #[arg(long, default_value_t = 512, value_parser = numbers::ordinal())]
     n_eval_prompts: u64,
     /// Seconds that one generation may take, retries and recovering engines included; waiting for its turn is
@@ -332,7 +333,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         });
     }
     let hf_checkpoint = args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?;
-    let chosen = args.task.choose(&hf_checkpoint, args.seed)?;
+    let chosen = args.task.choose(&hf_checkpoint, args.seed, rollout.n_eval_prompts)?;
     let defaults = &chosen.defaults;
     let rollout_batch_size = rollout.rollout_batch_size.unwrap_or(defaults.rollout_batch_size);
     let mut stop_token_ids = chosen.task.stop_token_ids();
@@ -347,7 +348,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         stop: rollout.rollout_stop,
         ..SamplingParams::default()
     };
-    let eval = args.task.evaluation(&chosen, &hf_checkpoint, rollout.n_eval_prompts, &sampling)?;
+    let eval = args.task.evaluation(&chosen, &hf_checkpoint, &sampling)?;
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
     Ok(TrainOptions {
         hf_checkpoint,

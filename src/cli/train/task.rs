@@ -1,18 +1,20 @@
 //! What `driftless train` learns: prompts, rewards and held-out prompts, from flags with slime's names.
 
+use super::hooks::{HookArgs, missing};
 use crate::cli::data::{DataArgs, source};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
+use clap::builder::{PossibleValue, PossibleValuesParser};
 use driftless::bridge::SamplingParams;
 use driftless::trainer::Evaluation;
-use driftless::trainer::data::{Dataset, Source};
-use driftless::trainer::reward::{BuiltIn, Command, CommandOptions, Remote, Reward};
+use driftless::trainer::data::{Dataset, RowReader, Source};
+use driftless::trainer::reward::Reward;
 use driftless::trainer::rollout::EvalSet;
 use driftless::trainer::tasks::arithmetic::{Arithmetic, Recipe};
-use driftless::trainer::tasks::{Filter, Prompts, Task};
+use driftless::trainer::tasks::problems::Kind;
+use driftless::trainer::tasks::{Generated, Hooked, Hooks, Prompts, Sourced, Task};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Steps, sizes and rates of a run, unless told.
 pub(crate) struct Defaults {
@@ -49,10 +51,15 @@ impl Defaults {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
-enum BuiltInTask {
-    /// Sums of two-digit numbers, for the model of `--loss-type sft_loss`.
-    Arithmetic,
+/// Sums of two-digit numbers, for the model of `--loss-type sft_loss` without data.
+const ARITHMETIC: &str = "arithmetic";
+
+/// The names of tasks, for clap.
+fn names() -> PossibleValuesParser {
+    let arithmetic = PossibleValue::new(ARITHMETIC)
+        .help("sums of two-digit numbers, for the model of --loss-type sft_loss without data");
+    let kinds = Kind::ALL.iter().map(|kind| PossibleValue::new(kind.name).help(kind.what));
+    PossibleValuesParser::new(std::iter::once(arithmetic).chain(kinds))
 }
 
 #[derive(clap::Args)]
@@ -62,28 +69,12 @@ pub(crate) struct TaskArgs {
     /// given several times.
     #[arg(long, value_name = "FILE", value_parser = source, conflicts_with = "task")]
     prompt_data: Vec<Source>,
-    /// A task that needs no data.
-    #[arg(long, value_enum)]
-    task: Option<BuiltInTask>,
-    /// How answers are rewarded: exact, math, dapo, deepscaler, f1, gpqa, regex, or remote_rm with --rm-url.
-    #[arg(long, value_name = "NAME", conflicts_with = "custom_rm_command")]
-    rm_type: Option<String>,
-    /// Service that rewards answers: it is sent {"prompt", "response", "label", "metadata"} and answers with
-    /// a number.
-    #[arg(long, value_name = "URL")]
-    rm_url: Option<String>,
-    /// Command that rewards answers, over JSON lines on standard input and output: see docs/loop.md.
-    #[arg(long, value_name = "COMMAND")]
-    custom_rm_command: Option<String>,
-    /// Processes of --custom-rm-command that work side by side.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = numbers::count::<usize>())]
-    custom_rm_processes: usize,
-    /// Seconds that a command or service may take for a reply.
-    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = numbers::deadline())]
-    rm_deadline: u64,
-    /// Learn only from groups whose rewards differ; the next prompts take the others' place.
-    #[arg(long, value_enum, value_name = "NAME")]
-    dynamic_sampling_filter: Option<SamplingFilter>,
+    /// Problems that are made up, with rewards of their own.
+    #[arg(long, value_name = "NAME", value_parser = names())]
+    task: Option<String>,
+    /// How large these problems are, from 1.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(Kind::DIFFICULTY_MAX)))]
+    task_difficulty: u32,
     /// Take the prompts of each epoch in an order of its own.
     #[arg(long)]
     rollout_shuffle: bool,
@@ -110,13 +101,9 @@ pub(crate) struct TaskArgs {
     #[arg(long, value_parser = numbers::count::<u32>())]
     eval_max_response_len: Option<u32>,
     #[command(flatten)]
+    hooks: HookArgs,
+    #[command(flatten)]
     data: DataArgs,
-}
-
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum SamplingFilter {
-    #[value(name = "check_reward_nonzero_std")]
-    NonzeroStd,
 }
 
 /// A task with what depends on it.
@@ -124,6 +111,8 @@ pub(crate) struct Chosen {
     pub(crate) task: Arc<dyn Task>,
     pub(crate) defaults: Defaults,
     pub(crate) context_len: Option<usize>,
+    /// Problems of the task that are only for measuring, and how many.
+    held_out: Option<(Arc<dyn Task>, u64)>,
     /// Prompts of an epoch, and epochs, where the task has an end.
     epochs: Option<(u64, u64)>,
     reward: Option<Arc<dyn Reward>>,
@@ -132,7 +121,12 @@ pub(crate) struct Chosen {
 impl Chosen {
     /// Steps of a run that is not told how many it has.
     pub(crate) fn num_rollout(&self, rollout_batch_size: u64) -> Result<u64> {
-        let Some((prompts, epochs)) = self.epochs else { return Ok(self.defaults.num_rollout) };
+        let Some((prompts, epochs)) = self.epochs else {
+            return match self.defaults.num_rollout {
+                0 => Err(missing("steps of the run", "--num-rollout N")),
+                steps => Ok(steps),
+            };
+        };
         match prompts.saturating_mul(epochs) / rollout_batch_size {
             0 => Err(Error::Usage {
                 what: "--rollout-batch-size".into(),
@@ -145,18 +139,35 @@ impl Chosen {
 }
 
 impl TaskArgs {
-    /// Reads the prompts, with the tokenizer of `checkpoint`. `seed` draws the problems of a task without
-    /// data.
-    pub(crate) fn choose(&self, checkpoint: &Path, seed: u64) -> Result<Chosen> {
-        if self.task == Some(BuiltInTask::Arithmetic) {
-            let task = Arc::new(Arithmetic::practice(seed));
-            let defaults = Defaults::arithmetic();
-            return Ok(Chosen { task, defaults, context_len: None, epochs: None, reward: None });
+    /// Reads the prompts, with the tokenizer of `checkpoint`. `seed` draws the problems of a task, of which
+    /// `eval_prompts` are to be measured on.
+    pub(crate) fn choose(&self, checkpoint: &Path, seed: u64, eval_prompts: u64) -> Result<Chosen> {
+        if let Some(name) = &self.task {
+            return self.built_in(name, checkpoint, seed, eval_prompts);
+        }
+        let reward = self
+            .hooks
+            .reward(self.data.label_key().is_some())?
+            .ok_or_else(|| missing("reward", "--rm-type NAME, --rm-url URL or --custom-rm-command HOOK"));
+        if let Some(source) = self.hooks.data_source()? {
+            let reward = reward?;
+            let options = self.data.options("--data-source-command", &[])?;
+            let context_len = options.rollout_max_context_len;
+            let reader = RowReader::open(options, checkpoint)?;
+            return Ok(Chosen {
+                task: self.hooked(Arc::new(Sourced::new(source, reader, reward.clone())), None)?,
+                defaults: Defaults::PROMPTS,
+                context_len,
+                held_out: None,
+                epochs: None,
+                reward: Some(reward),
+            });
         }
         if self.prompt_data.is_empty() {
-            return Err(missing("what to learn", "--prompt-data FILE, or --task arithmetic"));
+            let expected = "--prompt-data FILE, --data-source-command HOOK or --task NAME";
+            return Err(missing("what to learn", expected));
         }
-        let reward = self.reward()?;
+        let reward = reward?;
         let options = self.data.options("--prompt-data", &self.prompt_data)?;
         let data = Dataset::load(&options, checkpoint)?;
         if data.bad + data.too_long > 0 {
@@ -166,51 +177,64 @@ impl TaskArgs {
                 "prompts left out; `driftless data` shows them"
             );
         }
-        let filter = match self.dynamic_sampling_filter {
-            Some(SamplingFilter::NonzeroStd) => Filter::NonzeroStd,
-            None => Filter::None,
-        };
-        let prompts = Prompts::new(data, self.rollout_shuffle, self.rollout_seed, reward.clone(), filter);
+        let prompts = Prompts::new(data, self.rollout_shuffle, self.rollout_seed, reward.clone());
         Ok(Chosen {
             epochs: Some((prompts.len(), self.num_epoch.unwrap_or(1))),
-            task: Arc::new(prompts),
+            task: self.hooked(Arc::new(prompts), None)?,
             defaults: Defaults::PROMPTS,
             context_len: options.rollout_max_context_len,
+            held_out: None,
             reward: Some(reward),
         })
     }
 
-    fn reward(&self) -> Result<Arc<dyn Reward>> {
-        let deadline = Duration::from_secs(self.rm_deadline);
-        if let Some(command) = &self.custom_rm_command {
-            let processes = self.custom_rm_processes;
-            return Ok(Arc::new(Command::new(&CommandOptions {
-                command: command.clone(),
-                processes,
-                deadline,
-            })));
-        }
-        match (self.rm_type.as_deref(), &self.rm_url) {
-            (Some("remote_rm") | None, Some(url)) => Ok(Arc::new(Remote::new(url, deadline)?)),
-            (Some("remote_rm"), None) => Err(missing("--rm-type remote_rm", "--rm-url URL")),
-            (Some(name), _) => {
-                if self.data.label_key().is_none() {
-                    return Err(missing(&format!("labels of --rm-type {name}"), "--label-key FIELD"));
-                }
-                Ok(Arc::new(name.parse::<BuiltIn>()?))
+    fn built_in(&self, name: &str, checkpoint: &Path, seed: u64, eval_prompts: u64) -> Result<Chosen> {
+        let reward = self.hooks.reward(true)?;
+        let hooked = |task| self.hooked(task, reward.clone());
+        let Some(kind) = Kind::named(name) else {
+            let held_out = Arithmetic::held_out();
+            let count = held_out.problems().unwrap_or_default().min(eval_prompts);
+            return Ok(Chosen {
+                task: hooked(Arc::new(Arithmetic::practice(seed)))?,
+                defaults: Defaults::arithmetic(),
+                context_len: None,
+                held_out: (count > 0).then_some((hooked(Arc::new(held_out))?, count)),
+                epochs: None,
+                reward,
+            });
+        };
+        let options = self.data.options("--task", &[])?;
+        let context_len = options.rollout_max_context_len;
+        let reader = RowReader::open(options, checkpoint)?;
+        let difficulty = self.task_difficulty;
+        let held_out = match usize::try_from(eval_prompts).unwrap_or(usize::MAX) {
+            0 => None,
+            count => {
+                let problems = Generated::held_out(kind, difficulty, count, reader.clone())?;
+                Some((hooked(Arc::new(problems))?, eval_prompts))
             }
-            (None, None) => {
-                Err(missing("reward", "--rm-type NAME, --rm-url URL or --custom-rm-command COMMAND"))
-            }
-        }
+        };
+        Ok(Chosen {
+            task: hooked(Arc::new(Generated::practice(kind, difficulty, seed, reader)))?,
+            defaults: Defaults::PROMPTS,
+            context_len,
+            held_out,
+            epochs: None,
+            reward,
+        })
     }
 
-    /// What is measured: the task's own problems, at most `problems` of them, and the sets that are named.
+    /// `task` with the hooks that were named, and another reward if there is one.
+    fn hooked(&self, task: Arc<dyn Task>, reward: Option<Arc<dyn Reward>>) -> Result<Arc<dyn Task>> {
+        let hooks = Hooks { reward, ..self.hooks.hooks()? };
+        Ok(Arc::new(Hooked::new(task, hooks)))
+    }
+
+    /// What is measured: the task's own problems, and the sets that are named.
     pub(crate) fn evaluation(
         &self,
         chosen: &Chosen,
         checkpoint: &Path,
-        problems: u64,
         sampling: &SamplingParams,
     ) -> Result<Evaluation> {
         let mut sets = Vec::new();
@@ -221,34 +245,28 @@ impl TaskArgs {
             let Some(reward) = chosen.reward.clone() else {
                 return Err(missing("--eval-prompt-data: reward", "--prompt-data with a reward"));
             };
-            let task = Prompts::new(Dataset::load(&options, checkpoint)?, false, 0, reward, Filter::None);
+            let task = Prompts::new(Dataset::load(&options, checkpoint)?, false, 0, reward);
             task.check(checkpoint)?;
             let (prompts, samples) = (task.len(), self.n_samples_per_eval_prompt);
+            let task = self.hooked(Arc::new(task), None)?;
             let sampling = SamplingParams {
                 temperature: self.eval_temperature.unwrap_or(sampling.temperature),
                 top_p: self.eval_top_p.unwrap_or(sampling.top_p),
                 max_new_tokens: self.eval_max_response_len.unwrap_or(sampling.max_new_tokens),
                 ..sampling.clone()
             };
-            sets.push(EvalSet { name, task: Arc::new(task), prompts, samples, sampling });
+            sets.push(EvalSet { name, task, prompts, samples, sampling });
         }
-        if self.task.is_none() || problems == 0 {
+        let Some((task, prompts)) = &chosen.held_out else {
             return Ok(Evaluation { held_out: None, sets });
-        }
-        let held_out = Arithmetic::held_out();
-        let prompts = held_out.problems().unwrap_or_default().min(problems);
-        let task: Arc<dyn Task> = Arc::new(held_out);
+        };
         let set = |temperature| EvalSet {
-            name: "arithmetic".to_owned(),
+            name: "held-out".to_owned(),
             task: task.clone(),
-            prompts,
+            prompts: *prompts,
             samples: 1,
             sampling: SamplingParams { temperature, ..sampling.clone() },
         };
         Ok(Evaluation { held_out: Some([set(sampling.temperature), set(0.0)]), sets })
     }
-}
-
-fn missing(what: &str, expected: &str) -> Error {
-    Error::Usage { what: what.to_owned(), expected: expected.to_owned(), found: "nothing".to_owned() }
 }

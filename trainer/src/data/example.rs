@@ -8,7 +8,7 @@ use minijinja::Value;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::rows::{Fault, Fields, Row, start_of};
+use super::rows::{Fault, Fields, Row, fields, start_of};
 use super::{DataOptions, Place, Tokenizer};
 use crate::chat::ChatTemplate;
 use crate::error::{Result, input};
@@ -67,16 +67,36 @@ impl fmt::Display for Refused {
     }
 }
 
-/// What makes prompts of rows.
-pub(super) struct Reader<'a> {
-    options: &'a DataOptions,
-    template: Option<&'a ChatTemplate>,
+/// What makes prompts of rows: the options, with a tokenizer and, if asked for, a chat template.
+#[derive(Debug, Clone)]
+pub struct RowReader {
+    pub(crate) options: DataOptions,
+    pub(super) tokenizer: Arc<Tokenizer>,
+    template: Option<Arc<ChatTemplate>>,
     variables: Option<Value>,
     limit: usize,
 }
 
-impl<'a> Reader<'a> {
-    pub(super) fn new(options: &'a DataOptions, template: Option<&'a ChatTemplate>) -> Result<Self> {
+impl RowReader {
+    /// Reads with the tokenizer, and if asked for the chat template, of a checkpoint directory.
+    ///
+    /// # Errors
+    /// What the checkpoint or the template's variables are refused for.
+    pub fn open(options: DataOptions, checkpoint: &Path) -> Result<Self> {
+        let tokenizer = Arc::new(Tokenizer::open(checkpoint)?);
+        let template = options.apply_chat_template.then(|| ChatTemplate::open(checkpoint)).transpose()?;
+        Self::new(options, tokenizer, template)
+    }
+
+    /// Reads with a tokenizer and a template that are already there.
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::Error::Input) for variables that are no JSON object.
+    pub fn new(
+        options: DataOptions,
+        tokenizer: Arc<Tokenizer>,
+        template: Option<ChatTemplate>,
+    ) -> Result<Self> {
         let what = "--apply-chat-template-kwargs";
         let parse = |text: &String| {
             let value: Value =
@@ -91,42 +111,49 @@ impl<'a> Reader<'a> {
         let variables = options.apply_chat_template_kwargs.as_ref().map(parse).transpose()?;
         let context = options.rollout_max_context_len.map(|tokens| tokens.saturating_sub(1));
         let limits = options.rollout_max_prompt_len.into_iter().chain(context);
-        Ok(Reader { options, template, variables, limit: limits.min().unwrap_or(usize::MAX) })
+        let limit = limits.min().unwrap_or(usize::MAX);
+        Ok(RowReader { options, tokenizer, template: template.map(Arc::new), variables, limit })
     }
 
-    pub(super) fn skips(&self) -> bool {
-        self.options.skip_bad_prompts
+    /// The tokenizer that it reads with.
+    #[must_use]
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    /// Makes a prompt of a row of JSON.
+    ///
+    /// # Errors
+    /// [`Refused`] with what it has to be.
+    pub fn read(&self, row: &str, place: Place) -> Result<Example, Refused> {
+        let row = Row { line: place.line, fields: fields(row.as_bytes()) };
+        self.example(&row, &place.path)
     }
 
     /// The fields that are read of a row.
-    pub(super) fn fields(&self) -> Vec<&'a str> {
-        let options = self.options;
+    pub(super) fn fields(&self) -> Vec<&str> {
+        let options = &self.options;
         let mut fields = vec![options.input_key.as_str(), &options.metadata_key, &options.tool_key];
         fields.extend(options.label_key.as_deref());
         fields
     }
 
-    pub(super) fn example(
-        &self,
-        row: &Row,
-        path: &Arc<Path>,
-        tokenizer: &Tokenizer,
-    ) -> Result<Example, Refused> {
+    pub(super) fn example(&self, row: &Row, path: &Arc<Path>) -> Result<Example, Refused> {
         let place = Place { path: path.clone(), line: row.line };
         let bad = |fault: Fault| Why::Bad { expected: fault.expected, found: fault.found };
         let made = match &row.fields {
-            Ok(fields) => self.prompt(fields, &place, tokenizer),
+            Ok(fields) => self.prompt(fields, &place),
             Err(fault) => Err(bad(fault.clone())),
         };
         made.map_err(|why| Refused { place, why })
     }
 
-    fn prompt(&self, fields: &Fields, place: &Place, tokenizer: &Tokenizer) -> Result<Example, Why> {
+    fn prompt(&self, fields: &Fields, place: &Place) -> Result<Example, Why> {
         let bad = |fault: Fault| Why::Bad { expected: fault.expected, found: fault.found };
         let text = self.text(fields).map_err(bad)?;
         let label = self.label(fields).map_err(bad)?;
         let metadata = optional(fields, &self.options.metadata_key, '{', "an object").map_err(bad)?;
-        let tokens = tokenizer.encode(&text);
+        let tokens = self.tokenizer.encode(&text);
         let tokens = tokens.map_err(|error| bad(Fault::new("text that the tokenizer knows", error)))?;
         if tokens.is_empty() {
             return Err(bad(Fault::new("a prompt", "no tokens")));
@@ -142,7 +169,7 @@ impl<'a> Reader<'a> {
         let key = &self.options.input_key;
         let expected = format!("text or a list of messages in `{key}`");
         let input = fields.get(key).ok_or_else(|| Fault::new(&expected, "no such field"))?.get();
-        match (self.template, input.as_bytes().first()) {
+        match (&self.template, input.as_bytes().first()) {
             (None, Some(b'"')) => parse(input),
             (Some(template), Some(b'"')) => {
                 let content: String = parse(input)?;

@@ -7,7 +7,7 @@ mod rows;
 mod source;
 mod tokenizer;
 
-pub use example::{Example, Refused, Why};
+pub use example::{Example, Refused, RowReader, Why};
 pub use order::Order;
 pub use source::{Place, Source};
 pub use tokenizer::Tokenizer;
@@ -15,10 +15,8 @@ pub use tokenizer::Tokenizer;
 use std::path::Path;
 use std::sync::Arc;
 
-use example::Reader;
 use rows::Row;
 
-use crate::chat::ChatTemplate;
 use crate::error::{Error, Result, input};
 
 /// Rows that are read before all threads tokenise them.
@@ -91,22 +89,16 @@ impl Dataset {
     /// [`Error::Row`] for the first broken row, unless they are skipped; [`Error::NoPrompts`] if nothing is
     /// left; else what the files or the checkpoint are refused for.
     pub fn load(options: &DataOptions, checkpoint: &Path) -> Result<Self> {
-        let tokenizer = Arc::new(Tokenizer::open(checkpoint)?);
-        let template = options.apply_chat_template.then(|| ChatTemplate::open(checkpoint)).transpose()?;
-        Self::with(options, tokenizer, template.as_ref())
+        Self::read(&RowReader::open(options.clone(), checkpoint)?)
     }
 
-    /// As [`Dataset::load`], with a tokenizer and a template that are already there.
+    /// Reads all files of the reader's options.
     ///
     /// # Errors
     /// Those of [`Dataset::load`].
-    pub fn with(
-        options: &DataOptions,
-        tokenizer: Arc<Tokenizer>,
-        template: Option<&ChatTemplate>,
-    ) -> Result<Self> {
+    pub fn read(reader: &RowReader) -> Result<Self> {
+        let (options, tokenizer) = (&reader.options, reader.tokenizer.clone());
         let mut data = Dataset { examples: Vec::new(), refused: Vec::new(), bad: 0, too_long: 0, tokenizer };
-        let reader = Reader::new(options, template)?;
         let wanted = reader.fields();
         for source in &options.prompt_data {
             let path: Arc<Path> = source.path.as_path().into();
@@ -114,12 +106,12 @@ impl Dataset {
             rows::each(source, &wanted, |row| {
                 chunk.push(row);
                 if chunk.len() == CHUNK {
-                    data.take(&reader, &path, std::mem::take(&mut chunk))
+                    data.take(reader, &path, std::mem::take(&mut chunk))
                 } else {
                     Ok(())
                 }
             })?;
-            data.take(&reader, &path, chunk)?;
+            data.take(reader, &path, chunk)?;
         }
         if data.examples.is_empty() {
             return Err(data.nothing(options));
@@ -128,12 +120,9 @@ impl Dataset {
     }
 
     /// Makes prompts of rows, on all threads, and keeps them in order.
-    fn take(&mut self, reader: &Reader<'_>, path: &Arc<Path>, rows: Vec<Row>) -> Result<()> {
+    fn take(&mut self, reader: &RowReader, path: &Arc<Path>, rows: Vec<Row>) -> Result<()> {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let tokenizer = &*self.tokenizer;
-        let make = |rows: &[Row]| -> Vec<_> {
-            rows.iter().map(|row| reader.example(row, path, tokenizer)).collect()
-        };
+        let make = |rows: &[Row]| -> Vec<_> { rows.iter().map(|row| reader.example(row, path)).collect() };
         let made: Vec<Vec<Result<Example, Refused>>> = std::thread::scope(|scope| {
             let parts = rows.chunks(rows.len().div_ceil(threads).max(1));
             let running: Vec<_> = parts.map(|part| scope.spawn(move || make(part))).collect();
@@ -145,7 +134,7 @@ impl Dataset {
         for example in made.into_iter().flatten() {
             match example {
                 Ok(example) => self.examples.push(example),
-                Err(refused) => self.refuse(refused, reader.skips())?,
+                Err(refused) => self.refuse(refused, reader.options.skip_bad_prompts)?,
             }
         }
         Ok(())

@@ -74,7 +74,8 @@ fn long_line(path: &Path, line: u64) -> crate::Error {
     input(what, format!("a line of fewer than {LINE_BYTES_MAX} bytes"), "a longer one")
 }
 
-fn fields(line: &[u8]) -> Result<Fields, Fault> {
+/// The fields of a row of JSON.
+pub(super) fn fields(line: &[u8]) -> Result<Fields, Fault> {
     let expected = "a JSON object";
     let text = std::str::from_utf8(line).map_err(|error| Fault::new("UTF-8", error))?;
     match text.trim_start().bytes().next() {

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::metrics::StepMetrics;
+use crate::rollout::answer_of;
 
 pub use child::{Child, ChildOptions};
 pub use wire::PROTOCOL;
@@ -94,7 +95,7 @@ impl<'a> Sample<'a> {
             prompt_len: record.prompt_len(),
             loss_mask: record.loss_mask(),
             log_probs: record.log_probs(),
-            rollout_id: record.scalars().sample_id,
+            rollout_id: answer_of(record.scalars().sample_id),
             advantage,
         }
     }

@@ -1,13 +1,13 @@
 //! Rewards: numbers for answers.
 
 mod built_in;
-mod command;
 mod math;
 mod number;
 mod remote;
 
 pub use built_in::BuiltIn;
-pub use command::{Command, CommandOptions};
+pub(crate) use math::boxed;
+pub(crate) use number::value;
 pub use remote::Remote;
 
 use std::fmt;
@@ -17,6 +17,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use crate::error::{Error, Result};
+use crate::hook::short;
 
 /// An answer of the policy to a prompt, as rewards see it. Its JSON is what commands and services are sent.
 #[derive(Debug, Clone, Serialize)]
@@ -73,14 +74,12 @@ pub trait Reward: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Reward`] for the first answer that gets none.
     async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>>;
-}
 
-/// Enough of a text to recognise it by, in one line.
-pub(crate) fn short(text: &str) -> String {
-    let mut start: String =
-        text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).take(120).collect();
-    if start.len() < text.len() {
-        start.push('…');
+    /// Finds out whether it can be asked, before anything is generated.
+    ///
+    /// # Errors
+    /// What keeps it from answering.
+    async fn ready(&self) -> Result<()> {
+        Ok(())
     }
-    start
 }

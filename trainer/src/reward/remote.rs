@@ -5,21 +5,19 @@ use std::time::Duration;
 use async_trait::async_trait;
 use serde_json::{Value, json};
 
-use super::{Answer, Reward, short};
-use crate::error::{Result, input};
+use super::{Answer, Reward};
+use crate::error::Result;
+use crate::hook::{Service, short};
 
-/// Longest reply.
-const REPLY_BYTES_MAX: usize = 1 << 20;
-const REMEDY: &str =
+const EXPECTED: &str = "one number from the service";
+const TODO: &str =
     "look at the service's own log; it has to answer with one number, or an object with `score` or `reward`";
 
 /// A service behind a URL: `POST {"prompt", "response", "label"}`, answered by a number or `{"score":
 /// number}`.
 #[derive(Debug)]
 pub struct Remote {
-    url: String,
-    client: reqwest::Client,
-    deadline: Duration,
+    service: Service,
 }
 
 impl Remote {
@@ -28,56 +26,20 @@ impl Remote {
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) for what is no URL.
     pub fn new(url: &str, deadline: Duration) -> Result<Self> {
-        let refused = |error: reqwest::Error| input("--rm-url", "http://host:port/path", error.without_url());
-        if !url.starts_with("http://") && !url.starts_with("https://") {
-            return Err(input("--rm-url", "http://host:port/path", "another kind of URL"));
-        }
-        // Where the store of buckets is built too, reqwest has TLS without a provider, and would panic for
-        // want of one. The only error is that there is one already, and any will do.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let client = reqwest::Client::builder().timeout(deadline).no_proxy();
-        let client = client.redirect(reqwest::redirect::Policy::none()).build().map_err(refused)?;
-        client.post(url).build().map_err(refused)?;
-        Ok(Remote { url: url.to_owned(), client, deadline })
+        Ok(Remote { service: Service::new("--rm-url", url, deadline)? })
     }
 
     async fn ask(&self, answer: &Answer) -> Result<f32> {
-        let body = json!({
+        let question = json!({
             "prompt": answer.prompt, "response": answer.response, "label": answer.label, "metadata": answer.metadata,
         });
-        let sent = async {
-            let mut reply = self.client.post(&self.url).json(&body).send().await?;
-            let (status, mut bytes) = (reply.status(), Vec::new());
-            while let Some(chunk) = reply.chunk().await? {
-                bytes.extend_from_slice(&chunk);
-                if bytes.len() > REPLY_BYTES_MAX {
-                    break;
-                }
-            }
-            Ok::<_, reqwest::Error>((status, bytes))
-        };
-        let expected = "one number from the service";
-        let (status, bytes) = sent.await.map_err(|error| match error.is_timeout() {
-            true => answer.refused(
-                expected,
-                format_args!("nothing after {} s", self.deadline.as_secs_f64()),
-                REMEDY,
-            ),
-            false => answer.refused(expected, error.without_url(), REMEDY),
+        let said = self.service.ask(question.to_string().into_bytes()).await;
+        let said = said.map_err(|silent| answer.refused(EXPECTED, silent.found, silent.todo))?;
+        let value: Value = serde_json::from_slice(&said).map_err(|_| {
+            answer.refused(EXPECTED, format_args!("`{}`", short(&String::from_utf8_lossy(&said))), TODO)
         })?;
-        let text = String::from_utf8_lossy(&bytes);
-        let value: Value = match serde_json::from_slice(&bytes) {
-            Ok(value) if status.is_success() => value,
-            _ => {
-                return Err(answer.refused(
-                    expected,
-                    format_args!("HTTP {}: `{}`", status.as_u16(), short(&text)),
-                    REMEDY,
-                ));
-            }
-        };
         let score = ["score", "reward"].iter().find_map(|name| value.get(name)).unwrap_or(&value);
-        answer.number(score, REMEDY)
+        answer.number(score, TODO)
     }
 }
 

@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use driftless_bridge::{Label, SamplingParams};
+use driftless_bridge::Label;
 use driftless_buffer::{Finish, Record};
+use serde_json::value::RawValue;
 
-use super::Rollouts;
+use super::parts::Kept;
+use super::{Rollouts, parts};
 use crate::error::{Error, Result};
 use crate::reward::Answer;
-use crate::tasks::{Prompt, Task, Trajectory, Turn};
+use crate::tasks::{Prompt, Task, Trajectory};
 
 /// A group that is no longer worked on.
 pub(super) struct Group {
@@ -23,21 +25,22 @@ pub(super) enum Outcome {
     Kept(Vec<Made>),
     /// What went wrong.
     Failed(String),
-    /// The task does not learn from it.
-    Filtered,
+    /// The task does not learn from it, for this reason.
+    Filtered(String),
 }
 
-/// A sample with its reward.
+/// An answer with its reward.
 pub(super) struct Made {
-    pub(super) sample: u64,
-    pub(super) trajectory: Trajectory,
+    pub(super) answer: u64,
+    /// At least one.
+    pub(super) parts: Vec<Trajectory>,
     pub(super) reward: f32,
 }
 
-/// A sample before its reward: new, or from the log.
+/// The parts of an answer before its reward: new, or from the log.
 enum Drawn {
-    New(Trajectory),
-    Logged(Record),
+    New(Vec<Trajectory>),
+    Logged(Vec<Record>),
 }
 
 impl Rollouts {
@@ -50,11 +53,7 @@ impl Rollouts {
         minimum: Option<Label>,
     ) -> Group {
         let made = self.make(rollout, number, &prompt, minimum.as_ref()).await;
-        let outcome = match made {
-            Ok(Some(made)) => Outcome::Kept(made),
-            Ok(None) => Outcome::Filtered,
-            Err(error) => Outcome::Failed(with_causes(&error)),
-        };
+        let outcome = made.unwrap_or_else(|error| Outcome::Failed(with_causes(&error)));
         Group { number, prompt, outcome }
     }
 
@@ -64,69 +63,86 @@ impl Rollouts {
         number: u64,
         prompt: &Prompt,
         minimum: Option<&Label>,
-    ) -> Result<Option<Vec<Made>>> {
+    ) -> Result<Outcome> {
         let count = self.options.n_samples_per_prompt;
-        // A crash may have come between the samples of a group that were appended together.
-        let logged = |sample: u64| {
-            let record = self.log.reader().sample(sample).ok().flatten();
-            record.filter(|record| {
-                record.scalars().group_id == number && record.scalars().rollout_id == rollout
-            })
-        };
-        let drawn = (number * count..(number + 1) * count).map(|sample| async move {
-            let drawn = match logged(sample) {
-                Some(record) => Drawn::Logged(record),
-                None => Drawn::New(self.draw(sample, prompt, &self.options.sampling, minimum).await?),
+        let drawn = (number * count..(number + 1) * count).map(|answer| async move {
+            // A crash may have come between the samples of a group that were appended together.
+            let drawn = match self.logged(rollout, number, answer) {
+                Some(records) => Drawn::Logged(records),
+                None => Drawn::New(self.draw(answer, prompt, minimum).await?),
             };
-            Ok::<_, Error>((sample, drawn))
+            Ok::<_, Error>((answer, drawn))
         });
         let drawn = futures_util::future::try_join_all(drawn).await?;
         let task = &*self.task;
         let answers = drawn.iter().map(|(sample, drawn)| match drawn {
-            Drawn::New(made) => answer(task, *sample, prompt, &made.tokens[made.prompt_len..], made.finish),
-            Drawn::Logged(record) => answer(task, *sample, prompt, record.response(), record.finish()),
+            Drawn::New(parts) => answer(task, *sample, prompt, parts),
+            Drawn::Logged(parts) => logged_answer(task, *sample, prompt, parts),
         });
         let answers = answers.collect::<Result<Vec<_>>>()?;
-        let mut rewards = rewards(task, &answers).await?;
-        if !task.keep(&rewards) {
-            return Ok(None);
+        let rewards = rewards(task, &answers).await?;
+        if let Some(why) = task.leave_out(&answers, &rewards).await? {
+            return Ok(Outcome::Filtered(why));
         }
-        task.post_process(&mut rewards);
-        let new = drawn.into_iter().zip(rewards).filter_map(|((sample, drawn), reward)| match drawn {
-            Drawn::New(trajectory) => Some(Made { sample, trajectory, reward }),
-            Drawn::Logged(_) => None,
-        });
-        Ok(Some(new.collect()))
+        let removed = task.remove(&answers, &rewards).await?;
+        let rewards = checked(&answers, task.post_process(&answers, rewards).await?)?;
+        let mut made = Vec::new();
+        for (index, ((answer, drawn), reward)) in drawn.into_iter().zip(rewards).enumerate() {
+            let Drawn::New(mut parts) = drawn else { continue };
+            if removed.get(index) == Some(&true) {
+                parts.iter_mut().for_each(|part| part.loss_mask.fill(0));
+            }
+            made.push(Made { answer, parts, reward });
+        }
+        Ok(Outcome::Kept(made))
     }
 
-    /// Generates one sample.
-    pub(super) async fn draw(
-        &self,
-        sample: u64,
-        prompt: &Prompt,
-        sampling: &SamplingParams,
-        minimum: Option<&Label>,
-    ) -> Result<Trajectory> {
-        let (rid, sampling) = self.request(sample, prompt, sampling);
-        let turn = Turn { engines: &*self.engines, minimum, rid, sampling };
+    async fn draw(&self, answer: u64, prompt: &Prompt, minimum: Option<&Label>) -> Result<Vec<Trajectory>> {
+        let turn = self.turn(answer, &self.options.sampling, minimum, false);
         self.task.generate(prompt, &turn).await
+    }
+
+    /// The parts of an answer that is in the log.
+    fn logged(&self, rollout: u64, group: u64, answer: u64) -> Option<Vec<Record>> {
+        let reader = self.log.reader();
+        let part = |part| {
+            let record = reader.sample(parts::id(answer, part)).ok().flatten();
+            record
+                .filter(|record| record.scalars().group_id == group && record.scalars().rollout_id == rollout)
+        };
+        let first = part(0)?;
+        let others = (1..Kept::of(&first).parts()).map(part).collect::<Option<Vec<_>>>()?;
+        Some(std::iter::once(first).chain(others).collect())
     }
 }
 
-/// A response as rewards see it.
-pub(super) fn answer(
+/// An answer as rewards see it: the response of its last part.
+pub(super) fn answer(task: &dyn Task, sample: u64, prompt: &Prompt, parts: &[Trajectory]) -> Result<Answer> {
+    let metadata = parts.iter().rev().find_map(|part| part.metadata.clone());
+    let response = parts.last().map(|last| (last.tokens.get(last.prompt_len..), last.finish));
+    let (response, finish) = response.unwrap_or((None, Finish::Unfinished));
+    seen(task, sample, prompt, (response.unwrap_or_default(), finish), metadata)
+}
+
+fn logged_answer(task: &dyn Task, sample: u64, prompt: &Prompt, parts: &[Record]) -> Result<Answer> {
+    let metadata = parts.first().and_then(|first| Kept::of(first).metadata);
+    let response = parts.last().map(|last| (last.response(), last.finish()));
+    seen(task, sample, prompt, response.unwrap_or((&[], Finish::Unfinished)), metadata)
+}
+
+fn seen(
     task: &dyn Task,
     sample: u64,
     prompt: &Prompt,
-    response: &[i32],
-    finish: Finish,
+    (response, finish): (&[i32], Finish),
+    metadata: Option<Box<RawValue>>,
 ) -> Result<Answer> {
     Ok(Answer {
         sample,
         prompt: prompt.text.clone(),
         response: task.decode(response)?,
         label: prompt.label.clone(),
-        metadata: prompt.metadata.clone(),
+        metadata: metadata.or_else(|| prompt.metadata.clone()),
         truncated: finish == Finish::Length,
         response_length: response.len(),
     })
@@ -134,7 +150,10 @@ pub(super) fn answer(
 
 /// The rewards of a group: as many as answers, and finite.
 pub(super) async fn rewards(task: &dyn Task, answers: &[Answer]) -> Result<Vec<f32>> {
-    let rewards = task.reward(answers).await?;
+    checked(answers, task.reward(answers).await?)
+}
+
+fn checked(answers: &[Answer], rewards: Vec<f32>) -> Result<Vec<f32>> {
     let todo = "correct the reward";
     if let Some(first) = answers.first().filter(|_| rewards.len() != answers.len()) {
         let found = format!("{} for {} answers", rewards.len(), answers.len());

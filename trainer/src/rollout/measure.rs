@@ -7,9 +7,9 @@ use tokio::task::JoinSet;
 
 use super::group::{answer, rewards};
 use super::{Rollouts, finished};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::metrics::SetMetrics;
-use crate::tasks::{Task, Turn};
+use crate::tasks::Task;
 
 /// Prompts to measure on.
 #[derive(Debug, Clone)]
@@ -77,17 +77,15 @@ impl Rollouts {
     }
 
     async fn ask(self: Arc<Self>, set: EvalSet, number: u64, minimum: Option<Label>) -> Result<Asked> {
-        let prompt = set.task.prompt(number)?;
+        let prompt = set.task.prompt(number).await?;
         let drawn = (0..set.samples).map(|index| {
             // Ids from the top down: no rollout reaches them.
             let sample = u64::MAX - (number * set.samples + index);
-            let (rid, sampling) = self.request(sample, &prompt, &set.sampling);
-            let turn = Turn { engines: &*self.engines, minimum: minimum.as_ref(), rid, sampling };
+            let turn = self.turn(sample, &set.sampling, minimum.as_ref(), true);
             let (task, prompt) = (&set.task, &prompt);
             async move {
                 let made = task.generate(prompt, &turn).await?;
-                let answer = answer(&**task, sample, prompt, &made.tokens[made.prompt_len..], made.finish)?;
-                Ok::<_, Error>(answer)
+                answer(&**task, sample, prompt, &made)
             }
         });
         let answers = futures_util::future::try_join_all(drawn).await?;

@@ -6,9 +6,12 @@
 
 mod group;
 mod measure;
+mod parts;
 mod record;
 
 pub use measure::EvalSet;
+pub use parts::answer_of;
+pub(crate) use parts::groups;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,7 +21,7 @@ use driftless_buffer::{self as buffer, PromptState};
 use tokio::task::{JoinError, JoinSet};
 
 use crate::error::{Error, Result};
-use crate::tasks::{Engines, Prompt, Task};
+use crate::tasks::{Engines, Prompt, Task, Turn};
 use group::{Group, Outcome};
 
 /// Groups of a rollout that may fail, beyond a quarter of it.
@@ -44,6 +47,8 @@ pub struct RolloutOptions {
     pub sampling: SamplingParams,
     /// Tokens that prompt and response may have together.
     pub rollout_max_context_len: Option<usize>,
+    /// Ids of the model are below it, where that is known.
+    pub vocabulary: Option<u64>,
 }
 
 /// What became of a rollout's groups, besides those in the log.
@@ -82,12 +87,12 @@ impl Rollouts {
     pub async fn generate(self: Arc<Self>, rollout: u64, minimum: Option<Label>) -> Result<Dropped> {
         let wanted = self.options.rollout_batch_size;
         let samples = self.options.n_samples_per_prompt as usize;
-        let complete = self.log.reader().groups(rollout, samples);
+        let complete = self.groups(rollout);
         let complete: BTreeSet<u64> = complete.iter().map(|group| group.group_id).collect();
         let mut kept = complete.len() as u64;
         let mut running = JoinSet::new();
         let mut dropped = Dropped::default();
-        let in_flight = self.in_flight(rollout)?.into_iter();
+        let in_flight = self.in_flight(rollout).await?.into_iter();
         let (done, unfinished): (Vec<_>, Vec<_>) =
             in_flight.partition(|(number, _)| complete.contains(number));
         // A crash came between the last sample of these and the record that they are done.
@@ -102,7 +107,7 @@ impl Rollouts {
         }
         loop {
             let missing = wanted.saturating_sub(kept + running.len() as u64);
-            for (number, prompt) in tokio::task::block_in_place(|| self.assign(rollout, missing))? {
+            for (number, prompt) in self.assign(rollout, missing).await? {
                 running.spawn(self.clone().group(rollout, number, prompt, minimum.clone()));
             }
             let Some(first) = running.join_next().await else { return Ok(dropped) };
@@ -122,9 +127,9 @@ impl Rollouts {
                         dropped.failed += 1;
                         error.clone()
                     }
-                    Outcome::Filtered => {
+                    Outcome::Filtered(why) => {
                         dropped.filtered += 1;
-                        "the filter left it out".to_owned()
+                        why.clone()
                     }
                 };
                 tracing::warn!(rollout, prompt = group.prompt.source, "group left out: {last}");
@@ -132,6 +137,12 @@ impl Rollouts {
             }
             (self.progress)(rollout, kept * samples as u64, wanted * samples as u64);
         }
+    }
+
+    /// The groups of a rollout that are whole in the log, with all samples of their answers.
+    #[must_use]
+    pub fn groups(&self, rollout: u64) -> Vec<driftless_buffer::Group> {
+        groups(&self.log.reader(), rollout, self.options.n_samples_per_prompt as usize)
     }
 
     /// Ends a rollout of which more is left out than chance would.
@@ -145,14 +156,14 @@ impl Rollouts {
     }
 
     /// The prompts that a crash left in flight for `rollout`, which have to be what they were.
-    fn in_flight(&self, rollout: u64) -> Result<BTreeMap<u64, Prompt>> {
+    async fn in_flight(&self, rollout: u64) -> Result<BTreeMap<u64, Prompt>> {
         let mut prompts = BTreeMap::new();
         for record in self.log.reader().prompts(PromptState::InFlight) {
             let number = record.scalars().sample_id;
             if record.scalars().rollout_id != rollout {
                 continue;
             }
-            let prompt = self.task.prompt(number)?;
+            let prompt = self.task.prompt(number).await?;
             if prompt.tokens != record.tokens() {
                 return Err(Error::OtherPrompt { number, source_now: prompt.source });
             }
@@ -162,14 +173,14 @@ impl Rollouts {
     }
 
     /// Takes the next prompts for `rollout` and makes that durable.
-    fn assign(&self, rollout: u64, count: u64) -> Result<Vec<(u64, Prompt)>> {
+    async fn assign(&self, rollout: u64, count: u64) -> Result<Vec<(u64, Prompt)>> {
         if count == 0 {
             return Ok(Vec::new());
         }
         let next = self.log.reader().next_prompt();
-        let prompts =
-            (next..next.saturating_add(count)).map(|number| Ok((number, self.task.prompt(number)?)));
-        let prompts = prompts.collect::<Result<Vec<_>>>()?;
+        let numbers = next..next.saturating_add(count);
+        let prompts = numbers.map(async |number| Ok::<_, Error>((number, self.task.prompt(number).await?)));
+        let prompts = futures_util::future::try_join_all(prompts).await?;
         let sources: Vec<_> = prompts.iter().map(|(_, prompt)| record::source(prompt, None)).collect();
         let records = prompts.iter().zip(&sources);
         let records: Vec<_> = records
@@ -177,19 +188,29 @@ impl Rollouts {
                 record::prompt(*number, rollout, PromptState::InFlight, &prompt.tokens, source)
             })
             .collect();
-        self.log.append_all(&records)?;
+        tokio::task::block_in_place(|| self.log.append_all(&records))?;
         Ok(prompts)
     }
 
-    /// The request's id and sampling of one sample.
-    fn request(&self, sample: u64, prompt: &Prompt, sampling: &SamplingParams) -> (Rid, SamplingParams) {
-        let room =
-            self.options.rollout_max_context_len.map(|context| context.saturating_sub(prompt.tokens.len()));
-        let room = room.and_then(|room| u32::try_from(room).ok()).unwrap_or(u32::MAX).max(1);
-        let mut sampling = sampling.clone();
-        sampling.max_new_tokens = sampling.max_new_tokens.min(room);
-        sampling.sampling_seed = Some(sampling_seed(self.options.seed, sample));
-        (Rid::new(self.options.scope, sample), sampling)
+    /// How one sample is to be generated.
+    fn turn<'a>(
+        &'a self,
+        sample: u64,
+        sampling: &SamplingParams,
+        minimum: Option<&'a Label>,
+        evaluation: bool,
+    ) -> Turn<'a> {
+        let sampling_seed = Some(sampling_seed(self.options.seed, sample));
+        Turn {
+            engines: &*self.engines,
+            minimum,
+            sample,
+            rid: Rid::new(self.options.scope, sample),
+            sampling: SamplingParams { sampling_seed, ..sampling.clone() },
+            max_context_len: self.options.rollout_max_context_len,
+            vocabulary: self.options.vocabulary,
+            evaluation,
+        }
     }
 }
 

@@ -3,10 +3,11 @@
 use driftless_buffer::{Kind, PromptState, Sample, Scalars};
 use serde_json::json;
 
-use super::Rollouts;
 use super::group::{Group, Made, Outcome};
+use super::parts::Kept;
+use super::{Rollouts, parts};
 use crate::error::Result;
-use crate::tasks::Prompt;
+use crate::tasks::{Prompt, Trajectory};
 
 /// The metadata of a prompt's record: where it is from, and why it is not learned from.
 pub(super) fn source(prompt: &Prompt, dropped: Option<&str>) -> String {
@@ -40,14 +41,25 @@ pub(super) fn prompt<'a>(
     }
 }
 
-fn sample(rollout: u64, number: u64, made: &Made) -> Sample<'_> {
-    let trajectory = &made.trajectory;
+/// What is kept beside the first part of an answer.
+fn kept(made: &Made) -> Vec<u8> {
+    let metadata = made.parts.iter().rev().find_map(|part| part.metadata.as_deref());
+    Kept::bytes(made.parts.len(), metadata)
+}
+
+fn sample<'a>(
+    (rollout, group): (u64, u64),
+    sample_id: u64,
+    reward: f32,
+    trajectory: &'a Trajectory,
+    metadata: &'a [u8],
+) -> Sample<'a> {
     Sample {
         scalars: Scalars {
-            sample_id: made.sample,
-            group_id: number,
+            sample_id,
+            group_id: group,
             rollout_id: rollout,
-            reward: made.reward,
+            reward,
             status: trajectory.finish.code(),
             clock_us: 0,
         },
@@ -57,6 +69,7 @@ fn sample(rollout: u64, number: u64, made: &Made) -> Sample<'_> {
         loss_mask: &trajectory.loss_mask,
         spans: &trajectory.spans,
         engine: &trajectory.engine,
+        metadata,
         ..Sample::default()
     }
 }
@@ -67,14 +80,28 @@ impl Rollouts {
         let why = |group: &Group| match &group.outcome {
             Outcome::Kept(_) => None,
             Outcome::Failed(error) => Some(error.clone()),
-            Outcome::Filtered => Some("filtered".to_owned()),
+            Outcome::Filtered(why) => Some(format!("filtered: {why}")),
         };
         let sources: Vec<_> =
             groups.iter().map(|group| source(&group.prompt, why(group).as_deref())).collect();
+        let kept: Vec<Vec<Vec<u8>>> = groups
+            .iter()
+            .map(|group| match &group.outcome {
+                Outcome::Kept(made) => made.iter().map(kept).collect(),
+                _ => Vec::new(),
+            })
+            .collect();
         let mut records = Vec::new();
-        for (group, source) in groups.iter().zip(&sources) {
+        for ((group, source), kept) in groups.iter().zip(&sources).zip(&kept) {
             if let Outcome::Kept(made) = &group.outcome {
-                records.extend(made.iter().map(|made| sample(rollout, group.number, made)));
+                for (made, kept) in made.iter().zip(kept) {
+                    let group = (rollout, group.number);
+                    // The first part comes last: where it is, all are.
+                    records.extend(made.parts.iter().enumerate().rev().map(|(part, trajectory)| {
+                        let kept = if part == 0 { kept.as_slice() } else { &[] };
+                        sample(group, parts::id(made.answer, part), made.reward, trajectory, kept)
+                    }));
+                }
             }
             records.push(prompt(group.number, rollout, PromptState::Done, &group.prompt.tokens, source));
         }

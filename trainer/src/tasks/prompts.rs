@@ -10,31 +10,21 @@ use crate::data::{Dataset, Order};
 use crate::error::{Error, Result, io};
 use crate::reward::{Answer, Reward};
 
-/// Which groups are learned from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Filter {
-    /// All.
-    None,
-    /// Those whose rewards differ: others have no advantages. slime's `check_reward_nonzero_std`.
-    NonzeroStd,
-}
-
 /// Prompts from files with a reward.
 #[derive(Debug)]
 pub struct Prompts {
     data: Dataset,
     order: Order,
     reward: Arc<dyn Reward>,
-    filter: Filter,
 }
 
 impl Prompts {
     /// Takes the prompts of `data` in an order of `seed`, epoch after epoch; as they are if `shuffle` is
     /// false.
     #[must_use]
-    pub fn new(data: Dataset, shuffle: bool, seed: u64, reward: Arc<dyn Reward>, filter: Filter) -> Self {
+    pub fn new(data: Dataset, shuffle: bool, seed: u64, reward: Arc<dyn Reward>) -> Self {
         let order = Order { prompts: data.examples.len() as u64, shuffle, seed };
-        Prompts { data, order, reward, filter }
+        Prompts { data, order, reward }
     }
 
     /// Prompts of an epoch.
@@ -54,11 +44,7 @@ impl Prompts {
 impl Task for Prompts {
     /// The model has to have every id of the prompts. Tokenizer and template are the checkpoint's own.
     fn check(&self, checkpoint: &Path) -> Result<()> {
-        let path = checkpoint.join("config.json");
-        let bytes = std::fs::read(&path).map_err(io("read", &path))?;
-        let config: serde_json::Value =
-            serde_json::from_slice(&bytes).map_err(|source| Error::Json { path: path.clone(), source })?;
-        let Some(size) = config["vocab_size"].as_u64() else { return Ok(()) };
+        let Some(size) = vocabulary(checkpoint)? else { return Ok(()) };
         let ids = |example: &crate::data::Example| example.tokens.iter().copied().max().unwrap_or_default();
         match self.data.examples.iter().find(|example| ids(example) as u64 >= size) {
             None => Ok(()),
@@ -70,34 +56,38 @@ impl Task for Prompts {
         }
     }
 
-    fn prompt(&self, number: u64) -> Result<Prompt> {
+    async fn ready(&self) -> Result<()> {
+        self.reward.ready().await
+    }
+
+    async fn prompt(&self, number: u64) -> Result<Prompt> {
         let (index, _) = self.order.at(number);
         let example = self.data.examples.get(index as usize).ok_or_else(|| Error::NoPrompts {
             files: "--prompt-data".into(),
             rows: 0,
             first: "there are no rows".into(),
         })?;
-        Ok(Prompt {
-            tokens: example.tokens.clone(),
-            text: example.text.clone(),
-            label: example.label.clone(),
-            metadata: example.metadata.clone(),
-            source: example.place.to_string(),
-        })
+        Ok(example.clone().into())
     }
 
     fn decode(&self, response: &[i32]) -> Result<String> {
         self.data.tokenizer.decode(response)
     }
 
+    fn encode(&self, text: &str) -> Result<Vec<i32>> {
+        self.data.tokenizer.encode(text)
+    }
+
     async fn reward(&self, group: &[Answer]) -> Result<Vec<f32>> {
         self.reward.score(group).await
     }
+}
 
-    fn keep(&self, rewards: &[f32]) -> bool {
-        match self.filter {
-            Filter::None => true,
-            Filter::NonzeroStd => rewards.windows(2).any(|pair| pair[0] != pair[1]),
-        }
-    }
+/// Tokens of the model of a checkpoint directory, as its `config.json` says.
+pub(crate) fn vocabulary(checkpoint: &Path) -> Result<Option<u64>> {
+    let path = checkpoint.join("config.json");
+    let bytes = std::fs::read(&path).map_err(io("read", &path))?;
+    let config: serde_json::Value =
+        serde_json::from_slice(&bytes).map_err(|source| Error::Json { path: path.clone(), source })?;
+    Ok(config["vocab_size"].as_u64())
 }

@@ -20,7 +20,7 @@ use super::{Debug, Event, InFlight, MODEL, Observer, TrainOptions, options};
 use crate::error::{Error, Result, io};
 use crate::learner::{Learner, Place, Progress};
 use crate::metrics::{self, MetricsFile, PublicationMetrics, StepMetrics};
-use crate::rollout::{RolloutOptions, Rollouts};
+use crate::rollout::{self, RolloutOptions, Rollouts};
 use crate::schedule::Schedule;
 
 /// The file of what each step did.
@@ -76,8 +76,11 @@ impl<'o> Session<'o> {
         // Before anything is claimed, sent or written: tokens of another task would be trained on to no
         // effect.
         options.task.check(&options.hf_checkpoint)?;
-        std::fs::create_dir_all(&options.save).map_err(io("create", &options.save))?;
         let runtime = Runtime::new().map_err(io("start threads for", "the engines' connections"))?;
+        if options.debug != Debug::TrainOnly {
+            runtime.block_on(options.task.ready())?;
+        }
+        std::fs::create_dir_all(&options.save).map_err(io("create", &options.save))?;
         let (record, updates) = open_run(options, learner.publishes())?;
         let run_id = record.run_id.unwrap_or_else(RunId::random);
         let log = open_log(options, run_id)?;
@@ -196,6 +199,7 @@ impl<'o> Session<'o> {
                 n_samples_per_prompt: options.n_samples_per_prompt,
                 sampling: options.sampling.clone(),
                 rollout_max_context_len: options.rollout_max_context_len,
+                vocabulary: crate::tasks::vocabulary(&options.hf_checkpoint)?,
             },
             log,
         }))
@@ -211,7 +215,7 @@ impl<'o> Session<'o> {
 
     /// The groups of a rollout, which has to be complete in the log.
     pub(super) fn groups(&self, rollout: u64) -> Result<Vec<Group>> {
-        let groups = self.log.groups(rollout, self.options.n_samples_per_prompt as usize);
+        let groups = rollout::groups(&self.log, rollout, self.options.n_samples_per_prompt as usize);
         if groups.len() as u64 == self.options.rollout_batch_size {
             return Ok(groups);
         }

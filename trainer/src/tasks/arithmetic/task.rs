@@ -64,7 +64,7 @@ impl Task for Arithmetic {
         Self::check_checkpoint(checkpoint)
     }
 
-    fn prompt(&self, number: u64) -> Result<Prompt> {
+    async fn prompt(&self, number: u64) -> Result<Prompt> {
         let problem = match &self.all {
             Some(all) if !all.is_empty() => all[(number % all.len() as u64) as usize],
             _ => Problem::draw(Split::Rl, number, self.seed),
@@ -87,6 +87,17 @@ impl Task for Arithmetic {
     /// With the special tokens: an answer has to end, and nothing may follow.
     fn decode(&self, response: &[i32]) -> Result<String> {
         Ok(text(response))
+    }
+
+    /// A character is a token.
+    fn encode(&self, text: &str) -> Result<Vec<i32>> {
+        let id = |letter: char| VOCABULARY.iter().position(|word| word.chars().eq([letter]));
+        let known = |letter: char| {
+            id(letter)
+                .map(|id| id as i32)
+                .ok_or_else(|| crate::error::input("text of --task arithmetic", VOCABULARY.join(" "), letter))
+        };
+        text.chars().map(known).collect()
     }
 
     async fn reward(&self, group: &[Answer]) -> Result<Vec<f32>> {

@@ -1,0 +1,129 @@
+//! The hooks of `driftless train`: what a user adds to a task, by command or by service.
+
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::numbers;
+use driftless::trainer::hook::{Hook, HookOptions, Rm};
+use driftless::trainer::reward::{BuiltIn, Remote, Reward};
+use driftless::trainer::tasks::{Filter, Hooks};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Flags with slime's names, `-command` for `-path`. Each takes a command, which speaks JSON lines, or the URL
+/// of a service.
+#[derive(clap::Args)]
+#[command(
+    next_help_heading = "Hooks: each a command that speaks JSON lines, or http://host:port/path; see docs/hooks.md"
+)]
+pub(crate) struct HookArgs {
+    /// How answers are rewarded: exact, math, dapo, deepscaler, f1, gpqa, regex, or remote_rm with --rm-url.
+    #[arg(long, value_name = "NAME", conflicts_with = "custom_rm_command")]
+    rm_type: Option<String>,
+    /// Service that rewards answers: it is sent {"prompt", "response", "label", "metadata"} and answers with
+    /// a number.
+    #[arg(long, value_name = "URL")]
+    rm_url: Option<String>,
+    /// Ask --rm-url for the samples of a prompt together, as --custom-rm-command always is.
+    #[arg(long)]
+    group_rm: bool,
+    /// Rewards answers.
+    #[arg(long, value_name = "HOOK")]
+    custom_rm_command: Option<String>,
+    /// Makes prompts, in place of --prompt-data.
+    #[arg(long, value_name = "HOOK", conflicts_with_all = ["prompt_data", "task"])]
+    data_source_command: Option<String>,
+    /// Makes answers, out of one or several generations.
+    #[arg(long, value_name = "HOOK")]
+    custom_generate_command: Option<String>,
+    /// Learn only from groups whose rewards differ; the next prompts take the others' place.
+    #[arg(long, value_enum, value_name = "NAME", conflicts_with = "dynamic_sampling_filter_command")]
+    dynamic_sampling_filter: Option<SamplingFilter>,
+    /// Chooses the groups that are learned from; the next prompts take the others' place.
+    #[arg(long, value_name = "HOOK")]
+    dynamic_sampling_filter_command: Option<String>,
+    /// Chooses the samples of a group that are trained on. The others count for advantages only.
+    #[arg(long, value_name = "HOOK")]
+    rollout_sample_filter_command: Option<String>,
+    /// Changes the rewards of a group before they are logged.
+    #[arg(long, value_name = "HOOK")]
+    custom_reward_post_process_command: Option<String>,
+    /// Processes of each command that work side by side.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = numbers::count::<usize>())]
+    hook_processes: usize,
+    /// Seconds that a command or service may take for an answer.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = numbers::deadline())]
+    hook_deadline: u64,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum SamplingFilter {
+    #[value(name = "check_reward_nonzero_std")]
+    NonzeroStd,
+}
+
+impl HookArgs {
+    fn deadline(&self) -> Duration {
+        Duration::from_secs(self.hook_deadline)
+    }
+
+    fn hook(&self, flag: &'static str, at: Option<&String>) -> Result<Option<Hook>> {
+        let options = |at: &String| HookOptions {
+            at: at.clone(),
+            processes: self.hook_processes,
+            deadline: self.deadline(),
+        };
+        Ok(at.map(|at| Hook::open(flag, &options(at))).transpose()?)
+    }
+
+    /// What makes prompts, if a hook does.
+    pub(crate) fn data_source(&self) -> Result<Option<Hook>> {
+        self.hook("--data-source-command", self.data_source_command.as_ref())
+    }
+
+    /// The reward that was asked for, if one was. Without `labels`, one that compares with them is refused.
+    pub(crate) fn reward(&self, labels: bool) -> Result<Option<Arc<dyn Reward>>> {
+        let group = self.group_rm.then_some("--group-rm");
+        if let Some(hook) = self.hook("--custom-rm-command", self.custom_rm_command.as_ref())? {
+            return Ok(Some(Arc::new(Rm::new(hook))));
+        }
+        match (self.rm_type.as_deref(), &self.rm_url, group) {
+            (Some("remote_rm") | None, Some(_), Some(_)) => {
+                let hook = self.hook("--rm-url", self.rm_url.as_ref())?;
+                Ok(hook.map(|hook| Arc::new(Rm::new(hook)) as Arc<dyn Reward>))
+            }
+            (Some("remote_rm") | None, Some(url), None) => {
+                Ok(Some(Arc::new(Remote::new(url, self.deadline())?)))
+            }
+            (Some("remote_rm"), None, _) => Err(missing("--rm-type remote_rm", "--rm-url URL")),
+            (_, _, Some(flag)) => Err(missing(flag, "--rm-url URL, or --custom-rm-command HOOK")),
+            (Some(name), _, _) if !labels => {
+                Err(missing(&format!("labels of --rm-type {name}"), "--label-key FIELD"))
+            }
+            (Some(name), _, _) => Ok(Some(Arc::new(name.parse::<BuiltIn>()?))),
+            (None, None, None) => Ok(None),
+        }
+    }
+
+    /// All hooks but those for prompts and rewards.
+    pub(crate) fn hooks(&self) -> Result<Hooks> {
+        let filter = self
+            .hook("--dynamic-sampling-filter-command", self.dynamic_sampling_filter_command.as_ref())?
+            .map(Filter::Hook);
+        let named = self.dynamic_sampling_filter.map(|SamplingFilter::NonzeroStd| Filter::NonzeroStd);
+        Ok(Hooks {
+            generate: self.hook("--custom-generate-command", self.custom_generate_command.as_ref())?,
+            reward: None,
+            dynamic_sampling_filter: filter.or(named),
+            rollout_sample_filter: self
+                .hook("--rollout-sample-filter-command", self.rollout_sample_filter_command.as_ref())?,
+            reward_post_process: self.hook(
+                "--custom-reward-post-process-command",
+                self.custom_reward_post_process_command.as_ref(),
+            )?,
+        })
+    }
+}
+
+/// Something that has to be given and is not.
+pub(crate) fn missing(what: &str, expected: &str) -> Error {
+    Error::Usage { what: what.to_owned(), expected: expected.to_owned(), found: "nothing".to_owned() }
+}

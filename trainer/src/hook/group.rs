@@ -1,0 +1,137 @@
+//! Questions about the samples of a group: what they are worth, and whether they are learned from.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{Fault, Hook};
+use crate::error::Result;
+use crate::reward::{Answer, Reward};
+
+/// The samples of a group. Their rewards are there once they have some.
+#[derive(Serialize)]
+struct Group<'a> {
+    samples: Vec<Scored<'a>>,
+}
+
+#[derive(Serialize)]
+struct Scored<'a> {
+    #[serde(flatten)]
+    answer: &'a Answer,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reward: Option<f32>,
+}
+
+impl<'a> Group<'a> {
+    fn unscored(answers: &'a [Answer]) -> Self {
+        Group { samples: answers.iter().map(|answer| Scored { answer, reward: None }).collect() }
+    }
+
+    fn scored(answers: &'a [Answer], rewards: &[f32]) -> Self {
+        let scored = answers.iter().zip(rewards);
+        Group { samples: scored.map(|(answer, reward)| Scored { answer, reward: Some(*reward) }).collect() }
+    }
+}
+
+#[derive(Deserialize)]
+struct Rewards {
+    rewards: Vec<Value>,
+}
+
+const REWARDS: &str = "{\"rewards\": [one finite number per sample]}";
+const REWARD_TODO: &str = "correct the reward; docs/hooks.md has what it is asked";
+
+/// Rewards of a hook (`--custom-rm-command`, or `--rm-url` with `--group-rm`), which is asked once for each
+/// group.
+#[derive(Debug, Clone)]
+pub struct Rm(Arc<Hook>);
+
+impl Rm {
+    /// Rewards that `hook` gives.
+    #[must_use]
+    pub fn new(hook: Hook) -> Self {
+        Rm(Arc::new(hook))
+    }
+}
+
+#[async_trait]
+impl Reward for Rm {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>> {
+        let Some(first) = answers.first() else { return Ok(Vec::new()) };
+        let asked = self.0.ask("rm", &Group::unscored(answers), REWARDS).await;
+        let Rewards { rewards } =
+            asked.map_err(|Fault { expected, found, todo }| first.refused(&expected, found, todo))?;
+        numbers(&rewards, answers)
+    }
+
+    /// Asks about no samples.
+    async fn ready(&self) -> Result<()> {
+        let about = "the question about no samples that comes first";
+        let asked = self.0.ask("rm", &Group::unscored(&[]), REWARDS).await;
+        let Rewards { rewards } = asked.map_err(|fault| self.0.refused(about, fault))?;
+        match rewards.len() {
+            0 => Ok(()),
+            found => {
+                Err(self.0.refused(about, Fault::of("{\"rewards\": []}", format_args!("{found} rewards"))))
+            }
+        }
+    }
+}
+
+/// As many numbers as answers, all finite.
+fn numbers(rewards: &[Value], answers: &[Answer]) -> Result<Vec<f32>> {
+    if let Some(first) = answers.first().filter(|_| rewards.len() != answers.len()) {
+        let found = format!("{} rewards for {} samples", rewards.len(), answers.len());
+        return Err(first.refused(REWARDS, found, REWARD_TODO));
+    }
+    rewards.iter().zip(answers).map(|(reward, answer)| answer.number(reward, REWARD_TODO)).collect()
+}
+
+#[derive(Deserialize)]
+struct Kept {
+    keep: bool,
+    #[serde(default)]
+    reason: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Removed {
+    remove: Vec<bool>,
+}
+
+impl Hook {
+    /// Why not to learn from a group, if it says so (`--dynamic-sampling-filter-command`).
+    pub(crate) async fn leave_out(&self, answers: &[Answer], rewards: &[f32]) -> Result<Option<String>> {
+        let expected = "{\"keep\": true or false}";
+        let asked = self.ask("dynamic_sampling_filter", &Group::scored(answers, rewards), expected).await;
+        let kept: Kept = asked.map_err(|fault| self.refused(about(answers), fault))?;
+        let reason = || kept.reason.unwrap_or_else(|| "the filter left it out".to_owned());
+        Ok((!kept.keep).then(reason))
+    }
+
+    /// Which samples count for advantages, but are not trained on (`--rollout-sample-filter-command`).
+    pub(crate) async fn remove(&self, answers: &[Answer], rewards: &[f32]) -> Result<Vec<bool>> {
+        let expected = "{\"remove\": [true or false per sample]}";
+        let asked = self.ask("rollout_sample_filter", &Group::scored(answers, rewards), expected).await;
+        let Removed { remove } = asked.map_err(|fault| self.refused(about(answers), fault))?;
+        if remove.len() == answers.len() {
+            return Ok(remove);
+        }
+        let found = format!("{} for {} samples", remove.len(), answers.len());
+        Err(self.refused(about(answers), Fault::of(expected, found)))
+    }
+
+    /// The rewards that are learned from (`--custom-reward-post-process-command`).
+    pub(crate) async fn post_process(&self, answers: &[Answer], rewards: &[f32]) -> Result<Vec<f32>> {
+        let asked = self.ask("reward_post_process", &Group::scored(answers, rewards), REWARDS).await;
+        let Rewards { rewards } = asked.map_err(|fault| self.refused(about(answers), fault))?;
+        numbers(&rewards, answers)
+    }
+}
+
+/// The group, for messages.
+fn about(answers: &[Answer]) -> String {
+    answers.first().map_or_else(String::new, |first| format!("the group of sample {}", first.sample))
+}

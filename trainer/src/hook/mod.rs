@@ -1,0 +1,163 @@
+//! Hooks: what a user adds to a task in any language, as a command over JSON lines or a service over HTTP.
+//!
+//! A question is one line of JSON, `{"id": 1, "hook": "rm", …}`, and so is its answer: `{"id": 1, …}`, or
+//! `{"id": 1, "error": "why"}`. A question holds all that its answer depends on. So any process of a command
+//! can answer it, and another one can where the first died. `docs/hooks.md` shows them all.
+
+mod command;
+mod generate;
+mod group;
+mod sample;
+mod service;
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+pub use group::Rm;
+pub use service::Service;
+
+/// How a hook is reached.
+#[derive(Debug, Clone)]
+pub struct HookOptions {
+    /// `http://…` or `https://…` for a service, else a line for the shell.
+    pub at: String,
+    /// Processes of a command that work side by side; at least 1.
+    pub processes: usize,
+    /// How long one answer may take.
+    pub deadline: Duration,
+}
+
+/// A command or a service that answers questions of one kind.
+#[derive(Debug)]
+pub struct Hook {
+    flag: &'static str,
+    peer: Peer,
+    asked: AtomicU64,
+}
+
+#[derive(Debug)]
+enum Peer {
+    Command(command::Pool),
+    Service(Service),
+}
+
+/// A question as it is sent.
+#[derive(Serialize)]
+struct Line<'a, Q> {
+    id: u64,
+    hook: &'static str,
+    #[serde(flatten)]
+    question: &'a Q,
+}
+
+/// What every answer has.
+#[derive(Deserialize)]
+struct Head {
+    /// A service may leave it out.
+    id: Option<u64>,
+    error: Option<String>,
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(crate) struct Fault {
+    pub(crate) expected: String,
+    pub(crate) found: String,
+    pub(crate) todo: &'static str,
+}
+
+const LOOK: &str =
+    "look at what it wrote on standard error or in its own log; docs/hooks.md has what it is asked";
+
+impl Hook {
+    /// Makes ready to ask what `flag` names. A command is started with the first question, on the tokio
+    /// runtime that asks, which has to drive time and I/O.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for what is no URL, although it begins like one, and for an empty command.
+    pub fn open(flag: &'static str, options: &HookOptions) -> Result<Self> {
+        let is_url = ["http://", "https://"].iter().any(|scheme| options.at.starts_with(scheme));
+        let peer = match (is_url, options.at.trim().is_empty()) {
+            (true, _) => Peer::Service(Service::new(flag, &options.at, options.deadline)?),
+            (false, false) => Peer::Command(command::Pool::new(options)),
+            (false, true) => {
+                return Err(crate::error::input(flag, "a command, or http://host:port/path", "nothing"));
+            }
+        };
+        Ok(Hook { flag, peer, asked: AtomicU64::new(0) })
+    }
+
+    /// Asks, and takes the answer apart. `expected` says what it has to be.
+    pub(crate) async fn ask<Q, A>(
+        &self,
+        hook: &'static str,
+        question: &Q,
+        expected: &'static str,
+    ) -> Result<A, Fault>
+    where
+        Q: Serialize + Sync,
+        A: DeserializeOwned,
+    {
+        let fault = |found: String, todo| Fault { expected: expected.to_owned(), found, todo };
+        let id = self.asked.fetch_add(1, Ordering::Relaxed) + 1;
+        let line = serde_json::to_vec(&Line { id, hook, question });
+        let line = line.map_err(|error| fault(format!("a question that is no JSON: {error}"), LOOK))?;
+        let answer = match &self.peer {
+            Peer::Command(pool) => pool.ask(id, line).await,
+            Peer::Service(service) => service.ask(line).await,
+        };
+        let answer = answer.map_err(|silent| fault(silent.found, silent.todo))?;
+        if let Ok(Head { error: Some(error), .. }) = serde_json::from_slice(&answer) {
+            return Err(fault(format!("its error: {}", short(&error)), LOOK));
+        }
+        let parsed = serde_json::from_slice(&answer);
+        parsed.map_err(|_| fault(format!("`{}`", short(&String::from_utf8_lossy(&answer))), LOOK))
+    }
+
+    /// A fault of an answer as this crate's error; `about` says what was asked about.
+    pub(crate) fn refused(&self, about: impl fmt::Display, fault: Fault) -> Error {
+        let Fault { expected, found, todo } = fault;
+        Error::Hook { hook: self.flag, about: about.to_string(), expected, found, todo }
+    }
+}
+
+impl Fault {
+    /// An answer that says something else than it may.
+    pub(crate) fn of(expected: impl fmt::Display, found: impl fmt::Display) -> Self {
+        Fault { expected: expected.to_string(), found: found.to_string(), todo: LOOK }
+    }
+}
+
+/// Why nothing came that could be an answer.
+#[derive(Debug)]
+pub(crate) struct Silent {
+    pub(crate) found: String,
+    pub(crate) todo: &'static str,
+}
+
+impl Silent {
+    fn new(found: impl fmt::Display) -> Self {
+        Silent { found: found.to_string(), todo: LOOK }
+    }
+
+    fn late(deadline: Duration) -> Self {
+        let found = format!("nothing after {} s", deadline.as_secs_f64());
+        Silent { found, todo: "make it faster, or give it longer with --hook-deadline" }
+    }
+}
+
+/// Enough of a text to recognise it by, in one line.
+pub(crate) fn short(text: &str) -> String {
+    let mut start: String =
+        text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).take(120).collect();
+    if start.len() < text.len() {
+        start.push('…');
+    }
+    start
+}

@@ -1,0 +1,256 @@
+//! From what a command calls a sample to one that can be trained on: every trained token has the id, the
+//! log-probability and the version that an engine gave it.
+
+use driftless_bridge::Generation;
+use driftless_bridge::engine::Finish;
+use driftless_buffer::{self as buffer, VersionSpan};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::Fault;
+use crate::tasks::{Trajectory, finish, spans};
+
+/// What a command says that a sample is.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Claim {
+    /// Prompt and response; what the last generation read and wrote, if absent.
+    pub(super) tokens: Option<Vec<i32>>,
+    /// Tokens of the prompt; those that the sample was asked for with, if absent.
+    pub(super) prompt_len: Option<usize>,
+    /// Per response token, whether to train on it; 1 for what an engine generated, if absent.
+    pub(super) loss_mask: Option<Vec<u8>>,
+    /// What rewards are given in place of the prompt's.
+    pub(super) metadata: Option<Box<RawValue>>,
+}
+
+/// What an engine was given and what it made of it.
+#[derive(Debug, Clone)]
+pub(super) struct Made {
+    pub(super) input_ids: Vec<i32>,
+    pub(super) generation: Generation,
+}
+
+impl Made {
+    /// The tokens of a sample that are this generation's: those that it wrote, as far as they stand there
+    /// behind all that it read.
+    fn within(&self, tokens: &[i32]) -> std::ops::Range<usize> {
+        let start = self.input_ids.len();
+        let behind = tokens.strip_prefix(self.input_ids.as_slice()).unwrap_or_default();
+        let same = behind.iter().zip(&self.generation.output_ids).take_while(|(ours, theirs)| ours == theirs);
+        start..start + same.count()
+    }
+}
+
+/// Puts a sample together and checks it against the generations that were made for it. `prompt` is what the
+/// sample was asked for with; ids are below `vocabulary`.
+pub(super) fn assemble(
+    claim: Claim,
+    prompt: &[i32],
+    made: &[Made],
+    vocabulary: Option<u64>,
+) -> Result<Trajectory, Fault> {
+    let last = made.last().map(|made| [made.input_ids.as_slice(), &made.generation.output_ids].concat());
+    let tokens = claim.tokens.or(last);
+    let tokens = tokens.ok_or_else(|| Fault::of("`tokens`, or a generation before the sample", "neither"))?;
+    let prompt_len = match claim.prompt_len {
+        Some(given) if (1..=tokens.len()).contains(&given) => given,
+        Some(given) => return Err(Fault::of(format_args!("`prompt_len` in 1..={}", tokens.len()), given)),
+        None if tokens.starts_with(prompt) => prompt.len(),
+        None => {
+            let expected = "`tokens` that begin with `input_ids` of the question, or a `prompt_len`";
+            return Err(Fault::of(expected, "others"));
+        }
+    };
+    let bound = vocabulary.unwrap_or(i32::MAX as u64);
+    if let Some(id) = tokens.iter().find(|id| u64::try_from(**id).map_or(true, |id| id >= bound)) {
+        return Err(Fault::of(format_args!("`tokens` in 0..{bound}"), id));
+    }
+    let mut trajectory = Trajectory {
+        prompt_len,
+        log_probs: vec![0.0; tokens.len() - prompt_len],
+        loss_mask: vec![0; tokens.len() - prompt_len],
+        spans: Vec::new(),
+        finish: buffer::Finish::Stop,
+        engine: String::new(),
+        metadata: claim.metadata,
+        tokens,
+    };
+    for made in made {
+        trajectory.take(made);
+    }
+    match claim.loss_mask {
+        Some(mask) => trajectory.masked(mask),
+        None => Ok(trajectory),
+    }
+}
+
+impl Trajectory {
+    /// Takes log-probs and versions of the tokens that are `made`'s, and no earlier generation's.
+    fn take(&mut self, made: &Made) {
+        let range = made.within(&self.tokens);
+        let taken = self.loss_mask.iter().rposition(|keep| *keep == 1).map_or(0, |at| at + 1);
+        if range.is_empty() || range.start < self.prompt_len + taken {
+            return;
+        }
+        let (start, length) = (range.start - self.prompt_len, range.len());
+        self.log_probs[start..start + length].copy_from_slice(&made.generation.log_probs[..length]);
+        self.loss_mask[start..start + length].fill(1);
+        let versions = spans(&made.generation).filter_map(|span| {
+            let end = (span.end as usize).min(length) as u32;
+            (span.start < end).then(|| VersionSpan {
+                start: span.start + start as u32,
+                end: end + start as u32,
+                ..span
+            })
+        });
+        self.spans.extend(versions);
+        let whole = length == made.generation.output_ids.len();
+        self.finish = finish(if whole { &made.generation.finish } else { &Finish::Stop });
+        self.engine.clone_from(&made.generation.engine);
+    }
+
+    /// Trains on less than what the engines made.
+    fn masked(mut self, mask: Vec<u8>) -> Result<Self, Fault> {
+        if mask.len() != self.loss_mask.len() || mask.iter().any(|keep| *keep > 1) {
+            let expected = format!("`loss_mask` of 0 and 1 for {} response tokens", self.loss_mask.len());
+            return Err(Fault::of(
+                expected,
+                format_args!("{} numbers up to {:?}", mask.len(), mask.iter().max()),
+            ));
+        }
+        let foreign = mask.iter().zip(&self.loss_mask).position(|(wanted, made)| wanted > made);
+        if let Some(at) = foreign {
+            let expected =
+                "a `loss_mask` that trains on what a generation of this sample wrote behind these tokens";
+            return Err(Fault::of(expected, format_args!("1 for response token {at}, which none did")));
+        }
+        self.loss_mask = mask;
+        Ok(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use driftless_bridge::engine::VersionSpan as Spoken;
+    use driftless_bridge::{Label, Rid};
+
+    fn made(input_ids: &[i32], output_ids: &[i32], version: u64) -> Made {
+        let label = Label::new("0123456789ab", version).unwrap().to_string();
+        let end = output_ids.len() as u32;
+        Made {
+            input_ids: input_ids.to_vec(),
+            generation: Generation {
+                rid: Rid::new(1, 2),
+                engine: format!("engine-{version}"),
+                output_ids: output_ids.to_vec(),
+                log_probs: output_ids.iter().map(|id| -(*id as f32)).collect(),
+                spans: vec![Spoken { label, start: 0, end }],
+                spans_reported: true,
+                finish: Finish::Length,
+                retractions: 0,
+            },
+        }
+    }
+
+    fn claim(tokens: &[i32]) -> Claim {
+        Claim { tokens: Some(tokens.to_vec()), ..Claim::default() }
+    }
+
+    fn span(version: u64, start: u32, end: u32) -> VersionSpan {
+        VersionSpan { version, start, end }
+    }
+
+    #[test]
+    fn sample_of_two_turns_has_log_probs_and_versions_where_engines_wrote() {
+        // The engine wrote 3 4, a tool 5 6, the engine 7.
+        let turns = [made(&[1, 2], &[3, 4], 8), made(&[1, 2, 3, 4, 5, 6], &[7], 9)];
+        let sample = assemble(Claim::default(), &[1, 2], &turns, Some(8)).unwrap();
+        assert_eq!(sample.tokens, [1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(sample.log_probs, [-3.0, -4.0, 0.0, 0.0, -7.0]);
+        assert_eq!(sample.loss_mask, [1, 1, 0, 0, 1]);
+        assert_eq!(sample.spans, [span(8, 0, 2), span(9, 4, 5)]);
+        assert_eq!((sample.engine.as_str(), sample.finish), ("engine-9", buffer::Finish::Length));
+    }
+
+    #[test]
+    fn sample_that_keeps_part_of_a_generation_is_cut_with_its_version() {
+        let sample = assemble(claim(&[1, 2, 3, 9]), &[1, 2], &[made(&[1, 2], &[3, 4], 8)], None).unwrap();
+        assert_eq!((sample.loss_mask, sample.log_probs), (vec![1, 0], vec![-3.0, 0.0]));
+        assert_eq!((sample.spans, sample.finish), (vec![span(8, 0, 1)], buffer::Finish::Stop));
+    }
+
+    #[test]
+    fn token_behind_others_than_the_engine_read_is_not_trained_on() {
+        let turns = [made(&[1, 2], &[3, 4], 8)];
+        let sample = assemble(claim(&[1, 5, 3, 4]), &[1, 5], &turns, None).unwrap();
+        assert_eq!(sample.loss_mask, [0, 0]);
+        let mask = Claim { loss_mask: Some(vec![1, 0]), ..claim(&[1, 5, 3, 4]) };
+        let fault = assemble(mask, &[1, 5], &turns, None).unwrap_err();
+        assert!(fault.found.contains("response token 0"), "{fault:?}");
+    }
+
+    #[test]
+    fn best_of_several_generations_is_taken_with_its_own_log_probs() {
+        let turns = [made(&[1], &[2, 3], 8), made(&[1], &[4, 5], 9)];
+        let sample = assemble(claim(&[1, 2, 3]), &[1], &turns, None).unwrap();
+        assert_eq!((sample.log_probs, sample.spans), (vec![-2.0, -3.0], vec![span(8, 0, 2)]));
+    }
+
+    #[test]
+    fn what_is_no_sample_is_refused_with_what_it_has_to_be() {
+        let turns = [made(&[1, 2], &[3, 4], 8)];
+        let refused = |claim: Claim, vocabulary| assemble(claim, &[1, 2], &turns, vocabulary).unwrap_err();
+        assert!(refused(claim(&[9, 3]), None).expected.contains("prompt_len"));
+        let long = Claim { prompt_len: Some(4), ..claim(&[1, 2, 3]) };
+        assert!(refused(long, None).expected.contains("1..=3"));
+        assert!(refused(claim(&[1, 2, -3]), None).found.contains("-3"));
+        assert!(refused(claim(&[1, 2, 3, 7]), Some(7)).found.contains('7'));
+        for mask in [vec![1], vec![2, 0], vec![1, 1, 1]] {
+            let masked = Claim { loss_mask: Some(mask), ..Claim::default() };
+            assert!(refused(masked, None).expected.contains("2 response tokens"));
+        }
+        assert!(assemble(Claim::default(), &[1, 2], &[], None).is_err());
+    }
+
+    /// Whatever a command makes of its generations, a token that is trained on is one that an engine gave
+    /// this id and log-probability, behind exactly the tokens before it.
+    #[test]
+    fn every_trained_token_is_an_engines() {
+        let mut state = 7_u64;
+        let mut draw = |below: u64| {
+            state = crate::tasks::mix(state);
+            state % below
+        };
+        for round in 0..2000 {
+            let mut tokens: Vec<i32> = (0..1 + draw(2)).map(|_| draw(3) as i32).collect();
+            let prompt = tokens.clone();
+            let mut turns = Vec::new();
+            for version in 0..1 + draw(3) {
+                let output: Vec<i32> = (0..1 + draw(3)).map(|_| draw(3) as i32).collect();
+                turns.push(made(&tokens, &output, version));
+                match draw(3) {
+                    // Another generation of the same, or a token of the engine's that is changed.
+                    0 => {}
+                    1 => tokens.extend(output.iter().map(|id| (id + draw(2) as i32) % 3)),
+                    _ => tokens.extend(output),
+                }
+                tokens.extend((0..draw(2)).map(|_| draw(3) as i32));
+            }
+            let sample = assemble(claim(&tokens), &prompt, &turns, Some(3)).unwrap();
+            for (at, _) in sample.loss_mask.iter().enumerate().filter(|(_, keep)| **keep == 1) {
+                let place = sample.prompt_len + at;
+                let version = sample.spans.iter().find(|span| (span.start..span.end).contains(&(at as u32)));
+                let version =
+                    version.unwrap_or_else(|| panic!("round {round}: token {at} has no version")).version;
+                let engine = &turns[version as usize];
+                let written = [engine.input_ids.as_slice(), &engine.generation.output_ids].concat();
+                assert_eq!(tokens[..=place], written[..=place], "round {round}");
+                assert_eq!(sample.log_probs[at], -(tokens[place] as f32), "round {round}");
+            }
+        }
+    }
+}

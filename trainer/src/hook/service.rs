@@ -1,0 +1,71 @@
+//! A service over HTTP.
+
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+
+use super::{Silent, short};
+use crate::error::{Result, input};
+
+/// Longest answer.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// Questions that a service has at once; more wait here.
+const AT_ONCE: usize = 256;
+
+/// A service behind a URL, which is sent JSON by POST and answers with JSON.
+#[derive(Debug)]
+pub struct Service {
+    url: String,
+    client: reqwest::Client,
+    deadline: Duration,
+    places: Semaphore,
+}
+
+impl Service {
+    /// A service that has `deadline` for each answer. `flag` is what it was named with.
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::Error::Input) for what is no URL.
+    pub fn new(flag: &str, url: &str, deadline: Duration) -> Result<Self> {
+        let refused = |error: reqwest::Error| input(flag, "http://host:port/path", error.without_url());
+        if !url.starts_with("http://") && !url.starts_with("https://") {
+            return Err(input(flag, "http://host:port/path", "another kind of URL"));
+        }
+        // Where the store of buckets is built too, reqwest has TLS without a provider, and would panic for
+        // want of one. The only error is that there is one already, and any will do.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let client = reqwest::Client::builder().timeout(deadline).no_proxy();
+        let client = client.redirect(reqwest::redirect::Policy::none()).build().map_err(refused)?;
+        client.post(url).build().map_err(refused)?;
+        Ok(Service { url: url.to_owned(), client, deadline, places: Semaphore::new(AT_ONCE) })
+    }
+
+    /// The body that answers `question`, which is JSON.
+    pub(crate) async fn ask(&self, question: Vec<u8>) -> Result<Vec<u8>, Silent> {
+        let _place = self.places.acquire().await.map_err(Silent::new)?;
+        let sent = async {
+            let request = self.client.post(&self.url).header("content-type", "application/json");
+            let mut reply = request.body(question).send().await?;
+            let (status, mut bytes) = (reply.status(), Vec::new());
+            while let Some(chunk) = reply.chunk().await? {
+                bytes.extend_from_slice(&chunk);
+                if bytes.len() > ANSWER_BYTES_MAX {
+                    break;
+                }
+            }
+            Ok::<_, reqwest::Error>((status, bytes))
+        };
+        let (status, bytes) = sent.await.map_err(|error| match error.is_timeout() {
+            true => Silent::late(self.deadline),
+            false => Silent::new(error.without_url()),
+        })?;
+        if bytes.len() > ANSWER_BYTES_MAX {
+            return Err(Silent::new(format_args!("more than {ANSWER_BYTES_MAX} bytes")));
+        }
+        if !status.is_success() {
+            let text = String::from_utf8_lossy(&bytes);
+            return Err(Silent::new(format_args!("HTTP {}: `{}`", status.as_u16(), short(&text))));
+        }
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,177 @@
+//! Generated problems as a task of the loop.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use serde_json::json;
+
+use super::problems::{Kind, Problem};
+use super::{Prompt, Task, vocabulary};
+use crate::data::{Place, RowReader};
+use crate::error::{Error, Result, input};
+use crate::reward::Answer;
+
+/// Of so many problems one is held out.
+const HELD_OUT_OF: u64 = 10;
+/// Problems that are looked at for one that belongs to a split.
+const TRIES_MAX: u64 = 10_000;
+
+/// Problems of a kind, rewarded with 1 for a right answer and 0 for any other.
+#[derive(Debug)]
+pub struct Generated {
+    kind: &'static Kind,
+    difficulty: u32,
+    seed: u64,
+    /// The problems in their order, where they are all asked once.
+    all: Option<Vec<Problem>>,
+    reader: RowReader,
+    path: Arc<Path>,
+}
+
+impl Generated {
+    /// Problems to practise, drawn by `seed`. The reader's options say how they become prompts; its names of
+    /// fields do not matter.
+    #[must_use]
+    pub fn practice(kind: &'static Kind, difficulty: u32, seed: u64, mut reader: RowReader) -> Self {
+        reader.options.input_key = "question".to_owned();
+        reader.options.label_key = Some("label".to_owned());
+        Generated { kind, difficulty, seed, all: None, reader, path: Path::new(kind.name).into() }
+    }
+
+    /// So many problems that are only for measuring, no two of them the same. None of them is ever practised.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if the kind has fewer of this difficulty.
+    pub fn held_out(kind: &'static Kind, difficulty: u32, count: usize, reader: RowReader) -> Result<Self> {
+        let mut questions = BTreeSet::new();
+        let drawn = (0..TRIES_MAX.max(100 * count as u64)).map(|number| kind.problem(0, number, difficulty));
+        let held_out = drawn.filter(is_held_out).filter(|problem| questions.insert(problem.question.clone()));
+        let all: Vec<_> = held_out.take(count).collect();
+        if all.len() < count {
+            let expected =
+                format!("at most {} of {} at --task-difficulty {difficulty}", all.len(), kind.name);
+            return Err(input("--n-eval-prompts", expected, count));
+        }
+        Ok(Generated { all: Some(all), ..Self::practice(kind, difficulty, 0, reader) })
+    }
+
+    fn problem(&self, number: u64) -> Result<Problem> {
+        if let Some(all) = self.all.as_ref().filter(|all| !all.is_empty()) {
+            return Ok(all[(number % all.len() as u64) as usize].clone());
+        }
+        let tries = (0..TRIES_MAX).map(|attempt| {
+            let number = super::mix(number).wrapping_add(attempt);
+            self.kind.problem(self.seed, number, self.difficulty)
+        });
+        let mut practised = tries.filter(|problem| !is_held_out(problem));
+        practised.next().ok_or_else(|| {
+            input(format!("--task {}", self.kind.name), "problems that are not held out", "none")
+        })
+    }
+}
+
+/// By a hash of the question: a problem belongs to one of the two, whatever its seed and number.
+fn is_held_out(problem: &Problem) -> bool {
+    let mut first = [0; 8];
+    first.copy_from_slice(&blake3::hash(problem.question.as_bytes()).as_bytes()[..8]);
+    u64::from_le_bytes(first).is_multiple_of(HELD_OUT_OF)
+}
+
+#[async_trait]
+impl Task for Generated {
+    fn check(&self, checkpoint: &Path) -> Result<()> {
+        let Some(size) = vocabulary(checkpoint)? else { return Ok(()) };
+        match self.reader.tokenizer().ids() {
+            ids if ids <= size => Ok(()),
+            ids => Err(Error::OtherTokenizer {
+                path: checkpoint.to_owned(),
+                expected: format!("ids below the model's vocab_size, {size}"),
+                found: format!("{ids} ids in tokenizer.json"),
+            }),
+        }
+    }
+
+    async fn prompt(&self, number: u64) -> Result<Prompt> {
+        let Problem { question, label, .. } = self.problem(number)?;
+        let row = json!({ "question": question, "label": label });
+        let place = Place { path: self.path.clone(), line: number };
+        let read = self.reader.read(&row.to_string(), place);
+        let refused =
+            |why: crate::data::Refused| input(format!("--task {}", self.kind.name), "a prompt", why);
+        Ok(read.map_err(refused)?.into())
+    }
+
+    fn decode(&self, response: &[i32]) -> Result<String> {
+        self.reader.tokenizer().decode(response)
+    }
+
+    fn encode(&self, text: &str) -> Result<Vec<i32>> {
+        self.reader.tokenizer().encode(text)
+    }
+
+    async fn reward(&self, group: &[Answer]) -> Result<Vec<f32>> {
+        let reward = |answer: &Answer| {
+            let label = answer.label.as_deref().and_then(|label| serde_json::from_str(label.get()).ok());
+            let right = label.is_some_and(|label| self.kind.right(&label, &answer.response));
+            f32::from(u8::from(right))
+        };
+        Ok(group.iter().map(reward).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::data::{DataOptions, Tokenizer};
+    use crate::tasks::arithmetic;
+
+    fn reader() -> RowReader {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
+        let tokenizer = Arc::new(Tokenizer::open(dir.path()).unwrap());
+        RowReader::new(DataOptions::default(), tokenizer, None).unwrap()
+    }
+
+    #[test]
+    fn held_out_problems_are_distinct_and_never_practised() {
+        for kind in Kind::ALL {
+            let held_out = Generated::held_out(kind, 3, 64, reader()).unwrap().all.unwrap();
+            let held_out: BTreeSet<_> = held_out.into_iter().map(|problem| problem.question).collect();
+            assert_eq!(held_out.len(), 64, "{}", kind.name);
+            let practice = Generated::practice(kind, 3, 7, reader());
+            let met =
+                (0..2000).filter(|n| held_out.contains(&practice.problem(*n).unwrap().question)).count();
+            assert_eq!(met, 0, "{}", kind.name);
+        }
+    }
+
+    #[test]
+    fn more_held_out_problems_than_there_are_is_refused_with_how_many() {
+        let kind = Kind::named("chain_sum").unwrap();
+        let words = Generated::held_out(kind, 1, 512, reader()).unwrap_err().to_string();
+        assert!(words.contains("--n-eval-prompts") && words.contains("at most"), "{words}");
+    }
+
+    #[tokio::test]
+    async fn answers_are_rewarded_by_the_label_of_their_prompt() {
+        let kind = Kind::named("chain_sum").unwrap();
+        let task = Generated::practice(kind, 2, 7, reader());
+        let problem = task.problem(5).unwrap();
+        let answer = |response: &str| Answer {
+            sample: 1,
+            prompt: problem.question.clone(),
+            response: response.to_owned(),
+            label: serde_json::value::RawValue::from_string(problem.label.to_string()).ok(),
+            metadata: None,
+            truncated: false,
+            response_length: 1,
+        };
+        let group =
+            [answer(&problem.answer), answer("no"), Answer { label: None, ..answer(&problem.answer) }];
+        assert_eq!(task.reward(&group).await.unwrap(), [1.0, 0.0, 0.0]);
+    }
+}

@@ -1,0 +1,236 @@
+//! All hooks together, as one program in Python, in rollouts without an engine.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use async_trait::async_trait;
+use driftless_bridge::engine::{Finish, VersionSpan};
+use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
+use driftless_buffer::{Identity, Log, Options, PromptState, Record, Sample, Scalars};
+use driftless_trainer::data::{DataOptions, RowReader};
+use driftless_trainer::hook::{Hook, HookOptions, Rm};
+use driftless_trainer::rollout::{Dropped, RolloutOptions, Rollouts, answer_of};
+use driftless_trainer::tasks::{Engines, Filter, Hooked, Hooks, Sourced, Task, Turn, arithmetic};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+const ANSWERS: u64 = 2;
+
+/// Prompt n is a digit. An answer has two generations with a token of the hook's between them, and two
+/// samples: the first turn, and both. Prompt 1 is left out. Odd answers are not trained on.
+const HOOKS: &str = r#"
+import json, sys
+
+def answer(ask):
+    samples = ask.get("samples", [])
+    match ask["hook"]:
+        case "prompt":
+            return {"row": {"question": str(ask["number"] % 10), "answer": ask["number"]}}
+        case "generate":
+            made = ask["generations"]
+            if not made:
+                return {"generate": {"sampling_params": {"max_new_tokens": 1}}}
+            if len(made) == 1:
+                return {"generate": {"append": "+"}}
+            first = made[0]["input_ids"] + made[0]["output_ids"]
+            return {"samples": [{"tokens": first}, {"metadata": {"turns": len(made)}}]}
+        case "rm":
+            assert all(sample["metadata"] == {"turns": 2} for sample in samples)
+            return {"rewards": [sample["index"] % 2 for sample in samples]}
+        case "dynamic_sampling_filter":
+            return {"keep": samples[0]["label"] != 1, "reason": "it is one"}
+        case "rollout_sample_filter":
+            return {"remove": [sample["reward"] == 1 for sample in samples]}
+        case "reward_post_process":
+            return {"rewards": [10 * sample["reward"] for sample in samples]}
+
+for line in sys.stdin:
+    ask = json.loads(line)
+    print(json.dumps({"id": ask["id"], **answer(ask)}), flush=True)
+"#;
+
+fn hook(dir: &Path, flag: &'static str) -> Hook {
+    let file = dir.join("hooks.py");
+    std::fs::write(&file, HOOKS).unwrap();
+    let at = format!("exec python3 {}", file.display());
+    Hook::open(flag, &HookOptions { at, processes: 2, deadline: Duration::from_secs(60) }).unwrap()
+}
+
+fn task(dir: &Path) -> Hooked {
+    std::fs::write(dir.join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
+    let options = DataOptions {
+        input_key: "question".into(),
+        label_key: Some("answer".into()),
+        ..DataOptions::default()
+    };
+    let reader = RowReader::open(options, dir).unwrap();
+    let reward = Arc::new(Rm::new(hook(dir, "--custom-rm-command")));
+    let prompts = Sourced::new(hook(dir, "--data-source-command"), reader, reward);
+    let hooks = Hooks {
+        generate: Some(hook(dir, "--custom-generate-command")),
+        reward: None,
+        dynamic_sampling_filter: Some(Filter::Hook(hook(dir, "--dynamic-sampling-filter-command"))),
+        rollout_sample_filter: Some(hook(dir, "--rollout-sample-filter-command")),
+        reward_post_process: Some(hook(dir, "--custom-reward-post-process-command")),
+    };
+    Hooked::new(Arc::new(prompts), hooks)
+}
+
+/// Writes the last token it read, twice if it may, with its place as log-probability.
+struct Echo;
+
+#[async_trait]
+impl Engines for Echo {
+    async fn generate(
+        &self,
+        request: GenerateRequest,
+        _minimum: Option<&Label>,
+    ) -> driftless_bridge::Result<Generation> {
+        let read = request.input_ids.len();
+        let count = (request.sampling.max_new_tokens as usize).min(2);
+        let label = Label::new("0123456789ab", read as u64).unwrap().to_string();
+        Ok(Generation {
+            rid: request.rid,
+            engine: "echo".into(),
+            output_ids: vec![request.input_ids[read - 1]; count],
+            log_probs: vec![-(read as f32); count],
+            spans: vec![VersionSpan { label, start: 0, end: count as u32 }],
+            spans_reported: true,
+            finish: Finish::Stop,
+            retractions: 0,
+        })
+    }
+}
+
+fn rollouts(dir: &Path, task: impl Task + 'static) -> Arc<Rollouts> {
+    let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+    Arc::new(Rollouts {
+        engines: Arc::new(Echo),
+        task: Arc::new(task),
+        log: Log::open(dir.join("log"), Options::new(identity)).unwrap(),
+        progress: Arc::new(|_, _, _| {}),
+        options: RolloutOptions {
+            scope: 1,
+            seed: 1,
+            rollout_batch_size: 2,
+            n_samples_per_prompt: ANSWERS,
+            sampling: SamplingParams::default(),
+            rollout_max_context_len: None,
+            vocabulary: Some(16),
+        },
+    })
+}
+
+/// The samples of a group, by id.
+fn records(rollouts: &Rollouts, group: u64) -> Vec<Record> {
+    let groups = rollouts.log.reader().groups(0, ANSWERS as usize);
+    groups.into_iter().find(|found| found.group_id == group).unwrap().records
+}
+
+/// Prompt 0 is token 3, `+` is 13.
+fn check(rollouts: &Rollouts) {
+    let records = records(rollouts, 0);
+    let answers: Vec<_> = records.iter().map(|record| answer_of(record.scalars().sample_id)).collect();
+    assert_eq!(answers, [0, 1, 0, 1], "the first samples of both answers, then the second ones");
+    let (turn, both) = (&records[0], &records[2]);
+    assert_eq!((turn.tokens(), turn.log_probs()), (&[3, 3][..], &[-1.0][..]));
+    assert_eq!(both.tokens(), [3, 3, 13, 13, 13]);
+    assert_eq!(both.log_probs(), [-1.0, 0.0, -3.0, -3.0]);
+    assert_eq!(both.loss_mask(), [1, 0, 1, 1]);
+    let versions: Vec<_> = both.spans().iter().map(|span| (span.version, span.start, span.end)).collect();
+    assert_eq!(versions, [(1, 0, 1), (3, 2, 4)]);
+    assert_eq!(records[3].loss_mask(), [0; 4], "an odd answer is not trained on");
+    let rewards: Vec<_> = records.iter().map(|record| record.scalars().reward).collect();
+    assert_eq!(rewards, [0.0, 10.0, 0.0, 10.0], "an answer has one reward, ten times that of the hook");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_hook_does_its_part() {
+    let dir = tempfile::tempdir().unwrap();
+    let rollouts = rollouts(dir.path(), task(dir.path()));
+    rollouts.task.ready().await.unwrap();
+    let dropped = rollouts.clone().generate(0, None).await.unwrap();
+    assert_eq!(dropped, Dropped { failed: 0, filtered: 1 });
+    check(&rollouts);
+    let done = rollouts.log.reader().prompts(PromptState::Done);
+    let left_out = done.iter().find(|record| record.scalars().sample_id == 1).unwrap();
+    assert!(String::from_utf8_lossy(left_out.metadata()).contains("it is one"));
+    assert_eq!(records(&rollouts, 2).len(), 4);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hook_that_never_ends_an_answer_is_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let inner = Arc::new(task(dir.path()));
+    let script = r#"exec python3 -c '
+import json, sys
+for line in sys.stdin:
+    print(json.dumps({"id": json.loads(line)["id"], "generate": {"input_ids": [3]}}), flush=True)'"#;
+    let options = HookOptions { at: script.into(), processes: 1, deadline: Duration::from_secs(60) };
+    let generate = Hook::open("--custom-generate-command", &options).unwrap();
+    let task = Hooked::new(inner, Hooks { generate: Some(generate), ..Hooks::default() });
+    let turn = Turn {
+        engines: &Echo,
+        minimum: None,
+        sample: 7,
+        rid: Rid::new(1, 7),
+        sampling: SamplingParams::default(),
+        max_context_len: None,
+        vocabulary: None,
+        evaluation: true,
+    };
+    let prompt = task.prompt(0).await.unwrap();
+    let words = task.generate(&prompt, &turn).await.unwrap_err().to_string();
+    assert!(words.contains("sample 7") && words.contains("at most 256 generations"), "{words}");
+}
+
+/// A crash after the second sample of an answer, and before its first, which is written last.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_of_which_a_crash_left_a_part_is_made_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = rollouts(dir.path(), task(dir.path()));
+    let part = |part: u64, tokens: &'static [i32]| Sample {
+        scalars: Scalars { sample_id: part << 48, ..Scalars::default() },
+        prompt_len: 1,
+        tokens,
+        log_probs: &[-9.0],
+        loss_mask: &[1],
+        ..Sample::default()
+    };
+    // The try before the crash had three samples.
+    first.log.append_all(&[part(2, &[3, 9]), part(1, &[3, 8])]).unwrap();
+    first.clone().generate(0, None).await.unwrap();
+    let whole = records(&first, 0).into_iter().filter(|record| record.log_probs() != [-9.0]);
+    assert_eq!(whole.count(), 4);
+    // Nor does the loop learn from what the crash left.
+    assert_eq!(first.log.reader().groups(0, 2)[0].records.len(), 5);
+    assert_eq!(first.groups(0).iter().map(|group| group.records.len()).collect::<Vec<_>>(), [4, 4]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hook_that_asks_for_too_much_drops_its_group_with_the_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut task = None;
+    for (reply, found) in [
+        (r#"{"generate": {"sampling_params": {"temperature": 2}}}"#, "temperature"),
+        (r#"{"generate": {"input_ids": [3], "append": "+"}}"#, "both"),
+        (r#"{"generate": {}, "samples": [{}]}"#, "neither, or both"),
+        (r#"{"samples": []}"#, "found 0"),
+        (r#"{"samples": [{}]}"#, "neither"),
+        (r#"{"samples": [{"tokens": [3, 16], "prompt_len": 1}]}"#, "found 16"),
+        (r#"{"samples": [{"tokens": [3, 4], "prompt_len": 1, "loss_mask": [1]}]}"#, "response token 0"),
+    ] {
+        let at = format!(
+            "while read -r line; do n=${{line#*:}}; n=${{n%%,*}}; echo '{{\"id\": '$n', {}'; done",
+            &reply[1..]
+        );
+        let options = HookOptions { at, processes: 1, deadline: Duration::from_secs(60) };
+        let generate = Hook::open("--custom-generate-command", &options).unwrap();
+        let inner = task.get_or_insert_with(|| Arc::new(self::task(dir.path()))).clone();
+        let hooks = Hooks { generate: Some(generate), ..Hooks::default() };
+        let place = dir.path().join(found.replace([' ', ','], "-"));
+        let rollouts = rollouts(&place, Hooked::new(inner, hooks));
+        let words = rollouts.generate(0, None).await.unwrap_err().to_string();
+        assert!(words.contains("--custom-generate-command") && words.contains(found), "{reply}: {words}");
+    }
+}

@@ -1,0 +1,41 @@
+//! Python packages that our rewards are compared with, and that hooks call, in an environment of their own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::error::{Error, Result};
+use crate::process;
+
+const PACKAGES: [&str; 2] = ["math-verify==0.9.0", "reasoning-gym==0.1.25"];
+/// The directory in the cache: another one for other packages.
+const HOME: &str = "math-verify-0.9.0-reasoning-gym-0.1.25";
+/// File whose presence says that the installation ran to its end.
+const MARKER: &str = "installed";
+
+/// What is missing and how to get it, or `None`.
+pub(crate) fn missing(cache: &Path) -> Option<String> {
+    let found = cache.join(HOME).join(MARKER).is_file();
+    (!found).then(|| "math-verify and reasoning-gym (cargo xtask test --ci rewards)".to_owned())
+}
+
+/// Its interpreter.
+pub(crate) fn python(cache: &Path) -> PathBuf {
+    cache.join(HOME).join("bin/python")
+}
+
+/// Installs them, unless they are there. What an interrupted installation left is begun anew.
+pub(crate) fn install(cache: &Path) -> Result<()> {
+    if missing(cache).is_none() {
+        return Ok(());
+    }
+    println!("rewards: {} from PyPI (0.2 GB)", PACKAGES.join(", "));
+    let home = cache.join(HOME);
+    process::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&home))?;
+    let mut pip = Command::new(python(cache));
+    process::run(
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]).args(PACKAGES),
+    )?;
+    let marker = home.join(MARKER);
+    fs::write(&marker, "").map_err(|source| Error::io(marker, source))
+}
