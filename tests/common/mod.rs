@@ -25,7 +25,10 @@ pub const TINY_CONFIG: &str = r#"{
 
 /// `driftless` as cargo built it for this test.
 pub fn driftless() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_driftless"))
+    let mut command = Command::new(env!("CARGO_BIN_EXE_driftless"));
+    // Threads of libtorch that spin for each other take minutes for a step where others want the processors.
+    command.env("OMP_WAIT_POLICY", "passive");
+    command
 }
 
 /// A checkpoint of the tiny model that our trainer saved after a few steps.

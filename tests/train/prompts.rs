@@ -70,7 +70,7 @@ fn a_reward_that_never_comes_ends_the_run_with_its_reason() {
     let _follower = stage.start(Role::Follower, None);
     let (status, words) = code(&mut stage.command(Role::Trainer));
     assert_eq!(status, Some(1), "{words}");
-    assert!(words.contains("exit status: 3") && words.contains("reward of sample"), "{words}");
+    assert!(words.contains("exit status: 3") && words.contains("--custom-rm-command"), "{words}");
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn what_a_task_lacks_is_said_before_the_model_is_read() {
     std::fs::write(dir.path().join("model.safetensors"), "").expect("a file");
     let data = prompts(&dir.path().join("train.jsonl"), 4);
     let cases: [(&[&str], &str); 4] = [
-        (&[], "--task arithmetic"),
+        (&[], "--task NAME"),
         (&["--prompt-data", &data, "--input-key", "q"], "--rm-type"),
         (&["--prompt-data", &data, "--input-key", "q", "--rm-type", "math"], "--label-key"),
         (
