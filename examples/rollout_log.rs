@@ -1,14 +1,14 @@
-//! The rollout log alone, under somebody else's RL stack: two generators append, a trainer takes complete
-//! groups without copying them, stops in the middle, and continues where its checkpoint says.
+//! The rollout log alone, in another RL stack: two generators append, a trainer takes complete groups without
+//! copying them, stops in the middle, and continues where its checkpoint says.
 //!
 //! `cargo run --example rollout_log`
 
 use std::error::Error;
 use std::path::Path;
 
+use driftless::buffer::sample::Shape;
 use driftless::buffer::{
-    Finish, GroupQuery, Identity, Log, Options, Position, Retention, Sample, Scalars, Shape, SyncPolicy,
-    VersionSpan,
+    Finish, GroupQuery, Identity, Log, Options, Position, Retention, Sample, Scalars, SyncPolicy, VersionSpan,
 };
 
 /// Samples of one prompt.
@@ -40,7 +40,7 @@ fn open(dir: &Path) -> driftless::buffer::Result<Log> {
     let identity = Identity { run_id: [42; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
     // One sync for the samples of a group.
     let sync = SyncPolicy::EveryRecords(GROUP as usize);
-    Log::open(dir, Options { sync, segment_bytes: 64 << 10, ..Options::new(identity) })
+    Log::open(dir, Options::new(identity).with_sync(sync).with_segment_bytes(64 << 10))
 }
 
 /// Two generators share the log. The first copies its samples in, the second writes them in place.
@@ -129,4 +129,12 @@ fn train(dir: &Path, mut position: Position, batches: usize) -> Result<Position,
         cursor.commit(position)?;
     }
     Ok(position)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn example_runs() {
+        super::main().unwrap();
+    }
 }

@@ -1,24 +1,26 @@
 //! driftless keeps a fleet of inference engines in step with an RL trainer: lossless weight deltas,
 //! crash-safe publications, a durable rollout log.
 //!
-//! This package re-exports the crates of the workspace, each behind the feature of its name:
+//! This package re-exports the crates of the workspace, each behind a feature:
 //!
 //! | Feature | Module | What it is | Default |
 //! |---|---|---|---|
 //! | `delta` | [`delta`] | the codec: bytes in, bytes out | yes |
-//! | `transport` | [`transport`] | publications: stores, manifests, publish, follow | yes |
+//! | `transport` | [`transport`], [`store`] | publications: publish, follow; the stores that hold them | yes |
 //! | `buffer` | [`buffer`] | the rollout log | yes |
-//! | `bridge` | [`bridge`] | inference engines: attach, generate, activate | yes |
-//! | `object` | – | stores on S3, Google Cloud Storage and Azure | yes |
-//! | `arrow` | – | the log as Arrow IPC and Parquet | yes |
-//! | `nccl` | – | weights pushed over NCCL, which is opened at run time | with `cli` |
-//! | `ucx` | – | objects over UCX, which is opened at run time | with `cli` |
-//! | `relay` | [`relay`] | a cache of objects for the followers of a region, and its clients | with `cli` |
-//! | `slime` | [`slime`] | slime's delta directories, followed and written; builds zstd | with `cli` |
-//! | `cli` | – | the `driftless` command | yes |
-//! | `trainer` | [`trainer`] | the loop: tasks, rollouts, schedule, learners behind one trait | yes |
+//! | `bridge` | `bridge` | inference engines: attach, generate, activate | no |
+//! | `trainer` | `trainer` | the loop: tasks, rollouts, schedule, learners behind one trait | no |
+//! | `object` | – | stores on S3, Google Cloud Storage and Azure | no |
+//! | `arrow` | – | the log as Arrow IPC and Parquet | no |
+//! | `nccl` | – | weights pushed over NCCL, which is opened at run time | no |
+//! | `relay` | `relay` | a cache of objects for the followers of a region, and its clients | no |
+//! | `ucx` | – | objects over UCX, which is opened at run time | no |
+//! | `slime` | `slime` | slime's delta directories, followed and written | no |
+//! | `cli` | – | the `driftless` command, with all of the above | no |
 //! | `torch` | `torch` | libtorch as a learner, the embedded engine; links libtorch 2.11 | no |
 //! | `failpoints` | – | crash points, for kill tests | no |
+//!
+//! The default features build without a C compiler. Everything runs on Linux.
 
 // The command names the crates as its users do.
 #[cfg(feature = "cli")]

@@ -12,8 +12,8 @@ const MAGIC: &str = "driftless-cursor";
 
 /// A consumer's durable position: the next record it wants to read.
 ///
-/// A trainer that must train on every record exactly once keeps the position in its own checkpoint too, and
-/// after a restart continues from there; the cursor then tells the log what may be removed.
+/// A trainer that must train on every record exactly once keeps the position in its own checkpoint too. After
+/// a restart it continues from there. The cursor then tells the log what may be removed.
 #[derive(Debug)]
 pub struct Cursor {
     shared: Arc<Shared>,

@@ -1,5 +1,5 @@
-//! Records as Arrow record batches, written as an Arrow IPC file or as Parquet: for notebooks and data
-//! frames, not for training, which reads the log in place.
+//! Records as Arrow record batches, written as an Arrow IPC file or as Parquet. They serve notebooks and data
+//! frames; training reads the log in place.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -72,7 +72,7 @@ pub fn export_parquet(
 pub struct Exported {
     /// Records.
     pub records: u64,
-    /// Damaged records, which were left out; [`crate::verify`] says where.
+    /// Damaged records, which were left out; [`crate::check::verify`] says where.
     pub damaged: u64,
 }
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::beacon::Beacon;
+use crate::durable_end::DurableEnd;
 use crate::index::{Checked, Index, Loaded};
 use crate::layout::segment::HEADER_PAGE;
 use crate::lock::LockFile;
@@ -24,7 +24,7 @@ pub(crate) struct Files {
     storage: Directory,
     identity: OnceLock<Identity>,
     known: Mutex<Known>,
-    beacon: OnceLock<Beacon>,
+    durable_end: OnceLock<DurableEnd>,
 }
 
 struct Known {
@@ -40,12 +40,12 @@ impl std::fmt::Debug for Files {
     }
 }
 
-/// Settled when no process writes: then what a crash left is told apart from what is being written.
+/// Unwritten when no process writes: then what a crash left is told apart from what is being written.
 pub(crate) fn read_mode(root: &Path) -> Result<Mode> {
     if !LockFile::is_taken(root)? {
-        return Ok(Mode::Settled);
+        return Ok(Mode::Unwritten);
     }
-    Ok(Mode::Live { durable: Beacon::see(root).map_or(u64::MAX, |beacon| beacon.get().1) })
+    Ok(Mode::Live { durable: DurableEnd::open(root).map_or(u64::MAX, |durable_end| durable_end.get().1) })
 }
 
 impl Files {
@@ -56,7 +56,7 @@ impl Files {
         let opened = recover::read(&storage, mode)?;
         let identity = opened.identity.map_or_else(OnceLock::new, OnceLock::from);
         let known = Mutex::new(Known { index: opened.index, mode, firsts });
-        Ok(Self { root: root.to_owned(), storage, identity, known, beacon: OnceLock::new() })
+        Ok(Self { root: root.to_owned(), storage, identity, known, durable_end: OnceLock::new() })
     }
 
     pub(crate) fn identity(&self) -> Option<&Identity> {
@@ -77,9 +77,9 @@ impl Files {
         let firsts = recover::firsts(&self.storage)?;
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         match (known.mode, mode) {
-            (Mode::Settled, Mode::Settled) if known.firsts == firsts => return Ok(()),
+            (Mode::Unwritten, Mode::Unwritten) if known.firsts == firsts => return Ok(()),
             (Mode::Live { .. }, Mode::Live { durable }) => self.extend(&mut known.index, &firsts, durable)?,
-            // A writer has come or gone, and has settled what was open.
+            // A writer has come or gone, and has sealed what was open.
             _ => known.index = recover::read(&self.storage, mode)?.index,
         }
         (known.mode, known.firsts) = (mode, firsts);
@@ -90,7 +90,7 @@ impl Files {
         Ok(())
     }
 
-    /// Adds what is new to the index. The segments that were sealed before are not looked at.
+    /// Adds what is new to the index. The segments that were sealed before are not read again.
     fn extend(&self, index: &mut Index, firsts: &[u64], durable: u64) -> Result<()> {
         // An empty segment may have been removed and made again under the same name.
         let stale = |loaded: &&Loaded| {
@@ -128,22 +128,22 @@ impl Files {
     /// As [`crate::Reader::wait`].
     pub(crate) fn wait(&self, position: Position, until: Instant) -> Result<Position> {
         loop {
-            if self.beacon.get().is_none()
-                && let Some(beacon) = Beacon::see(&self.root)
+            if self.durable_end.get().is_none()
+                && let Some(durable_end) = DurableEnd::open(&self.root)
             {
                 // As good as the one that another thread may have put there.
-                let _ = self.beacon.set(beacon);
+                let _ = self.durable_end.set(durable_end);
             }
             // Before looking, so that no news can fall between.
-            let seen = self.beacon.get().map(|beacon| beacon.get().0);
+            let seen = self.durable_end.get().map(|durable_end| durable_end.get().0);
             self.refresh()?;
             let end = Position(self.with(|index| index.end()));
             let left = until.saturating_duration_since(Instant::now());
             if end > position || left.is_zero() {
                 return Ok(end);
             }
-            match self.beacon.get().zip(seen) {
-                Some((beacon, seen)) => beacon.sleep(seen, left.min(LOOK)),
+            match self.durable_end.get().zip(seen) {
+                Some((durable_end, seen)) => durable_end.sleep(seen, left.min(LOOK)),
                 None => std::thread::sleep(left.min(LOOK_FOR_WRITER)),
             }
         }

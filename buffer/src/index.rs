@@ -10,7 +10,7 @@ use crate::map::Map;
 use crate::recover;
 use crate::sample::{Kind, PromptState};
 
-/// Sealed segments that stay in memory though nobody holds records of them.
+/// Sealed segments that stay in memory though no record of them is held.
 const RESIDENT: usize = 4;
 
 /// A mapped segment.
@@ -240,7 +240,7 @@ impl Index {
         Some((first + index as u64, Place { segment: Arc::clone(&loaded.segment), entry, checked }))
     }
 
-    /// A segment is read from. Of the sealed ones, a few stay in memory; the others only as long as somebody
+    /// A segment is read from. Of the sealed ones, a few stay in memory; the others only as long as a reader
     /// holds records of them.
     fn touched(&mut self, first: u64) {
         if self.resident.back() == Some(&first) {
@@ -312,8 +312,8 @@ impl Index {
         self.prompts.last_key_value().map(|(&id, _)| id)
     }
 
-    /// The first position of a segment that is needed to resume: the newest record of a prompt that is not
-    /// done, or of a sample that is not finished.
+    /// The first position of a segment that is needed to resume. It is the newest record of a prompt that is
+    /// not done, or of a sample that is not finished.
     pub(crate) fn needed(&self, first: u64) -> Option<u64> {
         let entries = &self.segments.get(&first)?.entries;
         let needed = |(sequence, entry): &(u64, &Entry)| match (entry.state, Kind::from_code(entry.kind)) {

@@ -1,4 +1,4 @@
-//! Who holds which frame between reservation and stable storage: pure bookkeeping, no clock, no memory, no
+//! Frames between reservation and stable storage: pure bookkeeping, no clock, no memory, no
 //! file.
 //!
 //! A slot goes `Reserved → Committed → Durable`, or `Reserved → Void → Durable`. Slots leave from the front
@@ -6,8 +6,8 @@
 //! see.
 //!
 //! Of a void slot nothing but its header matters, and there any state that recovery can step over will do. So
-//! a reservation that is given up after a sync has stored its header counts as durable at once: nobody waits
-//! for another sync.
+//! a reservation that is given up after a sync has stored its header counts as durable at once: no thread
+//! waits for another sync.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -1,20 +1,23 @@
 #![doc = include_str!("../README.md")]
 
+#[cfg(not(target_os = "linux"))]
+compile_error!(
+    "driftless-buffer needs Linux: its readers wait on futexes, and its segments are allocated by fallocate"
+);
 #[cfg(target_endian = "big")]
 compile_error!(
     "driftless-buffer hands out little-endian columns without copying them and needs a little-endian machine"
 );
 
 mod append;
-mod beacon;
+pub mod check;
 mod cursor;
-mod damage;
+mod durable_end;
 mod error;
 #[cfg(feature = "arrow")]
-mod export;
+pub mod export;
 mod files;
 mod index;
-mod inspect;
 mod layout;
 mod ledger;
 mod lock;
@@ -23,15 +26,15 @@ mod log;
 mod map;
 mod options;
 mod position;
-mod producer;
-mod query;
-mod reader;
+pub mod producer;
+pub mod query;
+pub mod reader;
 mod record;
 mod recover;
 mod regular;
-mod reservation;
-mod retain;
-mod sample;
+pub mod reservation;
+pub mod retain;
+pub mod sample;
 mod scan;
 mod segments;
 mod serve;
@@ -43,21 +46,16 @@ mod tests;
 mod wire;
 
 pub use cursor::Cursor;
-pub use damage::{Damage, Recovery, Severity};
 pub use error::{Error, Result};
-#[cfg(feature = "arrow")]
-pub use export::{Exported, export_arrow, export_parquet};
-pub use inspect::{Report, Stat, stat, verify};
 pub use log::Log;
 pub use options::{Options, SyncPolicy};
 pub use position::{Identity, Position};
-pub use producer::{Producer, Producers};
-pub use query::{Group, GroupQuery, Order};
-pub use reader::{Reader, Records};
+pub use producer::Producer;
+pub use query::{Group, GroupQuery};
+pub use reader::Reader;
 pub use record::Record;
-pub use reservation::{Ack, Pending, Reservation};
-pub use retain::{Retention, Retired};
-pub use sample::{ColumnId, Element, Finish, Kind, PromptState, Sample, Scalars, Shape, VersionSpan};
+pub use retain::Retention;
+pub use sample::{Finish, Kind, PromptState, Sample, Scalars, VersionSpan};
 
 /// Unix time in microseconds, for information only: nothing is ever ordered by it.
 fn clock_us() -> u64 {

@@ -26,7 +26,7 @@ impl LockFile {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut text = String::new();
-                // Who holds it is a help, not a promise: an unreadable number is simply left out.
+                // The holder's number only helps: one that cannot be read is left out.
                 let holder = file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
                 return Err(Error::Locked { path, holder });
             }
@@ -49,7 +49,7 @@ impl LockFile {
             Err(error) if error.kind() == ErrorKind::InvalidInput => {
                 return Err(Error::io("open", &path)(error));
             }
-            // Nobody has written here, or not for this user to know.
+            // Nothing was written here, or this user may not read it.
             Err(_) => return Ok(false),
         };
         // A shared lock lets other inspectors in; it is gone when `file` is closed.

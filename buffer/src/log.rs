@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::append;
-use crate::beacon::Beacon;
+use crate::check::Recovery;
 use crate::cursor::{self, Cursor};
-use crate::damage::Recovery;
+use crate::durable_end::DurableEnd;
 use crate::lock::LockFile;
 use crate::options::{Options, SyncPolicy};
 use crate::producer::Producers;
@@ -18,7 +18,7 @@ use crate::retain::{Retention, Retired};
 use crate::sample::{Sample, Shape};
 use crate::shared::Shared;
 use crate::storage::{Directory, Storage};
-use crate::sync::Keeper;
+use crate::sync::Worker;
 use crate::{Error, Identity, Position, Result};
 
 /// Pages of a file.
@@ -32,19 +32,19 @@ const PAGE: u64 = 4096;
 pub struct Log {
     shared: Arc<Shared>,
     /// Ends its thread with the last handle.
-    keeper: Option<Arc<Keeper>>,
+    worker: Option<Arc<Worker>>,
 }
 
 impl Log {
     /// Opens the log in `dir`, creating the directory if it is absent, and recovers what an earlier process
-    /// left: incomplete records at the end are dropped, damaged ones are quarantined and told by
-    /// [`Log::recovery`].
+    /// left. Incomplete records at the end are dropped. Damaged ones are skipped, and [`Log::recovery`] names
+    /// them.
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] when another process writes it, [`Error::Identity`] when it belongs to another run,
-    /// model or tokenizer, [`Error::Unsupported`] when a newer program wrote it, [`Error::Invalid`] for
-    /// options that make no sense, [`Error::Io`].
+    /// [`Error::Locked`] when another process writes it. [`Error::Identity`] when it belongs to another run,
+    /// model or tokenizer. [`Error::Unsupported`] when a newer program wrote it. [`Error::Invalid`] for
+    /// options that make no sense. [`Error::Io`].
     pub fn open(dir: impl AsRef<Path>, options: Options) -> Result<Self> {
         let root = dir.as_ref();
         fs::create_dir_all(root).map_err(Error::io("create", root))?;
@@ -52,9 +52,9 @@ impl Log {
         let mut log = Self::open_on(Box::new(Directory::new(root)), root.to_owned(), options, Some(lock))?;
         {
             let mut state = log.shared.lock();
-            state.beacon = Some(Beacon::light(root, state.ledger.visible())?);
+            state.durable_end = Some(DurableEnd::create(root, state.ledger.visible())?);
         }
-        log.keeper = Some(Arc::new(Keeper::start(Arc::clone(&log.shared))?));
+        log.worker = Some(Arc::new(Worker::start(Arc::clone(&log.shared))?));
         Ok(log)
     }
 
@@ -69,7 +69,7 @@ impl Log {
         check_options(&options)?;
         let opened = recover::repair(&*storage, &options.identity, cursor::newest(&*storage)?)?;
         let shared = Arc::new(Shared::new(storage, root, options, opened, lock));
-        Ok(Self { shared, keeper: None })
+        Ok(Self { shared, worker: None })
     }
 
     /// Whether its thread would find nothing to sync.
@@ -105,9 +105,9 @@ impl Log {
     ///
     /// # Errors
     ///
-    /// [`Error::TooLarge`], [`Error::Invalid`] for an impossible shape, [`Error::Full`] when too much stays
-    /// unsynced for longer than `wait_deadline`, [`Error::Poisoned`], [`Error::Io`] when a new segment cannot
-    /// be made (the log stays usable: a full disk may have room later).
+    /// [`Error::TooLarge`]; [`Error::Invalid`] for an impossible shape. [`Error::Full`] when too much stays
+    /// unsynced for longer than `wait_deadline`. [`Error::Io`] when a new segment cannot be made; the log
+    /// stays usable, as a full disk may have room later. [`Error::Poisoned`].
     pub fn reserve(&self, shape: &Shape) -> Result<Reservation> {
         self.take(shape, false)
     }
@@ -143,7 +143,7 @@ impl Log {
     /// # Errors
     ///
     /// [`Error::Io`] when the medium fails; from then on every call that writes answers [`Error::Poisoned`],
-    /// because nobody knows what a failed sync has left behind. [`Error::Full`] when another thread's sync
+    /// because it is unknown what a failed sync has left behind. [`Error::Full`] when another thread's sync
     /// does not finish in time.
     pub fn sync(&self) -> Result<Position> {
         self.shared.sync()

@@ -1,13 +1,13 @@
 #![expect(unsafe_code, reason = "memory maps: the one place where bytes of a file become slices")]
 //! A mapped segment, and the rule that makes slices of it sound.
 //!
-//! The rule: a byte is handed out either to the one producer that reserved it ([`Exclusive`], from a bump
-//! allocation, so two never overlap), or to readers ([`Bytes`]) once its frame header says `Committed`. A
-//! header becomes `Committed` only after its producer's `Exclusive` is gone, and nothing ever changes it
+//! The rule: a byte is handed out to the one producer that reserved it ([`Exclusive`], from a bump
+//! allocation, so that two never overlap). Readers get it ([`Bytes`]) once its frame header says `Committed`.
+//! A header becomes `Committed` only after its producer's `Exclusive` is gone, and nothing ever changes it
 //! back. Everything else (frame headers, header page, index table) is touched through atomics alone.
 //!
-//! What the rule cannot cover is a process that ignores it: writing to or truncating a log's files from
-//! outside is the same as writing into this process's memory. That is stated in `docs/format/log.md`.
+//! The rule cannot cover a process that ignores it. Writing to a log's files from outside, or truncating
+//! them, is the same as writing into this process's memory. That is stated in `docs/format/log.md`.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -115,7 +115,7 @@ impl Map {
         unsafe { AtomicU32::from_ptr(pointer) }
     }
 
-    /// Copies `range` (multiples of 8) out through atomic loads, whoever may be writing it.
+    /// Copies `range` (multiples of 8) out through atomic loads, while it may be written.
     pub(crate) fn copy(&self, range: Range<usize>) -> Vec<u8> {
         let mut bytes = vec![0; range.len()];
         for (word, at) in bytes.chunks_exact_mut(8).zip(range.step_by(8)) {
@@ -259,7 +259,7 @@ impl Map {
         let range = offset + FRAME_HEADER..offset + header.bytes as usize;
         let bytes = range.len();
         let pointer = self.pointer(range);
-        // SAFETY: inside the map; the frame is committed, so by the rule above nobody writes to its body any
+        // SAFETY: inside the map; the frame is committed, so by the rule above its body is not written any
         // more.
         Some((header, unsafe { std::slice::from_raw_parts(pointer, bytes) }))
     }
@@ -345,7 +345,7 @@ pub(crate) struct Exclusive {
 }
 
 impl Exclusive {
-    /// Is it to be filled by [`Exclusive::fill`], and so large that nobody touches its pages in memory?
+    /// Is it to be filled by [`Exclusive::fill`], and so large that its pages in memory are not touched?
     pub(crate) fn goes_through_file(&self) -> bool {
         self.copied && self.bytes >= PAGE
     }
@@ -361,7 +361,7 @@ impl Exclusive {
     }
 
     /// Fills the body with these pieces, one after another. Many bytes go through the file: one call of the
-    /// kernel instead of a page fault for every page, and no fault ever waits for the file system's journal.
+    /// kernel instead of a fault for every page. No fault then waits for the file system's journal.
     ///
     /// # Panics
     ///
@@ -421,8 +421,8 @@ impl Deref for Bytes {
 
     fn deref(&self) -> &[u8] {
         let pointer = self.map.pointer(self.start..self.start + self.bytes);
-        // SAFETY: inside the map, which `self.map` keeps; only `committed` makes this value, so nobody writes
-        // here.
+        // SAFETY: inside the map, which `self.map` keeps; only `committed` makes this value, so nothing
+        // writes here.
         unsafe { std::slice::from_raw_parts(pointer, self.bytes) }
     }
 }

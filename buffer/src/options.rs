@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use derive_setters::Setters;
+
 use crate::Identity;
 
 /// When committed records are brought to stable storage.
@@ -15,12 +17,14 @@ pub enum SyncPolicy {
     EveryRecords(usize),
     /// A background thread syncs at the latest this long after a commit.
     Within(Duration),
-    /// Only [`crate::Log::sync`] and [`crate::Pending::wait`] sync.
+    /// Only [`crate::Log::sync`] and [`crate::reservation::Pending::wait`] sync.
     Manual,
 }
 
 /// How a log is opened for writing.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Setters)]
+#[setters(prefix = "with_")]
+#[non_exhaustive]
 pub struct Options {
     /// What the log belongs to; must equal what its segments say.
     pub identity: Identity,

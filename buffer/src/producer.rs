@@ -1,7 +1,7 @@
 //! A producer in another process than the one that owns the log.
 //!
 //! The owner keeps all the bookkeeping. A producer asks it for space, writes its columns in place through its
-//! own map of the segment, and asks the owner to commit; frame headers, CRCs and syncs are the owner's. The
+//! own map of the segment, and asks the owner to commit. Frame headers, CRCs and syncs are the owner's. The
 //! kernel closes the socket of a producer that dies, and with that its reservations end.
 
 use std::fs::File;

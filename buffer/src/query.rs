@@ -134,8 +134,8 @@ impl Reader {
     /// what the index does not know: rewards that differ within a group, for example.
     #[must_use]
     pub fn find_where(&self, query: &GroupQuery, keep: impl FnMut(&Group) -> bool) -> Vec<Group> {
-        // A group that became complete at or after a position has a sample there: the tables that name none
-        // of the rollouts from there on are not needed.
+        // A group that became complete at or after a position has a sample there. Tables that name none of
+        // the rollouts from there on are not needed.
         let rollouts = |index: &Index| index.rollouts_from(query.rollouts.clone(), query.completed_from.0);
         let missing = |index: &Index| {
             let rollouts = rollouts(index);

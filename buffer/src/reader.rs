@@ -13,9 +13,9 @@ use crate::{Error, Identity, Position, Result};
 
 /// Reads a log in place. Clones share everything.
 ///
-/// It sees exactly the records that are on stable storage: from [`crate::Log::reader`] as they become so,
-/// from [`Reader::open`], possibly beside a writing process, as of the last [`Reader::refresh`] or
-/// [`Reader::wait`].
+/// It sees exactly the records that are on stable storage. A reader of [`crate::Log::reader`] sees them as
+/// they become so. One of [`Reader::open`], possibly beside a writing process, sees them as of the last
+/// [`Reader::refresh`] or [`Reader::wait`].
 #[derive(Debug, Clone)]
 pub struct Reader {
     source: Source,

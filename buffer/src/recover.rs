@@ -1,8 +1,9 @@
 //! Opens all segments of a log: sealed ones by their index table, the others by walking them.
 
 use std::ops::Range;
+use std::path::PathBuf;
 
-use crate::damage::{Damage, Recovery, Severity};
+use crate::check::{Damage, Recovery, Severity};
 use crate::index::{Checked, Index, Loaded, Segment};
 use crate::layout::frame::{FRAME_HEADER, Peek};
 use crate::layout::segment::{
@@ -26,9 +27,9 @@ const SUFFIX: &str = ".log";
 pub(crate) enum Mode {
     /// Seal what a crash left open.
     Repair,
-    /// Change nothing; nobody writes.
-    Settled,
-    /// Change nothing; somebody is writing, and tells that everything before this position is durable
+    /// Change nothing; no process writes.
+    Unwritten,
+    /// Change nothing; a process is writing, and tells that everything before this position is durable
     /// (`u64::MAX`: does not tell).
     Live { durable: u64 },
 }
@@ -78,7 +79,7 @@ fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>, noted: u
         for &first in &firsts {
             refuse_foreign(storage, first, identity)?;
         }
-        if let Some(first) = settle_spare(storage, identity, &firsts)? {
+        if let Some(first) = adopt_spare(storage, identity, &firsts)? {
             firsts.push(first);
         }
     }
@@ -101,8 +102,8 @@ pub(crate) fn firsts(storage: &dyn Storage) -> Result<Vec<u64>> {
 
 /// Makes a segment of a spare that records had gone into when its owner died, and removes any other. Answers
 /// with its first position.
-fn settle_spare(storage: &dyn Storage, identity: &Identity, firsts: &[u64]) -> Result<Option<u64>> {
-    let io = |source| Error::io("settle", storage.path(SPARE))(source);
+fn adopt_spare(storage: &dyn Storage, identity: &Identity, firsts: &[u64]) -> Result<Option<u64>> {
+    let io = |source| Error::io("adopt", storage.path(SPARE))(source);
     let mut map = match storage.open(SPARE, Some(0)) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         opened => opened.map_err(io)?,
@@ -150,6 +151,19 @@ fn read_header(storage: &dyn Storage, name: &str, map: &Map) -> Result<Option<(S
     }
 }
 
+/// What is wrong with one segment.
+struct Faults {
+    path: PathBuf,
+    found: Vec<Damage>,
+}
+
+impl Faults {
+    fn note(&mut self, offset: usize, position: Option<u64>, severity: Severity, what: &'static str) {
+        let (path, offset, position) = (self.path.clone(), offset as u64, position.map(Position));
+        self.found.push(Damage { path, offset, position, severity, what });
+    }
+}
+
 /// Opens one segment and adds it, with what is wrong with it, to `opened`. `after` is where the segment
 /// behind it starts.
 pub(crate) fn load(
@@ -160,64 +174,74 @@ pub(crate) fn load(
     opened: &mut Opened,
 ) -> Result<()> {
     let name = segment_name(first);
-    let path = storage.path(&name);
-    let mut found = Vec::new();
-    let mut damage = |offset: usize, position: Option<u64>, severity, what| {
-        let position = position.map(Position);
-        found.push(Damage { path: path.clone(), offset: offset as u64, position, severity, what });
-    };
+    let mut faults = Faults { path: storage.path(&name), found: Vec::new() };
     if opened.next > 0 && first > opened.next {
-        damage(0, Some(opened.next), Severity::Corrupt, "log: the segment before this one is missing");
+        let what = "log: the segment before this one is missing";
+        faults.note(0, Some(opened.next), Severity::Corrupt, what);
     }
-    let map = storage.open(&name, None).map_err(Error::io("map", &path))?;
+    let map = storage.open(&name, None).map_err(Error::io("map", &faults.path))?;
     let Some((header, whole)) = read_header(storage, &name, &map)? else {
-        damage(
-            0,
-            Some(first),
-            Severity::Corrupt,
-            "segment header: no copy is whole, its records cannot be read",
-        );
-        // Its positions must not be used again; there cannot be more of them than the largest segment has
+        let what = "segment header: no copy is whole, its records cannot be read";
+        faults.note(0, Some(first), Severity::Corrupt, what);
+        // Its positions must not be used again. There cannot be more of them than the largest segment has
         // room for.
-        opened.next =
-            opened.next.max(after.unwrap_or(first.saturating_add(SEGMENT_BYTES_MAX / ENTRY as u64)));
-        opened.recovery.damage.append(&mut found);
+        let end = after.unwrap_or(first.saturating_add(SEGMENT_BYTES_MAX / ENTRY as u64));
+        opened.next = opened.next.max(end);
+        opened.recovery.damage.append(&mut faults.found);
         return Ok(());
     };
     if !whole {
-        damage(0, None, Severity::Redundant, "segment header: one of two copies");
+        faults.note(0, None, Severity::Redundant, "segment header: one of two copies");
     }
     let capacity = header.capacity as usize;
     if map.len() < capacity {
-        damage(map.len(), None, Severity::Corrupt, "segment: the file is cut short here");
-    }
-    let end = read_end(&map, &header);
-    if end == End::Damaged {
-        damage(
-            capacity - TRAILER,
-            None,
-            Severity::Redundant,
-            "segment trailer; the segment was scanned instead",
-        );
+        faults.note(map.len(), None, Severity::Corrupt, "segment: the file is cut short here");
     }
     opened.identity = Some(header.identity.clone());
-    if let End::Sealed(trailer) = end {
-        opened.recovery.damage.append(&mut found);
-        opened.next = opened.next.max(trailer.next);
-        opened.bytes += trailer.table;
-        opened.index.add_sealed(Segment::found(name, header, map), trailer);
-        return Ok(());
-    }
+    let mode = match read_end(&map, &header) {
+        End::Sealed(trailer) => {
+            opened.recovery.damage.append(&mut faults.found);
+            opened.next = opened.next.max(trailer.next);
+            opened.bytes += trailer.table;
+            opened.index.add_sealed(Segment::found(name, header, map), trailer);
+            return Ok(());
+        }
+        End::Damaged => {
+            let what = "segment trailer; the segment was scanned instead";
+            faults.note(capacity - TRAILER, None, Severity::Redundant, what);
+            // No process writes to it: its end has been touched already.
+            if mode == Mode::Repair { mode } else { Mode::Unwritten }
+        }
+        End::Open => mode,
+    };
+    scan_into(opened, storage, mode, after, Unscanned { name, header, map, faults })
+}
+
+/// A segment without a table.
+struct Unscanned {
+    name: String,
+    header: SegmentHeader,
+    map: Map,
+    faults: Faults,
+}
+
+/// Scans a segment without a table, and adds it to `opened`.
+fn scan_into(
+    opened: &mut Opened,
+    storage: &dyn Storage,
+    mode: Mode,
+    after: Option<u64>,
+    segment: Unscanned,
+) -> Result<()> {
     opened.recovery.scanned += 1;
-    // Somebody may be writing it, unless its end has been touched already.
-    let mode = if end == End::Open || mode == Mode::Repair { mode } else { Mode::Settled };
-    let walked = walk(storage, mode, after, opened, &name, &header, map)?;
-    let Some(part) = walked else { return Ok(()) };
+    let Unscanned { name, header, map, mut faults } = segment;
+    let first = header.first;
+    let Some(part) = walk(storage, mode, after, opened, &name, &header, map)? else { return Ok(()) };
     for Fault { offset, sequence, state, what } in &part.faults {
         let severity = if *state == EntryState::Corrupt { Severity::Corrupt } else { Severity::Torn };
-        damage(*offset, Some(*sequence), severity, what);
+        faults.note(*offset, Some(*sequence), severity, what);
     }
-    opened.recovery.damage.append(&mut found);
+    opened.recovery.damage.append(&mut faults.found);
     opened.next = opened.next.max(part.next);
     opened.bytes += part.end as u64;
     opened.index.add_segment(Segment::found(name, header, part.map));
@@ -260,7 +284,7 @@ fn walk(
     }
     let mut scan = match mode {
         Mode::Live { durable } => scan::live(&map, header, start, durable),
-        Mode::Settled | Mode::Repair => scan::settled(&map, header, start, after.is_none()),
+        Mode::Unwritten | Mode::Repair => scan::unwritten(&map, header, start, after.is_none()),
     };
     let mut next = after.unwrap_or(header.first + scan.entries.len() as u64);
     let mut sealed_us = None;
@@ -321,7 +345,7 @@ pub(crate) fn entries(segment: &Segment, trailer: &Trailer) -> Vec<Entry> {
         tracing::warn!(segment = segment.name, "a damaged index table; scanning the segment instead");
         let (header, count) = (&segment.header, trailer.count as usize);
         let start = Start { offset: HEADER_PAGE, sequence: header.first };
-        let mut entries = scan::settled(&segment.map, header, start, false).entries;
+        let mut entries = scan::unwritten(&segment.map, header, start, false).entries;
         // The trailer is whole, and tells how many there were.
         entries.truncate(count);
         entries.resize(count, Entry::empty(EntryState::Corrupt, trailer.table, 0));

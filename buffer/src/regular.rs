@@ -1,5 +1,5 @@
-//! Files of a log are opened here: what lies in a file's place may be a FIFO, a device, a socket or a
-//! directory, and opening one must neither wait nor go on as if it were a file.
+//! Files of a log are opened here: a FIFO, a device, a socket or a directory may lie in a file's place.
+//! Opening one must neither wait nor go on as if it were a file.
 
 use std::fs::{self, File, FileType, OpenOptions};
 use std::io;

@@ -11,7 +11,7 @@ use crate::layout::frame::FRAME_HEADER;
 use crate::map::Exclusive;
 use crate::producer::Connection;
 use crate::sample::{ColumnId, Kind, Scalars, Shape, VersionSpan};
-use crate::shared::Shared;
+use crate::shared::{Complete, Shared};
 use crate::{Error, Position, Result};
 
 /// Space for one record in the log, to be filled in place and committed.
@@ -176,7 +176,7 @@ impl Reservation {
         let sequence = ticket.sequence;
         match &ticket.home {
             Home::Here { shared, segment } => {
-                shared.commit_body(segment, (kind, sequence), (body, crc), fixed, &plan)?;
+                shared.commit_body(segment, Complete { kind, sequence, body, crc }, fixed, &plan)?;
             }
             Home::There(connection) => {
                 // The owner reads it next.

@@ -9,11 +9,11 @@ use crate::sample::Kind;
 use crate::shared::Shared;
 use crate::{Error, Position, Result};
 
-/// What may be removed. A sealed segment goes when one of the limits says so (or, without limits, when it was
-/// consumed), and never before all the cursors named have passed it.
+/// What may be removed. A sealed segment goes when one of the limits says so, or, without limits, when it was
+/// consumed. It never goes before all the cursors named have passed it.
 ///
-/// Segments go from the oldest on, without gaps. One that holds the newest record of a prompt that is not
-/// done, or of a sample that is not finished, stays, and everything behind it: see [`Retired::needed`].
+/// Segments go from the oldest on, without gaps. A segment stays, with everything behind it, if it holds the
+/// newest record of a prompt that is not done, or of a sample that is not finished: see [`Retired::needed`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Retention {
     /// Keep at most about this many bytes.
@@ -69,7 +69,7 @@ impl Shared {
             if retired.needed.is_some() {
                 return Ok(retired);
             }
-            // Readers that ask from here on are told; those that hold records of it keep its map.
+            // Readers that ask from here on get an error; those that hold records of it keep its map.
             if let Some(loaded) = state.index.remove_segment(first) {
                 retired.segments += 1;
                 retired.bytes += used(&loaded);

@@ -1,8 +1,8 @@
 //! Finds the records of a segment that has no index table yet, by walking its frames.
 //!
 //! Frames follow each other without gaps, so normally the walk goes from header to header. Where a header is
-//! not valid (a crash lost its page, or it was damaged), the walk tries every multiple of 64 bytes behind it:
-//! a frame header carries its own offset and a CRC salted for its segment, so nothing else passes for one.
+//! not valid (a crash lost its page, or it was damaged), the walk tries every multiple of 64 bytes behind it.
+//! A frame header carries its own offset and a CRC salted for its segment, so nothing else passes for one.
 
 use crate::layout::ALIGN;
 use crate::layout::body;
@@ -42,14 +42,14 @@ pub(crate) fn frames_end(map: &Map, header: &SegmentHeader) -> usize {
     capacity.saturating_sub(TRAILER).min(map.len() / ALIGN * ALIGN)
 }
 
-/// Walks a segment that nobody writes to.
+/// Walks a segment that no process writes to.
 ///
 /// `is_last`: no segment follows, so a position lost behind the last record may still be accounted for.
-pub(crate) fn settled(map: &Map, header: &SegmentHeader, start: Start, is_last: bool) -> Scan {
+pub(crate) fn unwritten(map: &Map, header: &SegmentHeader, start: Start, is_last: bool) -> Scan {
     let limit = frames_end(map, header);
     let (frames, rubbish) = walk(map, header, start, limit, u64::MAX);
     let attested = frames.iter().map(|frame| frame.durable).max().unwrap_or(0);
-    let mut scan = judge(map, header, start, &frames, attested);
+    let mut scan = classify(map, header, start, &frames, attested);
     if let Some(offset) = rubbish.filter(|&offset| offset >= scan.end) {
         // Whole frames may have been lost here. One position is given up, so that it is not used again.
         let sequence = start.sequence + scan.entries.len() as u64;
@@ -81,7 +81,7 @@ pub(crate) fn live(map: &Map, header: &SegmentHeader, start: Start, durable: u64
         u64::MAX => frames.iter().map(|frame| frame.durable).max().unwrap_or(0),
         told => told,
     };
-    let mut scan = judge(map, header, start, &frames, attested);
+    let mut scan = classify(map, header, start, &frames, attested);
     if let Some(open) = scan.entries.iter().position(|entry| entry.state == EntryState::Torn) {
         scan.end = scan.entries[open].offset as usize;
         scan.entries.truncate(open);
@@ -126,7 +126,7 @@ fn plausible(frame: &FrameHeader, expected: u64, header: &SegmentHeader) -> bool
 }
 
 /// Turns headers into entries, checking every body.
-fn judge(map: &Map, header: &SegmentHeader, start: Start, frames: &[FrameHeader], attested: u64) -> Scan {
+fn classify(map: &Map, header: &SegmentHeader, start: Start, frames: &[FrameHeader], attested: u64) -> Scan {
     let mut scan = Scan { end: start.offset, ..Scan::default() };
     let lost = |sequence: u64| if sequence < attested { EntryState::Corrupt } else { EntryState::Torn };
     for frame in frames {
@@ -181,7 +181,7 @@ pub(crate) fn entry_of(map: &Map, salt: u64, frame: &FrameHeader) -> Result<Entr
 /// The index entry of a record.
 pub(crate) fn describe(frame: &FrameHeader, fixed: &body::Fixed, plan: &body::Plan) -> Entry {
     let tokens =
-        plan.column(crate::ColumnId::TOKENS).map_or(0, |column| column.bytes / column.element.size());
+        plan.column(crate::sample::ColumnId::TOKENS).map_or(0, |column| column.bytes / column.element.size());
     let (oldest_version, newest_version) = fixed.versions.unwrap_or((u64::MAX, 0));
     Entry {
         state: EntryState::Record,

@@ -1,10 +1,10 @@
 //! Where frames come from: the segment that takes reservations, and the spare that follows it.
 //!
 //! A spare is a zeroed file with storage behind every byte. When the active segment is full, the spare gets a
-//! header in memory and takes over: no call to the medium is made under the log's lock. Its header reaches
-//! stable storage, and the file its name, with the first sync of its records, or before: nothing in it is
-//! acknowledged, visible or open to other processes until then. A spare that is left over is settled by the
-//! next owner: it becomes a segment if records had gone into it, and is removed if not.
+//! header in memory and takes over, without a call to the medium under the log's lock. Its header reaches
+//! stable storage, and the file gets its name, with the first sync of its records or before. Nothing in it is
+//! acknowledged, visible or open to other processes until then. The next owner makes a spare that is left
+//! over a segment if records had gone into it, and else removes it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -34,7 +34,7 @@ pub(crate) enum Spare {
     InTheMaking,
     /// The file of zeros.
     Ready(Map),
-    /// It could not be made; the producer that needs it tries again, and is told if it fails.
+    /// It could not be made; the producer that needs it tries again, and gets the error if it fails.
     Failed,
 }
 
@@ -68,7 +68,7 @@ impl Shared {
             active.count += 1;
             let segment = Arc::clone(&active.segment);
             if self.wants_spare(state) {
-                self.chores.notify_all();
+                self.work.notify_all();
             }
             return Some((segment, body));
         }
@@ -120,7 +120,7 @@ impl Shared {
         self.make_spare(state)
     }
 
-    /// Makes the spare, without holding the lock meanwhile. Nobody else may be making it.
+    /// Makes the spare, without holding the lock meanwhile. No other thread may be making it.
     pub(crate) fn make_spare<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,

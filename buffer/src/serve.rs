@@ -18,7 +18,7 @@ use crate::layout::frame::FRAME_HEADER;
 use crate::map::Exclusive;
 use crate::producer::{refusal, welcome};
 use crate::sample::Kind;
-use crate::shared::Shared;
+use crate::shared::{Complete, Shared};
 use crate::wire::{self, Message};
 use crate::{Error, Result};
 
@@ -97,7 +97,7 @@ impl Drop for Producers {
         state.serving = false;
         // Once the log is closed, the socket may be another owner's.
         if state.lock.is_some() {
-            // One that is left over answers nobody, and the next owner replaces it.
+            // A socket that is left over answers no call, and the next owner replaces it.
             let _ = fs::remove_file(self.shared.root.join(SOCKET));
         }
     }
@@ -170,7 +170,7 @@ impl Drop for Line {
     fn drop(&mut self) {
         // Another handle of the socket is kept to end this thread; the producer is to notice at once.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
-        // Nobody will complete what it has reserved.
+        // What it has reserved will never be completed.
         for (sequence, held) in self.held.drain() {
             drop(held);
             self.shared.give_up(sequence);
@@ -249,7 +249,7 @@ impl Line {
         match body::accept(kind, &body) {
             Ok((fixed, plan)) => {
                 let crc = crc32c::crc32c(&body);
-                self.shared.commit_body(&segment, (kind, sequence), (body, crc), &fixed, &plan)
+                self.shared.commit_body(&segment, Complete { kind, sequence, body, crc }, &fixed, &plan)
             }
             Err(what) => {
                 drop(body);

@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use fail::fail_point;
 
-use crate::beacon::Beacon;
-use crate::damage::Recovery;
+use crate::check::Recovery;
+use crate::durable_end::DurableEnd;
 use crate::index::{Index, Segment};
 use crate::layout::body::{Fixed, Plan};
 use crate::layout::frame::{FrameHeader, FrameState};
@@ -34,8 +34,8 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     /// Told whenever records become durable, a reservation ends, or the log is poisoned.
     pub(crate) changed: Condvar,
-    /// Told when the keeper has something to do.
-    pub(crate) chores: Condvar,
+    /// Told when the worker has something to do.
+    pub(crate) work: Condvar,
     /// Held while old segments are removed.
     pub(crate) retaining: Mutex<()>,
 }
@@ -55,14 +55,22 @@ pub(crate) struct State {
     pub(crate) dirty_since: Option<Instant>,
     pub(crate) poison: Option<String>,
     pub(crate) closing: bool,
-    /// The last handle is gone; reservations and readers may be left. The keeper ends.
+    /// The last handle is gone; reservations and readers may be left. The worker ends.
     pub(crate) unattended: bool,
     /// Held until the log is closed or its last handle, reservation and reader are gone.
     pub(crate) lock: Option<LockFile>,
     /// Shows readers of other processes what is durable.
-    pub(crate) beacon: Option<Beacon>,
+    pub(crate) durable_end: Option<DurableEnd>,
     /// Producers of other processes are served.
     pub(crate) serving: bool,
+}
+
+/// A record that is complete, and not committed yet.
+pub(crate) struct Complete {
+    pub(crate) kind: Kind,
+    pub(crate) sequence: u64,
+    pub(crate) body: Exclusive,
+    pub(crate) crc: u32,
 }
 
 impl std::fmt::Debug for Shared {
@@ -92,12 +100,12 @@ impl Shared {
             closing: false,
             unattended: false,
             lock,
-            beacon: None,
+            durable_end: None,
             serving: false,
         };
         let (recovery, state) = (opened.recovery, Mutex::new(state));
-        let (changed, chores, retaining) = (Condvar::new(), Condvar::new(), Mutex::new(()));
-        Self { storage, root, options, recovery, state, changed, chores, retaining }
+        let (changed, work, retaining) = (Condvar::new(), Condvar::new(), Mutex::new(()));
+        Self { storage, root, options, recovery, state, changed, work, retaining }
     }
 
     pub(crate) fn options(&self) -> &Options {
@@ -132,7 +140,7 @@ impl Shared {
         tracing::error!(path = %self.root.display(), cause = text, "the rollout log stops taking records");
         state.poison = Some(text);
         self.changed.notify_all();
-        self.chores.notify_all();
+        self.work.notify_all();
     }
 
     /// Waits for any change, at most until `until`.
@@ -248,12 +256,11 @@ impl Shared {
         }
     }
 
-    /// Commits a complete body with this CRC. From here on its bytes may be handed to readers.
+    /// Commits a complete body. From here on its bytes may be handed to readers.
     pub(crate) fn commit_body(
         &self,
         segment: &Segment,
-        (kind, sequence): (Kind, u64),
-        (body, body_crc): (Exclusive, u32),
+        Complete { kind, sequence, body, crc }: Complete,
         fixed: &Fixed,
         plan: &Plan,
     ) -> Result<()> {
@@ -264,7 +271,7 @@ impl Shared {
             bytes: plan.frame as u64,
             sequence,
             durable: 0,
-            body_crc,
+            body_crc: crc,
         };
         let through_file = body.goes_through_file();
         drop(body);
@@ -305,7 +312,7 @@ impl Shared {
         if state.dirty_since.is_none() {
             state.dirty_since = Some(Instant::now());
             if matches!(self.options.sync, SyncPolicy::Within(_)) {
-                self.chores.notify_all();
+                self.work.notify_all();
             }
         }
     }

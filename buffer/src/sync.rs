@@ -13,7 +13,7 @@ use crate::segments::Spare;
 use crate::shared::{Shared, State};
 use crate::{Error, Position, Result, SyncPolicy};
 
-/// How long the keeper sleeps when there is nothing to do; whoever has something wakes it.
+/// How long the worker sleeps when there is nothing to do, unless it is woken.
 const IDLE: Duration = Duration::from_secs(3600);
 
 impl Shared {
@@ -76,7 +76,7 @@ impl Shared {
         if flushed.is_ok() {
             state.ledger.finish(&batch);
             if state.ledger.dirty() == 0 {
-                // What was given up during the sync needs none of its own. Were it noted on, the keeper would
+                // What was given up during the sync needs none of its own. Were it noted on, the worker would
                 // lead one sync of nothing after the other, and never let go of the lock.
                 state.dirty_since = None;
             }
@@ -125,7 +125,7 @@ impl Shared {
         // No new reservation from here on; a sync still under way may be sealing.
         state.closing = true;
         self.changed.notify_all();
-        self.chores.notify_all();
+        self.work.notify_all();
         while state.syncing || matches!(state.spare, Spare::InTheMaking) {
             if Instant::now() >= until {
                 let reason =
@@ -144,12 +144,12 @@ impl Shared {
         self.storage.discard_spare();
         let mut state = self.lock();
         state.note_sealed(&sealed);
-        state.beacon = None;
+        state.durable_end = None;
         state.lock = None;
         Ok(())
     }
 
-    /// Body of the keeper: syncs at the latest `bound` after a commit, and makes the next segment before it
+    /// Body of the worker: syncs at the latest `bound` after a commit, and makes the next segment before it
     /// is needed.
     fn keep(&self, bound: Option<Duration>) {
         let mut state = self.lock();
@@ -162,7 +162,7 @@ impl Shared {
                 Some(due) if due <= now && state.syncing => self.wait(state, now + IDLE),
                 Some(due) if due <= now => match self.lead(state) {
                     Ok(after) => after,
-                    // The log is poisoned now; every producer is told at its next call.
+                    // The log is poisoned now; every producer gets the error at its next call.
                     Err(_) => return,
                 },
                 _ if self.wants_spare(&state) => self.make_spare(state).unwrap_or_else(|error| {
@@ -171,7 +171,7 @@ impl Shared {
                 }),
                 due => {
                     let limit = due.map_or(IDLE, |due| due - now);
-                    self.chores.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
+                    self.work.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
                 }
             };
         }
@@ -186,8 +186,8 @@ impl State {
         for published in published {
             self.index.push(published.segment, published.entry, Checked::Good);
         }
-        if let Some(beacon) = self.beacon.as_ref().filter(|_| news) {
-            beacon.set(self.ledger.visible());
+        if let Some(durable_end) = self.durable_end.as_ref().filter(|_| news) {
+            durable_end.set(self.ledger.visible());
         }
     }
 
@@ -209,14 +209,14 @@ impl State {
     }
 }
 
-/// The thread that does what nobody should wait for; dropping it ends the thread.
+/// The thread that syncs and makes segments ahead of need. Dropping this ends it.
 #[derive(Debug)]
-pub(crate) struct Keeper {
+pub(crate) struct Worker {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Keeper {
+impl Worker {
     pub(crate) fn start(shared: Arc<Shared>) -> Result<Self> {
         let worker = Arc::clone(&shared);
         let bound = match shared.options().sync {
@@ -229,11 +229,11 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for Worker {
     fn drop(&mut self) {
         self.shared.lock().unattended = true;
         self.shared.changed.notify_all();
-        self.shared.chores.notify_all();
+        self.shared.work.notify_all();
         if let Some(thread) = self.thread.take() {
             // A panic in it was already reported by the panic hook.
             let _ = thread.join();

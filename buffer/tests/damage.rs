@@ -10,13 +10,14 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use common::{Owned, options, sample};
-use driftless_buffer::{Error, Log, Options, Position, Reader, Record, Severity, verify};
+use driftless_buffer::check::{Severity, verify};
+use driftless_buffer::{Error, Log, Position, Reader, Record};
 
 /// Two segments, the first sealed, the second as a crash leaves it; four records in each, and a cursor.
 fn small_log(dir: &Path) -> Vec<Owned> {
     let mut records = Vec::new();
     for round in 0..2u64 {
-        let log = Log::open(dir, Options { segment_bytes: 64 << 10, ..options() }).unwrap();
+        let log = Log::open(dir, options().with_segment_bytes(64 << 10)).unwrap();
         for id in round * 4..round * 4 + 4 {
             let owned = sample(id, id / 2, round);
             log.append(&owned.as_sample()).unwrap().wait().unwrap();
@@ -146,7 +147,7 @@ fn a_damaged_log_opens_for_writing_goes_on_and_stays_as_it_was_found() {
             let what = format!("segment {segment} byte {at}");
 
             let before = unreadable(&Reader::open(dir.path()).unwrap(), &expected, &what);
-            let log = Log::open(dir.path(), Options { segment_bytes: 64 << 10, ..options() }).unwrap();
+            let log = Log::open(dir.path(), options().with_segment_bytes(64 << 10)).unwrap();
             let after = unreadable(&log.reader(), &expected, &what);
             assert_eq!(before, after, "{what}");
             let owned = sample(100, 0, 0);

@@ -12,10 +12,9 @@ use arrow_array::types::{Float32Type, Int32Type, UInt8Type, UInt16Type, UInt32Ty
 use arrow_array::{Array, RecordBatch};
 use arrow_schema::Schema;
 use common::{Owned, options, sample};
-use driftless_buffer::{
-    ColumnId, Element, Exported, Kind, Log, Position, PromptState, Sample, Scalars, export_arrow,
-    export_parquet,
-};
+use driftless_buffer::export::{Exported, export_arrow, export_parquet};
+use driftless_buffer::sample::{ColumnId, Element};
+use driftless_buffer::{Kind, Log, Position, PromptState, Sample, Scalars};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
 /// 30 samples and a prompt with a wide column.

@@ -15,9 +15,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use common::{options, sample};
-use driftless_buffer::{
-    Ack, Error, Log, Options, Position, Producer, Result, Sample, Severity, Shape, SyncPolicy,
-};
+use driftless_buffer::check::Severity;
+use driftless_buffer::reservation::Ack;
+use driftless_buffer::sample::Shape;
+use driftless_buffer::{Error, Log, Options, Position, Producer, Result, Sample, SyncPolicy};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -31,7 +32,7 @@ const PRODUCERS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(120);
 
 fn small() -> Options {
-    Options { segment_bytes: 128 << 10, ..options() }
+    options().with_segment_bytes(128 << 10)
 }
 
 /// The child; does nothing unless the parent test started it.
@@ -50,7 +51,7 @@ fn own(dir: &Path, life: u64) {
         1 => SyncPolicy::EveryRecords(4),
         _ => SyncPolicy::Within(Duration::from_millis(1)),
     };
-    let log = Log::open(dir, Options { sync, ..small() }).unwrap();
+    let log = Log::open(dir, small().with_sync(sync)).unwrap();
     let _served = log.serve().unwrap();
     for n in 0.. {
         if n % 7 == 3 {

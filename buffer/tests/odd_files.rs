@@ -11,7 +11,8 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 use common::{options, sample};
-use driftless_buffer::{Error, Log, Options, Position, Reader, Result, stat, verify};
+use driftless_buffer::check::{stat, verify};
+use driftless_buffer::{Error, Log, Options, Position, Reader, Result};
 use rustix::fs::{CWD, FileType, mknodat};
 
 /// What lies in a file's place, as errors call it.
@@ -27,7 +28,7 @@ fn put(odd: &str, path: &Path) {
 }
 
 fn small() -> Options {
-    Options { segment_bytes: 64 << 10, ..options() }
+    options().with_segment_bytes(64 << 10)
 }
 
 /// Two segments and a cursor.

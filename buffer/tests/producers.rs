@@ -10,14 +10,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use common::{options, sample};
-use driftless_buffer::{
-    Error, Identity, Log, Options, Position, Producer, Reader, Sample, Shape, SyncPolicy, verify,
-};
+use driftless_buffer::check::verify;
+use driftless_buffer::sample::Shape;
+use driftless_buffer::{Error, Identity, Log, Options, Position, Producer, Reader, Sample, SyncPolicy};
 
 const SOON: Duration = Duration::from_secs(30);
 
 fn manual() -> Options {
-    Options { segment_bytes: 64 << 10, sync: SyncPolicy::Manual, ..options() }
+    options().with_segment_bytes(64 << 10).with_sync(SyncPolicy::Manual)
 }
 
 fn connect(dir: &Path) -> Producer {
@@ -27,7 +27,7 @@ fn connect(dir: &Path) -> Producer {
 #[test]
 fn threads_and_producers_share_one_log() {
     let dir = tempfile::tempdir().unwrap();
-    let log = Log::open(dir.path(), Options { segment_bytes: 64 << 10, ..options() }).unwrap();
+    let log = Log::open(dir.path(), options().with_segment_bytes(64 << 10)).unwrap();
     let served = log.serve().unwrap();
     assert!(matches!(log.serve(), Err(Error::Invalid { what: "producers", .. })));
     let reader = log.reader();
@@ -163,13 +163,11 @@ fn a_producer_that_breaks_the_rules_hurts_itself_alone() {
 #[test]
 fn refusals_of_the_owner_are_the_errors_of_the_log() {
     let dir = tempfile::tempdir().unwrap();
-    let bounded = Options {
-        unsynced_bytes_max: 4096,
-        wait_deadline: Duration::from_millis(1),
-        reservation_deadline: Duration::from_millis(20),
-        sync: SyncPolicy::Within(Duration::from_millis(1)),
-        ..manual()
-    };
+    let bounded = manual()
+        .with_unsynced_bytes_max(4096)
+        .with_wait_deadline(Duration::from_millis(1))
+        .with_reservation_deadline(Duration::from_millis(20))
+        .with_sync(SyncPolicy::Within(Duration::from_millis(1)));
     let log = Log::open(dir.path(), bounded).unwrap();
     let served = log.serve().unwrap();
     let other = Identity { model: "critic".into(), ..options().identity };

@@ -4,9 +4,10 @@
 mod common;
 
 use common::{options, sample};
+use driftless_buffer::check::{stat, verify};
+use driftless_buffer::sample::{ColumnId, Element, Shape};
 use driftless_buffer::{
-    ColumnId, Element, Error, Finish, Identity, Kind, Log, Options, Position, Reader, Sample, Scalars, Shape,
-    SyncPolicy, VersionSpan, stat, verify,
+    Error, Finish, Identity, Kind, Log, Options, Position, Reader, Sample, Scalars, SyncPolicy, VersionSpan,
 };
 
 #[test]
@@ -83,7 +84,7 @@ fn columns_are_aligned_in_memory_and_never_copied() {
 #[test]
 fn a_dropped_reservation_leaves_its_position_empty() {
     let dir = tempfile::tempdir().unwrap();
-    let log = Log::open(dir.path(), Options { sync: SyncPolicy::Manual, ..options() }).unwrap();
+    let log = Log::open(dir.path(), options().with_sync(SyncPolicy::Manual)).unwrap();
     let given_up = log.reserve(&Shape { response: 4, ..Shape::default() }).unwrap();
     let kept = log.append(&sample(1, 0, 0).as_sample()).unwrap();
     assert_eq!((given_up.position(), kept.position()), (Position(0), Position(1)));
@@ -103,7 +104,7 @@ fn a_dropped_reservation_leaves_its_position_empty() {
 #[test]
 fn readers_see_only_what_is_durable_and_never_past_an_open_reservation() {
     let dir = tempfile::tempdir().unwrap();
-    let log = Log::open(dir.path(), Options { sync: SyncPolicy::Manual, ..options() }).unwrap();
+    let log = Log::open(dir.path(), options().with_sync(SyncPolicy::Manual)).unwrap();
     let reader = log.reader();
     let first = log.append(&sample(1, 0, 0).as_sample()).unwrap();
     assert_eq!(reader.end(), Position(0));
@@ -122,7 +123,7 @@ fn records_span_segments_and_restarts_and_positions_go_on() {
     let dir = tempfile::tempdir().unwrap();
     let mut expected = Vec::new();
     for round in 0..3u64 {
-        let log = Log::open(dir.path(), Options { segment_bytes: 64 << 10, ..options() }).unwrap();
+        let log = Log::open(dir.path(), options().with_segment_bytes(64 << 10)).unwrap();
         assert!(log.recovery().damage.is_empty(), "{:?}", log.recovery());
         for id in round * 300..(round + 1) * 300 {
             let owned = sample(id, id / 4, round);
@@ -150,7 +151,7 @@ fn records_span_segments_and_restarts_and_positions_go_on() {
 #[test]
 fn groups_are_complete_or_absent_and_repeated_samples_count_once() {
     let dir = tempfile::tempdir().unwrap();
-    let log = Log::open(dir.path(), Options { sync: SyncPolicy::Manual, ..options() }).unwrap();
+    let log = Log::open(dir.path(), options().with_sync(SyncPolicy::Manual)).unwrap();
     let ids = [(0, 10, 1), (1, 10, 1), (2, 11, 1), (2, 11, 1), (3, 10, 2), (0, 10, 1)];
     for (id, group, rollout) in ids {
         let _ = log.append(&sample(id, group, rollout).as_sample()).unwrap();
@@ -253,7 +254,7 @@ fn contradictory_records_are_refused_and_cost_nothing() {
 #[test]
 fn many_producers_share_the_log() {
     let dir = tempfile::tempdir().unwrap();
-    let log = Log::open(dir.path(), Options { segment_bytes: 64 << 10, ..options() }).unwrap();
+    let log = Log::open(dir.path(), options().with_segment_bytes(64 << 10)).unwrap();
     std::thread::scope(|scope| {
         for producer in 0..4u64 {
             let log = log.clone();
@@ -339,7 +340,7 @@ fn maps(dir: &std::path::Path) -> usize {
 #[test]
 fn the_map_of_a_removed_segment_goes_with_the_last_record_that_is_held() {
     let dir = tempfile::tempdir().unwrap();
-    let log = Log::open(dir.path(), Options { segment_bytes: 64 << 10, ..options() }).unwrap();
+    let log = Log::open(dir.path(), options().with_segment_bytes(64 << 10)).unwrap();
     for id in 0..400 {
         log.append(&sample(id, 0, 0).as_sample()).unwrap().wait().unwrap();
     }

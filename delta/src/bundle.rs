@@ -1,7 +1,7 @@
 //! One file that turns a list of named tensors into another: a delta of whole checkpoints.
 //!
-//! The bundle repeats no name: both sides sort their tensors by name, and digests of that table and of the
-//! base's contents say whether they mean the same. Only changed tensors have an entry.
+//! The bundle repeats no name. Both sides sort their tensors by name; digests of that table and of the base's
+//! contents say whether they mean the same. Only changed tensors have an entry.
 
 use crate::bits::{ByteReader, put_varint};
 use crate::{Decoder, Digest, DigestTable, Element, Error, Patch, Profile, Result, Serial, Source};

@@ -58,13 +58,7 @@ impl Classes {
 
     /// The same from planes that hold finer classes, those of [`Path::planes`] from exponent `first` on. The
     /// table's classes lie within them.
-    pub(crate) fn fill_from(
-        &mut self,
-        path: Path,
-        (fine, first): (&[u64], u32),
-        elements: usize,
-        table: &Table,
-    ) {
+    pub(crate) fn fill_from(&mut self, path: Path, fine: &[u64], first: u32, elements: usize, table: &Table) {
         self.planes.resize(fine.len(), 0);
         path.run(Merge { fine, less: table.first - first, last: table.last(), planes: &mut self.planes });
         self.count(path, elements);
@@ -260,7 +254,7 @@ mod tests {
                     for less in (0..3).filter(|less| less + count <= 16) {
                         path.planes(element, &base, middle - less, 15, &mut finer);
                         let mut merged = Classes::default();
-                        merged.fill_from(path, (&finer, middle - less), elements, &table);
+                        merged.fill_from(path, &finer, middle - less, elements, &table);
                         assert_eq!(merged.planes, classes.planes, "{path:?} {element:?} {table:?}");
                         assert_eq!(merged.members, classes.members);
                     }

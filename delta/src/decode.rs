@@ -43,8 +43,8 @@ pub fn decode_full(element: Element, payload: &[u8], out: &mut [u8]) -> Result<D
 }
 
 /// Digest of the tensor that a payload of [`Encoder::encode_full`](crate::Encoder::encode_full) holds, as a
-/// piece that begins at element `start` of its own: the proof that a payload is what it should be. One block
-/// at a time is in memory.
+/// piece that begins at element `start` of its tensor. It proves that a payload is what it should be. One
+/// block at a time is in memory.
 ///
 /// # Errors
 /// As [`Decoder::decode_full`], but for the length, which nothing is compared with.
@@ -102,16 +102,14 @@ impl Decoder {
     /// Decodes one payload of [`Encoder::encode`](crate::Encoder::encode) into `patch`; `base` is read, never
     /// written.
     ///
-    /// The base's digests are taken at their word, because a rehash per step would cost more than the step.
-    /// (Digests are linear, so a base that silently differs from them shifts base and result alike and is not
-    /// noticed here; compare with [`DigestTable::verify`] after an unclean stop and as a scrub.) The base's
-    /// check is compared before anything is decoded, the result's before the patch is handed out. Memory is
-    /// bounded by the size of the base, whatever the payload says.
+    /// The base's digests are trusted: a rehash per step would cost more than the step. Digests are linear,
+    /// so a base that differs from them shifts base and result alike, and is not noticed here. Compare with
+    /// [`DigestTable::verify`] after an unclean stop, and as a scrub. The base's check is compared before
+    /// anything is decoded, the result's before the patch is handed out. Memory is bounded by the size of the
+    /// base, whatever the payload says.
     ///
     /// # Errors
-    /// [`Error::BaseMismatch`] for another base, [`Error::ResultMismatch`] if the result is not the promised
-    /// one, [`Error::Corrupt`] for bytes that no encoder writes, [`Error::Unsupported`] for a later format,
-    /// [`Error::UnsupportedMotion`] for a withdrawn one, and mismatches of element type, length or kind. The
+    /// [`Error::BaseMismatch`] for another base. [`Error::ResultMismatch`] if the result is not the promised one. [`Error::Corrupt`] for bytes that no encoder writes. [`Error::Unsupported`] for a later format, [`Error::UnsupportedMotion`] for a withdrawn one. Mismatches of element type, length or kind. The
     /// patch then does nothing.
     pub fn decode(
         &mut self,

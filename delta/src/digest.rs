@@ -13,11 +13,11 @@
 //! bytes, so an element smaller than a word contributes on its own, and digests of disjoint pieces of a
 //! tensor add up.
 //!
-//! What it detects, and why, is in the format's description: two different tensors have the same digest with
-//! a chance of at most 2⁻⁶⁶ over the choice of keys, and the same check (both sums in 64 bits) with one of at
-//! most 2⁻⁴¹, 2⁻⁵⁶ where the lowest bits of an element differ. The keys are public: the digest stands against
-//! accidents, not against somebody who forges weights. Objects and manifests carry cryptographic digests for
-//! that. Length is not covered: both sides know it.
+//! The format's description says what it detects, and why. Over the choice of keys, two different tensors
+//! have the same digest with a chance of at most 2⁻⁶⁶. They have the same check (both sums in 64 bits) with
+//! one of at most 2⁻⁴¹, or 2⁻⁵⁶ where the lowest bits of an element differ. The keys are public: the digest
+//! stands against accidents, not against forgery, for which objects and manifests carry cryptographic
+//! digests. Length is not covered: both sides know it.
 
 use std::fmt;
 use std::ops::{Add, AddAssign, Sub, SubAssign};

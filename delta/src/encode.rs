@@ -139,8 +139,8 @@ impl Encoder {
     /// Digests are linear: the digest of `new` is the base's digest and the changes exactly where the base's
     /// bytes have that digest. So a bit that flipped in the bytes or in their digests is noticed, whether its
     /// element changes or not; and a payload that is made leads to `new` from every base with these digests.
-    /// One of a digest's two sums is compared, which is twice as fast as both: a single bit is always
-    /// noticed, and other damage missed with a chance of at most 2⁻³².
+    /// One of a digest's two sums is compared, which is twice as fast as both. A single bit is always
+    /// noticed; other damage is missed with a chance of at most 2⁻³².
     ///
     /// # Errors
     /// As [`Encoder::encode`], and [`Error::BlockMismatch`] for the first block of `base` that has another

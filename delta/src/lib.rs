@@ -26,8 +26,8 @@
 //! ```
 //!
 //! Tensors are cut into blocks of [`BLOCK_ELEMENTS`], coded and digested on their own. A [`Digest`] is
-//! additive, so the digests of a result follow from the base's and the changes; a wrong base is refused
-//! before anything is decoded, and a result that is not the promised one is never handed out.
+//! additive, so the digests of a result follow from the base's and the changes. A wrong base is refused
+//! before anything is decoded. A result that is not the promised one is never handed out.
 
 mod bits;
 pub mod bundle;

@@ -229,7 +229,7 @@ impl Scratch {
         let path = Path::best();
         if let (false, Some(first)) = (table.is_flat(), self.statistics.first()) {
             let fine = &self.planes[planes_of(block, elements)];
-            self.classes.fill_from(path, (fine, first), elements, table);
+            self.classes.fill_from(path, fine, first, elements, table);
         }
         path.run(Code { scratch: self, element, table, elements: elements as u32, changes });
     }

@@ -88,7 +88,7 @@ fn allocations(pool: &dyn Pool, element: Element, profile: Profile, blocks: usiz
 }
 
 #[test]
-fn nothing_is_allocated_again() {
+fn encoder_and_decoder_reused_allocate_nothing() {
     for element in ALL {
         for profile in PROFILES {
             assert_eq!(allocations(&Serial, element, profile, 5), 0, "{element:?} {profile:?}");

@@ -36,7 +36,7 @@ fn only_what_the_trainer_signed_is_followed() {
     json(&mut intruder);
     let mut again = run.follow_once();
     let (refused, words) = code(again.arg("--trust-key").arg(run.path("ours.pub")));
-    assert!(refused == Some(3) && words.contains("signed by: nobody"), "{refused:?} {words}");
+    assert!(refused == Some(3) && words.contains("signed by: no key"), "{refused:?} {words}");
 }
 
 /// Starts a relay of the run's store. Returns it and what it prints, or what it said when it did not start.

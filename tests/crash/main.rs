@@ -149,7 +149,7 @@ impl Stage {
 
     fn check_log(&self, acknowledged: &BTreeMap<u64, Vec<i32>>) {
         let log = self.dir.join("rl/log");
-        let report = buffer::verify(&log).expect("a log");
+        let report = buffer::check::verify(&log).expect("a log");
         assert!(report.is_clean(), "{:?}", report.damage);
         let now = self.acknowledged();
         assert_eq!(

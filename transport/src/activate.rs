@@ -85,7 +85,7 @@ pub trait Activate: Send {
     /// again.
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError>;
 
-    /// Whether the engine was paused when the last of these calls ended, whoever paused it.
+    /// Whether the engine was paused when the last of these calls ended, by the follower or by others.
     fn is_paused(&self) -> bool {
         false
     }

@@ -1,5 +1,7 @@
 //! What leads from one version of a model to another.
 
+use std::ops::ControlFlow;
+
 use driftless_store::Error as StoreError;
 
 use crate::error::{Error, Result};
@@ -12,8 +14,8 @@ use crate::run::{Committed, Run};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Chain {
-    /// If true, the first version is to be taken in full, without the base: it is an anchor, or a reference to a
-    /// directory.
+    /// If true, the first version is to be taken in full, without the base: it is an anchor, or a reference
+    /// to a directory.
     pub restart: bool,
     /// The versions; none if the reader is there already.
     pub versions: Vec<Committed>,
@@ -40,66 +42,20 @@ impl Run {
         model: &str,
         from: Option<Base>,
         to: Version,
-        mut known: Option<Committed>,
+        known: Option<Committed>,
     ) -> Result<Chain> {
         if let Some(have) = from
             && have.version >= to
         {
             return self.nothing_to_do(model, have, to);
         }
-        // Newest first. `cost` is what the deltas read so far weigh; `anchor`, how many versions to keep to
-        // start over at the newest anchor, and what that weighs.
-        let mut versions: Vec<Committed> = Vec::new();
-        let mut cost = 0u64;
-        let mut anchor: Option<(usize, u64)> = None;
-        let (mut version, mut floor) = (to, None);
+        let mut walk =
+            Walk { run: self, model, from, known, floor: None, versions: Vec::new(), cost: 0, anchor: None };
+        let mut version = to;
         loop {
-            let read = match known.take_if(|known| known.manifest.version == version) {
-                Some(known) => Ok(known),
-                None => self.read(model, version),
-            };
-            let read = match (read, floor) {
-                (Ok(committed), Some(floor)) if version >= floor => Ok(committed),
-                (read, _) => self.unless_collected((model, version), read).map(|(committed, now)| {
-                    floor = Some(now);
-                    committed
-                }),
-            };
-            let committed = match (read, anchor) {
-                (Err(Error::Collected { .. }), Some((keep, _))) => {
-                    versions.truncate(keep);
-                    versions.reverse();
-                    return Ok(Chain { restart: true, versions });
-                }
-                (committed, _) => committed?,
-            };
-            if let Some(newer) = versions.last() {
-                check_link(newer, committed.identity())?;
-            }
-            if committed.manifest.is_anchor() && anchor.is_none() {
-                anchor =
-                    Some((versions.len() + 1, cost.saturating_add(committed.manifest.full_piece_bytes())));
-            }
-            cost = cost.saturating_add(committed.manifest.delta_piece_bytes());
-            let stands_alone = committed.manifest.kind != Kind::Delta;
-            let base = committed.manifest.base;
-            versions.push(committed);
-
-            let reached = from.filter(|have| base.is_some_and(|base| base.version == have.version));
-            if let (Some(have), Some(committed)) = (reached, versions.last()) {
-                check_link(committed, have)?;
-            }
-            let restart =
-                stands_alone || anchor.is_some_and(|(_, anchor_cost)| from.is_none() || anchor_cost < cost);
-            match base {
-                Some(base) if !restart && reached.is_none() => version = base.version,
-                _ => {
-                    if let (true, Some((keep, _))) = (restart, anchor) {
-                        versions.truncate(keep);
-                    }
-                    versions.reverse();
-                    return Ok(Chain { restart, versions });
-                }
+            match walk.step(version)? {
+                ControlFlow::Continue(before) => version = before,
+                ControlFlow::Break(chain) => return Ok(chain),
             }
         }
     }
@@ -122,8 +78,88 @@ impl Run {
     }
 }
 
+/// A walk back from a version to what the reader has, or to where it can start.
+struct Walk<'a> {
+    run: &'a Run,
+    model: &'a str,
+    from: Option<Base>,
+    /// A manifest that was read before.
+    known: Option<Committed>,
+    /// The model's floor, once it was read.
+    floor: Option<Version>,
+    /// The versions so far, newest first.
+    versions: Vec<Committed>,
+    /// Bytes of their deltas.
+    cost: u64,
+    anchor: Option<Anchor>,
+}
+
+/// The newest anchor on the way, where the reader could start over.
+struct Anchor {
+    /// Versions from it on.
+    versions: usize,
+    /// Bytes that starting over moves.
+    cost: u64,
+}
+
+impl Walk<'_> {
+    /// Takes `version` in. Continues with the one before it, or ends with the chain.
+    fn step(&mut self, version: Version) -> Result<ControlFlow<Chain, Version>> {
+        let committed = match self.read(version) {
+            Err(Error::Collected { .. }) if self.anchor.is_some() => {
+                return Ok(ControlFlow::Break(self.chain(true)));
+            }
+            read => read?,
+        };
+        if let Some(newer) = self.versions.last() {
+            check_base(newer, committed.identity())?;
+        }
+        let manifest = &committed.manifest;
+        if manifest.is_anchor() && self.anchor.is_none() {
+            let cost = self.cost.saturating_add(manifest.full_piece_bytes());
+            self.anchor = Some(Anchor { versions: self.versions.len() + 1, cost });
+        }
+        self.cost = self.cost.saturating_add(manifest.delta_piece_bytes());
+        let (base, stands_alone) = (manifest.base, manifest.kind != Kind::Delta);
+        let reached = self.from.filter(|have| base.is_some_and(|base| base.version == have.version));
+        if let Some(have) = reached {
+            check_base(&committed, have)?;
+        }
+        self.versions.push(committed);
+        let is_cheaper = |anchor: &Anchor| self.from.is_none() || anchor.cost < self.cost;
+        let restart = stands_alone || self.anchor.as_ref().is_some_and(is_cheaper);
+        Ok(match base {
+            Some(base) if !restart && reached.is_none() => ControlFlow::Continue(base.version),
+            _ => ControlFlow::Break(self.chain(restart)),
+        })
+    }
+
+    fn read(&mut self, version: Version) -> Result<Committed> {
+        let read = match self.known.take_if(|known| known.manifest.version == version) {
+            Some(known) => Ok(known),
+            None => self.run.read(self.model, version),
+        };
+        if read.is_ok() && self.floor.is_some_and(|floor| version >= floor) {
+            return read;
+        }
+        let (committed, floor) = self.run.unless_collected(self.model, version, read)?;
+        self.floor = Some(floor);
+        Ok(committed)
+    }
+
+    /// The versions so far, or with `restart` those from the anchor on, if there is one.
+    fn chain(&mut self, restart: bool) -> Chain {
+        let mut versions = std::mem::take(&mut self.versions);
+        if let (true, Some(anchor)) = (restart, &self.anchor) {
+            versions.truncate(anchor.versions);
+        }
+        versions.reverse();
+        Chain { restart, versions }
+    }
+}
+
 /// Refuses a version that is not the one which `newer` builds on.
-fn check_link(newer: &Committed, found: Base) -> Result<()> {
+fn check_base(newer: &Committed, found: Base) -> Result<()> {
     match newer.manifest.base {
         Some(base) if base.manifest_digest != found.manifest_digest => Err(Error::BrokenChain {
             version: newer.manifest.version,

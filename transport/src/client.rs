@@ -84,7 +84,8 @@ impl Http {
         &self,
         url: Url,
         range: &str,
-        (bytes_max, arrived): (u64, &OnBytes),
+        bytes_max: u64,
+        arrived: &OnBytes,
         deadline: Duration,
     ) -> std::result::Result<Answer, String> {
         let request = self.request(Method::GET, url).header("range", range);
@@ -153,7 +154,7 @@ pub fn parse_url(what: &'static str, text: &str) -> Result<Url> {
 /// hearing it that did not; they find it with their next look.
 ///
 /// # Errors
-/// [`Error::BadText`] for something that is no URL, before anybody is told.
+/// [`Error::BadText`] for something that is no URL, before any follower is told.
 pub fn notify(urls: &[String], token: Option<&str>, deadline: Duration) -> Result<Vec<(String, String)>> {
     let parsed = urls.iter().map(|url| parse_url("follower", url)).collect::<Result<Vec<_>>>()?;
     if parsed.is_empty() {

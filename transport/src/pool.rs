@@ -34,7 +34,7 @@ const TOGETHER: u64 = 4 << 20;
 /// `bounds.threads` others) and `take` (on this thread, in order).
 ///
 /// # Errors
-/// The first error of any of the three, in the order of the items. [`Error::Cancelled`] for work that
+/// The first error of any of the three, in the order of the items. [`Error::Internal`] for work that
 /// panicked, before the panic goes on.
 pub fn in_order<J: Send, T: Send>(
     weights: &[u64],
@@ -49,7 +49,7 @@ pub fn in_order<J: Send, T: Send>(
     run(weights, bounds, Some(together), feed, work, take)
 }
 
-/// As [`in_order`], but results are taken as they come: nobody waits for a thread that was held up.
+/// As [`in_order`], but results are taken as they come: no result waits for a slower thread.
 ///
 /// # Errors
 /// As [`in_order`], the first one that comes.
@@ -93,10 +93,10 @@ fn run<J: Send, T: Send>(
                 let jobs_of_lot = lot.clone().map(|index| Ok((index, feed(index)?)));
                 in_flight = in_flight.saturating_add(*more);
                 // The threads end with the sender, which this closure owns.
-                jobs.send(jobs_of_lot.collect::<Result<_>>()?).map_err(|_| CANCELLED)?;
+                jobs.send(jobs_of_lot.collect::<Result<_>>()?).map_err(|_| PANICKED)?;
             }
             while waiting.is_empty() || together.is_some() && !waiting.contains_key(&taken) {
-                waiting.extend(results.recv().map_err(|_| CANCELLED)?);
+                waiting.extend(results.recv().map_err(|_| PANICKED)?);
             }
             if let Some((index, result)) = waiting.pop_first() {
                 take(index, result?)?;
@@ -123,7 +123,7 @@ fn lots(weights: &[u64], most: Option<u64>) -> Vec<(Range<usize>, u64)> {
     lots
 }
 
-const CANCELLED: Error = Error::Cancelled { what: "the work on other threads" };
+const PANICKED: Error = Error::Internal { what: "the work on other threads" };
 
 /// Has what was fed and not begun be left, once the caller's thread wants no more results.
 struct Over<'a>(&'a AtomicBool);
@@ -134,7 +134,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Sends the results of a lot also when the work panics, so that nobody waits for them.
+/// Sends the results of a lot also when the work panics, so that the caller does not wait for ever.
 struct Reply<'a, T> {
     /// Items of the lot that have no result yet.
     missing: Range<usize>,
@@ -144,7 +144,7 @@ struct Reply<'a, T> {
 
 impl<T> Drop for Reply<'_, T> {
     fn drop(&mut self) {
-        self.results.extend(self.missing.clone().map(|index| (index, Err(CANCELLED))));
+        self.results.extend(self.missing.clone().map(|index| (index, Err(PANICKED))));
         // A receiver that is gone has an error already.
         let _ = self.outbox.send(std::mem::take(&mut self.results));
     }
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_mind_the_order_waits_for_nobody_who_is_held_up() {
+    fn as_they_come_slow_item_delays_no_other() {
         // The first item ends when all others have been taken.
         let (all, held) = channel();
         let held = Mutex::new(held);
@@ -291,12 +291,12 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_do_is_done() {
+    fn in_order_without_items_is_done() {
         in_order(&[], BOUNDS, Ok, Ok, |_, _: usize| Ok(())).unwrap();
     }
 
     #[test]
-    fn a_panic_is_passed_on_and_nobody_waits_for_it() {
+    fn in_order_panic_is_passed_on_at_once() {
         let outcome = std::panic::catch_unwind(|| {
             in_order(
                 &[1; 9],

@@ -92,7 +92,7 @@ fn links_are_followed_and_other_formats_are_left_out() {
 }
 
 #[test]
-fn what_is_missing_is_named() {
+fn open_missing_weights_are_named() {
     let dir = tempfile::tempdir().unwrap();
     assert_refused(dir.path(), &["model.safetensors", "no such file"]);
     sharded(dir.path().join("c").as_path());

@@ -393,7 +393,7 @@ fn no_more_is_kept_than_allowed() {
 }
 
 #[test]
-fn what_is_superseded_goes() {
+fn download_cache_of_a_superseded_version_is_removed() {
     let _turn = turn();
     let dir = tempfile::tempdir().unwrap();
     let inner: Arc<dyn Store> = Arc::new(Memory::new());

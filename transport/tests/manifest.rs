@@ -157,7 +157,7 @@ fn contradictions_name_the_place() {
 }
 
 #[test]
-fn what_the_manifest_cannot_say_has_its_own_error() {
+fn parse_contradiction_has_its_own_error() {
     let good: Value = serde_json::from_slice(&published()).unwrap();
     let change = |path: &str, value: Value| {
         let mut bad = good.clone();

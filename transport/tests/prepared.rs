@@ -138,7 +138,7 @@ fn a_value_that_comes_back_over_two_versions_is_no_change() {
 }
 
 #[test]
-fn nothing_is_offered_where_no_plugin_could_use_it() {
+fn offer_without_a_plugin_writes_nothing() {
     let mut fixture = Fixture::new();
     (0..3).for_each(|_| fixture.step(40));
     let dense = Weights::small(77);

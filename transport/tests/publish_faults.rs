@@ -214,7 +214,7 @@ fn a_version_that_appears_while_ours_is_unknown_fences_us() {
 }
 
 #[test]
-fn what_others_keep_beside_a_version_is_not_swept() {
+fn sweep_keeps_foreign_keys() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let mut publisher = Publisher::open(store.clone(), options(Start::NewRun, dir.path())).unwrap();

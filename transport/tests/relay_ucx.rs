@@ -18,7 +18,7 @@ use common::{MODEL, Process, RUN, Random, Weights, assert_reader, assert_same, n
 use driftless_relay::fabric::ucx::{Ucx, UcxOptions};
 use driftless_relay::{Recent, RelayOptions, Relays, RelaysOptions, Server, serve};
 use driftless_store::wrap::Count;
-use driftless_store::{Disk, Key, Memory, OnBytes, Store, conformance};
+use driftless_store::{Disk, Key, Memory, Store, conformance, no_progress};
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Error, Publisher, Replica, Run, Version};
 use serde_json::{Value, json};
@@ -32,11 +32,6 @@ const DIR: &str = "DRIFTLESS_TEST_DIR";
 const ADDRESS: &str = "DRIFTLESS_TEST_ADDRESS";
 const KILL: &str = "DRIFTLESS_TEST_KILL";
 const TOKEN: &str = "one token for all";
-
-/// Nobody is told what arrives.
-fn nobody() -> OnBytes {
-    Arc::new(|_| ())
-}
 
 fn fabric() -> Option<Ucx> {
     common::fabric(&UcxOptions::default())
@@ -340,7 +335,7 @@ fn a_relay_that_starts_again_is_found_again() {
     let (client, addr) = (behind(&nowhere, &[url(&server)]), server.fabric_addr().unwrap());
     for round in 0..3 {
         for object in &objects {
-            let bytes = client.get_cached(object, 0..object.size, &nobody()).unwrap();
+            let bytes = client.get_cached(object, 0..object.size, &no_progress()).unwrap();
             assert!(bytes == store.get(&object.key, None).unwrap(), "round {round}");
         }
         // A process that another test starts in between would hold the port and the lock of the cache a
@@ -462,7 +457,7 @@ fn strangers_have_a_deadline_and_keep_no_follower_out() {
     let get = |server: &Server| {
         let client = behind(&nowhere, &[url(server)]);
         assert!(
-            client.get_cached(&object, 0..object.size, &nobody()).unwrap()
+            client.get_cached(&object, 0..object.size, &no_progress()).unwrap()
                 == store.get(&object.key, None).unwrap()
         );
     };

@@ -64,7 +64,7 @@ const LINES_MAX: usize = 12_000;
 const ROOT_NAMES_MAX: usize = 25;
 
 /// Crates whose roots still have more.
-const LARGE_ROOTS: &[&str] = &["driftless-buffer", "driftless-bridge", "driftless-torch"];
+const LARGE_ROOTS: &[&str] = &["driftless-bridge", "driftless-torch"];
 
 /// A member of the workspace.
 struct Member {

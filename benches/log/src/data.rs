@@ -38,7 +38,7 @@ impl Data {
 
 pub(crate) fn options(sync: SyncPolicy, segment_bytes: u64) -> Options {
     let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
-    Options { sync, segment_bytes, ..Options::new(identity) }
+    Options::new(identity).with_sync(sync).with_segment_bytes(segment_bytes)
 }
 
 pub(crate) fn mib(bytes: usize, elapsed: Duration) -> f64 {

@@ -5,7 +5,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use driftless_buffer::{Log, Pending, Shape, SyncPolicy};
+use driftless_buffer::reservation::Pending;
+use driftless_buffer::sample::Shape;
+use driftless_buffer::{Log, SyncPolicy};
 use memmap2::{MmapOptions, MmapRaw};
 
 use crate::Row;

@@ -122,7 +122,6 @@ fn store_class(error: &Store, code: u8) -> &'static str {
         | Store::TooLarge { .. }
         | Store::Unsupported { .. } => "UsageError",
         Store::Locked { .. } | Store::Busy { .. } => "BusyError",
-        Store::Cancelled { .. } => "CancelledError",
         _ => by_code(code),
     }
 }

@@ -3,9 +3,11 @@
 
 use crate::error::{self, buffer};
 use crate::work::{self, Held};
+use driftless::buffer::query::Order;
+use driftless::buffer::sample::ColumnId;
 use driftless::buffer::{
-    ColumnId, Finish, Group as Found, GroupQuery, Identity, Kind, Log, Options, Order, Position, Reader,
-    Record, Result as LogResult, Sample as Given, Scalars, VersionSpan,
+    Finish, Group as Found, GroupQuery, Identity, Kind, Log, Options, Position, Reader, Record,
+    Result as LogResult, Sample as Given, Scalars, VersionSpan,
 };
 use driftless::store::wait::Stop;
 use pyo3::buffer::PyBuffer;

@@ -4,8 +4,9 @@ use std::io::ErrorKind;
 
 use super::image::Medium;
 use super::work::{Work, check, open};
+use crate::sample::Shape;
 use crate::storage::{SPARE, Storage};
-use crate::{Error, Sample, Shape};
+use crate::{Error, Sample};
 
 const STEPS: usize = 100;
 
@@ -37,7 +38,9 @@ fn whichever_call_fails_nothing_acknowledged_is_lost() {
             failed += 1;
             assert!(matches!(error, Error::Io { .. }), "call {k}: {error}");
             // The process goes on to its end, then the machine loses power.
-            let after = log.as_ref().map(|log| log.append(&Sample::default()).and_then(crate::Pending::wait));
+            let after = log
+                .as_ref()
+                .map(|log| log.append(&Sample::default()).and_then(crate::reservation::Pending::wait));
             let written = work.abandon();
             drop(log);
             let promised = medium.crash().promised;
@@ -84,7 +87,7 @@ fn a_failed_sync_poisons_the_log_until_it_is_opened_again() {
 }
 
 #[test]
-fn what_is_given_up_during_a_sync_leaves_nothing_to_do() {
+fn give_up_during_a_sync_leaves_the_log_clean() {
     let medium = Medium::new();
     let log = open(&medium).unwrap();
     let space = log.reserve(&Shape::default()).unwrap();
@@ -92,7 +95,7 @@ fn what_is_given_up_during_a_sync_leaves_nothing_to_do() {
     assert!(!log.is_clean());
     medium.meanwhile(move || drop(space));
     pending.wait().unwrap();
-    assert!(log.is_clean(), "or the thread of the log would sync nothing for ever, and hold everybody up");
+    assert!(log.is_clean(), "or the thread of the log would sync nothing for ever, and hold up the others");
     assert_eq!((log.reader().end().0, whole(&log)), (2, 1));
 }
 

@@ -1,8 +1,8 @@
 //! A simulated medium: files with a live state (what a process sees) and a durable one (what survives a power
 //! cut).
 //!
-//! Pages reach the durable state one by one: a flush stores the dirty ones among those it names, and a crash
-//! may have stored any subset of the others, each in any state that it had since it was last stored.
+//! Pages reach the durable state one by one. A flush stores the dirty ones among those it names. A crash may
+//! have stored any subset of the others, each in any state that it had since it was last stored.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -8,7 +8,8 @@ use loom::thread;
 
 use super::image::Medium;
 use super::options;
-use crate::{Error, Log, Options, Position, Sample, Scalars, Shape, SyncPolicy};
+use crate::sample::Shape;
+use crate::{Error, Log, Options, Position, Sample, Scalars, SyncPolicy};
 
 /// Forced switches of thread per run. A lost wake-up or a double publication needs one or two.
 const PREEMPTIONS: usize = 3;

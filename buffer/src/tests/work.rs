@@ -8,9 +8,12 @@ use rand::{Rng, SeedableRng};
 
 use super::image::Medium;
 use super::options;
-use crate::inspect::verify_on;
+use crate::check::Severity;
+use crate::check::verify_on;
 use crate::recover::Mode;
-use crate::{Error, Log, Pending, Position, Reservation, Result, Sample, Scalars, Severity, Shape};
+use crate::reservation::{Pending, Reservation};
+use crate::sample::Shape;
+use crate::{Error, Log, Position, Result, Sample, Scalars};
 
 pub(super) fn open(medium: &Medium) -> Result<Log> {
     Log::open_on(Box::new(medium.clone()), PathBuf::from("medium"), options(), None)
@@ -123,7 +126,7 @@ pub(super) fn check(medium: &Medium, written: &BTreeMap<u64, u64>, promised: &[u
     let mut again = contents(&log, what);
     assert_eq!(again.remove(&ack.position().0), Some(u64::MAX), "{what}");
     assert_eq!(again, found, "{what}: a second recovery differs from the first");
-    let report = verify_on(medium, Mode::Settled).unwrap();
+    let report = verify_on(medium, Mode::Unwritten).unwrap();
     assert!(report.damage.is_empty(), "{what}: recovery leaves {:?}", report.damage);
 }
 

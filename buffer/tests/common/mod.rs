@@ -8,7 +8,7 @@ use driftless_buffer::{Identity, Kind, Options, Record, Sample, Scalars, Version
 /// Small segments, one sync per record.
 pub(crate) fn options() -> Options {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [1; 32] };
-    Options { segment_bytes: 1 << 20, ..Options::new(identity) }
+    Options::new(identity).with_segment_bytes(1 << 20)
 }
 
 /// A record with its own memory.

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use driftless_buffer::{
-    Group, Log, Options, Pending, Reader, Reservation, Retention, Shape, SyncPolicy, verify,
-};
+use driftless_buffer::check::verify;
+use driftless_buffer::reservation::{Pending, Reservation};
+use driftless_buffer::sample::Shape;
+use driftless_buffer::{Group, Log, Reader, Retention, SyncPolicy};
 
 use super::{Owned, options, sample};
 
@@ -245,6 +246,6 @@ impl Run {
 }
 
 fn open(dir: &Path) -> Log {
-    let options = Options { segment_bytes: 64 << 10, sync: SyncPolicy::Manual, ..options() };
+    let options = options().with_segment_bytes(64 << 10).with_sync(SyncPolicy::Manual);
     Log::open(dir, options).unwrap()
 }

@@ -323,8 +323,8 @@ impl Plan {
                 why: "no table before the first block",
             });
         };
-        // A change has a bit for its sign, and one for its mark unless its class is inverted; what a large
-        // one has in the list that is kept of them while they are read costs two bits more.
+        // A change has a bit for its sign, and one for its mark unless its class is inverted. A large one
+        // costs two bits more in the list that is kept while they are read.
         let least = if table.classes().iter().any(|class| class.inverted) { 1 } else { 2 };
         let room = (2 * elements as u64).min(bytes as u64 * 8 / least);
         self.tasks.push(Task {
@@ -366,8 +366,8 @@ impl Plan {
 }
 
 /// Has the processor load where the token after the next three is likely to be, if blocks go on to take
-/// `bytes` bytes: each token says where the next one is, and to wait for memory at each of them took longer
-/// than to decode the blocks.
+/// `bytes` bytes. Each token says where the next one is. Waiting for memory at each took longer than decoding
+/// the blocks.
 fn expect_tokens(rest: &[u8], bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in 0..4 {

@@ -177,7 +177,7 @@ impl Machine for Device {
     fn pinned(&self, bytes: usize) -> Result<Pinned> {
         let what = || format!("allocating {bytes} bytes of pinned memory");
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: the memory is set to zero before anybody reads it.
+        // SAFETY: the memory is set to zero before it is read.
         let mut slice = unsafe { self.context.alloc_pinned_with_flags::<u8>(bytes.max(1), flags) }
             .map_err(driver(what()))?;
         let start = slice.as_mut_ptr().map_err(driver(what()))?;

@@ -115,7 +115,7 @@ unsafe impl Sync for Pinned {}
 impl Pinned {
     /// # Safety
     /// `owner` holds `bytes` bytes at `start`, all of them written, gives them back when it is dropped, and
-    /// lets nobody else at them.
+    /// lets nothing else at them.
     pub(super) unsafe fn new(start: *mut u8, bytes: usize, owner: impl Any + Send + Sync) -> Self {
         Self { start, bytes, _owner: Box::new(owner) }
     }

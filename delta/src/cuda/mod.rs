@@ -41,7 +41,7 @@ pub use machine::Pinned;
 /// Encodes and decodes tensors on one device, one after the other; it keeps the memory that the largest
 /// needed.
 ///
-/// Everything is queued on a stream of its own, and each call waits for it: what a caller's own streams write
+/// Everything is queued on a stream of its own, and each call waits for it. What a caller's own streams write
 /// to a tensor must be done before. [`Codec::fork`] makes one that works at the same time.
 pub struct Codec {
     machine: Box<dyn Machine>,
@@ -94,9 +94,7 @@ impl Tensor {
     /// A tensor in memory of another library, such as a torch tensor's.
     ///
     /// # Safety
-    /// `bytes` bytes at `address` are memory of device `device`, or of the host and mapped there under the
-    /// same address, and nobody else writes to them (for [`Codec::apply`]: nor reads them) while a call of
-    /// the codec uses the tensor.
+    /// `bytes` bytes at `address` are memory of device `device`, or of the host and mapped there under the same address. While a call of the codec uses the tensor, nothing else writes to them, nor reads them for [`Codec::apply`].
     pub unsafe fn borrowed(device: usize, address: u64, bytes: usize) -> Self {
         Self { held: Held::Borrowed, device, placed: Placed { address, bytes } }
     }

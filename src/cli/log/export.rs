@@ -3,7 +3,8 @@
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::{numbers, paths};
-use driftless::buffer::{Position, Reader, export_arrow, export_parquet};
+use driftless::buffer::export::{export_arrow, export_parquet};
+use driftless::buffer::{Position, Reader};
 use std::fs::File;
 use std::io::BufWriter;
 use std::path::PathBuf;

@@ -113,7 +113,7 @@ fn open(args: &Args, known: Option<&Reader>) -> Result<Sink> {
     let identity = match (known.and_then(Reader::identity), &args.run_id) {
         (Some(identity), _) => identity.clone(),
         // Another run would begin in the same directory, with ids from 0.
-        (None, None) if known.is_some() && !buffer::verify(&args.dir)?.is_clean() => {
+        (None, None) if known.is_some() && !buffer::check::verify(&args.dir)?.is_clean() => {
             return Err(Error::Usage {
                 what: "--run-id".into(),
                 expected: "the run of this log, because none of its segments can be read (see `driftless log verify`)"
@@ -123,7 +123,7 @@ fn open(args: &Args, known: Option<&Reader>) -> Result<Sink> {
         }
         (None, run_id) => identity(args, run_id.as_deref())?,
     };
-    let options = Options { sync: SyncPolicy::Manual, ..Options::new(identity.clone()) };
+    let options = Options::new(identity.clone()).with_sync(SyncPolicy::Manual);
     match Log::open(&args.dir, options) {
         Ok(log) => Ok(Sink::Own(log)),
         Err(buffer::Error::Locked { .. }) => Ok(Sink::Owner(Producer::connect(&args.dir, &identity, OWNER)?)),

@@ -7,7 +7,8 @@ mod import;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::{numbers, paths};
-use driftless::buffer::{self, Reader, Record, Severity};
+use driftless::buffer::check::Severity;
+use driftless::buffer::{self, Reader, Record};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -71,7 +72,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 
 fn stat(dir: &Path, output: Output) -> Result<()> {
     paths::check_dir("log", dir)?;
-    output.print(&buffer::stat(dir)?, |stat| {
+    output.print(&buffer::check::stat(dir)?, |stat| {
         let range = |range: Option<(u64, u64)>| {
             range.map_or_else(|| "none".to_owned(), |(a, b)| format!("{a} to {b}"))
         };
@@ -102,7 +103,7 @@ fn stat(dir: &Path, output: Output) -> Result<()> {
 
 fn verify(dir: &Path, output: Output) -> Result<()> {
     paths::check_dir("log", dir)?;
-    let report = buffer::verify(dir)?;
+    let report = buffer::check::verify(dir)?;
     output.print(&report, |report| {
         let mut lines: Vec<_> = report
             .damage

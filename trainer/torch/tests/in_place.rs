@@ -21,7 +21,7 @@ fn maps(dir: &std::path::Path) -> Vec<Range<usize>> {
 fn tensors_of_a_batch_lie_in_the_map_of_the_log() {
     let dir = tempfile::tempdir().unwrap();
     let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
-    let log = Log::open(dir.path(), Options { segment_bytes: 1 << 20, ..Options::new(identity) }).unwrap();
+    let log = Log::open(dir.path(), Options::new(identity).with_segment_bytes(1 << 20)).unwrap();
     let tokens: Vec<i32> = (0..8192).collect();
     for id in 0..64 {
         let scalars = Scalars { sample_id: id, group_id: id / 8, ..Scalars::default() };

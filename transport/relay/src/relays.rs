@@ -133,7 +133,7 @@ impl Relays {
         url.set_query(Some(&format!("size={}&blake3={}", object.size, object.blake3)));
         in_pieces(range, |piece| {
             let header = format!("bytes={}-{}", piece.start, piece.end - 1);
-            let answer = self.http.get(url.clone(), &header, (piece.end - piece.start, arrived), patience)?;
+            let answer = self.http.get(url.clone(), &header, piece.end - piece.start, arrived, patience)?;
             if answer.status != StatusCode::PARTIAL_CONTENT {
                 return Err(answer.words());
             }

@@ -142,7 +142,7 @@ impl Feed {
         if self.pinned.as_ref().is_some_and(known) {
             return Ok(());
         }
-        // Gone if somebody made room; then the applied version alone has to do.
+        // Gone if the trainer made room; then the applied version alone has to do.
         if now[0].is_some() {
             let found = identity::run_id(identity::content(&Release::read(&*self.store, Version(1))?));
             if found != applied.run_id {
@@ -176,7 +176,7 @@ impl Feed {
         let index = self.look(version)?.ok_or_else(absent)?;
         let release = Release::read(&*self.store, version)?;
         let content = identity::content(&release);
-        // Version 0 is everybody's; the run begins with version 1.
+        // Version 0 belongs to every run; this one begins with version 1.
         let run_id = if version == Version(1) { identity::run_id(content) } else { applied.run_id };
         let digest = identity::link(applied.manifest_digest, content);
         let (names, frames): (Vec<_>, Vec<_>) =
@@ -190,7 +190,8 @@ impl Feed {
                     &*self.store,
                     name,
                     frame,
-                    (release.encoding, release.checksum),
+                    release.encoding,
+                    release.checksum,
                     base,
                     &mut |slice| rewriter.push(slice),
                 ),

@@ -43,19 +43,19 @@ pub fn open(
 
 /// What a follower with these options would do to its directory now, up to [`FollowerOptions::until`].
 /// Nothing is written, no lock is taken, no engine asked. Every changed tensor is read and taken through all
-/// versions in memory (twice the bytes of the tensors under way: 1 GiB, or one tensor), so what this accepts
-/// follows on from the weights that are here.
+/// versions in memory, so what this accepts follows on from the weights that are here. It takes twice the
+/// bytes of the tensors under way: 1 GiB, or one tensor.
 ///
 /// # Errors
 ///
-/// Those that [`open`] and [`Follower::prepare`] would give; [`Error::Busy`] if somebody else moves the
+/// Those that [`open`] and [`Follower::prepare`] would give; [`Error::Busy`] if another process moves the
 /// directory meanwhile.
 pub fn plan(store: Arc<dyn Store>, options: &FollowerOptions) -> Result<Plan> {
     crate::plan::plan(feed(store, options)?, &options.checkpoint_dir, options.until)
 }
 
-/// The route that slime's trainer calls, for [`ServeOptions::routes`](driftless_transport::serve::ServeOptions): `POST
-/// /pull_weights`.
+/// The route that slime's trainer calls, for
+/// [`ServeOptions::routes`](driftless_transport::serve::ServeOptions): `POST /pull_weights`.
 pub fn routes(follower: Follower) -> Router {
     Router::new().route("/pull_weights", post(pull_weights)).with_state(follower)
 }

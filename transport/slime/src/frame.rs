@@ -31,7 +31,8 @@ pub(crate) fn rewrite(
     store: &dyn Store,
     name: &str,
     frame: &Frame,
-    (encoding, checksum): (Encoding, Checksum),
+    encoding: Encoding,
+    checksum: Checksum,
     base: &[u8],
     push: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use driftless_store::os::regular;
-use driftless_transport::foreign::{self, Bounds, Held, position, refuse_foreign};
+use driftless_transport::foreign::{self, Bounds, OnDisk, position, refuse_foreign};
 use driftless_transport::manifest::Manifest;
 use driftless_transport::replica::{Plan, PlannedVersion};
 use driftless_transport::{Checkpoint, Error, Result, Version};
@@ -26,18 +26,18 @@ const MEMORY_MAX: u64 = 1 << 30;
 /// it would.
 ///
 /// # Errors
-/// Those that [`Feed::survey`] and [`Feed::advance`] would give; [`Error::Busy`] if somebody else moved `dir`
+/// Those that [`Feed::survey`] and [`Feed::advance`] would give; [`Error::Busy`] if another process moved `dir`
 /// meanwhile.
 pub(crate) fn plan(mut feed: Feed, dir: &Path, until: Option<Version>) -> Result<Plan> {
-    let held = Held::look(dir)?;
-    let planned = plan_on(&mut feed, (dir, &held), until);
-    if Held::look(dir)? == held {
+    let held = OnDisk::read(dir)?;
+    let planned = plan_on(&mut feed, dir, &held, until);
+    if OnDisk::read(dir)? == held {
         return planned;
     }
     Err(Error::Busy { what: format!("`{}`", dir.display()), with: "a follower that moves it".into() })
 }
 
-fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>) -> Result<Plan> {
+fn plan_on(feed: &mut Feed, dir: &Path, held: &OnDisk, until: Option<Version>) -> Result<Plan> {
     let last = |newest: Version| until.map_or(newest, |until| until.min(newest));
     let mut versions = Vec::new();
     let (checkpoint, base, mut run_id, to) = match &held.version {
@@ -54,7 +54,7 @@ fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>)
                 refuse_foreign(dir)?;
             }
             let changed = Some(committed.manifest.changed);
-            versions.push(PlannedVersion::new(Version(0), true, (0, 0), changed));
+            versions.push(PlannedVersion::new(Version(0), true, 0, 0, changed));
             let to = last(feed.newest(Version(0))?);
             let run_id = committed.manifest.run_id;
             (checkpoint, committed.manifest, run_id, to)
@@ -68,23 +68,24 @@ fn plan_on(feed: &mut Feed, (dir, held): (&Path, &Held), until: Option<Version>)
     }
     // The reference is whole whatever happened to the directory.
     let torn = held.unfinished && held.version.is_some();
-    let changed = rehearse(feed, (&base, &checkpoint), &releases, !torn)?;
+    let changed = rehearse(feed, &base, &checkpoint, &releases, !torn)?;
     versions.extend(releases.iter().zip(changed).map(|(release, changed)| planned(release, changed)));
     let from = held.version.as_ref().map(|(applied, _)| applied.version);
-    Ok(Plan::of((run_id, &base.model), (from, to), held.unfinished, versions))
+    Ok(Plan::of(run_id, &base.model, from, to, held.unfinished, versions))
 }
 
 fn planned(release: &Release, changed: Option<u64>) -> PlannedVersion {
     let files: BTreeSet<_> = release.tensors.values().map(|frame| &frame.key).collect();
     let bytes = release.tensors.values().map(|frame| frame.range.end - frame.range.start).sum();
-    PlannedVersion::new(release.version, false, (files.len() as u64, bytes), changed)
+    PlannedVersion::new(release.version, false, files.len() as u64, bytes, changed)
 }
 
 /// Takes every tensor through all versions, unless what is on disk is not `whole`. Returns how many elements
 /// each changes.
 fn rehearse(
     feed: &Feed,
-    (base, checkpoint): (&Manifest, &Checkpoint),
+    base: &Manifest,
+    checkpoint: &Checkpoint,
     releases: &[Release],
     whole: bool,
 ) -> Result<Vec<Option<u64>>> {
@@ -107,7 +108,7 @@ fn rehearse(
         |index| Ok(&tensors[index]),
         |info| {
             let bytes = read(checkpoint, &info.name)?;
-            changes(feed, (&info.name, info.dtype.element().size()), bytes, releases)
+            changes(feed, &info.name, info.dtype.element().size(), bytes, releases)
         },
         |_, changed: Vec<u64>| {
             total.iter_mut().zip(changed).for_each(|(total, changed)| *total += changed);
@@ -120,7 +121,8 @@ fn rehearse(
 /// Takes a tensor through the versions that change it.
 fn changes(
     feed: &Feed,
-    (name, element_bytes): (&str, usize),
+    name: &str,
+    element_bytes: usize,
     bytes: Vec<u8>,
     releases: &[Release],
 ) -> Result<Vec<u64>> {
@@ -129,8 +131,8 @@ fn changes(
     let change = |release: &Release| {
         let Some(frame) = release.tensors.get(name) else { return Ok(0) };
         new.clear();
-        let form = (release.encoding, release.checksum);
-        frame::rewrite(feed.store(), name, frame, form, &now, &mut |slice| {
+        let (encoding, checksum) = (release.encoding, release.checksum);
+        frame::rewrite(feed.store(), name, frame, encoding, checksum, &now, &mut |slice| {
             new.extend_from_slice(slice);
             Ok(())
         })?;

@@ -1,16 +1,17 @@
 //! Writes a trainer's directory, for slime's receiver.
 
+use std::borrow::Cow;
+use std::fmt;
 use std::fs::{self, File};
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
-use std::{fmt, thread};
 
+use derive_setters::Setters;
 use driftless_store::{Error as StoreError, PutMode, Store, probe_conditional_put};
-use driftless_transport::foreign::{STATE_DIR, check_finite};
+use driftless_transport::foreign::{Bounds, STATE_DIR, check_finite, in_order, threads};
 use driftless_transport::publish::{Progress, ProgressFn, Published, Start};
 use driftless_transport::replica::Applied;
 use driftless_transport::snapshot::TensorInfo;
@@ -21,16 +22,24 @@ use crate::feed::Feed;
 use crate::release::Release;
 use crate::{Checksum, Encoding, frame, identity, index_key, version_key};
 
+/// Threads that encode at most.
+const WORKERS_MAX: usize = 16;
+/// Bytes of tensors and frames that are under way at most; one tensor alone may have more.
+const MEMORY_MAX: u64 = 1 << 30;
+
 /// What to publish, and how.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
 #[non_exhaustive]
 pub struct PublisherOptions {
     /// Whether to begin a run in an empty directory, or to go on with the one there.
     pub start: Start,
     /// Directory of the baseline, a copy of the newest version that the next delta starts from.
+    #[setters(into)]
     pub baseline_dir: PathBuf,
     /// The checkpoint that is version 0, which every receiver has; needed as long as the baseline holds no
     /// version.
+    #[setters(into)]
     pub hf_checkpoint: Option<PathBuf>,
     /// How changed tensors are written.
     pub encoding: Encoding,
@@ -133,7 +142,7 @@ impl Publisher {
         let applied = self.catch_up()?;
         let version = applied.version.next();
         check_table(self.baseline.checkpoint()?, snapshot)?;
-        let (mut spool, frames) = self.encode(snapshot)?;
+        let (mut written, frames) = self.encode(snapshot)?;
         let encode = begin.elapsed();
         self.clear(version)?;
         let mut bytes = 0;
@@ -141,9 +150,9 @@ impl Publisher {
         let mut weight_map = serde_json::Map::new();
         for (number, range) in files.iter().enumerate() {
             let name = format!("model-{number:05}-of-{:05}.safetensors", files.len());
-            let frames = frames.get(range.clone()).unwrap_or_default();
+            let frames = &frames[range.clone()];
             weight_map.extend(frames.iter().map(|frame| (frame.name.clone(), name.clone().into())));
-            let file = spool.file(frames)?;
+            let file = written.file(frames)?;
             bytes += file.len() as u64;
             self.store.put(&version_key(version)?.join(&name)?, &file, PutMode::Overwrite)?;
         }
@@ -176,8 +185,8 @@ impl Publisher {
         let missing = || Error::NothingApplied { path: self.options.baseline_dir.clone() };
         let manifest = self.baseline.manifest().ok_or_else(missing)?;
         let applied = self.applied().ok_or_else(missing)?;
-        let times = [encode, begin.elapsed() - encode];
-        Ok(Published::of_delta((applied, manifest), bytes, changed, times))
+        let upload = begin.elapsed().saturating_sub(encode);
+        Ok(Published::of_delta(applied, manifest, bytes, changed, encode, upload))
     }
 
     fn catch_up(&mut self) -> Result<Applied> {
@@ -231,85 +240,47 @@ impl Publisher {
         })
     }
 
-    /// Encodes what changed, on several threads; the frames lie in the spool.
-    fn encode(&mut self, snapshot: &dyn Snapshot) -> Result<(Spool, Vec<Encoded>)> {
-        let base = self.baseline.checkpoint()?;
-        let spool = Mutex::new(Spool::create(&self.options.baseline_dir.join(STATE_DIR))?);
-        let made = Mutex::new(Vec::new());
-        let PublisherOptions { encoding, checksum, allow_non_finite, .. } = self.options;
-        let workers = thread::available_parallelism().map_or(1, std::num::NonZero::get).min(16);
+    /// Encodes what changed, on several threads.
+    fn encode(&mut self, snapshot: &dyn Snapshot) -> Result<(Frames, Vec<Encoded>)> {
+        let Self { baseline, options, progress: tell, .. } = self;
+        let base = baseline.checkpoint()?;
+        let mut frames = Frames::create(&options.baseline_dir.join(STATE_DIR))?;
+        let mut encoded = Vec::new();
+        let tensors = snapshot.tensors();
         let mut progress = Progress::default();
-        progress.tensors_total = snapshot.tensors().len() as u64;
-        let failure = thread::scope(|scope| {
-            let (jobs, inbox) = sync_channel::<(usize, std::borrow::Cow<'_, [u8]>)>(workers);
-            let inbox = Arc::new(Mutex::new(inbox));
-            let threads: Vec<_> = (0..workers)
-                .map(|_| {
-                    let (inbox, spool, made) = (inbox.clone(), &spool, &made);
-                    scope.spawn(move || -> Result<()> {
-                        while let Some((index, new)) = take(&inbox) {
-                            let info = &base.tensors()[index];
-                            let old = base.tensor(index).unwrap_or_default();
-                            if old == &*new {
-                                continue;
-                            }
-                            if !allow_non_finite {
-                                check_finite(info, 0, &new, Some(old))?;
-                            }
-                            let frame = frame::encode(&info.name, encoding, old, &new)?;
-                            let range = locked(spool).append(&frame)?;
-                            let checksum = checksum.of(&new);
-                            locked(made).push(Encoded { name: info.name.clone(), range, checksum });
-                        }
-                        Ok(())
-                    })
-                })
-                .collect();
-            drop(inbox);
-            let mut failure = Ok(());
-            for (index, info) in snapshot.tensors().iter().enumerate() {
-                let job = snapshot.bytes(index).and_then(|bytes| check_length(info, bytes));
-                match job {
-                    // Nobody takes it: the threads ended, and say why below.
-                    Ok(bytes) => {
-                        if jobs.send((index, bytes)).is_err() {
-                            break;
-                        }
-                    }
-                    Err(error) => {
-                        failure = Err(error);
-                        break;
-                    }
-                }
-                progress.tensors += 1;
-                progress.bytes_encoded += info.byte_len().unwrap_or(0);
-                if let Some(tell) = &mut self.progress {
-                    tell(progress);
-                }
+        progress.tensors_total = tensors.len() as u64;
+        // The new bytes, and the frame that is made of them.
+        let weights = tensors.iter().map(|info| Ok(2 * info.byte_len()?)).collect::<Result<Vec<_>>>()?;
+        let bounds = Bounds { threads: threads(WORKERS_MAX), weight: MEMORY_MAX };
+        let feed = |index: usize| Ok((index, check_length(&tensors[index], snapshot.bytes(index)?)?));
+        let work = |(index, new): (usize, Cow<'_, [u8]>)| {
+            let (info, old) = (&base.tensors()[index], base.bytes(index)?);
+            if old == new {
+                return Ok(None);
             }
-            drop(jobs);
-            for thread in threads {
-                let ended = thread.join().map_err(|_| Error::Cancelled { what: "encoding a tensor" });
-                failure = failure.and(ended.and_then(|ended| ended));
+            if !options.allow_non_finite {
+                check_finite(info, 0, &new, Some(&old))?;
             }
-            failure
-        });
-        failure?;
-        let mut frames = made.into_inner().unwrap_or_else(PoisonError::into_inner);
-        frames.sort_by(|a: &Encoded, b| a.name.cmp(&b.name));
-        Ok((spool.into_inner().unwrap_or_else(PoisonError::into_inner), frames))
+            let frame = frame::encode(&info.name, options.encoding, &old, &new)?;
+            Ok(Some((frame, options.checksum.of(&new))))
+        };
+        in_order(&weights, bounds, feed, work, |index, made| {
+            let info = &tensors[index];
+            if let Some((frame, checksum)) = made {
+                encoded.push(Encoded { name: info.name.clone(), range: frames.append(&frame)?, checksum });
+            }
+            progress.tensors += 1;
+            progress.bytes_encoded += info.byte_len()?;
+            if let Some(tell) = tell {
+                tell(progress);
+            }
+            Ok(())
+        })?;
+        Ok((frames, encoded))
     }
 }
 
-fn take<T>(inbox: &Mutex<Receiver<T>>) -> Option<T> {
-    locked(inbox).recv().ok()
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A frame in the spool.
+/// A frame among [`Frames`].
 struct Encoded {
     name: String,
     range: Range<u64>,
@@ -318,13 +289,13 @@ struct Encoded {
 
 /// Frames on their way to a file, whose name says how many there are: a file without a name, so that it never
 /// stays behind.
-struct Spool {
+struct Frames {
     path: PathBuf,
     file: File,
     length: u64,
 }
 
-impl Spool {
+impl Frames {
     fn create(dir: &std::path::Path) -> Result<Self> {
         let path = dir.join("frames.partial");
         let io = |source| Error::io("create", &path, source);
@@ -410,10 +381,7 @@ fn check_table(base: &Checkpoint, snapshot: &dyn Snapshot) -> Result<()> {
     Ok(())
 }
 
-fn check_length<'a>(
-    info: &TensorInfo,
-    bytes: std::borrow::Cow<'a, [u8]>,
-) -> Result<std::borrow::Cow<'a, [u8]>> {
+fn check_length<'a>(info: &TensorInfo, bytes: Cow<'a, [u8]>) -> Result<Cow<'a, [u8]>> {
     let expected = info.byte_len()?;
     if bytes.len() as u64 == expected {
         return Ok(bytes);

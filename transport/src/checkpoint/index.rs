@@ -58,8 +58,8 @@ pub(super) fn compose(weight_map: &WeightMap, total_size: u64) -> String {
     format!("{index:#}\n")
 }
 
-/// Refuses an index that lists a tensor its file lacks, or files that hold a tensor it does not list there:
-/// engines load what the files hold, so a stale index hides what they will serve.
+/// Refuses an index that lists a tensor its file lacks, or files that hold a tensor it does not list there.
+/// Engines load what the files hold, so a stale index hides what they will serve.
 pub(super) fn check(
     dir: &Path,
     weight_map: &WeightMap,

@@ -1,17 +1,16 @@
 //! Memory maps of weight files.
 //!
-//! A map is only sound while nobody truncates the file and nobody writes to it behind a live `&[u8]`. Both
-//! are kept here by ownership: readers borrow from a [`Checkpoint`](super::Checkpoint), and the one writer of
-//! this crate, the replica, needs itself mutably, so that no reader can be alive. Against other processes the
-//! replica holds a lock on its directory; a checkpoint directory given by the user must not be rewritten in
-//! place while it is being read, as its documentation says. (A replica that makes pages ready stores bytes
-//! that are there already.)
+//! A map is only sound while the file is not truncated, nor written to behind a live `&[u8]`. Ownership keeps
+//! both: readers borrow from a [`Checkpoint`](super::Checkpoint), and the replica, the one writer of this
+//! crate, needs itself mutably. Against other processes the replica holds a lock on its directory. A
+//! checkpoint directory of the user's must not be rewritten in place while it is read, as its documentation
+//! says. A replica that prefaults stores bytes that are there already.
 #![expect(unsafe_code, reason = "memory maps of files")]
 
 use std::fs::File;
 use std::path::Path;
 
-use memmap2::{Advice, Mmap, MmapMut};
+use memmap2::{Mmap, MmapMut};
 
 use crate::error::{Error, Result};
 
@@ -19,9 +18,9 @@ use crate::error::{Error, Result};
 pub(crate) fn map(path: &Path, file: &File) -> Result<Mmap> {
     // SAFETY: the file is not truncated or written while the map is borrowed; see the module's documentation.
     let map = unsafe { Mmap::map(file) }.map_err(|source| Error::io("map", path, source))?;
-    // What is not in memory yet comes in large folios. A kernel that does not do so loses time and nothing
-    // else.
-    let _ = map.advise(Advice::HugePage);
+    // What is not in memory yet comes in large folios. A kernel that refuses costs time, nothing else.
+    #[cfg(target_os = "linux")]
+    let _ = map.advise(memmap2::Advice::HugePage);
     Ok(map)
 }
 
@@ -31,7 +30,8 @@ pub(crate) fn map_mut(path: &Path, file: &File) -> Result<MmapMut> {
     // this process.
     let map =
         unsafe { MmapMut::map_mut(file) }.map_err(|source| Error::io("map for writing", path, source))?;
-    let _ = map.advise(Advice::HugePage);
+    #[cfg(target_os = "linux")]
+    let _ = map.advise(memmap2::Advice::HugePage);
     Ok(map)
 }
 

@@ -39,7 +39,7 @@ const COPY_BYTES: u64 = 8 << 20;
 /// A checkpoint directory, open for reading: `model.safetensors`, or shards and
 /// `model.safetensors.index.json`, plus auxiliary files.
 ///
-/// Weight files are memory-mapped. They must not be rewritten in place or truncated by anybody else while
+/// Weight files are memory-mapped. They must not be rewritten in place or truncated by others while
 /// this value lives: readers would see torn bytes or be killed. Replacing a file by rename is harmless, the
 /// old content stays readable.
 pub struct Checkpoint {
@@ -166,6 +166,19 @@ impl Checkpoint {
         self.shards.get(*shard)?.map.get(range.clone())
     }
 
+    /// The bytes of the tensor of this name.
+    ///
+    /// # Errors
+    /// [`Error::TensorMismatch`] if there is none.
+    pub(crate) fn named(&self, name: &str) -> Result<&[u8]> {
+        self.position(name).and_then(|index| self.tensor(index)).ok_or_else(|| Error::TensorMismatch {
+            tensor: name.to_owned(),
+            what: "entry in the checkpoint",
+            expected: "present".to_owned(),
+            found: "absent".to_owned(),
+        })
+    }
+
     /// Copies the weight files and the index, if there is one, into `target` and syncs each. Returns their
     /// names.
     pub(crate) fn copy_weights(&self, target: &Path) -> Result<Vec<String>> {
@@ -232,9 +245,9 @@ impl Shard {
 
 /// Copies a file and syncs the copy.
 ///
-/// In pieces so large that the kernel can keep the copy in large folios, which is how a map of it later costs
-/// one fault where it would cost 32 after `copy_file_range`; unless the file system lets the copy share the
-/// source's blocks.
+/// Where the file system can, the copy shares the source's blocks. Else it is written in pieces so large that
+/// the kernel keeps it in large folios: a map of it then costs one fault where it costs 32 after
+/// `copy_file_range`.
 fn copy_file(source: &Path, copy: &Path) -> Result<()> {
     let from = regular::open(source).map_err(|error| Error::io("open", source, error))?;
     let io = |error| Error::io("write", copy, error);
@@ -242,7 +255,7 @@ fn copy_file(source: &Path, copy: &Path) -> Result<()> {
     // Weights that are private stay so; versions that follow are written into the copy.
     let mode = from.metadata().map_err(|error| Error::io("inspect", source, error))?.mode() & 0o777;
     to.set_permissions(Permissions::from_mode(mode | 0o200)).map_err(io)?;
-    if rustix::fs::ioctl_ficlone(&to, &from).is_err() {
+    if !share_blocks(&from, &to) {
         let mut piece = Vec::new();
         loop {
             piece.clear();
@@ -254,6 +267,17 @@ fn copy_file(source: &Path, copy: &Path) -> Result<()> {
         }
     }
     sync_file(&to, copy).map_err(|error| Error::io("sync", copy, error))
+}
+
+/// Lets a copy share the blocks of its source, which Btrfs and XFS can; false where that is not to be had.
+#[cfg(target_os = "linux")]
+fn share_blocks(from: &File, to: &File) -> bool {
+    rustix::fs::ioctl_ficlone(to, from).is_ok()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn share_blocks(_: &File, _: &File) -> bool {
+    false
 }
 
 /// What becomes of that which no version can have, but which is named like a file of one.

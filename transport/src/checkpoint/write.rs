@@ -21,12 +21,12 @@ const WRITE_BYTES: usize = 1 << 18;
 pub(crate) type WeightFiles = Vec<String>;
 
 /// Writes `snapshot` as a Hugging Face checkpoint directory: `model.safetensors` when it fits in
-/// `max_shard_bytes` of tensor data, else shards and an index (a tensor larger than that gets a file of its
-/// own), plus the auxiliary files.
+/// `max_shard_bytes` of tensor data, else shards and an index, and the auxiliary files. A tensor larger than
+/// that gets a file of its own.
 ///
-/// Everything is written and synced beside `dir`, which is then created or exchanged by one rename, so that a
-/// reader or a crash sees the old directory or the new one. A directory that holds another checkpoint is
-/// replaced whole; one that holds anything else is refused.
+/// Everything is written and synced beside `dir`, which is then created or exchanged by one rename. A reader,
+/// or a crash, sees the old directory or the new one. A directory that holds another checkpoint is replaced
+/// whole; one that holds anything else is refused.
 ///
 /// # Errors
 ///
@@ -71,13 +71,7 @@ pub(crate) fn write_weights(
     let mut weight_map = index::WeightMap::new();
     for (position, shard) in shards.into_iter().enumerate() {
         let name = format!("model-{:05}-of-{count:05}.safetensors", position + 1);
-        weight_map.extend(
-            tensors
-                .get(shard.clone())
-                .unwrap_or_default()
-                .iter()
-                .map(|info| (info.name.clone(), name.clone())),
-        );
+        weight_map.extend(tensors[shard.clone()].iter().map(|info| (info.name.clone(), name.clone())));
         write_shard(&dir.join(&name), tensors, shard, stream)?;
         names.push(name);
     }
@@ -168,7 +162,7 @@ fn write_all(dir: &Path, snapshot: &dyn Snapshot, max_shard_bytes: u64) -> Resul
     Ok(sync_dir(dir)?)
 }
 
-/// Whether `dir` exists with content, which is only accepted when it is a checkpoint and nobody's replica.
+/// Whether `dir` exists with content, which is only accepted when it is a checkpoint and no replica.
 fn replaceable(dir: &Path) -> Result<bool> {
     let mut entries = match fs::read_dir(dir) {
         Ok(entries) => entries,

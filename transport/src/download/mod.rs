@@ -5,34 +5,39 @@
 //! them are 32 bytes per range: the range's digest once the range is there. Nothing is synced. A range counts
 //! only if its digest is right, and an object only if its own is. A file that lost pages costs a second fetch
 //! of what it lost, nothing else.
+//!
+//! | File | Does |
+//! |---|---|
+//! | this one | the files, and what is kept |
+//! | `gather` | one object: ranges that are kept, and requests for the others |
+//! | `window` | bounds the bytes on their way, of all objects together |
 
+mod gather;
 mod window;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::SystemTime;
-use std::{io, thread};
 
 use derive_setters::Setters;
 use driftless_store::os::watch::{self, Call};
 use driftless_store::os::{regular, remove_file};
-use driftless_store::{ContentDigest, Error as StoreError, Object, OnBytes, Store};
+use driftless_store::{ContentDigest, Object, Store};
 
-use crate::error::{Error, Result};
-use crate::run::{fetch_object, wrong_size};
+use crate::error::Result;
+use crate::run::fetch_object;
 use window::Window;
 
 /// Bytes of a range's digest.
 const MARK_BYTES: u64 = 32;
 /// What the digests of ranges are derived with; they are never those of objects.
 const MARK_CONTEXT: &str = "driftless 2026-11-21 a range of an object that arrives";
-/// Requests of one object that are under way at the same time at most.
-const PARALLEL: usize = 16;
 
 /// How objects are kept while they arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Setters)]
@@ -77,8 +82,8 @@ pub struct DownloadCache {
 }
 
 impl DownloadCache {
-    /// The download cache in `dir`, which is made when something is kept. What an earlier process kept there is found
-    /// again.
+    /// The download cache in `dir`, which is made when something is kept. What an earlier process kept there
+    /// is found again.
     pub fn new(dir: PathBuf, options: DownloadOptions, point: &'static str) -> Self {
         let (held, paused) = (OnceLock::new(), AtomicBool::new(false));
         Self { dir, options, point, held, paused, window: Window::default() }
@@ -104,7 +109,7 @@ impl DownloadCache {
     }
 
     /// The bytes of an object, checked against its digest: what is kept, and from `store` what is missing,
-    /// which is kept. `arriving` is told before each request.
+    /// which is kept. `arriving` is called before each request.
     ///
     /// # Errors
     /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not
@@ -120,11 +125,11 @@ impl DownloadCache {
                 arriving();
                 return fetch_object(store, object);
             };
-            let (bytes, reused) = self.gather(store, object, &kept, arriving)?;
+            let (bytes, reused) = gather::gather(self, store, object, &kept, arriving)?;
             let Err(error) = object.blake3.check(&bytes, format_args!("object `{}`", object.key)) else {
                 return Ok(bytes);
             };
-            // Whoever is wrong, the disk or the store: nothing of this is believed again.
+            // Either the disk or the store is wrong: nothing of this is believed again.
             self.forget(&object.blake3);
             if !reused && !store.report_corrupt(object) {
                 return Err(error.into());
@@ -187,7 +192,7 @@ impl DownloadCache {
     }
 
     /// The file of an object, or `None` if it is not to be kept.
-    fn kept(&self, object: &Object) -> Option<Kept> {
+    fn kept(&self, object: &Object) -> Option<PartialObject> {
         if object.size < self.options.object_bytes_min.max(1) || self.paused.load(Relaxed) {
             return None;
         }
@@ -203,7 +208,7 @@ impl DownloadCache {
             }
         }
         let path = self.path(&object.blake3);
-        match Kept::open(&self.dir, &path, object.size, self.options.range_bytes.max(1)) {
+        match PartialObject::open(&self.dir, &path, object.size, self.options.range_bytes.max(1)) {
             Ok(kept) => Some(kept),
             Err(error) => {
                 tracing::warn!(path = %path.display(), %error, "what arrives is not kept");
@@ -212,123 +217,6 @@ impl DownloadCache {
             }
         }
     }
-
-    /// All ranges of an object, several at a time; and whether any of them was here already.
-    fn gather(
-        &self,
-        store: &dyn Store,
-        object: &Object,
-        kept: &Kept,
-        arriving: &(dyn Fn() + Sync),
-    ) -> Result<(Vec<u8>, bool)> {
-        let mut bytes = zeroed(object)?;
-        let ranges = Mutex::new(bytes.chunks_mut(kept.range_bytes as usize).enumerate().peekable());
-        let (reused, failed) = (AtomicBool::new(false), AtomicBool::new(false));
-        let error = Mutex::new(None);
-        let here = |index: usize, range: &mut [u8]| {
-            let here = kept.read(index as u64, range);
-            reused.fetch_or(here, Relaxed);
-            here
-        };
-        let most = self.options.request_bytes_max / kept.range_bytes;
-        let work = || {
-            while !failed.load(Relaxed) {
-                let mut rest = ranges.lock().unwrap_or_else(PoisonError::into_inner);
-                while let Some((index, range)) = rest.peek_mut()
-                    && here(*index, range)
-                {
-                    rest.next();
-                }
-                let Some((first, _)) = rest.peek() else { return };
-                let left = object.size - *first as u64 * kept.range_bytes;
-                // One waits for an object, so that nobody does once all of it is under way.
-                let request = self.window.enter(&object.key, kept.range_bytes, most, left);
-                if failed.load(Relaxed) {
-                    return;
-                }
-                let mut group: Vec<(usize, &mut [u8])> = rest.next().into_iter().collect();
-                while (group.len() as u64) < request.bytes.div_ceil(kept.range_bytes)
-                    && let Some((index, range)) = rest.peek_mut()
-                    && !here(*index, range)
-                {
-                    group.extend(rest.next());
-                }
-                drop(rest);
-                arriving();
-                let fetched = fetch_ranges(store, object, kept.range_bytes, &mut group, &request.arrived());
-                if fetched.is_ok() {
-                    request.done();
-                }
-                if let Err(first) = fetched.and_then(|()| self.keep(object, kept, &group)) {
-                    error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(first);
-                    failed.store(true, Relaxed);
-                }
-            }
-        };
-        thread::scope(|scope| {
-            for _ in 1..PARALLEL.min(kept.ranges() as usize) {
-                // Where the system has no more threads, fewer do it.
-                let _ = thread::Builder::new().spawn_scoped(scope, work);
-            }
-            work();
-        });
-        match error.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some(error) => Err(error),
-            None => Ok((bytes, reused.into_inner())),
-        }
-    }
-
-    /// Keeps ranges. A disk that does not take them is no reason to stop.
-    fn keep(&self, object: &Object, kept: &Kept, ranges: &[(usize, &mut [u8])]) -> Result<()> {
-        for (index, range) in ranges {
-            if let Err(error) = kept.write(*index as u64, range) {
-                tracing::warn!(path = %kept.path.display(), %error, "what arrives is not kept");
-                self.forget(&object.blake3);
-            }
-            driftless_store::os::crash_point(self.point)?;
-        }
-        Ok(())
-    }
-}
-
-/// Reads ranges that lie one behind the other; the last one of an object with a byte more, so that a longer
-/// object is noticed.
-fn fetch_ranges(
-    store: &dyn Store,
-    object: &Object,
-    range_bytes: u64,
-    ranges: &mut [(usize, &mut [u8])],
-    arrived: &OnBytes,
-) -> Result<()> {
-    let start = ranges.first().map_or(0, |(index, _)| *index as u64 * range_bytes);
-    let length: usize = ranges.iter().map(|(_, range)| range.len()).sum();
-    let end = start + length as u64;
-    let asked = if end == object.size { end + 1 } else { end };
-    let bytes = match store.get_cached(object, start..asked, arrived) {
-        Err(StoreError::RangeOutside { size, .. }) => return Err(wrong_size(object, size)),
-        bytes => bytes?,
-    };
-    if bytes.len() != length {
-        return Err(wrong_size(object, start + bytes.len() as u64));
-    }
-    let mut rest = bytes.as_slice();
-    for (_, range) in ranges {
-        let (own, behind) = rest.split_at(range.len());
-        range.copy_from_slice(own);
-        rest = behind;
-    }
-    Ok(())
-}
-
-/// A buffer for an object; a size that cannot be had is an error, not an abort.
-fn zeroed(object: &Object) -> Result<Vec<u8>> {
-    let too_large =
-        || Error::TooLarge { what: format!("memory for object `{}`", object.key), max: object.size };
-    let size = usize::try_from(object.size).map_err(|_| too_large())?;
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(size).map_err(|_| too_large())?;
-    bytes.resize(size, 0);
-    Ok(bytes)
 }
 
 /// Best effort: what stays is found again when the download cache is opened.
@@ -348,14 +236,14 @@ fn object_bytes(length: u64, options: DownloadOptions) -> Option<u64> {
 }
 
 /// One object's file.
-struct Kept {
+struct PartialObject {
     file: File,
     path: PathBuf,
     size: u64,
     range_bytes: u64,
 }
 
-impl Kept {
+impl PartialObject {
     fn open(dir: &Path, path: &Path, size: u64, range_bytes: u64) -> io::Result<Self> {
         fs::create_dir_all(dir)?;
         watch::before(Call::Create, path)?;

@@ -23,7 +23,7 @@ const QUICK: Duration = Duration::from_millis(250);
 /// After one that took longer, less.
 const SLOW: Duration = Duration::from_secs(2);
 
-/// Who may ask for bytes. All objects of one cache share it.
+/// The requests that may be under way. All objects of one cache share it.
 #[derive(Debug, Default)]
 pub(super) struct Window(Arc<Shared>);
 
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_needed_first_goes_first_and_bytes_that_arrive_make_room() {
+    fn window_smallest_key_goes_first_and_arrived_bytes_make_room() {
         let window = Window::default();
         let mut held = full(&window);
         assert_eq!(held.iter().map(|request| request.bytes).sum::<u64>(), BYTES_MIN);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_at_once_says_nothing_about_the_line() {
+    fn window_failed_request_keeps_the_bound() {
         let window = Window::default();
         drop(window.enter(&key("a"), UNIT, u64::MAX, u64::MAX));
         assert_eq!(window.0.lock().bytes_max, BYTES_MIN);

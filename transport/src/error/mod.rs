@@ -1,7 +1,7 @@
 //! The crate's error type. Its variants follow the way of a version: store, run, manifest, publisher,
 //! replica, engine.
 
-mod judge;
+mod classify;
 
 use std::io;
 use std::net::SocketAddr;
@@ -109,7 +109,7 @@ pub enum Error {
         source: serde_json::Error,
     },
     /// A document that no trusted key claims to have signed. Nothing that it names is fetched.
-    #[error("{subject} is not signed by a trusted key (signed by: {signers})", signers = or_nobody(signers))]
+    #[error("{subject} is not signed by a trusted key (signed by: {signers})", signers = or_no_key(signers))]
     Unsigned {
         /// The manifest or part.
         subject: String,
@@ -301,7 +301,7 @@ pub enum Error {
     },
     /// The manifest was written, but the store did not confirm it and could not be asked.
     #[error(
-        "it is unknown whether version {version} was committed in {store}; publish again, which looks at the store first"
+        "it is unknown whether version {version} was committed in {store}; publish again: that reads the store first"
     )]
     CommitUnknown {
         /// The version.
@@ -350,7 +350,7 @@ pub enum Error {
         start: u64,
         /// Behind the last element.
         end: u64,
-        /// Who published them.
+        /// The ranks that published them.
         found: String,
     },
     /// The parts of a version were not joined in time.
@@ -382,12 +382,19 @@ pub enum Error {
     Busy {
         /// What is in use.
         what: String,
-        /// By whom or what.
+        /// What uses it.
         with: String,
     },
-    /// Work that was given up because another part of it failed.
-    #[error("{what} ended early")]
+    /// Work that ended because its switch was thrown, such as by
+    /// [`Publisher::stop_on`](crate::Publisher::stop_on).
+    #[error("{what} was stopped")]
     Cancelled {
+        /// The work.
+        what: &'static str,
+    },
+    /// A thread ended without a result: it panicked, which is a mistake of this program.
+    #[error("{what} ended without a result, a mistake of driftless: please report it with its log")]
+    Internal {
         /// The work.
         what: &'static str,
     },
@@ -423,6 +430,6 @@ pub enum Error {
     },
 }
 
-fn or_nobody(signers: &[String]) -> String {
-    if signers.is_empty() { "nobody".to_owned() } else { signers.join(", ") }
+fn or_no_key(signers: &[String]) -> String {
+    if signers.is_empty() { "no key".to_owned() } else { signers.join(", ") }
 }

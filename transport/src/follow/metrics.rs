@@ -39,7 +39,7 @@ impl Counters {
     pub(super) fn prepared(&mut self, outcome: Result<&Advanced, &Error>, now: Instant) {
         let error = match outcome {
             Ok(advanced) => return self.applied.add(*advanced),
-            // Before the first publication, and while somebody else is at it, nothing is wrong.
+            // Before the first publication, and during another request, nothing is wrong.
             Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => return,
             Err(error) => error,
         };
@@ -101,7 +101,7 @@ pub(super) fn page(status: &Status, counters: &Counters, store: &Counts, now: In
 }
 
 fn identity(page: &mut Page, status: &Status) {
-    page.family("info", "gauge", "Who this follower is; always 1.");
+    page.family("info", "gauge", "The follower's name, run and model; always 1.");
     let run_id = status.run_id.map(|id| id.to_string()).unwrap_or_default();
     let labels =
         [("follower", &*status.id), ("run", &status.run), ("run_id", &run_id), ("model", &status.model)];
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_not_on_the_page_and_lag_ends() {
+    fn page_unknown_values_are_absent_and_lag_ends() {
         let now = Instant::now();
         let mut counters = Counters::default();
         let empty = page(&status(None, None, &[]), &counters, &Counts::default(), now);

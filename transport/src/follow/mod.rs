@@ -5,11 +5,13 @@
 //! | `options`, `status`, `metrics` | what a follower is given, and what it reports |
 //! | `run` | a run of ours as a source of versions |
 //! | `watch` | the loop of a follower that acts alone |
+//! | `engines` | which engines are asked when, and what becomes of their answers |
 //! | `worker` | one thread per engine, so that a slow engine delays only itself |
-//! | `keeper` | renews the lease, which carries the acknowledgement |
+//! | `lease` | renews the lease, which carries the acknowledgement |
 //! | `scrub` | reads the checkpoint in the background, and repairs it |
 
-mod keeper;
+mod engines;
+mod lease;
 mod metrics;
 mod options;
 mod run;
@@ -21,30 +23,22 @@ mod worker;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use driftless_store::os::crash_point;
-use driftless_store::wait::{Stop, backoff};
+use driftless_store::wait::Stop;
 use driftless_store::wrap::Count;
 use driftless_store::{Store, chain_text};
 
-use crate::activate::{Activate, Limit};
+use crate::activate::Activate;
 use crate::error::{Error, Result};
 use crate::gc::{Ack, EngineStatus};
 use crate::ids::{Version, check_name};
 use crate::replica::{Advanced, Replica};
 use crate::source::{Asked, Source};
+use engines::Slot;
 use metrics::Counters;
 use run::RunSource;
-use worker::{Answer, Job, Worker};
 
 pub use options::FollowerOptions;
 pub use status::{PrepareReply, Status};
-
-/// What an engine is asked first, as errors name it.
-const LOOK: &str = "report its version";
-
-/// What the status tells of an engine that has the version and does not generate.
-const PAUSED: &str =
-    "it is paused, and not by this follower: whoever paused it has to send POST /continue_generation";
 
 /// A version that lies ready on the host: engines may load it, and a crash does not take it away.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,7 +71,7 @@ struct Shared {
     core: Mutex<Core>,
     /// Held for moments only, so that status answers during both.
     status: Mutex<Status>,
-    /// Engines that are inside an activation, or were paused when last looked at. Likewise.
+    /// Engines that are inside an activation, or were paused at the last poll. Likewise.
     maybe_paused: Mutex<Vec<String>>,
     /// What the loop waits on, while there is one.
     watching: Mutex<Option<Stop>>,
@@ -95,36 +89,16 @@ struct Core {
     released: Option<Version>,
 }
 
-struct Slot {
-    worker: Worker,
-    /// How often in a row it did not say what it serves, and when it is asked again.
-    failures: u32,
-    look_at: Instant,
-    /// How often in a row it did not take the version although it was there, and when that is tried again.
-    refusals: u32,
-    load_at: Instant,
-    /// What it loaded may have been damaged.
-    reload: bool,
-}
-
-impl Slot {
-    fn new(engine: Box<dyn Activate>) -> Result<Self> {
-        let now = Instant::now();
-        let worker = Worker::start(engine)?;
-        Ok(Self { worker, failures: 0, look_at: now, refusals: 0, load_at: now, reload: false })
-    }
-}
-
 impl Follower {
     /// Opens the replica, finishing an interrupted apply, and takes over the engines. The run need not exist
     /// yet.
     ///
     /// # Errors
     ///
-    /// [`Locked`](driftless_store::Error::Locked) if another follower has the directory,
-    /// [`Error::DamagedReplica`] for one that is damaged and has weights of somebody else in it (otherwise it
-    /// is built anew by the next prepare), [`Error::BadName`] for an `id` that cannot be a key,
-    /// [`Error::ForeignModel`] if the directory holds another model.
+    /// [`Locked`](driftless_store::Error::Locked) if another follower has the directory.
+    /// [`Error::DamagedReplica`] for one that is damaged and has foreign weights in it; otherwise the next
+    /// prepare builds it anew. [`Error::BadName`] for an `id` that cannot be a key. [`Error::ForeignModel`]
+    /// if the directory holds another model.
     pub fn open(
         store: Arc<dyn Store>,
         options: FollowerOptions,
@@ -191,8 +165,8 @@ impl Follower {
         self.status_mut().clone()
     }
 
-    /// The engines that may be paused: those inside an activation, and those that were paused when last
-    /// looked at. Never waits for a prepare or an activate.
+    /// The engines that may be paused: those inside an activation, and those that were paused at the last
+    /// poll. Never waits for a prepare or an activate.
     #[must_use]
     pub fn maybe_paused(&self) -> Vec<String> {
         self.maybe_paused_mut().clone()
@@ -251,12 +225,12 @@ impl Follower {
     /// Has the status tell of a version that could not be made durable, and begins with it again.
     fn check_durable(&self) -> Result<()> {
         let mut core = self.core()?;
-        self.note(heal(&mut core.replica, Replica::poll_sync))?;
+        self.note(quarantine_on_damage(&mut core.replica, Replica::poll_sync))?;
         let unfinished = core.replica.applied().is_some() && core.replica.checkpoint().is_err();
         if !unfinished {
             return Ok(());
         }
-        self.note(heal(&mut core.replica, |replica| replica.sync().map(drop)))
+        self.note(quarantine_on_damage(&mut core.replica, |replica| replica.sync().map(drop)))
     }
 
     /// Shows an error of the replica, if there is one, in the status and among the failures.
@@ -282,7 +256,7 @@ impl Follower {
     }
 
     /// [`Follower::activate`] for the engines whose time to be asked again has come. Where a coordinator
-    /// decides and has not yet, they are only looked at, which ends a pause that an earlier process left.
+    /// decides and has not yet, they are only polled, which ends a pause that an earlier process left.
     fn activate_due(&self) -> Result<()> {
         self.activate_and_acknowledge(&mut *self.core()?, Some(Instant::now()))
     }
@@ -335,7 +309,7 @@ impl Follower {
                 with: format!("engine `{}`, which still loads it", slot.worker.name()),
             });
         }
-        heal(&mut core.replica, Replica::poll_sync)?;
+        quarantine_on_damage(&mut core.replica, Replica::poll_sync)?;
         let started = Instant::now();
         let mut moved = self.advance(core, asked);
         match moved {
@@ -403,121 +377,6 @@ impl Follower {
         moved
     }
 
-    /// Asks the engines whose time has come by `due`, or all of them, and activates the version on those that
-    /// serve another one.
-    fn activate_in(&self, core: &mut Core, due: Option<Instant>) -> Result<()> {
-        let options = &self.shared.options;
-        let Core { replica, engines, released, .. } = core;
-        let ordered = !options.coordinated || *released == replica.applied().map(|applied| applied.version);
-        let checkpoint = replica.share()?;
-        let manifest = Arc::new(
-            replica
-                .manifest()
-                .cloned()
-                .ok_or_else(|| Error::NothingApplied { path: replica.dir().into() })?,
-        );
-        let label = manifest.label();
-        let stop = self.watching().clone().unwrap_or_default();
-        let is_due = |at: Instant| due.is_none_or(|now| at <= now);
-
-        let chosen: Vec<bool> = engines.iter().map(|slot| is_due(slot.look_at)).collect();
-        let limit = Limit::new(options.serving_deadline, stop.clone());
-        let wait = (LOOK, &limit, options.leave_deadline);
-        let served = ask_all(engines, &chosen, wait, || Job::Serving);
-        let stale = |(slot, served): (&Slot, &Option<Result<Answer>>)| {
-            let reload = slot.reload && matches!(served, Some(Ok(_)));
-            ordered && (reload || serves_another(served.as_ref(), &label)) && is_due(slot.load_at)
-        };
-        let stale: Vec<bool> = engines.iter().zip(&served).map(stale).collect();
-        if stale.contains(&true) {
-            crash_point("follow.activate")?;
-        }
-        self.note_paused(engines, |index| stale[index]);
-        let limit = Limit::new(options.activate_deadline, stop);
-        let activated = ask_all(engines, &stale, ("activate", &limit, options.leave_deadline), || {
-            Job::Activate { checkpoint: checkpoint.clone(), manifest: manifest.clone(), limit: limit.clone() }
-        });
-
-        let mut first_failure = None;
-        for (index, (slot, (served, activated))) in
-            engines.iter_mut().zip(served.into_iter().zip(activated)).enumerate()
-        {
-            let Some(outcome) = activated.or(served) else { continue };
-            if let Err(error) = self.record(index, slot, &label, outcome) {
-                first_failure.get_or_insert(error);
-            }
-        }
-        self.note_paused(engines, |_| false);
-        first_failure.map_or(Ok(()), Err)
-    }
-
-    /// Notes which engines may be paused: those of which an activation begins or has not answered yet, and
-    /// those that were paused.
-    fn note_paused(&self, engines: &mut [Slot], begins: impl Fn(usize) -> bool) {
-        let mut names = self.maybe_paused_mut();
-        let before = std::mem::take(&mut *names);
-        for (index, Slot { worker, .. }) in engines.iter_mut().enumerate() {
-            let still_inside = worker.is_busy() && before.iter().any(|name| name == worker.name());
-            if begins(index) || still_inside || worker.is_paused() {
-                names.push(worker.name().to_owned());
-            }
-        }
-    }
-
-    /// Notes what became of one engine, and when to ask it again if it failed.
-    fn record(&self, index: usize, slot: &mut Slot, label: &str, outcome: Result<Answer>) -> Result<()> {
-        let paused = slot.worker.is_paused();
-        slot.reload &= !matches!(outcome, Ok(Answer::Activated(_)));
-        let counted = match &outcome {
-            Ok(Answer::Serving(_)) => Ok(None),
-            Ok(Answer::Activated(activated)) => Ok(Some(activated.pause)),
-            Err(_) => Err(()),
-        };
-        self.counters_mut().activated(slot.worker.name(), counted, Instant::now());
-        if let Ok(Some(pause)) = counted {
-            tracing::info!(engine = slot.worker.name(), label, pause_ms = millis(pause), "activated");
-        }
-        if let Some(entry) = self.status_mut().applied.as_mut().and_then(|ack| ack.engines.get_mut(index)) {
-            entry.paused = paused;
-            entry.pause_ms = counted.ok().flatten().map(millis).or(entry.pause_ms);
-            entry.label = None;
-            match &outcome {
-                Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {}
-                Ok(_) if paused => entry.error = Some(PAUSED.into()),
-                Ok(_) => (entry.label, entry.error) = (Some(label.to_owned()), None),
-                Err(error) => entry.error = Some(chain_text(error)),
-            }
-        }
-        self.schedule(slot, label, &outcome);
-        outcome.map(|_| ()).inspect_err(|error| {
-            let (failures, refusals) = (slot.failures, slot.refusals);
-            let error = error as &dyn std::error::Error;
-            tracing::warn!(error, failures, refusals, paused, "engine is not on {label}");
-        })
-    }
-
-    /// Decides when an engine is asked again: one that is away soon, one that is there and does not take the
-    /// version ever later, until it was away or there is another version.
-    fn schedule(&self, slot: &mut Slot, label: &str, outcome: &Result<Answer>) {
-        let (options, now) = (self.options(), Instant::now());
-        match outcome {
-            Err(Error::Engine { action: LOOK, .. } | Error::EngineTimeout { action: LOOK, .. }) => {
-                slot.failures += 1;
-                slot.look_at = now + backoff(options.poll, options.backoff_max, slot.failures);
-                (slot.refusals, slot.load_at) = (0, now);
-            }
-            Err(_) => {
-                (slot.failures, slot.look_at) = (0, now);
-                slot.refusals += 1;
-                slot.load_at = now + backoff(options.poll, options.refusal_backoff_max, slot.refusals);
-            }
-            Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {
-                slot.failures = 0;
-            }
-            Ok(_) => (slot.failures, slot.refusals) = (0, 0),
-        }
-    }
-
     /// Tells the store what is here, if that changed or the lease has to be renewed.
     fn acknowledge(&self, core: &Core) {
         if let Some(ack) = self.status().applied {
@@ -533,36 +392,11 @@ impl std::fmt::Debug for Follower {
 }
 
 /// Does something that may find the directory damaged, and then sets it aside.
-fn heal(replica: &mut Replica, look: impl FnOnce(&mut Replica) -> Result<()>) -> Result<()> {
+fn quarantine_on_damage(replica: &mut Replica, look: impl FnOnce(&mut Replica) -> Result<()>) -> Result<()> {
     match look(replica) {
         Err(damage @ Error::DamagedReplica { .. }) => replica.quarantine(damage),
         looked => looked,
     }
-}
-
-/// Whether an engine answered that it serves anything but `label`.
-fn serves_another(answer: Option<&Result<Answer>>, label: &str) -> bool {
-    matches!(answer, Some(Ok(Answer::Serving(serving))) if serving.as_deref() != Some(label))
-}
-
-/// Asks the chosen engines at once and waits for each up to the common limit, and then for as long as it may
-/// take to leave; `None` for those that were not asked.
-fn ask_all(
-    engines: &mut [Slot],
-    chosen: &[bool],
-    (action, limit, leave): (&'static str, &Limit, Duration),
-    job: impl Fn() -> Job,
-) -> Vec<Option<Result<Answer>>> {
-    let asked: Vec<Option<Result<()>>> = engines
-        .iter_mut()
-        .zip(chosen)
-        .map(|(slot, chosen)| chosen.then(|| slot.worker.ask(action, job())))
-        .collect();
-    engines
-        .iter_mut()
-        .zip(asked)
-        .map(|(slot, asked)| asked.map(|asked| asked.and_then(|()| slot.worker.wait(action, limit, leave))))
-        .collect()
 }
 
 /// Notes the version on disk; what the engines serve is known again after the next activate.

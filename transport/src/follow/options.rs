@@ -36,7 +36,7 @@ pub struct FollowerOptions {
     /// [`Follower::run_until`](crate::Follower::run_until) then only renews the lease, and activates again
     /// what was activated before on engines that were restarted.
     pub coordinated: bool,
-    /// Time between two looks at the store.
+    /// Time between two polls of the store.
     pub poll: Duration,
     /// Longest time between two renewals of the lease, which keeps what this follower needs from being
     /// collected.
@@ -62,15 +62,15 @@ pub struct FollowerOptions {
     pub serving_deadline: Duration,
     /// How long one engine may take to activate a version.
     pub activate_deadline: Duration,
-    /// How long an engine's driver may take to end a look or an activation that has run out of time, before
-    /// it is no longer waited for.
+    /// How long an engine's driver may take to end a call that has run out of time. After that it is no
+    /// longer waited for.
     pub leave_deadline: Duration,
 }
 
 impl FollowerOptions {
-    /// Options for the model `policy` of `run` with the usual times: poll every 500 ms, renew the lease every
-    /// minute, back off to 30 s, or to 5 minutes at an engine that refuses; 10 s for a look at an engine, 10
-    /// minutes for an activation, 15 s to end it; 64 GiB are scrubbed in an hour.
+    /// Options for the model `policy` of `run`. Polls come every 500 ms, renewals of the lease every minute.
+    /// Retries back off to 30 s, or to 5 minutes at an engine that refuses. An engine has 10 s to report its
+    /// version, 10 minutes to activate one, and 15 s to end that. 64 GiB are scrubbed in an hour.
     #[must_use]
     pub fn new(run: impl Into<String>, checkpoint_dir: impl Into<PathBuf>, id: impl Into<String>) -> Self {
         Self {

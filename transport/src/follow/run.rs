@@ -6,7 +6,7 @@ use std::time::Instant;
 use driftless_store::Store;
 
 use super::FollowerOptions;
-use super::keeper::Keeper;
+use super::lease::LeaseRenewal;
 use crate::error::{Error, Result};
 use crate::gc::Ack;
 use crate::ids::{RunId, Version};
@@ -18,8 +18,8 @@ use crate::source::{Asked, Newest, Source};
 pub(super) struct RunSource {
     store: Arc<dyn Store>,
     options: FollowerOptions,
-    /// There is one as soon as the run was seen.
-    opened: Option<(Run, Keeper)>,
+    /// `None` until the run was found.
+    opened: Option<(Run, LeaseRenewal)>,
     polls: Polls,
 }
 
@@ -30,11 +30,10 @@ struct Polls {
     newest: Option<Version>,
     /// That version, if the poll has read it.
     known: Option<Committed>,
-    /// The last one found nothing new, so that the next version will be the newest.
-    quiet: bool,
-    /// When one last asked for the newest version, and not only for the next one. That the next one is
-    /// missing says nothing new where it was collected, as it may be for a host that slept longer than its
-    /// lease.
+    /// The last poll found nothing new, so that the next version will be the newest.
+    caught_up: bool,
+    /// When a poll last asked for the newest version, and not only for the next one. The next one may be
+    /// missing because it was collected, on a host that slept longer than its lease.
     full: Option<Instant>,
 }
 
@@ -50,13 +49,13 @@ impl RunSource {
         }
         let options = &self.options;
         let run = Run::open(self.store.clone(), &options.run)?.trusting(&options.trust_keys);
-        let keeper = Keeper::new(&run, &options.model, &options.id, options.renew)?;
-        self.opened = Some((run.clone(), keeper));
+        let lease = LeaseRenewal::new(&run, &options.model, &options.id, options.renew)?;
+        self.opened = Some((run.clone(), lease));
         Ok(run)
     }
 
     /// The version on disk, if it was the newest at the last poll and nothing is left to be finished.
-    fn level(&self, run: &Run, replica: &Replica) -> Option<Version> {
+    fn in_sync(&self, run: &Run, replica: &Replica) -> Option<Version> {
         let applied = replica.applied().filter(|_| replica.checkpoint().is_ok())?;
         let ours = applied.run_id == run.id() && applied.model == self.options.model;
         (ours && self.polls.newest == Some(applied.version)).then_some(applied.version)
@@ -70,12 +69,12 @@ impl Source for RunSource {
 
     fn newest(&mut self, replica: &mut Replica, asked: Asked) -> Result<Newest> {
         let run = self.open()?;
-        let level = self.level(&run, replica).filter(|_| !matches!(asked, Asked::Version(_)));
-        let alone = std::mem::take(&mut self.polls.quiet) && asked == Asked::Poll;
+        let in_sync = self.in_sync(&run, replica).filter(|_| !matches!(asked, Asked::Version(_)));
+        let assume_latest = std::mem::take(&mut self.polls.caught_up) && asked == Asked::Poll;
         let is_full = self.polls.full.is_none_or(|full| full.elapsed() >= self.options.renew);
-        let (version, known) = match level {
+        let (version, known) = match in_sync {
             Some(have) if !is_full => {
-                let (newest, known) = run.newest_behind(&self.options.model, have, alone)?;
+                let (newest, known) = run.newest_behind(&self.options.model, have, assume_latest)?;
                 (Some(newest), known)
             }
             _ => {
@@ -84,30 +83,30 @@ impl Source for RunSource {
                 (newest, None)
             }
         };
-        let is_reached = level.is_some() && version == level;
-        self.polls.quiet = is_reached;
+        let is_reached = in_sync.is_some() && version == in_sync;
+        self.polls.caught_up = is_reached;
         (self.polls.newest, self.polls.known) = (version, known);
         Ok(Newest { version, is_reached })
     }
 
     fn advance(&mut self, replica: &mut Replica, to: Version) -> Result<Advanced> {
         let options = &self.options;
-        let Some((run, keeper)) = &self.opened else {
+        let Some((run, lease)) = &self.opened else {
             return Err(Error::NoSuchRun { name: options.run.clone(), store: self.store.to_string() });
         };
-        let place = (options.model.as_str(), to);
         replica.advance_observed(
             run,
-            place,
+            &options.model,
+            to,
             self.polls.known.take(),
             options.hf_checkpoint.as_deref(),
-            keeper,
+            lease,
         )
     }
 
     fn acknowledge(&self, ack: Ack) {
-        if let Some((_, keeper)) = &self.opened {
-            keeper.acknowledge(ack);
+        if let Some((_, lease)) = &self.opened {
+            lease.acknowledge(ack);
         }
     }
 }

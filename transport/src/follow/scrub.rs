@@ -8,7 +8,7 @@ use super::{Follower, record_applied};
 use crate::error::Error;
 use crate::replica::Scrub;
 
-/// Bytes that are read at a time; whoever wants the replica waits for them.
+/// Bytes that are read at a time; other requests for the replica wait for them.
 const SLICE_BYTES: u64 = 4 << 20;
 /// Until the next try where there is nothing to read, or where it cannot be repaired.
 const AGAIN: Duration = Duration::from_secs(5);
@@ -21,7 +21,7 @@ pub(super) struct Scrubbing {
 }
 
 impl Follower {
-    /// Waits for `time`, until a nudge, or until the switch is thrown; true if it was. Meanwhile the
+    /// Waits for `time`, until it is woken, or until the switch is thrown; true if it was. Meanwhile the
     /// checkpoint is read at the rate that was asked for. Also ends when the directory has to be built anew.
     pub(super) fn wait_scrubbing(&self, stop: &Stop, time: Duration, scrubbing: &mut Scrubbing) -> bool {
         let rate = self.options().scrub_bytes_per_hour;
@@ -35,7 +35,7 @@ impl Follower {
             }
             match stop.pause(due) {
                 Ended::Stopped => return true,
-                Ended::Nudged => return false,
+                Ended::Woken => return false,
                 Ended::Over => {}
             }
             let Some(read) = self.scrub_slice(&mut scrubbing.scrub) else { return false };

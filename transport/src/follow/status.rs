@@ -21,7 +21,7 @@ pub struct Status {
     pub newest: Option<Version>,
     /// The version on disk and the engines, once there is one.
     pub applied: Option<Ack>,
-    /// Why the last prepare failed, if it did; what is wrong with an engine stands beside the engine.
+    /// Why the last prepare failed, if it did; errors of an engine are in its entry.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }

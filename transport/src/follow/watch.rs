@@ -19,12 +19,12 @@ impl Drop for Watching<'_> {
 }
 
 impl Follower {
-    /// Has [`Follower::run_until`] look at the store at once: somebody says that there is a version. False if
-    /// nobody runs it. One look serves all who ask before it begins.
+    /// Has [`Follower::run_until`] poll at once. False if it is not running. One poll serves all calls before
+    /// it begins.
     pub fn notify(&self) -> bool {
         let watching = self.watching();
         if let Some(stop) = &*watching {
-            stop.nudge();
+            stop.wake();
         }
         watching.is_some()
     }
@@ -90,7 +90,7 @@ impl Follower {
             }
         }
         match self.sync() {
-            // Somebody else's request outlives this loop.
+            // Another request outlives this loop.
             Err(Error::Busy { .. }) => Ok(()),
             synced => synced,
         }

@@ -12,7 +12,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::Manifest;
 
-/// How often a limit is looked at while an engine is waited for: it may become shorter.
+/// How often a limit is checked while an engine is waited for: it may become shorter.
 const TICK: Duration = Duration::from_millis(50);
 
 /// What an engine is asked.
@@ -67,7 +67,7 @@ impl Worker {
         &self.name
     }
 
-    /// Whether the engine was paused at the end of its last job, whoever paused it.
+    /// Whether the engine was paused at the end of its last job, by the follower or by others.
     pub(super) fn is_paused(&self) -> bool {
         self.paused
     }
@@ -135,7 +135,7 @@ impl Worker {
 
 fn perform(engine: &mut dyn Activate, job: Job) -> Reply {
     let (action, answer) = match job {
-        Job::Serving => (super::LOOK, engine.serving().map(Answer::Serving)),
+        Job::Serving => (super::engines::POLL, engine.serving().map(Answer::Serving)),
         Job::Activate { checkpoint, manifest, limit } => {
             let label = manifest.label();
             let target =

@@ -12,7 +12,7 @@ pub struct EngineStatus {
     pub url: String,
     /// The version label it serves; `None` if unknown or not one of ours.
     pub label: Option<String>,
-    /// Whether it was paused when it was last looked at, whoever paused it.
+    /// Whether it was paused when it was last polled, by the follower or by others.
     #[serde(default)]
     pub paused: bool,
     /// How long the last activation kept it from generating, in milliseconds.
@@ -23,7 +23,7 @@ pub struct EngineStatus {
 }
 
 /// What a follower leaves in the store under `<run_id>/followers/<id>`, beside its lease: which version it
-/// holds, and who serves it.
+/// holds, and which engines serve it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Ack {
     /// The version that the host has: in its page cache and durable in the replica's journal, if not yet in

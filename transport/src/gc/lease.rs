@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lease_needs() {
+    fn lease_needs_its_own_its_version_or_everything() {
         let entry = Entry::new(Key::new("r/followers/host").unwrap(), 1, None);
         let needs = |text: &str| {
             lease(&entry, text.as_bytes(), "policy", None, Duration::ZERO).map(|lease| lease.needs.0)

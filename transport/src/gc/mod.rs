@@ -1,11 +1,10 @@
 //! Collecting old versions: what no reader needs any more is removed, oldest first.
 //!
-//! All versions from a *floor* on are kept: the newest anchor and what stands behind it, what live followers
-//! need, and as many of the newest versions as asked for. The floor is made durable first. Then each version
-//! below it loses its manifest, its objects and everything else. So whoever reads meets a whole version, or
-//! is told by the floor that it is gone and where to start; a collection that stops anywhere is finished by
-//! the next one; and a number that was used stays used, because whoever commits or reads one looks at the
-//! floor.
+//! All versions from a *floor* on are kept. They include the newest anchor and what is behind it, what live
+//! followers need, and as many of the newest versions as asked for. The floor is made durable first. Then
+//! each version below it loses its manifest, its objects and everything else. So a reader meets a whole
+//! version, or learns from the floor that it is gone, and where to start. The next collection finishes one
+//! that stopped anywhere. A number that was used stays used, because commits and reads check the floor.
 //!
 //! Objects that no manifest names are removed where the version's number is taken: nothing can commit them
 //! any more.
@@ -94,7 +93,7 @@ pub fn leases(run: &Run, options: &GcOptions) -> Result<Vec<Lease>> {
     lease::leases(run, &options.model, now, options.lease_ttl)
 }
 
-/// Collects the versions of a model that nobody needs. May run beside the publisher, followers and other
+/// Collects the versions of a model that no reader needs. May run beside the publisher, followers and other
 /// collections.
 ///
 /// # Errors

@@ -70,8 +70,8 @@ impl Places {
     }
 }
 
-/// The oldest version to keep: the lowest of the newest anchor (version 0, if there is none), what the live
-/// leases need, and the last of the `keep` newest.
+/// The oldest version to keep: the lowest of the newest anchor, what the live leases need, and the last of
+/// the `keep` newest. Without an anchor it is version 0.
 pub(super) fn floor(
     newest: Version,
     anchor: Option<Version>,

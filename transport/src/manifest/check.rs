@@ -26,7 +26,7 @@ pub(super) fn all(manifest: &Manifest, subject: &str) -> Result<()> {
 struct Check<'a> {
     manifest: &'a Manifest,
     subject: &'a str,
-    /// Whether the manifest is an anchor, which takes a look at all tensors.
+    /// Whether the manifest is an anchor, which needs all tensors.
     anchor: bool,
 }
 

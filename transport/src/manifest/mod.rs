@@ -129,7 +129,7 @@ pub struct Tensor {
     /// delta's tensor without pieces is the base's.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pieces: Vec<Piece>,
-    /// In a delta that is an anchor: the tensor in full, for those who lack the base.
+    /// In a delta that is an anchor: the tensor in full, for readers that lack the base.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub anchor: Vec<Piece>,
 }

@@ -60,12 +60,13 @@ impl Offer {
 
     /// Offers what `patches` change in `checkpoint`, which has the version `base` until this returns, on the
     /// way to `manifest`, if a plugin is there to read it. A failure costs the engines a reload and nothing
-    /// else, so it is told and not returned.
+    /// else, so it is logged and not returned.
     pub(crate) fn offer(
         &mut self,
         checkpoint: &Checkpoint,
         base: PreparedVersion,
-        (manifest, target): (&Manifest, PreparedVersion),
+        manifest: &Manifest,
+        target: PreparedVersion,
         patches: &[(&str, u64, &[u8])],
     ) {
         self.withdraw();
@@ -127,14 +128,14 @@ impl Drop for Offer {
 ///
 /// [`Error::BadSetting`] for a directory of another user, or open to others; the file system's errors.
 pub fn check_dir(dir: &Path) -> Result<()> {
-    let found = fs::symlink_metadata(dir).map_err(|source| Error::io("look at", dir, source))?;
+    let found = fs::symlink_metadata(dir).map_err(|source| Error::io("examine", dir, source))?;
     let own = rustix::process::geteuid().as_raw();
     if found.is_dir() && found.uid() == own && found.mode() & 0o077 == 0 {
         return Ok(());
     }
     Err(Error::BadSetting {
         name: "plugin_dir",
-        expected: format!("a directory of user {own} that nobody else can enter (mode 0700)"),
+        expected: format!("a directory of user {own} that no other user can enter (mode 0700)"),
         found: format!("`{}`, of user {}, mode {:o}", dir.display(), found.uid(), found.mode() & 0o7777),
     })
 }
@@ -181,8 +182,7 @@ fn write(
     let fits = AtomicBool::new(true);
     let change = |index: usize| {
         let (tensor, patches) = &work[index];
-        let at = checkpoint.position(&tensor.name).and_then(|index| checkpoint.tensor(index));
-        let written = match changes(tensor, at.unwrap_or_default(), patches)? {
+        let written = match changes(tensor, checkpoint.named(&tensor.name)?, patches)? {
             Some(changes) if fits.load(Ordering::Relaxed) => out.add(tensor, &changes)?,
             _ => None,
         };

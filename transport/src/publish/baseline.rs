@@ -27,8 +27,8 @@ impl Baseline {
         Ok(Self { dir: dir.to_path_buf(), state: State::Here(Box::new(Replica::open_or_quarantine(dir)?)) })
     }
 
-    /// Begins a move; the next call of anything else waits until it is durable: what the next delta starts
-    /// from must not be found to be another one while it is encoded.
+    /// Begins a move. Every later call waits until it is durable: the base of the next delta must not turn
+    /// out to be another one while it is encoded.
     pub(super) fn begin(
         &mut self,
         change: impl FnOnce(&mut Replica) -> Result<()> + Send + 'static,
@@ -51,7 +51,7 @@ impl Baseline {
             State::Here(replica) => self.state = State::Here(replica),
             State::Moving(thread) => {
                 let (replica, moved) =
-                    thread.join().map_err(|_| Error::Cancelled { what: "moving the baseline" })?;
+                    thread.join().map_err(|_| Error::Internal { what: "moving the baseline" })?;
                 self.state = State::Here(replica);
                 return moved;
             }

@@ -25,11 +25,11 @@ use crate::snapshot::TensorInfo;
 /// type.
 pub(super) const PIECE_UNIT: usize = BLOCK_ELEMENTS * 8;
 
-/// What a tensor's error says that blames the baseline.
+/// What a tensor's error says where the baseline is at fault.
 const IN_BASELINE: &str = "digest in the baseline";
 
 /// Whether an error says that the baseline's bytes or digests are not what the version has.
-pub(super) fn blames_baseline(error: &Error) -> bool {
+pub(super) fn is_baseline_damage(error: &Error) -> bool {
     matches!(error, Error::TensorMismatch { what: IN_BASELINE, .. })
 }
 
@@ -364,7 +364,7 @@ impl Encoder<'_> {
 
 impl Coder {
     /// How many times the bytes of a slice may be in memory while it is under way: as given, as coded, and
-    /// once more while the buffer of what is coded grows; an anchor beside it.
+    /// once more while that buffer grows. An anchor adds one.
     fn copies(&self) -> u64 {
         3 + u64::from(self.plan.anchor)
     }
@@ -373,10 +373,7 @@ impl Coder {
     /// to lead there:
     ///
     /// - The changes are taken from the baseline's bytes, so they are right for a host exactly if those are
-    ///   the host's. Digests are linear: the digest of the new bytes is that of the table and the changes
-    ///   exactly if the baseline's bytes have the digests of the table, and [`BaseView::tensor`] has compared
-    ///   the table with the manifest, as hosts have theirs. So a bit that rotted in the weights, or in the
-    ///   table, ends the publication; where both rotted alike, the manifest tells.
+    ///   the host's. Digests are linear: the digest of the new bytes is that of the table and the changes exactly if the baseline's bytes have the table's digests. [`BaseView::tensor`] has compared the table with the manifest, as hosts have theirs. So a bit that rotted in the weights, or in the table, ends the publication. Where both rotted alike, the manifest shows it.
     /// - What is encoded in full is decoded again.
     fn encode(&self, job: &Job<'_>) -> Result<Payloads> {
         let Job { slice, new, base } = job;
@@ -392,16 +389,14 @@ impl Coder {
             Some((bytes, table)) => {
                 let range = slice.byte_range(bytes.len())?;
                 check_blocks(slice, bytes, &range, table)?;
-                let part = bytes.get(range).unwrap_or_default();
+                let part = &bytes[range];
                 let table = DigestTable::of(element, part).map_err(|source| codec(slice, source))?;
                 Payloads { digest: Digest::of(element, first, new), ..self.delta(slice, part, new, &table)? }
             }
         };
         let unseen = payloads.changed > 0 && finite::is_opaque(slice.tensor.dtype);
         if !self.allow_non_finite && (payloads.not_finite || unseen) {
-            let base = base.map(|(bytes, _)| {
-                slice.byte_range(bytes.len()).map(|range| bytes.get(range).unwrap_or_default())
-            });
+            let base = base.map(|(bytes, _)| slice.byte_range(bytes.len()).map(|range| &bytes[range]));
             finite::check(&slice.tensor, slice.start, new, base.transpose()?)?;
         }
         if self.plan.anchor {

@@ -32,7 +32,7 @@ pub(super) fn check_all(checkpoint: &Checkpoint) -> Result<()> {
     tensors.try_for_each(|(index, tensor)| check(tensor, 0, &checkpoint.bytes(index)?, None))
 }
 
-/// Types that are no floats are not looked at.
+/// Types that are no floats are not checked.
 fn is_finite(dtype: Dtype, bytes: &[u8]) -> bool {
     match (dtype, bytes) {
         (Dtype::F8E4M3, [byte]) => byte & 0x7f != 0x7f,
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_there_before_is_not_refused_again() {
+    fn check_non_finite_of_the_base_is_accepted() {
         let tensor = TensorInfo { name: "a".to_owned(), dtype: Dtype::F32, shape: vec![9] };
         let new: Vec<u8> = [1.0, f32::NAN, 2.0, f32::INFINITY].iter().flat_map(|x| x.to_le_bytes()).collect();
         let mut base = new.clone();

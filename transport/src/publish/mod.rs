@@ -12,7 +12,7 @@
 //! | `device` | encodes those that lie on CUDA devices there (feature `cuda`) |
 //! | `upload` | packs payloads into objects and stores them meanwhile |
 //! | `sound` | finds a baseline that rotted, and builds it anew |
-//! | `commit` | signs and creates the manifest, finds out who won a race, and sweeps what belongs to no version |
+//! | `commit` | signs and creates the manifest, resolves races, and sweeps what belongs to no version |
 //! | `baseline`, `catch_up` | applies the committed delta to the baseline, and brings one that lags to the newest version |
 //! | `ranks`, `part` | several ranks store parts, and one of them joins them |
 
@@ -55,6 +55,7 @@ use device::{DeviceUse as Used, Devices};
 use encode::{BaseView, Coded, Coder, Done, Encoder};
 use plan::{Anchors, Plan};
 use shard::Whole;
+use upload::Uploads;
 
 #[cfg(feature = "cuda")]
 pub use device::{BaseMemory, DeviceUse};
@@ -67,7 +68,7 @@ pub use shard::{Shard, Slice};
 /// Publishes the versions of one model of one run, one after the other.
 ///
 /// The baseline, a [`Replica`](crate::Replica) of the newest committed version, is what deltas start from. It
-/// moves only after a manifest is committed, on a thread of its own; a publication that fails leaves it
+/// moves only after a manifest is committed, on a thread of its own. A publication that fails leaves it
 /// alone, and the next one starts from it again. Dropping the publisher waits for that thread.
 pub struct Publisher {
     run: Run,
@@ -94,6 +95,22 @@ enum Standing {
     Lagging(Base),
     /// Another publisher committed this version.
     Fenced(Base),
+}
+
+/// One attempt at a version: its objects are `<root>/<name>-<index>`.
+struct Attempt<'a> {
+    version: Version,
+    root: &'a Key,
+    name: &'a str,
+}
+
+/// What of a shard is published.
+struct Selection<'a> {
+    /// The slices, by their number in the shard.
+    slices: &'a [usize],
+    /// Tensors of equal content share their payloads.
+    tie: bool,
+    with_files: bool,
 }
 
 /// A version that is encoded and stored, and not yet committed.
@@ -187,7 +204,8 @@ impl Publisher {
         self.newest.map(|newest| newest.version)
     }
 
-    /// Waits until the baseline holds [`Publisher::version`]. Nobody has to: the next publication does.
+    /// Waits until the baseline holds [`Publisher::version`]. It is never necessary: the next publication
+    /// waits too.
     ///
     /// # Errors
     /// What kept the baseline from moving; the next publication tries again.
@@ -205,8 +223,8 @@ impl Publisher {
         self.progress = Some(progress);
     }
 
-    /// Has publications end with [`Error::Cancelled`] when `stop` is thrown, before the next tensor is
-    /// encoded, or while ranks wait for each other; the store is then left as after any other failure. A
+    /// Has publications end with [`Error::Cancelled`] when `stop` is thrown: before the next tensor is
+    /// encoded, or while ranks wait for each other. The store is then left as after any other failure. A
     /// publication that is being committed is not stopped.
     pub fn stop_on(&mut self, stop: &Stop) {
         self.stop = stop.clone();
@@ -259,7 +277,7 @@ impl Publisher {
         self.options.reference_dir = Some(dir.to_path_buf());
         let (dir, version) = (dir.to_path_buf(), committed.clone());
         self.move_baseline(&committed, move |replica| replica.adopt(&dir, &version));
-        self.report(&committed, None, (encode, begin.elapsed()))
+        self.report(&committed, None, encode, begin.elapsed())
     }
 
     /// Publishes `snapshot` as the next version and returns once it is committed.
@@ -268,7 +286,7 @@ impl Publisher {
     /// [`Error::LostRace`] if another publisher committed the version; this publisher then refuses to go on.
     /// [`Error::CommitUnknown`] if the store took the manifest but could not confirm it; the next call looks
     /// first. [`Error::DuplicateTensor`] or [`Error::TensorMismatch`] for a snapshot that contradicts itself;
-    /// [`Error::ChangedWhileRead`] for one that somebody writes to. [`Error::LayoutChanged`] and
+    /// [`Error::ChangedWhileRead`] for one that is being written to. [`Error::LayoutChanged`] and
     /// [`Error::NotFinite`], unless the options allow it. [`Error::DamagedReplica`] for a baseline that
     /// rotted and cannot be built anew. Whatever the store, the file system or the snapshot reports. After
     /// any error the store shows the old version or, whole, the new one.
@@ -277,9 +295,9 @@ impl Publisher {
         let begin = Instant::now();
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;
-        let Encoded { kind, full_because, tables, objects, done } = self
-            .on_sound_baseline(&root, |publisher, attempt| {
-                publisher.encode(snapshot, mode, version, (&root, attempt))
+        let Encoded { kind, full_because, tables, objects, done } =
+            self.on_sound_baseline(&root, |publisher, attempt| {
+                publisher.encode(snapshot, mode, &Attempt { version, root: &root, name: attempt })
             })?;
         let encode = begin.elapsed();
         let manifest = self.manifest(kind, snapshot, step, tables, objects)?;
@@ -288,7 +306,7 @@ impl Publisher {
         self.standing = Standing::InSync;
         self.follow_commit(&committed);
         self.devices.keep(&Whole::new(snapshot)?, &done, committed.identity());
-        self.report(&committed, full_because, (encode, begin.elapsed()))
+        self.report(&committed, full_because, encode, begin.elapsed())
     }
 
     fn next_version(&self) -> Result<Version> {
@@ -302,22 +320,17 @@ impl Publisher {
         Ok(version)
     }
 
-    fn encode(
-        &mut self,
-        snapshot: &dyn Snapshot,
-        mode: Mode,
-        version: Version,
-        (root, attempt): (&Key, &str),
-    ) -> Result<Encoded> {
+    fn encode(&mut self, snapshot: &dyn Snapshot, mode: Mode, attempt: &Attempt<'_>) -> Result<Encoded> {
         let unique = plan::unique_tensors(snapshot)?;
         let tensors: Vec<_> = unique.iter().map(|&index| &snapshot.tensors()[index]).collect();
         let representation = self.representation(snapshot);
-        let anchor_due = self.anchor_due(version)?;
+        let anchor_due = self.anchor_due(attempt.version)?;
         let base = self.baseline.replica()?.manifest();
         let allowed = self.options.allow_layout_change;
-        let (plan, full_because) = plan::plan(base, &tensors, &representation, (mode, anchor_due), allowed)?;
+        let (plan, full_because) = plan::plan(base, &tensors, &representation, mode, anchor_due, allowed)?;
         let shard = Whole::new(snapshot)?;
-        let (coded, files, objects) = self.store(&shard, plan, (&unique, true, true), (root, attempt))?;
+        let (coded, files, objects) =
+            self.store(&shard, plan, &Selection { slices: &unique, tie: true, with_files: true }, attempt)?;
         let mut tables = Tables { tensors: Vec::with_capacity(coded.len()), files, changed: 0 };
         let mut done = Vec::with_capacity(coded.len());
         for Coded { index, twins, digest, changed, pieces, anchor } in coded {
@@ -330,8 +343,8 @@ impl Publisher {
         Ok(Encoded { kind: plan.kind, full_because, tables, objects, done })
     }
 
-    /// What a rank does without seeing what the others have: deltas, unless it is told otherwise or there is
-    /// no base.
+    /// What a rank publishes, which does not see what the others have: a delta, unless a full version is asked
+    /// for or there is no base.
     fn plan_part(&mut self, mode: Mode, version: Version) -> Result<Plan> {
         if mode == Mode::Full || self.baseline.replica()?.manifest().is_none() {
             return Ok(Plan { kind: Kind::Full, anchor: false });
@@ -344,8 +357,8 @@ impl Publisher {
         &mut self,
         shard: &dyn Shard,
         plan: Plan,
-        (chosen, tie, with_files): (&[usize], bool, bool),
-        (root, attempt): (&Key, &str),
+        selection: &Selection<'_>,
+        attempt: &Attempt<'_>,
     ) -> Result<(Vec<Coded>, Vec<File>, Vec<Object>)> {
         let Self { run, options, baseline, devices, progress, stop, .. } = self;
         let mut used = Used::default();
@@ -358,13 +371,14 @@ impl Publisher {
         let bounds = Bounds { threads: options.threads, weight: options.buffer_bytes };
         let (profile, allow_non_finite) = (options.profile, options.allow_non_finite);
         let coder = Coder { plan, profile, object_bytes_max, allow_non_finite };
-        let encoder = Encoder { shard, devices, base, coder, bounds, tie, stop };
+        let encoder = Encoder { shard, devices, base, coder, bounds, tie: selection.tie, stop };
         let ((coded, files), objects) = upload::with_uploads(
-            (&**run.store(), root, attempt),
-            (options.uploads, object_bytes_max),
+            &**run.store(),
+            attempt,
+            Uploads { threads: options.uploads, object_bytes_max },
             |packer| {
-                let coded = encoder.slices(chosen, packer, progress.as_deref_mut(), &mut used)?;
-                let files = if with_files { encoder.files(packer)? } else { Vec::new() };
+                let coded = encoder.slices(selection.slices, packer, progress.as_deref_mut(), &mut used)?;
+                let files = if selection.with_files { encoder.files(packer)? } else { Vec::new() };
                 Ok((coded, files))
             },
         )?;
@@ -441,7 +455,8 @@ impl Publisher {
         &self,
         committed: &Committed,
         full_because: Option<FullBecause>,
-        (encode, total): (Duration, Duration),
+        encode: Duration,
+        total: Duration,
     ) -> Result<Published> {
         let manifest = &committed.manifest;
         let signature = self.options.sign_key.as_ref().map_or(0, |_| signature_bytes());

@@ -94,7 +94,7 @@ pub struct PublisherOptions {
     /// baseline.
     #[setters(into)]
     pub reference_dir: Option<PathBuf>,
-    /// Largest object in bytes, 8 MiB by default; at least 1 MiB, at most 256 MiB. Whoever follows decodes an
+    /// Largest object in bytes, 8 MiB by default; at least 1 MiB, at most 256 MiB. Followers decode an
     /// object while the next ones arrive.
     pub object_bytes_max: u64,
     /// Objects stored at the same time, 4 by default. Memory holds two objects more than that.
@@ -114,13 +114,13 @@ pub struct PublisherOptions {
     /// this share of the tensors' bytes, or more. More than 0.
     pub anchor_share: Option<f64>,
     /// If set, signs every version (and every part of one). Then only versions that this key or one of
-    /// `trust_keys` has signed are gone on from: what somebody else put into the store is refused.
+    /// `trust_keys` has signed are built on: others are refused.
     pub sign_key: Option<SignKey>,
     /// Other keys whose versions are trusted, such as the one before this.
     pub trust_keys: Vec<TrustKey>,
-    /// Whether tensors may be lost, added, or have another shape or element type than in the version before,
-    /// which is then published in full; refused by default, because it is a mistake of the trainer more often
-    /// than not.
+    /// Whether tensors may be lost, added, or have another shape or element type than in the version before.
+    /// Such a version is published in full. By default it is refused, because it is mostly a mistake of the
+    /// trainer.
     pub allow_layout_change: bool,
     /// Whether NaN and infinities are published; refused by default, in every element that changed.
     pub allow_non_finite: bool,
@@ -260,10 +260,12 @@ impl Published {
     /// the times of encoding and of the rest.
     #[must_use]
     pub fn of_delta(
-        (applied, manifest): (&Applied, &Manifest),
+        applied: &Applied,
+        manifest: &Manifest,
         publication_bytes: u64,
         changed: u64,
-        [encode, upload]: [Duration; 2],
+        encode: Duration,
+        upload: Duration,
     ) -> Self {
         Self {
             version: applied.version,

@@ -6,7 +6,9 @@ use driftless_delta::Digest;
 use driftless_store::Object;
 use serde::{Deserialize, Serialize};
 
+use super::encode::Coded;
 use super::options::Rank;
+use super::shard::Slice;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::ids::{RunId, Version};
@@ -60,6 +62,15 @@ pub(super) struct PartSlice {
     pub(super) anchor: Vec<Piece>,
 }
 
+impl PartSlice {
+    pub(super) fn new(slice: &Slice, coded: Coded) -> Self {
+        let TensorInfo { name, dtype, shape } = slice.tensor.clone();
+        let Coded { digest, changed, pieces, anchor, .. } = coded;
+        let (start, elements) = (slice.start, slice.elements);
+        Self { name, dtype, shape, start, elements, digest, changed, pieces, anchor }
+    }
+}
+
 impl PartManifest {
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
         serde_json::to_vec(self).map_err(|source| Error::Parse { subject: "part".to_owned(), source })
@@ -94,7 +105,7 @@ pub(super) struct Expected<'a> {
 }
 
 /// Joins the parts of all ranks, in the order of the ranks, to the version's manifest. The same parts give
-/// the same manifest, whoever joins them.
+/// the same manifest, whichever rank joins them.
 ///
 /// # Errors
 /// [`Error::PartConflict`] names the rank that contradicts the others; [`Error::Pieces`], the elements that

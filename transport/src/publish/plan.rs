@@ -32,7 +32,8 @@ pub(super) fn plan(
     base: Option<&Manifest>,
     tensors: &[&TensorInfo],
     representation: &Representation,
-    (mode, anchor_due): (Mode, bool),
+    mode: Mode,
+    anchor_due: bool,
     allow_layout_change: bool,
 ) -> Result<(Plan, Option<FullBecause>)> {
     let full = |why| Ok((Plan { kind: Kind::Full, anchor: false }, Some(why)));

@@ -7,14 +7,14 @@ use driftless_store::{Error as StoreError, Key, PutMode};
 use super::encode::Done;
 use super::options::{FullBecause, Mode, Published, Rank, Step};
 use super::part::{Expected, PartManifest, PartSlice, holds, join};
-use super::shard::Shard;
-use super::{Publisher, Standing, plan};
+use super::shard::{Shard, Slice};
+use super::{Attempt, Publisher, Selection, Standing, plan};
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Algorithms, FORMAT, Features, Kind, MANIFEST_BYTES_MAX, Tensor};
 use crate::run::Committed;
 
-/// First and longest time between two looks at the store for what another rank does.
+/// First and longest time between two polls of the store for what another rank does.
 const POLL: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
 /// A rank's part of a version: stored, and not yet part of anything.
@@ -43,10 +43,7 @@ impl Publisher {
     /// same step and mode.
     ///
     /// # Errors
-    /// [`Error::BadSetting`] for a rank that cannot be; [`Error::TensorMismatch`] for a slice that leaves its
-    /// tensor, or a tensor that the baseline has otherwise (publish in full then, on all ranks); whatever the
-    /// store or the shard reports; what [`Publisher::publish`] refuses of the tensors' elements. What was
-    /// stored is removed then.
+    /// [`Error::BadSetting`] for a rank that cannot be. [`Error::TensorMismatch`] for a slice that leaves its tensor, or a tensor that the baseline has otherwise: publish in full then, on all ranks. What [`Publisher::publish`] refuses of the tensors' elements; whatever the store or the shard reports. What was stored is removed then.
     pub fn publish_part(
         &mut self,
         shard: &dyn Shard,
@@ -59,7 +56,8 @@ impl Publisher {
         let version = self.next_version()?;
         let root = self.run.version_root(&self.options.model, version)?;
         self.on_sound_baseline(&root, |publisher, attempt| {
-            publisher.store_part(shard, step.clone(), mode, rank, (version, &root, attempt))
+            let attempt = Attempt { version, root: &root, name: attempt };
+            publisher.store_part(shard, step.clone(), mode, rank, &attempt)
         })
     }
 
@@ -69,45 +67,22 @@ impl Publisher {
         step: Step,
         mode: Mode,
         rank: &Rank,
-        (version, root, attempt): (Version, &Key, &str),
+        attempt: &Attempt<'_>,
     ) -> Result<PublishedPart> {
         let slices = shard.slices();
-        let in_order = |pair: &[super::Slice]| {
-            (&pair[0].tensor.name, pair[0].start) <= (&pair[1].tensor.name, pair[1].start)
-        };
-        if let Some(pair) = slices.windows(2).find(|pair| !in_order(pair)) {
-            return Err(Error::TensorMismatch {
-                tensor: pair[1].tensor.name.clone(),
-                what: "place among the slices",
-                expected: "sorted by name and first element".to_owned(),
-                found: format!("behind `{}`", pair[0].tensor.name),
-            });
-        }
-        let plan = self.plan_part(mode, version)?;
+        check_order(slices)?;
+        let plan = self.plan_part(mode, attempt.version)?;
         let chosen: Vec<usize> = (0..slices.len()).collect();
-        let (coded, files, objects) =
-            self.store(shard, plan, (&chosen, false, rank.rank == 0), (root, attempt))?;
-        let part_slice = |coded: super::encode::Coded| {
-            let slice = &slices[coded.index];
-            PartSlice {
-                name: slice.tensor.name.clone(),
-                dtype: slice.tensor.dtype,
-                shape: slice.tensor.shape.clone(),
-                start: slice.start,
-                elements: slice.elements,
-                digest: coded.digest,
-                changed: coded.changed,
-                pieces: coded.pieces,
-                anchor: coded.anchor,
-            }
-        };
-        let slices: Vec<PartSlice> = coded.into_iter().map(part_slice).collect();
+        let selection = Selection { slices: &chosen, tie: false, with_files: rank.rank == 0 };
+        let (coded, files, objects) = self.store(shard, plan, &selection, attempt)?;
+        let slices: Vec<PartSlice> =
+            coded.into_iter().map(|coded| PartSlice::new(&slices[coded.index], coded)).collect();
         let changed = slices.iter().map(|slice| slice.changed).sum();
         let part = PartManifest {
             format: FORMAT,
             run_id: self.run.id(),
             model: self.options.model.clone(),
-            version,
+            version: attempt.version,
             base: self.newest,
             attempt: rank.attempt.clone(),
             rank: rank.rank,
@@ -123,9 +98,13 @@ impl Publisher {
             slices,
             files,
         };
-        let bytes = self.sign("part", part.to_bytes()?, version)?;
-        // Objects first: who reads the part finds them.
-        self.run.store().put(&part_key(root, &rank.attempt, rank.rank)?, &bytes, PutMode::Overwrite)?;
+        let bytes = self.sign("part", part.to_bytes()?, attempt.version)?;
+        // Objects first: a reader of the part finds them.
+        self.run.store().put(
+            &part_key(attempt.root, &rank.attempt, rank.rank)?,
+            &bytes,
+            PutMode::Overwrite,
+        )?;
         let stored: u64 = part.objects.iter().map(|object| object.size).sum();
         Ok(PublishedPart { part, publication_bytes: stored + bytes.len() as u64, changed })
     }
@@ -207,7 +186,7 @@ impl Publisher {
             self.discard(&part_key(&root, &rank.attempt, number)?);
         }
         self.follow_commit(&committed);
-        self.report(&committed, full_because, (encode, begin.elapsed()))
+        self.report(&committed, full_because, encode, begin.elapsed())
     }
 
     /// Waits until the version that `part` belongs to is committed.
@@ -280,8 +259,8 @@ impl Publisher {
     }
 
     fn read_part(&self, bytes: &[u8], version: Version, key: &Key) -> Result<PartManifest> {
-        // Whoever joins the parts signs what is in them.
-        match self.run.signed("part", bytes, (&self.options.model, version), key.as_str())? {
+        // The rank that joins the parts signs what is in them.
+        match self.run.signed("part", bytes, &self.options.model, version, key.as_str())? {
             Some(signed) => PartManifest::parse(&signed, key.as_str()),
             None => PartManifest::parse(bytes, key.as_str()),
         }
@@ -294,6 +273,20 @@ impl Publisher {
             replica.advance_with(&version, &|object| run.object(object)).map(drop)
         });
     }
+}
+
+/// Refuses slices that are not sorted by tensor and first element.
+fn check_order(slices: &[Slice]) -> Result<()> {
+    fn place(slice: &Slice) -> (&str, u64) {
+        (&slice.tensor.name, slice.start)
+    }
+    let Some(pair) = slices.windows(2).find(|pair| place(&pair[0]) > place(&pair[1])) else { return Ok(()) };
+    Err(Error::TensorMismatch {
+        tensor: pair[1].tensor.name.clone(),
+        what: "place among the slices",
+        expected: "sorted by name and first element".to_owned(),
+        found: format!("behind `{}`", pair[0].tensor.name),
+    })
 }
 
 /// The key of a rank's part.

@@ -5,7 +5,7 @@
 
 use driftless_store::{Error as StoreError, Key};
 
-use super::encode::blames_baseline;
+use super::encode::is_baseline_damage;
 use super::{Publisher, Standing};
 use crate::error::{Error, Result};
 
@@ -23,7 +23,7 @@ impl Publisher {
             work(publisher, &name).inspect_err(|_| publisher.sweep_attempt(root, &name))
         };
         match attempt(self) {
-            Err(error) if blames_baseline(&error) => {
+            Err(error) if is_baseline_damage(&error) => {
                 tracing::warn!(
                     error = &error as &dyn std::error::Error,
                     "the baseline is not what was published"
@@ -35,7 +35,7 @@ impl Publisher {
         attempt(self).map_err(|error| match error {
             // The baseline was hashed just now: it is the new bytes that were not the same each time they
             // were read.
-            Error::TensorMismatch { tensor, .. } if blames_baseline(&error) => {
+            Error::TensorMismatch { tensor, .. } if is_baseline_damage(&error) => {
                 Error::ChangedWhileRead { tensor }
             }
             error => error,

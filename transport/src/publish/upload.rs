@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use driftless_store::wait::lock;
-use driftless_store::{ContentDigest, Key, Object, PutMode, Store};
+use driftless_store::{ContentDigest, Object, PutMode, Store};
 
+use super::Attempt;
 use crate::error::{Error, Result};
 use crate::manifest::Part;
 
@@ -37,7 +38,7 @@ impl Uploaded {
         }
         match lock(&self.error).take() {
             Some(error) => Err(error),
-            None => Err(Error::Cancelled { what: "the uploads of this publication" }),
+            None => Err(Error::Internal { what: "the uploads of this publication" }),
         }
     }
 
@@ -46,9 +47,9 @@ impl Uploaded {
         self.failed.store(true, Relaxed);
     }
 
-    fn put(&self, store: &dyn Store, root: &Key, attempt: &str, index: usize, bytes: &[u8]) -> Result<()> {
+    fn put(&self, store: &dyn Store, attempt: &Attempt<'_>, index: usize, bytes: &[u8]) -> Result<()> {
         fail::fail_point!("publish.upload");
-        let key = root.join(&format!("{attempt}-{index:05}"))?;
+        let key = attempt.root.join(&format!("{}-{index:05}", attempt.name))?;
         store.put(&key, bytes, PutMode::Overwrite)?;
         let object = Object { key, size: bytes.len() as u64, blake3: ContentDigest::of(bytes) };
         let mut objects = lock(&self.objects);
@@ -61,13 +62,19 @@ impl Uploaded {
     }
 }
 
-/// Runs `encode` with a packer whose full objects are stored by `uploads` threads, and returns all objects,
-/// durable.
-///
-/// At most `uploads` + 2 objects are in memory. Objects are named `<root>/<attempt>-<index>`.
+/// How objects are stored.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Uploads {
+    /// Threads that store them. Two objects more than that are in memory at most.
+    pub(super) threads: usize,
+    pub(super) object_bytes_max: usize,
+}
+
+/// Runs `encode` with a packer whose full objects are stored meanwhile, and returns all objects, durable.
 pub(super) fn with_uploads<T>(
-    (store, root, attempt): (&dyn Store, &Key, &str),
-    (uploads, object_bytes_max): (usize, usize),
+    store: &dyn Store,
+    attempt: &Attempt<'_>,
+    Uploads { threads, object_bytes_max }: Uploads,
     encode: impl FnOnce(&mut Packer<'_>) -> Result<T>,
 ) -> Result<(T, Vec<Object>)> {
     let uploaded = Uploaded::default();
@@ -75,14 +82,14 @@ pub(super) fn with_uploads<T>(
     let receiver = Arc::new(Mutex::new(receiver));
     let encoded = thread::scope(|scope| {
         let uploaded = &uploaded;
-        for _ in 0..uploads {
+        for _ in 0..threads {
             // Only the threads own the receiver: when all are gone, sending fails instead of waiting.
             let receiver = receiver.clone();
             scope.spawn(move || {
                 while let Some((index, bytes)) = next(&receiver) {
-                    // After a failure the queue is only emptied, so that the encoder never waits for nobody.
+                    // After a failure the queue is only emptied, so that the encoder never waits in vain.
                     if !uploaded.failed.load(Relaxed)
-                        && let Err(error) = uploaded.put(store, root, attempt, index, &bytes)
+                        && let Err(error) = uploaded.put(store, attempt, index, &bytes)
                     {
                         uploaded.fail(error);
                     }
@@ -140,7 +147,7 @@ impl Packer<'_> {
         self.uploaded.bytes()
     }
 
-    /// Bytes for the current object. The first ones are smaller, so that whoever reads them has something to
+    /// Bytes for the current object. The first ones are smaller, so that their readers have something to
     /// decode while the others are on their way.
     fn room(&self) -> usize {
         self.object_bytes_max >> FIRST_OBJECTS.saturating_sub(self.index)
@@ -152,7 +159,7 @@ impl Packer<'_> {
         let sent = self.sender.send((self.index, full));
         self.index += 1;
         // The threads end only with this packer, or with a panic that the scope passes on.
-        sent.map_err(|_| Error::Cancelled { what: "the uploads of this publication" })
+        sent.map_err(|_| Error::Internal { what: "the uploads of this publication" })
     }
 
     fn finish(mut self) -> Result<()> {
@@ -165,15 +172,18 @@ impl Packer<'_> {
 
 #[cfg(test)]
 mod tests {
-    use driftless_store::Memory;
+    use driftless_store::{Key, Memory};
 
     use super::*;
+    use crate::ids::Version;
 
     #[test]
     fn the_first_objects_grow_and_no_payload_is_cut() {
         let (store, root) = (Memory::new(), Key::new("run/v").unwrap());
+        let attempt = Attempt { version: Version(0), root: &root, name: "a" };
+        let uploads = Uploads { threads: 2, object_bytes_max: 1000 };
         let payloads = [100, 100, 100, 900, 300, 600, 200];
-        let (parts, objects) = with_uploads((&store, &root, "a"), (2, 1000), |packer| {
+        let (parts, objects) = with_uploads(&store, &attempt, uploads, |packer| {
             payloads.iter().map(|length| packer.append(&vec![1; *length])).collect::<Result<Vec<_>>>()
         })
         .unwrap();

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
+use super::prefault::WriteMaps;
 use super::state::State;
-use super::target::Targets;
-use super::{Advanced, Replica, check_model, fetch, objects};
+use super::{Advanced, Replica, check_model, fold, objects, stage};
 use crate::chain::Chain;
 use crate::error::{Error, Result};
 use crate::ids::Version;
@@ -31,12 +31,12 @@ impl Observe for () {
 }
 
 impl Replica {
-    /// Moves to version `to` of `model`: fetches what is missing, checks every object and every version of the
-    /// chain, applies.
+    /// Moves to version `to` of `model`: fetches what is missing, checks every object and every version of
+    /// the chain, applies.
     ///
-    /// Follows the deltas, several of them in one apply, or starts over at an anchor where that is cheaper or
-    /// the only way, also when versions are collected while they are read. A replica without a version starts at
-    /// the newest anchor, or adopts `reference` (a checkpoint directory) when the run begins by reference.
+    /// Follows the deltas, several of them in one apply. Starts over at an anchor where that is cheaper or
+    /// the only way, also when versions are collected while they are read. A replica without a version starts
+    /// at the newest anchor, or adopts `reference` (a checkpoint directory) when the run begins by reference.
     /// Versions that were applied before an error stay applied.
     ///
     /// # Errors
@@ -54,14 +54,15 @@ impl Replica {
         to: Version,
         reference: Option<&Path>,
     ) -> Result<Advanced> {
-        self.advance_observed(run, (model, to), None, reference, &())
+        self.advance_observed(run, model, to, None, reference, &())
     }
 
     /// [`Replica::advance`] with an observer, for a caller that may have read the manifest of `to`.
     pub(crate) fn advance_observed(
         &mut self,
         run: &Run,
-        (model, to): (&str, Version),
+        model: &str,
+        to: Version,
         mut known: Option<Committed>,
         reference: Option<&Path>,
         observer: &dyn Observe,
@@ -112,7 +113,7 @@ impl Replica {
                     1
                 }
                 _ => {
-                    let length = fetch::fold_length(rest, !self.is_base_of(committed));
+                    let length = fold::fold_length(rest, !self.is_base_of(committed));
                     let versions = rest.get(..length).unwrap_or(rest);
                     let objects: BTreeSet<_> = versions
                         .iter()
@@ -156,10 +157,10 @@ impl Replica {
         let objects = objects::Objects::new(versions, fetch);
         let base =
             self.state.as_ref().filter(|_| versions.first().is_some_and(|first| self.is_base_of(first)));
-        let mut targets = base.map_or_else(Targets::default, |base| Targets::open(&base.checkpoint));
-        let sealed = self.journal_publications(versions, &objects, &mut targets);
+        let mut maps = base.map_or_else(WriteMaps::default, |base| WriteMaps::open(&base.checkpoint));
+        let sealed = self.journal_publications(versions, &objects, &mut maps);
         let (journal, bytes) = (started.elapsed(), objects.fetched());
-        let overwrite = self.carry_out(sealed, targets)?;
+        let overwrite = self.carry_out(sealed, maps)?;
         let changed = versions.iter().map(|committed| committed.manifest.changed).sum();
         tracing::info!(
             dir = %self.dir.display(), version = %last.manifest.version, versions = versions.len(), bytes, changed,
@@ -176,26 +177,25 @@ impl Replica {
             && committed.manifest.base == self.identity()
     }
 
-    /// Seals the journal of publications in a row. Pages of `targets` that will be overwritten are made
+    /// Seals the journal of publications in a row. Pages of `maps` that will be overwritten are made
     /// ready.
     fn journal_publications(
         &self,
         versions: &[Committed],
         objects: &objects::Objects<'_>,
-        targets: &mut Targets,
+        maps: &mut WriteMaps,
     ) -> Result<()> {
         let Some(first) = versions.first() else { return Ok(()) };
         match &self.state {
             Some(state) if self.is_base_of(first) => {
-                let memory = (objects, &*self.spare);
-                fetch::journal_deltas(&self.layout.journal(), (state, targets), versions, memory)
+                stage::journal_deltas(&self.layout.journal(), state, maps, versions, objects, &self.buffers)
             }
             Some(state) if !first.manifest.is_anchor() => Err(broken_chain(state, &first.manifest)),
             state => {
                 let stale = self.weight_names(state.is_some())?;
                 let staging = self.clean_staging()?;
                 let old_files = state.as_ref().map_or(&[][..], |state| &state.manifest.files);
-                fetch::journal_full(&self.layout.journal(), &staging, versions, objects, old_files, &stale)
+                stage::journal_full(&self.layout.journal(), &staging, versions, objects, old_files, &stale)
             }
         }
     }

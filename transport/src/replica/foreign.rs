@@ -10,9 +10,9 @@ use driftless_delta::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Patch, Profi
 use driftless_store::ContentDigest;
 
 use super::journal::{Record, Writer};
+use super::prefault::WriteMaps;
 use super::state::State;
-use super::target::Targets;
-use super::{Advanced, Replica, fetch};
+use super::{Advanced, Replica, stage};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::ids::{RunId, Version};
@@ -88,7 +88,7 @@ impl Replica {
         let sealed = journal(&self.layout.journal(), state, next, rewrite, confirm);
         let journal = started.elapsed();
         let changed = sealed.as_ref().copied().unwrap_or_default();
-        let overwrite = self.carry_out(sealed, Targets::default())?;
+        let overwrite = self.carry_out(sealed, WriteMaps::default())?;
         tracing::info!(
             dir = %self.dir.display(), version = %next.version, changed, journal_ms = journal.as_millis() as u64,
             overwrite_ms = overwrite.as_millis() as u64, "applied"
@@ -130,7 +130,7 @@ fn journal(
     })?;
     confirm()?;
     let changed = manifest.changed;
-    fetch::seal(journal, &Committed::new(manifest, next.digest), &tables)?;
+    stage::seal(journal, &Committed::new(manifest, next.digest), &tables)?;
     Ok(changed)
 }
 
@@ -176,9 +176,9 @@ fn rewrite_all(
             let index = queue.fetch_add(1, Ordering::Relaxed);
             next.tensors.get(index).map(|name| (index, *name))
         } {
-            let done = rewrite_one(state, (index, name), rewrite, &out);
+            let done = rewrite_one(state, index, name, rewrite, &out);
             let failed = done.is_err();
-            // Nobody listens any more once something else failed.
+            // The receiver is gone once something else failed.
             if out.send(done).is_err() || failed {
                 break;
             }
@@ -201,19 +201,20 @@ fn rewrite_all(
         });
         let whole = threads.into_iter().map(|thread| thread.join().is_ok()).fold(true, |all, ok| all & ok);
         taken?;
-        if whole && left == 0 { Ok(()) } else { Err(Error::Cancelled { what: "rewriting the tensors" }) }
+        if whole && left == 0 { Ok(()) } else { Err(Error::Internal { what: "rewriting the tensors" }) }
     })
 }
 
 fn rewrite_one(
     state: &State,
-    (index, name): (usize, &str),
+    index: usize,
+    name: &str,
     rewrite: &Rewrite<'_>,
     out: &SyncSender<Result<Made>>,
 ) -> Result<Made> {
     let tensor = &state.manifest.tensors[position(&state.manifest, name)?];
     let checkpoint: &Checkpoint = &state.checkpoint;
-    let base = checkpoint.position(name).and_then(|index| checkpoint.tensor(index)).unwrap_or_default();
+    let base = checkpoint.named(name)?;
     let mut rewriter = Rewriter {
         index,
         name,
@@ -234,7 +235,7 @@ impl Rewriter<'_> {
     /// Takes the next bytes of the tensor: [`SLICE_BYTES`], or all that are left.
     ///
     /// # Errors
-    /// [`Error::TensorMismatch`] for any other number of bytes; [`Error::Codec`]; [`Error::Cancelled`] once
+    /// [`Error::TensorMismatch`] for any other number of bytes; [`Error::Codec`]; [`Error::Internal`] once
     /// other work failed.
     pub fn push(&mut self, new: &[u8]) -> Result<()> {
         let expected = SLICE_BYTES.min(self.base.len() - self.at);
@@ -262,7 +263,7 @@ impl Rewriter<'_> {
             }
         }
         let made = Made::Patch { index: self.index, offset: offset as u64, bytes: self.patch.to_bytes() };
-        self.out.send(Ok(made)).map_err(|_| Error::Cancelled { what: "rewriting the tensors" })
+        self.out.send(Ok(made)).map_err(|_| Error::Internal { what: "rewriting the tensors" })
     }
 
     fn finish(self) -> Result<Made> {

@@ -20,11 +20,11 @@ const MAGIC: [u8; 8] = *b"dftljnl1";
 const HEAD_BYTES: usize = 24;
 const DIGEST_BYTES: usize = 32;
 const COMMIT: u32 = 0xffff_ffff;
-/// After so many bytes the disk is told to begin with them, unless the journal will be short.
+/// After so many bytes write-back of them begins, unless the journal will be short.
 const BEGIN_BYTES: u64 = 16 << 20;
 /// After so many bytes, if it will be.
 const BEGIN_BYTES_MIN: u64 = 2 << 20;
-/// Parts of a short journal that the disk is told to begin with: little is left for the end. Of a long one
+/// Parts of a short journal of which write-back begins early: little is left for the end. Of a long one
 /// that comes across a slow line, so many syncs would keep others from writing what arrives.
 const PARTS: u64 = 8;
 
@@ -80,7 +80,7 @@ pub(super) struct Writer {
     path: PathBuf,
     file: BufWriter<File>,
     hash: blake3::Hasher,
-    /// Bytes since the disk was last told to begin with them, and from how many on it is told again.
+    /// Bytes since write-back last began, and from how many on it begins again.
     unsynced: u64,
     begin_bytes: u64,
     begun: Option<Begun>,
@@ -90,7 +90,7 @@ pub(super) struct Writer {
 /// little to do.
 struct Begun {
     more: SyncSender<()>,
-    /// A failed write-back is told once, maybe here.
+    /// A failed write-back is reported once, maybe here.
     outcome: JoinHandle<io::Result<()>>,
 }
 

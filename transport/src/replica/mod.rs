@@ -1,17 +1,19 @@
-//! A checkpoint directory on a host that holds one known version, and moves to the next by a redo journal (a
-//! WAL).
+//! A checkpoint directory on a host that holds one known version, and moves to the next by a write-ahead log,
+//! the journal.
 //!
 //! An apply goes through these files, in this order:
 //!
 //! | File | Does |
 //! |---|---|
 //! | `plan` | says what an advance would fetch, without doing it |
-//! | `advance` | reads chains, and groups versions that one journal takes together |
+//! | `advance` | reads chains, and applies portion by portion |
+//! | `fold` | says which versions one journal takes together, and what they need |
 //! | `objects` | fetches objects ahead of the threads that decode them |
-//! | `fetch` | decodes each tensor through all versions into journal records |
+//! | `stage` | writes the journal of a portion, or a whole checkpoint beside the old one |
+//! | `decode` | takes each tensor through all versions |
 //! | `foreign` | the same for versions that come as absolute bytes (slime) |
-//! | `target` | prefaults the pages that will change |
-//! | `spare` | keeps decoding memory from tensor to tensor |
+//! | `prefault` | prefaults the pages that will change |
+//! | `buffers` | keeps decoding memory from tensor to tensor |
 //! | `journal` | writes, syncs and seals the records |
 //! | `withhold` | keeps `config.json` out of the directory while files change |
 //! | `redo`, `overwrite` | carry out a sealed journal through memory maps |
@@ -20,20 +22,22 @@
 //! | `scrub`, `quarantine`, `repair` | find damage, set it aside, and finish what a crash left |
 
 mod advance;
-mod fetch;
+mod buffers;
+mod decode;
+mod fold;
 mod foreign;
 mod journal;
 mod objects;
 mod overwrite;
 mod plan;
+mod prefault;
 mod quarantine;
 mod redo;
 mod repair;
 mod scrub;
-mod spare;
+mod stage;
 mod state;
 mod sync;
-mod target;
 mod withhold;
 
 use std::fs;
@@ -53,17 +57,17 @@ use crate::manifest::{Base, Manifest};
 use crate::prepared::Offer;
 use crate::run::Committed;
 use crate::snapshot::{Snapshot as _, is_plain_name};
+use buffers::Buffers;
 use journal::{Record, Writer};
-use spare::Spare;
+use prefault::WriteMaps;
 use state::{Layout, State};
 use sync::{PendingSync, Syncing};
-use target::Targets;
 
 pub(crate) use advance::Observe;
-pub(crate) use fetch::check_same_form;
+pub(crate) use fold::check_same_form;
 pub use foreign::{Foreign, Rewrite, Rewriter, SLICE_BYTES, position};
 pub use objects::FetchObject;
-pub use plan::{Held, Plan, PlannedVersion};
+pub use plan::{OnDisk, Plan, PlannedVersion};
 pub use repair::Repaired;
 pub(crate) use scrub::Scrub;
 pub use state::Applied;
@@ -74,13 +78,14 @@ const RANGE_POINT: &str = "follow.range";
 /// A plain Hugging Face checkpoint directory that holds one version of a model and can be moved to later
 /// ones.
 ///
-/// Its state lies in `.driftless/` inside. An apply is a redo log: decode to absolute changes, write and sync
-/// the journal (now the new version is committed), overwrite in place: now engines may load it, and the call
-/// returns. Behind it, on a thread of its own ([`Replica::sync`]), the data are synced, the marker is moved
-/// and the journal is dropped. A crash anywhere leaves, after [`Replica::open`], the old or the new version
-/// exactly, and the new one once it could be loaded. The base is checked before anything is written.
+/// Its state lies in `.driftless/` inside. An apply goes through a write-ahead log: it decodes to absolute
+/// changes, and writes and syncs the journal. That commits the new version. Then it overwrites in place,
+/// engines may load the version, and the call returns. Behind it, on a thread of its own ([`Replica::sync`]),
+/// the data are synced, the marker is moved and the journal is dropped. After a crash, [`Replica::open`]
+/// leaves exactly the old or the new version, and the new one once it could be loaded. The base is checked
+/// before anything is written.
 ///
-/// The directory belongs to one `Replica` at a time (a lock says so); engines may read it, nobody else may
+/// The directory belongs to one `Replica` at a time (a lock says so); engines may read it, nothing else may
 /// write it.
 #[derive(Debug)]
 pub struct Replica {
@@ -96,7 +101,7 @@ pub struct Replica {
     /// Objects that arrive.
     downloads: Arc<DownloadCache>,
     /// Memory of the apply that is under way.
-    spare: Arc<Spare>,
+    buffers: Arc<Buffers>,
     /// What plugins of engines are offered.
     offer: Option<Offer>,
 }
@@ -154,15 +159,15 @@ impl Replica {
     fn locked(dir: PathBuf) -> Result<Self> {
         let layout = Layout::new(&dir);
         if !layout.root.is_dir() {
-            // Weights whose state was lost with the power would be nobody's.
+            // Weights whose state was lost with the power would belong to no version.
             create_dir_synced(&layout.root)?;
         }
         let lock = Arc::new(Lock::take(&layout.lock())?);
         let downloads =
             Arc::new(DownloadCache::new(layout.downloads(), DownloadOptions::default(), RANGE_POINT));
-        let spare = Arc::default();
+        let buffers = Arc::default();
         let (state, syncing, offer) = (None, None, None);
-        Ok(Self { dir, layout, lock, state, syncing, unfinished: true, downloads, spare, offer })
+        Ok(Self { dir, layout, lock, state, syncing, unfinished: true, downloads, buffers, offer })
     }
 
     /// Sets aside, after `damage`, everything of this directory that belongs to the replica: afterwards it
@@ -199,7 +204,7 @@ impl Replica {
     }
 
     /// Has each delta that is applied from now on written to the plugins' directory `dir` too, as long as a
-    /// plugin is there, for engines that write it into their weights instead of loading the checkpoint.
+    /// plugin is there. Engines then write it into their weights instead of loading the checkpoint.
     pub fn set_plugin_dir(&mut self, dir: PathBuf) {
         self.offer = Some(Offer::new(dir, &self.dir));
     }
@@ -257,9 +262,9 @@ impl Replica {
         self.state.as_ref()?.tables.get(tensor)
     }
 
-    /// Takes the version of `committed` from a checkpoint directory that is already here: version 0 by reference.
-    /// Copies `source` (unless it is this directory itself) and checks the digest of every tensor and file.
-    /// Does nothing if that version is applied.
+    /// Takes the version of `committed` from a checkpoint directory that is already here: version 0 by
+    /// reference. Copies `source` (unless it is this directory itself) and checks the digest of every tensor
+    /// and file. Does nothing if that version is applied.
     ///
     /// # Errors
     ///
@@ -272,7 +277,7 @@ impl Replica {
             return Ok(());
         }
         let sealed = self.journal_adoption(source, committed);
-        self.carry_out(sealed, Targets::default()).map(|_| ())
+        self.carry_out(sealed, WriteMaps::default()).map(|_| ())
     }
 
     /// Hashes every tensor and file of the directory and compares with the manifest: a scrub, never needed
@@ -311,12 +316,12 @@ impl Replica {
     fn recover(&mut self) -> Result<()> {
         let journal = self.layout.journal().exists();
         if let Some((pending, _)) = self.redo(None)? {
-            pending.sync().map_err(|error| self.judge(error))?;
+            pending.sync().map_err(|error| self.classify(error))?;
         } else {
             if withhold::is_missing(&self.layout) {
                 withhold::give_back(&self.layout)?;
             }
-            let loaded = redo::load(&self.dir, &self.layout, journal).map_err(|error| self.judge(error));
+            let loaded = redo::load(&self.dir, &self.layout, journal).map_err(|error| self.classify(error));
             if matches!(loaded, Err(Error::DamagedReplica { .. })) {
                 // No engine starts from what is known to be damaged.
                 withhold::take(&self.layout)?;
@@ -330,9 +335,9 @@ impl Replica {
 
     /// Carries out a committed journal up to the page cache; returns what is left to do, and how long it
     /// took. With `sealed`, one that was just sealed.
-    fn redo(&mut self, sealed: Option<Targets>) -> Result<Option<(PendingSync, Duration)>> {
+    fn redo(&mut self, sealed: Option<WriteMaps>) -> Result<Option<(PendingSync, Duration)>> {
         let redone = redo::redo(&self.dir, &self.layout, sealed, self.offer.as_mut())
-            .map_err(|error| self.judge(error))?;
+            .map_err(|error| self.classify(error))?;
         Ok(redone.map(|mut redone| {
             redone.pending.before = self.state.replace(redone.state);
             (redone.pending, redone.overwrite)
@@ -343,27 +348,27 @@ impl Replica {
         Error::DamagedReplica { path: self.dir.clone(), source: Box::new(source) }
     }
 
-    /// Carries out a journal that was just sealed, on `targets`; if it could not be sealed, what was written
+    /// Carries out a journal that was just sealed, on `maps`; if it could not be sealed, what was written
     /// of it is removed. Returns how long it took until an engine could load the version; it becomes durable
     /// behind.
-    fn carry_out<T>(&mut self, sealed: Result<T>, targets: Targets) -> Result<Duration> {
+    fn carry_out<T>(&mut self, sealed: Result<T>, maps: WriteMaps) -> Result<Duration> {
         if let Err(error) = sealed {
-            self.spare.clear();
+            self.buffers.clear();
             if let Err(leftover) = redo::drop_journal(&self.layout) {
                 tracing::warn!(error = %leftover, "a part of an uncommitted apply stays behind");
             }
-            if let Some(state) = self.state.as_mut().filter(|_| targets.moved_times())
+            if let Some(state) = self.state.as_mut().filter(|_| maps.moved_times())
                 && let Err(error) = redo::restamp(&self.layout, state)
             {
                 tracing::warn!(%error, "everything will be hashed: the weight files' new times are not noted");
             }
             self.make_room(&error);
-            return Err(self.blame(error));
+            return Err(self.attribute(error));
         }
         self.unfinished = true;
         self.layout.sync()?;
         crash_point("follow.journal")?;
-        let overwrite = match self.redo(Some(targets))? {
+        let overwrite = match self.redo(Some(maps))? {
             Some((pending, overwrite)) => {
                 self.sync_behind(pending)?;
                 self.unfinished = false;
@@ -380,7 +385,7 @@ impl Replica {
 
     /// An error of the codec may mean that the base has rotted in place, which nothing but its digests can
     /// tell.
-    fn blame(&mut self, error: Error) -> Error {
+    fn attribute(&mut self, error: Error) -> Error {
         let suspect = matches!(error, Error::Codec { .. } | Error::TensorMismatch { .. });
         let Some(state) = self.state.as_ref().filter(|_| suspect) else { return error };
         match redo::hash_all(&state.checkpoint, &state.manifest) {
@@ -456,7 +461,7 @@ impl Replica {
                 journal.push(Record::File { name: file.name(), bytes: file.bytes() })?;
             }
         }
-        fetch::seal(journal, committed, &tables)
+        stage::seal(journal, committed, &tables)
     }
 
     /// Names of the weight files in the directory. They are only ours to replace if we put them there.

@@ -16,8 +16,7 @@ use crate::run::Committed;
 /// Bytes of objects that are kept for the next tensor; what is in use stays besides.
 pub(super) const CACHE_BYTES: u64 = 256 << 20;
 
-/// Bytes of objects that are fetched before anybody asks for them, behind the last one that somebody asked
-/// for.
+/// Bytes of objects that are fetched before a thread asks for them, behind the last one that was asked for.
 const AHEAD_BYTES: u64 = 32 << 20;
 /// Objects that are fetched ahead at the same time.
 const AHEAD_THREADS: usize = 4;
@@ -67,21 +66,22 @@ enum State {
     #[default]
     Absent,
     Here(Arc<Vec<u8>>),
-    /// Why it could not be fetched, for the next one who asks.
+    /// Why it could not be fetched, for the next thread that asks.
     Failed(Error),
 }
 
 /// A range of an object.
-pub(super) struct Held {
+pub(super) struct ObjectRange {
     bytes: Arc<Vec<u8>>,
     range: Range<usize>,
 }
 
-impl Deref for Held {
+impl Deref for ObjectRange {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.bytes.get(self.range.clone()).unwrap_or_default()
+        // Checked when it was made.
+        &self.bytes[self.range.clone()]
     }
 }
 
@@ -122,7 +122,7 @@ impl<'a> Objects<'a> {
     fn next_ahead(&self) -> Option<Place> {
         let mut ahead = lock(&self.ahead);
         loop {
-            // Those behind are somebody else's already.
+            // Those behind are another thread's already.
             ahead.begun = ahead.begun.max(ahead.asked);
             let place = *ahead.order.get(ahead.begun).filter(|_| !ahead.over)?;
             let waiting = &ahead.order[ahead.asked..ahead.begun];
@@ -150,7 +150,7 @@ impl<'a> Objects<'a> {
 
     /// A range of an object of the publication `number`; the manifest's own check has already placed it
     /// inside.
-    pub(super) fn range(&self, number: usize, object: u32, offset: u64, length: u64) -> Result<Held> {
+    pub(super) fn range(&self, number: usize, object: u32, offset: u64, length: u64) -> Result<ObjectRange> {
         let outside = |subject: &str| Error::Corrupt {
             subject: format!("{subject} of a publication"),
             what: "a payload lies outside",
@@ -165,7 +165,7 @@ impl<'a> Objects<'a> {
             .and_then(|(start, length)| Some(start..start.checked_add(length)?))
             .filter(|range| range.end <= bytes.len())
             .ok_or_else(|| outside("object"))?;
-        Ok(Held { bytes, range })
+        Ok(ObjectRange { bytes, range })
     }
 
     fn object(&self, place: Place, entry: &Object) -> Result<Arc<Vec<u8>>> {
@@ -220,7 +220,7 @@ impl<'a> Objects<'a> {
 }
 
 /// What an object is after an error that one thread was told. Where the store's deadline has passed, the
-/// others are told as well: each of them would wait for it once more.
+/// others get the error too: each of them would wait for it once more.
 fn after(error: &Error) -> State {
     let Error::Store(StoreError::Unreachable { store, action, key, waited, attempts, source }) = error else {
         return State::Absent;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use driftless_delta::JournaledPatch;
 
 use super::journal::Record;
-use super::target::{Target, Targets};
+use super::prefault::{WriteMap, WriteMaps};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::Manifest;
@@ -24,17 +24,17 @@ struct Edit<'a> {
     patches: Vec<(u64, &'a [u8])>,
 }
 
-/// Writes the patches, to `targets` where they are open already: from here on an engine that reads the files
+/// Writes the patches, to `maps` where they are open already: from here on an engine that reads the files
 /// sees the new version. Returns the files that were written to.
 pub(super) fn overwrite(
     checkpoint: &Checkpoint,
     manifest: &Manifest,
     records: &[Record<'_>],
-    mut targets: Targets,
-) -> Result<Vec<(PathBuf, Target)>> {
+    mut maps: WriteMaps,
+) -> Result<Vec<(PathBuf, WriteMap)>> {
     let edits = edits(checkpoint, manifest, records)?;
-    let take = |path: &&Path| Ok((path.to_path_buf(), targets.take(path)?));
-    let mut overwritten: Vec<(PathBuf, Target)> = edits.keys().map(take).collect::<Result<_>>()?;
+    let take = |path: &&Path| Ok((path.to_path_buf(), maps.take(path)?));
+    let mut overwritten: Vec<(PathBuf, WriteMap)> = edits.keys().map(take).collect::<Result<_>>()?;
     let mut places = Vec::new();
     for ((_, target), edits) in overwritten.iter_mut().zip(edits.values()) {
         places.append(&mut cut(&mut target.map, edits)?);

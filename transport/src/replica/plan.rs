@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::Applied;
 use super::state::{Copy, Layout, Marker, read_optional};
-use super::{Replica, check_model, fetch, quarantine};
+use super::{Replica, check_model, fold, quarantine};
 use crate::error::{Error, Result};
 use crate::ids::{RunId, Version};
 use crate::manifest::{Base, File, Kind, Manifest};
@@ -58,7 +58,7 @@ pub struct PlannedVersion {
 
 impl Replica {
     /// What bringing `dir` to version `to` of `model` would take. Reads manifests and the directory's state,
-    /// and writes nothing, not even a lock: what somebody else does to the directory meanwhile is not seen.
+    /// and writes nothing, not even a lock: what other processes do to the directory meanwhile is not seen.
     /// The weights are taken at their word.
     ///
     /// # Errors
@@ -82,14 +82,14 @@ impl Replica {
         let start = base.as_ref().filter(|_| !chain.restart);
         let versions = planned(start.map(|base| (base.identity(), &base.manifest)), &chain.versions);
         let from = base.map(|base| base.manifest.version);
-        Ok(Plan::of((run.id(), model), (from, to), layout.journal().exists(), versions))
+        Ok(Plan::of(run.id(), model, from, to, layout.journal().exists(), versions))
     }
 }
 
 impl PlannedVersion {
     /// A publication in as many objects and bytes.
     #[must_use]
-    pub fn new(version: Version, full: bool, (objects, bytes): (u64, u64), changed: Option<u64>) -> Self {
+    pub fn new(version: Version, full: bool, objects: u64, bytes: u64, changed: Option<u64>) -> Self {
         Self { version, full, objects, bytes, changed }
     }
 }
@@ -98,8 +98,10 @@ impl Plan {
     /// The plan that takes `versions` of a model of a run, from one version to another.
     #[must_use]
     pub fn of(
-        (run_id, model): (RunId, &str),
-        (from, to): (Option<Version>, Version),
+        run_id: RunId,
+        model: &str,
+        from: Option<Version>,
+        to: Version,
         unfinished: bool,
         versions: Vec<PlannedVersion>,
     ) -> Self {
@@ -119,7 +121,7 @@ impl Plan {
 
 /// What a directory says that it holds.
 #[derive(Debug, PartialEq)]
-pub struct Held {
+pub struct OnDisk {
     /// The version, unless there is none that could be built upon.
     pub version: Option<(Applied, Manifest)>,
     /// Whether an apply is under way, or was interrupted.
@@ -128,13 +130,13 @@ pub struct Held {
     pub begun: bool,
 }
 
-impl Held {
+impl OnDisk {
     /// Reads the state of `dir`, which need not exist, and writes nothing. One that is damaged counts as
     /// none: following builds it anew.
     ///
     /// # Errors
     /// The file system's.
-    pub fn look(dir: &Path) -> Result<Self> {
+    pub fn read(dir: &Path) -> Result<Self> {
         let layout = Layout::new(dir);
         let state = match read(&layout) {
             Err(error @ Error::Store(StoreError::Io { .. })) => return Err(error),
@@ -163,7 +165,7 @@ fn planned(base: Option<(Base, &Manifest)>, chain: &[Committed]) -> Vec<PlannedV
         };
         let on = base.filter(builds).map(|(_, manifest)| manifest);
         let length =
-            if first.manifest.kind == Kind::Reference { 1 } else { fetch::fold_length(rest, on.is_none()) };
+            if first.manifest.kind == Kind::Reference { 1 } else { fold::fold_length(rest, on.is_none()) };
         let (portion, behind) = rest.split_at(length.clamp(1, rest.len()));
         let wanted = wanted(on, portion);
         planned.extend(portion.iter().enumerate().map(|(number, committed)| {
@@ -194,7 +196,7 @@ fn wanted(base: Option<&Manifest>, versions: &[Committed]) -> BTreeSet<(usize, u
         }
     }
     let kept: &[File] = base.map_or(&[], |base| &base.files);
-    for (number, file) in fetch::carried_files(kept, versions) {
+    for (number, file) in fold::carried_files(kept, versions) {
         wanted.extend(file.parts.iter().map(|part| (number, part.object)));
     }
     wanted

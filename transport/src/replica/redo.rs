@@ -11,15 +11,15 @@ use driftless_delta::DigestTable;
 use driftless_store::ContentDigest;
 use driftless_store::os::{regular, remove_dir, remove_file, rename, sync_dir};
 
-use super::fetch::check_digest;
+use super::decode::check_digest;
 use super::journal::{self, Record};
 use super::overwrite::overwrite;
+use super::prefault::WriteMaps;
 use super::state::{
     Applied, Copy, Layout, Marker, Stamp, State, Tables, digests_from_bytes, digests_to_bytes, read_optional,
     stamps,
 };
 use super::sync::PendingSync;
-use super::target::Targets;
 use super::withhold;
 use crate::checkpoint::{Checkpoint, map};
 use crate::error::{Error, Result};
@@ -41,7 +41,7 @@ pub(super) struct Redone {
 pub(super) fn redo(
     dir: &Path,
     layout: &Layout,
-    sealed: Option<Targets>,
+    sealed: Option<WriteMaps>,
     mut offer: Option<&mut Offer>,
 ) -> Result<Option<Redone>> {
     let path = layout.journal();
@@ -85,7 +85,7 @@ pub(super) fn redo(
     let overwrite = started.elapsed();
 
     let mut state = adopt(checkpoint, parsed, digests)?;
-    // As they are left: what anybody writes while they are synced is somebody else's.
+    // As they are left: a later write, also during the sync, is another program's.
     state.weights = stamps(state.checkpoint.weight_files())?;
     let pending = PendingSync {
         layout: layout.clone(),
@@ -125,7 +125,7 @@ fn offer_changes(
             _ => None,
         })
         .collect();
-    offer.offer(checkpoint, base, (&target.manifest, version), &patches);
+    offer.offer(checkpoint, base, &target.manifest, version, &patches);
     Ok(())
 }
 
@@ -172,7 +172,7 @@ pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<St
     let state = State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into(), weights };
     if stale {
         let digests = digests_to_bytes(&state.tables);
-        write_state(layout, &state.applied, &state.weights, (&bytes, &digests))?;
+        write_state(layout, &state.applied, &state.weights, &bytes, &digests)?;
     }
     Ok(Some(state))
 }
@@ -181,8 +181,7 @@ pub(super) fn load(dir: &Path, layout: &Layout, doubt: bool) -> Result<Option<St
 pub(super) fn hash_all(checkpoint: &Checkpoint, manifest: &Manifest) -> Result<Tables> {
     let mut tables = Tables::new();
     for (name, tensor) in manifest.named_tensors() {
-        let bytes = checkpoint.position(name).and_then(|index| checkpoint.tensor(index)).unwrap_or_default();
-        let table = DigestTable::of(tensor.dtype.element(), bytes)
+        let table = DigestTable::of(tensor.dtype.element(), checkpoint.named(name)?)
             .map_err(|source| Error::Codec { tensor: name.to_owned(), source })?;
         check_digest(tensor, &table)?;
         tables.insert(tensor.name.clone(), table);
@@ -330,8 +329,8 @@ fn adopt(checkpoint: Checkpoint, copy: Copy, digests: &[u8]) -> Result<State> {
     Ok(State { applied, manifest: copy.manifest, tables, checkpoint: checkpoint.into(), weights: Vec::new() })
 }
 
-/// Takes the weight files' times as they are for those that this crate left: their pages were made ready for
-/// a version that did not come, and no byte of them is another one.
+/// Records the weight files' times as those that this crate left. Their pages were prefaulted for a version
+/// that did not come, and every byte is as before.
 pub(super) fn restamp(layout: &Layout, state: &mut State) -> Result<()> {
     state.weights = stamps(state.checkpoint.weight_files())?;
     let Some(marker) = Marker::read(&layout.marker())? else { return Ok(()) };
@@ -344,7 +343,8 @@ pub(super) fn write_state(
     layout: &Layout,
     applied: &Applied,
     weights: &[Stamp],
-    (copy, digests): (&[u8], &[u8]),
+    copy: &[u8],
+    digests: &[u8],
 ) -> Result<()> {
     layout.replace(&layout.digests(), digests)?;
     layout.replace(&layout.manifest(), copy)?;

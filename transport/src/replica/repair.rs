@@ -43,7 +43,7 @@ impl Replica {
         let interrupted = layout.journal().exists();
         let replica = Self::open(dir)?;
         let applied = replica.applied().cloned().ok_or_else(nothing)?;
-        match replica.verify().map_err(|error| replica.judge(error)) {
+        match replica.verify().map_err(|error| replica.classify(error)) {
             Err(damage @ Error::DamagedReplica { .. }) => {
                 replica.distrust()?;
                 Err(damage)
@@ -52,7 +52,7 @@ impl Replica {
         }
     }
 
-    /// Has whoever opens the directory next hash all of it, and engines refuse it.
+    /// Has the next open hash all of the directory, and engines refuse it until then.
     fn distrust(&self) -> Result<()> {
         withhold::take(&self.layout)?;
         let digests = self.layout.digests();

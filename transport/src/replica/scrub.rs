@@ -47,7 +47,7 @@ impl Replica {
         }
         let mut read = 0;
         while read < bytes {
-            match state.check_next(scrub).map_err(|error| self.judge(error))? {
+            match state.check_next(scrub).map_err(|error| self.classify(error))? {
                 Some(more) => read += more,
                 None => {
                     (scrub.item, scrub.block) = (0, 0);
@@ -106,7 +106,13 @@ fn read_part(path: &Path, offset: u64, length: usize) -> Result<Vec<u8>> {
 
 /// Bytes that a disk has lost are damage, as wrong ones are. What else prevents a read may pass.
 fn unread(path: &Path, source: io::Error) -> Error {
-    let lost = matches!(Errno::from_io_error(&source), Some(Errno::IO | Errno::UCLEAN | Errno::BADMSG));
+    let lost = match Errno::from_io_error(&source) {
+        Some(Errno::IO | Errno::BADMSG) => true,
+        // What ext4 and XFS answer for a checksum of theirs that does not fit.
+        #[cfg(target_os = "linux")]
+        Some(Errno::UCLEAN) => true,
+        _ => false,
+    };
     if !lost && source.kind() != ErrorKind::UnexpectedEof {
         return Error::io("read", path, source);
     }

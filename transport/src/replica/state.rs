@@ -55,7 +55,8 @@ impl Applied {
     }
 }
 
-/// Size and time of a weight file as this crate left it: any difference means that somebody else wrote to it.
+/// Size and time of a weight file as this crate left it: any difference means that another program wrote to
+/// it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Stamp {
     name: String,
@@ -108,8 +109,8 @@ pub(super) struct State {
 }
 
 impl State {
-    /// Whether somebody else wrote to a weight file, as far as its size and time tell. The delta codec takes
-    /// the digest tables at their word, so this is what stands between such a write and the next apply.
+    /// Whether another program wrote to a weight file, as far as its size and time tell. The delta codec
+    /// takes the digest tables at their word, so this is what stands between such a write and the next apply.
     pub(super) fn is_touched(&self) -> bool {
         stamps(self.checkpoint.weight_files()).map_or(true, |now| now != self.weights)
     }

@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 use driftless_store::Error as StoreError;
 use driftless_store::os::{Lock, crash_point, sync_dir, sync_file};
 
-use super::spare::Spare;
+use super::buffers::Buffers;
+use super::prefault::WriteMap;
 use super::state::{Applied, Layout, Stamp, State};
-use super::target::Target;
 use super::{Replica, quarantine, redo, withhold};
 use crate::download::DownloadCache;
 use crate::error::{Error, Result};
 
-/// How long anybody waits for a sync. The thread goes on behind, and so does the next call that waits.
+/// How long a call waits for a sync. The thread goes on behind it, and the next call waits again.
 const SYNC_DEADLINE: Duration = Duration::from_secs(600);
 
 /// A version that is in the page cache and in the journal, and not yet in its place on the disk.
@@ -29,7 +29,7 @@ pub(super) struct PendingSync {
     pub(super) layout: Layout,
     pub(super) applied: Applied,
     /// The files that were overwritten.
-    pub(super) overwritten: Vec<(PathBuf, Target)>,
+    pub(super) overwritten: Vec<(PathBuf, WriteMap)>,
     /// The version before, to be unmapped.
     pub(super) before: Option<State>,
     /// All weight files, as the overwriting left them.
@@ -60,11 +60,11 @@ impl PendingSync {
         // The way back of the file that was withheld, before it is durable that it is not in the state
         // directory.
         sync_dir(&self.layout.dir)?;
-        // Unmapping gigabytes that are not yet written back takes long, and nobody else in the process can
-        // map or unmap anything meanwhile. Behind the sync it is quick.
+        // Unmapping gigabytes that are not yet written back takes long, and no other thread of the process
+        // can map or unmap anything meanwhile. Behind the sync it is quick.
         drop((self.before, self.overwritten));
         crash_point("follow.marker")?;
-        redo::write_state(&self.layout, &self.applied, &self.weights, (&self.copy, &self.digests))?;
+        redo::write_state(&self.layout, &self.applied, &self.weights, &self.copy, &self.digests)?;
         redo::drop_journal(&self.layout)?;
         quarantine::forget(&self.layout);
         let version = self.applied.version;
@@ -86,17 +86,17 @@ impl Syncing {
         pending: PendingSync,
         lock: Arc<Lock>,
         downloads: Arc<DownloadCache>,
-        spare: Arc<Spare>,
+        buffers: Arc<Buffers>,
     ) -> Result<Self> {
         let what = format!("making version {} durable", pending.applied.version);
         let root = pending.layout.root.clone();
         let (tell, outcome) = sync_channel(1);
         let work = move || {
-            spare.clear();
+            buffers.clear();
             let synced = pending.sync();
             // The journal has what was in it. Not sooner: removing files waits for the sync.
             downloads.resume();
-            // Released before it is told, for whoever opens the directory upon that.
+            // Released before the outcome is sent: the receiver may open the directory.
             drop(lock);
             let _ = tell.send(synced);
         };
@@ -113,22 +113,22 @@ impl Syncing {
             Ok(outcome) => Some(outcome),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => {
-                Some(Err(Error::Cancelled { what: "making a version durable" }))
+                Some(Err(Error::Internal { what: "making a version durable" }))
             }
         }
     }
 }
 
 impl Replica {
-    /// Waits until the applied version is durable, and finishes what an earlier error left unfinished. Nobody
-    /// has to: the next apply does, dropping the value does, and what a crash interrupts is finished by
-    /// [`Replica::open`]. Returns what the sync of the data took, or zero if nothing was under way.
+    /// Waits until the applied version is durable, and finishes what an earlier error left unfinished. It is
+    /// never necessary: the next apply waits too, and so does a drop; [`Replica::open`] finishes what a crash
+    /// interrupted. Returns what the sync of the data took, or zero if nothing was under way.
     ///
     /// # Errors
     ///
-    /// The file system's, naming what could not be synced: the version is then carried out again, from its
-    /// journal, by the next call, and [`Replica::checkpoint`] does not show it before. [`Error::Busy`] after
-    /// ten minutes of waiting, or if there is something to finish while the checkpoint is shared.
+    /// The file system's, naming what could not be synced. The next call then carries the version out again,
+    /// from its journal; [`Replica::checkpoint`] does not show it before. [`Error::Busy`] after ten minutes
+    /// of waiting, or if there is something to finish while the checkpoint is shared.
     pub fn sync(&mut self) -> Result<Duration> {
         let sync = self.rest()?;
         if self.unfinished {
@@ -138,7 +138,7 @@ impl Replica {
         Ok(sync)
     }
 
-    /// Waits until nobody else writes to the directory; returns what the sync took that was under way.
+    /// Waits until no thread writes to the directory; returns what the sync took that was under way.
     pub(super) fn rest(&mut self) -> Result<Duration> {
         let sync = self.join(SYNC_DEADLINE)?;
         if let (None, Some(syncing)) = (sync, &self.syncing) {
@@ -156,7 +156,7 @@ impl Replica {
     /// Has another thread make a version durable that can be read from here on.
     pub(super) fn sync_behind(&mut self, pending: PendingSync) -> Result<()> {
         self.syncing =
-            Some(Syncing::start(pending, self.lock.clone(), self.downloads.clone(), self.spare.clone())?);
+            Some(Syncing::start(pending, self.lock.clone(), self.downloads.clone(), self.buffers.clone())?);
         Ok(())
     }
 
@@ -167,14 +167,14 @@ impl Replica {
         };
         self.syncing = None;
         let sync = outcome.map_err(|error| {
-            // What the page cache holds after a failed sync is not known: pages may count as clean that are
+            // What the page cache holds after a failed sync is not known. Pages may count as clean that are
             // on no disk, or be the old ones again. The journal writes all of them once more.
             self.unfinished = true;
             tracing::error!(
                 dir = %self.dir.display(), error = &error as &dyn std::error::Error, "not durable: its journal is carried out again"
             );
             self.make_room(&error);
-            self.judge(error)
+            self.classify(error)
         })?;
         Ok(Some(sync))
     }
@@ -188,7 +188,7 @@ impl Replica {
     }
 
     /// Whether an error of a committed apply speaks against the directory itself.
-    pub(super) fn judge(&self, source: Error) -> Error {
+    pub(super) fn classify(&self, source: Error) -> Error {
         match source {
             Error::Store(StoreError::Io { source: ref io, .. }) if io.kind() == ErrorKind::NotFound => {
                 self.damaged(source)
@@ -196,7 +196,7 @@ impl Replica {
             Error::Store(
                 StoreError::Io { .. } | StoreError::NoSpace { .. } | StoreError::PermissionDenied { .. },
             ) => source,
-            Error::Cancelled { .. } => source,
+            Error::Internal { .. } => source,
             source => self.damaged(source),
         }
     }

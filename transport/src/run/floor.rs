@@ -31,7 +31,7 @@ impl Floor {
         Ok(root.join(&format!("{FLOORS}/v{:010}-v{:010}", self.version.0, self.anchor.0))?)
     }
 
-    /// What a reader of a version below it is told.
+    /// The error for a reader of a version below it.
     fn collected(self, run_id: RunId, model: &str, version: Version) -> Error {
         Error::Collected { run_id, model: model.to_owned(), version, anchor: self.anchor }
     }
@@ -61,12 +61,13 @@ impl Run {
 
     /// What was read of a version, unless the version was collected; and the floor.
     ///
-    /// The floor is asked for after the manifest was: below it numbers are free in the store, and a publisher
-    /// that slept may have taken one. As the floor never falls, a number that is above it now had not been
-    /// free before.
+    /// The floor is read after the manifest. Below it numbers are free in the store, and a publisher that
+    /// slept may have taken one. As the floor never falls, a number that is above it now had not been free
+    /// before.
     pub(crate) fn unless_collected(
         &self,
-        (model, version): (&str, Version),
+        model: &str,
+        version: Version,
         read: Result<Committed>,
     ) -> Result<(Committed, Version)> {
         match self.floor(model) {

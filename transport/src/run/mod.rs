@@ -84,7 +84,7 @@ impl Run {
         match store.put(&key, &bytes, PutMode::Create) {
             Ok(()) => Ok(Self { store, name: name.to_owned(), id: record.run_id, trusted: None }),
             Err(error) => match Self::open(store, name) {
-                // The put took effect and its answer was lost: nobody else draws the same identity.
+                // The put took effect and its answer was lost: no other run draws the same identity.
                 Ok(run) if run.id == record.run_id => Ok(run),
                 Ok(run) => Err(Error::RunExists { name: name.to_owned(), run_id: run.id }),
                 Err(_) => Err(error.into()),
@@ -208,10 +208,10 @@ impl Run {
     /// [`Error::ForeignModel`] or [`Error::Corrupt`] if the manifest there is of something else; the errors
     /// of [`Manifest::parse`].
     pub fn get(&self, model: &str, version: Version) -> Result<Committed> {
-        self.unless_collected((model, version), self.read(model, version)).map(|(committed, _)| committed)
+        self.unless_collected(model, version, self.read(model, version)).map(|(committed, _)| committed)
     }
 
-    /// [`Run::get`] without a look at the floor: of a collected version there may be nothing, or what is not
+    /// [`Run::get`] without reading the floor: of a collected version there may be nothing, or what is not
     /// to be used.
     pub(crate) fn read(&self, model: &str, version: Version) -> Result<Committed> {
         let key = self.manifest_key(model, version)?;
@@ -222,18 +222,14 @@ impl Run {
             bytes => bytes?,
         };
         if let Some(tombstone) = Tombstone::parse(&bytes) {
-            self.check_place(
-                &key,
-                (tombstone.run_id, &tombstone.model, tombstone.version),
-                (model, version),
-            )?;
+            self.check_is(&key, model, version, tombstone.run_id, &tombstone.model, tombstone.version)?;
             return Err(tombstone.into_error());
         }
-        let manifest = match self.signed("manifest", &bytes, (model, version), key.as_str())? {
+        let manifest = match self.signed("manifest", &bytes, model, version, key.as_str())? {
             Some(signed) => Manifest::parse_named(&signed, key.as_str())?,
             None => Manifest::parse_named(&bytes, key.as_str())?,
         };
-        self.check_place(&key, (manifest.run_id, &manifest.model, manifest.version), (model, version))?;
+        self.check_is(&key, model, version, manifest.run_id, &manifest.model, manifest.version)?;
         Ok(Committed::new(manifest, ContentDigest::of(&bytes)))
     }
 
@@ -242,7 +238,8 @@ impl Run {
         &self,
         what: &'static str,
         bytes: &[u8],
-        (model, version): (&str, Version),
+        model: &str,
+        version: Version,
         subject: &str,
     ) -> Result<Option<Vec<u8>>> {
         let Some(trusted) = &self.trusted else { return Ok(None) };
@@ -255,11 +252,14 @@ impl Run {
     }
 
     /// Refuses what lies in a version's place and says that it is of another run, model or version.
-    pub(crate) fn check_place(
+    fn check_is(
         &self,
         key: &Key,
-        (found_run, found_model, found_version): (RunId, &str, Version),
-        (model, version): (&str, Version),
+        model: &str,
+        version: Version,
+        found_run: RunId,
+        found_model: &str,
+        found_version: Version,
     ) -> Result<()> {
         let subject = key.to_string();
         if found_run != self.id {
@@ -328,13 +328,13 @@ impl Run {
     /// the next one.
     ///
     /// Versions have no gaps, so one request, for the next manifest, tells that there is nothing new,
-    /// whatever the head says. With `alone`, a next one counts as the newest: who looked a moment ago and
-    /// found nothing has it a round trip sooner, and finds what is behind it with the next look.
+    /// whatever the head says. With `assume_latest`, a next one counts as the newest. A reader whose last poll
+    /// found nothing has it one round trip sooner, and finds what is behind it with the next poll.
     pub(crate) fn newest_behind(
         &self,
         model: &str,
         have: Version,
-        alone: bool,
+        assume_latest: bool,
     ) -> Result<(Version, Option<Committed>)> {
         let next = match self.read(model, have.next()) {
             Err(Error::NoSuchVersion { .. }) => return Ok((have, None)),
@@ -343,7 +343,7 @@ impl Run {
         };
         let next = next.filter(|_| have.next().0 < crate::manifest::VERSION_MAX);
         match next {
-            Some(next) if alone || !self.has(model, next.manifest.version.next())? => {
+            Some(next) if assume_latest || !self.has(model, next.manifest.version.next())? => {
                 Ok((next.manifest.version, Some(next)))
             }
             // Several, and the head says how many.

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::ids::{RunId, Version};
 use crate::manifest::{FORMAT, Features};
 
-/// Manifests longer than this are not looked at as tombstones.
+/// Manifests longer than this are no tombstones.
 const TOMBSTONE_BYTES_MAX: usize = 4096;
 /// The required feature by which a reader that knows no tombstones refuses one.
 const FEATURE: &str = "collected";
@@ -38,7 +38,7 @@ impl Tombstone {
         (tombstone.format == FORMAT && tombstone.features.required == [FEATURE]).then_some(tombstone)
     }
 
-    /// What a reader of the version is told.
+    /// The error for a reader of the version.
     pub(crate) fn into_error(self) -> Error {
         let Self { run_id, model, version, collected: Fate { anchor, .. }, .. } = self;
         Error::Collected { run_id, model, version, anchor }

@@ -24,10 +24,10 @@ use crate::ids::Version;
 
 /// Requests carry a version number at most.
 const BODY_BYTES_MAX: usize = 4096;
-/// Prepares and activates at once; all but one are told that the follower is busy.
+/// Prepares and activates at once; all but one are answered that the follower is busy.
 const REQUESTS_MAX: usize = 8;
 
-/// Where a follower is served, and to whom.
+/// Where a follower is served, and what clients may do.
 #[derive(Debug, Setters)]
 #[setters(prefix = "with_", strip_option)]
 #[non_exhaustive]
@@ -113,7 +113,7 @@ async fn activate(State(follower): State<Follower>) -> Response {
     blocking(move || follower.activate()).await
 }
 
-/// A version may be there: the loop looks at once. What the body says is the store's to tell.
+/// A version may be there: the loop polls at once. The body is ignored: the store says what there is.
 async fn notify(State(follower): State<Follower>) -> Response {
     (StatusCode::ACCEPTED, Json(serde_json::json!({ "watching": follower.notify() }))).into_response()
 }

@@ -36,10 +36,10 @@ use tokio::time::{Instant, Sleep, sleep};
 const PAUSE: Duration = Duration::from_millis(100);
 /// Longest head of a request.
 const HEAD_BYTES_MAX: usize = 64 << 10;
-/// How often the log tells of connections that were closed to make room.
+/// How often the log mentions connections that were closed to make room.
 const TELL: Duration = Duration::from_secs(60);
 
-/// What those who connect may take.
+/// What connections may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Setters)]
 #[setters(prefix = "with_")]
 #[non_exhaustive]
@@ -174,7 +174,7 @@ where
             let mut strangers = strangers.lock();
             strangers.insert(number, tokio::spawn(serving).abort_handle());
         }
-        // Who has just come is heard before the next one can send him off.
+        // The new connection is heard before the next one can take its place.
         tokio::task::yield_now().await;
     }
 }
@@ -218,7 +218,7 @@ pub async fn serve_http(listener: TcpListener, limits: Limits, router: Router) {
     .await;
 }
 
-/// Carries out a request that is authorised: its connection is nobody's but the client's from now on. The
+/// Carries out a request that is authorised: its connection makes no room for others from now on. The
 /// body is here before `next` runs; the router's `DefaultBodyLimit` has to be outside of this.
 pub async fn admit(request: Request, next: Next) -> Response {
     let Some(admission) = request.extensions().get::<Arc<Admission>>().cloned() else {
@@ -240,7 +240,7 @@ struct Watched {
     stream: TcpStream,
     deadline: Pin<Box<Sleep>>,
     idle: Duration,
-    /// The admission's when the deadline was last looked at.
+    /// The admission's when the deadline was last checked.
     turn: u64,
     admission: Arc<Admission>,
 }

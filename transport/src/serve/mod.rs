@@ -105,7 +105,7 @@ impl Drop for Server {
     }
 }
 
-/// Refuses to listen beyond loopback addresses without a token; `name` says who wants to.
+/// Refuses to listen beyond loopback addresses without a token; `name` names the server.
 ///
 /// # Errors
 ///

@@ -18,7 +18,7 @@ use crate::store::{Entry, PutMode, Store};
 
 /// Where files are written before they get their name. It starts with a dot, which no key does.
 const STAGING: &str = ".staging";
-/// How often a put makes its directory again that somebody removes as an empty one.
+/// How often a put makes its directory again, which deletes remove while it is empty.
 const RENAMES_MAX: usize = 100;
 
 /// A store in a directory.
@@ -211,7 +211,7 @@ impl Staged {
                 Ok(()) if path.exists() => return Ok(Self { path, file }),
                 Ok(()) | Err(Errno::WOULDBLOCK) => {}
                 Err(error) => {
-                    // Nobody will know the file for dead: remove it here.
+                    // No sweep would know the file for dead: remove it here.
                     let _ = fs::remove_file(&path);
                     return Err(Error::io("lock", path, error.into()));
                 }
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_dead_writer_left_is_invisible_and_removed() {
+    fn staged_file_of_a_dead_writer_is_invisible_and_removed() {
         let directory = tempfile::tempdir().unwrap();
         let staging = directory.path().join(STAGING);
         fs::create_dir(&staging).unwrap();

@@ -198,12 +198,12 @@ pub enum Error {
     Busy {
         /// What is in use.
         what: String,
-        /// By whom or what.
+        /// What uses it.
         with: String,
     },
-    /// Work that was given up because another part of it failed.
-    #[error("{what} ended early")]
-    Cancelled {
+    /// A thread ended without a result: it panicked, which is a mistake of this program.
+    #[error("{what} ended without a result, a mistake of driftless: please report it with its log")]
+    Internal {
         /// The work.
         what: &'static str,
     },
@@ -228,7 +228,7 @@ impl Error {
         }
     }
 
-    /// True if the same call may succeed later without anybody changing its arguments.
+    /// True if the same call may succeed later with the same arguments.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         matches!(

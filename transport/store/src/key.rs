@@ -14,9 +14,9 @@ const SEGMENT_BYTES_MAX: usize = 255;
 
 /// The name of an object: segments of `A-Z a-z 0-9 . _ - @ = +`, joined by `/`.
 ///
-/// No segment is empty or starts with a dot, so that a key can neither leave its store (`..`, an absolute
-/// path) nor meet a store's private files. No key may be a directory-like prefix of another (`a` and `a/b`):
-/// a file system cannot hold both.
+/// No segment is empty or starts with a dot. So a key can neither leave its store (`..`, an absolute path)
+/// nor meet a store's private files. No key may be a directory-like prefix of another (`a` and `a/b`): a file
+/// system cannot hold both.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Key(String);

@@ -21,8 +21,8 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
 /// each with `?endpoint=`, `&region=` or `&account=` where that is needed.
 ///
 /// `settings` are names and values as object stores take them from the environment (`AWS_ACCESS_KEY_ID`,
-/// `AZURE_STORAGE_ACCOUNT_KEY`, `GOOGLE_SERVICE_ACCOUNT` and so on); other names are ignored, and what the
-/// URL says wins. Secrets belong there: a URL that has one is refused. They are in no log, no error and no
+/// `AZURE_STORAGE_ACCOUNT_KEY`, `GOOGLE_SERVICE_ACCOUNT` and so on). Other names are ignored. What the URL
+/// says wins. Secrets belong there: a URL that has one is refused. They are in no log, no error and no
 /// `Debug` of the store.
 ///
 /// A directory is made when something is first put into it; a bucket has to exist.

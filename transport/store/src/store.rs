@@ -80,11 +80,10 @@ pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
     /// [`Error::NotFound`]; [`Error::RangeOutside`] if the range starts behind the end.
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>>;
 
-    /// A range of an object whose digest the caller knows and checks: the one way in which bytes may come
-    /// from somewhere that nobody vouches for, such as a cache.
+    /// A range of an object whose digest the caller checks. It is the one call that a cache of others may
+    /// answer.
     ///
-    /// `arrived` is told of bytes as they come, by a store that knows; those of a try that fails are told
-    /// again.
+    /// `arrived` is called as bytes arrive, by stores that know; those of a try that fails count again.
     ///
     /// # Errors
     /// As [`Store::get`].
@@ -93,8 +92,8 @@ pub trait Store: fmt::Debug + fmt::Display + Send + Sync + 'static {
         self.get(&object.key, Some(range))
     }
 
-    /// Hears that what [`Store::get_cached`] gave of `object` was not what its digest says. True if the same
-    /// call may now give something else, because whoever gave that is not asked again.
+    /// Reports that what [`Store::get_cached`] gave of `object` does not have its digest. True if the same
+    /// call may now give other bytes, because the cache that gave these is skipped.
     fn report_corrupt(&self, object: &Object) -> bool {
         let _ = object;
         false
@@ -153,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_may_be_a_secret_is_not_shown() {
+    fn redact_hides_users_passwords_and_queries() {
         for (url, shown) in [
             ("http://user:hidden@host:1/path", "http://…@host:1/path"),
             ("http://user:hid?den@host:1", "http://…"),

@@ -23,7 +23,7 @@ struct Switch {
     /// Since when it is thrown.
     stopped: Option<Instant>,
     /// The wait under way, or the next one, ends at once.
-    nudged: bool,
+    woken: bool,
 }
 
 impl Stop {
@@ -39,8 +39,8 @@ impl Stop {
     }
 
     /// Ends the wait that is under way, or else the next one, without throwing the switch.
-    pub fn nudge(&self) {
-        self.change(|switch| switch.nudged = true);
+    pub fn wake(&self) {
+        self.change(|switch| switch.woken = true);
     }
 
     fn change(&self, change: impl FnOnce(&mut Switch)) {
@@ -73,11 +73,11 @@ impl Stop {
         let (switch, changed) = &*self.0;
         let guard = lock(switch);
         let waited =
-            changed.wait_timeout_while(guard, time, |switch| switch.stopped.is_none() && !switch.nudged);
+            changed.wait_timeout_while(guard, time, |switch| switch.stopped.is_none() && !switch.woken);
         let mut switch = waited.unwrap_or_else(PoisonError::into_inner).0;
-        match (switch.stopped, std::mem::take(&mut switch.nudged)) {
+        match (switch.stopped, std::mem::take(&mut switch.woken)) {
             (Some(_), _) => Ended::Stopped,
-            (None, true) => Ended::Nudged,
+            (None, true) => Ended::Woken,
             (None, false) => Ended::Over,
         }
     }
@@ -88,8 +88,8 @@ impl Stop {
 pub enum Ended {
     /// The switch was thrown.
     Stopped,
-    /// There is something to look at.
-    Nudged,
+    /// It was woken.
+    Woken,
     /// The time was over.
     Over,
 }
@@ -107,15 +107,15 @@ mod tests {
     }
 
     #[test]
-    fn a_nudge_ends_one_wait_and_throws_nothing() {
+    fn wake_ends_one_wait_and_throws_nothing() {
         let stop = Stop::new();
-        stop.nudge();
-        stop.nudge();
+        stop.wake();
+        stop.wake();
         assert!(!stop.wait(Duration::from_secs(3600)), "the wait that follows ends");
         assert!(!stop.wait(Duration::ZERO) && !stop.is_stopped());
         let other = stop.clone();
         let waiter = std::thread::spawn(move || other.wait(Duration::from_secs(3600)));
-        stop.nudge();
+        stop.wake();
         assert!(!waiter.join().unwrap());
     }
 

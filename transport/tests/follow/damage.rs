@@ -56,7 +56,7 @@ fn damage_found_while_following_is_mended_in_the_same_call() {
 }
 
 #[test]
-fn nobody_elses_weights_are_lost_to_a_rebuild() {
+fn quarantine_with_foreign_weights_is_refused() {
     let fixture = Fixture::new();
     fixture.follower(vec![]).prepare(None).unwrap();
     let theirs = fixture.path().join("adapter.safetensors");

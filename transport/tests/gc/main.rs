@@ -142,7 +142,7 @@ fn a_dry_run_tells_the_same_and_removes_nothing() {
 }
 
 #[test]
-fn what_cannot_be_dated_or_read_holds_everything_back() {
+fn lease_undated_or_unreadable_holds_collection_back() {
     for undated in [true, false] {
         let world = long_world(5);
         *world.clock.undated.lock().unwrap() = undated;

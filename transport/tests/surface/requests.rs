@@ -100,7 +100,7 @@ fn every_route_without_the_token_is_refused() {
 }
 
 #[test]
-fn what_is_no_request_is_refused_and_changes_nothing() {
+fn malformed_request_is_refused_and_changes_nothing() {
     let world = World::new();
     let many = format!("GET /status HTTP/1.1\r\nhost: x\r\n{}\r\n", "x-many: 1\r\n".repeat(2000));
     let wide = format!("GET /status HTTP/1.1\r\nhost: x\r\nx-wide: {}\r\n\r\n", "w".repeat(1 << 20));

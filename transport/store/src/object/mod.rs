@@ -104,7 +104,7 @@ impl Bucket {
         T: Send + 'static,
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        const ENDED: Error = Error::Cancelled { what: "a request to the object store" };
+        const ENDED: Error = Error::Internal { what: "a request to the object store" };
         let (sender, receiver) = mpsc::sync_channel(1);
         let call = call(self.remote.clone());
         self.runtime.spawn(async move {
@@ -288,7 +288,7 @@ impl Remote {
         }
         Err(Error::Busy {
             what: format!("`{key}` in {}", self.name),
-            with: "somebody who replaces it".to_owned(),
+            with: "a writer that replaces it".to_owned(),
         })
     }
 
@@ -330,7 +330,7 @@ impl Remote {
             let found = self.backend.get_opts(&path, options).await?;
             let (size, identity) =
                 (found.meta.size, (found.meta.e_tag.clone(), found.meta.last_modified.into()));
-            // As long as it says, and not longer than it was asked for: whoever sends more is not heard out.
+            // As long as it says, and not longer than it was asked for: more is not read.
             let expected = found.range.end.saturating_sub(found.range.start).min(length as u64);
             let body = found.into_stream().inspect_ok(|bytes| arrived(bytes.len() as u64));
             let append = |mut bytes: Vec<u8>, more: Bytes| {
@@ -348,7 +348,7 @@ impl Remote {
 
     async fn head(&self, key: &Key) -> Result<Entry> {
         let path = self.path(key);
-        let found = self.ask(Action("look at", key), 0, || self.backend.head(&path)).await.result?;
+        let found = self.ask(Action("examine", key), 0, || self.backend.head(&path)).await.result?;
         Ok(Entry::new(key.clone(), found.size, Some(found.last_modified.into())))
     }
 

@@ -75,7 +75,7 @@ fn over_the_fake_server_it_conforms() {
 }
 
 #[test]
-fn what_arrives_is_told_and_none_of_it_twice() {
+fn get_cached_reports_arrived_bytes_once() {
     let server = Server::start();
     let store = bucket(&server, Limits { part_bytes: 64 << 10, ..Limits::default() });
     let bytes = body(200_000);
@@ -228,7 +228,7 @@ fn a_silent_server_is_given_up_by_name() {
     let store = bucket(&server, short);
     server.with(|bucket| bucket.faults.extend([("HEAD", Fault::Silence); 100]));
     let error = store.head(&key("a")).unwrap_err();
-    let Error::Unreachable { store, action: "look at", attempts, .. } = &error else { panic!("{error:?}") };
+    let Error::Unreachable { store, action: "examine", attempts, .. } = &error else { panic!("{error:?}") };
     assert!(store.contains(&server.addr.to_string()) && *attempts > 1, "{error:?}");
     assert!(error.is_retryable());
     assert!(crate::chain_text(&error).contains("no answer within"), "{error:?}");

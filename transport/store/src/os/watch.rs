@@ -23,7 +23,7 @@ pub enum Call {
     Remove,
 }
 
-/// What is told of each call, before it is made; an error is taken for the call's own.
+/// Called with each call before it is made. An error is taken for the call's own.
 #[cfg(feature = "failpoints")]
 pub type Watcher = Box<dyn FnMut(Call, &Path) -> io::Result<()> + Send>;
 

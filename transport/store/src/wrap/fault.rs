@@ -13,7 +13,7 @@ use crate::store::{Entry, Object, OnBytes, PutMode, Store};
 pub enum When {
     /// The call never reaches the store inside.
     Before,
-    /// The call takes effect, but its caller is told that it failed: a lost answer.
+    /// The call takes effect, but its caller gets an error: a lost answer.
     After,
 }
 

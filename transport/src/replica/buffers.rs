@@ -15,40 +15,40 @@ const KEPT_BYTES: usize = 2 << 20;
 /// What one thread decodes a tensor with: the decoder, and patches, each with the byte of the tensor at which
 /// it begins.
 #[derive(Default)]
-pub(super) struct Kit {
+pub(super) struct Scratch {
     pub(super) decoder: Decoder,
     pub(super) patches: Vec<(u64, Patch)>,
 }
 
-/// Kits, and memory for patches in their journal form, that nobody uses at the moment.
+/// Scratch, and memory for patches in their journal form, that no thread uses at the moment.
 #[derive(Default)]
-pub(super) struct Spare {
-    kits: Mutex<Vec<Kit>>,
+pub(super) struct Buffers {
+    scratches: Mutex<Vec<Scratch>>,
     bytes: Mutex<Vec<Vec<u8>>>,
 }
 
-impl fmt::Debug for Spare {
+impl fmt::Debug for Buffers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Spare").finish_non_exhaustive()
+        f.debug_struct("Buffers").finish_non_exhaustive()
     }
 }
 
-impl Spare {
-    pub(super) fn take_kit(&self) -> Kit {
-        take(&self.kits)
+impl Buffers {
+    pub(super) fn take_scratch(&self) -> Scratch {
+        take(&self.scratches)
     }
 
-    pub(super) fn give_kit(&self, kit: Kit) {
-        if kit.patches.iter().map(|(_, patch)| patch.memory()).sum::<usize>() <= KEPT_BYTES {
-            give(&self.kits, kit);
+    pub(super) fn give_scratch(&self, scratch: Scratch) {
+        if scratch.patches.iter().map(|(_, patch)| patch.memory()).sum::<usize>() <= KEPT_BYTES {
+            give(&self.scratches, scratch);
         }
     }
 
     /// Gives all of it back.
     pub(super) fn clear(&self) {
-        let kits = std::mem::take(&mut *lock(&self.kits));
+        let scratches = std::mem::take(&mut *lock(&self.scratches));
         let bytes = std::mem::take(&mut *lock(&self.bytes));
-        drop((kits, bytes));
+        drop((scratches, bytes));
     }
 
     pub(super) fn take_bytes(&self) -> Vec<u8> {
@@ -76,15 +76,15 @@ mod tests {
 
     #[test]
     fn memory_comes_back_unless_it_is_large() {
-        let spare = Spare::default();
-        spare.give_bytes(Vec::with_capacity(1000));
-        spare.give_bytes(Vec::with_capacity(KEPT_BYTES + 1));
-        assert_eq!([spare.take_bytes().capacity(), spare.take_bytes().capacity()], [1000, 0]);
-        spare.give_kit(Kit { patches: vec![(7, Patch::new())], ..Kit::default() });
-        assert_eq!([spare.take_kit().patches.len(), spare.take_kit().patches.len()], [1, 0]);
-        spare.give_bytes(Vec::with_capacity(1000));
-        spare.give_kit(Kit { patches: vec![(7, Patch::new())], ..Kit::default() });
-        spare.clear();
-        assert_eq!((spare.take_bytes().capacity(), spare.take_kit().patches.len()), (0, 0));
+        let buffers = Buffers::default();
+        buffers.give_bytes(Vec::with_capacity(1000));
+        buffers.give_bytes(Vec::with_capacity(KEPT_BYTES + 1));
+        assert_eq!([buffers.take_bytes().capacity(), buffers.take_bytes().capacity()], [1000, 0]);
+        buffers.give_scratch(Scratch { patches: vec![(7, Patch::new())], ..Scratch::default() });
+        assert_eq!([buffers.take_scratch().patches.len(), buffers.take_scratch().patches.len()], [1, 0]);
+        buffers.give_bytes(Vec::with_capacity(1000));
+        buffers.give_scratch(Scratch { patches: vec![(7, Patch::new())], ..Scratch::default() });
+        buffers.clear();
+        assert_eq!((buffers.take_bytes().capacity(), buffers.take_scratch().patches.len()), (0, 0));
     }
 }

@@ -11,7 +11,7 @@ impl Error {
         Self::Store(driftless_store::Error::io(action, path, source))
     }
 
-    /// True if the same call may succeed later without anybody changing its arguments.
+    /// True if the same call may succeed later with the same arguments.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
@@ -25,8 +25,8 @@ impl Error {
         }
     }
 
-    /// True if bytes that came from a store are not what they must be, or not signed by who must; nothing of
-    /// them was used.
+    /// True if bytes that came from a store are not what they must be, or lack a trusted signature; nothing
+    /// of them was used.
     pub(crate) fn is_refusal(&self) -> bool {
         matches!(
             self,

@@ -25,13 +25,13 @@ const CHANGES: usize = 8;
 
 /// The mapped file.
 #[derive(Debug)]
-pub(crate) struct Beacon {
+pub(crate) struct DurableEnd {
     map: Map,
 }
 
-impl Beacon {
+impl DurableEnd {
     /// For the process that holds the lock.
-    pub(crate) fn light(root: &Path, end: u64) -> Result<Self> {
+    pub(crate) fn create(root: &Path, end: u64) -> Result<Self> {
         let path = root.join(NAME);
         let open = || -> io::Result<Map> {
             let options = &mut OpenOptions::new();
@@ -43,13 +43,13 @@ impl Beacon {
             }
             Ok(Map::file(MmapOptions::new().len(BYTES).map_raw(&file)?, BYTES))
         };
-        let beacon = Self { map: open().map_err(Error::io("map", &path))? };
-        beacon.set(end);
-        Ok(beacon)
+        let durable_end = Self { map: open().map_err(Error::io("map", &path))? };
+        durable_end.set(end);
+        Ok(durable_end)
     }
 
     /// For a reader; `None` when no process has ever written the log.
-    pub(crate) fn see(root: &Path) -> Option<Self> {
+    pub(crate) fn open(root: &Path) -> Option<Self> {
         let file = regular::open(&root.join(NAME)).ok()?;
         let whole = file.metadata().is_ok_and(|found| found.len() >= BYTES as u64);
         let raw = MmapOptions::new().len(BYTES).map_raw_read_only(&file);

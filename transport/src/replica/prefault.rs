@@ -2,8 +2,8 @@
 //!
 //! Overwriting costs little more than its page faults: one for each page that is first written through a map.
 //! While objects are decoded there is time for them. Pages are prefaulted as soon as it is known that they
-//! will change; in a tensor that changes nearly everywhere, as soon as its object is here. Their bytes stay
-//! as they are. The files' times move, which [`Targets::moved_times`] reports, and the kernel writes the
+//! will change. In a tensor that changes nearly everywhere, that is when its object is here. Their bytes stay
+//! as they are. The files' times move, which [`WriteMaps::moved_times`] reports, and the kernel writes the
 //! pages once more.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -26,27 +26,27 @@ use crate::error::{Error, Result};
 use crate::manifest::Tensor;
 use crate::pool::threads;
 
-/// What pages are counted in; where the kernel's are larger, it makes those ready that these lie in.
+/// What pages are counted in. Where the kernel's are larger, it prefaults those that these lie in.
 pub(super) const PAGE: usize = 4096;
-/// Threads that make pages ready. They share a lock of each file's: of a file of 4 GiB in folios of 2 MiB all
-/// pages are ready after 0.10 s with one thread, 0.04 s with four, 0.03 s with eight, and 0.06 s with
-/// sixteen. Those that decode do so sooner beside few of them.
+/// Threads that prefault. They share a lock of each file's. Of a file of 4 GiB in folios of 2 MiB, one thread
+/// prefaults all pages in 0.10 s, four in 0.04 s, eight in 0.03 s, sixteen in 0.06 s. Decoding is faster
+/// beside few of them.
 const THREADS_MAX: usize = 6;
-/// Tensors that wait for those threads at most, so that little is held if the kernel has them wait for the
+/// Tensors that wait for those threads at most. Little is held if the kernel has the threads wait for the
 /// disk.
 const JOBS_MAX: usize = 64;
-/// Bytes of a tensor that one thread makes ready at a time.
+/// Bytes of a tensor that one thread prefaults at a time.
 const JOB_BYTES: u64 = 16 << 20;
 
 /// A weight file that is written to.
 #[derive(Debug)]
-pub(super) struct Target {
-    /// Opened before the first byte: a write-back that failed meanwhile is told by a sync of it.
+pub(super) struct WriteMap {
+    /// Opened before the first byte: a sync of it reports a write-back that failed meanwhile.
     pub(super) file: File,
     pub(super) map: MmapMut,
 }
 
-impl Target {
+impl WriteMap {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::io("open for writing", path, source);
         let file = regular::open_with(File::options().read(true).write(true), path).map_err(io)?;
@@ -58,8 +58,8 @@ impl Target {
     fn bytes(&mut self) -> &[AtomicU8] {
         let (begin, length) = (self.map.as_mut_ptr().cast::<AtomicU8>(), self.map.len());
         #[expect(unsafe_code, reason = "see below")]
-        // SAFETY: an AtomicU8 lies in memory as a u8 does, and as long as the slice lives nobody reaches the
-        // map's bytes through it in another way: it borrows the map mutably. Those who read the file through
+        // SAFETY: an AtomicU8 lies in memory as a u8 does, and as long as the slice lives the map's bytes are
+        // not reached through it in another way: it borrows the map mutably. Readers of the file through
         // another map see what they saw before, as only bytes are stored that are there already.
         unsafe {
             std::slice::from_raw_parts(begin, length)
@@ -79,13 +79,13 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Has the kernel make the pages ready that the ranges lie in: each is written to, and stays as it is.
+    /// Writes one byte of each page that the ranges lie in, with the value that it has.
     ///
-    /// `MADV_POPULATE_WRITE` would do so without being told of each page, but holds the process's list of
-    /// maps. Whoever allocates much memory waits for that, and behind those everybody else who has pages made
-    /// ready, for 4 ms and more each time. The byte comes from the other map because a page that is read
-    /// first is mapped for reading, which makes it far slower to map for writing.
-    fn make_ready(&self, over: &AtomicBool) {
+    /// `MADV_POPULATE_WRITE` takes one call for many pages, but holds the process's list of maps. Threads
+    /// that allocate much memory wait for that list, and all others that prefault wait behind them, 4 ms and
+    /// more each time. The byte comes from the other map: a page that is read first is mapped for reading,
+    /// and is far slower to map for writing then.
+    fn prefault(&self, over: &AtomicBool) {
         for range in &self.ranges {
             let mut at = range.start as usize;
             while (at as u64) < range.end
@@ -101,47 +101,46 @@ impl Job<'_> {
 
 /// The weight files of the checkpoint that an apply starts from; none if it writes others.
 #[derive(Debug, Default)]
-pub(super) struct Targets {
-    files: BTreeMap<PathBuf, Target>,
+pub(super) struct WriteMaps {
+    files: BTreeMap<PathBuf, WriteMap>,
     moved_times: AtomicBool,
 }
 
-impl Targets {
-    /// Files that cannot be opened are left out: whoever has to write to them hears why.
+impl WriteMaps {
+    /// Files that cannot be opened are left out: the overwriting opens them again, and reports why.
     pub(super) fn open(checkpoint: &Checkpoint) -> Self {
-        let open = |path: &Path| Some((path.to_owned(), Target::open(path).ok()?));
+        let open = |path: &Path| Some((path.to_owned(), WriteMap::open(path).ok()?));
         Self { files: checkpoint.weight_files().filter_map(open).collect(), ..Self::default() }
     }
 
-    /// Does `work`, which says what of `checkpoint` will change, while a few threads make the pages of it
-    /// ready: all pages of the `dense` tensors, once something is decoded from the object that each of them
-    /// is named with, and of others what work says. What they have not come to when work is done is left to
-    /// whoever writes there.
-    pub(super) fn ready_while(
+    /// Does `work`, which says what of `checkpoint` will change, while a few threads prefault those pages.
+    /// Of the `mostly_changed` tensors they prefault all pages, once something was decoded from the object
+    /// beside each. Pages that are left when the work is done cost their fault in the overwriting.
+    pub(super) fn prefault_while(
         &mut self,
         checkpoint: &Checkpoint,
-        dense: &[(Place, &Tensor)],
-        work: impl FnOnce(&Ready<'_>) -> Result<()>,
+        mostly_changed: &[(Place, &Tensor)],
+        work: impl FnOnce(&Prefault<'_>) -> Result<()>,
     ) -> Result<()> {
         let files: BTreeMap<&Path, &[AtomicU8]> =
             self.files.iter_mut().map(|(path, target)| (path.as_path(), target.bytes())).collect();
         let count = if files.is_empty() { 0 } else { threads(THREADS_MAX) };
         let queue = Queue::default();
-        let ready = Ready::new(files, checkpoint, dense, (&self.moved_times, &queue));
+        let prefault = Prefault::new(files, checkpoint, mostly_changed, &self.moved_times, &queue);
         thread::scope(|scope| {
             let _over = Over(&queue);
             for _ in 0..count {
                 let serve = || {
                     while let Some(job) = queue.next() {
-                        job.make_ready(&queue.over);
+                        job.prefault(&queue.over);
                     }
                 };
-                // With fewer of them whoever writes to the pages makes them ready.
+                // Fewer threads leave more faults to the overwriting.
                 if thread::Builder::new().spawn_scoped(scope, serve).is_ok() {
                     lock(&queue.state).threads += 1;
                 }
             }
-            work(&ready)
+            work(&prefault)
         })
     }
 
@@ -151,42 +150,43 @@ impl Targets {
     }
 
     /// The file at `path`.
-    pub(super) fn take(&mut self, path: &Path) -> Result<Target> {
-        self.files.remove(path).map_or_else(|| Target::open(path), Ok)
+    pub(super) fn take(&mut self, path: &Path) -> Result<WriteMap> {
+        self.files.remove(path).map_or_else(|| WriteMap::open(path), Ok)
     }
 }
 
-/// Takes note of what will change.
-pub(super) struct Ready<'a> {
+/// What will change, for the threads that prefault.
+pub(super) struct Prefault<'a> {
     files: BTreeMap<&'a Path, &'a [AtomicU8]>,
     checkpoint: &'a Checkpoint,
     moved_times: &'a AtomicBool,
     queue: &'a Queue<'a>,
-    /// Names of the tensors all of whose pages are made ready.
-    dense: BTreeSet<&'a str>,
+    /// Names of the tensors of which all pages are prefaulted.
+    mostly_changed: BTreeSet<&'a str>,
     /// Their pages, by the object that has to be here first.
     waiting: Mutex<BTreeMap<Place, Vec<Job<'a>>>>,
 }
 
-impl<'a> Ready<'a> {
+impl<'a> Prefault<'a> {
     fn new(
         files: BTreeMap<&'a Path, &'a [AtomicU8]>,
         checkpoint: &'a Checkpoint,
-        dense: &[(Place, &'a Tensor)],
-        (moved_times, queue): (&'a AtomicBool, &'a Queue<'a>),
+        mostly_changed: &[(Place, &'a Tensor)],
+        moved_times: &'a AtomicBool,
+        queue: &'a Queue<'a>,
     ) -> Self {
-        let names = dense.iter().map(|(_, tensor)| tensor.name.as_str()).collect();
+        let names = mostly_changed.iter().map(|(_, tensor)| tensor.name.as_str()).collect();
         let waiting = Mutex::default();
-        let ready = Self { files, checkpoint, moved_times, queue, dense: names, waiting };
-        for (place, tensor) in dense {
-            lock(&ready.waiting).entry(*place).or_default().append(&mut ready.whole(tensor));
+        let prefault = Self { files, checkpoint, moved_times, queue, mostly_changed: names, waiting };
+        for (place, tensor) in mostly_changed {
+            lock(&prefault.waiting).entry(*place).or_default().append(&mut prefault.whole(tensor));
         }
-        ready
+        prefault
     }
 
     /// A tensor will change by these patches, each with the byte of the tensor at which it begins. They were
-    /// decoded from its pieces in the publication `number`. Where nothing of an object arrives, no page that
-    /// it would change is made ready for nothing.
+    /// decoded from its pieces in the publication `number`. Where nothing of an object arrives, its pages are
+    /// not prefaulted in vain.
     pub(super) fn will_change(&self, number: usize, tensor: &Tensor, patches: &[(u64, Patch)]) {
         for piece in &tensor.pieces {
             if let Some(jobs) = lock(&self.waiting).remove(&(number, piece.object)) {
@@ -194,7 +194,7 @@ impl<'a> Ready<'a> {
                 self.queue.add(jobs);
             }
         }
-        if self.dense.contains(tensor.name.as_str()) {
+        if self.mostly_changed.contains(tensor.name.as_str()) {
             return;
         }
         for (tensor, bytes, phase) in self.places(tensor) {
@@ -203,7 +203,7 @@ impl<'a> Ready<'a> {
                 // No page lies between changes that are less than a page apart.
                 let ranges = patch.byte_ranges(PAGE as u64).into_iter();
                 let ranges = ranges.map(|range| offset + range.start..offset + range.end).collect();
-                self.queue.tell(Job { tensor, bytes, phase, ranges });
+                self.queue.push(Job { tensor, bytes, phase, ranges });
             }
         }
     }
@@ -235,7 +235,7 @@ impl<'a> Ready<'a> {
     }
 }
 
-/// What is to be made ready, and by how many.
+/// What is to be prefaulted, and by how many threads.
 #[derive(Default)]
 struct Queue<'a> {
     state: Mutex<Waiting<'a>>,
@@ -247,7 +247,7 @@ struct Queue<'a> {
 struct Waiting<'a> {
     /// Parts of whole tensors, which are first: a range each.
     whole: VecDeque<Job<'a>>,
-    told: VecDeque<Job<'a>>,
+    ranges: VecDeque<Job<'a>>,
     threads: usize,
 }
 
@@ -259,7 +259,7 @@ impl<'a> Queue<'a> {
             if let Some(job) = state.whole.pop_front() {
                 return Some(job);
             }
-            if let Some(job) = state.told.pop_front() {
+            if let Some(job) = state.ranges.pop_front() {
                 self.changed.notify_all();
                 return Some(job);
             }
@@ -274,15 +274,15 @@ impl<'a> Queue<'a> {
         self.changed.notify_all();
     }
 
-    /// Waits until there is room; where there are no threads, nobody does.
-    fn tell(&self, job: Job<'a>) {
+    /// Waits until there is room. Without threads the job is dropped.
+    fn push(&self, job: Job<'a>) {
         let mut state = lock(&self.state);
-        while state.threads > 0 && state.told.len() >= JOBS_MAX {
+        while state.threads > 0 && state.ranges.len() >= JOBS_MAX {
             // Each thread ends with the memory that it has begun, and takes another.
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         if state.threads > 0 {
-            state.told.push_back(job);
+            state.ranges.push_back(job);
             self.changed.notify_all();
         }
     }
@@ -293,7 +293,7 @@ struct Over<'q, 'a>(&'q Queue<'a>);
 
 impl Drop for Over<'_, '_> {
     fn drop(&mut self) {
-        // Under the lock, so that nobody is about to wait.
+        // Under the lock, so that no thread is about to wait.
         let _state = lock(&self.0.state);
         self.0.over.store(true, Relaxed);
         self.0.changed.notify_all();
@@ -328,10 +328,10 @@ mod tests {
 
     /// Waits until so many KiB of the map are mapped and written to, for a minute.
     #[cfg(target_os = "linux")]
-    fn wait_until_ready(begin: *const u8, kib: u64) {
+    fn wait_until_prefaulted(begin: *const u8, kib: u64) {
         let patience = Instant::now() + Duration::from_secs(60);
         while !matches!(mapped_and_dirty(begin), (mapped, dirty) if mapped >= kib && dirty >= kib) {
-            assert!(Instant::now() < patience, "{:?} KiB of {kib} are ready", mapped_and_dirty(begin));
+            assert!(Instant::now() < patience, "{:?} KiB of {kib} are prefaulted", mapped_and_dirty(begin));
             thread::yield_now();
         }
     }
@@ -355,13 +355,13 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn what_is_told_is_ready_afterwards_in_the_tensor_and_in_those_tied_to_it() {
+    fn prefault_while_prefaults_named_tensors_and_those_tied_to_them() {
         let dir = tempfile::tempdir().unwrap();
         let (checkpoint, patch) = checkpoint_and_patch(dir.path());
         let path = checkpoint.weight_files().next().unwrap().to_owned();
         let before = std::fs::read(&path).unwrap();
-        let mut targets = Targets::open(&checkpoint);
-        let begin = targets.files[&path].map.as_ptr();
+        let mut maps = WriteMaps::open(&checkpoint);
+        let begin = maps.files[&path].map.as_ptr();
         let tensor = |name: &str, alias: Option<&str>| Tensor {
             name: name.into(),
             dtype: Dtype::Bf16,
@@ -372,72 +372,74 @@ mod tests {
             anchor: Vec::new(),
         };
         let patches = [(0, patch.clone())];
-        // More of them than may wait, and then, until so many KiB are ready, nothing.
-        let tell = |ready: &Ready<'_>, tensor: &Tensor, kib: u64| {
-            (0..3 * JOBS_MAX).for_each(|_| ready.will_change(0, tensor, &patches));
-            wait_until_ready(begin, kib);
+        // More of them than may wait, and then, until so many KiB are prefaulted, nothing.
+        let tell = |prefault: &Prefault<'_>, tensor: &Tensor, kib: u64| {
+            (0..3 * JOBS_MAX).for_each(|_| prefault.will_change(0, tensor, &patches));
+            wait_until_prefaulted(begin, kib);
             Ok(())
         };
         let stranger = tensor("c", None);
-        targets.ready_while(&checkpoint, &[], |ready| tell(ready, &stranger, 0)).unwrap();
-        assert!(!targets.moved_times() && mapped_and_dirty(begin) == (0, 0), "no tensor of this name");
-        targets.ready_while(&checkpoint, &[], |ready| tell(ready, &tensor("a", Some("b")), 12)).unwrap();
-        assert!(targets.moved_times());
-        assert!(targets.take(&path).unwrap().map[..] == before[..]);
-        // Of what is dense all pages, but none before something of its object has come.
-        let (mut targets, dense) = (Targets::open(&checkpoint), tensor("a", Some("b")));
-        let begin = targets.files[&path].map.as_ptr();
+        maps.prefault_while(&checkpoint, &[], |prefault| tell(prefault, &stranger, 0)).unwrap();
+        assert!(!maps.moved_times() && mapped_and_dirty(begin) == (0, 0), "no tensor of this name");
+        maps.prefault_while(&checkpoint, &[], |prefault| tell(prefault, &tensor("a", Some("b")), 12))
+            .unwrap();
+        assert!(maps.moved_times());
+        assert!(maps.take(&path).unwrap().map[..] == before[..]);
+        // Of what is mostly_changed all pages, but none before something of its object has come.
+        let (mut maps, mostly_changed) = (WriteMaps::open(&checkpoint), tensor("a", Some("b")));
+        let begin = maps.files[&path].map.as_ptr();
         let piece = Piece { start: 0, elements: 1, object: 7, offset: 0, length: 1 };
         let neighbour = Tensor { pieces: vec![piece], ..stranger.clone() };
-        let other_link = |ready: &Ready<'_>| {
-            ready.will_change(0, &neighbour, &patches);
+        let other_version = |prefault: &Prefault<'_>| {
+            prefault.will_change(0, &neighbour, &patches);
             Ok(())
         };
-        targets.ready_while(&checkpoint, &[((1, 7), &dense)], other_link).unwrap();
-        assert!(!targets.moved_times() && mapped_and_dirty(begin) == (0, 0), "another version's object");
-        let its_link = |ready: &Ready<'_>| {
-            ready.will_change(1, &neighbour, &patches);
-            wait_until_ready(begin, 4 << 10);
+        maps.prefault_while(&checkpoint, &[((1, 7), &mostly_changed)], other_version).unwrap();
+        assert!(!maps.moved_times() && mapped_and_dirty(begin) == (0, 0), "another version's object");
+        let its_version = |prefault: &Prefault<'_>| {
+            prefault.will_change(1, &neighbour, &patches);
+            wait_until_prefaulted(begin, 4 << 10);
             Ok(())
         };
-        targets.ready_while(&checkpoint, &[((1, 7), &dense)], its_link).unwrap();
-        assert!(targets.moved_times() && targets.take(&path).unwrap().map[..] == before[..]);
-        // Nobody waits where there are no files, and an error comes back.
-        let failed = Targets::default().ready_while(&checkpoint, &[((0, 7), &dense)], |ready| {
-            (0..3 * JOBS_MAX).for_each(|_| ready.will_change(0, &tensor("b", None), &patches));
-            Err(Error::Cancelled { what: "the test" })
-        });
-        assert!(matches!(failed, Err(Error::Cancelled { .. })), "{failed:?}");
+        maps.prefault_while(&checkpoint, &[((1, 7), &mostly_changed)], its_version).unwrap();
+        assert!(maps.moved_times() && maps.take(&path).unwrap().map[..] == before[..]);
+        // Without files no call waits, and an error comes back.
+        let failed =
+            WriteMaps::default().prefault_while(&checkpoint, &[((0, 7), &mostly_changed)], |prefault| {
+                (0..3 * JOBS_MAX).for_each(|_| prefault.will_change(0, &tensor("b", None), &patches));
+                Err(Error::Internal { what: "the test" })
+            });
+        assert!(matches!(failed, Err(Error::Internal { .. })), "{failed:?}");
     }
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn pages_that_will_change_are_there_to_be_written_to_with_the_same_bytes() {
+    fn job_prefault_maps_pages_for_writing_and_keeps_their_bytes() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("weights");
         let content: Vec<u8> = (0..(8 << 20) + 100_u32).map(|i| (i / 4096 + i) as u8).collect();
         std::fs::write(&path, &content).unwrap();
         File::open(&path).unwrap().sync_all().unwrap();
-        let mut target = Target::open(&path).unwrap();
+        let mut target = WriteMap::open(&path).unwrap();
         let begin = target.map.as_ptr();
         assert_eq!(mapped_and_dirty(begin), (0, 0));
         // A tensor that begins within a page and ends with the file.
         let phase = 1000;
         let length = (content.len() - phase) as u64;
         let in_tensor = |at: u64| at - phase as u64;
-        let mut ready = |range: Range<u64>| {
+        let mut prefault = |range: Range<u64>| {
             let (bytes, ranges) = (&content[phase..], Vec::from([range]));
             let job = Job { tensor: &target.bytes()[phase..], bytes, phase, ranges };
-            job.make_ready(&AtomicBool::new(false));
+            job.prefault(&AtomicBool::new(false));
             mapped_and_dirty(begin)
         };
-        // Folios are made ready as a whole, so more may be ready than was asked for.
+        // A folio is prefaulted as a whole, so more may be mapped than was asked for.
         let at_least = |pages: u64, (mapped, dirty): (u64, u64)| {
             assert!(mapped >= 4 * pages && dirty >= 4 * pages, "{mapped} and {dirty} KiB of {pages} pages");
         };
-        at_least(1, ready(in_tensor(4095)..in_tensor(4096)));
-        at_least(3, ready(in_tensor(4095)..in_tensor(8193)));
-        at_least(2049, ready(0..length));
+        at_least(1, prefault(in_tensor(4095)..in_tensor(4096)));
+        at_least(3, prefault(in_tensor(4095)..in_tensor(8193)));
+        at_least(2049, prefault(0..length));
         assert!(target.map[..] == content[..]);
     }
 }

@@ -12,45 +12,45 @@ use crate::replica::Observe;
 use crate::run::Run;
 
 /// Writes the lease when it changes and, so that the store dates it anew, every so often while it does not. A
-/// store that does not take it is told again with the next change or round.
+/// store that does not take it is asked again with the next change or round.
 #[derive(Debug)]
-pub(super) struct Keeper {
+pub(super) struct LeaseRenewal {
     run: Run,
     key: Key,
     renew: Duration,
-    held: Mutex<Held>,
+    current: Mutex<Current>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct Current {
     record: Record,
     /// When the store took the record as it is.
     stored: Option<Instant>,
 }
 
-impl Keeper {
+impl LeaseRenewal {
     /// A lease that is not written yet.
     pub(super) fn new(run: &Run, model: &str, follower: &str, renew: Duration) -> Result<Self> {
         let record = Record { model: model.to_owned(), needs: Version(0), ack: None };
         let key = run.follower_key(follower)?;
-        Ok(Self { run: run.clone(), key, renew, held: Mutex::new(Held { record, stored: None }) })
+        Ok(Self { run: run.clone(), key, renew, current: Mutex::new(Current { record, stored: None }) })
     }
 
     /// Acknowledges what is on the host; what is needed from here on is what lies behind it.
     pub(super) fn acknowledge(&self, ack: Ack) {
-        self.hold(|record| (record.needs, record.ack) = (ack.version, Some(ack)));
+        self.update(|record| (record.needs, record.ack) = (ack.version, Some(ack)));
     }
 
-    fn hold(&self, change: impl FnOnce(&mut Record)) {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut record = held.record.clone();
+    fn update(&self, change: impl FnOnce(&mut Record)) {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut record = current.record.clone();
         change(&mut record);
-        let fresh = held.stored.is_some_and(|stored| stored.elapsed() < self.renew);
-        if fresh && record == held.record {
+        let fresh = current.stored.is_some_and(|stored| stored.elapsed() < self.renew);
+        if fresh && record == current.record {
             return;
         }
-        held.record = record;
-        held.stored = match self.put(&held.record) {
+        current.record = record;
+        current.stored = match self.put(&current.record) {
             Ok(()) => Some(Instant::now()),
             Err(error) => {
                 let error = &error as &dyn std::error::Error;
@@ -67,14 +67,14 @@ impl Keeper {
     }
 }
 
-impl Observe for Keeper {
+impl Observe for LeaseRenewal {
     /// What is needed begins with this version.
     fn planned(&self, oldest: Version) {
-        self.hold(|record| record.needs = oldest);
+        self.update(|record| record.needs = oldest);
     }
 
     /// An object is to be fetched: the lease may have to be renewed.
     fn fetching(&self) {
-        self.hold(|_| {});
+        self.update(|_| {});
     }
 }

@@ -1,0 +1,183 @@
+//! What a follower does with its engines: which it asks when, and what it notes of the answers.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use driftless_store::chain_text;
+use driftless_store::os::crash_point;
+use driftless_store::wait::backoff;
+
+use super::worker::{Answer, Job, Worker};
+use super::{Core, Follower, millis};
+use crate::activate::{Activate, Limit};
+use crate::error::{Error, Result};
+
+/// What an engine is asked first, as errors name it.
+pub(super) const POLL: &str = "report its version";
+
+/// What the status says of an engine that has the version and does not generate.
+const PAUSED: &str = "it is paused, and not by this follower: send it POST /continue_generation";
+
+/// An engine, and when it is asked again.
+pub(super) struct Slot {
+    pub(super) worker: Worker,
+    /// How often in a row it did not say what it serves, and when it is asked again.
+    failures: u32,
+    poll_at: Instant,
+    /// How often in a row it did not take the version although it was there, and when that is tried again.
+    refusals: u32,
+    pub(super) load_at: Instant,
+    /// What it loaded may have been damaged.
+    pub(super) reload: bool,
+}
+
+impl Slot {
+    pub(super) fn new(engine: Box<dyn Activate>) -> Result<Self> {
+        let now = Instant::now();
+        let worker = Worker::start(engine)?;
+        Ok(Self { worker, failures: 0, poll_at: now, refusals: 0, load_at: now, reload: false })
+    }
+}
+
+impl Follower {
+    /// Asks the engines whose time has come by `due`, or all of them, and activates the version on those that
+    /// serve another one.
+    pub(super) fn activate_in(&self, core: &mut Core, due: Option<Instant>) -> Result<()> {
+        let options = &self.shared.options;
+        let Core { replica, engines, released, .. } = core;
+        let ordered = !options.coordinated || *released == replica.applied().map(|applied| applied.version);
+        let checkpoint = replica.share()?;
+        let manifest = Arc::new(
+            replica
+                .manifest()
+                .cloned()
+                .ok_or_else(|| Error::NothingApplied { path: replica.dir().into() })?,
+        );
+        let label = manifest.label();
+        let stop = self.watching().clone().unwrap_or_default();
+        let is_due = |at: Instant| due.is_none_or(|now| at <= now);
+
+        let chosen: Vec<bool> = engines.iter().map(|slot| is_due(slot.poll_at)).collect();
+        let limit = Limit::new(options.serving_deadline, stop.clone());
+        let served = ask_all(engines, &chosen, POLL, &limit, options.leave_deadline, || Job::Serving);
+        let stale = |(slot, served): (&Slot, &Option<Result<Answer>>)| {
+            let reload = slot.reload && matches!(served, Some(Ok(_)));
+            ordered && (reload || serves_another(served.as_ref(), &label)) && is_due(slot.load_at)
+        };
+        let stale: Vec<bool> = engines.iter().zip(&served).map(stale).collect();
+        if stale.contains(&true) {
+            crash_point("follow.activate")?;
+        }
+        self.note_paused(engines, |index| stale[index]);
+        let limit = Limit::new(options.activate_deadline, stop);
+        let activated = ask_all(engines, &stale, "activate", &limit, options.leave_deadline, || {
+            Job::Activate { checkpoint: checkpoint.clone(), manifest: manifest.clone(), limit: limit.clone() }
+        });
+
+        let mut first_failure = None;
+        for (index, (slot, (served, activated))) in
+            engines.iter_mut().zip(served.into_iter().zip(activated)).enumerate()
+        {
+            let Some(outcome) = activated.or(served) else { continue };
+            if let Err(error) = self.record(index, slot, &label, outcome) {
+                first_failure.get_or_insert(error);
+            }
+        }
+        self.note_paused(engines, |_| false);
+        first_failure.map_or(Ok(()), Err)
+    }
+
+    /// Notes which engines may be paused: those of which an activation begins or has not answered yet, and
+    /// those that were paused.
+    fn note_paused(&self, engines: &mut [Slot], begins: impl Fn(usize) -> bool) {
+        let mut names = self.maybe_paused_mut();
+        let before = std::mem::take(&mut *names);
+        for (index, Slot { worker, .. }) in engines.iter_mut().enumerate() {
+            let still_inside = worker.is_busy() && before.iter().any(|name| name == worker.name());
+            if begins(index) || still_inside || worker.is_paused() {
+                names.push(worker.name().to_owned());
+            }
+        }
+    }
+
+    /// Notes what became of one engine, and when to ask it again if it failed.
+    fn record(&self, index: usize, slot: &mut Slot, label: &str, outcome: Result<Answer>) -> Result<()> {
+        let paused = slot.worker.is_paused();
+        slot.reload &= !matches!(outcome, Ok(Answer::Activated(_)));
+        let counted = match &outcome {
+            Ok(Answer::Serving(_)) => Ok(None),
+            Ok(Answer::Activated(activated)) => Ok(Some(activated.pause)),
+            Err(_) => Err(()),
+        };
+        self.counters_mut().activated(slot.worker.name(), counted, Instant::now());
+        if let Ok(Some(pause)) = counted {
+            tracing::info!(engine = slot.worker.name(), label, pause_ms = millis(pause), "activated");
+        }
+        if let Some(entry) = self.status_mut().applied.as_mut().and_then(|ack| ack.engines.get_mut(index)) {
+            entry.paused = paused;
+            entry.pause_ms = counted.ok().flatten().map(millis).or(entry.pause_ms);
+            entry.label = None;
+            match &outcome {
+                Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {}
+                Ok(_) if paused => entry.error = Some(PAUSED.into()),
+                Ok(_) => (entry.label, entry.error) = (Some(label.to_owned()), None),
+                Err(error) => entry.error = Some(chain_text(error)),
+            }
+        }
+        self.schedule(slot, label, &outcome);
+        outcome.map(|_| ()).inspect_err(|error| {
+            let (failures, refusals) = (slot.failures, slot.refusals);
+            let error = error as &dyn std::error::Error;
+            tracing::warn!(error, failures, refusals, paused, "engine is not on {label}");
+        })
+    }
+
+    /// Decides when an engine is asked again. One that is away is asked soon. One that is there and does not
+    /// take the version is asked ever later, until it was away or there is another version.
+    fn schedule(&self, slot: &mut Slot, label: &str, outcome: &Result<Answer>) {
+        let (options, now) = (self.options(), Instant::now());
+        match outcome {
+            Err(Error::Engine { action: POLL, .. } | Error::EngineTimeout { action: POLL, .. }) => {
+                slot.failures += 1;
+                slot.poll_at = now + backoff(options.poll, options.backoff_max, slot.failures);
+                (slot.refusals, slot.load_at) = (0, now);
+            }
+            Err(_) => {
+                (slot.failures, slot.poll_at) = (0, now);
+                slot.refusals += 1;
+                slot.load_at = now + backoff(options.poll, options.refusal_backoff_max, slot.refusals);
+            }
+            Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {
+                slot.failures = 0;
+            }
+            Ok(_) => (slot.failures, slot.refusals) = (0, 0),
+        }
+    }
+}
+
+/// Whether an engine answered that it serves anything but `label`.
+fn serves_another(answer: Option<&Result<Answer>>, label: &str) -> bool {
+    matches!(answer, Some(Ok(Answer::Serving(serving))) if serving.as_deref() != Some(label))
+}
+
+/// Asks the chosen engines at once and waits for each up to the common limit, and then for as long as it may
+/// take to leave; `None` for those that were not asked.
+fn ask_all(
+    engines: &mut [Slot],
+    chosen: &[bool],
+    action: &'static str,
+    limit: &Limit,
+    leave: Duration,
+    job: impl Fn() -> Job,
+) -> Vec<Option<Result<Answer>>> {
+    let asked: Vec<Option<Result<()>>> = engines
+        .iter_mut()
+        .zip(chosen)
+        .map(|(slot, chosen)| chosen.then(|| slot.worker.ask(action, job())))
+        .collect();
+    engines
+        .iter_mut()
+        .zip(asked)
+        .map(|(slot, asked)| asked.map(|asked| asked.and_then(|()| slot.worker.wait(action, limit, leave))))
+        .collect()
+}
