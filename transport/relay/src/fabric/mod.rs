@@ -2,7 +2,7 @@
 //!
 //! A [`Fabric`] is such a way in this process, and a [`Link`] joins it to one peer. Relays and their clients
 //! know these two traits, and speak about objects over a TCP connection beside the link. A new fabric is a
-//! file here that implements both, and a line in `FABRICS`; it has to pass [`conformance`].
+//! file here that implements both, and a line in `FABRICS`; it has to pass `conformance`.
 //!
 //! | File | Is |
 //! |---|---|
