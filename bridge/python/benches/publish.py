@@ -142,9 +142,11 @@ def from_gpu(arguments: argparse.Namespace, root: Path) -> None:
 
 
 def from_host(arguments: argparse.Namespace, root: Path) -> None:
-    states = [begin(arguments.gib, "cpu")]
-    states.append({name: tensor.clone() for name, tensor in states[0].items()})
-    step(states[1], arguments.density)
+    # A GPU makes them faster.
+    state = begin(arguments.gib, "cuda" if torch.cuda.is_available() else "cpu")
+    states = [{name: tensor.cpu().clone() for name, tensor in state.items()}]
+    step(state, arguments.density)
+    states.append({name: tensor.cpu() for name, tensor in state.items()})
     for number, state in enumerate(states):
         write(state, root / f"checkpoint-{number}")
     size = sum(tensor.nbytes for tensor in states[0].values())
@@ -157,13 +159,12 @@ def from_host(arguments: argparse.Namespace, root: Path) -> None:
         told = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
         return (told["encode_ms"] + told["upload_ms"]) / 1e3
 
-    python, alone, beyond, grown = [], [], [], 0
+    python, alone, beyond, grown, before = [], [], [], 0, anonymous()
     with driftless.Publisher(root / "store", "python", baseline_dir=root / "baseline", files={"config.json": b"{}"}) as publisher:
         for turn in range(arguments.turns + 1):
             # The baseline of the turn before is at rest then.
             time.sleep(3)
-            before, over = anonymous(), threading.Event()
-            most = [before]
+            over, most = threading.Event(), [before]
 
             def watch() -> None:
                 while not over.wait(0.005):
