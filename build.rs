@@ -3,7 +3,8 @@
 use std::process::Command;
 
 /// The features that a user of the command chooses.
-const FEATURES: [&str; 8] = ["arrow", "failpoints", "nccl", "object", "relay", "slime", "torch", "ucx"];
+const FEATURES: [&str; 9] =
+    ["arrow", "cuda", "failpoints", "nccl", "object", "relay", "slime", "torch", "ucx"];
 
 fn main() {
     println!("cargo:rerun-if-env-changed=LIBTORCH");
