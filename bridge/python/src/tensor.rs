@@ -195,11 +195,19 @@ fn place(name: String, value: &Bound<'_, PyAny>) -> PyResult<(TensorInfo, usize,
     }
     let dtype = value.getattr("dtype")?.str()?.to_string();
     let info = info(name, dtype.strip_prefix("torch.").unwrap_or(&dtype), value)?;
-    let start = value.call_method0("data_ptr")?.extract::<usize>()?;
-    let storage = value.call_method0("untyped_storage")?;
-    let first = storage.call_method0("data_ptr")?.extract::<usize>()?;
-    let held = storage.call_method0("nbytes")?.extract::<usize>()?;
     let len = length(&info)?;
+    let memory = || -> PyResult<_> {
+        let address = |of: &Bound<'_, PyAny>| of.call_method0("data_ptr")?.extract::<usize>();
+        let storage = value.call_method0("untyped_storage")?;
+        Ok((address(value)?, address(&storage)?, storage.call_method0("nbytes")?.extract::<usize>()?))
+    };
+    // Without memory an address is 0, or asking for it raises. One that was freed has a storage of 0 bytes.
+    let memory = memory().ok().filter(|&(start, _, held)| start != 0 || held < len || len == 0);
+    let Some((start, first, held)) = memory else {
+        let class = value.get_type().fully_qualified_name()?.to_string();
+        let found = format!("`{class}`, which has none");
+        return Err(error::tensor(&info.name, "its class", "a tensor with memory of its own", &found));
+    };
     let inside = start >= first && start.checked_add(len).is_some_and(|end| end - first <= held);
     if !inside {
         let expected = format!("at least {len} bytes behind its first element");

@@ -7,12 +7,30 @@ import numpy as np
 import pytest
 import torch
 from gpu import OnGpu
+from torch._subclasses import FakeTensorMode
 
 
 def freed() -> torch.Tensor:
     tensor = torch.zeros(8)
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that stands for others, as those of torchao do."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (4,), dtype=torch.float32, device="cpu")
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was asked for")
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(3)
 
 
 class OnAnotherDevice:
@@ -34,6 +52,10 @@ UNREADABLE = {
     "freed on a gpu": (lambda: OnGpu(freed()), "0 bytes"),
     "of another dtype on a gpu": (lambda: OnGpu(torch.zeros(3, dtype=torch.complex128)), "complex128"),
     "freed": (freed, "0 bytes"),
+    "fake": (fake, "FakeTensor"),
+    "fake on a gpu": (lambda: OnGpu(fake()), "memory of its own"),
+    "wrapper": (Wrapper, "Wrapper"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "jagged"),
     "conjugate": (lambda: torch.zeros(3, dtype=torch.complex64).conj(), "resolve_conj"),
     "complex128": (lambda: torch.zeros(3, dtype=torch.complex128), "complex128"),
     "objects": (lambda: np.array([None, "a"]), "object"),
@@ -42,6 +64,7 @@ UNREADABLE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("given", UNREADABLE)
 def test_tensor_that_cannot_be_read_is_refused_by_name(store, given):
     make, word = UNREADABLE[given]
@@ -67,20 +90,24 @@ OTHER = {
 
 
 @pytest.mark.parametrize("change", OTHER)
+@pytest.mark.filterwarnings("ignore:tensors on a GPU")
 def test_other_tensors_than_before_are_refused_unless_allowed(store, change):
     tensors = two()
     with store.publisher() as publisher:
         publisher.publish(tensors)
         OTHER[change](tensors)
-        with pytest.raises(driftless.LayoutChangedError) as raised:
-            publisher.publish(tensors)
-        assert raised.value.kind == "LayoutChanged" and raised.value.code == 1
+        on_gpu = {name: OnGpu(torch.from_numpy(array)) for name, array in tensors.items()}
+        for given in (tensors, on_gpu):
+            with pytest.raises(driftless.LayoutChangedError) as raised:
+                publisher.publish(given)
+            assert raised.value.kind == "LayoutChanged" and raised.value.code == 1
         assert publisher.version == 0
     assert set(store.follow()) == {"a", "b"}
     with store.publisher(resume=True, allow_layout_change=True) as publisher:
         assert "layout" in publisher.publish(tensors).full_because
 
 
+@pytest.mark.filterwarnings("ignore:tensors on a GPU")
 def test_elements_that_are_not_finite_are_refused_unless_allowed(store):
     tensors = two()
     tensors["b"][2] = np.nan
@@ -88,8 +115,18 @@ def test_elements_that_are_not_finite_are_refused_unless_allowed(store):
         with pytest.raises(driftless.NotFiniteError) as raised:
             publisher.publish(tensors)
         assert raised.value.tensor == "b" and "index 2" in str(raised.value)
+        with pytest.raises(driftless.NotFiniteError):
+            publisher.publish({name: OnGpu(torch.from_numpy(array)) for name, array in tensors.items()})
+        assert publisher.version is None
     with store.publisher(resume=True, allow_non_finite=True) as publisher:
         publisher.publish(tensors)
+
+
+@pytest.mark.parametrize("name", [1, b"a", None], ids=repr)
+def test_name_that_is_no_text_is_refused(store, name):
+    with store.publisher() as publisher, pytest.raises(TypeError):
+        publisher.publish({name: np.zeros(2)})
+    assert store.manifests() == []
 
 
 def test_name_that_stands_twice_is_refused(store):
