@@ -13,6 +13,7 @@
 //! | `object` | – | stores on S3, Google Cloud Storage and Azure | no |
 //! | `arrow` | – | the log as Arrow IPC and Parquet | no |
 //! | `nccl` | – | weights pushed over NCCL, which is opened at run time | no |
+//! | `cuda` | – | tensors on CUDA devices are encoded there when they are published; CUDA is opened at run time | no |
 //! | `relay` | `relay` | a cache of objects for the followers of a region, and its clients | no |
 //! | `ucx` | – | objects over UCX, which is opened at run time | no |
 //! | `slime` | `slime` | slime's delta directories, followed and written | no |
@@ -52,5 +53,5 @@ pub use driftless_transport as transport;
 /// share.
 #[cfg(feature = "cli")]
 pub mod command {
-    pub use crate::cli::{buffer_code, default_baseline, main, open_store, transport_code};
+    pub use crate::cli::{bridge_code, buffer_code, default_baseline, main, open_store, transport_code};
 }

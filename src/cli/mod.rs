@@ -27,7 +27,7 @@ use std::ffi::OsString;
 use std::io::IsTerminal;
 
 pub use publish::default_baseline;
-pub use shared::error::{buffer_code, transport_code};
+pub use shared::error::{bridge_code, buffer_code, transport_code};
 pub use shared::store::open as open_store;
 
 const AFTER_HELP: &str = "\

@@ -1,5 +1,6 @@
 //! Python's exceptions, made of the crates' errors. The classes are in `python/driftless/_errors.py`.
 
+use driftless::bridge::Error as Bridge;
 use driftless::buffer::Error as Buffer;
 use driftless::command;
 use driftless::store::Error as Store;
@@ -84,6 +85,23 @@ pub(crate) fn buffer(error: Buffer) -> PyErr {
     };
     let retryable = matches!(error, Buffer::Locked { .. } | Buffer::Full { .. });
     raise(class, &chain(&error), &Fields { kind: &variant(&error), code, retryable, tensor: None })
+}
+
+pub(crate) fn bridge(error: Bridge) -> PyErr {
+    let code = command::bridge_code(&error);
+    let class = match &error {
+        Bridge::Address { .. }
+        | Bridge::Key { .. }
+        | Bridge::Label { .. }
+        | Bridge::Request { .. }
+        | Bridge::Fleet { .. }
+        | Bridge::Config { .. }
+        | Bridge::Open { .. }
+        | Bridge::Read { .. } => "UsageError",
+        _ if code == 4 => "DeadlineError",
+        _ => "EngineError",
+    };
+    raise(class, &chain(&error), &Fields { kind: &variant(&error), code, retryable: code == 4, tensor: None })
 }
 
 fn transport_class(error: &Transport, code: u8) -> &'static str {

@@ -5,6 +5,7 @@
 //! | `work` | runs calls without the interpreter's lock, with Ctrl-C, forks and the interpreter's end in mind |
 //! | `tensor` | borrows the memory of numpy arrays and torch tensors |
 //! | `publisher` | publishes them |
+//! | `fleet` | samples from engines |
 //! | `follower` | keeps a checkpoint directory at the newest version |
 //! | `codec` | deltas of single tensors |
 //! | `live` | weights of an engine in this process, patched from prepared deltas |
@@ -13,6 +14,7 @@
 
 mod codec;
 mod error;
+mod fleet;
 mod follower;
 mod live;
 mod log;
@@ -35,6 +37,10 @@ fn _driftless(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<publisher::Publisher>()?;
     module.add_class::<publisher::Published>()?;
+    module.add_class::<fleet::Fleet>()?;
+    module.add_class::<fleet::EngineStatus>()?;
+    module.add_class::<fleet::Generation>()?;
+    module.add_class::<fleet::Request>()?;
     module.add_class::<follower::Follower>()?;
     module.add_class::<codec::Codec>()?;
     module.add_class::<live::LiveModel>()?;

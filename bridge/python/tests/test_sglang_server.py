@@ -3,6 +3,7 @@
 ``DRIFTLESS_SGLANG_PYTHONPATH`` names what goes first on the servers' ``PYTHONPATH``: a stand-in for kernels of GPUs.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -323,3 +324,46 @@ def test_experts_are_patched(scene):
             scene.server.load(scene.host, scene.label())
             assert scene.server.patched() == count
             scene.assert_as_loaded()
+
+
+@pytest.mark.parametrize("scene", ["untied"], indirect=True)
+def test_fleet_generates_tokens_with_log_probs_and_versions(scene):
+    label, newer = scene.label(), f"{scene.publisher.run_id[:12]}:{scene.version + 1}"
+    scene.server.load(scene.base, label)
+    with driftless.Fleet([scene.server.url], scene.base, deadline=60.0) as fleet:
+        made = fleet.generate([1, 2, 3, 4], min_version=label, max_new_tokens=8, temperature=0, ignore_eos=True)
+        assert made.output_ids == scene.server.state()[1] and made.finish == "length"
+        assert len(made.log_probs) == 8 and all(-20 < value <= 0 for value in made.log_probs)
+        assert made.versions == [(label, 0, 8)] and made.engine == scene.server.url
+
+        async def several() -> list[driftless.Generation]:
+            prompts = [[number, 5] for number in range(1, 9)]
+            return await asyncio.gather(*(fleet.generate_async(ids, max_new_tokens=4, ignore_eos=True) for ids in prompts))
+
+        made = asyncio.run(several())
+        assert len({one.rid for one in made}) == 8 and {len(one.output_ids) for one in made} == {4}
+        (engine,) = fleet.status()
+        assert engine.up and engine.serving == label and engine.in_flight == 0
+        with pytest.raises(driftless.UsageError, match="token id"):
+            fleet.generate([1, 10**6])
+        with pytest.raises(driftless.UsageError, match="version label"):
+            fleet.generate([1], min_version="7")
+        # No engine serves that version.
+        assert fleet.submit([1], min_version=newer).cancel()
+        waiting = fleet.submit([1], min_version=newer)
+    with pytest.raises(driftless.ClosedError):
+        waiting.result(timeout=60)
+    with pytest.raises(driftless.ClosedError):
+        fleet.generate([1])
+    with driftless.Fleet([scene.server.url], scene.base, deadline=0.5) as fleet:
+        with pytest.raises(driftless.DeadlineError) as raised:
+            fleet.generate([1], min_version=newer)
+        assert raised.value.retryable and raised.value.code == 4
+    # An interpreter ends although a sample is on its way.
+    script = "import driftless, sys; fleet = driftless.Fleet([sys.argv[1]], sys.argv[2]); fleet.submit([1], min_version=sys.argv[3])"
+    subprocess.run([sys.executable, "-c", script, scene.server.url, str(scene.base), newer], timeout=120, check=True)
+    with pytest.raises(driftless.EngineError, match="hidden_size"):
+        make(scene.host.parent / "other", "untied", 1)
+        config = scene.host.parent / "other/config.json"
+        config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+        driftless.Fleet([scene.server.url], config.parent)

@@ -191,8 +191,9 @@ fn relay_code(error: &driftless::relay::Error) -> u8 {
     }
 }
 
-/// Whether an engine was slow or away, or refused.
-fn bridge_code(error: &driftless::bridge::Error) -> u8 {
+/// The command's exit code for an error of an engine: 4 where it was slow or away, else 1.
+#[must_use]
+pub fn bridge_code(error: &driftless::bridge::Error) -> u8 {
     use driftless::bridge::Error as Bridge;
     match error {
         Bridge::Deadline { .. }

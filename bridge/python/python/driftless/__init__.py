@@ -1,15 +1,16 @@
 """driftless keeps a fleet of LLM inference engines in step with an RL trainer.
 
-``Publisher`` publishes a trainer's tensors from where they lie: numpy arrays, and torch tensors in host memory or on GPUs. ``Follower``
-keeps a checkpoint directory at the newest version, ``RolloutLog`` is the durable log of samples, and ``Codec`` encodes
-single tensors. Everything that can go wrong is a subclass of ``Error``. The command ``driftless`` is ``python -m driftless``.
+``Publisher`` publishes a trainer's tensors from where they lie: numpy arrays, and torch tensors in host memory or on GPUs.
+``Follower`` keeps a checkpoint directory at the newest version, ``Fleet`` has engines generate, ``RolloutLog`` is the
+durable log of samples, and ``Codec`` encodes single tensors. Everything that can go wrong is a subclass of ``Error``. The
+command ``driftless`` is ``python -m driftless``.
 
 Importing this package imports neither torch nor numpy.
 """
 
 import atexit as _atexit
 
-from ._driftless import Codec, Published, __version__, end as _end
+from ._driftless import Codec, EngineStatus, Generation, Published, __version__, end as _end
 from ._errors import (
     BusyError,
     CancelledError,
@@ -26,6 +27,7 @@ from ._errors import (
     TensorError,
     UsageError,
 )
+from ._fleet import Fleet
 from ._follower import Follower
 from ._log import Group, RolloutLog, RolloutReader, Sample
 from ._publisher import LazyTensor, Publisher, Slice
@@ -37,9 +39,12 @@ __all__ = [
     "Codec",
     "DeadlineError",
     "EngineError",
+    "EngineStatus",
     "Error",
+    "Fleet",
     "Follower",
     "ForkedError",
+    "Generation",
     "Group",
     "LazyTensor",
     "LayoutChangedError",

@@ -79,6 +79,55 @@ class Codec:
         """
 
 @final
+class Generation:
+    """A finished sample."""
+
+    output_ids: list[int]
+    """The sampled token ids."""
+    log_probs: list[float]
+    """Log-probability of each under the distribution it was drawn from, temperature included, before top-p and top-k."""
+    versions: list[tuple[str, int, int]]
+    """Which weights drew which tokens: label, first output token, one past the last; contiguous and complete."""
+    versions_reported: bool
+    """False where the engine reports one label per reply only: a change of weights in the middle would not show."""
+    finish: str
+    """Why it ended: ``stop`` (a stop token, or the model's end token), ``length`` or ``abort``."""
+    engine: str
+    """Address of the engine that made it."""
+    rid: str
+    """The request's id."""
+    retractions: int
+    """How often a pause sent the request back to the queue."""
+
+@final
+class EngineStatus:
+    """What is known of an engine."""
+
+    url: str
+    """Its address."""
+    up: bool
+    """Whether it answered the last time it was asked anything."""
+    serving: str | None
+    """The label of the version it served then."""
+    in_flight: int
+    """This fleet's requests on it."""
+    failure: str | None
+    """Its last failure."""
+
+@final
+class Request:
+    def cancel(self) -> None: ...
+
+@final
+class Fleet:
+    def __init__(
+        self, engines: list[str], checkpoint: Any, keys: tuple[str | None, str | None], concurrency: int, deadline: float
+    ) -> None: ...
+    def start(self, input_ids: list[int], sampling: dict[str, Any], min_version: str | None, done: Any) -> Request: ...
+    def status(self) -> list[EngineStatus]: ...
+    def close(self) -> None: ...
+
+@final
 class Follower:
     def __init__(self, settings: dict[str, Any]) -> None: ...
     def advance(self, version: int | None = None) -> tuple[int, int]: ...
