@@ -1,5 +1,5 @@
-//! Weights pushed into engines' memory: what a push over a network ([`Group`]) and one within a device
-//! ([`Colocation`]) have in common.
+//! Weights pushed into engines' memory: what a push over a network ([`Group`](nccl::Group)) and one within a device
+//! ([`Colocation`](colocate::Colocation)) have in common.
 //!
 //! [`plan`] says which tensors travel together, [`Weights`] where they are, [`Push`] brings them there, and
 //! [`PushActivator`] puts pause, label and a look at the result around it.

@@ -112,7 +112,7 @@ impl DownloadCache {
     /// which is kept. `arriving` is called before each request.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not
+    /// [`Error::Corrupt`](crate::Error::Corrupt) or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not
     /// what the manifest says; the store's.
     pub fn object(
         &self,

@@ -23,7 +23,7 @@ const ALL_UP_TO: usize = 8;
 const SEEDED: u64 = 1000;
 
 /// The thread that makes a replica's version durable that can be loaded already.
-const SETTLER: &str = "driftless-settle";
+const SETTLER: &str = "driftless-sync";
 
 /// Calls that [`with_failure`] failed on that thread.
 pub(crate) static BEHIND: AtomicUsize = AtomicUsize::new(0);

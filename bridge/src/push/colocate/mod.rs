@@ -3,7 +3,7 @@
 //! A [`Colocation`] lays a bucket into memory and tells each rank of an engine by HTTP where that is; the
 //! rank opens the memory and loads from it. Where the bytes are is a [`Share`]'s affair: in CUDA memory that
 //! other processes may open (feature `cuda`), or, for an engine on the CPU, in the call itself. No torch is
-//! needed: what the ranks are told is a pickle of few kinds of things, which [`pickle`] writes.
+//! needed: what the ranks are told is a pickle of few kinds of things, which `pickle` writes.
 
 #[cfg(feature = "cuda")]
 mod counters;
