@@ -87,6 +87,15 @@ impl Record {
         self.typed(ColumnId::LOSS_MASK)
     }
 
+    /// Log-probability of each response token under a teacher; empty where there is none.
+    #[must_use]
+    pub fn teacher_log_probs(&self) -> &[f32] {
+        match self.column(ColumnId::TEACHER_LOG_PROBS) {
+            Some((Element::F32, _)) => self.typed(ColumnId::TEACHER_LOG_PROBS),
+            _ => &[],
+        }
+    }
+
     /// Which version generated which response tokens.
     #[must_use]
     pub fn spans(&self) -> &[VersionSpan] {

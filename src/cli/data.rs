@@ -1,8 +1,10 @@
 //! `driftless data`, and the flags of prompt files that `driftless train` shares.
 
 use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::numbers::{self, named};
 use crate::cli::shared::output::Output;
-use crate::cli::shared::{numbers, paths};
+use crate::cli::shared::paths;
+use driftless::trainer::LossMask;
 use driftless::trainer::data::{DataOptions, Dataset, Example, Refused, Source};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -62,6 +64,10 @@ pub(crate) struct DataArgs {
     /// Tokens that prompt and response may have together.
     #[arg(long, value_name = "TOKENS", value_parser = numbers::count::<usize>())]
     rollout_max_context_len: Option<usize>,
+    /// Take rows for whole conversations, and learn what the assistant says: generation (what the template tags so),
+    /// qwen, qwen3 or qwen3_5 (turns of ChatML) [default for --loss-type sft_loss: generation].
+    #[arg(long, value_name = "TYPE", value_parser = named::<LossMask>)]
+    loss_mask_type: Option<LossMask>,
     /// Count broken rows, instead of ending with the first.
     #[arg(long)]
     skip_bad_prompts: bool,
@@ -89,6 +95,7 @@ impl DataArgs {
             apply_chat_template_kwargs: args.apply_chat_template_kwargs,
             rollout_max_prompt_len: args.rollout_max_prompt_len,
             rollout_max_context_len: args.rollout_max_context_len,
+            loss_mask: args.loss_mask_type,
             skip_bad_prompts: args.skip_bad_prompts,
         })
     }
@@ -121,6 +128,7 @@ fn example(example: &Example) -> Result<Value> {
     };
     Ok(json!({
         "place": example.place.to_string(), "text": example.text, "tokens": example.tokens,
+        "loss_mask": example.loss_mask,
         "label": parsed(example.label.as_deref().map(|raw| raw.get()))?,
         "metadata": parsed(example.metadata.as_deref().map(|raw| raw.get()))?,
     }))
@@ -176,6 +184,9 @@ fn describe(data: &Dataset, lengths: &Lengths, shown: &[Example]) -> String {
             let _ = writeln!(text, "    {}", printable(line));
         }
         let _ = writeln!(text, "  ids {:?}", example.tokens);
+        if !example.loss_mask.is_empty() {
+            let _ = writeln!(text, "  learned {:?}", example.loss_mask);
+        }
     }
     for refused in &data.refused {
         let _ = write!(text, "\nrefused: {}", printable(&refused.to_string()));

@@ -259,3 +259,73 @@ fn a_new_log_gets_a_run_of_its_own() {
     let stat = json(driftless().args(["log", "stat"]).arg(&log));
     assert_eq!((stat["run_id"].as_str().map(str::len), stat["prompts"].as_u64()), (Some(32), Some(2)));
 }
+
+#[test]
+fn flags_that_would_change_nothing_are_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    std::fs::write(dir.path().join("model.safetensors"), "").expect("a file");
+    let words_of = |flags: &[&str]| {
+        let mut command = driftless();
+        command
+            .args(["train", "--task", "arithmetic", "--learner", "true", "--save"])
+            .arg(dir.path().join("rl"));
+        command.args([
+            "--store",
+            "store",
+            "--rollout-external-engine-addrs",
+            "127.0.0.1:1",
+            "--hf-checkpoint",
+        ]);
+        refused(
+            command
+                .arg(dir.path())
+                .args(["--rollout-batch-size", "6", "--n-samples-per-prompt", "4"])
+                .args(flags),
+        )
+    };
+    for (flags, words) in [
+        (&["--advantage-estimator", "gae"][..], "unknown variant `gae`, expected one of `grpo`"),
+        (
+            &["--gamma", "0.9"],
+            "--gamma: expected --advantage-estimator ppo or reinforce_plus_plus, found grpo",
+        ),
+        (
+            &["--lambd", "0.9", "--advantage-estimator", "reinforce_plus_plus"],
+            "--lambd: expected --advantage-estimator ppo",
+        ),
+        (&["--critic-lr", "1e-5"], "--critic-lr: expected --advantage-estimator ppo, found grpo"),
+        (
+            &["--kl-coef", "0.1", "--advantage-estimator", "cispo"],
+            "--kl-coef: expected --advantage-estimator ppo",
+        ),
+        (&["--kl-coef", "0.1", "--use-kl-loss"], "cannot be used with"),
+        (
+            &["--ref-update-interval", "2"],
+            "--ref-update-interval: expected --use-kl-loss, or --kl-coef above 0",
+        ),
+        (&["--use-rollout-logprobs", "--use-tis"], "cannot be used with"),
+        (&["--tis-level", "sequence"], "--use-tis"),
+        (&["--opsm-delta", "0.1"], "--use-opsm"),
+        (&["--opd-kl-coef", "0.5"], "--use-opd"),
+        (
+            &["--global-batch-size", "5"],
+            "--global-batch-size: expected a number that divides the 24 samples of a rollout, found 5",
+        ),
+        (
+            &["--num-steps-per-rollout", "7"],
+            "--num-steps-per-rollout: expected a number that divides the 24 samples",
+        ),
+        (
+            &["--num-steps-per-rollout", "2", "--global-batch-size", "8"],
+            "--global-batch-size: expected 24 samples of a rollout / --num-steps-per-rollout 2, found 8",
+        ),
+        // Of each prompt one sample is learned from.
+        (
+            &["--num-steps-per-rollout", "4", "--advantage-estimator", "rejection_sampling"],
+            "divides the 6 samples",
+        ),
+    ] {
+        let found = words_of(flags);
+        assert!(found.contains(words), "{flags:?}: {found}");
+    }
+}

@@ -38,7 +38,7 @@ pub fn cold_start(dir: &Path, steps: u64, dtype: &str) -> PathBuf {
     let model = dir.join("model");
     run(driftless()
         .args(["train", "--loss-type", "sft_loss", "--seed", "3", "--dtype", dtype])
-        .args(["--num-rollout", &steps.to_string()])
+        .args(["--num-rollout", &steps.to_string(), "--num-threads", "1"])
         .arg("--model-config")
         .arg(&config)
         .arg("--save")

@@ -19,10 +19,10 @@ pub mod tasks;
 mod train;
 
 pub use advantage::Estimator;
-pub use chat::ChatTemplate;
+pub use chat::{ChatTemplate, LossMask};
 pub use error::{Error, Result};
 pub use schedule::{Mode, Schedule};
 pub use train::{
-    Debug, Dtype, Evaluation, Event, Kl, KlLoss, LearnOptions, Observer, Outcome, Tis, TrainOptions,
-    UpdateWeightMode, train,
+    CriticOptions, Debug, Dtype, Evaluation, Event, Kl, KlPenalty, LearnOptions, Level, Observer, Opd,
+    Outcome, Rs, Tis, TisMode, TrainOptions, UpdateWeightMode, train,
 };

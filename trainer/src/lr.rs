@@ -1,9 +1,9 @@
 //! The learning rate of each step: a pure function of the number of steps done.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// How the rate falls after the warm-up (`--lr-decay-style`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Decay {
     /// Not at all.

@@ -1,13 +1,14 @@
 //! What a step did, one JSON line a step: the data of the final table and of the report's plots.
 
 use crate::error::{Error, Result, io};
+use crate::learner::StepStats;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
-/// One step of the loop. Durations are in milliseconds, sizes in bytes.
+/// One turn of the loop. Durations are in milliseconds, sizes in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// The rollout that was learned from; the step weights after it are `rollout_id + 1`.
@@ -28,34 +29,9 @@ pub struct StepMetrics {
     /// Whether the step was left out because it was not finite.
     #[serde(default)]
     pub skipped: bool,
-    /// Policy loss.
-    pub loss: f64,
-    /// Gradient norm before clipping.
-    pub grad_norm: f64,
-    /// Learning rate of the step.
-    #[serde(default)]
-    pub lr: f64,
-    /// Share of the trained tokens whose probability ratio was clipped.
-    #[serde(default)]
-    pub pg_clipfrac: f64,
-    /// Mean over trained tokens of old − new log-prob: estimate k1 of KL(policy that sampled ‖ policy).
-    #[serde(default)]
-    pub ppo_kl: f64,
-    /// Estimate k3 of the same: what engines and trainer differ by, together with what was learned since.
-    #[serde(default)]
-    pub mismatch_k3: f64,
-    /// Mean estimate of KL(policy ‖ reference), with `--use-kl-loss`.
-    #[serde(default)]
-    pub kl_loss: f64,
-    /// Share of the trained tokens whose importance weight was cut, with `--use-tis`.
-    #[serde(default)]
-    pub tis_clipfrac: f64,
-    /// Mean entropy of the policy at the trained tokens, in nats.
-    pub entropy: f64,
-    /// Mean absolute difference between the trainer's and the engines' log-probs of the same tokens.
-    pub log_prob_diff_mean: f64,
-    /// Largest such difference.
-    pub log_prob_diff_max: f64,
+    /// What the learner says of its steps.
+    #[serde(flatten)]
+    pub stats: StepStats,
     /// Mean over tokens of: trainer step minus the step of the weights that generated the token.
     pub staleness_mean: f64,
     /// Largest such difference.

@@ -2,8 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_trainer::ChatTemplate;
+use driftless_trainer::data::{DataOptions, Dataset, RowReader, Tokenizer};
+use driftless_trainer::{ChatTemplate, LossMask};
 use std::process::Command;
+use std::sync::Arc;
 
 /// Templates with what the templates of models use: each has its own corner of jinja2.
 const TEMPLATES: [(&str, &str); 6] = [
@@ -115,26 +117,86 @@ for name, source in ask["templates"]:
 print(json.dumps(said))
 "#;
 
+/// What a Python program says to JSON: its own JSON, and its words.
+fn asked(python: &std::ffi::OsStr, program: &str, ask: &serde_json::Value) -> (serde_json::Value, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let input = dir.path().join("ask.json");
+    std::fs::write(&input, ask.to_string()).unwrap();
+    let output = Command::new(python)
+        .args(["-c", program])
+        .stdin(std::fs::File::open(input).unwrap())
+        .output()
+        .unwrap();
+    let words = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{words}");
+    (serde_json::from_slice(&output.stdout).unwrap(), words)
+}
+
 /// Needs a Python with `transformers`: lane `sglang` has one.
 #[test]
 fn transformers_renders_the_same_bytes() {
     let Some(python) = std::env::var_os("DRIFTLESS_TRANSFORMERS_PYTHON") else { return };
     let templates = templates();
     let ask = serde_json::json!({ "templates": templates, "chats": CHATS, "special": SPECIAL });
-    let dir = tempfile::tempdir().unwrap();
-    let input = dir.path().join("ask.json");
-    std::fs::write(&input, ask.to_string()).unwrap();
-    let output = Command::new(python)
-        .args(["-c", PYTHON])
-        .stdin(std::fs::File::open(input).unwrap())
-        .output()
-        .unwrap();
-    let words = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{words}");
-    let said: Vec<(String, Option<String>)> = serde_json::from_slice(&output.stdout).unwrap();
+    let (said, words) = asked(&python, PYTHON, &ask);
+    let said: Vec<(String, Option<String>)> = serde_json::from_value(said).unwrap();
     let rendered = rendered(&templates);
     assert_eq!(said.len(), rendered.len());
     let differ: Vec<_> = said.iter().zip(&rendered).filter(|(theirs, ours)| theirs != ours).collect();
     assert!(differ.is_empty(), "{} of {} differ: {differ:#?}\n{words}", differ.len(), said.len());
     assert!(said.iter().filter(|(_, text)| text.is_some()).count() > 20, "{words}");
+}
+
+/// Tokens and masks as `transformers` has them.
+const MASKS: &str = r#"
+import json, sys
+from transformers import AutoTokenizer
+ask = json.load(sys.stdin)
+tokenizer, said = AutoTokenizer.from_pretrained(ask["checkpoint"]), []
+for row in ask["rows"]:
+    made = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), chat_template=ask["template"],
+        tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    said.append([made["input_ids"], made["assistant_masks"]])
+print(json.dumps(said))
+"#;
+
+/// Needs a tokenizer too: that of SmolLM2, in the same lane.
+#[test]
+fn transformers_masks_the_same_tokens() {
+    let python = std::env::var_os("DRIFTLESS_TRANSFORMERS_PYTHON");
+    let checkpoint = std::env::var_os("DRIFTLESS_REAL_CHECKPOINT").map(std::path::PathBuf::from);
+    let (Some(python), Some(checkpoint)) = (python, checkpoint) else { return };
+    // Tags in the middle of a turn, after white space, around a turn of tools, and a turn without text. No turn
+    // ends with a character of several tokens: of these, transformers takes the first only.
+    let source = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}\n  {%- if m.role == 'assistant' %}\n    \
+                  {%- generation %}{{ m.content }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}\n    \
+                  {%- endgeneration %}\n  {%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}";
+    let rows = serde_json::json!([
+        { "messages": [{ "role": "user", "content": "What is 7 + 5?" }, { "role": "assistant", "content": "It is 12." }] },
+        { "messages": [
+            { "role": "system", "content": "Größe" }, { "role": "user", "content": " a\n" },
+            { "role": "assistant", "content": "  two  spaces 🙂漢." }, { "role": "user", "content": "b" },
+            { "role": "assistant", "content": "", "tool_calls": [{ "function": { "name": "f", "arguments": { "x": 1 } } }] },
+            { "role": "tool", "content": "assistant" }, { "role": "assistant", "content": "done\n\n" },
+        ] },
+    ]);
+    let ask = serde_json::json!({ "checkpoint": checkpoint, "template": source, "rows": rows });
+    let (said, _) = asked(&python, MASKS, &ask);
+    let said: Vec<(Vec<i32>, Vec<u8>)> = serde_json::from_value(said).unwrap();
+
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("chats.jsonl");
+    let lines: Vec<String> = rows.as_array().unwrap().iter().map(ToString::to_string).collect();
+    std::fs::write(&file, lines.join("\n")).unwrap();
+    let options = DataOptions {
+        prompt_data: vec![file.to_str().unwrap().parse().unwrap()],
+        input_key: "messages".into(),
+        loss_mask: Some(LossMask::Generation),
+        ..DataOptions::default()
+    };
+    let template = ChatTemplate::from_source(source, &[]).unwrap();
+    let tokenizer = Arc::new(Tokenizer::open(&checkpoint).unwrap());
+    let data = Dataset::read(&RowReader::new(options, tokenizer, Some(template)).unwrap()).unwrap();
+    let ours: Vec<_> = data.examples.into_iter().map(|example| (example.tokens, example.loss_mask)).collect();
+    assert_eq!(ours, said);
 }

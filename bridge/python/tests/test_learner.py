@@ -73,7 +73,7 @@ def by_hand(loop):
 
 
 def test_step_is_that_of_loops_in_float64_and_reaches_a_follower(loop, asked):
-    hello = asked.ask("hello", **loop.hello())
+    hello = asked.ask("hello", **loop.hello(options={"use_rollout_logprobs": True}))
     assert hello["protocol"] == 1 and hello["progress"] is None and "qwen3" in hello["name"]
     stats = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
     loss, entropy, furthest, gradients = by_hand(loop)
@@ -91,6 +91,36 @@ def test_step_is_that_of_loops_in_float64_and_reaches_a_follower(loop, asked):
         sure = clipped.abs() > 1e-4
         assert sure.any() and (after[name] - moved)[sure].abs().max() < 1e-6, name
         assert torch.allclose(after[name][clipped == 0], (before[name] * decay)[clipped == 0], rtol=1e-6, atol=0.0)
+
+
+def test_rollout_in_several_steps_is_as_many_small_ones(loop, asked):
+    """Where the engines' log-probs are those of the old policy, a step does not look back at those before it."""
+    at_once = {"global_batch_size": 1, "use_rollout_logprobs": True}
+    asked.ask("hello", **loop.hello(options=at_once))
+    found = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
+    other = Asked(loop.root)
+    other.ask("hello", **loop.hello(options={"use_rollout_logprobs": True}))
+    single = [other.ask("step", rollout_id=0, samples=loop.samples[at : at + 2])["stats"] for at in (0, 2, 4)]
+    for name in ("loss", "grad_norm", "entropy", "ppo_kl"):
+        assert found[name] == pytest.approx(sum(stats[name] for stats in single) / 3, abs=1e-7)
+    ask = lambda learner: learner.ask("log_probs", rollout_id=0, samples=loop.samples)
+    assert ask(asked) == ask(other)
+    other.close()
+
+
+def test_old_policy_is_the_one_before_the_first_of_several_steps(loop, asked):
+    options = {"global_batch_size": 1, "lr": 0.01, "clip_grad": 0.0}
+    asked.ask("hello", **loop.hello(options=options))
+    before = asked.ask("log_probs", rollout_id=0, samples=loop.samples)["log_probs"]
+    stats = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
+    # The first step finds the old policy itself; the later ones do not, and are compared with it.
+    assert abs(stats["ppo_kl"]) > 1e-5
+    log = driftless.RolloutReader(loop.root / "log")
+    apart = []
+    for values, sample in zip(before, loop.samples):
+        record = log.get(sample["position"])
+        apart += [abs(a - b) for a, b, mask in zip(values, record.log_probs, record.loss_mask) if mask]
+    assert stats["log_prob_diff_max"] == pytest.approx(max(apart), abs=1e-5)
 
 
 def test_records_that_are_appended_later_are_found(loop, asked):
@@ -189,7 +219,8 @@ def test_process_that_was_killed_goes_on_to_equal_weights(loop):
 
 def test_reference_policy_and_entropy_are_part_of_the_loss(loop, asked):
     kl = {"kind": "k3", "coef": 0.1, "ref_load": None}
-    asked.ask("hello", **loop.hello(options={"kl_loss": kl, "entropy_coef": 0.01, "tis": {"low": 0.1, "high": 1.5}}))
+    tis = {"low": 0.1, "high": 1.5, "level": "token", "mode": "clip"}
+    asked.ask("hello", **loop.hello(options={"kl_loss": kl, "entropy_coef": 0.01, "tis": tis}))
     first = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
     # The reference is what the run starts from.
     assert first["kl_loss"] == pytest.approx(0.0, abs=1e-9) and 0 < first["tis_clipfrac"] < 1

@@ -1,4 +1,4 @@
-//! Parsers for numbers of the command line. They refuse what no version, clock or learning rate can be.
+//! Parsers for numbers and names of the command line. They refuse what no version, clock or learning rate can be.
 
 use clap::builder::RangedU64ValueParser;
 
@@ -55,9 +55,19 @@ pub(crate) fn share(text: &str) -> Result<f64, String> {
     number(text, |number| number > 0.0 && number <= 1.0, "a number above 0 and up to 1")
 }
 
+/// A number from 0 to 1.
+pub(crate) fn up_to_one(text: &str) -> Result<f64, String> {
+    number(text, |number| (0.0..=1.0).contains(&number), "a number from 0 to 1")
+}
+
 /// How much of something is kept: from 0 to 1, but not 1.
 pub(crate) fn decay(text: &str) -> Result<f64, String> {
     number(text, |number| (0.0..1.0).contains(&number), "a number from 0 to below 1")
+}
+
+/// One of the names of an option's values.
+pub(crate) fn named<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {
+    serde_json::from_value(text.into()).map_err(|error| error.to_string())
 }
 
 fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64, String> {

@@ -1,5 +1,7 @@
 //! `driftless train`.
 
+mod critic;
+mod distance;
 mod hooks;
 mod learn;
 mod report;
@@ -241,13 +243,23 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if let Some(dir) = &args.hf_checkpoint {
         paths::check_checkpoint("--hf-checkpoint", dir)?;
     }
-    for (name, dir) in [("--save", Some(&args.save)), ("--save-hf", args.save_hf.as_ref())] {
+    let (save, save_hf, critic_save) =
+        (Some(&args.save), args.save_hf.as_ref(), args.learn.critic.critic_save.as_ref());
+    for (name, dir) in [("--save", save), ("--save-hf", save_hf), ("--critic-save", critic_save)] {
         dir.map_or(Ok(()), |dir| paths::check_place(name, dir))?;
     }
-    args.learn.ref_load.as_ref().map_or(Ok(()), |dir| paths::check_checkpoint("--ref-load", dir))?;
+    let (distance, critic) = (&args.learn.distance, &args.learn.critic);
+    for (name, dir) in [
+        ("--ref-load", &distance.ref_load),
+        ("--opd-teacher-load", &distance.opd_teacher_load),
+        ("--critic-load", &critic.critic_load),
+    ] {
+        dir.as_ref().map_or(Ok(()), |dir| paths::check_checkpoint(name, dir))?;
+    }
     match args.loss_type {
         #[cfg(feature = "torch")]
         LossType::Sft => {
+            let chat = chat(&args)?;
             let common = sft::Common {
                 hf_checkpoint: args.hf_checkpoint,
                 save: args.save,
@@ -259,6 +271,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
                 seed: args.seed,
                 num_threads: args.num_threads,
                 device: args.device,
+                chat,
             };
             sft::run(&args.sft, common, output)
         }
@@ -266,6 +279,22 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         LossType::Sft => Err(absent("`--loss-type sft_loss`", "")),
         LossType::Policy => reinforce(args, output),
     }
+}
+
+/// The conversations of a supervised training, and what their loss and optimiser are told.
+#[cfg(feature = "torch")]
+fn chat(args: &Args) -> Result<Option<sft::Chat>> {
+    let Some(data) = args.task.conversations(args.hf_checkpoint.as_deref())? else { return Ok(None) };
+    let rollout_batch_size = args.rollout.rollout_batch_size.unwrap_or(sft::CHAT_BATCH_SIZE);
+    let steps = data.order.prompts.saturating_mul(data.epochs).div_ceil(rollout_batch_size);
+    let learn = args.learn.options(&learn::Run {
+        lr: args.lr.unwrap_or(sft::CHAT_LR),
+        dtype: args.dtype,
+        num_rollout: args.num_rollout.unwrap_or(steps),
+        rollout_batch_size,
+        n_samples_per_prompt: 1,
+    })?;
+    Ok(Some(sft::Chat { data, learn }))
 }
 
 fn reinforce(args: Args, output: Output) -> Result<()> {
@@ -350,11 +379,13 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     };
     let eval = args.task.evaluation(&chosen, &hf_checkpoint, &sampling)?;
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
+    let n_samples_per_prompt = rollout.n_samples_per_prompt.unwrap_or(defaults.n_samples_per_prompt);
+    let lr = args.lr.unwrap_or(defaults.lr);
     Ok(TrainOptions {
         hf_checkpoint,
         num_rollout,
         rollout_batch_size,
-        n_samples_per_prompt: rollout.n_samples_per_prompt.unwrap_or(defaults.n_samples_per_prompt),
+        n_samples_per_prompt,
         rollout_max_context_len: chosen.context_len,
         sampling,
         eval,
@@ -383,7 +414,13 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         keep_checkpoints: 2,
         rollout_log_bytes_max: rollout.rollout_log_gib_max.saturating_mul(1 << 30),
         max_skipped_steps: learn.max_skipped_steps,
-        learn: learn.options(args.lr.unwrap_or(defaults.lr), args.dtype, num_rollout),
+        learn: learn.options(&learn::Run {
+            lr,
+            dtype: args.dtype,
+            num_rollout,
+            rollout_batch_size,
+            n_samples_per_prompt,
+        })?,
         task: chosen.task,
         seed: args.seed,
         update_deadline: Duration::from_secs(update.update_deadline),

@@ -55,8 +55,8 @@ impl Summary {
             convergence_ms_median: median_of(|p| p.convergence_ms),
             staleness_mean: mean(steps.iter().map(|s| s.staleness_mean)),
             staleness_max: steps.iter().map(|s| s.staleness_max).max().unwrap_or(0),
-            log_prob_diff_mean: mean(steps.iter().map(|s| s.log_prob_diff_mean)),
-            log_prob_diff_max: steps.iter().map(|s| s.log_prob_diff_max).fold(0.0, f64::max),
+            log_prob_diff_mean: mean(steps.iter().map(|s| s.stats.log_prob_diff_mean)),
+            log_prob_diff_max: steps.iter().map(|s| s.stats.log_prob_diff_max).fold(0.0, f64::max),
         }
     }
 

@@ -1,21 +1,23 @@
-//! `driftless train --loss-type sft_loss`.
+//! `driftless train --loss-type sft_loss`: on conversations of `--prompt-data`, on a text, or on the arithmetic task.
 
+use super::task::Conversations;
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::Output;
 use crate::cli::shared::{paths, progress};
 use driftless::torch::tasks::arithmetic::Recipe;
 use driftless::torch::tasks::text::{self, Text};
 use driftless::torch::{Config, Kind, SftOptions, SftTask, checkpoint, sft};
-use driftless::trainer::Dtype;
+use driftless::trainer::{Dtype, LearnOptions};
 use serde_json::json;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Only for `--loss-type sft_loss`.
 #[derive(clap::Args)]
 #[command(next_help_heading = "SFT")]
 pub(crate) struct SftArgs {
-    /// Learn to predict this text byte by byte, instead of the arithmetic task.
-    #[arg(long, value_name = "FILE")]
+    /// Learn to predict this text byte by byte, instead of conversations or the arithmetic task.
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt_data")]
     text: Option<PathBuf>,
     /// State directory of an earlier SFT to go on from: its weights, moments and steps.
     #[arg(long, value_name = "DIR")]
@@ -37,6 +39,14 @@ pub(crate) struct Common {
     pub(crate) seed: u64,
     pub(crate) num_threads: usize,
     pub(crate) device: String,
+    /// What is learned, where --prompt-data has conversations.
+    pub(crate) chat: Option<Chat>,
+}
+
+/// Conversations, and how they are learned.
+pub(crate) struct Chat {
+    pub(crate) data: Conversations,
+    pub(crate) learn: LearnOptions,
 }
 
 pub(crate) fn run(args: &SftArgs, common: Common, output: Output) -> Result<()> {
@@ -66,16 +76,27 @@ pub(crate) fn run(args: &SftArgs, common: Common, output: Output) -> Result<()> 
     })
 }
 
+/// Conversations in one step, unless told.
+pub(crate) const CHAT_BATCH_SIZE: u64 = 32;
+/// Learning rate on conversations, unless told.
+pub(crate) const CHAT_LR: f64 = 1e-5;
 /// Sequences of text in one step, unless told.
 const TEXT_BATCH_SIZE: u64 = 16;
 
 fn options(args: &SftArgs, common: Common) -> Result<SftOptions> {
     let recipe = Recipe::default();
-    let (task, config, batch_size) = match &args.text {
-        Some(path) => (SftTask::Text(Text::open(path)?), text::config(), TEXT_BATCH_SIZE),
-        None => (SftTask::Arithmetic, recipe.config, recipe.sft_batch_size),
+    let mut steps = recipe.sft_steps;
+    let (task, config, batch_size) = match (&args.text, common.chat) {
+        (Some(path), _) => (SftTask::Text(Text::open(path)?), text::config(), TEXT_BATCH_SIZE),
+        (None, Some(Chat { data: Conversations { data, order, epochs }, learn })) => {
+            let batch_size = common.rollout_batch_size.unwrap_or(CHAT_BATCH_SIZE);
+            steps = order.prompts.saturating_mul(epochs).div_ceil(batch_size);
+            let data = Arc::new(data);
+            (SftTask::Chat { data, order, learn: Box::new(learn) }, recipe.config, CHAT_BATCH_SIZE)
+        }
+        (None, None) => (SftTask::Arithmetic, recipe.config, recipe.sft_batch_size),
     };
-    let until_solved = common.num_rollout.is_none() && task == SftTask::Arithmetic;
+    let until_solved = common.num_rollout.is_none() && matches!(task, SftTask::Arithmetic);
     Ok(SftOptions {
         task,
         config: args.model_config.as_deref().map_or(Ok(config), Config::read)?,
@@ -87,7 +108,7 @@ fn options(args: &SftArgs, common: Common) -> Result<SftOptions> {
             Dtype::Bfloat16 => Kind::BFloat16,
             Dtype::Float32 => Kind::Float,
         }),
-        steps: common.num_rollout.unwrap_or(recipe.sft_steps),
+        steps: common.num_rollout.unwrap_or(steps),
         stop_loss: until_solved.then_some(recipe.sft_stop_loss),
         batch_size: common.rollout_batch_size.unwrap_or(batch_size),
         lr: common.lr.unwrap_or(recipe.sft_lr),

@@ -7,6 +7,10 @@ use crate::cli::shared::numbers;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use driftless::bridge::SamplingParams;
 use driftless::trainer::Evaluation;
+#[cfg(feature = "torch")]
+use driftless::trainer::LossMask;
+#[cfg(feature = "torch")]
+use driftless::trainer::data::Order;
 use driftless::trainer::data::{Dataset, RowReader, Source};
 use driftless::trainer::reward::Reward;
 use driftless::trainer::rollout::EvalSet;
@@ -169,14 +173,15 @@ impl TaskArgs {
         }
         let reward = reward?;
         let options = self.data.options("--prompt-data", &self.prompt_data)?;
-        let data = Dataset::load(&options, checkpoint)?;
-        if data.bad + data.too_long > 0 {
-            tracing::warn!(
-                broken = data.bad,
-                too_long = data.too_long,
-                "prompts left out; `driftless data` shows them"
-            );
+        if options.loss_mask.is_some() {
+            return Err(Error::Usage {
+                what: "--loss-mask-type".to_owned(),
+                expected: "--loss-type sft_loss: RL learns what engines sample".to_owned(),
+                found: "policy_loss".to_owned(),
+            });
         }
+        let data = Dataset::load(&options, checkpoint)?;
+        warn_of_refused(&data);
         let prompts = Prompts::new(data, self.rollout_shuffle, self.rollout_seed, reward.clone());
         Ok(Chosen {
             epochs: Some((prompts.len(), self.num_epoch.unwrap_or(1))),
@@ -186,6 +191,24 @@ impl TaskArgs {
             held_out: None,
             reward: Some(reward),
         })
+    }
+
+    /// The conversations that `--loss-type sft_loss` learns, with the tokenizer and template of `checkpoint`; none
+    /// without --prompt-data.
+    #[cfg(feature = "torch")]
+    pub(crate) fn conversations(&self, checkpoint: Option<&Path>) -> Result<Option<Conversations>> {
+        if self.prompt_data.is_empty() {
+            return Ok(None);
+        }
+        let checkpoint =
+            checkpoint.ok_or_else(|| missing("model of the conversations", "--hf-checkpoint DIR"))?;
+        let mut options = self.data.options("--prompt-data", &self.prompt_data)?;
+        options.loss_mask.get_or_insert(LossMask::Generation);
+        let data = Dataset::load(&options, checkpoint)?;
+        warn_of_refused(&data);
+        let (shuffle, seed) = (self.rollout_shuffle, self.rollout_seed);
+        let order = Order { prompts: data.examples.len() as u64, shuffle, seed };
+        Ok(Some(Conversations { data, order, epochs: self.num_epoch.unwrap_or(1) }))
     }
 
     fn built_in(&self, name: &str, checkpoint: &Path, seed: u64, eval_prompts: u64) -> Result<Chosen> {
@@ -268,5 +291,23 @@ impl TaskArgs {
             sampling: SamplingParams { temperature, ..sampling.clone() },
         };
         Ok(Evaluation { held_out: Some([set(sampling.temperature), set(0.0)]), sets })
+    }
+}
+
+/// What supervised training learns.
+#[cfg(feature = "torch")]
+pub(crate) struct Conversations {
+    pub(crate) data: Dataset,
+    pub(crate) order: Order,
+    pub(crate) epochs: u64,
+}
+
+fn warn_of_refused(data: &Dataset) {
+    if data.bad + data.too_long > 0 {
+        tracing::warn!(
+            broken = data.bad,
+            too_long = data.too_long,
+            "prompts left out; `driftless data` shows them"
+        );
     }
 }

@@ -2,6 +2,7 @@
 
 mod clock;
 mod json;
+mod mask;
 
 use std::path::{Path, PathBuf};
 
@@ -12,6 +13,9 @@ use regex::Regex;
 use serde_json::Value as Json;
 
 use crate::error::{Error, Result, io};
+
+pub(crate) use mask::Conversation;
+pub use mask::LossMask;
 
 /// Name of the template that is used where messages come with tools.
 const TOOL_USE: &str = "tool_use";
@@ -80,8 +84,13 @@ impl ChatTemplate {
     fn new(path: &Path, sources: &[(String, String)], special: Vec<(String, Value)>) -> Result<Self> {
         let refused = |error| Error::Template { path: path.to_owned(), reason: said(&error) };
         let mut environment = environment().map_err(refused)?;
+        let tag = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}").ok();
         for (name, source) in sources {
-            environment.add_template_owned(name.clone(), without_generation(source)).map_err(refused)?;
+            let plain = tag.as_ref().map_or(source.clone(), |tag| without_generation(source, tag));
+            environment.add_template_owned(name.clone(), plain).map_err(refused)?;
+            if let Some(marked) = tag.as_ref().and_then(|tag| mask::marked(source, tag)) {
+                environment.add_template_owned(format!("{name}{}", mask::MARKED), marked).map_err(refused)?;
+            }
         }
         Ok(ChatTemplate { path: path.to_owned(), environment, special })
     }
@@ -117,16 +126,29 @@ impl ChatTemplate {
         tools: Option<Value>,
         variables: Option<&Value>,
     ) -> Result<String, String> {
+        self.render_as("", messages, tools, variables, true)
+    }
+
+    /// Renders through the template whose name ends with `suffix`, with the start of an answer if `prompt`.
+    fn render_as(
+        &self,
+        suffix: &str,
+        messages: Value,
+        tools: Option<Value>,
+        variables: Option<&Value>,
+        prompt: bool,
+    ) -> Result<String, String> {
         let name = match tools {
             Some(_) if self.environment.get_template(TOOL_USE).is_ok() => TOOL_USE,
             _ => DEFAULT,
         };
+        let name = format!("{name}{suffix}");
         let none = || Value::from(());
         let mut context: Vec<(String, Value)> = vec![
             ("messages".into(), messages),
             ("tools".into(), tools.unwrap_or_else(none)),
             ("documents".into(), none()),
-            ("add_generation_prompt".into(), Value::from(true)),
+            ("add_generation_prompt".into(), Value::from(prompt)),
         ];
         context.extend(self.special.iter().cloned());
         let keys = variables
@@ -137,7 +159,7 @@ impl ChatTemplate {
             context.push((key.to_string(), value));
         }
         let context = Value::from_pairs(context);
-        let rendered = self.environment.get_template(name).and_then(|template| template.render(context));
+        let rendered = self.environment.get_template(&name).and_then(|template| template.render(context));
         rendered.map_err(|error| said(&error))
     }
 }
@@ -213,8 +235,7 @@ fn tojson(
 }
 
 /// `{% generation %}` marks what an assistant says, and changes nothing of it.
-fn without_generation(source: &str) -> String {
-    let Ok(tag) = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}") else { return source.to_owned() };
+fn without_generation(source: &str, tag: &Regex) -> String {
     let replaced = |tag: &regex::Captures<'_>| {
         let word = if tag.get(2).is_some() { "endif" } else { "if true" };
         format!("{{%{} {word} {}%}}", &tag[1], &tag[3])

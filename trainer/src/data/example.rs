@@ -1,6 +1,7 @@
 //! A row becomes a prompt.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use serde_json::value::RawValue;
 
 use super::rows::{Fault, Fields, Row, fields, start_of};
 use super::{DataOptions, Place, Tokenizer};
-use crate::chat::ChatTemplate;
+use crate::chat::{ChatTemplate, Conversation, LossMask};
 use crate::error::{Result, input};
 
 /// A prompt to train on.
@@ -22,6 +23,8 @@ pub struct Example {
     pub text: String,
     /// The same as token ids; at least one.
     pub tokens: Vec<i32>,
+    /// Of a conversation, per token: 1 to learn it, 0 not to; empty for a prompt.
+    pub loss_mask: Vec<u8>,
     /// What rewards compare with, as the JSON in the row.
     pub label: Option<Box<RawValue>>,
     /// The row's object for rewards, as JSON.
@@ -84,7 +87,9 @@ impl RowReader {
     /// What the checkpoint or the template's variables are refused for.
     pub fn open(options: DataOptions, checkpoint: &Path) -> Result<Self> {
         let tokenizer = Arc::new(Tokenizer::open(checkpoint)?);
-        let template = options.apply_chat_template.then(|| ChatTemplate::open(checkpoint)).transpose()?;
+        let template = (options.apply_chat_template || options.loss_mask.is_some())
+            .then(|| ChatTemplate::open(checkpoint))
+            .transpose()?;
         Self::new(options, tokenizer, template)
     }
 
@@ -109,7 +114,9 @@ impl RowReader {
             }
         };
         let variables = options.apply_chat_template_kwargs.as_ref().map(parse).transpose()?;
-        let context = options.rollout_max_context_len.map(|tokens| tokens.saturating_sub(1));
+        // A prompt leaves room for an answer, a conversation need not.
+        let room = usize::from(options.loss_mask.is_none());
+        let context = options.rollout_max_context_len.map(|tokens| tokens.saturating_sub(room));
         let limits = options.rollout_max_prompt_len.into_iter().chain(context);
         let limit = limits.min().unwrap_or(usize::MAX);
         Ok(RowReader { options, tokenizer, template: template.map(Arc::new), variables, limit })
@@ -150,18 +157,30 @@ impl RowReader {
 
     fn prompt(&self, fields: &Fields, place: &Place) -> Result<Example, Why> {
         let bad = |fault: Fault| Why::Bad { expected: fault.expected, found: fault.found };
-        let text = self.text(fields).map_err(bad)?;
+        let (text, learned) = match self.options.loss_mask {
+            None => (self.text(fields).map_err(bad)?, Vec::new()),
+            Some(mask) => self.conversation(fields, mask).map_err(bad)?,
+        };
         let label = self.label(fields).map_err(bad)?;
         let metadata = optional(fields, &self.options.metadata_key, '{', "an object").map_err(bad)?;
-        let tokens = self.tokenizer.encode(&text);
-        let tokens = tokens.map_err(|error| bad(Fault::new("text that the tokenizer knows", error)))?;
+        let tokens = match self.options.loss_mask {
+            None => self.tokenizer.encode(&text).map(|tokens| (tokens, Vec::new())),
+            Some(_) => self.tokenizer.encode_marked(&text, &learned),
+        };
+        let unknown = |error| bad(Fault::new("text that the tokenizer knows", error));
+        let (tokens, loss_mask) = tokens.map_err(unknown)?;
         if tokens.is_empty() {
             return Err(bad(Fault::new("a prompt", "no tokens")));
+        }
+        // The first token is read only.
+        if self.options.loss_mask.is_some() && !loss_mask.iter().skip(1).any(|&learn| learn == 1) {
+            return Err(bad(Fault::new("a turn of the assistant to learn", "none")));
         }
         if tokens.len() > self.limit {
             return Err(Why::TooLong { tokens: tokens.len(), limit: self.limit });
         }
-        Ok(Example { place: place.clone(), text, tokens, label, metadata: metadata.map(ToOwned::to_owned) })
+        let metadata = metadata.map(ToOwned::to_owned);
+        Ok(Example { place: place.clone(), text, tokens, loss_mask, label, metadata })
     }
 
     /// The prompt as the model reads it.
@@ -185,7 +204,27 @@ impl RowReader {
         }
     }
 
+    /// A whole conversation as the model reads it, and the bytes of it that are learned.
+    fn conversation(&self, fields: &Fields, mask: LossMask) -> Result<(String, Vec<Range<usize>>), Fault> {
+        let key = &self.options.input_key;
+        let expected = format!("a list of messages in `{key}`");
+        let input = fields.get(key).ok_or_else(|| Fault::new(&expected, "no such field"))?.get();
+        let Some(template) = self.template.as_ref().filter(|_| input.starts_with('[')) else {
+            return Err(Fault::new(expected, format!("`{}`", start_of(input))));
+        };
+        let messages = messages(input, &expected)?;
+        let rendered = template.conversation(&messages, self.tools(fields)?, self.variables.as_ref(), mask);
+        let Conversation { text, learned } = rendered.map_err(untaken)?;
+        Ok((text, learned))
+    }
+
     fn render(&self, template: &ChatTemplate, messages: Value, fields: &Fields) -> Result<String, Fault> {
+        let rendered = template.render(messages, self.tools(fields)?, self.variables.as_ref());
+        rendered.map_err(untaken)
+    }
+
+    /// The row's list of tools, if it has one.
+    fn tools(&self, fields: &Fields) -> Result<Option<Value>, Fault> {
         let key = &self.options.tool_key;
         let tools = match fields.get(key).map(|tools| tools.get()) {
             // Some data sets keep them as text.
@@ -197,10 +236,7 @@ impl RowReader {
             true => parse::<Value>(&text),
             false => Err(Fault::new(format!("a list of tools in `{key}`"), format!("`{}`", start_of(&text)))),
         };
-        let tools = tools.map(list).transpose()?;
-        let rendered = template.render(messages, tools, self.variables.as_ref());
-        rendered
-            .map_err(|said| Fault::new("messages that the chat template takes", format!("its error: {said}")))
+        tools.map(list).transpose()
     }
 
     fn label(&self, fields: &Fields) -> Result<Option<Box<RawValue>>, Fault> {
@@ -244,6 +280,11 @@ fn messages(text: &str, expected: &str) -> Result<Value, Fault> {
             Err(Fault::new("messages that are objects with a `role`", format!("`{found}`")))
         }
     }
+}
+
+/// What the chat template said of messages.
+fn untaken(said: String) -> Fault {
+    Fault::new("messages that the chat template takes", format!("its error: {said}"))
 }
 
 fn parse<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Fault> {

@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use rows::Row;
 
+use crate::chat::LossMask;
 use crate::error::{Error, Result, input};
 
 /// Rows that are read before all threads tokenise them.
@@ -45,6 +46,8 @@ pub struct DataOptions {
     pub rollout_max_prompt_len: Option<usize>,
     /// Leave out prompts that leave no token of so many for an answer.
     pub rollout_max_context_len: Option<usize>,
+    /// Take rows for whole conversations, of which this is learned.
+    pub loss_mask: Option<LossMask>,
     /// Count rows that are broken, instead of ending with the first.
     pub skip_bad_prompts: bool,
 }
@@ -62,6 +65,7 @@ impl Default for DataOptions {
             apply_chat_template_kwargs: None,
             rollout_max_prompt_len: None,
             rollout_max_context_len: None,
+            loss_mask: None,
             skip_bad_prompts: false,
         }
     }

@@ -1,5 +1,6 @@
 //! The checkpoint's tokenizer.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
@@ -35,6 +36,20 @@ impl Tokenizer {
     pub fn encode(&self, text: &str) -> Result<Vec<i32>> {
         let encoding = self.inner.encode_fast(text, false).map_err(|error| self.refused(error.as_ref()))?;
         Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
+    }
+
+    /// Ids of `text`, and for each 1 if a byte of it is in `marked`, ascending ranges, else 0.
+    ///
+    /// # Errors
+    /// As for [`Tokenizer::encode`].
+    pub fn encode_marked(&self, text: &str, marked: &[Range<usize>]) -> Result<(Vec<i32>, Vec<u8>)> {
+        let encoding = self.inner.encode(text, false).map_err(|error| self.refused(error.as_ref()))?;
+        let inside = |&(start, end): &(usize, usize)| {
+            let next = marked.partition_point(|range| range.end <= start);
+            u8::from(start < end && marked.get(next).is_some_and(|range| range.start < end))
+        };
+        let ids = encoding.get_ids().iter().map(|id| *id as i32).collect();
+        Ok((ids, encoding.get_offsets().iter().map(inside).collect()))
     }
 
     /// The text of `ids`, without special tokens; an id that it does not have adds nothing.

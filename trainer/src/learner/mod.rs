@@ -57,7 +57,7 @@ pub struct Progress {
     pub settings: BTreeMap<String, String>,
 }
 
-/// What one optimiser step learns from: samples that lie in the mapped log.
+/// A rollout, which is learned from in one optimiser step or several: samples that lie in the mapped log.
 #[derive(Debug, Clone, Default)]
 pub struct Batch<'a> {
     /// The rollout that all samples belong to.
@@ -79,9 +79,12 @@ pub struct Sample<'a> {
     pub loss_mask: &'a [u8],
     /// Per response token: log-probability when it was sampled.
     pub log_probs: &'a [f32],
+    /// Per response token: log-probability under a teacher; empty where there is none.
+    pub teacher_log_probs: &'a [f32],
     /// Samples with one id count as one in the loss: their tokens share a denominator.
     pub rollout_id: u64,
-    /// Advantage of every response token.
+    /// Advantage of every response token, or what the advantages of its tokens begin with
+    /// ([`LearnOptions::per_token`]).
     pub advantage: f32,
 }
 
@@ -95,6 +98,7 @@ impl<'a> Sample<'a> {
             prompt_len: record.prompt_len(),
             loss_mask: record.loss_mask(),
             log_probs: record.log_probs(),
+            teacher_log_probs: record.teacher_log_probs(),
             rollout_id: answer_of(record.scalars().sample_id),
             advantage,
         }
@@ -116,11 +120,11 @@ impl<'a> Sample<'a> {
     }
 }
 
-/// What an optimiser step was like. What a learner does not measure is 0.
+/// What the optimiser steps on a rollout were like. What a learner does not measure is 0.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StepStats {
-    /// The loss before the step.
+    /// The policy's loss before the step.
     pub loss: f64,
     /// L2 norm of the gradients before clipping.
     pub grad_norm: f64,
@@ -136,6 +140,22 @@ pub struct StepStats {
     pub tis_clipfrac: f64,
     /// Estimate k3 of KL(engine ‖ learner).
     pub mismatch_k3: f64,
+    /// Share of trained tokens that were rejected (`--use-rs`).
+    pub rs_clipfrac: f64,
+    /// Share of trained tokens in samples that are left out for their distance (`--use-opsm`).
+    pub opsm_clipfrac: f64,
+    /// Mean estimate of KL(old policy ‖ reference), if it is part of the rewards.
+    pub kl: f64,
+    /// Mean of old policy's − teacher's log-prob, with on-policy distillation.
+    pub opd_reverse_kl: f64,
+    /// The critic's loss before its step.
+    pub value_loss: f64,
+    /// Share of trained tokens whose value was clipped.
+    pub value_clipfrac: f64,
+    /// L2 norm of the critic's gradients before clipping.
+    pub critic_grad_norm: f64,
+    /// The critic's learning rate.
+    pub critic_lr: f64,
     /// Mean entropy of the policy at the trained tokens, in nats.
     pub entropy: f64,
     /// Mean of |learner's log-prob − engine's log-prob| over trained tokens.
@@ -144,12 +164,39 @@ pub struct StepStats {
     pub log_prob_diff_max: f64,
 }
 
+impl StepStats {
+    /// Adds the figures of one of several steps on a rollout, which count for `share` of it. Learning rates and
+    /// the largest difference are the largest of all steps.
+    pub fn add(&mut self, step: &StepStats, share: f64) {
+        self.loss += share * step.loss;
+        self.grad_norm += share * step.grad_norm;
+        self.lr = self.lr.max(step.lr);
+        self.pg_clipfrac += share * step.pg_clipfrac;
+        self.ppo_kl += share * step.ppo_kl;
+        self.kl_loss += share * step.kl_loss;
+        self.tis_clipfrac += share * step.tis_clipfrac;
+        self.mismatch_k3 += share * step.mismatch_k3;
+        self.rs_clipfrac += share * step.rs_clipfrac;
+        self.opsm_clipfrac += share * step.opsm_clipfrac;
+        self.kl += share * step.kl;
+        self.opd_reverse_kl += share * step.opd_reverse_kl;
+        self.value_loss += share * step.value_loss;
+        self.value_clipfrac += share * step.value_clipfrac;
+        self.critic_grad_norm += share * step.critic_grad_norm;
+        self.critic_lr = self.critic_lr.max(step.critic_lr);
+        self.entropy += share * step.entropy;
+        self.log_prob_diff_mean += share * step.log_prob_diff_mean;
+        self.log_prob_diff_max = self.log_prob_diff_max.max(step.log_prob_diff_max);
+    }
+}
+
 /// What became of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Stepped {
     /// The weights moved.
     Done(StepStats),
-    /// A loss or a gradient was NaN or infinite, and the weights are as before; says which.
+    /// A loss or a gradient was NaN or infinite; says which. The weights are those before that step. Of several
+    /// steps on a rollout, those before it are done, and those after it left out.
     NotFinite(String),
 }
 
@@ -187,7 +234,7 @@ pub trait Learner: Send {
     /// [`crate::Error::LearnerLost`] if it has to be loaded again; what it says otherwise.
     fn log_probs(&mut self, batch: &Batch<'_>) -> Result<Vec<Vec<f32>>>;
 
-    /// One optimiser step.
+    /// The optimiser steps on a rollout.
     ///
     /// # Errors
     /// As [`Learner::log_probs`].

@@ -42,7 +42,7 @@ pub struct Prompt {
 
 impl From<Example> for Prompt {
     fn from(example: Example) -> Self {
-        let Example { place, text, tokens, label, metadata } = example;
+        let Example { place, text, tokens, label, metadata, loss_mask: _ } = example;
         Prompt { tokens, text, label, metadata, source: place.to_string() }
     }
 }

@@ -21,7 +21,10 @@ use crate::rollout::{Dropped, EvalSet};
 use session::Session;
 use update::milliseconds;
 
-pub use options::{Debug, Dtype, Evaluation, Kl, KlLoss, LearnOptions, Tis, TrainOptions, UpdateWeightMode};
+pub use options::{
+    CriticOptions, Debug, Dtype, Evaluation, Kl, KlPenalty, LearnOptions, Level, Opd, Rs, Tis, TisMode,
+    TrainOptions, UpdateWeightMode,
+};
 
 /// Name of the policy among the models of a run.
 const MODEL: &str = "policy";

@@ -8,7 +8,7 @@ use std::time::Duration;
 use driftless_bridge::{Keys, SamplingParams};
 use driftless_store::Store;
 use driftless_transport::sign::{SignKey, TrustKey};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::advantage::Estimator;
 use crate::lr::{Decay, LrSchedule};
@@ -168,10 +168,28 @@ pub struct LearnOptions {
     pub eps_clip_high: f64,
     /// Bound of the ratio where the advantage is negative.
     pub eps_clip_c: Option<f64>,
-    /// Truncated importance sampling.
+    /// Take the engine's log-probs for those of the old policy, instead of the trainer's before the rollout's
+    /// first step.
+    pub use_rollout_logprobs: bool,
+    /// Importance sampling between engine and trainer.
     pub tis: Option<Tis>,
-    /// Penalty on the distance to the reference policy.
-    pub kl_loss: Option<KlLoss>,
+    /// Rejection of tokens that engine and trainer disagree about.
+    pub rs: Option<Rs>,
+    /// Leave out samples of negative advantage whose mean of old − new log-prob is above this (off-policy
+    /// sequence masking).
+    pub opsm_delta: Option<f64>,
+    /// Penalty on the distance to the reference policy, as part of the loss.
+    pub kl_loss: Option<KlPenalty>,
+    /// The same as part of the rewards of tokens (`--kl-coef`).
+    pub kl_reward: Option<KlPenalty>,
+    /// Weigh the KL term of the loss by the probability ratio, which makes its gradient unbiased.
+    pub use_unbiased_kl: bool,
+    /// Take the policy for the reference after every so many rollouts.
+    pub ref_update_interval: Option<u64>,
+    /// Distillation from a teacher, on what the policy samples.
+    pub opd: Option<Opd>,
+    /// The critic of [`Estimator::Ppo`].
+    pub critic: Option<CriticOptions>,
     /// Mean over all tokens of a step, instead of over each rollout's and then over rollouts.
     pub calculate_per_token_loss: bool,
     /// Weight of the entropy bonus.
@@ -180,8 +198,18 @@ pub struct LearnOptions {
     pub advantage_estimator: Estimator,
     /// Divide by the group's standard deviation (`grpo`).
     pub grpo_std_normalization: bool,
-    /// Normalise advantages over the trained tokens of the step, as REINFORCE++ does in any case.
+    /// Normalise advantages over the trained tokens of the rollout, as REINFORCE++ does in any case.
     pub normalize_advantages: bool,
+    /// Discount of a token's reward for each trained token before it.
+    #[serde(skip_serializing_if = "is_one")]
+    pub gamma: f64,
+    /// λ of generalised advantage estimation.
+    #[serde(skip_serializing_if = "is_one")]
+    pub lambd: f64,
+    /// Rollouts of an optimiser step; all of them, if `None`.
+    pub global_batch_size: Option<usize>,
+    /// Samples of one forward and backward pass, at most.
+    pub micro_batch_size: Option<usize>,
     /// Tokens of one forward and backward pass.
     pub max_tokens_per_gpu: usize,
     /// Compute activations again on the way back (`--recompute-granularity full`).
@@ -207,13 +235,25 @@ impl Default for LearnOptions {
             eps_clip: 0.2,
             eps_clip_high: 0.2,
             eps_clip_c: None,
+            use_rollout_logprobs: false,
             tis: None,
+            rs: None,
+            opsm_delta: None,
             kl_loss: None,
+            kl_reward: None,
+            use_unbiased_kl: false,
+            ref_update_interval: None,
+            opd: None,
+            critic: None,
             calculate_per_token_loss: false,
             entropy_coef: 0.0,
             advantage_estimator: Estimator::Grpo,
             grpo_std_normalization: true,
             normalize_advantages: false,
+            gamma: 1.0,
+            lambd: 1.0,
+            global_batch_size: None,
+            micro_batch_size: None,
             max_tokens_per_gpu: 16_384,
             recompute: false,
             log_probs_chunk_size: None,
@@ -233,6 +273,41 @@ impl LearnOptions {
             decay_iters: self.lr_decay_iters,
         }
     }
+
+    /// Whether the tokens of a sample differ in their advantages: the learner then works them out, from what
+    /// the policy, its reference, a teacher or a critic say of each.
+    #[must_use]
+    pub fn per_token(&self) -> bool {
+        let discounted = self.advantage_estimator == Estimator::ReinforcePlusPlus && self.gamma != 1.0;
+        let critic = self.advantage_estimator == Estimator::Ppo;
+        critic || discounted || self.kl_reward.is_some() || self.opd.is_some()
+    }
+
+    /// Whether advantages are normalised.
+    #[must_use]
+    pub fn normalizes(&self) -> bool {
+        self.normalize_advantages || self.advantage_estimator.normalizes()
+    }
+
+    /// The penalty on the distance to a reference policy, in loss or rewards, if there is one.
+    #[must_use]
+    pub fn kl_penalty(&self) -> Option<&KlPenalty> {
+        self.kl_loss.as_ref().or(self.kl_reward.as_ref())
+    }
+}
+
+impl CriticOptions {
+    /// The critic's learning rate of each step.
+    #[must_use]
+    pub fn lr_schedule(&self, of_policy: &LearnOptions) -> LrSchedule {
+        LrSchedule { lr: self.lr, warmup_iters: self.lr_warmup_iters, ..of_policy.lr_schedule() }
+    }
+}
+
+/// Whether a factor changes nothing: JSON leaves it out then, so that learners need not know it.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_one(factor: &f64) -> bool {
+    *factor == 1.0
 }
 
 /// What a model computes in.
@@ -245,18 +320,58 @@ pub enum Dtype {
     Float32,
 }
 
-/// Bounds of truncated importance sampling (`--use-tis`).
+/// Importance sampling between the engine that sampled and the trainer (`--use-tis`).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Tis {
-    /// Least weight of a token (`--tis-clip-low`).
+    /// Least weight (`--tis-clip-low`).
     pub low: f64,
-    /// Largest weight of a token (`--tis-clip`).
+    /// Largest weight (`--tis-clip`).
     pub high: f64,
+    /// What has a weight.
+    pub level: Level,
+    /// What becomes of weights out of these bounds.
+    pub mode: TisMode,
+}
+
+/// Rejection of what engine and trainer disagree about (`--use-rs`): tokens whose probability ratio is out of
+/// bounds are not learned from.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Rs {
+    /// Least ratio.
+    pub low: f64,
+    /// Largest ratio.
+    pub high: f64,
+    /// What has a ratio.
+    pub level: Level,
+    /// A sample with a token whose ratio is below this is rejected whole.
+    pub veto: Option<f64>,
+}
+
+/// What a probability ratio of trainer and engine is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    /// Of each token.
+    Token,
+    /// Of the trained tokens of a sample: their product.
+    Sequence,
+    /// Of the trained tokens of a sample: their geometric mean.
+    Geometric,
+}
+
+/// What becomes of an importance weight that is out of bounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TisMode {
+    /// It is moved to the nearest bound (truncated importance sampling).
+    Clip,
+    /// It is 0 (masked importance sampling; for tokens, IcePop).
+    Mask,
 }
 
 /// A penalty on the distance to a reference policy.
-#[derive(Debug, Clone, Serialize)]
-pub struct KlLoss {
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct KlPenalty {
     /// Estimator.
     pub kind: Kl,
     /// Weight.
@@ -265,8 +380,34 @@ pub struct KlLoss {
     pub ref_load: Option<PathBuf>,
 }
 
+/// On-policy distillation (`--use-opd`).
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Opd {
+    /// Weight of the distance to the teacher.
+    pub kl_coef: f64,
+    /// Checkpoint of the teacher; the log has its log-probs, if `None`.
+    pub teacher_load: Option<PathBuf>,
+}
+
+/// What the critic is told, beyond what holds for the policy too.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CriticOptions {
+    /// Learning rate, after the warm-up and before the decay.
+    pub lr: f64,
+    /// Steps over which the learning rate rises from 0.
+    pub lr_warmup_iters: u64,
+    /// How far a value may move from what it was before the rollout's first step, to count.
+    pub value_clip: f64,
+    /// Rollouts that only the critic learns from, at the beginning.
+    pub num_critic_only_steps: u64,
+    /// Checkpoint that it starts from; that of the policy, if `None`.
+    pub load: Option<PathBuf>,
+    /// Where it is written with each training checkpoint, as a Hugging Face checkpoint.
+    pub save: Option<PathBuf>,
+}
+
 /// Estimator of KL(policy ‖ reference) from one sample per token (Schulman 2020); `d = log p − log p_ref`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kl {
     /// `d`: unbiased, high variance, zero gradient in expectation as a loss.

@@ -14,8 +14,9 @@
 use std::time::Instant;
 
 use driftless_torch::{
-    AdamWOptions, Batch, Config, Family, Model, Policy, PolicyLoss, Reduction, Sample, device, token_weights,
+    AdamWOptions, Batch, Config, Family, Model, Policy, Reduction, Sample, device, token_weights,
 };
+use driftless_trainer::LearnOptions;
 use tch::{Cuda, Device, Kind, Tensor};
 
 /// Dense bf16 operations a second of an H100 or H200.
@@ -136,7 +137,7 @@ fn speed(arguments: &Arguments) {
         synchronize(device);
         let begin = Instant::now();
         stats = match arguments.has("--policy-loss") {
-            true => policy.policy_step(&batch, &PolicyLoss::default(), 1e-5).unwrap(),
+            true => policy.policy_step(&batch, &LearnOptions::default(), 1.0, 1e-5).unwrap(),
             false => policy.sft_step(&batch, 1e-5).unwrap(),
         };
         synchronize(device);
@@ -189,8 +190,8 @@ fn see(device: Device, kind: Kind, recompute: bool, chunk: Option<usize>) -> See
         .map(|row| log_probs_of(&rows(row, &lengths[row..=row], config.vocab_size, device)))
         .collect();
     let packed = furthest(&log_probs, &Tensor::cat(&alone, 0));
-    let loss = PolicyLoss::default();
-    let step = |_| policy.policy_step(std::slice::from_ref(&all), &loss, 1e-3).unwrap().grad_norm;
+    let loss = LearnOptions::default();
+    let step = |_| policy.policy_step(std::slice::from_ref(&all), &loss, 1.0, 1e-3).unwrap().grad_norm;
     Seen { log_probs, packed, grad_norms: (0..3).map(step).collect() }
 }
 

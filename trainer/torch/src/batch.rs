@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use driftless_trainer::LearnOptions;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Result, input};
@@ -52,10 +53,18 @@ pub struct Batch {
     pub samples: Tensor,
     /// `[M]` f32: its share in the loss, see [`token_weights`].
     pub weights: Tensor,
+    /// How many trained tokens are of each sample.
+    pub counts: Vec<usize>,
     /// `[M]` f32: its log-prob when it was sampled; 0 where there is none.
-    pub old_log_probs: Tensor,
+    pub rollout_log_probs: Tensor,
+    /// `[M]` f32: its log-prob under the trainer's old policy; the policy which is trained is that, if `None`.
+    pub old_log_probs: Option<Tensor>,
     /// `[M]` f32.
     pub advantages: Tensor,
+    /// `[M]` f32: what a critic expected before it.
+    pub values: Option<Tensor>,
+    /// `[M]` f32: what a critic learns to expect.
+    pub returns: Option<Tensor>,
 }
 
 /// The weight of one trained token of each sample, such that the sum over all trained tokens of `samples` is
@@ -77,17 +86,37 @@ pub fn token_weights(samples: &[Sample<'_>], reduction: Reduction) -> Vec<f32> {
     samples.iter().map(weight).collect()
 }
 
-/// Cuts samples into micro-batches of at most `max_tokens` tokens each (a longer sample gets its own),
-/// longest first, so that samples of one length lie side by side. `lengths[i]` is sample i's; returns
-/// indices.
+/// Cuts a rollout into optimiser steps of `global_batch_size` rollouts each, in their order; the last may have
+/// fewer. `rollouts[i]` is the id of sample i's; returns indices. Samples of one id stay together.
 #[must_use]
-pub fn micro_batches(lengths: &[usize], max_tokens: usize) -> Vec<Vec<usize>> {
+pub fn steps(rollouts: &[u64], global_batch_size: usize) -> Vec<Vec<usize>> {
+    let mut places: BTreeMap<u64, usize> = BTreeMap::new();
+    let mut steps: Vec<Vec<usize>> = Vec::new();
+    for (index, &rollout) in rollouts.iter().enumerate() {
+        let seen = places.len();
+        let step = *places.entry(rollout).or_insert(seen) / global_batch_size.max(1);
+        if step == steps.len() {
+            steps.push(Vec::new());
+        }
+        steps[step].push(index);
+    }
+    steps
+}
+
+/// Cuts samples into micro-batches of at most `max_tokens` tokens (a longer sample gets its own) and
+/// `max_samples` samples each, longest first, so that samples of one length lie side by side. `lengths[i]` is
+/// sample i's; returns indices.
+#[must_use]
+pub fn micro_batches(lengths: &[usize], max_tokens: usize, max_samples: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..lengths.len()).collect();
     order.sort_by_key(|&index| (std::cmp::Reverse(lengths[index]), index));
     let mut batches: Vec<(usize, Vec<usize>)> = Vec::new();
     for index in order {
         let length = lengths[index];
-        match batches.iter_mut().find(|(tokens, _)| tokens.saturating_add(length) <= max_tokens) {
+        let fits = |(tokens, batch): &&mut (usize, Vec<usize>)| {
+            tokens.saturating_add(length) <= max_tokens && batch.len() < max_samples
+        };
+        match batches.iter_mut().find(fits) {
             Some((tokens, batch)) => {
                 *tokens += length;
                 batch.push(index);
@@ -102,6 +131,11 @@ impl Batch {
     /// Whether any of its tokens is trained on.
     pub(crate) fn trains(&self) -> bool {
         self.labels.numel() > 0
+    }
+
+    /// Log-probs `[M]` of its trained tokens under the old policy, unless that is the one which is trained.
+    pub(crate) fn old<'a>(&'a self, options: &LearnOptions) -> Option<&'a Tensor> {
+        if options.use_rollout_logprobs { Some(&self.rollout_log_probs) } else { self.old_log_probs.as_ref() }
     }
 
     /// Packs samples. `weights[i]` is the weight of each trained token of sample i.
@@ -133,8 +167,12 @@ impl Batch {
             labels: integers(&rows.labels)?,
             samples: integers(&rows.samples)?,
             weights: numbers(&rows.weights)?,
-            old_log_probs: numbers(&rows.old_log_probs)?,
+            counts: samples.iter().map(Sample::trained).collect(),
+            rollout_log_probs: numbers(&rows.rollout_log_probs)?,
+            old_log_probs: None,
             advantages: numbers(&rows.advantages)?,
+            values: None,
+            returns: None,
         })
     }
 }
@@ -146,7 +184,7 @@ struct Rows {
     labels: Vec<i64>,
     samples: Vec<i64>,
     weights: Vec<f32>,
-    old_log_probs: Vec<f32>,
+    rollout_log_probs: Vec<f32>,
     advantages: Vec<f32>,
 }
 
@@ -162,7 +200,7 @@ impl Rows {
             self.labels.push(i64::from(sample.tokens[token]));
             self.samples.push(index as i64);
             self.weights.push(weight);
-            self.old_log_probs.push(sample.log_probs.get(place).copied().unwrap_or(0.0));
+            self.rollout_log_probs.push(sample.log_probs.get(place).copied().unwrap_or(0.0));
             self.advantages.push(sample.advantage);
         }
     }
@@ -245,7 +283,7 @@ mod tests {
         assert_eq!(values(&batch.labels), [7., 8., 3., 2., 1.]);
         assert_eq!(values(&batch.samples), [0., 0., 1., 1., 1.]);
         assert_eq!(values(&batch.weights), [0.5, 0.5, 0.25, 0.25, 0.25]);
-        assert_eq!(values(&batch.old_log_probs), [-0.5, -0.25, 0., 0., 0.]);
+        assert_eq!(values(&batch.rollout_log_probs), [-0.5, -0.25, 0., 0., 0.]);
         assert_eq!(values(&batch.advantages), [1.5, 1.5, -1.0, -1.0, -1.0]);
     }
 
@@ -260,10 +298,21 @@ mod tests {
 
     #[test]
     fn micro_batches_hold_every_sample_once_within_the_limit() {
-        assert_eq!(micro_batches(&[3, 9, 4, 4, 2], 8), [vec![1], vec![2, 3], vec![0, 4]]);
+        let all = usize::MAX;
+        assert_eq!(micro_batches(&[3, 9, 4, 4, 2], 8, all), [vec![1], vec![2, 3], vec![0, 4]]);
         // A short one fills what is left of an earlier one.
-        assert_eq!(micro_batches(&[5, 6, 2], 8), [vec![1, 2], vec![0]]);
-        assert!(micro_batches(&[], 8).is_empty());
+        assert_eq!(micro_batches(&[5, 6, 2], 8, all), [vec![1, 2], vec![0]]);
+        assert_eq!(micro_batches(&[1, 1, 1], 8, 2), [vec![0, 1], vec![2]]);
+        assert!(micro_batches(&[], 8, all).is_empty());
+    }
+
+    #[test]
+    fn steps_hold_whole_rollouts_in_their_order() {
+        assert_eq!(steps(&[7, 3, 9, 5], 2), [vec![0, 1], vec![2, 3]]);
+        // A rollout of several samples counts once, and a rest is a step too.
+        assert_eq!(steps(&[7, 7, 3, 9, 3], 2), [vec![0, 1, 2, 4], vec![3]]);
+        assert_eq!(steps(&[1, 2], usize::MAX), [vec![0, 1]]);
+        assert!(steps(&[], 2).is_empty());
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Training checkpoints: everything an interrupted run needs to go on bit for bit.
 //!
 //! ```text
-//! <dir>/step-00000042/model.safetensors   masters, mean/<name>, square/<name>: f32
+//! <dir>/step-00000042/model.safetensors   master/<name>, mean/<name>, square/<name>: f32; those of a critic as
+//!                                         critic/master/<name> …; reference/<name>, if the reference moves
 //! <dir>/step-00000042/progress.json       steps, seed, metrics of the last step, digest of the model's shape
 //! ```
 //!
@@ -19,7 +20,10 @@ use driftless_transport::{self as transport, Checkpoint, Dtype, Snapshot};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
+use crate::critic::Critic;
 use crate::error::{Error, Result, io};
+use crate::models::Model;
+use crate::optimizer::AdamW;
 use crate::policy::Policy;
 use crate::torch::{bytes_of, tensor_of};
 
@@ -31,11 +35,17 @@ const PROGRESS: &str = "progress.json";
 const PREFIX: &str = "step-";
 /// First parts of the tensors' names; the second is the parameter's.
 const PARTS: [&str; 3] = ["master", "mean", "square"];
+/// What stands before the names of a critic's tensors.
+const CRITIC: &str = "critic/";
+/// What stands before the names of a reference policy's weights.
+const REFERENCE: &str = "reference/";
 
 /// `progress.json`.
 #[derive(Serialize, Deserialize)]
 struct Stored {
     optimizer_steps: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    critic_steps: Option<u64>,
     model: String,
     #[serde(flatten)]
     progress: Progress,
@@ -47,23 +57,39 @@ pub fn dir(save: &Path) -> PathBuf {
     save.join("checkpoints")
 }
 
-/// Saves `policy` as `dir/step-N`, N the steps done; then deletes all but the newest `keep` (at least 1).
+/// Saves `policy`, and its critic if it has one, as `dir/step-N`, N the steps done; then deletes all but the newest
+/// `keep` (at least 1).
 ///
 /// # Errors
 /// [`Error::Transport`] or [`Error::Io`] if the disk is full or does not obey; older checkpoints are then
 /// untouched.
-pub fn save(dir: &Path, policy: &Policy, progress: &Progress, keep: usize) -> Result<()> {
+pub fn save(
+    dir: &Path,
+    policy: &Policy,
+    critic: Option<&Critic>,
+    progress: &Progress,
+    keep: usize,
+) -> Result<()> {
     let name = format!("{PREFIX}{:08}", progress.step);
     let (target, partial) = (dir.join(&name), dir.join(format!("partial-{name}")));
     let stored = Stored {
         optimizer_steps: policy.optimizer().steps(),
+        critic_steps: critic.map(|critic| critic.trained.optimizer.steps()),
         model: identity(policy),
         progress: progress.clone(),
     };
     let json = |source| Error::Json { path: target.join(PROGRESS), source };
     let file = AuxFile::new(PROGRESS, serde_json::to_vec_pretty(&stored).map_err(json)?)?;
     std::fs::create_dir_all(dir).map_err(io("create", dir))?;
-    write_checkpoint(&partial, &State::of(policy, file)?, SHARD_BYTES_MAX)?;
+    let mut state = State { files: vec![file], ..State::default() };
+    state.add("", policy.optimizer())?;
+    if let Some(critic) = critic {
+        state.add(CRITIC, &critic.trained.optimizer)?;
+    }
+    if let Some(reference) = policy.moving_reference() {
+        state.add_weights(REFERENCE, reference)?;
+    }
+    write_checkpoint(&partial, &state.sorted(), SHARD_BYTES_MAX)?;
     fail::fail_point!("train.checkpoint");
     std::fs::rename(&partial, &target).map_err(io("rename", &partial))?;
     sync_dir(dir)?;
@@ -75,12 +101,13 @@ pub fn save(dir: &Path, policy: &Policy, progress: &Progress, keep: usize) -> Re
     Ok(())
 }
 
-/// Puts the newest checkpoint of `dir` into `policy` and returns how far it is; `None` if there is none.
+/// Puts the newest checkpoint of `dir` into `policy` and its critic, and returns how far it is; `None` if there is
+/// none.
 ///
 /// # Errors
-/// [`Error::Resume`] if it is of another model or dtype, [`Error::Transport`] if it is damaged. The policy is
-/// unchanged then.
-pub fn load(dir: &Path, policy: &mut Policy) -> Result<Option<Progress>> {
+/// [`Error::Resume`] if it is of another model or dtype, or lacks a critic, [`Error::Transport`] if it is damaged.
+/// Nothing has changed then.
+pub fn load(dir: &Path, policy: &mut Policy, critic: Option<&mut Critic>) -> Result<Option<Progress>> {
     let Some((_, path)) = steps(dir)?.pop() else {
         return Ok(None);
     };
@@ -93,26 +120,69 @@ pub fn load(dir: &Path, policy: &mut Policy) -> Result<Option<Progress>> {
     if stored.model != identity(policy) {
         return Err(other("model", identity(policy), stored.model));
     }
-    let states = policy.optimizer().states().iter().map(|state| {
-        let shape = state.master.size();
-        let part = |part: &str| {
-            let name = format!("{part}/{}", state.name);
-            let expected: Vec<u64> = shape.iter().map(|size| size.unsigned_abs()).collect();
-            let index = checkpoint.position(&name);
-            let index = index.filter(|&index| {
-                let info = &checkpoint.tensors()[index];
-                info.dtype == Dtype::F32 && info.shape == expected
-            });
-            let index =
-                index.ok_or_else(|| other("tensors", format!("{name} {shape:?}"), "another".to_owned()))?;
-            tensor_of(&checkpoint.bytes(index)?, &shape, Kind::Float)
-        };
-        let [master, mean, square] = PARTS.map(part);
-        Ok([master?, mean?, square?])
-    });
-    let states = states.collect::<Result<Vec<[Tensor; 3]>>>()?;
+    let saved = Saved { path: &path, checkpoint: &checkpoint };
+    let states = saved.states("", policy.optimizer())?;
+    let of_critic =
+        critic.as_ref().map(|critic| saved.states(CRITIC, &critic.trained.optimizer)).transpose()?;
+    let reference = policy.moving_reference().map(|model| saved.weights(REFERENCE, model)).transpose()?;
     policy.restore(stored.optimizer_steps, &states)?;
+    if let (Some(critic), Some(states)) = (critic, of_critic) {
+        critic.restore(stored.critic_steps.unwrap_or_default(), &states)?;
+    }
+    if let Some(weights) = reference {
+        policy.restore_reference(&weights)?;
+    }
     Ok(Some(stored.progress))
+}
+
+/// A checkpoint that is being read.
+struct Saved<'a> {
+    path: &'a Path,
+    checkpoint: &'a Checkpoint,
+}
+
+impl Saved<'_> {
+    /// Master, mean and square of each parameter of an optimizer.
+    fn states(&self, prefix: &str, optimizer: &AdamW) -> Result<Vec<[Tensor; 3]>> {
+        let states = optimizer.states().iter().map(|state| {
+            let part = |part: &str| {
+                let name = format!("{prefix}{part}/{}", state.name);
+                self.tensor(&name, &state.master.size(), Kind::Float)
+            };
+            let [master, mean, square] = PARTS.map(part);
+            Ok([master?, mean?, square?])
+        });
+        states.collect()
+    }
+
+    /// The weights of a model.
+    fn weights(&self, prefix: &str, model: &Model) -> Result<Vec<Tensor>> {
+        let weights = model.parameters().iter().map(|parameter| {
+            self.tensor(&format!("{prefix}{}", parameter.name), &parameter.tensor.size(), model.kind())
+        });
+        weights.collect()
+    }
+
+    fn tensor(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor> {
+        let expected: Vec<u64> = shape.iter().map(|size| size.unsigned_abs()).collect();
+        let index = self.checkpoint.position(name).filter(|&index| {
+            let info = &self.checkpoint.tensors()[index];
+            info.dtype == dtype_of(kind) && info.shape == expected
+        });
+        match index {
+            Some(index) => tensor_of(&self.checkpoint.bytes(index)?, shape, kind),
+            None => Err(Error::Resume {
+                path: self.path.to_owned(),
+                what: "tensors",
+                expected: format!("{name} {shape:?}"),
+                found: "none, or of another shape".to_owned(),
+            }),
+        }
+    }
+}
+
+fn dtype_of(kind: Kind) -> Dtype {
+    if kind == Kind::BFloat16 { Dtype::Bf16 } else { Dtype::F32 }
 }
 
 /// Makes renames in a directory durable.
@@ -144,7 +214,8 @@ fn identity(policy: &Policy) -> String {
     blake3::hash(config.to_string().as_bytes()).to_hex().to_string()
 }
 
-/// Masters and moments as a list of named tensors.
+/// Masters, moments and weights as a list of named tensors.
+#[derive(Default)]
 struct State {
     tensors: Vec<TensorInfo>,
     bytes: Vec<Vec<u8>>,
@@ -152,18 +223,36 @@ struct State {
 }
 
 impl State {
-    fn of(policy: &Policy, file: AuxFile) -> Result<State> {
-        let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
-        let states = policy.optimizer().states();
+    fn add(&mut self, prefix: &str, optimizer: &AdamW) -> Result<()> {
         for (index, part) in PARTS.into_iter().enumerate() {
-            for state in states {
+            for state in optimizer.states() {
                 let tensor = [&state.master, &state.mean, &state.square][index];
-                let shape = tensor.size().into_iter().map(i64::unsigned_abs).collect();
-                tensors.push(TensorInfo { name: format!("{part}/{}", state.name), dtype: Dtype::F32, shape });
-                bytes.push(bytes_of(tensor)?);
+                self.push(format!("{prefix}{part}/{}", state.name), tensor, Kind::Float)?;
             }
         }
-        Ok(State { tensors, bytes, files: vec![file] })
+        Ok(())
+    }
+
+    fn add_weights(&mut self, prefix: &str, model: &Model) -> Result<()> {
+        for parameter in model.parameters() {
+            self.push(format!("{prefix}{}", parameter.name), &parameter.tensor, model.kind())?;
+        }
+        Ok(())
+    }
+
+    /// By name, as checkpoints have them.
+    fn sorted(mut self) -> State {
+        let mut both: Vec<_> = self.tensors.into_iter().zip(self.bytes).collect();
+        both.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
+        (self.tensors, self.bytes) = both.into_iter().unzip();
+        self
+    }
+
+    fn push(&mut self, name: String, tensor: &Tensor, kind: Kind) -> Result<()> {
+        let shape = tensor.size().into_iter().map(i64::unsigned_abs).collect();
+        self.tensors.push(TensorInfo { name, dtype: dtype_of(kind), shape });
+        self.bytes.push(bytes_of(tensor)?);
+        Ok(())
     }
 }
 

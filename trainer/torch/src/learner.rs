@@ -3,15 +3,15 @@
 use std::path::Path;
 
 use driftless_trainer::learner::{self, Learner, Place, Progress, StepStats, Stepped, Weights};
-use driftless_trainer::{Dtype, Error as LoopError, Estimator, LearnOptions, Result as LoopResult};
+use driftless_trainer::{Dtype, Error as LoopError, LearnOptions, Result as LoopResult};
 use driftless_transport::checkpoint::write_checkpoint;
 use tch::Kind;
 
-use crate::batch::{Batch, Reduction, Sample, micro_batches, token_weights};
 use crate::checkpoint;
 use crate::config::Config;
+use crate::critic::Critic;
 use crate::error::{Error, Result, input};
-use crate::loss::{PolicyLoss, Surrogate};
+use crate::learn;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
@@ -38,7 +38,14 @@ pub struct TorchOptions {
 #[derive(Debug)]
 pub struct TorchLearner {
     options: TorchOptions,
-    loaded: Option<(Policy, Place)>,
+    loaded: Option<Loaded>,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    policy: Policy,
+    critic: Option<Critic>,
+    place: Place,
 }
 
 impl TorchLearner {
@@ -48,16 +55,10 @@ impl TorchLearner {
         TorchLearner { options, loaded: None }
     }
 
-    fn open(&self, place: &Place) -> Result<(Policy, Option<Progress>)> {
+    fn open(&self, place: &Place) -> Result<(Loaded, Option<Progress>)> {
         torch::set_threads(self.options.num_threads)?;
         let learn = &self.options.learn;
-        let adamw = AdamWOptions {
-            beta1: learn.adam_beta1,
-            beta2: learn.adam_beta2,
-            weight_decay: learn.weight_decay,
-            clip_grad: learn.clip_grad,
-            ..AdamWOptions::default()
-        };
+        let adamw = AdamWOptions::of(learn);
         let device = torch::device(&self.options.device)?;
         let published = Config::published_kind(&place.hf_checkpoint)?;
         // As engines compute, unless told: with activations that round otherwise, log-probs would differ.
@@ -66,15 +67,26 @@ impl TorchLearner {
         let mut policy = Policy::new(model, published, adamw)?
             .with_recompute(learn.recompute)
             .with_log_probs_chunk_size(learn.log_probs_chunk_size);
-        if let Some(loss) = &learn.kl_loss {
-            let dir = loss.ref_load.as_ref().unwrap_or(&place.hf_checkpoint);
-            policy = policy.with_reference(Model::open(dir, kind, device)?)?;
+        if let Some(penalty) = learn.kl_penalty() {
+            let dir = penalty.ref_load.as_ref().unwrap_or(&place.hf_checkpoint);
+            policy = policy
+                .with_reference(Model::open(dir, kind, device)?, learn.ref_update_interval.is_some())?;
         }
-        let progress = checkpoint::load(&checkpoint::dir(&place.save), &mut policy)?;
-        Ok((policy, progress))
+        if let Some(dir) = learn.opd.as_ref().and_then(|opd| opd.teacher_load.as_ref()) {
+            policy = policy.with_teacher(Model::open(dir, kind, device)?)?;
+        }
+        let critic = learn.critic.as_ref().map(|critic| {
+            let dir = critic.load.as_ref().unwrap_or(&place.hf_checkpoint);
+            let model = Model::open_critic(dir, kind, device)?;
+            Ok::<_, Error>(Critic::new(model, published, adamw)?.with_recompute(learn.recompute))
+        });
+        let mut loaded = Loaded { policy, critic: critic.transpose()?, place: place.clone() };
+        let Loaded { policy, critic, .. } = &mut loaded;
+        let progress = checkpoint::load(&checkpoint::dir(&place.save), policy, critic.as_mut())?;
+        Ok((loaded, progress))
     }
 
-    fn loaded(&mut self) -> Result<&mut (Policy, Place)> {
+    fn loaded(&mut self) -> Result<&mut Loaded> {
         self.loaded.as_mut().ok_or_else(|| input("learner", "one that was loaded", "none"))
     }
 
@@ -88,64 +100,24 @@ impl TorchLearner {
     }
 
     fn weights(&mut self) -> Result<PolicySnapshot> {
-        let (policy, place) = self.loaded()?;
+        let Loaded { policy, place, .. } = self.loaded()?;
         PolicySnapshot::new(policy, &place.hf_checkpoint)
     }
 
-    fn train(&mut self, batch: &learner::Batch<'_>) -> Result<learner::StepStats> {
-        let TorchOptions { learn, temperature, .. } = self.options.clone();
-        let loss = PolicyLoss {
-            surrogate: match learn.advantage_estimator {
-                Estimator::Gspo => Surrogate::Sequence,
-                Estimator::Cispo => Surrogate::Cispo,
-                Estimator::Grpo | Estimator::ReinforcePlusPlus | Estimator::ReinforcePlusPlusBaseline => {
-                    Surrogate::Token
-                }
-            },
-            eps_clip: learn.eps_clip,
-            eps_clip_high: learn.eps_clip_high,
-            eps_clip_c: learn.eps_clip_c,
-            tis: learn.tis,
-            kl: learn.kl_loss.as_ref().map(|loss| (loss.kind, loss.coef)),
-            entropy_coef: learn.entropy_coef,
-            temperature,
-        };
-        let reduction =
-            if learn.calculate_per_token_loss { Reduction::PerToken } else { Reduction::PerRollout };
-        let (policy, _) = self.loaded()?;
-        let batches = batches(policy, batch, learn.max_tokens_per_gpu, reduction)?;
-        let batches: Vec<_> = batches.into_iter().map(|(_, batch)| batch).collect();
-        let lr = learn.lr_schedule().at(policy.optimizer().steps());
-        let stats = policy.policy_step(&batches, &loss, lr)?;
-        Ok(StepStats {
-            loss: stats.loss,
-            grad_norm: stats.grad_norm,
-            lr,
-            pg_clipfrac: stats.clipped,
-            ppo_kl: stats.ppo_kl,
-            kl_loss: stats.kl_loss,
-            tis_clipfrac: stats.tis_clipped,
-            mismatch_k3: stats.behaviour_kl,
-            entropy: stats.entropy,
-            log_prob_diff_mean: stats.log_prob_difference,
-            log_prob_diff_max: stats.log_prob_difference_max,
-        })
+    fn train(&mut self, batch: &learner::Batch<'_>) -> Result<StepStats> {
+        let TorchOptions { learn: options, temperature, .. } = self.options.clone();
+        let Loaded { policy, critic, .. } = self.loaded()?;
+        learn::learn(policy, critic.as_mut(), batch, &options, temperature)
     }
 
     fn log_probs_of(&mut self, batch: &learner::Batch<'_>) -> Result<Vec<Vec<f32>>> {
-        let (temperature, most) = (self.options.temperature, self.options.learn.max_tokens_per_gpu);
-        let (policy, _) = self.loaded()?;
+        let TorchOptions { learn: options, temperature, .. } = self.options.clone();
+        let Loaded { policy, .. } = self.loaded()?;
         let mut found = vec![Vec::new(); batch.samples.len()];
         // Of all response tokens, those that are not trained on included.
-        let unmasked = learner::Batch {
-            rollout_id: batch.rollout_id,
-            samples: batch
-                .samples
-                .iter()
-                .map(|sample| learner::Sample { loss_mask: &[], ..*sample })
-                .collect(),
-        };
-        for (chosen, packed) in batches(policy, &unmasked, most, Reduction::PerToken)? {
+        let unmasked = batch.samples.iter().map(|sample| learner::Sample { loss_mask: &[], ..*sample });
+        let packed = learn::pack(policy.model(), &unmasked.collect::<Vec<_>>(), &options)?;
+        for (chosen, packed) in packed.chosen.into_iter().zip(packed.batches) {
             let log_probs: Vec<f32> = Vec::try_from(policy.log_probs(&packed, temperature)?)?;
             let mut rest = log_probs.as_slice();
             for index in chosen {
@@ -166,8 +138,8 @@ impl Learner for TorchLearner {
     fn load(&mut self, place: &Place) -> LoopResult<Option<Progress>> {
         // Two models at once may not fit.
         self.loaded = None;
-        let (policy, progress) = self.open(place).map_err(|error| self.failed(error))?;
-        self.loaded = Some((policy, place.clone()));
+        let (loaded, progress) = self.open(place).map_err(|error| self.failed(error))?;
+        self.loaded = Some(loaded);
         Ok(progress)
     }
 
@@ -190,8 +162,14 @@ impl Learner for TorchLearner {
 
     fn save(&mut self, progress: &Progress) -> LoopResult<()> {
         let save = |learner: &mut Self| {
-            let (policy, place) = learner.loaded()?;
-            checkpoint::save(&checkpoint::dir(&place.save), policy, progress, place.keep)
+            let save = learner.options.learn.critic.as_ref().and_then(|critic| critic.save.clone());
+            let Loaded { policy, critic, place } = learner.loaded()?;
+            checkpoint::save(&checkpoint::dir(&place.save), policy, critic.as_ref(), progress, place.keep)?;
+            if let (Some(dir), Some(critic)) = (save, critic) {
+                let snapshot = PolicySnapshot::of_critic(critic, &place.hf_checkpoint)?;
+                write_checkpoint(&dir, &snapshot, SHARD_BYTES_MAX)?;
+            }
+            Ok(())
         };
         save(self).map_err(|error| self.failed(error))
     }
@@ -207,32 +185,4 @@ fn kind_of(dtype: Dtype) -> Kind {
         Dtype::Bfloat16 => Kind::BFloat16,
         Dtype::Float32 => Kind::Float,
     }
-}
-
-/// The samples as packed micro-batches, each with its samples' places in `batch`. Columns are read where they
-/// lie.
-fn batches(
-    policy: &Policy,
-    batch: &learner::Batch<'_>,
-    max_tokens: usize,
-    reduction: Reduction,
-) -> Result<Vec<(Vec<usize>, Batch)>> {
-    let samples = batch.samples.iter().map(|sample| Sample {
-        tokens: sample.tokens,
-        prompt_len: sample.prompt_len,
-        loss_mask: sample.loss_mask,
-        log_probs: sample.log_probs,
-        rollout_id: sample.rollout_id,
-        advantage: sample.advantage,
-    });
-    let samples: Vec<_> = samples.collect();
-    let weights = token_weights(&samples, reduction);
-    let lengths: Vec<_> = samples.iter().map(|sample| sample.tokens.len()).collect();
-    let (vocabulary, device) = (policy.model().config().vocab_size, policy.model().device());
-    let packed = micro_batches(&lengths, max_tokens).into_iter().map(|chosen| {
-        let some: Vec<_> = chosen.iter().map(|index| samples[*index]).collect();
-        let some_weights: Vec<_> = chosen.iter().map(|index| weights[*index]).collect();
-        Ok((chosen, Batch::new(&some, &some_weights, vocabulary, device)?))
-    });
-    packed.collect()
 }

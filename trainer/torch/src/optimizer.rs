@@ -8,7 +8,8 @@
 //! Masters, moments and gradients lie in one buffer each, and a step goes through them in slices: a few dozen
 //! operations instead of ten for each of hundreds of tensors, and working memory of a slice.
 
-use tch::{Kind, Tensor};
+use driftless_trainer::LearnOptions;
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result, input};
 use crate::models::Model;
@@ -37,6 +38,19 @@ impl Default for AdamWOptions {
     }
 }
 
+impl AdamWOptions {
+    /// Those of a run.
+    pub(crate) fn of(learn: &LearnOptions) -> AdamWOptions {
+        AdamWOptions {
+            beta1: learn.adam_beta1,
+            beta2: learn.adam_beta2,
+            weight_decay: learn.weight_decay,
+            clip_grad: learn.clip_grad,
+            ..AdamWOptions::default()
+        }
+    }
+}
+
 /// Masters, moments and the gradient being accumulated: f32, on the model's device.
 #[derive(Debug)]
 pub struct AdamW {
@@ -44,6 +58,7 @@ pub struct AdamW {
     rounded: Kind,
     states: Vec<State>,
     flat: Flat,
+    device: Device,
     step: u64,
 }
 
@@ -78,7 +93,7 @@ impl AdamW {
             return Err(input("published weights", "a kind the model can hold", found));
         }
         let (flat, states) = tch::no_grad(|| Flat::of(model))?;
-        let optimizer = AdamW { options, rounded, states, flat, step: 0 };
+        let optimizer = AdamW { options, rounded, states, flat, device: model.device(), step: 0 };
         optimizer.write_weights(model)?;
         for parameter in model.parameters_mut() {
             parameter.tensor = parameter.tensor.f_set_requires_grad(true)?;
@@ -153,6 +168,29 @@ impl AdamW {
         })
     }
 
+    /// Moves masters and moments to host memory, until [`AdamW::onload`].
+    pub(crate) fn offload(&mut self) -> Result<()> {
+        self.move_to(Device::Cpu)
+    }
+
+    /// Moves them back to where the model computes.
+    pub(crate) fn onload(&mut self) -> Result<()> {
+        self.move_to(self.device)
+    }
+
+    fn move_to(&mut self, device: Device) -> Result<()> {
+        for buffer in [&mut self.flat.master, &mut self.flat.mean, &mut self.flat.square, &mut self.flat.grad]
+        {
+            *buffer = buffer.f_to_device(device)?;
+        }
+        let mut start = 0;
+        for state in &mut self.states {
+            state.place(&self.flat, start)?;
+            start += state.master.numel() as i64;
+        }
+        Ok(())
+    }
+
     /// All states, in the order of [`Model::parameters`].
     pub(crate) fn states(&self) -> &[State] {
         &self.states
@@ -168,6 +206,19 @@ impl AdamW {
     }
 }
 
+impl State {
+    /// Lets it be the part of the buffers that begins at `start`, of its shape.
+    fn place(&mut self, flat: &Flat, start: i64) -> Result<()> {
+        let (shape, length) = (self.master.size(), self.master.numel() as i64);
+        let part = |buffer: &Tensor| buffer.f_narrow(0, start, length)?.f_view(shape.as_slice());
+        self.master = part(&flat.master)?;
+        self.mean = part(&flat.mean)?;
+        self.square = part(&flat.square)?;
+        self.grad = part(&flat.grad)?;
+        Ok(())
+    }
+}
+
 impl Flat {
     /// Buffers that begin with the model's weights, and each parameter's part of them.
     fn of(model: &Model) -> Result<(Flat, Vec<State>)> {
@@ -177,17 +228,11 @@ impl Flat {
         let flat = Flat { master: empty()?, mean: empty()?, square: empty()?, grad: empty()? };
         let mut start = 0;
         let state = |parameter: &crate::models::Parameter| {
-            let (shape, length) = (parameter.tensor.size(), parameter.tensor.numel() as i64);
-            let part = |buffer: &Tensor| buffer.f_narrow(0, start, length)?.f_view(shape.as_slice());
-            let mut state = State {
-                name: parameter.name.clone(),
-                master: part(&flat.master)?,
-                mean: part(&flat.mean)?,
-                square: part(&flat.square)?,
-                grad: part(&flat.grad)?,
-            };
+            let [master, mean, square, grad] = [(); 4].map(|()| parameter.tensor.shallow_clone());
+            let mut state = State { name: parameter.name.clone(), master, mean, square, grad };
+            state.place(&flat, start)?;
             state.master.f_copy_(&parameter.tensor.f_detach()?)?;
-            start += length;
+            start += parameter.tensor.numel() as i64;
             Ok(state)
         };
         let states = model.parameters().iter().map(state).collect::<Result<Vec<_>>>()?;

@@ -1,7 +1,12 @@
-//! Supervised training: the cold start on the arithmetic task, or next bytes of a text.
+//! Supervised training: on conversations, on the arithmetic task, or on next bytes of a text.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use driftless_trainer::LearnOptions;
+use driftless_trainer::data::{Dataset, Order};
+use driftless_trainer::learner;
+use driftless_trainer::tasks::arithmetic::{Arithmetic, Problem, Split};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::AuxFile;
 use driftless_transport::{Checkpoint, Snapshot};
@@ -10,7 +15,8 @@ use tch::{Device, Kind};
 use crate::batch::{Batch, Reduction, Sample, token_weights};
 use crate::checkpoint::{self, Progress};
 use crate::config::Config;
-use crate::error::{Error, Result, io};
+use crate::error::{Error, Result, input, io};
+use crate::learn::pack;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
@@ -18,7 +24,6 @@ use crate::snapshot::PolicySnapshot;
 use crate::tasks::arithmetic;
 use crate::tasks::text::{self, Text};
 use crate::torch;
-use driftless_trainer::tasks::arithmetic::{Arithmetic, Problem, Split};
 
 /// The learning rate rises linearly over so many steps.
 const WARMUP_STEPS: u64 = 20;
@@ -32,8 +37,18 @@ const SHARD_BYTES_MAX: u64 = 5 << 30;
 const ROLLOUT_ID: &str = "{rollout_id}";
 
 /// What is predicted.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum SftTask {
+    /// What the assistant says in conversations, with these settings of loss and optimiser. The loss is the mean
+    /// over each conversation's learned tokens, then over conversations, unless they say otherwise.
+    Chat {
+        /// The conversations, read with a loss mask.
+        data: Arc<Dataset>,
+        /// The order in which they are taken.
+        order: Order,
+        /// Settings of loss and optimiser.
+        learn: Box<LearnOptions>,
+    },
     /// Answers to problems of [`Split::Sft`].
     Arithmetic,
     /// The next byte, anywhere in the text.
@@ -66,7 +81,7 @@ pub struct SftOptions {
     pub stop_loss: Option<f64>,
     /// Problems or sequences of a step.
     pub batch_size: u64,
-    /// Peak learning rate.
+    /// Peak learning rate of the other tasks than [`SftTask::Chat`].
     pub lr: f64,
     /// Seed of weights and data.
     pub seed: u64,
@@ -107,9 +122,7 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
     }
     let mut losses = Vec::new();
     for step in done..options.steps {
-        let batch = batch(options, step, policy.model().config().vocab_size, device)?;
-        let warmed = ((step + 1) as f64 / WARMUP_STEPS as f64).min(1.0);
-        let loss = policy.sft_step(&[batch], options.lr * warmed)?.loss;
+        let loss = policy.sft_step(&batches(options, step, policy.model())?, options.lr_at(step))?.loss;
         losses.push(loss);
         if let Some(series) = series {
             let path = series.replace(ROLLOUT_ID, &(step + 1).to_string());
@@ -126,7 +139,7 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
     let steps = done + losses.len() as u64;
     if let Some(dir) = &options.save {
         let progress = Progress { step: steps, seed: options.seed, ..Progress::default() };
-        checkpoint::save(dir, &policy, &progress, 1)?;
+        checkpoint::save(dir, &policy, None, &progress, 1)?;
     }
     Ok(SftSummary {
         steps,
@@ -139,7 +152,7 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
 fn begin(options: &SftOptions, device: Device) -> Result<(Policy, Vec<AuxFile>)> {
     let (model, published, files) = match &options.hf_checkpoint {
         Some(dir) => {
-            if options.task == SftTask::Arithmetic {
+            if matches!(options.task, SftTask::Arithmetic) {
                 Arithmetic::check_checkpoint(dir)?;
             }
             let published = Config::published_kind(dir)?;
@@ -150,20 +163,29 @@ fn begin(options: &SftOptions, device: Device) -> Result<(Policy, Vec<AuxFile>)>
             let kind = options.dtype.unwrap_or(Kind::BFloat16);
             let model = Model::fresh(options.config.clone(), options.seed as i64, kind, device)?;
             let files = match options.task {
+                SftTask::Chat { .. } => {
+                    return Err(input("conversations", "a checkpoint to start from", "none"));
+                }
                 SftTask::Arithmetic => arithmetic::files(&options.config, kind)?,
                 SftTask::Text(_) => text::files(&options.config, kind)?,
             };
             (model, kind, files)
         }
     };
-    let adamw = AdamWOptions { beta1: BETA1, ..AdamWOptions::default() };
-    Ok((Policy::new(model, published, adamw)?, files))
+    let SftTask::Chat { learn, .. } = &options.task else {
+        let adamw = AdamWOptions { beta1: BETA1, ..AdamWOptions::default() };
+        return Ok((Policy::new(model, published, adamw)?, files));
+    };
+    let policy = Policy::new(model, published, AdamWOptions::of(learn))?
+        .with_recompute(learn.recompute)
+        .with_log_probs_chunk_size(learn.log_probs_chunk_size);
+    Ok((policy, files))
 }
 
 /// Takes up a training checkpoint and returns the steps it has done.
 fn load(dir: &Path, seed: u64, policy: &mut Policy) -> Result<u64> {
     let refused = |what, expected, found| Error::Resume { path: dir.to_owned(), what, expected, found };
-    match checkpoint::load(dir, policy)? {
+    match checkpoint::load(dir, policy, None)? {
         Some(progress) if progress.seed == seed => Ok(progress.step),
         Some(progress) => Err(refused("seed", seed.to_string(), progress.seed.to_string())),
         None => Err(refused("checkpoints", "one".to_owned(), "none".to_owned())),
@@ -181,23 +203,54 @@ fn recent_mean(losses: &[f64]) -> Option<f64> {
     Some(recent.iter().sum::<f64>() / LOSS_WINDOW as f64)
 }
 
-fn batch(options: &SftOptions, step: u64, vocab_size: i64, device: Device) -> Result<Batch> {
+impl SftOptions {
+    /// The learning rate of the step that follows `steps` others.
+    fn lr_at(&self, steps: u64) -> f64 {
+        match &self.task {
+            SftTask::Chat { learn, .. } => learn.lr_schedule().at(steps),
+            _ => self.lr * ((steps + 1) as f64 / WARMUP_STEPS as f64).min(1.0),
+        }
+    }
+}
+
+/// The micro-batches of a step.
+fn batches(options: &SftOptions, step: u64, model: &Model) -> Result<Vec<Batch>> {
     let numbers = step * options.batch_size..(step + 1) * options.batch_size;
-    let examples: Vec<_> = numbers.map(|number| example(options, number)).collect();
+    let examples: Vec<(Vec<i32>, usize)> = match &options.task {
+        SftTask::Chat { data, order, learn } => {
+            let samples: Vec<_> = numbers.map(|number| conversation(data, order, number)).collect();
+            return Ok(pack(model, &samples, learn)?.batches);
+        }
+        SftTask::Text(text) => numbers.map(|number| (text.draw(number, options.seed), 1)).collect(),
+        SftTask::Arithmetic => numbers.map(|number| problem(number, options.seed)).collect(),
+    };
     let samples = examples.iter().zip(0..);
     let samples: Vec<_> =
         samples.map(|((tokens, prompt_len), index)| Sample::supervised(tokens, *prompt_len, index)).collect();
-    Batch::new(&samples, &token_weights(&samples, Reduction::PerToken), vocab_size, device)
+    let weights = token_weights(&samples, Reduction::PerToken);
+    Ok(vec![Batch::new(&samples, &weights, model.config().vocab_size, model.device())?])
 }
 
-/// Tokens of a training example, and how many of them are only read.
-fn example(options: &SftOptions, number: u64) -> (Vec<i32>, usize) {
-    match &options.task {
-        SftTask::Arithmetic => {
-            let problem = Problem::draw(Split::Sft, number, options.seed);
-            let prompt = problem.prompt();
-            ([prompt.as_slice(), &problem.answer()].concat(), prompt.len())
-        }
-        SftTask::Text(text) => (text.draw(number, options.seed), 1),
+/// Tokens of a problem with its answer, and how many of them are only read.
+fn problem(number: u64, seed: u64) -> (Vec<i32>, usize) {
+    let problem = Problem::draw(Split::Sft, number, seed);
+    let prompt = problem.prompt();
+    ([prompt.as_slice(), &problem.answer()].concat(), prompt.len())
+}
+
+/// Conversation `number` of the training, from its first learned token on.
+fn conversation<'a>(data: &'a Dataset, order: &Order, number: u64) -> learner::Sample<'a> {
+    let example = &data.examples[order.at(number).0 as usize];
+    let learned = |place: &usize| example.loss_mask[*place] == 1;
+    let prompt_len = (1..example.tokens.len()).find(learned).unwrap_or(example.tokens.len());
+    learner::Sample {
+        position: Default::default(),
+        tokens: &example.tokens,
+        prompt_len,
+        loss_mask: &example.loss_mask[prompt_len..],
+        log_probs: &[],
+        teacher_log_probs: &[],
+        rollout_id: number,
+        advantage: 0.0,
     }
 }

@@ -7,7 +7,9 @@ use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{self as transport, Checkpoint, Dtype, Snapshot};
 use tch::Kind;
 
+use crate::critic::Critic;
 use crate::error::Result;
+use crate::optimizer::AdamW;
 use crate::policy::Policy;
 use crate::torch::bytes_of;
 
@@ -34,12 +36,23 @@ impl PolicySnapshot {
         PolicySnapshot::with_files(policy, Checkpoint::open(hf_checkpoint)?.files().to_vec())
     }
 
+    /// Copies a critic's weights, as those of a sequence classifier with one label; the other files are those of
+    /// `hf_checkpoint`.
+    pub(crate) fn of_critic(critic: &Critic, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
+        let files = critic.files(Checkpoint::open(hf_checkpoint)?.files())?;
+        PolicySnapshot::of(&critic.trained.optimizer, files)
+    }
+
     /// The same with files that are not on disk yet, sorted by name.
     pub(crate) fn with_files(policy: &Policy, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
-        let kind = policy.optimizer().rounded();
+        PolicySnapshot::of(policy.optimizer(), files)
+    }
+
+    fn of(optimizer: &AdamW, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
+        let kind = optimizer.rounded();
         let dtype = if kind == Kind::BFloat16 { Dtype::Bf16 } else { Dtype::F32 };
         let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
-        for state in policy.optimizer().states() {
+        for state in optimizer.states() {
             let shape = state.master.size().into_iter().map(i64::unsigned_abs).collect();
             tensors.push(TensorInfo { name: state.name.clone(), dtype, shape });
             bytes.push(bytes_of(&state.master.f_to_kind(kind)?)?);

@@ -1,11 +1,12 @@
-//! Every algorithm against the same formulas in f64, written out with loops: losses and gradients.
+//! Every loss against the same formulas in f64, written out with loops: losses and gradients.
 //!
 //! The reference knows nothing of tensors: it computes samples one after the other, and differentiates by
 //! differences.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_torch::{Kl, PolicyLoss, Surrogate, Tis, Tokens, policy_loss};
+use driftless_torch::{Sequence, Tokens, policy_loss, value_loss};
+use driftless_trainer::{Estimator, Kl, KlPenalty, LearnOptions, Level, Rs, Tis, TisMode};
 use tch::{Kind, Tensor};
 
 const CLOSE: f64 = 1e-6;
@@ -17,13 +18,16 @@ const STEP: f64 = 1e-5;
 struct Token {
     sample: usize,
     new: f64,
+    /// Under the old policy.
     old: f64,
+    /// Under the engine.
+    rollout: f64,
     reference: f64,
     advantage: f64,
     weight: f64,
 }
 
-/// Three samples whose ratios lie below, within and above the clip, with advantages of both signs.
+/// Samples whose ratios lie below, within and above every bound, with advantages of both signs.
 fn tokens() -> Vec<Token> {
     let samples: [(&[f64], f64); 4] = [
         (&[-0.7, 0.05, 0.6, -0.02], 1.3),
@@ -36,57 +40,110 @@ fn tokens() -> Vec<Token> {
         for (place, log_ratio) in log_ratios.iter().enumerate() {
             let new = f64::from(-0.3_f32 - 0.45 * (sample + 2 * place) as f32);
             let old = f64::from((new - log_ratio) as f32);
+            // Engine and trainer differ by less than a step, but for one token.
+            let apart = 0.3 * (place as f64 - 1.0) - f64::from(u8::from((sample, place) == (3, 1)));
+            let rollout = f64::from((old - apart) as f32);
             let reference = f64::from((new + 0.4 - 0.3 * place as f64) as f32);
             let weight = f64::from(1.0 / (4.0 * log_ratios.len() as f32));
             let advantage = f64::from(advantage as f32);
-            tokens.push(Token { sample, new, old, reference, advantage, weight });
+            tokens.push(Token { sample, new, old, rollout, reference, advantage, weight });
         }
     }
     tokens
 }
 
-/// Mean of new − old over a sample.
-fn mean_log_ratio(tokens: &[Token], sample: usize) -> f64 {
+/// What is the same for every token of a sample.
+struct Whole {
+    ratio: f64,
+    sum: f64,
+    mean: f64,
+    least: f64,
+}
+
+/// Of the sample of each token. `old` is a token's log-prob under the old policy.
+fn whole(tokens: &[Token], sample: usize, old: impl Fn(&Token) -> f64) -> Whole {
     let of: Vec<_> = tokens.iter().filter(|token| token.sample == sample).collect();
-    of.iter().map(|token| token.new - token.old).sum::<f64>() / of.len() as f64
+    let count = of.len() as f64;
+    let sum = of.iter().map(|token| old(token) - token.rollout).sum::<f64>();
+    Whole {
+        ratio: of.iter().map(|token| token.new - old(token)).sum::<f64>() / count,
+        sum,
+        mean: sum / count,
+        least: of.iter().map(|token| old(token) - token.rollout).fold(f64::INFINITY, f64::min),
+    }
+}
+
+/// What a case is computed with.
+#[derive(Clone)]
+struct Case {
+    options: LearnOptions,
+    /// Whether the old policy is another than the policy.
+    moved: bool,
 }
 
 /// The loss as the papers have it. `fixed` are the tokens at which what carries no gradient is taken.
-fn reference(tokens: &[Token], fixed: &[Token], options: &PolicyLoss) -> f64 {
+fn reference(tokens: &[Token], fixed: &[Token], case: &Case) -> f64 {
+    let Case { options, moved } = case;
+    let (low, high) = (1.0 - options.eps_clip, 1.0 + options.eps_clip_high);
     let mut loss = 0.0;
     for (token, constant) in tokens.iter().zip(fixed) {
-        let old = if options.tis.is_some() { constant.new } else { token.old };
-        let log_ratio = match options.surrogate {
-            Surrogate::Sequence => mean_log_ratio(tokens, token.sample),
-            Surrogate::Token | Surrogate::Cispo => token.new - old,
+        let old = |token: &Token| match (options.use_rollout_logprobs, moved) {
+            (true, _) => token.rollout,
+            (false, true) => token.old,
+            (false, false) => token.new,
+        };
+        let at_old = old(constant);
+        let held = whole(fixed, token.sample, old);
+        let sample: Vec<_> = tokens.iter().filter(|other| other.sample == token.sample).collect();
+        let log_ratio = match options.advantage_estimator {
+            Estimator::Gspo => {
+                let moved = sample.iter().map(|token| token.new).sum::<f64>() / sample.len() as f64;
+                let began = fixed.iter().filter(|other| other.sample == token.sample).map(&old).sum::<f64>();
+                moved - began / sample.len() as f64
+            }
+            _ => token.new - at_old,
         };
         let ratio = log_ratio.exp();
-        let cut = ratio.max(1.0 - options.eps_clip).min(1.0 + options.eps_clip_high);
-        let mut term = match options.surrogate {
-            Surrogate::Cispo => {
-                let ratio = (constant.new - old).exp();
-                let cut = ratio.max(1.0 - options.eps_clip).min(1.0 + options.eps_clip_high);
-                -cut * token.advantage * token.new
-            }
-            Surrogate::Token | Surrogate::Sequence => (-ratio * token.advantage).max(-cut * token.advantage),
+        let mut term = match options.advantage_estimator {
+            Estimator::Cispo => -(constant.new - at_old).exp().clamp(low, high) * token.advantage * token.new,
+            Estimator::RejectionSampling => -token.advantage * token.new,
+            _ => (-ratio * token.advantage).max(-ratio.clamp(low, high) * token.advantage),
         };
         if let Some(c) = options.eps_clip_c
             && token.advantage < 0.0
         {
             term = term.min(-c * token.advantage);
         }
-        if let Some(Tis { low, high }) = options.tis {
-            term *= (constant.new - token.old).exp().max(low).min(high);
+        if options.opsm_delta.is_some_and(|delta| token.advantage < 0.0 && -held.ratio > delta) {
+            term = 0.0;
         }
-        if let Some((kind, coefficient)) = options.kl {
+        let apart = at_old - constant.rollout;
+        let at = |level| match level {
+            Level::Token => apart.exp(),
+            Level::Sequence => held.sum.exp(),
+            Level::Geometric => held.mean.exp(),
+        };
+        if let Some(Tis { low, high, level, mode }) = options.tis {
+            let within = (low..=high).contains(&at(level));
+            term *= match mode {
+                TisMode::Clip => at(level).clamp(low, high),
+                TisMode::Mask => f64::from(u8::from(within)) * at(level),
+            };
+        }
+        if let Some(Rs { low, high, level, veto }) = options.rs {
+            let vetoed = veto.is_some_and(|veto| held.least.exp() < veto);
+            term *= f64::from(u8::from((low..=high).contains(&at(level)) && !vetoed));
+        }
+        if let Some(KlPenalty { kind, coef, .. }) = options.kl_loss {
             let d = token.new - token.reference;
             let k3 = (-d).exp() - 1.0 + d;
-            term += coefficient
+            let weight = if options.use_unbiased_kl { (token.new - at_old).exp() } else { 1.0 };
+            term += coef
                 * match kind {
-                    Kl::K1 => d,
-                    Kl::K2 => d * d / 2.0,
-                    Kl::K3 => k3,
-                    Kl::LowVarKl => k3.clamp(-10.0, 10.0),
+                    Kl::K1 => weight * d,
+                    Kl::K2 => weight * d * d / 2.0,
+                    Kl::K3 => weight * k3,
+                    Kl::LowVarKl => (weight * k3).clamp(-10.0, 10.0),
                 };
         }
         loss += token.weight * term;
@@ -95,35 +152,47 @@ fn reference(tokens: &[Token], fixed: &[Token], options: &PolicyLoss) -> f64 {
 }
 
 /// The crate's loss and its gradient with respect to each log-prob.
-fn computed(tokens: &[Token], options: &PolicyLoss) -> (f64, Vec<f64>) {
-    let column = |of: fn(&Token) -> f64| {
+fn computed(tokens: &[Token], case: &Case) -> (f64, Vec<f64>) {
+    let column = |of: &dyn Fn(&Token) -> f64| {
         Tensor::from_slice(&tokens.iter().map(of).collect::<Vec<_>>()).to_kind(Kind::Float)
     };
-    let means: Vec<f64> = tokens.iter().map(|token| mean_log_ratio(tokens, token.sample)).collect();
-    let columns = Tokens {
-        weights: column(|token| token.weight),
-        old_log_probs: column(|token| token.old),
-        advantages: column(|token| token.advantage),
-        reference: Some(column(|token| token.reference)),
-        sequence: Some(Tensor::from_slice(&means).to_kind(Kind::Float)),
+    let old = |token: &Token| match (case.options.use_rollout_logprobs, case.moved) {
+        (true, _) => token.rollout,
+        (false, true) => token.old,
+        (false, false) => token.new,
     };
-    let new = column(|token| token.new).set_requires_grad(true);
-    let terms = policy_loss(&new, None, &columns, options).unwrap();
+    let of_sample = |of: fn(Whole) -> f64| column(&|token| of(whole(tokens, token.sample, old)));
+    let given = case.moved || case.options.use_rollout_logprobs;
+    let columns = Tokens {
+        weights: column(&|token| token.weight),
+        rollout_log_probs: column(&|token| token.rollout),
+        old_log_probs: given.then(|| column(&old)),
+        advantages: column(&|token| token.advantage),
+        reference: Some(column(&|token| token.reference)),
+        sequence: Some(Sequence {
+            ratio: of_sample(|whole| whole.ratio),
+            sum: of_sample(|whole| whole.sum),
+            mean: of_sample(|whole| whole.mean),
+            least: of_sample(|whole| whole.least),
+        }),
+    };
+    let new = column(&|token| token.new).set_requires_grad(true);
+    let terms = policy_loss(&new, None, &columns, &case.options).unwrap();
     terms.loss.backward();
     let gradient = Vec::<f64>::try_from(new.grad().to_kind(Kind::Double)).unwrap();
     (f64::try_from(terms.loss).unwrap(), gradient)
 }
 
-fn agrees(name: &str, options: &PolicyLoss) {
+fn agrees(name: &str, case: &Case) {
     let tokens = tokens();
-    let (loss, gradient) = computed(&tokens, options);
-    let expected = reference(&tokens, &tokens, options);
+    let (loss, gradient) = computed(&tokens, case);
+    let expected = reference(&tokens, &tokens, case);
     assert!((loss - expected).abs() <= CLOSE, "{name}: loss {loss}, reference {expected}");
     for (index, found) in gradient.iter().enumerate() {
         let moved = |by: f64| {
             let mut moved = tokens.clone();
             moved[index].new += by;
-            reference(&moved, &tokens, options)
+            reference(&moved, &tokens, case)
         };
         let slope = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
         assert!((found - slope).abs() <= CLOSE, "{name}: token {index}: {found}, reference {slope}");
@@ -132,22 +201,72 @@ fn agrees(name: &str, options: &PolicyLoss) {
 
 #[test]
 fn every_algorithm_is_its_formula() {
-    let plain = PolicyLoss { eps_clip_high: 0.28, ..PolicyLoss::default() };
-    let tis = Some(Tis { low: 0.6, high: 1.5 });
+    let plain = LearnOptions { eps_clip_high: 0.28, ..LearnOptions::default() };
+    let of = |advantage_estimator| LearnOptions { advantage_estimator, ..plain.clone() };
+    let tis = |level, mode| Some(Tis { low: 0.6, high: 1.3, level, mode });
+    let rs = |level, veto| Some(Rs { low: 0.75, high: 1.3, level, veto });
+    let kl = |kind| Some(KlPenalty { kind, coef: 0.3, ref_load: None });
     let cases = [
-        ("token ratios: grpo, reinforce_plus_plus", plain),
-        ("gspo", PolicyLoss { surrogate: Surrogate::Sequence, ..plain }),
-        ("cispo", PolicyLoss { surrogate: Surrogate::Cispo, ..plain }),
-        ("eps-clip-c", PolicyLoss { eps_clip_c: Some(1.9), ..plain }),
-        ("gspo, eps-clip-c", PolicyLoss { surrogate: Surrogate::Sequence, eps_clip_c: Some(1.2), ..plain }),
-        ("tis", PolicyLoss { tis, ..plain }),
-        ("cispo, tis", PolicyLoss { surrogate: Surrogate::Cispo, tis, ..plain }),
-        ("k1", PolicyLoss { kl: Some((Kl::K1, 0.3)), ..plain }),
-        ("k2", PolicyLoss { kl: Some((Kl::K2, 0.3)), ..plain }),
-        ("k3", PolicyLoss { kl: Some((Kl::K3, 0.3)), ..plain }),
-        ("low_var_kl", PolicyLoss { kl: Some((Kl::LowVarKl, 0.3)), ..plain }),
+        ("token ratios: grpo, reinforce_plus_plus, ppo", plain.clone()),
+        ("gspo", of(Estimator::Gspo)),
+        ("cispo", of(Estimator::Cispo)),
+        ("rejection_sampling", of(Estimator::RejectionSampling)),
+        ("use-rollout-logprobs", LearnOptions { use_rollout_logprobs: true, ..plain.clone() }),
+        ("eps-clip-c", LearnOptions { eps_clip_c: Some(1.9), ..plain.clone() }),
+        ("gspo, eps-clip-c", LearnOptions { eps_clip_c: Some(1.2), ..of(Estimator::Gspo) }),
+        ("tis", LearnOptions { tis: tis(Level::Token, TisMode::Clip), ..plain.clone() }),
+        ("icepop", LearnOptions { tis: tis(Level::Token, TisMode::Mask), ..plain.clone() }),
+        ("mis, sequence", LearnOptions { tis: tis(Level::Sequence, TisMode::Mask), ..plain.clone() }),
+        ("tis, geometric", LearnOptions { tis: tis(Level::Geometric, TisMode::Clip), ..plain.clone() }),
+        ("cispo, tis", LearnOptions { tis: tis(Level::Token, TisMode::Clip), ..of(Estimator::Cispo) }),
+        ("rs", LearnOptions { rs: rs(Level::Token, None), ..plain.clone() }),
+        ("rs, geometric, veto", LearnOptions { rs: rs(Level::Geometric, Some(0.4)), ..plain.clone() }),
+        ("opsm", LearnOptions { opsm_delta: Some(0.1), ..plain.clone() }),
+        ("k1", LearnOptions { kl_loss: kl(Kl::K1), ..plain.clone() }),
+        ("k2", LearnOptions { kl_loss: kl(Kl::K2), ..plain.clone() }),
+        ("k3", LearnOptions { kl_loss: kl(Kl::K3), ..plain.clone() }),
+        ("low_var_kl", LearnOptions { kl_loss: kl(Kl::LowVarKl), ..plain.clone() }),
+        ("unbiased k3", LearnOptions { kl_loss: kl(Kl::K3), use_unbiased_kl: true, ..plain.clone() }),
+        ("unbiased low_var_kl", LearnOptions { kl_loss: kl(Kl::LowVarKl), use_unbiased_kl: true, ..plain }),
     ];
     for (name, options) in cases {
-        agrees(name, &options);
+        // The old policy is the policy itself, then another.
+        for moved in [false, true] {
+            agrees(&format!("{name}, moved {moved}"), &Case { options: options.clone(), moved });
+        }
+    }
+}
+
+#[test]
+fn value_loss_is_its_formula() {
+    let (clip, weights) = (0.2, [0.1_f32, 0.25, 0.4, 0.05]);
+    // Within the clip; beyond it towards the return, and away from it; beyond it on the other side.
+    let (values, old, returns) =
+        ([0.3_f32, 0.9, 0.9, -0.6], [0.2_f32, 0.4, 0.4, 0.1], [1.0_f32, 1.5, -0.5, -0.1]);
+    let reference = |values: &[f64]| -> f64 {
+        (0..4)
+            .map(|t| {
+                let [value, old, r] = [values[t], f64::from(old[t]), f64::from(returns[t])];
+                let clipped = old + (value - old).clamp(-clip, clip);
+                f64::from(weights[t]) * ((clipped - r).powi(2)).max((value - r).powi(2))
+            })
+            .sum()
+    };
+    let wide = values.map(f64::from);
+    let leaf = Tensor::from_slice(&values).set_requires_grad(true);
+    let column = Tensor::from_slice::<f32>;
+    let (loss, clipped) =
+        value_loss(&leaf, &column(&old), &column(&returns), &column(&weights), clip).unwrap();
+    assert!((f64::try_from(&loss).unwrap() - reference(&wide)).abs() <= CLOSE);
+    assert!((f64::try_from(clipped).unwrap() - f64::from(0.25_f32 + 0.4 + 0.05)).abs() <= CLOSE);
+    loss.backward();
+    for (t, found) in Vec::<f64>::try_from(leaf.grad().to_kind(Kind::Double)).unwrap().iter().enumerate() {
+        let moved = |by: f64| {
+            let mut moved = wide;
+            moved[t] += by;
+            reference(&moved)
+        };
+        let slope = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
+        assert!((found - slope).abs() <= CLOSE, "token {t}: {found}, reference {slope}");
     }
 }

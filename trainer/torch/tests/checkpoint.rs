@@ -52,7 +52,7 @@ fn progress(step: u64) -> Progress {
 
 /// Every bit of the trainer's state, as a checkpoint holds it.
 fn state(policy: &Policy, dir: &Path) -> Vec<u8> {
-    checkpoint::save(dir, policy, &progress(99), 1).unwrap();
+    checkpoint::save(dir, policy, None, &progress(99), 1).unwrap();
     std::fs::read(dir.join("step-00000099/model.safetensors")).unwrap()
 }
 
@@ -72,11 +72,11 @@ fn two_steps_a_restart_and_two_steps_are_four_steps() {
 
     let mut first = policy(config(), SEED);
     (0..2).for_each(|step| train(&mut first, step));
-    checkpoint::save(&dir.path().join("run"), &first, &progress(2), 2).unwrap();
+    checkpoint::save(&dir.path().join("run"), &first, None, &progress(2), 2).unwrap();
     drop(first);
     // Other weights, all of which must be replaced.
     let mut second = policy(config(), SEED + 1);
-    assert_eq!(checkpoint::load(&dir.path().join("run"), &mut second).unwrap(), Some(progress(2)));
+    assert_eq!(checkpoint::load(&dir.path().join("run"), &mut second, None).unwrap(), Some(progress(2)));
     assert_eq!(second.optimizer().steps(), 2);
     (2..4).for_each(|step| train(&mut second, step));
 
@@ -89,9 +89,9 @@ fn two_steps_a_restart_and_two_steps_are_four_steps() {
 fn the_newest_is_loaded_and_the_oldest_are_deleted() {
     let dir = tempfile::tempdir().unwrap();
     let mut policy = policy(config(), SEED);
-    assert_eq!(checkpoint::load(dir.path(), &mut policy).unwrap(), None);
+    assert_eq!(checkpoint::load(dir.path(), &mut policy, None).unwrap(), None);
     for step in [1, 2, 10] {
-        checkpoint::save(dir.path(), &policy, &progress(step), 2).unwrap();
+        checkpoint::save(dir.path(), &policy, None, &progress(step), 2).unwrap();
     }
     // What a crash in the middle of saving leaves.
     std::fs::create_dir(dir.path().join("partial-step-00000011")).unwrap();
@@ -99,21 +99,24 @@ fn the_newest_is_loaded_and_the_oldest_are_deleted() {
         std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["partial-step-00000011", "step-00000002", "step-00000010"]);
-    assert_eq!(checkpoint::load(dir.path(), &mut policy).unwrap(), Some(progress(10)));
+    assert_eq!(checkpoint::load(dir.path(), &mut policy, None).unwrap(), Some(progress(10)));
 }
 
 #[test]
 fn foreign_and_damaged_checkpoints_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    checkpoint::save(dir.path(), &policy(config(), SEED), &progress(1), 1).unwrap();
+    checkpoint::save(dir.path(), &policy(config(), SEED), None, &progress(1), 1).unwrap();
     let mut other = policy(Config { num_hidden_layers: 1, ..config() }, SEED);
     let before = weights(&other);
-    assert!(matches!(checkpoint::load(dir.path(), &mut other), Err(Error::Resume { what: "model", .. })));
+    assert!(matches!(
+        checkpoint::load(dir.path(), &mut other, None),
+        Err(Error::Resume { what: "model", .. })
+    ));
     assert_eq!(weights(&other), before);
 
     let file = dir.path().join("step-00000001/model.safetensors");
     let bytes = std::fs::read(&file).unwrap();
     std::fs::write(&file, &bytes[..bytes.len() - 4]).unwrap();
     let mut same = policy(config(), SEED);
-    assert!(matches!(checkpoint::load(dir.path(), &mut same), Err(Error::Transport(_))));
+    assert!(matches!(checkpoint::load(dir.path(), &mut same, None), Err(Error::Transport(_))));
 }

@@ -2,19 +2,18 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_torch::{Error, Kl, PolicyLoss, PolicyTerms, Tokens, Watched, kl, policy_loss};
+use driftless_torch::{Error, PolicyTerms, Tokens, Watched, kl, policy_loss};
+use driftless_trainer::{Estimator, Kl, KlPenalty, LearnOptions};
 use tch::{Kind, Tensor};
 
-const PLAIN: PolicyLoss = PolicyLoss {
-    eps_clip_high: 0.3,
-    surrogate: driftless_torch::Surrogate::Token,
-    eps_clip: 0.2,
-    eps_clip_c: None,
-    tis: None,
-    kl: None,
-    entropy_coef: 0.0,
-    temperature: 1.0,
-};
+fn plain() -> LearnOptions {
+    LearnOptions { eps_clip_high: 0.3, ..LearnOptions::default() }
+}
+
+fn penalty(kind: Kl, coef: f64) -> Option<KlPenalty> {
+    Some(KlPenalty { kind, coef, ref_load: None })
+}
+
 /// The log-probs that the policy gives two tokens.
 const NEW: [f64; 2] = [0.5, 0.25];
 
@@ -34,14 +33,15 @@ fn column(values: &[f64]) -> Tensor {
 fn tokens(old: [f64; 2], advantage: f64) -> Tokens {
     Tokens {
         weights: column(&[0.5, 0.5]),
-        old_log_probs: column(&old.map(f64::ln)),
+        rollout_log_probs: column(&old.map(f64::ln)),
+        old_log_probs: Some(column(&old.map(f64::ln))),
         advantages: column(&[advantage; 2]),
         reference: None,
         sequence: None,
     }
 }
 
-fn loss(tokens: &Tokens, options: &PolicyLoss) -> PolicyTerms {
+fn loss(tokens: &Tokens, options: &LearnOptions) -> PolicyTerms {
     policy_loss(&column(&NEW.map(f64::ln)), None, tokens, options).unwrap()
 }
 
@@ -49,18 +49,22 @@ fn loss(tokens: &Tokens, options: &PolicyLoss) -> PolicyTerms {
 fn the_surrogate_is_clipped_on_the_side_that_the_advantage_pays_for() {
     // Ratios 2 and 1: the first is clipped to 1.3 where the advantage is positive, counts in full where it is
     // negative.
-    let terms = loss(&tokens([0.25, 0.25], 1.0), &PLAIN);
+    let terms = loss(&tokens([0.25, 0.25], 1.0), &plain());
     close(number(&terms.loss), -(1.3 + 1.0) / 2.0);
     close(terms.mean(Watched::Clipped), 0.5);
-    let terms = loss(&tokens([0.25, 0.25], -1.0), &PLAIN);
+    let terms = loss(&tokens([0.25, 0.25], -1.0), &plain());
     close(number(&terms.loss), (2.0 + 1.0) / 2.0);
     close(terms.mean(Watched::Clipped), 0.0);
     // A second clip bounds that too.
-    let dual = PolicyLoss { eps_clip_c: Some(1.5), ..PLAIN };
+    let dual = LearnOptions { eps_clip_c: Some(1.5), ..plain() };
     close(number(&loss(&tokens([0.25, 0.25], -1.0), &dual).loss), (1.5 + 1.0) / 2.0);
     // Ratios 1/2 and 1: clipped to 0.8 where the advantage is negative.
-    let terms = loss(&tokens([1.0, 0.25], -1.0), &PLAIN);
+    let terms = loss(&tokens([1.0, 0.25], -1.0), &plain());
     close(number(&terms.loss), (0.8 + 1.0) / 2.0);
+    // The trainer's old policy is the engine's.
+    close(terms.mean(Watched::Difference), 0.0);
+    let engines = LearnOptions { use_rollout_logprobs: true, ..plain() };
+    let terms = loss(&tokens([1.0, 0.25], -1.0), &engines);
     close(terms.mean(Watched::Difference), 2_f64.ln() / 2.0);
     // k3 with d = log old − log new = ln 2: 1/2 + ln 2 − 1, over two tokens; and k1.
     close(terms.mean(Watched::K3), (2_f64.ln() - 0.5) / 2.0);
@@ -74,16 +78,16 @@ fn kl_estimators_by_hand() {
     for (kind, expected) in
         [(Kl::K1, d), (Kl::K2, d * d / 2.0), (Kl::K3, 0.5 + d - 1.0), (Kl::LowVarKl, 0.5 + d - 1.0)]
     {
-        close(number(&kl(kind, &policy, &reference).unwrap()), expected);
+        close(number(&kl(kind, &policy, &reference, None).unwrap()), expected);
     }
-    close(number(&kl(Kl::K3, &policy, &policy).unwrap()), 0.0);
+    close(number(&kl(Kl::K3, &policy, &policy, None).unwrap()), 0.0);
     // The bound of low_var_kl is on the estimate, and k3 has none.
     let zero = column(&[0.0]);
-    let k3 = number(&kl(Kl::K3, &column(&[-12.0]), &zero).unwrap());
+    let k3 = number(&kl(Kl::K3, &column(&[-12.0]), &zero, None).unwrap());
     assert!((k3 - 162_741.791).abs() < 0.1, "{k3}");
     for d in [-1e4, -12.0, 12.0, 1e4] {
         let policy = column(&[d]).set_requires_grad(true);
-        let kl = kl(Kl::LowVarKl, &policy, &zero).unwrap();
+        let kl = kl(Kl::LowVarKl, &policy, &zero, None).unwrap();
         close(number(&kl), 10.0);
         kl.sum(Kind::Float).backward();
         close(number(&policy.grad()), 0.0);
@@ -94,9 +98,10 @@ fn kl_estimators_by_hand() {
 fn a_column_that_the_loss_needs_is_asked_for() {
     let policy = column(&NEW.map(f64::ln));
     for options in [
-        PolicyLoss { kl: Some((Kl::K2, 1.0)), ..PLAIN },
-        PolicyLoss { entropy_coef: 0.1, ..PLAIN },
-        PolicyLoss { surrogate: driftless_torch::Surrogate::Sequence, ..PLAIN },
+        LearnOptions { kl_loss: penalty(Kl::K2, 1.0), ..plain() },
+        LearnOptions { entropy_coef: 0.1, ..plain() },
+        LearnOptions { advantage_estimator: Estimator::Gspo, ..plain() },
+        LearnOptions { opsm_delta: Some(0.1), ..plain() },
     ] {
         let result = policy_loss(&policy, None, &tokens(NEW, 1.0), &options);
         assert!(matches!(result, Err(Error::Input { .. })), "{options:?}");
@@ -106,8 +111,8 @@ fn a_column_that_the_loss_needs_is_asked_for() {
 #[test]
 fn kl_and_entropy_enter_the_loss() {
     let mut tokens = tokens(NEW, 0.0);
-    let options = PolicyLoss { kl: Some((Kl::K2, 10.0)), entropy_coef: 0.1, ..PLAIN };
-    tokens.reference = Some(&tokens.old_log_probs - 1.0);
+    let options = LearnOptions { kl_loss: penalty(Kl::K2, 10.0), entropy_coef: 0.1, ..plain() };
+    tokens.reference = Some(&tokens.rollout_log_probs - 1.0);
     let entropy = column(&[3.0, 5.0]);
     let policy = column(&NEW.map(f64::ln));
     let loss = policy_loss(&policy, Some(&entropy), &tokens, &options).unwrap().loss;
@@ -116,6 +121,7 @@ fn kl_and_entropy_enter_the_loss() {
 
 #[test]
 fn log_ratios_that_no_two_policies_have_stay_finite() {
-    let terms = loss(&tokens([0.0, 0.25], -1.0), &PLAIN);
+    let engines = LearnOptions { use_rollout_logprobs: true, ..plain() };
+    let terms = loss(&tokens([0.0, 0.25], -1.0), &engines);
     assert!(number(&terms.loss).is_finite() && terms.mean(Watched::K3).is_finite());
 }

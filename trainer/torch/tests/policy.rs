@@ -2,9 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_torch::{
-    AdamWOptions, Batch, Config, Error, Family, Kl, Model, Policy, PolicyLoss, Sample, Surrogate,
-};
+use driftless_torch::{AdamWOptions, Batch, Config, Error, Family, Model, Policy, Sample};
+use driftless_trainer::{Estimator, Kl, KlPenalty, LearnOptions};
 use tch::{Device, Kind, Tensor};
 
 const SEED: i64 = 7;
@@ -30,6 +29,11 @@ fn config() -> Config {
         eos_token_ids: vec![1],
         pad_token_id: Some(0),
     }
+}
+
+/// The old policy is the engine's, so that ratios say something.
+fn engines() -> LearnOptions {
+    LearnOptions { use_rollout_logprobs: true, ..LearnOptions::default() }
 }
 
 fn policy_of(config: Config, kind: Kind, clip_grad: f64) -> Policy {
@@ -117,12 +121,12 @@ fn weights(policy: &Policy) -> Vec<f32> {
 fn an_error_between_micro_batches_leaves_no_partial_sums() {
     let (mut straight, mut retried) = (policy_with(1.0), policy_with(1.0));
     let whole = [batch(&[3, 4, 5, 6, 7]), batch(&[9, 8, 7, 6])];
-    let expected = straight.policy_step(&whole, &PolicyLoss::default(), LR).unwrap();
+    let expected = straight.policy_step(&whole, &engines(), 1.0, LR).unwrap();
 
-    let failed = retried.policy_step(&[batch(&[3, 4, 5, 6, 7]), broken()], &PolicyLoss::default(), LR);
+    let failed = retried.policy_step(&[batch(&[3, 4, 5, 6, 7]), broken()], &engines(), 1.0, LR);
     assert!(matches!(failed, Err(Error::Torch(_))), "{failed:?}");
     assert_eq!(retried.optimizer().steps(), 0);
-    assert_eq!(retried.policy_step(&whole, &PolicyLoss::default(), LR).unwrap(), expected);
+    assert_eq!(retried.policy_step(&whole, &engines(), 1.0, LR).unwrap(), expected);
     assert_eq!(weights(&retried), weights(&straight));
 }
 
@@ -132,13 +136,13 @@ fn a_step_that_is_not_finite_reports_itself_and_changes_nothing() {
     let before = weights(&struck);
     let mut poisoned = batch(&[3, 4, 5, 6]);
     poisoned.advantages = Tensor::full_like(&poisoned.advantages, f64::NAN);
-    let failed = struck.policy_step(&[batch(&[9, 8, 7, 6]), poisoned], &PolicyLoss::default(), LR);
+    let failed = struck.policy_step(&[batch(&[9, 8, 7, 6]), poisoned], &engines(), 1.0, LR);
     assert!(matches!(failed, Err(Error::NotFinite { step: 0, .. })), "{failed:?}");
     assert_eq!((weights(&struck), struck.optimizer().steps()), (before, 0));
 
     let whole = [batch(&[3, 4, 5, 6, 7])];
-    let expected = straight.policy_step(&whole, &PolicyLoss::default(), LR).unwrap();
-    assert_eq!(struck.policy_step(&whole, &PolicyLoss::default(), LR).unwrap(), expected);
+    let expected = straight.policy_step(&whole, &engines(), 1.0, LR).unwrap();
+    assert_eq!(struck.policy_step(&whole, &engines(), 1.0, LR).unwrap(), expected);
     assert_eq!(weights(&struck), weights(&straight));
 }
 
@@ -149,8 +153,8 @@ fn clip_grad_zero_is_no_clipping() {
         (policy_with(0.0), policy_with(far_above_any_norm), policy_with(1e-9));
     for policy in [&mut off, &mut loose, &mut tight] {
         // AdamW's first step does not depend on the size of gradients; later ones do.
-        policy.policy_step(&[batch(&[3, 4, 5, 6, 7])], &PolicyLoss::default(), LR).unwrap();
-        let stats = policy.policy_step(&[batch(&[9, 8, 2, 6])], &PolicyLoss::default(), LR).unwrap();
+        policy.policy_step(&[batch(&[3, 4, 5, 6, 7])], &engines(), 1.0, LR).unwrap();
+        let stats = policy.policy_step(&[batch(&[9, 8, 2, 6])], &engines(), 1.0, LR).unwrap();
         assert!(stats.grad_norm > 1e-3);
     }
     assert_eq!(weights(&off), weights(&loose));
@@ -171,7 +175,7 @@ fn masked_tokens_never_reach_the_gradient() {
             advantage,
         };
         let batch = Batch::new(&[sample], &[1.0], 24, Device::Cpu).unwrap();
-        let stats = policy.policy_step(&[batch], &PolicyLoss::default(), LR).unwrap();
+        let stats = policy.policy_step(&[batch], &engines(), 1.0, LR).unwrap();
         (stats, weights(&policy))
     };
     for advantage in [1.0, -1.0] {
@@ -186,8 +190,8 @@ fn a_batch_without_a_trained_token_is_passed_over() {
     let sample = Sample { loss_mask: &[0, 0], ..Sample::supervised(&[3, 4, 5, 6], 2, 0) };
     let none = || Batch::new(&[sample], &[1.0], 24, Device::Cpu).unwrap();
     let (mut alone, mut beside) = (policy_with(1.0), policy_with(1.0));
-    let expected = alone.policy_step(&[batch(&[3, 4, 5])], &PolicyLoss::default(), LR).unwrap();
-    let found = beside.policy_step(&[none(), batch(&[3, 4, 5])], &PolicyLoss::default(), LR).unwrap();
+    let expected = alone.policy_step(&[batch(&[3, 4, 5])], &engines(), 1.0, LR).unwrap();
+    let found = beside.policy_step(&[none(), batch(&[3, 4, 5])], &engines(), 1.0, LR).unwrap();
     assert_eq!((found, weights(&beside)), (expected, weights(&alone)));
 }
 
@@ -204,18 +208,17 @@ fn packed_sequences_do_not_see_each_other() {
 
 #[test]
 fn chunks_and_recomputation_change_nothing() {
-    let kl = Some((Kl::LowVarKl, 0.1));
-    let losses = [
-        PolicyLoss { entropy_coef: 0.05, temperature: 0.8, kl, ..PolicyLoss::default() },
-        PolicyLoss { surrogate: Surrogate::Sequence, ..PolicyLoss::default() },
-    ];
-    for (tied, loss) in [(true, losses[0]), (false, losses[0]), (true, losses[1])] {
+    let kl_loss = Some(KlPenalty { kind: Kl::LowVarKl, coef: 0.1, ref_load: None });
+    let token = LearnOptions { entropy_coef: 0.05, kl_loss, ..engines() };
+    let sequence = LearnOptions { advantage_estimator: Estimator::Gspo, ..engines() };
+    for (tied, loss) in [(true, &token), (false, &token), (true, &sequence)] {
         let config = Config { tie_word_embeddings: tied, ..config() };
         let steps = |change: fn(Policy) -> Policy| {
             let reference = Model::fresh(config.clone(), SEED + 1, Kind::Float, Device::Cpu).unwrap();
-            let policy = policy_of(config.clone(), Kind::Float, 0.0).with_reference(reference).unwrap();
+            let policy =
+                policy_of(config.clone(), Kind::Float, 0.0).with_reference(reference, false).unwrap();
             let mut policy = change(policy);
-            let stats = (0..3).map(|_| policy.policy_step(&[mixed(&ROWS)], &loss, LR).unwrap());
+            let stats = (0..3).map(|_| policy.policy_step(&[mixed(&ROWS)], loss, 0.8, LR).unwrap());
             (stats.last().unwrap(), weights(&policy))
         };
         let (whole, expected) = steps(|policy| policy);
@@ -254,10 +257,11 @@ fn bf16_steps_stay_near_those_in_f32() {
 
 #[test]
 fn a_kl_term_needs_a_reference_of_the_same_vocabulary() {
-    let loss = PolicyLoss { kl: Some((Kl::K3, 0.1)), ..PolicyLoss::default() };
-    let result = policy_with(1.0).policy_step(&[mixed(&ROWS)], &loss, LR);
+    let kl_loss = Some(KlPenalty { kind: Kl::K3, coef: 0.1, ref_load: None });
+    let loss = LearnOptions { kl_loss, ..engines() };
+    let result = policy_with(1.0).policy_step(&[mixed(&ROWS)], &loss, 1.0, LR);
     assert!(matches!(result, Err(Error::Input { .. })));
     let other = Config { vocab_size: 25, ..config() };
     let other = Model::fresh(other, SEED, Kind::Float, Device::Cpu).unwrap();
-    assert!(matches!(policy_with(1.0).with_reference(other), Err(Error::Input { .. })));
+    assert!(matches!(policy_with(1.0).with_reference(other, false), Err(Error::Input { .. })));
 }

@@ -4,8 +4,8 @@
 
 use driftless_torch::tasks::arithmetic::Recipe;
 use driftless_torch::{Config, SftOptions, SftTask, TorchLearner, TorchOptions, sft};
-use driftless_trainer::LearnOptions;
 use driftless_trainer::learner::{Batch, Learner, Place, Sample, Stepped, conformance};
+use driftless_trainer::{CriticOptions, Estimator, Kl, KlPenalty, LearnOptions};
 use std::path::{Path, PathBuf};
 
 /// Fresh weights of a small model, as a checkpoint.
@@ -30,14 +30,9 @@ fn checkpoint(dir: &Path) -> PathBuf {
     options.save_hf
 }
 
-fn learner(entropy_coef: f64) -> Box<dyn Learner> {
-    let learn = LearnOptions {
-        lr: 1e-2,
-        entropy_coef,
-        // Several micro-batches, so that samples come in another order than they were given in.
-        max_tokens_per_gpu: 16,
-        ..LearnOptions::default()
-    };
+fn learner(learn: LearnOptions) -> Box<dyn Learner> {
+    // Several micro-batches, so that samples come in another order than they were given in.
+    let learn = LearnOptions { lr: 1e-2, max_tokens_per_gpu: 16, ..learn };
     Box::new(TorchLearner::new(TorchOptions {
         learn,
         temperature: 1.0,
@@ -49,7 +44,30 @@ fn learner(entropy_coef: f64) -> Box<dyn Learner> {
 #[test]
 fn libtorch_passes_the_suite_of_learners() {
     let dir = tempfile::tempdir().unwrap();
-    conformance::suite(&checkpoint(dir.path()), || learner(0.0));
+    let checkpoint = checkpoint(dir.path());
+    let penalty = |coef| Some(KlPenalty { kind: Kl::K3, coef, ref_load: None });
+    let critic = CriticOptions {
+        lr: 1e-2,
+        lr_warmup_iters: 0,
+        value_clip: 0.2,
+        num_critic_only_steps: 0,
+        load: None,
+        save: Some(dir.path().join("critic")),
+    };
+    let ppo = LearnOptions {
+        advantage_estimator: Estimator::Ppo,
+        lambd: 0.9,
+        kl_reward: penalty(0.1),
+        global_batch_size: Some(2),
+        critic: Some(critic),
+        ..LearnOptions::default()
+    };
+    let moving =
+        LearnOptions { kl_loss: penalty(0.5), ref_update_interval: Some(1), ..LearnOptions::default() };
+    for learn in [LearnOptions::default(), ppo, moving] {
+        conformance::suite(&checkpoint, || learner(learn.clone()));
+    }
+    assert!(dir.path().join("critic/model.safetensors").exists());
 }
 
 #[test]
@@ -67,7 +85,7 @@ fn step_that_is_not_finite_is_said_and_leaves_the_weights() {
         keep: 1,
     };
     // The loss overflows.
-    let mut learner = learner(1e300);
+    let mut learner = learner(LearnOptions { entropy_coef: 1e300, ..LearnOptions::default() });
     learner.load(&place).unwrap();
     let sample = Sample {
         position: driftless_buffer::Position(0),
@@ -75,6 +93,7 @@ fn step_that_is_not_finite_is_said_and_leaves_the_weights() {
         prompt_len: 2,
         loss_mask: &[1, 1],
         log_probs: &[-1.0, -1.0],
+        teacher_log_probs: &[],
         rollout_id: 0,
         advantage: 1.0,
     };

@@ -80,6 +80,20 @@ impl Config {
         Config::read(&checkpoint_dir.join("config.json"))
     }
 
+    /// As [`Config::open`], also for a sequence classifier of a family, whose layers are the same.
+    ///
+    /// # Errors
+    /// Those of [`Config::open`].
+    pub(crate) fn open_critic(checkpoint_dir: &Path) -> Result<Config> {
+        let path = checkpoint_dir.join("config.json");
+        let mut value = read_json(&path)?;
+        let classifier = |family: &Family| value.get("architectures") == Some(&json!([family.classifier()]));
+        if Family::ALL.iter().any(classifier) {
+            value["architectures"] = Value::Null;
+        }
+        Config::from_value(&value, &path)
+    }
+
     /// Reads and checks a `config.json` of any name.
     ///
     /// # Errors

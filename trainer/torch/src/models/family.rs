@@ -50,6 +50,11 @@ impl Family {
         self.traits().architecture
     }
 
+    /// The same of a model with these layers that classifies sequences.
+    pub(crate) fn classifier(self) -> String {
+        self.architecture().replace("ForCausalLM", "ForSequenceClassification")
+    }
+
     pub(crate) fn traits(self) -> &'static Traits {
         match self {
             Family::Llama => &llama::TRAITS,

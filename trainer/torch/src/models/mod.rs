@@ -3,6 +3,7 @@
 
 mod attention;
 mod cache;
+mod critic;
 mod family;
 mod flash;
 mod layout;

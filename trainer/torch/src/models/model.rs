@@ -12,10 +12,11 @@ use tch::{Device, Kind, Tensor};
 
 use super::attention::Attention;
 use super::cache::KvCache;
+use super::critic::VALUE_HEAD;
 use super::layout::Layout;
 use super::parts::{Linear, Mlp, RmsNorm};
 use super::rope::{Angles, Rope};
-use super::weights::{Parameter, Weights, locate, read};
+use super::weights::{Parameter, Weights, check_depth, locate, read};
 use crate::config::Config;
 use crate::error::{Result, input};
 
@@ -30,6 +31,7 @@ pub struct Model {
     pub(super) layers: Vec<Layer>,
     pub(super) norm: RmsNorm,
     head: Linear,
+    head_name: &'static str,
     rope: Rope,
 }
 
@@ -71,7 +73,7 @@ impl Model {
                 _ => Tensor::f_randn(shape, float)?.f_mul_scalar(range)?,
             })
         });
-        Model::build(config, kind, device, weights)
+        Model::build(config, &tensors, kind, device, weights)
     }
 
     /// Loads a checkpoint directory: `config.json` and safetensors of dtype F32, BF16 or F16.
@@ -82,8 +84,10 @@ impl Model {
     pub fn open(checkpoint_dir: &Path, kind: Kind, device: Device) -> Result<Model> {
         let config = Config::open(checkpoint_dir)?;
         let checkpoint = Checkpoint::open(checkpoint_dir)?;
-        let places = locate(&config, &checkpoint)?;
-        Model::build(config, kind, device, places.iter().map(|&index| read(&checkpoint, index)))
+        check_depth(&config, &checkpoint)?;
+        let tensors = config.tensors();
+        let places = locate(&tensors, spare(&config), &checkpoint)?;
+        Model::build(config, &tensors, kind, device, places.iter().map(|&index| read(&checkpoint, index)))
     }
 
     /// Overwrites every weight in place. Checks all names, shapes and dtypes first: after an error that names
@@ -92,7 +96,7 @@ impl Model {
     /// # Errors
     /// [`crate::Error::Tensor`] naming the first tensor that does not fit.
     pub fn load_from(&mut self, weights: &dyn Snapshot) -> Result<()> {
-        let places = locate(&self.config, weights)?;
+        let places = locate(&self.config.tensors(), spare(&self.config), weights)?;
         tch::no_grad(|| {
             for (parameter, index) in self.parameters.iter_mut().zip(places) {
                 fail::fail_point!("engine.load");
@@ -102,9 +106,39 @@ impl Model {
         })
     }
 
-    /// Takes the weights in the order of [`Config::tensors`].
-    fn build(
+    /// Overwrites the weights by others of these shapes, in the order of [`Model::parameters`].
+    pub(crate) fn copy_from(&mut self, weights: &[Tensor]) -> Result<()> {
+        tch::no_grad(|| {
+            for (parameter, weight) in self.parameters.iter_mut().zip(weights) {
+                parameter.tensor.f_copy_(weight)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Moves the weights to host memory, until [`Model::onload`]. The model cannot compute meanwhile.
+    pub(crate) fn offload(&mut self) -> Result<()> {
+        self.move_to(Device::Cpu)
+    }
+
+    /// Moves the weights back to the model's device.
+    pub(crate) fn onload(&mut self) -> Result<()> {
+        self.move_to(self.device)
+    }
+
+    fn move_to(&mut self, device: Device) -> Result<()> {
+        for parameter in &mut self.parameters {
+            let moved = parameter.tensor.f_detach()?.f_to_device(device)?;
+            // The layers hold the same tensors, and see it too.
+            parameter.tensor.f_set_data(&moved)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the weights in the order of their names and shapes.
+    pub(super) fn build(
         config: Config,
+        tensors: &[(String, Vec<i64>)],
         kind: Kind,
         device: Device,
         weights: impl Iterator<Item = Result<Tensor>>,
@@ -114,21 +148,23 @@ impl Model {
             return Err(input("model kind", "Float or BFloat16", format!("{kind:?}")));
         }
         let mut parameters = Vec::new();
-        for ((name, _), weight) in config.tensors().into_iter().zip(weights) {
+        for ((name, _), weight) in tensors.iter().zip(weights) {
             let tensor = weight?.f_to_device(device)?.f_to_kind(kind)?;
-            parameters.push(Parameter { name, tensor });
+            parameters.push(Parameter { name: name.clone(), tensor });
         }
         let weights = Weights::new(&config, &parameters);
         let layers =
             (0..config.num_hidden_layers).map(|index| Layer::new(&config, &weights, index)).collect();
         let embedding = weights.tensor("model.embed_tokens.weight");
-        let head = match config.tie_word_embeddings {
-            true => Linear { weight: embedding.shallow_clone(), bias: None },
-            false => weights.linear("lm_head"),
+        let head_name = match config.tie_word_embeddings {
+            _ if tensors.iter().any(|(name, _)| name == VALUE_HEAD) => "score",
+            true => "model.embed_tokens",
+            false => "lm_head",
         };
+        let head = weights.linear(head_name);
         let norm = weights.norm("model.norm");
         let rope = Rope::new(&config, kind, device)?;
-        Ok(Model { config, kind, device, parameters, embedding, layers, norm, head, rope })
+        Ok(Model { config, kind, device, parameters, embedding, layers, norm, head, head_name, rope })
     }
 
     /// The model's shape.
@@ -234,8 +270,7 @@ impl Model {
 
     /// Its place in [`Model::parameters`]; that of the embedding if they are tied.
     pub(crate) fn head_index(&self) -> usize {
-        let name =
-            if self.config.tie_word_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
+        let name = format!("{}.weight", self.head_name);
         self.parameters.iter().position(|parameter| parameter.name == name).unwrap_or(0)
     }
 
@@ -271,6 +306,11 @@ impl Model {
     pub(super) fn embed(&self, tokens: &Tensor) -> Result<Tensor> {
         Ok(Tensor::f_embedding(&self.embedding, tokens, -1, false, false)?)
     }
+}
+
+/// A tied model may come with its head spelled out, as Hugging Face tolerates.
+fn spare(config: &Config) -> &'static [&'static str] {
+    if config.tie_word_embeddings { &["lm_head.weight"] } else { &[] }
 }
 
 impl Layer {

@@ -53,38 +53,43 @@ impl<'a> Weights<'a> {
     }
 }
 
-/// Finds the model's tensors, in the order of [`Config::tensors`], after checking that `weights` are exactly
-/// the model's: every name, shape and dtype. A tied model may come with its head spelled out, as Hugging Face
-/// tolerates.
-pub(super) fn locate(config: &Config, weights: &dyn Snapshot) -> Result<Vec<usize>> {
+/// Refuses a config of more layers than there are tensors, before the names of them all are made: a damaged one may
+/// want millions.
+pub(super) fn check_depth(config: &Config, weights: &dyn Snapshot) -> Result<()> {
+    let tensors = weights.tensors().len();
+    if usize::try_from(config.num_hidden_layers).is_ok_and(|layers| layers <= tensors) {
+        return Ok(());
+    }
+    let (expected, found) = (format!("at most the {tensors} tensors"), config.num_hidden_layers.to_string());
+    Err(Error::Config { field: "num_hidden_layers", expected, found })
+}
+
+/// Finds the model's tensors, in the order of `wanted`, after checking that `weights` are exactly the model's:
+/// every name, shape and dtype. Those that `spare` names may be there beside them.
+pub(super) fn locate(
+    wanted: &[(String, Vec<i64>)],
+    spare: &[&str],
+    weights: &dyn Snapshot,
+) -> Result<Vec<usize>> {
     let wrong = |name: &str, expected: String, found: String| Error::Tensor {
         name: name.to_owned(),
         expected,
         found,
     };
-    let tensors = weights.tensors().len();
-    // Before the names of them all are made, which a damaged config may want millions of.
-    if usize::try_from(config.num_hidden_layers).map_or(true, |layers| layers > tensors) {
-        let (expected, found) =
-            (format!("at most the {tensors} tensors"), config.num_hidden_layers.to_string());
-        return Err(Error::Config { field: "num_hidden_layers", expected, found });
-    }
     let mut found: BTreeMap<&str, usize> =
         weights.tensors().iter().enumerate().map(|(index, tensor)| (tensor.name.as_str(), index)).collect();
     let mut places = Vec::new();
-    for (name, shape) in config.tensors() {
+    for (name, shape) in wanted {
         let expected = || format!("{shape:?} of F32, BF16 or F16");
         let index = found.remove(name.as_str());
-        let index = index.ok_or_else(|| wrong(&name, expected(), "nothing".to_owned()))?;
+        let index = index.ok_or_else(|| wrong(name, expected(), "nothing".to_owned()))?;
         let tensor = &weights.tensors()[index];
-        if kind_of(tensor.dtype).is_none() || shape_of(tensor) != shape {
-            return Err(wrong(&name, expected(), format!("{:?} of {}", tensor.shape, tensor.dtype)));
+        if kind_of(tensor.dtype).is_none() || shape_of(tensor) != *shape {
+            return Err(wrong(name, expected(), format!("{:?} of {}", tensor.shape, tensor.dtype)));
         }
         places.push(index);
     }
-    if config.tie_word_embeddings {
-        found.remove("lm_head.weight");
-    }
+    found.retain(|name, _| !spare.contains(name));
     match found.first_key_value() {
         Some((surplus, _)) => Err(wrong(surplus, "no such tensor".to_owned(), "one".to_owned())),
         None => Ok(places),

@@ -46,7 +46,8 @@ class Batch:
         places: i64 ``[m]``: places in the flat ``tokens`` that predict a trained token.
         labels: i64 ``[m]``: the trained token.
         samples: i64 ``[m]``: the place in ``order`` of its sample.
-        weights, old_log_probs, advantages: f32 ``[m]``: share in the loss, log-prob of the engine, advantage.
+        weights, rollout_log_probs, advantages: f32 ``[m]``: share in the loss, log-prob of the engine, advantage.
+        old_log_probs: f32 ``[m]``: log-prob of the old policy; None if it is the one that is trained.
     """
 
     order: list[int]
@@ -58,8 +59,9 @@ class Batch:
     labels: torch.Tensor
     samples: torch.Tensor
     weights: torch.Tensor
-    old_log_probs: torch.Tensor
+    rollout_log_probs: torch.Tensor
     advantages: torch.Tensor
+    old_log_probs: torch.Tensor | None = None
 
 
 def read(log: RolloutReader, given: Any, vocabulary: int, *, whole: bool = False) -> list[Sample]:
@@ -120,7 +122,21 @@ def token_weights(samples: list[Sample], per_token: bool) -> list[float]:
     return [1.0 / (len(counts) * max(counts[sample.rollout_id], 1)) for sample in samples]
 
 
-def micro_batches(lengths: list[int], max_tokens: int, *, ranks: int, padded: bool) -> list[list[int]]:
+def steps(rollouts: list[int], global_batch_size: int | None) -> list[list[int]]:
+    """Indices of ``rollouts``, the ids of samples, in optimiser steps of so many rollouts each, in their order."""
+    places: dict[int, int] = {}
+    found: list[list[int]] = []
+    for index, rollout in enumerate(rollouts):
+        step = places.setdefault(rollout, len(places)) // (global_batch_size or len(rollouts))
+        if step == len(found):
+            found.append([])
+        found[step].append(index)
+    return found
+
+
+def micro_batches(
+    lengths: list[int], max_tokens: int, *, ranks: int, padded: bool, max_samples: int | None = None
+) -> list[list[int]]:
     """Indices of ``lengths`` in micro-batches of at most ``max_tokens`` tokens, padding included, longest first.
 
     A longer sample has one of its own. Where there are enough samples, they are small enough for each of ``ranks`` to have one.
@@ -131,7 +147,7 @@ def micro_batches(lengths: list[int], max_tokens: int, *, ranks: int, padded: bo
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         for at, batch in enumerate(batches):
             more = lengths[batch[0]] if padded else lengths[index]
-            if taken[at] + more <= limit:
+            if taken[at] + more <= limit and len(batch) < (max_samples or len(lengths)):
                 batch.append(index)
                 taken[at] += more
                 break

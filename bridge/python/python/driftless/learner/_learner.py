@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from .. import Publisher, RolloutReader
 from . import _checkpoint
-from ._batch import Batch, Sample, micro_batches, pack, read, token_weights
+from ._batch import Batch, Sample, micro_batches, pack, read, steps, token_weights
 from ._layout import Layout
 from ._loss import WATCHED, policy_loss
 from ._model import Model
@@ -19,6 +20,9 @@ from ._optimizer import AdamW
 from ._options import Options
 from ._ranks import Ranks, Refused
 from ._serve import PROTOCOL
+
+# What is averaged over the steps on a rollout.
+FIGURES = ("loss", *WATCHED, "grad_norm")
 
 
 class Learner:
@@ -86,7 +90,8 @@ class Learner:
         options, ranks, padded = self._options, self._ranks, self._model.padded
         chosen = [index for index, sample in enumerate(samples) if sample.trained.any()]
         lengths = [len(samples[index]) for index in chosen]
-        orders = micro_batches(lengths, options.max_tokens_per_gpu, ranks=ranks.size, padded=padded)
+        limits = {"ranks": ranks.size, "padded": padded, "max_samples": options.micro_batch_size}
+        orders = micro_batches(lengths, options.max_tokens_per_gpu, **limits)
         orders = [[chosen[index] for index in order] for order in orders]
         found = []
         for turn in range(0, len(orders), ranks.size):
@@ -97,13 +102,33 @@ class Learner:
         return found
 
     def _step(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The optimiser steps on a rollout. Log-probs of the old policy are those before the first of several."""
+        options = self._options
+        samples = self._ranks.together(lambda: read(self._log, call.get("samples"), self._model.vocabulary))
+        planned = []
+        for order in steps([sample.rollout_id for sample in samples], options.global_batch_size):
+            some = [samples[index] for index in order]
+            planned.append(self._batches(some, token_weights(some, options.calculate_per_token_loss)))
+        if len(planned) > 1 and not options.use_rollout_logprobs:
+            with torch.no_grad():
+                look = lambda batch: replace(batch, old_log_probs=self._model.log_probs(batch)[0])
+                planned = [[(look(batch), own) for batch, own in batches] for batches in planned]
+        sums, furthest, lr = torch.zeros(len(FIGURES), dtype=torch.float64), 0.0, 0.0
+        for number, batches in enumerate(planned, 1):
+            figures, apart, lr_now, problem = self._optimise(batches)
+            if problem is not None:
+                return {"not_finite": problem if len(planned) == 1 else f"step {number} of {len(planned)}: {problem}"}
+            sums, furthest, lr = sums + figures / len(planned), max(furthest, apart), max(lr, lr_now)
+        stats = {**dict(zip(FIGURES, sums.tolist(), strict=True)), "lr": lr, "log_prob_diff_max": furthest}
+        return {"stats": {name: value for name, value in stats.items() if math.isfinite(value)}}
+
+    def _optimise(self, batches: list[tuple[Batch, bool]]) -> tuple[torch.Tensor, float, float, str | None]:
+        """One optimiser step: its ``FIGURES``, the largest difference, the learning rate, and what was not finite."""
         options, ranks, optimizer = self._options, self._ranks, self._optimizer
-        samples = ranks.together(lambda: read(self._log, call.get("samples"), self._model.vocabulary))
-        weights = token_weights(samples, options.calculate_per_token_loss)
         sums = torch.zeros(1 + len(WATCHED), dtype=torch.float64)
         furthest = torch.zeros(1, dtype=torch.float64)
         optimizer.clear()
-        for batch, own in self._batches(samples, weights):
+        for batch, own in batches:
             reference = None
             if self._reference is not None:
                 with torch.no_grad():
@@ -115,16 +140,12 @@ class Learner:
             if own:
                 sums += torch.cat([terms.loss.detach().reshape(1), terms.sums]).cpu()
                 furthest = torch.maximum(furthest, terms.furthest.double().cpu())
-        loss, *watched = ranks.sum(sums).tolist()
-        norm = optimizer.grad_norm()
-        for what, value in (("loss", loss), ("gradient norm", norm)):
+        sums, norm, lr = ranks.sum(sums), optimizer.grad_norm(), options.lr_at(optimizer.steps)
+        for what, value in (("loss", sums[0].item()), ("gradient norm", norm)):
             if not math.isfinite(value):
-                return {"not_finite": f"{what} is {'NaN' if math.isnan(value) else 'infinite'}"}
-        lr = options.lr_at(optimizer.steps)
+                return sums, 0.0, lr, f"{what} is {'NaN' if math.isnan(value) else 'infinite'}"
         optimizer.step(options, lr, norm)
-        stats = {"loss": loss, "grad_norm": norm, "lr": lr, **dict(zip(WATCHED, watched, strict=True))}
-        stats["log_prob_diff_max"] = ranks.max(furthest).item()
-        return {"stats": {name: value for name, value in stats.items() if math.isfinite(value)}}
+        return torch.cat([sums, torch.tensor([norm], dtype=torch.float64)]), ranks.max(furthest).item(), lr, None
 
     @torch.no_grad()
     def _log_probs(self, call: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,17 @@ from ._options import Options
 # A ratio of e^20 says only that two policies have nothing to do with each other; an infinite one would poison the step.
 LOG_RATIO_MAX = 20.0
 # What the sums are of.
-WATCHED = ("pg_clipfrac", "ppo_kl", "log_prob_diff_mean", "mismatch_k3", "entropy", "kl_loss", "tis_clipfrac")
+WATCHED = (
+    "pg_clipfrac",
+    "ppo_kl",
+    "log_prob_diff_mean",
+    "mismatch_k3",
+    "entropy",
+    "kl_loss",
+    "tis_clipfrac",
+    "rs_clipfrac",
+    "opsm_clipfrac",
+)
 
 
 @dataclass
@@ -21,13 +31,28 @@ class Terms:
 
     Attributes:
         loss: f64 scalar that carries gradients: the weighted sum over tokens.
-        sums: f64 ``[7]``, weighted as the loss is, in the order of ``WATCHED``.
-        furthest: f32 scalar: the largest |policy - engine log-prob|.
+        sums: f64 ``[9]``, weighted as the loss is, in the order of ``WATCHED``.
+        furthest: f32 scalar: the largest |trainer's - engine's log-prob|.
     """
 
     loss: torch.Tensor
     sums: torch.Tensor
     furthest: torch.Tensor
+
+
+@dataclass
+class _Sample:
+    """What is said of the whole sample of a token; each is ``[m]``.
+
+    Attributes:
+        ratio: mean of policy - old log-prob, with gradients.
+        sum, mean, least: of old - engine's log-prob.
+    """
+
+    ratio: torch.Tensor
+    sum: torch.Tensor
+    mean: torch.Tensor
+    least: torch.Tensor
 
 
 def policy_loss(
@@ -36,35 +61,60 @@ def policy_loss(
     """The policy loss of tokens with log-probs ``new`` ``[m]`` and entropies ``[m]``, both f32 and with gradients.
     ``reference`` ``[m]`` has the log-probs of the reference policy, for a KL term."""
     now = new.detach()
-    behind = now - batch.old_log_probs
-    ratio_log = _log_ratio(new, batch, options)
+    old = now if batch.old_log_probs is None else batch.old_log_probs
+    if options.use_rollout_logprobs:
+        old = batch.rollout_log_probs
+    behind = (now if options.use_rollout_logprobs else old) - batch.rollout_log_probs
+    sample = _of_samples(new, old, behind, batch) if options.compares_samples else None
+    ratio_log = _bounded(sample.ratio if options.surrogate == "sequence" else new - old)
     losses, clipped = _surrogate(new, ratio_log, batch.advantages, options)
-    tis_clipped = kl_term = torch.zeros_like(now)
+    tis_clipped = rejected = far = kl_term = torch.zeros_like(now)
+    if options.opsm_delta is not None:
+        far = (-sample.ratio.detach() > options.opsm_delta) & (batch.advantages < 0)
+        losses = losses * ~far
     if options.tis is not None:
-        weight = _bounded(behind).exp()
-        cut = weight.clamp(options.tis["low"], options.tis["high"])
+        weight = _ratio(options.tis["level"], behind, sample)
+        low, high = options.tis["low"], options.tis["high"]
+        cut = weight.clamp(low, high) if options.tis["mode"] == "clip" else weight * ((weight >= low) & (weight <= high))
         tis_clipped = cut != weight
         losses = losses * cut
+    if options.rs is not None:
+        rejected = _rejected(options.rs, behind, sample)
+        losses = losses * ~rejected
     if options.kl_loss is not None:
-        kl_term = kl(options.kl_loss["kind"], new, reference)
+        weight = _bounded(new - old).exp() if options.use_unbiased_kl else None
+        kl_term = kl(options.kl_loss["kind"], new, reference, weight)
         losses = losses + options.kl_loss["coef"] * kl_term
     if options.entropy_coef != 0.0:
         losses = losses - options.entropy_coef * entropy
-    watched = (clipped, -ratio_log, behind.abs(), _k3(_bounded(-behind)), entropy, kl_term, tis_clipped)
+    watched = (clipped, -ratio_log, behind.abs(), _k3(_bounded(behind).neg()), entropy, kl_term, tis_clipped, rejected, far)
     with torch.no_grad():
         sums = torch.stack([(column * batch.weights).sum(dtype=torch.float64) for column in watched])
     return Terms((losses * batch.weights).sum(dtype=torch.float64), sums, behind.abs().max())
 
 
-def _log_ratio(new: torch.Tensor, batch: Batch, options: Options) -> torch.Tensor:
-    """Policy - old log-prob ``[m]``, bounded."""
-    # One optimiser step a rollout: with TIS the old policy is the one that is being differentiated.
-    own = new - (new.detach() if options.tis is not None else batch.old_log_probs)
-    if options.surrogate == "sequence":
-        zeros, own = own.new_zeros(len(batch.order), dtype=torch.float64), own.double()
-        counts = zeros.index_add(0, batch.samples, torch.ones_like(own))
-        own = (zeros.index_add(0, batch.samples, own) / counts)[batch.samples].float()
-    return _bounded(own)
+def _of_samples(new: torch.Tensor, old: torch.Tensor, behind: torch.Tensor, batch: Batch) -> _Sample:
+    """What is said of the samples of a micro-batch, all of whose tokens are there."""
+    zeros = new.new_zeros(len(batch.order), dtype=torch.float64)
+    total = lambda column: zeros.index_add(0, batch.samples, column.double())
+    counts = total(torch.ones_like(behind)).clamp(min=1.0)
+    least = zeros.scatter_reduce(0, batch.samples, behind.double(), "amin", include_self=False)
+    columns = total(new - old) / counts, total(behind), total(behind) / counts, least
+    return _Sample(*(column[batch.samples].float() for column in columns))
+
+
+def _ratio(level: str, behind: torch.Tensor, sample: _Sample | None) -> torch.Tensor:
+    """The probability ratio ``[m]`` of trainer and engine."""
+    return _bounded({"token": lambda: behind, "sequence": lambda: sample.sum, "geometric": lambda: sample.mean}[level]()).exp()
+
+
+def _rejected(rs: dict, behind: torch.Tensor, sample: _Sample | None) -> torch.Tensor:
+    """Where tokens are not learned from ``[m]``."""
+    ratio = _ratio(rs["level"], behind, sample)
+    rejected = (ratio < rs["low"]) | (ratio > rs["high"])
+    if rs.get("veto") is not None:
+        rejected |= sample.least.exp() < rs["veto"]
+    return rejected
 
 
 def _surrogate(
@@ -73,6 +123,8 @@ def _surrogate(
     """The loss of each token ``[m]``, and where its ratio was clipped ``[m]``."""
     ratio = ratio_log.exp()
     clipped = ratio.clamp(1.0 - options.eps_clip, 1.0 + options.eps_clip_high)
+    if options.surrogate == "likelihood":
+        return -advantages * new, torch.zeros_like(ratio)
     if options.surrogate == "cispo":
         return -clipped.detach() * advantages * new, clipped != ratio
     gain, clipped_gain = ratio * advantages, clipped * advantages
@@ -82,17 +134,16 @@ def _surrogate(
     return losses, clipped_gain < gain
 
 
-def kl(kind: str, policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Estimates ``[m]`` of KL(policy, reference) from the log-probs ``[m]`` of the sampled tokens."""
+def kl(kind: str, policy: torch.Tensor, reference: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """Estimates ``[m]`` of KL(policy, reference) from the log-probs ``[m]`` of the sampled tokens, times ``weight``."""
     d = policy - reference
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return d.square() / 2
-    if kind == "k3":
-        return _k3(d)
-    # Beyond the inner bound the outer one holds: the estimate stays the same, and its gradient finite.
-    return _k3(_bounded(d)).clamp(max=10.0)
+    if kind == "low_var_kl":
+        # Beyond the inner bound the outer one holds: the estimate stays the same, and its gradient finite.
+        d = _bounded(d)
+    estimate = d if kind == "k1" else d.square() / 2 if kind == "k2" else _k3(d)
+    if weight is not None:
+        estimate = estimate * weight
+    return estimate.clamp(max=10.0) if kind == "low_var_kl" else estimate
 
 
 def _k3(d: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,12 @@ SURROGATES = {
     "reinforce_plus_plus_baseline": "token",
     "gspo": "sequence",
     "cispo": "cispo",
+    "rejection_sampling": "likelihood",
 }
 DECAYS = ("constant", "linear", "cosine")
 KINDS = ("k1", "k2", "k3", "low_var_kl")
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("clip", "mask")
 DTYPES = (None, "bfloat16", "float32")
 # The loop has done them when it sends an advantage.
 OF_THE_LOOP = ("grpo_std_normalization", "normalize_advantages")
@@ -41,11 +44,17 @@ class Options:
     eps_clip: float = 0.2
     eps_clip_high: float = 0.2
     eps_clip_c: float | None = None
+    use_rollout_logprobs: bool = False
     tis: dict | None = None
+    rs: dict | None = None
+    opsm_delta: float | None = None
     kl_loss: dict | None = None
+    use_unbiased_kl: bool = False
     calculate_per_token_loss: bool = False
     entropy_coef: float = 0.0
     advantage_estimator: str = "grpo"
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
     max_tokens_per_gpu: int = 16384
     recompute: bool = False
     log_probs_chunk_size: int | None = None
@@ -73,8 +82,14 @@ class Options:
         options = cls(**given)
         for name, allowed in (("advantage_estimator", tuple(SURROGATES)), ("lr_decay_style", DECAYS), ("dtype", DTYPES)):
             _one_of(name, getattr(options, name), allowed)
+        for name, value in (("tis", options.tis), ("rs", options.rs)):
+            if value is not None:
+                _numbers(name, value, ("low", "high"))
+                _one_of(f"{name}.level", value.get("level"), LEVELS)
         if options.tis is not None:
-            _numbers("tis", options.tis, ("low", "high"))
+            _one_of("tis.mode", options.tis.get("mode"), MODES)
+        if options.rs is not None and options.rs.get("veto") is not None:
+            _numbers("rs", options.rs, ("veto",))
         if options.kl_loss is not None:
             _numbers("kl_loss", options.kl_loss, ("coef",))
             _one_of("kl_loss.kind", options.kl_loss.get("kind"), KINDS)
@@ -84,8 +99,15 @@ class Options:
 
     @property
     def surrogate(self) -> str:
-        """``token``, ``sequence`` or ``cispo``."""
+        """``token``, ``sequence``, ``cispo`` or ``likelihood``."""
         return SURROGATES[self.advantage_estimator]
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the loss needs to know something of whole samples."""
+        coarse = any(value is not None and value["level"] != "token" for value in (self.tis, self.rs))
+        vetoes = self.rs is not None and self.rs.get("veto") is not None
+        return self.surrogate == "sequence" or self.opsm_delta is not None or coarse or vetoes
 
     def lr_at(self, steps: int) -> float:
         """The learning rate of the step that follows ``steps`` others: warm-up and decay as Megatron has them."""

@@ -1,0 +1,111 @@
+//! The critic of PPO: what it expects from each token on, and one step towards what came.
+
+use driftless_trainer::CriticOptions;
+use driftless_trainer::learner::StepStats;
+use driftless_transport::snapshot::AuxFile;
+use serde_json::{Value, json};
+use tch::{Kind, Tensor};
+
+use crate::batch::Batch;
+use crate::error::{Error, Result, input};
+use crate::loss::value_loss;
+use crate::models::Model;
+use crate::optimizer::AdamWOptions;
+use crate::trained::{Trained, hidden};
+
+/// A model with a value head, and the optimizer that moves it. It rests in host memory while it is not asked.
+#[derive(Debug)]
+pub struct Critic {
+    pub(crate) trained: Trained,
+}
+
+impl Critic {
+    /// Takes a model of [`Model::open_critic`] into training; its weights are rounded to `published`.
+    ///
+    /// # Errors
+    /// As for [`crate::Policy::new`].
+    pub fn new(model: Model, published: Kind, options: AdamWOptions) -> Result<Critic> {
+        let mut critic = Critic { trained: Trained::new(model, published, options)? };
+        critic.trained.offload()?;
+        Ok(critic)
+    }
+
+    /// The same with activations computed again on the way back.
+    #[must_use]
+    pub fn with_recompute(mut self, recompute: bool) -> Critic {
+        self.trained.recompute = recompute;
+        self
+    }
+
+    /// Has the critic on its device for as long as `work` takes.
+    pub(crate) fn awake<T>(&mut self, work: impl FnOnce(&mut Critic) -> Result<T>) -> Result<T> {
+        self.trained.onload()?;
+        let done = work(self);
+        self.trained.offload()?;
+        done
+    }
+
+    /// Values `[M]` f32 of a batch's trained tokens, without gradients: what the critic expects before each.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] if libtorch refuses.
+    pub fn values(&self, batch: &Batch) -> Result<Tensor> {
+        match batch.trains() {
+            true => tch::no_grad(|| self.head(&hidden(&self.trained.model, batch)?)),
+            false => Ok(batch.weights.shallow_clone()),
+        }
+    }
+
+    /// One step over micro-batches that together are the batch, towards their returns.
+    ///
+    /// # Errors
+    /// As for [`crate::Policy::policy_step`]; [`Error::Input`] if a batch has no values or returns.
+    pub fn step(&mut self, batches: &[Batch], options: &CriticOptions, lr: f64) -> Result<StepStats> {
+        let mut stats = StepStats { critic_lr: lr, ..StepStats::default() };
+        self.trained.optimizer.clear()?;
+        for batch in batches.iter().filter(|batch| batch.trains()) {
+            let (Some(old), Some(returns)) = (&batch.values, &batch.returns) else {
+                return Err(input("batch of a critic", "values and returns", "none"));
+            };
+            let (pass, hidden) = self.trained.forward(batch)?;
+            let hidden = hidden.f_set_requires_grad(true)?;
+            let values = self.head(&hidden)?;
+            let (loss, clipped) = value_loss(&values, old, returns, &batch.weights, options.value_clip)?;
+            stats.value_loss += f64::try_from(&loss)?;
+            stats.value_clipfrac += f64::try_from(&clipped)?;
+            let inputs = [&hidden, self.trained.model.head()];
+            let gradients = Tensor::f_run_backward(&[loss], &inputs, false, false)?;
+            let head = self.trained.model.head_index();
+            self.trained.optimizer.add(head, &gradients[1])?;
+            self.trained.backward(pass, batch, &gradients[0])?;
+        }
+        stats.critic_grad_norm = self.trained.apply(stats.value_loss, lr)?;
+        Ok(stats)
+    }
+
+    /// Puts a saved optimizer state in place.
+    pub(crate) fn restore(&mut self, steps: u64, states: &[[Tensor; 3]]) -> Result<()> {
+        let Trained { model, optimizer, .. } = &mut self.trained;
+        optimizer.restore(model, steps, states)
+    }
+
+    fn head(&self, hidden: &Tensor) -> Result<Tensor> {
+        Ok(self.trained.model.logits(hidden)?.f_squeeze_dim(-1)?)
+    }
+
+    /// The files of the policy's checkpoint as the critic's own: those of a sequence classifier with one label.
+    pub(crate) fn files(&self, files: &[AuxFile]) -> Result<Vec<AuxFile>> {
+        let of_critic = |file: &AuxFile| {
+            if file.name() != "config.json" {
+                return Ok(file.clone());
+            }
+            let json = |source| Error::Json { path: file.name().into(), source };
+            let mut config: Value = serde_json::from_slice(file.bytes()).map_err(json)?;
+            config["architectures"] = json!([self.trained.model.config().family.classifier()]);
+            config["id2label"] = json!({ "0": "value" });
+            config["label2id"] = json!({ "value": 0 });
+            Ok(AuxFile::new(file.name(), serde_json::to_vec_pretty(&config).map_err(json)?)?)
+        };
+        files.iter().map(of_critic).collect()
+    }
+}

@@ -1,0 +1,261 @@
+//! What becomes of a rollout: what is known of its tokens before the first step, advantages, and the steps of critic
+//! and policy.
+
+#[cfg(test)]
+mod tests;
+
+use driftless_trainer::advantage::{self, Columns};
+use driftless_trainer::learner::{self, StepStats};
+use driftless_trainer::{CriticOptions, LearnOptions};
+use tch::{Kind, Tensor};
+
+use crate::batch::{Batch, Reduction, Sample, micro_batches, steps, token_weights};
+use crate::critic::Critic;
+use crate::error::{Result, input};
+use crate::loss::kl;
+use crate::models::Model;
+use crate::policy::Policy;
+
+/// Some samples in micro-batches.
+pub(crate) struct Packed {
+    /// Places of each micro-batch's samples among those that were packed.
+    pub(crate) chosen: Vec<Vec<usize>>,
+    pub(crate) batches: Vec<Batch>,
+}
+
+/// A rollout, cut into optimiser steps.
+struct Rollout<'a> {
+    samples: &'a [learner::Sample<'a>],
+    steps: Vec<Packed>,
+}
+
+/// What other models say of a micro-batch's trained tokens, as far as advantages need it; see [`Columns`].
+#[derive(Default)]
+struct Known {
+    kl: Vec<f32>,
+    reverse_kl: Vec<f32>,
+    values: Vec<f32>,
+}
+
+/// Learns from a rollout, in one optimiser step or several. Log-probs are those at `temperature`.
+///
+/// # Errors
+/// [`crate::Error::NotFinite`] for the first step whose loss or gradient is not finite: it and those after it are
+/// left out. [`crate::Error::Input`] if the rollout lacks what the options need, and what libtorch answers.
+pub(crate) fn learn(
+    policy: &mut Policy,
+    critic: Option<&mut Critic>,
+    batch: &learner::Batch<'_>,
+    options: &LearnOptions,
+    temperature: f64,
+) -> Result<StepStats> {
+    let mut rollout = Rollout::cut(policy.model(), &batch.samples, options)?;
+    let mut stats = StepStats::default();
+    rollout.look_back(policy, options, temperature)?;
+    if options.per_token() {
+        let mut known = rollout.distances(policy, options, temperature, &mut stats)?;
+        match (critic, &options.critic) {
+            (Some(critic), Some(of_critic)) => {
+                // The two take turns on the device.
+                policy.trained.offload()?;
+                let taught =
+                    critic.awake(|critic| rollout.teach(critic, &mut known, options, of_critic, &mut stats));
+                policy.trained.onload()?;
+                taught?;
+            }
+            _ => rollout.advantages(&known, options)?,
+        }
+    }
+    let waits = |critic: &CriticOptions| batch.rollout_id < critic.num_critic_only_steps;
+    if options.critic.as_ref().is_some_and(waits) {
+        return Ok(stats);
+    }
+    let share = rollout.share();
+    for step in &rollout.steps {
+        let lr = options.lr_schedule().at(policy.optimizer().steps());
+        stats.add(&policy.policy_step(&step.batches, options, temperature, lr)?, share);
+    }
+    if options.ref_update_interval.is_some_and(|interval| (batch.rollout_id + 1).is_multiple_of(interval)) {
+        policy.update_reference()?;
+    }
+    Ok(stats)
+}
+
+impl<'a> Rollout<'a> {
+    fn cut(model: &Model, samples: &'a [learner::Sample<'a>], options: &LearnOptions) -> Result<Self> {
+        let ids: Vec<u64> = samples.iter().map(|sample| sample.rollout_id).collect();
+        let steps = steps(&ids, options.global_batch_size.unwrap_or(usize::MAX));
+        let steps = steps.into_iter().map(|chosen| {
+            let some: Vec<_> = chosen.iter().map(|&index| samples[index]).collect();
+            let mut packed = pack(model, &some, options)?;
+            for place in packed.chosen.iter_mut().flatten() {
+                *place = chosen[*place];
+            }
+            Ok(packed)
+        });
+        Ok(Rollout { samples, steps: steps.collect::<Result<_>>()? })
+    }
+
+    /// Weight of a step's figures in those of the rollout.
+    fn share(&self) -> f64 {
+        1.0 / self.steps.len().max(1) as f64
+    }
+
+    /// Every micro-batch, with the places of its samples.
+    fn batches(&mut self) -> impl Iterator<Item = (&[usize], &mut Batch)> {
+        self.steps.iter_mut().flat_map(|step| {
+            let Packed { chosen, batches } = step;
+            chosen.iter().map(Vec::as_slice).zip(batches)
+        })
+    }
+
+    /// Notes the log-probs of the old policy, unless it is the one that a single step differentiates.
+    fn look_back(&mut self, policy: &Policy, options: &LearnOptions, temperature: f64) -> Result<()> {
+        let compared = options.kl_reward.is_some() || options.opd.is_some();
+        if options.use_rollout_logprobs || (self.steps.len() == 1 && !compared) {
+            return Ok(());
+        }
+        for (_, batch) in self.batches() {
+            batch.old_log_probs = Some(policy.log_probs(batch, temperature)?);
+        }
+        Ok(())
+    }
+
+    /// How far the old policy is from the reference and the teacher.
+    fn distances(
+        &mut self,
+        policy: &Policy,
+        options: &LearnOptions,
+        temperature: f64,
+        stats: &mut StepStats,
+    ) -> Result<Vec<Known>> {
+        let (samples, share) = (self.samples, self.share());
+        let known = self.batches().map(|(chosen, batch)| {
+            let mut known = Known::default();
+            let Some(old) = batch.old(options) else { return Ok(known) };
+            let mean = |x: &Tensor| -> Result<f64> {
+                Ok(f64::try_from(x.f_mul(&batch.weights)?.f_sum(Kind::Double)?)? * share)
+            };
+            if let Some(penalty) = &options.kl_reward {
+                let reference = policy.reference_log_probs(batch, temperature)?;
+                let distance = kl(penalty.kind, old, &reference, None)?;
+                stats.kl += mean(&distance)?;
+                known.kl = Vec::try_from(&distance)?;
+            }
+            if options.opd.is_some() {
+                let teacher = match policy.teacher_log_probs(batch, temperature)? {
+                    Some(teacher) => teacher,
+                    None => logged(samples, chosen, old)?,
+                };
+                let distance = old.f_sub(&teacher)?;
+                stats.opd_reverse_kl += mean(&distance)?;
+                known.reverse_kl = Vec::try_from(&distance)?;
+            }
+            Ok(known)
+        });
+        known.collect()
+    }
+
+    /// The advantages of every trained token, and its return.
+    fn advantages(&mut self, known: &[Known], options: &LearnOptions) -> Result<()> {
+        let samples = self.samples;
+        let (mut all, mut returns, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
+        for ((chosen, batch), known) in self.batches().zip(known) {
+            let mut start = 0;
+            for (&index, &tokens) in chosen.iter().zip(&batch.counts) {
+                let end = start + tokens;
+                let of = |column: &'_ [f32]| column.get(start..end).unwrap_or_default().to_vec();
+                let (kl, reverse_kl, values) = (of(&known.kl), of(&known.reverse_kl), of(&known.values));
+                let columns = Columns { tokens, kl: &kl, reverse_kl: &reverse_kl, values: &values };
+                let (own, own_returns) = advantage::of_tokens(options, samples[index].advantage, &columns);
+                all.extend(own);
+                returns.extend(own_returns);
+                start = end;
+            }
+            lengths.push(start);
+        }
+        if options.normalizes() {
+            all = advantage::normalize(&all, &vec![1; all.len()]);
+        }
+        let (mut all, mut returns) = (all.as_slice(), returns.as_slice());
+        for ((_, batch), length) in self.batches().zip(lengths) {
+            let device = batch.weights.device();
+            let column = |rest: &mut &[f32]| -> Result<Tensor> {
+                let (own, others) = rest.split_at(length.min(rest.len()));
+                *rest = others;
+                Ok(Tensor::f_from_slice(own)?.f_to_device(device)?)
+            };
+            batch.advantages = column(&mut all)?;
+            batch.returns = (!returns.is_empty()).then(|| column(&mut returns)).transpose()?;
+        }
+        Ok(())
+    }
+
+    /// Asks the critic for values, works out advantages, and has it learn their returns.
+    fn teach(
+        &mut self,
+        critic: &mut Critic,
+        known: &mut [Known],
+        options: &LearnOptions,
+        of_critic: &CriticOptions,
+        stats: &mut StepStats,
+    ) -> Result<()> {
+        for ((_, batch), known) in self.batches().zip(known.iter_mut()) {
+            let values = critic.values(batch)?;
+            known.values = Vec::try_from(&values)?;
+            batch.values = Some(values);
+        }
+        self.advantages(known, options)?;
+        let schedule = of_critic.lr_schedule(options);
+        for step in &self.steps {
+            let lr = schedule.at(critic.trained.optimizer.steps());
+            stats.add(&critic.step(&step.batches, of_critic, lr)?, self.share());
+        }
+        Ok(())
+    }
+}
+
+/// The teacher's log-probs `[M]` of a micro-batch's trained tokens, from the log.
+fn logged(samples: &[learner::Sample<'_>], chosen: &[usize], like: &Tensor) -> Result<Tensor> {
+    let mut column = Vec::new();
+    for sample in chosen.iter().map(|&index| &samples[index]) {
+        let found = sample.teacher_log_probs;
+        if found.len() != sample.response_len() {
+            let expected = format!(
+                "{} teacher's log-probs in record {} of the log, or --opd-teacher-load",
+                sample.response_len(),
+                sample.position.0
+            );
+            return Err(input("on-policy distillation", expected, found.len()));
+        }
+        let kept = |place: &usize| sample.loss_mask.get(*place) != Some(&0);
+        column.extend((0..found.len()).filter(kept).map(|place| found[place]));
+    }
+    Ok(Tensor::f_from_slice(&column)?.f_to_device(like.device())?)
+}
+
+/// Samples as packed micro-batches of one optimiser step. Columns are read where they lie.
+pub(crate) fn pack(model: &Model, samples: &[learner::Sample<'_>], options: &LearnOptions) -> Result<Packed> {
+    let samples = samples.iter().map(|sample| Sample {
+        tokens: sample.tokens,
+        prompt_len: sample.prompt_len,
+        loss_mask: sample.loss_mask,
+        log_probs: sample.log_probs,
+        rollout_id: sample.rollout_id,
+        advantage: sample.advantage,
+    });
+    let samples: Vec<_> = samples.collect();
+    let reduction =
+        if options.calculate_per_token_loss { Reduction::PerToken } else { Reduction::PerRollout };
+    let weights = token_weights(&samples, reduction);
+    let lengths: Vec<_> = samples.iter().map(|sample| sample.tokens.len()).collect();
+    let most = options.micro_batch_size.unwrap_or(usize::MAX);
+    let chosen = micro_batches(&lengths, options.max_tokens_per_gpu, most);
+    let batch = |chosen: &Vec<usize>| {
+        let some: Vec<_> = chosen.iter().map(|index| samples[*index]).collect();
+        let some_weights: Vec<_> = chosen.iter().map(|index| weights[*index]).collect();
+        Batch::new(&some, &some_weights, model.config().vocab_size, model.device())
+    };
+    let batches = chosen.iter().map(batch).collect::<Result<_>>()?;
+    Ok(Packed { chosen, batches })
+}

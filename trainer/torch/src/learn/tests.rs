@@ -1,0 +1,356 @@
+use driftless_buffer::Position;
+use driftless_trainer::{Estimator, Kl, KlPenalty, Opd, Tis, TisMode};
+use tch::{Device, Kind};
+
+use super::*;
+use crate::config::Config;
+use crate::models::Family;
+use crate::optimizer::AdamWOptions;
+
+/// So large that a step of AdamW with this rate is the gradient itself.
+const EPS: f64 = 1e6;
+const TEMPERATURE: f64 = 0.9;
+
+fn config() -> Config {
+    Config {
+        family: Family::Qwen3,
+        vocab_size: 24,
+        hidden_size: 32,
+        intermediate_size: 48,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 16,
+        rms_norm_eps: 1e-6,
+        rope_theta: 10_000.0,
+        rope_scaling: None,
+        max_position_embeddings: 64,
+        tie_word_embeddings: true,
+        initializer_range: 0.2,
+        bos_token_id: None,
+        eos_token_ids: vec![1],
+        pad_token_id: Some(0),
+    }
+}
+
+fn model(seed: i64) -> Model {
+    tch::set_num_threads(1);
+    Model::fresh(config(), seed, Kind::Float, Device::Cpu).unwrap()
+}
+
+fn policy() -> Policy {
+    let adamw = AdamWOptions { clip_grad: 0.0, ..AdamWOptions::default() };
+    let policy = Policy::new(model(7), Kind::Float, adamw).unwrap();
+    policy.with_reference(model(8), false).unwrap()
+}
+
+fn options() -> LearnOptions {
+    LearnOptions { lr: 1e-3, clip_grad: 0.0, max_tokens_per_gpu: 24, ..LearnOptions::default() }
+}
+
+fn weights(policy: &Policy) -> Vec<f32> {
+    let flat = |parameter: &crate::Parameter| {
+        Vec::<f32>::try_from(parameter.tensor.detach().flatten(0, -1)).unwrap()
+    };
+    policy.model().parameters().iter().flat_map(flat).collect()
+}
+
+/// A generation of several lengths, with tokens of tools in the middle.
+struct Generation {
+    tokens: Vec<i32>,
+    mask: Vec<u8>,
+    log_probs: Vec<f32>,
+    teacher: Vec<f32>,
+    advantage: f32,
+}
+
+const PROMPT: usize = 3;
+
+fn generations() -> Vec<Generation> {
+    let lengths = [9, 4, 12, 6];
+    lengths
+        .into_iter()
+        .enumerate()
+        .map(|(number, length)| Generation {
+            tokens: (0..PROMPT + length).map(|at| ((at * 5 + number * 7) % 23 + 1) as i32).collect(),
+            mask: (0..length).map(|at| u8::from(at % 5 != 3)).collect(),
+            log_probs: (0..length).map(|at| -2.0 - 0.15 * ((at + number) % 7) as f32).collect(),
+            teacher: (0..length).map(|at| -2.5 + 0.2 * ((at * 3 + number) % 5) as f32).collect(),
+            advantage: [1.2, -0.7, 0.4, -1.5][number],
+        })
+        .collect()
+}
+
+/// The generations as samples, each cut into parts that begin at the places that `cuts` gives of it.
+fn samples(generations: &[Generation], cuts: impl Fn(usize) -> Vec<usize>) -> Vec<learner::Sample<'_>> {
+    let parts = generations.iter().enumerate().flat_map(|(number, made)| {
+        let mut starts = cuts(number);
+        starts.insert(0, 0);
+        let ends: Vec<usize> = starts[1..].iter().copied().chain([made.mask.len()]).collect();
+        starts.into_iter().zip(ends).map(move |(start, end)| learner::Sample {
+            position: Position(number as u64),
+            tokens: &made.tokens[..PROMPT + end],
+            prompt_len: PROMPT + start,
+            loss_mask: &made.mask[start..end],
+            log_probs: &made.log_probs[start..end],
+            teacher_log_probs: &made.teacher[start..end],
+            rollout_id: number as u64,
+            advantage: made.advantage,
+        })
+    });
+    parts.collect()
+}
+
+fn whole(generations: &[Generation]) -> Vec<learner::Sample<'_>> {
+    samples(generations, |_| Vec::new())
+}
+
+fn rollout(samples: Vec<learner::Sample<'_>>) -> learner::Batch<'_> {
+    learner::Batch { rollout_id: 0, samples }
+}
+
+#[test]
+fn split_rollouts_have_the_same_loss_and_gradients() {
+    let generations = generations();
+    let engines = LearnOptions { use_rollout_logprobs: true, ..options() };
+    let kl_loss = Some(KlPenalty { kind: Kl::K3, coef: 0.2, ref_load: None });
+    let tis = Some(Tis { low: 0.5, high: 1.5, level: driftless_trainer::Level::Token, mode: TisMode::Clip });
+    let cases = [
+        LearnOptions { kl_loss, entropy_coef: 0.05, ..engines.clone() },
+        LearnOptions { advantage_estimator: Estimator::Cispo, ..engines.clone() },
+        LearnOptions { calculate_per_token_loss: true, ..engines },
+        LearnOptions { tis, ..options() },
+    ];
+    for options in cases {
+        let gradient = |samples: Vec<learner::Sample<'_>>| {
+            let adamw = AdamWOptions { eps: EPS, clip_grad: 0.0, ..AdamWOptions::default() };
+            let mut policy =
+                Policy::new(model(7), Kind::Float, adamw).unwrap().with_reference(model(8), false).unwrap();
+            let before = weights(&policy);
+            let options = LearnOptions { lr: EPS, ..options.clone() };
+            let stats = learn(&mut policy, None, &rollout(samples), &options, TEMPERATURE).unwrap();
+            let moved = before.iter().zip(weights(&policy)).map(|(before, after)| before - after);
+            (stats, moved.collect::<Vec<_>>())
+        };
+        let (expected, slopes) = gradient(whole(&generations));
+        assert!(slopes.iter().any(|slope| slope.abs() > 1e-3));
+        for seed in 1..4_usize {
+            // Every generation is cut once or twice, at other places each time.
+            let cuts = |number: usize| {
+                let length = generations[number].mask.len();
+                let first = 1 + (seed + number) % (length - 2);
+                if seed % 2 == 0 { vec![first] } else { vec![first, first + 1] }
+            };
+            let (found, moved) = gradient(samples(&generations, cuts));
+            assert!((found.loss - expected.loss).abs() <= 1e-6, "{} {}", found.loss, expected.loss);
+            assert!((found.entropy - expected.entropy).abs() <= 1e-6);
+            let furthest = moved.iter().zip(&slopes).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(furthest <= 1e-6, "seed {seed}: gradients are {furthest:e} apart, {options:?}");
+        }
+    }
+}
+
+#[test]
+fn several_steps_under_the_engines_log_probs_are_as_many_rollouts() {
+    let generations = generations();
+    let all = whole(&generations);
+    let options = LearnOptions { use_rollout_logprobs: true, ..options() };
+    let (mut at_once, mut apart) = (policy(), policy());
+    let steps = LearnOptions { global_batch_size: Some(2), ..options.clone() };
+    let stats = learn(&mut at_once, None, &rollout(all.clone()), &steps, TEMPERATURE).unwrap();
+    let halves = [0..2, 2..4]
+        .map(|half| learn(&mut apart, None, &rollout(all[half].to_vec()), &options, TEMPERATURE).unwrap());
+    assert_eq!(weights(&at_once), weights(&apart));
+    assert_eq!(at_once.optimizer().steps(), 2);
+    assert!((stats.loss - (halves[0].loss + halves[1].loss) / 2.0).abs() < 1e-12);
+    assert!((stats.grad_norm - (halves[0].grad_norm + halves[1].grad_norm) / 2.0).abs() < 1e-12);
+}
+
+#[test]
+fn old_policy_is_the_one_before_the_first_step() {
+    let generations = generations();
+    let all = whole(&generations);
+    let (mut found, mut by_hand) = (policy(), policy());
+    let steps = LearnOptions { global_batch_size: Some(2), lr: 1e-2, ..options() };
+    let stats = learn(&mut found, None, &rollout(all.clone()), &steps, TEMPERATURE).unwrap();
+
+    let [mut first, mut second] =
+        [0..2, 2..4].map(|half| pack(by_hand.model(), &all[half], &steps).unwrap().batches);
+    for batch in first.iter_mut().chain(&mut second) {
+        batch.old_log_probs = Some(by_hand.log_probs(batch, TEMPERATURE).unwrap());
+    }
+    let first = by_hand.policy_step(&first, &steps, TEMPERATURE, 1e-2).unwrap();
+    let second = by_hand.policy_step(&second, &steps, TEMPERATURE, 1e-2).unwrap();
+    assert_eq!(weights(&found), weights(&by_hand));
+    assert!(first.ppo_kl.abs() < 1e-9 && second.ppo_kl.abs() > 1e-5, "{} {}", first.ppo_kl, second.ppo_kl);
+    assert!((stats.ppo_kl - second.ppo_kl / 2.0).abs() < 1e-9);
+}
+
+#[test]
+fn step_that_is_not_finite_leaves_out_the_rest_of_its_rollout() {
+    let generations = generations();
+    let mut all = whole(&generations);
+    all[2].advantage = f32::MAX;
+    let options = LearnOptions { global_batch_size: Some(2), entropy_coef: 1e300, ..options() };
+    let mut struck = policy();
+    let before = weights(&struck);
+    let failed = learn(&mut struck, None, &rollout(all), &options, TEMPERATURE);
+    assert!(matches!(failed, Err(crate::Error::NotFinite { step: 0, .. })), "{failed:?}");
+    assert_eq!(weights(&struck), before);
+}
+
+#[test]
+fn advantages_by_token_are_made_of_what_the_models_say() {
+    let generations = generations();
+    let all = whole(&generations);
+    let policy = policy().with_teacher(model(9)).unwrap();
+    let options = LearnOptions {
+        advantage_estimator: Estimator::ReinforcePlusPlus,
+        gamma: 0.9,
+        kl_reward: Some(KlPenalty { kind: Kl::K2, coef: 0.3, ref_load: None }),
+        opd: Some(Opd { kl_coef: 0.5, teacher_load: None }),
+        ..options()
+    };
+    let mut rollout = Rollout::cut(policy.model(), &all, &options).unwrap();
+    let mut stats = StepStats::default();
+    rollout.look_back(&policy, &options, TEMPERATURE).unwrap();
+    let known = rollout.distances(&policy, &options, TEMPERATURE, &mut stats).unwrap();
+    rollout.advantages(&known, &options).unwrap();
+
+    // Sample by sample, in f64.
+    let teacher = Policy::new(model(9), Kind::Float, AdamWOptions::default()).unwrap();
+    let reference = Policy::new(model(8), Kind::Float, AdamWOptions::default()).unwrap();
+    let mut expected = Vec::new();
+    for sample in &all {
+        let batch = &pack(policy.model(), std::slice::from_ref(sample), &options).unwrap().batches[0];
+        let of = |policy: &Policy| -> Vec<f64> {
+            Vec::try_from(policy.log_probs(batch, TEMPERATURE).unwrap().to_kind(Kind::Double)).unwrap()
+        };
+        let (own, reference, teacher) = (of(&policy), of(&reference), of(&teacher));
+        let last = own.len() - 1;
+        let reward = |t: usize| {
+            let end = if t == last { f64::from(sample.advantage) } else { 0.0 };
+            end - 0.3 * (own[t] - reference[t]).powi(2) / 2.0
+        };
+        let sum = |t: usize| (t..own.len()).map(|u| 0.9_f64.powi((u - t) as i32) * reward(u)).sum::<f64>();
+        expected.push((0..own.len()).map(|t| sum(t) - 0.5 * (own[t] - teacher[t])).collect::<Vec<_>>());
+    }
+    let flat: Vec<f64> = expected.concat();
+    let mean = flat.iter().sum::<f64>() / flat.len() as f64;
+    let variance = flat.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (flat.len() as f64 - 1.0);
+    for (chosen, batch) in rollout.batches() {
+        let found: Vec<f64> = Vec::try_from(batch.advantages.to_kind(Kind::Double)).unwrap();
+        let wanted = chosen.iter().flat_map(|&index| &expected[index]);
+        let wanted: Vec<f64> = wanted.map(|value| (value - mean) / (variance + 1e-8).sqrt()).collect();
+        assert_eq!(found.len(), wanted.len());
+        for (found, wanted) in found.iter().zip(&wanted) {
+            assert!((found - wanted).abs() < 2e-6, "{found} {wanted}");
+        }
+    }
+    assert!(stats.kl > 0.0 && stats.opd_reverse_kl != 0.0);
+}
+
+#[test]
+fn teacher_in_the_log_is_the_teacher_that_is_loaded() {
+    let mut generations = generations();
+    let options = LearnOptions { opd: Some(Opd { kl_coef: 1.0, teacher_load: None }), ..options() };
+    let teacher = Policy::new(model(9), Kind::Float, AdamWOptions::default()).unwrap();
+    // What the teacher says of every token of the responses.
+    let said: Vec<Vec<f32>> = whole(&generations)
+        .iter()
+        .map(|sample| {
+            let all = [learner::Sample { loss_mask: &[], ..*sample }];
+            let batch = &pack(teacher.model(), &all, &options).unwrap().batches[0];
+            Vec::try_from(teacher.log_probs(batch, TEMPERATURE).unwrap()).unwrap()
+        })
+        .collect();
+    for (made, said) in generations.iter_mut().zip(said) {
+        made.teacher = said;
+    }
+    let (mut from_log, mut loaded) = (policy(), policy().with_teacher(model(9)).unwrap());
+    let learned = |policy: &mut Policy| {
+        learn(policy, None, &rollout(whole(&generations)), &options, TEMPERATURE).unwrap()
+    };
+    let (of_log, of_model) = (learned(&mut from_log), learned(&mut loaded));
+    assert!((of_log.opd_reverse_kl - of_model.opd_reverse_kl).abs() < 1e-6);
+    assert!((of_log.loss - of_model.loss).abs() < 1e-6);
+
+    let bare = learner::Sample { teacher_log_probs: &[], ..whole(&generations)[1] };
+    let failed = learn(&mut from_log, None, &rollout(vec![bare]), &options, TEMPERATURE);
+    let words = failed.unwrap_err().to_string();
+    assert!(words.contains("record 1 of the log") && words.contains("--opd-teacher-load"), "{words}");
+}
+
+/// A critic of a fresh checkpoint, and the options that go with it.
+fn critic(dir: &std::path::Path) -> (Critic, LearnOptions) {
+    let policy = Policy::new(model(7), Kind::Float, AdamWOptions::default()).unwrap();
+    let json = serde_json::to_vec(&config().to_json(Kind::Float)).unwrap();
+    let files = vec![driftless_transport::snapshot::AuxFile::new("config.json", json).unwrap()];
+    let snapshot = crate::PolicySnapshot::with_files(&policy, files).unwrap();
+    driftless_transport::checkpoint::write_checkpoint(dir, &snapshot, 1 << 30).unwrap();
+    let of_critic = CriticOptions {
+        lr: 1e-2,
+        lr_warmup_iters: 0,
+        value_clip: 1e9,
+        num_critic_only_steps: 0,
+        load: None,
+        save: None,
+    };
+    let model = Model::open_critic(dir, Kind::Float, Device::Cpu).unwrap();
+    let critic = Critic::new(model, Kind::Float, AdamWOptions::default()).unwrap();
+    let options = LearnOptions { advantage_estimator: Estimator::Ppo, critic: Some(of_critic), ..options() };
+    (critic, options)
+}
+
+fn values(critic: &mut Critic, samples: &[learner::Sample<'_>], options: &LearnOptions) -> Vec<f32> {
+    let packed = pack(&critic.trained.model, samples, options).unwrap();
+    let of = |batch: &Batch| Vec::<f32>::try_from(critic.values(batch).unwrap()).unwrap();
+    packed.batches.iter().flat_map(of).collect()
+}
+
+#[test]
+fn critic_learns_what_a_rollout_is_worth_and_the_policy_may_wait() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut critic, mut options) = critic(dir.path());
+    options.critic.as_mut().unwrap().num_critic_only_steps = 30;
+    let generations = generations();
+    let all: Vec<_> =
+        whole(&generations).into_iter().map(|sample| learner::Sample { advantage: 0.5, ..sample }).collect();
+    assert!(values(&mut critic, &all, &options).iter().all(|value| *value == 0.0), "a fresh head");
+    let mut policy = policy();
+    let before = weights(&policy);
+    let mut losses = Vec::new();
+    for rollout_id in 0..30 {
+        let batch = learner::Batch { rollout_id, samples: all.clone() };
+        losses.push(learn(&mut policy, Some(&mut critic), &batch, &options, TEMPERATURE).unwrap().value_loss);
+    }
+    // λ is 1: every return is the reward.
+    assert!((losses[0] - 0.25).abs() < 1e-6 && losses[29] < 0.01, "{losses:?}");
+    assert!(values(&mut critic, &all, &options).iter().all(|value| (value - 0.5).abs() < 0.2));
+    assert_eq!((weights(&policy), policy.optimizer().steps()), (before.clone(), 0));
+    let batch = learner::Batch { rollout_id: 30, samples: all };
+    let stats = learn(&mut policy, Some(&mut critic), &batch, &options, TEMPERATURE).unwrap();
+    assert!(stats.grad_norm > 0.0 && stats.critic_grad_norm > 0.0);
+    assert_ne!(weights(&policy), before);
+}
+
+#[test]
+fn critic_that_is_written_is_one_that_is_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = dir.path().join("start");
+    let (mut critic, options) = critic(&start);
+    let generations = generations();
+    let all = whole(&generations);
+    let batch = rollout(all.clone());
+    learn(&mut policy(), Some(&mut critic), &batch, &options, TEMPERATURE).unwrap();
+    let snapshot = crate::PolicySnapshot::of_critic(&critic, &start).unwrap();
+    driftless_transport::checkpoint::write_checkpoint(dir.path().join("critic"), &snapshot, 1 << 30).unwrap();
+    let model = Model::open_critic(&dir.path().join("critic"), Kind::Float, Device::Cpu).unwrap();
+    let mut loaded = Critic::new(model, Kind::Float, AdamWOptions::default()).unwrap();
+    let found = values(&mut loaded, &all, &options);
+    assert!(found.iter().any(|value| value.abs() > 1e-3));
+    assert_eq!(found, values(&mut critic, &all, &options));
+    // It is no language model.
+    let refused = Model::open(&dir.path().join("critic"), Kind::Float, Device::Cpu);
+    assert!(matches!(refused, Err(crate::Error::Family { .. })));
+}
