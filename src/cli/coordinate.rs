@@ -22,8 +22,8 @@ Examples:
     driftless coordinate --store s3://bucket/prefix --run my-run --token-file token \\
         --follower 10.0.0.11:9750 --follower 10.0.0.12:9750 --hosts-min 1
 
-All hosts prepare a version while their engines generate; then all engines change to it. With --hosts-min nobody waits for
-stragglers longer than --grace: they keep what they have until a later round.";
+All hosts prepare a version while their engines generate; then all engines change to it. With --hosts-min, stragglers are
+waited for no longer than --grace: they keep what they have until a later round.";
 
 /// Polls after which the same version is rolled again: a host that was started anew has lost what it was
 /// ordered.
@@ -51,7 +51,7 @@ pub(crate) struct Args {
     /// Hosts that have to be prepared before any engine is paused [default: all].
     #[arg(long, value_name = "HOSTS", value_parser = numbers::count::<usize>())]
     hosts_min: Option<usize>,
-    /// Seconds that the other hosts are waited for once so many are there.
+    /// Seconds to wait for the other hosts once --hosts-min are prepared.
     #[arg(long, default_value_t = 5, value_name = "SECONDS", value_parser = numbers::seconds())]
     grace: u64,
     /// Seconds a host may take to prepare a version.
@@ -60,7 +60,7 @@ pub(crate) struct Args {
     /// Seconds a host may take to activate a version on all its engines.
     #[arg(long, default_value_t = 660, value_name = "SECONDS", value_parser = numbers::deadline())]
     activate_deadline: u64,
-    /// Milliseconds between two looks at the store.
+    /// Milliseconds between two polls of the store.
     #[arg(long, default_value_t = 500, value_parser = numbers::milliseconds())]
     poll_ms: u64,
     /// Bring the hosts to the newest version once, then end; failures are not retried.

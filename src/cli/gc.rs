@@ -19,7 +19,7 @@ Examples:
   driftless gc --store file:///shared/store --run my-run --dry-run
   driftless gc --store file:///shared/store --run my-run --keep 16";
 
-/// Remove the versions of a run that nobody needs any more.
+/// Remove the versions of a run that no follower needs.
 #[derive(clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Args {
@@ -35,8 +35,7 @@ pub(crate) struct Args {
     /// Keep at least this many of the newest versions.
     #[arg(long, value_name = "VERSIONS", default_value_t = 1, value_parser = numbers::count::<u64>())]
     keep: u64,
-    /// Seconds after which a follower that has not renewed its lease is not waited for; followers renew every
-    /// minute.
+    /// Age in seconds at which a lease expires; followers renew theirs every minute.
     #[arg(long, value_name = "SECONDS", default_value_t = 900, value_parser = numbers::seconds())]
     lease_ttl: u64,
     /// Only show what would be removed.

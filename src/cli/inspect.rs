@@ -41,23 +41,22 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         return version(&Manifest::parse(&bytes)?, output);
     }
     let (url, name) = match &args.url {
-        Some(url) => place(url)?,
+        Some(url) => place(url),
         None => (args.store.ok_or_else(nothing_named)?, args.run),
     };
     let store = store::open(&url)?;
-    let Some(name) = &name else {
-        return runs(&store, output);
-    };
-    let run = match (Run::open(store, name), &args.url) {
-        // The URL may be that of a store.
-        (Err(Transport::NoSuchRun { .. }), Some(url)) if args.model.is_none() && args.version.is_none() => {
-            let store = store::open(url)?;
-            if !Run::names(store.as_ref())?.is_empty() {
-                return runs(&store, output);
+    let whole = args.model.is_none() && args.version.is_none();
+    let run = match (name, &args.url) {
+        (None, None) => return runs(&store, output),
+        (None, Some(url)) if whole && has_runs(url)? => return runs(&store, output),
+        (None, Some(url)) => return Err(no_run(url)),
+        (Some(name), url) => match (Run::open(store, &name), url) {
+            // It may be that of a store.
+            (Err(Transport::NoSuchRun { .. }), Some(url)) if whole && has_runs(url)? => {
+                return runs(&store::open(url)?, output);
             }
-            return Err(Transport::NoSuchRun { name: name.clone(), store: store.to_string() }.into());
-        }
-        (opened, _) => opened?,
+            (opened, _) => opened?,
+        },
     };
     let model = model(&run, args.model)?;
     match args.version {
@@ -74,20 +73,25 @@ fn nothing_named() -> Error {
     }
 }
 
-/// The store and the run that a run's URL names: its last segment is the run.
-fn place(url: &str) -> Result<(String, Option<String>)> {
+fn has_runs(url: &str) -> Result<bool> {
+    Ok(!Run::names(store::open(url)?.as_ref())?.is_empty())
+}
+
+fn no_run(url: &str) -> Error {
+    Error::Usage {
+        what: "inspect".to_owned(),
+        expected: "the URL of a store with runs, or of a run, as s3://bucket/prefix/my-run".to_owned(),
+        found: redact(url),
+    }
+}
+
+/// The store and the run that a URL names: its last segment is the run. One without is a store's.
+fn place(url: &str) -> (String, Option<String>) {
     let (path, parameters) = url.split_at(url.find('?').unwrap_or(url.len()));
     match path.trim_end_matches('/').rsplit_once('/') {
         // Without a path there is a bucket and no run.
-        Some((store, run)) if !store.ends_with('/') => {
-            Ok((format!("{store}{parameters}"), Some(run.to_owned())))
-        }
-        _ => Err(Error::Usage {
-            what: "URL of a run".to_owned(),
-            expected: "a store and a run's name, as s3://bucket/prefix/my-run, or --store and --run"
-                .to_owned(),
-            found: redact(url),
-        }),
+        Some((store, run)) if !store.ends_with('/') => (format!("{store}{parameters}"), Some(run.to_owned())),
+        _ => (url.to_owned(), None),
     }
 }
 
@@ -271,10 +275,10 @@ mod tests {
             ("file:///srv/store/r", "file:///srv/store", "r"),
             ("store/r", "store", "r"),
         ] {
-            assert_eq!(super::place(url).unwrap(), (store.to_owned(), Some(run.to_owned())), "{url}");
+            assert_eq!(super::place(url), (store.to_owned(), Some(run.to_owned())), "{url}");
         }
-        for url in ["s3://bucket", "run", "s3://bucket/?region=x/y"] {
-            assert!(super::place(url).is_err(), "{url}");
+        for url in ["s3://bucket", "store", "s3://bucket/?region=x/y"] {
+            assert_eq!(super::place(url), (url.to_owned(), None));
         }
     }
 }

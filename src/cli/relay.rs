@@ -37,14 +37,14 @@ pub(crate) struct Args {
     /// Directory of the cache; the relay owns it.
     #[arg(long, value_name = "DIR")]
     cache_dir: PathBuf,
-    /// Gibibytes of objects to keep; those not asked for longest go.
+    /// GiB of objects to keep; the least recently used go first.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..1 << 20))]
     cache_gib: u64,
     /// Address to listen on; port 0: the system chooses, and the address is printed.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7420")]
     listen: SocketAddr,
-    /// Address to listen on for followers that come over UCX (--relay ucx://ADDR:PORT) as well; needs libucp
-    /// 1.14 or newer.
+    /// Address to listen on over UCX as well, for followers with --relay ucx://ADDR:PORT; needs libucp 1.14
+    /// or newer.
     #[arg(long, value_name = "ADDR:PORT")]
     listen_ucx: Option<SocketAddr>,
     /// File holding the token that followers must bring; needed to listen beyond loopback [default:

@@ -137,6 +137,10 @@ fn inspect_of_a_stores_url_lists_its_runs() {
     let listed = json(driftless().args(["inspect", &store]));
     assert_eq!((&listed[0]["run"], &listed[0]["newest"]), (&"test".into(), &0.into()), "{listed}");
     assert_eq!(json(driftless().args(["inspect", &format!("{store}/test")]))["run"], "test");
+    let here = json(driftless().args(["inspect", "store"]).current_dir(run.dir.path()));
+    assert_eq!(here[0]["run"], "test", "a path of one segment");
+    let (status, words) = code(driftless().args(["inspect", "nothing"]).current_dir(run.dir.path()));
+    assert!(status == Some(2) && words.contains("a store with runs"), "{words}");
     let (status, words) = code(driftless().args(["inspect", &format!("{store}/none")]));
     assert!(status == Some(1) && words.contains("no run named `none`"), "{words}");
 }

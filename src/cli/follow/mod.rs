@@ -102,12 +102,12 @@ pub(crate) struct Args {
     engine_checkpoint_dir: Option<PathBuf>,
     #[command(flatten)]
     transport: TransportArgs,
-    /// What becomes of running requests while an engine loads: computed anew with the new weights, aborted,
-    /// or continued on the key-value cache of the old ones.
+    /// What happens to running requests while an engine loads: they are recomputed with the new weights,
+    /// aborted, or continued on the key-value cache of the old ones.
     #[arg(long, value_enum, default_value_t = PauseGenerationMode::Retract)]
     pause_generation_mode: PauseGenerationMode,
-    /// Whether engines that have the plugin of the Python package are patched in place: where it is there, or
-    /// else they are refused, or never. One that cannot be patched to a version loads it.
+    /// Whether to patch engines in place that have the Python package's plugin: where they have it, always
+    /// (an engine without it is refused), or never. A version that cannot be patched is loaded.
     #[arg(long, value_enum, default_value_t = PluginUse::Auto)]
     plugin: PluginUse,
     /// Directory where plugins and followers of one user meet [default: DRIFTLESS_PLUGIN_DIR, or
@@ -123,23 +123,23 @@ pub(crate) struct Args {
     /// Go no further than this version, and end when it is on disk and on every engine.
     #[arg(long, value_name = "VERSION", value_parser = numbers::ordinal())]
     until_version: Option<u64>,
-    /// Say what would be fetched and applied now, and do nothing: no directory, no lock, no lease, no engine
-    /// is touched. With --layout slime, whose versions say little, they are read and taken to copies of the
-    /// tensors, and every checksum is compared.
+    /// Print what would be fetched and applied now, and change nothing: no directory, no lock, no lease, no
+    /// engine. With --layout slime the versions are read and tried on copies of the tensors, and every
+    /// checksum is compared.
     #[arg(long)]
     dry_run: bool,
     /// Prepare and activate only when told to over HTTP, as `driftless coordinate` does.
     #[arg(long, requires = "listen", conflicts_with = "once")]
     coordinated: bool,
-    /// Milliseconds between two looks at the store.
+    /// Milliseconds between two polls of the store.
     #[arg(long, default_value_t = 500, value_parser = numbers::milliseconds())]
     poll_ms: u64,
-    /// GiB of the checkpoint that are read and compared with their digests in an hour, beside following; 0
-    /// for none. What is damaged is built anew from the store, and engines load it again.
+    /// GiB of the checkpoint to read in an hour, in the background, and to compare with its digests; 0 for
+    /// none. A damaged checkpoint is rebuilt from the store, and engines load it again.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
     scrub_gib_per_hour: u64,
-    /// Seconds an engine may take to load a version, all calls together. Then the load is given up; the
-    /// engine stays paused until one succeeds, unless its weights were not touched.
+    /// Seconds an engine may take to load a version, all calls together. After that the engine stays paused
+    /// until a load succeeds, unless its weights were not touched.
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
     activate_deadline: u64,
     /// Answer HTTP calls (prepare, activate, status, metrics) on this address.

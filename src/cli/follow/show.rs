@@ -54,7 +54,10 @@ impl Line {
             None => format!("version {version}"),
         };
         if *engines > 0 {
-            text += &format!(", on {serving} of {engines} engines, paused for {pause_ms:.1} ms");
+            text += &format!(", on {serving} of {engines} engines");
+        }
+        if *serving > 0 {
+            text += &format!(", paused for {pause_ms:.1} ms");
         }
         text
     }
@@ -107,7 +110,7 @@ mod tests {
     #[test]
     fn line_for_each_version_and_for_more_engines() {
         let first = Line::next(&status(1, &["a:0", "a:0"]), None).expect("a line");
-        assert_eq!(first.text(), "version 1, on 0 of 2 engines, paused for 1.5 ms");
+        assert_eq!(first.text(), "version 1, on 0 of 2 engines");
         assert_eq!(Line::next(&status(1, &["a:0", "a:0"]), Some(&first)), None);
         let more = Line::next(&status(1, &["a:1", "a:1"]), Some(&first)).expect("a line");
         assert_eq!(more.text(), "version 1, on 2 of 2 engines, paused for 1.5 ms");

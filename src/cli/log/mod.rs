@@ -37,17 +37,24 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand)]
 enum Command {
     /// Count what is in the log.
-    Stat { dir: PathBuf },
+    Stat {
+        /// Directory of the log.
+        dir: PathBuf,
+    },
     /// Check every byte; exit code 3 if anything is damaged that was whole before, copies that no record
     /// needs included.
-    Verify { dir: PathBuf },
+    Verify {
+        /// Directory of the log.
+        dir: PathBuf,
+    },
     /// Print the last records.
     Tail {
+        /// Directory of the log.
         dir: PathBuf,
-        /// How many.
+        /// How many records.
         #[arg(short = 'n', long, default_value_t = 10, value_parser = numbers::ordinal())]
         lines: u64,
-        /// Go on with new ones as they come.
+        /// Wait for new records and print them, too.
         #[arg(short, long)]
         follow: bool,
     },

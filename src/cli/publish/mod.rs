@@ -83,10 +83,11 @@ pub(crate) struct Args {
     /// Optimiser step of the checkpoint, for the record.
     #[arg(long, default_value_t = 0, value_parser = numbers::ordinal())]
     step: u64,
-    /// Carry full tensors too in every version whose number is a multiple of this.
+    /// Make every version whose number is a multiple of this an anchor: it carries full tensors beside the
+    /// delta.
     #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
     anchor_every: Option<u64>,
-    /// Carry full tensors too when the deltas since the newest anchor weigh this share of the model, such as
+    /// Make a version an anchor when the deltas since the last one weigh this share of the model, such as
     /// 0.5.
     #[arg(long, value_name = "SHARE", value_parser = numbers::positive)]
     anchor_share: Option<f64>,
@@ -100,7 +101,7 @@ pub(crate) struct Args {
     sign: keys::SignArgs,
     #[command(flatten)]
     notify: store::NotifyArgs,
-    /// Afterwards remove versions that nobody needs, as `driftless gc --keep` does.
+    /// Afterwards remove versions that no follower needs, as `driftless gc --keep` does.
     #[arg(long, value_name = "VERSIONS", value_parser = numbers::count::<u64>())]
     keep: Option<u64>,
     #[command(flatten)]

@@ -25,7 +25,8 @@ pub(crate) struct RankArgs {
     /// Number of ranks that publish the version together.
     #[arg(long, requires = "rank", value_parser = numbers::count::<u32>())]
     ranks: Option<u32>,
-    /// What all ranks of this publication agree on, and no other one has: <job id>-<step>, for instance.
+    /// Name of this publication, the same at all its ranks and unlike that of any other: <job id>-<step>, for
+    /// instance.
     #[arg(long, value_name = "NAME", requires = "rank")]
     attempt: Option<String>,
     /// JSON file that says which tensors of the checkpoint are slices: {"<name>": {"shape": [whole], "start":

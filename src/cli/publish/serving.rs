@@ -25,15 +25,15 @@ const POLL_MAX: Duration = Duration::from_secs(16);
 
 #[derive(clap::Args)]
 pub(crate) struct ServingArgs {
-    /// Serve the store's objects to followers that come over UCX (--relay ucx://ADDR:PORT), what is published
-    /// now without reading it back: from before the version is committed until interrupted, or as
-    /// --until-followed says. Needs libucp 1.14 or newer.
+    /// Serve the store's objects from this process, to followers with --relay ucx://ADDR:PORT: from before
+    /// the version is committed until a signal, or as --until-followed says. The new version is served from
+    /// memory. Needs libucp 1.14 or newer.
     #[arg(long, value_name = "ADDR:PORT", requires = "relay_cache_dir")]
     pub(crate) listen_ucx: Option<SocketAddr>,
     /// Directory for the objects that are served; one process at a time owns it.
     #[arg(long, value_name = "DIR", requires = "listen_ucx")]
     relay_cache_dir: Option<PathBuf>,
-    /// Gibibytes of objects to keep there; those not asked for longest go.
+    /// GiB of objects to keep there; the least recently used go first.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..1 << 20))]
     relay_cache_gib: u64,
     /// File holding the token that these followers must bring; needed to listen beyond loopback [default:

@@ -39,11 +39,11 @@ impl KeyArgs {
 /// Who signs what is published, and who else may have signed what is gone on from.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct SignArgs {
-    /// Key to sign versions with, as `driftless keygen` makes it; versions that it has not signed are not
-    /// gone on from.
+    /// Key to sign versions with, as `driftless keygen` makes it. Without a signature of this key, or of a
+    /// --trust-key, no earlier version is built on.
     #[arg(long, value_name = "FILE")]
     sign_key: Option<PathBuf>,
-    /// File of public keys whose versions are gone on from as well, such as the key before; may be given
+    /// File of public keys that may have signed earlier versions, such as the key before; may be given
     /// several times.
     #[arg(long, value_name = "FILE", requires = "sign_key")]
     trust_key: Vec<PathBuf>,

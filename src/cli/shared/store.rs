@@ -37,8 +37,8 @@ pub(crate) fn behind(origin: Arc<dyn Store>, relays: &[String], token: Option<&s
 /// Who is told of a version as soon as it is published.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct NotifyArgs {
-    /// Follower to tell of a version at once, as URL of its --listen address; may be given several times.
-    /// Those that do not answer within 2 s find it with their next look.
+    /// Follower to notify of each version, by the URL of its --listen address; may be given several times.
+    /// One that does not answer within 2 s finds the version at its next poll.
     #[arg(long, value_name = "URL")]
     notify: Vec<String>,
     /// File holding the token that these followers want [default: DRIFTLESS_TOKEN].

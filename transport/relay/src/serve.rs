@@ -14,12 +14,9 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::get;
 use axum::{Router, middleware};
-use driftless_transport::Error as TransportError;
 use driftless_transport::serve::listen::serve_http;
-use driftless_transport::serve::{self as http, Token};
+use driftless_transport::serve::{self as http, Threads, Token};
 use serde::{Deserialize, Serialize};
-use tokio::net::TcpListener;
-use tokio::runtime;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::cache::{Content, Fill};
@@ -27,10 +24,8 @@ use super::{Refusal, Relay, RelayOptions};
 use crate::error::Result;
 use crate::session::Sessions;
 
-/// Threads that send and receive.
-const THREADS: usize = 2;
-/// Threads that read files, and the origin.
-const BLOCKING_THREADS: usize = 16;
+/// Threads that send and receive, and those that read files, and the origin.
+const THREADS: Threads = Threads { io: 2, blocking: 16 };
 
 /// A running relay. Dropping it ends it.
 #[derive(Debug)]
@@ -56,25 +51,16 @@ impl Server {
 
 /// Listens, and serves from threads of its own.
 pub(super) fn start(relay: Arc<Relay>, options: RelayOptions) -> Result<Server> {
-    let addr = options.listen;
-    let listen = |source| TransportError::Listen { addr, source };
-    let runtime = runtime::Builder::new_multi_thread()
-        .worker_threads(THREADS)
-        .max_blocking_threads(BLOCKING_THREADS)
-        .thread_name("relay")
-        .enable_io()
-        .enable_time()
-        .build()
-        .map_err(listen)?;
-    let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
-    let addr = listener.local_addr().map_err(listen)?;
-    let sessions = options.fabric.map(|(addr, fabric)| {
-        Sessions::start(relay.clone(), fabric, addr, options.token.as_deref(), options.limits, &runtime)
-    });
-    let sessions = sessions.transpose()?;
-    let router = router(relay, options.token);
-    let serving = serve_http(listener, options.limits, router);
-    Ok(Server { sessions, http: http::Server::run(runtime, addr, "relay-http", serving)? })
+    let RelayOptions { listen, token, limits, fabric, .. } = options;
+    let mut sessions = None;
+    let http = http::Server::start("relay-http", listen, THREADS, |listener, runtime| -> Result<_> {
+        if let Some((addr, fabric)) = fabric {
+            let relay = relay.clone();
+            sessions = Some(Sessions::start(relay, fabric, addr, token.as_deref(), limits, runtime)?);
+        }
+        Ok(serve_http(listener, limits, router(relay, token)))
+    })?;
+    Ok(Server { sessions, http })
 }
 
 fn router(relay: Arc<Relay>, token: Option<String>) -> Router {

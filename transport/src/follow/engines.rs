@@ -80,6 +80,12 @@ impl Follower {
         {
             let Some(outcome) = activated.or(served) else { continue };
             if let Err(error) = self.record(index, slot, &label, outcome) {
+                // A caller that asked for the round is given the first one.
+                if due.is_some() || first_failure.is_some() {
+                    let (failures, refusals, paused) = (slot.failures, slot.refusals, slot.worker.is_paused());
+                    let error = &error as &dyn std::error::Error;
+                    tracing::warn!(error, failures, refusals, paused, "engine is not on {label}");
+                }
                 first_failure.get_or_insert(error);
             }
         }
@@ -125,11 +131,7 @@ impl Follower {
             }
         }
         self.schedule(slot, label, &outcome);
-        outcome.map(|_| ()).inspect_err(|error| {
-            let (failures, refusals) = (slot.failures, slot.refusals);
-            let error = error as &dyn std::error::Error;
-            tracing::warn!(error, failures, refusals, paused, "engine is not on {label}");
-        })
+        outcome.map(drop)
     }
 
     /// Decides when an engine is asked again. One that is away is asked soon. One that is there and does not

@@ -13,11 +13,9 @@ use axum::routing::{get, post};
 use derive_setters::Setters;
 use driftless_store::{Error as StoreError, chain_text};
 use serde::{Deserialize, Serialize};
-use tokio::net::TcpListener;
-use tokio::runtime;
 
 use super::listen::{Limits, serve_http};
-use super::{Body, Failure, Server, Token, check_exposure};
+use super::{Body, Failure, Server, Threads, Token, check_exposure};
 use crate::error::{Error, Result};
 use crate::follow::{Follower, PrepareReply};
 use crate::ids::Version;
@@ -51,7 +49,7 @@ impl ServeOptions {
     }
 }
 
-/// Serves `follower` from a thread of its own: `POST /prepare`, `POST /activate`, `POST /notify`,
+/// Serves `follower` from threads of its own: `POST /prepare`, `POST /activate`, `POST /notify`,
 /// `GET /status`, `GET /metrics`, `GET /health`.
 ///
 /// # Errors
@@ -61,17 +59,9 @@ impl ServeOptions {
 pub fn serve(follower: Follower, options: ServeOptions) -> Result<Server> {
     let ServeOptions { addr, token, limits, routes } = options;
     check_exposure("follower address", addr, token.as_deref())?;
-    let listen = |source| Error::Listen { addr, source };
-    let runtime = runtime::Builder::new_current_thread()
-        .enable_io()
-        .enable_time()
-        .max_blocking_threads(REQUESTS_MAX)
-        .build()
-        .map_err(listen)?;
-    let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
-    let addr = listener.local_addr().map_err(listen)?;
     let router = router(follower, token, routes);
-    Server::run(runtime, addr, "follower-http", serve_http(listener, limits, router))
+    let threads = Threads { io: 1, blocking: REQUESTS_MAX };
+    Server::start("follower-http", addr, threads, |listener, _| Ok(serve_http(listener, limits, router)))
 }
 
 fn router(follower: Follower, token: Option<String>, more: Router) -> Router {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `follower` | serves a follower to coordinators and operators |
 //! | [`listen`] | accepts connections, within limits |
-//! | this one | the server's thread, and its token |
+//! | this one | a server's threads, and its token |
 
 mod follower;
 pub mod listen;
@@ -18,8 +18,8 @@ use axum::http::{StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Json, Response};
 use serde::Serialize;
-use tokio::runtime;
-use tokio::sync::oneshot;
+use tokio::net::TcpListener;
+use tokio::runtime::{self, Handle, Runtime};
 
 use crate::error::{Error, Result};
 use listen::admit;
@@ -29,44 +29,66 @@ pub use follower::{ServeOptions, serve};
 /// How long requests under way may hold up the end of the server.
 const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
 
-/// A running HTTP server. Dropping it ends the server.
+/// A running server, which has threads of its own. Dropping it ends the server and all that it does.
 #[derive(Debug)]
 pub struct Server {
     addr: SocketAddr,
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<thread::JoinHandle<()>>,
+    /// There until this is dropped.
+    runtime: Option<Runtime>,
+}
+
+/// How many threads a server has.
+#[derive(Clone, Copy, Debug)]
+pub struct Threads {
+    /// Those that send and receive.
+    pub io: usize,
+    /// Most that may wait for a disk, or for anything else that blocks.
+    pub blocking: usize,
 }
 
 impl Server {
+    /// Listens at `addr`, where port 0 takes a free one, and runs what `serving` makes of the listener until
+    /// the server is dropped. `name` is that of its threads.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Listen`] if the address or the threads cannot be had; those of `serving`.
+    pub fn start<F, E>(
+        name: &str,
+        addr: SocketAddr,
+        threads: Threads,
+        serving: impl FnOnce(TcpListener, &Handle) -> Result<F, E>,
+    ) -> Result<Self, E>
+    where
+        F: Future<Output = ()> + Send + 'static,
+        E: From<Error>,
+    {
+        let listen = |source| Error::Listen { addr, source };
+        let mut builder = runtime::Builder::new_multi_thread();
+        builder.worker_threads(threads.io).max_blocking_threads(threads.blocking).thread_name(name);
+        let runtime = builder.enable_io().enable_time().build().map_err(listen)?;
+        let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
+        let addr = listener.local_addr().map_err(listen)?;
+        runtime.spawn(serving(listener, runtime.handle())?);
+        Ok(Self { addr, runtime: Some(runtime) })
+    }
+
     /// The address it listens on, with the port that the system picked if port 0 was asked for.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
+}
 
-    /// Runs `serving` on a thread of its own until the server is dropped.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Listen`] if the thread cannot be started.
-    pub fn run(
-        runtime: runtime::Runtime,
-        addr: SocketAddr,
-        name: &str,
-        serving: impl Future<Output = ()> + Send + 'static,
-    ) -> Result<Self> {
-        let (stop, stopped) = oneshot::channel::<()>();
-        let thread = thread::Builder::new().name(name.into()).spawn(move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = serving => {}
-                    _ = stopped => {}
-                }
-            });
-            runtime.shutdown_timeout(SHUTDOWN_DEADLINE);
-        });
-        let thread = thread.map_err(|source| Error::Listen { addr, source })?;
-        Ok(Self { addr, stop: Some(stop), thread: Some(thread) })
+impl Drop for Server {
+    fn drop(&mut self) {
+        let Some(runtime) = self.runtime.take() else { return };
+        // On a thread of its own: the caller's may be one of a runtime, which may not wait.
+        let end = move || runtime.shutdown_timeout(SHUTDOWN_DEADLINE);
+        if let Ok(ended) = thread::Builder::new().name("server-end".into()).spawn(end) {
+            // A panic there has been printed.
+            let _ = ended.join();
+        }
     }
 }
 
@@ -90,18 +112,6 @@ impl Token {
             return (StatusCode::UNAUTHORIZED, Json(Failure { error })).into_response();
         }
         admit(request, next).await
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // A closed channel says the same.
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("the HTTP server's thread panicked");
-        }
     }
 }
 

@@ -16,7 +16,7 @@ use driftless_transport::Error as TransportError;
 use driftless_transport::serve::listen::{Admission, Limits, accept};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::runtime::{Handle, Runtime};
+use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 
@@ -61,7 +61,7 @@ impl Sessions {
         addr: SocketAddr,
         token: Option<&str>,
         limits: Limits,
-        runtime: &Runtime,
+        runtime: &Handle,
     ) -> Result<Self> {
         let listen = |source| TransportError::Listen { addr, source };
         let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
@@ -72,7 +72,7 @@ impl Sessions {
             relay,
             fabric,
             token: token.map(|token| blake3::hash(token.as_bytes())),
-            runtime: runtime.handle().clone(),
+            runtime: runtime.clone(),
             idle: Arc::new(Semaphore::new(IDLE_BYTES_MAX)),
             ends: ends.clone(),
             threads: threads.clone(),

@@ -10,14 +10,15 @@ mod wire;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use derive_setters::Setters;
+use driftless_transport::Error as TransportError;
 use driftless_transport::serve::listen::{Admission, Limits, accept};
+use driftless_transport::serve::{Server, Threads};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{mpsc, oneshot};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::error::{Error, Result};
@@ -27,6 +28,8 @@ use wire::{Request, Violation};
 /// Most replies that lie ready for a client. A client has one request under way; only one that does not read
 /// gets here.
 const REPLIES_MAX: usize = 64;
+/// Its threads; nothing in it blocks.
+const THREADS: Threads = Threads { io: 1, blocking: 1 };
 /// Descriptors that are left to the rest of the process.
 const FILES_KEPT: u64 = 256;
 
@@ -50,53 +53,38 @@ impl Default for RendezvousOptions {
     }
 }
 
-/// A TCPStore server on a thread of its own; dropping it closes every connection.
+/// A TCPStore server on threads of its own; dropping it closes every connection.
 #[derive(Debug)]
 pub struct Rendezvous {
-    address: SocketAddr,
+    server: Server,
     shared: Arc<Mutex<Shared>>,
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl Rendezvous {
     /// Listens at `address`; clients are served when this returns. Port 0 takes a free one.
     ///
     /// # Errors
-    /// [`Error::Listen`] when the address cannot be listened at; [`Error::SetUp`] when its thread cannot be
-    /// had.
+    /// [`Error::Listen`] when the address cannot be listened at, or its threads cannot be had.
     pub fn start(address: SocketAddr, options: RendezvousOptions) -> Result<Self> {
-        let fail = |source| Error::Listen { address, source };
-        let listener = std::net::TcpListener::bind(address).map_err(fail)?;
-        listener.set_nonblocking(true).map_err(fail)?;
-        let address = listener.local_addr().map_err(fail)?;
-        let set_up = |error: std::io::Error| Error::SetUp { what: "the rendezvous", source: error.into() };
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(set_up)?;
-        let (stop, stopped) = oneshot::channel();
         let shared = Arc::<Mutex<Shared>>::default();
         let served = shared.clone();
         let mut limits = Limits::default();
         (limits.connections, limits.files_kept) = (options.connections_max, FILES_KEPT);
-        let serve = move || {
-            runtime.block_on(async {
-                match TcpListener::from_std(listener) {
-                    Ok(listener) => tokio::select! {
-                        () = accept(listener, limits, |stream, admission| {
-                            attend(stream, admission, options.deadline, served.clone())
-                        }) => {}
-                        _ = stopped => {}
-                    },
-                    Err(error) => tracing::error!(%error, "the rendezvous cannot listen"),
-                }
-            });
+        let server = Server::start("rendezvous", address, THREADS, |listener, _| {
+            Ok(accept(listener, limits, move |stream, admission| {
+                attend(stream, admission, options.deadline, served.clone())
+            }))
+        });
+        let failed = |error| match error {
+            TransportError::Listen { addr, source } => Error::Listen { address: addr, source },
+            error => Error::SetUp { what: "the rendezvous", source: error.into() },
         };
-        let thread = std::thread::Builder::new().name("rendezvous".into()).spawn(serve).map_err(set_up)?;
-        Ok(Self { address, shared, stop: Some(stop), thread: Some(thread) })
+        Ok(Self { server: server.map_err(failed)?, shared })
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.server.addr()
     }
 
     /// Sets a key, and wakes the clients that wait for it. torch puts a `/` before the names of its keys.
@@ -120,16 +108,6 @@ impl Rendezvous {
     /// How many clients are connected.
     pub fn clients(&self) -> usize {
         lock(&self.shared).outboxes.len()
-    }
-}
-
-impl Drop for Rendezvous {
-    fn drop(&mut self) {
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take() {
-            // A panic there has been printed; nobody waits for anything of it.
-            let _ = thread.join();
-        }
     }
 }
 
