@@ -2,16 +2,14 @@
 //! reader.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use common::{Owned, options, sample};
 use driftless_buffer::check::{Severity, verify};
 use driftless_buffer::{Error, Log, Position, Reader, Record};
+use driftless_testkit::log::{Owned, options, sample};
 
 /// Two segments, the first sealed, the second as a crash leaves it; four records in each, and a cursor.
 fn small_log(dir: &Path) -> Vec<Owned> {

@@ -1,8 +1,6 @@
 //! What is exported is what is in the log, read back by the formats' own crates.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
-mod common;
-
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -11,10 +9,10 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Int32Type, UInt8Type, UInt16Type, UInt32Type, UInt64Type};
 use arrow_array::{Array, RecordBatch};
 use arrow_schema::Schema;
-use common::{Owned, options, sample};
 use driftless_buffer::export::{Exported, export_arrow, export_parquet};
 use driftless_buffer::sample::{ColumnId, Element};
 use driftless_buffer::{Kind, Log, Position, PromptState, Sample, Scalars};
+use driftless_testkit::log::{Owned, options, sample};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
 /// 30 samples and a prompt with a wide column.

@@ -4,8 +4,6 @@
 //! 200 kills; `DRIFTLESS_LONG=1` makes it 2,000.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -14,11 +12,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use common::{options, sample};
 use driftless_buffer::check::Severity;
 use driftless_buffer::reservation::Ack;
 use driftless_buffer::sample::Shape;
 use driftless_buffer::{Error, Log, Options, Position, Producer, Result, Sample, SyncPolicy};
+use driftless_testkit::log::{options, sample};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 

@@ -1,9 +1,7 @@
 //! Random operations against a plain map.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
-mod common;
-
-use common::model::Run;
+use driftless_testkit::log::model::Run;
 use proptest::prelude::*;
 
 proptest! {

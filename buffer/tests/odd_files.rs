@@ -2,17 +2,15 @@
 //! them.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
-mod common;
-
 use std::error::Error as _;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
-use common::{options, sample};
 use driftless_buffer::check::{stat, verify};
 use driftless_buffer::{Error, Log, Options, Position, Reader, Result};
+use driftless_testkit::log::{options, sample};
 use rustix::fs::{CWD, FileType, mknodat};
 
 /// What lies in a file's place, as errors call it.

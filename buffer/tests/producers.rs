@@ -2,17 +2,15 @@
 //! owner sees of them; `kill.rs` has real processes.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
-mod common;
-
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use common::{options, sample};
 use driftless_buffer::check::verify;
 use driftless_buffer::sample::Shape;
 use driftless_buffer::{Error, Identity, Log, Options, Position, Producer, Reader, Sample, SyncPolicy};
+use driftless_testkit::log::{options, sample};
 
 const SOON: Duration = Duration::from_secs(30);
 

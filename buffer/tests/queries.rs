@@ -1,16 +1,14 @@
 //! What a trainer and a data source ask of the log.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
-mod common;
-
 use std::time::Duration;
 
-use common::{Owned, options, sample};
 use driftless_buffer::query::Order;
 use driftless_buffer::{
     Error, GroupQuery, Kind, Log, Options, Position, PromptState, Reader, Retention, Sample, Scalars,
     SyncPolicy, VersionSpan,
 };
+use driftless_testkit::log::{Owned, options, sample};
 
 fn manual() -> Options {
     options().with_segment_bytes(64 << 10).with_sync(SyncPolicy::Manual)

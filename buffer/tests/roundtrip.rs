@@ -1,14 +1,12 @@
 //! What goes in comes out, in place, across restarts.
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
-mod common;
-
-use common::{options, sample};
 use driftless_buffer::check::{stat, verify};
 use driftless_buffer::sample::{ColumnId, Element, Shape};
 use driftless_buffer::{
     Error, Finish, Identity, Kind, Log, Options, Position, Reader, Sample, Scalars, SyncPolicy, VersionSpan,
 };
+use driftless_testkit::log::{options, sample};
 
 #[test]
 fn a_record_written_in_place_is_read_in_place() {

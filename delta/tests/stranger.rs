@@ -1,12 +1,10 @@
-//! The page docs/format/delta.md is enough to write a decoder: `common/stranger.rs` is one.
+//! The page docs/format/delta.md is enough to write a decoder: `driftless_testkit::stranger` is one.
 
 mod common;
-#[path = "common/stranger.rs"]
-mod stranger;
 
 use common::{ALL, PROFILES, noisy, random_bytes};
 use driftless_delta::{BLOCK_ELEMENTS, DigestTable, Element, encode, encode_full};
-use stranger::decode;
+use driftless_testkit::stranger::decode;
 
 #[test]
 fn the_page_is_enough_to_decode_deltas() {

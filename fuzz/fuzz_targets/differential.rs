@@ -2,10 +2,8 @@
 //! share no code.
 #![no_main]
 
-#[path = "../../delta/tests/common/stranger.rs"]
-mod stranger;
-
 use driftless_delta::{DigestTable, Element, Profile, encode};
+use driftless_testkit::stranger;
 use libfuzzer_sys::fuzz_target;
 
 const ELEMENTS: [Element; 6] =

@@ -2,9 +2,7 @@
 #![no_main]
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
-#[path = "../../buffer/tests/common/mod.rs"]
-mod common;
-
+use driftless_testkit::log::model::Run;
 use libfuzzer_sys::fuzz_target;
 
 /// Most bytes of one input: an operation may sync a disk.
@@ -15,5 +13,5 @@ fuzz_target!(|bytes: &[u8]| {
     let memory = std::path::Path::new("/dev/shm");
     let place = if memory.is_dir() { memory.to_owned() } else { std::env::temp_dir() };
     let dir = tempfile::tempdir_in(place).unwrap();
-    common::model::Run::new(dir.path()).all(bytes.iter().copied().take(BYTES_MAX));
+    Run::new(dir.path()).all(bytes.iter().copied().take(BYTES_MAX));
 });

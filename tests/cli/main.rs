@@ -18,18 +18,16 @@ mod serving;
 mod shown;
 mod signed;
 mod surface;
-#[path = "../../transport/tests/common/tree.rs"]
-mod tree;
 mod vllm;
 
 use common::{code, driftless, json, output, run};
 use driftless::transport::checkpoint::write_checkpoint;
 use driftless::transport::snapshot::{AuxFile, TensorInfo};
 use driftless::transport::{Checkpoint, Dtype, Result, Snapshot};
+use driftless_testkit::tree::tree;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use tree::tree;
 
 /// A checkpoint made of numbers: two bf16 matrices and an f32 vector.
 struct Made {

@@ -2,7 +2,7 @@
 
 use crate::Run;
 use crate::common::{code, driftless, json};
-use crate::tree::tree;
+use driftless_testkit::tree::tree;
 use std::path::Path;
 use std::process::Command;
 

@@ -1,8 +1,6 @@
 //! Objects are fetched a little ahead of those who decode them, and what goes wrong there is told to them.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -15,7 +13,8 @@ use driftless_transport::manifest::Object;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Error, Publisher, Replica, Result, Run, Version};
 
-use common::{MODEL, RUN, Random, Weights, assert_same, options, step};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_same, options, step};
+use driftless_testkit::random::Random;
 
 /// For what never comes.
 const DEADLINE: Duration = Duration::from_secs(60);

@@ -1,8 +1,6 @@
 //! What a checkpoint directory promises: every bit back, or a refusal that names file and tensor.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::borrow::Cow;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -13,7 +11,7 @@ use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{Checkpoint, Dtype, Error, Result, Snapshot};
 
-use common::{Weights, assert_same};
+use driftless_testkit::publications::{Weights, assert_same};
 
 const INDEX: &str = "model.safetensors.index.json";
 

@@ -2,8 +2,6 @@
 //! fetched again, and nothing that is wrong on the disk or in the store gets into a checkpoint.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,7 +16,9 @@ use driftless_transport::download::DownloadOptions;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Error, Publisher, Replica, Result, Run, Version};
 
-use common::{Hook, MODEL, RUN, Random, Weights, assert_same, options, step};
+use driftless_testkit::hook::Hook;
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_same, options, step};
+use driftless_testkit::random::Random;
 
 const RANGE: u64 = 100_000;
 const PAGE: usize = 4096;

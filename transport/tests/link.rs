@@ -2,16 +2,15 @@
 #![cfg(feature = "object")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use common::{RUN, Random, Weights, assert_same, publisher, step};
 use driftless_store::{Store, open_with};
 use driftless_testkit::link::{Link, Shape};
+use driftless_testkit::publications::{RUN, Weights, assert_same, publisher, step};
+use driftless_testkit::random::Random;
 use driftless_testkit::s3::Server;
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::{Mode, Start};

@@ -2,12 +2,11 @@
 //! found.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{MODEL, Random, Weights, options, step};
 use driftless_store::{Memory, Store};
+use driftless_testkit::publications::{MODEL, Weights, options, step};
+use driftless_testkit::random::Random;
 use driftless_transport::manifest::{FORMAT, Kind, MANIFEST_BYTES_MAX, Manifest};
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Error, Publisher, Version};

@@ -4,15 +4,13 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use common::{MODEL, Weights, assert_same, options, step};
 use driftless_store::{Disk, Memory, Store};
+use driftless_testkit::publications::{MODEL, Weights, assert_same, options, step};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::gc::{GcOptions, collect};
@@ -201,7 +199,12 @@ fn ranks_with_ten_times_the_tensors_take_about_ten_times_the_work() {
                 publishers[1].await_join(&parts[1], Duration::ZERO).unwrap();
                 publishers.iter_mut().for_each(|publisher| publisher.wait().unwrap());
             });
-            common::assert_reader(&store, &path(&dir, &format!("host-{version}")), version.into(), &weights);
+            driftless_testkit::publications::assert_reader(
+                &store,
+                &path(&dir, &format!("host-{version}")),
+                version.into(),
+                &weights,
+            );
         }
         work
     });

@@ -1,8 +1,6 @@
 //! FIFOs, sockets, devices and directories in place of files: refused by name, and nothing waits for them.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::error::Error as _;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -17,7 +15,7 @@ use driftless_transport::sign::{SignKey, TrustKey};
 use driftless_transport::{Checkpoint, Error, Replica, Run, Version};
 use rustix::fs::{CWD, FileType, mknodat};
 
-use common::{MODEL, RUN, Weights, publisher, step};
+use driftless_testkit::publications::{MODEL, RUN, Weights, publisher, step};
 
 /// What lies in a file's place, as errors call it.
 const ODD: [&str; 4] = ["a FIFO", "a socket", "a device", "a directory"];
@@ -156,7 +154,7 @@ fn a_store_with_something_odd_in_it_says_so_or_does_without() {
         let path = root.join(format!("{}/{MODEL}/head", run.id()));
         in_place_of(&path, odd, || follow(&format!("head-{number}")).unwrap());
         let host = Checkpoint::open(dir.path().join(format!("head-{number}"))).unwrap();
-        common::assert_same(&host, &weights);
+        driftless_testkit::publications::assert_same(&host, &weights);
         // A writer looks for what dead ones left.
         put(odd, &root.join(format!(".staging/{number}")));
         let again: Arc<dyn Store> = Arc::new(Disk::new(&root));

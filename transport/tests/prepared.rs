@@ -1,8 +1,6 @@
 //! What a follower offers to plugins: exactly what changes, or nothing.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
@@ -13,7 +11,8 @@ use driftless_transport::prepared::{PreparedDelta, checksum, offered};
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Error, Publisher, Replica, Run, Version};
 
-use common::{MODEL, RUN, Random, Weights, publisher, step};
+use driftless_testkit::publications::{MODEL, RUN, Weights, publisher, step};
+use driftless_testkit::random::Random;
 
 /// Versions of a small model, and a directory of plugins with a rank in it.
 struct Fixture {

@@ -1,14 +1,14 @@
 //! What a publisher promises about versions, baselines and readers.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 
-use common::{MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step};
 use driftless_store::wrap::Count;
 use driftless_store::{Disk, Memory, Store};
+use driftless_testkit::publications::{
+    MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step,
+};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::manifest::Kind;
 use driftless_transport::publish::{Mode, Start};
@@ -183,7 +183,7 @@ fn large_tensors_and_files_are_cut_into_objects_of_bounded_size() {
     options.anchor_every = Some(2);
     let mut publisher = Publisher::open(store.clone(), options).unwrap();
     let mut weights = Weights::small(1);
-    let mut random = common::Random(3);
+    let mut random = driftless_testkit::random::Random(3);
     weights.set("x.large", Dtype::Bf16, &[1000, 777], |_| random.next() as u8);
     weights.set("y.opaque", Dtype::I64, &[200_001], |_| random.next() as u8);
     weights.file("tokenizer.json", &(0..2_500_000).map(|_| random.next() as u8).collect::<Vec<_>>());
@@ -341,7 +341,7 @@ fn the_loser_of_two_publishers_is_told_and_fenced() {
     assert_reader(&store, &dir.path().join("follower"), 1, &weights);
     // What the loser had stored is gone, what the winner stored is not.
     let run = Run::open(store.clone(), RUN).unwrap();
-    assert_eq!(common::orphans(&run), Vec::<String>::new());
+    assert_eq!(driftless_testkit::publications::orphans(&run), Vec::<String>::new());
 
     drop(loser);
     let mut resumed = publisher(&store, Start::Resume, &dir.path().join("loser"));
@@ -384,7 +384,10 @@ fn of_publishers_at_the_same_moment_one_commits() {
         }
         assert_reader(&store, &dir.path().join("follower"), version, &won[0].0);
     }
-    assert_eq!(common::orphans(&Run::open(store, RUN).unwrap()), Vec::<String>::new());
+    assert_eq!(
+        driftless_testkit::publications::orphans(&Run::open(store, RUN).unwrap()),
+        Vec::<String>::new()
+    );
 }
 
 #[test]
@@ -478,7 +481,7 @@ fn a_snapshot_that_contradicts_itself_is_refused_and_the_next_one_is_not() {
     assert!(matches!(error, Error::BadName { what: "tensor", .. }), "{error:?}");
 
     publisher.publish(&weights, step(2), Mode::Delta).unwrap();
-    assert_eq!(common::orphans(publisher.run()), Vec::<String>::new());
+    assert_eq!(driftless_testkit::publications::orphans(publisher.run()), Vec::<String>::new());
     assert_reader(&store, &dir.path().join("follower"), 2, &weights);
 }
 

@@ -2,8 +2,6 @@
 //! moves.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,7 +10,8 @@ use driftless_transport::manifest::Kind;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Error, Publisher, Replica, Run, Version};
 
-use common::{MODEL, RUN, Random, Weights, assert_reader, assert_same, publisher, step};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_reader, assert_same, publisher, step};
+use driftless_testkit::random::Random;
 
 /// A run with versions 0 to 2, and the weights of each.
 fn story(store: &Arc<dyn Store>, baseline: &Path) -> (Publisher, Vec<Weights>) {

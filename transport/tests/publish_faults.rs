@@ -2,8 +2,6 @@
 //! publication is right.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,7 +10,8 @@ use driftless_store::{Error as StoreError, Key, Memory, PutMode, Store};
 use driftless_transport::publish::{Mode, PublisherOptions, Start};
 use driftless_transport::{Dtype, Error, Publisher, Run, Version};
 
-use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_reader, options, orphans, step};
+use driftless_testkit::random::Random;
 
 /// What happens to the publisher after the fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,15 +2,14 @@
 //! goes on.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::path::Path;
 use std::process::{Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
 use driftless_store::{Disk, Store};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_reader, options, orphans, step};
+use driftless_testkit::random::Random;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Publisher, Run};
 

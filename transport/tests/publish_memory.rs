@@ -3,16 +3,15 @@
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 #![allow(unsafe_code, reason = "an allocator that counts")]
 
-mod common;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use common::{Hook, MODEL, RUN, options, step};
 use driftless_store::wait::Stop;
 use driftless_store::{Disk, Key, Store};
+use driftless_testkit::hook::Hook;
+use driftless_testkit::publications::{MODEL, RUN, options, step};
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{Dtype, Error, Publisher, Replica, Result, Run, Snapshot, Version};

@@ -1,13 +1,11 @@
 //! Checkpoints that nobody can mean: another table of tensors, and elements that are no numbers.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{MODEL, RUN, Weights, assert_reader, step};
 use driftless_store::{Memory, Store};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_reader, step};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::manifest::Kind;
 use driftless_transport::publish::{FullBecause, Mode, PublisherOptions, Rank, Shard, Slice, Start};
@@ -109,7 +107,7 @@ fn an_element_that_is_no_number_is_refused_by_name_in_deltas_anchors_and_full_ve
             }
         }
         assert_eq!(world.newest(), Some(Version(0)));
-        assert_eq!(common::orphans(publisher.run()), [] as [String; 0]);
+        assert_eq!(driftless_testkit::publications::orphans(publisher.run()), [] as [String; 0]);
         let mut next = sound.clone();
         next.tensor_mut("a.bf16")[0] ^= 1;
         publisher.publish(&next, step(1), Mode::Delta).unwrap();

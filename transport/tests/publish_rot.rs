@@ -2,15 +2,14 @@
 //! or is told why not.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::{MODEL, RUN, Random, Weights, assert_reader, assert_same, options, step};
 use driftless_store::{Memory, Store};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_reader, assert_same, options, step};
+use driftless_testkit::random::Random;
 use driftless_transport::publish::{Mode, Profile, PublisherOptions, Rank, Shard, Slice, Start};
 use driftless_transport::{
     Checkpoint, Dtype, Error, Publisher, Replica, Result, Run, Snapshot as _, Version,
@@ -250,7 +249,7 @@ fn a_foreign_file_in_a_rotten_baseline_is_named_and_nothing_is_published() {
     assert!(error.to_string().contains(world.baseline().to_str().unwrap()), "{error}");
     let run = Run::open(world.store.clone(), RUN).unwrap();
     assert_eq!(run.newest_version(MODEL).unwrap(), Some(Version(1)));
-    assert_eq!(common::orphans(&run), [] as [String; 0]);
+    assert_eq!(driftless_testkit::publications::orphans(&run), [] as [String; 0]);
     fs::remove_file(world.baseline().join("mine.safetensors")).unwrap();
     world.publish(&mut publisher, "without the foreign file");
 }

@@ -2,16 +2,15 @@
 //! named error.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use common::{MODEL, Random, Weights, assert_reader, options, orphans, step};
 use driftless_store::{Key, Memory, PutMode, Store};
+use driftless_testkit::publications::{MODEL, Weights, assert_reader, options, orphans, step};
+use driftless_testkit::random::Random;
 use driftless_transport::gc::{GcOptions, collect};
 use driftless_transport::manifest::Kind;
 use driftless_transport::publish::{Mode, Rank, Shard, Slice, Start};
@@ -365,7 +364,10 @@ fn a_delta_of_other_tensors_than_the_bases_is_refused() {
     }
     let error = publishers[0].join(&rank(0, "a"), NOW).unwrap_err();
     assert!(matches!(&error, Error::TensorMismatch { tensor, .. } if tensor == "g.up"), "{error:?}");
-    assert_eq!(Run::open(store, common::RUN).unwrap().newest_version(MODEL).unwrap(), Some(Version(0)));
+    assert_eq!(
+        Run::open(store, driftless_testkit::publications::RUN).unwrap().newest_version(MODEL).unwrap(),
+        Some(Version(0))
+    );
 }
 
 #[test]

@@ -1,8 +1,6 @@
 //! What a replica promises: the newest version bit for bit, or the old one and a reason.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
@@ -13,7 +11,7 @@ use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Checkpoint, Error, Publisher, Replica, Run, Snapshot as _, Version};
 
-use common::{MODEL, RUN, Weights, assert_same, publisher, step};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_same, publisher, step};
 
 /// A run with some versions, and what each of them is.
 struct Fixture {
@@ -348,9 +346,9 @@ fn weights_touched_by_others_are_noticed_before_the_next_delta() {
 fn a_base_that_rotted_under_an_unchanged_date_is_blamed_when_the_codec_stumbles() {
     let mut fixture = Fixture::new();
     let mut large = fixture.versions[2].clone();
-    let mut random = common::Random(4);
+    let mut random = driftless_testkit::random::Random(4);
     // Exponents of four kinds, of which one changes: where, is said by rank among its like.
-    let exponents = |i: usize, random: &mut common::Random| {
+    let exponents = |i: usize, random: &mut driftless_testkit::random::Random| {
         if i.is_multiple_of(2) { random.next() as u8 } else { 0x3a + (random.next() % 4) as u8 }
     };
     large.set("x.large", driftless_transport::Dtype::Bf16, &[300, 500], |i| exponents(i, &mut random));

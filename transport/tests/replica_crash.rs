@@ -6,8 +6,6 @@
 //! binary of their own and take turns.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,7 +18,9 @@ use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Checkpoint, Error, Follower, Replica, Result, Run, Version};
 use fail::FailScenario;
 
-use common::{MODEL, RUN, Weights, assert_loads_whole_or_not, assert_same, publisher, step};
+use driftless_testkit::publications::{
+    MODEL, RUN, Weights, assert_loads_whole_or_not, assert_same, publisher, step,
+};
 
 const POINTS: [&str; 5] = ["follow.fetch", "follow.journal", "follow.apply", "follow.sync", "follow.marker"];
 

@@ -5,7 +5,6 @@
 //! durable, engines may have it already, so that only the new one may come back.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
 #[path = "common/power.rs"]
 mod power;
 
@@ -22,7 +21,8 @@ use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Checkpoint, Error, Replica, Result, Run, Snapshot as _, Version};
 
-use common::{MODEL, RUN, Random, Weights, assert_loads_whole_or_not, publisher, step};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_loads_whole_or_not, publisher, step};
+use driftless_testkit::random::Random;
 use power::{BEHIND, Image, Moment, TURN, record, scratch, with_failure};
 
 struct Fixture {

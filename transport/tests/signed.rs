@@ -1,15 +1,14 @@
 //! Signed versions under attack: a writer of the store changes them, and followers refuse the result.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
-use common::{Hook, MODEL, RUN, Weights, assert_same, options, step};
 use driftless_store::{Key, Memory, PutMode, Store};
+use driftless_testkit::hook::Hook;
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_same, options, step};
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::{Mode, PublisherOptions, Rank, Shard, Slice, Start};
 use driftless_transport::sign::{SignKey, TrustKey};

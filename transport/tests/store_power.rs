@@ -2,7 +2,6 @@
 //! not, what was acknowledged stays, and the next publisher and the next collection go on.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
 #[path = "common/power.rs"]
 mod power;
 
@@ -16,7 +15,8 @@ use driftless_transport::gc::{GcOptions, collect};
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Error, Publisher, Result, Run, Version};
 
-use common::{MODEL, RUN, Random, Weights, assert_reader, options, orphans, step};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_reader, options, orphans, step};
+use driftless_testkit::random::Random;
 use power::{Image, Moment, TURN, images, record, scratch, with_failure};
 
 /// The versions that a test publishes. The third one is also an anchor, and the collection takes what stands

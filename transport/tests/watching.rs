@@ -1,17 +1,16 @@
 //! How little an idle follower asks, and how soon it looks when it is told to.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
-
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{MODEL, RUN, Weights, exchange, publisher, step};
 use driftless_store::wait::Stop;
 use driftless_store::wrap::{Count, Counts};
 use driftless_store::{Memory, PutMode, Store};
+use driftless_testkit::http::exchange;
+use driftless_testkit::publications::{MODEL, RUN, Weights, publisher, step};
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::serve::{ServeOptions, serve};
@@ -93,7 +92,7 @@ fn an_idle_look_is_one_request() {
     assert_eq!(world.look().0, Version(6));
     assert_eq!(world.look(), (Version(6), [1, 0, 0, 0]));
     let found = Checkpoint::open(world.dir.path().join("replica")).unwrap();
-    common::assert_same(&found, &world.weights);
+    driftless_testkit::publications::assert_same(&found, &world.weights);
     assert_eq!(Run::open(world.store.clone(), RUN).unwrap().newest_version(MODEL).unwrap(), Some(Version(6)));
 }
 

@@ -1,6 +1,8 @@
 //! The kernels, compiled for this processor (`kernels/twin.cpp`), against the crate's encoder and decoder;
 //! and for devices, as far as that goes without one.
 
+use driftless_testkit::random::Random;
+
 use super::encode::{Outcome, Pair};
 use super::machine::Placed;
 use super::twin::{self, Twin};
@@ -103,31 +105,14 @@ impl Both {
     }
 }
 
-/// splitmix64.
-pub(super) struct Random(pub(super) u64);
-
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
-    }
-
-    /// A weight of a normal kind, in the element type's upper bits.
-    fn weight(&mut self, element: Element) -> u32 {
-        let normal = (0..12).map(|_| self.unit()).sum::<f64>() - 6.0;
-        let bits = (normal as f32 * 0.02).to_bits();
-        match element {
-            Element::F32 => bits,
-            Element::F16 => (bits >> 13 & 0x7fff) as u16 as u32 | bits >> 16 & 0x8000,
-            Element::Bf16 => bits >> 16,
-            _ => bits >> 20 & 0x7f | bits >> 24 & 0x80,
-        }
+/// A weight of a normal kind, in the element type's upper bits.
+fn weight(random: &mut Random, element: Element) -> u32 {
+    let bits = (random.normal() as f32 * 0.02).to_bits();
+    match element {
+        Element::F32 => bits,
+        Element::F16 => (bits >> 13 & 0x7fff) as u16 as u32 | bits >> 16 & 0x8000,
+        Element::Bf16 => bits >> 16,
+        _ => bits >> 20 & 0x7f | bits >> 24 & 0x80,
     }
 }
 
@@ -141,7 +126,7 @@ fn put(element: Element, bytes: &mut [u8], at: usize, value: u32) {
 fn pair(element: Element, elements: usize, density: f64, seed: u64) -> (Vec<u8>, Vec<u8>) {
     let mut random = Random(seed);
     let mut base = vec![0; elements * element.size()];
-    (0..elements).for_each(|at| put(element, &mut base, at, random.weight(element)));
+    (0..elements).for_each(|at| put(element, &mut base, at, weight(&mut random, element)));
     let mut new = base.clone();
     for at in 0..elements {
         let old = element.load(&base, at);
@@ -246,7 +231,7 @@ fn every_bf16_pattern_and_blocks_that_are_new() {
         new[at * block..(at + 1) * block].fill_with(|| random.next() as u8);
     }
     (4 * BLOCK_ELEMENTS..5 * BLOCK_ELEMENTS)
-        .for_each(|at| put(Element::Bf16, &mut new, at, random.weight(Element::Bf16)));
+        .for_each(|at| put(Element::Bf16, &mut new, at, weight(&mut random, Element::Bf16)));
     new[5 * block..6 * block].copy_from_slice(&base[5 * block..6 * block]);
     PROFILES
         .into_iter()

@@ -4,33 +4,12 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use driftless_delta::{DigestTable, Element, Patch, Pool, Profile, Result, decode};
+pub(crate) use driftless_testkit::random::Random;
 
 pub(crate) const ALL: [Element; 6] =
     [Element::Bytes, Element::F8E4M3, Element::F8E5M2, Element::F16, Element::Bf16, Element::F32];
 
 pub(crate) const PROFILES: [Profile; 2] = [Profile::Wire, Profile::Fast];
-
-/// splitmix64.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// In [0, 1).
-    pub(crate) fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
-    }
-
-    /// Near a standard normal: enough for weights.
-    pub(crate) fn normal(&mut self) -> f64 {
-        (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
-    }
-}
 
 pub(crate) fn random_bytes(length: usize, seed: u64) -> Vec<u8> {
     let mut random = Random(seed);

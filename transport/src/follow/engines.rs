@@ -82,7 +82,8 @@ impl Follower {
             if let Err(error) = self.record(index, slot, &label, outcome) {
                 // A caller that asked for the round is given the first one.
                 if due.is_some() || first_failure.is_some() {
-                    let (failures, refusals, paused) = (slot.failures, slot.refusals, slot.worker.is_paused());
+                    let (failures, refusals, paused) =
+                        (slot.failures, slot.refusals, slot.worker.is_paused());
                     let error = &error as &dyn std::error::Error;
                     tracing::warn!(error, failures, refusals, paused, "engine is not on {label}");
                 }

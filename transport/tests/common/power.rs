@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 
 use driftless_store::os::watch::{self, Call};
 
-use super::common::Random;
+use driftless_testkit::random::Random;
 
 const PAGE: usize = 4096;
 const ALL_UP_TO: usize = 8;

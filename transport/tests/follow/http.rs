@@ -4,8 +4,9 @@ use driftless_transport::follow::{PrepareReply, Status};
 use driftless_transport::serve::{ServeOptions, serve};
 use driftless_transport::{Error, Run, Version};
 
-use super::common::{MODEL, RUN, exchange};
 use super::{Engine, Fixture, Mood};
+use driftless_testkit::http::exchange;
+use driftless_testkit::publications::{MODEL, RUN};
 
 #[test]
 fn the_http_interface_does_what_the_calls_do() {

@@ -1,8 +1,6 @@
 //! What a follower promises: the newest version on disk and on every engine, whatever engines and stores do.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-#[path = "../common/mod.rs"]
-mod common;
 mod damage;
 mod http;
 
@@ -25,7 +23,7 @@ use driftless_transport::gc::Ack;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Checkpoint, Error, Follower, Publisher, Replica, Run, Snapshot as _, Version};
 
-use common::{MODEL, RUN, Weights, assert_same, publisher, step};
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_same, publisher, step};
 
 /// How a fake engine reacts to its next activation.
 enum Mood {

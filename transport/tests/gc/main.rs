@@ -2,8 +2,6 @@
 //! good.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-#[path = "../common/mod.rs"]
-mod common;
 mod world;
 
 use std::sync::{Arc, Mutex};
@@ -17,7 +15,10 @@ use driftless_transport::gc::{GcOptions, collect};
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Error, Follower, Publisher, Replica, Run, Version};
 
-use common::{Hook, MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step};
+use driftless_testkit::hook::Hook;
+use driftless_testkit::publications::{
+    MODEL, RUN, Weights, assert_reader, assert_same, options, publisher, step,
+};
 use world::{Clocked, TTL, World};
 
 #[test]

@@ -15,7 +15,8 @@ use driftless_transport::manifest::{
 };
 use driftless_transport::{Dtype, Error, Run, Version};
 
-use crate::common::{MODEL, RUN, Random};
+use driftless_testkit::publications::{MODEL, RUN};
+use driftless_testkit::random::Random;
 
 pub(crate) const TTL: Duration = Duration::from_secs(100);
 

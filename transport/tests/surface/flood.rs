@@ -16,8 +16,9 @@ use driftless_transport::gc::Ack;
 use driftless_transport::serve::listen::Limits;
 use driftless_transport::{Run, Version};
 
-use super::common::{MODEL, Process, RUN, named};
 use super::{AUTHORISED, LONG, NEVER, follower, limits, publish, serve_here, serve_relay};
+use driftless_testkit::process::Process;
+use driftless_testkit::publications::{MODEL, RUN, named};
 
 /// Tells the other process what it is and where it works.
 const ROLE: &str = "DRIFTLESS_TEST_ROLE";

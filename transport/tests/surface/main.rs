@@ -2,8 +2,6 @@
 //! connections than there are descriptors.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-#[path = "../common/mod.rs"]
-mod common;
 mod flood;
 mod requests;
 mod slow;
@@ -14,9 +12,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{MODEL, RUN, Weights, publisher, step};
 use driftless_relay::RelayOptions;
 use driftless_store::Store;
+use driftless_testkit::publications::{MODEL, RUN, Weights, publisher, step};
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::serve::listen::Limits;

@@ -9,8 +9,9 @@ use driftless_transport::manifest::Object;
 use driftless_transport::serve::Server;
 use driftless_transport::serve::listen::Limits;
 
-use super::common::{Random, named};
 use super::{AUTHORISED, answer, ask, connect, publish, raw, rest, serve_follower, serve_relay};
+use driftless_testkit::publications::named;
+use driftless_testkit::random::Random;
 
 /// Both servers, and an object that the relay has.
 struct World {

@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use driftless_store::{Memory, Store};
 
-use super::common::Hook;
 use super::{
     AUTHORISED, LONG, NEVER, answer, ask, connect, limits, publish, rest, serve_follower, serve_relay,
 };
+use driftless_testkit::hook::Hook;
 
 /// Long enough for a request to come on a busy machine.
 const SHORT: Duration = Duration::from_secs(1);

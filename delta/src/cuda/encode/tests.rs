@@ -1,7 +1,9 @@
 //! Tokens that kernels write, against those of the host, for tensors larger than the twin could look through.
 
+use driftless_testkit::random::Random;
+
 use super::*;
-use crate::cuda::tests::{Random, compiled, machine};
+use crate::cuda::tests::{compiled, machine};
 
 const ELEMENT: Element = Element::Bf16;
 
@@ -118,7 +120,7 @@ fn kernels_write_the_tokens_that_the_host_would() {
             "{blocks} blocks: written behind the end"
         );
         assert_eq!(numbered, targets, "{blocks} blocks");
-        let changed =
+        let changed: u64 =
             numbers(&read[report.changed()]).map(|bytes| u64::from(u32::from_le_bytes(bytes))).sum();
         assert_eq!(summary.changed, changed, "{blocks} blocks");
 

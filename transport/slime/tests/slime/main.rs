@@ -2,8 +2,6 @@
 //! and an independent receiver takes ours.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-#[path = "../common/mod.rs"]
-mod common;
 mod hostile;
 mod plan;
 mod reference;
@@ -13,9 +11,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::{Weights, assert_same};
 use driftless_slime::{Checksum, Encoding, Publisher, PublisherOptions};
 use driftless_store::{Disk, Store};
+use driftless_testkit::publications::{Weights, assert_same};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::Start;
@@ -93,7 +91,7 @@ pub(crate) fn tensors(weights: &Weights) -> Tensors {
 
 #[test]
 fn golden_directories_are_followed() {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/slime");
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let expected = read_checkpoint(&golden.join("version-2"));
     for form in ["xor-xxh3-128", "xor-adler32", "overwrite-blake3"] {
         let host = tempfile::tempdir().unwrap();

@@ -1,29 +1,35 @@
 //! Records that tests can make again from their ids alone.
-#![allow(dead_code, reason = "every test binary uses its own part of this")]
 
-pub(crate) mod model;
+pub mod model;
 
 use driftless_buffer::{Identity, Kind, Options, Record, Sample, Scalars, VersionSpan};
 
 /// Small segments, one sync per record.
-pub(crate) fn options() -> Options {
+pub fn options() -> Options {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [1; 32] };
     Options::new(identity).with_segment_bytes(1 << 20)
 }
 
 /// A record with its own memory.
-pub(crate) struct Owned {
-    pub(crate) scalars: Scalars,
-    pub(crate) prompt_len: usize,
-    pub(crate) tokens: Vec<i32>,
-    pub(crate) log_probs: Vec<f32>,
-    pub(crate) loss_mask: Vec<u8>,
-    pub(crate) spans: Vec<VersionSpan>,
-    pub(crate) metadata: Vec<u8>,
+pub struct Owned {
+    /// Ids, reward and the like.
+    pub scalars: Scalars,
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
+    /// Prompt and response.
+    pub tokens: Vec<i32>,
+    /// Of each token of the response.
+    pub log_probs: Vec<f32>,
+    /// Of each token of the response.
+    pub loss_mask: Vec<u8>,
+    /// Which version drew which token.
+    pub spans: Vec<VersionSpan>,
+    /// Anything.
+    pub metadata: Vec<u8>,
 }
 
 /// The record of these ids: always the same content.
-pub(crate) fn sample(sample_id: u64, group_id: u64, rollout_id: u64) -> Owned {
+pub fn sample(sample_id: u64, group_id: u64, rollout_id: u64) -> Owned {
     let seed = sample_id.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
     let (prompt_len, response) = (1 + (seed % 5) as usize, 1 + (seed / 7 % 40) as usize);
     let scalars = Scalars { sample_id, group_id, rollout_id, reward: seed as f32, status: 1, clock_us: seed };
@@ -39,7 +45,8 @@ pub(crate) fn sample(sample_id: u64, group_id: u64, rollout_id: u64) -> Owned {
 }
 
 impl Owned {
-    pub(crate) fn as_sample(&self) -> Sample<'_> {
+    /// As the log takes it.
+    pub fn as_sample(&self) -> Sample<'_> {
         Sample {
             kind: Kind::Sample,
             scalars: self.scalars,
@@ -54,7 +61,8 @@ impl Owned {
         }
     }
 
-    pub(crate) fn assert_equals(&self, record: &Record) {
+    /// The record is this one.
+    pub fn assert_equals(&self, record: &Record) {
         assert_eq!(*record.scalars(), self.scalars);
         assert_eq!(record.prompt_len(), self.prompt_len);
         assert_eq!(record.tokens(), self.tokens);

@@ -1,8 +1,5 @@
 //! Relays: one read of the origin for all, whatever is killed; and relays that lie, which stop nobody.
-#![cfg(feature = "client")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
-
-mod common;
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -22,7 +19,11 @@ use driftless_transport::manifest::Object;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Error, Publisher, Replica, Run, Version};
 
-use common::{Hook, MODEL, RUN, Random, Weights, assert_same, exchange, named, options, step, turn};
+use driftless_testkit::hook::Hook;
+use driftless_testkit::http::exchange;
+use driftless_testkit::process::turn;
+use driftless_testkit::publications::{MODEL, RUN, Weights, assert_same, named, options, step};
+use driftless_testkit::random::Random;
 
 fn weights(rows: u64) -> Weights {
     let mut random = Random(5);

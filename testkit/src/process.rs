@@ -12,20 +12,21 @@ const LONG: Duration = Duration::from_secs(120);
 
 /// Whose turn it is: who starts a process, or who takes a lock or a port again that was just let go of. A
 /// process that is being started holds all that this one does until its program runs.
-pub(crate) fn turn() -> MutexGuard<'static, ()> {
+pub fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     // A test that failed while it had its turn says so itself.
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Another process and what it prints; killed when dropped.
-pub(crate) struct Process {
+pub struct Process {
     child: Child,
     lines: Receiver<String>,
 }
 
 impl Process {
-    pub(crate) fn start(command: &mut Command) -> Self {
+    /// Starts it; what it prints is read from here on.
+    pub fn start(command: &mut Command) -> Self {
         let turn = turn();
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         drop(turn);
@@ -42,7 +43,7 @@ impl Process {
     }
 
     /// What follows `word` on the next line that has it.
-    pub(crate) fn says(&self, word: &str) -> String {
+    pub fn says(&self, word: &str) -> String {
         let (begun, mut said) = (Instant::now(), Vec::new());
         loop {
             let line = self.lines.recv_timeout(LONG.saturating_sub(begun.elapsed()));
@@ -55,7 +56,7 @@ impl Process {
     }
 
     /// Waits for what the process brings about; one that ends instead fails the test.
-    pub(crate) fn brings<T>(&mut self, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    pub fn brings<T>(&mut self, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
         let begun = Instant::now();
         loop {
             // Asked for before the look: its last deed may be what is waited for.
@@ -70,12 +71,12 @@ impl Process {
     }
 
     /// How it ended, if it has.
-    pub(crate) fn ended(&mut self) -> Option<ExitStatus> {
+    pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().unwrap()
     }
 
     /// Waits for its end, which has to be a success.
-    pub(crate) fn succeed(mut self) {
+    pub fn succeed(mut self) {
         let begun = Instant::now();
         let status = loop {
             if let Some(status) = self.ended() {
@@ -87,7 +88,8 @@ impl Process {
         assert!(status.success(), "{status}: {:#?}", self.lines.iter().collect::<Vec<_>>());
     }
 
-    pub(crate) fn kill(&mut self) {
+    /// Ends it by SIGKILL.
+    pub fn kill(&mut self) {
         self.child.kill().unwrap();
     }
 }

@@ -4,7 +4,6 @@
 //! Crash points are global, so these tests have a binary of their own and take turns.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-mod common;
 #[path = "slime/reference.rs"]
 #[allow(dead_code, reason = "every test binary uses its own part")]
 mod reference;
@@ -13,9 +12,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{Weights, assert_same};
 use driftless_slime::{Publisher, PublisherOptions};
 use driftless_store::{Disk, Store};
+use driftless_testkit::publications::{Weights, assert_same};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::Start;

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
 /// One exchange: status and body of the answer. `request` is a method and a path, `headers` are whole lines.
-pub(crate) fn exchange(addr: SocketAddr, request: &str, headers: &str, body: &str) -> (u16, String) {
+pub fn exchange(addr: SocketAddr, request: &str, headers: &str, body: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(addr).unwrap();
     // A server that says nothing fails the test.
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use driftless_transport::{Error, Follower, Replica, Version};
 use serde_json::json;
 
-use crate::common::Weights;
 use crate::reference::{Delta, FORMS, Tensors, compress, digest, payload};
 use crate::{World, tensors};
+use driftless_testkit::publications::Weights;
 
 /// A host at version 1, and what version 2 would make of it.
 struct Fixture {

@@ -11,10 +11,11 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use common::{Process, Random};
 use driftless_relay::fabric::ucx::{Bucket, INFLIGHT_MAX, Ucx, UcxLink, UcxOptions};
 use driftless_relay::fabric::{MemoryFabric, conformance};
 use driftless_relay::{Error, Result};
+use driftless_testkit::process::Process;
+use driftless_testkit::random::Random;
 
 /// Only a hang reaches it.
 const LONG: Duration = Duration::from_secs(120);
@@ -30,8 +31,7 @@ fn fabric(transports: &str) -> Option<Ucx> {
 }
 
 fn bytes(seed: u64, length: usize) -> Vec<u8> {
-    let mut random = Random(seed);
-    std::iter::repeat_with(|| random.next().to_le_bytes()).flatten().take(length).collect()
+    Random(seed).bytes(length)
 }
 
 fn filled(fabric: &Ucx, content: &[u8]) -> Bucket {

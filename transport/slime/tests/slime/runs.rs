@@ -14,9 +14,10 @@ use driftless_transport::publish::Start;
 use driftless_transport::serve::{ServeOptions, serve};
 use driftless_transport::{Dtype, Error, Replica, Version};
 
-use crate::common::{Weights, exchange};
 use crate::reference::{Delta, receive};
 use crate::{World, follower, tensors};
+use driftless_testkit::http::exchange;
+use driftless_testkit::publications::Weights;
 
 const FORM: (&str, &str) = ("xor", "xxh3-128");
 const OUR_FORM: (Encoding, Checksum) = (Encoding::Xor, Checksum::Xxh3);
@@ -123,8 +124,8 @@ fn a_host_needs_version_0_and_a_directory_of_its_own() {
     // A replica of one of our own runs is none of slime's.
     let store: Arc<dyn Store> = Arc::new(driftless_store::Memory::new());
     let ours = world.path("ours");
-    let mut publisher = crate::common::publisher(&store, Start::NewRun, &ours);
-    publisher.publish_reference(&world.path("hf"), crate::common::step(0)).unwrap();
+    let mut publisher = driftless_testkit::publications::publisher(&store, Start::NewRun, &ours);
+    publisher.publish_reference(&world.path("hf"), driftless_testkit::publications::step(0)).unwrap();
     drop(publisher);
     let mistaken = follower(world.store(), &world.path("hf"), &ours);
     assert!(matches!(mistaken.prepare(None), Err(Error::Unsupported { .. })));

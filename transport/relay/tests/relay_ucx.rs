@@ -14,11 +14,15 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{MODEL, Process, RUN, Random, Weights, assert_reader, assert_same, named, options, step, turn};
 use driftless_relay::fabric::ucx::{Ucx, UcxOptions};
 use driftless_relay::{Recent, RelayOptions, Relays, RelaysOptions, Server, serve};
 use driftless_store::wrap::Count;
 use driftless_store::{Disk, Key, Memory, Store, conformance, no_progress};
+use driftless_testkit::process::{Process, turn};
+use driftless_testkit::publications::{
+    MODEL, RUN, Weights, assert_reader, assert_same, named, options, step,
+};
+use driftless_testkit::random::Random;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Error, Publisher, Replica, Run, Version};
 use serde_json::{Value, json};

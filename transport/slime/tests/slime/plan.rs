@@ -5,10 +5,11 @@ use std::fs;
 use driftless_transport::replica::Plan;
 use driftless_transport::{Error, Version};
 
-use crate::common::{Weights, tree};
 use crate::reference::FORMS;
 use crate::runs::trainer;
 use crate::{World, options, tensors};
+use driftless_testkit::publications::Weights;
+use driftless_testkit::tree::tree;
 
 /// The plan, which must leave every byte and time as it was.
 fn plan(world: &World, until: Option<u64>) -> Plan {

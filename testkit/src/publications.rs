@@ -1,12 +1,4 @@
-//! Weights made of seeded random bits, and readers to compare them with.
-#![allow(dead_code, unused_imports, reason = "every test binary uses its own part")]
-#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
-
-mod hook;
-mod http;
-mod process;
-mod tree;
-mod ucx;
+//! Weights made of seeded random bits, their publication, and readers to compare them with.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -18,36 +10,22 @@ use driftless_transport::publish::{PublisherOptions, Start, Step};
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{Checkpoint, Dtype, Publisher, Replica, Result, Run, Snapshot, Version};
 
-pub(crate) use hook::Hook;
-pub(crate) use http::exchange;
-pub(crate) use process::{Process, turn};
-pub(crate) use tree::tree;
-pub(crate) use ucx::fabric;
+use crate::random::Random;
 
 /// The run that all tests publish.
-pub(crate) const RUN: &str = "test";
+pub const RUN: &str = "test";
 /// The model.
-pub(crate) const MODEL: &str = "policy";
-
-/// A small deterministic generator (splitmix64): tests print nothing but a seed.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-}
+pub const MODEL: &str = "policy";
 
 /// A snapshot in memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Weights {
-    pub(crate) infos: Vec<TensorInfo>,
-    pub(crate) bytes: Vec<Vec<u8>>,
-    pub(crate) files: Vec<AuxFile>,
+pub struct Weights {
+    /// The tensors, by name.
+    pub infos: Vec<TensorInfo>,
+    /// Their bytes.
+    pub bytes: Vec<Vec<u8>>,
+    /// The auxiliary files, by name.
+    pub files: Vec<AuxFile>,
 }
 
 impl Snapshot for Weights {
@@ -64,7 +42,7 @@ impl Snapshot for Weights {
 
 impl Weights {
     /// A few tensors of several types: two norms that begin equal, a tied pair, an empty one.
-    pub(crate) fn small(seed: u64) -> Self {
+    pub fn small(seed: u64) -> Self {
         let mut random = Random(seed);
         let mut weights = Self::default();
         weights.set(
@@ -86,7 +64,7 @@ impl Weights {
     }
 
     /// Adds or replaces a tensor.
-    pub(crate) fn set(&mut self, name: &str, dtype: Dtype, shape: &[u64], byte: impl FnMut(usize) -> u8) {
+    pub fn set(&mut self, name: &str, dtype: Dtype, shape: &[u64], byte: impl FnMut(usize) -> u8) {
         let info = TensorInfo { name: name.to_owned(), dtype, shape: shape.to_vec() };
         let bytes: Vec<u8> = (0..info.byte_len().unwrap() as usize).map(byte).collect();
         match self.infos.binary_search_by(|known| known.name.as_str().cmp(name)) {
@@ -98,26 +76,28 @@ impl Weights {
         }
     }
 
-    pub(crate) fn remove(&mut self, name: &str) {
+    /// Takes a tensor out.
+    pub fn remove(&mut self, name: &str) {
         let index = self.infos.iter().position(|info| info.name == name).unwrap();
         self.infos.remove(index);
         self.bytes.remove(index);
     }
 
-    pub(crate) fn tensor_mut(&mut self, name: &str) -> &mut Vec<u8> {
+    /// A tensor's bytes.
+    pub fn tensor_mut(&mut self, name: &str) -> &mut Vec<u8> {
         let index = self.infos.iter().position(|info| info.name == name).unwrap();
         &mut self.bytes[index]
     }
 
     /// Adds or replaces an auxiliary file.
-    pub(crate) fn file(&mut self, name: &str, bytes: &[u8]) {
+    pub fn file(&mut self, name: &str, bytes: &[u8]) {
         self.files.retain(|file| file.name() != name);
         self.files.push(AuxFile::new(name, bytes.to_vec()).unwrap());
         self.files.sort_by(|a, b| a.name().cmp(b.name()));
     }
 
     /// One optimiser step: flips low bits of about one byte in `every`, and keeps the tied pair tied.
-    pub(crate) fn step(&mut self, seed: u64, every: u64) {
+    pub fn step(&mut self, seed: u64, every: u64) {
         let mut random = Random(seed);
         for bytes in &mut self.bytes {
             for byte in bytes {
@@ -134,7 +114,7 @@ impl Weights {
 }
 
 /// Refuses a checkpoint that is not `expected`, bit for bit.
-pub(crate) fn assert_same(found: &Checkpoint, expected: &Weights) {
+pub fn assert_same(found: &Checkpoint, expected: &Weights) {
     assert_eq!(found.tensors(), expected.tensors());
     for (index, info) in expected.infos.iter().enumerate() {
         assert!(found.bytes(index).unwrap() == expected.bytes[index], "tensor {} differs", info.name);
@@ -143,7 +123,7 @@ pub(crate) fn assert_same(found: &Checkpoint, expected: &Weights) {
 }
 
 /// Whether a checkpoint is these weights, files included.
-pub(crate) fn is_same(found: &Checkpoint, expected: &Weights) -> bool {
+pub fn is_same(found: &Checkpoint, expected: &Weights) -> bool {
     let same = |index: usize| found.tensor(index) == expected.bytes.get(index).map(Vec::as_slice);
     found.tensors() == expected.tensors()
         && found.files() == expected.files()
@@ -152,7 +132,7 @@ pub(crate) fn is_same(found: &Checkpoint, expected: &Weights) -> bool {
 
 /// What an engine gets that starts now in `dir`: one of `versions`, whole, or nothing, because there is no
 /// config. Returns whether there is something.
-pub(crate) fn assert_loads_whole_or_not(dir: &Path, versions: &[Option<&Weights>]) -> bool {
+pub fn assert_loads_whole_or_not(dir: &Path, versions: &[Option<&Weights>]) -> bool {
     if !dir.join("config.json").exists() {
         return false;
     }
@@ -162,22 +142,24 @@ pub(crate) fn assert_loads_whole_or_not(dir: &Path, versions: &[Option<&Weights>
 }
 
 /// Weights are random bits here, and their tables change as tests like.
-pub(crate) fn options(start: Start, baseline: &Path) -> PublisherOptions {
+pub fn options(start: Start, baseline: &Path) -> PublisherOptions {
     let mut options = PublisherOptions::new(RUN, start, baseline);
     (options.allow_non_finite, options.allow_layout_change) = (true, true);
     options
 }
 
-pub(crate) fn publisher(store: &Arc<dyn Store>, start: Start, baseline: &Path) -> Publisher {
+/// A publisher with these options.
+pub fn publisher(store: &Arc<dyn Store>, start: Start, baseline: &Path) -> Publisher {
     Publisher::open(store.clone(), options(start, baseline)).unwrap()
 }
 
-pub(crate) fn step(number: u64) -> Step {
+/// A trainer's step, without a checkpoint.
+pub fn step(number: u64) -> Step {
     Step { trainer_step: number, checkpoint: None }
 }
 
 /// Puts an object of random bytes.
-pub(crate) fn named(store: &Arc<dyn Store>, key: &str, size: u64) -> Object {
+pub fn named(store: &Arc<dyn Store>, key: &str, size: u64) -> Object {
     let mut random = Random(size);
     let bytes: Vec<u8> = (0..size).map(|_| random.next() as u8).collect();
     let key = Key::new(key).unwrap();
@@ -186,7 +168,7 @@ pub(crate) fn named(store: &Arc<dyn Store>, key: &str, size: u64) -> Object {
 }
 
 /// Takes a replica in `dir` to the newest version and compares it with `expected`.
-pub(crate) fn assert_reader(store: &Arc<dyn Store>, dir: &Path, version: u64, expected: &Weights) {
+pub fn assert_reader(store: &Arc<dyn Store>, dir: &Path, version: u64, expected: &Weights) {
     let run = Run::open(store.clone(), RUN).unwrap();
     let newest = run.newest(MODEL).unwrap().unwrap();
     assert_eq!(newest.manifest.version, Version(version));
@@ -197,7 +179,7 @@ pub(crate) fn assert_reader(store: &Arc<dyn Store>, dir: &Path, version: u64, ex
 }
 
 /// Objects in the places of committed versions that no manifest names.
-pub(crate) fn orphans(run: &Run) -> Vec<String> {
+pub fn orphans(run: &Run) -> Vec<String> {
     let mut orphans = Vec::new();
     for version in run.versions(MODEL).unwrap() {
         let manifest = run.get(MODEL, version).unwrap().manifest;

@@ -12,7 +12,7 @@ type After = dyn Fn(&Object, &Range<u64>, &mut Vec<u8>) + Send + Sync;
 type Put = dyn Fn(&[u8], &dyn Fn() -> Result<()>) -> Result<()> + Send + Sync;
 
 /// Another store with something done before or after its reads, or around its puts.
-pub(crate) struct Hook {
+pub struct Hook {
     inner: Arc<dyn Store>,
     before: Box<Before>,
     after: Box<After>,
@@ -21,15 +21,12 @@ pub(crate) struct Hook {
 
 impl Hook {
     /// Calls `before` with the key of each read before it is made.
-    pub(crate) fn before(
-        inner: &Arc<dyn Store>,
-        before: impl Fn(&Key) + Send + Sync + 'static,
-    ) -> Arc<dyn Store> {
+    pub fn before(inner: &Arc<dyn Store>, before: impl Fn(&Key) + Send + Sync + 'static) -> Arc<dyn Store> {
         Arc::new(Self { before: Box::new(before), ..Self::forward(inner) })
     }
 
     /// Calls `after` with what was read of an object, which it may change.
-    pub(crate) fn after(
+    pub fn after(
         inner: &Arc<dyn Store>,
         after: impl Fn(&Object, &Range<u64>, &mut Vec<u8>) + Send + Sync + 'static,
     ) -> Arc<dyn Store> {
@@ -37,7 +34,7 @@ impl Hook {
     }
 
     /// Calls `put` with the bytes of each put, and with what makes it.
-    pub(crate) fn puts(
+    pub fn puts(
         inner: &Arc<dyn Store>,
         put: impl Fn(&[u8], &dyn Fn() -> Result<()>) -> Result<()> + Send + Sync + 'static,
     ) -> Arc<dyn Store> {

@@ -14,7 +14,7 @@ use super::{Owned, options, sample};
 
 /// What is done to the log.
 #[derive(Debug, Clone)]
-pub(crate) enum Op {
+enum Op {
     Append {
         sample: u64,
         group: u64,
@@ -44,7 +44,7 @@ pub(crate) enum Op {
 
 impl Op {
     /// The next operation; `None` when the bytes are used up.
-    pub(crate) fn next(bytes: &mut impl Iterator<Item = u8>) -> Option<Self> {
+    fn next(bytes: &mut impl Iterator<Item = u8>) -> Option<Self> {
         let which = bytes.next()?;
         let mut byte = || bytes.next().unwrap_or(0);
         Some(match which % 24 {
@@ -67,7 +67,7 @@ impl Op {
 }
 
 /// A log and what it should hold.
-pub(crate) struct Run {
+pub struct Run {
     dir: PathBuf,
     log: Option<Log>,
     held: Vec<Reservation>,
@@ -79,13 +79,13 @@ pub(crate) struct Run {
 
 impl Run {
     /// An empty log in an empty directory.
-    pub(crate) fn new(dir: &Path) -> Self {
+    pub fn new(dir: &Path) -> Self {
         let (held, pending, records) = (Vec::new(), Vec::new(), BTreeMap::new());
         Self { dir: dir.to_owned(), log: Some(open(dir)), held, pending, records, cursor: 0 }
     }
 
     /// Does what the bytes say, then closes the log and looks at it once more.
-    pub(crate) fn all(mut self, bytes: impl IntoIterator<Item = u8>) {
+    pub fn all(mut self, bytes: impl IntoIterator<Item = u8>) {
         let mut bytes = bytes.into_iter();
         while let Some(op) = Op::next(&mut bytes) {
             self.apply(op);
