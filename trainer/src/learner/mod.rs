@@ -84,7 +84,7 @@ pub struct Sample<'a> {
     /// Samples with one id count as one in the loss: their tokens share a denominator.
     pub rollout_id: u64,
     /// Advantage of every response token, or what the advantages of its tokens begin with
-    /// ([`LearnOptions::per_token`]).
+    /// ([`LearnOptions::per_token`](crate::train::LearnOptions::per_token)).
     pub advantage: f32,
 }
 

@@ -47,7 +47,7 @@ impl Policy {
         Policy { chunk, ..self }
     }
 
-    /// The same with a reference policy for KL terms. One that `moves` ([`Policy::update_reference`]) has to be of
+    /// The same with a reference policy for KL terms. One that `moves` (`Policy::update_reference`) has to be of
     /// the policy's shape, and is part of training checkpoints.
     ///
     /// # Errors
