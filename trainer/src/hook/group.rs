@@ -41,7 +41,7 @@ struct Rewards {
 }
 
 const REWARDS: &str = "{\"rewards\": [one finite number per sample]}";
-const REWARD_TODO: &str = "correct the reward; docs/hooks.md has what it is asked";
+const REWARD_ADVICE: &str = "correct the reward; docs/hooks.md has what it is asked";
 
 /// Rewards of a hook (`--custom-rm-command`, or `--rm-url` with `--group-rm`), which is asked once for each
 /// group.
@@ -84,9 +84,9 @@ impl Reward for Rm {
 fn numbers(rewards: &[Value], answers: &[Answer]) -> Result<Vec<f32>> {
     if let Some(first) = answers.first().filter(|_| rewards.len() != answers.len()) {
         let found = format!("{} rewards for {} samples", rewards.len(), answers.len());
-        return Err(first.refused(REWARDS, found, REWARD_TODO));
+        return Err(first.refused(REWARDS, found, REWARD_ADVICE));
     }
-    rewards.iter().zip(answers).map(|(reward, answer)| answer.number(reward, REWARD_TODO)).collect()
+    rewards.iter().zip(answers).map(|(reward, answer)| answer.number(reward, REWARD_ADVICE)).collect()
 }
 
 #[derive(Deserialize)]

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::hook::{Service, short};
 
 const EXPECTED: &str = "one number from the service";
-const TODO: &str =
+const ADVICE: &str =
     "look at the service's own log; it has to answer with one number, or an object with `score` or `reward`";
 
 /// A service behind a URL: `POST {"prompt", "response", "label"}`, answered by a number or `{"score":
@@ -36,10 +36,10 @@ impl Remote {
         let said = self.service.ask(question.to_string().into_bytes()).await;
         let said = said.map_err(|silent| answer.refused(EXPECTED, silent.found, silent.todo))?;
         let value: Value = serde_json::from_slice(&said).map_err(|_| {
-            answer.refused(EXPECTED, format_args!("`{}`", short(&String::from_utf8_lossy(&said))), TODO)
+            answer.refused(EXPECTED, format_args!("`{}`", short(&String::from_utf8_lossy(&said))), ADVICE)
         })?;
         let score = ["score", "reward"].iter().find_map(|name| value.get(name)).unwrap_or(&value);
-        answer.number(score, TODO)
+        answer.number(score, ADVICE)
     }
 }
 
