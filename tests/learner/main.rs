@@ -188,6 +188,7 @@ fn loop_with_a_child_learner_learns_from_every_sample_once() {
 #[test]
 fn learner_that_is_killed_anywhere_is_started_again_and_learns_from_every_sample_once() {
     for faults in [
+        "hello:1:kill",
         "step:2:kill",
         "step:2:killed_after",
         "save:1:kill",

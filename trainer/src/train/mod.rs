@@ -150,6 +150,9 @@ impl Session<'_> {
         if !self.loaded {
             self.load()?;
         }
+        if self.rollouts.is_none() && self.options.debug != Debug::TrainOnly {
+            self.attach()?;
+        }
         self.tell(Event::Begin { step: self.step, of: self.options.num_rollout });
         self.catch_up()?;
         while self.step < self.options.num_rollout {

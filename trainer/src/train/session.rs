@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::{Expected, Fleet, Label};
-use driftless_buffer::{self as buffer, Group, Identity, Log, Position, PromptState, Reader, Retention};
+use driftless_buffer::{self as buffer, Group, Identity, Log, Position, PromptState, Retention};
 use driftless_store::Store;
 use driftless_transport::publish::{PublisherOptions, Start};
 use driftless_transport::{self as transport, Publisher, Run, RunId, Version};
@@ -43,15 +43,15 @@ pub(super) struct Session<'o> {
     /// Loaded only where more than rollouts is wanted.
     pub(super) learner: Box<dyn Learner>,
     place: Place,
-    /// Whether the learner may be asked anything but to load.
+    /// Whether the learner may be asked anything but to load; not before [`Session::load`].
     pub(super) loaded: bool,
     /// Absent when nothing is published.
     pub(super) updates: Option<Updates>,
-    /// Absent when there are no engines.
+    /// Absent before [`Session::attach`], and when there are no engines.
     fleet: Option<Arc<Fleet>>,
-    /// Absent when there are no engines.
+    /// Absent before [`Session::attach`], and when there are no engines.
     pub(super) rollouts: Option<Arc<Rollouts>>,
-    log: Reader,
+    log: Log,
     pub(super) metrics: MetricsFile,
     /// Optimiser steps done.
     pub(super) step: u64,
@@ -66,8 +66,8 @@ pub(super) struct Session<'o> {
 }
 
 impl<'o> Session<'o> {
-    /// Opens the state directory, the store, the log and the engines, in an order in which a crash anywhere
-    /// leaves a state that opens again.
+    /// Opens the state directory, the store and the log, in an order in which a crash anywhere leaves a state
+    /// that opens again.
     pub(super) fn open(
         options: &'o TrainOptions,
         learner: Box<dyn Learner>,
@@ -83,8 +83,9 @@ impl<'o> Session<'o> {
         std::fs::create_dir_all(&options.save).map_err(io("create", &options.save))?;
         let (record, updates) = open_run(options, learner.publishes())?;
         let run_id = record.run_id.unwrap_or_else(RunId::random);
+        // It is locked before anything of the run is changed.
         let log = open_log(options, run_id)?;
-        let mut session = Session {
+        Ok(Session {
             place: place(options, run_id),
             metrics: MetricsFile::open(&options.save.join(METRICS), u64::MAX)?,
             options,
@@ -96,18 +97,13 @@ impl<'o> Session<'o> {
             updates,
             fleet: None,
             rollouts: None,
-            log: log.reader(),
+            log,
             step: 0,
             saved: 0,
             begins: BTreeMap::new(),
             ahead: None,
             unfinished: None,
-        };
-        session.load()?;
-        if options.debug != Debug::TrainOnly {
-            session.rollouts = Some(session.attach(log)?);
-        }
-        Ok(session)
+        })
     }
 
     /// Has the learner take up its newest checkpoint, and goes back to the step of that.
@@ -162,7 +158,7 @@ impl<'o> Session<'o> {
     }
 
     /// Attaches the engines, which have to be of the model that the run starts from.
-    fn attach(&mut self, log: Log) -> Result<Arc<Rollouts>> {
+    pub(super) fn attach(&mut self) -> Result<()> {
         let options = self.options;
         let expected = Expected::from_checkpoint(&options.hf_checkpoint)?;
         let fleet_options = FleetOptions::default()
@@ -186,14 +182,14 @@ impl<'o> Session<'o> {
         let fleet = Arc::new(fleet?);
         self.fleet = Some(fleet.clone());
         let observer = self.observer.clone();
-        Ok(Arc::new(Rollouts {
+        self.rollouts = Some(Arc::new(Rollouts {
             engines: fleet,
             task: options.task.clone(),
             progress: Arc::new(move |rollout, done, total| {
                 observer(Event::Generating { rollout, done, total });
             }),
             options: RolloutOptions {
-                scope: scope(log.identity()),
+                scope: scope(self.log.identity()),
                 seed: options.seed,
                 rollout_batch_size: options.rollout_batch_size,
                 n_samples_per_prompt: options.n_samples_per_prompt,
@@ -201,8 +197,9 @@ impl<'o> Session<'o> {
                 rollout_max_context_len: options.rollout_max_context_len,
                 vocabulary: crate::tasks::vocabulary(&options.hf_checkpoint)?,
             },
-            log,
-        }))
+            log: self.log.clone(),
+        }));
+        Ok(())
     }
 
     pub(super) fn block_on<T>(&self, future: impl Future<Output = Result<T, impl Into<Error>>>) -> Result<T> {
@@ -215,7 +212,7 @@ impl<'o> Session<'o> {
 
     /// The groups of a rollout, which has to be complete in the log.
     pub(super) fn groups(&self, rollout: u64) -> Result<Vec<Group>> {
-        let groups = rollout::groups(&self.log, rollout, self.options.n_samples_per_prompt as usize);
+        let groups = rollout::groups(&self.log.reader(), rollout, self.options.n_samples_per_prompt as usize);
         if groups.len() as u64 == self.options.rollout_batch_size {
             return Ok(groups);
         }
@@ -270,10 +267,11 @@ impl<'o> Session<'o> {
 
     /// Remembers where the records of a rollout begin, if it has none yet.
     pub(super) fn note_begin(&mut self, rollout: u64) {
-        let in_flight = self.log.prompts(PromptState::InFlight);
+        let log = self.log.reader();
+        let in_flight = log.prompts(PromptState::InFlight);
         let begun = in_flight.iter().any(|record| record.scalars().rollout_id == rollout);
-        if !begun && self.log.groups(rollout, 1).is_empty() {
-            self.begins.insert(rollout, self.log.end());
+        if !begun && log.groups(rollout, 1).is_empty() {
+            self.begins.insert(rollout, log.end());
         }
     }
 
@@ -281,12 +279,12 @@ impl<'o> Session<'o> {
     fn trim(&mut self) -> Result<()> {
         // The rollout before the checkpoint stays: it names the prompts that were taken last.
         let last = self.saved.saturating_sub(1);
-        let (Some(rollouts), Some(begin)) = (&self.rollouts, self.begins.get(&last).copied()) else {
+        let (Some(_), Some(begin)) = (&self.rollouts, self.begins.get(&last).copied()) else {
             return Ok(());
         };
         self.begins.retain(|rollout, _| *rollout >= last);
-        rollouts.log.cursor(CONSUMER)?.commit(begin)?;
-        rollouts.log.retain(&Retention {
+        self.log.cursor(CONSUMER)?.commit(begin)?;
+        self.log.retain(&Retention {
             bytes_max: Some(self.options.rollout_log_bytes_max),
             consumed_by: vec![CONSUMER.to_owned()],
             ..Retention::default()
