@@ -2,7 +2,8 @@
 //! moments. Nobody repairs anything; the same command is started again, and host and engine end on the newest
 //! version, bit for bit.
 //!
-//! 100 kills; `DRIFTLESS_LONG=1` makes it 1,000. What is random comes from seeds, which are printed.
+//! 100 kills, and 50 of a run over prompts; `DRIFTLESS_LONG=1` makes it ten times as many. What is random comes
+//! from seeds, which are printed.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, reason = "a test ends where its set-up fails")]
 
@@ -10,6 +11,7 @@
 mod common;
 mod model;
 mod points;
+mod prompts;
 mod relay;
 
 use std::os::unix::process::ExitStatusExt as _;

@@ -115,7 +115,7 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "kills",
-        what: "kill -9 of publisher, follower and relay at 16 points and at random moments",
+        what: "kill -9 of publisher, follower and relay at 16 points and at random moments, and of a run over prompts",
         needs: &[],
         run: |c| c.looped(light_test(), "kills"),
     },

@@ -80,6 +80,10 @@ pub struct Engine {
     pub paused: bool,
     /// The checkpoint whose weights generate NaN.
     pub broken: Option<PathBuf>,
+    /// The token that a generation has: each of these in turn, whatever is asked.
+    pub tokens: Vec<i32>,
+    /// Generations that have ended.
+    pub generated: usize,
     /// Whether replies say which tokens are whose.
     pub spans: bool,
     /// The version that it says it is.
@@ -128,6 +132,8 @@ impl Fake {
             load_format: "auto".into(),
             paused: false,
             broken: None,
+            tokens: vec![7],
+            generated: 0,
             spans: true,
             release: "0.5.23",
             calls: Vec::new(),
@@ -430,14 +436,16 @@ async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response
     engine.generating -= 1;
     let label = if let Some(Fault::Label(label)) = fault { label.to_owned() } else { engine.label.clone() };
     let broken = engine.broken.is_some() && engine.broken == engine.weights;
+    let token = engine.tokens[engine.generated % engine.tokens.len()];
+    engine.generated += 1;
     // As orjson writes NaN.
     let log_prob = if broken { Value::Null } else { json!(-0.25) };
     let mut meta = json!({"id": body["rid"], "finish_reason": {"type": "length", "length": 1}, "weight_version": label, "num_retractions": 0,
-        "output_token_logprobs": [[log_prob, 7, null]]});
+        "output_token_logprobs": [[log_prob, token, null]]});
     if engine.spans {
         meta["weight_versions"] = json!([{"version": label, "start": 0, "end": 1}]);
     }
-    axum::Json(json!({"output_ids": [7], "meta_info": meta})).into_response()
+    axum::Json(json!({"output_ids": [token], "meta_info": meta})).into_response()
 }
 
 /// For calls that end, whatever the machine is doing.
