@@ -87,6 +87,9 @@ pub(super) struct LearnArgs {
     /// Compute activations again on the way back, instead of keeping them.
     #[arg(long, value_enum, default_value_t = Granularity::None)]
     recompute_granularity: Granularity,
+    /// Keep masters and moments in host memory and update them there: 12 of 18 bytes a weight leave the GPU.
+    #[arg(long)]
+    optimizer_cpu_offload: bool,
     /// Tokens whose logits are held at once [default: as many as fit half a GiB].
     #[arg(long, value_parser = numbers::count::<usize>())]
     log_probs_chunk_size: Option<usize>,
@@ -147,6 +150,7 @@ impl LearnArgs {
             critic: (estimator == Estimator::Ppo).then(|| self.critic.options(lr)),
             max_tokens_per_gpu: self.max_tokens_per_gpu,
             recompute: self.recompute_granularity == Granularity::Full,
+            optimizer_cpu_offload: self.optimizer_cpu_offload,
             log_probs_chunk_size: self.log_probs_chunk_size,
         })
     }

@@ -214,6 +214,8 @@ pub struct LearnOptions {
     pub max_tokens_per_gpu: usize,
     /// Compute activations again on the way back (`--recompute-granularity full`).
     pub recompute: bool,
+    /// Keep the optimiser's state in host memory.
+    pub optimizer_cpu_offload: bool,
     /// Tokens whose logits are held at once; as many as fit half a GiB, if `None`.
     pub log_probs_chunk_size: Option<usize>,
 }
@@ -256,6 +258,7 @@ impl Default for LearnOptions {
             micro_batch_size: None,
             max_tokens_per_gpu: 16_384,
             recompute: false,
+            optimizer_cpu_offload: false,
             log_probs_chunk_size: None,
         }
     }

@@ -11,10 +11,11 @@
     reason = "a bench fails by panicking, and prints its figures"
 )]
 
+use std::process::Command;
 use std::time::Instant;
 
 use driftless_torch::{
-    AdamWOptions, Batch, Config, Family, Model, Policy, Reduction, Sample, device, token_weights,
+    AdamWOptions, Batch, Config, Family, Model, Policy, Reduction, Sample, device, set_threads, token_weights,
 };
 use driftless_trainer::LearnOptions;
 use tch::{Cuda, Device, Kind, Tensor};
@@ -119,6 +120,30 @@ fn synchronize(device: Device) {
     }
 }
 
+/// The median time of some calls in seconds, after two to warm up.
+fn median(device: Device, calls: usize, mut call: impl FnMut()) -> f64 {
+    let mut times: Vec<f64> = (0..calls + 2)
+        .map(|_| {
+            synchronize(device);
+            let begin = Instant::now();
+            call();
+            synchronize(device);
+            begin.elapsed().as_secs_f64()
+        })
+        .skip(2)
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// What the whole GPU uses, in MiB, as `nvidia-smi` says. libtorch keeps what it has had.
+fn memory(device: Device) -> Option<u64> {
+    let Device::Cuda(index) = device else { return None };
+    let asked = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", &index.to_string()];
+    let said = Command::new("nvidia-smi").args(asked).output().ok()?;
+    String::from_utf8(said.stdout).ok()?.trim().parse().ok()
+}
+
 fn speed(arguments: &Arguments) {
     let device = device(&arguments.get("device", "cpu")).unwrap();
     let size = arguments.get("shapes", "tiny");
@@ -126,40 +151,45 @@ fn speed(arguments: &Arguments) {
     let text = arguments.get("lengths", "4x64");
     let lengths = lengths(&text);
     let recompute = arguments.get("recompute-granularity", "none") == "full";
-    let steps: usize = arguments.get("steps", "8").parse().unwrap();
+    let steps: usize = arguments.get("steps", "6").parse().unwrap();
     let kind = if arguments.get("dtype", "bfloat16") == "float32" { Kind::Float } else { Kind::BFloat16 };
+    set_threads(std::thread::available_parallelism().map_or(1, usize::from)).unwrap();
     let model = Model::fresh(config.clone(), SEED, kind, device).unwrap();
-    let mut policy = Policy::new(model, kind, AdamWOptions::default()).unwrap().with_recompute(recompute);
-    let batch = [batch(&lengths, config.vocab_size, device)];
-    let mut times = Vec::new();
+    let cpu_offload = arguments.has("--optimizer-cpu-offload");
+    let options = AdamWOptions { cpu_offload, ..AdamWOptions::default() };
+    let mut policy = Policy::new(model, kind, options).unwrap().with_recompute(recompute);
+    let whole = [batch(&lengths, config.vocab_size, device)];
     let mut stats = Default::default();
-    for _ in 0..steps {
-        synchronize(device);
-        let begin = Instant::now();
+    let step = median(device, steps, || {
         stats = match arguments.has("--policy-loss") {
-            true => policy.policy_step(&batch, &LearnOptions::default(), 1.0, 1e-5).unwrap(),
-            false => policy.sft_step(&batch, 1e-5).unwrap(),
+            true => policy.policy_step(&whole, &LearnOptions::default(), 1.0, 1e-5).unwrap(),
+            false => policy.sft_step(&whole, 1e-5).unwrap(),
         };
-        synchronize(device);
-        times.push(begin.elapsed().as_secs_f64());
-    }
-    let mut warm = times.split_off(times.len().min(2));
-    warm.sort_by(f64::total_cmp);
-    let step = warm[warm.len() / 2];
+    });
+    let used = memory(device).map_or("-".to_owned(), |used| used.to_string());
     let tokens = lengths.iter().sum::<usize>() as f64;
     let attention: f64 = lengths.iter().map(|&n| (n * n) as f64).sum();
     let width = (config.num_hidden_layers * config.num_attention_heads * config.head_dim) as f64;
     let operations = 6.0 * config.elements() as f64 * tokens + 6.0 * width * attention;
     println!(
-        "driftless {size} {text} ({} sequences, {tokens} tokens), {kind:?}, recompute {recompute}: {:.0} tok/s, MFU {:.1} %, \
-         step {:.1} ms (first {:.0}), loss {:.4}, grad norm {:.3}",
+        "driftless {size} {text} ({} sequences, {tokens} tokens), {kind:?}, recompute {recompute}, offload {cpu_offload}: \
+         {:.0} tok/s, MFU {:.1} %, step {:.1} ms, GPU {used} MiB, loss {:.4}, grad norm {:.3}",
         lengths.len(),
         tokens / step,
         100.0 * operations / step / PEAK,
         1e3 * step,
-        1e3 * times[0],
         stats.loss,
         stats.grad_norm,
+    );
+    // A step on next to nothing is the optimiser's; log-probs are the way forward.
+    let little = [batch(&[2], config.vocab_size, device)];
+    let optimizer = median(device, steps, || assert!(policy.sft_step(&little, 1e-5).is_ok()));
+    let forward = median(device, steps, || drop(policy.log_probs(&whole[0], 1.0).unwrap()));
+    println!(
+        "  of which forward {:.1} ms, optimiser {:.1} ms, back {:.1} ms",
+        1e3 * forward,
+        1e3 * optimizer,
+        1e3 * (step - forward - optimizer)
     );
 }
 

@@ -22,10 +22,11 @@ use tch::{Kind, Tensor};
 
 use crate::critic::Critic;
 use crate::error::{Error, Result, io};
-use crate::models::Model;
-use crate::optimizer::AdamW;
+use crate::models::{Model, Span};
+use crate::optimizer::{AdamW, Part};
 use crate::policy::Policy;
 use crate::torch::{bytes_of, tensor_of};
+use crate::trained::Trained;
 
 pub use driftless_trainer::learner::Progress;
 
@@ -33,8 +34,6 @@ pub use driftless_trainer::learner::Progress;
 const SHARD_BYTES_MAX: u64 = 4 << 30;
 const PROGRESS: &str = "progress.json";
 const PREFIX: &str = "step-";
-/// First parts of the tensors' names; the second is the parameter's.
-const PARTS: [&str; 3] = ["master", "mean", "square"];
 /// What stands before the names of a critic's tensors.
 const CRITIC: &str = "critic/";
 /// What stands before the names of a reference policy's weights.
@@ -82,9 +81,9 @@ pub fn save(
     let file = AuxFile::new(PROGRESS, serde_json::to_vec_pretty(&stored).map_err(json)?)?;
     std::fs::create_dir_all(dir).map_err(io("create", dir))?;
     let mut state = State { files: vec![file], ..State::default() };
-    state.add("", policy.optimizer())?;
+    state.add("", &policy.trained)?;
     if let Some(critic) = critic {
-        state.add(CRITIC, &critic.trained.optimizer)?;
+        state.add(CRITIC, &critic.trained)?;
     }
     if let Some(reference) = policy.moving_reference() {
         state.add_weights(REFERENCE, reference)?;
@@ -121,13 +120,13 @@ pub fn load(dir: &Path, policy: &mut Policy, critic: Option<&mut Critic>) -> Res
         return Err(other("model", identity(policy), stored.model));
     }
     let saved = Saved { path: &path, checkpoint: &checkpoint };
-    let states = saved.states("", policy.optimizer())?;
-    let of_critic =
-        critic.as_ref().map(|critic| saved.states(CRITIC, &critic.trained.optimizer)).transpose()?;
+    let states = saved.states("", &policy.trained)?;
+    let of_critic = critic.as_ref().map(|critic| saved.states(CRITIC, &critic.trained)).transpose()?;
     let reference = policy.moving_reference().map(|model| saved.weights(REFERENCE, model)).transpose()?;
-    policy.restore(stored.optimizer_steps, &states)?;
+    policy.trained.restore(stored.optimizer_steps, |optimizer| saved.put(&states, optimizer))?;
     if let (Some(critic), Some(states)) = (critic, of_critic) {
-        critic.restore(stored.critic_steps.unwrap_or_default(), &states)?;
+        let steps = stored.critic_steps.unwrap_or_default();
+        critic.trained.restore(steps, |optimizer| saved.put(&states, optimizer))?;
     }
     if let Some(weights) = reference {
         policy.restore_reference(&weights)?;
@@ -142,42 +141,47 @@ struct Saved<'a> {
 }
 
 impl Saved<'_> {
-    /// Master, mean and square of each parameter of an optimizer.
-    fn states(&self, prefix: &str, optimizer: &AdamW) -> Result<Vec<[Tensor; 3]>> {
-        let states = optimizer.states().iter().map(|state| {
-            let part = |part: &str| {
-                let name = format!("{prefix}{part}/{}", state.name);
-                self.tensor(&name, &state.master.size(), Kind::Float)
-            };
-            let [master, mean, square] = PARTS.map(part);
-            Ok([master?, mean?, square?])
+    /// Where masters and moments of a model's weights are.
+    fn states(&self, prefix: &str, trained: &Trained) -> Result<Vec<(Part, Span, usize)>> {
+        let spans = || trained.model.places().spans();
+        let all = Part::ALL.into_iter().flat_map(|part| spans().map(move |(name, span)| (part, name, span)));
+        let states = all.map(|(part, name, span)| {
+            let name = format!("{prefix}{}/{name}", part.name());
+            Ok((part, span.clone(), self.find(&name, &span.shape, Kind::Float)?))
         });
         states.collect()
+    }
+
+    /// Puts them into an optimizer.
+    fn put(&self, states: &[(Part, Span, usize)], optimizer: &mut AdamW) -> Result<()> {
+        states.iter().try_for_each(|(part, span, index)| {
+            let values = tensor_of(&self.checkpoint.bytes(*index)?, &span.shape, Kind::Float)?;
+            optimizer.put(*part, span, &values)
+        })
     }
 
     /// The weights of a model.
     fn weights(&self, prefix: &str, model: &Model) -> Result<Vec<Tensor>> {
         let weights = model.parameters().iter().map(|parameter| {
-            self.tensor(&format!("{prefix}{}", parameter.name), &parameter.tensor.size(), model.kind())
+            let (name, shape) = (format!("{prefix}{}", parameter.name), parameter.tensor.size());
+            let index = self.find(&name, &shape, model.kind())?;
+            tensor_of(&self.checkpoint.bytes(index)?, &shape, model.kind())
         });
         weights.collect()
     }
 
-    fn tensor(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor> {
+    fn find(&self, name: &str, shape: &[i64], kind: Kind) -> Result<usize> {
         let expected: Vec<u64> = shape.iter().map(|size| size.unsigned_abs()).collect();
         let index = self.checkpoint.position(name).filter(|&index| {
             let info = &self.checkpoint.tensors()[index];
             info.dtype == dtype_of(kind) && info.shape == expected
         });
-        match index {
-            Some(index) => tensor_of(&self.checkpoint.bytes(index)?, shape, kind),
-            None => Err(Error::Resume {
-                path: self.path.to_owned(),
-                what: "tensors",
-                expected: format!("{name} {shape:?}"),
-                found: "none, or of another shape".to_owned(),
-            }),
-        }
+        index.ok_or_else(|| Error::Resume {
+            path: self.path.to_owned(),
+            what: "tensors",
+            expected: format!("{name} {shape:?}"),
+            found: "none, or of another shape".to_owned(),
+        })
     }
 }
 
@@ -223,11 +227,11 @@ struct State {
 }
 
 impl State {
-    fn add(&mut self, prefix: &str, optimizer: &AdamW) -> Result<()> {
-        for (index, part) in PARTS.into_iter().enumerate() {
-            for state in optimizer.states() {
-                let tensor = [&state.master, &state.mean, &state.square][index];
-                self.push(format!("{prefix}{part}/{}", state.name), tensor, Kind::Float)?;
+    fn add(&mut self, prefix: &str, trained: &Trained) -> Result<()> {
+        for part in Part::ALL {
+            let flat = trained.optimizer.state(part);
+            for (name, span) in trained.model.places().spans() {
+                self.push(format!("{prefix}{}/{name}", part.name()), &span.of(flat)?, Kind::Float)?;
             }
         }
         Ok(())

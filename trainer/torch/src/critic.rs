@@ -62,31 +62,24 @@ impl Critic {
     /// As for [`crate::Policy::policy_step`]; [`Error::Input`] if a batch has no values or returns.
     pub fn step(&mut self, batches: &[Batch], options: &CriticOptions, lr: f64) -> Result<StepStats> {
         let mut stats = StepStats { critic_lr: lr, ..StepStats::default() };
-        self.trained.optimizer.clear()?;
+        self.trained.optimizer.gradients.clear()?;
         for batch in batches.iter().filter(|batch| batch.trains()) {
             let (Some(old), Some(returns)) = (&batch.values, &batch.returns) else {
                 return Err(input("batch of a critic", "values and returns", "none"));
             };
             let (pass, hidden) = self.trained.forward(batch)?;
-            let hidden = hidden.f_set_requires_grad(true)?;
-            let values = self.head(&hidden)?;
+            let values = tch::no_grad(|| self.head(&hidden))?.f_set_requires_grad(true)?;
             let (loss, clipped) = value_loss(&values, old, returns, &batch.weights, options.value_clip)?;
             stats.value_loss += f64::try_from(&loss)?;
             stats.value_clipfrac += f64::try_from(&clipped)?;
-            let inputs = [&hidden, self.trained.model.head()];
-            let gradients = Tensor::f_run_backward(&[loss], &inputs, false, false)?;
-            let head = self.trained.model.head_index();
-            self.trained.optimizer.add(head, &gradients[1])?;
-            self.trained.backward(pass, batch, &gradients[0])?;
+            let gradients = Tensor::f_run_backward(&[loss], &[&values], false, false)?;
+            let of_logits = gradients[0].f_unsqueeze(-1)?.f_to_kind(hidden.f_kind()?)?;
+            let Trained { model, optimizer, .. } = &mut self.trained;
+            let gradient = model.head().backward(&of_logits, &hidden, &mut optimizer.gradients)?;
+            self.trained.backward(pass, batch, &gradient)?;
         }
         stats.critic_grad_norm = self.trained.apply(stats.value_loss, lr)?;
         Ok(stats)
-    }
-
-    /// Puts a saved optimizer state in place.
-    pub(crate) fn restore(&mut self, steps: u64, states: &[[Tensor; 3]]) -> Result<()> {
-        let Trained { model, optimizer, .. } = &mut self.trained;
-        optimizer.restore(model, steps, states)
     }
 
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {

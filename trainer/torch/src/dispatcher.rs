@@ -23,6 +23,10 @@ unsafe extern "C" {
         stack: *mut u64,
         version: u64,
     ) -> i32;
+    /// Makes an empty list with room for so many words, and returns 0.
+    fn torch_new_list_reserve_size(size: usize, list: *mut *mut c_void) -> i32;
+    /// Appends a word, and returns 0.
+    fn torch_list_push_back(list: *mut c_void, word: u64) -> i32;
     /// C++'s `operator new(size_t)`.
     #[link_name = "_Znwm"]
     fn operator_new(size: usize) -> *mut c_void;
@@ -32,6 +36,7 @@ unsafe extern "C" {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Value<'a> {
     Tensor(&'a Tensor),
+    Tensors(&'a [&'a Tensor]),
     /// An optional tensor; `None` stands for an absent value of any type.
     MaybeTensor(Option<&'a Tensor>),
     Int(i64),
@@ -44,6 +49,7 @@ impl Value<'_> {
     fn into_word(self) -> u64 {
         match self {
             Value::Tensor(tensor) => handle(tensor),
+            Value::Tensors(tensors) => list(tensors),
             Value::MaybeTensor(None) => 0,
             Value::MaybeTensor(Some(tensor)) => {
                 // SAFETY: 8 bytes from C++'s allocator, which throws rather than return null, are aligned for
@@ -66,6 +72,21 @@ impl Value<'_> {
 fn handle(tensor: &Tensor) -> u64 {
     let mut owner = std::mem::ManuallyDrop::new(tensor.shallow_clone());
     owner.as_mut_ptr() as u64
+}
+
+/// A list of tensors, which the callee frees, as it does the handles in it.
+fn list(tensors: &[&Tensor]) -> u64 {
+    let mut list = std::ptr::null_mut();
+    // SAFETY: the pointer is to a local that outlives the call. A list that could not be made stays null, to
+    // which nothing is appended; the callee refuses it.
+    unsafe {
+        if torch_new_list_reserve_size(tensors.len(), &raw mut list) == 0 {
+            for tensor in tensors {
+                torch_list_push_back(list, handle(tensor));
+            }
+        }
+    }
+    list as u64
 }
 
 /// Calls `name.overload`, which must return `N` tensors, with all of its arguments in order.
@@ -130,6 +151,15 @@ mod tests {
         let flags = [Value::Tensor(&x), Value::Int(1), Value::Int(0), Value::Bool(false), Value::Bool(true)];
         let [values, indices] = call::<2>(c"aten::topk", c"", &flags).unwrap();
         assert_eq!((f64::try_from(&values).unwrap(), i64::try_from(&indices).unwrap()), (-1.0, 0));
+    }
+
+    #[test]
+    fn lists_of_tensors_arrive() {
+        let (a, b) = (Tensor::from_slice(&[1.0_f32, 2.0]), Tensor::from_slice(&[3.0_f32]));
+        let [all] = call(c"aten::cat", c"", &[Value::Tensors(&[&a, &b, &a]), Value::Int(0)]).unwrap();
+        assert_eq!(Vec::<f32>::try_from(&all).unwrap(), [1.0, 2.0, 3.0, 1.0, 2.0]);
+        let none = call::<1>(c"aten::cat", c"", &[Value::Tensors(&[]), Value::Int(0)]);
+        assert!(matches!(none, Err(Error::Operation { .. })));
     }
 
     #[test]

@@ -121,6 +121,14 @@ pub enum Error {
         /// Its name.
         name: String,
     },
+    /// The kernels of CUDA devices could not be compiled, loaded or launched.
+    #[error("{what}: {why}")]
+    Kernels {
+        /// What was attempted.
+        what: String,
+        /// The answer of CUDA's driver or compiler.
+        why: String,
+    },
     /// libtorch refused an operation (out of memory, a shape, a missing kernel).
     #[error("libtorch")]
     Torch(#[from] tch::TchError),

@@ -5,7 +5,9 @@ use std::ops::Range;
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
+use crate::gradients::Gradients;
 use crate::models::Model;
+use crate::ops::Scored;
 
 /// Logits that are held at once, unless told: in f32 half a GiB.
 const LOGITS_MAX: i64 = 1 << 27;
@@ -21,19 +23,14 @@ pub(crate) fn log_softmax(logits: &Tensor, temperature: &Tensor) -> Result<Tenso
     Ok(logits.f_div(temperature)?.f_log_softmax(-1, Kind::Float)?)
 }
 
-/// Entropy `[…]`, in nats, of distributions given by their log-probs `[…, V]`.
-fn entropy(log_probs: &Tensor) -> Result<Tensor> {
-    Ok(log_probs.f_exp()?.f_mul(log_probs)?.f_sum_dim_intlist(-1_i64, false, Kind::Float)?.f_neg()?)
-}
-
 /// Which tokens are looked at, and how.
 pub(crate) struct Chosen<'a> {
     /// `[M, hidden]`: the hidden states that predict them.
     pub(crate) hidden: &'a Tensor,
     /// `[M]` i64.
     pub(crate) labels: &'a Tensor,
-    /// f32, one element, that divides logits.
-    pub(crate) temperature: Tensor,
+    /// Divides logits.
+    pub(crate) temperature: f64,
     /// Rows of logits that are held at once.
     pub(crate) rows: i64,
 }
@@ -69,8 +66,8 @@ impl Chosen<'_> {
     pub(crate) fn log_probs(&self, model: &Model) -> Result<Tensor> {
         tch::no_grad(|| {
             let chunk = |range: Range<i64>| {
-                let hidden = self.hidden.f_narrow(0, range.start, range.end - range.start)?;
-                Ok(self.scores(model, &hidden, range, Entropy::Unasked)?.log_probs)
+                let (_, labels, logits) = self.logits(model, &range)?;
+                Ok(model.ops().score(logits, &labels, self.temperature, false)?.log_probs)
             };
             let chunks = self.chunks().map(chunk).collect::<Result<Vec<_>>>()?;
             Ok(Tensor::f_cat(&chunks, 0)?)
@@ -78,30 +75,41 @@ impl Chosen<'_> {
     }
 
     /// Goes through all tokens, chunk by chunk and back: `loss(tokens of the chunk, their scores)` is a
-    /// scalar. Returns the gradient `[M, hidden]` of the hidden states; that of the head goes to `collect`
-    /// after each chunk, so that a sum over chunks is none of bf16's.
+    /// scalar. Returns the gradient `[M, hidden]` of the hidden states; that of the head is added to
+    /// `gradients`.
     ///
     /// # Errors
-    /// Whatever libtorch, `loss` or `collect` answer.
+    /// Whatever libtorch or `loss` answer.
     pub(crate) fn descend(
         &self,
         model: &Model,
         entropy: Entropy,
         mut loss: impl FnMut(Range<i64>, &Scores) -> Result<Tensor>,
-        mut collect: impl FnMut(&Tensor) -> Result<()>,
+        gradients: &mut Gradients,
     ) -> Result<Tensor> {
-        let gradient = self.hidden.f_empty_like()?;
+        let found = self.hidden.f_empty_like()?;
         for range in self.chunks() {
-            let length = range.end - range.start;
-            let hidden =
-                self.hidden.f_narrow(0, range.start, length)?.f_detach()?.f_set_requires_grad(true)?;
-            let scores = self.scores(model, &hidden, range.clone(), entropy)?;
+            let (hidden, labels, logits) = tch::no_grad(|| self.logits(model, &range))?;
+            let wanted = entropy != Entropy::Unasked;
+            let scored = tch::no_grad(|| model.ops().score(logits, &labels, self.temperature, wanted))?;
+            let scores = Scores::leaves(&scored, entropy)?;
             let loss = loss(range.clone(), &scores)?;
-            let gradients = Tensor::f_run_backward(&[loss], &[&hidden, model.head()], false, false)?;
-            gradient.f_narrow(0, range.start, length)?.f_copy_(&gradients[0])?;
-            collect(&gradients[1])?;
+            let inputs: Vec<&Tensor> = match (&scores.entropy, entropy) {
+                (Some(entropy), Entropy::Differentiated) => vec![&scores.log_probs, entropy],
+                _ => vec![&scores.log_probs],
+            };
+            let of_scores = Tensor::f_run_backward(&[loss], &inputs, false, false)?;
+            let of_entropy = of_scores.get(1).filter(|gradient| gradient.defined());
+            tch::no_grad(|| {
+                let (ops, temperature) = (model.ops(), self.temperature);
+                let of_logits =
+                    ops.score_backward(scored, &labels, temperature, &of_scores[0], of_entropy)?;
+                let gradient = model.head().backward(&of_logits, &hidden, gradients)?;
+                found.f_narrow(0, range.start, range.end - range.start)?.f_copy_(&gradient)?;
+                Ok::<_, crate::Error>(())
+            })?;
         }
-        Ok(gradient)
+        Ok(found)
     }
 
     fn chunks(&self) -> impl Iterator<Item = Range<i64>> + use<> {
@@ -109,14 +117,23 @@ impl Chosen<'_> {
         (0..(all + rows - 1) / rows).map(move |index| index * rows..((index + 1) * rows).min(all))
     }
 
-    fn scores(&self, model: &Model, hidden: &Tensor, range: Range<i64>, wanted: Entropy) -> Result<Scores> {
-        let labels = self.labels.f_narrow(0, range.start, range.end - range.start)?.f_unsqueeze(-1)?;
-        let log_probs = log_softmax(&model.logits(hidden)?, &self.temperature)?;
-        let entropy = match wanted {
-            Entropy::Unasked => None,
-            Entropy::Watched => Some(tch::no_grad(|| entropy(&log_probs))?),
-            Entropy::Differentiated => Some(entropy(&log_probs)?),
-        };
-        Ok(Scores { log_probs: log_probs.f_gather(-1, &labels, false)?.f_squeeze_dim(-1)?, entropy })
+    /// Hidden states, labels and logits of a chunk, the logits in the model's kind.
+    fn logits(&self, model: &Model, range: &Range<i64>) -> Result<(Tensor, Tensor, Tensor)> {
+        let chunk = |x: &Tensor| x.f_narrow(0, range.start, range.end - range.start);
+        let (hidden, labels) = (chunk(self.hidden)?, chunk(self.labels)?);
+        let logits = model.head().forward(&hidden)?;
+        Ok((hidden, labels, logits))
+    }
+}
+
+impl Scores {
+    /// Copies that collect gradients, as far as those are wanted.
+    fn leaves(scored: &Scored, wanted: Entropy) -> Result<Scores> {
+        let log_probs = scored.log_probs.f_detach()?.f_set_requires_grad(true)?;
+        let entropy = scored
+            .entropy
+            .as_ref()
+            .map(|entropy| entropy.f_detach()?.f_set_requires_grad(wanted == Entropy::Differentiated));
+        Ok(Scores { log_probs, entropy: entropy.transpose()? })
     }
 }

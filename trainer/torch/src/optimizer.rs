@@ -5,17 +5,18 @@
 //! (straight through), and the rounding is redone after every step: small steps add up until they cross a
 //! rounding border.
 //!
-//! Masters, moments and gradients lie in one buffer each, and a step goes through them in slices: a few dozen
-//! operations instead of ten for each of hundreds of tensors, and working memory of a slice.
+//! Masters, moments and gradients lie in one buffer each, as the weights do.
 
 use driftless_trainer::LearnOptions;
 use tch::{Device, Kind, Tensor};
 
+use crate::dispatcher::{Value, call};
 use crate::error::{Error, Result, input};
-use crate::models::Model;
+use crate::gradients::Gradients;
+use crate::models::{Model, Places, Span};
 
-/// Elements of a slice: 64 MiB of f32.
-const SLICE: i64 = 1 << 24;
+/// Elements that are updated at once: 256 MiB of f32.
+const PIECE: i64 = 1 << 26;
 
 /// Constants of AdamW; the learning rate is given with each step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,16 +27,38 @@ pub struct AdamWOptions {
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
-    /// Decoupled decay of matrices; norms are never decayed.
+    /// Decoupled decay of matrices; norms and biases are never decayed.
     pub weight_decay: f64,
     /// Gradients are scaled down to this L2 norm over all parameters; 0 leaves them.
     pub clip_grad: f64,
+    /// Masters and moments are in host memory, and are updated there, instead of on the model's device.
+    pub cpu_offload: bool,
 }
 
 impl Default for AdamWOptions {
     fn default() -> Self {
-        AdamWOptions { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, clip_grad: 1.0 }
+        AdamWOptions {
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            clip_grad: 1.0,
+            cpu_offload: false,
+        }
     }
+}
+
+/// Masters, moments and the gradients being added up, f32.
+#[derive(Debug)]
+pub struct AdamW {
+    options: AdamWOptions,
+    rounded: Kind,
+    /// Where the model computes.
+    device: Device,
+    /// By [`Part`]; laid out as the model's weights are.
+    states: [Tensor; 3],
+    pub(crate) gradients: Gradients,
+    step: u64,
 }
 
 impl AdamWOptions {
@@ -46,44 +69,38 @@ impl AdamWOptions {
             beta2: learn.adam_beta2,
             weight_decay: learn.weight_decay,
             clip_grad: learn.clip_grad,
+            cpu_offload: learn.optimizer_cpu_offload,
             ..AdamWOptions::default()
         }
     }
 }
 
-/// Masters, moments and the gradient being accumulated: f32, on the model's device.
-#[derive(Debug)]
-pub struct AdamW {
-    options: AdamWOptions,
-    rounded: Kind,
-    states: Vec<State>,
-    flat: Flat,
-    device: Device,
-    step: u64,
+/// What is kept of each weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    Master,
+    /// Of gradients.
+    Mean,
+    /// Mean of squared gradients.
+    Square,
 }
 
-/// The buffers: elements of all parameters in the order of [`Model::parameters`].
-#[derive(Debug)]
-struct Flat {
-    master: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    grad: Tensor,
-}
+impl Part {
+    pub(crate) const ALL: [Part; 3] = [Part::Master, Part::Mean, Part::Square];
 
-/// One parameter's part of the buffers, of its shape.
-#[derive(Debug)]
-pub(crate) struct State {
-    pub(crate) name: String,
-    pub(crate) master: Tensor,
-    pub(crate) mean: Tensor,
-    pub(crate) square: Tensor,
-    grad: Tensor,
+    /// As checkpoints call it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Part::Master => "master",
+            Part::Mean => "mean",
+            Part::Square => "square",
+        }
+    }
 }
 
 impl AdamW {
     /// State for a model, whose weights become the first masters; then rounds the model's weights to
-    /// `rounded` (`Float` or `BFloat16`) and makes them collect gradients.
+    /// `rounded` (`Float` or `BFloat16`).
     ///
     /// # Errors
     /// [`Error::Input`] for another kind, or a bf16 model that should compute with f32 weights.
@@ -92,13 +109,21 @@ impl AdamW {
             let found = format!("weights in {rounded:?}, model in {:?}", model.kind());
             return Err(input("published weights", "a kind the model can hold", found));
         }
-        let (flat, states) = tch::no_grad(|| Flat::of(model))?;
-        let optimizer = AdamW { options, rounded, states, flat, device: model.device(), step: 0 };
-        optimizer.write_weights(model)?;
-        for parameter in model.parameters_mut() {
-            parameter.tensor = parameter.tensor.f_set_requires_grad(true)?;
-        }
-        Ok(optimizer)
+        tch::no_grad(|| {
+            let state = || {
+                let device = if options.cpu_offload { Device::Cpu } else { model.device() };
+                let state = Tensor::f_zeros(model.flat().size(), (Kind::Float, device))?;
+                // Copies from and to a device are several times faster then.
+                let pinned = options.cpu_offload && model.device().is_cuda();
+                Ok::<_, Error>(if pinned { state.f_pin_memory(model.device())? } else { state })
+            };
+            let mut states = [state()?, state()?, state()?];
+            states[Part::Master as usize].f_copy_(model.flat())?;
+            let gradients = Gradients::new(model)?;
+            let optimizer = AdamW { options, rounded, device: model.device(), states, gradients, step: 0 };
+            optimizer.write_weights(model)?;
+            Ok(optimizer)
+        })
     }
 
     /// Steps done.
@@ -113,158 +138,190 @@ impl AdamW {
         self.rounded
     }
 
-    /// Adds a gradient of the weight at `index` of [`Model::parameters`], of any kind, to the sum for the
-    /// next step.
-    pub(crate) fn add(&mut self, index: usize, gradient: &Tensor) -> Result<()> {
-        tch::no_grad(|| {
-            let _ = self.states[index].grad.f_add_(gradient)?;
-            Ok(())
-        })
-    }
-
-    /// Drops the gradients that have been added.
-    pub(crate) fn clear(&mut self) -> Result<()> {
-        let _ = self.flat.grad.f_zero_()?;
-        Ok(())
-    }
-
-    /// Applies the gradients that have been added since the last [`AdamW::clear`], and rewrites the model's
-    /// weights. Returns the gradients' L2 norm before clipping.
+    /// Applies the gradients that have been added since they were cleared, and rewrites the model's weights.
+    /// Returns the gradients' L2 norm before clipping.
     ///
     /// # Errors
     /// [`Error::NotFinite`] if that norm is NaN or infinite: masters, moments and weights are then unchanged.
     pub(crate) fn step(&mut self, model: &mut Model, lr: f64) -> Result<f64> {
         tch::no_grad(|| {
-            let norm = self.flat.grad_norm()?;
+            let norm = self.grad_norm()?;
             if !norm.is_finite() {
                 return Err(Error::NotFinite { what: "gradient norm", found: norm, step: self.step });
             }
             self.step += 1;
-            let scale = match self.options.clip_grad {
-                0.0 => 1.0,
-                clip_grad => (clip_grad / (norm + 1e-6)).min(1.0),
-            };
-            if self.options.weight_decay > 0.0 {
-                for state in self.states.iter_mut().filter(|state| state.master.dim() > 1) {
-                    let _ = state.master.f_mul_scalar_(1.0 - lr * self.options.weight_decay)?;
-                }
-            }
-            self.flat.update(&self.options, self.step, lr, scale)?;
+            self.update(model.places(), lr, norm)?;
             self.write_weights(model)?;
             Ok(norm)
         })
     }
 
-    /// Replaces the state: per parameter (master, mean, square) as f32 in the order of [`Model::parameters`].
-    pub(crate) fn restore(&mut self, model: &mut Model, step: u64, states: &[[Tensor; 3]]) -> Result<()> {
-        tch::no_grad(|| {
-            for (state, [master, mean, square]) in self.states.iter_mut().zip(states) {
-                state.master.f_copy_(master)?;
-                state.mean.f_copy_(mean)?;
-                state.square.f_copy_(square)?;
-            }
-            self.step = step;
-            self.write_weights(model)
-        })
+    /// Replaces the state of a weight.
+    pub(crate) fn put(&mut self, part: Part, span: &Span, values: &Tensor) -> Result<()> {
+        tch::no_grad(|| Ok(span.of(&self.states[part as usize])?.f_copy_(values)?))
     }
 
-    /// Moves masters and moments to host memory, until [`AdamW::onload`].
+    /// Goes on after `step` steps with the state that was put in place.
+    pub(crate) fn resume(&mut self, model: &mut Model, step: u64) -> Result<()> {
+        self.step = step;
+        tch::no_grad(|| self.write_weights(model))
+    }
+
+    /// The state of all weights.
+    pub(crate) fn state(&self, part: Part) -> &Tensor {
+        &self.states[part as usize]
+    }
+
+    /// Moves everything to host memory, until [`AdamW::onload`].
     pub(crate) fn offload(&mut self) -> Result<()> {
         self.move_to(Device::Cpu)
     }
 
-    /// Moves them back to where the model computes.
+    /// Moves everything back to where it is updated.
     pub(crate) fn onload(&mut self) -> Result<()> {
         self.move_to(self.device)
     }
 
     fn move_to(&mut self, device: Device) -> Result<()> {
-        for buffer in [&mut self.flat.master, &mut self.flat.mean, &mut self.flat.square, &mut self.flat.grad]
-        {
-            *buffer = buffer.f_to_device(device)?;
-        }
-        let mut start = 0;
-        for state in &mut self.states {
-            state.place(&self.flat, start)?;
-            start += state.master.numel() as i64;
-        }
-        Ok(())
-    }
-
-    /// All states, in the order of [`Model::parameters`].
-    pub(crate) fn states(&self) -> &[State] {
-        &self.states
-    }
-
-    fn write_weights(&self, model: &mut Model) -> Result<()> {
-        tch::no_grad(|| {
-            for (state, parameter) in self.states.iter().zip(model.parameters_mut()) {
-                parameter.tensor.f_copy_(&state.master.f_to_kind(self.rounded)?)?;
+        self.gradients.move_to(device)?;
+        if !self.options.cpu_offload {
+            for state in &mut self.states {
+                *state = state.f_to_device(device)?;
             }
-            Ok(())
-        })
-    }
-}
-
-impl State {
-    /// Lets it be the part of the buffers that begins at `start`, of its shape.
-    fn place(&mut self, flat: &Flat, start: i64) -> Result<()> {
-        let (shape, length) = (self.master.size(), self.master.numel() as i64);
-        let part = |buffer: &Tensor| buffer.f_narrow(0, start, length)?.f_view(shape.as_slice());
-        self.master = part(&flat.master)?;
-        self.mean = part(&flat.mean)?;
-        self.square = part(&flat.square)?;
-        self.grad = part(&flat.grad)?;
+        }
         Ok(())
-    }
-}
-
-impl Flat {
-    /// Buffers that begin with the model's weights, and each parameter's part of them.
-    fn of(model: &Model) -> Result<(Flat, Vec<State>)> {
-        let elements =
-            model.parameters().iter().map(|parameter| parameter.tensor.numel() as i64).sum::<i64>();
-        let empty = || Tensor::f_zeros([elements], (Kind::Float, model.device()));
-        let flat = Flat { master: empty()?, mean: empty()?, square: empty()?, grad: empty()? };
-        let mut start = 0;
-        let state = |parameter: &crate::models::Parameter| {
-            let [master, mean, square, grad] = [(); 4].map(|()| parameter.tensor.shallow_clone());
-            let mut state = State { name: parameter.name.clone(), master, mean, square, grad };
-            state.place(&flat, start)?;
-            state.master.f_copy_(&parameter.tensor.f_detach()?)?;
-            start += parameter.tensor.numel() as i64;
-            Ok(state)
-        };
-        let states = model.parameters().iter().map(state).collect::<Result<Vec<_>>>()?;
-        Ok((flat, states))
-    }
-
-    /// The ranges of the slices: (first element, elements).
-    fn slices(&self) -> impl Iterator<Item = (i64, i64)> + use<> {
-        let elements = self.grad.numel() as i64;
-        (0..(elements + SLICE - 1) / SLICE).map(move |i| (i * SLICE, SLICE.min(elements - i * SLICE)))
     }
 
     fn grad_norm(&self) -> Result<f64> {
-        let square = |(start, length)| self.grad.f_narrow(0, start, length)?.f_square()?.f_sum(Kind::Double);
-        let squares = self.slices().map(square).collect::<Result<Vec<_>, _>>()?;
+        let gradients = self.gradients.flat();
+        let square = |(start, length)| gradients.f_narrow(0, start, length)?.f_square()?.f_sum(Kind::Double);
+        let squares = pieces(0, gradients.numel() as i64).map(square).collect::<Result<Vec<_>, _>>()?;
         Ok(f64::try_from(Tensor::f_stack(&squares, 0)?.f_sum(Kind::Double)?)?.sqrt())
     }
 
-    fn update(&mut self, options: &AdamWOptions, step: u64, lr: f64, scale: f64) -> Result<()> {
-        let AdamWOptions { beta1, beta2, eps, .. } = *options;
-        let correction = |beta: f64| 1.0 - beta.powf(step as f64);
-        for (start, length) in self.slices() {
-            let part = |buffer: &Tensor| buffer.f_narrow(0, start, length);
-            let (mut master, mut mean, mut square) =
-                (part(&self.master)?, part(&self.mean)?, part(&self.square)?);
-            let grad = part(&self.grad)?.f_mul_scalar(scale)?;
-            let _ = mean.f_mul_scalar_(beta1)?.f_add_(&grad.f_mul_scalar(1.0 - beta1)?)?;
-            let _ = square.f_mul_scalar_(beta2)?.f_add_(&grad.f_square()?.f_mul_scalar_(1.0 - beta2)?)?;
-            let mut root = square.f_div_scalar(correction(beta2))?;
-            let root = root.f_sqrt_()?.f_add_scalar_(eps)?;
-            let _ = master.f_sub_(&mean.f_div(&root)?.f_mul_scalar_(lr / correction(beta1))?)?;
+    /// A step of libtorch's AdamW: matrices decay, vectors do not.
+    fn update(&mut self, places: &Places, lr: f64, norm: f64) -> Result<()> {
+        let AdamWOptions { beta1, beta2, eps, weight_decay, clip_grad, .. } = self.options;
+        // What gradients are divided by.
+        let scale = if clip_grad > 0.0 { ((norm + 1e-6) / clip_grad).max(1.0) } else { 1.0 };
+        let one = |x: f64| Tensor::f_from_slice(&[x as f32])?.f_to_device(self.states[0].device());
+        let (steps, scale) = (one(self.step as f64)?, if scale > 1.0 { Some(one(scale)?) } else { None });
+        let (vectors, length) = (places.matrices, places.length);
+        for (range, decay) in [(0..vectors, weight_decay), (vectors..length, 0.0)] {
+            for (start, length) in pieces(range.start, range.end) {
+                let piece = |buffer: &Tensor| buffer.f_narrow(0, start, length);
+                let [master, mean, square] = &self.states;
+                let [master, mean, square] = [piece(master)?, piece(mean)?, piece(square)?];
+                let gradient = piece(self.gradients.flat())?.f_to_device(master.device())?;
+                let arguments = [
+                    Value::Tensors(&[&master]),
+                    Value::Tensors(&[&gradient]),
+                    Value::Tensors(&[&mean]),
+                    Value::Tensors(&[&square]),
+                    // Largest second moments, of which this AdamW knows nothing.
+                    Value::Tensors(&[]),
+                    Value::Tensors(&[&steps]),
+                    Value::Float(lr),
+                    Value::Float(beta1),
+                    Value::Float(beta2),
+                    Value::Float(decay),
+                    Value::Float(eps),
+                    // AMSGrad; maximise.
+                    Value::Bool(false),
+                    Value::Bool(false),
+                    Value::MaybeTensor(scale.as_ref()),
+                    Value::MaybeTensor(None),
+                ];
+                let [] = call(c"aten::_fused_adamw_", c"", &arguments)?;
+            }
         }
         Ok(())
+    }
+
+    /// Rounds masters to weights.
+    fn write_weights(&self, model: &Model) -> Result<()> {
+        for (start, length) in pieces(0, model.places().length) {
+            let master = self.state(Part::Master).f_narrow(0, start, length)?;
+            model.flat().f_narrow(0, start, length)?.f_copy_(&master.f_to_kind(self.rounded)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// A range of elements in pieces: (first element, elements).
+fn pieces(start: i64, end: i64) -> impl Iterator<Item = (i64, i64)> {
+    (start..end).step_by(PIECE as usize).map(move |at| (at, PIECE.min(end - at)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::tests::{Family, config};
+
+    const LR: f64 = 1e-2;
+
+    /// A gradient of every weight, of the buffer's length.
+    fn gradient(model: &Model, step: u64) -> Tensor {
+        let places = Tensor::arange(model.places().length, (Kind::Float, Device::Cpu));
+        (places * 0.37 + step as f64).sin()
+    }
+
+    fn options(clip_grad: f64) -> AdamWOptions {
+        AdamWOptions { weight_decay: 0.1, clip_grad, ..AdamWOptions::default() }
+    }
+
+    fn train(model: &mut Model, optimizer: &mut AdamW, steps: u64) -> Vec<f64> {
+        let step = |step| {
+            let gradient = gradient(model, step);
+            optimizer.gradients.clear().unwrap();
+            let whole = Span { start: 0, shape: gradient.size() };
+            let weight = crate::models::Weight { tensor: gradient.shallow_clone(), span: whole };
+            optimizer.gradients.add(&weight, &gradient).unwrap();
+            optimizer.step(model, LR).unwrap()
+        };
+        (0..steps).map(step).collect()
+    }
+
+    #[test]
+    fn steps_are_those_of_the_formula_in_f64() {
+        for clip_grad in [0.0, 1.0] {
+            let mut model = Model::fresh(config(Family::Qwen3, true), 1, Kind::Float, Device::Cpu).unwrap();
+            let numbers = |x: &Tensor| Vec::<f64>::try_from(x.to_kind(Kind::Double)).unwrap();
+            let mut master = numbers(model.flat());
+            let (mut mean, mut square) = (vec![0.0; master.len()], vec![0.0; master.len()]);
+            let mut optimizer = AdamW::new(&mut model, Kind::Float, options(clip_grad)).unwrap();
+            let norms = train(&mut model, &mut optimizer, 4);
+            for (step, norm) in norms.iter().enumerate() {
+                let gradient = numbers(&gradient(&model, step as u64));
+                let expected = gradient.iter().map(|g| g * g).sum::<f64>().sqrt();
+                assert!((norm / expected - 1.0).abs() < 1e-6, "{norm}, {expected}");
+                let scale = if clip_grad > 0.0 { (clip_grad / (norm + 1e-6)).min(1.0) } else { 1.0 };
+                let correction = |beta: f64| 1.0 - beta.powi(step as i32 + 1);
+                for (place, g) in gradient.iter().map(|g| g * scale).enumerate() {
+                    if (place as i64) < model.places().matrices {
+                        master[place] *= 1.0 - LR * 0.1;
+                    }
+                    mean[place] = 0.9 * mean[place] + 0.1 * g;
+                    square[place] = 0.95 * square[place] + 0.05 * g * g;
+                    let root = (square[place] / correction(0.95)).sqrt() + 1e-8;
+                    master[place] -= LR * mean[place] / correction(0.9) / root;
+                }
+            }
+            let apart =
+                numbers(model.flat()).iter().zip(&master).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(apart < 1e-6, "{apart} with clip_grad {clip_grad}");
+        }
+    }
+
+    #[test]
+    fn states_in_host_memory_move_the_weights_as_others_do() {
+        let [here, there] = [false, true].map(|cpu_offload| {
+            let mut model = Model::fresh(config(Family::Qwen3, true), 1, Kind::Float, Device::Cpu).unwrap();
+            let options = AdamWOptions { cpu_offload, ..options(1.0) };
+            let mut optimizer = AdamW::new(&mut model, Kind::BFloat16, options).unwrap();
+            let norms = train(&mut model, &mut optimizer, 3);
+            (norms, Vec::<f32>::try_from(model.flat()).unwrap())
+        });
+        assert_eq!(here, there);
     }
 }

@@ -91,11 +91,6 @@ impl Policy {
         &self.trained.optimizer
     }
 
-    /// Puts a saved optimizer state in place; see [`AdamW::restore`].
-    pub(crate) fn restore(&mut self, steps: u64, states: &[[Tensor; 3]]) -> Result<()> {
-        self.trained.optimizer.restore(&mut self.trained.model, steps, states)
-    }
-
     /// The reference policy, if it moves.
     pub(crate) fn moving_reference(&self) -> Option<&Model> {
         self.reference.as_ref().filter(|_| self.reference_moves)
@@ -120,7 +115,7 @@ impl Policy {
     /// has then changed: the same step may be tried again.
     pub fn sft_step(&mut self, batches: &[Batch], lr: f64) -> Result<StepStats> {
         let mut stats = StepStats { lr, ..StepStats::default() };
-        self.trained.optimizer.clear()?;
+        self.trained.optimizer.gradients.clear()?;
         for batch in batches.iter().filter(|batch| batch.trains()) {
             let (pass, hidden) = self.trained.forward(batch)?;
             let mut losses = Vec::new();
@@ -130,8 +125,9 @@ impl Policy {
                 losses.push(loss.f_detach()?);
                 Ok(loss)
             })?;
-            stats.loss += f64::try_from(Tensor::f_stack(&losses, 0)?.f_sum(Kind::Double)?)?;
             self.trained.backward(pass, batch, &gradient)?;
+            // Waits for the device: not before it has all of its work.
+            stats.loss += f64::try_from(Tensor::f_stack(&losses, 0)?.f_sum(Kind::Double)?)?;
         }
         stats.grad_norm = self.trained.apply(stats.loss, lr)?;
         Ok(stats)
@@ -150,7 +146,7 @@ impl Policy {
         lr: f64,
     ) -> Result<StepStats> {
         let mut stats = StepStats { lr, ..StepStats::default() };
-        self.trained.optimizer.clear()?;
+        self.trained.optimizer.gradients.clear()?;
         for batch in batches.iter().filter(|batch| batch.trains()) {
             let wanted = options.kl_loss.is_some();
             let reference = wanted.then(|| self.reference_log_probs(batch, temperature)).transpose()?;
@@ -173,8 +169,8 @@ impl Policy {
                 seen.push(terms);
                 Ok(loss)
             })?;
-            add(&mut stats, &seen)?;
             self.trained.backward(pass, batch, &gradient)?;
+            add(&mut stats, &seen)?;
         }
         stats.grad_norm = self.trained.apply(stats.loss, lr)?;
         Ok(stats)
@@ -206,8 +202,7 @@ impl Policy {
     ) -> Result<Tensor> {
         let chosen = self.chosen(hidden, batch, temperature)?;
         let Trained { model, optimizer, .. } = &mut self.trained;
-        let head = model.head_index();
-        chosen.descend(model, entropy, loss, |gradient| optimizer.add(head, gradient))
+        chosen.descend(model, entropy, loss, &mut optimizer.gradients)
     }
 
     /// Log-probs `[M]` of a batch's trained tokens under the current weights, without gradients.
@@ -246,7 +241,6 @@ impl Policy {
             || default_rows(self.model().config().vocab_size),
             |chunk| i64::try_from(chunk).unwrap_or(i64::MAX),
         );
-        let temperature = Tensor::f_from_slice(&[temperature as f32])?.f_to_device(hidden.device())?;
         Ok(Chosen { hidden, labels: &batch.labels, temperature, rows })
     }
 }

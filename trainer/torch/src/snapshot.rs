@@ -9,9 +9,9 @@ use tch::Kind;
 
 use crate::critic::Critic;
 use crate::error::Result;
-use crate::optimizer::AdamW;
 use crate::policy::Policy;
 use crate::torch::bytes_of;
+use crate::trained::Trained;
 
 /// The weights of a [`Policy`] at one moment, rounded to the dtype that is published, with the auxiliary
 /// files of the model: what a publisher takes, and what [`driftless_transport::checkpoint::write_checkpoint`] makes a
@@ -40,22 +40,23 @@ impl PolicySnapshot {
     /// `hf_checkpoint`.
     pub(crate) fn of_critic(critic: &Critic, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
         let files = critic.files(Checkpoint::open(hf_checkpoint)?.files())?;
-        PolicySnapshot::of(&critic.trained.optimizer, files)
+        PolicySnapshot::of(&critic.trained, files)
     }
 
     /// The same with files that are not on disk yet, sorted by name.
     pub(crate) fn with_files(policy: &Policy, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
-        PolicySnapshot::of(policy.optimizer(), files)
+        PolicySnapshot::of(&policy.trained, files)
     }
 
-    fn of(optimizer: &AdamW, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
-        let kind = optimizer.rounded();
+    fn of(trained: &Trained, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
+        let kind = trained.optimizer.rounded();
         let dtype = if kind == Kind::BFloat16 { Dtype::Bf16 } else { Dtype::F32 };
         let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
-        for state in optimizer.states() {
-            let shape = state.master.size().into_iter().map(i64::unsigned_abs).collect();
-            tensors.push(TensorInfo { name: state.name.clone(), dtype, shape });
-            bytes.push(bytes_of(&state.master.f_to_kind(kind)?)?);
+        for parameter in trained.model.parameters() {
+            let shape = parameter.tensor.size().into_iter().map(i64::unsigned_abs).collect();
+            tensors.push(TensorInfo { name: parameter.name.clone(), dtype, shape });
+            // They are rounded to it already.
+            bytes.push(bytes_of(&parameter.tensor.f_to_kind(kind)?)?);
         }
         Ok(PolicySnapshot { tensors, bytes, files })
     }

@@ -6,6 +6,7 @@ mod cache;
 mod critic;
 mod family;
 mod flash;
+mod layer;
 mod layout;
 mod llama;
 mod model;
@@ -14,6 +15,8 @@ mod pass;
 mod qwen2;
 mod qwen3;
 mod rope;
+#[cfg(test)]
+pub(crate) mod tests;
 mod weights;
 
 pub use cache::KvCache;
@@ -21,3 +24,4 @@ pub use family::Family;
 pub use model::Model;
 pub(crate) use pass::Pass;
 pub use weights::Parameter;
+pub(crate) use weights::{Places, Span, Weight};

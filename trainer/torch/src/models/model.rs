@@ -1,5 +1,5 @@
 //! The decoder that all families share: embedding, layers of attention and SwiGLU with RMSNorm before each,
-//! tied or separate output head.
+//! tied or separate output head. All weights lie in one buffer.
 //!
 //! The arithmetic follows Hugging Face's models operation by operation, so that logits agree with theirs to
 //! rounding.
@@ -10,15 +10,17 @@ use std::sync::{Mutex, PoisonError};
 use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Kind, Tensor};
 
-use super::attention::Attention;
+use super::attention::mix;
 use super::cache::KvCache;
 use super::critic::VALUE_HEAD;
+use super::layer::Layer;
 use super::layout::Layout;
-use super::parts::{Linear, Mlp, RmsNorm};
-use super::rope::{Angles, Rope};
-use super::weights::{Parameter, Weights, check_depth, locate, read};
+use super::parts::Linear;
+use super::rope::Rope;
+use super::weights::{Parameter, Places, Weight, Weights, buffer, check_depth, locate, read};
 use crate::config::Config;
 use crate::error::{Result, input};
+use crate::ops::{Angles, Ops};
 
 /// A model of one of the [families](crate::Family) in one kind (`Float` or `BFloat16`) on one device.
 #[derive(Debug)]
@@ -26,13 +28,23 @@ pub struct Model {
     config: Config,
     kind: Kind,
     device: Device,
-    pub(super) parameters: Vec<Parameter>,
-    embedding: Tensor,
-    pub(super) layers: Vec<Layer>,
-    pub(super) norm: RmsNorm,
-    head: Linear,
-    head_name: &'static str,
+    places: Places,
+    /// All weights.
+    flat: Tensor,
+    pub(super) parts: Parts,
+    pub(super) ops: Ops,
     rope: Rope,
+}
+
+/// The weights as they take part, in the buffer.
+#[derive(Debug)]
+pub(super) struct Parts {
+    /// Each of them, sorted by name.
+    parameters: Vec<Parameter>,
+    pub(super) embedding: Weight,
+    pub(super) layers: Vec<Layer>,
+    pub(super) norm: Weight,
+    head: Linear,
 }
 
 /// What a forward pass over whole sequences needs besides their tokens.
@@ -40,14 +52,6 @@ pub struct Model {
 pub(super) struct Plan {
     pub(super) layout: Layout,
     pub(super) angles: Angles,
-}
-
-#[derive(Debug)]
-pub(super) struct Layer {
-    input_norm: RmsNorm,
-    attention: Attention,
-    mlp_norm: RmsNorm,
-    mlp: Mlp,
 }
 
 impl Model {
@@ -98,7 +102,7 @@ impl Model {
     pub fn load_from(&mut self, weights: &dyn Snapshot) -> Result<()> {
         let places = locate(&self.config.tensors(), spare(&self.config), weights)?;
         tch::no_grad(|| {
-            for (parameter, index) in self.parameters.iter_mut().zip(places) {
+            for (parameter, index) in self.parts.parameters.iter_mut().zip(places) {
                 fail::fail_point!("engine.load");
                 parameter.tensor.f_copy_(&read(weights, index)?)?;
             }
@@ -109,7 +113,7 @@ impl Model {
     /// Overwrites the weights by others of these shapes, in the order of [`Model::parameters`].
     pub(crate) fn copy_from(&mut self, weights: &[Tensor]) -> Result<()> {
         tch::no_grad(|| {
-            for (parameter, weight) in self.parameters.iter_mut().zip(weights) {
+            for (parameter, weight) in self.parts.parameters.iter_mut().zip(weights) {
                 parameter.tensor.f_copy_(weight)?;
             }
             Ok(())
@@ -127,15 +131,12 @@ impl Model {
     }
 
     fn move_to(&mut self, device: Device) -> Result<()> {
-        for parameter in &mut self.parameters {
-            let moved = parameter.tensor.f_detach()?.f_to_device(device)?;
-            // The layers hold the same tensors, and see it too.
-            parameter.tensor.f_set_data(&moved)?;
-        }
+        self.flat = self.flat.f_to_device(device)?;
+        self.parts = Parts::new(&self.config, &self.places, &self.flat)?;
         Ok(())
     }
 
-    /// Takes the weights in the order of their names and shapes.
+    /// Takes the weights in the order of their names and shapes, which are sorted.
     pub(super) fn build(
         config: Config,
         tensors: &[(String, Vec<i64>)],
@@ -147,24 +148,15 @@ impl Model {
         if !matches!(kind, Kind::Float | Kind::BFloat16) {
             return Err(input("model kind", "Float or BFloat16", format!("{kind:?}")));
         }
-        let mut parameters = Vec::new();
-        for ((name, _), weight) in tensors.iter().zip(weights) {
-            let tensor = weight?.f_to_device(device)?.f_to_kind(kind)?;
-            parameters.push(Parameter { name: name.clone(), tensor });
+        let places = Places::new(tensors);
+        let flat = buffer(&places, kind, device)?;
+        for ((_, span), weight) in places.spans().zip(weights) {
+            span.of(&flat)?.f_copy_(&weight?)?;
         }
-        let weights = Weights::new(&config, &parameters);
-        let layers =
-            (0..config.num_hidden_layers).map(|index| Layer::new(&config, &weights, index)).collect();
-        let embedding = weights.tensor("model.embed_tokens.weight");
-        let head_name = match config.tie_word_embeddings {
-            _ if tensors.iter().any(|(name, _)| name == VALUE_HEAD) => "score",
-            true => "model.embed_tokens",
-            false => "lm_head",
-        };
-        let head = weights.linear(head_name);
-        let norm = weights.norm("model.norm");
-        let rope = Rope::new(&config, kind, device)?;
-        Ok(Model { config, kind, device, parameters, embedding, layers, norm, head, head_name, rope })
+        let ops = Ops::new(&config, kind, device)?;
+        let parts = Parts::new(&config, &places, &flat)?;
+        let rope = Rope::new(&config, ops.angle_kind(kind), device)?;
+        Ok(Model { config, kind, device, places, flat, parts, ops, rope })
     }
 
     /// The model's shape.
@@ -185,15 +177,20 @@ impl Model {
         self.device
     }
 
-    /// The weights, to be overwritten in place by the optimizer.
-    pub(crate) fn parameters_mut(&mut self) -> &mut [Parameter] {
-        &mut self.parameters
+    /// The buffer of all weights.
+    pub(crate) fn flat(&self) -> &Tensor {
+        &self.flat
+    }
+
+    /// Where each weight lies in it.
+    pub(crate) fn places(&self) -> &Places {
+        &self.places
     }
 
     /// All weights, sorted by name; a tied head is not listed. The tensors share memory with the model.
     #[must_use]
     pub fn parameters(&self) -> &[Parameter] {
-        &self.parameters
+        &self.parts.parameters
     }
 
     /// An empty cache for `slots` sequences of this model.
@@ -223,7 +220,7 @@ impl Model {
     /// not add up to N; [`crate::Error::Torch`] for an id outside the vocabulary.
     pub fn packed(&self, tokens: &Tensor, lengths: &[i64]) -> Result<Tensor> {
         let plan = self.plan(tokens, lengths)?;
-        self.run(tokens, |_, attention, x| attention.forward(x, &plan.angles, &plan.layout))
+        self.run(tokens, |index, x| self.layer_once(index, x, &plan))
     }
 
     /// Where the sequences lie, and the angles of their positions.
@@ -257,21 +254,25 @@ impl Model {
         // Padding may lie beyond the last position; its angle does not matter.
         let last = self.config.max_position_embeddings - 1;
         let angles = self.rope.at(&window.positions.f_clamp_max(last)?)?;
-        let hidden =
-            self.run(tokens, |layer, attention, x| attention.extend(x, &angles, layer, &window, cache))?;
+        let hidden = self.run(tokens, |index, x| {
+            let attend = |[query, key, value]: [Tensor; 3]| {
+                let (keys, values) = cache.extend(index, &window, &key, &value)?;
+                Ok((mix(&query, &keys, &values, Some(&window.mask))?, ()))
+            };
+            Ok(self.parts.layers[index].forward(&self.ops, x, &angles, attend)?.0)
+        })?;
         cache.commit(lengths, slots);
         Ok(hidden)
     }
 
-    /// The weight of the output head, `[vocab, hidden]`.
-    pub(crate) fn head(&self) -> &Tensor {
-        &self.head.weight
+    /// The output head.
+    pub(crate) fn head(&self) -> &Linear {
+        &self.parts.head
     }
 
-    /// Its place in [`Model::parameters`]; that of the embedding if they are tied.
-    pub(crate) fn head_index(&self) -> usize {
-        let name = format!("{}.weight", self.head_name);
-        self.parameters.iter().position(|parameter| parameter.name == name).unwrap_or(0)
+    /// What lies between its matrix products.
+    pub(crate) fn ops(&self) -> &Ops {
+        &self.ops
     }
 
     /// Logits `[…, vocab]`, f32, of hidden states `[…, hidden]`.
@@ -279,7 +280,7 @@ impl Model {
     /// # Errors
     /// [`crate::Error::Torch`] for another width.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        Ok(self.head.forward(hidden)?.f_to_kind(Kind::Float)?)
+        Ok(self.parts.head.forward(hidden)?.f_to_kind(Kind::Float)?)
     }
 
     /// Logits `[B, T, vocab]`, f32, of whole sequences: [`Model::logits`] of [`Model::hidden`].
@@ -290,60 +291,47 @@ impl Model {
         self.logits(&self.hidden(tokens)?)
     }
 
-    /// The residual stream through all layers; `attend(layer index, attention, normed x)`.
+    /// The residual stream through all layers; `layer(index, x)`.
     fn run(
         &self,
         tokens: &Tensor,
-        mut attend: impl FnMut(usize, &Attention, &Tensor) -> Result<Tensor>,
+        mut layer: impl FnMut(usize, &Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let mut x = self.embed(tokens)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(&x, |attention, x| attend(index, attention, x))?;
+        for index in 0..self.parts.layers.len() {
+            x = layer(index, &x)?;
         }
-        self.norm.forward(&x)
+        self.ops.norm(&x, &self.parts.norm.tensor)
     }
 
     pub(super) fn embed(&self, tokens: &Tensor) -> Result<Tensor> {
-        Ok(Tensor::f_embedding(&self.embedding, tokens, -1, false, false)?)
+        Ok(Tensor::f_embedding(&self.parts.embedding.tensor, tokens, -1, false, false)?)
+    }
+}
+
+impl Parts {
+    fn new(config: &Config, places: &Places, flat: &Tensor) -> Result<Parts> {
+        let weights = Weights { places, flat };
+        let parameters = places
+            .spans()
+            .map(|(name, span)| Ok(Parameter { name: name.to_owned(), tensor: span.of(flat)? }));
+        let layers = (0..config.num_hidden_layers).map(|index| Layer::new(config, &weights, index));
+        let embedding = "model.embed_tokens.weight";
+        let head = match weights.find(VALUE_HEAD)? {
+            Some(head) => head,
+            None => weights.get(if config.tie_word_embeddings { embedding } else { "lm_head.weight" })?,
+        };
+        Ok(Parts {
+            parameters: parameters.collect::<Result<_>>()?,
+            embedding: weights.get(embedding)?,
+            layers: layers.collect::<Result<_>>()?,
+            norm: weights.get("model.norm.weight")?,
+            head: Linear { weight: head, bias: None },
+        })
     }
 }
 
 /// A tied model may come with its head spelled out, as Hugging Face tolerates.
 fn spare(config: &Config) -> &'static [&'static str] {
     if config.tie_word_embeddings { &["lm_head.weight"] } else { &[] }
-}
-
-impl Layer {
-    /// The residual stream after this layer; `attend(attention, normed x)`.
-    pub(super) fn forward(
-        &self,
-        x: &Tensor,
-        attend: impl FnOnce(&Attention, &Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let x = x.f_add(&attend(&self.attention, &self.input_norm.forward(x)?)?)?;
-        Ok(x.f_add(&self.mlp.forward(&self.mlp_norm.forward(&x)?)?)?)
-    }
-
-    fn new(config: &Config, weights: &Weights<'_>, index: i64) -> Layer {
-        let name = |part: &str| format!("model.layers.{index}.{part}");
-        Layer {
-            input_norm: weights.norm(&name("input_layernorm")),
-            attention: Attention {
-                query: weights.linear(&name("self_attn.q_proj")),
-                key: weights.linear(&name("self_attn.k_proj")),
-                value: weights.linear(&name("self_attn.v_proj")),
-                output: weights.linear(&name("self_attn.o_proj")),
-                query_norm: weights.norm_if_any(&name("self_attn.q_norm")),
-                key_norm: weights.norm_if_any(&name("self_attn.k_norm")),
-                heads: config.num_attention_heads,
-                kv_heads: config.num_key_value_heads,
-            },
-            mlp_norm: weights.norm(&name("post_attention_layernorm")),
-            mlp: Mlp {
-                gate: weights.linear(&name("mlp.gate_proj")),
-                up: weights.linear(&name("mlp.up_proj")),
-                down: weights.linear(&name("mlp.down_proj")),
-            },
-        }
-    }
 }

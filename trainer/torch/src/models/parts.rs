@@ -1,29 +1,16 @@
-//! The parts of a layer that do not look at other positions.
+//! Matrix products, forward and backward.
 
 use tch::{Kind, Tensor};
 
+use super::weights::Weight;
 use crate::error::Result;
+use crate::gradients::Gradients;
 
 /// `x weightᵀ + bias`.
 #[derive(Debug)]
-pub(super) struct Linear {
-    pub(super) weight: Tensor,
-    pub(super) bias: Option<Tensor>,
-}
-
-/// SwiGLU: `down(silu(gate x) · up x)`.
-#[derive(Debug)]
-pub(super) struct Mlp {
-    pub(super) gate: Linear,
-    pub(super) up: Linear,
-    pub(super) down: Linear,
-}
-
-/// Root mean square normalisation over the last dimension.
-#[derive(Debug)]
-pub(super) struct RmsNorm {
-    pub(super) weight: Tensor,
-    pub(super) eps: f64,
+pub(crate) struct Linear {
+    pub(crate) weight: Weight,
+    pub(crate) bias: Option<Weight>,
 }
 
 /// Rows that libtorch's f32 product takes alike on the CPU, whatever comes with them; fewer it sums in
@@ -31,47 +18,61 @@ pub(super) struct RmsNorm {
 const ROWS_MIN: i64 = 4;
 
 impl Linear {
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        if x.device().is_cuda() || (x.f_kind()? == Kind::BFloat16 && has_bf16()) {
-            return Ok(x.f_linear(&self.weight, self.bias.as_ref())?);
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (weight, bias) = (&self.weight.tensor, self.bias.as_ref().map(|bias| &bias.tensor));
+        if multiplies(x)? {
+            return Ok(x.f_linear(weight, bias)?);
         }
         let kind = x.f_kind()?;
         let wide = |x: &Tensor| x.f_to_kind(Kind::Float);
-        let bias = self.bias.as_ref().map(wide).transpose()?;
-        let (size, width) = (x.size(), self.weight.size()[1]);
+        let bias = bias.map(wide).transpose()?;
+        let (size, width) = (x.size(), weight.size()[1]);
         let rows = wide(x)?.f_reshape([-1, width])?;
         let missing = (ROWS_MIN - rows.size()[0]).max(0);
         let padded = if missing > 0 { rows.f_constant_pad_nd([0, 0, 0, missing])? } else { rows };
-        let y = padded.f_linear(&wide(&self.weight)?, bias.as_ref())?;
+        let y = padded.f_linear(&wide(weight)?, bias.as_ref())?;
         let y = if missing > 0 { y.f_narrow(0, 0, ROWS_MIN - missing)? } else { y };
         let shape: Vec<i64> = size[..size.len() - 1].iter().copied().chain([-1]).collect();
         Ok(y.f_to_kind(kind)?.f_view(shape.as_slice())?)
     }
+
+    /// The gradient of `x` `[N, in]`, given that `[N, out]` of what came of it; those of the weights are added
+    /// to `gradients`.
+    pub(crate) fn backward(
+        &self,
+        gradient: &Tensor,
+        x: &Tensor,
+        gradients: &mut Gradients,
+    ) -> Result<Tensor> {
+        self.collect(gradient, x, gradients)?;
+        self.pull(gradient)
+    }
+
+    /// The gradients of the weights alone.
+    pub(crate) fn collect(&self, gradient: &Tensor, x: &Tensor, gradients: &mut Gradients) -> Result<()> {
+        gradients.add_product(&self.weight, gradient, x)?;
+        match &self.bias {
+            Some(bias) => gradients.add(bias, &gradient.f_sum_dim_intlist(0_i64, false, Kind::Float)?),
+            None => Ok(()),
+        }
+    }
+
+    /// The gradient `[N, in]` of what came in, given that of what came of it.
+    pub(crate) fn pull(&self, gradient: &Tensor) -> Result<Tensor> {
+        if multiplies(gradient)? {
+            return Ok(gradient.f_mm(&self.weight.tensor)?);
+        }
+        let weight = self.weight.tensor.f_to_kind(Kind::Float)?;
+        Ok(gradient.f_to_kind(Kind::Float)?.f_mm(&weight)?.f_to_kind(gradient.f_kind()?)?)
+    }
 }
 
-/// Whether libtorch has a fast bf16 product for this CPU. Without one it is an order of magnitude slower than
-/// in f32, which gives the same sums, rounded once.
-fn has_bf16() -> bool {
+/// Whether libtorch has a fast product for this kind here. Without one, bf16 on a CPU is an order of magnitude
+/// slower than in f32, which gives the same sums, rounded once.
+fn multiplies(x: &Tensor) -> Result<bool> {
     #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx512bw");
+    let fast = std::arch::is_x86_feature_detected!("avx512bw");
     #[cfg(not(target_arch = "x86_64"))]
-    true
-}
-
-impl Mlp {
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gate = self.gate.forward(x)?.f_silu()?;
-        self.down.forward(&gate.f_mul(&self.up.forward(x)?)?)
-    }
-}
-
-impl RmsNorm {
-    /// `x / sqrt(mean(x²) + eps) * weight`, the mean in f32.
-    ///
-    /// The weight is not part of libtorch's fused operation: with it, bf16 would be rounded once, where
-    /// Hugging Face's models round before and after.
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let normed = x.f_rms_norm(self.weight.size(), None::<&Tensor>, self.eps)?;
-        Ok(normed.f_mul(&self.weight)?)
-    }
+    let fast = true;
+    Ok(x.device().is_cuda() || (fast && x.f_kind()? == Kind::BFloat16))
 }

@@ -1,19 +1,32 @@
-//! The way forward through a model and back: gradients of its weights, by layer where activations are
-//! recomputed.
+//! The way forward through a model and back: gradients of its weights, with activations that were kept or are
+//! computed again.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
+use super::attention::{self, Attended};
+use super::layer::Kept;
 use super::model::{Model, Plan};
 use crate::error::Result;
+use crate::gradients::Gradients;
 
 /// A forward pass over whole sequences that can be gone back through once.
 #[derive(Debug)]
 pub(crate) struct Pass {
     tokens: Tensor,
     plan: Plan,
-    /// The residual stream before each layer and after the last, where activations are recomputed; else none.
-    stream: Vec<Tensor>,
+    layers: Vec<Memory>,
+    /// The residual stream after the last layer.
+    last: Tensor,
     hidden: Tensor,
+}
+
+/// What is kept of a layer.
+#[derive(Debug)]
+enum Memory {
+    /// What its way back needs.
+    Activations(Kept<Attended>),
+    /// What flowed into it.
+    Input(Tensor),
 }
 
 impl Pass {
@@ -24,101 +37,63 @@ impl Pass {
 }
 
 impl Model {
-    /// As [`Model::packed`], for weights that collect gradients. With `recompute` only what flows between
-    /// layers is kept (`--recompute-granularity full`), else every activation.
+    /// As [`Model::packed`], to be gone back through. With `recompute` only what flows between layers is kept
+    /// (`--recompute-granularity full`).
     ///
     /// # Errors
     /// As for [`Model::packed`].
     pub(crate) fn pass(&self, tokens: &Tensor, lengths: &[i64], recompute: bool) -> Result<Pass> {
-        let plan = self.plan(tokens, lengths)?;
-        let tokens = tokens.shallow_clone();
-        if !recompute {
-            let mut x = self.embed(&tokens)?;
-            for index in 0..self.layers.len() {
-                x = self.layer(index, &x, &plan)?;
-            }
-            let hidden = self.norm.forward(&x)?;
-            return Ok(Pass { tokens, plan, stream: Vec::new(), hidden });
-        }
         tch::no_grad(|| {
-            let mut stream = vec![self.embed(&tokens)?];
-            for index in 0..self.layers.len() {
-                stream.push(self.layer(index, &stream[index], &plan)?);
+            let plan = self.plan(tokens, lengths)?;
+            let (mut x, mut layers) = (self.embed(tokens)?, Vec::with_capacity(self.parts.layers.len()));
+            for index in 0..self.parts.layers.len() {
+                let (y, memory) = if recompute {
+                    (self.layer_once(index, &x, &plan)?, Memory::Input(x))
+                } else {
+                    let (y, kept) = self.layer(index, &x, &plan)?;
+                    (y, Memory::Activations(kept))
+                };
+                layers.push(memory);
+                x = y;
             }
-            let hidden = self.norm.forward(&stream[self.layers.len()])?;
-            Ok(Pass { tokens, plan, stream, hidden })
+            let hidden = self.ops.norm(&x, &self.parts.norm.tensor)?;
+            Ok(Pass { tokens: tokens.shallow_clone(), plan, layers, last: x, hidden })
         })
     }
 
     /// Goes back through `pass`. `gradient` `[N, hidden]` is the loss's with respect to the hidden states.
-    /// Each weight's gradient goes to `collect(index in Model::parameters, gradient)`, of some weights in
-    /// parts.
+    /// Each weight's gradient is added to `gradients`.
     ///
     /// # Errors
-    /// Whatever libtorch or `collect` answer.
-    pub(crate) fn backward(
-        &self,
-        mut pass: Pass,
-        gradient: &Tensor,
-        collect: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
-    ) -> Result<()> {
-        let Some(last) = pass.stream.pop() else {
-            let weights: Vec<usize> = (0..self.parameters.len()).collect();
-            self.collect(&weights, &pull(&pass.hidden, gradient, &self.tensors(&weights))?, collect)?;
-            return Ok(());
-        };
-        let of = |prefix: &str| -> Vec<usize> {
-            let named = |index: &usize| self.parameters[*index].name.starts_with(prefix);
-            (0..self.parameters.len()).filter(named).collect()
-        };
-        // One part of the model at a time: computed again from what flowed into it, then gone back through.
-        let mut part =
-            |x: Tensor, weights: &[usize], gradient: &Tensor, forward: &dyn Fn(&Tensor) -> Result<Tensor>| {
-                let x = x.f_detach()?.f_set_requires_grad(true)?;
-                let inputs: Vec<&Tensor> = [&x].into_iter().chain(self.tensors(weights)).collect();
-                let mut gradients = pull(&forward(&x)?, gradient, &inputs)?;
-                let rest = gradients.split_off(1);
-                self.collect(weights, &rest, collect)?;
-                Ok::<_, crate::Error>(gradients.swap_remove(0))
-            };
-        let mut gradient = part(last, &of("model.norm."), gradient, &|x| self.norm.forward(x))?;
-        for index in (0..self.layers.len()).rev() {
-            let Some(x) = pass.stream.pop() else { break };
-            let weights = of(&format!("model.layers.{index}."));
-            gradient = part(x, &weights, &gradient, &|x| self.layer(index, x, &pass.plan))?;
-        }
-        let embedding = of("model.embed_tokens.");
-        let gradients = pull(&self.embed(&pass.tokens)?, &gradient, &self.tensors(&embedding))?;
-        self.collect(&embedding, &gradients, collect)
-    }
-
-    fn layer(&self, index: usize, x: &Tensor, plan: &Plan) -> Result<Tensor> {
-        self.layers[index].forward(x, |attention, x| attention.forward(x, &plan.angles, &plan.layout))
-    }
-
-    fn tensors(&self, weights: &[usize]) -> Vec<&Tensor> {
-        weights.iter().map(|&index| &self.parameters[index].tensor).collect()
-    }
-
-    fn collect(
-        &self,
-        weights: &[usize],
-        gradients: &[Tensor],
-        collect: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
-    ) -> Result<()> {
-        for (&index, gradient) in weights.iter().zip(gradients) {
-            // A head of its own has no part in the hidden states.
-            if gradient.defined() {
-                collect(index, gradient)?;
+    /// Whatever libtorch answers; `gradients` are then worth nothing.
+    pub(crate) fn backward(&self, pass: Pass, gradient: &Tensor, gradients: &mut Gradients) -> Result<()> {
+        let Pass { tokens, plan, mut layers, last, .. } = pass;
+        tch::no_grad(|| {
+            let (mut gradient, of_norm) =
+                self.ops.norm_backward(gradient, &last, &self.parts.norm.tensor, None)?;
+            gradients.add(&self.parts.norm, &of_norm)?;
+            for (index, layer) in self.parts.layers.iter().enumerate().rev() {
+                let kept = match layers.pop() {
+                    Some(Memory::Activations(kept)) => kept,
+                    Some(Memory::Input(x)) => self.layer(index, &x, &plan)?.1,
+                    None => break,
+                };
+                gradient = layer.backward(&self.ops, &gradient, kept, &plan.angles, gradients)?;
             }
-        }
-        Ok(())
+            gradients.add_rows(&self.parts.embedding, &tokens, &gradient)
+        })
     }
-}
 
-/// Gradients of `inputs`, given `gradient` of `output`. The sum's own gradient is 1 everywhere, so that the
-/// product's is `gradient` to the bit.
-fn pull(output: &Tensor, gradient: &Tensor, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-    let product = output.f_mul(gradient)?.f_sum(Kind::Float)?;
-    Ok(Tensor::f_run_backward(&[product], inputs, false, false)?)
+    fn layer(&self, index: usize, x: &Tensor, plan: &Plan) -> Result<(Tensor, Kept<Attended>)> {
+        self.parts.layers[index].forward(&self.ops, x, &plan.angles, |qkv| {
+            let attended = attention::whole(qkv, &plan.layout)?;
+            Ok((attended.mixed(), attended))
+        })
+    }
+
+    /// The stream after a layer, with no way back.
+    pub(super) fn layer_once(&self, index: usize, x: &Tensor, plan: &Plan) -> Result<Tensor> {
+        let attend = |qkv| Ok((attention::whole_once(qkv, &plan.layout)?, ()));
+        Ok(self.parts.layers[index].forward(&self.ops, x, &plan.angles, attend)?.0)
+    }
 }

@@ -4,17 +4,11 @@ use tch::{Device, Kind, Tensor};
 
 use crate::config::{Config, RopeScaling};
 use crate::error::Result;
+use crate::ops::Angles;
 
 /// Cosines and sines of every position: `[max_position_embeddings, head_dim / 2]`.
 #[derive(Debug)]
 pub(super) struct Rope {
-    cos: Tensor,
-    sin: Tensor,
-}
-
-/// The rows of [`Rope`] for one forward pass, `[…, 1, head_dim / 2]`.
-#[derive(Debug)]
-pub(super) struct Angles {
     cos: Tensor,
     sin: Tensor,
 }
@@ -55,15 +49,4 @@ fn stretched(frequencies: &Tensor, scaling: &RopeScaling) -> Result<Tensor> {
     let between = rest.f_mul(frequencies)?.f_div_scalar(scaling.factor)?.f_add(&share.f_mul(frequencies)?)?;
     let ends = frequencies.f_div_scalar(scaling.factor)?.f_where_self(&long, frequencies)?;
     Ok(ends.f_where_self(&long.f_logical_or(&short)?, &between)?)
-}
-
-impl Angles {
-    /// Rotates `[…, heads, head_dim]`: `(a, b) → (a cos − b sin, b cos + a sin)`, a and b the two halves.
-    pub(super) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
-        let halves = x.f_chunk(2, -1)?;
-        let (a, b) = (&halves[0], &halves[1]);
-        let first = a.f_mul(&self.cos)?.f_sub(&b.f_mul(&self.sin)?)?;
-        let second = b.f_mul(&self.cos)?.f_add(&a.f_mul(&self.sin)?)?;
-        Ok(Tensor::f_cat(&[first, second], -1)?)
-    }
 }
