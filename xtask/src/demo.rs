@@ -1,10 +1,10 @@
 //! The demo: SFT, then GRPO with two engine processes, each with its follower, through a disk store.
 
 use crate::error::{Error, Result};
-use crate::libtorch;
 use crate::process::{self, Background};
+use crate::{libtorch, smollm2};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 #[derive(clap::Args)]
@@ -12,8 +12,17 @@ pub(crate) struct Options {
     /// Seed of the weights, the data and the sampling.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Where the run lives [default: target/demo/seed-N]. An interrupted run is continued, a finished one
-    /// begun anew.
+    /// What learns: a Qwen3 of 1.2 M parameters from fresh weights, or SmolLM2-135M-Instruct. The latter wants a GPU.
+    #[arg(long, value_enum, default_value_t = Model::Tiny)]
+    model: Model,
+    /// Where trainer and engines compute: cpu, or cuda:N with a libtorch for CUDA in LIBTORCH.
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// The driftless command, instead of building it.
+    #[arg(long, value_name = "FILE")]
+    program: Option<PathBuf>,
+    /// Where the run lives [default: target/demo/seed-N, or target/demo/smollm2-seed-N]. An interrupted run is
+    /// continued, a finished one begun anew.
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Only a few steps, with the development build: shows that the parts fit together, not that the model
@@ -35,6 +44,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     libtorch::install()?;
     let demo = Demo::new(options)?;
     demo.begin()?;
+    demo.measure_pretrained()?;
     demo.cold_start()?;
     let mut fleet = Fleet::start(&demo)?;
     demo.learn(&mut fleet)?;
@@ -42,18 +52,59 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     std::fs::write(demo.finished(), "").map_err(|source| Error::io(demo.finished(), source))
 }
 
+/// What learns.
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+enum Model {
+    /// A Qwen3 of 1.2 M parameters, on sums of two-digit numbers.
+    Tiny,
+    /// SmolLM2-135M-Instruct, on sums and differences of two-digit numbers in words.
+    Smollm2,
+}
+
+/// SmolLM2's problems, and how much of an answer is read.
+const SMOLLM2_TASK: [&str; 7] = [
+    "--task",
+    "chain_sum",
+    "--task-difficulty",
+    "2",
+    "--apply-chat-template",
+    "--rollout-max-response-len",
+    "16",
+];
+/// Its cold start: too few worked problems to learn sums, enough to learn that a number is asked for.
+const SMOLLM2_SFT: [&str; 6] = ["--num-rollout", "20", "--rollout-batch-size", "64", "--lr", "2e-5"];
+const SMOLLM2_RL: [&str; 8] =
+    ["--num-rollout", "80", "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--lr", "3e-5"];
+/// A few steps of each, for [`Options::smoke`].
+const SMOKE_SFT: [&str; 4] = ["--num-rollout", "2", "--rollout-batch-size", "8"];
+const SMOKE_RL: [&str; 4] = ["--num-rollout", "3", "--rollout-batch-size", "8"];
+
 struct Demo {
     program: PathBuf,
     dir: PathBuf,
     seed: u64,
     smoke: bool,
+    device: String,
+    /// The pretrained model; none for fresh weights.
+    pretrained: Option<PathBuf>,
 }
 
 impl Demo {
     fn new(options: &Options) -> Result<Self> {
+        let pretrained = match options.model {
+            Model::Tiny => None,
+            Model::Smollm2 => Some(smollm2::install(&crate::cache_dir()?)?),
+        };
         let name = if options.smoke { "smoke".to_owned() } else { format!("seed-{}", options.seed) };
-        let dir = options.dir.clone().unwrap_or_else(|| crate::workspace().join("target/demo").join(name));
-        Ok(Demo { program: build(options.smoke)?, dir, seed: options.seed, smoke: options.smoke })
+        let name = if pretrained.is_some() { format!("smollm2-{name}") } else { name };
+        Ok(Demo {
+            program: options.program.clone().map_or_else(|| build(options.smoke), Ok)?,
+            dir: options.dir.clone().unwrap_or_else(|| crate::workspace().join("target/demo").join(name)),
+            seed: options.seed,
+            smoke: options.smoke,
+            device: options.device.clone(),
+            pretrained,
+        })
     }
 
     /// Clears a finished run away; an interrupted one stays and is continued.
@@ -71,38 +122,72 @@ impl Demo {
         self.dir.join("finished")
     }
 
+    /// `driftless train` with what all its runs are told.
+    fn train(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(["train", "--die-with-parent", "--seed", &self.seed.to_string()]);
+        command.args(["--device", &self.device]);
+        command.args(if self.pretrained.is_some() { &SMOLLM2_TASK[..] } else { &["--task", "arithmetic"] });
+        if self.smoke && self.pretrained.is_some() {
+            command.args(["--n-eval-prompts", "24"]);
+        }
+        command
+    }
+
+    /// Shows what the pretrained model solves before anything is learned.
+    fn measure_pretrained(&self) -> Result<()> {
+        let Some(model) = self.pretrained.as_ref().filter(|_| !self.sft().exists()) else {
+            return Ok(());
+        };
+        println!("demo: the pretrained model, before it has learned anything");
+        let port = process::free_port()?;
+        let mut engine = Supervised::start("engine-pretrained", &self.dir, || self.engine(model, port))?;
+        engine.wait_listening(port)?;
+        let mut command = self.train();
+        command.args(["--debug-rollout-only", "--num-rollout", "1", "--rollout-batch-size", "1"]);
+        command.args(["--n-samples-per-prompt", "1"]);
+        command.arg("--hf-checkpoint").arg(model).arg("--save").arg(self.dir.join("pretrained"));
+        command.args(["--rollout-external-engine-addrs", &format!("127.0.0.1:{port}")]);
+        // The summary of a run that trains nothing says nothing.
+        process::run(command.stdout(Stdio::null()))
+    }
+
     fn cold_start(&self) -> Result<()> {
         if self.sft().join("config.json").exists() {
             return Ok(());
         }
-        let mut command = Command::new(&self.program);
-        command.args([
-            "train",
-            "--die-with-parent",
-            "--loss-type",
-            "sft_loss",
-            "--seed",
-            &self.seed.to_string(),
-        ]);
+        let mut command = self.train();
+        command.args(["--loss-type", "sft_loss"]);
         command.arg("--save").arg(self.dir.join("sft"));
         command.arg("--save-hf").arg(self.sft());
-        if self.smoke {
+        if let Some(model) = &self.pretrained {
+            command.args(["--loss-mask-type", "qwen"]).arg("--hf-checkpoint").arg(model);
+            command.args(if self.smoke { &SMOKE_SFT[..] } else { &SMOLLM2_SFT });
+        } else if self.smoke {
             command.args(["--num-rollout", "20"]);
         }
         process::run(&mut command)
     }
 
-    fn learn(&self, fleet: &mut Fleet) -> Result<()> {
+    /// An engine that serves `model`.
+    fn engine(&self, model: &Path, port: u16) -> Command {
         let mut command = Command::new(&self.program);
-        command.args(["train", "--die-with-parent", "--seed", &self.seed.to_string(), "--run", "demo"]);
-        command.args(["--task", "arithmetic"]);
-        command.arg("--hf-checkpoint").arg(self.sft());
+        command.args(["serve", "--die-with-parent", "--device", &self.device]).arg("--model-path").arg(model);
+        command.args(["--port", &port.to_string(), "--num-threads", "1"]);
+        command
+    }
+
+    fn learn(&self, fleet: &mut Fleet) -> Result<()> {
+        let mut command = self.train();
+        command.args(["--run", "demo"]).arg("--hf-checkpoint").arg(self.sft());
         command.arg("--store").arg(self.store());
         command.arg("--save").arg(self.dir.join("rl"));
         command.arg("--rollout-external-engine-addrs");
         command.args(fleet.hosts.iter().map(|host| format!("127.0.0.1:{}", host.port)));
         if self.smoke {
-            command.args(["--num-rollout", "3", "--rollout-batch-size", "8"]);
+            command.args(SMOKE_RL);
+        } else if self.pretrained.is_some() {
+            command.args(SMOLLM2_RL);
         }
         let mut trainer = command
             .spawn()
@@ -188,12 +273,8 @@ impl Host {
     fn start(demo: &Demo, index: usize) -> Result<Self> {
         let port = process::free_port()?;
         let dir = demo.dir.join(format!("host-{index}"));
-        let mut engine = Supervised::start(&format!("engine-{index}"), &dir, || {
-            let mut command = Command::new(&demo.program);
-            command.args(["serve", "--die-with-parent"]).arg("--model-path").arg(demo.sft());
-            command.args(["--port", &port.to_string(), "--num-threads", "1"]);
-            command
-        })?;
+        let mut engine =
+            Supervised::start(&format!("engine-{index}"), &dir, || demo.engine(&demo.sft(), port))?;
         engine.wait_listening(port)?;
         let follower = Supervised::start(&format!("follower-{index}"), &dir, || {
             let mut command = Command::new(&demo.program);

@@ -121,6 +121,7 @@ impl Layout {
     }
 
     /// Copies that there are.
+    #[cfg(feature = "cuda")]
     pub(super) fn copies(&self) -> usize {
         self.tensors.values().map(|placed| placed.places.len()).sum()
     }

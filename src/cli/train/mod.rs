@@ -284,8 +284,12 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 /// The conversations of a supervised training, and what their loss and optimiser are told.
 #[cfg(feature = "torch")]
 fn chat(args: &Args) -> Result<Option<sft::Chat>> {
-    let Some(data) = args.task.conversations(args.hf_checkpoint.as_deref())? else { return Ok(None) };
     let rollout_batch_size = args.rollout.rollout_batch_size.unwrap_or(sft::CHAT_BATCH_SIZE);
+    let count = args.num_rollout.map(|steps| steps.saturating_mul(rollout_batch_size));
+    let worked = task::Worked { count, seed: args.seed };
+    let Some(data) = args.task.conversations(args.hf_checkpoint.as_deref(), &worked)? else {
+        return Ok(None);
+    };
     let steps = data.order.prompts.saturating_mul(data.epochs).div_ceil(rollout_batch_size);
     let learn = args.learn.options(&learn::Run {
         lr: args.lr.unwrap_or(sft::CHAT_LR),

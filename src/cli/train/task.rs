@@ -193,18 +193,30 @@ impl TaskArgs {
         })
     }
 
-    /// The conversations that `--loss-type sft_loss` learns, with the tokenizer and template of `checkpoint`; none
-    /// without --prompt-data.
+    /// The conversations that `--loss-type sft_loss` learns, with the tokenizer and template of `checkpoint`: those
+    /// of --prompt-data, or `worked` problems of the task; none without either.
     #[cfg(feature = "torch")]
-    pub(crate) fn conversations(&self, checkpoint: Option<&Path>) -> Result<Option<Conversations>> {
-        if self.prompt_data.is_empty() {
+    pub(crate) fn conversations(
+        &self,
+        checkpoint: Option<&Path>,
+        worked: &Worked,
+    ) -> Result<Option<Conversations>> {
+        let kind = self.task.as_deref().and_then(Kind::named);
+        if self.prompt_data.is_empty() && kind.is_none() {
             return Ok(None);
         }
         let checkpoint =
             checkpoint.ok_or_else(|| missing("model of the conversations", "--hf-checkpoint DIR"))?;
         let mut options = self.data.options("--prompt-data", &self.prompt_data)?;
         options.loss_mask.get_or_insert(LossMask::Generation);
-        let data = Dataset::load(&options, checkpoint)?;
+        let data = match kind {
+            None => Dataset::load(&options, checkpoint)?,
+            Some(kind) => {
+                let count = worked.count.ok_or_else(|| missing("steps of the run", "--num-rollout N"))?;
+                let reader = RowReader::open(options, checkpoint)?;
+                Generated::worked(kind, self.task_difficulty, worked.seed, count, reader)?
+            }
+        };
         warn_of_refused(&data);
         let (shuffle, seed) = (self.rollout_shuffle, self.rollout_seed);
         let order = Order { prompts: data.examples.len() as u64, shuffle, seed };
@@ -292,6 +304,13 @@ impl TaskArgs {
         };
         Ok(Evaluation { held_out: Some([set(sampling.temperature), set(0.0)]), sets })
     }
+}
+
+/// How many problems of a task are worked for supervised training, where that is known, and what draws them.
+#[cfg(feature = "torch")]
+pub(crate) struct Worked {
+    pub(crate) count: Option<u64>,
+    pub(crate) seed: u64,
 }
 
 /// What supervised training learns.

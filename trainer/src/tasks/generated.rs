@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::problems::{Kind, Problem};
 use super::{Prompt, Task, vocabulary};
-use crate::data::{Place, RowReader};
+use crate::data::{Dataset, Example, Place, RowReader};
 use crate::error::{Error, Result, input};
 use crate::reward::Answer;
 
@@ -57,6 +57,41 @@ impl Generated {
         Ok(Generated { all: Some(all), ..Self::practice(kind, difficulty, 0, reader) })
     }
 
+    /// So many problems to practise with their right answers, as conversations for supervised training. The
+    /// reader's options say what of a conversation is learned. They are those of [`Generated::practice`].
+    ///
+    /// # Errors
+    /// [`Error::Input`] if the reader's chat template cannot say which part is the answer, or the conversation is
+    /// too long.
+    pub fn worked(
+        kind: &'static Kind,
+        difficulty: u32,
+        seed: u64,
+        count: u64,
+        reader: RowReader,
+    ) -> Result<Dataset> {
+        let task = Self::practice(kind, difficulty, seed, reader);
+        let examples = (0..count)
+            .map(|number| {
+                let Problem { question, answer, .. } = task.problem(number)?;
+                let message = |role, content| json!({ "role": role, "content": content });
+                let row = json!({
+                    "question": [message("user", question), message("assistant", answer.clone())], "label": answer,
+                });
+                task.read(number, &row)
+            })
+            .collect::<Result<_>>()?;
+        let tokenizer = task.reader.tokenizer().clone();
+        Ok(Dataset { examples, refused: Vec::new(), bad: 0, too_long: 0, tokenizer })
+    }
+
+    fn read(&self, number: u64, row: &serde_json::Value) -> Result<Example> {
+        let place = Place { path: self.path.clone(), line: number };
+        let refused =
+            |why: crate::data::Refused| input(format!("--task {}", self.kind.name), "a prompt", why);
+        self.reader.read(&row.to_string(), place).map_err(refused)
+    }
+
     fn problem(&self, number: u64) -> Result<Problem> {
         if let Some(all) = self.all.as_ref().filter(|all| !all.is_empty()) {
             return Ok(all[(number % all.len() as u64) as usize].clone());
@@ -95,12 +130,7 @@ impl Task for Generated {
 
     async fn prompt(&self, number: u64) -> Result<Prompt> {
         let Problem { question, label, .. } = self.problem(number)?;
-        let row = json!({ "question": question, "label": label });
-        let place = Place { path: self.path.clone(), line: number };
-        let read = self.reader.read(&row.to_string(), place);
-        let refused =
-            |why: crate::data::Refused| input(format!("--task {}", self.kind.name), "a prompt", why);
-        Ok(read.map_err(refused)?.into())
+        Ok(self.read(number, &json!({ "question": question, "label": label }))?.into())
     }
 
     fn decode(&self, response: &[i32]) -> Result<String> {
@@ -126,6 +156,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
+    use crate::chat::LossMask;
     use crate::data::{DataOptions, Tokenizer};
     use crate::tasks::arithmetic;
 
@@ -154,6 +185,29 @@ mod tests {
         let kind = Kind::named("chain_sum").unwrap();
         let words = Generated::held_out(kind, 1, 512, reader()).unwrap_err().to_string();
         assert!(words.contains("--n-eval-prompts") && words.contains("at most"), "{words}");
+    }
+
+    #[test]
+    fn worked_problems_are_those_practised_with_their_answers_learned() {
+        let template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}\
+            {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
+        std::fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+        let options = DataOptions { loss_mask: Some(LossMask::Qwen), ..DataOptions::default() };
+        let reader = RowReader::open(options, dir.path()).unwrap();
+        let kind = Kind::named("chain_sum").unwrap();
+        let worked = Generated::worked(kind, 2, 7, 3, reader.clone()).unwrap();
+        let task = Generated::practice(kind, 2, 7, reader);
+        for (number, example) in (0..).zip(&worked.examples) {
+            let Problem { question, answer, .. } = task.problem(number).unwrap();
+            assert!(example.text.contains(&question), "{}", example.text);
+            let learned = example.tokens.iter().zip(&example.loss_mask).filter(|(_, mask)| **mask == 1);
+            let learned: Vec<_> = learned.map(|(token, _)| *token).collect();
+            let said = task.decode(&learned).unwrap();
+            assert!(said.starts_with(&answer) && !said.contains("What"), "{said} after {question}");
+        }
+        assert_eq!(worked.examples.len(), 3);
     }
 
     #[tokio::test]
