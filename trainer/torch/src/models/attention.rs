@@ -4,13 +4,24 @@ use tch::{Device, Kind, Tensor};
 
 use super::flash::{self, Flash};
 use super::layout::{Layout, Run};
+use super::parts::ROWS;
 use crate::error::{Result, input};
 use crate::ops::pull;
 
-/// The CPU's kernel sums over keys in vectors of so many. With a number of keys that they divide, a query's
-/// result does not depend on how many keys its mask hides: a token alone, after a cache, gets the bits that
-/// it gets in its sequence.
-pub(super) const KEYS: i64 = 16;
+/// How many keys the kernel is given for `length` of them; the others are hidden.
+///
+/// That of the CPU sums over keys in vectors of 16, and its products cut more than 192 keys where their number
+/// says. With these numbers, a query's result does not depend on how many keys its mask hides: a token alone,
+/// after a cache, gets the bits that it gets in its sequence.
+pub(super) fn padded_keys(length: i64, device: Device) -> i64 {
+    let unit = if device == Device::Cpu && length > 192 { 512 } else { 16 };
+    (length + unit - 1) / unit * unit
+}
+
+/// How many queries it is given for `length` of them; see [`ROWS`].
+pub(super) fn padded_queries(length: i64, device: Device) -> i64 {
+    if device == Device::Cpu { (length + ROWS - 1) / ROWS * ROWS } else { length }
+}
 
 /// Attention that can be gone back through.
 #[derive(Debug)]
@@ -74,20 +85,34 @@ fn runs(qkv: &[Tensor; 3], runs: &[Run]) -> Result<Tensor> {
 /// Sequences of one length.
 fn run([query, key, value]: &[Tensor; 3], run: Run) -> Result<Tensor> {
     let Run { start, count, length } = run;
-    let padding = match query.device() {
-        Device::Cpu => (KEYS - length % KEYS) % KEYS,
-        _ => 0,
+    let (queries, keys) = match query.device() {
+        Device::Cpu => (padded_queries(length, Device::Cpu), padded_keys(length, Device::Cpu)),
+        _ => (length, length),
     };
-    let rows = |x: &Tensor| {
-        let rows = x.f_narrow(0, start, count * length)?.f_unflatten(0, [count, length])?;
-        if padding == 0 { Ok(rows) } else { rows.f_constant_pad_nd([0, 0, 0, 0, 0, padding]) }
+    let rows = |x: &Tensor, padded: i64| {
+        padded_to(&x.f_narrow(0, start, count * length)?.f_unflatten(0, [count, length])?, padded)
     };
-    let mixed = mix(&rows(query)?, &rows(key)?, &rows(value)?, None)?;
+    let mixed = mix(&rows(query, queries)?, &rows(key, keys)?, &rows(value, keys)?, None)?;
     Ok(mixed.f_narrow(1, 0, length)?.f_flatten(0, 1)?)
 }
 
+/// Attention of new tokens `[R, T, heads, head_dim]` to what a cache holds of their sequences. The mask
+/// `[R, 1, Q, K]` has [`padded_queries`] and [`padded_keys`].
+pub(super) fn cached(query: &Tensor, keys: &Tensor, values: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    let mixed = mix(&padded_to(query, mask.size()[2])?, keys, values, Some(mask))?;
+    Ok(mixed.f_narrow(1, 0, query.size()[1])?)
+}
+
+/// `[B, T, heads, head_dim]` with zeros behind its tokens, `length` in all.
+fn padded_to(x: &Tensor, length: i64) -> Result<Tensor> {
+    match length - x.size()[1] {
+        0 => Ok(x.shallow_clone()),
+        missing => Ok(x.f_constant_pad_nd([0, 0, 0, 0, 0, missing])?),
+    }
+}
+
 /// Attention proper over `[B, T, heads, head_dim]`; causal when there is no mask.
-pub(super) fn mix(query: &Tensor, key: &Tensor, value: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+fn mix(query: &Tensor, key: &Tensor, value: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
     let (heads, kv_heads) = (query.size()[2], key.size()[2]);
     let grouped = heads != kv_heads;
     // Of CUDA's kernels only those for 16 bits share keys between heads; in f32 that would be the one that

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::attention::KEYS;
+use super::attention::{padded_keys, padded_queries};
 use crate::config::Config;
 use crate::error::{Result, input};
 
@@ -28,7 +28,7 @@ pub(super) struct Window {
     consecutive: Option<i64>,
     /// `[R, T]` i64: position of each new token.
     pub(super) positions: Tensor,
-    /// `[R, 1, T, K]` bool: true where a new token may attend to a cached one.
+    /// `[R, 1, T and padding, K]` bool: true where a new token may attend to a cached one.
     pub(super) mask: Tensor,
     rows: i64,
     keys: i64,
@@ -89,15 +89,16 @@ impl KvCache {
         }
         // A padded row writes its padding too: past its end, where the next tokens will overwrite it.
         let keys = starts.iter().max().map_or(0, |start| start + width);
-        let keys = (keys + KEYS - 1) / KEYS * KEYS;
+        let keys = padded_keys(keys, device);
         self.grow(keys)?;
         let fresh = starts.iter().zip(slots).filter(|(start, _)| **start == 0);
         self.blank(&fresh.map(|(_, &slot)| slot as i64).collect::<Vec<_>>())?;
         let slot_ids: Vec<i64> = slots.iter().map(|&slot| slot as i64).collect();
         let column = |values: &[i64]| Tensor::f_from_slice(values)?.f_to_device(device)?.f_unsqueeze(1);
         let integers = (Kind::Int64, device);
-        let positions = column(&starts)?.f_add(&Tensor::f_arange(width, integers)?)?;
-        let mask = Tensor::f_arange(keys, integers)?.f_le_tensor(&positions.f_unsqueeze(-1)?)?;
+        let seen = column(&starts)?.f_add(&Tensor::f_arange(padded_queries(width, device), integers)?)?;
+        let mask = Tensor::f_arange(keys, integers)?.f_le_tensor(&seen.f_unsqueeze(-1)?)?;
+        let positions = seen.f_narrow(1, 0, width)?;
         Ok(Window {
             slots: column(&slot_ids)?,
             consecutive: slots.windows(2).all(|pair| pair[1] == pair[0] + 1).then_some(slot_ids[0]),

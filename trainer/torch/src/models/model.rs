@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Kind, Tensor};
 
-use super::attention::mix;
+use super::attention::cached;
 use super::cache::KvCache;
 use super::critic::VALUE_HEAD;
 use super::layer::Layer;
@@ -257,7 +257,7 @@ impl Model {
         let hidden = self.run(tokens, |index, x| {
             let attend = |[query, key, value]: [Tensor; 3]| {
                 let (keys, values) = cache.extend(index, &window, &key, &value)?;
-                Ok((mix(&query, &keys, &values, Some(&window.mask))?, ()))
+                Ok((cached(&query, &keys, &values, &window.mask)?, ()))
             };
             Ok(self.parts.layers[index].forward(&self.ops, x, &angles, attend)?.0)
         })?;

@@ -13,9 +13,9 @@ pub(crate) struct Linear {
     pub(crate) bias: Option<Weight>,
 }
 
-/// Rows that libtorch's f32 product takes alike on the CPU, whatever comes with them; fewer it sums in
-/// another order.
-const ROWS_MIN: i64 = 4;
+/// Rows that libtorch's f32 product takes together on the CPU. In a multiple of them it sums each row alike,
+/// whatever comes with it and however many threads share the rows; a rest it sums in another order.
+pub(super) const ROWS: i64 = 4;
 
 impl Linear {
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -28,10 +28,11 @@ impl Linear {
         let bias = bias.map(wide).transpose()?;
         let (size, width) = (x.size(), weight.size()[1]);
         let rows = wide(x)?.f_reshape([-1, width])?;
-        let missing = (ROWS_MIN - rows.size()[0]).max(0);
+        let count = rows.size()[0];
+        let missing = (ROWS - count % ROWS) % ROWS;
         let padded = if missing > 0 { rows.f_constant_pad_nd([0, 0, 0, missing])? } else { rows };
         let y = padded.f_linear(&wide(weight)?, bias.as_ref())?;
-        let y = if missing > 0 { y.f_narrow(0, 0, ROWS_MIN - missing)? } else { y };
+        let y = if missing > 0 { y.f_narrow(0, 0, count)? } else { y };
         let shape: Vec<i64> = size[..size.len() - 1].iter().copied().chain([-1]).collect();
         Ok(y.f_to_kind(kind)?.f_view(shape.as_slice())?)
     }
