@@ -334,6 +334,14 @@ pub enum Error {
         /// The reason.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// NCCL is missing, is another version than asked for, or failed.
+    #[error("NCCL: {what}")]
+    Nccl {
+        /// What failed.
+        what: String,
+        /// The reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// Engines answered that they had loaded a bucket, and still have its memory open.
     #[error(
         "{after:?} after the reply a bucket's memory is still open, with {}; the engines must run as the user of this process and share its /dev/shm (containers: --ipc=host)",

@@ -9,6 +9,7 @@
 //! | [`activate`] | versions that engines load from disk, or are patched to |
 //! | [`live`] | the other side of a patch, within an engine's process: host memory or a CUDA device |
 //! | [`push`] | versions pushed into engines' memory: [`push::nccl`] over a network, [`push::colocate`] within a GPU |
+//! | `nccl` | NCCL itself, for [`push::nccl`] and for learners of several GPUs (feature `nccl`) |
 //! | [`fleet`] | requests to many engines |
 //! | [`coordinate`] | many hosts that change versions together |
 
@@ -21,6 +22,8 @@ mod http;
 mod keys;
 mod kinds;
 pub mod live;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 pub mod push;
 pub mod sglang;
 pub mod vllm;

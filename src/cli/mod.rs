@@ -19,6 +19,8 @@ mod repair;
 mod serve;
 mod shared;
 mod train;
+#[cfg(feature = "torch")]
+mod train_rank;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser};
 use shared::error::{Error, Result};
@@ -66,16 +68,16 @@ struct Cli {
 
 /// The subcommands, in the order of the help.
 macro_rules! commands {
-    ($($name:ident: $module:ident,)*) => {
+    ($($(#[$when:meta])* $name:ident: $module:ident,)*) => {
         #[derive(clap::Subcommand)]
         enum Command {
-            $($name(Box<$module::Args>),)*
+            $($(#[$when])* $name(Box<$module::Args>),)*
         }
 
         impl Command {
             fn run(self, output: Output) -> Result<()> {
                 match self {
-                    $(Self::$name(args) => $module::run(*args, output),)*
+                    $($(#[$when])* Self::$name(args) => $module::run(*args, output),)*
                 }
             }
         }
@@ -84,6 +86,8 @@ macro_rules! commands {
 
 commands! {
     Train: train,
+    #[cfg(feature = "torch")]
+    TrainRank: train_rank,
     Serve: serve,
     Publish: publish,
     Follow: follow,

@@ -7,6 +7,7 @@ mod algorithms;
 #[path = "../common/mod.rs"]
 mod common;
 mod prompts;
+mod ranks;
 #[path = "../common/stage.rs"]
 mod stage;
 

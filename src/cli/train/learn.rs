@@ -90,6 +90,9 @@ pub(super) struct LearnArgs {
     /// Keep masters and moments in host memory and update them there: 12 of 18 bytes a weight leave the GPU.
     #[arg(long)]
     optimizer_cpu_offload: bool,
+    /// Deal samples out to GPUs by the operations that they take, instead of in turn.
+    #[arg(long)]
+    balance_data: bool,
     /// Tokens whose logits are held at once [default: as many as fit half a GiB].
     #[arg(long, value_parser = numbers::count::<usize>())]
     log_probs_chunk_size: Option<usize>,
@@ -151,6 +154,7 @@ impl LearnArgs {
             max_tokens_per_gpu: self.max_tokens_per_gpu,
             recompute: self.recompute_granularity == Granularity::Full,
             optimizer_cpu_offload: self.optimizer_cpu_offload,
+            balance_data: self.balance_data,
             log_probs_chunk_size: self.log_probs_chunk_size,
         })
     }

@@ -16,9 +16,11 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, line_out};
 use crate::cli::shared::transport::check_object_store;
 use crate::cli::shared::{keys, numbers, paths, store};
+#[cfg(feature = "torch")]
+use crate::cli::train_rank;
 use driftless::bridge::SamplingParams;
 #[cfg(feature = "torch")]
-use driftless::torch::{TorchLearner, TorchOptions};
+use driftless::torch::{TorchLearner, TorchOptions, check_ranks};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::{Debug, Mode, TrainOptions, UpdateWeightMode, train};
 use learn::{DtypeArg, LearnArgs};
@@ -66,7 +68,7 @@ pub(crate) struct Args {
     /// docs/wire/learner.md.
     #[arg(long, value_name = "COMMAND")]
     learner: Option<String>,
-    /// Seconds that the command may take for its start and for each call.
+    /// Seconds that the command, or a rank, may take for its start and for each call.
     #[arg(long, value_name = "SECONDS", default_value_t = 1800, value_parser = numbers::deadline())]
     learner_deadline: u64,
     /// Directory of the run's state: training checkpoints, rollout log, baseline, metrics, report.
@@ -93,10 +95,15 @@ pub(crate) struct Args {
     #[cfg(feature = "torch")]
     #[arg(long, default_value_t = 2, value_parser = numbers::count::<usize>())]
     num_threads: usize,
-    /// Where to train: cpu, or cuda:N.
+    /// Where to train: cpu, or cuda:N; of several GPUs: cuda.
     #[cfg(feature = "torch")]
     #[arg(long, default_value = "cpu")]
     device: String,
+    /// GPUs of this host that train together, a process each, with their optimiser states shared out; with
+    /// --device cpu, processes.
+    #[cfg(feature = "torch")]
+    #[arg(long, value_name = "GPUS", default_value_t = 1, value_parser = numbers::count::<usize>(), conflicts_with = "learner")]
+    actor_num_gpus_per_node: usize,
     #[cfg(feature = "torch")]
     #[command(flatten)]
     sft: SftArgs,
@@ -302,8 +309,10 @@ fn chat(args: &Args) -> Result<Option<sft::Chat>> {
 }
 
 fn reinforce(args: Args, output: Output) -> Result<()> {
+    #[cfg(feature = "torch")]
+    check_ranks(&args.device, args.actor_num_gpus_per_node)?;
     let (save, notify) = (args.save.clone(), args.update.notify.clone());
-    let learner = learner(&args);
+    let learner = learner(&args)?;
     let options = train_options(args)?;
     let outcome = train(&options, learner(&options), observer(options.num_rollout, notify))?;
     let summary = Summary::of(&outcome.steps, outcome.eval_start);
@@ -316,20 +325,27 @@ fn reinforce(args: Args, output: Output) -> Result<()> {
 }
 
 /// The learner that was asked for, which `train` loads.
-fn learner(args: &Args) -> impl FnOnce(&TrainOptions) -> Box<dyn Learner> + use<> {
+fn learner(args: &Args) -> Result<impl FnOnce(&TrainOptions) -> Box<dyn Learner> + use<>> {
     let (command, deadline) = (args.learner.clone(), Duration::from_secs(args.learner_deadline));
     #[cfg(feature = "torch")]
     let (num_threads, device) = (args.num_threads, args.device.clone());
-    move |options| {
+    #[cfg(feature = "torch")]
+    let ranks = match args.actor_num_gpus_per_node {
+        1 => None,
+        ranks => Some(train_rank::options(ranks, &device, num_threads, args.learner_deadline)?),
+    };
+    Ok(move |options: &TrainOptions| {
         let (learn, temperature) = (options.learn.clone(), options.sampling.temperature);
         #[cfg(feature = "torch")]
         if command.is_none() {
-            return Box::new(TorchLearner::new(TorchOptions { learn, temperature, num_threads, device }));
+            let options = TorchOptions { learn, temperature, num_threads, device, ranks };
+            return Box::new(TorchLearner::new(options)) as Box<dyn Learner>;
         }
         // Without libtorch, `run` has asked for it.
         let command = command.unwrap_or_default();
-        Box::new(Child::new(ChildOptions { command, deadline, learn, temperature, seed: options.seed }))
-    }
+        let seed = options.seed;
+        Box::new(Child::new(ChildOptions { command, deadline, learn, temperature, seed })) as Box<dyn Learner>
+    })
 }
 
 fn train_options(args: Args) -> Result<TrainOptions> {

@@ -4,6 +4,7 @@ mod child;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod process;
+mod serve;
 mod wire;
 
 use std::collections::BTreeMap;
@@ -18,6 +19,7 @@ use crate::metrics::StepMetrics;
 use crate::rollout::answer_of;
 
 pub use child::{Child, ChildOptions};
+pub use serve::{Told, serve};
 pub use wire::PROTOCOL;
 
 /// Where a learner finds what it works on, and where it keeps its state.

@@ -27,7 +27,7 @@ pub use options::{
 };
 
 /// Name of the policy among the models of a run.
-const MODEL: &str = "policy";
+pub(crate) const MODEL: &str = "policy";
 
 /// How often a learner may be lost before its next training checkpoint.
 const LOST_MAX: u32 = 3;

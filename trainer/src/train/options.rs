@@ -140,7 +140,8 @@ pub struct Evaluation {
 }
 
 /// What advantages, loss and optimiser are told. A child process gets it as JSON.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(default)]
 pub struct LearnOptions {
     /// What the policy computes in; as the checkpoint, which engines compute in, if `None`.
     pub dtype: Option<Dtype>,
@@ -216,6 +217,8 @@ pub struct LearnOptions {
     pub recompute: bool,
     /// Keep the optimiser's state in host memory.
     pub optimizer_cpu_offload: bool,
+    /// Deal samples out to ranks by their operations.
+    pub balance_data: bool,
     /// Tokens whose logits are held at once; as many as fit half a GiB, if `None`.
     pub log_probs_chunk_size: Option<usize>,
 }
@@ -259,6 +262,7 @@ impl Default for LearnOptions {
             max_tokens_per_gpu: 16_384,
             recompute: false,
             optimizer_cpu_offload: false,
+            balance_data: false,
             log_probs_chunk_size: None,
         }
     }
@@ -314,7 +318,7 @@ fn is_one(factor: &f64) -> bool {
 }
 
 /// What a model computes in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Dtype {
     /// bf16.
@@ -324,7 +328,7 @@ pub enum Dtype {
 }
 
 /// Importance sampling between the engine that sampled and the trainer (`--use-tis`).
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Tis {
     /// Least weight (`--tis-clip-low`).
     pub low: f64,
@@ -338,7 +342,7 @@ pub struct Tis {
 
 /// Rejection of what engine and trainer disagree about (`--use-rs`): tokens whose probability ratio is out of
 /// bounds are not learned from.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Rs {
     /// Least ratio.
     pub low: f64,
@@ -373,7 +377,7 @@ pub enum TisMode {
 }
 
 /// A penalty on the distance to a reference policy.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct KlPenalty {
     /// Estimator.
     pub kind: Kl,
@@ -384,7 +388,7 @@ pub struct KlPenalty {
 }
 
 /// On-policy distillation (`--use-opd`).
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Opd {
     /// Weight of the distance to the teacher.
     pub kl_coef: f64,
@@ -393,7 +397,7 @@ pub struct Opd {
 }
 
 /// What the critic is told, beyond what holds for the policy too.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CriticOptions {
     /// Learning rate, after the warm-up and before the decay.
     pub lr: f64,

@@ -100,6 +100,15 @@ pub fn save(
     Ok(())
 }
 
+/// What every rank but the first does while that saves: gives its parts.
+pub(crate) fn give(policy: &Policy, critic: Option<&Critic>) -> Result<()> {
+    let of_critic = critic.map(|critic| &critic.trained);
+    for trained in [&policy.trained].into_iter().chain(of_critic) {
+        Part::ALL.into_iter().try_for_each(|part| trained.optimizer.state(part).map(drop))?;
+    }
+    Ok(())
+}
+
 /// Puts the newest checkpoint of `dir` into `policy` and its critic, and returns how far it is; `None` if there is
 /// none.
 ///
@@ -229,9 +238,9 @@ struct State {
 impl State {
     fn add(&mut self, prefix: &str, trained: &Trained) -> Result<()> {
         for part in Part::ALL {
-            let flat = trained.optimizer.state(part);
+            let flat = trained.optimizer.state(part)?;
             for (name, span) in trained.model.places().spans() {
-                self.push(format!("{prefix}{}/{name}", part.name()), &span.of(flat)?, Kind::Float)?;
+                self.push(format!("{prefix}{}/{name}", part.name()), &span.of(&flat)?, Kind::Float)?;
             }
         }
         Ok(())

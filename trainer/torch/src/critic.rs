@@ -11,6 +11,7 @@ use crate::error::{Error, Result, input};
 use crate::loss::value_loss;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
+use crate::ranks::Ranks;
 use crate::trained::{Trained, hidden};
 
 /// A model with a value head, and the optimizer that moves it. It rests in host memory while it is not asked.
@@ -25,7 +26,17 @@ impl Critic {
     /// # Errors
     /// As for [`crate::Policy::new`].
     pub fn new(model: Model, published: Kind, options: AdamWOptions) -> Result<Critic> {
-        let mut critic = Critic { trained: Trained::new(model, published, options)? };
+        Critic::shared(model, published, options, None)
+    }
+
+    /// The same, trained by several ranks together.
+    pub(crate) fn shared(
+        model: Model,
+        published: Kind,
+        options: AdamWOptions,
+        ranks: Option<&Ranks>,
+    ) -> Result<Critic> {
+        let mut critic = Critic { trained: Trained::new(model, published, options, ranks)? };
         critic.trained.offload()?;
         Ok(critic)
     }

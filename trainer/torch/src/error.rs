@@ -129,6 +129,19 @@ pub enum Error {
         /// The answer of CUDA's driver or compiler.
         why: String,
     },
+    /// Another rank ended, or did not do its part in time.
+    #[error("rank {rank} did not {what}; found {found}")]
+    Rank {
+        /// The rank; of several that are late, the first that could be.
+        rank: usize,
+        /// What it was expected to do, as a verb.
+        what: &'static str,
+        /// What there was instead.
+        found: String,
+    },
+    /// NCCL answered with an error.
+    #[error(transparent)]
+    Bridge(#[from] driftless_bridge::Error),
     /// libtorch refused an operation (out of memory, a shape, a missing kernel).
     #[error("libtorch")]
     Torch(#[from] tch::TchError),

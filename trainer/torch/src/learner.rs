@@ -1,25 +1,29 @@
 //! libtorch as what trains: [`Policy`] behind the loop's trait.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
-use driftless_trainer::learner::{self, Learner, Place, Progress, StepStats, Stepped, Weights};
+use driftless_trainer::learner::{self, Child, Learner, Place, Progress, StepStats, Stepped, Weights};
 use driftless_trainer::{Dtype, Error as LoopError, LearnOptions, Result as LoopResult};
 use driftless_transport::checkpoint::write_checkpoint;
-use tch::Kind;
+use tch::{Device, Kind};
 
 use crate::checkpoint;
 use crate::config::Config;
 use crate::critic::Critic;
-use crate::error::{Error, Result, input};
+use crate::error::{Error, Result, input, io};
 use crate::learn;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
+use crate::ranks::{Failed, Listening, Others, OverNccl, RANKS_MAX, RankOptions, Ranks, Star};
 use crate::snapshot::PolicySnapshot;
 use crate::torch;
 
 /// Tensor data per file of a checkpoint that is written for others.
 const SHARD_BYTES_MAX: u64 = 5 << 30;
+/// Where the ranks meet, in the state directory of a run.
+const SOCKET: &str = "ranks";
 
 /// Settings of a [`TorchLearner`].
 #[derive(Debug, Clone)]
@@ -30,15 +34,27 @@ pub struct TorchOptions {
     pub temperature: f64,
     /// CPU threads of libtorch.
     pub num_threads: usize,
-    /// As for [`crate::device`].
+    /// As for [`crate::device`]. Of several ranks, `cpu`, or `cuda`, of which rank N takes device N.
     pub device: String,
+    /// The processes that train together; this one alone, if `None`.
+    pub ranks: Option<RankOptions>,
 }
 
 /// A policy that the loop trains with libtorch, in this process.
 #[derive(Debug)]
 pub struct TorchLearner {
     options: TorchOptions,
+    role: Role,
     loaded: Option<Loaded>,
+}
+
+/// What this process is to the others.
+#[derive(Debug)]
+enum Role {
+    /// Rank 0, with those that it has started; none, if it is alone.
+    First(Others),
+    /// Another rank, which finds rank 0 at a socket, and checkpoints in a directory of it.
+    Other { rank: usize, socket: PathBuf, checkpoints: PathBuf },
 }
 
 #[derive(Debug)]
@@ -52,19 +68,29 @@ impl TorchLearner {
     /// Makes ready to train; [`Learner::load`] reads the model.
     #[must_use]
     pub fn new(options: TorchOptions) -> Self {
-        TorchLearner { options, loaded: None }
+        TorchLearner { options, role: Role::First(Others::default()), loaded: None }
     }
 
-    fn open(&self, place: &Place) -> Result<(Loaded, Option<Progress>)> {
+    /// The same as another rank than 0 of those that `options` name.
+    fn other(options: TorchOptions, rank: usize, socket: PathBuf, checkpoints: PathBuf) -> Self {
+        TorchLearner { options, role: Role::Other { rank, socket, checkpoints }, loaded: None }
+    }
+
+    /// Opens the model, with the other ranks if there are any.
+    fn open(
+        &self,
+        place: &Place,
+        device: Device,
+        ranks: Option<&Ranks>,
+    ) -> Result<(Loaded, Option<Progress>)> {
         torch::set_threads(self.options.num_threads)?;
         let learn = &self.options.learn;
         let adamw = AdamWOptions::of(learn);
-        let device = torch::device(&self.options.device)?;
         let published = Config::published_kind(&place.hf_checkpoint)?;
         // As engines compute, unless told: with activations that round otherwise, log-probs would differ.
         let kind = learn.dtype.map_or(published, kind_of);
         let model = Model::open(&place.hf_checkpoint, kind, device)?;
-        let mut policy = Policy::new(model, published, adamw)?
+        let mut policy = Policy::shared(model, published, adamw, ranks)?
             .with_recompute(learn.recompute)
             .with_log_probs_chunk_size(learn.log_probs_chunk_size);
         if let Some(penalty) = learn.kl_penalty() {
@@ -78,12 +104,97 @@ impl TorchLearner {
         let critic = learn.critic.as_ref().map(|critic| {
             let dir = critic.load.as_ref().unwrap_or(&place.hf_checkpoint);
             let model = Model::open_critic(dir, kind, device)?;
-            Ok::<_, Error>(Critic::new(model, published, adamw)?.with_recompute(learn.recompute))
+            let critic = Critic::shared(model, published, adamw, ranks)?;
+            Ok::<_, Error>(critic.with_recompute(learn.recompute))
         });
         let mut loaded = Loaded { policy, critic: critic.transpose()?, place: place.clone() };
         let Loaded { policy, critic, .. } = &mut loaded;
-        let progress = checkpoint::load(&checkpoint::dir(&place.save), policy, critic.as_mut())?;
+        let dir = match &self.role {
+            Role::First(_) => checkpoint::dir(&place.save),
+            Role::Other { checkpoints, .. } => checkpoints.clone(),
+        };
+        let progress = checkpoint::load(&dir, policy, critic.as_mut())?;
         Ok((loaded, progress))
+    }
+
+    /// As rank 0: alone, or with others, which are started now.
+    fn open_first(&mut self, place: &Place) -> LoopResult<(Loaded, Option<Progress>)> {
+        let Some(options) = self.options.ranks.clone().filter(|options| options.ranks > 1) else {
+            let opened =
+                torch::device(&self.options.device).and_then(|device| self.open(place, device, None));
+            return opened.map_err(|error| self.failed(error));
+        };
+        let failed = |error| self.failed(error);
+        let device = device_of_rank(&self.options.device, 0, options.ranks).map_err(failed)?;
+        std::fs::create_dir_all(&place.save).map_err(io("create", &place.save)).map_err(failed)?;
+        let socket = std::path::absolute(place.save.join(SOCKET)).map_err(io("name", &place.save));
+        let socket = socket.map_err(failed)?;
+        let listening = Listening::at(&socket).map_err(failed)?;
+        let TorchOptions { learn, temperature, .. } = &self.options;
+        let checkpoints = std::path::absolute(checkpoint::dir(&place.save)).map_err(io("name", &place.save));
+        let mut others = Others::new(&options, &socket, &checkpoints.map_err(failed)?, learn, *temperature);
+        let opened = others.together(
+            |rank, child| child.load(&Others::place(place, rank)).map(drop),
+            |hopeful| {
+                let star = listening.accept(options.ranks, options.deadline, hopeful);
+                let opened = star.and_then(|star| self.open(place, device, Some(&exchange(star, device)?)));
+                opened.map_err(|error| self.unable(error))
+            },
+        )?;
+        self.role = Role::First(others);
+        Ok(opened)
+    }
+
+    /// As another rank than 0.
+    fn open_other(&self, place: &Place) -> Result<(Loaded, Option<Progress>)> {
+        let Role::Other { rank, socket, .. } = &self.role else {
+            return Err(input("rank", "another than 0", 0));
+        };
+        let options = self.options.ranks.as_ref().ok_or_else(|| input("rank", "others", "none"))?;
+        let device = device_of_rank(&self.options.device, *rank, options.ranks)?;
+        let star = Star::join(socket, *rank, options.ranks, options.deadline)?;
+        self.open(place, device, Some(&exchange(star, device)?))
+    }
+
+    /// Asks the other ranks while this one does its part; an error leaves none of them.
+    fn together<T>(
+        &mut self,
+        ask: impl Fn(&mut Child) -> LoopResult<()> + Sync,
+        own: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> LoopResult<T> {
+        let mut others = match &mut self.role {
+            Role::First(others) => std::mem::take(others),
+            Role::Other { .. } => Others::default(),
+        };
+        let shared = self.options.ranks.as_ref().is_some_and(|options| options.ranks > 1);
+        let done = others.together(
+            |_, child| ask(child),
+            |_| {
+                own(self).map_err(|error| {
+                    if shared {
+                        // Those that wait for this rank see its connections end.
+                        self.loaded = None;
+                    }
+                    self.unable(error)
+                })
+            },
+        )?;
+        if let Role::First(place) = &mut self.role {
+            *place = others;
+        }
+        Ok(done)
+    }
+
+    /// The error as the loop has it, and whether another rank was the reason.
+    fn unable(&self, error: Error) -> Failed {
+        match error {
+            Error::Rank { .. } => Failed::Elsewhere(LoopError::LearnerLost {
+                learner: self.describe(),
+                call: "its part of a step, from each rank",
+                found: error.to_string(),
+            }),
+            error => Failed::Here(self.failed(error)),
+        }
     }
 
     fn loaded(&mut self) -> Result<&mut Loaded> {
@@ -106,8 +217,27 @@ impl TorchLearner {
 
     fn train(&mut self, batch: &learner::Batch<'_>) -> Result<StepStats> {
         let TorchOptions { learn: options, temperature, .. } = self.options.clone();
+        if matches!(self.role, Role::Other { .. }) {
+            fail::fail_point!("train.rank");
+        }
         let Loaded { policy, critic, .. } = self.loaded()?;
         learn::learn(policy, critic.as_mut(), batch, &options, temperature)
+    }
+
+    /// Writes a training checkpoint; of several ranks the first does, from all.
+    fn write(&mut self, progress: &Progress) -> Result<()> {
+        let save = self.options.learn.critic.as_ref().and_then(|critic| critic.save.clone());
+        let first = matches!(self.role, Role::First(_));
+        let Loaded { policy, critic, place } = self.loaded()?;
+        if !first {
+            return checkpoint::give(policy, critic.as_ref());
+        }
+        checkpoint::save(&checkpoint::dir(&place.save), policy, critic.as_ref(), progress, place.keep)?;
+        if let (Some(dir), Some(critic)) = (save, critic) {
+            let snapshot = PolicySnapshot::of_critic(critic, &place.hf_checkpoint)?;
+            write_checkpoint(&dir, &snapshot, SHARD_BYTES_MAX)?;
+        }
+        Ok(())
     }
 
     fn log_probs_of(&mut self, batch: &learner::Batch<'_>) -> Result<Vec<Vec<f32>>> {
@@ -132,13 +262,23 @@ impl TorchLearner {
 
 impl Learner for TorchLearner {
     fn describe(&self) -> String {
-        format!("libtorch on {}", self.options.device)
+        match (&self.role, &self.options.ranks) {
+            (Role::Other { rank, .. }, _) => format!("rank {rank}, libtorch on {}", self.options.device),
+            (_, Some(ranks)) => format!("{} ranks, libtorch on {}", ranks.ranks, self.options.device),
+            _ => format!("libtorch on {}", self.options.device),
+        }
     }
 
     fn load(&mut self, place: &Place) -> LoopResult<Option<Progress>> {
-        // Two models at once may not fit.
+        // Two models at once may not fit, nor two of a rank.
         self.loaded = None;
-        let (loaded, progress) = self.open(place).map_err(|error| self.failed(error))?;
+        let (loaded, progress) = match &mut self.role {
+            Role::First(others) => {
+                *others = Others::default();
+                self.open_first(place)?
+            }
+            Role::Other { .. } => self.open_other(place).map_err(|error| self.failed(error))?,
+        };
         self.loaded = Some(loaded);
         Ok(progress)
     }
@@ -148,11 +288,16 @@ impl Learner for TorchLearner {
     }
 
     fn step(&mut self, batch: &learner::Batch<'_>) -> LoopResult<Stepped> {
-        match self.train(batch) {
-            Ok(stats) => Ok(Stepped::Done(stats)),
-            Err(Error::NotFinite { what, found, .. }) => Ok(Stepped::NotFinite(format!("{what} is {found}"))),
-            Err(error) => Err(self.failed(error)),
-        }
+        self.together(
+            |child| child.step(batch).map(drop),
+            |learner| match learner.train(batch) {
+                Ok(stats) => Ok(Stepped::Done(stats)),
+                Err(Error::NotFinite { what, found, .. }) => {
+                    Ok(Stepped::NotFinite(format!("{what} is {found}")))
+                }
+                Err(error) => Err(error),
+            },
+        )
     }
 
     fn snapshot(&mut self, _step: u64) -> LoopResult<Weights> {
@@ -161,23 +306,67 @@ impl Learner for TorchLearner {
     }
 
     fn save(&mut self, progress: &Progress) -> LoopResult<()> {
-        let save = |learner: &mut Self| {
-            let save = learner.options.learn.critic.as_ref().and_then(|critic| critic.save.clone());
-            let Loaded { policy, critic, place } = learner.loaded()?;
-            checkpoint::save(&checkpoint::dir(&place.save), policy, critic.as_ref(), progress, place.keep)?;
-            if let (Some(dir), Some(critic)) = (save, critic) {
-                let snapshot = PolicySnapshot::of_critic(critic, &place.hf_checkpoint)?;
-                write_checkpoint(&dir, &snapshot, SHARD_BYTES_MAX)?;
-            }
-            Ok(())
-        };
-        save(self).map_err(|error| self.failed(error))
+        self.together(|child| child.save(progress), |learner| learner.write(progress))
     }
 
     fn save_hf(&mut self, dir: &Path) -> LoopResult<()> {
         let snapshot = self.weights().map_err(|error| self.failed(error))?;
         Ok(write_checkpoint(dir, &snapshot, SHARD_BYTES_MAX)?)
     }
+}
+
+/// Trains as a rank of several, until the process of rank 0, which has started this one, hangs up at the socket
+/// `loop_socket`. `options` are those of rank 0, but that the loss comes from there; `rank`, `socket` and
+/// `checkpoints` are what was added to [`RankOptions::command`].
+///
+/// # Errors
+/// As for [`driftless_trainer::learner::serve`].
+pub fn serve_rank(
+    loop_socket: &Path,
+    options: &TorchOptions,
+    rank: usize,
+    socket: &Path,
+    checkpoints: &Path,
+) -> LoopResult<()> {
+    learner::serve(loop_socket, |told| {
+        let options =
+            TorchOptions { learn: told.options.clone(), temperature: told.temperature, ..options.clone() };
+        Box::new(TorchLearner::other(options, rank, socket.to_owned(), checkpoints.to_owned()))
+    })
+}
+
+/// Checks that a host has a device for each of so many ranks.
+///
+/// # Errors
+/// [`Error::Input`] for more ranks than there are GPUs, or than can share a model; [`Error::Device`].
+pub fn check_ranks(device: &str, ranks: usize) -> Result<()> {
+    (0..ranks).try_for_each(|rank| device_of_rank(device, rank, ranks).map(drop))
+}
+
+fn device_of_rank(device: &str, rank: usize, ranks: usize) -> Result<Device> {
+    if !(1..=RANKS_MAX).contains(&ranks) {
+        return Err(input("--actor-num-gpus-per-node", format!("1..={RANKS_MAX}"), ranks));
+    }
+    match device {
+        _ if ranks == 1 => torch::device(device),
+        "cpu" => Ok(Device::Cpu),
+        "cuda" => match torch::cuda_devices() {
+            Ok(count) if count < ranks => {
+                let expected = format!("at most the {count} GPUs that this process sees");
+                Err(input("--actor-num-gpus-per-node", expected, ranks))
+            }
+            _ => torch::device(&format!("cuda:{rank}")),
+        },
+        other => Err(input("--device", format!("cpu or cuda, for {ranks} ranks"), other)),
+    }
+}
+
+/// What ranks on these devices exchange over.
+fn exchange(star: Star, device: Device) -> Result<Ranks> {
+    Ok(match device {
+        Device::Cuda(index) => Arc::new(Mutex::new(OverNccl::join(star, index)?)),
+        _ => Arc::new(Mutex::new(star)),
+    })
 }
 
 fn kind_of(dtype: Dtype) -> Kind {

@@ -5,7 +5,10 @@
 //! (straight through), and the rounding is redone after every step: small steps add up until they cross a
 //! rounding border.
 //!
-//! Masters, moments and gradients lie in one buffer each, as the weights do.
+//! Masters, moments and gradients lie in one buffer each, as the weights do. Of several ranks each keeps its part
+//! of masters and moments: gradients are added up over ranks, each updates its part, and all get all weights.
+
+use std::ops::Range;
 
 use driftless_trainer::LearnOptions;
 use tch::{Device, Kind, Tensor};
@@ -14,6 +17,7 @@ use crate::dispatcher::{Value, call};
 use crate::error::{Error, Result, input};
 use crate::gradients::Gradients;
 use crate::models::{Model, Places, Span};
+use crate::ranks::{Ranks, locked, part};
 
 /// Elements that are updated at once: 256 MiB of f32.
 const PIECE: i64 = 1 << 26;
@@ -55,6 +59,10 @@ pub struct AdamW {
     rounded: Kind,
     /// Where the model computes.
     device: Device,
+    /// The other ranks, if there are any.
+    ranks: Option<Ranks>,
+    /// The elements whose masters and moments are here.
+    own: Range<i64>,
     /// By [`Part`]; laid out as the model's weights are.
     states: [Tensor; 3],
     pub(crate) gradients: Gradients,
@@ -105,22 +113,39 @@ impl AdamW {
     /// # Errors
     /// [`Error::Input`] for another kind, or a bf16 model that should compute with f32 weights.
     pub fn new(model: &mut Model, rounded: Kind, options: AdamWOptions) -> Result<AdamW> {
+        AdamW::shared(model, rounded, options, None)
+    }
+
+    /// The same, shared out to ranks.
+    pub(crate) fn shared(
+        model: &mut Model,
+        rounded: Kind,
+        options: AdamWOptions,
+        ranks: Option<&Ranks>,
+    ) -> Result<AdamW> {
         if !matches!((model.kind(), rounded), (_, Kind::BFloat16) | (Kind::Float, Kind::Float)) {
             let found = format!("weights in {rounded:?}, model in {:?}", model.kind());
             return Err(input("published weights", "a kind the model can hold", found));
         }
+        let (length, ranks) = (model.places().length, ranks.cloned());
+        let own = ranks.as_ref().map_or(0..length, |ranks| {
+            let ranks = locked(ranks);
+            part(length, ranks.rank(), ranks.ranks())
+        });
         tch::no_grad(|| {
+            let weights = model.flat().f_narrow(0, own.start, own.end - own.start)?;
             let state = || {
                 let device = if options.cpu_offload { Device::Cpu } else { model.device() };
-                let state = Tensor::f_zeros(model.flat().size(), (Kind::Float, device))?;
+                let state = Tensor::f_zeros(weights.size(), (Kind::Float, device))?;
                 // Copies from and to a device are several times faster then.
                 let pinned = options.cpu_offload && model.device().is_cuda();
                 Ok::<_, Error>(if pinned { state.f_pin_memory(model.device())? } else { state })
             };
             let mut states = [state()?, state()?, state()?];
-            states[Part::Master as usize].f_copy_(model.flat())?;
+            states[Part::Master as usize].f_copy_(&weights)?;
             let gradients = Gradients::new(model)?;
-            let optimizer = AdamW { options, rounded, device: model.device(), states, gradients, step: 0 };
+            let device = model.device();
+            let optimizer = AdamW { options, rounded, device, ranks, own, states, gradients, step: 0 };
             optimizer.write_weights(model)?;
             Ok(optimizer)
         })
@@ -138,13 +163,17 @@ impl AdamW {
         self.rounded
     }
 
-    /// Applies the gradients that have been added since they were cleared, and rewrites the model's weights.
-    /// Returns the gradients' L2 norm before clipping.
+    /// Applies the gradients that have been added since they were cleared, by all ranks, and rewrites the
+    /// model's weights. Returns the gradients' L2 norm before clipping.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] if that norm is NaN or infinite: masters, moments and weights are then unchanged.
+    /// [`Error::NotFinite`] if that norm is NaN or infinite: masters, moments and weights are then unchanged, on
+    /// every rank. [`Error::Rank`] if another is gone: this one is of no more use.
     pub(crate) fn step(&mut self, model: &mut Model, lr: f64) -> Result<f64> {
         tch::no_grad(|| {
+            if let Some(ranks) = &self.ranks {
+                locked(ranks).reduce_scatter(self.gradients.flat())?;
+            }
             let norm = self.grad_norm()?;
             if !norm.is_finite() {
                 return Err(Error::NotFinite { what: "gradient norm", found: norm, step: self.step });
@@ -156,9 +185,33 @@ impl AdamW {
         })
     }
 
-    /// Replaces the state of a weight.
+    /// Which rank this is, and how many there are.
+    pub(crate) fn rank(&self) -> (usize, usize) {
+        self.ranks.as_ref().map_or((0, 1), |ranks| {
+            let ranks = locked(ranks);
+            (ranks.rank(), ranks.ranks())
+        })
+    }
+
+    /// Makes each number the sum over all ranks.
+    pub(crate) fn sum(&self, numbers: &mut [f64]) -> Result<()> {
+        self.ranks.as_ref().map_or(Ok(()), |ranks| locked(ranks).sum(numbers))
+    }
+
+    /// The largest of what the ranks have.
+    pub(crate) fn largest(&self, number: f64) -> Result<f64> {
+        self.ranks.as_ref().map_or(Ok(number), |ranks| locked(ranks).largest(number))
+    }
+
+    /// Replaces the state of a weight, as far as it is here.
     pub(crate) fn put(&mut self, part: Part, span: &Span, values: &Tensor) -> Result<()> {
-        tch::no_grad(|| Ok(span.of(&self.states[part as usize])?.f_copy_(values)?))
+        let (start, end) = (span.start.max(self.own.start), (span.start + span.length()).min(self.own.end));
+        if start >= end {
+            return Ok(());
+        }
+        let values = values.f_flatten(0, -1)?.f_narrow(0, start - span.start, end - start)?;
+        let mut place = self.states[part as usize].f_narrow(0, start - self.own.start, end - start)?;
+        tch::no_grad(|| Ok(place.f_copy_(&values)?))
     }
 
     /// Goes on after `step` steps with the state that was put in place.
@@ -167,9 +220,22 @@ impl AdamW {
         tch::no_grad(|| self.write_weights(model))
     }
 
-    /// The state of all weights.
-    pub(crate) fn state(&self, part: Part) -> &Tensor {
-        &self.states[part as usize]
+    /// The state of all weights. Ranks ask for it together, and get it in the buffer of the gradients.
+    pub(crate) fn state(&self, part: Part) -> Result<Tensor> {
+        let own = &self.states[part as usize];
+        let Some(ranks) = &self.ranks else { return Ok(own.shallow_clone()) };
+        tch::no_grad(|| {
+            // A critic at rest has its buffer in host memory, where not every exchange reaches.
+            let all = self.gradients.flat().f_to_device(self.device)?;
+            self.own(&all)?.f_copy_(own)?;
+            locked(ranks).all_gather(&all)?;
+            Ok(all)
+        })
+    }
+
+    /// This rank's part of a buffer.
+    fn own(&self, buffer: &Tensor) -> Result<Tensor> {
+        Ok(buffer.f_narrow(0, self.own.start, self.own.end - self.own.start)?)
     }
 
     /// Moves everything to host memory, until [`AdamW::onload`].
@@ -193,10 +259,12 @@ impl AdamW {
     }
 
     fn grad_norm(&self) -> Result<f64> {
-        let gradients = self.gradients.flat();
+        let gradients = self.own(self.gradients.flat())?;
         let square = |(start, length)| gradients.f_narrow(0, start, length)?.f_square()?.f_sum(Kind::Double);
         let squares = pieces(0, gradients.numel() as i64).map(square).collect::<Result<Vec<_>, _>>()?;
-        Ok(f64::try_from(Tensor::f_stack(&squares, 0)?.f_sum(Kind::Double)?)?.sqrt())
+        let mut sum = [f64::try_from(Tensor::f_stack(&squares, 0)?.f_sum(Kind::Double)?)?];
+        self.sum(&mut sum)?;
+        Ok(sum[0].sqrt())
     }
 
     /// A step of libtorch's AdamW: matrices decay, vectors do not.
@@ -206,13 +274,15 @@ impl AdamW {
         let scale = if clip_grad > 0.0 { ((norm + 1e-6) / clip_grad).max(1.0) } else { 1.0 };
         let one = |x: f64| Tensor::f_from_slice(&[x as f32])?.f_to_device(self.states[0].device());
         let (steps, scale) = (one(self.step as f64)?, if scale > 1.0 { Some(one(scale)?) } else { None });
-        let (vectors, length) = (places.matrices, places.length);
-        for (range, decay) in [(0..vectors, weight_decay), (vectors..length, 0.0)] {
+        let gradients = self.own(self.gradients.flat())?;
+        // Where, of what is here, vectors begin.
+        let vectors = places.matrices.clamp(self.own.start, self.own.end) - self.own.start;
+        for (range, decay) in [(0..vectors, weight_decay), (vectors..gradients.numel() as i64, 0.0)] {
             for (start, length) in pieces(range.start, range.end) {
                 let piece = |buffer: &Tensor| buffer.f_narrow(0, start, length);
                 let [master, mean, square] = &self.states;
                 let [master, mean, square] = [piece(master)?, piece(mean)?, piece(square)?];
-                let gradient = piece(self.gradients.flat())?.f_to_device(master.device())?;
+                let gradient = piece(&gradients)?.f_to_device(master.device())?;
                 let arguments = [
                     Value::Tensors(&[&master]),
                     Value::Tensors(&[&gradient]),
@@ -238,13 +308,14 @@ impl AdamW {
         Ok(())
     }
 
-    /// Rounds masters to weights.
+    /// Rounds masters to weights, and gets those of the other ranks.
     fn write_weights(&self, model: &Model) -> Result<()> {
-        for (start, length) in pieces(0, model.places().length) {
-            let master = self.state(Part::Master).f_narrow(0, start, length)?;
-            model.flat().f_narrow(0, start, length)?.f_copy_(&master.f_to_kind(self.rounded)?)?;
+        let weights = self.own(model.flat())?;
+        for (start, length) in pieces(0, weights.numel() as i64) {
+            let master = self.states[Part::Master as usize].f_narrow(0, start, length)?;
+            weights.f_narrow(0, start, length)?.f_copy_(&master.f_to_kind(self.rounded)?)?;
         }
-        Ok(())
+        self.ranks.as_ref().map_or(Ok(()), |ranks| locked(ranks).all_gather(model.flat()))
     }
 }
 
@@ -256,7 +327,10 @@ fn pieces(start: i64, end: i64) -> impl Iterator<Item = (i64, i64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::{Arc, Mutex};
+
     use crate::models::tests::{Family, config};
+    use crate::ranks::tests::on_ranks;
 
     const LR: f64 = 1e-2;
 
@@ -323,5 +397,40 @@ mod tests {
             (norms, Vec::<f32>::try_from(model.flat()).unwrap())
         });
         assert_eq!(here, there);
+    }
+
+    #[test]
+    fn ranks_move_the_weights_as_one_does() {
+        let mut model = Model::fresh(config(Family::Qwen3, true), 1, Kind::Float, Device::Cpu).unwrap();
+        let mut optimizer = AdamW::new(&mut model, Kind::BFloat16, options(1.0)).unwrap();
+        let expected = train(&mut model, &mut optimizer, 3);
+        let bits = |x: &Tensor| Vec::<f32>::try_from(x).unwrap();
+        for ranks in [2, 4] {
+            let found = on_ranks(ranks, |star| {
+                // Drawing weights takes the process's generator, and every rank starts from these.
+                let mut own = Model::fresh(config(Family::Qwen3, true), 1, Kind::Float, Device::Cpu).unwrap();
+                let shared: Ranks = Arc::new(Mutex::new(star));
+                let options = options(1.0);
+                let mut optimizer = AdamW::shared(&mut own, Kind::BFloat16, options, Some(&shared)).unwrap();
+                let elements = optimizer.states[0].numel() as i64;
+                // Each gives the whole gradient: the sum is so many times what one has, which clipping undoes.
+                let norms = train(&mut own, &mut optimizer, 3);
+                let state = Part::ALL.map(|part| bits(&optimizer.state(part).unwrap()));
+                (norms, bits(own.flat()), state, elements)
+            });
+            for (norms, weights, state, elements) in found {
+                assert_eq!(elements * ranks as i64, model.places().length);
+                for (norm, expected) in norms.iter().zip(&expected) {
+                    assert!((norm / expected / ranks as f64 - 1.0).abs() < 1e-6, "{norm}, {expected}");
+                }
+                let rounded = Tensor::from_slice(&state[0]).to_kind(Kind::BFloat16).to_kind(Kind::Float);
+                assert_eq!(weights, bits(&rounded), "{ranks} ranks");
+                for (found, part) in state.iter().zip(Part::ALL) {
+                    let expected = bits(&optimizer.state(part).unwrap());
+                    let apart = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                    assert!(apart < 1e-6, "{part:?}: {apart} apart");
+                }
+            }
+        }
     }
 }

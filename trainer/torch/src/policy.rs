@@ -10,6 +10,7 @@ use crate::head::{Chosen, Entropy, Scores, default_rows};
 use crate::loss::{self, PolicyTerms, Sequence, Tokens};
 use crate::models::Model;
 use crate::optimizer::{AdamW, AdamWOptions};
+use crate::ranks::Ranks;
 use crate::trained::{Trained, hidden};
 
 /// A model with the optimizer that moves it, and the models that it is compared with.
@@ -29,7 +30,17 @@ impl Policy {
     /// # Errors
     /// [`crate::Error::Input`] for kinds that do not go together.
     pub fn new(model: Model, published: Kind, options: AdamWOptions) -> Result<Policy> {
-        let trained = Trained::new(model, published, options)?;
+        Policy::shared(model, published, options, None)
+    }
+
+    /// The same, trained by several ranks together.
+    pub(crate) fn shared(
+        model: Model,
+        published: Kind,
+        options: AdamWOptions,
+        ranks: Option<&Ranks>,
+    ) -> Result<Policy> {
+        let trained = Trained::new(model, published, options, ranks)?;
         Ok(Policy { trained, reference: None, reference_moves: false, teacher: None, chunk: None })
     }
 

@@ -51,7 +51,7 @@ pub fn set_threads(count: usize) -> Result<()> {
 }
 
 /// Number of usable CUDA devices (at least 1), or why there is none. Probed once per process.
-fn cuda_devices() -> Result<usize, String> {
+pub(crate) fn cuda_devices() -> Result<usize, String> {
     static PROBE: OnceLock<Result<usize, String>> = OnceLock::new();
     PROBE
         .get_or_init(|| {

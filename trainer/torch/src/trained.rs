@@ -6,6 +6,7 @@ use crate::batch::Batch;
 use crate::error::{Error, Result};
 use crate::models::{Model, Pass};
 use crate::optimizer::{AdamW, AdamWOptions};
+use crate::ranks::Ranks;
 
 /// What policy and critic have in common.
 #[derive(Debug)]
@@ -16,9 +17,14 @@ pub(crate) struct Trained {
 }
 
 impl Trained {
-    /// Takes a model into training; its weights are rounded to `published`.
-    pub(crate) fn new(mut model: Model, published: Kind, options: AdamWOptions) -> Result<Trained> {
-        let optimizer = AdamW::new(&mut model, published, options)?;
+    /// Takes a model into training, with other ranks if there are any; its weights are rounded to `published`.
+    pub(crate) fn new(
+        mut model: Model,
+        published: Kind,
+        options: AdamWOptions,
+        ranks: Option<&Ranks>,
+    ) -> Result<Trained> {
+        let optimizer = AdamW::shared(&mut model, published, options, ranks)?;
         Ok(Trained { model, optimizer, recompute: false })
     }
 
@@ -37,8 +43,11 @@ impl Trained {
         model.backward(pass, &whole, &mut optimizer.gradients)
     }
 
-    /// Applies the gradients of a loss of this size, and returns their norm.
+    /// Applies the gradients of a loss, of which this is the rank's part, and returns their norm.
     pub(crate) fn apply(&mut self, loss: f64, lr: f64) -> Result<f64> {
+        let mut loss = [loss];
+        self.optimizer.sum(&mut loss)?;
+        let [loss] = loss;
         if !loss.is_finite() {
             return Err(Error::NotFinite { what: "loss", found: loss, step: self.optimizer.steps() });
         }

@@ -38,6 +38,7 @@ fn learner(learn: LearnOptions) -> Box<dyn Learner> {
         temperature: 1.0,
         num_threads: 1,
         device: "cpu".into(),
+        ranks: None,
     }))
 }
 

@@ -258,6 +258,13 @@ impl Config {
         self.num_key_value_heads * self.head_dim
     }
 
+    /// Floating-point operations of a training step (Chowdhery et al. 2022): of each token, and of each pair of
+    /// tokens of a sequence.
+    pub(crate) fn operations(&self) -> [f64; 2] {
+        let width = self.num_hidden_layers * self.num_attention_heads * self.head_dim;
+        [6.0 * self.elements() as f64, 6.0 * width as f64]
+    }
+
     /// Number of weights.
     #[must_use]
     pub fn elements(&self) -> i64 {

@@ -14,7 +14,9 @@ use crate::critic::Critic;
 use crate::error::{Result, input};
 use crate::loss::kl;
 use crate::models::Model;
+use crate::optimizer::AdamW;
 use crate::policy::Policy;
+use crate::ranks::share;
 
 /// Some samples in micro-batches.
 pub(crate) struct Packed {
@@ -37,7 +39,8 @@ struct Known {
     values: Vec<f32>,
 }
 
-/// Learns from a rollout, in one optimiser step or several. Log-probs are those at `temperature`.
+/// Learns from a rollout, in one optimiser step or several. Log-probs are those at `temperature`. Of several ranks
+/// each learns from its share of every step, and all return the figures of the whole.
 ///
 /// # Errors
 /// [`crate::Error::NotFinite`] for the first step whose loss or gradient is not finite: it and those after it are
@@ -49,7 +52,43 @@ pub(crate) fn learn(
     options: &LearnOptions,
     temperature: f64,
 ) -> Result<StepStats> {
-    let mut rollout = Rollout::cut(policy.model(), &batch.samples, options)?;
+    let mut stats = learn_own(policy, critic, batch, options, temperature)?;
+    let mut sums = sums(&mut stats).map(|sum| *sum);
+    policy.optimizer().sum(&mut sums)?;
+    self::sums(&mut stats).into_iter().zip(sums).for_each(|(own, all)| *own = all);
+    stats.log_prob_diff_max = policy.optimizer().largest(stats.log_prob_diff_max)?;
+    Ok(stats)
+}
+
+/// The figures that add up over ranks. The others are the same on all, or are compared.
+fn sums(stats: &mut StepStats) -> [&mut f64; 14] {
+    [
+        &mut stats.loss,
+        &mut stats.pg_clipfrac,
+        &mut stats.ppo_kl,
+        &mut stats.kl_loss,
+        &mut stats.tis_clipfrac,
+        &mut stats.mismatch_k3,
+        &mut stats.rs_clipfrac,
+        &mut stats.opsm_clipfrac,
+        &mut stats.kl,
+        &mut stats.opd_reverse_kl,
+        &mut stats.value_loss,
+        &mut stats.value_clipfrac,
+        &mut stats.entropy,
+        &mut stats.log_prob_diff_mean,
+    ]
+}
+
+/// [`learn`], with the figures of this rank's share.
+fn learn_own(
+    policy: &mut Policy,
+    critic: Option<&mut Critic>,
+    batch: &learner::Batch<'_>,
+    options: &LearnOptions,
+    temperature: f64,
+) -> Result<StepStats> {
+    let mut rollout = Rollout::cut(policy, &batch.samples, options)?;
     let mut stats = StepStats::default();
     rollout.look_back(policy, options, temperature)?;
     if options.per_token() {
@@ -63,7 +102,7 @@ pub(crate) fn learn(
                 policy.trained.onload()?;
                 taught?;
             }
-            _ => rollout.advantages(&known, options)?,
+            _ => rollout.advantages(&known, options, policy.optimizer())?,
         }
     }
     let waits = |critic: &CriticOptions| batch.rollout_id < critic.num_critic_only_steps;
@@ -82,12 +121,13 @@ pub(crate) fn learn(
 }
 
 impl<'a> Rollout<'a> {
-    fn cut(model: &Model, samples: &'a [learner::Sample<'a>], options: &LearnOptions) -> Result<Self> {
+    /// This rank's share of each step.
+    fn cut(policy: &Policy, samples: &'a [learner::Sample<'a>], options: &LearnOptions) -> Result<Self> {
         let ids: Vec<u64> = samples.iter().map(|sample| sample.rollout_id).collect();
         let steps = steps(&ids, options.global_batch_size.unwrap_or(usize::MAX));
         let steps = steps.into_iter().map(|chosen| {
             let some: Vec<_> = chosen.iter().map(|&index| samples[index]).collect();
-            let mut packed = pack(model, &some, options)?;
+            let mut packed = pack_share(policy.model(), &some, options, policy.optimizer().rank())?;
             for place in packed.chosen.iter_mut().flatten() {
                 *place = chosen[*place];
             }
@@ -157,7 +197,7 @@ impl<'a> Rollout<'a> {
     }
 
     /// The advantages of every trained token, and its return.
-    fn advantages(&mut self, known: &[Known], options: &LearnOptions) -> Result<()> {
+    fn advantages(&mut self, known: &[Known], options: &LearnOptions, optimizer: &AdamW) -> Result<()> {
         let samples = self.samples;
         let (mut all, mut returns, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
         for ((chosen, batch), known) in self.batches().zip(known) {
@@ -175,7 +215,7 @@ impl<'a> Rollout<'a> {
             lengths.push(start);
         }
         if options.normalizes() {
-            all = advantage::normalize(&all, &vec![1; all.len()]);
+            all = normalize(&all, |sums| optimizer.sum(sums))?;
         }
         let (mut all, mut returns) = (all.as_slice(), returns.as_slice());
         for ((_, batch), length) in self.batches().zip(lengths) {
@@ -205,7 +245,7 @@ impl<'a> Rollout<'a> {
             known.values = Vec::try_from(&values)?;
             batch.values = Some(values);
         }
-        self.advantages(known, options)?;
+        self.advantages(known, options, &critic.trained.optimizer)?;
         let schedule = of_critic.lr_schedule(options);
         for step in &self.steps {
             let lr = schedule.at(critic.trained.optimizer.steps());
@@ -213,6 +253,19 @@ impl<'a> Rollout<'a> {
         }
         Ok(())
     }
+}
+
+/// As [`advantage::normalize`] over the tokens of all ranks; `add_up` makes sums of all of this rank's.
+fn normalize(advantages: &[f32], add_up: impl Fn(&mut [f64]) -> Result<()>) -> Result<Vec<f32>> {
+    let sum = |f: &dyn Fn(f64) -> f64| advantages.iter().map(|&a| f(f64::from(a))).sum::<f64>();
+    let mut moments = [advantages.len() as f64, sum(&|a| a)];
+    add_up(&mut moments)?;
+    let [count, total] = moments;
+    let mean = total / count.max(1.0);
+    let mut squares = [sum(&|a| (a - mean) * (a - mean))];
+    add_up(&mut squares)?;
+    let scale = 1.0 / (squares[0] / (count - 1.0).max(1.0) + 1e-8).sqrt();
+    Ok(advantages.iter().map(|&a| ((f64::from(a) - mean) * scale) as f32).collect())
 }
 
 /// The teacher's log-probs `[M]` of a micro-batch's trained tokens, from the log.
@@ -236,6 +289,16 @@ fn logged(samples: &[learner::Sample<'_>], chosen: &[usize], like: &Tensor) -> R
 
 /// Samples as packed micro-batches of one optimiser step. Columns are read where they lie.
 pub(crate) fn pack(model: &Model, samples: &[learner::Sample<'_>], options: &LearnOptions) -> Result<Packed> {
+    pack_share(model, samples, options, (0, 1))
+}
+
+/// The share that one of so many ranks has of them.
+fn pack_share(
+    model: &Model,
+    samples: &[learner::Sample<'_>],
+    options: &LearnOptions,
+    (rank, ranks): (usize, usize),
+) -> Result<Packed> {
     let samples = samples.iter().map(|sample| Sample {
         tokens: sample.tokens,
         prompt_len: sample.prompt_len,
@@ -250,7 +313,11 @@ pub(crate) fn pack(model: &Model, samples: &[learner::Sample<'_>], options: &Lea
     let weights = token_weights(&samples, reduction);
     let lengths: Vec<_> = samples.iter().map(|sample| sample.tokens.len()).collect();
     let most = options.micro_batch_size.unwrap_or(usize::MAX);
-    let chosen = micro_batches(&lengths, options.max_tokens_per_gpu, most);
+    let operations = options.balance_data.then(|| model.config().operations());
+    let own = share(&lengths, ranks, operations).swap_remove(rank);
+    let own_lengths: Vec<_> = own.iter().map(|&index| lengths[index]).collect();
+    let mut chosen = micro_batches(&own_lengths, options.max_tokens_per_gpu, most);
+    chosen.iter_mut().flatten().for_each(|place| *place = own[*place]);
     let batch = |chosen: &Vec<usize>| {
         let some: Vec<_> = chosen.iter().map(|index| samples[*index]).collect();
         let some_weights: Vec<_> = chosen.iter().map(|index| weights[*index]).collect();

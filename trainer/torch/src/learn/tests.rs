@@ -1,3 +1,5 @@
+use std::sync::{Arc, Mutex};
+
 use driftless_buffer::Position;
 use driftless_trainer::{Estimator, Kl, KlPenalty, Opd, Tis, TisMode};
 use tch::{Device, Kind};
@@ -6,6 +8,8 @@ use super::*;
 use crate::config::Config;
 use crate::models::Family;
 use crate::optimizer::AdamWOptions;
+use crate::ranks::Ranks;
+use crate::ranks::tests::on_ranks;
 
 /// So large that a step of AdamW with this rate is the gradient itself.
 const EPS: f64 = 1e6;
@@ -211,11 +215,11 @@ fn advantages_by_token_are_made_of_what_the_models_say() {
         opd: Some(Opd { kl_coef: 0.5, teacher_load: None }),
         ..options()
     };
-    let mut rollout = Rollout::cut(policy.model(), &all, &options).unwrap();
+    let mut rollout = Rollout::cut(&policy, &all, &options).unwrap();
     let mut stats = StepStats::default();
     rollout.look_back(&policy, &options, TEMPERATURE).unwrap();
     let known = rollout.distances(&policy, &options, TEMPERATURE, &mut stats).unwrap();
-    rollout.advantages(&known, &options).unwrap();
+    rollout.advantages(&known, &options, policy.optimizer()).unwrap();
 
     // Sample by sample, in f64.
     let teacher = Policy::new(model(9), Kind::Float, AdamWOptions::default()).unwrap();
@@ -353,4 +357,60 @@ fn critic_that_is_written_is_one_that_is_loaded() {
     // It is no language model.
     let refused = Model::open(&dir.path().join("critic"), Kind::Float, Device::Cpu);
     assert!(matches!(refused, Err(crate::Error::Family { .. })));
+}
+
+/// What some steps on these generations came to: the figures of each, and the weights after them.
+type Learned = (Vec<StepStats>, Vec<f32>);
+
+fn learned(options: &LearnOptions, ranks: Option<&Ranks>) -> Learned {
+    let generations = generations();
+    let adamw = AdamWOptions { clip_grad: 0.5, ..AdamWOptions::default() };
+    let policy = Policy::shared(model(7), Kind::Float, adamw, ranks).unwrap();
+    let mut policy = policy.with_reference(model(8), false).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let mut taught = options.critic.as_ref().map(|_| {
+        critic(dir.path());
+        let trunk = Model::open_critic(dir.path(), Kind::Float, Device::Cpu).unwrap();
+        Critic::shared(trunk, Kind::Float, adamw, ranks).unwrap()
+    });
+    let step =
+        |_| learn(&mut policy, taught.as_mut(), &rollout(whole(&generations)), options, TEMPERATURE).unwrap();
+    let stats = (0..2).map(step).collect();
+    (stats, weights(&policy))
+}
+
+#[test]
+fn ranks_learn_what_one_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_, ppo) = critic(dir.path());
+    let kl_loss = Some(KlPenalty { kind: Kl::K3, coef: 0.2, ref_load: None });
+    let cases = [
+        LearnOptions { kl_loss, entropy_coef: 0.05, balance_data: true, ..options() },
+        LearnOptions { advantage_estimator: Estimator::Gspo, global_batch_size: Some(2), ..options() },
+        LearnOptions { normalize_advantages: true, ..ppo },
+    ];
+    for options in cases {
+        let (expected, weights) = learned(&options, None);
+        // More ranks than samples leave some without any.
+        for ranks in [2, 4, 5] {
+            let found = on_ranks(ranks, |star| {
+                let ranks: Ranks = Arc::new(Mutex::new(star));
+                learned(&options, Some(&ranks))
+            });
+            for (stats, own) in found {
+                let apart = own.iter().zip(&weights).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(apart < 1e-6, "{ranks} ranks: weights {apart} apart, {options:?}");
+                for (mut found, mut expected) in stats.into_iter().zip(expected.iter().copied()) {
+                    let norms = (found.grad_norm / expected.grad_norm - 1.0).abs();
+                    assert!(norms < 1e-5, "{ranks} ranks: gradient norms {norms} apart");
+                    let furthest = (found.log_prob_diff_max - expected.log_prob_diff_max).abs();
+                    assert!(furthest < 1e-6, "{ranks} ranks: {furthest}");
+                    for (found, expected) in sums(&mut found).into_iter().zip(sums(&mut expected)) {
+                        let apart = (*found - *expected).abs();
+                        assert!(apart < 1e-6, "{ranks} ranks: {found} {expected}, {options:?}");
+                    }
+                }
+            }
+        }
+    }
 }

@@ -1,14 +1,15 @@
-//! NCCL, opened from the very file that the engines' torch uses.
+//! NCCL, opened from the very file that torch uses: that of the engines, or that of a learner.
 //!
 //! The crate `cudarc` brings the types; its own loader looks for names that the Python wheels do not have,
 //! and cannot be given a path.
+#![allow(unsafe_code, reason = "NCCL is foreign functions on raw addresses")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUstream;
-use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclDataType_t, ncclResult_t, ncclUniqueId};
+use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 
 use crate::error::{Error, Result};
 
@@ -34,30 +35,52 @@ type Broadcast = unsafe extern "C" fn(
     ncclComm_t,
     CUstream,
 ) -> ncclResult_t;
+type ReduceScatter = unsafe extern "C" fn(
+    *const c_void,
+    *mut c_void,
+    usize,
+    ncclDataType_t,
+    ncclRedOp_t,
+    ncclComm_t,
+    CUstream,
+) -> ncclResult_t;
+type AllGather = unsafe extern "C" fn(
+    *const c_void,
+    *mut c_void,
+    usize,
+    ncclDataType_t,
+    ncclComm_t,
+    CUstream,
+) -> ncclResult_t;
 type GetLastError = unsafe extern "C" fn(ncclComm_t) -> *const c_char;
 
 /// An open NCCL.
 #[derive(Debug)]
-pub(super) struct Library {
+pub struct Nccl {
     path: PathBuf,
-    /// Major, minor, patch.
-    pub(super) version: [u32; 3],
+    version: [u32; 3],
     get_unique_id: GetUniqueId,
     comm_init_rank_config: CommInitRankConfig,
     comm_get_async_error: CommGetAsyncError,
     comm_abort: CommAbort,
     broadcast: Broadcast,
+    reduce_scatter: ReduceScatter,
+    all_gather: AllGather,
     get_last_error: GetLastError,
     /// Keeps the functions above where they are.
     _handle: libloading::Library,
 }
 
-impl Library {
-    /// Opens the library at `path`, and refuses another version than `expected`, if one is.
-    pub(super) fn open(path: &Path, expected: Option<[u32; 3]>) -> Result<Arc<Self>> {
-        let fail = |what: &str, source: libloading::Error| Error::Root {
+impl Nccl {
+    /// Opens the library at `path`, and refuses another version than `expected`, if one is. A bare name finds
+    /// the one that is open already, or that the loader finds.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`] when it is missing, not NCCL, or has another version.
+    pub fn open(path: &Path, expected: Option<[u32; 3]>) -> Result<Arc<Self>> {
+        let fail = |what: &str, source: libloading::Error| Error::Nccl {
             what: format!(
-                "{what} {}; give the libnccl.so.2 that the engine's torch uses (site-packages/nvidia/nccl/lib)",
+                "{what} {}; give the libnccl.so.2 that torch uses (site-packages/nvidia/nccl/lib)",
                 path.display()
             ),
             source: source.into(),
@@ -83,7 +106,7 @@ impl Library {
         let version = version_of(code);
         if let Some(expected) = expected.filter(|expected| *expected != version) {
             let dotted = |version: [u32; 3]| version.map(|part| part.to_string()).join(".");
-            return Err(Error::Root {
+            return Err(Error::Nccl {
                 what: format!("the library {}; nothing was posted", path.display()),
                 source: format!(
                     "expected NCCL {}, as the engine's torch has it, found {}",
@@ -101,13 +124,23 @@ impl Library {
             comm_get_async_error: symbol!(b"ncclCommGetAsyncError", CommGetAsyncError),
             comm_abort: symbol!(b"ncclCommAbort", CommAbort),
             broadcast: symbol!(b"ncclBroadcast", Broadcast),
+            reduce_scatter: symbol!(b"ncclReduceScatter", ReduceScatter),
+            all_gather: symbol!(b"ncclAllGather", AllGather),
             get_last_error: symbol!(b"ncclGetLastError", GetLastError),
             _handle: handle,
         }))
     }
 
+    /// Major, minor, patch.
+    pub fn version(&self) -> [u32; 3] {
+        self.version
+    }
+
     /// A new id, under which the ranks of one communicator find each other.
-    pub(super) fn unique_id(&self) -> Result<[u8; 128]> {
+    ///
+    /// # Errors
+    /// [`Error::Nccl`] if there is no network interface, for instance.
+    pub fn unique_id(&self) -> Result<[u8; 128]> {
         let mut id = ncclUniqueId { internal: [0; 128] };
         // SAFETY: the pointer is to a local that outlives the call.
         check("ncclGetUniqueId", unsafe { (self.get_unique_id)(&raw mut id) })?;
@@ -115,24 +148,30 @@ impl Library {
     }
 }
 
-/// Rank 0's end of a communicator. Its calls do not wait for peers: they begin something, and
-/// [`Comm::settled`] says whether that has ended.
+/// A rank's end of a communicator. Its calls do not wait for peers: they begin something, and
+/// [`Communicator::settled`] says whether that has ended. Dropping it aborts what has not.
 #[derive(Debug)]
-pub(super) struct Comm {
-    library: Arc<Library>,
+pub struct Communicator {
+    library: Arc<Nccl>,
     comm: ncclComm_t,
 }
 
 // SAFETY: NCCL binds a communicator to a device, not to a thread; `&mut` keeps two threads from using it at
 // once.
-unsafe impl Send for Comm {}
+unsafe impl Send for Communicator {}
 
-impl Comm {
-    /// Begins to join `world` ranks as rank 0, on the current device.
-    pub(super) fn join(library: &Arc<Library>, id: [u8; 128], world: u32) -> Result<Self> {
+impl Communicator {
+    /// Begins to join `world` ranks as `rank`, on the current device.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`] for more ranks than it counts, or if it refuses at once.
+    pub fn join(library: &Arc<Nccl>, id: [u8; 128], rank: u32, world: u32) -> Result<Self> {
         let internal = id.map(|byte| byte as c_char);
-        let world = c_int::try_from(world)
-            .map_err(|error| Error::Root { what: format!("{world} ranks"), source: error.into() })?;
+        let count = |ranks: u32| {
+            c_int::try_from(ranks)
+                .map_err(|error| Error::Nccl { what: format!("{ranks} ranks"), source: error.into() })
+        };
+        let (rank, world) = (count(rank)?, count(world)?);
         let mut config = config();
         let mut comm = std::ptr::null_mut();
         // SAFETY: the pointers are to locals that outlive the call, which copies the configuration.
@@ -141,7 +180,7 @@ impl Comm {
                 &raw mut comm,
                 world,
                 ncclUniqueId { internal },
-                0,
+                rank,
                 &raw mut config,
             )
         };
@@ -153,8 +192,11 @@ impl Comm {
         Ok(joining)
     }
 
-    /// Whether what was begun has ended: everyone has joined, or a broadcast is in the stream.
-    pub(super) fn settled(&mut self) -> Result<bool> {
+    /// Whether what was begun has ended: everyone has joined, or a transfer is in the stream.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`] when it never will.
+    pub fn settled(&mut self) -> Result<bool> {
         let mut state = ncclResult_t::ncclSuccess;
         // SAFETY: the communicator is alive until this value is dropped, and the pointer is to a local.
         let asked = unsafe { (self.library.comm_get_async_error)(self.comm, &raw mut state) };
@@ -165,19 +207,67 @@ impl Comm {
         }
     }
 
-    /// Begins to broadcast bytes of device memory to every rank.
+    /// Begins to broadcast bytes of device memory from rank 0 to every rank.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`] if it refuses at once.
     ///
     /// # Safety
     /// `length` bytes at `address` are memory of the communicator's device, and stay as they are until the
     /// stream has passed this point or this value is dropped. `stream` is alive that long, and of that
     /// device.
-    pub(super) unsafe fn broadcast(&mut self, address: u64, length: usize, stream: CUstream) -> Result<()> {
+    pub unsafe fn broadcast(&mut self, address: u64, length: usize, stream: CUstream) -> Result<()> {
         let bytes = address as *mut c_void;
         let kind = ncclDataType_t::ncclUint8;
         // SAFETY: the caller's promise; the communicator is alive. In place: root's receive buffer is its
         // send buffer.
         let begun = unsafe { (self.library.broadcast)(bytes, bytes, length, kind, 0, self.comm, stream) };
         self.begun("ncclBroadcast", begun)
+    }
+
+    /// Begins to add up f32 of all ranks: of the world's equal parts at `address`, of `count` elements each,
+    /// this rank's becomes the sum.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`] if it refuses at once.
+    ///
+    /// # Safety
+    /// As for [`Communicator::broadcast`], of the `world × count` elements, which nothing else looks at
+    /// meanwhile. `rank` is this one.
+    pub unsafe fn reduce_scatter(
+        &mut self,
+        address: u64,
+        count: usize,
+        rank: usize,
+        stream: CUstream,
+    ) -> Result<()> {
+        let (all, own) = (address as *const c_void, (address + (4 * rank * count) as u64) as *mut c_void);
+        let (kind, sum) = (ncclDataType_t::ncclFloat32, ncclRedOp_t::ncclSum);
+        // SAFETY: the caller's promise; the communicator is alive. In place: the part is within the whole.
+        let begun = unsafe { (self.library.reduce_scatter)(all, own, count, kind, sum, self.comm, stream) };
+        self.begun("ncclReduceScatter", begun)
+    }
+
+    /// Begins to give every rank the others' parts: of the world's equal parts at `address`, of `bytes` each,
+    /// each becomes that of the rank whose it is.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`] if it refuses at once.
+    ///
+    /// # Safety
+    /// As for [`Communicator::reduce_scatter`].
+    pub unsafe fn all_gather(
+        &mut self,
+        address: u64,
+        bytes: usize,
+        rank: usize,
+        stream: CUstream,
+    ) -> Result<()> {
+        let (all, own) = (address as *mut c_void, (address + (rank * bytes) as u64) as *const c_void);
+        let kind = ncclDataType_t::ncclUint8;
+        // SAFETY: the caller's promise; the communicator is alive. In place: the part is within the whole.
+        let begun = unsafe { (self.library.all_gather)(own, all, bytes, kind, self.comm, stream) };
+        self.begun("ncclAllGather", begun)
     }
 
     /// A call that has begun, or ended, well.
@@ -195,7 +285,7 @@ impl Comm {
     }
 }
 
-impl Drop for Comm {
+impl Drop for Communicator {
     fn drop(&mut self) {
         // SAFETY: it is alive, and nothing uses it after this. Aborting ends whatever it still does; a
         // failure leaves nothing to be done.
@@ -240,7 +330,7 @@ fn check(call: &str, result: ncclResult_t) -> Result<()> {
 }
 
 fn failed(call: &str, result: ncclResult_t, text: &str) -> Error {
-    Error::Root { what: format!("{call} failed"), source: format!("{result:?}: {text}").into() }
+    Error::Nccl { what: format!("{call} failed"), source: format!("{result:?}: {text}").into() }
 }
 
 #[cfg(test)]
@@ -256,10 +346,10 @@ mod tests {
 
     #[test]
     fn a_library_that_is_none_is_an_error() {
-        let missing = Library::open(Path::new("/nowhere/libnccl.so.2"), None).unwrap_err();
+        let missing = Nccl::open(Path::new("/nowhere/libnccl.so.2"), None).unwrap_err();
         assert!(missing.to_string().contains("/nowhere/libnccl.so.2"), "{missing}");
         // A shared library that every Linux process has, and that is not NCCL.
-        let other = Library::open(Path::new("libc.so.6"), None).unwrap_err();
+        let other = Nccl::open(Path::new("libc.so.6"), None).unwrap_err();
         assert!(other.to_string().contains("not an NCCL"), "{other}");
     }
 }

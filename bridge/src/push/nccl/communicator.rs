@@ -5,8 +5,6 @@
 //! has not.
 #![allow(unsafe_code, reason = "NCCL and the CUDA driver are foreign functions on raw addresses")]
 
-mod library;
-
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,9 +12,9 @@ use std::sync::Arc;
 use cudarc::driver::CudaEvent;
 use derive_setters::Setters;
 
-use self::library::{Comm, Library};
 use super::{Meeting, Root};
 use crate::error::{Error, Result};
+use crate::nccl::{Communicator, Nccl};
 use crate::push::device::{Device, cuda};
 use crate::push::{Bucket, Weights};
 
@@ -50,12 +48,12 @@ impl NcclOptions {
 #[derive(Debug)]
 pub struct NcclRoot {
     // Dropped first: it aborts what still reads the device's memory.
-    comm: Option<Comm>,
+    comm: Option<Communicator>,
     /// Broadcasts that NCCL has not taken yet, in order.
     queue: VecDeque<Sending>,
     /// Recorded behind the last broadcast of each slot.
     ends: [Option<CudaEvent>; 2],
-    library: Arc<Library>,
+    library: Arc<Nccl>,
     device: Device,
     cumem: bool,
 }
@@ -73,9 +71,9 @@ impl NcclRoot {
     /// Opens the library and the device. No peer hears of it.
     ///
     /// # Errors
-    /// [`Error::Root`] when either is missing, or the library has another version.
+    /// [`Error::Nccl`] when the library is missing or has another version, [`Error::Root`] without a device.
     pub fn open(options: &NcclOptions) -> Result<Self> {
-        let library = Library::open(&options.library, options.version)?;
+        let library = Nccl::open(&options.library, options.version)?;
         let device = Device::open(options.device)?;
         Ok(Self {
             comm: None,
@@ -89,10 +87,10 @@ impl NcclRoot {
 
     /// NCCL's version: major, minor, patch.
     pub fn version(&self) -> [u32; 3] {
-        self.library.version
+        self.library.version()
     }
 
-    fn comm(&mut self) -> Result<&mut Comm> {
+    fn comm(&mut self) -> Result<&mut Communicator> {
         let missing =
             || Error::Root { what: "no communicator".into(), source: "the group was given up".into() };
         self.comm.as_mut().ok_or_else(missing)
@@ -144,7 +142,7 @@ impl Root for NcclRoot {
         // by torch, and the device.
         let key = format!("/{0}/{0}//cuda//0", meeting.group);
         meeting.rendezvous.set(&key, &id)?;
-        self.comm = Some(Comm::join(&self.library, id, meeting.world)?);
+        self.comm = Some(Communicator::join(&self.library, id, 0, meeting.world)?);
         Ok(())
     }
 

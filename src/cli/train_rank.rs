@@ -1,0 +1,75 @@
+//! `driftless train-rank`: a process that `driftless train` starts for each GPU but the first.
+
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::numbers;
+use crate::cli::shared::output::Output;
+use driftless::torch::{RankOptions, TorchOptions, serve_rank};
+use driftless::trainer::LearnOptions;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// What the loop says where its socket is with.
+const LOOP: &str = "DRIFTLESS_LEARNER_SOCKET";
+
+#[derive(clap::Args)]
+#[command(hide = true)]
+pub(crate) struct Args {
+    /// How many ranks there are.
+    #[arg(long, value_parser = numbers::count::<usize>())]
+    ranks: usize,
+    /// As for `driftless train`.
+    #[arg(long)]
+    device: String,
+    /// As for `driftless train`.
+    #[arg(long, value_parser = numbers::count::<usize>())]
+    num_threads: usize,
+    /// As for `driftless train`.
+    #[arg(long, value_name = "SECONDS", value_parser = numbers::deadline())]
+    learner_deadline: u64,
+    /// This one, from 1 on.
+    rank: usize,
+    /// Where the ranks meet.
+    socket: PathBuf,
+    /// Where the training checkpoints are.
+    checkpoints: PathBuf,
+}
+
+/// The command that starts ranks as this program, but for what differs between them.
+/// Without `--die-with-parent`: that is the thread which starts a rank, and that ends before the rank has to. A rank
+/// sees the end of its connections instead.
+pub(crate) fn options(
+    ranks: usize,
+    device: &str,
+    num_threads: usize,
+    learner_deadline: u64,
+) -> Result<RankOptions> {
+    let program = std::env::current_exe();
+    let program = program.map_err(|source| Error::Io { path: PathBuf::from("/proc/self/exe"), source })?;
+    let program = program.display().to_string().replace('\'', r"'\''");
+    let command = format!(
+        "exec '{program}' train-rank --ranks {ranks} --device {device} \
+         --num-threads {num_threads} --learner-deadline {learner_deadline}"
+    );
+    Ok(RankOptions { ranks, command, deadline: Duration::from_secs(learner_deadline) })
+}
+
+pub(crate) fn run(args: Args, _: Output) -> Result<()> {
+    let Some(socket) = std::env::var_os(LOOP) else {
+        return Err(Error::Usage {
+            what: "driftless train-rank".to_owned(),
+            expected: format!(
+                "to be started by `driftless train --actor-num-gpus-per-node`, which sets {LOOP}"
+            ),
+            found: "none".to_owned(),
+        });
+    };
+    let ranks = options(args.ranks, &args.device, args.num_threads, args.learner_deadline)?;
+    let options = TorchOptions {
+        learn: LearnOptions::default(),
+        temperature: 1.0,
+        num_threads: args.num_threads,
+        device: args.device.clone(),
+        ranks: Some(ranks),
+    };
+    Ok(serve_rank(&PathBuf::from(socket), &options, args.rank, &args.socket, &args.checkpoints)?)
+}
