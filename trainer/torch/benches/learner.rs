@@ -1,8 +1,10 @@
-//! One optimiser step of Qwen3 shapes: tokens a second and MFU; and CUDA against the CPU.
+//! One optimiser step of Qwen3 shapes: tokens a second and MFU, on one GPU and on several; and CUDA against the
+//! CPU.
 //!
 //! ```sh
 //! cargo bench -p driftless-torch --bench learner -- speed --shapes 0.6b --lengths 2x4096 --device cuda:0
 //! cargo bench -p driftless-torch --bench learner -- check --device cuda:0
+//! cargo bench -p driftless-torch --bench learner -- ranks --ranks 2 --shapes 0.6b --lengths mixed:65536 --device cuda --dir /tmp/ranks
 //! ```
 
 #![allow(
@@ -11,13 +13,17 @@
     reason = "a bench fails by panicking, and prints its figures"
 )]
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use driftless_buffer::{Identity, Log, Options, Position, Record, Scalars};
 use driftless_torch::{
-    AdamWOptions, Batch, Config, Family, Model, Policy, Reduction, Sample, device, set_threads, token_weights,
+    AdamWOptions, Batch, Config, Family, Model, Policy, RankOptions, Reduction, Sample, SftOptions, SftTask,
+    TorchLearner, TorchOptions, device, serve_rank, set_threads, sft, token_weights,
 };
 use driftless_trainer::LearnOptions;
+use driftless_trainer::learner::{self, Learner as _, Place, StepStats, Stepped};
 use tch::{Cuda, Device, Kind, Tensor};
 
 /// Dense bf16 operations a second of an H100 or H200.
@@ -94,11 +100,14 @@ fn batch(lengths: &[usize], vocabulary: i64, device: Device) -> Batch {
     rows(0, lengths, vocabulary, device)
 }
 
-/// The same, the first of them being number `first`: what a sequence is made of depends on its number.
+/// What a sequence is made of depends on its number. One more than is read, since the last is only predicted.
+fn tokens(row: usize, length: usize, vocabulary: i64) -> Vec<i32> {
+    (0..=length).map(|place| ((row * 7919 + place * 104_729 + 13) as i64 % vocabulary) as i32).collect()
+}
+
+/// The same, the first of them being number `first`.
 fn rows(first: usize, lengths: &[usize], vocabulary: i64, device: Device) -> Batch {
-    let token = |row: usize, place: usize| ((row * 7919 + place * 104_729 + 13) as i64 % vocabulary) as i32;
-    // One more than is read, since the last is only predicted.
-    let row = |(row, &length): (usize, &usize)| (0..=length).map(|place| token(first + row, place)).collect();
+    let row = |(row, &length): (usize, &usize)| tokens(first + row, length, vocabulary);
     let rows: Vec<Vec<i32>> = lengths.iter().enumerate().map(row).collect();
     let log_probs: Vec<Vec<f32>> = lengths.iter().map(|&length| vec![-12.0; length]).collect();
     let samples: Vec<Sample<'_>> = rows
@@ -254,11 +263,127 @@ fn check(arguments: &Arguments) {
     }
 }
 
+/// A checkpoint of fresh weights in `dir`, unless it is there.
+fn checkpoint(dir: &Path, config: Config, dtype: Kind, device: &str) {
+    let options = SftOptions {
+        task: SftTask::Arithmetic,
+        config,
+        hf_checkpoint: None,
+        load: None,
+        save: None,
+        save_hf: dir.to_owned(),
+        dtype: Some(dtype),
+        steps: 1,
+        stop_loss: None,
+        batch_size: 4,
+        lr: 1e-5,
+        seed: SEED as u64,
+        num_threads: 2,
+        device: device.to_owned(),
+    };
+    if !dir.join("config.json").exists() {
+        sft(&options, |_, _| {}).unwrap();
+    }
+}
+
+/// Sequences of these lengths in a log of their own.
+fn logged(dir: &Path, lengths: &[usize], vocabulary: i64) -> (Log, Vec<Record>) {
+    let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+    let log = Log::open(dir, Options::new(identity)).unwrap();
+    for (row, &length) in lengths.iter().enumerate() {
+        let sample = driftless_buffer::Sample {
+            scalars: Scalars { sample_id: row as u64, ..Scalars::default() },
+            prompt_len: 1,
+            tokens: &tokens(row, length, vocabulary),
+            log_probs: &vec![-12.0; length],
+            loss_mask: &vec![1; length],
+            ..driftless_buffer::Sample::default()
+        };
+        log.append(&sample).unwrap().wait().unwrap();
+    }
+    let records = log.reader().iter(Position(0)).map(Result::unwrap).collect();
+    (log, records)
+}
+
+fn options(arguments: &Arguments) -> TorchOptions {
+    let ranks: usize = arguments.get("ranks", "1").parse().unwrap();
+    let device = arguments.get("device", "cpu");
+    let program = std::env::current_exe().unwrap();
+    let command = format!("exec '{}' rank --ranks {ranks} --device {device}", program.display());
+    TorchOptions {
+        learn: LearnOptions { balance_data: true, entropy_coef: 0.01, lr: 1e-5, ..LearnOptions::default() },
+        temperature: 1.0,
+        num_threads: 2,
+        device: if ranks == 1 && device == "cuda" { "cuda:0".into() } else { device },
+        ranks: (ranks > 1).then(|| RankOptions { ranks, command, deadline: Duration::from_secs(120) }),
+    }
+}
+
+/// Steps of the loop's learner on so many GPUs; prints each step's figures, for comparison between numbers of them.
+fn ranks(arguments: &Arguments) {
+    let options = options(arguments);
+    let (dir, text) = (PathBuf::from(arguments.get("dir", "ranks")), arguments.get("lengths", "4x64"));
+    let (size, steps) = (arguments.get("shapes", "tiny"), arguments.get("steps", "6").parse().unwrap());
+    let dtype = if arguments.get("dtype", "bfloat16") == "float32" { Kind::Float } else { Kind::BFloat16 };
+    let (config, count) = (shapes(&size), arguments.get("ranks", "1"));
+    let hf_checkpoint = dir.join(format!("{size}-{dtype:?}"));
+    let first = if options.device == "cpu" { "cpu" } else { "cuda:0" };
+    checkpoint(&hf_checkpoint, config.clone(), dtype, first);
+    let lengths = lengths(&text);
+    let own = dir.join(format!("{size}-{dtype:?}-{text}-{count}"));
+    let (_log, records) = logged(&own.join("log"), &lengths, config.vocab_size);
+    let place = Place {
+        save: own.join("save"),
+        hf_checkpoint,
+        log: own.join("log"),
+        store: own.join("store").display().to_string(),
+        run: "bench".into(),
+        run_id: "01".repeat(16),
+        model: "policy",
+        baseline: own.join("baseline"),
+        keep: 1,
+    };
+    let mut learner = TorchLearner::new(options);
+    learner.load(&place).unwrap();
+    let sample = |(at, record)| learner::Sample::of(record, if at % 2 == 0 { 1.0 } else { -0.5 });
+    let mut batch =
+        learner::Batch { rollout_id: 0, samples: records.iter().enumerate().map(sample).collect() };
+    let mut seen: Vec<StepStats> = Vec::new();
+    let seconds = median(Device::Cpu, steps, || {
+        let Stepped::Done(stats) = learner.step(&batch).unwrap() else { panic!("a step that is not finite") };
+        batch.rollout_id += 1;
+        seen.push(stats);
+    });
+    for (step, stats) in seen.iter().enumerate() {
+        let StepStats { loss, grad_norm, entropy, log_prob_diff_mean, .. } = stats;
+        println!(
+            "step {step}: loss {loss:.9} grad_norm {grad_norm:.9} entropy {entropy:.9} diff {log_prob_diff_mean:.9}"
+        );
+    }
+    let tokens = lengths.iter().sum::<usize>() as f64;
+    println!(
+        "driftless {size} {text} ({} sequences, {tokens} tokens), {dtype:?}, {count} ranks: {:.0} tok/s, step {:.1} ms",
+        lengths.len(),
+        tokens / seconds,
+        1e3 * seconds
+    );
+}
+
+/// A rank that [`ranks`] has started.
+fn rank(arguments: &Arguments) {
+    let [.., rank, socket, checkpoints] = arguments.0.as_slice() else { panic!("a rank, and two paths") };
+    let told = std::env::var_os("DRIFTLESS_LEARNER_SOCKET").unwrap();
+    let (options, rank) = (options(arguments), rank.parse().unwrap());
+    serve_rank(Path::new(&told), &options, rank, Path::new(socket), Path::new(checkpoints)).unwrap();
+}
+
 fn main() {
     let arguments = Arguments(std::env::args().skip(1).collect());
     match arguments.0.iter().find(|argument| !argument.starts_with("--")).map(String::as_str) {
         Some("speed") => speed(&arguments),
         Some("check") => check(&arguments),
+        Some("ranks") => ranks(&arguments),
+        Some("rank") => rank(&arguments),
         // What `cargo test --benches` and a bare `cargo bench` run: a glance on the CPU.
         _ => speed(&arguments),
     }
