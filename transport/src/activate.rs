@@ -42,7 +42,8 @@ impl Limit {
 /// What an engine has to serve.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a> {
-    /// The directory, verified against the manifest; its bytes stay as they are until the call returns.
+    /// The directory, verified against the manifest; its bytes stay as they are until the call returns. Where
+    /// [`Activate::waits`], they may still be written.
     pub checkpoint: &'a Checkpoint,
     /// The version string to give to the engine: `<first 12 hex digits of the run id>:<version>`.
     pub label: &'a str,
@@ -84,6 +85,12 @@ pub trait Activate: Send {
     /// Whatever went wrong. The engine may then serve anything or nothing; it is asked again and activated
     /// again.
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError>;
+
+    /// Whether an activation waits by itself ([`Checkpoint::wait`]) for the bytes of the checkpoint, and for
+    /// an engine to load them; meanwhile it may patch the engine.
+    fn waits(&self) -> bool {
+        false
+    }
 
     /// Whether the engine was paused when the last of these calls ended, by the follower or by others.
     fn is_paused(&self) -> bool {

@@ -7,11 +7,15 @@
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
 
 use driftless_store::wait::Stop;
-use driftless_store::{Error as StoreError, Memory, Store};
+use driftless_store::{BoxError, Error as StoreError, Memory, Store};
+use driftless_transport::activate::{Activate, Activated, Target};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::follow::FollowerOptions;
 use driftless_transport::publish::{Mode, Start};
@@ -25,7 +29,7 @@ use driftless_testkit::publications::{
 const POINTS: [&str; 5] = ["follow.fetch", "follow.journal", "follow.apply", "follow.sync", "follow.marker"];
 
 /// A run whose version 1 is a delta that changes most tensors, a file, and removes and adds one; version 2 is
-/// another tensor table.
+/// another tensor table, and version 3 a delta of nothing but tensors.
 struct Fixture {
     run: Run,
     versions: Vec<Weights>,
@@ -52,10 +56,15 @@ fn fixture() -> Fixture {
     publisher.publish(&delta, step(1), Mode::Delta).unwrap();
     let mut full = Weights::small(5);
     full.remove("g.up");
+    // Of a type that plugins are offered nothing of.
+    full.remove("f.ids");
     full.file("merges.txt", b"a b");
     publisher.publish(&full, step(2), Mode::Full).unwrap();
+    let mut last = full.clone();
+    last.step(3, 20);
+    publisher.publish(&last, step(3), Mode::Delta).unwrap();
     let run = Run::open(store, RUN).unwrap();
-    Fixture { run, versions: vec![base, delta, full], reference, dir, _turn: turn }
+    Fixture { run, versions: vec![base, delta, full, last], reference, dir, _turn: turn }
 }
 
 impl Fixture {
@@ -132,6 +141,150 @@ fn a_crash_at_every_step_leaves_the_old_or_the_new_version() {
             assert!(crashes > 0 || adopted, "{point} was never reached from {from:?} to {to}");
         }
     }
+}
+
+impl Fixture {
+    /// A directory of plugins, with a rank in it.
+    fn plugins(&self) -> PathBuf {
+        let dir = self.dir.path().join("plugins");
+        if !dir.exists() {
+            fs::create_dir(&dir).unwrap();
+            fs::set_permissions(&dir, fs::Permissions::from_mode(0o700)).unwrap();
+            fs::write(dir.join("rank-30000-0.json"), "{}").unwrap();
+        }
+        dir
+    }
+
+    /// A replica whose versions are there once they were offered.
+    fn offering(&self, dir: &Path) -> Replica {
+        let mut replica = Replica::open(dir).unwrap();
+        replica.set_plugin_dir(self.plugins());
+        replica.offer_first();
+        replica
+    }
+}
+
+#[test]
+fn a_crash_behind_an_offer_leaves_the_new_version() {
+    let fixture = fixture();
+    for point in &POINTS[1..] {
+        let mut crashes = 0;
+        for passed in 0.. {
+            let dir = fixture.prepared(&format!("offered-{point}-{passed}"), Some(2));
+            fail::cfg(*point, &format!("{passed}*off->return")).unwrap();
+            let mut replica = fixture.offering(&dir);
+            let outcome = fixture.advance(&mut replica, 3);
+            drop(replica);
+            fail::remove(*point);
+            if outcome.is_ok() {
+                break;
+            }
+            crashes += 1;
+            let versions = [2, 3].map(|version: usize| Some(&fixture.versions[version]));
+            let loads = assert_loads_whole_or_not(&dir, &versions);
+            assert_eq!(loads, *point != "follow.apply", "{point}, {passed}");
+            fixture.assert_at(&dir, Some(3));
+        }
+        assert!(crashes > 0, "{point} was never reached");
+    }
+    // The same replica finishes it, too.
+    let dir = fixture.prepared("offered", Some(2));
+    let mut replica = fixture.offering(&dir);
+    fail::cfg("follow.apply", "1*off->return").unwrap();
+    fixture.advance(&mut replica, 3).unwrap_err();
+    assert!(matches!(replica.checkpoint(), Err(Error::NothingApplied { .. })));
+    fail::remove("follow.apply");
+    fixture.advance(&mut replica, 3).unwrap();
+    fixture.assert_holds(&replica, Some(3));
+    assert_eq!(fs::read_dir(fixture.plugins()).unwrap().count(), 2, "a rank, and the offer");
+}
+
+/// An engine that takes a version, and what it saw of it.
+struct Taking {
+    waits: bool,
+    /// Label, and whether the bytes were there.
+    seen: Sender<(String, Option<bool>)>,
+    serving: Option<String>,
+}
+
+impl Activate for Taking {
+    fn name(&self) -> String {
+        format!("waits: {}", self.waits)
+    }
+
+    fn serving(&mut self) -> Result<Option<String>, BoxError> {
+        Ok(self.serving.clone())
+    }
+
+    fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
+        self.seen.send((target.label.to_owned(), target.checkpoint.is_written()))?;
+        self.serving = Some(target.label.to_owned());
+        Ok(Activated::default())
+    }
+
+    fn waits(&self) -> bool {
+        self.waits
+    }
+}
+
+#[test]
+fn an_engine_that_waits_by_itself_has_a_version_before_its_files_do() {
+    let fixture = fixture();
+    for waits in [true, false] {
+        let name = format!("host-{waits}");
+        let mut options = FollowerOptions::new(RUN, fixture.prepared(&name, Some(2)), "host");
+        options.model = MODEL.to_owned();
+        options.plugin_dir = Some(fixture.plugins());
+        let dir = options.checkpoint_dir.clone();
+        let (seen, saw) = channel();
+        let engine = Taking { waits, seen, serving: None };
+        let follower = Follower::open(fixture.run.store().clone(), options, vec![Box::new(engine)]).unwrap();
+        follower.prepare(Some(Version(2))).unwrap();
+        if waits {
+            fail::cfg("follow.apply", "pause").unwrap();
+        }
+        let prepared = follower.prepare(Some(Version(3))).unwrap();
+        assert_eq!(prepared.version, Version(3));
+        assert_eq!(follower.status().applied.unwrap().version, Version(3), "a crash would not take it back");
+        follower.activate().unwrap();
+        assert_eq!(saw.try_recv().unwrap(), (prepared.label, Some(!waits)));
+        assert_eq!(dir.join("config.json").exists(), !waits, "no engine starts from files that are written");
+        let written = follower.wait_written(Duration::ZERO);
+        assert_eq!(matches!(written, Err(Error::Busy { .. })), waits);
+        fail::remove("follow.apply");
+        follower.wait_written(Duration::from_secs(60)).unwrap();
+        follower.sync().unwrap();
+        drop(follower);
+        fixture.assert_at(&dir, Some(3));
+    }
+}
+
+#[test]
+fn bytes_that_are_waited_for_come_or_are_told() {
+    let fixture = fixture();
+    let dir = fixture.prepared("waited", Some(2));
+    let mut replica = fixture.offering(&dir);
+    fail::cfg("follow.apply", "pause").unwrap();
+    replica.advance(&fixture.run, MODEL, Version(3), None).unwrap();
+    let checkpoint = replica.checkpoint().unwrap();
+    assert!(matches!(checkpoint.wait(Duration::from_millis(1)), Err(Error::Busy { .. })));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| checkpoint.wait(Duration::from_secs(60)));
+        fail::remove("follow.apply");
+        waiting.join().unwrap().unwrap();
+    });
+    assert_same(checkpoint, &fixture.versions[3]);
+    drop(replica);
+
+    let dir = fixture.prepared("failed", Some(2));
+    let mut replica = fixture.offering(&dir);
+    fail::cfg("follow.apply", "return").unwrap();
+    replica.advance(&fixture.run, MODEL, Version(3), None).unwrap();
+    let told = replica.checkpoint().unwrap().wait(Duration::from_secs(60));
+    assert!(matches!(told, Err(Error::Cancelled { .. })), "{told:?}");
+    fail::remove("follow.apply");
+    drop(replica);
+    fixture.assert_at(&dir, Some(3));
 }
 
 #[test]

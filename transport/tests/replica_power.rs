@@ -11,6 +11,7 @@ mod power;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,6 +41,8 @@ fn fixture() -> Fixture {
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let reference = dir.path().join("hf");
     let mut weights = Weights::small(1);
+    // Of a type that plugins are offered nothing of.
+    weights.remove("f.ids");
     write_checkpoint(&reference, &weights, 7000).unwrap();
     let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
     publisher.publish_reference(&reference, step(0)).unwrap();
@@ -158,6 +161,25 @@ fn power_that_goes_at_any_sync_leaves_the_old_or_the_new_version() {
             assert!(behind[0].has_unsynced_pages());
         }
     }
+}
+
+#[test]
+fn power_that_goes_behind_an_offer_leaves_the_new_version() {
+    let fixture = fixture();
+    let plugins = fixture.dir.path().join("plugins");
+    fs::create_dir(&plugins).unwrap();
+    fs::set_permissions(&plugins, fs::Permissions::from_mode(0o700)).unwrap();
+    fs::write(plugins.join("rank-30000-0.json"), "{}").unwrap();
+    let dir = fixture.prepared("offered", Some(1));
+    let mut replica = Replica::open(&dir).unwrap();
+    replica.set_plugin_dir(plugins);
+    replica.offer_first();
+    let moments = record(&dir, || fixture.advance(&mut replica, 2).unwrap());
+    assert_eq!(fs::read_dir(fixture.dir.path().join("plugins")).unwrap().count(), 2, "a rank, and the offer");
+    assert!(moments.iter().any(|moment| moment.has_unsynced_pages()));
+    let [images, old, new] = fixture.try_all(&moments, Some(1), 2, 11);
+    println!("{} syncs, {images} different images: {old} old, {new} new", moments.len());
+    assert!(old > 0 && new > 0 && moments.len() > 8);
 }
 
 #[test]

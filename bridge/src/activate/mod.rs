@@ -93,6 +93,7 @@ struct Plan<'a> {
     identity: &'a Identity,
     pause: PauseMode,
     checkpoint: &'a Checkpoint,
+    limit: &'a Limit,
 }
 
 impl DiskActivator {
@@ -120,7 +121,15 @@ impl Activate for DiskActivator {
         Ok(label.filter(|label| label.parse::<Label>().is_ok()))
     }
 
+    fn waits(&self) -> bool {
+        self.options.plugin.is_some()
+    }
+
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
+        if self.identity.is_none() {
+            // It is compared with files that it may have loaded from the same directory.
+            target.checkpoint.wait(target.limit.left())?;
+        }
         let (engine, options, pause) = (self.engine.limited(target.limit), &self.options, &mut self.pause);
         let (known, activated, unproved) = (self.identity.take(), self.activated.take(), self.unproved);
         let (identity, patched, paused_for) = wait(&self.runtime, async move {
@@ -134,6 +143,9 @@ impl Activate for DiskActivator {
             // Weights that may be anything are no base.
             let proof = if serving.is_some() { proof } else { Proof::Load };
             let patched = proof == Proof::None;
+            if !patched {
+                plan.wait()?;
+            }
             let paused_for = match proof {
                 Proof::Load => transact(&*engine, pause, serving, &plan).await?,
                 proof => patch::transact(&*engine, pause, serving, &plan, proof == Proof::Checksums).await?,
@@ -196,7 +208,8 @@ fn plan<'a>(
     check_tensors(checkpoint, place, &expected.config, identity.dtype)?;
     let directory = engine_path(options, checkpoint)?;
     check_directory(engine, identity, &directory)?;
-    Ok(Plan { label: target.label, directory, identity, pause: options.pause, checkpoint })
+    let Target { label, limit, .. } = *target;
+    Ok(Plan { label, directory, identity, pause: options.pause, checkpoint, limit })
 }
 
 /// How an activation makes sure of all of an engine's weights.
@@ -317,6 +330,14 @@ async fn load(engine: &dyn Engine, plan: &Plan<'_>, sums: Option<&Sums>) -> Resu
 type Sums = BTreeMap<String, String>;
 
 impl Plan<'_> {
+    /// Waits until the checkpoint's files have the version, for a load or a comparison.
+    fn wait(&self) -> Result<()> {
+        self.checkpoint.wait(self.limit.left()).map_err(|source| {
+            let path = self.checkpoint.dir().into();
+            Error::Open { path, source: source.into() }
+        })
+    }
+
     /// Checksums that the engine must report afterwards, where they are comparable. All of the checkpoint is
     /// read.
     fn sums(&self) -> Result<Option<Sums>> {

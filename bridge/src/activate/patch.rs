@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use super::pause::{Pause, partial, relabel};
 use super::{Plan, empty_and_fence, end, load};
-use crate::engine::{Engine, Patched, Reload};
-use crate::error::{Error, Result};
+use crate::engine::{Engine, Patched, PauseMode, Reload};
+use crate::error::Result;
 
-/// Pause, patch, look, continue; as for a load, `serving` is the label that the engine has now. With `prove`,
+/// Pause, patch, continue; as for a load, `serving` is the label that the engine has now. With `prove`,
 /// its checksums are compared.
 pub(super) async fn transact(
     engine: &dyn Engine,
@@ -41,7 +41,7 @@ pub(super) async fn transact(
 async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
     engine.pause(plan.pause).await?;
     fail::fail_point!("activate.paused");
-    if !plan.identity.flushes_with_patch(plan.pause) {
+    if plan.pause != PauseMode::InPlace && !plan.identity.flushes_with_patch(plan.pause) {
         engine.empty_cache(plan.pause).await?;
     }
     if plan.identity.tp == 1 {
@@ -54,15 +54,16 @@ async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
 async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<()> {
     let Plan { label, directory, pause, identity, .. } = plan;
     let request = Reload { directory, label, pause: *pause, identity };
-    match engine.patch(request).await? {
-        Patched::Patched if !prove => match engine.label().await? {
-            Some(found) if found == *label => Ok(()),
-            found => Err(Error::LabelMismatch {
-                engine: engine.url().into(),
-                expected: (*label).into(),
-                found: found.unwrap_or_else(|| "none".into()),
-            }),
-        },
+    // Requests that stay may refuse the flush, so it is a call of its own, and nothing waits for it.
+    let flush =
+        async { if *pause == PauseMode::InPlace { engine.empty_cache(*pause).await } else { Ok(()) } };
+    let there = plan.checkpoint.is_written() == Some(true);
+    let (flushed, patched) = tokio::join!(flush, engine.patch(request));
+    flushed?;
+    match patched? {
+        Patched::Patched if !prove => Ok(()),
+        // What it loaded was written meanwhile.
+        Patched::Loaded if !there => reload(engine, plan).await,
         Patched::Patched | Patched::Loaded => {
             relabel(engine, &partial(label)).await?;
             if let Some(sums) = plan.sums()? {
@@ -70,9 +71,13 @@ async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<()> 
             }
             relabel(engine, label).await
         }
-        Patched::Untouched => {
-            empty_and_fence(engine, *pause, label).await?;
-            load(engine, plan, plan.sums()?.as_ref()).await
-        }
+        Patched::Untouched => reload(engine, plan).await,
     }
+}
+
+/// Has a paused engine load the checkpoint, once it is there.
+async fn reload(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
+    empty_and_fence(engine, plan.pause, plan.label).await?;
+    plan.wait()?;
+    load(engine, plan, plan.sums()?.as_ref()).await
 }

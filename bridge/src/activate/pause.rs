@@ -158,6 +158,11 @@ pub(crate) fn left_paused(engine: &dyn Engine, first: Option<&Error>, source: Er
 /// Gives an engine a label, and sees that it took it.
 pub(crate) async fn relabel(engine: &dyn Engine, label: &str) -> Result<()> {
     engine.set_label(label).await?;
+    expect_label(engine, label).await
+}
+
+/// Refuses an engine that has another label.
+pub(crate) async fn expect_label(engine: &dyn Engine, label: &str) -> Result<()> {
     let found = engine.label().await?;
     if found.as_deref() == Some(label) {
         return Ok(());

@@ -161,6 +161,11 @@ impl Shared {
         let mut state = self.state();
         let is_it = |ready: &Ready| ready.delta.target().label == label && ready.delta.is_offered();
         let Some(ready) = state.ready.take().filter(is_it) else {
+            if state.label.as_deref() != Some(label) && self.is_first(label) {
+                let (what, expected) = ("the delta to this version".into(), "ready".into());
+                let found = "it is not, and the checkpoint may not be there yet".into();
+                return Err(Error::Live { what, expected, found });
+            }
             return Ok(None);
         };
         let began = Instant::now();
@@ -172,6 +177,22 @@ impl Shared {
         let target = ready.delta.target();
         (state.label, state.manifest) = (Some(target.label.clone()), Some(target.manifest));
         Ok(Some(LivePatch { changes: ready.changes, wrote: began.elapsed(), prepared: ready.took }))
+    }
+
+    /// Whether a version is offered before its checkpoint is there: a load under its label would be torn.
+    fn is_first(&self, label: &str) -> bool {
+        let is_it = |name: &String| {
+            let delta = PreparedDelta::open(&self.dir.join(name)).ok().flatten();
+            delta.is_some_and(|delta| delta.is_first() && delta.target().label == label)
+        };
+        self.deltas().iter().any(is_it)
+    }
+
+    /// Names of the files that have prepared deltas.
+    fn deltas(&self) -> BTreeSet<String> {
+        let Ok(entries) = fs::read_dir(&self.dir) else { return BTreeSet::new() };
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        names.filter(|name| name.starts_with(DELTA) && !name.contains('.')).collect()
     }
 
     /// Readies a delta, and returns why not.
@@ -231,10 +252,7 @@ fn watch(model: &Weak<Shared>) {
 
 /// Tries each delta that is offered, once for each version that is live.
 fn look(shared: &Shared, tried: &mut BTreeMap<String, Tried>, file: &mut RankFile) {
-    let Ok(entries) = fs::read_dir(&shared.dir) else { return };
-    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let names: BTreeSet<String> =
-        names.filter(|name| name.starts_with(DELTA) && !name.contains('.')).collect();
+    let names = shared.deltas();
     let known = file.deltas.len();
     file.deltas.retain(|name, _| names.contains(name));
     let mut news = file.deltas.len() != known;

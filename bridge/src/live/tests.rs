@@ -191,9 +191,17 @@ impl Scene {
 
     /// Offers the newest version, in the same file, with something wrong in its arrays.
     fn offer(&self, spoil: impl FnOnce(&mut Vec<u8>)) {
+        self.write(false, spoil);
+    }
+
+    fn offer_first(&self) {
+        self.write(true, |_| {});
+    }
+
+    fn write(&self, first: bool, spoil: impl FnOnce(&mut Vec<u8>)) {
         let [.., old, new] = &self.versions[..] else { unreachable!() };
         let number = self.versions.len() as u64 - 1;
-        write(&self.path(), (number - 1, old), (number, new), spoil);
+        write(&self.path(), (number - 1, old), (number, new), first, spoil);
     }
 
     /// What the rank tells of the offer, once it has looked.
@@ -261,6 +269,15 @@ impl Scene {
         assert!(self.patch().unwrap().is_none());
         *self.live[7].last_mut().unwrap() ^= 1;
 
+        // One whose checkpoint may not be there: SGLang would load files that are written.
+        self.loaded(&label(0));
+        let header = fs::read(self.path()).unwrap();
+        self.offer_first();
+        assert!(self.patch().unwrap_err().to_string().contains("may not be there yet"));
+        self.loaded(&label(self.versions.len() as u64 - 1));
+        assert!(self.patch().unwrap().is_none(), "what is live is there");
+        fs::write(self.path(), header).unwrap();
+
         // One that is not offered any more.
         self.loaded(&label(0));
         self.tried.clear();
@@ -284,6 +301,7 @@ fn write(
     path: &Path,
     (base, old): (u64, &[Vec<u8>]),
     (target, new): (u64, &[Vec<u8>]),
+    first: bool,
     spoil: impl FnOnce(&mut Vec<u8>),
 ) {
     let mut bytes = vec![0; 64];
@@ -305,7 +323,7 @@ fn write(
             "positions": places[0], "new": places[1], "old": places[2]}));
     }
     let start = bytes.len();
-    let header = json!({"base": version(base), "target": version(target), "checksum": checksum(&bytes[64..], 64),
+    let header = json!({"base": version(base), "target": version(target), "first": first, "checksum": checksum(&bytes[64..], 64),
         "tensors": tensors});
     spoil(&mut bytes);
     let header = header.to_string();
@@ -315,7 +333,9 @@ fn write(
     bytes[16..24].copy_from_slice(&(header.len() as u64).to_le_bytes());
     bytes[24..56].copy_from_slice(ContentDigest::of(header.as_bytes()).as_bytes());
     let file = File::options().write(true).create(true).truncate(false).open(path).unwrap();
-    file.write_all_at(&bytes, 0).unwrap();
+    // Its first bytes offer it, and a thread may look.
+    file.write_all_at(&bytes[64..], 64).unwrap();
+    file.write_all_at(&bytes[..64], 0).unwrap();
 }
 
 fn host() -> Scene {
@@ -409,7 +429,7 @@ fn the_thread_tells_what_it_readied_and_ends_with_the_model() {
             .map(|(_, dtype, shape)| vec![n; (shape.iter().product::<u64>() * dtype.size()) as usize])
             .collect::<Vec<_>>()
     };
-    write(&plugins.join("delta-1"), (3, &bytes(1)), (4, &bytes(2)), |_| {});
+    write(&plugins.join("delta-1"), (3, &bytes(1)), (4, &bytes(2)), false, |_| {});
     let read = || serde_json::from_slice::<RankFile>(&fs::read(rank.path(&plugins)).unwrap()).unwrap();
     while read().deltas.is_empty() {
         thread::yield_now();

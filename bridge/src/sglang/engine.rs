@@ -7,6 +7,7 @@ use std::sync::Arc;
 use driftless_transport::activate::Limit;
 
 use super::{Capabilities, Client, DiskUpdate, DiskUpdated, identity};
+use crate::activate::pause::expect_label;
 use crate::engine::{
     Answer, BETWEEN_TRIES, Engine, Expected, GenerateRequest, Generation, Identity, LiveWeights, Patched,
     PauseMode, Reload, Rid, TRIES, local,
@@ -117,7 +118,13 @@ async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
         flush_cache: load.identity.flushes_with_patch(load.pause),
     };
     match client.told_update_from_disk(&update).await {
-        Ok((DiskUpdated::Done, message)) if message.starts_with(PATCHED) => Ok(Patched::Patched),
+        Ok((DiskUpdated::Done, message)) if message.starts_with(PATCHED) => {
+            // What answers is what tells the label: it need not be asked again.
+            if !message.ends_with(&format!("Weight version updated to {}.", load.label)) {
+                expect_label(client, load.label).await?;
+            }
+            Ok(Patched::Patched)
+        }
         Ok((DiskUpdated::Done, _)) => Ok(Patched::Loaded),
         // The label is owed as well.
         Ok((DiskUpdated::Unflushed, _)) => empty_cache(client, load.pause).await.map(|()| Patched::Loaded),

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 mod activation;
+mod behind;
 mod calls;
 mod colocate;
 mod coordinate;

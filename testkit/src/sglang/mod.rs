@@ -375,7 +375,9 @@ fn update(engine: &mut Engine, body: &Value, fault: Option<Fault>) -> Response {
     };
     let path: PathBuf = body["model_path"].as_str().unwrap().into();
     let patched = matches!(fault, Some(Fault::Patched));
-    let message = if patched { "driftless: patched to it, 1 elements." } else { "" };
+    let label = body["weight_version"].as_str().unwrap_or_default();
+    let patched = patched.then(|| format!("driftless: patched to it. Weight version updated to {label}."));
+    let message = patched.unwrap_or_default();
     engine.weights = Some(path.clone());
     match fault {
         Some(Fault::Half(status)) => {

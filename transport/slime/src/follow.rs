@@ -125,11 +125,12 @@ fn pull(follower: &Follower, local: &Path, target: Version) -> Result<()> {
     }
     let deadline = Instant::now() + PULL_DEADLINE;
     loop {
-        match follower.prepare(Some(target)) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match follower.prepare(Some(target)).and_then(|_| follower.wait_written(left)) {
             Err(Error::Busy { .. }) if Instant::now() < deadline => {
                 thread::sleep(Duration::from_millis(20));
             }
-            prepared => return prepared.map(drop),
+            written => return written,
         }
     }
 }

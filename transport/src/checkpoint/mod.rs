@@ -4,6 +4,7 @@ mod header;
 mod index;
 pub(crate) mod map;
 mod write;
+mod writing;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -13,6 +14,7 @@ use std::io::{Read as _, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
 
 use driftless_store::os::regular;
 use driftless_store::os::sync_file;
@@ -25,6 +27,7 @@ use header::bad;
 
 pub use write::write_checkpoint;
 pub(crate) use write::write_weights;
+pub(crate) use writing::Writing;
 
 /// Directory inside a replica that holds its state.
 pub const STATE_DIR: &str = ".driftless";
@@ -48,6 +51,8 @@ pub struct Checkpoint {
     places: Vec<(usize, Range<usize>)>,
     shards: Vec<Shard>,
     files: Vec<AuxFile>,
+    /// Set while a follower writes the bytes of the version.
+    written: Option<Arc<(Mutex<Option<bool>>, Condvar)>>,
 }
 
 struct Shard {
@@ -133,7 +138,7 @@ impl Checkpoint {
             index::check(&dir, map, &names, &found)?;
         }
         let (tensors, places) = found.into_values().unzip();
-        Ok(Self { dir, tensors, places, shards, files: Vec::new() })
+        Ok(Self { dir, tensors, places, shards, files: Vec::new(), written: None })
     }
 
     /// Reads the auxiliary files of a replica as they are now.

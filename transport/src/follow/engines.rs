@@ -70,6 +70,9 @@ impl Follower {
         }
         self.note_paused(engines, |index| stale[index]);
         let limit = Limit::new(options.activate_deadline, stop);
+        if engines.iter().zip(&stale).any(|(slot, stale)| *stale && !slot.worker.waits()) {
+            checkpoint.wait(limit.left())?;
+        }
         let activated = ask_all(engines, &stale, "activate", &limit, options.leave_deadline, || {
             Job::Activate { checkpoint: checkpoint.clone(), manifest: manifest.clone(), limit: limit.clone() }
         });

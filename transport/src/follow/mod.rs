@@ -128,6 +128,9 @@ impl Follower {
         if let Some(dir) = &options.plugin_dir {
             replica.set_plugin_dir(dir.clone());
         }
+        if engines.iter().any(|engine| engine.waits()) {
+            replica.offer_first();
+        }
         let engines = engines.into_iter().map(Slot::new).collect::<Result<Vec<_>>>()?;
         let mut status = Status {
             id: options.id.clone(),
@@ -182,7 +185,8 @@ impl Follower {
 
     /// Brings the checkpoint directory to `target`, or to the newest version up to
     /// [`FollowerOptions::until`]. Engines go on with what they serve. The data become durable behind it
-    /// ([`Follower::sync`]); the journal that can repeat them is.
+    /// ([`Follower::sync`]); the journal that can repeat them is. For engines with a plugin the files are also
+    /// written behind it ([`Follower::wait_written`]).
     ///
     /// # Errors
     ///
@@ -211,6 +215,17 @@ impl Follower {
         counters.prepared(prepared.as_ref().map(|prepared| &prepared.advanced), Instant::now());
         counters.compared(&status, Instant::now());
         prepared
+    }
+
+    /// Waits until the directory's files have the prepared version, which engines with a plugin may serve
+    /// sooner.
+    ///
+    /// # Errors
+    ///
+    /// As [`Checkpoint::wait`](crate::Checkpoint::wait); [`Error::NothingApplied`]; [`Error::Busy`] also during
+    /// another request.
+    pub fn wait_written(&self, limit: Duration) -> Result<()> {
+        self.core()?.replica.checkpoint()?.wait(limit)
     }
 
     /// Waits until the prepared version is durable in its place.

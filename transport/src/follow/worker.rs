@@ -43,11 +43,12 @@ pub(super) struct Worker {
     owed: Option<Instant>,
     /// Whether it was paused at the end of its last job.
     paused: bool,
+    waits: bool,
 }
 
 impl Worker {
     pub(super) fn start(mut engine: Box<dyn Activate>) -> Result<Self> {
-        let name = engine.name();
+        let (name, waits) = (engine.name(), engine.waits());
         let (jobs, inbox) = mpsc::sync_channel::<Job>(1);
         let (outbox, replies) = mpsc::sync_channel::<Reply>(1);
         let serve = move || {
@@ -60,11 +61,16 @@ impl Worker {
         thread::Builder::new().name(format!("engine {name}")).spawn(serve).map_err(|source| {
             Error::Engine { engine: name.clone(), action: "start", source: source.into() }
         })?;
-        Ok(Self { name, jobs, replies, owed: None, paused: false })
+        Ok(Self { name, jobs, replies, owed: None, paused: false, waits })
     }
 
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Whether it waits for the bytes of a checkpoint by itself.
+    pub(super) fn waits(&self) -> bool {
+        self.waits
     }
 
     /// Whether the engine was paused at the end of its last job, by the follower or by others.

@@ -20,8 +20,8 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::snapshot::TensorInfo;
 
-pub(crate) use write::Offer;
 pub use write::check_dir;
+pub(crate) use write::{Offer, Offering};
 
 const MAGIC: [u8; 8] = *b"dftlpre2";
 /// Magic, where the header begins, how long it is, its digest, and zeros. All zeros: nothing is offered.
@@ -80,6 +80,9 @@ impl PreparedTensor {
 struct Header {
     base: PreparedVersion,
     target: PreparedVersion,
+    /// Whether the checkpoint may not be there yet.
+    #[serde(default)]
+    first: bool,
     /// [`checksum`] of all bytes between the head and the header.
     checksum: u64,
     tensors: Vec<PreparedTensor>,
@@ -181,6 +184,12 @@ impl PreparedDelta {
     #[must_use]
     pub fn target(&self) -> &PreparedVersion {
         &self.header.target
+    }
+
+    /// Whether the target is offered before its checkpoint is there: nobody loads it as the target's.
+    #[must_use]
+    pub fn is_first(&self) -> bool {
+        self.header.first
     }
 
     /// All tensors of the model under all their names, those that do not change too.

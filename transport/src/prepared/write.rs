@@ -5,29 +5,22 @@ use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use driftless_delta::JournaledPatch;
 use driftless_store::ContentDigest;
 use driftless_store::os::regular;
+use driftless_store::wait::lock;
 
 use super::{
     ALIGN, HEAD_BYTES, Head, Header, POSITION_BYTES, PreparedTensor, PreparedVersion, checksum, offer_path,
 };
-use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::{Manifest, Tensor};
-use crate::pool::{Bounds, as_they_come, threads};
 
-/// More threads than this only wait for memory.
-const THREADS_MAX: usize = 8;
-/// Bytes of changes that may be held at once.
-const HELD_BYTES: u64 = 1 << 30;
 /// How the files begin that plugins put into the directory, one for each rank of an engine.
 const RANK: &str = "rank-";
-
-/// Patches of a tensor, each with the byte at which it begins, in the order in which they apply.
-type Patches<'a> = Vec<(u64, &'a [u8])>;
 
 /// Where prepared deltas of one checkpoint directory go: one file, in which each delta takes the place of the
 /// one before, so that plugins can keep its pages locked. It goes with this value.
@@ -58,33 +51,27 @@ impl Offer {
         }
     }
 
-    /// Offers what `patches` change in `checkpoint`, which has the version `base` until this returns, on the
-    /// way to `manifest`, if a plugin is there to read it. A failure costs the engines a reload and nothing
-    /// else, so it is logged and not returned.
-    pub(crate) fn offer(
-        &mut self,
-        checkpoint: &Checkpoint,
-        base: PreparedVersion,
-        manifest: &Manifest,
-        target: PreparedVersion,
-        patches: &[(&str, u64, &[u8])],
-    ) {
+    /// Begins to offer what leads from `base` to the next version, whose weights have so many bytes; nothing
+    /// if no plugin is there to read it. A failure costs the engines a reload and nothing else, so it is
+    /// logged and not returned.
+    pub(crate) fn begin(&mut self, checkpoint: &Path, base: PreparedVersion, limit: u64) -> Option<Offering> {
         self.withdraw();
         if !wanted(&self.dir) {
-            return;
+            return None;
         }
-        let labels = (base.label.clone(), target.label.clone());
-        let header = Header { base, target, checksum: 0, tensors: Vec::new() };
-        let written = check_dir(&self.dir)
-            .and_then(|()| self.open(checkpoint.dir()))
-            .and_then(|(path, file)| write(path, file, checkpoint, manifest, header, patches));
-        let (base, target) = labels;
-        match written {
-            Ok(Some(bytes)) => tracing::info!(base, target, bytes, "prepared delta"),
-            Ok(None) => tracing::info!(base, target, "too much changes for a prepared delta: engines reload"),
+        let opened = check_dir(&self.dir).and_then(|()| self.open(checkpoint)).and_then(|(path, file)| {
+            let file = file.try_clone().map_err(|source| Error::io("open", path, source))?;
+            Ok((path.clone(), file))
+        });
+        match opened {
+            Ok((path, file)) => {
+                let (end, made) = (AtomicU64::new(HEAD_BYTES as u64), Mutex::new(Ok(Some(Made::default()))));
+                Some(Offering { path, file, base, limit, end, made })
+            }
             Err(error) => {
                 let error = &error as &dyn std::error::Error;
-                tracing::warn!(error, base, target, "no prepared delta: engines reload");
+                tracing::warn!(error, base = base.label, "no prepared delta: engines reload");
+                None
             }
         }
     }
@@ -155,67 +142,6 @@ fn remove(path: &Path) {
     }
 }
 
-/// Writes a file that offers nothing yet, and returns how many bytes; `None`, and it goes on to offer
-/// nothing, if they would be more than the weights or cannot say what changes.
-fn write(
-    path: &Path,
-    file: &File,
-    checkpoint: &Checkpoint,
-    manifest: &Manifest,
-    mut header: Header,
-    patches: &[(&str, u64, &[u8])],
-) -> Result<Option<u64>> {
-    let mut by_tensor: BTreeMap<&str, Patches<'_>> = BTreeMap::new();
-    for (tensor, offset, bytes) in patches {
-        by_tensor.entry(tensor).or_default().push((*offset, bytes));
-    }
-    let work: Vec<(&Tensor, Patches<'_>)> = manifest
-        .tensors
-        .iter()
-        .filter_map(|tensor| Some((tensor, by_tensor.remove(tensor.name.as_str())?)))
-        .collect();
-    let weights: Vec<u64> = work
-        .iter()
-        .map(|(_, patches)| patches.iter().map(|(_, bytes)| 4 * bytes.len() as u64).sum::<u64>().max(1))
-        .collect();
-    let out = Out { path, file, end: AtomicU64::new(HEAD_BYTES as u64), limit: manifest.tensor_bytes() };
-    let fits = AtomicBool::new(true);
-    let change = |index: usize| {
-        let (tensor, patches) = &work[index];
-        let written = match changes(tensor, checkpoint.named(&tensor.name)?, patches)? {
-            Some(changes) if fits.load(Ordering::Relaxed) => out.add(tensor, &changes)?,
-            _ => None,
-        };
-        if written.is_none() {
-            fits.store(false, Ordering::Relaxed);
-        }
-        Ok(written)
-    };
-    let mut entries: BTreeMap<&str, PreparedTensor> = BTreeMap::new();
-    as_they_come(
-        &weights,
-        Bounds { threads: threads(THREADS_MAX), weight: HELD_BYTES },
-        change,
-        |index, written| {
-            if let Some((entry, sum)) = written {
-                header.checksum = header.checksum.wrapping_add(sum);
-                entries.insert(&work[index].0.name, entry);
-            }
-            Ok(())
-        },
-    )?;
-    if !fits.into_inner() {
-        return Ok(None);
-    }
-    let named = manifest.named_tensors();
-    let entry = |(name, tensor): (&str, &Tensor)| match entries.get(tensor.name.as_str()) {
-        Some(entry) => PreparedTensor { name: name.to_owned(), ..entry.clone() },
-        None => unchanged(name, tensor),
-    };
-    header.tensors = named.into_iter().map(entry).collect();
-    out.finish(&header).map(Some)
-}
-
 fn unchanged(name: &str, tensor: &Tensor) -> PreparedTensor {
     let (name, dtype, shape) = (name.to_owned(), tensor.dtype, tensor.shape.clone());
     PreparedTensor { name, dtype, shape, changed: 0, positions: 0, new: 0, old: 0 }
@@ -229,7 +155,7 @@ struct Changes {
 }
 
 /// The elements of `old` that differ after all patches; `None` where positions of 32 bits do not name them.
-fn changes(tensor: &Tensor, old: &[u8], patches: &Patches<'_>) -> Result<Option<Changes>> {
+fn changes<B: AsRef<[u8]>>(tensor: &Tensor, old: &[u8], patches: &[(u64, B)]) -> Result<Option<Changes>> {
     let codec = |source| Error::Codec { tensor: tensor.name.clone(), source };
     let size = tensor.dtype.element().size();
     if size as u64 != tensor.dtype.size() || u32::try_from(old.len() / size).is_err() {
@@ -237,7 +163,7 @@ fn changes(tensor: &Tensor, old: &[u8], patches: &Patches<'_>) -> Result<Option<
     }
     let parsed = patches
         .iter()
-        .map(|(offset, bytes)| Ok((*offset, JournaledPatch::from_bytes(bytes).map_err(codec)?)))
+        .map(|(offset, bytes)| Ok((*offset, JournaledPatch::from_bytes(bytes.as_ref()).map_err(codec)?)))
         .collect::<Result<Vec<_>>>()?;
     let mut found: Vec<(u32, &[u8])> = Vec::new();
     for (offset, patch) in &parsed {
@@ -271,18 +197,53 @@ fn changes(tensor: &Tensor, old: &[u8], patches: &Patches<'_>) -> Result<Option<
     Ok(Some(changes))
 }
 
-/// The file while it is written, by several threads.
-struct Out<'a> {
-    path: &'a Path,
-    file: &'a File,
+/// A delta that is written by several threads, and not offered yet.
+#[derive(Debug)]
+pub(crate) struct Offering {
+    path: PathBuf,
+    file: File,
+    base: PreparedVersion,
+    /// Bytes of the weights: a larger delta helps nobody.
+    limit: u64,
     /// Where the next arrays go.
     end: AtomicU64,
-    limit: u64,
+    /// None once it cannot say what changes, or an error.
+    made: Mutex<Result<Option<Made>>>,
 }
 
-impl Out<'_> {
-    /// Adds the arrays of a tensor, and returns them with their checksum; `None` for more than the limit.
-    fn add(&self, tensor: &Tensor, changes: &Changes) -> Result<Option<(PreparedTensor, u64)>> {
+/// The tensors that change, by name, and the sum of their arrays' checksums.
+#[derive(Debug, Default)]
+struct Made {
+    entries: BTreeMap<String, PreparedTensor>,
+    checksum: u64,
+}
+
+impl Offering {
+    /// Adds what patches, each with the byte at which it begins, change in a tensor whose bytes are `old`.
+    pub(crate) fn add<B: AsRef<[u8]>>(&self, tensor: &Tensor, old: &[u8], patches: &[(u64, B)]) {
+        if patches.is_empty() || !matches!(&*self.made(), Ok(Some(_))) {
+            return;
+        }
+        let added = changes(tensor, old, patches)
+            .and_then(|changes| changes.map_or(Ok(None), |changes| self.write_arrays(tensor, &changes)));
+        let mut made = self.made();
+        match (added, &mut *made) {
+            (Ok(Some((entry, checksum))), Ok(Some(made))) => {
+                made.checksum = made.checksum.wrapping_add(checksum);
+                made.entries.insert(entry.name.clone(), entry);
+            }
+            (Ok(Some(_)), _) => {}
+            (Ok(None), _) => *made = Ok(None),
+            (Err(error), _) => *made = Err(error),
+        }
+    }
+
+    fn made(&self) -> MutexGuard<'_, Result<Option<Made>>> {
+        lock(&self.made)
+    }
+
+    /// Writes the arrays of a tensor, and returns where, with their checksum; `None` beyond the limit.
+    fn write_arrays(&self, tensor: &Tensor, changes: &Changes) -> Result<Option<(PreparedTensor, u64)>> {
         let arrays = [&changes.positions, &changes.new, &changes.old];
         let mut bytes = Vec::with_capacity(arrays.iter().map(|array| array.len() + ALIGN as usize).sum());
         let starts = arrays.map(|array| {
@@ -302,26 +263,55 @@ impl Out<'_> {
         Ok(Some((entry, checksum(&bytes, start))))
     }
 
-    /// Writes the header and then the head, which offers the delta; returns how many bytes there are.
-    fn finish(self, header: &Header) -> Result<u64> {
-        let subject = || format!("prepared delta `{}`", self.path.display());
-        let text =
-            serde_json::to_vec(header).map_err(|source| Error::Parse { subject: subject(), source })?;
-        let start = self.end.load(Ordering::Relaxed);
-        let end = start + text.len() as u64;
-        let room = self.file.metadata().map_err(|source| Error::io("look at", self.path, source))?.len();
-        self.write(&text, start)?;
-        if end > room {
-            // Room for a larger one: whoever keeps the pages locked has to lock them anew when it grows.
-            let grown = self.file.set_len(end + end / 4);
-            grown.map_err(|source| Error::io("enlarge", self.path, source))?;
+    /// Offers the delta, which leads to this version; `first`: before the checkpoint has it. True if it did.
+    pub(crate) fn finish(self, manifest: &Manifest, target: PreparedVersion, first: bool) -> bool {
+        let (base, label) = (self.base.label.clone(), target.label.clone());
+        let Self { made, path, file, base: version, end, .. } = self;
+        let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let offered = made.and_then(|made| {
+            let Some(Made { entries, checksum }) = made else { return Ok(None) };
+            let entry = |(name, tensor): (&str, &Tensor)| match entries.get(tensor.name.as_str()) {
+                Some(entry) => PreparedTensor { name: name.to_owned(), ..entry.clone() },
+                None => unchanged(name, tensor),
+            };
+            let tensors = manifest.named_tensors().into_iter().map(entry).collect();
+            let header = Header { base: version, target, first, checksum, tensors };
+            write_header(&path, &file, end.into_inner(), &header).map(Some)
+        });
+        match &offered {
+            Ok(Some(bytes)) => tracing::info!(base, target = label, bytes, "prepared delta"),
+            Ok(None) => {
+                tracing::info!(base, target = label, "too much changes for a prepared delta: engines reload");
+            }
+            Err(error) => {
+                let error = error as &dyn std::error::Error;
+                tracing::warn!(error, base, target = label, "no prepared delta: engines reload");
+            }
         }
-        let head = Head { start, bytes: text.len() as u64, digest: ContentDigest::of(&text) };
-        self.write(&head.to_bytes(), 0)?;
-        Ok(end)
+        matches!(offered, Ok(Some(_)))
     }
 
     fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
-        self.file.write_all_at(bytes, at).map_err(|source| Error::io("write", self.path, source))
+        write_at(&self.path, &self.file, bytes, at)
     }
+}
+
+/// Writes the header and then the head, which offers the delta; returns how many bytes there are.
+fn write_header(path: &Path, file: &File, start: u64, header: &Header) -> Result<u64> {
+    let subject = || format!("prepared delta `{}`", path.display());
+    let text = serde_json::to_vec(header).map_err(|source| Error::Parse { subject: subject(), source })?;
+    let end = start + text.len() as u64;
+    let room = file.metadata().map_err(|source| Error::io("look at", path, source))?.len();
+    write_at(path, file, &text, start)?;
+    if end > room {
+        // Room for a larger one: whoever keeps the pages locked has to lock them anew when it grows.
+        file.set_len(end + end / 4).map_err(|source| Error::io("enlarge", path, source))?;
+    }
+    let head = Head { start, bytes: text.len() as u64, digest: ContentDigest::of(&text) };
+    write_at(path, file, &head.to_bytes(), 0)?;
+    Ok(end)
+}
+
+fn write_at(path: &Path, file: &File, bytes: &[u8], at: u64) -> Result<()> {
+    file.write_all_at(bytes, at).map_err(|source| Error::io("write", path, source))
 }

@@ -6,11 +6,12 @@ use std::time::Instant;
 
 use super::prefault::WriteMaps;
 use super::state::State;
-use super::{Advanced, Replica, check_model, fold, objects, stage};
+use super::{Advanced, Replica, begin, check_model, fold, objects, stage};
 use crate::chain::Chain;
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Kind, Manifest};
+use crate::prepared::Offering;
 use crate::run::{Committed, Run};
 use objects::FetchObject;
 
@@ -158,9 +159,10 @@ impl Replica {
         let base =
             self.state.as_ref().filter(|_| versions.first().is_some_and(|first| self.is_base_of(first)));
         let mut maps = base.map_or_else(WriteMaps::default, |base| WriteMaps::open(&base.checkpoint));
-        let sealed = self.journal_publications(versions, &objects, &mut maps);
+        let offering = base.and_then(|base| begin(&mut self.offer, base));
+        let sealed = self.journal_publications(versions, &objects, &mut maps, offering.as_ref());
         let (journal, bytes) = (started.elapsed(), objects.fetched());
-        let overwrite = self.carry_out(sealed, maps)?;
+        let overwrite = self.carry_out(sealed, maps, offering)?;
         let changed = versions.iter().map(|committed| committed.manifest.changed).sum();
         tracing::info!(
             dir = %self.dir.display(), version = %last.manifest.version, versions = versions.len(), bytes, changed,
@@ -184,11 +186,13 @@ impl Replica {
         versions: &[Committed],
         objects: &objects::Objects<'_>,
         maps: &mut WriteMaps,
+        offering: Option<&Offering>,
     ) -> Result<()> {
         let Some(first) = versions.first() else { return Ok(()) };
         match &self.state {
             Some(state) if self.is_base_of(first) => {
-                stage::journal_deltas(&self.layout.journal(), state, maps, versions, objects, &self.buffers)
+                let (path, buffers) = (self.layout.journal(), &self.buffers);
+                stage::journal_deltas(&path, state, maps, versions, objects, buffers, offering)
             }
             Some(state) if !first.manifest.is_anchor() => Err(broken_chain(state, &first.manifest)),
             state => {

@@ -11,6 +11,7 @@ use super::prefault::Prefault;
 use super::state::State;
 use crate::error::{Error, Result};
 use crate::manifest::{Piece, Tensor};
+use crate::prepared::Offering;
 use crate::run::Committed;
 
 /// Larger tensors do not exist; a manifest that claims one is not believed with an allocation.
@@ -32,6 +33,8 @@ pub(super) struct Deltas<'a> {
     versions: &'a [Committed],
     objects: &'a Objects<'a>,
     buffers: &'a Buffers,
+    /// What the changes are added to, while the old bytes are at hand.
+    offering: Option<&'a Offering>,
 }
 
 impl<'a> Deltas<'a> {
@@ -40,10 +43,11 @@ impl<'a> Deltas<'a> {
         versions: &'a [Committed],
         objects: &'a Objects<'a>,
         buffers: &'a Buffers,
+        offering: Option<&'a Offering>,
     ) -> Self {
         let names = base.manifest.named_tensors();
         let main_names = names.into_iter().map(|(name, entry)| (name, entry.name.as_str())).collect();
-        Self { base, main_names, versions, objects, buffers }
+        Self { base, main_names, versions, objects, buffers, offering }
     }
 
     /// Takes the `index`-th tensor through all versions. The pages that change are prefaulted meanwhile.
@@ -84,6 +88,9 @@ impl<'a> Deltas<'a> {
             };
             check_digest(tensor, &new)?;
             table = Some(new);
+        }
+        if let (Some(offering), Some((_, tensor))) = (self.offering, steps(versions, index).last()) {
+            offering.add(tensor, bytes, &patches);
         }
         buffers.give_scratch(scratch);
         Ok(Change { patches, digests: table.unwrap_or_default() })

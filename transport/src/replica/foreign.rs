@@ -1,6 +1,7 @@
 //! Versions in a foreign format, whose tensors come as absolute new bytes. They go through the same journal
 //! as ours.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
@@ -12,11 +13,12 @@ use driftless_store::ContentDigest;
 use super::journal::{Record, Writer};
 use super::prefault::WriteMaps;
 use super::state::State;
-use super::{Advanced, Replica, stage};
+use super::{Advanced, Replica, begin, stage};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::ids::{RunId, Version};
 use crate::manifest::{Kind, Manifest};
+use crate::prepared::Offering;
 use crate::run::Committed;
 
 /// Bytes of a tensor that are rewritten at a time: a whole number of blocks of every element type.
@@ -85,10 +87,11 @@ impl Replica {
         }
         let Some(state) = &self.state else { return Err(Error::NothingApplied { path: self.dir.clone() }) };
         let started = Instant::now();
-        let sealed = journal(&self.layout.journal(), state, next, rewrite, confirm);
+        let offering = begin(&mut self.offer, state);
+        let sealed = journal(&self.layout.journal(), state, next, (rewrite, confirm), offering.as_ref());
         let journal = started.elapsed();
         let changed = sealed.as_ref().copied().unwrap_or_default();
-        let overwrite = self.carry_out(sealed, WriteMaps::default())?;
+        let overwrite = self.carry_out(sealed, WriteMaps::default(), offering)?;
         tracing::info!(
             dir = %self.dir.display(), version = %next.version, changed, journal_ms = journal.as_millis() as u64,
             overwrite_ms = overwrite.as_millis() as u64, "applied"
@@ -102,13 +105,15 @@ fn journal(
     path: &std::path::Path,
     state: &State,
     next: &Foreign<'_>,
-    rewrite: &Rewrite<'_>,
-    confirm: &dyn Fn() -> Result<()>,
+    (rewrite, confirm): (&Rewrite<'_>, &dyn Fn() -> Result<()>),
+    offering: Option<&Offering>,
 ) -> Result<u64> {
     let mut manifest = successor(state, next);
     let positions = next.tensors.iter().map(|name| position(&manifest, name)).collect::<Result<Vec<_>>>()?;
     let mut journal = Writer::create(path)?;
     let mut tables = state.tables.clone();
+    // Of the tensors under way, what is offered once they are whole.
+    let mut patches: BTreeMap<usize, Vec<(u64, Vec<u8>)>> = BTreeMap::new();
     rewrite_all(state, next, rewrite, &mut |made| {
         let index = match &made {
             Made::Patch { index, .. } | Made::Tensor { index, .. } => *index,
@@ -119,11 +124,17 @@ fn journal(
         match made {
             Made::Patch { offset, bytes, .. } => {
                 journal.push(Record::Patch { tensor: &tensor.name, offset, bytes: &bytes })?;
+                if offering.is_some() {
+                    patches.entry(index).or_default().push((offset, bytes));
+                }
             }
             Made::Tensor { table, changed, .. } => {
                 tensor.digest = table.total();
                 tables.insert(tensor.name.clone(), table);
                 manifest.changed += changed;
+                if let (Some(offering), Some(patches)) = (offering, patches.remove(&index)) {
+                    offering.add(tensor, state.checkpoint.named(&tensor.name)?, &patches);
+                }
             }
         }
         Ok(())

@@ -54,14 +54,14 @@ use crate::download::{DownloadCache, DownloadOptions};
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Base, Manifest};
-use crate::prepared::Offer;
+use crate::prepared::{Offer, Offering};
 use crate::run::Committed;
 use crate::snapshot::{Snapshot as _, is_plain_name};
 use buffers::Buffers;
 use journal::{Record, Writer};
 use prefault::WriteMaps;
 use state::{Layout, State};
-use sync::{PendingSync, Syncing};
+use sync::{PendingSync, SYNC_DEADLINE, Syncing};
 
 pub(crate) use advance::Observe;
 pub(crate) use fold::check_same_form;
@@ -104,6 +104,8 @@ pub struct Replica {
     buffers: Arc<Buffers>,
     /// What plugins of engines are offered.
     offer: Option<Offer>,
+    /// Whether a version that was offered is there before its bytes are.
+    offers_first: bool,
 }
 
 /// What one [`Replica::advance`] did.
@@ -166,8 +168,19 @@ impl Replica {
         let downloads =
             Arc::new(DownloadCache::new(layout.downloads(), DownloadOptions::default(), RANGE_POINT));
         let buffers = Arc::default();
-        let (state, syncing, offer) = (None, None, None);
-        Ok(Self { dir, layout, lock, state, syncing, unfinished: true, downloads, buffers, offer })
+        let (state, syncing, offer, offers_first) = (None, None, None, false);
+        Ok(Self {
+            dir,
+            layout,
+            lock,
+            state,
+            syncing,
+            unfinished: true,
+            downloads,
+            buffers,
+            offer,
+            offers_first,
+        })
     }
 
     /// Sets aside, after `damage`, everything of this directory that belongs to the replica: afterwards it
@@ -209,6 +222,12 @@ impl Replica {
         self.offer = Some(Offer::new(dir, &self.dir));
     }
 
+    /// Has a delta that was offered be the applied version as soon as its journal is durable. Its bytes are
+    /// written behind, which [`Checkpoint::wait`] waits for.
+    pub fn offer_first(&mut self) {
+        self.offers_first = true;
+    }
+
     /// The directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
@@ -235,7 +254,8 @@ impl Replica {
         self.state.as_ref().map(|state| &state.manifest)
     }
 
-    /// The applied version's tensors and files.
+    /// The applied version's tensors and files. A follower whose engines are patched first may still write
+    /// their bytes ([`Checkpoint::wait`]).
     ///
     /// # Errors
     ///
@@ -277,7 +297,7 @@ impl Replica {
             return Ok(());
         }
         let sealed = self.journal_adoption(source, committed);
-        self.carry_out(sealed, WriteMaps::default()).map(|_| ())
+        self.carry_out(sealed, WriteMaps::default(), None).map(|_| ())
     }
 
     /// Hashes every tensor and file of the directory and compares with the manifest: a scrub, never needed
@@ -289,6 +309,9 @@ impl Replica {
     /// difference; [`Error::NothingApplied`].
     pub fn verify(&self) -> Result<()> {
         let manifest = self.manifest().ok_or_else(|| Error::NothingApplied { path: self.dir.clone() })?;
+        if let Some(state) = &self.state {
+            state.checkpoint.wait(SYNC_DEADLINE)?;
+        }
         // Opened anew, so that replaced files are seen.
         let checkpoint = Checkpoint::open_replica(&self.dir)?;
         redo::check_tensors(&checkpoint, manifest)?;
@@ -315,7 +338,7 @@ impl Replica {
     /// Carries out a committed journal, to the end, or reads what is here.
     fn recover(&mut self) -> Result<()> {
         let journal = self.layout.journal().exists();
-        if let Some((pending, _)) = self.redo(None)? {
+        if let Some((pending, _)) = self.redo(None, None)? {
             pending.sync().map_err(|error| self.classify(error))?;
         } else {
             if withhold::is_missing(&self.layout) {
@@ -335,9 +358,13 @@ impl Replica {
 
     /// Carries out a committed journal up to the page cache; returns what is left to do, and how long it
     /// took. With `sealed`, one that was just sealed.
-    fn redo(&mut self, sealed: Option<WriteMaps>) -> Result<Option<(PendingSync, Duration)>> {
-        let redone = redo::redo(&self.dir, &self.layout, sealed, self.offer.as_mut())
-            .map_err(|error| self.classify(error))?;
+    fn redo(
+        &mut self,
+        sealed: Option<WriteMaps>,
+        offering: Option<Offering>,
+    ) -> Result<Option<(PendingSync, Duration)>> {
+        let redone =
+            redo::redo(&self.dir, &self.layout, sealed, offering).map_err(|error| self.classify(error))?;
         Ok(redone.map(|mut redone| {
             redone.pending.before = self.state.replace(redone.state);
             (redone.pending, redone.overwrite)
@@ -349,9 +376,14 @@ impl Replica {
     }
 
     /// Carries out a journal that was just sealed, on `maps`; if it could not be sealed, what was written
-    /// of it is removed. Returns how long it took until an engine could load the version; it becomes durable
-    /// behind.
-    fn carry_out<T>(&mut self, sealed: Result<T>, maps: WriteMaps) -> Result<Duration> {
+    /// of it is removed. What it changes is offered by `offering`. Returns how long it took until an engine
+    /// could load the version, nothing if it is carried out behind; it becomes durable behind.
+    fn carry_out<T>(
+        &mut self,
+        sealed: Result<T>,
+        maps: WriteMaps,
+        mut offering: Option<Offering>,
+    ) -> Result<Duration> {
         if let Err(error) = sealed {
             self.buffers.clear();
             if let Err(leftover) = redo::drop_journal(&self.layout) {
@@ -368,7 +400,20 @@ impl Replica {
         self.unfinished = true;
         self.layout.sync()?;
         crash_point("follow.journal")?;
-        let overwrite = match self.redo(Some(maps))? {
+        if offering.is_none() {
+            self.offer.iter_mut().for_each(Offer::withdraw);
+        }
+        if self.offers_first
+            && offering.is_some()
+            && let Some(state) = redo::ahead(&self.dir, &self.layout).map_err(|error| self.classify(error))?
+            && let Some(offering) = offering.take()
+            && offering.finish(&state.manifest, state.applied.prepared(), true)
+        {
+            self.carry_out_behind(state, maps)?;
+            self.unfinished = false;
+            return Ok(Duration::ZERO);
+        }
+        let overwrite = match self.redo(Some(maps), offering)? {
             Some((pending, overwrite)) => {
                 self.sync_behind(pending)?;
                 self.unfinished = false;
@@ -480,6 +525,11 @@ impl Replica {
             .map_err(|source| Error::io("create", &staging, source))?;
         Ok(staging)
     }
+}
+
+/// Begins to offer what leads from a version to the next.
+fn begin(offer: &mut Option<Offer>, base: &State) -> Option<Offering> {
+    offer.as_mut()?.begin(base.checkpoint.dir(), base.applied.prepared(), base.manifest.tensor_bytes())
 }
 
 /// Refuses a directory with weights that a replica has not put there; one that does not exist has none.

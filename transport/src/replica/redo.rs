@@ -24,7 +24,7 @@ use super::withhold;
 use crate::checkpoint::{Checkpoint, map};
 use crate::error::{Error, Result};
 use crate::manifest::Manifest;
-use crate::prepared::{Offer, PreparedVersion};
+use crate::prepared::Offering;
 use crate::snapshot::{Snapshot as _, TensorInfo, is_plain_name};
 
 /// A version whose journal was carried out: an engine could load it, but it is not in its place on the disk.
@@ -42,7 +42,7 @@ pub(super) fn redo(
     dir: &Path,
     layout: &Layout,
     sealed: Option<WriteMaps>,
-    mut offer: Option<&mut Offer>,
+    offering: Option<Offering>,
 ) -> Result<Option<Redone>> {
     let path = layout.journal();
     let file = match regular::open(&path) {
@@ -76,8 +76,9 @@ pub(super) fn redo(
     move_files(dir, layout, &records)?;
     let mut checkpoint = Checkpoint::open_weights(dir)?;
     check_tensors(&checkpoint, &parsed.manifest)?;
-    if let Some(offer) = &mut offer {
-        offer_changes(offer, &checkpoint, layout, &records, &parsed, sealed.is_some())?;
+    if let Some(offering) = offering {
+        let applied = Applied::of(&parsed.manifest, parsed.digest);
+        offering.finish(&parsed.manifest, applied.prepared(), false);
     }
     let overwritten = overwrite(&checkpoint, &parsed.manifest, &records, sealed.unwrap_or_default())?;
     withhold::give_back(layout)?;
@@ -99,34 +100,28 @@ pub(super) fn redo(
     Ok(Some(Redone { state, pending, overwrite }))
 }
 
-/// Offers what a journal changes to the plugins of engines. After a crash the old values may be gone, and a
-/// journal that installs files does not say them: then nothing is offered.
-fn offer_changes(
-    offer: &mut Offer,
-    checkpoint: &Checkpoint,
-    layout: &Layout,
-    records: &[Record<'_>],
-    target: &Copy,
-    sealed: bool,
-) -> Result<()> {
-    let installs = records.iter().any(|record| matches!(record, Record::Install { .. }));
-    let base = Marker::read(&layout.marker())?.map(|marker| marker.applied);
-    let Some(base) = base.filter(|_| sealed && !installs) else {
-        offer.withdraw();
-        return Ok(());
-    };
-    let base = PreparedVersion { label: base.label(), manifest: base.manifest_digest };
-    let label = Applied::of(&target.manifest, target.digest).label();
-    let version = PreparedVersion { label, manifest: target.digest };
-    let patches: Vec<(&str, u64, &[u8])> = records
-        .iter()
-        .filter_map(|record| match *record {
-            Record::Patch { tensor, offset, bytes } => Some((tensor, offset, bytes)),
-            _ => None,
-        })
-        .collect();
-    offer.offer(checkpoint, base, &target.manifest, version, &patches);
-    Ok(())
+/// The state that the journal, which was just sealed, leads to, before a byte of it is carried out; `None` if
+/// it does more than overwrite weights.
+pub(super) fn ahead(dir: &Path, layout: &Layout) -> Result<Option<State>> {
+    let path = layout.journal();
+    let file = regular::open(&path).map_err(|source| Error::io("open", &path, source))?;
+    let bytes = map::map(&path, &file)?;
+    let records = journal::sealed(&bytes).unwrap_or_default();
+    let (mut copy, mut digests) = (None, None);
+    for record in &records {
+        match record {
+            Record::Manifest(bytes) => copy = Some(*bytes),
+            Record::Digests(bytes) => digests = Some(*bytes),
+            Record::Patch { .. } | Record::Base(_) => {}
+            Record::Install { .. } | Record::Remove { .. } | Record::File { .. } => return Ok(None),
+        }
+    }
+    let (Some(copy), Some(digests)) = (copy, digests) else { return Ok(None) };
+    let parsed = Copy::parse(copy)?;
+    check_base(layout, &records, &parsed)?;
+    let checkpoint = Checkpoint::open_replica(dir)?;
+    check_tensors(&checkpoint, &parsed.manifest)?;
+    adopt(checkpoint, parsed, digests).map(Some)
 }
 
 /// Removes the journal and what was staged for it.

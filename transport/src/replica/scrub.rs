@@ -34,6 +34,9 @@ impl Replica {
     /// [`Error::DamagedReplica`] names what differs; the next call begins there. The file system's errors.
     pub(crate) fn scrub(&self, scrub: &mut Scrub, bytes: u64) -> Result<u64> {
         let Some(state) = self.state.as_ref().filter(|_| !self.unfinished) else { return Ok(0) };
+        if state.checkpoint.is_written() == Some(false) {
+            return Ok(0);
+        }
         if scrub.version != self.identity() {
             // What is the same place in another version has other bytes; no byte is left out for it.
             scrub.version = self.identity();

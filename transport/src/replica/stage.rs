@@ -19,6 +19,7 @@ use crate::checkpoint::write_weights;
 use crate::error::{Error, Result};
 use crate::manifest::{File, Tensor};
 use crate::pool::{Bounds, as_they_come, in_order, threads};
+use crate::prepared::Offering;
 use crate::run::Committed;
 use crate::snapshot::{AuxFile, TensorInfo};
 
@@ -33,8 +34,8 @@ fn bounds() -> Bounds {
 }
 
 /// Writes and seals the journal that takes `base` over `versions` by their deltas. All versions tie the same
-/// names. Pages of `maps`, the base's files, are prefaulted where they will change. `buffers` are of no use
-/// after it.
+/// names. Pages of `maps`, the base's files, are prefaulted where they will change. What changes is added to
+/// `offering`, while its old bytes are at hand. `buffers` are of no use after it.
 pub(super) fn journal_deltas(
     path: &Path,
     base: &State,
@@ -42,6 +43,7 @@ pub(super) fn journal_deltas(
     versions: &[Committed],
     objects: &Objects<'_>,
     buffers: &Buffers,
+    offering: Option<&Offering>,
 ) -> Result<()> {
     let Some(last) = versions.last() else { return Ok(()) };
     let mut before = &base.manifest;
@@ -55,7 +57,7 @@ pub(super) fn journal_deltas(
         all.clone().map(|index| decoding_bytes(versions, index)).collect::<Result<_>>()?;
     let steps = |index| steps(versions, index);
     let turns = in_turn(all.flat_map(steps).flat_map(|(number, tensor)| places(number, &tensor.pieces)));
-    let deltas = Deltas::new(base, versions, objects, buffers);
+    let deltas = Deltas::new(base, versions, objects, buffers, offering);
     maps.prefault_while(&base.checkpoint, &mostly_changed(versions)?, |prefault| {
         let mut journal = Writer::create(path)?.expecting(journal_bytes(versions));
         journal.push(Record::Base(base.applied.manifest_digest.as_bytes()))?;

@@ -17,6 +17,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::ids::{RunId, Version};
 use crate::manifest::{Manifest, Representation, Tensor};
+use crate::prepared::PreparedVersion;
 
 const FORMAT: u32 = 1;
 const DIGESTS_MAGIC: [u8; 8] = *b"dftldig1";
@@ -52,6 +53,11 @@ impl Applied {
     #[must_use]
     pub fn label(&self) -> String {
         self.run_id.label(self.version)
+    }
+
+    /// As prepared deltas name it.
+    pub(super) fn prepared(&self) -> PreparedVersion {
+        PreparedVersion { label: self.label(), manifest: self.manifest_digest }
     }
 }
 

@@ -1,4 +1,5 @@
-//! Makes an applied version durable behind the apply, while engines load it already.
+//! Makes an applied version durable behind the apply, while engines load it already. A version that was offered
+//! to engines' plugins first is also written behind.
 //!
 //! A version is loadable once its journal is durable. Until the data is synced and the marker is moved, a
 //! crash is followed by the journal again. The next apply waits, because its journal takes this one's place.
@@ -6,22 +7,23 @@
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use driftless_store::Error as StoreError;
-use driftless_store::os::{Lock, crash_point, sync_dir, sync_file};
+use driftless_store::os::{crash_point, sync_dir, sync_file};
 
-use super::buffers::Buffers;
-use super::prefault::WriteMap;
+use super::prefault::{WriteMap, WriteMaps};
+use super::redo::Redone;
 use super::state::{Applied, Layout, Stamp, State};
 use super::{Replica, quarantine, redo, withhold};
-use crate::download::DownloadCache;
+use crate::checkpoint::Writing;
 use crate::error::{Error, Result};
+use crate::ids::Version;
 
 /// How long a call waits for a sync. The thread goes on behind it, and the next call waits again.
-const SYNC_DEADLINE: Duration = Duration::from_secs(600);
+pub(super) const SYNC_DEADLINE: Duration = Duration::from_secs(600);
 
 /// A version that is in the page cache and in the journal, and not yet in its place on the disk.
 #[derive(Debug)]
@@ -77,23 +79,32 @@ impl PendingSync {
 #[derive(Debug)]
 pub(super) struct Syncing {
     what: String,
-    outcome: Mutex<Receiver<Result<Duration>>>,
+    outcome: Mutex<Receiver<Result<Synced>>>,
+}
+
+/// What a sync left.
+#[derive(Debug, Default)]
+struct Synced {
+    /// How long the sync of the data took.
+    sync: Duration,
+    /// All weight files, where they were overwritten behind too.
+    weights: Option<Vec<Stamp>>,
 }
 
 impl Syncing {
     /// Starts the thread, which holds the directory's lock as long as it writes there.
     fn start(
-        pending: PendingSync,
-        lock: Arc<Lock>,
-        downloads: Arc<DownloadCache>,
-        buffers: Arc<Buffers>,
+        replica: &Replica,
+        version: Version,
+        work: impl FnOnce() -> Result<Synced> + Send + 'static,
     ) -> Result<Self> {
-        let what = format!("making version {} durable", pending.applied.version);
-        let root = pending.layout.root.clone();
+        let what = format!("making version {version} durable");
         let (tell, outcome) = sync_channel(1);
+        let (lock, downloads) = (replica.lock.clone(), replica.downloads.clone());
+        let (buffers, root) = (replica.buffers.clone(), replica.layout.root.clone());
         let work = move || {
             buffers.clear();
-            let synced = pending.sync();
+            let synced = work();
             // The journal has what was in it. Not sooner: removing files waits for the sync.
             downloads.resume();
             // Released before the outcome is sent: the receiver may open the directory.
@@ -108,7 +119,7 @@ impl Syncing {
     }
 
     /// How it ended; `None` if it has not after `limit`.
-    fn wait(&self, limit: Duration) -> Option<Result<Duration>> {
+    fn wait(&self, limit: Duration) -> Option<Result<Synced>> {
         match self.outcome.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(limit) {
             Ok(outcome) => Some(outcome),
             Err(RecvTimeoutError::Timeout) => None,
@@ -155,8 +166,32 @@ impl Replica {
 
     /// Has another thread make a version durable that can be read from here on.
     pub(super) fn sync_behind(&mut self, pending: PendingSync) -> Result<()> {
-        self.syncing =
-            Some(Syncing::start(pending, self.lock.clone(), self.downloads.clone(), self.buffers.clone())?);
+        let version = pending.applied.version;
+        let work = move || Ok(Synced { sync: pending.sync()?, weights: None });
+        self.syncing = Some(Syncing::start(self, version, work)?);
+        Ok(())
+    }
+
+    /// Takes up the state that the sealed journal leads to, and has another thread carry it out and make it
+    /// durable. [`Checkpoint::wait`] waits for the bytes.
+    ///
+    /// [`Checkpoint::wait`]: crate::Checkpoint::wait
+    pub(super) fn carry_out_behind(&mut self, mut state: State, maps: WriteMaps) -> Result<()> {
+        let (dir, layout, version) = (self.dir.clone(), self.layout.clone(), state.applied.version);
+        let writing = Writing::begin(&mut state.checkpoint);
+        let before = self.state.replace(state);
+        let work = move || {
+            let redone = redo::redo(&dir, &layout, Some(maps), None)?;
+            let Some(Redone { mut pending, overwrite, .. }) = redone else {
+                return Err(Error::Cancelled { what: "carrying out a journal" });
+            };
+            writing.end();
+            tracing::info!(dir = %dir.display(), %version, overwrite_ms = overwrite.as_millis() as u64, "overwritten");
+            pending.before = before;
+            let weights = Some(pending.weights.clone());
+            Ok(Synced { sync: pending.sync()?, weights })
+        };
+        self.syncing = Some(Syncing::start(self, version, work)?);
         Ok(())
     }
 
@@ -166,7 +201,7 @@ impl Replica {
             return Ok(None);
         };
         self.syncing = None;
-        let sync = outcome.map_err(|error| {
+        let Synced { sync, weights } = outcome.map_err(|error| {
             // What the page cache holds after a failed sync is not known. Pages may count as clean that are
             // on no disk, or be the old ones again. The journal writes all of them once more.
             self.unfinished = true;
@@ -176,6 +211,9 @@ impl Replica {
             self.make_room(&error);
             self.classify(error)
         })?;
+        if let (Some(state), Some(weights)) = (&mut self.state, weights) {
+            state.weights = weights;
+        }
         Ok(Some(sync))
     }
 

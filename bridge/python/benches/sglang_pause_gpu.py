@@ -1,0 +1,333 @@
+"""How long SGLang on a GPU is paused for a version while it decodes: patched by the plugin, and loaded.
+
+    python benches/sglang_pause_gpu.py PORT WORK LOG OUT.json A B C [in_place:B:15 in_place:C:15 idle:B:9 preparing:B]
+
+A server with the plugin listens on PORT, has loaded the checkpoint A, and writes LOG. B and C are checkpoints of the
+same shape with a few other elements. A run in WORK goes from A to B, or to C, and back, once for each turn. ``driftless
+follow`` brings a directory in WORK there and has the server patched; its own figures are the pauses. Every other turn
+the server also loads what it has just been patched to, by three calls. Checksums of the weights are compared with those
+of a load after each patch. 48 requests decode meanwhile, and are renewed, and one is streamed: the gap is that between
+two of its tokens.
+"""
+
+import http.client
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import driftless
+from safetensors.torch import load_file
+
+BATCH, PROMPT, VOCABULARY = int(os.environ.get("BATCH", 48)), 64, int(os.environ.get("VOCABULARY", 151936))
+PLUGINS = Path(os.environ.get("DRIFTLESS_PLUGIN_DIR") or f"/dev/shm/driftless-{os.geteuid()}")
+
+
+def until(what: str, seconds: float, look):
+    end = time.monotonic() + seconds
+    while not (answer := look()):
+        assert time.monotonic() < end, f"no {what} within {seconds} s"
+        time.sleep(0.002)
+    return answer
+
+
+class Http:
+    """Calls on one connection, renewed before the server closes it."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.connection, self.used = port, None, 0.0
+
+    def call(self, path: str, body: dict | None = None, method: str = "POST") -> dict:
+        if self.connection is None or time.monotonic() - self.used > 3:
+            self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        text = None if body is None else json.dumps(body)
+        self.connection.request(method, path, text, {"Content-Type": "application/json"})
+        reply = self.connection.getresponse()
+        text, self.used = reply.read(), time.monotonic()
+        assert reply.status == 200, (path, reply.status, text[:500])
+        return json.loads(text) if text.startswith((b"{", b"[")) else {}
+
+
+def request(tokens: int, prompt: list[int], **more) -> dict:
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": prompt, "sampling_params": sampling, **more}
+
+
+class Load:
+    """Requests that decode, one of them streamed."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.stop = port, threading.Event()
+        # When the streamed request had how many tokens; when other requests began.
+        self.tokens: list[tuple[float, int]] = []
+        self.began: list[float] = []
+        self.failed: list[str] = []
+        workers = [threading.Thread(target=self._generate, args=(n,), daemon=True) for n in range(BATCH)]
+        self.threads = [*workers, threading.Thread(target=self._stream, daemon=True)]
+        for thread in self.threads:
+            thread.start()
+        until("decoding", 180, lambda: len(self.tokens) > 50)
+        time.sleep(2)
+
+    def _generate(self, seed: int) -> None:
+        client, numbers, length = Http(self.port), random.Random(seed), None
+        while not self.stop.is_set():
+            length = numbers.randint(64, 768) if length is None else 768
+            prompt = [numbers.randrange(VOCABULARY) for _ in range(PROMPT)]
+            self.began.append(time.perf_counter())
+            try:
+                client.call("/generate", request(length, prompt))
+            except Exception as error:
+                self._fail(error)
+
+    def _stream(self) -> None:
+        numbers, before = random.Random(99), 0
+        while not self.stop.is_set():
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+            prompt = [numbers.randrange(VOCABULARY) for _ in range(PROMPT)]
+            try:
+                body = json.dumps(request(4096 if VOCABULARY > 10000 else 256, prompt, stream=True))
+                connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+                seen = 0
+                for line in connection.getresponse():
+                    if found := re.search(rb'"completion_tokens": ?(\d+)', line):
+                        seen = int(found[1])
+                        self.tokens.append((time.perf_counter(), before + seen))
+                    if self.stop.is_set():
+                        break
+                before += seen
+            except Exception as error:
+                self._fail(error)
+            connection.close()
+
+    def _fail(self, error: Exception) -> None:
+        if not self.stop.is_set():
+            self.failed.append(repr(error))
+            time.sleep(0.2)
+
+    def steps(self, since: float, until: float) -> dict | None:
+        """Decode steps a second, and how long one takes, in a window of time."""
+        seen = [token for token in self.tokens if since <= token[0] <= until]
+        if len(seen) < 5:
+            return None
+        gaps = sorted(1e3 * (b[0] - a[0]) for a, b in zip(seen, seen[1:]))
+        rate = (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+        return {"steps_per_s": rate, "median_ms": statistics.median(gaps), "p99_ms": gaps[int(len(gaps) * 0.99)]}
+
+    def gap(self, began: float, ended: float) -> dict:
+        """The longest gap that a pause between two times made, and how many requests began in it."""
+        until("token after a pause", 60, lambda: self.tokens and self.tokens[-1][0] > ended + 0.1)
+        near = [at for at, _ in self.tokens if began - 1 < at < ended + 1]
+        gaps = [(b - a, a, b) for a, b in zip(near, near[1:]) if b > began and a < ended + 0.02]
+        longest, a, b = max(gaps)
+        return {"gap_ms": 1e3 * longest, "renewed": sum(a - 0.02 < at < b for at in self.began)}
+
+    def quiet_gaps(self, since: float, until: float) -> dict:
+        """Gaps without a pause: those in which requests began, and the others."""
+        near = [at for at, _ in self.tokens if since <= at <= until]
+        out: dict[str, list[float]] = {"renewed": [], "others": []}
+        for a, b in zip(near, near[1:]):
+            renewed = any(a - 0.02 < at < b for at in self.began)
+            out["renewed" if renewed else "others"].append(1e3 * (b - a))
+        return {name: [statistics.median(gaps), max(gaps), len(gaps)] if gaps else None for name, gaps in out.items()}
+
+    def end(self) -> None:
+        self.stop.set()
+        Http(self.port).call("/abort_request", {"rid": "", "abort_all": True})
+        for thread in self.threads:
+            thread.join(30)
+        assert not self.failed, self.failed[:3]
+
+
+class Bench:
+    def __init__(self, port: int, work: Path, log: Path, out: Path, checkpoints: list[Path]) -> None:
+        self.server, self.log, self.out = Http(port), log, out
+        self.base, self.others = checkpoints[0], dict(zip("BC", checkpoints[1:]))
+        self.results: dict = {"turns": [], "notes": []}
+        self.store, self.work, self.version, self.at = (work / "store").as_uri(), work, 0, "A"
+        command = [sys.executable, "-m", "driftless"]
+        store = ["--store", self.store, "--run", "run"]
+        baseline = ["--baseline-dir", str(work / "baseline")]
+        publish = [*command, "publish", *store, *baseline, "--new-run", "--by-reference", "--checkpoint", str(self.base)]
+        subprocess.run(publish, check=True)
+        self.publisher = driftless.Publisher(
+            self.store, "run", resume=True, baseline_dir=work / "baseline", hf_checkpoint=self.base, profile="fast"
+        )
+        self.tensors: dict[str, dict] = {}
+        self.follow = 20000 + os.getpid() % 10000
+        follow = [*command, "follow", *store, "--checkpoint-dir", str(work / "host"), "--hf-checkpoint", str(self.base)]
+        follow += ["--engine", f"http://127.0.0.1:{port}", "--plugin", "require", "--pause-generation-mode", "in_place"]
+        follow += ["--coordinated", "--listen", f"127.0.0.1:{self.follow}", "--poll-ms", "86400000"]
+        self.follower = subprocess.Popen(follow, env={**os.environ, "RUST_LOG": "info"})
+        until("follower", 120, self._follows)
+
+    def _follows(self) -> bool:
+        assert self.follower.poll() is None
+        try:
+            return bool(Http(self.follow).call("/status", method="GET"))
+        except OSError:
+            return False
+
+    def follows(self, path: str) -> dict:
+        return Http(self.follow).call(path, method="POST" if path != "/status" else "GET")
+
+    def label(self) -> str:
+        return f"{self.publisher.run_id[:12]}:{self.version}"
+
+    def step(self, to: str) -> dict:
+        """The next version is published, on disk, and prepared by the plugin."""
+        if to not in self.tensors:
+            paths = sorted((self.base if to == "A" else self.others[to]).glob("*.safetensors"))
+            self.tensors[to] = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+        times = [time.perf_counter()]
+        self.version = self.publisher.publish(self.tensors[to]).version
+        times.append(time.perf_counter())
+        self.follows("/prepare")
+        times.append(time.perf_counter())
+        self.at = to
+        self.prepared()
+        times.append(time.perf_counter())
+        return dict(zip(("publish_s", "follow_s", "wait_s"), (b - a for a, b in zip(times, times[1:]))))
+
+    def prepared(self) -> None:
+        def look() -> bool:
+            files = [json.loads(path.read_text()) for path in PLUGINS.glob("rank-*.json")]
+            told = [told for file in files for told in file["deltas"].values() if told["target"] == self.label()]
+            assert not any(entry["why_not"] for entry in told), told
+            return len(told) == len(files) > 0
+
+        until("prepared delta", 60, look)
+
+    def sums(self) -> list:
+        return [rank["per_gpu_checksum"] for rank in self.server.call("/weights_checker", {"action": "checksum"})["ranks"]]
+
+    def load(self) -> float:
+        """Milliseconds that a load of the live version takes, by three calls."""
+        update = {"model_path": str(self.work / "host"), "weight_version": self.label(), "flush_cache": False}
+        began = time.perf_counter()
+        self.server.call("/pause_generation", {"mode": "in_place"})
+        told = self.server.call("/update_weights_from_disk", update)
+        self.server.call("/continue_generation", {"torch_empty_cache": False})
+        assert "patched" not in told["message"], told
+        return 1e3 * (time.perf_counter() - began)
+
+    def patch(self, to: str, load: Load | None) -> dict:
+        turn = {"to": to, **self.step(to)}
+        began = time.perf_counter()
+        [engine] = self.follows("/activate")["applied"]["engines"]
+        ended = time.perf_counter()
+        assert engine["label"] == self.label(), engine
+        turn["pause_ms"] = engine["pause_ms"]
+        line = [line for line in self.log.read_text(errors="replace").splitlines() if "driftless: patched to " in line][-1]
+        assert self.label() in line, line
+        elements, wrote, prepared = re.search(r"(\d+) elements in ([\d.]+) ms, prepared in ([\d.]+) ms", line).groups()
+        turn.update(elements=int(elements), wrote_ms=float(wrote), prepared_ms=float(prepared))
+        if load is not None:
+            turn.update(load.gap(began, ended))
+        turn["equal"] = self.sums() == self.results["sums"][to]
+        assert turn["equal"], turn
+        return turn
+
+    def truth(self) -> None:
+        """Checksums of each version, of a load."""
+        self.follows("/prepare")
+        self.follows("/activate")
+        self.results["sums"] = {"A": self.sums()}
+        for to in self.others:
+            update = {"model_path": str(self.others[to]), "weight_version": "other", "flush_cache": False}
+            self.server.call("/update_weights_from_disk", update)
+            self.results["sums"][to] = self.sums()
+        self.server.call("/update_weights_from_disk", {"model_path": str(self.base), "weight_version": self.label()})
+        assert self.sums() == self.results["sums"]["A"]
+        assert len({str(sums) for sums in self.results["sums"].values()}) == len(self.results["sums"])
+
+    def block(self, name: str, other: str, turns: int) -> None:
+        load = Load(self.server.port) if name == "in_place" else None
+        began, rows, loads = time.perf_counter(), [], []
+        if load:
+            steady = load.steps(began - 2, began)
+        for number in range(turns):
+            rows.append(self.patch(other if self.at == "A" else "A", load))
+            if number % 2 and len(loads) < 7:
+                loads.append(self.load())
+                time.sleep(0.5)
+            self.results["turns"].append({"block": f"{name}:{other}", **rows[-1]})
+            self.save()
+        text = f"{name}:{other} n={turns}"
+        for key in ("pause_ms", "wrote_ms", "prepared_ms", "gap_ms", "publish_s", "follow_s", "wait_s"):
+            if values := sorted(row[key] for row in rows if key in row):
+                text += f"\n  {key:12} least {values[0]:.2f} median {statistics.median(values):.2f} most {values[-1]:.2f}"
+        median = statistics.median
+        text += f"\n  load_ms      median {median(loads):.0f} of {len(loads)}; ratio {median(loads) / median(r['pause_ms'] for r in rows):.0f}"
+        if load:
+            time.sleep(2)
+            now = time.perf_counter()
+            quiet = load.quiet_gaps(now - 2, now)
+            step = steady["median_ms"]
+            gaps = [row["gap_ms"] / step for row in rows]
+            alone = [row["gap_ms"] / step for row in rows if not row["renewed"]]
+            text += f"\n  steady {steady}; gaps in steps: {[round(gap, 1) for gap in sorted(gaps)]}"
+            text += f"\n  without a request that began: {[round(gap, 1) for gap in sorted(alone)]}; without a pause: {quiet}"
+            load.end()
+        print(text, flush=True)
+        self.results["notes"].append(text)
+        self.save()
+
+    def preparing(self, other: str) -> None:
+        """Decoding while one delta is prepared again and again, and without."""
+        load = Load(self.server.port)
+        self.step(other if self.at == "A" else "A")
+        [delta] = PLUGINS.glob("delta-*")
+        for _ in range(2):
+            began = time.perf_counter()
+            time.sleep(3)
+            quiet = load.steps(began, time.perf_counter())
+            began, count, names = time.perf_counter(), 0, (delta, delta.with_name("delta-0000000000000000"))
+            while time.perf_counter() - began < 3:
+                names[0].rename(names[1])
+                names, count = names[::-1], count + 1
+                time.sleep(0.04)
+            busy = load.steps(began, time.perf_counter())
+            text = f"preparing:{other} about {count} times in 3 s: quiet {quiet}, preparing {busy}"
+            print(text, flush=True)
+            self.results["notes"].append(text)
+            if names[0] != delta:
+                names[0].rename(delta)
+        time.sleep(0.2)
+        self.prepared()
+        [engine] = self.follows("/activate")["applied"]["engines"]
+        assert engine["label"] == self.label() and self.sums() == self.results["sums"][self.at]
+        load.end()
+        self.save()
+
+    def save(self) -> None:
+        self.out.write_text(json.dumps(self.results))
+
+
+def main(port: str, work: str, log: str, out: str, a: str, b: str, c: str, *blocks: str) -> None:
+    Path(work).mkdir(parents=True, exist_ok=True)
+    bench = Bench(int(port), Path(work), Path(log), Path(out), [Path(a), Path(b), Path(c)])
+    try:
+        bench.truth()
+        for block in blocks or ("in_place:B:15", "in_place:C:15", "idle:B:9", "preparing:B"):
+            name, other, *turns = block.split(":")
+            began = time.monotonic()
+            if name == "preparing":
+                bench.preparing(other)
+            else:
+                bench.block(name, other, int(turns[0]))
+            print(f"[{block}: {time.monotonic() - began:.0f} s]", flush=True)
+    finally:
+        bench.follower.terminate()
+        bench.follower.wait(60)
+        bench.save()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
