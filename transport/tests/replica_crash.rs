@@ -240,17 +240,28 @@ fn an_engine_that_waits_by_itself_has_a_version_before_its_files_do() {
         let engine = Taking { waits, seen, serving: None };
         let follower = Follower::open(fixture.run.store().clone(), options, vec![Box::new(engine)]).unwrap();
         follower.prepare(Some(Version(2))).unwrap();
+        let (reached, at_the_files) = channel();
+        let (release, gate) = channel::<()>();
         if waits {
-            fail::cfg("follow.apply", "pause").unwrap();
+            let gate = std::sync::Mutex::new(gate);
+            fail::cfg_callback("follow.apply", move || {
+                let _ = reached.send(());
+                let _ = gate.lock().unwrap().recv();
+            })
+            .unwrap();
         }
         let prepared = follower.prepare(Some(Version(3))).unwrap();
         assert_eq!(prepared.version, Version(3));
         assert_eq!(follower.status().applied.unwrap().version, Version(3), "a crash would not take it back");
         follower.activate().unwrap();
         assert_eq!(saw.try_recv().unwrap(), (prepared.label, Some(!waits)));
+        if waits {
+            at_the_files.recv_timeout(Duration::from_secs(60)).unwrap();
+        }
         assert_eq!(dir.join("config.json").exists(), !waits, "no engine starts from files that are written");
         let written = follower.wait_written(Duration::ZERO);
         assert_eq!(matches!(written, Err(Error::Busy { .. })), waits);
+        drop(release);
         fail::remove("follow.apply");
         follower.wait_written(Duration::from_secs(60)).unwrap();
         follower.sync().unwrap();
