@@ -3,7 +3,7 @@
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use crate::cli::shared::output::Output;
-use driftless::torch::{RankOptions, TorchOptions, serve_rank};
+use driftless::torch::{RankOptions, TorchOptions, serve_rank, set_deterministic};
 use driftless::trainer::LearnOptions;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -20,9 +20,8 @@ pub(crate) struct Args {
     /// As for `driftless train`.
     #[arg(long)]
     device: String,
-    /// As for `driftless train`.
-    #[arg(long, value_parser = numbers::count::<usize>())]
-    num_threads: usize,
+    #[command(flatten)]
+    of_rank: OfRank,
     /// As for `driftless train`.
     #[arg(long, value_name = "SECONDS", value_parser = numbers::deadline())]
     learner_deadline: u64,
@@ -34,21 +33,33 @@ pub(crate) struct Args {
     checkpoints: PathBuf,
 }
 
+/// What every rank of a run is told of libtorch.
+#[derive(clap::Args)]
+pub(crate) struct OfRank {
+    /// As for `driftless train`.
+    #[arg(long, value_parser = numbers::count::<usize>())]
+    pub(crate) num_threads: usize,
+    /// As for `driftless train`.
+    #[arg(long)]
+    pub(crate) deterministic: bool,
+}
+
 /// The command that starts ranks as this program, but for what differs between them.
 /// Without `--die-with-parent`: that is the thread which starts a rank, and that ends before the rank has to. A rank
 /// sees the end of its connections instead.
 pub(crate) fn options(
     ranks: usize,
     device: &str,
-    num_threads: usize,
+    OfRank { num_threads, deterministic }: OfRank,
     learner_deadline: u64,
 ) -> Result<RankOptions> {
     let program = std::env::current_exe();
     let program = program.map_err(|source| Error::Io { path: PathBuf::from("/proc/self/exe"), source })?;
     let program = program.display().to_string().replace('\'', r"'\''");
+    let deterministic = if deterministic { " --deterministic" } else { "" };
     let command = format!(
         "exec '{program}' train-rank --ranks {ranks} --device {device} \
-         --num-threads {num_threads} --learner-deadline {learner_deadline}"
+         --num-threads {num_threads}{deterministic} --learner-deadline {learner_deadline}"
     );
     Ok(RankOptions { ranks, command, deadline: Duration::from_secs(learner_deadline) })
 }
@@ -63,11 +74,15 @@ pub(crate) fn run(args: Args, _: Output) -> Result<()> {
             found: "none".to_owned(),
         });
     };
-    let ranks = options(args.ranks, &args.device, args.num_threads, args.learner_deadline)?;
+    if args.of_rank.deterministic {
+        set_deterministic();
+    }
+    let num_threads = args.of_rank.num_threads;
+    let ranks = options(args.ranks, &args.device, args.of_rank, args.learner_deadline)?;
     let options = TorchOptions {
         learn: LearnOptions::default(),
         temperature: 1.0,
-        num_threads: args.num_threads,
+        num_threads,
         device: args.device.clone(),
         ranks: Some(ranks),
     };

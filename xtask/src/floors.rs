@@ -63,9 +63,6 @@ const LINES_MAX: usize = 12_000;
 /// Names that a crate's root may have, its public modules not counted.
 const ROOT_NAMES_MAX: usize = 25;
 
-/// Crates whose roots still have more.
-const LARGE_ROOTS: &[&str] = &["driftless-bridge", "driftless-torch"];
-
 /// A member of the workspace.
 struct Member {
     name: String,
@@ -85,7 +82,7 @@ pub(crate) fn check(root: &Path) -> Result<()> {
             wrong.push(format!("{} has {lines} lines of code, at most {LINES_MAX} are allowed", member.name));
         }
         let names = files.get(Path::new("lib.rs")).map_or(0, |text| root_names(text));
-        if names > ROOT_NAMES_MAX && !LARGE_ROOTS.contains(&member.name.as_str()) {
+        if names > ROOT_NAMES_MAX {
             wrong.push(format!(
                 "{} has {names} names at its root, at most {ROOT_NAMES_MAX} are allowed",
                 member.name

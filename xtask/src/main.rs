@@ -102,7 +102,7 @@ fn workspace() -> PathBuf {
 fn cache_dir() -> error::Result<PathBuf> {
     let dir = if let Some(dir) = std::env::var_os("DRIFTLESS_CACHE") {
         PathBuf::from(dir)
-    } else if let Some(dir) = std::env::var_os("XDG_CACHE_HOME") {
+    } else if let Some(dir) = std::env::var_os("XDG_CACHE_HOME").filter(|dir| !dir.is_empty()) {
         PathBuf::from(dir).join("driftless")
     } else if let Some(home) = std::env::var_os("HOME") {
         PathBuf::from(home).join(".cache/driftless")

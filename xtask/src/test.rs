@@ -32,6 +32,7 @@ enum Need {
     Arm,
     Python,
     Rewards,
+    Gpu,
 }
 
 struct Lane {
@@ -156,11 +157,17 @@ const LANES: &[Lane] = &[
         needs: &[Need::Arm],
         run: neon,
     },
+    Lane {
+        name: "gpu",
+        what: "the learner on CUDA against the CPU, its bits twice, a few steps of the demo, speeds",
+        needs: &[Need::Libtorch, Need::Gpu],
+        run: gpu,
+    },
 ];
 
-/// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what `neon`
-/// needs.
-const BY_NAME: &[&str] = &["kills", "neon"];
+/// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what `neon` and
+/// `gpu` need.
+const BY_NAME: &[&str] = &["kills", "neon", "gpu"];
 
 /// Lanes that build elsewhere than the others, or in another profile, and have little to do at once. They run one
 /// after another beside the others.
@@ -354,6 +361,12 @@ impl Need {
             },
             Need::Miri => foreign::miri_missing(),
             Need::Arm => foreign::arm_missing(),
+            Need::Gpu => {
+                let found = Command::new("nvidia-smi").arg("-L").output();
+                let found = found.is_ok_and(|output| output.status.success() && !output.stdout.is_empty());
+                (!found)
+                    .then(|| "an NVIDIA GPU (nvidia-smi -L), and a libtorch for CUDA in LIBTORCH".to_owned())
+            }
             Need::CargoFuzz => {
                 let version = Command::new("cargo").args(["+nightly", "fuzz", "--version"]).output();
                 let found = version.is_ok_and(|output| output.status.success());
@@ -574,4 +587,33 @@ fn neon(context: &Context) -> Result<()> {
     context.logged(foreign::arm("check").args(light).args(["-p", "driftless-transport"]))?;
     let tests = ["--lib", "--test", "golden", "--test", "stranger"];
     context.logged(foreign::arm("test").args(["-p", "driftless-delta"]).args(tests))
+}
+
+fn gpu(context: &Context) -> Result<()> {
+    let learner = ["bench", "-p", "driftless-torch", "--bench", "learner", "--"];
+    let device = ["--device", "cuda:0"];
+    for args in [
+        &["check"][..],
+        &["deterministic"],
+        &["speed", "--shapes", "0.6b", "--lengths", "2x4096"],
+        &["speed", "--shapes", "0.6b", "--lengths", "mixed:16384"],
+    ] {
+        // cuBLAS computes the same bits each time only then.
+        let mut bench = Command::new("cargo");
+        bench.args(learner).args(args).args(device).env("CUBLAS_WORKSPACE_CONFIG", ":4096:8");
+        context.logged(&mut bench)?;
+    }
+    context.cargo(&[
+        "bench",
+        "-p",
+        "driftless-delta",
+        "--features",
+        "cuda",
+        "--bench",
+        "cuda",
+        "--",
+        "256",
+        "1%",
+    ])?;
+    context.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"]).args(device))
 }

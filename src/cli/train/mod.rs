@@ -20,7 +20,7 @@ use crate::cli::shared::{keys, numbers, paths, store};
 use crate::cli::train_rank;
 use driftless::bridge::SamplingParams;
 #[cfg(feature = "torch")]
-use driftless::torch::{TorchLearner, TorchOptions, check_ranks};
+use driftless::torch::{CUBLAS_WORKSPACE, TorchLearner, TorchOptions, check_ranks, set_deterministic};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::{Debug, Mode, TrainOptions, UpdateWeightMode, train};
 use learn::{DtypeArg, LearnArgs};
@@ -99,6 +99,11 @@ pub(crate) struct Args {
     #[cfg(feature = "torch")]
     #[arg(long, default_value = "cpu")]
     device: String,
+    /// The same bits from the same samples and seed each time, on one kind of device; what it costs is in
+    /// trainer/torch/README.md. Engines sample as they do.
+    #[cfg(feature = "torch")]
+    #[arg(long, conflicts_with = "learner")]
+    deterministic: bool,
     /// GPUs of this host that train together, a process each, with their optimiser states shared out; with
     /// --device cpu, processes.
     #[cfg(feature = "torch")]
@@ -263,6 +268,10 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     ] {
         dir.as_ref().map_or(Ok(()), |dir| paths::check_checkpoint(name, dir))?;
     }
+    #[cfg(feature = "torch")]
+    if args.deterministic {
+        deterministic(&args.device)?;
+    }
     match args.loss_type {
         #[cfg(feature = "torch")]
         LossType::Sft => {
@@ -286,6 +295,22 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         LossType::Sft => Err(absent("`--loss-type sft_loss`", "")),
         LossType::Policy => reinforce(args, output),
     }
+}
+
+/// Has libtorch compute the same bits each time. For a GPU the process begins once more, with the environment
+/// that cuBLAS looks at.
+#[cfg(feature = "torch")]
+fn deterministic(device: &str) -> Result<()> {
+    use std::os::unix::process::CommandExt as _;
+
+    let (name, value) = CUBLAS_WORKSPACE;
+    if device != "cpu" && std::env::var_os(name).is_none() {
+        let failed = |source| Error::Io { path: PathBuf::from("/proc/self/exe"), source };
+        let mut again = std::process::Command::new(std::env::current_exe().map_err(failed)?);
+        return Err(failed(again.args(std::env::args_os().skip(1)).env(name, value).exec()));
+    }
+    set_deterministic();
+    Ok(())
 }
 
 /// The conversations of a supervised training, and what their loss and optimiser are told.
@@ -332,7 +357,10 @@ fn learner(args: &Args) -> Result<impl FnOnce(&TrainOptions) -> Box<dyn Learner>
     #[cfg(feature = "torch")]
     let ranks = match args.actor_num_gpus_per_node {
         1 => None,
-        ranks => Some(train_rank::options(ranks, &device, num_threads, args.learner_deadline)?),
+        ranks => {
+            let of_rank = train_rank::OfRank { num_threads, deterministic: args.deterministic };
+            Some(train_rank::options(ranks, &device, of_rank, args.learner_deadline)?)
+        }
     };
     Ok(move |options: &TrainOptions| {
         let (learn, temperature) = (options.learn.clone(), options.sampling.temperature);

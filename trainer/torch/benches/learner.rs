@@ -4,6 +4,7 @@
 //! ```sh
 //! cargo bench -p driftless-torch --bench learner -- speed --shapes 0.6b --lengths 2x4096 --device cuda:0
 //! cargo bench -p driftless-torch --bench learner -- check --device cuda:0
+//! CUBLAS_WORKSPACE_CONFIG=:4096:8 cargo bench -p driftless-torch --bench learner -- deterministic --device cuda:0
 //! cargo bench -p driftless-torch --bench learner -- ranks --ranks 2 --shapes 0.6b --lengths mixed:65536 --device cuda --dir /tmp/ranks
 //! ```
 
@@ -18,9 +19,12 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use driftless_buffer::{Identity, Log, Options, Position, Record, Scalars};
+use driftless_torch::batch::{Reduction, token_weights};
+use driftless_torch::optimizer::AdamWOptions;
+use driftless_torch::sft::{SftOptions, SftTask, sft};
 use driftless_torch::{
-    AdamWOptions, Batch, Config, Family, Model, Policy, RankOptions, Reduction, Sample, SftOptions, SftTask,
-    TorchLearner, TorchOptions, device, serve_rank, set_threads, sft, token_weights,
+    Batch, CUBLAS_WORKSPACE, Config, Family, Model, Policy, RankOptions, Sample, TorchLearner, TorchOptions,
+    device, serve_rank, set_deterministic, set_threads,
 };
 use driftless_trainer::LearnOptions;
 use driftless_trainer::learner::{self, Learner as _, Place, StepStats, Stepped};
@@ -209,6 +213,8 @@ struct Seen {
     packed: f64,
     /// Of three steps.
     grad_norms: Vec<f64>,
+    /// After them.
+    weights: Tensor,
 }
 
 fn see(device: Device, kind: Kind, recompute: bool, chunk: Option<usize>) -> Seen {
@@ -231,7 +237,10 @@ fn see(device: Device, kind: Kind, recompute: bool, chunk: Option<usize>) -> See
     let packed = furthest(&log_probs, &Tensor::cat(&alone, 0));
     let loss = LearnOptions::default();
     let step = |_| policy.policy_step(std::slice::from_ref(&all), &loss, 1.0, 1e-3).unwrap().grad_norm;
-    Seen { log_probs, packed, grad_norms: (0..3).map(step).collect() }
+    let grad_norms = (0..3).map(step).collect();
+    let weights =
+        policy.model().parameters().iter().map(|weight| weight.tensor.flatten(0, -1)).collect::<Vec<_>>();
+    Seen { log_probs, packed, grad_norms, weights: Tensor::cat(&weights, 0) }
 }
 
 fn furthest(a: &Tensor, b: &Tensor) -> f64 {
@@ -260,6 +269,20 @@ fn check(arguments: &Arguments) {
             );
             assert!(distance <= bound && seen.packed <= bound && apart < 0.05, "too far");
         }
+    }
+}
+
+/// The same steps twice, by every way there is: their bits, and what that costs.
+fn deterministic(arguments: &Arguments) {
+    let (name, value) = CUBLAS_WORKSPACE;
+    assert!(std::env::var_os(name).is_some(), "cuBLAS wants {name}={value} in the environment");
+    let device = device(&arguments.get("device", "cpu")).unwrap();
+    set_deterministic();
+    for (kind, recompute) in [(Kind::Float, false), (Kind::BFloat16, false), (Kind::BFloat16, true)] {
+        let [first, second] = [(); 2].map(|()| see(device, kind, recompute, None));
+        assert_eq!(first.grad_norms, second.grad_norms);
+        assert!(first.log_probs.equal(&second.log_probs) && first.weights.equal(&second.weights));
+        println!("{device:?} {kind:?} recompute {recompute}: three steps twice, the same bits");
     }
 }
 
@@ -311,7 +334,13 @@ fn options(arguments: &Arguments) -> TorchOptions {
     let program = std::env::current_exe().unwrap();
     let command = format!("exec '{}' rank --ranks {ranks} --device {device}", program.display());
     TorchOptions {
-        learn: LearnOptions { balance_data: true, entropy_coef: 0.01, lr: 1e-5, ..LearnOptions::default() },
+        learn: LearnOptions {
+            balance_data: true,
+            entropy_coef: 0.01,
+            lr: 1e-5,
+            max_tokens_per_gpu: arguments.get("max-tokens-per-gpu", "16384").parse().unwrap(),
+            ..LearnOptions::default()
+        },
         temperature: 1.0,
         num_threads: 2,
         device: if ranks == 1 && device == "cuda" { "cuda:0".into() } else { device },
@@ -379,9 +408,13 @@ fn rank(arguments: &Arguments) {
 
 fn main() {
     let arguments = Arguments(std::env::args().skip(1).collect());
+    if arguments.has("--deterministic") {
+        set_deterministic();
+    }
     match arguments.0.iter().find(|argument| !argument.starts_with("--")).map(String::as_str) {
         Some("speed") => speed(&arguments),
         Some("check") => check(&arguments),
+        Some("deterministic") => deterministic(&arguments),
         Some("ranks") => ranks(&arguments),
         Some("rank") => rank(&arguments),
         // What `cargo test --benches` and a bare `cargo bench` run: a glance on the CPU.

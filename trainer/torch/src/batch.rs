@@ -128,6 +128,13 @@ pub fn micro_batches(lengths: &[usize], max_tokens: usize, max_samples: usize) -
 }
 
 impl Batch {
+    /// Runs a pass over it; if the device's memory does not suffice, the error says for how many tokens.
+    pub(crate) fn pass<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        #[cfg(test)]
+        let run = || if self.tokens.numel() > tests::MEMORY.get() { Err(tests::short()) } else { run() };
+        run().map_err(|error| error.in_pass(self.tokens.numel()))
+    }
+
     /// Whether any of its tokens is trained on.
     pub(crate) fn trains(&self) -> bool {
         self.labels.numel() > 0
@@ -248,9 +255,22 @@ impl<'a> Sample<'a> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use std::cell::Cell;
+
     use super::*;
     use crate::Error;
+
+    thread_local! {
+        /// Tokens of the largest pass for which a device that lies has memory.
+        pub(crate) static MEMORY: Cell<usize> = const { Cell::new(usize::MAX) };
+    }
+
+    /// What libtorch says of a GPU whose memory is full.
+    pub(crate) fn short() -> Error {
+        let said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB";
+        Error::Torch(tch::TchError::Torch(said.to_owned()))
+    }
 
     const A: Sample<'_> = Sample {
         tokens: &[5, 6, 7, 8],

@@ -62,7 +62,7 @@ impl Critic {
     /// [`Error::Torch`] if libtorch refuses.
     pub fn values(&self, batch: &Batch) -> Result<Tensor> {
         match batch.trains() {
-            true => tch::no_grad(|| self.head(&hidden(&self.trained.model, batch)?)),
+            true => batch.pass(|| tch::no_grad(|| self.head(&hidden(&self.trained.model, batch)?))),
             false => Ok(batch.weights.shallow_clone()),
         }
     }
@@ -75,22 +75,27 @@ impl Critic {
         let mut stats = StepStats { critic_lr: lr, ..StepStats::default() };
         self.trained.optimizer.gradients.clear()?;
         for batch in batches.iter().filter(|batch| batch.trains()) {
-            let (Some(old), Some(returns)) = (&batch.values, &batch.returns) else {
-                return Err(input("batch of a critic", "values and returns", "none"));
-            };
-            let (pass, hidden) = self.trained.forward(batch)?;
-            let values = tch::no_grad(|| self.head(&hidden))?.f_set_requires_grad(true)?;
-            let (loss, clipped) = value_loss(&values, old, returns, &batch.weights, options.value_clip)?;
-            stats.value_loss += f64::try_from(&loss)?;
-            stats.value_clipfrac += f64::try_from(&clipped)?;
-            let gradients = Tensor::f_run_backward(&[loss], &[&values], false, false)?;
-            let of_logits = gradients[0].f_unsqueeze(-1)?.f_to_kind(hidden.f_kind()?)?;
-            let Trained { model, optimizer, .. } = &mut self.trained;
-            let gradient = model.head().backward(&of_logits, &hidden, &mut optimizer.gradients)?;
-            self.trained.backward(pass, batch, &gradient)?;
+            batch.pass(|| self.pass(batch, options, &mut stats))?;
         }
         stats.critic_grad_norm = self.trained.apply(stats.value_loss, lr)?;
         Ok(stats)
+    }
+
+    /// Adds the gradients of a micro-batch, and its figures.
+    fn pass(&mut self, batch: &Batch, options: &CriticOptions, stats: &mut StepStats) -> Result<()> {
+        let (Some(old), Some(returns)) = (&batch.values, &batch.returns) else {
+            return Err(input("batch of a critic", "values and returns", "none"));
+        };
+        let (pass, hidden) = self.trained.forward(batch)?;
+        let values = tch::no_grad(|| self.head(&hidden))?.f_set_requires_grad(true)?;
+        let (loss, clipped) = value_loss(&values, old, returns, &batch.weights, options.value_clip)?;
+        stats.value_loss += f64::try_from(&loss)?;
+        stats.value_clipfrac += f64::try_from(&clipped)?;
+        let gradients = Tensor::f_run_backward(&[loss], &[&values], false, false)?;
+        let of_logits = gradients[0].f_unsqueeze(-1)?.f_to_kind(hidden.f_kind()?)?;
+        let Trained { model, optimizer, .. } = &mut self.trained;
+        let gradient = model.head().backward(&of_logits, &hidden, &mut optimizer.gradients)?;
+        self.trained.backward(pass, batch, &gradient)
     }
 
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {

@@ -142,9 +142,36 @@ pub enum Error {
     /// NCCL answered with an error.
     #[error(transparent)]
     Bridge(#[from] driftless_bridge::Error),
-    /// libtorch refused an operation (out of memory, a shape, a missing kernel).
+    /// A pass of the model needs more memory than the device has.
+    #[error(
+        "the device has not enough memory for a pass of {tokens} tokens; less is needed with \
+         --max-tokens-per-gpu below {tokens}, --recompute-granularity full or --optimizer-cpu-offload"
+    )]
+    Memory {
+        /// Tokens of the pass.
+        tokens: usize,
+        /// What libtorch could not allocate.
+        source: tch::TchError,
+    },
+    /// libtorch refused an operation (a shape, a missing kernel).
     #[error("libtorch")]
     Torch(#[from] tch::TchError),
+}
+
+impl Error {
+    /// The error of a pass of so many tokens.
+    pub(crate) fn in_pass(self, tokens: usize) -> Error {
+        // The words of libtorch's allocators, for CUDA and for the CPU.
+        let short = |why: &str| {
+            ["out of memory", "not enough memory", "t allocate memory"]
+                .iter()
+                .any(|words| why.contains(words))
+        };
+        match self {
+            Error::Torch(source) if short(&source.to_string()) => Error::Memory { tokens, source },
+            other => other,
+        }
+    }
 }
 
 /// `Result` with this crate's [`Error`].

@@ -216,12 +216,14 @@ impl TorchLearner {
     }
 
     fn train(&mut self, batch: &learner::Batch<'_>) -> Result<StepStats> {
-        let TorchOptions { learn: options, temperature, .. } = self.options.clone();
         if matches!(self.role, Role::Other { .. }) {
             fail::fail_point!("train.rank");
         }
+        let TorchOptions { learn: mut options, temperature, .. } = self.options.clone();
         let Loaded { policy, critic, .. } = self.loaded()?;
-        learn::learn(policy, critic.as_mut(), batch, &options, temperature)
+        let learned = learn::learn_within_memory(policy, critic.as_mut(), batch, &mut options, temperature);
+        self.options.learn = options;
+        learned
     }
 
     /// Writes a training checkpoint; of several ranks the first does, from all.

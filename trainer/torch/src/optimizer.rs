@@ -65,6 +65,9 @@ pub struct AdamW {
     own: Range<i64>,
     /// By [`Part`]; laid out as the model's weights are.
     states: [Tensor; 3],
+    /// Where pieces cross between host and device, if the states are not where the model is: locked pages, which are
+    /// copied several times faster.
+    crossing: Option<Tensor>,
     pub(crate) gradients: Gradients,
     step: u64,
 }
@@ -134,18 +137,22 @@ impl AdamW {
         });
         tch::no_grad(|| {
             let weights = model.flat().f_narrow(0, own.start, own.end - own.start)?;
-            let state = || {
-                let device = if options.cpu_offload { Device::Cpu } else { model.device() };
-                let state = Tensor::f_zeros(weights.size(), (Kind::Float, device))?;
-                // Copies from and to a device are several times faster then.
-                let pinned = options.cpu_offload && model.device().is_cuda();
-                Ok::<_, Error>(if pinned { state.f_pin_memory(model.device())? } else { state })
+            let crosses = options.cpu_offload && model.device().is_cuda();
+            let locked = |length: i64| {
+                Tensor::f_zeros(length, (Kind::Float, Device::Cpu))?.f_pin_memory(model.device())
+            };
+            let state = || match options.cpu_offload {
+                false => Tensor::f_zeros(weights.size(), (Kind::Float, model.device())),
+                true if crosses => locked(weights.numel() as i64),
+                true => Tensor::f_zeros(weights.size(), (Kind::Float, Device::Cpu)),
             };
             let mut states = [state()?, state()?, state()?];
             states[Part::Master as usize].f_copy_(&weights)?;
+            let crossing = crosses.then(|| locked(PIECE.min(weights.numel() as i64))).transpose()?;
             let gradients = Gradients::new(model)?;
             let device = model.device();
-            let optimizer = AdamW { options, rounded, device, ranks, own, states, gradients, step: 0 };
+            let optimizer =
+                AdamW { options, rounded, device, ranks, own, states, crossing, gradients, step: 0 };
             optimizer.write_weights(model)?;
             Ok(optimizer)
         })
@@ -282,7 +289,7 @@ impl AdamW {
                 let piece = |buffer: &Tensor| buffer.f_narrow(0, start, length);
                 let [master, mean, square] = &self.states;
                 let [master, mean, square] = [piece(master)?, piece(mean)?, piece(square)?];
-                let gradient = piece(&gradients)?.f_to_device(master.device())?;
+                let gradient = self.crossed(&piece(&gradients)?, Kind::Float)?;
                 let arguments = [
                     Value::Tensors(&[&master]),
                     Value::Tensors(&[&gradient]),
@@ -308,12 +315,20 @@ impl AdamW {
         Ok(())
     }
 
+    /// A piece in this kind: in host memory on its way over, if there is one, else where it is.
+    fn crossed(&self, piece: &Tensor, kind: Kind) -> Result<Tensor> {
+        let Some(crossing) = &self.crossing else { return Ok(piece.f_to_kind(kind)?) };
+        let mut place = crossing.f_view_dtype(kind)?.f_narrow(0, 0, piece.numel() as i64)?;
+        place.f_copy_(piece)?;
+        Ok(place)
+    }
+
     /// Rounds masters to weights, and gets those of the other ranks.
     fn write_weights(&self, model: &Model) -> Result<()> {
         let weights = self.own(model.flat())?;
         for (start, length) in pieces(0, weights.numel() as i64) {
             let master = self.states[Part::Master as usize].f_narrow(0, start, length)?;
-            weights.f_narrow(0, start, length)?.f_copy_(&master.f_to_kind(self.rounded)?)?;
+            weights.f_narrow(0, start, length)?.f_copy_(&self.crossed(&master, self.rounded)?)?;
         }
         self.ranks.as_ref().map_or(Ok(()), |ranks| locked(ranks).all_gather(model.flat()))
     }

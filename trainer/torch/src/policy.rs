@@ -128,20 +128,25 @@ impl Policy {
         let mut stats = StepStats { lr, ..StepStats::default() };
         self.trained.optimizer.gradients.clear()?;
         for batch in batches.iter().filter(|batch| batch.trains()) {
-            let (pass, hidden) = self.trained.forward(batch)?;
-            let mut losses = Vec::new();
-            let gradient = self.descend(&hidden, batch, 1.0, Entropy::Unasked, |rows, scores| {
-                let weights = batch.weights.f_narrow(0, rows.start, rows.end - rows.start)?;
-                let loss = loss::sft_loss(&scores.log_probs, &weights)?;
-                losses.push(loss.f_detach()?);
-                Ok(loss)
-            })?;
-            self.trained.backward(pass, batch, &gradient)?;
-            // Waits for the device: not before it has all of its work.
-            stats.loss += f64::try_from(Tensor::f_stack(&losses, 0)?.f_sum(Kind::Double)?)?;
+            stats.loss += batch.pass(|| self.sft_pass(batch))?;
         }
         stats.grad_norm = self.trained.apply(stats.loss, lr)?;
         Ok(stats)
+    }
+
+    /// Adds the gradients of a micro-batch, and returns its loss.
+    fn sft_pass(&mut self, batch: &Batch) -> Result<f64> {
+        let (pass, hidden) = self.trained.forward(batch)?;
+        let mut losses = Vec::new();
+        let gradient = self.descend(&hidden, batch, 1.0, Entropy::Unasked, |rows, scores| {
+            let weights = batch.weights.f_narrow(0, rows.start, rows.end - rows.start)?;
+            let loss = loss::sft_loss(&scores.log_probs, &weights)?;
+            losses.push(loss.f_detach()?);
+            Ok(loss)
+        })?;
+        self.trained.backward(pass, batch, &gradient)?;
+        // Waits for the device: not before it has all of its work.
+        Ok(f64::try_from(Tensor::f_stack(&losses, 0)?.f_sum(Kind::Double)?)?)
     }
 
     /// One policy-gradient step over micro-batches that together are the batch. Logits are divided by
@@ -159,32 +164,42 @@ impl Policy {
         let mut stats = StepStats { lr, ..StepStats::default() };
         self.trained.optimizer.gradients.clear()?;
         for batch in batches.iter().filter(|batch| batch.trains()) {
-            let wanted = options.kl_loss.is_some();
-            let reference = wanted.then(|| self.reference_log_probs(batch, temperature)).transpose()?;
-            let (pass, hidden) = self.trained.forward(batch)?;
-            let columns = Tokens {
-                weights: batch.weights.shallow_clone(),
-                rollout_log_probs: batch.rollout_log_probs.shallow_clone(),
-                old_log_probs: batch.old(options).map(Tensor::shallow_clone),
-                advantages: batch.advantages.shallow_clone(),
-                reference,
-                sequence: self.sequence(&hidden, batch, options, temperature)?,
-            };
-            let entropy =
-                if options.entropy_coef == 0.0 { Entropy::Watched } else { Entropy::Differentiated };
-            let mut seen = Vec::new();
-            let gradient = self.descend(&hidden, batch, temperature, entropy, |rows, scores| {
-                let tokens = columns.narrow(rows.start, rows.end - rows.start)?;
-                let terms = loss::policy_loss(&scores.log_probs, scores.entropy.as_ref(), &tokens, options)?;
-                let loss = terms.loss.shallow_clone();
-                seen.push(terms);
-                Ok(loss)
-            })?;
-            self.trained.backward(pass, batch, &gradient)?;
-            add(&mut stats, &seen)?;
+            batch.pass(|| self.policy_pass(batch, options, temperature, &mut stats))?;
         }
         stats.grad_norm = self.trained.apply(stats.loss, lr)?;
         Ok(stats)
+    }
+
+    /// Adds the gradients of a micro-batch, and its figures.
+    fn policy_pass(
+        &mut self,
+        batch: &Batch,
+        options: &LearnOptions,
+        temperature: f64,
+        stats: &mut StepStats,
+    ) -> Result<()> {
+        let wanted = options.kl_loss.is_some();
+        let reference = wanted.then(|| self.reference_log_probs(batch, temperature)).transpose()?;
+        let (pass, hidden) = self.trained.forward(batch)?;
+        let columns = Tokens {
+            weights: batch.weights.shallow_clone(),
+            rollout_log_probs: batch.rollout_log_probs.shallow_clone(),
+            old_log_probs: batch.old(options).map(Tensor::shallow_clone),
+            advantages: batch.advantages.shallow_clone(),
+            reference,
+            sequence: self.sequence(&hidden, batch, options, temperature)?,
+        };
+        let entropy = if options.entropy_coef == 0.0 { Entropy::Watched } else { Entropy::Differentiated };
+        let mut seen = Vec::new();
+        let gradient = self.descend(&hidden, batch, temperature, entropy, |rows, scores| {
+            let tokens = columns.narrow(rows.start, rows.end - rows.start)?;
+            let terms = loss::policy_loss(&scores.log_probs, scores.entropy.as_ref(), &tokens, options)?;
+            let loss = terms.loss.shallow_clone();
+            seen.push(terms);
+            Ok(loss)
+        })?;
+        self.trained.backward(pass, batch, &gradient)?;
+        add(stats, &seen)
     }
 
     /// What is said of the samples of a batch, if `options` ask for it.
@@ -244,7 +259,7 @@ impl Policy {
         if !batch.trains() {
             return Ok(batch.weights.shallow_clone());
         }
-        self.chosen(&hidden(model, batch)?, batch, temperature)?.log_probs(model)
+        batch.pass(|| self.chosen(&hidden(model, batch)?, batch, temperature)?.log_probs(model))
     }
 
     fn chosen<'a>(&self, hidden: &'a Tensor, batch: &'a Batch, temperature: f64) -> Result<Chosen<'a>> {

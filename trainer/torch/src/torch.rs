@@ -1,8 +1,12 @@
 //! The edge to libtorch: devices, threads, and bytes in and out of tensors.
 //!
-//! Its `unsafe`, beside that of `dispatcher`, opens a shared library and lends memory to libtorch.
-#![expect(unsafe_code, reason = "dlopen of CUDA's half of libtorch, and tensors over borrowed memory")]
+//! Its `unsafe`, beside that of `dispatcher`, opens a shared library, sets flags of libtorch's, and lends it memory.
+#![expect(
+    unsafe_code,
+    reason = "dlopen of CUDA's half of libtorch, its flags, and tensors over borrowed memory"
+)]
 
+use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::sync::OnceLock;
@@ -48,6 +52,33 @@ pub fn set_threads(count: usize) -> Result<()> {
         }
         _ => Err(input("threads", "1..=4096", count)),
     }
+}
+
+/// Has libtorch compute the same bits for the same inputs from now on, in this process (`--deterministic`). It
+/// refuses operations that cannot. cuBLAS wants to be told before CUDA's first use: see [`CUBLAS_WORKSPACE`].
+pub fn set_deterministic() {
+    // SAFETY: both are C++ functions of libtorch 2.11, which `tch` links: `at::Context& at::globalContext()`, and
+    // `void at::Context::setDeterministicAlgorithms(bool, bool)`, which takes the context as a method does, in
+    // front. The context lives as long as the process, and the flags are plain ones that are read at each
+    // operation.
+    unsafe {
+        let context = global_context();
+        set_deterministic_algorithms(context, true, false);
+        // No operation of ours reads what it did not write.
+        set_deterministic_fill(context, false);
+    }
+}
+
+/// The environment in which cuBLAS computes the same bits each time.
+pub const CUBLAS_WORKSPACE: (&str, &str) = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8");
+
+unsafe extern "C" {
+    #[link_name = "_ZN2at13globalContextEv"]
+    fn global_context() -> *mut c_void;
+    #[link_name = "_ZN2at7Context26setDeterministicAlgorithmsEbb"]
+    fn set_deterministic_algorithms(context: *mut c_void, deterministic: bool, warn_only: bool);
+    #[link_name = "_ZN2at7Context39setDeterministicFillUninitializedMemoryEb"]
+    fn set_deterministic_fill(context: *mut c_void, fill: bool);
 }
 
 /// Number of usable CUDA devices (at least 1), or why there is none. Probed once per process.

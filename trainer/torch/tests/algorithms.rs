@@ -5,7 +5,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_torch::{Sequence, Tokens, policy_loss, value_loss};
+use driftless_torch::loss::{Sequence, Tokens, policy_loss, value_loss};
 use driftless_trainer::{Estimator, Kl, KlPenalty, LearnOptions, Level, Rs, Tis, TisMode};
 use tch::{Kind, Tensor};
 

@@ -5,7 +5,8 @@
 use std::path::Path;
 
 use driftless_torch::checkpoint::{self, Progress};
-use driftless_torch::{AdamWOptions, Batch, Config, Error, Family, Model, Policy, Sample};
+use driftless_torch::optimizer::AdamWOptions;
+use driftless_torch::{Batch, Config, Error, Family, Model, Policy, Sample};
 use tch::{Device, Kind};
 
 const SEED: i64 = 5;

@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_torch::{Error, PolicyTerms, Tokens, Watched, kl, policy_loss};
+use driftless_torch::Error;
+use driftless_torch::loss::{PolicyTerms, Tokens, Watched, kl, policy_loss};
 use driftless_trainer::{Estimator, Kl, KlPenalty, LearnOptions};
 use tch::{Kind, Tensor};
 

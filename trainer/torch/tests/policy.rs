@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use driftless_torch::{AdamWOptions, Batch, Config, Error, Family, Model, Policy, Sample};
+use driftless_torch::optimizer::AdamWOptions;
+use driftless_torch::{Batch, Config, Error, Family, Model, Policy, Sample};
 use driftless_trainer::{Estimator, Kl, KlPenalty, LearnOptions};
 use tch::{Device, Kind, Tensor};
 

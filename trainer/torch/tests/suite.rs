@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use driftless_torch::sft::{SftOptions, SftTask, sft};
 use driftless_torch::tasks::arithmetic::Recipe;
-use driftless_torch::{Config, SftOptions, SftTask, TorchLearner, TorchOptions, sft};
+use driftless_torch::{Config, TorchLearner, TorchOptions};
 use driftless_trainer::learner::{Batch, Learner, Place, Sample, Stepped, conformance};
 use driftless_trainer::{CriticOptions, Estimator, Kl, KlPenalty, LearnOptions};
 use std::path::{Path, PathBuf};

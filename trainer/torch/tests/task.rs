@@ -5,9 +5,10 @@
 use std::path::Path;
 use std::process::Command;
 
+use driftless_torch::sft::{SftOptions, SftTask, sft};
 use driftless_torch::tasks::arithmetic::Recipe;
 use driftless_torch::tasks::text::{self, Text};
-use driftless_torch::{Config, Kind, Model, Policy, PolicySnapshot, SftOptions, SftTask, sft};
+use driftless_torch::{Config, Kind, Model, Policy, PolicySnapshot};
 use driftless_trainer::tasks::arithmetic::{Problem, Split};
 use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Tensor};

@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 
 use crate::batch::{Batch, Reduction, Sample, micro_batches, steps, token_weights};
 use crate::critic::Critic;
-use crate::error::{Result, input};
+use crate::error::{Error, Result, input};
 use crate::loss::kl;
 use crate::models::Model;
 use crate::optimizer::AdamW;
@@ -58,6 +58,40 @@ pub(crate) fn learn(
     self::sums(&mut stats).into_iter().zip(sums).for_each(|(own, all)| *own = all);
     stats.log_prob_diff_max = policy.optimizer().largest(stats.log_prob_diff_max)?;
     Ok(stats)
+}
+
+/// [`learn`], and once more in passes of half as many tokens if the device's memory did not suffice before the first
+/// step was done. `options` keep the smaller bound: the next rollout would not fit either.
+pub(crate) fn learn_within_memory(
+    policy: &mut Policy,
+    mut critic: Option<&mut Critic>,
+    batch: &learner::Batch<'_>,
+    options: &mut LearnOptions,
+    temperature: f64,
+) -> Result<StepStats> {
+    let steps = |policy: &Policy, critic: Option<&Critic>| {
+        (policy.optimizer().steps(), critic.map(|critic| critic.trained.optimizer.steps()))
+    };
+    let before = steps(policy, critic.as_deref());
+    let learned = learn(policy, critic.as_deref_mut(), batch, options, temperature);
+    let Err(Error::Memory { tokens, .. }) = learned else { return learned };
+    // The others have gone on, and a sample is not divided.
+    let (alone, longest) = (policy.optimizer().rank().1 == 1, longest(&batch.samples));
+    if !alone || tokens <= longest || steps(policy, critic.as_deref()) != before {
+        return learned;
+    }
+    options.max_tokens_per_gpu = (tokens / 2).max(longest);
+    tracing::warn!(
+        tokens,
+        max_tokens_per_gpu = options.max_tokens_per_gpu,
+        "the device has not enough memory for a pass; it is made smaller, for the rest of the run"
+    );
+    learn(policy, critic, batch, options, temperature)
+}
+
+/// Tokens of the longest sample.
+fn longest(samples: &[learner::Sample<'_>]) -> usize {
+    samples.iter().map(|sample| sample.tokens.len()).max().unwrap_or(0)
 }
 
 /// The figures that add up over ranks. The others are the same on all, or are compared.

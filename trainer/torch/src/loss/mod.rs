@@ -1,5 +1,5 @@
 //! Losses over trained tokens. Each is a weighted sum; the weights carry the reduction
-//! ([`crate::token_weights`]), so that chunks and micro-batches add up to the mean over the whole batch.
+//! ([`crate::batch::token_weights`]), so that chunks and micro-batches add up to the mean over the whole batch.
 //! Formulas and sources: `docs/algorithms.md`.
 //!
 //! A new loss is a file here and a line of [`surrogate`].

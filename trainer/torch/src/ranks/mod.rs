@@ -23,7 +23,7 @@ pub(crate) use share::share;
 pub(crate) use star::{Listening, Star};
 
 /// Most ranks: a model's buffer can be cut into any number of equal parts up to this one.
-pub const RANKS_MAX: usize = 8;
+pub(crate) const RANKS_MAX: usize = 8;
 
 /// What ranks give each other in a step. All of them make the same calls in the same order.
 pub(crate) trait Exchange: Send + Debug {

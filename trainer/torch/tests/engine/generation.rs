@@ -1,6 +1,7 @@
 //! What comes out of `/generate`.
 
-use driftless_torch::{AdamWOptions, Batch, Model, Policy, Sample};
+use driftless_torch::optimizer::AdamWOptions;
+use driftless_torch::{Batch, Model, Policy, Sample};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
