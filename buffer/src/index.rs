@@ -307,6 +307,11 @@ impl Index {
         self.prompts.values().copied()
     }
 
+    /// The newest record of a prompt.
+    pub(crate) fn prompt(&self, prompt: u64) -> Option<u64> {
+        self.prompts.get(&prompt).copied()
+    }
+
     /// The largest prompt id.
     pub(crate) fn last_prompt(&self) -> Option<u64> {
         self.prompts.last_key_value().map(|(&id, _)| id)

@@ -217,6 +217,18 @@ impl Reader {
         self.newest_where(|index| index.prompts().collect(), |entry| entry.status == state.code())
     }
 
+    /// The newest record of a prompt, if the log still has one.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::Damaged`].
+    pub fn prompt(&self, id: u64) -> Result<Option<Record>> {
+        match self.ask(|index| index.prompt(id)) {
+            Some(sequence) => self.get(Position(sequence)),
+            None => Ok(None),
+        }
+    }
+
     /// One past the largest prompt id in the log.
     #[must_use]
     pub fn next_prompt(&self) -> u64 {

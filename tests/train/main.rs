@@ -58,6 +58,15 @@ fn a_finished_run_goes_on_when_more_steps_are_asked_for() {
     assert_eq!(second.len() as u64, STEPS + 2);
     assert_eq!(second[..first.len()], first, "what was recorded stays");
     assert_eq!(second[STEPS as usize]["publication"]["version"], STEPS + 1);
+    for step in &second {
+        let figure = |name: &str| step[name].as_f64().unwrap_or_else(|| panic!("{name} of {step}"));
+        assert!(figure("rollout_tokens_per_s") > 0.0 && figure("train_tokens_per_s") > 0.0);
+        assert!(figure("train_wait_ms") > 0.0 && figure("rollout_wait_ms") >= 0.0);
+        assert!((0.0..=figure("log_prob_diff_max")).contains(&figure("log_prob_diff_p99")));
+        assert!((0.0..=1.0).contains(&figure("pass")) && figure("groups_zero_std") <= GROUPS as f64);
+        assert_eq!(step["staleness"][0], step["response_tokens"], "weights are never old here");
+        assert!(step.get("rewards").is_none() && figure("tokens") > figure("response_tokens"));
+    }
 }
 
 /// Waits for the end of a trainer whose follower finds nothing by itself. A follower is told once, with 2 s

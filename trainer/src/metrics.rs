@@ -15,8 +15,23 @@ pub struct StepMetrics {
     pub rollout_id: u64,
     /// Mean reward of the rollout's samples.
     pub reward: f64,
+    /// The same of each file of prompts, where there are several.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub rewards: BTreeMap<String, f64>,
+    /// Share of the prompts of which a sample has a reward of 1 or more.
+    #[serde(default)]
+    pub pass: f64,
+    /// Groups whose samples all have one reward: nothing can be learned from comparing them.
+    #[serde(default)]
+    pub groups_zero_std: u64,
     /// Mean number of response tokens.
     pub response_length: f64,
+    /// Tokens of all responses.
+    #[serde(default)]
+    pub response_tokens: u64,
+    /// The same with their prompts.
+    #[serde(default)]
+    pub tokens: u64,
     /// Share of the samples that were cut off at the token limit.
     #[serde(default)]
     pub truncated: f64,
@@ -36,10 +51,25 @@ pub struct StepMetrics {
     pub staleness_mean: f64,
     /// Largest such difference.
     pub staleness_max: u64,
+    /// How many tokens have the difference 0, 1, 2, …
+    #[serde(default)]
+    pub staleness: Vec<u64>,
     /// Time to generate the rollout (in one-step-off mode it overlaps with training).
     pub generate_ms: f64,
     /// Time of forward, backward and optimiser.
     pub train_ms: f64,
+    /// Time for which the learner waited for the rollout.
+    #[serde(default)]
+    pub train_wait_ms: f64,
+    /// Time for which no rollout was generated before this one, since the one before was complete.
+    #[serde(default)]
+    pub rollout_wait_ms: f64,
+    /// Response tokens generated in a second of `generate_ms`.
+    #[serde(default)]
+    pub rollout_tokens_per_s: f64,
+    /// Tokens learned from in a second of `train_ms`.
+    #[serde(default)]
+    pub train_tokens_per_s: f64,
     /// The version published after this step, if one was.
     pub publication: Option<PublicationMetrics>,
     /// Success rates on the held-out problems after this step, if they were measured.

@@ -57,24 +57,24 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 enum Model {
     /// A Qwen3 of 1.2 M parameters, on sums of two-digit numbers.
     Tiny,
-    /// SmolLM2-135M-Instruct, on sums and differences of two-digit numbers in words.
+    /// SmolLM2-135M-Instruct, on four numbers to be sorted, asked for in words.
     Smollm2,
 }
 
 /// SmolLM2's problems, and how much of an answer is read.
 const SMOLLM2_TASK: [&str; 7] = [
     "--task",
-    "chain_sum",
+    "number_sorting",
     "--task-difficulty",
     "2",
     "--apply-chat-template",
     "--rollout-max-response-len",
     "16",
 ];
-/// Its cold start: too few worked problems to learn sums, enough to learn that a number is asked for.
+/// Its cold start: too few worked problems to learn to sort, enough to learn that only numbers are asked for.
 const SMOLLM2_SFT: [&str; 6] = ["--num-rollout", "20", "--rollout-batch-size", "64", "--lr", "2e-5"];
 const SMOLLM2_RL: [&str; 8] =
-    ["--num-rollout", "80", "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--lr", "3e-5"];
+    ["--num-rollout", "80", "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--lr", "1e-5"];
 /// A few steps of each, for [`Options::smoke`].
 const SMOKE_SFT: [&str; 4] = ["--num-rollout", "2", "--rollout-batch-size", "8"];
 const SMOKE_RL: [&str; 4] = ["--num-rollout", "3", "--rollout-batch-size", "8"];

@@ -3,7 +3,7 @@
     python benches/sglang_pause_gpu.py PORT WORK LOG OUT.json A B C [in_place:B:15 in_place:C:15 idle:B:9 preparing:B]
 
 A server with the plugin listens on PORT, has loaded the checkpoint A, and writes LOG. B and C are checkpoints of the
-same shape with a few other elements. A run in WORK goes from A to B, or to C, and back, once for each turn. ``driftless
+same shape with a few other elements, and a context of 8,192 tokens. A run in WORK goes from A to B, or to C, and back, once for each turn. ``driftless
 follow`` brings a directory in WORK there and has the server patched; its own figures are the pauses. Every other turn
 the server also loads what it has just been patched to, by three calls. Checksums of the weights are compared with those
 of a load after each patch. 48 requests decode meanwhile, and are renewed, and one is streamed: the gap is that between
@@ -209,6 +209,8 @@ class Bench:
 
     def load(self) -> float:
         """Milliseconds that a load of the live version takes, by three calls."""
+        # The follower writes its directory behind the patch, and takes config.json away meanwhile.
+        until("written directory", 120, (self.work / "host" / "config.json").exists)
         update = {"model_path": str(self.work / "host"), "weight_version": self.label(), "flush_cache": False}
         began = time.perf_counter()
         self.server.call("/pause_generation", {"mode": "in_place"})

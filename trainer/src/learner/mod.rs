@@ -162,13 +162,17 @@ pub struct StepStats {
     pub entropy: f64,
     /// Mean of |learner's log-prob − engine's log-prob| over trained tokens.
     pub log_prob_diff_mean: f64,
+    /// What 99 % of those differences are below.
+    pub log_prob_diff_p99: f64,
     /// The largest of those differences.
     pub log_prob_diff_max: f64,
+    /// Share of the devices' bf16 operations that the policy's steps took, if the devices are known.
+    pub mfu: f64,
 }
 
 impl StepStats {
     /// Adds the figures of one of several steps on a rollout, which count for `share` of it. Learning rates and
-    /// the largest difference are the largest of all steps.
+    /// the largest difference are the largest of all steps; `log_prob_diff_p99` and `mfu` are of the whole rollout.
     pub fn add(&mut self, step: &StepStats, share: f64) {
         self.loss += share * step.loss;
         self.grad_norm += share * step.grad_norm;

@@ -12,6 +12,7 @@ mod record;
 pub use measure::EvalSet;
 pub use parts::answer_of;
 pub(crate) use parts::groups;
+pub(crate) use record::file_of;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

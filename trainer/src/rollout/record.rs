@@ -1,6 +1,6 @@
 //! Samples and prompts as records of the log.
 
-use driftless_buffer::{Kind, PromptState, Sample, Scalars};
+use driftless_buffer::{Kind, PromptState, Record, Sample, Scalars};
 use serde_json::json;
 
 use super::group::{Group, Made, Outcome};
@@ -16,6 +16,13 @@ pub(super) fn source(prompt: &Prompt, dropped: Option<&str>) -> String {
         Some(why) => json!({ "source": prompt.source, "dropped": why }),
     }
     .to_string()
+}
+
+/// The file of a prompt's record, without the row.
+pub(crate) fn file_of(record: &Record) -> String {
+    let metadata: serde_json::Value = serde_json::from_slice(record.metadata()).unwrap_or_default();
+    let source = metadata["source"].as_str().unwrap_or_default();
+    source.rsplit_once(':').map_or(source, |(file, _)| file).to_owned()
 }
 
 pub(super) fn prompt<'a>(

@@ -1,11 +1,13 @@
 //! From a rollout in the log to a batch, and what is said of it.
 
+use std::collections::BTreeMap;
+
 use driftless_buffer::{Group, Record};
 
 use super::LearnOptions;
 use crate::advantage::{self, Estimator};
 use crate::error::Result;
-use crate::learner::{Batch, Sample, StepStats};
+use crate::learner::{Batch, Sample};
 use crate::metrics::StepMetrics;
 
 /// The samples of a rollout with their advantages. Token ids, log-probs and masks are read where they lie in
@@ -38,42 +40,70 @@ fn columns(records: &[&Record]) -> (Vec<f32>, Vec<u64>, Vec<u64>) {
     )
 }
 
-/// Describes a step. `staleness` gives, for a version, how many steps the weights that were trained are ahead
-/// of it.
-pub(super) fn metrics(
+/// Older tokens count with those of this age in the histogram.
+const STALENESS_MAX: usize = 1000;
+
+/// Adds how old the weights were that generated a rollout. `age` gives, for a version, how many steps the weights
+/// that were trained are ahead of it.
+pub(super) fn add_staleness(
+    step: &mut StepMetrics,
     groups: &[Group],
-    stats: &StepStats,
-    staleness: impl FnMut(u64) -> Result<u64>,
-) -> Result<StepMetrics> {
-    let records: Vec<&Record> = groups.iter().flat_map(|group| &group.records).collect();
-    let (staleness_mean, staleness_max) = staleness_of(&records, staleness)?;
-    Ok(StepMetrics { stats: *stats, staleness_mean, staleness_max, ..describe(groups) })
+    mut age: impl FnMut(u64) -> Result<u64>,
+) -> Result<()> {
+    let (mut sum, mut all) = (0, 0);
+    for span in records(groups).flat_map(|record| record.spans().to_vec()) {
+        let age = age(span.version)?;
+        let tokens = u64::from(span.end.saturating_sub(span.start));
+        sum += age * tokens;
+        all += tokens;
+        let place = usize::try_from(age).unwrap_or(usize::MAX).min(STALENESS_MAX);
+        step.staleness.resize(step.staleness.len().max(place + 1), 0);
+        step.staleness[place] += tokens;
+        step.staleness_max = step.staleness_max.max(age);
+    }
+    step.staleness_mean = sum as f64 / all.max(1) as f64;
+    Ok(())
 }
 
-/// What can be said of a rollout without learning from it.
-pub(super) fn describe(groups: &[Group]) -> StepMetrics {
-    let records: Vec<&Record> = groups.iter().flat_map(|group| &group.records).collect();
-    let mean =
-        |of: fn(&Record) -> f64| records.iter().map(|r| of(r)).sum::<f64>() / records.len().max(1) as f64;
+/// What can be said of a rollout without learning from it. `files` names what the prompt of each group is from.
+pub(super) fn describe(groups: &[Group], files: &[String]) -> StepMetrics {
+    let count = records(groups).count().max(1) as f64;
+    let mean = |of: fn(&Record) -> f64| records(groups).map(of).sum::<f64>() / count;
+    let shared = |passes: fn(&Group) -> bool| groups.iter().filter(|group| passes(group)).count();
+    let solved = shared(|group| group.records.iter().any(|record| reward(record) >= 1.0));
+    let level = shared(|group| group.records.windows(2).all(|pair| reward(&pair[0]) == reward(&pair[1])));
     StepMetrics {
-        reward: mean(|record| f64::from(record.scalars().reward)),
+        reward: mean(reward),
+        rewards: by_file(groups, files),
+        pass: solved as f64 / groups.len().max(1) as f64,
+        groups_zero_std: level as u64,
         response_length: mean(|record| record.response().len() as f64),
+        response_tokens: records(groups).map(|record| record.response().len() as u64).sum(),
+        tokens: records(groups).map(|record| record.tokens().len() as u64).sum(),
         truncated: mean(|record| f64::from(u8::from(record.finish() == driftless_buffer::Finish::Length))),
         ..StepMetrics::default()
     }
 }
 
-/// Mean over tokens, and maximum.
-fn staleness_of(records: &[&Record], mut staleness: impl FnMut(u64) -> Result<u64>) -> Result<(f64, u64)> {
-    let (mut sum, mut tokens, mut longest) = (0, 0, 0);
-    for span in records.iter().flat_map(|record| record.spans()) {
-        let age = staleness(span.version)?;
-        let length = u64::from(span.end.saturating_sub(span.start));
-        sum += age * length;
-        tokens += length;
-        longest = longest.max(age);
+fn records(groups: &[Group]) -> impl Iterator<Item = &Record> {
+    groups.iter().flat_map(|group| &group.records)
+}
+
+fn reward(record: &Record) -> f64 {
+    f64::from(record.scalars().reward)
+}
+
+/// Mean reward of each file, where there are several.
+fn by_file(groups: &[Group], files: &[String]) -> BTreeMap<String, f64> {
+    let mut sums: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+    for (group, file) in groups.iter().zip(files) {
+        let (sum, count) = sums.entry(file).or_default();
+        *sum += group.records.iter().map(reward).sum::<f64>();
+        *count += group.records.len() as f64;
     }
-    Ok((sum as f64 / tokens.max(1) as f64, longest))
+    let several = sums.len() > 1;
+    let means = sums.into_iter().filter(|_| several);
+    means.map(|(file, (sum, count))| (file.to_owned(), sum / count.max(1.0))).collect()
 }
 
 #[cfg(test)]
@@ -107,6 +137,51 @@ mod tests {
             .collect();
         found.sort_by_key(|&(rollout, ..)| rollout);
         found
+    }
+
+    /// A group for each row of rewards, whose responses have two tokens: the first of version 3, the second of 4.
+    fn groups_of(rewards: &[&[f32]]) -> (tempfile::TempDir, Vec<Group>) {
+        let dir = tempfile::tempdir().unwrap();
+        let identity = Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
+        let log = Log::open(dir.path(), Options::new(identity)).unwrap();
+        let rewards =
+            rewards.iter().zip(0..).flat_map(|(row, group)| row.iter().map(move |reward| (group, *reward)));
+        for ((group_id, reward), sample_id) in rewards.zip(0..) {
+            let span = |start, version| driftless_buffer::VersionSpan { start, end: start + 1, version };
+            let sample = driftless_buffer::Sample {
+                scalars: Scalars { sample_id, group_id, rollout_id: 3, reward, ..Scalars::default() },
+                prompt_len: 1,
+                tokens: &[1, 2, 3],
+                log_probs: &[-1.0; 2],
+                loss_mask: &[1; 2],
+                spans: &[span(0, 3), span(1, 4)],
+                ..driftless_buffer::Sample::default()
+            };
+            log.append(&sample).unwrap().wait().unwrap();
+        }
+        let groups = log.reader().groups(3, 2);
+        (dir, groups)
+    }
+
+    #[test]
+    fn describe_says_what_a_rollout_was_like() {
+        let (_dir, groups) = groups_of(&[&[1.0, 0.0], &[0.5, 0.5], &[0.0, 0.25]]);
+        let files = ["a.jsonl", "b.jsonl", "a.jsonl"].map(String::from);
+        let step = describe(&groups, &files);
+        assert_eq!((step.reward, step.pass, step.groups_zero_std), (0.375, 1.0 / 3.0, 1));
+        assert_eq!((step.response_length, step.response_tokens, step.tokens), (2.0, 12, 18));
+        assert_eq!(step.rewards, [("a.jsonl".into(), 0.3125), ("b.jsonl".into(), 0.5)].into());
+        assert!(describe(&groups, &["a.jsonl"; 3].map(String::from)).rewards.is_empty());
+        assert!(describe(&[], &[]).rewards.is_empty());
+    }
+
+    #[test]
+    fn add_staleness_counts_tokens_by_age() {
+        let (_dir, groups) = groups_of(&[&[1.0, 0.0]]);
+        let mut step = StepMetrics::default();
+        add_staleness(&mut step, &groups, |version| Ok(6 - version)).unwrap();
+        assert_eq!(step.staleness, [0, 0, 2, 2]);
+        assert_eq!((step.staleness_mean, step.staleness_max), (2.5, 3));
     }
 
     #[test]

@@ -7,7 +7,7 @@ mod session;
 mod update;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use driftless_bridge::Label;
 use driftless_transport::publish::{Mode, Published, Step};
@@ -136,8 +136,19 @@ pub fn train(options: &TrainOptions, learner: Box<dyn Learner>, observer: Observ
 /// A rollout that is being generated.
 struct InFlight {
     rollout: u64,
-    task: JoinHandle<Result<Dropped>>,
+    /// What was left out, and when it was complete.
+    task: JoinHandle<(Result<Dropped>, Instant)>,
     begin: Instant,
+    /// Time for which none was generated before.
+    waited: Duration,
+}
+
+/// A rollout that is in the log. Times are as in [`StepMetrics`].
+struct Generated {
+    dropped: Dropped,
+    generate_ms: f64,
+    train_wait_ms: f64,
+    rollout_wait_ms: f64,
 }
 
 impl Session<'_> {
@@ -172,13 +183,22 @@ impl Session<'_> {
             Some(in_flight) => in_flight,
             None => self.start(rollout)?,
         };
-        let (generate_ms, dropped) = self.finish(generated)?;
+        let generated = self.finish(generated)?;
         if let (Some(next), None) = (self.schedule().ahead(rollout), &self.ahead) {
             self.ahead = Some(self.start(next)?);
         }
-        let mut step = self.learn(rollout)?;
-        step.generate_ms = generate_ms;
-        (step.groups_failed, step.groups_filtered) = (dropped.failed, dropped.filtered);
+        let step = self.learn(rollout)?;
+        let rate = |tokens: u64, ms: f64| if ms > 0.0 { 1e3 * tokens as f64 / ms } else { 0.0 };
+        let step = StepMetrics {
+            groups_failed: generated.dropped.failed,
+            groups_filtered: generated.dropped.filtered,
+            generate_ms: generated.generate_ms,
+            train_wait_ms: generated.train_wait_ms,
+            rollout_wait_ms: generated.rollout_wait_ms,
+            rollout_tokens_per_s: rate(step.response_tokens, generated.generate_ms),
+            train_tokens_per_s: rate(step.tokens, step.train_ms),
+            ..step
+        };
         self.save(&step)?;
         self.complete(step)
     }
@@ -209,34 +229,44 @@ impl Session<'_> {
     fn start(&mut self, rollout: u64) -> Result<InFlight> {
         self.note_begin(rollout);
         let begin = Instant::now();
+        let waited = self.complete_since.map_or(Duration::ZERO, |complete| begin.duration_since(complete));
         let task = match &self.rollouts {
             Some(rollouts) => {
                 let generated = rollouts.clone().generate(rollout, self.label()?);
-                self.runtime.spawn(generated)
+                self.runtime.spawn(async move { (generated.await, Instant::now()) })
             }
-            None => self.runtime.spawn(std::future::ready(Ok(Dropped::default()))),
+            None => self.runtime.spawn(std::future::ready((Ok(Dropped::default()), begin))),
         };
-        Ok(InFlight { rollout, task, begin })
+        Ok(InFlight { rollout, task, begin, waited })
     }
 
-    /// Waits until a rollout is in the log; returns how long it took, in milliseconds, and what was left out
-    /// of it.
-    fn finish(&self, in_flight: InFlight) -> Result<(f64, Dropped)> {
-        match self.runtime.block_on(in_flight.task) {
-            Ok(outcome) => outcome.map(|dropped| (milliseconds(in_flight.begin.elapsed()), dropped)),
+    /// Waits until a rollout is in the log.
+    fn finish(&mut self, in_flight: InFlight) -> Result<Generated> {
+        let wait = Instant::now();
+        let (outcome, complete) = match self.runtime.block_on(in_flight.task) {
+            Ok(ended) => ended,
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
-                Err(_) => Err(Error::Cancelled),
+                Err(_) => return Err(Error::Cancelled),
             },
-        }
+        };
+        self.complete_since = self.rollouts.is_some().then_some(complete);
+        Ok(Generated {
+            dropped: outcome?,
+            generate_ms: milliseconds(complete.duration_since(in_flight.begin)),
+            train_wait_ms: milliseconds(wait.elapsed()),
+            rollout_wait_ms: milliseconds(in_flight.waited),
+        })
     }
 
     /// One optimiser step on a rollout from the log.
     fn learn(&mut self, rollout: u64) -> Result<StepMetrics> {
         let groups = self.groups(rollout)?;
+        let described = learn::describe(&groups, &self.files(&groups)?);
+        let described = StepMetrics { rollout_id: rollout, ..described };
         if self.options.debug == Debug::RolloutOnly {
             self.step = rollout + 1;
-            return Ok(StepMetrics { rollout_id: rollout, ..learn::describe(&groups) });
+            return Ok(described);
         }
         let begin = Instant::now();
         let batch = learn::batch(rollout, &groups, &self.options.learn);
@@ -248,14 +278,15 @@ impl Session<'_> {
             }
         };
         fail::fail_point!("train.step");
+        let train_ms = milliseconds(begin.elapsed());
+        let mut step = StepMetrics { stats, skipped, train_ms, ..described };
         let updates = &mut self.updates;
-        let staleness = |version| match updates {
+        learn::add_staleness(&mut step, &groups, |version| match updates {
             Some(updates) => Ok(rollout.saturating_sub(updates.step_of(version)?)),
             None => Ok(0),
-        };
-        let learned = learn::metrics(&groups, &stats, staleness)?;
+        })?;
         self.step = rollout + 1;
-        Ok(StepMetrics { rollout_id: rollout, skipped, train_ms: milliseconds(begin.elapsed()), ..learned })
+        Ok(step)
     }
 
     /// Leaves out a step that was not finite, unless too many in a row were.

@@ -59,6 +59,8 @@ pub(super) struct Session<'o> {
     pub(super) saved: u64,
     /// Where the records of rollouts begin that were begun by this process.
     begins: BTreeMap<u64, Position>,
+    /// When the newest rollout was complete, if this process has generated it.
+    pub(super) complete_since: Option<Instant>,
     /// The rollout after the one that is trained on.
     pub(super) ahead: Option<InFlight>,
     /// The last step of an interrupted run, saved but perhaps not published or recorded.
@@ -101,6 +103,7 @@ impl<'o> Session<'o> {
             step: 0,
             saved: 0,
             begins: BTreeMap::new(),
+            complete_since: None,
             ahead: None,
             unfinished: None,
         })
@@ -221,6 +224,15 @@ impl<'o> Session<'o> {
             expected: self.options.rollout_batch_size,
             found: groups.len() as u64,
         })
+    }
+
+    /// What the prompt of each group is from: a file, or what made it up.
+    pub(super) fn files(&self, groups: &[Group]) -> Result<Vec<String>> {
+        let log = self.log.reader();
+        let file = |group: &Group| {
+            Ok(log.prompt(group.group_id)?.map_or_else(String::new, |prompt| rollout::file_of(&prompt)))
+        };
+        groups.iter().map(file).collect()
     }
 
     /// Tells of a publication, waits for the fleet and collects what its followers wrote about it.

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use driftless_trainer::learner::{self, Child, Learner, Place, Progress, StepStats, Stepped, Weights};
 use driftless_trainer::{Dtype, Error as LoopError, LearnOptions, Result as LoopResult};
@@ -221,9 +222,13 @@ impl TorchLearner {
         }
         let TorchOptions { learn: mut options, temperature, .. } = self.options.clone();
         let Loaded { policy, critic, .. } = self.loaded()?;
+        let begin = Instant::now();
         let learned = learn::learn_within_memory(policy, critic.as_mut(), batch, &mut options, temperature);
+        let mfu = mfu(policy, batch, begin.elapsed());
         self.options.learn = options;
-        learned
+        let mut stats = learned?;
+        stats.mfu = mfu;
+        Ok(stats)
     }
 
     /// Writes a training checkpoint; of several ranks the first does, from all.
@@ -315,6 +320,16 @@ impl Learner for TorchLearner {
         let snapshot = self.weights().map_err(|error| self.failed(error))?;
         Ok(write_checkpoint(dir, &snapshot, SHARD_BYTES_MAX)?)
     }
+}
+
+/// Share of the operations that the devices are made for, if that is known; else 0.
+fn mfu(policy: &Policy, batch: &learner::Batch<'_>, took: Duration) -> f64 {
+    let Some(peak) = torch::operations_per_second(policy.model().device()) else { return 0.0 };
+    let [of_token, of_pair] = policy.model().config().operations();
+    let of_sample = |tokens: f64| of_token * tokens + of_pair * tokens * tokens;
+    let operations: f64 = batch.samples.iter().map(|sample| of_sample(sample.tokens.len() as f64)).sum();
+    let devices = policy.optimizer().rank().1 as f64;
+    operations / (took.as_secs_f64() * peak * devices)
 }
 
 /// Trains as a rank of several, until the process of rank 0, which has started this one, hangs up at the socket

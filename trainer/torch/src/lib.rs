@@ -3,6 +3,7 @@
 //! Everything is token-in-token-out: the ids an engine sampled are the ids that are trained on. Weights
 //! travel only as publications of `driftless-transport`; rollouts only through the log of `driftless-buffer`.
 
+mod apart;
 pub mod batch;
 pub mod checkpoint;
 mod config;

@@ -4,6 +4,7 @@ use driftless_trainer::LearnOptions;
 use driftless_trainer::learner::StepStats;
 use tch::{Kind, Tensor};
 
+use crate::apart::Apart;
 use crate::batch::Batch;
 use crate::error::{Result, input};
 use crate::head::{Chosen, Entropy, Scores, default_rows};
@@ -21,6 +22,8 @@ pub struct Policy {
     reference_moves: bool,
     teacher: Option<Model>,
     chunk: Option<usize>,
+    /// Of the tokens trained on since it was taken.
+    apart: Apart,
 }
 
 impl Policy {
@@ -41,7 +44,8 @@ impl Policy {
         ranks: Option<&Ranks>,
     ) -> Result<Policy> {
         let trained = Trained::new(model, published, options, ranks)?;
-        Ok(Policy { trained, reference: None, reference_moves: false, teacher: None, chunk: None })
+        let apart = Apart::default();
+        Ok(Policy { trained, reference: None, reference_moves: false, teacher: None, chunk: None, apart })
     }
 
     /// The same with activations computed again on the way back (`--recompute-granularity full`): a tenth of
@@ -199,7 +203,12 @@ impl Policy {
             Ok(loss)
         })?;
         self.trained.backward(pass, batch, &gradient)?;
-        add(stats, &seen)
+        add(stats, &mut self.apart, &seen)
+    }
+
+    /// How far the tokens were apart that were trained on since the last call.
+    pub(crate) fn take_apart(&mut self) -> Apart {
+        std::mem::take(&mut self.apart)
     }
 
     /// What is said of the samples of a batch, if `options` ask for it.
@@ -272,7 +281,7 @@ impl Policy {
 }
 
 /// Adds what the chunks of a micro-batch were like.
-fn add(stats: &mut StepStats, chunks: &[PolicyTerms]) -> Result<()> {
+fn add(stats: &mut StepStats, apart: &mut Apart, chunks: &[PolicyTerms]) -> Result<()> {
     let stacked = |of: fn(&PolicyTerms) -> &Tensor| {
         let chunks = chunks.iter().map(|terms| of(terms).f_detach()).collect::<Result<Vec<_>, _>>()?;
         Tensor::f_stack(&chunks, 0)
@@ -289,8 +298,11 @@ fn add(stats: &mut StepStats, chunks: &[PolicyTerms]) -> Result<()> {
     stats.tis_clipfrac += tis;
     stats.rs_clipfrac += rejected;
     stats.opsm_clipfrac += opsm;
-    let furthest = f64::try_from(stacked(|terms| &terms.furthest)?.f_max()?)?;
-    stats.log_prob_diff_max = stats.log_prob_diff_max.max(furthest);
+    let chunks: Vec<&Tensor> = chunks.iter().map(|terms| &terms.apart).collect();
+    let differences: Vec<f32> = Vec::try_from(Tensor::f_cat(&chunks, 0)?)?;
+    let furthest = differences.iter().fold(0.0_f32, |furthest, difference| furthest.max(*difference));
+    stats.log_prob_diff_max = stats.log_prob_diff_max.max(f64::from(furthest));
+    apart.add(&differences);
     Ok(())
 }
 

@@ -76,7 +76,7 @@ impl Task for Arithmetic {
             tokens,
             label: RawValue::from_string(label).ok(),
             metadata: None,
-            source: format!("arithmetic {number}"),
+            source: format!("arithmetic:{number}"),
         })
     }
 

@@ -52,11 +52,16 @@ pub(crate) fn learn(
     options: &LearnOptions,
     temperature: f64,
 ) -> Result<StepStats> {
+    // Of a rollout that was not learned from to its end.
+    policy.take_apart();
     let mut stats = learn_own(policy, critic, batch, options, temperature)?;
     let mut sums = sums(&mut stats).map(|sum| *sum);
     policy.optimizer().sum(&mut sums)?;
     self::sums(&mut stats).into_iter().zip(sums).for_each(|(own, all)| *own = all);
     stats.log_prob_diff_max = policy.optimizer().largest(stats.log_prob_diff_max)?;
+    let mut apart = policy.take_apart();
+    policy.optimizer().sum(apart.counts())?;
+    stats.log_prob_diff_p99 = apart.p99().min(stats.log_prob_diff_max);
     Ok(stats)
 }
 

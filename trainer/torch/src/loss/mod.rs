@@ -69,8 +69,8 @@ pub struct PolicyTerms {
     pub loss: Tensor,
     /// f64 sums over tokens, weighted as the loss is, in the order of [`Watched`].
     pub(crate) sums: Tensor,
-    /// The largest |trainer's − engine's log-prob|.
-    pub(crate) furthest: Tensor,
+    /// |trainer's − engine's log-prob| of each token.
+    pub(crate) apart: Tensor,
 }
 
 /// What a sum of [`PolicyTerms`] is of.
@@ -176,7 +176,7 @@ pub fn policy_loss(
             sum(&rejected)?,
             sum(&opsm_clipped)?,
         ];
-        Ok(PolicyTerms { loss, sums: Tensor::f_stack(&sums, 0)?, furthest: behind.f_abs()?.f_max()? })
+        Ok(PolicyTerms { loss, sums: Tensor::f_stack(&sums, 0)?, apart: behind.f_abs()? })
     })
 }
 

@@ -113,20 +113,23 @@ class Learner:
             with torch.no_grad():
                 look = lambda batch: replace(batch, old_log_probs=self._model.log_probs(batch)[0])
                 planned = [[(look(batch), own) for batch, own in batches] for batches in planned]
-        sums, furthest, lr = torch.zeros(len(FIGURES), dtype=torch.float64), 0.0, 0.0
+        sums, apart, lr = torch.zeros(len(FIGURES), dtype=torch.float64), torch.zeros(2, dtype=torch.float64), 0.0
         for number, batches in enumerate(planned, 1):
-            figures, apart, lr_now, problem = self._optimise(batches)
+            figures, apart_now, lr_now, problem = self._optimise(batches)
             if problem is not None:
                 return {"not_finite": problem if len(planned) == 1 else f"step {number} of {len(planned)}: {problem}"}
-            sums, furthest, lr = sums + figures / len(planned), max(furthest, apart), max(lr, lr_now)
-        stats = {**dict(zip(FIGURES, sums.tolist(), strict=True)), "lr": lr, "log_prob_diff_max": furthest}
+            sums, apart, lr = sums + figures / len(planned), torch.maximum(apart, apart_now), max(lr, lr_now)
+        p99, furthest = apart.tolist()
+        stats = {**dict(zip(FIGURES, sums.tolist(), strict=True)), "lr": lr}
+        stats |= {"log_prob_diff_p99": p99, "log_prob_diff_max": furthest}
         return {"stats": {name: value for name, value in stats.items() if math.isfinite(value)}}
 
-    def _optimise(self, batches: list[tuple[Batch, bool]]) -> tuple[torch.Tensor, float, float, str | None]:
-        """One optimiser step: its ``FIGURES``, the largest difference, the learning rate, and what was not finite."""
+    def _optimise(self, batches: list[tuple[Batch, bool]]) -> tuple[torch.Tensor, torch.Tensor, float, str | None]:
+        """One optimiser step: its ``FIGURES``, which difference 99 % are below and the largest (of the rank where it is
+        largest), the learning rate, and what was not finite."""
         options, ranks, optimizer = self._options, self._ranks, self._optimizer
         sums = torch.zeros(1 + len(WATCHED), dtype=torch.float64)
-        furthest = torch.zeros(1, dtype=torch.float64)
+        apart: list[torch.Tensor] = []
         optimizer.clear()
         for batch, own in batches:
             reference = None
@@ -139,13 +142,15 @@ class Learner:
             optimizer.add()
             if own:
                 sums += torch.cat([terms.loss.detach().reshape(1), terms.sums]).cpu()
-                furthest = torch.maximum(furthest, terms.furthest.double().cpu())
+                apart.append(terms.apart.cpu())
         sums, norm, lr = ranks.sum(sums), optimizer.grad_norm(), options.lr_at(optimizer.steps)
         for what, value in (("loss", sums[0].item()), ("gradient norm", norm)):
             if not math.isfinite(value):
-                return sums, 0.0, lr, f"{what} is {'NaN' if math.isnan(value) else 'infinite'}"
+                return sums, torch.zeros(2), lr, f"{what} is {'NaN' if math.isnan(value) else 'infinite'}"
         optimizer.step(options, lr, norm)
-        return torch.cat([sums, torch.tensor([norm], dtype=torch.float64)]), ranks.max(furthest).item(), lr, None
+        ordered = torch.cat(apart or [torch.zeros(1)]).double().sort().values
+        apart = ranks.max(ordered[[math.ceil(0.99 * len(ordered)) - 1, -1]])
+        return torch.cat([sums, torch.tensor([norm], dtype=torch.float64)]), apart, lr, None
 
     @torch.no_grad()
     def _log_probs(self, call: dict[str, Any]) -> dict[str, Any]:

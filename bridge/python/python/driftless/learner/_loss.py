@@ -32,12 +32,12 @@ class Terms:
     Attributes:
         loss: f64 scalar that carries gradients: the weighted sum over tokens.
         sums: f64 ``[9]``, weighted as the loss is, in the order of ``WATCHED``.
-        furthest: f32 scalar: the largest |trainer's - engine's log-prob|.
+        apart: f32 ``[m]``: |trainer's - engine's log-prob|.
     """
 
     loss: torch.Tensor
     sums: torch.Tensor
-    furthest: torch.Tensor
+    apart: torch.Tensor
 
 
 @dataclass
@@ -90,7 +90,7 @@ def policy_loss(
     watched = (clipped, -ratio_log, behind.abs(), _k3(_bounded(behind).neg()), entropy, kl_term, tis_clipped, rejected, far)
     with torch.no_grad():
         sums = torch.stack([(column * batch.weights).sum(dtype=torch.float64) for column in watched])
-    return Terms((losses * batch.weights).sum(dtype=torch.float64), sums, behind.abs().max())
+    return Terms((losses * batch.weights).sum(dtype=torch.float64), sums, behind.abs().detach())
 
 
 def _of_samples(new: torch.Tensor, old: torch.Tensor, behind: torch.Tensor, batch: Batch) -> _Sample:

@@ -9,8 +9,8 @@ import torch
 from .._driftless import LiveModel, checkpoint_tensors, refuse_patches
 from ._trace import learn
 
-# Of the weights' bytes, what is kept on a GPU for deltas, as percent. 1 % of bf16 elements take 4 %.
-_ARENA_PERCENT = 4
+# What is kept on a GPU for deltas, as a part of the weights' bytes. 1 % of bf16 elements take a 25th, and a table.
+_ARENA_PART = 24
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -88,6 +88,6 @@ def live_model(model: torch.nn.Module, checkpoint: Path, where: Path, rank: Rank
         for copy in made
     ]
     device = found.device.index if found.device.type == "cuda" else None
-    arena = sum(flat.nbytes for _, flat in found.live.values()) * _ARENA_PERCENT // 100
+    arena = sum(flat.nbytes for _, flat in found.live.values()) // _ARENA_PART
     live = LiveModel(where, rank, tensors, list(found.live.values()), copies, found.slots, device, arena)
     return Patchable(live, found.derive)
