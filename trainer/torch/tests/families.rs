@@ -41,14 +41,6 @@ fn compare(checkpoint: &Path, theirs: &Path, kind: Kind) -> Compared {
     Compared { difference: largest(&(ours - &theirs)), theirs }
 }
 
-/// Whether the model multiplies bf16 by libtorch's kernel for it on this CPU, or in f32 and rounds once.
-fn multiplies_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx512bw");
-    #[cfg(not(target_arch = "x86_64"))]
-    true
-}
-
 /// The distance of bf16 numbers of the size of `largest`.
 fn bf16_ulp(largest: f32) -> f32 {
     (largest.log2().floor() - 7.0).exp2()
@@ -88,7 +80,6 @@ fn transformers_computes_the_same_for_every_family() {
     // One process for all: importing transformers takes longer than everything it computes here.
     let output = Command::new(python)
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/families.py"))
-        .arg(if multiplies_bf16() { "bfloat16" } else { "float32" })
         .arg(dir.path())
         .args(&real)
         .env("HF_HUB_OFFLINE", "1")

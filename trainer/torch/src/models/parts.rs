@@ -20,7 +20,7 @@ pub(super) const ROWS: i64 = 4;
 impl Linear {
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (weight, bias) = (&self.weight.tensor, self.bias.as_ref().map(|bias| &bias.tensor));
-        if multiplies(x)? {
+        if x.device().is_cuda() {
             return Ok(x.f_linear(weight, bias)?);
         }
         let kind = x.f_kind()?;
@@ -60,20 +60,10 @@ impl Linear {
 
     /// The gradient `[N, in]` of what came in, given that of what came of it.
     pub(crate) fn pull(&self, gradient: &Tensor) -> Result<Tensor> {
-        if multiplies(gradient)? {
+        if gradient.device().is_cuda() {
             return Ok(gradient.f_mm(&self.weight.tensor)?);
         }
         let weight = self.weight.tensor.f_to_kind(Kind::Float)?;
         Ok(gradient.f_to_kind(Kind::Float)?.f_mm(&weight)?.f_to_kind(gradient.f_kind()?)?)
     }
-}
-
-/// Whether libtorch has a fast product for this kind here. Without one, bf16 on a CPU is an order of magnitude
-/// slower than in f32, which gives the same sums, rounded once.
-fn multiplies(x: &Tensor) -> Result<bool> {
-    #[cfg(target_arch = "x86_64")]
-    let fast = std::arch::is_x86_feature_detected!("avx512bw");
-    #[cfg(not(target_arch = "x86_64"))]
-    let fast = true;
-    Ok(x.device().is_cuda() || (fast && x.f_kind()? == Kind::BFloat16))
 }
