@@ -26,8 +26,8 @@ use driftless_torch::{
     Batch, CUBLAS_WORKSPACE, Config, Family, Model, Policy, RankOptions, Sample, TorchLearner, TorchOptions,
     device, serve_rank, set_deterministic, set_threads,
 };
-use driftless_trainer::LearnOptions;
 use driftless_trainer::learner::{self, Learner as _, Place, StepStats, Stepped};
+use driftless_trainer::{CriticOptions, Estimator, LearnOptions};
 use tch::{Cuda, Device, Kind, Tensor};
 
 /// Dense bf16 operations a second of an H100 or H200.
@@ -332,9 +332,19 @@ fn options(arguments: &Arguments) -> TorchOptions {
     let ranks: usize = arguments.get("ranks", "1").parse().unwrap();
     let device = arguments.get("device", "cpu");
     let program = std::env::current_exe().unwrap();
+    let critic = arguments.has("--critic").then_some(CriticOptions {
+        lr: 1e-5,
+        lr_warmup_iters: 0,
+        value_clip: 0.2,
+        num_critic_only_steps: 0,
+        load: None,
+        save: None,
+    });
     let command = format!("exec '{}' rank --ranks {ranks} --device {device}", program.display());
     TorchOptions {
         learn: LearnOptions {
+            advantage_estimator: if critic.is_some() { Estimator::Ppo } else { Estimator::Grpo },
+            critic,
             balance_data: true,
             entropy_coef: 0.01,
             lr: 1e-5,

@@ -4,17 +4,20 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::models::{Model, Weight};
+use crate::torch::Rest;
 
 /// The gradients of all weights of a model, added up in f32 over micro-batches.
 #[derive(Debug)]
 pub(crate) struct Gradients {
     flat: Tensor,
+    rest: Rest,
 }
 
 impl Gradients {
     /// Zeros, beside the weights.
     pub(crate) fn new(model: &Model) -> Result<Gradients> {
-        Ok(Gradients { flat: Tensor::f_zeros(model.flat().size(), (Kind::Float, model.device()))? })
+        let flat = Tensor::f_zeros(model.flat().size(), (Kind::Float, model.device()))?;
+        Ok(Gradients { flat, rest: Rest::default() })
     }
 
     /// All of them.
@@ -24,7 +27,7 @@ impl Gradients {
 
     /// Moves the buffer.
     pub(crate) fn move_to(&mut self, device: Device) -> Result<()> {
-        self.flat = self.flat.f_to_device(device)?;
+        self.flat = self.rest.moved(&self.flat, device)?;
         Ok(())
     }
 

@@ -18,6 +18,7 @@ use crate::error::{Error, Result, input};
 use crate::gradients::Gradients;
 use crate::models::{Model, Places, Span};
 use crate::ranks::{Ranks, locked, part};
+use crate::torch::{self, Rest};
 
 /// Elements that are updated at once: 256 MiB of f32.
 const PIECE: i64 = 1 << 26;
@@ -65,8 +66,8 @@ pub struct AdamW {
     own: Range<i64>,
     /// By [`Part`]; laid out as the model's weights are.
     states: [Tensor; 3],
-    /// Where pieces cross between host and device, if the states are not where the model is: locked pages, which are
-    /// copied several times faster.
+    rests: [Rest; 3],
+    /// Where pieces cross between host and device, if the states are not where the model is: pinned memory.
     crossing: Option<Tensor>,
     pub(crate) gradients: Gradients,
     step: u64,
@@ -138,21 +139,29 @@ impl AdamW {
         tch::no_grad(|| {
             let weights = model.flat().f_narrow(0, own.start, own.end - own.start)?;
             let crosses = options.cpu_offload && model.device().is_cuda();
-            let locked = |length: i64| {
-                Tensor::f_zeros(length, (Kind::Float, Device::Cpu))?.f_pin_memory(model.device())
-            };
+            let length = weights.numel() as i64;
             let state = || match options.cpu_offload {
-                false => Tensor::f_zeros(weights.size(), (Kind::Float, model.device())),
-                true if crosses => locked(weights.numel() as i64),
-                true => Tensor::f_zeros(weights.size(), (Kind::Float, Device::Cpu)),
+                false => Ok(Tensor::f_zeros(length, (Kind::Float, model.device()))?),
+                true if crosses => torch::pinned(length, Kind::Float),
+                true => Ok(Tensor::f_zeros(length, (Kind::Float, Device::Cpu))?),
             };
             let mut states = [state()?, state()?, state()?];
             states[Part::Master as usize].f_copy_(&weights)?;
-            let crossing = crosses.then(|| locked(PIECE.min(weights.numel() as i64))).transpose()?;
+            let crossing = crosses.then(|| torch::pinned(PIECE.min(length), Kind::Float)).transpose()?;
             let gradients = Gradients::new(model)?;
             let device = model.device();
-            let optimizer =
-                AdamW { options, rounded, device, ranks, own, states, crossing, gradients, step: 0 };
+            let optimizer = AdamW {
+                options,
+                rounded,
+                device,
+                ranks,
+                own,
+                states,
+                rests: Default::default(),
+                crossing,
+                gradients,
+                step: 0,
+            };
             optimizer.write_weights(model)?;
             Ok(optimizer)
         })
@@ -258,8 +267,8 @@ impl AdamW {
     fn move_to(&mut self, device: Device) -> Result<()> {
         self.gradients.move_to(device)?;
         if !self.options.cpu_offload {
-            for state in &mut self.states {
-                *state = state.f_to_device(device)?;
+            for (state, rest) in self.states.iter_mut().zip(&mut self.rests) {
+                *state = rest.moved(state, device)?;
             }
         }
         Ok(())

@@ -21,6 +21,7 @@ use super::weights::{Parameter, Places, Weight, Weights, buffer, check_depth, lo
 use crate::config::Config;
 use crate::error::{Result, input};
 use crate::ops::{Angles, Ops};
+use crate::torch::Rest;
 
 /// A model of one of the [families](crate::Family) in one kind (`Float` or `BFloat16`) on one device.
 #[derive(Debug)]
@@ -31,6 +32,7 @@ pub struct Model {
     places: Places,
     /// All weights.
     flat: Tensor,
+    rest: Rest,
     pub(super) parts: Parts,
     pub(super) ops: Ops,
     rope: Rope,
@@ -131,7 +133,7 @@ impl Model {
     }
 
     fn move_to(&mut self, device: Device) -> Result<()> {
-        self.flat = self.flat.f_to_device(device)?;
+        self.flat = self.rest.moved(&self.flat, device)?;
         self.parts = Parts::new(&self.config, &self.places, &self.flat)?;
         Ok(())
     }
@@ -156,7 +158,7 @@ impl Model {
         let ops = Ops::new(&config, kind, device)?;
         let parts = Parts::new(&config, &places, &flat)?;
         let rope = Rope::new(&config, ops.angle_kind(kind), device)?;
-        Ok(Model { config, kind, device, places, flat, parts, ops, rope })
+        Ok(Model { config, kind, device, places, flat, rest: Rest::default(), parts, ops, rope })
     }
 
     /// The model's shape.
