@@ -2,7 +2,7 @@
 //! ([`crate::batch::token_weights`]), so that chunks and micro-batches add up to the mean over the whole batch.
 //! Formulas and sources: `docs/algorithms.md`.
 //!
-//! A new loss is a file here and a line of [`surrogate`].
+//! A new loss is a file here and a line of `surrogate`.
 
 mod cispo;
 mod clipped;
