@@ -50,8 +50,7 @@ const CHATS: [(&str, Option<&str>, Option<&str>); 5] = [
     (r#"[{"role":"assistant","content":"first"},{"role":"assistant","content":"again"}]"#, None, None),
 ];
 
-/// These, and the templates of the directory that DRIFTLESS_CHAT_TEMPLATES names: those of models are not
-/// ours to distribute.
+/// These, and those of the directory that DRIFTLESS_CHAT_TEMPLATES names: models' own are not ours to distribute.
 fn templates() -> Vec<(String, String)> {
     let mut templates: Vec<_> =
         TEMPLATES.iter().map(|(name, source)| ((*name).to_owned(), (*source).to_owned())).collect();
@@ -59,7 +58,10 @@ fn templates() -> Vec<(String, String)> {
         std::env::var_os("DRIFTLESS_CHAT_TEMPLATES").into_iter().flat_map(std::fs::read_dir).flatten()
     {
         let path = entry.unwrap().path();
-        templates.push((path.display().to_string(), std::fs::read_to_string(&path).unwrap()));
+        if path.extension().is_some_and(|extension| extension == "jinja") {
+            let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+            templates.push((name, std::fs::read_to_string(&path).unwrap()));
+        }
     }
     templates
 }
@@ -67,7 +69,8 @@ fn templates() -> Vec<(String, String)> {
 /// What each template makes of each chat: a text, or a refusal.
 fn rendered(templates: &[(String, String)]) -> Vec<(String, Option<String>)> {
     let render = |(name, source): &(String, String)| -> Vec<_> {
-        let template = ChatTemplate::from_source(source, &SPECIAL).unwrap();
+        let template =
+            ChatTemplate::from_source(source, &SPECIAL).unwrap_or_else(|error| panic!("{name}: {error}"));
         let chats = CHATS.iter().enumerate();
         chats
             .map(|(number, (messages, tools, variables))| {
@@ -93,6 +96,12 @@ fn what_a_template_raises_is_said_with_its_place() {
 }
 
 #[test]
+fn line_ends_of_windows_and_of_old_macs_are_those_of_jinja() {
+    let template = ChatTemplate::from_source("{% if true %}\r\na\rb\r\n{% endif %}", &SPECIAL).unwrap();
+    assert_eq!(template.render_json("[]", None, None).unwrap(), "a\nb\n");
+}
+
+#[test]
 fn a_template_that_is_none_is_refused_with_its_line() {
     let words = ChatTemplate::from_source("a\n{% for x in %}", &SPECIAL).unwrap_err().to_string();
     assert!(words.contains("line 2"), "{words}");
@@ -107,13 +116,13 @@ said = []
 for name, source in ask["templates"]:
     for number, (messages, tools, variables) in enumerate(ask["chats"]):
         variables = {**dict(ask["special"]), **(json.loads(variables) if variables else {})}
+        text, why = None, ""
         try:
             text = render_jinja_template([json.loads(messages)], tools=json.loads(tools) if tools else None,
                 chat_template=source, add_generation_prompt=True, **variables)[0][0]
         except Exception as error:
-            print(name, number, error, file=sys.stderr)
-            text = None
-        said.append([f"{name} {number}", text])
+            why = str(error)
+        said.append([f"{name} {number}", text, why])
 print(json.dumps(said))
 "#;
 
@@ -139,26 +148,70 @@ fn transformers_renders_the_same_bytes() {
     let templates = templates();
     let ask = serde_json::json!({ "templates": templates, "chats": CHATS, "special": SPECIAL });
     let (said, words) = asked(&python, PYTHON, &ask);
-    let said: Vec<(String, Option<String>)> = serde_json::from_value(said).unwrap();
+    let said: Vec<(String, Option<String>, String)> = serde_json::from_value(said).unwrap();
     let rendered = rendered(&templates);
     assert_eq!(said.len(), rendered.len());
-    let differ: Vec<_> = said.iter().zip(&rendered).filter(|(theirs, ours)| theirs != ours).collect();
+    let differs =
+        |((chat, theirs, why), (same, ours)): &(&(String, Option<String>, String), &(String, _))| {
+            assert_eq!(chat, same);
+            // minijinja loops over null as over nothing.
+            theirs != ours && why != "'NoneType' object is not iterable"
+        };
+    let differ: Vec<_> = said.iter().zip(&rendered).filter(differs).collect();
     assert!(differ.is_empty(), "{} of {} differ: {differ:#?}\n{words}", differ.len(), said.len());
-    assert!(said.iter().filter(|(_, text)| text.is_some()).count() > 20, "{words}");
+    let equal = said.iter().filter(|(_, text, _)| text.is_some()).count();
+    println!(
+        "{} templates: {equal} texts are equal, {} chats are refused",
+        templates.len(),
+        said.len() - equal
+    );
+    assert!(equal > 3 * templates.len(), "{words}");
 }
 
-/// Tokens and masks as `transformers` has them.
+/// Tokens and masks of each row as `transformers` has them, or null where the template refuses the row.
 const MASKS: &str = r#"
 import json, sys
 from transformers import AutoTokenizer
 ask = json.load(sys.stdin)
-tokenizer, said = AutoTokenizer.from_pretrained(ask["checkpoint"]), []
-for row in ask["rows"]:
-    made = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), chat_template=ask["template"],
-        tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    said.append([made["input_ids"], made["assistant_masks"]])
-print(json.dumps(said))
+tokenizer = AutoTokenizer.from_pretrained(ask["checkpoint"])
+def masked(source, row):
+    try:
+        made = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), chat_template=source,
+            tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    except Exception as error:
+        print(error, file=sys.stderr)
+        return None
+    return [made["input_ids"], made["assistant_masks"]]
+print(json.dumps([[name, [masked(source, row) for row in ask["rows"]]] for name, source in ask["templates"]]))
 "#;
+
+/// Tags in the middle of a turn, after white space, around a turn of tools, and a turn without text.
+const TAGS: &str = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}\n  {%- if m.role == 'assistant' %}\n    \
+                    {%- generation %}{{ m.content }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}\n    \
+                    {%- endgeneration %}\n  {%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}";
+
+type Masked = Option<(Vec<i32>, Vec<u8>)>;
+
+/// Tokens and mask of a row as training has them.
+fn masked(template: &str, row: &serde_json::Value, checkpoint: &std::path::Path) -> Masked {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("chats.jsonl");
+    std::fs::write(&file, row.to_string()).unwrap();
+    let options = DataOptions {
+        prompt_data: vec![file.to_str().unwrap().parse().unwrap()],
+        input_key: "messages".into(),
+        loss_mask: Some(LossMask::Generation),
+        ..DataOptions::default()
+    };
+    // The special tokens that the checkpoint names.
+    std::fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+    std::fs::copy(checkpoint.join("tokenizer_config.json"), dir.path().join("tokenizer_config.json"))
+        .unwrap();
+    let template = ChatTemplate::open(dir.path()).unwrap();
+    let tokenizer = Arc::new(Tokenizer::open(checkpoint).unwrap());
+    let data = Dataset::read(&RowReader::new(options, tokenizer, Some(template)).unwrap()).ok()?;
+    data.examples.into_iter().map(|example| (example.tokens, example.loss_mask)).next()
+}
 
 /// Needs a tokenizer too: that of SmolLM2, in the same lane.
 #[test]
@@ -166,11 +219,7 @@ fn transformers_masks_the_same_tokens() {
     let python = std::env::var_os("DRIFTLESS_TRANSFORMERS_PYTHON");
     let checkpoint = std::env::var_os("DRIFTLESS_REAL_CHECKPOINT").map(std::path::PathBuf::from);
     let (Some(python), Some(checkpoint)) = (python, checkpoint) else { return };
-    // Tags in the middle of a turn, after white space, around a turn of tools, and a turn without text. No turn
-    // ends with a character of several tokens: of these, transformers takes the first only.
-    let source = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}\n  {%- if m.role == 'assistant' %}\n    \
-                  {%- generation %}{{ m.content }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}\n    \
-                  {%- endgeneration %}\n  {%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}";
+    // No turn ends with a character of several tokens: of these, transformers takes the first only.
     let rows = serde_json::json!([
         { "messages": [{ "role": "user", "content": "What is 7 + 5?" }, { "role": "assistant", "content": "It is 12." }] },
         { "messages": [
@@ -180,23 +229,19 @@ fn transformers_masks_the_same_tokens() {
             { "role": "tool", "content": "assistant" }, { "role": "assistant", "content": "done\n\n" },
         ] },
     ]);
-    let ask = serde_json::json!({ "checkpoint": checkpoint, "template": source, "rows": rows });
-    let (said, _) = asked(&python, MASKS, &ask);
-    let said: Vec<(Vec<i32>, Vec<u8>)> = serde_json::from_value(said).unwrap();
-
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("chats.jsonl");
-    let lines: Vec<String> = rows.as_array().unwrap().iter().map(ToString::to_string).collect();
-    std::fs::write(&file, lines.join("\n")).unwrap();
-    let options = DataOptions {
-        prompt_data: vec![file.to_str().unwrap().parse().unwrap()],
-        input_key: "messages".into(),
-        loss_mask: Some(LossMask::Generation),
-        ..DataOptions::default()
-    };
-    let template = ChatTemplate::from_source(source, &[]).unwrap();
-    let tokenizer = Arc::new(Tokenizer::open(&checkpoint).unwrap());
-    let data = Dataset::read(&RowReader::new(options, tokenizer, Some(template)).unwrap()).unwrap();
-    let ours: Vec<_> = data.examples.into_iter().map(|example| (example.tokens, example.loss_mask)).collect();
-    assert_eq!(ours, said);
+    let marked = |(_, source): &(String, String)| source.contains("endgeneration");
+    let mut templates: Vec<_> = templates().into_iter().filter(marked).collect();
+    templates.push(("tags".to_owned(), TAGS.to_owned()));
+    let ask = serde_json::json!({ "checkpoint": checkpoint, "templates": templates, "rows": rows });
+    let (said, words) = asked(&python, MASKS, &ask);
+    let said: Vec<(String, Vec<Masked>)> = serde_json::from_value(said).unwrap();
+    let ours = templates.iter().map(|(name, source)| {
+        let rows = rows.as_array().unwrap().iter();
+        (name.clone(), rows.map(|row| masked(source, row, &checkpoint)).collect::<Vec<_>>())
+    });
+    let differ: Vec<_> = ours.zip(&said).filter(|(ours, theirs)| ours != *theirs).collect();
+    assert!(differ.is_empty(), "{} of {} differ: {differ:?}\n{words}", differ.len(), said.len());
+    let equal = said.iter().flat_map(|(_, rows)| rows).flatten().count();
+    println!("{} templates with {{% generation %}}: {equal} masks are equal", templates.len());
+    assert!(equal > templates.len(), "{words}");
 }

@@ -5,6 +5,7 @@ mod error;
 mod floors;
 mod foreign;
 mod libtorch;
+mod need;
 mod process;
 mod python;
 mod rewards;

@@ -51,6 +51,19 @@ pub(crate) fn install(cache: &Path) -> Result<()> {
     )
 }
 
+/// Chat templates of many families of models, as TRL comes with them.
+pub(crate) fn chat_templates(cache: &Path) -> Result<PathBuf> {
+    let home = cache.join(HOME);
+    Ok(site(&home.join("bin/python"), &home)?.join("trl/chat_templates"))
+}
+
+/// Where the interpreter `python` keeps the packages of the environment `home`.
+fn site(python: &Path, home: &Path) -> Result<PathBuf> {
+    let version = "import sys; print('lib/python%d.%d/site-packages' % sys.version_info[:2])";
+    let found = process::output(Command::new(python).args(["-c", version]))?;
+    Ok(home.join(found.trim()))
+}
+
 /// Builds the wheel, installs it under `work`, and runs the tests.
 pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result<()> {
     let package = root.join("bridge/python");
@@ -73,14 +86,9 @@ pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result
     let alone = package.join("tests/alone.py");
     process::run_logged(Command::new(&python).arg("-I").arg(&alone), log)?;
 
-    let site = |home: &Path| -> Result<PathBuf> {
-        let version = "import sys; print('lib/python%d.%d/site-packages' % sys.version_info[:2])";
-        let found = process::output(Command::new(&python).args(["-c", version]))?;
-        Ok(home.join(found.trim()))
-    };
-    let others = [site(&cache.join(HOME))?, site(&sglang::home(cache))?];
+    let others = [site(&python, &cache.join(HOME))?, site(&python, &sglang::home(cache))?];
     let path = others.map(|site| format!("{}\n", site.display())).concat();
-    let beside = site(&venv)?.join("others.pth");
+    let beside = site(&python, &venv)?.join("others.pth");
     fs::write(&beside, path).map_err(|source| Error::io(&beside, source))?;
     let mut tests = Command::new(&python);
     tests

@@ -86,6 +86,11 @@ pub(crate) fn present(cache: &Path) -> Option<PathBuf> {
     Some(home(cache)).filter(|home| home.join(MARKER).is_file())
 }
 
+/// What is missing and how to get it, or `None`.
+pub(crate) fn missing(cache: &Path) -> Option<String> {
+    present(cache).is_none().then(|| "SGLang 0.5.23, 10 GB (cargo xtask setup --sglang)".to_owned())
+}
+
 /// Its interpreter.
 pub(crate) fn python(cache: &Path) -> PathBuf {
     home(cache).join("bin/python")

@@ -20,6 +20,11 @@ pub(crate) fn present(cache: &Path) -> Option<PathBuf> {
     Some(home(cache)).filter(|home| home.join("config.json").is_file())
 }
 
+/// What is missing and how to get it, or `None`.
+pub(crate) fn missing(cache: &Path) -> Option<String> {
+    present(cache).is_none().then(|| "SmolLM2, 93 MB (cargo xtask setup --model smollm2)".to_owned())
+}
+
 /// Makes it in the cache, unless it is there, and returns the directory. Clones that do so at the same time
 /// wait for each other; an interrupted one is gone on with by the next.
 pub(crate) fn install(cache: &Path) -> Result<PathBuf> {

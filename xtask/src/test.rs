@@ -1,7 +1,8 @@
 //! The lanes: what is checked, what each needs, and how long it took.
 
 use crate::error::{Error, Result};
-use crate::{floors, foreign, libtorch, process, python, rewards, sglang, smollm2, stores, ucx};
+use crate::need::Need;
+use crate::{floors, foreign, process, python, rewards, sglang, smollm2, stores, ucx};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -17,22 +18,6 @@ pub(crate) struct Options {
     /// Run only these lanes.
     #[arg(value_name = "LANE")]
     lanes: Vec<String>,
-}
-
-/// What a lane needs beyond the Rust toolchain.
-#[derive(Clone, Copy, PartialEq)]
-enum Need {
-    Libtorch,
-    Sglang,
-    Smollm2,
-    CargoFuzz,
-    Stores,
-    Ucx,
-    Miri,
-    Arm,
-    Python,
-    Rewards,
-    Gpu,
 }
 
 struct Lane {
@@ -87,7 +72,7 @@ const LANES: &[Lane] = &[
     Lane {
         name: "sglang",
         what: "the loop and the engine suite against SGLang 0.5.23 without its GPU kernels, our logits and chat templates against transformers'",
-        needs: &[Need::Libtorch, Need::Sglang, Need::Smollm2],
+        needs: &[Need::Libtorch, Need::Sglang, Need::Smollm2, Need::Python],
         run: with_sglang,
     },
     Lane {
@@ -240,38 +225,8 @@ fn chosen(names: &[String]) -> Result<Vec<&'static Lane>> {
 }
 
 fn install(lanes: &[&Lane]) -> Result<()> {
-    let needed = |need| lanes.iter().any(|lane| lane.needs.contains(&need));
-    if needed(Need::Libtorch) {
-        libtorch::install()?;
-    }
-    if needed(Need::Sglang) {
-        sglang::install(&crate::cache_dir()?)?;
-    }
-    if needed(Need::Smollm2) {
-        smollm2::install(&crate::cache_dir()?)?;
-    }
-    if needed(Need::Python) {
-        python::install(&crate::cache_dir()?)?;
-    }
-    if needed(Need::Rewards) {
-        rewards::install(&crate::cache_dir()?)?;
-    }
-    if needed(Need::CargoFuzz) && Need::CargoFuzz.missing().is_some() {
-        process::run(Command::new("cargo").args(["install", "--locked", "--quiet", "cargo-fuzz"]))?;
-    }
-    if needed(Need::Stores) {
-        stores::install(&crate::cache_dir()?)?;
-    }
-    if needed(Need::Ucx) {
-        ucx::install(&crate::cache_dir()?)?;
-    }
-    if needed(Need::Miri) && Need::Miri.missing().is_some() {
-        foreign::install_miri()?;
-    }
-    if needed(Need::Arm) && Need::Arm.missing().is_some() {
-        foreign::install_arm()?;
-    }
-    Ok(())
+    let needed = |need: &&Need| lanes.iter().any(|lane| lane.needs.contains(need));
+    Need::ALL.iter().filter(needed).try_for_each(|need| need.install())
 }
 
 fn run_lane(lane: &Lane, root: &Path, long: bool) -> Outcome {
@@ -326,54 +281,6 @@ fn summarise(report: &[(&Lane, Outcome)], ci: bool) -> Result<()> {
     // Where everything can be installed, a skip hides something.
     let bad = if ci { failed + skipped } else { failed };
     if bad == 0 { Ok(()) } else { Err(Error::Lanes(bad)) }
-}
-
-impl Need {
-    /// What is missing and how to get it, or `None`.
-    fn missing(self) -> Option<String> {
-        match self {
-            Need::Libtorch => {
-                libtorch::present().is_none().then(|| "libtorch 2.11 (cargo xtask setup)".to_owned())
-            }
-            Need::Sglang => {
-                let found = crate::cache_dir().ok().and_then(|cache| sglang::present(&cache));
-                found.is_none().then(|| "SGLang 0.5.23, 10 GB (cargo xtask setup --sglang)".to_owned())
-            }
-            Need::Smollm2 => {
-                let found = crate::cache_dir().ok().and_then(|cache| smollm2::present(&cache));
-                found.is_none().then(|| "SmolLM2, 93 MB (cargo xtask setup --model smollm2)".to_owned())
-            }
-            Need::Stores => match crate::cache_dir() {
-                Ok(cache) => stores::missing(&cache),
-                Err(error) => Some(error.to_string()),
-            },
-            Need::Ucx => match crate::cache_dir() {
-                Ok(cache) => ucx::missing(&cache),
-                Err(error) => Some(error.to_string()),
-            },
-            Need::Python => match crate::cache_dir() {
-                Ok(cache) => python::missing(&cache),
-                Err(error) => Some(error.to_string()),
-            },
-            Need::Rewards => match crate::cache_dir() {
-                Ok(cache) => rewards::missing(&cache),
-                Err(error) => Some(error.to_string()),
-            },
-            Need::Miri => foreign::miri_missing(),
-            Need::Arm => foreign::arm_missing(),
-            Need::Gpu => {
-                let found = Command::new("nvidia-smi").arg("-L").output();
-                let found = found.is_ok_and(|output| output.status.success() && !output.stdout.is_empty());
-                (!found)
-                    .then(|| "an NVIDIA GPU (nvidia-smi -L), and a libtorch for CUDA in LIBTORCH".to_owned())
-            }
-            Need::CargoFuzz => {
-                let version = Command::new("cargo").args(["+nightly", "fuzz", "--version"]).output();
-                let found = version.is_ok_and(|output| output.status.success());
-                (!found).then(|| "cargo-fuzz on a nightly toolchain (cargo install --locked cargo-fuzz; rustup toolchain install nightly)".to_owned())
-            }
-        }
-    }
 }
 
 impl Context {
@@ -503,6 +410,7 @@ fn with_sglang(context: &Context) -> Result<()> {
     let mut ours = torch_test();
     ours.args(["--test", "task", "--test", "families", "--test", "chat", "--", "--nocapture"]);
     ours.env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache));
+    ours.env("DRIFTLESS_CHAT_TEMPLATES", python::chat_templates(&cache)?);
     if let Some(model) = smollm2::present(&cache) {
         beside.env("DRIFTLESS_REAL_CHECKPOINT", &model);
         ours.env("DRIFTLESS_REAL_CHECKPOINT", model);

@@ -86,6 +86,8 @@ impl ChatTemplate {
         let mut environment = environment().map_err(refused)?;
         let tag = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}").ok();
         for (name, source) in sources {
+            // As jinja2 does before anything else.
+            let source = &source.replace("\r\n", "\n").replace('\r', "\n");
             let plain = tag.as_ref().map_or(source.clone(), |tag| without_generation(source, tag));
             environment.add_template_owned(name.clone(), plain).map_err(refused)?;
             if let Some(marked) = tag.as_ref().and_then(|tag| mask::marked(source, tag)) {

@@ -1,0 +1,89 @@
+//! What lanes need beyond the Rust toolchain: whether it is there, and how it is had.
+
+use crate::error::Result;
+use crate::{cache_dir, foreign, libtorch, process, python, rewards, sglang, smollm2, stores, ucx};
+use std::path::Path;
+use std::process::Command;
+
+/// What a lane needs beyond the Rust toolchain.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Need {
+    Libtorch,
+    Sglang,
+    Smollm2,
+    Python,
+    Rewards,
+    CargoFuzz,
+    Stores,
+    Ucx,
+    Miri,
+    Arm,
+    Gpu,
+}
+
+impl Need {
+    /// All, in an order in which they can be installed: `Python` takes the interpreter of `Sglang`.
+    pub(crate) const ALL: [Need; 11] = [
+        Need::Libtorch,
+        Need::Sglang,
+        Need::Smollm2,
+        Need::Python,
+        Need::Rewards,
+        Need::CargoFuzz,
+        Need::Stores,
+        Need::Ucx,
+        Need::Miri,
+        Need::Arm,
+        Need::Gpu,
+    ];
+
+    /// What is missing and how to get it, or `None`.
+    pub(crate) fn missing(self) -> Option<String> {
+        let unless = |found: bool, how: &str| (!found).then(|| how.to_owned());
+        let in_cache = |missing: fn(&Path) -> Option<String>| match cache_dir() {
+            Ok(cache) => missing(&cache),
+            Err(error) => Some(error.to_string()),
+        };
+        match self {
+            Need::Libtorch => unless(libtorch::present().is_some(), "libtorch 2.11 (cargo xtask setup)"),
+            Need::Sglang => in_cache(sglang::missing),
+            Need::Smollm2 => in_cache(smollm2::missing),
+            Need::Python => in_cache(python::missing),
+            Need::Rewards => in_cache(rewards::missing),
+            Need::Stores => in_cache(stores::missing),
+            Need::Ucx => in_cache(ucx::missing),
+            Need::Miri => foreign::miri_missing(),
+            Need::Arm => foreign::arm_missing(),
+            Need::Gpu => {
+                let found = Command::new("nvidia-smi").arg("-L").output();
+                let found = found.is_ok_and(|output| output.status.success() && !output.stdout.is_empty());
+                unless(found, "an NVIDIA GPU (nvidia-smi -L), and a libtorch for CUDA in LIBTORCH")
+            }
+            Need::CargoFuzz => {
+                let version = Command::new("cargo").args(["+nightly", "fuzz", "--version"]).output();
+                let how = "cargo-fuzz on a nightly toolchain (cargo install --locked cargo-fuzz; \
+                           rustup toolchain install nightly)";
+                unless(version.is_ok_and(|output| output.status.success()), how)
+            }
+        }
+    }
+
+    /// Installs what is missing. A GPU cannot be.
+    pub(crate) fn install(self) -> Result<()> {
+        match self {
+            Need::Libtorch => libtorch::install().map(drop),
+            Need::Sglang => Ok(sglang::install(&cache_dir()?).map(drop)?),
+            Need::Smollm2 => smollm2::install(&cache_dir()?).map(drop),
+            Need::Python => python::install(&cache_dir()?),
+            Need::Rewards => rewards::install(&cache_dir()?),
+            Need::Stores => stores::install(&cache_dir()?),
+            Need::Ucx => ucx::install(&cache_dir()?),
+            Need::CargoFuzz if self.missing().is_some() => {
+                process::run(Command::new("cargo").args(["install", "--locked", "--quiet", "cargo-fuzz"]))
+            }
+            Need::Miri if self.missing().is_some() => foreign::install_miri(),
+            Need::Arm if self.missing().is_some() => foreign::install_arm(),
+            Need::CargoFuzz | Need::Miri | Need::Arm | Need::Gpu => Ok(()),
+        }
+    }
+}
