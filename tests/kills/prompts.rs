@@ -49,7 +49,7 @@ fn loop_over_prompts_takes_learns_and_rewards_each_once() {
     let mut kills = Kills::default();
     let mut seed = 0;
     // A run may end before its kills do.
-    while seed < KINDS.len() as u64 || kills.of_loop < 50 * times() {
+    while seed < KINDS.len() as u64 || kills.of_loop < (50 * times()).max(200) {
         println!("seed {seed}");
         let stage = Stage::new(KINDS[seed as usize % KINDS.len()]);
         stage.play(&mut Random(seed), &mut kills);
