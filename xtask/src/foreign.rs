@@ -1,10 +1,11 @@
-//! Tests on machines that this one is not: Miri's, and a 64-bit Arm that QEMU imitates.
+//! Tests on machines that this one is not: Miri's, a 64-bit Arm that QEMU imitates, and a Mac as far as its compiler goes.
 
 use crate::error::Result;
 use crate::process::{self, found};
 use std::process::Command;
 
 const ARM: &str = "aarch64-unknown-linux-gnu";
+const MACOS: &str = "aarch64-apple-darwin";
 const QEMU: &str = "qemu-aarch64";
 const LINKER: &str = "aarch64-linux-gnu-gcc";
 const PACKAGES: [&str; 3] = ["qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"];
@@ -48,9 +49,18 @@ pub(crate) fn arm_missing() -> Option<String> {
     if let Some(program) = [QEMU, LINKER].into_iter().find(|program| !found(program)) {
         return Some(format!("`{program}` (as root: apt-get install {})", PACKAGES.join(" ")));
     }
+    library_missing(ARM)
+}
+
+/// What the compiler for a Mac lacks and how to get it, or `None`.
+pub(crate) fn macos_missing() -> Option<String> {
+    library_missing(MACOS)
+}
+
+fn library_missing(target: &str) -> Option<String> {
     let targets = Command::new("rustup").args(["target", "list", "--installed"]).output();
-    let added = targets.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains(ARM));
-    (!added).then(|| format!("Rust's library for {ARM} (rustup target add {ARM})"))
+    let added = targets.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains(target));
+    (!added).then(|| format!("Rust's library for {target} (rustup target add {target})"))
 }
 
 pub(crate) fn install_arm() -> Result<()> {
@@ -58,6 +68,17 @@ pub(crate) fn install_arm() -> Result<()> {
         process::apt("neon", &PACKAGES)?;
     }
     process::run(Command::new("rustup").args(["target", "add", ARM]))
+}
+
+pub(crate) fn install_macos() -> Result<()> {
+    process::run(Command::new("rustup").args(["target", "add", MACOS]))
+}
+
+/// `cargo check` for a Mac, without its C compiler: hashing is in Rust then.
+pub(crate) fn macos() -> Command {
+    let mut command = Command::new("cargo");
+    command.args(["check", "--target", MACOS]).args(PLAIN).env("CARGO_FEATURE_PURE", "1");
+    command
 }
 
 /// `cargo` with a subcommand, for the Arm.

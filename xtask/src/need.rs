@@ -18,12 +18,13 @@ pub(crate) enum Need {
     Ucx,
     Miri,
     Arm,
+    Macos,
     Gpu,
 }
 
 impl Need {
     /// All, in an order in which they can be installed: `Python` takes the interpreter of `Sglang`.
-    pub(crate) const ALL: [Need; 11] = [
+    pub(crate) const ALL: [Need; 12] = [
         Need::Libtorch,
         Need::Sglang,
         Need::Smollm2,
@@ -34,6 +35,7 @@ impl Need {
         Need::Ucx,
         Need::Miri,
         Need::Arm,
+        Need::Macos,
         Need::Gpu,
     ];
 
@@ -54,6 +56,7 @@ impl Need {
             Need::Ucx => in_cache(ucx::missing),
             Need::Miri => foreign::miri_missing(),
             Need::Arm => foreign::arm_missing(),
+            Need::Macos => foreign::macos_missing(),
             Need::Gpu => {
                 let found = Command::new("nvidia-smi").arg("-L").output();
                 let found = found.is_ok_and(|output| output.status.success() && !output.stdout.is_empty());
@@ -83,7 +86,8 @@ impl Need {
             }
             Need::Miri if self.missing().is_some() => foreign::install_miri(),
             Need::Arm if self.missing().is_some() => foreign::install_arm(),
-            Need::CargoFuzz | Need::Miri | Need::Arm | Need::Gpu => Ok(()),
+            Need::Macos if self.missing().is_some() => foreign::install_macos(),
+            Need::CargoFuzz | Need::Miri | Need::Arm | Need::Macos | Need::Gpu => Ok(()),
         }
     }
 }

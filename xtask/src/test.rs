@@ -143,6 +143,15 @@ const LANES: &[Lane] = &[
         run: neon,
     },
     Lane {
+        name: "macos",
+        what: "codec, stores and publications compile for macOS",
+        needs: &[Need::Macos],
+        run: |c| {
+            let light = ["-p", "driftless-delta", "-p", "driftless-store", "-p", "driftless-transport"];
+            c.logged(foreign::macos().args(light))
+        },
+    },
+    Lane {
         name: "gpu",
         what: "the learner on CUDA against the CPU, its bits twice, a few steps of the demo, speeds",
         needs: &[Need::Libtorch, Need::Gpu],
@@ -150,9 +159,8 @@ const LANES: &[Lane] = &[
     },
 ];
 
-/// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what `neon` and
-/// `gpu` need.
-const BY_NAME: &[&str] = &["kills", "neon", "gpu"];
+/// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what the others need.
+const BY_NAME: &[&str] = &["kills", "neon", "macos", "gpu"];
 
 /// Lanes that build elsewhere than the others, or in another profile, and have little to do at once. They run one
 /// after another beside the others.
