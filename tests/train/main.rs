@@ -191,6 +191,26 @@ fn a_port_in_use_is_told_as_such() {
 }
 
 #[test]
+fn deterministic_training_gives_the_same_bytes_twice_and_is_no_matter_of_another_learner() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = dir.path().join("config.json");
+    std::fs::write(&config, common::TINY_CONFIG).expect("a config");
+    let trained = |name: &str| {
+        let model = dir.path().join(name).join("model");
+        let mut command = driftless();
+        command.args(["train", "--loss-type", "sft_loss", "--deterministic", "--num-rollout", "3"]);
+        command.arg("--model-config").arg(&config).arg("--save").arg(dir.path().join(name));
+        run(command.arg("--save-hf").arg(&model));
+        std::fs::read(model.join("model.safetensors")).expect("weights")
+    };
+    assert!(trained("once") == trained("twice"));
+    let (status, error) =
+        code(driftless().args(["train", "--save", "x", "--learner", "x", "--deterministic"]));
+    assert_eq!(status, Some(2), "{error}");
+    assert!(error.contains("--learner") && error.contains("--deterministic"), "{error}");
+}
+
+#[test]
 fn mistakes_of_the_command_line_are_told_before_anything_is_done() {
     let dir = tempfile::tempdir().expect("a directory");
     let [file, fifo, save] = ["file", "fifo", "save"].map(|name| dir.path().join(name).display().to_string());

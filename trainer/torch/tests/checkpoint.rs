@@ -7,7 +7,7 @@ use std::path::Path;
 use driftless_torch::checkpoint::{self, Progress};
 use driftless_torch::optimizer::AdamWOptions;
 use driftless_torch::{Batch, Config, Error, Family, Model, Policy, Sample};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 const SEED: i64 = 5;
 
@@ -120,4 +120,16 @@ fn foreign_and_damaged_checkpoints_are_refused() {
     std::fs::write(&file, &bytes[..bytes.len() - 4]).unwrap();
     let mut same = policy(config(), SEED);
     assert!(matches!(checkpoint::load(dir.path(), &mut same, None), Err(Error::Transport(_))));
+}
+
+#[test]
+fn set_deterministic_has_libtorch_refuse_what_depends_on_the_order_of_threads() {
+    driftless_torch::set_deterministic();
+    let [mut to, index, from] = [
+        Tensor::zeros([2], (Kind::Float, Device::Cpu)),
+        Tensor::from_slice(&[0_i64, 0]),
+        Tensor::from_slice(&[1.0_f32, 2.0]),
+    ];
+    let refused = to.f_put_(&index, &from, false).unwrap_err();
+    assert!(refused.to_string().contains("deterministic"), "{refused}");
 }
