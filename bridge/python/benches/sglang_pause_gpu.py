@@ -191,9 +191,12 @@ class Bench:
         follow = [*command, "follow", *store, "--checkpoint-dir", str(work / "host"), "--hf-checkpoint", str(self.base)]
         follow += ["--engine", f"http://127.0.0.1:{port}", "--plugin", "require", "--pause-generation-mode", "in_place"]
         follow += ["--coordinated", "--listen", f"127.0.0.1:{self.follow}", "--poll-ms", "86400000"]
-        environment = {**os.environ, "RUST_LOG": "info,driftless_bridge=debug", "NO_COLOR": "1"}
+        self.command, self.environment = follow, {**os.environ, "RUST_LOG": "info,driftless_bridge=debug", "NO_COLOR": "1"}
+        self.start_follower()
+
+    def start_follower(self) -> None:
         with self.follow_log.open("w") as said:
-            self.follower = subprocess.Popen(follow, env=environment, stderr=said)
+            self.follower = subprocess.Popen(self.command, env=self.environment, stderr=said)
         until("follower", 120, self._follows)
 
     def _follows(self) -> bool:
@@ -204,7 +207,16 @@ class Bench:
             return False
 
     def follows(self, path: str) -> dict:
-        return Http(self.follow).call(path, method="POST" if path != "/status" else "GET")
+        def answer() -> dict | None:
+            try:
+                return Http(self.follow).call(path, method="POST" if path != "/status" else "GET")
+            except AssertionError as error:
+                # It is busy with a round of its own.
+                if error.args[0][1] != 409:
+                    raise
+                return None
+
+        return until(f"answer of {path}", 120, answer)
 
     def label(self) -> str:
         return f"{self.publisher.run_id[:12]}:{self.version}"
@@ -271,10 +283,9 @@ class Bench:
 
     def calls(self) -> list[tuple[str, float]]:
         """The calls of the last activation, from the pause on, and their milliseconds."""
-        text = self.follow_log.read_text()
-        found = re.findall(r'call="?(/[\w/?=]+)"? status=\d+ ms=([\d.]+)', text[text.rindex("/pause_generation") - 200 :])
-        calls = [(path.strip("/"), round(float(ms), 2)) for path, ms in found]
-        return calls[[path for path, _ in calls].index("pause_generation") :]
+        *_, last = self.follow_log.read_text().rpartition('call="/pause_generation"')
+        found = re.findall(r'call="/([\w/?=]+)" status=\d+ ms=([\d.]+)', 'call="/pause_generation"' + last)
+        return [(path, round(float(ms), 2)) for path, ms in found]
 
     def token(self, load: Load) -> dict:
         """The gap that a request of one token makes, which an activation would ask for."""
@@ -326,12 +337,12 @@ class Bench:
             if values := sorted(row[key] for row in rows if key in row):
                 text += f"\n  {key:12} least {values[0]:.2f} median {statistics.median(values):.2f} most {values[-1]:.2f}"
         for call in ("pause_generation", "update_weights_from_disk", "continue_generation"):
-            values = sorted(ms for row in rows for path, ms in row["calls"] if path == call)
-            text += f"\n  {call} least {values[0]:.2f} median {statistics.median(values):.2f} most {values[-1]:.2f}"
+            if values := sorted(ms for row in rows for path, ms in row["calls"] if path == call):
+                text += f"\n  {call} least {values[0]:.2f} median {statistics.median(values):.2f} most {values[-1]:.2f}"
         if loads:
             ratio = statistics.median(loads) / statistics.median(row["pause_ms"] for row in rows)
             text += f"\n  load_ms      median {statistics.median(loads):.0f} of {len(loads)}; ratio {ratio:.0f}"
-        if load:
+        if quiet:
             step = statistics.median(ms for ms, _ in quiet)
             text += f"\n  gap of a patch in steps of {step:.1f} ms: {sorted(round(row['gap_ms'] / step, 1) for row in rows)}"
             alone = sorted(round(row["gap_ms"] / step, 1) for row in rows if not row["renewed"])
@@ -339,6 +350,7 @@ class Bench:
             for what, gaps in (("quiet", quiet), ("publishing", publishing)):
                 text += f"\n  gaps, {what}: {percentiles([ms for ms, _ in gaps])}"
                 text += f"; with a request that began: {percentiles([ms for ms, renewed in gaps if renewed])}"
+        if load:
             load.end()
         print(text, flush=True)
         self.results["notes"].append(text)

@@ -55,6 +55,11 @@ impl Drop for Writing {
     }
 }
 
+fn want(outcome: &Outcome) {
+    lock(&outcome.0).wanted = true;
+    outcome.1.notify_all();
+}
+
 impl Checkpoint {
     /// Whether the files have the version's bytes; `None` if that failed. Without a follower they always do.
     pub fn is_written(&self) -> Option<bool> {
@@ -69,10 +74,7 @@ impl Checkpoint {
 
     /// Has the bytes be written now, if they wait for a reason.
     pub(crate) fn want(&self) {
-        if let Some(outcome) = &self.written {
-            lock(&outcome.0).wanted = true;
-            outcome.1.notify_all();
-        }
+        self.written.iter().for_each(|outcome| want(outcome));
     }
 
     /// Waits until the files have the version's bytes, and the directory its `config.json`. Until then only
@@ -101,5 +103,32 @@ impl Checkpoint {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn bytes_are_held_until_they_are_wanted_or_the_limit_passes() {
+        let writing = Writing(Arc::default());
+        writing.hold(Duration::ZERO);
+        let outcome = Arc::clone(&writing.0);
+        let (tell, told) = channel();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                writing.hold(Duration::from_secs(600));
+                tell.send(lock(&outcome.0).wanted).unwrap();
+            });
+            assert!(told.try_recv().is_err());
+            want(&outcome);
+            assert!(told.recv_timeout(Duration::from_secs(60)).unwrap());
+        });
+        // What was wanted once is not held again.
+        writing.hold(Duration::from_secs(600));
     }
 }
