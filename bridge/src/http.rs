@@ -1,6 +1,6 @@
 //! One engine's HTTP connection: a deadline on every call and a bound on every reply. Keys are never shown.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftless_store::redact;
 use driftless_transport::activate::Limit;
@@ -94,6 +94,15 @@ impl Connection {
 
     /// Sends a call and reads the whole reply, whatever its status.
     pub(crate) async fn send(&self, call: Call<'_>) -> Result<Reply> {
+        let began = Instant::now();
+        let sent = self.send_in_time(call).await;
+        let (status, ms) =
+            (sent.as_ref().ok().map(|reply| reply.status), began.elapsed().as_secs_f64() * 1e3);
+        tracing::debug!(engine = self.engine, call = call.path, status, ms, "call");
+        sent
+    }
+
+    async fn send_in_time(&self, call: Call<'_>) -> Result<Reply> {
         let deadline =
             || Error::Deadline { engine: self.engine.clone(), call: call.name(), after: call.deadline };
         let exchange = tokio::time::timeout(call.deadline, self.exchange(call));

@@ -202,8 +202,8 @@ fn a_crash_behind_an_offer_leaves_the_new_version() {
 /// An engine that takes a version, and what it saw of it.
 struct Taking {
     waits: bool,
-    /// Label, and whether the bytes were there.
-    seen: Sender<(String, Option<bool>)>,
+    /// Label, whether the bytes were there, and whether an engine could start from the directory.
+    seen: Sender<(String, Option<bool>, bool)>,
     serving: Option<String>,
 }
 
@@ -217,7 +217,8 @@ impl Activate for Taking {
     }
 
     fn activate(&mut self, target: &Target<'_>) -> Result<Activated, BoxError> {
-        self.seen.send((target.label.to_owned(), target.checkpoint.is_written()))?;
+        let loads = target.checkpoint.dir().join("config.json").exists();
+        self.seen.send((target.label.to_owned(), target.checkpoint.is_written(), loads))?;
         self.serving = Some(target.label.to_owned());
         Ok(Activated::default())
     }
@@ -254,7 +255,7 @@ fn an_engine_that_waits_by_itself_has_a_version_before_its_files_do() {
         assert_eq!(prepared.version, Version(3));
         assert_eq!(follower.status().applied.unwrap().version, Version(3), "a crash would not take it back");
         follower.activate().unwrap();
-        assert_eq!(saw.try_recv().unwrap(), (prepared.label, Some(!waits)));
+        assert_eq!(saw.try_recv().unwrap(), (prepared.label, Some(!waits), true), "its files wait for it");
         if waits {
             at_the_files.recv_timeout(Duration::from_secs(60)).unwrap();
         }

@@ -1,15 +1,19 @@
 """How long SGLang on a GPU is paused for a version while it decodes: patched by the plugin, and loaded.
 
-    python benches/sglang_pause_gpu.py PORT WORK LOG OUT.json A B C [in_place:B:15 in_place:C:15 idle:B:9 preparing:B]
+    python benches/sglang_pause_gpu.py PORT WORK LOG OUT.json A B C [in_place:B:9 idle:B:7 in_place:C:9 preparing:B busy:B:5]
 
 A server with the plugin listens on PORT, has loaded the checkpoint A, and writes LOG. B and C are checkpoints of the
-same shape with a few other elements, and a context of 8,192 tokens. A run in WORK goes from A to B, or to C, and back, once for each turn. ``driftless
-follow`` brings a directory in WORK there and has the server patched; its own figures are the pauses. Every other turn
-the server also loads what it has just been patched to, by three calls. Checksums of the weights are compared with those
-of a load after each patch. 48 requests decode meanwhile, and are renewed, and one is streamed: the gap is that between
-two of its tokens.
+same shape with a few other elements, and a context of 8,192 tokens. A run in WORK goes from A to B, or to C, and back,
+once for each turn. ``driftless follow`` brings a directory in WORK there and has the server patched; its own figures
+are the pauses. Three turns also load what the server has just been patched to, by three calls. Checksums of the weights
+are compared with those of a load after each patch.
+
+48 requests decode meanwhile, and are renewed, and one is streamed: a gap is the time between two of its tokens. Beside
+the gap of a patch stand those of a quiet second, of the time in which a version is published and fetched, and of a
+request of one token, which takes a prefill. ``busy`` is ``in_place`` while every processor spins.
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -26,6 +30,8 @@ import driftless
 from safetensors.torch import load_file
 
 BATCH, PROMPT, VOCABULARY = int(os.environ.get("BATCH", 48)), 64, int(os.environ.get("VOCABULARY", 151936))
+# Loads in all: each takes seconds.
+LOADS = 3
 PLUGINS = Path(os.environ.get("DRIFTLESS_PLUGIN_DIR") or f"/dev/shm/driftless-{os.geteuid()}")
 
 
@@ -121,21 +127,18 @@ class Load:
         return {"steps_per_s": rate, "median_ms": statistics.median(gaps), "p99_ms": gaps[int(len(gaps) * 0.99)]}
 
     def gap(self, began: float, ended: float) -> dict:
-        """The longest gap that a pause between two times made, and how many requests began in it."""
+        """The longest gap that lies between two times in part, and how many requests began in it."""
         until("token after a pause", 60, lambda: self.tokens and self.tokens[-1][0] > ended + 0.1)
         near = [at for at, _ in self.tokens if began - 1 < at < ended + 1]
         gaps = [(b - a, a, b) for a, b in zip(near, near[1:]) if b > began and a < ended + 0.02]
         longest, a, b = max(gaps)
         return {"gap_ms": 1e3 * longest, "renewed": sum(a - 0.02 < at < b for at in self.began)}
 
-    def quiet_gaps(self, since: float, until: float) -> dict:
-        """Gaps without a pause: those in which requests began, and the others."""
+    def gaps(self, since: float, until: float) -> list[tuple[float, bool]]:
+        """Each gap of a window of time, in milliseconds, and whether a request began in it."""
         near = [at for at, _ in self.tokens if since <= at <= until]
-        out: dict[str, list[float]] = {"renewed": [], "others": []}
-        for a, b in zip(near, near[1:]):
-            renewed = any(a - 0.02 < at < b for at in self.began)
-            out["renewed" if renewed else "others"].append(1e3 * (b - a))
-        return {name: [statistics.median(gaps), max(gaps), len(gaps)] if gaps else None for name, gaps in out.items()}
+        began = [at for at in self.began if since - 0.1 <= at <= until]
+        return [(1e3 * (b - a), any(a - 0.02 < at < b for at in began)) for a, b in zip(near, near[1:])]
 
     def end(self) -> None:
         self.stop.set()
@@ -145,8 +148,32 @@ class Load:
         assert not self.failed, self.failed[:3]
 
 
+def percentiles(values: list[float]) -> str:
+    """Median, 99th percentile and most of milliseconds."""
+    if not values:
+        return "none"
+    values = sorted(values)
+    picked = statistics.median(values), values[int(len(values) * 0.99)], values[-1]
+    return "p50 {:.1f} p99 {:.1f} most {:.1f} of {}".format(*picked, len(values))
+
+
+@contextlib.contextmanager
+def spinning():
+    """Every processor is wanted by a process that does nothing."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 class Bench:
     def __init__(self, port: int, work: Path, log: Path, out: Path, checkpoints: list[Path]) -> None:
+        self.follow_log, self.loads = work / "follow.log", 0
         self.server, self.log, self.out = Http(port), log, out
         self.base, self.others = checkpoints[0], dict(zip("BC", checkpoints[1:]))
         self.results: dict = {"turns": [], "notes": []}
@@ -164,7 +191,12 @@ class Bench:
         follow = [*command, "follow", *store, "--checkpoint-dir", str(work / "host"), "--hf-checkpoint", str(self.base)]
         follow += ["--engine", f"http://127.0.0.1:{port}", "--plugin", "require", "--pause-generation-mode", "in_place"]
         follow += ["--coordinated", "--listen", f"127.0.0.1:{self.follow}", "--poll-ms", "86400000"]
-        self.follower = subprocess.Popen(follow, env={**os.environ, "RUST_LOG": "info"})
+        self.command, self.environment = follow, {**os.environ, "RUST_LOG": "info,driftless_bridge=debug", "NO_COLOR": "1"}
+        self.start_follower()
+
+    def start_follower(self) -> None:
+        with self.follow_log.open("w") as said:
+            self.follower = subprocess.Popen(self.command, env=self.environment, stderr=said)
         until("follower", 120, self._follows)
 
     def _follows(self) -> bool:
@@ -175,7 +207,16 @@ class Bench:
             return False
 
     def follows(self, path: str) -> dict:
-        return Http(self.follow).call(path, method="POST" if path != "/status" else "GET")
+        def answer() -> dict | None:
+            try:
+                return Http(self.follow).call(path, method="POST" if path != "/status" else "GET")
+            except AssertionError as error:
+                # It is busy with a round of its own.
+                if error.args[0][1] != 409:
+                    raise
+                return None
+
+        return until(f"answer of {path}", 120, answer)
 
     def label(self) -> str:
         return f"{self.publisher.run_id[:12]}:{self.version}"
@@ -209,8 +250,9 @@ class Bench:
 
     def load(self) -> float:
         """Milliseconds that a load of the live version takes, by three calls."""
-        # The follower writes its directory behind the patch, and takes config.json away meanwhile.
-        until("written directory", 120, (self.work / "host" / "config.json").exists)
+        # The follower writes its directory behind the patch.
+        written = re.compile(rf"overwritten .*version={self.version}\b")
+        until("written directory", 120, lambda: written.search(self.follow_log.read_text()))
         update = {"model_path": str(self.work / "host"), "weight_version": self.label(), "flush_cache": False}
         began = time.perf_counter()
         self.server.call("/pause_generation", {"mode": "in_place"})
@@ -219,22 +261,38 @@ class Bench:
         assert "patched" not in told["message"], told
         return 1e3 * (time.perf_counter() - began)
 
-    def patch(self, to: str, load: Load | None) -> dict:
+    def patch(self, to: str, load: Load | None, beside: contextlib.AbstractContextManager) -> dict:
         turn = {"to": to, **self.step(to)}
-        began = time.perf_counter()
-        [engine] = self.follows("/activate")["applied"]["engines"]
-        ended = time.perf_counter()
+        with beside:
+            began = time.perf_counter()
+            [engine] = self.follows("/activate")["applied"]["engines"]
+            ended = time.perf_counter()
         assert engine["label"] == self.label(), engine
         turn["pause_ms"] = engine["pause_ms"]
         line = [line for line in self.log.read_text(errors="replace").splitlines() if "driftless: patched to " in line][-1]
         assert self.label() in line, line
-        elements, wrote, prepared = re.search(r"(\d+) elements in ([\d.]+) ms, prepared in ([\d.]+) ms", line).groups()
-        turn.update(elements=int(elements), wrote_ms=float(wrote), prepared_ms=float(prepared))
+        said = r"(\d+) elements in ([\d.]+) ms, prepared in ([\d.]+) ms(?:, cache (\w+))?, ([\d.]+) ms in all"
+        elements, wrote, prepared, turn["cache"], hook = re.search(said, line).groups()
+        turn.update(elements=int(elements), wrote_ms=float(wrote), prepared_ms=float(prepared), hook_ms=float(hook))
+        turn["calls"] = self.calls()
         if load is not None:
             turn.update(load.gap(began, ended))
         turn["equal"] = self.sums() == self.results["sums"][to]
         assert turn["equal"], turn
         return turn
+
+    def calls(self) -> list[tuple[str, float]]:
+        """The calls of the last activation, from the pause on, and their milliseconds."""
+        *_, last = self.follow_log.read_text().rpartition('call="/pause_generation"')
+        found = re.findall(r'call="/([\w/?=]+)" status=\d+ ms=([\d.]+)', 'call="/pause_generation"' + last)
+        return [(path, round(float(ms), 2)) for path, ms in found]
+
+    def token(self, load: Load) -> dict:
+        """The gap that a request of one token makes, which an activation would ask for."""
+        began = time.perf_counter()
+        self.server.call("/generate", request(1, [0]))
+        gap = load.gap(began, time.perf_counter())
+        return {"token_gap_ms": gap["gap_ms"]}
 
     def truth(self) -> None:
         """Checksums of each version, of a load."""
@@ -250,32 +308,49 @@ class Bench:
         assert len({str(sums) for sums in self.results["sums"].values()}) == len(self.results["sums"])
 
     def block(self, name: str, other: str, turns: int) -> None:
-        load = Load(self.server.port) if name == "in_place" else None
-        began, rows, loads = time.perf_counter(), [], []
-        if load:
-            steady = load.steps(began - 2, began)
+        load = Load(self.server.port) if name != "idle" else None
+        rows, loads, quiet, publishing = [], [], [], []
         for number in range(turns):
-            rows.append(self.patch(other if self.at == "A" else "A", load))
-            if number % 2 and len(loads) < 7:
+            began = time.perf_counter()
+            beside = spinning() if name == "busy" else contextlib.nullcontext()
+            row = self.patch(other if self.at == "A" else "A", load, beside)
+            rows.append(row)
+            if load:
+                published = began + row["publish_s"] + row["follow_s"] + row["wait_s"]
+                publishing += load.gaps(began, published)
+                # The files are written now, and then nothing happens.
+                time.sleep(1.5)
+                now = time.perf_counter()
+                quiet += load.gaps(now - 1, now)
+                row.update(self.token(load))
+            if number % 2 and self.loads < LOADS and name != "busy":
+                self.loads += 1
                 loads.append(self.load())
                 time.sleep(0.5)
-            self.results["turns"].append({"block": f"{name}:{other}", **rows[-1]})
+            shown = {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}
+            print(f"  {name}:{other} {shown}", flush=True)
+            self.results["turns"].append({"block": f"{name}:{other}", **row})
             self.save()
         text = f"{name}:{other} n={turns}"
-        for key in ("pause_ms", "wrote_ms", "prepared_ms", "gap_ms", "publish_s", "follow_s", "wait_s"):
+        figures = ("pause_ms", "hook_ms", "wrote_ms", "prepared_ms", "gap_ms", "token_gap_ms")
+        for key in (*figures, "publish_s", "follow_s", "wait_s"):
             if values := sorted(row[key] for row in rows if key in row):
                 text += f"\n  {key:12} least {values[0]:.2f} median {statistics.median(values):.2f} most {values[-1]:.2f}"
-        median = statistics.median
-        text += f"\n  load_ms      median {median(loads):.0f} of {len(loads)}; ratio {median(loads) / median(r['pause_ms'] for r in rows):.0f}"
+        for call in ("pause_generation", "update_weights_from_disk", "continue_generation"):
+            if values := sorted(ms for row in rows for path, ms in row["calls"] if path == call):
+                text += f"\n  {call} least {values[0]:.2f} median {statistics.median(values):.2f} most {values[-1]:.2f}"
+        if loads:
+            ratio = statistics.median(loads) / statistics.median(row["pause_ms"] for row in rows)
+            text += f"\n  load_ms      median {statistics.median(loads):.0f} of {len(loads)}; ratio {ratio:.0f}"
+        if quiet:
+            step = statistics.median(ms for ms, _ in quiet)
+            text += f"\n  gap of a patch in steps of {step:.1f} ms: {sorted(round(row['gap_ms'] / step, 1) for row in rows)}"
+            alone = sorted(round(row["gap_ms"] / step, 1) for row in rows if not row["renewed"])
+            text += f"\n  without a request that began: {alone}"
+            for what, gaps in (("quiet", quiet), ("publishing", publishing)):
+                text += f"\n  gaps, {what}: {percentiles([ms for ms, _ in gaps])}"
+                text += f"; with a request that began: {percentiles([ms for ms, renewed in gaps if renewed])}"
         if load:
-            time.sleep(2)
-            now = time.perf_counter()
-            quiet = load.quiet_gaps(now - 2, now)
-            step = steady["median_ms"]
-            gaps = [row["gap_ms"] / step for row in rows]
-            alone = [row["gap_ms"] / step for row in rows if not row["renewed"]]
-            text += f"\n  steady {steady}; gaps in steps: {[round(gap, 1) for gap in sorted(gaps)]}"
-            text += f"\n  without a request that began: {[round(gap, 1) for gap in sorted(alone)]}; without a pause: {quiet}"
             load.end()
         print(text, flush=True)
         self.results["notes"].append(text)
@@ -317,7 +392,7 @@ def main(port: str, work: str, log: str, out: str, a: str, b: str, c: str, *bloc
     bench = Bench(int(port), Path(work), Path(log), Path(out), [Path(a), Path(b), Path(c)])
     try:
         bench.truth()
-        for block in blocks or ("in_place:B:15", "in_place:C:15", "idle:B:9", "preparing:B"):
+        for block in blocks or ("in_place:B:9", "idle:B:7", "in_place:C:9", "preparing:B", "busy:B:5"):
             name, other, *turns = block.split(":")
             began = time.monotonic()
             if name == "preparing":

@@ -270,6 +270,20 @@ def test_an_unknown_release_is_left_as_it_is(change, why, monkeypatch, caplog):
     assert why in caplog.text and "weights are loaded as without the plugin" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("flush", "said"),
+    [
+        (lambda empty_cache=True: not empty_cache, ", cache dropped"),
+        (lambda empty_cache=True: False, ", cache kept"),
+        (lambda: True, ", cache dropped"),
+        (lambda **_: 1 / 0, ""),
+        (None, ""),
+    ],
+)
+def test_the_cache_is_dropped_unless_requests_hold_it(flush, said):
+    assert _hooks._drop_cache(flush) == said
+
+
 def test_register_imports_no_torch():
     import subprocess
 

@@ -128,6 +128,10 @@ class Server:
     def patched(self) -> int:
         return self.log.read_text().count("driftless: patched to ")
 
+    def dropped(self) -> int:
+        """Patches with which the cache went."""
+        return self.log.read_text().count(", cache dropped")
+
     def told(self) -> dict:
         return json.loads((self.plugins / f"rank-{self.port}-0.json").read_text())
 
@@ -160,8 +164,14 @@ class Scene:
     def serves(self, label: str) -> None:
         until(f"server with {label}", MOVED, lambda: self.server.label() == label)
 
+    def wait_written(self) -> None:
+        """The follower writes its directory behind the patch."""
+        state = self.host / ".driftless/state.json"
+        until("written directory", MOVED, lambda: json.loads(state.read_text())["applied"]["version"] == self.version)
+
     def assert_as_loaded(self) -> None:
         """The weights are those that SGLang loads from the directory."""
+        self.wait_written()
         before = self.server.state()
         self.server.load(self.host, self.server.label())
         assert self.server.state() == before
@@ -216,10 +226,13 @@ def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
         scene.publish(density)
         scene.serves(scene.label())
         assert scene.server.patched() == count
+        if mode == "in_place":
+            assert scene.server.dropped() == count, "nothing is generated beside it"
         sums = scene.server.sums()
         if count % 10 == 1:
             scene.assert_as_loaded()
         else:
+            scene.wait_written()
             scene.server.load(scene.host, scene.label())
         assert scene.server.sums() == sums
 

@@ -29,7 +29,7 @@ use tokio::runtime::Handle;
 
 pub use self::plugin::PluginOptions;
 
-use self::pause::{Pause, partial, relabel};
+use self::pause::{Ask, Pause, partial, relabel};
 use self::plugin::Ranks;
 use crate::engine::{Attached, ClientOptions, Engine, Expected, Identity, Label, PauseMode, Reload};
 use crate::error::{Error, Result};
@@ -282,7 +282,7 @@ async fn transact(
         }
         failed => failed,
     };
-    end(engine, pause, serving, plan.label, outcome).await
+    end(engine, pause, serving, plan.label, Ask::Token, outcome).await
 }
 
 /// Ends the pause of an activation that went like `outcome`, and returns how long it was.
@@ -291,10 +291,11 @@ async fn end(
     pause: &mut Pause,
     serving: Option<String>,
     label: &str,
+    ask: Ask,
     outcome: Result<()>,
 ) -> Result<Duration> {
     let last = engine.limited(&pause::last_words());
-    let ended = pause.end(&*last, serving.as_deref(), outcome.as_ref().err()).await;
+    let ended = pause.end(&*last, serving.as_deref(), ask, outcome.as_ref().err()).await;
     let paused_for = pause.took();
     let (engine, failed) = (engine.url(), outcome.is_err());
     tracing::info!(engine, label, ?paused_for, failed, "activation");

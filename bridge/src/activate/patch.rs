@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-use super::pause::{Pause, partial, relabel};
+use super::pause::{Ask, Pause, partial, relabel};
 use super::{Plan, empty_and_fence, end, load};
 use crate::engine::{Engine, Patched, PauseMode, Reload};
 use crate::error::Result;
@@ -35,7 +35,7 @@ pub(super) async fn transact(
         }
         failed => failed,
     };
-    end(engine, pause, serving, plan.label, outcome).await
+    end(engine, pause, serving, plan.label, Ask::TokenIfIdle, outcome).await
 }
 
 async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
@@ -54,24 +54,22 @@ async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
 async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<()> {
     let Plan { label, directory, pause, identity, .. } = plan;
     let request = Reload { directory, label, pause: *pause, identity };
-    // Requests that stay may refuse the flush, so it is a call of its own, and nothing waits for it.
-    let flush =
-        async { if *pause == PauseMode::InPlace { engine.empty_cache(*pause).await } else { Ok(()) } };
     let there = plan.checkpoint.is_written() == Some(true);
-    let (flushed, patched) = tokio::join!(flush, engine.patch(request));
-    flushed?;
-    match patched? {
+    match engine.patch(request).await? {
         Patched::Patched if !prove => Ok(()),
+        Patched::Untouched => reload(engine, plan).await,
         // What it loaded was written meanwhile.
         Patched::Loaded if !there => reload(engine, plan).await,
-        Patched::Patched | Patched::Loaded => {
+        patched => {
+            if patched == Patched::Loaded && *pause == PauseMode::InPlace {
+                engine.empty_cache(*pause).await?;
+            }
             relabel(engine, &partial(label)).await?;
             if let Some(sums) = plan.sums()? {
                 engine.check(identity, &sums).await?;
             }
             relabel(engine, label).await
         }
-        Patched::Untouched => reload(engine, plan).await,
     }
 }
 

@@ -104,6 +104,7 @@ impl Pause {
         &mut self,
         engine: &dyn Engine,
         serving: Option<&str>,
+        ask: Ask,
         failed: Option<&Error>,
     ) -> Result<()> {
         match (failed, serving) {
@@ -120,7 +121,7 @@ impl Pause {
         let left = |source| left_paused(engine, failed, source);
         resume(engine).await.map_err(left)?;
         self.took = self.began.elapsed();
-        let token = generates(engine).await.map_err(left)?;
+        let token = goes_on(engine, ask).await.map_err(left)?;
         (self.owed, self.on) = (false, false);
         match token {
             Token::Unsound(source) if failed.is_none() => Err(self.fence(engine, source).await),
@@ -182,9 +183,19 @@ pub(crate) fn plain(label: &str) -> &str {
     label.split_once('?').map_or(label, |(plain, _)| plain)
 }
 
+/// What an engine that was told to go on is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ask {
+    /// A token, whatever else it does.
+    Token,
+    /// A token, unless it has requests. Its prefill would hold them up for longer than a patch does, and whoever
+    /// sent them checks what they generate.
+    TokenIfIdle,
+}
+
 /// What a token that an engine was asked for says of it.
 enum Token {
-    /// It generates.
+    /// It generates, as far as it was asked.
     Sound,
     /// It generates something that is no sample, such as NaN.
     Unsound(Error),
@@ -203,6 +214,12 @@ async fn resume(engine: &dyn Engine) -> Result<()> {
         outcome = engine.resume().await;
     }
     outcome
+}
+
+/// Sees that an engine which was told to go on does, by its own account where it is not asked for a token.
+async fn goes_on(engine: &dyn Engine, ask: Ask) -> Result<Token> {
+    let spared = ask == Ask::TokenIfIdle && engine.is_busy().await? && ready(engine).await? != Some(false);
+    if spared { Ok(Token::Sound) } else { generates(engine).await }
 }
 
 /// Sees that an engine which was told to go on does.

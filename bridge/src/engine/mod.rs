@@ -83,6 +83,11 @@ pub trait Engine: fmt::Debug + Send + Sync {
     /// Whether it takes requests and is not paused; `None` where it cannot tell.
     fn ready(&self) -> Answer<'_, Option<bool>>;
 
+    /// Whether requests run or wait there, as far as it tells.
+    fn is_busy(&self) -> Answer<'_, bool> {
+        Box::pin(async { Ok(false) })
+    }
+
     /// Drops the KV cache of a paused engine. With [`PauseMode::InPlace`], what running requests hold may
     /// stay.
     fn empty_cache(&self, mode: PauseMode) -> Answer<'_, ()>;
@@ -92,7 +97,8 @@ pub trait Engine: fmt::Debug + Send + Sync {
     fn load<'a>(&'a self, load: Reload<'a>) -> Answer<'a, ()>;
 
     /// Has the engine's plugin write what it prepared into the weights of a paused engine, which then has the
-    /// label of `load`. After a failure the weights may be new, old or a mixture.
+    /// label of `load`. With [`PauseMode::InPlace`] a patch drops the cache as [`Engine::empty_cache`] does. After
+    /// a failure the weights may be new, old or a mixture.
     fn patch<'a>(&'a self, load: Reload<'a>) -> Answer<'a, Patched> {
         Box::pin(async move { self.load(load).await.map(|()| Patched::Loaded) })
     }

@@ -19,7 +19,7 @@ use tokio::runtime::Handle;
 
 use super::occupation::{self, Occupation, in_doubt};
 use super::{HostWeights, Member, Push};
-use crate::activate::pause::{self, Pause, left_paused, relabel};
+use crate::activate::pause::{self, Ask, Pause, left_paused, relabel};
 use crate::activate::{self, attach};
 use crate::engine::{ClientOptions, Engine as _, Expected, Identity, Label, PauseMode};
 use crate::error::{Error, Result};
@@ -224,7 +224,7 @@ impl<P: Push> PushActivator<P> {
             for (plan, pause) in plans.iter().zip(&mut pauses) {
                 let client = &plan.client.limited(&limit);
                 let each = match take_back(client, label).await {
-                    Ok(()) => pause.end(client, plan.serving.as_deref(), failed).await,
+                    Ok(()) => pause.end(client, plan.serving.as_deref(), Ask::Token, failed).await,
                     Err(source) => Err(left_paused(client, failed, source)),
                 };
                 ended = ended.and(each);

@@ -16,7 +16,9 @@ use crate::error::{Error, Result};
 
 /// How our plugin's answer begins.
 const PATCHED: &str = "driftless: patched to ";
-/// And how it does when it could not write.
+/// What it says of the cache, where it could ask for it to be dropped.
+const CACHE: [&str; 2] = [", cache dropped", ", cache kept"];
+/// How it begins when it could not write.
 const NOT_PATCHED: &str = "driftless: not patched to ";
 
 impl Engine for Client {
@@ -62,6 +64,10 @@ impl Engine for Client {
 
     fn ready(&self) -> Answer<'_, Option<bool>> {
         Box::pin(Client::ready(self))
+    }
+
+    fn is_busy(&self) -> Answer<'_, bool> {
+        Box::pin(is_busy(self))
     }
 
     fn empty_cache(&self, mode: PauseMode) -> Answer<'_, ()> {
@@ -123,6 +129,10 @@ async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
             if !message.ends_with(&format!("Weight version updated to {}.", load.label)) {
                 expect_label(client, load.label).await?;
             }
+            // Requests that stay may keep the cache. A call that is refused for it would end some releases.
+            if load.pause == PauseMode::InPlace && !CACHE.iter().any(|said| message.contains(said)) {
+                empty_cache(client, load.pause).await?;
+            }
             Ok(Patched::Patched)
         }
         Ok((DiskUpdated::Done, _)) => Ok(Patched::Loaded),
@@ -132,6 +142,15 @@ async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
             tracing::warn!(engine = client.url(), reply = body, "loads instead of being patched");
             Ok(Patched::Untouched)
         }
+        Err(error) => Err(error),
+    }
+}
+
+/// Releases without this call count as idle.
+async fn is_busy(client: &Client) -> Result<bool> {
+    match client.loads().await {
+        Ok(loads) => Ok(loads.iter().any(|load| load.num_running_reqs + load.num_waiting_reqs > 0)),
+        Err(Error::Status { status: 404, .. }) => Ok(false),
         Err(error) => Err(error),
     }
 }

@@ -103,6 +103,11 @@ impl Scene {
     }
 }
 
+/// Tokens that the engine was asked for.
+fn generated(scene: &Scene) -> usize {
+    scene.fake.engine().keys.iter().filter(|(path, _)| path == "/generate").count()
+}
+
 fn started() -> u64 {
     let text = fs::read_to_string(Path::new("/proc/self/stat")).unwrap();
     text[text.rfind(')').unwrap()..].split(' ').nth(20).unwrap().parse().unwrap()
@@ -123,21 +128,40 @@ fn a_prepared_engine_takes_weights_cache_and_label_in_one_call() {
 }
 
 #[test]
-fn the_cache_is_emptied_by_a_call_of_its_own_where_the_patch_could_be_refused_for_it() {
-    for (pause, release) in [(PauseMode::InPlace, "0.5.23"), (PauseMode::Retract, "0.5.20")] {
+fn the_cache_is_emptied_by_a_call_of_its_own_where_the_plugin_or_the_patch_cannot() {
+    let (update, flush) = (LEAN[1], "/flush_cache");
+    for (pause, release, answer, expected) in [
+        (PauseMode::InPlace, "0.5.23", Fault::Patched, vec![update]),
+        (PauseMode::InPlace, "0.5.23", Fault::PatchedOnly, vec![update, flush]),
+        (PauseMode::Retract, "0.5.20", Fault::Patched, vec![flush, update]),
+    ] {
         let mut scene = Scene::with(pause, |_| {});
         scene.fake.engine().release = release;
-        scene.answers(Fault::Patched);
+        scene.answers(answer);
         scene.activate().unwrap();
-        let mut calls = scene.calls();
-        if pause == PauseMode::InPlace {
-            // The two are under way together.
-            calls[1..3].sort();
-        }
-        assert_eq!(calls, [LEAN[0], "/flush_cache", LEAN[1], LEAN[2]]);
+        assert_eq!(scene.calls(), [&[LEAN[0]], &expected[..], &[LEAN[2]]].concat());
         assert_eq!(scene.update()["flush_cache"], false);
         scene.serves();
     }
+}
+
+#[test]
+fn a_patched_engine_is_asked_for_a_token_unless_it_has_requests() {
+    let mut scene = Scene::new();
+    scene.answers(Fault::Patched);
+    scene.fake.engine().generating = 1;
+    scene.activate().unwrap();
+    assert_eq!(generated(&scene), 1, "the one after the process began");
+    scene.serves();
+
+    // One that says that it does not go on is asked all the same.
+    let mut scene = Scene::new();
+    scene.answers(Fault::Patched);
+    scene.fake.engine().generating = 1;
+    scene.fake.fault("POST /continue_generation", Fault::Answer(200, r#"{"status":"ok"}"#.into()));
+    scene.fake.fault("POST /continue_generation", Fault::Answer(200, r#"{"status":"ok"}"#.into()));
+    assert!(matches!(scene.activate(), Err(Error::LeftPaused { .. })));
+    assert!(scene.activator.is_paused());
 }
 
 #[test]

@@ -51,6 +51,8 @@ pub enum Fault {
     Unflushed,
     /// The update is answered by a plugin that has the version's weights prepared.
     Patched,
+    /// Likewise, and the plugin could not ask for the cache to be dropped.
+    PatchedOnly,
     /// The update fails, and what the engine calls a rollback loads the new path once more, as SGLang's does.
     Rollback,
     /// The update fails with half of the weights loaded: this status, or else the connection ends.
@@ -307,8 +309,11 @@ async fn respond(engine: Shared, method: &Method, path: &str, body: Value, fault
                 .into_response()
         }
         ("GET", "/v1/loads") => {
-            let waiting = engine.lock().unwrap().memory.waiting;
-            ok(json!({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": waiting, "num_used_tokens": 0}]}))
+            let engine = engine.lock().unwrap();
+            let (running, waiting) = (engine.generating, engine.memory.waiting);
+            ok(
+                json!({"loads": [{"num_running_reqs": running, "num_waiting_reqs": waiting, "num_used_tokens": 0}]}),
+            )
         }
         (
             "GET",
@@ -374,10 +379,13 @@ fn update(engine: &mut Engine, body: &Value, fault: Option<Fault>) -> Response {
         (StatusCode::from_u16(status).unwrap(), axum::Json(body)).into_response()
     };
     let path: PathBuf = body["model_path"].as_str().unwrap().into();
-    let patched = matches!(fault, Some(Fault::Patched));
     let label = body["weight_version"].as_str().unwrap_or_default();
-    let patched = patched.then(|| format!("driftless: patched to it. Weight version updated to {label}."));
-    let message = patched.unwrap_or_default();
+    let patched = |cache| format!("driftless: patched to it{cache}. Weight version updated to {label}.");
+    let message = match fault {
+        Some(Fault::Patched) => patched(", cache dropped"),
+        Some(Fault::PatchedOnly) => patched(""),
+        _ => String::new(),
+    };
     engine.weights = Some(path.clone());
     match fault {
         Some(Fault::Half(status)) => {

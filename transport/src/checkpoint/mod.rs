@@ -14,7 +14,7 @@ use std::io::{Read as _, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 
 use driftless_store::os::regular;
 use driftless_store::os::sync_file;
@@ -52,7 +52,7 @@ pub struct Checkpoint {
     shards: Vec<Shard>,
     files: Vec<AuxFile>,
     /// Set while a follower writes the bytes of the version.
-    written: Option<Arc<(Mutex<Option<bool>>, Condvar)>>,
+    written: Option<Arc<writing::Outcome>>,
 }
 
 struct Shard {

@@ -76,6 +76,9 @@ impl Follower {
         let activated = ask_all(engines, &stale, "activate", &limit, options.leave_deadline, || {
             Job::Activate { checkpoint: checkpoint.clone(), manifest: manifest.clone(), limit: limit.clone() }
         });
+        if ordered {
+            checkpoint.want();
+        }
 
         let mut first_failure = None;
         for (index, (slot, (served, activated))) in

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftless_store::Error as StoreError;
-use driftless_store::os::{crash_point, sync_dir, sync_file};
+use driftless_store::os::{crash_point, give_way, sync_dir, sync_file};
 
 use super::prefault::{WriteMap, WriteMaps};
 use super::redo::Redone;
@@ -24,6 +24,10 @@ use crate::ids::Version;
 
 /// How long a call waits for a sync. The thread goes on behind it, and the next call waits again.
 pub(super) const SYNC_DEADLINE: Duration = Duration::from_secs(600);
+
+/// How long a version that engines have as a prepared delta keeps its files as they are, if nobody wants their
+/// bytes. All processors would write them just when engines are paused for it.
+const HOLD: Duration = Duration::from_secs(30);
 
 /// A version that is in the page cache and in the journal, and not yet in its place on the disk.
 #[derive(Debug)]
@@ -103,6 +107,8 @@ impl Syncing {
         let (lock, downloads) = (replica.lock.clone(), replica.downloads.clone());
         let (buffers, root) = (replica.buffers.clone(), replica.layout.root.clone());
         let work = move || {
+            // Engines that decode need their processors at once, and all that works behind a version can wait.
+            give_way();
             buffers.clear();
             let synced = work();
             // The journal has what was in it. Not sooner: removing files waits for the sync.
@@ -151,12 +157,18 @@ impl Replica {
 
     /// Waits until no thread writes to the directory; returns what the sync took that was under way.
     pub(super) fn rest(&mut self) -> Result<Duration> {
+        self.want();
         let sync = self.join(SYNC_DEADLINE)?;
         if let (None, Some(syncing)) = (sync, &self.syncing) {
             let with = format!("{}, for {} s by now", syncing.what, SYNC_DEADLINE.as_secs());
             return Err(Error::Busy { what: format!("`{}`", self.dir.display()), with });
         }
         Ok(sync.unwrap_or_default())
+    }
+
+    /// Has bytes that nobody needed yet be written.
+    fn want(&self) {
+        self.state.iter().for_each(|state| state.checkpoint.want());
     }
 
     /// Takes note of a sync that has ended, without waiting for one.
@@ -173,7 +185,7 @@ impl Replica {
     }
 
     /// Takes up the state that the sealed journal leads to, and has another thread carry it out and make it
-    /// durable. [`Checkpoint::wait`] waits for the bytes.
+    /// durable, as soon as the bytes are wanted. [`Checkpoint::wait`] waits for them.
     ///
     /// [`Checkpoint::wait`]: crate::Checkpoint::wait
     pub(super) fn carry_out_behind(&mut self, mut state: State, maps: WriteMaps) -> Result<()> {
@@ -181,6 +193,7 @@ impl Replica {
         let writing = Writing::begin(&mut state.checkpoint);
         let before = self.state.replace(state);
         let work = move || {
+            writing.hold(HOLD);
             let redone = redo::redo(&dir, &layout, Some(maps), None)?;
             let Some(Redone { mut pending, overwrite, .. }) = redone else {
                 return Err(Error::Cancelled { what: "carrying out a journal" });
@@ -242,6 +255,7 @@ impl Replica {
 
 impl Drop for Replica {
     fn drop(&mut self) {
+        self.want();
         if let Err(error) = self.join(SYNC_DEADLINE) {
             tracing::warn!(dir = %self.dir.display(), %error, "opening the replica finishes its version");
         }

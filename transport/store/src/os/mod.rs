@@ -12,6 +12,14 @@ pub use lock::Lock;
 
 use crate::error::Result;
 
+/// Has the calling thread, and those that it starts from here on, give way to threads that want a processor too. On
+/// Linux it then gets a tenth of what such a thread gets; elsewhere nothing changes.
+pub fn give_way() {
+    // Only of Linux does the call change one thread, and not its process. Without permission nothing changes.
+    #[cfg(target_os = "linux")]
+    let _ = rustix::process::nice(10);
+}
+
 /// A named moment of the protocol at which tests stop or fail the process; nothing in builds without the
 /// feature `failpoints`.
 ///

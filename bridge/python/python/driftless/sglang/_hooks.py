@@ -33,7 +33,8 @@ _OTHERS = tuple(
     )
 )
 
-# The label of the request that this thread carries out. The updater is not told.
+# The request that this thread carries out: its label, and what drops the cache if it does not ask for that. The updater
+# is not told.
 _request = threading.local()
 # The models of this process, by id.
 _models: dict = {}
@@ -110,6 +111,20 @@ def _quietly(call, *args) -> None:
 def _requested(manager, *args, **kwargs) -> None:
     request = args[0] if args else kwargs.get("recv_req")
     _request.label = getattr(request, "weight_version", None)
+    _request.flush = None if getattr(request, "flush_cache", True) else getattr(manager, "flush_cache", None)
+
+
+def _drop_cache(flush) -> str:
+    """Drops what the cache has of the old weights, unless requests hold it. Says what came of it, if ``flush`` can be
+    asked. A request that asks for it itself ends some releases where requests hold the cache."""
+    if flush is None:
+        return ""
+    try:
+        keeps_memory = "empty_cache" in inspect.signature(flush).parameters
+        return ", cache dropped" if (flush(empty_cache=False) if keeps_memory else flush()) else ", cache kept"
+    except Exception as error:
+        _log.warning("driftless: the cache is left to the follower: %s", error)
+        return ""
 
 
 def _live(holder):
@@ -126,11 +141,13 @@ def _changed(holder, *args, **kwargs) -> None:
 
 def _update_from_disk(original, holder, *args, **kwargs):
     label, _request.label = getattr(_request, "label", None), None
+    flush, _request.flush = getattr(_request, "flush", None), None
     model = _live(holder)
     if model is None:
         return original(holder, *args, **kwargs)
     plain = len(args) <= 2 and not any(kwargs.get(name) for name in ("weight_name_filter", "recapture_cuda_graph"))
     if label is not None and plain:
+        began = time.perf_counter()
         try:
             done = model.patch(label)
         except Exception as error:  # nothing may leave: SGLang would end
@@ -138,7 +155,8 @@ def _update_from_disk(original, holder, *args, **kwargs):
             # Only the follower that offered the delta asks for its label. It fences the engine, and asks for a load.
             return False, f"driftless: not patched to {label}: {type(error).__name__}: {error}"
         if done is not None:
-            _log.info("driftless: %s", done)
+            done += _drop_cache(flush)
+            _log.info("driftless: %s, %.3f ms in all", done, 1e3 * (time.perf_counter() - began))
             return True, f"driftless: {done}."
     model.loaded(None)
     result = original(holder, *args, **kwargs)
