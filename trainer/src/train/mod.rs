@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftless_bridge::Label;
-use driftless_transport::publish::{Mode, Published, Step};
+use driftless_transport::publish::{Mode, Step};
 use driftless_transport::{Snapshot, Version};
 use tokio::task::JoinHandle;
 
@@ -331,7 +331,7 @@ impl Session<'_> {
         }
         let begin = Instant::now();
         let (metrics, snapshot) = match self.learner.snapshot(self.step)? {
-            Weights::Tensors(snapshot) => (update::measured(&self.publish_here(&*snapshot)?), Some(snapshot)),
+            Weights::Tensors(snapshot) => (self.publish_here(&*snapshot)?, Some(snapshot)),
             Weights::Published(version) => {
                 let updates = self.updates.as_mut().ok_or(Error::Cancelled)?;
                 updates.published(&self.learner.describe(), version, self.step)?;
@@ -349,7 +349,7 @@ impl Session<'_> {
         Ok(Some(metrics))
     }
 
-    fn publish_here(&mut self, snapshot: &dyn Snapshot) -> Result<Published> {
+    fn publish_here(&mut self, snapshot: &dyn Snapshot) -> Result<PublicationMetrics> {
         let mode = match self.options.update_weight_mode {
             UpdateWeightMode::Full => Mode::Full,
             UpdateWeightMode::Delta => Mode::Delta,

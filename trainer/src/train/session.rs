@@ -127,6 +127,10 @@ impl<'o> Session<'o> {
         self.metrics = MetricsFile::open(&self.metrics_path(), self.step)?;
         if let Some(updates) = &mut self.updates {
             updates.look()?;
+            #[cfg(feature = "cuda")]
+            if let Some(codec) = self.learner.codec() {
+                updates.encode_on(codec);
+            }
         }
         self.loaded = true;
         Ok(())

@@ -4,9 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use driftless_delta::cuda::Codec;
 use driftless_trainer::learner::{self, Child, Learner, Place, Progress, StepStats, Stepped, Weights};
 use driftless_trainer::{Dtype, Error as LoopError, LearnOptions, Result as LoopResult};
 use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::{Checkpoint, Snapshot as _};
 use tch::{Device, Kind};
 
 use crate::checkpoint;
@@ -14,6 +16,7 @@ use crate::config::Config;
 use crate::critic::Critic;
 use crate::error::{Error, Result, input, io};
 use crate::learn;
+use crate::lent::Lender;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
@@ -47,6 +50,8 @@ pub struct TorchLearner {
     options: TorchOptions,
     role: Role,
     loaded: Option<Loaded>,
+    /// Present once the loop has asked for a codec, where there is one: weights are published from the device.
+    lender: Option<Lender>,
 }
 
 /// What this process is to the others.
@@ -69,12 +74,13 @@ impl TorchLearner {
     /// Makes ready to train; [`Learner::load`] reads the model.
     #[must_use]
     pub fn new(options: TorchOptions) -> Self {
-        TorchLearner { options, role: Role::First(Others::default()), loaded: None }
+        TorchLearner { options, role: Role::First(Others::default()), loaded: None, lender: None }
     }
 
     /// The same as another rank than 0 of those that `options` name.
     fn other(options: TorchOptions, rank: usize, socket: PathBuf, checkpoints: PathBuf) -> Self {
-        TorchLearner { options, role: Role::Other { rank, socket, checkpoints }, loaded: None }
+        let role = Role::Other { rank, socket, checkpoints };
+        TorchLearner { options, role, loaded: None, lender: None }
     }
 
     /// Opens the model, with the other ranks if there are any.
@@ -211,14 +217,26 @@ impl TorchLearner {
         }
     }
 
-    fn weights(&mut self) -> Result<PolicySnapshot> {
+    fn copied(&mut self) -> Result<PolicySnapshot> {
         let Loaded { policy, place, .. } = self.loaded()?;
         PolicySnapshot::new(policy, &place.hf_checkpoint)
+    }
+
+    /// The weights where they are, or a copy on the host.
+    fn weights(&mut self) -> Result<Weights> {
+        let (Some(lender), Some(Loaded { policy, place, .. })) = (&self.lender, &self.loaded) else {
+            return Ok(Weights::Tensors(Box::new(self.copied()?)));
+        };
+        let files = Checkpoint::open(&place.hf_checkpoint)?.files().to_vec();
+        Ok(Weights::Tensors(Box::new(lender.lend(&policy.trained, files)?)))
     }
 
     fn train(&mut self, batch: &learner::Batch<'_>) -> Result<StepStats> {
         if matches!(self.role, Role::Other { .. }) {
             fail::fail_point!("train.rank");
+        }
+        if let Some(lender) = &self.lender {
+            lender.check()?;
         }
         let TorchOptions { learn: mut options, temperature, .. } = self.options.clone();
         let Loaded { policy, critic, .. } = self.loaded()?;
@@ -290,6 +308,13 @@ impl Learner for TorchLearner {
         Ok(progress)
     }
 
+    fn codec(&mut self) -> Option<Codec> {
+        if let (None, Some(loaded)) = (&self.lender, &self.loaded) {
+            self.lender = Lender::open(&loaded.policy.trained);
+        }
+        self.lender.as_ref()?.codec()
+    }
+
     fn log_probs(&mut self, batch: &learner::Batch<'_>) -> LoopResult<Vec<Vec<f32>>> {
         self.log_probs_of(batch).map_err(|error| self.failed(error))
     }
@@ -308,8 +333,7 @@ impl Learner for TorchLearner {
     }
 
     fn snapshot(&mut self, _step: u64) -> LoopResult<Weights> {
-        let snapshot = self.weights().map_err(|error| self.failed(error))?;
-        Ok(Weights::Tensors(Box::new(snapshot)))
+        self.weights().map_err(|error| self.failed(error))
     }
 
     fn save(&mut self, progress: &Progress) -> LoopResult<()> {
@@ -317,7 +341,7 @@ impl Learner for TorchLearner {
     }
 
     fn save_hf(&mut self, dir: &Path) -> LoopResult<()> {
-        let snapshot = self.weights().map_err(|error| self.failed(error))?;
+        let snapshot = self.copied().map_err(|error| self.failed(error))?;
         Ok(write_checkpoint(dir, &snapshot, SHARD_BYTES_MAX)?)
     }
 }
