@@ -9,10 +9,11 @@ use driftless_bridge::engine::LiveWeights;
 use driftless_bridge::sglang::checksums;
 use driftless_bridge::{Fleet, Label};
 use driftless_transport::gc::Ack;
+use driftless_transport::manifest::Manifest;
 #[cfg(feature = "cuda")]
 use driftless_transport::publish::BaseMemory;
 use driftless_transport::publish::{Mode, Published, Step};
-use driftless_transport::{Publisher, Run, Snapshot, Version};
+use driftless_transport::{Checkpoint, Publisher, Run, Snapshot, Version};
 
 use super::MODEL;
 use crate::error::{Error, Result};
@@ -100,6 +101,14 @@ impl Updates {
         let device_bytes = encoded_on_device(publisher);
         self.newest = Some(published.version);
         Ok(PublicationMetrics { device_bytes, ..measured(&published) })
+    }
+
+    /// The newest version as the publisher's baseline holds it in `dir`, until the next publication.
+    pub(super) fn at_rest(&mut self, dir: &Path) -> Result<(Checkpoint, Manifest)> {
+        let publisher = self.publisher()?;
+        publisher.wait()?;
+        let version = publisher.version().ok_or(Error::Cancelled)?;
+        Ok((Checkpoint::open(dir)?, self.run.get(MODEL, version)?.manifest))
     }
 
     /// Takes note of the version that a learner says it published after `step`; it has to be in the store.

@@ -28,7 +28,9 @@ impl Lender {
     /// another dtype are copied to the host one by one: a copy of all would take memory of which training has none
     /// to spare. A device that cannot encode is told of in the log.
     pub(crate) fn open(trained: &Trained) -> Option<Lender> {
-        let (Device::Cuda(ordinal), kind) = (trained.model.device(), trained.model.kind()) else { return None };
+        let (Device::Cuda(ordinal), kind) = (trained.model.device(), trained.model.kind()) else {
+            return None;
+        };
         if kind != trained.optimizer.rounded() {
             return None;
         }
@@ -47,10 +49,7 @@ impl Lender {
 
     /// One more codec of the device.
     pub(crate) fn codec(&self) -> Option<Codec> {
-        self.codec
-            .fork()
-            .inspect_err(|error| tracing::warn!(%error, "weights are encoded on the host"))
-            .ok()
+        self.codec.fork().inspect_err(|error| tracing::warn!(%error, "weights are encoded on the host")).ok()
     }
 
     /// Lends the weights, which are on the device now.

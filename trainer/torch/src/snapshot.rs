@@ -52,8 +52,7 @@ impl PolicySnapshot {
     fn of(trained: &Trained, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
         let kind = trained.optimizer.rounded();
         // They are rounded to it already.
-        let bytes =
-            trained.model.parameters().iter().map(|weight| bytes_of(&weight.tensor.f_to_kind(kind)?));
+        let bytes = trained.model.parameters().iter().map(|weight| bytes_of(&weight.tensor.f_to_kind(kind)?));
         Ok(PolicySnapshot { tensors: infos(trained), bytes: bytes.collect::<Result<_>>()?, files })
     }
 }

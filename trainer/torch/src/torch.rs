@@ -111,11 +111,10 @@ pub(crate) fn operations_per_second(device: Device) -> Option<f64> {
 /// # Errors
 /// [`Error::Kernels`] with what failed there, if something did.
 pub(crate) fn synchronize(ordinal: usize) -> Result<()> {
-    let done =
-        cudarc::driver::CudaContext::new(ordinal).and_then(|context| {
-            context.bind_to_thread()?;
-            context.synchronize()
-        });
+    let done = cudarc::driver::CudaContext::new(ordinal).and_then(|context| {
+        context.bind_to_thread()?;
+        context.synchronize()
+    });
     done.map_err(|error| Error::Kernels {
         what: format!("waiting for the work on device {ordinal}"),
         why: format!("{error:?}"),
