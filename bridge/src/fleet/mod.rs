@@ -148,7 +148,7 @@ impl Fleet {
     pub async fn look(&self) -> Result<Vec<EngineStatus>> {
         let looks = self.members.iter().map(|member| {
             let member = member.clone();
-            tokio::spawn(async move { member.look().await })
+            tokio::spawn(async move { member.look_again().await })
         });
         for look in looks.collect::<Vec<_>>() {
             joined(look).await?;

@@ -29,8 +29,8 @@ impl Session<'_> {
         self.tell(Event::Published { version: version.0 });
         let label = self.label()?.ok_or(Error::Cancelled)?;
         let begin = Instant::now();
-        let pushed = self.push(&label, weights)?;
-        metrics.engines_behind = self.wait_for_engines(&label, begin)?;
+        let (pushed, behind) = self.bring(&label, weights)?;
+        metrics.engines_behind = behind;
         metrics.convergence_ms = update::milliseconds(begin.elapsed());
         if let Some(updates) = &self.updates {
             (metrics.prepare_ms, metrics.pause_ms) = updates.acknowledged(version)?;
@@ -41,28 +41,28 @@ impl Session<'_> {
 
     /// Brings the fleet to the newest version, which is in the store.
     pub(super) fn come_to(&mut self, label: &Label) -> Result<()> {
-        let begin = Instant::now();
-        self.push(label, None)?;
-        self.wait_for_engines(label, begin).map(drop)
+        self.bring(label, None).map(drop)
     }
 
-    /// Waits until the engines that answer serve `label`, and returns how many others there are.
-    fn wait_for_engines(&self, label: &Label, since: Instant) -> Result<u64> {
-        let fleet = self.fleet()?;
-        let left = self.options.update_deadline.saturating_sub(since.elapsed());
-        let behind = self.block_on(fleet.wait_for_those_up(label, left))?;
+    /// Has engines serve `label`, and returns the longest pause that a push took, and how many engines the loop goes on
+    /// without.
+    fn bring(&mut self, label: &Label, weights: Option<&(dyn Snapshot + Sync)>) -> Result<(Duration, u64)> {
+        let (pause, behind) = if self.pusher.is_some() {
+            let pause = self.push(label, weights)?;
+            (pause, self.engines(|engine| !(engine.up && serves(engine, label)))?)
+        } else {
+            let wait = self.fleet()?.wait_for_those_up(label, self.options.update_deadline);
+            (Duration::ZERO, self.block_on(wait)?)
+        };
         for engine in &behind {
             tracing::warn!(%label, "goes on without {engine}");
         }
-        Ok(behind.len() as u64)
+        Ok((pause, behind.len() as u64))
     }
 
-    /// Pushes the newest version into the engines that answer, unless followers do, and returns the longest pause.
-    /// Tries until the deadline for updates: an engine may be starting.
+    /// Pushes the newest version into the engines that answer, and returns the longest pause. Tries until the deadline
+    /// for updates: an engine may be starting.
     fn push(&mut self, label: &Label, weights: Option<&(dyn Snapshot + Sync)>) -> Result<Duration> {
-        if self.pusher.is_none() {
-            return Ok(Duration::ZERO);
-        }
         let after = self.options.update_deadline;
         let end = Instant::now() + after;
         loop {
@@ -86,11 +86,9 @@ impl Session<'_> {
     /// that do not take it are added to `refused`, and left alone.
     pub(super) fn bring_back(&mut self, refused: &mut BTreeSet<String>) -> Result<()> {
         let (Some(_), Some(label)) = (&self.pusher, self.label()?) else { return Ok(()) };
-        let serves = |engine: &EngineStatus| {
-            let serving = engine.serving.as_deref().and_then(|serving| serving.parse::<Label>().ok());
-            serving.is_some_and(|serving| serving.at_least(&label))
-        };
-        for engine in self.engines(|engine| engine.up && !serves(engine) && !refused.contains(&engine.url))? {
+        for engine in
+            self.engines(|engine| engine.up && !serves(engine, &label) && !refused.contains(&engine.url))?
+        {
             let end = Instant::now() + self.options.update_deadline;
             if let Err(error) = self.push_into(std::slice::from_ref(&engine), &label, None, end)? {
                 tracing::warn!(engine, %error, %label, "the engine does not take the version");
@@ -123,4 +121,10 @@ impl Session<'_> {
         let status = self.block_on(self.fleet()?.look())?;
         Ok(status.into_iter().filter(|engine| are(engine)).map(|engine| engine.url).collect())
     }
+}
+
+/// Whether an engine serves the version of this label, or a later one.
+fn serves(engine: &EngineStatus, label: &Label) -> bool {
+    let serving = engine.serving.as_deref().and_then(|serving| serving.parse::<Label>().ok());
+    serving.is_some_and(|serving| serving.at_least(label))
 }
