@@ -416,3 +416,66 @@ fn kind_of(dtype: Dtype) -> Kind {
         Dtype::Float32 => Kind::Float,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use driftless_delta::Element;
+    use driftless_transport::snapshot::AuxFile;
+
+    use super::*;
+    use crate::models::tests::{Family, config};
+    use crate::optimizer::AdamWOptions;
+
+    #[test]
+    fn step_while_weights_are_lent_is_refused_and_goes_on_afterwards() {
+        let codec = Codec::twin(0, 1 << 30);
+        if let Err(error) = codec.prepare(Element::F32) {
+            return eprintln!("skipped: {error}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(Family::Qwen3, true);
+        let json = serde_json::to_vec(&config.to_json(Kind::Float)).unwrap();
+        let files = vec![AuxFile::new("config.json", json).unwrap()];
+        let model = Model::fresh(config, 1, Kind::Float, Device::Cpu).unwrap();
+        let policy = Policy::new(model, Kind::Float, AdamWOptions::default()).unwrap();
+        let hf_checkpoint = dir.path().join("hf");
+        write_checkpoint(&hf_checkpoint, &PolicySnapshot::with_files(&policy, files).unwrap(), 1 << 30)
+            .unwrap();
+        let place = Place {
+            save: dir.path().join("rl"),
+            hf_checkpoint,
+            log: dir.path().join("log"),
+            store: "memory:".into(),
+            run: "test".into(),
+            run_id: "01".repeat(16),
+            model: "policy",
+            baseline: dir.path().join("baseline"),
+            keep: 1,
+        };
+        let mut learner = TorchLearner::new(TorchOptions {
+            learn: LearnOptions::default(),
+            temperature: 1.0,
+            num_threads: 1,
+            device: "cpu".into(),
+            ranks: None,
+        });
+        learner.load(&place).unwrap();
+        learner.lender = Some(Lender::with(codec));
+        let sample = learner::Sample {
+            position: driftless_buffer::Position(0),
+            tokens: &[1, 2, 3, 4],
+            prompt_len: 2,
+            loss_mask: &[],
+            log_probs: &[-1.0, -1.0],
+            teacher_log_probs: &[],
+            rollout_id: 0,
+            advantage: 1.0,
+        };
+        let batch = learner::Batch { rollout_id: 0, samples: vec![sample] };
+        let Weights::Tensors(snapshot) = learner.snapshot(0).unwrap() else { panic!("tensors") };
+        assert!(snapshot.on_device(0).is_some());
+        let refused = learner.step(&batch).unwrap_err().to_string();
+        drop(snapshot);
+        assert!(matches!(learner.step(&batch).unwrap(), Stepped::Done(_)), "{refused}");
+    }
+}

@@ -43,7 +43,7 @@ impl Lender {
             .ok()
     }
 
-    fn with(codec: Codec) -> Lender {
+    pub(crate) fn with(codec: Codec) -> Lender {
         Lender { codec, lent: Arc::default() }
     }
 
