@@ -52,19 +52,25 @@ impl Lender {
         self.codec.fork().inspect_err(|error| tracing::warn!(%error, "weights are encoded on the host")).ok()
     }
 
-    /// Lends the weights, which are on the device now.
+    /// Lends the weights.
     ///
     /// # Errors
-    /// [`crate::Error::Kernels`] if what libtorch has queued there fails.
+    /// [`crate::Error::Kernels`] if what libtorch has queued on the device fails; [`crate::Error::Input`] if the
+    /// weights are not there.
     pub(crate) fn lend(&self, trained: &Trained, files: Vec<AuxFile>) -> Result<LentWeights> {
-        if let Device::Cuda(ordinal) = trained.model.device() {
+        let (expected, found) = (trained.model.device(), trained.model.flat().device());
+        if found != expected {
+            let (expected, found) = (format!("{expected:?}"), format!("{found:?}"));
+            return Err(input("where the weights are", expected, found));
+        }
+        if let Device::Cuda(ordinal) = found {
             synchronize(ordinal)?;
         }
         let place = |weight: &Tensor| {
             let bytes = weight.numel() * weight.f_kind()?.elt_size_in_bytes();
-            // SAFETY: weights are parts of the model's buffer without gaps, so that many bytes of the codec's device
-            // lie there, and the buffer lives as long as `weights` below. What libtorch had queued has ended, and
-            // nothing writes the weights but a step, which `check` refuses while these are lent.
+            // SAFETY: weights are parts of the model's buffer without gaps, which is on the codec's device and lives as
+            // long as `weights` below: so many bytes lie there. What libtorch had queued has ended, and nothing writes
+            // the weights but a step, which `check` refuses while these are lent.
             Ok(unsafe { cuda::Tensor::borrowed(self.codec.device(), weight.data_ptr() as u64, bytes) })
         };
         let weights: Vec<_> =
