@@ -356,15 +356,17 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
 }
 
 /// Number of the GPU that has the weights, of several GPUs rank 0's; `None` if none is named.
+#[cfg(feature = "torch")]
 fn gpu(args: &Args) -> Option<usize> {
-    #[cfg(not(feature = "torch"))]
-    let device: Option<&str> = None;
-    #[cfg(feature = "torch")]
-    let device = Some(args.device.as_str());
-    match device? {
+    match args.device.as_str() {
         "cuda" => Some(0),
         device => device.strip_prefix("cuda:")?.parse().ok(),
     }
+}
+
+#[cfg(not(feature = "torch"))]
+fn gpu(_: &Args) -> Option<usize> {
+    None
 }
 
 /// How the loop brings versions into engines by itself, if it does.
