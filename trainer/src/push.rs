@@ -68,24 +68,24 @@ impl Pusher {
         time: Duration,
     ) -> Result<Duration, BoxError> {
         let end = Instant::now() + time;
-        let alone = engines.len() == 1;
-        let mut outcome = self.activate(engines, version, if alone { time } else { time / 2 });
-        let Err(error) = &outcome else { return outcome };
-        if alone {
-            return outcome;
-        }
+        let first = if engines.len() > 1 { time / 2 } else { time };
+        let error = match self.activate(engines, version, first) {
+            Err(error) if engines.len() > 1 => error,
+            outcome => return outcome,
+        };
         tracing::warn!(%error, "no push into all engines at once; each is pushed into by itself");
+        let mut longest = Err(error);
         for (engine, left) in engines.iter().zip((1..=engines.len()).rev()) {
             let time = end.saturating_duration_since(Instant::now()) / left as u32;
-            let each = self.activate(std::slice::from_ref(engine), version, time);
-            let _ = each.as_ref().inspect_err(|error| tracing::warn!(engine, %error, "not pushed into"));
-            outcome = match (outcome, each) {
-                (Ok(longest), Ok(pause)) => Ok(longest.max(pause)),
-                (Ok(longest), Err(_)) => Ok(longest),
-                (Err(_), each) => each,
-            };
+            match self.activate(std::slice::from_ref(engine), version, time) {
+                Ok(pause) => longest = Ok(longest.map_or(pause, |longest: Duration| longest.max(pause))),
+                Err(error) => {
+                    tracing::warn!(engine, %error, "not pushed into");
+                    longest = longest.or(Err(error));
+                }
+            }
         }
-        outcome
+        longest
     }
 
     /// Has these engines serve a version, unless they do. One that was left paused with it goes on.

@@ -118,10 +118,10 @@ fn delta(infos: &[TensorInfo], layers: u64, density: f64, profile: Profile) {
         let at_once = turn > TURNS;
         let begin = Instant::now();
         let (mut encoding, mut moving, mut at, mut told) = (0.0, 0.0, 0, String::new());
-        for index in 0..infos.len() {
+        for (index, digests) in digests[from].iter().enumerate() {
             let [old, fresh] = [from, to].map(|which| tensors[which].on_device(index).unwrap());
             let start = Instant::now();
-            let encoded = codec.encode(ELEMENT, old, fresh, &digests[from][index], profile).unwrap();
+            let encoded = codec.encode(ELEMENT, old, fresh, digests, profile).unwrap();
             encoding += start.elapsed().as_secs_f64();
             let start = Instant::now();
             shared[at..at + encoded.payload.len()].copy_from_slice(encoded.payload);

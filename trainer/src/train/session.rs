@@ -51,7 +51,7 @@ pub(super) struct Session<'o> {
     /// Absent where followers bring versions to the engines, and when nothing is published.
     pub(super) pusher: Option<Pusher>,
     /// Absent before [`Session::attach`], and when there are no engines.
-    pub(super) fleet: Option<Arc<Fleet>>,
+    fleet: Option<Arc<Fleet>>,
     /// Absent before [`Session::attach`], and when there are no engines.
     pub(super) rollouts: Option<Arc<Rollouts>>,
     log: Log,
