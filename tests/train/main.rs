@@ -163,6 +163,43 @@ fn an_object_store_is_wanted_where_it_was_asked_for() {
     assert!(error.contains("--store of the kind `a path`"), "{error}");
 }
 
+/// The flags contradict each other, or the machine has no GPU: nothing is loaded or made before that is said.
+#[test]
+fn a_way_of_the_weights_that_cannot_be_meant_is_refused_before_anything_is_done() {
+    let dir = tempfile::tempdir().expect("a directory");
+    std::fs::write(dir.path().join("model.safetensors"), "").expect("a file");
+    let stage = Stage::new(dir.path(), dir.path());
+    let nccl = ["--update-weight-transport", "nccl", "--nccl-library", "/nowhere/libnccl.so.2"];
+    let cases: [(&[&str], &str); 7] = [
+        (&["--update-weight-transport", "ucx"], "expected disk, object or nccl"),
+        (&["--update-weight-transport", "nccl"], "--nccl-library"),
+        (&["--colocate", "--update-weight-transport", "nccl"], "cannot be used with"),
+        (&["--colocate-device", "1"], "--colocate"),
+        (&["--colocate", "--learner", "true"], "expected no --learner"),
+        (&["--colocate", "--colocate-device", "1", "--device", "cuda:0"], "--colocate-device: expected 0"),
+        (&["--nccl-device", "0", "--device", "cuda:3"], "--nccl-device: expected 3"),
+    ];
+    for (flags, words) in cases {
+        let mut command = stage.command(Role::Trainer);
+        let pushed = if words.contains("--nccl-device") { &nccl[..] } else { &[] };
+        let (status, error) = code(command.args(flags).args(pushed));
+        assert_eq!(status, Some(2), "{flags:?}: {error}");
+        assert!(error.contains(words), "{flags:?}: {error}");
+    }
+    assert!(!dir.path().join("rl").exists(), "nothing is made");
+}
+
+#[test]
+fn a_push_from_a_machine_without_its_library_says_what_it_looked_for() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    let mut command = stage.command(Role::Trainer);
+    let flags = ["--update-weight-transport", "nccl", "--nccl-library", "/nowhere/libnccl.so.2"];
+    let (status, error) = code(command.args(flags));
+    assert_eq!(status, Some(1), "{error}");
+    assert!(error.contains("/nowhere/libnccl.so.2") && !stage.dir.join("rl").exists(), "{error}");
+}
+
 /// A model of another width.
 fn other_model(dir: &Path) -> std::path::PathBuf {
     std::fs::create_dir_all(dir).expect("a directory");

@@ -240,6 +240,26 @@ pub enum Error {
     /// An engine, or the client of it, answered with an error.
     #[error(transparent)]
     Bridge(#[from] driftless_bridge::Error),
+    /// No engine took a version that was pushed.
+    #[error(
+        "no engine took {label} within {} s; engines stay paused where their weights may be a mixture, until a push \
+         succeeds: mend what the reason names and run the same command again, which pushes before it goes on",
+        after.as_secs_f64()
+    )]
+    Push {
+        /// The version's label.
+        label: String,
+        /// How long it was tried.
+        after: Duration,
+        /// Why the last push failed.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// What pushes versions into engines cannot be set up.
+    #[error("weights cannot be pushed")]
+    PushSetUp {
+        /// What it lacks.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The loop was stopped while it waited.
     #[error("the loop was stopped while it waited")]
     Cancelled,

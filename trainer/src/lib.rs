@@ -12,6 +12,7 @@ pub mod hook;
 pub mod learner;
 pub mod lr;
 pub mod metrics;
+pub mod push;
 pub mod reward;
 pub mod rollout;
 mod schedule;

@@ -87,6 +87,9 @@ pub struct PublicationMetrics {
     pub full_bytes: u64,
     /// Changed elements / all elements.
     pub density: f64,
+    /// Bytes of the tensors that were encoded on the device where they lie; the others were encoded on the host.
+    #[serde(default)]
+    pub device_bytes: u64,
     /// Diff, encode, upload and commit.
     pub encode_publish_ms: f64,
     /// Fetch, verify and apply on the slowest host.

@@ -1,5 +1,6 @@
 //! The trait between a follower and the engines that serve the weights.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use driftless_store::BoxError;
@@ -7,6 +8,7 @@ use driftless_store::wait::Stop;
 
 use crate::checkpoint::Checkpoint;
 use crate::manifest::Manifest;
+use crate::snapshot::Snapshot;
 
 /// How long what is under way at an engine may go on after the follower was told to stop.
 const STOP_GRACE: Duration = Duration::from_secs(5);
@@ -40,11 +42,14 @@ impl Limit {
 }
 
 /// What an engine has to serve.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Target<'a> {
     /// The directory, verified against the manifest; its bytes stay as they are until the call returns. Where
     /// [`Activate::waits`], they may still be written.
     pub checkpoint: &'a Checkpoint,
+    /// The same tensors, for engines that are given them from this process's memory or its device's: `checkpoint`,
+    /// unless the process has them elsewhere too.
+    pub weights: &'a (dyn Snapshot + Sync),
     /// The version string to give to the engine: `<first 12 hex digits of the run id>:<version>`.
     pub label: &'a str,
     /// The version's manifest.
@@ -52,6 +57,16 @@ pub struct Target<'a> {
     /// How long the activation may go on. A driver that meets it leaves the engine in an honest state, which
     /// takes some seconds more.
     pub limit: &'a Limit,
+}
+
+impl fmt::Debug for Target<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Target")
+            .field("checkpoint", self.checkpoint)
+            .field("label", &self.label)
+            .field("limit", self.limit)
+            .finish_non_exhaustive()
+    }
 }
 
 /// What an activation cost.

@@ -20,7 +20,13 @@ const CRATES: &[(&str, &[&str])] = &[
     ("driftless-bridge", &["driftless-delta", "driftless-store", "driftless-transport"]),
     (
         "driftless-trainer",
-        &["driftless-buffer", "driftless-bridge", "driftless-store", "driftless-transport"],
+        &[
+            "driftless-delta",
+            "driftless-buffer",
+            "driftless-bridge",
+            "driftless-store",
+            "driftless-transport",
+        ],
     ),
     (
         "driftless-torch",

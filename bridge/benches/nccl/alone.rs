@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use driftless_bridge::push::nccl::{Meeting, NcclOptions, NcclRoot, Rendezvous, RendezvousOptions, Root};
-use driftless_bridge::push::{Bucket, Weights, plan};
+use driftless_bridge::push::{Bucket, plan};
+use driftless_transport::Snapshot as _;
 
 use crate::memory::{Arena, tensors};
 use crate::python::{Python, nccl};
@@ -59,9 +60,9 @@ fn row(root: &mut NcclRoot, peers: &mut [Python], gib: u64, count: u64) {
     let total = each * count;
     let apart = Arena::new(tensors(count, each), true);
     let whole = Arena::new(tensors(1, total), false);
-    let infos = apart.weights.tensors();
+    let infos = apart.tensors();
     let even = plan(infos, BUCKET_BYTES).unwrap();
-    let one = plan(whole.weights.tensors(), u64::MAX).unwrap();
+    let one = plan(whole.tensors(), u64::MAX).unwrap();
     let mut sides = [(&apart, even, Vec::new()), (&whole, one, Vec::new())];
     for turn in 0..=TURNS {
         for (arena, buckets, rates) in &mut sides {
@@ -88,7 +89,7 @@ pub(crate) fn push(root: &mut NcclRoot, peers: &mut [Python], arena: &Arena, buc
     let begin = Instant::now();
     for (n, bucket) in buckets.iter().enumerate() {
         wait(root, n % 2);
-        root.gather(n % 2, &arena.weights, bucket).unwrap();
+        root.gather(n % 2, arena, bucket).unwrap();
         root.broadcast(n % 2, &[bucket.bytes]).unwrap();
     }
     wait(root, 0);

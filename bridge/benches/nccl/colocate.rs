@@ -6,7 +6,7 @@ use std::time::Instant;
 use cudarc::driver::result;
 use driftless_bridge::ClientOptions;
 use driftless_bridge::push::colocate::{Colocation, ColocationOptions, CudaShare};
-use driftless_bridge::push::{HostWeights, Member, Push, Weights};
+use driftless_bridge::push::{Member, Push};
 use driftless_bridge::sglang::{Capabilities, Client, DiskUpdate};
 use driftless_transport::{Checkpoint, Snapshot};
 
@@ -49,8 +49,7 @@ pub(crate) fn run(url: &str, a: &Path, b: &Path) {
         for turn in 0..PUSHES + 2 {
             let which = turn % 2;
             let from_host = turn % 8 >= 6;
-            let weights: &dyn Weights =
-                if from_host { &HostWeights(&checkpoints[which]) } else { &arenas[which].weights };
+            let weights: &dyn Snapshot = if from_host { &checkpoints[which] } else { &arenas[which] };
             let pushed = push.push(weights, Some("bench")).unwrap();
             let found = runtime.block_on(client.checksums()).unwrap();
             assert!(found == sums[which], "push {turn}: other checksums than after a disk load");

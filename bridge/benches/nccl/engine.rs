@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use driftless_bridge::ClientOptions;
 use driftless_bridge::push::nccl::{Group, GroupOptions, NcclOptions, NcclRoot};
-use driftless_bridge::push::{HostWeights, Member, Push as _, Pushed, Weights};
+use driftless_bridge::push::{Member, Push as _, Pushed};
 use driftless_bridge::sglang::{Capabilities, Client, DiskUpdate, RankChecksums};
 use driftless_transport::{Checkpoint, Snapshot};
 use tokio::runtime::Runtime;
@@ -85,9 +85,9 @@ pub(crate) fn run(python: &str, url: &str, a: &Path, b: &Path) {
     };
     // The first pushes join and allocate; each changes every weight, and is compared.
     for (n, group) in groups.iter_mut().enumerate() {
-        report("first push", push(group, &arenas[n].weights));
+        report("first push", push(group, &arenas[n]));
         check(BUDGETS[n].0, n);
-        report("from host memory", push(group, &HostWeights(&checkpoints[1 - n])));
+        report("from host memory", push(group, &checkpoints[1 - n]));
         check("from host memory", 1 - n);
     }
     println!("torch's first push: {} s", torch.ask("push 0 0"));
@@ -97,9 +97,9 @@ pub(crate) fn run(python: &str, url: &str, a: &Path, b: &Path) {
         let (mut ours, mut theirs, mut host) = (Vec::new(), Vec::new(), Vec::new());
         let torch_budget = if budget == u64::MAX { 0 } else { budget };
         for turn in 0..TURNS {
-            ours.push(push(&mut groups[n], &arenas[turn % 2].weights).took.as_secs_f64());
+            ours.push(push(&mut groups[n], &arenas[turn % 2]).took.as_secs_f64());
             theirs.push(torch.ask(&format!("push {} {torch_budget}", (turn + 1) % 2)).parse().unwrap());
-            host.push(push(&mut groups[n], &HostWeights(&checkpoints[turn % 2])).took.as_secs_f64());
+            host.push(push(&mut groups[n], &checkpoints[turn % 2]).took.as_secs_f64());
         }
         check(name, (TURNS - 1) % 2);
         let rates = [ours, theirs, host].map(|times| median(rate(bytes, times)));
@@ -116,7 +116,7 @@ pub(crate) fn run(python: &str, url: &str, a: &Path, b: &Path) {
     println!("the engine is healthy");
 }
 
-fn push(group: &mut Group<NcclRoot>, weights: &dyn Weights) -> Pushed {
+fn push(group: &mut Group<NcclRoot>, weights: &dyn Snapshot) -> Pushed {
     group.push(weights, Some("bench")).unwrap()
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use cudarc::driver::{CudaContext, result};
 use driftless_bridge::push::colocate::{CudaShare, Share};
-use driftless_bridge::push::{HostWeights, plan};
+use driftless_bridge::push::plan;
 use driftless_transport::Snapshot;
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 
@@ -63,7 +63,7 @@ fn row(snapshot: &Pageable) {
     for turn in 0..=TURNS {
         let begin = Instant::now();
         for (n, bucket) in buckets.iter().enumerate() {
-            share.place(n % 2, &HostWeights(snapshot), bucket, 1).unwrap();
+            share.place(n % 2, snapshot, bucket, 1).unwrap();
         }
         let seconds = begin.elapsed().as_secs_f64();
         let begin = Instant::now();

@@ -1,10 +1,11 @@
 //! Tensors in device memory, apart from each other as an allocator would lay them.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, result};
-use driftless_bridge::push::DeviceWeights;
-use driftless_transport::snapshot::TensorInfo;
+use driftless_delta::cuda::Tensor;
+use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{Dtype, Snapshot};
 
 /// What torch's allocator rounds to.
@@ -13,7 +14,8 @@ const ALIGNMENT: u64 = 512;
 pub(crate) struct Arena {
     context: Arc<CudaContext>,
     address: u64,
-    pub(crate) weights: DeviceWeights,
+    infos: Vec<TensorInfo>,
+    tensors: Vec<Tensor>,
 }
 
 impl Arena {
@@ -42,24 +44,39 @@ impl Arena {
         context.bind_to_thread().unwrap();
         // SAFETY: the context is current, and the length is not 0.
         let address = unsafe { result::malloc_sync(length as usize) }.unwrap();
-        let addresses = starts.iter().map(|start| address + start).collect();
-        // SAFETY: the addresses are within the allocation, which lives as long as this arena; nothing else
-        // writes to it.
-        let weights = unsafe { DeviceWeights::new(tensors, addresses) }.unwrap();
-        Self { context, address, weights }
+        let tensor = |(start, size): (&u64, &u64)| {
+            // SAFETY: so many bytes of the allocation, which lives as long as this arena; nothing else writes to
+            // them while a push or a codec reads them.
+            unsafe { Tensor::borrowed(device, address + start, *size as usize) }
+        };
+        let placed = starts.iter().zip(&sizes).map(tensor).collect();
+        Self { context, address, infos: tensors, tensors: placed }
     }
 
     /// A checkpoint's tensors.
     pub(crate) fn upload(snapshot: &dyn Snapshot) -> Self {
-        use driftless_bridge::push::{Bytes, Weights};
         let arena = Self::new(snapshot.tensors().to_vec(), true);
-        for index in 0..snapshot.tensors().len() {
-            let Bytes::Device(address) = arena.weights.bytes(index).unwrap() else { unreachable!() };
+        for (index, tensor) in arena.tensors.iter().enumerate() {
             // SAFETY: the address is a tensor's of these many bytes, and the copy has ended when the call
             // returns.
-            unsafe { result::memcpy_htod_sync(address, &snapshot.bytes(index).unwrap()) }.unwrap();
+            unsafe { result::memcpy_htod_sync(tensor.address(), &snapshot.bytes(index).unwrap()) }.unwrap();
         }
         arena
+    }
+}
+
+impl Snapshot for Arena {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+    fn bytes(&self, _index: usize) -> driftless_transport::Result<Cow<'_, [u8]>> {
+        unreachable!("a push reads them where they lie")
+    }
+    fn on_device(&self, index: usize) -> Option<&Tensor> {
+        self.tensors.get(index)
+    }
+    fn files(&self) -> &[AuxFile] {
+        &[]
     }
 }
 

@@ -13,11 +13,11 @@ use std::time::Instant;
 
 use cudarc::driver::result;
 use driftless_bridge::push::nccl::{NcclOptions, NcclRoot, Rendezvous, RendezvousOptions};
-use driftless_bridge::push::{Bytes, Weights, plan};
+use driftless_bridge::push::plan;
 use driftless_delta::cuda::{Codec, Tensor};
 use driftless_delta::{DigestTable, Element, Profile};
-use driftless_transport::Dtype;
 use driftless_transport::snapshot::TensorInfo;
+use driftless_transport::{Dtype, Snapshot as _};
 
 use crate::memory::Arena;
 use crate::python::nccl;
@@ -118,10 +118,10 @@ fn delta(infos: &[TensorInfo], layers: u64, density: f64, profile: Profile) {
         let at_once = turn > TURNS;
         let begin = Instant::now();
         let (mut encoding, mut moving, mut at, mut told) = (0.0, 0.0, 0, String::new());
-        for (index, info) in infos.iter().enumerate() {
-            let [old, fresh] = [from, to].map(|which| tensors[which].tensor(0, index, info));
+        for (index, digests) in digests[from].iter().enumerate() {
+            let [old, fresh] = [from, to].map(|which| tensors[which].on_device(index).unwrap());
             let start = Instant::now();
-            let encoded = codec.encode(ELEMENT, &old, &fresh, &digests[from][index], profile).unwrap();
+            let encoded = codec.encode(ELEMENT, old, fresh, digests, profile).unwrap();
             encoding += start.elapsed().as_secs_f64();
             let start = Instant::now();
             shared[at..at + encoded.payload.len()].copy_from_slice(encoded.payload);
@@ -189,7 +189,9 @@ pub(crate) fn receive(layers: &str, density: &str) {
             (applying, turns) = (0.0, turns + 1);
             continue;
         };
-        let mut tensor = arena.tensor(1, index, &infos[index]);
+        let place = arena.on_device(index).unwrap();
+        // SAFETY: the arena's memory, which outlives the call; nothing else uses it meanwhile.
+        let mut tensor = unsafe { Tensor::borrowed(1, place.address(), place.bytes()) };
         let begin = Instant::now();
         codec.apply(ELEMENT, &mut tensor, &mut tables[index], &shared[at..at + length]).unwrap();
         applying += begin.elapsed().as_secs_f64();
@@ -197,27 +199,19 @@ pub(crate) fn receive(layers: &str, density: &str) {
     let expected = if turns % 2 == 0 { &base } else { &new };
     let same = infos.iter().enumerate().all(|(index, info)| {
         let mut found = vec![0; info.byte_len().unwrap() as usize];
-        codec.download(&arena.tensor(1, index, info), &mut found).unwrap();
+        codec.download(arena.on_device(index).unwrap(), &mut found).unwrap();
         found == expected[..found.len()]
     });
     println!("{}", if same { "same" } else { "other" });
 }
 
-impl Arena {
-    fn tensor(&self, device: usize, index: usize, info: &TensorInfo) -> Tensor {
-        let Bytes::Device(address) = self.weights.bytes(index).unwrap() else { unreachable!() };
-        // SAFETY: the arena's memory, which outlives the tensors that are made of it here and is used by one
-        // call at a time.
-        unsafe { Tensor::borrowed(device, address, info.byte_len().unwrap() as usize) }
-    }
-}
-
 /// Tensors on a device, each the beginning of the pattern.
 fn upload(device: usize, infos: &[TensorInfo], pattern: &[u8]) -> Arena {
     let arena = Arena::on(device, infos.to_vec(), true);
-    let Bytes::Device(first) = arena.weights.bytes(0).unwrap() else { unreachable!() };
+    let address = |index| arena.on_device(index).unwrap().address();
+    let first = address(0);
     for (index, info) in infos.iter().enumerate() {
-        let Bytes::Device(address) = arena.weights.bytes(index).unwrap() else { unreachable!() };
+        let address = address(index);
         let length = info.byte_len().unwrap() as usize;
         // SAFETY: addresses of the arena; the first tensor is the largest. The copies have ended when the
         // context has.

@@ -65,7 +65,13 @@ impl Member {
         }
     }
 
-    /// The same, without waiting for the answer.
+    /// The same, although somebody just did.
+    pub(super) async fn look_again(&self) {
+        let turn = self.looking.clone().lock_owned().await;
+        self.look_in(turn).await;
+    }
+
+    /// As [`Member::look`], without waiting for the answer.
     pub(super) fn look_aside(self: Arc<Self>) {
         if let Some(turn) = self.turn() {
             tokio::spawn(async move { self.look_in(turn).await });

@@ -141,6 +141,21 @@ impl Fleet {
         self.members.iter().map(status).collect()
     }
 
+    /// Asks every engine what it serves, all at once, and returns what is known of each afterwards.
+    ///
+    /// # Errors
+    /// [`Error::SetUp`] if this runtime is shut down.
+    pub async fn look(&self) -> Result<Vec<EngineStatus>> {
+        let looks = self.members.iter().map(|member| {
+            let member = member.clone();
+            tokio::spawn(async move { member.look_again().await })
+        });
+        for look in looks.collect::<Vec<_>>() {
+            joined(look).await?;
+        }
+        Ok(self.status())
+    }
+
     /// Generates one sample on some engine, all of it with weights of `minimum` or later versions of its run.
     ///
     /// An attempt whose tokens are older, or that somebody aborted, is thrown away; so is one on an engine

@@ -13,12 +13,11 @@ use std::time::Duration;
 use derive_setters::Setters;
 use driftless_store::BoxError;
 use driftless_store::runtime::{self, wait};
-use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Activated, Target};
 use tokio::runtime::Handle;
 
 use super::occupation::{self, Occupation, in_doubt};
-use super::{HostWeights, Member, Push};
+use super::{Member, Push};
 use crate::activate::pause::{self, Ask, Pause, left_paused, relabel};
 use crate::activate::{self, attach};
 use crate::engine::{ClientOptions, Engine as _, Expected, Identity, Label, PauseMode};
@@ -199,7 +198,7 @@ impl<P: Push> PushActivator<P> {
         })?;
         self.pauses.iter_mut().for_each(Pause::touched);
         // A version's label is the last thing that an engine gets, once every engine was looked at.
-        self.push.push(&HostWeights::<Checkpoint>(target.checkpoint), None)?;
+        self.push.push(target.weights, None)?;
         self.wait(async {
             for plan in plans {
                 take_back(&plan.client, target.label).await?;

@@ -1,14 +1,12 @@
 //! Weights pushed into engines' memory: what a push over a network ([`Group`](nccl::Group)) and one within a device
 //! ([`Colocation`](colocate::Colocation)) have in common.
 //!
-//! [`plan`] says which tensors travel together, [`Weights`] where they are, [`Push`] brings them there, and
-//! [`PushActivator`] puts pause, label and a look at the result around it.
+//! [`plan`] says which tensors of a [`Snapshot`] travel together, [`Push`] brings them there, and [`PushActivator`] puts pause, label and a look at the result around it.
 //!
 //! | File | Is |
 //! |---|---|
 //! | `activate` | [`PushActivator`]: one follower drives several engines as if they were one |
 //! | `bucket` | which tensors travel together |
-//! | `weights` | where the weights are |
 //! | `calls` | HTTP calls under way at every engine meanwhile |
 //! | `occupation` | memory that engines give back for as long as a push takes |
 //! | `nccl/` | over a network: rank 0 of SGLang's weight-update group |
@@ -23,18 +21,15 @@ pub mod colocate;
 pub(crate) mod device;
 pub mod nccl;
 mod occupation;
-mod weights;
 
 use std::time::Duration;
 
+use driftless_transport::Snapshot;
 use tokio::runtime::Handle;
 
 pub use activate::{PushActivator, PushOptions};
 pub use bucket::{Bucket, plan};
 pub(crate) use calls::Calls;
-#[cfg(feature = "cuda")]
-pub use weights::DeviceWeights;
-pub use weights::{Bytes, HostWeights, Weights};
 
 use crate::error::Result;
 use crate::sglang::{Client, ServerInfo};
@@ -81,11 +76,11 @@ pub trait Push: Send {
     fn form(&mut self) -> Result<()>;
 
     /// Pushes weights into every engine, which carry `label` afterwards if there is one. Their caches are not
-    /// flushed.
+    /// flushed. What lies on the device that is pushed from ([`Snapshot::on_device`]) is read there.
     ///
     /// # Errors
     /// The implementation's. Afterwards the weights of any of the engines may be a mixture.
-    fn push(&mut self, weights: &dyn Weights, label: Option<&str>) -> Result<Pushed>;
+    fn push(&mut self, weights: &dyn Snapshot, label: Option<&str>) -> Result<Pushed>;
 }
 
 /// Opens a session at the engines that have them.

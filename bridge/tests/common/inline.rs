@@ -1,8 +1,9 @@
 //! A [`Share`] without a GPU: buckets travel in the calls, into engines on the CPU.
 
+use driftless_bridge::Result;
+use driftless_bridge::push::Bucket;
 use driftless_bridge::push::colocate::{Place, Share};
-use driftless_bridge::push::{Bucket, Bytes, Weights};
-use driftless_bridge::{Error, Result};
+use driftless_transport::Snapshot;
 
 /// Places each bucket in the call itself.
 #[derive(Debug, Default)]
@@ -20,19 +21,13 @@ impl Share for InlineShare {
     fn place(
         &mut self,
         _slot: usize,
-        weights: &dyn Weights,
+        weights: &dyn Snapshot,
         bucket: &Bucket,
         ranks: u32,
     ) -> Result<Vec<Place>> {
         let mut bytes = Vec::new();
         for &index in &bucket.tensors {
-            match weights.bytes(index)? {
-                Bytes::Host(part) => bytes.extend_from_slice(&part),
-                Bytes::Device(_) => {
-                    let source = "weights in a device's memory cannot travel in a call".into();
-                    return Err(Error::Root { what: "the weights".into(), source });
-                }
-            }
+            bytes.extend_from_slice(&weights.bytes(index).unwrap());
         }
         let place = Place::Inline(bytes.into());
         Ok(vec![place; ranks as usize])

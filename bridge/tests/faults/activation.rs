@@ -53,7 +53,7 @@ impl Scene {
 
     fn activate_within(&mut self, limit: &Limit) -> Result<(), BoxError> {
         let (checkpoint, manifest) = (&self.next, &self.manifest);
-        let target = Target { checkpoint, label: &self.label, manifest, limit };
+        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit };
         self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
     }
 

@@ -85,7 +85,7 @@ impl Scene {
         let limit = Limit::within(Duration::from_secs(60));
         let (checkpoint, manifest) = (self.replica.checkpoint().unwrap(), self.replica.manifest().unwrap());
         let label = manifest.label();
-        let target = Target { checkpoint, label: &label, manifest, limit: &limit };
+        let target = Target { checkpoint, weights: checkpoint, label: &label, manifest, limit: &limit };
         self.activator.activate(&target).map(drop).map_err(|error| error.to_string())
     }
 
@@ -97,7 +97,7 @@ impl Scene {
         let (limit, replica) = (Limit::within(Duration::from_secs(60)), &self.replica);
         let (checkpoint, manifest) = (replica.checkpoint().unwrap(), replica.manifest().unwrap());
         let label = manifest.label();
-        let target = Target { checkpoint, label: &label, manifest, limit: &limit };
+        let target = Target { checkpoint, weights: checkpoint, label: &label, manifest, limit: &limit };
         let activator = &mut self.activator;
         thread::scope(|scope| {
             scope.spawn(|| {

@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use driftless_bridge::push::colocate::{Colocation, ColocationOptions, Place, Share};
-use driftless_bridge::push::{Bucket, PushActivator, PushOptions, Weights};
+use driftless_bridge::push::{Bucket, PushActivator, PushOptions};
 use driftless_bridge::sglang::MemoryTag;
 use driftless_bridge::{ClientOptions, Error, Result};
 use driftless_store::BoxError;
-use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
+use driftless_transport::{Checkpoint, Snapshot};
 
 use crate::inline::InlineShare;
 use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, short, version};
@@ -36,7 +36,7 @@ impl Share for Held {
     fn place(
         &mut self,
         slot: usize,
-        weights: &dyn Weights,
+        weights: &dyn Snapshot,
         bucket: &Bucket,
         ranks: u32,
     ) -> Result<Vec<Place>> {
@@ -79,7 +79,7 @@ impl Scene {
     fn activate(&mut self) -> Result<(), BoxError> {
         let limit = Limit::within(Duration::from_secs(60));
         let (checkpoint, manifest) = (&self.next, &self.manifest);
-        let target = Target { checkpoint, label: &self.label, manifest, limit: &limit };
+        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit: &limit };
         self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
     }
 

@@ -57,7 +57,7 @@ impl Scene {
     fn activate(&mut self) -> Result<(), BoxError> {
         let limit = Limit::within(Duration::from_secs(60));
         let (checkpoint, manifest) = (&self.next, &self.manifest);
-        let target = Target { checkpoint, label: &self.label, manifest, limit: &limit };
+        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit: &limit };
         self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
     }
 
@@ -248,7 +248,7 @@ fn pausing_in_place_keeps_the_requests() {
     let mut activator = PushActivator::new(&address, group, options).unwrap();
     let limit = Limit::within(Duration::from_secs(60));
     let (checkpoint, manifest) = (&scene.next, &scene.manifest);
-    let target = Target { checkpoint, label: &scene.label, manifest, limit: &limit };
+    let target = Target { checkpoint, weights: checkpoint, label: &scene.label, manifest, limit: &limit };
     activator.activate(&target).unwrap();
     let modes: Vec<_> =
         scene.fakes[0].engine().calls.iter().filter_map(|(_, body)| body.get("mode").cloned()).collect();

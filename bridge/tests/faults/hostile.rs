@@ -126,7 +126,13 @@ fn scenario(
     let mut activator = activator(&proxy.address.to_string());
     let activate = |activator: &mut dyn Activate| {
         let limit = Limit::within(Duration::from_secs(30));
-        activator.activate(&Target { checkpoint: next, label: &label, manifest, limit: &limit })
+        activator.activate(&Target {
+            checkpoint: next,
+            weights: next,
+            label: &label,
+            manifest,
+            limit: &limit,
+        })
     };
 
     proxy.set(Some(*plan));

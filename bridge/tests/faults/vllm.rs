@@ -63,7 +63,7 @@ impl Scene {
     fn activate(&mut self) -> Result<(), BoxError> {
         let (checkpoint, manifest) = (&self.next, &self.manifest);
         let limit = &Limit::within(Duration::from_secs(60));
-        let target = Target { checkpoint, label: &self.label, manifest, limit };
+        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit };
         self.activator.activate(&target).map(drop)
     }
 

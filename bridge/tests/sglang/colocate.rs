@@ -3,7 +3,7 @@
 
 use driftless_bridge::Error;
 use driftless_bridge::push::colocate::{Colocation, ColocationOptions};
-use driftless_bridge::push::{HostWeights, Member, Push, PushActivator, PushOptions};
+use driftless_bridge::push::{Member, Push, PushActivator, PushOptions};
 use driftless_bridge::sglang::MemoryTag;
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ fn what_travels_in_the_call_is_bit_equal() {
         for (manifest, checkpoint) in manifests.iter().zip(&checkpoints).rev() {
             let label = manifest.label();
             let limit = Limit::within(Duration::from_secs(600));
-            let target = Target { checkpoint, label: &label, manifest, limit: &limit };
+            let target = Target { checkpoint, weights: checkpoint, label: &label, manifest, limit: &limit };
             // It ends by comparing the engine's checksums with those of the checkpoint.
             let activated = activator.activate(&target).unwrap();
             println!("{bucket_bytes} bytes a bucket: {label} paused {:?}", activated.pause);
@@ -46,10 +46,10 @@ fn without_a_session_the_engine_refuses_and_lives() {
     let mut push = Colocation::new(InlineShare, ColocationOptions::default()).unwrap();
     let member = Member { engine: subject.client.clone(), ranks: 1, sessions: false };
     push.set_members(vec![member.clone()], false);
-    let refused = push.push(&HostWeights(&checkpoint), None).unwrap_err();
+    let refused = push.push(&checkpoint, None).unwrap_err();
     assert!(matches!(&refused, Error::Status { status: 400, .. }), "{refused}");
     push.set_members(vec![Member { sessions: true, ..member }], true);
-    println!("{:?}", push.push(&HostWeights(&checkpoint), Some("pushed")).unwrap());
+    println!("{:?}", push.push(&checkpoint, Some("pushed")).unwrap());
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(subject.client.health()).unwrap();
     let info = runtime.block_on(subject.client.model_info()).unwrap();

@@ -94,7 +94,7 @@ fn activation_under_load() {
             });
             let label = manifest.label();
             let limit = Limit::within(Duration::from_secs(600));
-            let target = Target { checkpoint, label: &label, manifest, limit: &limit };
+            let target = Target { checkpoint, weights: checkpoint, label: &label, manifest, limit: &limit };
             let activated = activator.activate(&target).unwrap();
             println!("{mode:?}: {label} paused {:?}", activated.pause);
             assert_eq!(activator.serving().unwrap().as_deref(), Some(label.as_str()));
@@ -128,7 +128,8 @@ fn what_would_end_the_server_is_refused_and_it_lives_on() {
     let mut activator = DiskActivator::new(subject.client.url(), DiskOptions::default()).unwrap();
     let label = manifests[0].label();
     let limit = Limit::within(Duration::from_secs(600));
-    let target = Target { checkpoint: &lying, label: &label, manifest: &manifests[0], limit: &limit };
+    let target =
+        Target { checkpoint: &lying, weights: &lying, label: &label, manifest: &manifests[0], limit: &limit };
     let refused = *activator.activate(&target).unwrap_err().downcast::<Error>().unwrap();
     assert!(matches!(&refused, Error::Refused { what, .. } if what == "num_hidden_layers"), "{refused}");
 
@@ -169,6 +170,7 @@ fn a_version_of_nan_is_fenced_and_the_next_one_is_loaded() {
     let limit = Limit::within(Duration::from_secs(600));
     let target = |checkpoint, number: usize| Target {
         checkpoint,
+        weights: checkpoint,
         label: &labels[number],
         manifest: &manifests[number],
         limit: &limit,

@@ -8,14 +8,12 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
 use driftless_bridge::engine::PauseMode;
 use driftless_bridge::push::nccl::{Group, GroupOptions, Meeting, Root, UpdateMode};
-use driftless_bridge::push::{
-    Bucket, Bytes, HostWeights, Member, Push as _, PushActivator, PushOptions, Weights,
-};
+use driftless_bridge::push::{Bucket, Member, Push as _, PushActivator, PushOptions};
 use driftless_bridge::{Error, Result};
 use std::time::Duration;
 
-use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
+use driftless_transport::{Checkpoint, Snapshot};
 
 use crate::{ENGINE, manifests, subject};
 
@@ -101,13 +99,10 @@ impl Root for TorchRoot {
         self.idle()
     }
 
-    fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()> {
+    fn gather(&mut self, slot: usize, weights: &dyn Snapshot, bucket: &Bucket) -> Result<()> {
         let mut bytes = Vec::new();
         for &index in &bucket.tensors {
-            match weights.bytes(index)? {
-                Bytes::Host(part) => bytes.extend_from_slice(&part),
-                Bytes::Device(_) => panic!("no device here"),
-            }
+            bytes.extend_from_slice(&weights.bytes(index).unwrap());
         }
         std::fs::write(self.slot(slot), bytes)
             .map_err(|error| Error::Root { what: "a file".into(), source: error.into() })
@@ -158,7 +153,7 @@ fn pushes_are_bit_equal_and_the_group_is_formed_again() {
         for (manifest, checkpoint) in manifests.iter().zip(&checkpoints).rev() {
             let label = manifest.label();
             let limit = Limit::within(Duration::from_secs(600));
-            let target = Target { checkpoint, label: &label, manifest, limit: &limit };
+            let target = Target { checkpoint, weights: checkpoint, label: &label, manifest, limit: &limit };
             // It ends by comparing the engine's checksums with those of the checkpoint.
             let activated = activator.activate(&target).unwrap();
             println!("{mode:?}, {bucket_bytes} bytes a bucket: {label} paused {:?}", activated.pause);
@@ -180,11 +175,11 @@ fn what_the_engine_refuses_ends_and_leaves_it_alive() {
     // No session where one is needed: the engine answers before it takes part in any broadcast.
     let member = Member { engine: subject.client.clone(), ranks: 1, sessions: false };
     group.set_members(vec![member.clone()], false);
-    let refused = group.push(&HostWeights(&checkpoint), None).unwrap_err();
+    let refused = group.push(&checkpoint, None).unwrap_err();
     assert!(matches!(&refused, Error::Status { status: 400, .. }), "{refused}");
     runtime.block_on(subject.client.health()).unwrap();
     group.set_members(vec![Member { sessions: true, ..member }], true);
-    let pushed = group.push(&HostWeights(&checkpoint), Some("pushed")).unwrap();
+    let pushed = group.push(&checkpoint, Some("pushed")).unwrap();
     println!("{pushed:?}");
     let info = runtime.block_on(subject.client.model_info()).unwrap();
     assert_eq!(info.weight_version.as_deref(), Some("pushed"));

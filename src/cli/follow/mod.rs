@@ -6,7 +6,7 @@ use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
 use crate::cli::shared::signals::{self, PATIENCE, stop_on_signals_or};
 use crate::cli::shared::slime::{self, Layout};
-use crate::cli::shared::transport::TransportArgs;
+use crate::cli::shared::transport::{TransportArgs, host_name};
 use crate::cli::shared::{keys, numbers, paths, store};
 use driftless::bridge::ClientOptions;
 use driftless::bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
@@ -68,6 +68,7 @@ Credentials, region and endpoint of an object store come from the environment, a
 /// Keep a local checkpoint directory, and the engines that load it, at a run's newest version.
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
+#[command(mut_arg("colocate", |arg| arg.requires("engine").conflicts_with("engine_checkpoint_dir")))]
 pub(crate) struct Args {
     /// Store to follow: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
     #[arg(long, value_name = "URL")]
@@ -333,7 +334,7 @@ fn engines(args: &Args, plugin: Option<PluginOptions>) -> Result<Vec<Box<dyn Act
     if args.transport.pushes() {
         let mut options = PushOptions::default().with_client(client).with_pause(pause);
         options.base = args.hf_checkpoint.clone();
-        return Ok(vec![args.transport.push(&args.engine, options, host_name())?]);
+        return Ok(vec![args.transport.push(&args.engine, options)?]);
     }
     let mut options = DiskOptions::default().with_client(client).with_pause(pause);
     (options.base, options.plugin) = (args.hf_checkpoint.clone(), plugin);
@@ -359,9 +360,4 @@ fn text(status: &Status) -> String {
             lines.join("\n")
         }
     }
-}
-
-fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    if name.trim().is_empty() { "follower".to_owned() } else { name.trim().to_owned() }
 }

@@ -27,11 +27,11 @@ const UCX_SETTINGS: [(&str, &str); 1] = [("UCX_LOG_FILE", "stderr")];
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Transport {
-    /// Each engine loads the checkpoint directory.
+    /// Each engine loads the checkpoint directory that its follower keeps.
     #[default]
     Disk,
-    /// Each engine loads the checkpoint directory, whose objects come over UCX from a --relay ucx://…;
-    /// refuses to start without libucp. What the relay does not give comes from the store.
+    /// Of followers: as `disk`, with the objects over UCX from a --relay ucx://…; refuses to start without
+    /// libucp. What the relay does not give comes from the store.
     Ucx,
     /// As `disk`, and --store must be an object store: s3://…, gs://… or az://….
     Object,
@@ -39,7 +39,7 @@ pub(crate) enum Transport {
     Nccl,
 }
 
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub(crate) struct TransportArgs {
     /// How weights reach the engines.
     #[arg(long, value_enum, default_value_t)]
@@ -50,17 +50,18 @@ pub(crate) struct TransportArgs {
     /// Version that library must have, as the engines' torch.cuda.nccl.version() says [default: any].
     #[arg(long, value_name = "MAJOR.MINOR.PATCH", value_parser = version)]
     nccl_version: Option<[u32; 3]>,
-    /// Number of the GPU to send from; NCCL refuses one that an engine uses.
-    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
-    nccl_device: usize,
+    /// Number of the GPU to send from; NCCL refuses one that an engine uses [default: 0; of train, its --device].
+    #[arg(long, value_name = "NUMBER")]
+    nccl_device: Option<usize>,
     /// The engines are on a GPU of this process, which they load from by CUDA IPC: same host, same user, same
     /// /dev/shm. Those with --enable-memory-saver give their key-value cache back meanwhile, and abort what
     /// they run. Not with another transport.
-    #[arg(long, requires = "engine", conflicts_with_all = ["update_weight_transport", "engine_checkpoint_dir"])]
-    pub(crate) colocate: bool,
-    /// Number of that GPU, of those that this process sees; an engine that does not see it ends.
-    #[arg(long, value_name = "NUMBER", default_value_t = 0, requires = "colocate")]
-    colocate_device: usize,
+    #[arg(long, conflicts_with = "update_weight_transport")]
+    colocate: bool,
+    /// Number of that GPU, of those that this process sees; an engine that does not see it ends [default: 0; of
+    /// train, its --device].
+    #[arg(long, value_name = "NUMBER", requires = "colocate")]
+    colocate_device: Option<usize>,
     /// Host name or address under which the engines reach this one [default: the host's name].
     #[arg(long, value_name = "HOST")]
     group_host: Option<String>,
@@ -80,13 +81,10 @@ impl TransportArgs {
         with_settings(&[(nccl, &NCCL_SETTINGS[..]), (ucx, &UCX_SETTINGS)])
     }
 
-    /// Refuses a store and relays that do not go with the choice.
+    /// Refuses a store and relays of a follower that do not go with the choice.
     pub(crate) fn check(&self, store: &str, relays: &[String]) -> Result<()> {
         let refuse = |expected: &str, found: String| {
-            let value = self.update_weight_transport.to_possible_value();
-            let value = value.as_ref().map_or("", |value| value.get_name());
-            let what = format!("--update-weight-transport {value}");
-            Err(Error::Usage { what, expected: expected.to_owned(), found })
+            Err(Error::Usage { what: self.flag(), expected: expected.to_owned(), found })
         };
         match self.update_weight_transport {
             Transport::Ucx if !relays.iter().any(|url| is_ucx(url)) => {
@@ -97,6 +95,52 @@ impl TransportArgs {
             Transport::Object => check_object_store(store),
             _ => Ok(()),
         }
+    }
+
+    /// Refuses what does not go with a trainer whose weights are on the GPU `device`, if they are on one; `learner`:
+    /// they are in a process of its own. A push is from the trainer's GPU, which becomes the default.
+    pub(crate) fn of_trainer(
+        mut self,
+        store: Option<&str>,
+        learner: bool,
+        device: Option<usize>,
+    ) -> Result<Self> {
+        let refuse = |what, expected: String, found: String| Err(Error::Usage { what, expected, found });
+        match (self.update_weight_transport, store) {
+            (Transport::Ucx, _) => {
+                let expected =
+                    "disk, object or nccl; relays serve followers, which take this flag".to_owned();
+                return refuse(self.flag(), expected, "ucx".to_owned());
+            }
+            (Transport::Object, Some(store)) => check_object_store(store)?,
+            _ => {}
+        }
+        if self.pushes() && learner {
+            let expected =
+                "no --learner: its weights are not here; a follower pushes them from its checkpoint";
+            return refuse(self.flag(), expected.to_owned(), "both".to_owned());
+        }
+        let (flag, chosen) = match self.colocate {
+            true => ("--colocate-device", &mut self.colocate_device),
+            false => ("--nccl-device", &mut self.nccl_device),
+        };
+        if let Some(device) = device
+            && *chosen.get_or_insert(device) != device
+        {
+            let expected = format!("{device}, where --device has the weights");
+            let found = chosen.map_or_else(String::new, |chosen| chosen.to_string());
+            return refuse(flag.to_owned(), expected, found);
+        }
+        Ok(self)
+    }
+
+    /// The flag that chooses the way of the weights, as it is given.
+    fn flag(&self) -> String {
+        if self.colocate {
+            return "--colocate".to_owned();
+        }
+        let value = self.update_weight_transport.to_possible_value();
+        format!("--update-weight-transport {}", value.as_ref().map_or("", |value| value.get_name()))
     }
 
     /// Says in the log which way the weights go, and why.
@@ -112,16 +156,11 @@ impl TransportArgs {
     }
 
     /// One activator of all these engines, whichever way the weights go.
-    pub(crate) fn push(
-        &self,
-        engines: &[String],
-        options: PushOptions,
-        host: String,
-    ) -> Result<Box<dyn Activate>> {
+    pub(crate) fn push(&self, engines: &[String], options: PushOptions) -> Result<Box<dyn Activate>> {
         if !self.colocate {
-            return Ok(Box::new(PushActivator::new(engines, self.group(host)?, options)?));
+            return Ok(Box::new(PushActivator::new(engines, self.group()?, options)?));
         }
-        let share = CudaShare::open(self.colocate_device)?;
+        let share = CudaShare::open(self.colocate_device.unwrap_or(0))?;
         let bucket = ColocationOptions::default().with_bucket_bytes(self.update_weight_buffer_size);
         let options = options.with_release(vec![MemoryTag::KvCache]);
         Ok(Box::new(PushActivator::new(engines, Colocation::new(share, bucket)?, options)?))
@@ -133,12 +172,12 @@ impl TransportArgs {
     }
 
     /// Rank 0 of all these engines.
-    fn group(&self, host: String) -> Result<Group<NcclRoot>> {
+    fn group(&self) -> Result<Group<NcclRoot>> {
         let cumem = std::env::var(NCCL_SETTINGS[0].0).is_ok_and(|value| value != "0");
         let nccl = NcclOptions::new(self.nccl_library.clone().unwrap_or_default());
-        let mut nccl = nccl.with_device(self.nccl_device).with_cumem(cumem);
+        let mut nccl = nccl.with_device(self.nccl_device.unwrap_or(0)).with_cumem(cumem);
         nccl.version = self.nccl_version;
-        let options = GroupOptions::new(self.group_host.clone().unwrap_or(host))
+        let options = GroupOptions::new(self.group_host.clone().unwrap_or_else(host_name))
             .with_listen(self.group_listen)
             .with_bucket_bytes(self.update_weight_buffer_size);
         Ok(Group::new(NcclRoot::open(&nccl)?, options)?)
@@ -146,7 +185,7 @@ impl TransportArgs {
 }
 
 /// Refuses a store for `--update-weight-transport object` that is none.
-pub(crate) fn check_object_store(store: &str) -> Result<()> {
+fn check_object_store(store: &str) -> Result<()> {
     if OBJECT_STORES.iter().any(|scheme| store.starts_with(scheme)) {
         return Ok(());
     }
@@ -157,6 +196,12 @@ pub(crate) fn check_object_store(store: &str) -> Result<()> {
             .to_owned(),
         found: format!("--store of the kind `{kind}`"),
     })
+}
+
+/// The host's name.
+pub(crate) fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    if name.trim().is_empty() { "follower".to_owned() } else { name.trim().to_owned() }
 }
 
 fn is_ucx(url: &str) -> bool {

@@ -14,21 +14,24 @@ pub(crate) mod task;
 use crate::cli::shared::error::absent;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, line_out};
-use crate::cli::shared::transport::check_object_store;
+use crate::cli::shared::transport::TransportArgs;
 use crate::cli::shared::{keys, numbers, paths, store};
 #[cfg(feature = "torch")]
 use crate::cli::train_rank;
-use driftless::bridge::SamplingParams;
+use driftless::bridge::engine::Deadlines;
+use driftless::bridge::push::PushOptions;
+use driftless::bridge::{ClientOptions, Keys, SamplingParams};
 #[cfg(feature = "torch")]
 use driftless::torch::{CUBLAS_WORKSPACE, TorchLearner, TorchOptions, check_ranks, set_deterministic};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
+use driftless::trainer::push::Pushes;
 use driftless::trainer::{Debug, Mode, TrainOptions, UpdateWeightMode, train};
 use learn::{DtypeArg, LearnArgs};
 use report::Summary;
 #[cfg(feature = "torch")]
 use sft::SftArgs;
 use show::observer;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use task::TaskArgs;
 
@@ -198,9 +201,8 @@ struct UpdateArgs {
     /// Publish whole versions or differences.
     #[arg(long, value_enum, default_value_t = WeightMode::Delta)]
     update_weight_mode: WeightMode,
-    /// How versions travel.
-    #[arg(long, value_enum, default_value_t = UpdateTransport::Disk)]
-    update_weight_transport: UpdateTransport,
+    #[command(flatten)]
+    transport: TransportArgs,
     /// Publish after every so many steps.
     #[arg(long, default_value_t = 1, value_parser = numbers::count::<u64>())]
     update_weights_interval: u64,
@@ -225,6 +227,14 @@ struct UpdateArgs {
     save_interval: Option<u64>,
 }
 
+impl UpdateArgs {
+    /// The store, if one is named.
+    fn store_url(&self) -> Option<String> {
+        let dir = self.update_weight_disk_dir.as_ref().map(|dir| dir.display().to_string());
+        self.store.clone().or(dir)
+    }
+}
+
 #[derive(Clone, Copy, clap::ValueEnum)]
 enum LossType {
     #[value(name = "policy_loss")]
@@ -237,14 +247,6 @@ enum LossType {
 enum WeightMode {
     Full,
     Delta,
-}
-
-#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
-enum UpdateTransport {
-    /// Through any store: each engine's follower keeps the checkpoint that it loads.
-    Disk,
-    /// As `disk`, and --store must be an object store: s3://…, gs://… or az://….
-    Object,
 }
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
@@ -333,7 +335,11 @@ fn chat(args: &Args) -> Result<Option<sft::Chat>> {
     Ok(Some(sft::Chat { data, learn }))
 }
 
-fn reinforce(args: Args, output: Output) -> Result<()> {
+fn reinforce(mut args: Args, output: Output) -> Result<()> {
+    let (store, elsewhere, gpu) = (args.update.store_url(), args.learner.is_some(), gpu(&args));
+    args.update.transport = args.update.transport.of_trainer(store.as_deref(), elsewhere, gpu)?;
+    args.update.transport.prepare(&[])?;
+    args.update.transport.log();
     #[cfg(feature = "torch")]
     check_ranks(&args.device, args.actor_num_gpus_per_node)?;
     let (save, notify) = (args.save.clone(), args.update.notify.clone());
@@ -347,6 +353,32 @@ fn reinforce(args: Args, output: Output) -> Result<()> {
         line_out(&format!("report: {}", page.display()))?;
     }
     Ok(())
+}
+
+/// Number of the GPU that has the weights, of several GPUs rank 0's; `None` if none is named.
+#[cfg(feature = "torch")]
+fn gpu(args: &Args) -> Option<usize> {
+    match args.device.as_str() {
+        "cuda" => Some(0),
+        device => device.strip_prefix("cuda:")?.parse().ok(),
+    }
+}
+
+#[cfg(not(feature = "torch"))]
+fn gpu(_: &Args) -> Option<usize> {
+    None
+}
+
+/// How the loop brings versions into engines by itself, if it does.
+fn pushes(update: &UpdateArgs, keys: &Keys, hf_checkpoint: &Path) -> Option<Pushes> {
+    if !update.transport.pushes() {
+        return None;
+    }
+    let deadlines = Deadlines::default().with_load(Duration::from_secs(update.update_deadline));
+    let client = ClientOptions::default().with_keys(keys.clone()).with_deadlines(deadlines);
+    let options = PushOptions::default().with_client(client).with_base(hf_checkpoint);
+    let transport = update.transport.clone();
+    Some(Pushes::new(move |engines| Ok(transport.push(engines, options.clone())?)))
 }
 
 /// The learner that was asked for, which `train` loads.
@@ -383,7 +415,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         (_, true) => Debug::TrainOnly,
         _ => Debug::Off,
     };
-    let store = update.store.or(update.update_weight_disk_dir.map(|dir| dir.display().to_string()));
+    let store = update.store_url();
     let missing = |what: &str, expected: &str| Error::Usage {
         what: what.to_owned(),
         expected: expected.to_owned(),
@@ -394,10 +426,6 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     }
     if debug != Debug::TrainOnly && rollout.rollout_external_engine_addrs.is_empty() {
         return Err(missing("engines", "--rollout-external-engine-addrs host:port …"));
-    }
-    if let Some(url) = store.as_deref().filter(|_| update.update_weight_transport == UpdateTransport::Object)
-    {
-        check_object_store(url)?;
     }
     let store = store.unwrap_or_else(|| "memory:".to_owned());
     let (sign_key, trust_keys) = update.sign.read()?;
@@ -425,6 +453,8 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         stop: rollout.rollout_stop,
         ..SamplingParams::default()
     };
+    let keys = rollout.keys.read()?;
+    let push = pushes(&update, &keys, &hf_checkpoint);
     let eval = args.task.evaluation(&chosen, &hf_checkpoint, &sampling)?;
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
     let n_samples_per_prompt = rollout.n_samples_per_prompt.unwrap_or(defaults.n_samples_per_prompt);
@@ -446,7 +476,8 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         sign_key,
         trust_keys,
         rollout_external_engine_addrs: rollout.rollout_external_engine_addrs,
-        keys: rollout.keys.read()?,
+        keys,
+        push,
         mode: if rollout.train_async { Mode::OneStepOff } else { Mode::Synchronous },
         debug,
         server_concurrency: rollout.sglang_server_concurrency,

@@ -282,7 +282,7 @@ async fn answer(
 
 impl Engine {
     /// Whether its label tells the truth about its weights; one that means no checkpoint claims nothing.
-    fn audit(&mut self) {
+    pub fn audit(&mut self) {
         if self.truths.get(&self.label).is_some_and(|claimed| !self.holds(claimed)) {
             self.lies.push(format!("{} over {:?} and what was pushed", self.label, self.weights));
         }

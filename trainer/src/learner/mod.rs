@@ -208,8 +208,9 @@ pub enum Stepped {
 
 /// The weights of a learner at one moment, for the engines.
 pub enum Weights {
-    /// As tensors, which the loop publishes.
-    Tensors(Box<dyn Snapshot>),
+    /// As tensors, which the loop publishes. They may be the learner's own, wherever it has them: they stay as they
+    /// are until it is asked for its next step, and the loop has dropped them by then.
+    Tensors(Box<dyn Snapshot + Sync>),
     /// As the version of this number, which the learner has published.
     Published(u64),
 }
@@ -233,6 +234,13 @@ pub trait Learner: Send {
     /// What keeps it from starting, or a checkpoint of another model.
     fn load(&mut self, place: &Place) -> Result<Option<Progress>>;
 
+    /// A codec of the device that the tensors of its snapshots lie on ([`Snapshot::on_device`]), by which they are
+    /// encoded there; `None` where they lie in host memory. Asked for after each [`Learner::load`].
+    #[cfg(feature = "cuda")]
+    fn codec(&mut self) -> Option<driftless_delta::cuda::Codec> {
+        None
+    }
+
     /// Log-probabilities of the response tokens of each sample under the current weights, in nats, at the
     /// temperature of the rollouts.
     ///
@@ -246,7 +254,7 @@ pub trait Learner: Send {
     /// As [`Learner::log_probs`].
     fn step(&mut self, batch: &Batch<'_>) -> Result<Stepped>;
 
-    /// The weights after `step` steps of the loop, for the engines.
+    /// The weights after `step` steps of the loop, for the engines. Whatever writes them has ended.
     ///
     /// # Errors
     /// As [`Learner::log_probs`], and what the store says.

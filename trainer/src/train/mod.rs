@@ -1,18 +1,20 @@
 //! The RL loop: generate, learn, save, publish, again.
 
+mod converge;
 mod learn;
 mod options;
 mod record;
 mod session;
 mod update;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftless_bridge::Label;
-use driftless_transport::publish::{Mode, Published, Step};
+use driftless_transport::publish::{Mode, Step};
 use driftless_transport::{Snapshot, Version};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinError, JoinHandle};
 
 use crate::error::{Error, Result};
 use crate::learner::{Learner, StepStats, Stepped, Weights};
@@ -31,6 +33,9 @@ pub(crate) const MODEL: &str = "policy";
 
 /// How often a learner may be lost before its next training checkpoint.
 const LOST_MAX: u32 = 3;
+
+/// Time between two looks at the engines while a rollout is waited for.
+const LOOK_AFTER: Duration = Duration::from_secs(1);
 
 /// What the loop is doing, for whoever watches.
 #[derive(Debug)]
@@ -210,13 +215,13 @@ impl Session<'_> {
         {
             let published = updates.publish_reference(&self.options.hf_checkpoint)?;
             self.tell(Event::Waiting { what: "the engines to come to version 0" });
-            self.converge(update::measured(&published))?;
+            self.converge(update::measured(&published), None)?;
         }
         if let Some(unfinished) = self.unfinished.take() {
             self.complete(unfinished)?;
         } else if let Some(label) = self.label()? {
             self.tell(Event::Waiting { what: "the engines to come to the newest version" });
-            self.wait_for_engines(&label)?;
+            self.come_to(&label)?;
         }
         if self.step == 0 && self.record.eval_start.is_none() {
             self.record.eval_start = self.evaluate(0)?;
@@ -243,7 +248,7 @@ impl Session<'_> {
     /// Waits until a rollout is in the log.
     fn finish(&mut self, in_flight: InFlight) -> Result<Generated> {
         let wait = Instant::now();
-        let (outcome, complete) = match self.runtime.block_on(in_flight.task) {
+        let (outcome, complete) = match self.ended(in_flight.task)? {
             Ok(ended) => ended,
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
@@ -257,6 +262,18 @@ impl Session<'_> {
             train_wait_ms: milliseconds(wait.elapsed()),
             rollout_wait_ms: milliseconds(in_flight.waited),
         })
+    }
+
+    /// Waits for a task; engines that come back meanwhile are brought to the newest version.
+    fn ended<T>(&mut self, mut task: JoinHandle<T>) -> Result<Result<T, JoinError>> {
+        let mut refused = BTreeSet::new();
+        loop {
+            let ended = self.runtime.block_on(async { tokio::time::timeout(LOOK_AFTER, &mut task).await });
+            match ended {
+                Ok(ended) => return Ok(ended),
+                Err(_) => self.bring_back(&mut refused)?,
+            }
+        }
     }
 
     /// One optimiser step on a rollout from the log.
@@ -326,12 +343,12 @@ impl Session<'_> {
             // A crash came between the commit and the record of it.
             let recorded = updates.recorded(version)?;
             let label = self.label()?.ok_or(Error::Cancelled)?;
-            self.wait_for_engines(&label)?;
+            self.come_to(&label)?;
             return Ok(Some(recorded));
         }
         let begin = Instant::now();
         let (metrics, snapshot) = match self.learner.snapshot(self.step)? {
-            Weights::Tensors(snapshot) => (update::measured(&self.publish_here(&*snapshot)?), Some(snapshot)),
+            Weights::Tensors(snapshot) => (self.publish_here(&*snapshot)?, Some(snapshot)),
             Weights::Published(version) => {
                 let updates = self.updates.as_mut().ok_or(Error::Cancelled)?;
                 updates.published(&self.learner.describe(), version, self.step)?;
@@ -340,7 +357,7 @@ impl Session<'_> {
                 (PublicationMetrics { encode_publish_ms, ..recorded }, None)
             }
         };
-        let mut metrics = self.converge(metrics)?;
+        let mut metrics = self.converge(metrics, snapshot.as_deref())?;
         if let Some(snapshot) = snapshot.filter(|_| self.options.check_weight_update_equal) {
             let label = self.label()?.ok_or(Error::Cancelled)?;
             let check = update::check_equal(self.fleet()?, &label, &*snapshot, &self.options.save);
@@ -349,7 +366,7 @@ impl Session<'_> {
         Ok(Some(metrics))
     }
 
-    fn publish_here(&mut self, snapshot: &dyn Snapshot) -> Result<Published> {
+    fn publish_here(&mut self, snapshot: &dyn Snapshot) -> Result<PublicationMetrics> {
         let mode = match self.options.update_weight_mode {
             UpdateWeightMode::Full => Mode::Full,
             UpdateWeightMode::Delta => Mode::Delta,

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::advantage::Estimator;
 use crate::lr::{Decay, LrSchedule};
+use crate::push::Pushes;
 use crate::rollout::EvalSet;
 use crate::schedule::Mode;
 use crate::tasks::Task;
@@ -40,6 +41,8 @@ pub struct TrainOptions {
     pub rollout_external_engine_addrs: Vec<String>,
     /// The engines' API keys.
     pub keys: Keys,
+    /// How the loop brings versions into the engines by itself; followers do, if `None`.
+    pub push: Option<Pushes>,
     /// Synchronous or one step off.
     pub mode: Mode,
     /// What to leave out, for debugging.

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftless_bridge::fleet::FleetOptions;
-use driftless_bridge::{Expected, Fleet, Label};
+use driftless_bridge::{Expected, Fleet};
 use driftless_buffer::{self as buffer, Group, Identity, Log, Position, PromptState, Retention};
 use driftless_store::Store;
 use driftless_transport::publish::{PublisherOptions, Start};
-use driftless_transport::{self as transport, Publisher, Run, RunId, Version};
+use driftless_transport::{self as transport, Publisher, Run, RunId};
 use tokio::runtime::Runtime;
 
 use super::record::RunRecord;
@@ -19,7 +19,8 @@ use super::update::{self, Updates};
 use super::{Debug, Event, InFlight, MODEL, Observer, TrainOptions, options};
 use crate::error::{Error, Result, io};
 use crate::learner::{Learner, Place, Progress};
-use crate::metrics::{self, MetricsFile, PublicationMetrics, StepMetrics};
+use crate::metrics::{self, MetricsFile, StepMetrics};
+use crate::push::Pusher;
 use crate::rollout::{self, RolloutOptions, Rollouts};
 use crate::schedule::Schedule;
 
@@ -42,11 +43,13 @@ pub(super) struct Session<'o> {
     pub(super) record: RunRecord,
     /// Loaded only where more than rollouts is wanted.
     pub(super) learner: Box<dyn Learner>,
-    place: Place,
+    pub(super) place: Place,
     /// Whether the learner may be asked anything but to load; not before [`Session::load`].
     pub(super) loaded: bool,
     /// Absent when nothing is published.
     pub(super) updates: Option<Updates>,
+    /// Absent where followers bring versions to the engines, and when nothing is published.
+    pub(super) pusher: Option<Pusher>,
     /// Absent before [`Session::attach`], and when there are no engines.
     fleet: Option<Arc<Fleet>>,
     /// Absent before [`Session::attach`], and when there are no engines.
@@ -82,6 +85,13 @@ impl<'o> Session<'o> {
         if options.debug != Debug::TrainOnly {
             runtime.block_on(options.task.ready())?;
         }
+        let pusher = match &options.push {
+            Some(pushes) if options.debug == Debug::Off => {
+                let opened = Pusher::open(pushes.clone(), &options.rollout_external_engine_addrs);
+                Some(opened.map_err(|source| Error::PushSetUp { source })?)
+            }
+            _ => None,
+        };
         std::fs::create_dir_all(&options.save).map_err(io("create", &options.save))?;
         let (record, updates) = open_run(options, learner.publishes())?;
         let run_id = record.run_id.unwrap_or_else(RunId::random);
@@ -97,6 +107,7 @@ impl<'o> Session<'o> {
             learner,
             loaded: false,
             updates,
+            pusher,
             fleet: None,
             rollouts: None,
             log,
@@ -127,6 +138,10 @@ impl<'o> Session<'o> {
         self.metrics = MetricsFile::open(&self.metrics_path(), self.step)?;
         if let Some(updates) = &mut self.updates {
             updates.look()?;
+            #[cfg(feature = "cuda")]
+            if let Some(codec) = self.learner.codec() {
+                updates.encode_on(codec);
+            }
         }
         self.loaded = true;
         Ok(())
@@ -233,30 +248,6 @@ impl<'o> Session<'o> {
             Ok(log.prompt(group.group_id)?.map_or_else(String::new, |prompt| rollout::file_of(&prompt)))
         };
         groups.iter().map(file).collect()
-    }
-
-    /// Tells of a publication, waits for the fleet and collects what its followers wrote about it.
-    pub(super) fn converge(&self, mut metrics: PublicationMetrics) -> Result<PublicationMetrics> {
-        let version = Version(metrics.version);
-        self.tell(Event::Published { version: version.0 });
-        let label = self.label()?.ok_or(Error::Cancelled)?;
-        let begin = Instant::now();
-        metrics.engines_behind = self.wait_for_engines(&label)?;
-        metrics.convergence_ms = update::milliseconds(begin.elapsed());
-        if let Some(updates) = &self.updates {
-            (metrics.prepare_ms, metrics.pause_ms) = updates.acknowledged(version)?;
-        }
-        Ok(metrics)
-    }
-
-    /// Waits until the engines that answer serve `label`, and returns how many others there are.
-    pub(super) fn wait_for_engines(&self, label: &Label) -> Result<u64> {
-        let fleet = self.fleet()?;
-        let behind = self.block_on(fleet.wait_for_those_up(label, self.options.update_deadline))?;
-        for engine in &behind {
-            tracing::warn!(%label, "goes on without {engine}");
-        }
-        Ok(behind.len() as u64)
     }
 
     /// Makes the step durable.

@@ -9,8 +9,11 @@ use driftless_bridge::engine::LiveWeights;
 use driftless_bridge::sglang::checksums;
 use driftless_bridge::{Fleet, Label};
 use driftless_transport::gc::Ack;
+use driftless_transport::manifest::Manifest;
+#[cfg(feature = "cuda")]
+use driftless_transport::publish::BaseMemory;
 use driftless_transport::publish::{Mode, Published, Step};
-use driftless_transport::{Publisher, Run, Snapshot, Version};
+use driftless_transport::{Checkpoint, Publisher, Run, Snapshot, Version};
 
 use super::MODEL;
 use crate::error::{Error, Result};
@@ -78,10 +81,34 @@ impl Updates {
         Ok(published)
     }
 
-    pub(super) fn publish(&mut self, snapshot: &dyn Snapshot, step: Step, mode: Mode) -> Result<Published> {
-        let published = self.publisher()?.publish(snapshot, step, mode)?;
+    /// Has tensors that lie on the codec's device encoded there from now on.
+    #[cfg(feature = "cuda")]
+    pub(super) fn encode_on(&mut self, codec: driftless_delta::cuda::Codec) {
+        let Some(publisher) = &mut self.publisher else { return };
+        if let Err(error) = publisher.encode_on(codec, BaseMemory::Device) {
+            tracing::warn!(%error, "weights are encoded on the host");
+        }
+    }
+
+    pub(super) fn publish(
+        &mut self,
+        snapshot: &dyn Snapshot,
+        step: Step,
+        mode: Mode,
+    ) -> Result<PublicationMetrics> {
+        let publisher = self.publisher()?;
+        let published = publisher.publish(snapshot, step, mode)?;
+        let device_bytes = encoded_on_device(publisher);
         self.newest = Some(published.version);
-        Ok(published)
+        Ok(PublicationMetrics { device_bytes, ..measured(&published) })
+    }
+
+    /// The newest version as the publisher's baseline holds it in `dir`, until the next publication.
+    pub(super) fn at_rest(&mut self, dir: &Path) -> Result<(Checkpoint, Manifest)> {
+        let publisher = self.publisher()?;
+        publisher.wait()?;
+        let version = publisher.version().ok_or(Error::Cancelled)?;
+        Ok((Checkpoint::open(dir)?, self.run.get(MODEL, version)?.manifest))
     }
 
     /// Takes note of the version that a learner says it published after `step`; it has to be in the store.
@@ -141,6 +168,22 @@ impl Updates {
 pub(super) fn publish_reference(publisher: &mut Publisher, dir: &Path) -> Result<Published> {
     let step = Step { trainer_step: 0, checkpoint: Some(dir.display().to_string()) };
     Ok(publisher.publish_reference(dir, step)?)
+}
+
+/// Bytes of the tensors that the last publication encoded on their device. Says in the log why it did not encode
+/// others there that it might have.
+#[cfg(feature = "cuda")]
+fn encoded_on_device(publisher: &Publisher) -> u64 {
+    let used = publisher.device_use();
+    if let Some(because) = &used.host_because {
+        tracing::warn!(bytes = used.host_bytes, because, "tensors on the device were encoded on the host");
+    }
+    used.device_bytes
+}
+
+#[cfg(not(feature = "cuda"))]
+fn encoded_on_device(_: &Publisher) -> u64 {
+    0
 }
 
 /// A publication as it is measured, before it is anywhere.

@@ -1,11 +1,12 @@
-//! One optimiser step of Qwen3 shapes: tokens a second and MFU, on one GPU and on several; and CUDA against the
-//! CPU.
+//! One optimiser step of Qwen3 shapes: tokens a second and MFU, on one GPU and on several; CUDA against the CPU; and
+//! the way of the weights from a step to a manifest.
 //!
 //! ```sh
 //! cargo bench -p driftless-torch --bench learner -- speed --shapes 0.6b --lengths 2x4096 --device cuda:0
 //! cargo bench -p driftless-torch --bench learner -- check --device cuda:0
 //! CUBLAS_WORKSPACE_CONFIG=:4096:8 cargo bench -p driftless-torch --bench learner -- deterministic --device cuda:0
 //! cargo bench -p driftless-torch --bench learner -- ranks --ranks 2 --shapes 0.6b --lengths mixed:65536 --device cuda --dir /tmp/ranks
+//! cargo bench -p driftless-torch --bench learner -- publish --shapes 4b --lr 1e-6 --device cuda:0 --dir /dev/shm/publish
 //! ```
 
 #![allow(
@@ -19,6 +20,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use driftless_buffer::{Identity, Log, Options, Position, Record, Scalars};
+use driftless_store::open;
 use driftless_torch::batch::{Reduction, token_weights};
 use driftless_torch::optimizer::AdamWOptions;
 use driftless_torch::sft::{SftOptions, SftTask, sft};
@@ -28,6 +30,8 @@ use driftless_torch::{
 };
 use driftless_trainer::learner::{self, Learner as _, Place, StepStats, Stepped};
 use driftless_trainer::{CriticOptions, Estimator, LearnOptions};
+use driftless_transport::Publisher;
+use driftless_transport::publish::{BaseMemory, DeviceUse, Mode, PublisherOptions, Start, Step};
 use tch::{Cuda, Device, Kind, Tensor};
 
 /// Dense bf16 operations a second of an H100 or H200.
@@ -347,7 +351,8 @@ fn options(arguments: &Arguments) -> TorchOptions {
             critic,
             balance_data: true,
             entropy_coef: 0.01,
-            lr: 1e-5,
+            lr: arguments.get("lr", "1e-5").parse().unwrap(),
+            optimizer_cpu_offload: arguments.has("--optimizer-cpu-offload"),
             max_tokens_per_gpu: arguments.get("max-tokens-per-gpu", "16384").parse().unwrap(),
             ..LearnOptions::default()
         },
@@ -358,35 +363,57 @@ fn options(arguments: &Arguments) -> TorchOptions {
     }
 }
 
+/// A run in a directory of its own, and what it learns from.
+struct Stage {
+    name: String,
+    place: Place,
+    lengths: Vec<usize>,
+    records: Vec<Record>,
+    _log: Log,
+}
+
+impl Stage {
+    /// In `--dir`, with fresh weights of `--shapes` and sequences of `--lengths`; `what` tells it from other runs.
+    fn new(arguments: &Arguments, device: &str, what: &str) -> Stage {
+        let (dir, text) = (PathBuf::from(arguments.get("dir", "ranks")), arguments.get("lengths", "4x64"));
+        let size = arguments.get("shapes", "tiny");
+        let dtype =
+            if arguments.get("dtype", "bfloat16") == "float32" { Kind::Float } else { Kind::BFloat16 };
+        let config = shapes(&size);
+        let hf_checkpoint = dir.join(format!("{size}-{dtype:?}"));
+        checkpoint(&hf_checkpoint, config.clone(), dtype, device);
+        let lengths = lengths(&text);
+        let own = dir.join(format!("{size}-{dtype:?}-{text}-{what}"));
+        let (log, records) = logged(&own.join("log"), &lengths, config.vocab_size);
+        let place = Place {
+            save: own.join("save"),
+            hf_checkpoint,
+            log: own.join("log"),
+            store: own.join("store").display().to_string(),
+            run: "bench".into(),
+            run_id: "01".repeat(16),
+            model: "policy",
+            baseline: own.join("baseline"),
+            keep: 1,
+        };
+        Stage { name: format!("{size} {text}, {dtype:?}"), place, lengths, records, _log: log }
+    }
+
+    /// The sequences, with advantages on both sides of 0.
+    fn batch(&self) -> learner::Batch<'_> {
+        let sample = |(at, record)| learner::Sample::of(record, if at % 2 == 0 { 1.0 } else { -0.5 });
+        learner::Batch { rollout_id: 0, samples: self.records.iter().enumerate().map(sample).collect() }
+    }
+}
+
 /// Steps of the loop's learner on so many GPUs; prints each step's figures, for comparison between numbers of them.
 fn ranks(arguments: &Arguments) {
     let options = options(arguments);
-    let (dir, text) = (PathBuf::from(arguments.get("dir", "ranks")), arguments.get("lengths", "4x64"));
-    let (size, steps) = (arguments.get("shapes", "tiny"), arguments.get("steps", "6").parse().unwrap());
-    let dtype = if arguments.get("dtype", "bfloat16") == "float32" { Kind::Float } else { Kind::BFloat16 };
-    let (config, count) = (shapes(&size), arguments.get("ranks", "1"));
-    let hf_checkpoint = dir.join(format!("{size}-{dtype:?}"));
-    let first = if options.device == "cpu" { "cpu" } else { "cuda:0" };
-    checkpoint(&hf_checkpoint, config.clone(), dtype, first);
-    let lengths = lengths(&text);
-    let own = dir.join(format!("{size}-{dtype:?}-{text}-{count}"));
-    let (_log, records) = logged(&own.join("log"), &lengths, config.vocab_size);
-    let place = Place {
-        save: own.join("save"),
-        hf_checkpoint,
-        log: own.join("log"),
-        store: own.join("store").display().to_string(),
-        run: "bench".into(),
-        run_id: "01".repeat(16),
-        model: "policy",
-        baseline: own.join("baseline"),
-        keep: 1,
-    };
+    let (steps, count) = (arguments.get("steps", "6").parse().unwrap(), arguments.get("ranks", "1"));
+    let stage = Stage::new(arguments, if options.device == "cpu" { "cpu" } else { "cuda:0" }, &count);
     let mut learner = TorchLearner::new(options);
-    learner.load(&place).unwrap();
-    let sample = |(at, record)| learner::Sample::of(record, if at % 2 == 0 { 1.0 } else { -0.5 });
-    let mut batch =
-        learner::Batch { rollout_id: 0, samples: records.iter().enumerate().map(sample).collect() };
+    learner.load(&stage.place).unwrap();
+    let mut batch = stage.batch();
     let mut seen: Vec<StepStats> = Vec::new();
     let seconds = median(Device::Cpu, steps, || {
         let Stepped::Done(stats) = learner.step(&batch).unwrap() else { panic!("a step that is not finite") };
@@ -399,13 +426,69 @@ fn ranks(arguments: &Arguments) {
             "step {step}: loss {loss:.9} grad_norm {grad_norm:.9} entropy {entropy:.9} diff {log_prob_diff_mean:.9}"
         );
     }
-    let tokens = lengths.iter().sum::<usize>() as f64;
+    let tokens = stage.lengths.iter().sum::<usize>() as f64;
     println!(
-        "driftless {size} {text} ({} sequences, {tokens} tokens), {dtype:?}, {count} ranks: {:.0} tok/s, step {:.1} ms",
-        lengths.len(),
+        "driftless {} ({} sequences, {tokens} tokens), {count} ranks: {:.0} tok/s, step {:.1} ms",
+        stage.name,
+        stage.lengths.len(),
         tokens / seconds,
         1e3 * seconds
     );
+}
+
+/// From the end of a step to the manifest in a store in `--dir`: first with weights that are copied to the host and
+/// encoded there, then with weights that are encoded where they are.
+fn publish(arguments: &Arguments) {
+    let (options, turns) = (options(arguments), arguments.get("steps", "7").parse::<usize>().unwrap());
+    let device = device(&options.device).unwrap();
+    let stage = Stage::new(arguments, &options.device, &format!("publish-{}", std::process::id()));
+    let (mut learner, mut batch) = (TorchLearner::new(options), stage.batch());
+    learner.load(&stage.place).unwrap();
+    let settings = PublisherOptions::new(&stage.place.run, Start::NewRun, &stage.place.baseline);
+    let mut publisher = Publisher::open(open(&stage.place.store).unwrap(), settings).unwrap();
+    publisher.publish_reference(&stage.place.hf_checkpoint, Step::default()).unwrap();
+    for side in ["host", "device"] {
+        if side == "device" {
+            let Some(codec) = learner.codec() else { return println!("{device:?} encodes nothing") };
+            publisher.encode_on(codec, BaseMemory::Device).unwrap();
+        }
+        let (mut until_snapshot, mut until_manifest) = (Vec::new(), Vec::new());
+        // The first on the device has no base there, and the next allocates.
+        for turn in 0..turns + 2 {
+            assert!(matches!(learner.step(&batch).unwrap(), Stepped::Done(_)));
+            batch.rollout_id += 1;
+            synchronize(device);
+            publisher.wait().unwrap();
+            let begin = Instant::now();
+            let learner::Weights::Tensors(snapshot) = learner.snapshot(batch.rollout_id).unwrap() else {
+                return;
+            };
+            let copied = begin.elapsed();
+            let published = publisher.publish(&*snapshot, Step::default(), Mode::Delta).unwrap();
+            if turn >= 2 {
+                until_snapshot.push(copied.as_secs_f64());
+                until_manifest.push(begin.elapsed().as_secs_f64());
+            }
+            let DeviceUse { device_bytes, host_bytes, host_because, .. } = publisher.device_use();
+            println!(
+                "{side} {turn}: {:.1} ms, {} bytes of {}, density {:.4}; on the device {device_bytes}, copied from there \
+                 {host_bytes}, {host_because:?}",
+                1e3 * begin.elapsed().as_secs_f64(),
+                published.publication_bytes,
+                published.full_bytes,
+                published.density(),
+            );
+        }
+        let [snapshot, manifest] = [until_snapshot, until_manifest].map(|mut times| {
+            times.sort_by(f64::total_cmp);
+            1e3 * times[times.len() / 2]
+        });
+        println!(
+            "driftless {}, encoded on the {side}: snapshot after {snapshot:.1} ms, manifest after {manifest:.1} ms, medians \
+             of {turns}",
+            stage.name
+        );
+    }
 }
 
 /// A rank that [`ranks`] has started.
@@ -426,6 +509,7 @@ fn main() {
         Some("check") => check(&arguments),
         Some("deterministic") => deterministic(&arguments),
         Some("ranks") => ranks(&arguments),
+        Some("publish") => publish(&arguments),
         Some("rank") => rank(&arguments),
         // What `cargo test --benches` and a bare `cargo bench` run: a glance on the CPU.
         _ => speed(&arguments),

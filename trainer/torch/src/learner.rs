@@ -4,9 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use driftless_delta::cuda::Codec;
 use driftless_trainer::learner::{self, Child, Learner, Place, Progress, StepStats, Stepped, Weights};
 use driftless_trainer::{Dtype, Error as LoopError, LearnOptions, Result as LoopResult};
 use driftless_transport::checkpoint::write_checkpoint;
+use driftless_transport::{Checkpoint, Snapshot as _};
 use tch::{Device, Kind};
 
 use crate::checkpoint;
@@ -14,6 +16,7 @@ use crate::config::Config;
 use crate::critic::Critic;
 use crate::error::{Error, Result, input, io};
 use crate::learn;
+use crate::lent::Lender;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
@@ -47,6 +50,8 @@ pub struct TorchLearner {
     options: TorchOptions,
     role: Role,
     loaded: Option<Loaded>,
+    /// Present once the loop has asked for a codec, where there is one: weights are published from the device.
+    lender: Option<Lender>,
 }
 
 /// What this process is to the others.
@@ -69,12 +74,13 @@ impl TorchLearner {
     /// Makes ready to train; [`Learner::load`] reads the model.
     #[must_use]
     pub fn new(options: TorchOptions) -> Self {
-        TorchLearner { options, role: Role::First(Others::default()), loaded: None }
+        TorchLearner { options, role: Role::First(Others::default()), loaded: None, lender: None }
     }
 
     /// The same as another rank than 0 of those that `options` name.
     fn other(options: TorchOptions, rank: usize, socket: PathBuf, checkpoints: PathBuf) -> Self {
-        TorchLearner { options, role: Role::Other { rank, socket, checkpoints }, loaded: None }
+        let role = Role::Other { rank, socket, checkpoints };
+        TorchLearner { options, role, loaded: None, lender: None }
     }
 
     /// Opens the model, with the other ranks if there are any.
@@ -211,14 +217,26 @@ impl TorchLearner {
         }
     }
 
-    fn weights(&mut self) -> Result<PolicySnapshot> {
+    fn copied(&mut self) -> Result<PolicySnapshot> {
         let Loaded { policy, place, .. } = self.loaded()?;
         PolicySnapshot::new(policy, &place.hf_checkpoint)
+    }
+
+    /// The weights where they are, or a copy on the host.
+    fn weights(&mut self) -> Result<Weights> {
+        let (Some(lender), Some(Loaded { policy, place, .. })) = (&self.lender, &self.loaded) else {
+            return Ok(Weights::Tensors(Box::new(self.copied()?)));
+        };
+        let files = Checkpoint::open(&place.hf_checkpoint)?.files().to_vec();
+        Ok(Weights::Tensors(Box::new(lender.lend(&policy.trained, files)?)))
     }
 
     fn train(&mut self, batch: &learner::Batch<'_>) -> Result<StepStats> {
         if matches!(self.role, Role::Other { .. }) {
             fail::fail_point!("train.rank");
+        }
+        if let Some(lender) = &self.lender {
+            lender.check()?;
         }
         let TorchOptions { learn: mut options, temperature, .. } = self.options.clone();
         let Loaded { policy, critic, .. } = self.loaded()?;
@@ -290,6 +308,13 @@ impl Learner for TorchLearner {
         Ok(progress)
     }
 
+    fn codec(&mut self) -> Option<Codec> {
+        if let (None, Some(loaded)) = (&self.lender, &self.loaded) {
+            self.lender = Lender::open(&loaded.policy.trained);
+        }
+        self.lender.as_ref()?.codec()
+    }
+
     fn log_probs(&mut self, batch: &learner::Batch<'_>) -> LoopResult<Vec<Vec<f32>>> {
         self.log_probs_of(batch).map_err(|error| self.failed(error))
     }
@@ -308,8 +333,7 @@ impl Learner for TorchLearner {
     }
 
     fn snapshot(&mut self, _step: u64) -> LoopResult<Weights> {
-        let snapshot = self.weights().map_err(|error| self.failed(error))?;
-        Ok(Weights::Tensors(Box::new(snapshot)))
+        self.weights().map_err(|error| self.failed(error))
     }
 
     fn save(&mut self, progress: &Progress) -> LoopResult<()> {
@@ -317,7 +341,7 @@ impl Learner for TorchLearner {
     }
 
     fn save_hf(&mut self, dir: &Path) -> LoopResult<()> {
-        let snapshot = self.weights().map_err(|error| self.failed(error))?;
+        let snapshot = self.copied().map_err(|error| self.failed(error))?;
         Ok(write_checkpoint(dir, &snapshot, SHARD_BYTES_MAX)?)
     }
 }
@@ -390,5 +414,68 @@ fn kind_of(dtype: Dtype) -> Kind {
     match dtype {
         Dtype::Bfloat16 => Kind::BFloat16,
         Dtype::Float32 => Kind::Float,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use driftless_delta::Element;
+    use driftless_transport::snapshot::AuxFile;
+
+    use super::*;
+    use crate::models::tests::{Family, config};
+    use crate::optimizer::AdamWOptions;
+
+    #[test]
+    fn step_while_weights_are_lent_is_refused_and_goes_on_afterwards() {
+        let codec = Codec::twin(0, 1 << 30);
+        if let Err(error) = codec.prepare(Element::F32) {
+            return eprintln!("skipped: {error}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(Family::Qwen3, true);
+        let json = serde_json::to_vec(&config.to_json(Kind::Float)).unwrap();
+        let files = vec![AuxFile::new("config.json", json).unwrap()];
+        let model = Model::fresh(config, 1, Kind::Float, Device::Cpu).unwrap();
+        let policy = Policy::new(model, Kind::Float, AdamWOptions::default()).unwrap();
+        let hf_checkpoint = dir.path().join("hf");
+        write_checkpoint(&hf_checkpoint, &PolicySnapshot::with_files(&policy, files).unwrap(), 1 << 30)
+            .unwrap();
+        let place = Place {
+            save: dir.path().join("rl"),
+            hf_checkpoint,
+            log: dir.path().join("log"),
+            store: "memory:".into(),
+            run: "test".into(),
+            run_id: "01".repeat(16),
+            model: "policy",
+            baseline: dir.path().join("baseline"),
+            keep: 1,
+        };
+        let mut learner = TorchLearner::new(TorchOptions {
+            learn: LearnOptions::default(),
+            temperature: 1.0,
+            num_threads: 1,
+            device: "cpu".into(),
+            ranks: None,
+        });
+        learner.load(&place).unwrap();
+        learner.lender = Some(Lender::with(codec));
+        let sample = learner::Sample {
+            position: driftless_buffer::Position(0),
+            tokens: &[1, 2, 3, 4],
+            prompt_len: 2,
+            loss_mask: &[],
+            log_probs: &[-1.0, -1.0],
+            teacher_log_probs: &[],
+            rollout_id: 0,
+            advantage: 1.0,
+        };
+        let batch = learner::Batch { rollout_id: 0, samples: vec![sample] };
+        let Weights::Tensors(snapshot) = learner.snapshot(0).unwrap() else { panic!("tensors") };
+        assert!(snapshot.on_device(0).is_some());
+        let refused = learner.step(&batch).unwrap_err().to_string();
+        drop(snapshot);
+        assert!(matches!(learner.step(&batch).unwrap(), Stepped::Done(_)), "{refused}");
     }
 }

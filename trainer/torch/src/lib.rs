@@ -15,6 +15,7 @@ mod gradients;
 mod head;
 mod learn;
 mod learner;
+mod lent;
 pub mod loss;
 pub mod models;
 mod ops;

@@ -9,6 +9,7 @@ use tch::Kind;
 
 use crate::critic::Critic;
 use crate::error::Result;
+use crate::models::Parameter;
 use crate::policy::Policy;
 use crate::torch::bytes_of;
 use crate::trained::Trained;
@@ -50,16 +51,20 @@ impl PolicySnapshot {
 
     fn of(trained: &Trained, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
         let kind = trained.optimizer.rounded();
-        let dtype = if kind == Kind::BFloat16 { Dtype::Bf16 } else { Dtype::F32 };
-        let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
-        for parameter in trained.model.parameters() {
-            let shape = parameter.tensor.size().into_iter().map(i64::unsigned_abs).collect();
-            tensors.push(TensorInfo { name: parameter.name.clone(), dtype, shape });
-            // They are rounded to it already.
-            bytes.push(bytes_of(&parameter.tensor.f_to_kind(kind)?)?);
-        }
-        Ok(PolicySnapshot { tensors, bytes, files })
+        // They are rounded to it already.
+        let bytes = trained.model.parameters().iter().map(|weight| bytes_of(&weight.tensor.f_to_kind(kind)?));
+        Ok(PolicySnapshot { tensors: infos(trained), bytes: bytes.collect::<Result<_>>()?, files })
     }
+}
+
+/// Names, shapes and the published dtype of a model's weights.
+pub(crate) fn infos(trained: &Trained) -> Vec<TensorInfo> {
+    let dtype = if trained.optimizer.rounded() == Kind::BFloat16 { Dtype::Bf16 } else { Dtype::F32 };
+    let info = |weight: &Parameter| {
+        let shape = weight.tensor.size().into_iter().map(i64::unsigned_abs).collect();
+        TensorInfo { name: weight.name.clone(), dtype, shape }
+    };
+    trained.model.parameters().iter().map(info).collect()
 }
 
 impl Snapshot for PolicySnapshot {

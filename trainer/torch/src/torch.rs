@@ -106,6 +106,21 @@ pub(crate) fn operations_per_second(device: Device) -> Option<f64> {
     KNOWN.into_iter().find(|(known, _)| name.contains(known)).map(|(_, peak)| peak)
 }
 
+/// Waits until a CUDA device has done what libtorch has queued there.
+///
+/// # Errors
+/// [`Error::Kernels`] with what failed there, if something did.
+pub(crate) fn synchronize(ordinal: usize) -> Result<()> {
+    let done = cudarc::driver::CudaContext::new(ordinal).and_then(|context| {
+        context.bind_to_thread()?;
+        context.synchronize()
+    });
+    done.map_err(|error| Error::Kernels {
+        what: format!("waiting for the work on device {ordinal}"),
+        why: format!("{error:?}"),
+    })
+}
+
 /// Opens `libtorch_cuda.so` for the rest of the process: from beside the loaded `libtorch_cpu.so`, else from
 /// the loader's search path. The linker drops it from the binary because no symbol of it is named.
 fn open_libtorch_cuda() -> Result<(), String> {

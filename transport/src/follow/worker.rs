@@ -144,8 +144,8 @@ fn perform(engine: &mut dyn Activate, job: Job) -> Reply {
         Job::Serving => (super::engines::POLL, engine.serving().map(Answer::Serving)),
         Job::Activate { checkpoint, manifest, limit } => {
             let label = manifest.label();
-            let target =
-                Target { checkpoint: &checkpoint, label: &label, manifest: &manifest, limit: &limit };
+            let (checkpoint, weights) = (&*checkpoint, &*checkpoint);
+            let target = Target { checkpoint, weights, label: &label, manifest: &manifest, limit: &limit };
             ("activate", engine.activate(&target).map(Answer::Activated))
         }
     };

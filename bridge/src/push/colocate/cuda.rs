@@ -5,12 +5,13 @@
 use std::ffi::c_char;
 
 use cudarc::driver::sys;
+use driftless_transport::Snapshot;
 
 use super::counters::Counters;
 use super::{CudaPlace, Place, Share};
 use crate::error::Result;
+use crate::push::Bucket;
 use crate::push::device::{Device, cuda};
-use crate::push::{Bucket, Weights};
 
 /// Memory of one device, for engines whose ranks see that device: their own, or one that theirs can read.
 #[derive(Debug)]
@@ -51,7 +52,7 @@ impl Share for CudaShare {
     fn place(
         &mut self,
         slot: usize,
-        weights: &dyn Weights,
+        weights: &dyn Snapshot,
         bucket: &Bucket,
         ranks: u32,
     ) -> Result<Vec<Place>> {

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use driftless_transport::Snapshot;
+
 use crate::error::Result;
-use crate::push::{Bucket, Weights};
+use crate::push::Bucket;
 
 /// Where one rank finds a bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,7 +47,7 @@ pub trait Share: Send {
     fn place(
         &mut self,
         slot: usize,
-        weights: &dyn Weights,
+        weights: &dyn Snapshot,
         bucket: &Bucket,
         ranks: u32,
     ) -> Result<Vec<Place>>;

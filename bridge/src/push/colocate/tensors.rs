@@ -8,13 +8,14 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use derive_setters::Setters;
 use driftless_store::runtime::{self, wait};
+use driftless_transport::Snapshot;
 use driftless_transport::snapshot::TensorInfo;
 use tokio::runtime::Handle;
 
 use super::payload::payload;
 use super::{Place, Share};
 use crate::error::{Error, Result};
-use crate::push::{Bucket, Calls, Member, Push, Pushed, Weights, begin_sessions, end_sessions, plan};
+use crate::push::{Bucket, Calls, Member, Push, Pushed, begin_sessions, end_sessions, plan};
 use crate::sglang::wire::TensorUpdate;
 use crate::sglang::{Client, ServerInfo};
 
@@ -68,7 +69,7 @@ impl<S: Share> Colocation<S> {
         &self.share
     }
 
-    fn push_all(&mut self, weights: &dyn Weights, buckets: &[Bucket], label: Option<&str>) -> Result<()> {
+    fn push_all(&mut self, weights: &dyn Snapshot, buckets: &[Bucket], label: Option<&str>) -> Result<()> {
         let Some(first) = buckets.first() else { return Ok(()) };
         let mut places = self.place(0, weights, first)?;
         for (n, bucket) in buckets.iter().enumerate() {
@@ -88,7 +89,7 @@ impl<S: Share> Colocation<S> {
         Ok(())
     }
 
-    fn place(&mut self, n: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<Vec<Place>> {
+    fn place(&mut self, n: usize, weights: &dyn Snapshot, bucket: &Bucket) -> Result<Vec<Place>> {
         let ranks = self.members.iter().map(|member| member.ranks).sum();
         self.share.place(n % 2, weights, bucket, ranks)
     }
@@ -173,7 +174,7 @@ impl<S: Share> Push for Colocation<S> {
         Ok(())
     }
 
-    fn push(&mut self, weights: &dyn Weights, label: Option<&str>) -> Result<Pushed> {
+    fn push(&mut self, weights: &dyn Snapshot, label: Option<&str>) -> Result<Pushed> {
         let buckets = plan(weights.tensors(), self.options.bucket_bytes)?;
         self.form()?;
         let begin = Instant::now();

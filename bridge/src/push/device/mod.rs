@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice, result, sys};
+use driftless_transport::Snapshot;
 
 use self::gather::Gather;
 use crate::error::{Error, Result};
-use crate::push::{Bucket, Bytes, Weights};
+use crate::push::Bucket;
 
 /// Host weights pass through pinned memory in pieces of this size: of the two that a thread has, one is
 /// filled while the device takes the other.
@@ -108,9 +109,9 @@ impl Device {
     }
 
     /// Lays a bucket into a slot.
-    pub(crate) fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()> {
+    pub(crate) fn gather(&mut self, slot: usize, weights: &dyn Snapshot, bucket: &Bucket) -> Result<()> {
         let slot = slot % 2;
-        let listed = list(weights, bucket, &mut self.pieces)?;
+        let listed = list(weights, self.context.ordinal(), bucket, &mut self.pieces)?;
         self.slots[slot].address = match listed.in_place {
             Some(address) => address,
             None => self.lay(slot, bucket, &listed.host)?,
@@ -119,8 +120,8 @@ impl Device {
     }
 
     /// Lays a bucket into a slot's own memory, and says where that is: the beginning of an allocation.
-    pub(crate) fn place(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<u64> {
-        let listed = list(weights, bucket, &mut self.pieces)?;
+    pub(crate) fn place(&mut self, slot: usize, weights: &dyn Snapshot, bucket: &Bucket) -> Result<u64> {
+        let listed = list(weights, self.context.ordinal(), bucket, &mut self.pieces)?;
         self.lay(slot % 2, bucket, &listed.host)
     }
 
@@ -271,32 +272,43 @@ struct Listed<'a> {
     in_place: Option<u64>,
 }
 
-/// Lists a bucket in one pass, as there may be ten thousand tensors and the device waits meanwhile. Targets
-/// in `pieces` count from the bucket's beginning.
-fn list<'a>(weights: &'a dyn Weights, bucket: &Bucket, pieces: &mut Vec<[u64; 3]>) -> Result<Listed<'a>> {
+/// Lists a bucket in one pass, as there may be ten thousand tensors and the device waits meanwhile. What lies on another
+/// device than this one comes through the host. Targets in `pieces` count from the bucket's beginning.
+fn list<'a>(
+    weights: &'a dyn Snapshot,
+    device: usize,
+    bucket: &Bucket,
+    pieces: &mut Vec<[u64; 3]>,
+) -> Result<Listed<'a>> {
     pieces.clear();
     let (mut host, mut first, mut in_place, mut at) = (Vec::new(), None, true, 0u64);
     for &index in &bucket.tensors {
         let info = &weights.tensors()[index];
-        let fail = |error| Error::Root { what: format!("tensor {}", info.name), source: Box::new(error) };
-        let length = info.byte_len().map_err(fail)?;
-        match weights.bytes(index)? {
-            Bytes::Host(bytes) if bytes.len() as u64 == length => {
+        let fail = |error| Error::Root {
+            what: format!("cannot read tensor {}", info.name),
+            source: Box::new(error),
+        };
+        let expected = info.byte_len().map_err(fail)?;
+        let found = match weights.on_device(index).filter(|tensor| tensor.device() == device) {
+            Some(tensor) => {
+                let source = tensor.address();
+                in_place &= source.checked_sub(*first.get_or_insert(source)) == Some(at);
+                pieces.extend(gather::pieces(source, at, expected));
+                tensor.bytes()
+            }
+            None => {
+                let bytes = weights.bytes(index).map_err(fail)?;
+                let found = bytes.len();
                 in_place = false;
                 host.push((at, bytes));
+                found
             }
-            Bytes::Host(bytes) => {
-                return Err(Error::Root {
-                    what: "the weights".into(),
-                    source: format!("a tensor of {length} bytes has {}", bytes.len()).into(),
-                });
-            }
-            Bytes::Device(source) => {
-                in_place &= source.checked_sub(*first.get_or_insert(source)) == Some(at);
-                pieces.extend(gather::pieces(source, at, length));
-            }
+        };
+        if found as u64 != expected {
+            let what = format!("tensor {}", info.name);
+            return Err(Error::Root { what, source: format!("{expected} bytes of it are {found}").into() });
         }
-        at += length;
+        at += expected;
     }
     Ok(Listed { host, in_place: first.filter(|_| in_place) })
 }
@@ -340,8 +352,9 @@ fn pack(stage: &mut [u8], batch: &[(u64, &[u8])]) -> Vec<(u64, std::ops::Range<u
 
 #[cfg(test)]
 mod tests {
+    use driftless_delta::cuda::Tensor;
     use driftless_transport::Dtype;
-    use driftless_transport::snapshot::TensorInfo;
+    use driftless_transport::snapshot::{AuxFile, TensorInfo};
 
     use super::*;
 
@@ -367,37 +380,58 @@ mod tests {
         assert!(copies <= 800 / 64 + 4, "neighbours are copied together, {copies}");
     }
 
-    struct Places(Vec<TensorInfo>, Vec<Bytes<'static>>);
+    /// Where a tensor lies: at an address of a device, or in host memory.
+    #[derive(Clone, Copy)]
+    enum Place {
+        On(usize, u64),
+        Host,
+    }
 
-    impl Weights for Places {
+    struct Places(Vec<TensorInfo>, Vec<Option<Tensor>>);
+
+    impl Snapshot for Places {
         fn tensors(&self) -> &[TensorInfo] {
             &self.0
         }
-        fn bytes(&self, index: usize) -> Result<Bytes<'_>> {
-            Ok(self.1[index].clone())
+        fn bytes(&self, index: usize) -> driftless_transport::Result<Cow<'_, [u8]>> {
+            Ok(vec![0; self.0[index].byte_len()? as usize].into())
+        }
+        fn on_device(&self, index: usize) -> Option<&Tensor> {
+            self.1[index].as_ref()
+        }
+        fn files(&self) -> &[AuxFile] {
+            &[]
         }
     }
 
-    /// Lists a bucket of tensors of so many bytes at these places.
-    fn listed(lengths: &[u64], places: Vec<Bytes<'static>>) -> (Option<u64>, Vec<[u64; 3]>, Vec<u64>) {
+    /// Lists for device 0 a bucket of tensors of so many bytes at these places.
+    fn listed(lengths: &[u64], places: &[Place]) -> (Option<u64>, Vec<[u64; 3]>, Vec<u64>) {
         let info = |&length: &u64| TensorInfo { name: "t".into(), dtype: Dtype::U8, shape: vec![length] };
-        let weights = Places(lengths.iter().map(info).collect(), places);
+        let tensor = |(&length, &place): (&u64, &Place)| match place {
+            // SAFETY: nothing is read there.
+            Place::On(device, address) => Some(unsafe { Tensor::borrowed(device, address, length as usize) }),
+            Place::Host => None,
+        };
+        let tensors = lengths.iter().zip(places).map(tensor).collect();
+        let weights = Places(lengths.iter().map(info).collect(), tensors);
         let bucket = Bucket { tensors: (0..lengths.len()).collect(), bytes: lengths.iter().sum() };
         let mut pieces = vec![[7; 3]];
-        let Listed { host, in_place } = list(&weights, &bucket, &mut pieces).unwrap();
+        let Listed { host, in_place } = list(&weights, 0, &bucket, &mut pieces).unwrap();
         (in_place, pieces, host.into_iter().map(|(at, _)| at).collect())
     }
 
     #[test]
     fn tensors_that_lie_as_a_bucket_does_stay_where_they_are() {
-        let at = |addresses: &[u64]| addresses.iter().map(|&a| Bytes::Device(a)).collect::<Vec<_>>();
+        let at = |addresses: &[u64]| addresses.iter().map(|&a| Place::On(0, a)).collect::<Vec<_>>();
         let three = [[100, 0, 8], [108, 8, 2], [110, 10, 4]];
-        assert_eq!(listed(&[8, 2, 4], at(&[100, 108, 110])), (Some(100), three.to_vec(), vec![]));
-        assert_eq!(listed(&[8, 2], at(&[100, 109])).0, None);
-        assert_eq!(listed(&[8, 2], at(&[100, 98])).0, None);
-        let host = || Bytes::Host(vec![0].into());
-        assert_eq!(listed(&[1, 1], vec![Bytes::Device(1), host()]), (None, vec![[1, 0, 1]], vec![1]));
-        assert_eq!(listed(&[1, 1], vec![host(), Bytes::Device(1)]), (None, vec![[1, 1, 1]], vec![0]));
-        assert_eq!(listed(&[], vec![]), (None, vec![], vec![]));
+        assert_eq!(listed(&[8, 2, 4], &at(&[100, 108, 110])), (Some(100), three.to_vec(), vec![]));
+        assert_eq!(listed(&[8, 2], &at(&[100, 109])).0, None);
+        assert_eq!(listed(&[8, 2], &at(&[100, 98])).0, None);
+        for elsewhere in [Place::Host, Place::On(1, 1)] {
+            let on_device = Place::On(0, 1);
+            assert_eq!(listed(&[1, 1], &[on_device, elsewhere]), (None, vec![[1, 0, 1]], vec![1]));
+            assert_eq!(listed(&[1, 1], &[elsewhere, on_device]), (None, vec![[1, 1, 1]], vec![0]));
+        }
+        assert_eq!(listed(&[], &[]), (None, vec![], vec![]));
     }
 }

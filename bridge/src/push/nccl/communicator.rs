@@ -11,12 +11,13 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
 use derive_setters::Setters;
+use driftless_transport::Snapshot;
 
 use super::{Meeting, Root};
 use crate::error::{Error, Result};
 use crate::nccl::{Communicator, Nccl};
+use crate::push::Bucket;
 use crate::push::device::{Device, cuda};
-use crate::push::{Bucket, Weights};
 
 /// Options of an [`NcclRoot`].
 #[derive(Debug, Clone, Setters)]
@@ -151,7 +152,7 @@ impl Root for NcclRoot {
         self.comm()?.settled()
     }
 
-    fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()> {
+    fn gather(&mut self, slot: usize, weights: &dyn Snapshot, bucket: &Bucket) -> Result<()> {
         self.device.bind()?;
         self.advance()?;
         self.device.gather(slot, weights, bucket)

@@ -5,13 +5,14 @@ use std::time::{Duration, Instant};
 
 use derive_setters::Setters;
 use driftless_store::runtime;
+use driftless_transport::Snapshot;
 use driftless_transport::snapshot::TensorInfo;
 use tokio::runtime::Handle;
 
 use super::{Meeting, Rendezvous, RendezvousOptions, Root};
 use crate::engine::model::torch_name;
 use crate::error::{Error, Result};
-use crate::push::{Bucket, Calls, Member, Push, Pushed, Weights, begin_sessions, end_sessions, plan};
+use crate::push::{Bucket, Calls, Member, Push, Pushed, begin_sessions, end_sessions, plan};
 use crate::sglang::wire::{DistributedUpdate, GroupInit};
 use crate::sglang::{Client, ServerInfo};
 
@@ -150,7 +151,7 @@ impl<R: Root> Group<R> {
         calls.wait()
     }
 
-    fn push_all(&mut self, weights: &dyn Weights, buckets: &[Bucket], label: Option<&str>) -> Result<()> {
+    fn push_all(&mut self, weights: &dyn Snapshot, buckets: &[Bucket], label: Option<&str>) -> Result<()> {
         let Some(first) = buckets.first() else { return Ok(()) };
         let mut loading: Option<Calls> = None;
         self.root.gather(0, weights, first)?;
@@ -317,7 +318,7 @@ impl<R: Root> Push for Group<R> {
     /// As [`Group::form`]; [`Error::TooLarge`] before anything is posted; [`Error::Group`] when ranks do not
     /// join or receive in time; the first failed reply of an engine. After any of the latter the weights of
     /// any of the engines may be a mixture.
-    fn push(&mut self, weights: &dyn Weights, label: Option<&str>) -> Result<Pushed> {
+    fn push(&mut self, weights: &dyn Snapshot, label: Option<&str>) -> Result<Pushed> {
         let buckets = plan(weights.tensors(), self.options.bucket_bytes)?;
         self.form()?;
         let begin = Instant::now();

@@ -2,9 +2,11 @@
 
 use std::net::SocketAddr;
 
+use driftless_transport::Snapshot;
+
 use super::Rendezvous;
 use crate::error::Result;
-use crate::push::{Bucket, Weights};
+use crate::push::Bucket;
 
 /// Where and as whom a group's ranks meet.
 #[derive(Debug)]
@@ -57,7 +59,7 @@ pub trait Root: Send {
     ///
     /// # Errors
     /// [`Error::Root`](crate::Error::Root) when there is no room or the weights cannot be read.
-    fn gather(&mut self, slot: usize, weights: &dyn Weights, bucket: &Bucket) -> Result<()>;
+    fn gather(&mut self, slot: usize, weights: &dyn Snapshot, bucket: &Bucket) -> Result<()>;
 
     /// Begins to broadcast a slot: one broadcast of each of these numbers of bytes, one after the other,
     /// after those of the other slot.
