@@ -103,7 +103,7 @@ impl Scene {
     }
 }
 
-fn started() -> u64 {
+pub(crate) fn started() -> u64 {
     let text = fs::read_to_string(Path::new("/proc/self/stat")).unwrap();
     text[text.rfind(')').unwrap()..].split(' ').nth(20).unwrap().parse().unwrap()
 }
