@@ -17,8 +17,8 @@ use driftless_transport::activate::Limit;
 use super::Client;
 use crate::activate::pause::expect_label;
 use crate::engine::{
-    Answer, Check, Engine, Expected, GenerateRequest, Generation, Identity, LiveWeights, Patched,
-    PauseMode, Reload, Rid, local,
+    Answer, Check, Engine, Expected, GenerateRequest, Generation, Identity, LiveWeights, Patched, PauseMode,
+    Reload, Rid, local,
 };
 use crate::error::{Error, Result};
 

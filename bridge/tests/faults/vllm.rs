@@ -98,7 +98,10 @@ fn activate_asks_in_the_order_of_every_engine() {
     let mut calls = scene.vllm.server().calls.clone();
     let begin = calls.iter().position(|call| call.starts_with("/pause")).unwrap();
     let asked = calls.remove(begin + 4);
-    assert_eq!((asked.as_str(), &calls[begin..]), ("/init_weight_transfer_engine", &ORDER.map(String::from)[..]));
+    assert_eq!(
+        (asked.as_str(), &calls[begin..]),
+        ("/init_weight_transfer_engine", &ORDER.map(String::from)[..])
+    );
     scene.activate().unwrap();
     let again = scene.vllm.server().calls[calls.len() + 1..].to_vec();
     assert_eq!(again, ORDER, "nothing else for a process that is known");
