@@ -92,6 +92,11 @@ impl Connection {
         Self { limit: Some(limit.clone()), ..self.clone() }
     }
 
+    /// The port that calls go to.
+    pub(crate) fn port(&self) -> Option<u16> {
+        self.base.port_or_known_default()
+    }
+
     /// Sends a call and reads the whole reply, whatever its status.
     pub(crate) async fn send(&self, call: Call<'_>) -> Result<Reply> {
         let began = Instant::now();

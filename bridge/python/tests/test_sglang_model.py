@@ -10,8 +10,8 @@ from pathlib import Path
 import driftless
 import pytest
 import torch
+from driftless._patchable import live_model, refuse
 from driftless.sglang import _hooks
-from driftless.sglang._model import live_model, refuse
 from sglang_models import make, step
 from torch import nn
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from driftless.sglang._trace import Untraceable, View, learn
+from driftless._trace import Untraceable, View, learn
 from torch import nn
 
 BF16 = torch.bfloat16

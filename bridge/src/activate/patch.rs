@@ -1,10 +1,10 @@
 //! Activation of a version that the engine's plugin has prepared: pause, one call for weights, cache and
 //! label, continue.
 //!
-//! An engine of one rank is not fenced meanwhile. It is paused, with its old weights under the old label,
+//! An SGLang engine of one rank is not fenced meanwhile. It is paused, with its old weights under the old label,
 //! until the plugin has written all of the delta; a delta that cannot be written is taken back. Then SGLang
-//! takes the label, whether or not this process lives. The ranks of a larger engine may differ in between, so
-//! it is fenced.
+//! takes the label, whether or not this process lives. The ranks of a larger engine may differ in between, and
+//! vLLM takes the label by another call than the weights, so these are fenced.
 
 use std::time::Duration;
 
@@ -44,7 +44,7 @@ async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
     if plan.pause != PauseMode::InPlace && !plan.identity.flushes_with_patch(plan.pause) {
         engine.empty_cache(plan.pause).await?;
     }
-    if plan.identity.tp == 1 {
+    if plan.identity.tp == 1 && plan.identity.labels_with_patch {
         return Ok(());
     }
     relabel(engine, &partial(plan.label)).await

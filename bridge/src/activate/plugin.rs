@@ -84,8 +84,8 @@ pub(super) async fn ranks(
 async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions, limit: &Limit) -> Ranks {
     let ranks = plan.identity.tp;
     let port = reqwest::Url::parse(engine.url()).ok().and_then(|url| url.port_or_known_default());
-    let Some(port) = port.filter(|_| engine.kind() == "sglang") else {
-        return Ranks::Without(format!("there is no plugin for a {} engine", engine.kind()));
+    let Some(port) = port else {
+        return Ranks::Without(format!("{} has no port", engine.url()));
     };
     if let Err(error) = prepared::check_dir(&options.dir) {
         return Ranks::Without(error.to_string());
@@ -130,13 +130,13 @@ fn read(path: &Path, ranks: u32) -> std::result::Result<RankFile, String> {
     if started(file.pid) != Some(file.start) {
         return Err(format!("{} is of process {}, which has ended", path.display(), file.pid));
     }
+    if let Some(why) = file.why_not {
+        return Err(format!("the plugin cannot patch this model: {why}"));
+    }
     if file.ranks != ranks {
         return Err(format!("{} is of an engine of {} ranks, expected {ranks}", path.display(), file.ranks));
     }
-    match file.why_not {
-        Some(why) => Err(format!("the plugin cannot patch this model: {why}")),
-        None => Ok(file),
-    }
+    Ok(file)
 }
 
 #[cfg(test)]

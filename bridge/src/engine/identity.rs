@@ -34,6 +34,8 @@ pub struct Identity {
     pub(crate) loads_only: Option<PathBuf>,
     /// Whether a load may be asked to flush: an engine that cannot then says so, and does not end.
     pub(crate) flushes: bool,
+    /// Whether a patch changes weights and label in one call, so that no label is ever of other weights.
+    pub(crate) labels_with_patch: bool,
     /// Whether pushes want `begin_weight_update` and `end_weight_update` around them.
     pub(crate) sessions: bool,
     /// Whether it can give memory back and take it again.

@@ -50,6 +50,7 @@ pub(crate) fn compare(
         loads_only: None,
         flushes: false,
         sessions: false,
+        labels_with_patch: true,
         saves_memory: server.enable_memory_saver.unwrap_or(false),
     })
 }

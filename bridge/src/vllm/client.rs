@@ -1,5 +1,7 @@
 //! A client of one vLLM server: the calls that the bridge uses, each with its deadline.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use driftless_transport::activate::Limit;
@@ -22,6 +24,8 @@ const WANTED: &str =
 pub struct Client {
     connection: Connection,
     pub(super) deadlines: Deadlines,
+    /// Whether the server has refused to be told what it serves: it was started without our plugin.
+    without_plugin: Arc<AtomicBool>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -64,6 +68,11 @@ struct Success {
 }
 
 #[derive(Debug, Deserialize)]
+struct Message {
+    message: String,
+}
+
+#[derive(Debug, Deserialize)]
 struct Results {
     results: Vec<Value>,
 }
@@ -76,7 +85,7 @@ impl Client {
     pub fn new(address: &str, options: ClientOptions) -> Result<Self> {
         let ClientOptions { keys, deadlines, reply_bytes_max } = options;
         let connection = Connection::new(address, keys, deadlines.connect, reply_bytes_max)?;
-        Ok(Self { connection, deadlines })
+        Ok(Self { connection, deadlines, without_plugin: Arc::default() })
     }
 
     pub(super) fn name(&self) -> &str {
@@ -84,7 +93,7 @@ impl Client {
     }
 
     pub(super) fn within(&self, limit: &Limit) -> Self {
-        Self { connection: self.connection.limited(limit), deadlines: self.deadlines }
+        Self { connection: self.connection.limited(limit), ..self.clone() }
     }
 
     /// `GET /version`.
@@ -200,6 +209,60 @@ impl Client {
             return Ok(());
         }
         Err(self.connection.malformed(call, "null from every worker", &excerpt(&reply.body)))
+    }
+
+    /// The server may be another process than the one that was asked before.
+    pub(super) fn forget_plugin(&self) {
+        self.without_plugin.store(false, Ordering::Relaxed);
+    }
+
+    /// `POST /init_weight_transfer_engine`: tells the server's plugin which version was loaded, where it has
+    /// one. A server that refuses is asked once: it logs each refusal with a trace.
+    pub(super) async fn tell_plugin(&self, label: &str) -> Result<()> {
+        if self.without_plugin.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let body = json!({ "init_info": { "port": self.connection.port(), "label": label } });
+        match self.change("/init_weight_transfer_engine", Some(&body), self.deadlines.load).await {
+            Err(Error::Status { status, body, .. }) => {
+                tracing::info!(engine = self.name(), status, body, "has no plugin: it loads every version");
+                self.without_plugin.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            told => told,
+        }
+    }
+
+    /// `POST /start_weight_update`. One that a follower left open is ended first.
+    pub(super) async fn start_weight_update(&self) -> Result<()> {
+        const PATH: &str = "/start_weight_update";
+        match self.change(PATH, None, self.deadlines.control).await {
+            Err(Error::Status { .. }) => {
+                self.finish_weight_update(None).await?;
+                self.change(PATH, None, self.deadlines.control).await
+            }
+            started => started,
+        }
+    }
+
+    /// `POST /update_weights`: has our plugin make the weights those of a label.
+    pub(super) async fn update_weights(&self, label: &str) -> Result<()> {
+        let body = json!({ "update_info": { "label": label } });
+        self.change("/update_weights", Some(&body), self.deadlines.load).await
+    }
+
+    /// `POST /finish_weight_update`: the server takes the label, if there is one.
+    pub(super) async fn finish_weight_update(&self, label: Option<&str>) -> Result<()> {
+        let body = json!({ "weight_version": label });
+        self.change("/finish_weight_update", Some(&body), self.deadlines.control).await
+    }
+
+    /// A call about a weight transfer, which answers with a message for people.
+    async fn change(&self, path: &str, body: Option<&Value>, deadline: Duration) -> Result<()> {
+        let call = self.post(path, Level::Control, body, deadline);
+        let Message { message } = self.connection.json(call).await?;
+        tracing::debug!(engine = self.name(), path, message, "answered");
+        Ok(())
     }
 
     /// Whether the server knows a POST-only path: a GET of one is 405, and nothing is done; of an unknown

@@ -3,6 +3,9 @@
 //! vLLM loads the directory that it was started with, so that is the one which a follower overwrites. The
 //! label is the server's own weight version, which driftless sets: it ends with the process, as the weights
 //! do.
+//!
+//! A server with our plugin is told what it has loaded. It then prepares what a follower offers, and is
+//! patched.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,9 +15,10 @@ use driftless_transport::Dtype;
 use driftless_transport::activate::Limit;
 
 use super::Client;
+use crate::activate::pause::expect_label;
 use crate::engine::{
-    Answer, Check, Engine, Expected, GenerateRequest, Generation, Identity, LiveWeights, PauseMode, Reload,
-    Rid, local,
+    Answer, Check, Engine, Expected, GenerateRequest, Generation, Identity, LiveWeights, Patched, PauseMode,
+    Reload, Rid, local,
 };
 use crate::error::{Error, Result};
 
@@ -22,6 +26,9 @@ use crate::error::{Error, Result};
 const POSTS: [&str; 5] =
     ["/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"];
 const GETS: [&str; 2] = ["/weight_info", "/is_paused"];
+
+/// How our plugin says that it wrote nothing, wherever in vLLM's answer.
+const NOT_PATCHED: &str = "driftless: not patched to ";
 
 impl Engine for Client {
     fn kind(&self) -> &'static str {
@@ -73,8 +80,15 @@ impl Engine for Client {
         Box::pin(empty_cache(self, mode))
     }
 
-    fn load<'a>(&'a self, _load: Reload<'a>) -> Answer<'a, ()> {
-        Box::pin(self.reload_weights())
+    fn load<'a>(&'a self, load: Reload<'a>) -> Answer<'a, ()> {
+        Box::pin(async move {
+            self.reload_weights().await?;
+            self.tell_plugin(load.label).await
+        })
+    }
+
+    fn patch<'a>(&'a self, load: Reload<'a>) -> Answer<'a, Patched> {
+        Box::pin(patch(self, load.label))
     }
 
     fn check<'a>(
@@ -88,6 +102,7 @@ impl Engine for Client {
 }
 
 async fn identify(client: &Client, expected: &Expected) -> Result<Identity> {
+    client.forget_plugin();
     for path in POSTS {
         if !client.has_post(path).await? {
             return Err(client.lacks(path));
@@ -129,9 +144,26 @@ fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Resul
         load_format: None,
         loads_only: None,
         flushes: false,
+        labels_with_patch: false,
         sessions: false,
         saves_memory: false,
     })
+}
+
+/// An update in vLLM's words. The server keeps its fence until all of it is written.
+async fn patch(client: &Client, label: &str) -> Result<Patched> {
+    client.start_weight_update().await?;
+    match client.update_weights(label).await {
+        Ok(()) => {}
+        // vLLM ends an update that fails.
+        Err(Error::Status { body, .. }) if body.contains(NOT_PATCHED) => {
+            tracing::warn!(engine = client.name(), reply = body, "loads instead of being patched");
+            return Ok(Patched::Untouched);
+        }
+        Err(error) => return Err(error),
+    }
+    client.finish_weight_update(Some(label)).await?;
+    expect_label(client, label).await.map(|()| Patched::Patched)
 }
 
 /// Requests that were retracted lose their cache here, and requests that were aborted may hold it a moment

@@ -14,3 +14,4 @@ mod inline;
 mod patch;
 mod proxy;
 mod vllm;
+mod vllm_patch;

@@ -108,7 +108,7 @@ fn generated(scene: &Scene) -> usize {
     scene.fake.engine().keys.iter().filter(|(path, _)| path == "/generate").count()
 }
 
-fn started() -> u64 {
+pub(crate) fn started() -> u64 {
     let text = fs::read_to_string(Path::new("/proc/self/stat")).unwrap();
     text[text.rfind(')').unwrap()..].split(' ').nth(20).unwrap().parse().unwrap()
 }

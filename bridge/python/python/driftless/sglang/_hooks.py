@@ -1,11 +1,11 @@
 """Where the plugin hangs in SGLang: inner names, looked up and compared before anything is hooked."""
 
-import inspect
 import logging
-import pkgutil
 import threading
 import time
 from pathlib import Path
+
+from .._inner import find, resolve
 
 _log = logging.getLogger("driftless")
 
@@ -42,7 +42,7 @@ _models: dict = {}
 
 def register() -> None:
     """Registers the hooks, or says why not and leaves SGLang as it is."""
-    found = [_find(*function) for function in (_LOAD, _REQUEST, _DISK)]
+    found = [find(*function) for function in (_LOAD, _REQUEST, _DISK)]
     if wrong := [why for name, why in found if name is None]:
         why = "; ".join(wrong)
         _log.warning("driftless: this SGLang is not known, weights are loaded as without the plugin: %s", why)
@@ -53,26 +53,8 @@ def register() -> None:
     HookRegistry.register(load, _loaded, HookType.AFTER)
     HookRegistry.register(request, _requested, HookType.BEFORE)
     HookRegistry.register(disk, _update_from_disk, HookType.AROUND)
-    for name in filter(_resolve, _OTHERS):
+    for name in filter(resolve, _OTHERS):
         HookRegistry.register(name, _changed, HookType.BEFORE)
-
-
-def _resolve(name: str):
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return None
-
-
-def _find(names: tuple[str, ...], parameters: tuple[str, ...]) -> tuple[str | None, str]:
-    """The first of the names that there is, if it takes these parameters; otherwise None and why."""
-    for name in names:
-        if (function := _resolve(name)) is not None:
-            taken = tuple(inspect.signature(function).parameters)
-            if taken[: len(parameters)] == parameters:
-                return name, ""
-            return None, f"{name} takes {', '.join(taken)}, expected {', '.join(parameters)}"
-    return None, f"there is no {' and no '.join(names)}"
 
 
 def _loaded(result, runner, *args, **kwargs) -> None:
@@ -83,17 +65,17 @@ def _loaded(result, runner, *args, **kwargs) -> None:
     try:
         import torch
 
-        from . import _model
+        from .. import _patchable
 
         arguments = runner.server_args
         # Engines with other kinds of parallelism are not followed.
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        place = (_model.directory(), (arguments.port, rank, arguments.tp_size))
-        refuse = lambda why: _model.refuse(*place, why)
+        place = (_patchable.directory(), (arguments.port, rank, arguments.tp_size))
+        refuse = lambda why: _patchable.refuse(*place, why)
         if getattr(arguments, "enable_memory_saver", False):
             raise ValueError("its weights may be released (--enable-memory-saver)")
         began = time.perf_counter()
-        _models[id(runner.model)] = _model.live_model(runner.model, Path(runner.model_config.model_path), *place)
+        _models[id(runner.model)] = _patchable.live_model(runner.model, Path(runner.model_config.model_path), *place)
         _log.info("driftless: learned where weights lie, in %.3f s", time.perf_counter() - began)
     except Exception as error:
         _log.warning("driftless: this model is not patched, its weights are loaded from disk: %s", error)

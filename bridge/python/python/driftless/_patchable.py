@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .._driftless import LiveModel, checkpoint_tensors, refuse_patches
+from ._driftless import LiveModel, checkpoint_tensors, refuse_patches
 from ._trace import learn
 
 # What is kept on a GPU for deltas, as a part of the weights' bytes. 1 % of bf16 elements take a 25th, and a table.
