@@ -1,7 +1,8 @@
 //! Weights pushed into engines' memory: what a push over a network ([`Group`](nccl::Group)) and one within a device
 //! ([`Colocation`](colocate::Colocation)) have in common.
 //!
-//! [`plan`] says which tensors of a [`Snapshot`] travel together, [`Push`] brings them there, and [`PushActivator`] puts pause, label and a look at the result around it.
+//! [`plan`] says which tensors of a [`Snapshot`] travel together, [`Push`] brings them there, and [`PushActivator`]
+//! puts pause, label and a look at the result around it.
 //!
 //! | File | Is |
 //! |---|---|
