@@ -6,7 +6,8 @@
 use crate::bits::{ByteReader, put_varint};
 use crate::{Decoder, Digest, DigestTable, Element, Error, Patch, Profile, Result, Serial, Source};
 
-const MAGIC: [u8; 4] = *b"DFB1";
+/// The first bytes of every bundle.
+pub const MAGIC: [u8; 4] = *b"DFB1";
 const WHAT: &str = "bundle";
 
 /// A named tensor as it lies in memory.
@@ -99,11 +100,12 @@ impl<'a> Bundle<'a> {
     /// [`Error::Corrupt`] if `bytes` are not what [`encode`] wrote.
     pub fn read(bytes: &'a [u8]) -> Result<Self> {
         let corrupt = |offset, why| Error::Corrupt { what: WHAT, offset, why };
-        let (body, whole) = bytes.split_last_chunk::<8>().ok_or(corrupt(0, "bytes end too early"))?;
-        let mut reader = ByteReader::new(body, WHAT);
-        if reader.array()? != MAGIC {
+        if !bytes.starts_with(&MAGIC) {
             return Err(corrupt(0, "not a bundle"));
         }
+        let (body, whole) = bytes.split_last_chunk::<8>().ok_or(corrupt(0, "bytes end too early"))?;
+        let mut reader = ByteReader::new(body, WHAT);
+        reader.take(MAGIC.len())?;
         if check(body).to_le_bytes() != *whole {
             return Err(corrupt(body.len(), "digest does not match"));
         }

@@ -12,6 +12,7 @@ use driftless::transport::{self, Checkpoint, Snapshot};
 use serde_json::json;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -150,8 +151,16 @@ fn describe(summary: &Summary, bytes: usize) -> String {
     table(&["bytes", "tensors", "elements changed", "density", "bits/change"], &[row])
 }
 
+/// A delta file; of any other no more than the first bytes, which [`Bundle::read`] refuses.
 fn read(file: &Path) -> Result<Vec<u8>> {
-    paths::read("FILE", file, u64::MAX)
+    let mut opened = paths::open("FILE", file)?;
+    let mut bytes = Vec::new();
+    let mut read = opened.by_ref().take(bundle::MAGIC.len() as u64).read_to_end(&mut bytes);
+    if bytes == bundle::MAGIC {
+        read = opened.read_to_end(&mut bytes);
+    }
+    read.map_err(|source| Error::Io { path: file.to_path_buf(), source })?;
+    Ok(bytes)
 }
 
 fn tensors(checkpoint: &Checkpoint) -> Vec<Tensor<'_>> {

@@ -3,6 +3,7 @@
 use crate::Run;
 use crate::common::{code, driftless, json};
 use driftless_testkit::tree::tree;
+use std::fs::File;
 use std::path::Path;
 use std::process::Command;
 
@@ -105,6 +106,41 @@ fn a_mistyped_path_is_named_with_its_flag() {
         let words = refused(driftless().args(["log", subcommand]).arg(nowhere));
         assert!(words.contains("log /nowhere: ") && words.contains("no such directory"), "{words}");
     }
+}
+
+#[test]
+fn a_rank_a_name_or_an_address_that_cannot_be_is_a_mistake() {
+    let mut run = Run::new();
+    run.publish();
+    let checkpoint = run.path("checkpoint");
+    let rank = ["--resume", "--rank", "5", "--ranks", "2", "--attempt", "a"];
+    let mut publish = run.command("publish");
+    publish.args(rank).arg("--checkpoint").arg(&checkpoint).arg("--baseline-dir").arg(run.path("baseline"));
+    assert!(refused(&mut publish).contains("--rank"), "{publish:?}");
+    let mut follow = run.command("follow");
+    follow.args(["--once", "--engine", "http://user:hidden@127.0.0.1:1", "--checkpoint-dir"]);
+    let words = refused(follow.arg(run.path("host")));
+    assert!(words.contains("engine address") && !words.contains("hidden"), "{words}");
+    for run_name in ["..", "a/b", ""] {
+        let mut follow = driftless();
+        follow.args(["follow", "--once", "--run", run_name, "--store"]).arg(run.path("store"));
+        let words = refused(follow.arg("--checkpoint-dir").arg(run.path("host")));
+        assert!(words.contains("run"), "{words}");
+    }
+    let words = refused(driftless().args(["inspect", "s3://key:hidden@bucket/prefix"]));
+    assert!(words.contains("store URL") && !words.contains("hidden"), "{words}");
+}
+
+#[test]
+fn a_long_file_that_is_no_delta_is_refused_by_its_first_bytes() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let long = dir.path().join("model.safetensors");
+    File::create(&long).and_then(|file| file.set_len(1 << 40)).expect("a file of holes");
+    // In so much memory the file has no place, and the command would say so.
+    let mut bounded = Command::new("sh");
+    bounded.args(["-c", "ulimit -v 4000000; exec \"$@\"", "-"]).arg(driftless().get_program());
+    let (status, words) = code(bounded.args(["delta", "stat"]).arg(&long));
+    assert!(status == Some(3) && words.contains("not a bundle"), "{status:?}: {words}");
 }
 
 #[test]
@@ -261,6 +297,26 @@ fn a_new_log_gets_a_run_of_its_own() {
 }
 
 #[test]
+fn what_a_run_reads_is_not_written_over() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (model, save) = (dir.path().join("model"), dir.path().join("rl"));
+    std::fs::create_dir(&model).expect("a directory");
+    std::fs::write(model.join("model.safetensors"), "").expect("a file");
+    let same = dir.path().join("model/../model");
+    for (save, save_hf, expected) in [
+        (&save, &same, ["--save-hf ", "than that of --hf-checkpoint"]),
+        (&same, &save, ["--save ", "than that of --hf-checkpoint"]),
+        (&save, &save, ["--save-hf ", "than that of --save"]),
+    ] {
+        let mut command = driftless();
+        command.args(["train", "--task", "arithmetic", "--learner", "true", "--store", "store"]);
+        command.args(["--rollout-external-engine-addrs", "127.0.0.1:1", "--hf-checkpoint"]).arg(&model);
+        let words = refused(command.arg("--save").arg(save).arg("--save-hf").arg(save_hf));
+        assert!(expected.iter().all(|expected| words.contains(expected)), "{words}");
+    }
+}
+
+#[test]
 fn flags_that_would_change_nothing_are_refused() {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::write(dir.path().join("model.safetensors"), "").expect("a file");
@@ -304,6 +360,17 @@ fn flags_that_would_change_nothing_are_refused() {
             "--ref-update-interval: expected --use-kl-loss, or --kl-coef above 0",
         ),
         (&["--use-rollout-logprobs", "--use-tis"], "cannot be used with"),
+        (&["--rm-url", "http://127.0.0.1:1", "--custom-rm-command", "true"], "cannot be used with"),
+        (
+            &["--rm-url", "http://127.0.0.1:1", "--rm-type", "math"],
+            "--rm-url: expected --rm-type remote_rm, or none, found math",
+        ),
+        (
+            &["--eval-prompt-data", "test", "a.jsonl", "--eval-prompt-data", "test", "b.jsonl"],
+            "--eval-prompt-data: expected a name of its own for each file, found `test` twice",
+        ),
+        // Every response would end with it at once.
+        (&["--rollout-stop", ""], "a value is required for '--rollout-stop"),
         (&["--tis-level", "sequence"], "--use-tis"),
         (&["--opsm-delta", "0.1"], "--use-opsm"),
         (&["--opd-kl-coef", "0.5"], "--use-opd"),

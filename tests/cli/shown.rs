@@ -73,7 +73,7 @@ fn messages_name_the_flag() {
     // The baseline outlived its store.
     std::fs::remove_dir_all(run.path("store")).expect("a store");
     let (status, words) = code(&mut publish);
-    assert_eq!(status, Some(1), "{words}");
+    assert_eq!(status, Some(2), "{words}");
     assert!(words.contains(&run.path("baseline").display().to_string()), "{words}");
     assert!(words.contains("see --baseline-dir"), "{words}");
     let mut relay = driftless();

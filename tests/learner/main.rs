@@ -16,6 +16,7 @@ use driftless::transport::{Checkpoint, Dtype, Run, Snapshot, Tensors};
 use driftless_testkit::learner;
 use driftless_testkit::vllm::Vllm;
 use serde_json::Value;
+use std::ffi::OsStr;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::Command;
@@ -243,6 +244,22 @@ fn learner_that_always_dies_ends_the_run_with_its_name() {
     assert_eq!(status, Some(4), "{words}");
     assert_eq!(words.matches("is started again").count(), 3, "{words}");
     assert!(words.contains("error: learner `fake`") && words.contains("signal: 9"), "{words}");
+}
+
+#[test]
+fn run_whose_name_is_taken_begins_under_another_in_the_same_directory() {
+    let stage = Stage::new(&[]);
+    let _follower = stage.follower();
+    let mut other = driftless();
+    other.args(["publish", "--run", "taken", "--new-run", "--checkpoint"]).arg(stage.at("model"));
+    other.arg("--store").arg(stage.at("store")).arg("--baseline-dir").arg(stage.at("baseline"));
+    common::run(&mut other);
+    let mut trainer = stage.trainer("");
+    let taken = trainer.get_args().map(|arg| if arg == "test" { OsStr::new("taken") } else { arg });
+    let (status, words) = code(Command::new(trainer.get_program()).args(taken));
+    assert!(status == Some(1) && words.contains("`taken` is taken"), "{status:?}: {words}");
+    common::run(&mut trainer);
+    stage.check("under another name");
 }
 
 #[test]

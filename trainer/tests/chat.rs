@@ -102,6 +102,14 @@ fn line_ends_of_windows_and_of_old_macs_are_those_of_jinja() {
 }
 
 #[test]
+fn a_template_that_does_not_end_is_stopped() {
+    let loops = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}";
+    let template = ChatTemplate::from_source(loops, &SPECIAL).unwrap();
+    let words = template.render_json("[]", None, None).unwrap_err().to_string();
+    assert!(words.contains("more than 50000000 instructions"), "{words}");
+}
+
+#[test]
 fn a_template_that_is_none_is_refused_with_its_line() {
     let words = ChatTemplate::from_source("a\n{% for x in %}", &SPECIAL).unwrap_err().to_string();
     assert!(words.contains("line 2"), "{words}");

@@ -17,7 +17,7 @@ assert "concurrent.futures" not in sys.modules
 try:
     driftless.Publisher("memory:", "no/run")
 except driftless.Error as error:
-    assert isinstance(error, driftless.UsageError) and error.code == 1, repr(error)
+    assert isinstance(error, driftless.UsageError) and error.code == 2, repr(error)
 else:
     raise AssertionError("a run of this name was begun")
 

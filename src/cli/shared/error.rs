@@ -156,13 +156,18 @@ pub fn buffer_code(error: &driftless::buffer::Error) -> u8 {
     }
 }
 
-/// The command's exit code for an error of a publication: 3 where what is stored was refused, 4 where
-/// somebody did not answer, else 1.
+/// The command's exit code for an error of a publication: 2 where a setting or a name cannot be meant, 3 where
+/// what is stored was refused, 4 where somebody did not answer, else 1.
 #[must_use]
 pub fn transport_code(error: &driftless::transport::Error) -> u8 {
     use driftless::store::Error as Store;
     use driftless::transport::Error as Transport;
     match error {
+        // Tensors have the names that a checkpoint gives them.
+        Transport::BadName { what: "tensor", .. } => 1,
+        Transport::BadName { .. }
+        | Transport::BadSetting { .. }
+        | Transport::Store(Store::BadSetting { .. } | Store::BadText { .. }) => 2,
         Transport::Corrupt { .. }
         | Transport::Parse { .. }
         | Transport::ForeignRun { .. }
@@ -191,11 +196,13 @@ fn relay_code(error: &driftless::relay::Error) -> u8 {
     }
 }
 
-/// The command's exit code for an error of an engine: 4 where it was slow or away, else 1.
+/// The command's exit code for an error of an engine: 2 for an address that is none, 4 where it was slow or
+/// away, else 1.
 #[must_use]
 pub fn bridge_code(error: &driftless::bridge::Error) -> u8 {
     use driftless::bridge::Error as Bridge;
     match error {
+        Bridge::Address { .. } => 2,
         Bridge::Deadline { .. }
         | Bridge::GivenUp { .. }
         | Bridge::Behind { .. }

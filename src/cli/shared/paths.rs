@@ -47,14 +47,25 @@ pub(crate) fn check_place(name: &str, dir: &Path) -> Result<()> {
     if dir.exists() { check_dir(name, dir) } else { Ok(()) }
 }
 
+/// Refuses a directory that another flag names, too.
+pub(crate) fn check_apart(name: &str, dir: &Path, (other, place): (&str, &PathBuf)) -> Result<()> {
+    match is_same(dir, place) {
+        true => Err(wrong(name, dir, &format!("another directory than that of {other}"), "the same")),
+        false => Ok(()),
+    }
+}
+
+/// Whether both name one place, which need not be there.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let resolved = |path: &Path| path.canonicalize().or_else(|_| std::path::absolute(path)).ok();
+    resolved(one).is_some_and(|one| resolved(other) == Some(one))
+}
+
 /// Refuses, before anything is made in it, a directory whose weights this program has not put there. `start`
 /// is one that it may go on from in place.
 pub(crate) fn check_own(name: &str, dir: &Path, start: Option<&Path>) -> Result<()> {
     check_place(name, dir)?;
-    let is_start = start.is_some_and(|start| {
-        start.canonicalize().ok().is_some_and(|start| dir.canonicalize().is_ok_and(|dir| dir == start))
-    });
-    if is_start || dir.join(".driftless").exists() {
+    if start.is_some_and(|start| is_same(start, dir)) || dir.join(".driftless").exists() {
         return Ok(());
     }
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();

@@ -20,7 +20,7 @@ pub(crate) struct HookArgs {
     rm_type: Option<String>,
     /// Service that rewards answers: it is sent {"prompt", "response", "label", "metadata"} and answers with
     /// a number.
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL", conflicts_with = "custom_rm_command")]
     rm_url: Option<String>,
     /// Ask --rm-url for the samples of a prompt together, as --custom-rm-command always is.
     #[arg(long)]
@@ -93,6 +93,11 @@ impl HookArgs {
             (Some("remote_rm") | None, Some(url), None) => {
                 Ok(Some(Arc::new(Remote::new(url, self.deadline())?)))
             }
+            (Some(name), Some(_), _) => Err(Error::Usage {
+                what: "--rm-url".to_owned(),
+                expected: "--rm-type remote_rm, or none".to_owned(),
+                found: name.to_owned(),
+            }),
             (Some("remote_rm"), None, _) => Err(missing("--rm-type remote_rm", "--rm-url URL")),
             (_, _, Some(flag)) => Err(missing(flag, "--rm-url URL, or --custom-rm-command HOOK")),
             (Some(name), _, _) if !labels => {

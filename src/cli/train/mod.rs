@@ -151,7 +151,7 @@ struct RolloutArgs {
     #[arg(long, default_value_t = -1, allow_negative_numbers = true, value_parser = clap::value_parser!(i64).range(-1..=1 << 31))]
     rollout_top_k: i64,
     /// Texts that end a response, for engines with a tokenizer.
-    #[arg(long, value_name = "TEXT", num_args = 1..)]
+    #[arg(long, value_name = "TEXT", num_args = 1.., value_parser = clap::builder::NonEmptyStringValueParser::new())]
     rollout_stop: Vec<String>,
     /// Tokens that end a response, besides the model's own.
     #[arg(long, value_name = "ID", num_args = 1.., value_parser = clap::value_parser!(i32).range(0..))]
@@ -254,22 +254,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if matches!(args.loss_type, LossType::Policy) && args.learner.is_none() {
         return Err(absent("a learner", "`--learner COMMAND`, or "));
     }
-    if let Some(dir) = &args.hf_checkpoint {
-        paths::check_checkpoint("--hf-checkpoint", dir)?;
-    }
-    let (save, save_hf, critic_save) =
-        (Some(&args.save), args.save_hf.as_ref(), args.learn.critic.critic_save.as_ref());
-    for (name, dir) in [("--save", save), ("--save-hf", save_hf), ("--critic-save", critic_save)] {
-        dir.map_or(Ok(()), |dir| paths::check_place(name, dir))?;
-    }
-    let (distance, critic) = (&args.learn.distance, &args.learn.critic);
-    for (name, dir) in [
-        ("--ref-load", &distance.ref_load),
-        ("--opd-teacher-load", &distance.opd_teacher_load),
-        ("--critic-load", &critic.critic_load),
-    ] {
-        dir.as_ref().map_or(Ok(()), |dir| paths::check_checkpoint(name, dir))?;
-    }
+    check_directories(&args)?;
     #[cfg(feature = "torch")]
     if args.deterministic {
         deterministic(&args.device)?;
@@ -297,6 +282,30 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         LossType::Sft => Err(absent("`--loss-type sft_loss`", "")),
         LossType::Policy => reinforce(args, output),
     }
+}
+
+/// Checks what is read, and refuses to write where something is read or where another output goes.
+fn check_directories(args: &Args) -> Result<()> {
+    let (distance, critic) = (&args.learn.distance, &args.learn.critic);
+    let read = [
+        ("--hf-checkpoint", &args.hf_checkpoint),
+        ("--ref-load", &distance.ref_load),
+        ("--opd-teacher-load", &distance.opd_teacher_load),
+        ("--critic-load", &critic.critic_load),
+    ];
+    let mut taken = Vec::new();
+    for (name, dir) in read.into_iter().filter_map(|(name, dir)| Some((name, dir.as_ref()?))) {
+        paths::check_checkpoint(name, dir)?;
+        taken.push((name, dir));
+    }
+    let (save, save_hf, critic_save) = (Some(&args.save), args.save_hf.as_ref(), critic.critic_save.as_ref());
+    let written = [("--save", save), ("--save-hf", save_hf), ("--critic-save", critic_save)];
+    for (name, dir) in written.into_iter().filter_map(|(name, dir)| Some((name, dir?))) {
+        paths::check_place(name, dir)?;
+        taken.iter().try_for_each(|other| paths::check_apart(name, dir, *other))?;
+        taken.push((name, dir));
+    }
+    Ok(())
 }
 
 /// Has libtorch compute the same bits each time. For a GPU the process begins once more, with the environment

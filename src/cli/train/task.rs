@@ -17,6 +17,7 @@ use driftless::trainer::rollout::EvalSet;
 use driftless::trainer::tasks::arithmetic::{Arithmetic, Recipe};
 use driftless::trainer::tasks::problems::Kind;
 use driftless::trainer::tasks::{Generated, Hooked, Hooks, Prompts, Sourced, Task};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -272,6 +273,14 @@ impl TaskArgs {
         checkpoint: &Path,
         sampling: &SamplingParams,
     ) -> Result<Evaluation> {
+        let mut names = BTreeSet::new();
+        if let Some(name) = self.eval_prompt_data.iter().step_by(2).find(|name| !names.insert(*name)) {
+            return Err(Error::Usage {
+                what: "--eval-prompt-data".to_owned(),
+                expected: "a name of its own for each file".to_owned(),
+                found: format!("`{name}` twice"),
+            });
+        }
         let mut sets = Vec::new();
         for pair in self.eval_prompt_data.chunks_exact(2) {
             let (name, file) =

@@ -166,9 +166,13 @@ impl ChatTemplate {
     }
 }
 
+/// Instructions that a rendering may take, which is seconds. Templates take some hundred for a message.
+const INSTRUCTIONS_MAX: u64 = 50_000_000;
+
 /// The environment of `transformers`: jinja2 with these settings, filters and functions.
 fn environment() -> Result<Environment<'static>, minijinja::Error> {
     let mut environment = Environment::new();
+    environment.set_fuel(Some(INSTRUCTIONS_MAX));
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
@@ -265,6 +269,9 @@ fn read(path: &Path) -> Result<Option<String>> {
 
 /// What a template error says, in one line with its place.
 fn said(error: &minijinja::Error) -> String {
-    let what = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    let what = match error.kind() {
+        ErrorKind::OutOfFuel => format!("it takes more than {INSTRUCTIONS_MAX} instructions"),
+        kind => error.detail().map_or_else(|| kind.to_string(), str::to_owned),
+    };
     error.line().map_or(what.clone(), |line| format!("{what} (line {line} of the template)"))
 }

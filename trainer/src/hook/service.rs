@@ -7,7 +7,7 @@ use tokio::sync::Semaphore;
 use super::{Silent, short};
 use crate::error::{Result, input};
 
-/// Longest answer.
+/// Longest answer, unless it is known to be shorter.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Questions that a service has at once; more wait here.
 const AT_ONCE: usize = 256;
@@ -18,6 +18,7 @@ pub struct Service {
     url: String,
     client: reqwest::Client,
     deadline: Duration,
+    answer_bytes_max: usize,
     places: Semaphore,
 }
 
@@ -37,7 +38,13 @@ impl Service {
         let client = reqwest::Client::builder().timeout(deadline).no_proxy();
         let client = client.redirect(reqwest::redirect::Policy::none()).build().map_err(refused)?;
         client.post(url).build().map_err(refused)?;
-        Ok(Service { url: url.to_owned(), client, deadline, places: Semaphore::new(AT_ONCE) })
+        let (answer_bytes_max, places) = (ANSWER_BYTES_MAX, Semaphore::new(AT_ONCE));
+        Ok(Service { url: url.to_owned(), client, deadline, answer_bytes_max, places })
+    }
+
+    /// The same for answers of at most so many bytes.
+    pub(crate) fn answering(self, answer_bytes_max: usize) -> Self {
+        Service { answer_bytes_max, ..self }
     }
 
     /// The body that answers `question`, which is JSON.
@@ -49,7 +56,7 @@ impl Service {
             let (status, mut bytes) = (reply.status(), Vec::new());
             while let Some(chunk) = reply.chunk().await? {
                 bytes.extend_from_slice(&chunk);
-                if bytes.len() > ANSWER_BYTES_MAX {
+                if bytes.len() > self.answer_bytes_max {
                     break;
                 }
             }
@@ -59,8 +66,8 @@ impl Service {
             true => Silent::late(self.deadline),
             false => Silent::new(error.without_url()),
         })?;
-        if bytes.len() > ANSWER_BYTES_MAX {
-            return Err(Silent::new(format_args!("more than {ANSWER_BYTES_MAX} bytes")));
+        if bytes.len() > self.answer_bytes_max {
+            return Err(Silent::new(format_args!("more than {} bytes", self.answer_bytes_max)));
         }
         if !status.is_success() {
             let text = String::from_utf8_lossy(&bytes);

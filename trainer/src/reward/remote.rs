@@ -13,6 +13,9 @@ const EXPECTED: &str = "one number from the service";
 const ADVICE: &str =
     "look at the service's own log; it has to answer with one number, or an object with `score` or `reward`";
 
+/// Longest answer: it is a number. Of longer ones, as many as arrive at once would take gigabytes.
+const ANSWER_BYTES_MAX: usize = 1 << 20;
+
 /// A service behind a URL: `POST {"prompt", "response", "label"}`, answered by a number or `{"score":
 /// number}`.
 #[derive(Debug)]
@@ -26,7 +29,8 @@ impl Remote {
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) for what is no URL.
     pub fn new(url: &str, deadline: Duration) -> Result<Self> {
-        Ok(Remote { service: Service::new("--rm-url", url, deadline)? })
+        let service = Service::new("--rm-url", url, deadline)?.answering(ANSWER_BYTES_MAX);
+        Ok(Remote { service })
     }
 
     async fn ask(&self, answer: &Answer) -> Result<f32> {

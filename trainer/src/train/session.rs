@@ -302,7 +302,9 @@ impl<'o> Session<'o> {
 
 /// Begins the run in the store, or goes on with it.
 fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecord, Option<Updates>)> {
-    let recorded = RunRecord::read(&options.save)?;
+    // One without an identity has no version: it was turned away from its name, or killed before it had it.
+    let recorded =
+        RunRecord::read(&options.save)?.filter(|record| record.run_id.is_some() || record.run == options.run);
     if options.debug != Debug::Off {
         let mut record =
             recorded.unwrap_or_else(|| RunRecord { run: options.run.clone(), ..RunRecord::default() });

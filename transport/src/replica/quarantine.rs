@@ -45,7 +45,7 @@ pub(super) fn set_aside(dir: &Path, layout: &Layout) -> Result<()> {
         _ => {}
     }
     let copy = read_optional(&layout.manifest())?.and_then(|bytes| Copy::parse(&bytes).ok());
-    // `config.json` among them, so first: without it no engine loads what is left.
+    // `config.json` among them, so first: without it no engine starts from what is left.
     let mut names: Vec<String> =
         copy.iter().flat_map(|copy| &copy.manifest.files).map(|file| file.name.clone()).collect();
     names.extend(weight_names(dir)?);
