@@ -73,7 +73,7 @@ impl LiveModel {
         };
         let copies = copies.into_iter().map(copy).collect();
         // SAFETY: this value holds the tensors, which hold their storages. `_trace.py` has seen that no two
-        // copies overlap. SGLang writes to weights in the calls that the plugin hooks, and the base check
+        // copies overlap. Engines write to weights in loads, of which the plugin is told, and the base check
         // sees what others write.
         let layout = unsafe { Layout::new(tensors, storages, copies) }.map_err(refused)?;
         let (directory, rank) = (directory.as_path(), self::rank(rank));
