@@ -13,6 +13,8 @@ mod inspect;
 mod keygen;
 mod log;
 mod publish;
+#[cfg(feature = "torch")]
+mod quantize;
 mod relay;
 mod repair;
 #[cfg_attr(not(feature = "torch"), path = "absent.rs")]
@@ -89,6 +91,8 @@ commands! {
     #[cfg(feature = "torch")]
     TrainRank: train_rank,
     Serve: serve,
+    #[cfg(feature = "torch")]
+    Quantize: quantize,
     Publish: publish,
     Follow: follow,
     Coordinate: coordinate,

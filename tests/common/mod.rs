@@ -33,8 +33,14 @@ pub fn driftless() -> Command {
 
 /// A checkpoint of the tiny model that our trainer saved after a few steps.
 pub fn cold_start(dir: &Path, steps: u64, dtype: &str) -> PathBuf {
+    cold_start_of(dir, TINY_CONFIG, steps, dtype)
+}
+
+/// The same of a model with this config.
+pub fn cold_start_of(dir: &Path, model_config: &str, steps: u64, dtype: &str) -> PathBuf {
     let config = dir.join("config.json");
-    std::fs::write(&config, TINY_CONFIG).expect("a config");
+    std::fs::create_dir_all(dir).expect("a directory");
+    std::fs::write(&config, model_config).expect("a config");
     let model = dir.join("model");
     run(driftless()
         .args(["train", "--loss-type", "sft_loss", "--seed", "3", "--dtype", dtype])

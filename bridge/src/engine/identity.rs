@@ -88,7 +88,7 @@ impl Check<'_> {
         })
     }
 
-    /// The sizes that decide the tensors' shapes.
+    /// The sizes that decide the tensors' shapes, and what they are quantised to.
     pub(crate) fn config(&self, expected: &Expected, local: &Expected) -> Result<()> {
         let (want, have) = (&expected.config, &local.config);
         for (what, want, have) in [
@@ -103,7 +103,16 @@ impl Check<'_> {
         ] {
             self.equal(what, &want.to_string(), &have.to_string())?;
         }
-        Ok(())
+        let [want, have] = [want, have].map(|config| config.quantization.as_deref().unwrap_or("none"));
+        self.equal("quantization", want, have)
+    }
+
+    /// Refuses weights in another representation than those that such engines were updated with.
+    pub(crate) fn quantization(&self, expected: &Expected, known: &[&str]) -> Result<()> {
+        match expected.config.quantization.as_deref().unwrap_or("none") {
+            quantization if known.contains(&quantization) => Ok(()),
+            other => self.equal("quantization of the checkpoint", &known.join(" or "), other),
+        }
     }
 
     /// The digest of the tokenizer, where both sides have one.

@@ -7,7 +7,7 @@ use driftless_transport::{Dtype, Snapshot};
 use sha2::{Digest, Sha256};
 
 use crate::engine::Expected;
-use crate::engine::model::{ModelConfig, hex};
+use crate::engine::model::{ModelConfig, Parameter, hex};
 use crate::error::{Error, Result};
 
 /// What SGLang's `/weights_checker` reports on the CPU, with one rank, for an engine that holds this
@@ -45,8 +45,8 @@ pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<Strin
     Ok(out)
 }
 
-/// Refuses a snapshot whose tensors are not exactly those of `config`, all of `dtype`. A tied output matrix
-/// may be there: engines skip it.
+/// Refuses a snapshot whose tensors are not exactly those of `config`, of `dtype` but for what is quantised. A tied
+/// output matrix may be there: engines skip it.
 pub(crate) fn check_tensors(
     snapshot: &dyn Snapshot,
     place: &Path,
@@ -56,23 +56,27 @@ pub(crate) fn check_tensors(
     let fail = |tensor: &str, expected: String, found: String| {
         Err(Error::Checkpoint { path: place.into(), tensor: tensor.into(), expected, found })
     };
-    let mut wanted: BTreeMap<String, Vec<u64>> =
-        config.parameters().into_iter().flat_map(|p| p.parts).collect();
+    let of = |parameter: Parameter| {
+        let dtype = parameter.dtype.unwrap_or(dtype);
+        parameter.parts.into_iter().map(move |(name, shape)| (name, (dtype, shape)))
+    };
+    let mut wanted: BTreeMap<String, (Dtype, Vec<u64>)> =
+        config.parameters().into_iter().flat_map(of).collect();
     if config.tied && snapshot.tensors().iter().any(|info| info.name == "lm_head.weight") {
-        wanted.insert("lm_head.weight".into(), vec![config.vocabulary, config.hidden_size]);
+        wanted.insert("lm_head.weight".into(), (dtype, vec![config.vocabulary, config.hidden_size]));
     }
     for info in snapshot.tensors() {
         let found = format!("{} {:?}", info.dtype.name(), info.shape);
         match wanted.remove(&info.name) {
             None => return fail(&info.name, "absent".into(), found),
-            Some(shape) if shape != info.shape || dtype != info.dtype => {
+            Some((dtype, shape)) if shape != info.shape || dtype != info.dtype => {
                 return fail(&info.name, format!("{} {shape:?}", dtype.name()), found);
             }
             Some(_) => {}
         }
     }
     match wanted.pop_first() {
-        Some((name, shape)) => fail(&name, format!("{} {shape:?}", dtype.name()), "absent".into()),
+        Some((name, (dtype, shape))) => fail(&name, format!("{} {shape:?}", dtype.name()), "absent".into()),
         None => Ok(()),
     }
 }
@@ -94,9 +98,11 @@ mod tests {
     impl Zeros {
         fn new(config: &str) -> Self {
             let parsed = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
-            let parts = parsed.parameters().into_iter().flat_map(|p| p.parts);
-            let mut tensors: Vec<_> =
-                parts.map(|(name, shape)| TensorInfo { name, dtype: parsed.dtype, shape }).collect();
+            let infos = |parameter: Parameter| {
+                let dtype = parameter.dtype.unwrap_or(parsed.dtype);
+                parameter.parts.into_iter().map(move |(name, shape)| TensorInfo { name, dtype, shape })
+            };
+            let mut tensors: Vec<_> = parsed.parameters().into_iter().flat_map(infos).collect();
             tensors.sort_by(|a, b| a.name.cmp(&b.name));
             Self { tensors, files: vec![AuxFile::new("config.json", config.into()).unwrap()] }
         }
@@ -125,6 +131,17 @@ mod tests {
         assert_eq!(sums["model.layers.0.self_attn.qkv_proj.weight"], zeros(3 * 2 * 2 * 2));
         assert_eq!(sums["model.layers.0.mlp.gate_up_proj.weight"], zeros(2 * 3 * 2 * 2));
         assert_eq!(sums.len(), 10);
+    }
+
+    #[test]
+    fn fp8_matrices_and_their_scales_are_hashed() {
+        let fp8 = r#","quantization_config":{"quant_method":"fp8","weight_block_size":[128,128]}}"#;
+        let sums = checksums(&Zeros::new(&CONFIG.replace('}', fp8)), Path::new("m")).unwrap();
+        let zeros = |n: usize| hex(&Sha256::digest(vec![0u8; n])[..8]);
+        assert_eq!(sums["model.layers.0.self_attn.qkv_proj.weight"], zeros(3 * 2 * 2));
+        assert_eq!(sums["model.layers.0.self_attn.qkv_proj.weight_scale_inv"], zeros(3 * 4));
+        assert_eq!(sums["model.embed_tokens.weight"], zeros(64 * 2 * 2));
+        assert_eq!(sums.len(), 10 + 4);
     }
 
     #[test]

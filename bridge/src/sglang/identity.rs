@@ -3,7 +3,7 @@
 use driftless_transport::Dtype;
 
 use super::{ModelInfo, ServerInfo};
-use crate::engine::model::torch_dtype;
+use crate::engine::model::{FP8_BLOCKS, torch_dtype};
 use crate::engine::{Check, Expected, Identity};
 use crate::error::Result;
 
@@ -31,9 +31,7 @@ pub(crate) fn compare(
         &[expected.config.architecture.as_str()].join(","),
         &model.architectures.clone().unwrap_or_default().join(","),
     )?;
-    let quantization =
-        server.quantization.clone().or_else(|| local.and_then(|local| local.config.quantization.clone()));
-    check.equal("quantization", "none", quantization.as_deref().unwrap_or("none"))?;
+    set_up.quantization(expected, server)?;
     if let Some(local) = local {
         check.config(expected, local)?;
     }
@@ -88,6 +86,14 @@ impl SetUp<'_> {
         } else {
             self.0.equal("load_format", &LOAD_FORMATS.join(" or "), format)
         }
+    }
+
+    /// What `--quantization` says, if the server was given it: without, the checkpoint's config does.
+    fn quantization(&self, expected: &Expected, server: &ServerInfo) -> Result<()> {
+        self.0.quantization(expected, &["none", FP8_BLOCKS])?;
+        let Some(found) = &server.quantization else { return Ok(()) };
+        let quantized = expected.config.quantization.is_some();
+        self.0.equal("quantization", if quantized { "fp8" } else { "none" }, found)
     }
 
     /// The dtype of the engine's weights must be the checkpoint's: engines cast silently, and the cast would
@@ -177,6 +183,38 @@ mod tests {
         }
         let other = run(json!({}), json!({"architectures": ["LlamaForCausalLM"]}), "bfloat16");
         assert!(matches!(other, Err(Error::Refused { what, .. }) if what == "architectures"));
+    }
+
+    #[test]
+    fn quantised_engine_is_accepted_for_a_checkpoint_that_is_quantised_as_it_is() {
+        let (model, server) = (json!({"architectures": ["Qwen3ForCausalLM"]}), json!({}));
+        let of = |quantization: Option<&str>| {
+            let mut expected = expected("bfloat16");
+            expected.config.quantization = quantization.map(str::to_owned);
+            expected
+        };
+        let run = |want: &Expected, server: &Value, local: Option<&Expected>| {
+            let (model, server) =
+                (serde_json::from_value(model.clone()), serde_json::from_value(server.clone()));
+            compare("e", want, &model.unwrap(), &server.unwrap(), local).map(drop)
+        };
+        let (fp8, plain, other) = (of(Some(FP8_BLOCKS)), of(None), of(Some("awq")));
+        let named = json!({"quantization": "fp8"});
+        run(&fp8, &server, Some(&fp8)).unwrap();
+        run(&fp8, &named, None).unwrap();
+        for (want, server, local) in [
+            (&fp8, &server, Some(&plain)),
+            (&plain, &server, Some(&fp8)),
+            (&plain, &named, None),
+            (&fp8, &json!({"quantization": "awq"}), None),
+            (&other, &server, Some(&other)),
+        ] {
+            let refused = run(want, server, local);
+            assert!(
+                matches!(&refused, Err(Error::Refused { what, .. }) if what.starts_with("quantization")),
+                "{refused:?}"
+            );
+        }
     }
 
     #[test]

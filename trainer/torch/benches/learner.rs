@@ -354,6 +354,7 @@ fn options(arguments: &Arguments) -> TorchOptions {
         temperature: 1.0,
         num_threads: 2,
         device: if ranks == 1 && device == "cuda" { "cuda:0".into() } else { device },
+        fp8: false,
         ranks: (ranks > 1).then(|| RankOptions { ranks, command, deadline: Duration::from_secs(120) }),
     }
 }

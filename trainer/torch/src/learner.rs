@@ -22,7 +22,7 @@ use crate::snapshot::PolicySnapshot;
 use crate::torch;
 
 /// Tensor data per file of a checkpoint that is written for others.
-const SHARD_BYTES_MAX: u64 = 5 << 30;
+pub(crate) const SHARD_BYTES_MAX: u64 = 5 << 30;
 /// Where the ranks meet, in the state directory of a run.
 const SOCKET: &str = "ranks";
 
@@ -37,6 +37,8 @@ pub struct TorchOptions {
     pub num_threads: usize,
     /// As for [`crate::device`]. Of several ranks, `cpu`, or `cuda`, of which rank N takes device N.
     pub device: String,
+    /// Engines get the layers' matrices in fp8 (`--rollout-dtype fp8`).
+    pub fp8: bool,
     /// The processes that train together; this one alone, if `None`.
     pub ranks: Option<RankOptions>,
 }
@@ -211,9 +213,10 @@ impl TorchLearner {
         }
     }
 
-    fn weights(&mut self) -> Result<PolicySnapshot> {
+    fn weights(&mut self, fp8: bool) -> Result<PolicySnapshot> {
         let Loaded { policy, place, .. } = self.loaded()?;
-        PolicySnapshot::new(policy, &place.hf_checkpoint)
+        let of = if fp8 { PolicySnapshot::fp8 } else { PolicySnapshot::new };
+        of(policy, &place.hf_checkpoint)
     }
 
     fn train(&mut self, batch: &learner::Batch<'_>) -> Result<StepStats> {
@@ -308,7 +311,7 @@ impl Learner for TorchLearner {
     }
 
     fn snapshot(&mut self, _step: u64) -> LoopResult<Weights> {
-        let snapshot = self.weights().map_err(|error| self.failed(error))?;
+        let snapshot = self.weights(self.options.fp8).map_err(|error| self.failed(error))?;
         Ok(Weights::Tensors(Box::new(snapshot)))
     }
 
@@ -317,7 +320,7 @@ impl Learner for TorchLearner {
     }
 
     fn save_hf(&mut self, dir: &Path) -> LoopResult<()> {
-        let snapshot = self.weights().map_err(|error| self.failed(error))?;
+        let snapshot = self.weights(false).map_err(|error| self.failed(error))?;
         Ok(write_checkpoint(dir, &snapshot, SHARD_BYTES_MAX)?)
     }
 }
