@@ -27,6 +27,8 @@ pub struct Identity {
     pub tokenizer: Option<String>,
     /// Whether replies say which output tokens came from which weights.
     pub spans: bool,
+    /// Whether it computes with quantised weights.
+    pub(crate) quantized: bool,
     /// The load format that an update has to name: an engine started with `dummy` keeps that as its default,
     /// and cannot update with it.
     pub(crate) load_format: Option<String>,
@@ -47,9 +49,10 @@ impl Identity {
     }
 
     /// Whether the engine's checksums can be compared with [`checksums`](crate::sglang::checksums()): one rank, on
-    /// the CPU. GPUs hash differently, and every further rank holds a slice.
+    /// the CPU. GPUs hash differently, every further rank holds a slice, and of quantised weights engines hash what they
+    /// stand for.
     pub(crate) fn checksums_comparable(&self) -> bool {
-        self.tp == 1 && self.device.as_deref() == Some("cpu")
+        self.tp == 1 && self.device.as_deref() == Some("cpu") && !self.quantized
     }
 }
 

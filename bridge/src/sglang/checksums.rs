@@ -17,10 +17,20 @@ use crate::error::{Error, Result};
 /// the snapshot in errors.
 ///
 /// # Errors
+/// [`Error::Config`] for a quantised snapshot, of which SGLang hashes what the weights stand for;
 /// [`Error::Checkpoint`] for a tensor that is missing, surplus, or of another dtype or shape; [`Error::Open`]
-/// when its bytes cannot be read; [`Error::Config`] and [`Error::Read`] as [`Expected::from_snapshot`].
+/// when its bytes cannot be read; [`Error::Config`] and [`Error::Read`] also as [`Expected::from_snapshot`].
 pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<String, String>> {
     let config = Expected::from_snapshot(snapshot, place)?.config;
+    if let Some(found) = config.quantization {
+        let (path, what) = (place.join("config.json"), "quantization_config".into());
+        return Err(Error::Config {
+            path,
+            what,
+            expected: "none, where checksums are compared".into(),
+            found,
+        });
+    }
     check_tensors(snapshot, place, &config, config.dtype)?;
     let mut out = BTreeMap::new();
     for parameter in config.parameters() {
@@ -134,14 +144,20 @@ mod tests {
     }
 
     #[test]
-    fn fp8_matrices_and_their_scales_are_hashed() {
+    fn fp8_tensors_are_checked_and_not_hashed() {
         let fp8 = r#","quantization_config":{"quant_method":"fp8","weight_block_size":[128,128]}}"#;
-        let sums = checksums(&Zeros::new(&CONFIG.replace('}', fp8)), Path::new("m")).unwrap();
-        let zeros = |n: usize| hex(&Sha256::digest(vec![0u8; n])[..8]);
-        assert_eq!(sums["model.layers.0.self_attn.qkv_proj.weight"], zeros(3 * 2 * 2));
-        assert_eq!(sums["model.layers.0.self_attn.qkv_proj.weight_scale_inv"], zeros(3 * 4));
-        assert_eq!(sums["model.embed_tokens.weight"], zeros(64 * 2 * 2));
-        assert_eq!(sums.len(), 10 + 4);
+        let text = CONFIG.replace('}', fp8);
+        let (snapshot, place) = (Zeros::new(&text), Path::new("m"));
+        let config = ModelConfig::parse(place, text.as_bytes()).unwrap();
+        check_tensors(&snapshot, place, &config, Dtype::Bf16).unwrap();
+        assert!(matches!(checksums(&snapshot, place), Err(Error::Config { .. })));
+        match check_tensors(&Zeros::new(CONFIG), place, &config, Dtype::Bf16) {
+            Err(Error::Checkpoint { tensor, expected, found, .. }) => {
+                assert_eq!(tensor, "model.layers.0.mlp.down_proj.weight");
+                assert_eq!((&*expected, &*found), ("F8_E4M3 [2, 3]", "BF16 [2, 3]"));
+            }
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]

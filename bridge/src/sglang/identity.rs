@@ -44,6 +44,7 @@ pub(crate) fn compare(
         config_compared: local.is_some(),
         tokenizer: check.tokenizer(expected, local)?,
         spans: false,
+        quantized: expected.config.quantization.is_some(),
         load_format: (server.load_format.as_deref() == Some("dummy")).then(|| "auto".to_owned()),
         loads_only: None,
         flushes: false,
@@ -196,11 +197,11 @@ mod tests {
         let run = |want: &Expected, server: &Value, local: Option<&Expected>| {
             let (model, server) =
                 (serde_json::from_value(model.clone()), serde_json::from_value(server.clone()));
-            compare("e", want, &model.unwrap(), &server.unwrap(), local).map(drop)
+            compare("e", want, &model.unwrap(), &server.unwrap(), local)
         };
         let (fp8, plain, other) = (of(Some(FP8_BLOCKS)), of(None), of(Some("awq")));
         let named = json!({"quantization": "fp8"});
-        run(&fp8, &server, Some(&fp8)).unwrap();
+        assert!(!run(&fp8, &server, Some(&fp8)).unwrap().checksums_comparable());
         run(&fp8, &named, None).unwrap();
         for (want, server, local) in [
             (&fp8, &server, Some(&plain)),

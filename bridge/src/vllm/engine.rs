@@ -125,6 +125,7 @@ fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Resul
         config_compared: local.is_some(),
         tokenizer: check.tokenizer(expected, local)?,
         spans: false,
+        quantized: false,
         load_format: None,
         loads_only: None,
         flushes: false,

@@ -198,7 +198,7 @@ struct UpdateArgs {
     /// dtype that engines get the layers' matrices in: fp8, in blocks of 128 x 128 with f32 scales
     /// [default: as they are trained].
     #[cfg(feature = "torch")]
-    #[arg(long, value_enum, requires = "rollout_hf_checkpoint", conflicts_with = "learner")]
+    #[arg(long, value_enum, requires = "rollout_hf_checkpoint", conflicts_with_all = ["learner", "check_weight_update_equal"])]
     rollout_dtype: Option<RolloutDtype>,
     /// Checkpoint directory that engines and followers start from, where it is another than --hf-checkpoint:
     /// what `driftless quantize` makes of that.
