@@ -23,6 +23,12 @@ pub const TINY_CONFIG: &str = r#"{
   "tie_word_embeddings": false, "attention_bias": false
 }"#;
 
+/// The same with sides that are whole blocks of fp8.
+pub fn fp8_config() -> String {
+    let config = TINY_CONFIG.replace("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4");
+    config.replace("\"hidden_size\": 64", "\"hidden_size\": 128")
+}
+
 /// `driftless` as cargo built it for this test.
 pub fn driftless() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_driftless"));

@@ -14,10 +14,7 @@ fn three_steps_in_fp8_end_with_the_weights_that_were_published() {
     let _one = common::exclusive();
     let temporary = tempfile::tempdir().expect("a directory");
     let dir = temporary.path();
-    let config = common::TINY_CONFIG.replace("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4");
-    // SGLang's checksums want a width of whole blocks.
-    let config = config.replace("\"hidden_size\": 64", "\"hidden_size\": 128");
-    let model = common::cold_start_of(dir, &config, 20, "bfloat16");
+    let model = common::cold_start_of(dir, &common::fp8_config(), 20, "bfloat16");
     let (fp8, port) = (dir.join("model-fp8"), free_port());
     run(driftless().arg("quantize").arg(&model).arg(&fp8));
 

@@ -4,6 +4,7 @@
 use super::common::{self, Process, code, driftless, run};
 use super::stage::{Role, Stage};
 use super::steps;
+use driftless::transport::snapshot::AuxFile;
 use driftless::transport::{Checkpoint, Dtype, Snapshot};
 use driftless_testkit::sglang::Fake;
 use std::path::{Path, PathBuf};
@@ -11,8 +12,7 @@ use std::process::Command;
 
 /// A model of which engines can take blocks, and the same in fp8.
 fn models(dir: &Path) -> [PathBuf; 2] {
-    let config = common::TINY_CONFIG.replace("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4");
-    let model = common::cold_start_of(dir, &config, 5, "bfloat16");
+    let model = common::cold_start_of(dir, &common::fp8_config(), 5, "bfloat16");
     let fp8 = dir.join("model-fp8");
     quantize(&model, &fp8);
     [model, fp8]
@@ -22,14 +22,15 @@ fn quantize(from: &Path, to: &Path) {
     run(driftless().arg("quantize").arg(from).arg(to));
 }
 
-/// Name, dtype and bytes of each tensor, and the files.
-fn contents(dir: &Path) -> (Vec<(String, Dtype, Vec<u8>)>, Vec<(String, Vec<u8>)>) {
+/// A tensor: name, dtype, bytes.
+type Whole = (String, Dtype, Vec<u8>);
+
+fn contents(dir: &Path) -> (Vec<Whole>, Vec<AuxFile>) {
     let checkpoint = Checkpoint::open(dir).expect("a checkpoint");
-    let tensor = |(index, info): (usize, &driftless::transport::snapshot::TensorInfo)| {
-        (info.name.clone(), info.dtype, checkpoint.bytes(index).expect("its bytes").into_owned())
-    };
-    let tensors = checkpoint.tensors().iter().enumerate().map(tensor).collect();
-    (tensors, checkpoint.files().iter().map(|file| (file.name().to_owned(), file.bytes().to_vec())).collect())
+    let bytes = |index| checkpoint.bytes(index).expect("its bytes").into_owned();
+    let tensors = checkpoint.tensors().iter().enumerate();
+    let tensors = tensors.map(|(index, info)| (info.name.clone(), info.dtype, bytes(index))).collect();
+    (tensors, checkpoint.files().to_vec())
 }
 
 /// A trainer in bf16 whose engines start from `fp8`, with checksums that cannot be compared left out.
@@ -48,8 +49,7 @@ fn deltas_rebuild_the_quantised_version_that_engines_load() {
     engine.engine().tokens = (3..13).collect();
     let mut stage = Stage::new(dir.path(), &model);
     (stage.port, stage.steps) = (engine.address.port(), 2);
-    let follower = Stage { model: fp8.clone(), ..Stage::new(dir.path(), &fp8) };
-    let follower = Stage { port: stage.port, ..follower };
+    let follower = Stage { port: stage.port, ..Stage::new(dir.path(), &fp8) };
     let _follower = follower.start(Role::Follower, None);
     Process::start("trainer", dir.path(), &mut trainer(&stage, &fp8)).succeed();
     let host = dir.path().join("host").canonicalize().expect("a checkpoint");
@@ -61,7 +61,7 @@ fn deltas_rebuild_the_quantised_version_that_engines_load() {
     quantize(&dir.path().join("final"), &last);
     let (tensors, files) = contents(&last);
     assert!((tensors.clone(), files) == contents(&dir.path().join("host")));
-    let fp8_of = |tensors: Vec<(String, Dtype, Vec<u8>)>| {
+    let fp8_of = |tensors: Vec<Whole>| {
         tensors.into_iter().filter(|(_, dtype, _)| *dtype == Dtype::F8E4M3).collect::<Vec<_>>()
     };
     let (first, last) = (fp8_of(contents(&fp8).0), fp8_of(tensors));
@@ -93,7 +93,7 @@ fn start_that_is_not_the_policy_in_fp8_is_refused_by_the_tensor() {
         "{error}"
     );
     let (_, error) = code(&mut trainer(&stage, &model));
-    assert!(error.contains("expected F8_E4M3 [64, 128], found BF16 [64, 128]"), "{error}");
+    assert!(error.contains("expected F8_E4M3 [128, 128], found BF16 [128, 128]"), "{error}");
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn what_has_no_fp8_is_refused_by_name() {
     assert!(error.contains("quantization_config"), "{error}");
     let narrow = common::cold_start(&dir.path().join("narrow"), 1, "bfloat16");
     let error = again(&narrow);
-    assert!(error.contains("num_key_value_heads") && error.contains("64 rows"), "{error}");
+    assert!(error.contains("num_key_value_heads") && error.contains("found 64"), "{error}");
     assert!(!to.exists());
 
     // The embedded engine computes no fp8: neither of its own, nor as what a trainer in fp8 expects.

@@ -94,19 +94,20 @@ pub(crate) fn quantized_files(files: &[AuxFile]) -> Result<Vec<AuxFile>> {
     })
 }
 
-/// Refuses a model that engines do not load in fp8: they join queries, keys and values, and gates and ups, and the
-/// blocks of each have to end where it ends.
+/// Refuses a model that engines do not compute in fp8. SGLang joins queries, keys and values, and gates and ups, and
+/// the blocks of each have to end where it ends; and it quantises activations in groups of 128.
 pub(crate) fn check_shape(config: &Config) -> Result<()> {
-    let joined = [
+    let widths = [
         ("num_attention_heads", config.query_width()),
         ("num_key_value_heads", config.key_width()),
         ("intermediate_size", config.intermediate_size),
+        ("hidden_size", config.hidden_size),
     ];
-    match joined.into_iter().find(|(_, rows)| rows % BLOCK != 0) {
+    match widths.into_iter().find(|(_, width)| width % BLOCK != 0) {
         None => Ok(()),
-        Some((field, rows)) => {
-            let expected = format!("one that makes a multiple of {BLOCK} rows, as fp8 in blocks wants");
-            Err(Error::Config { field, expected, found: format!("{rows} rows") })
+        Some((field, width)) => {
+            let expected = format!("one that makes a multiple of {BLOCK}, as fp8 in blocks wants");
+            Err(Error::Config { field, expected, found: width.to_string() })
         }
     }
 }

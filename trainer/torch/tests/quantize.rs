@@ -33,7 +33,7 @@ fn value(bits: u8) -> f64 {
     if bits & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
-/// A matrix of f32 whose blocks have amplitudes from 1e-12 to 1e12, with a block of zeros.
+/// A matrix of f32 whose rows differ in size by a factor of up to 2^24, with a block of zeros.
 fn matrix(rows: i64, columns: i64, seed: i64) -> Tensor {
     tch::manual_seed(seed);
     let like = (Kind::Float, Device::Cpu);
