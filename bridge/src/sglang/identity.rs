@@ -188,29 +188,28 @@ mod tests {
 
     #[test]
     fn quantised_engine_is_accepted_for_a_checkpoint_that_is_quantised_as_it_is() {
-        let (model, server) = (json!({"architectures": ["Qwen3ForCausalLM"]}), json!({}));
+        let model = json!({"model_path": "/m", "architectures": ["Qwen3ForCausalLM"]});
+        let server = |quantization: Value| json!({"model_path": "/m", "quantization": quantization});
         let of = |quantization: Option<&str>| {
             let mut expected = expected("bfloat16");
             expected.config.quantization = quantization.map(str::to_owned);
             expected
         };
-        let run = |want: &Expected, server: &Value, local: Option<&Expected>| {
-            let (model, server) =
-                (serde_json::from_value(model.clone()), serde_json::from_value(server.clone()));
-            compare("e", want, &model.unwrap(), &server.unwrap(), local)
+        let run = |want: &Expected, quantization: Value, local: Option<&Expected>| {
+            let model = serde_json::from_value(model.clone()).unwrap();
+            compare("e", want, &model, &serde_json::from_value(server(quantization)).unwrap(), local)
         };
         let (fp8, plain, other) = (of(Some(FP8_BLOCKS)), of(None), of(Some("awq")));
-        let named = json!({"quantization": "fp8"});
-        assert!(!run(&fp8, &server, Some(&fp8)).unwrap().checksums_comparable());
-        run(&fp8, &named, None).unwrap();
-        for (want, server, local) in [
-            (&fp8, &server, Some(&plain)),
-            (&plain, &server, Some(&fp8)),
-            (&plain, &named, None),
-            (&fp8, &json!({"quantization": "awq"}), None),
-            (&other, &server, Some(&other)),
+        assert!(!run(&fp8, Value::Null, Some(&fp8)).unwrap().checksums_comparable());
+        run(&fp8, json!("fp8"), None).unwrap();
+        for (want, quantization, local) in [
+            (&fp8, Value::Null, Some(&plain)),
+            (&plain, Value::Null, Some(&fp8)),
+            (&plain, json!("fp8"), None),
+            (&fp8, json!("awq"), None),
+            (&other, Value::Null, Some(&other)),
         ] {
-            let refused = run(want, server, local);
+            let refused = run(want, quantization, local);
             assert!(
                 matches!(&refused, Err(Error::Refused { what, .. }) if what.starts_with("quantization")),
                 "{refused:?}"
