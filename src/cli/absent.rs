@@ -1,4 +1,4 @@
-//! `driftless serve`, in a build without libtorch.
+//! `driftless serve` and `driftless quantize`, in a build without libtorch.
 
 use crate::cli::shared::error::{Result, absent};
 use crate::cli::shared::output::Output;
@@ -12,5 +12,5 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(_: Args, _: Output) -> Result<()> {
-    Err(absent("`driftless serve`", ""))
+    Err(absent("this command", ""))
 }

@@ -3,6 +3,8 @@
 //! A subcommand is a module with `Args`, whose comment is its help, and `run`; it is named once more in
 //! `commands!`.
 
+#[cfg(not(feature = "torch"))]
+mod absent;
 mod completions;
 mod coordinate;
 mod data;
@@ -13,9 +15,11 @@ mod inspect;
 mod keygen;
 mod log;
 mod publish;
+#[cfg(feature = "torch")]
+mod quantize;
 mod relay;
 mod repair;
-#[cfg_attr(not(feature = "torch"), path = "absent.rs")]
+#[cfg(feature = "torch")]
 mod serve;
 mod shared;
 mod train;
@@ -88,7 +92,14 @@ commands! {
     Train: train,
     #[cfg(feature = "torch")]
     TrainRank: train_rank,
+    #[cfg(feature = "torch")]
     Serve: serve,
+    #[cfg(not(feature = "torch"))]
+    Serve: absent,
+    #[cfg(feature = "torch")]
+    Quantize: quantize,
+    #[cfg(not(feature = "torch"))]
+    Quantize: absent,
     Publish: publish,
     Follow: follow,
     Coordinate: coordinate,

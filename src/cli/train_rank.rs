@@ -84,6 +84,8 @@ pub(crate) fn run(args: Args, _: Output) -> Result<()> {
         temperature: 1.0,
         num_threads,
         device: args.device.clone(),
+        // Rank 0 publishes.
+        fp8: false,
         ranks: Some(ranks),
     };
     Ok(serve_rank(&PathBuf::from(socket), &options, args.rank, &args.socket, &args.checkpoints)?)

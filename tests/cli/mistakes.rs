@@ -277,9 +277,10 @@ fn a_run_that_is_not_there_is_no_reason_to_begin_one_by_reading() {
 
 #[cfg(not(feature = "torch"))]
 #[test]
-fn a_plain_build_says_what_train_and_serve_want() {
+fn a_plain_build_says_what_train_serve_and_quantize_want() {
     let train = ["train", "--save", "x", "--hf-checkpoint", "y"];
-    for args in [&["train", "--loss-type", "sft_loss", "--save", "x"][..], &["serve", "--help"], &train] {
+    let sft = ["train", "--loss-type", "sft_loss", "--save", "x"];
+    for args in [&sft[..], &["serve", "--help"], &["quantize", "x", "y"], &train] {
         let words = refused(driftless().args(args));
         assert!(words.contains("--features torch"), "{words}");
     }

@@ -23,6 +23,12 @@ pub const TINY_CONFIG: &str = r#"{
   "tie_word_embeddings": false, "attention_bias": false
 }"#;
 
+/// The same with sides that are whole blocks of fp8.
+pub fn fp8_config() -> String {
+    let config = TINY_CONFIG.replace("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4");
+    config.replace("\"hidden_size\": 64", "\"hidden_size\": 128")
+}
+
 /// `driftless` as cargo built it for this test.
 pub fn driftless() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_driftless"));
@@ -33,8 +39,14 @@ pub fn driftless() -> Command {
 
 /// A checkpoint of the tiny model that our trainer saved after a few steps.
 pub fn cold_start(dir: &Path, steps: u64, dtype: &str) -> PathBuf {
+    cold_start_of(dir, TINY_CONFIG, steps, dtype)
+}
+
+/// The same of a model with this config.
+pub fn cold_start_of(dir: &Path, model_config: &str, steps: u64, dtype: &str) -> PathBuf {
     let config = dir.join("config.json");
-    std::fs::write(&config, TINY_CONFIG).expect("a config");
+    std::fs::create_dir_all(dir).expect("a directory");
+    std::fs::write(&config, model_config).expect("a config");
     let model = dir.join("model");
     run(driftless()
         .args(["train", "--loss-type", "sft_loss", "--seed", "3", "--dtype", dtype])

@@ -8,6 +8,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod fp8;
 
 use common::{Process, driftless, free_port};
 use driftless::bridge::ClientOptions;
@@ -79,17 +80,17 @@ fn steps(
     of: impl FnOnce(&mut Command) -> &mut Command,
 ) {
     let port = free_port();
-    let mut server = serve(python, dir, model, port, dtype);
+    let mut server = Process::start("sglang", dir, &mut server(python, model, port, dtype));
     ready(&mut server, port);
     let mut follower = follow(dir, model, port);
     let mut command = trainer(dir, model, port, count);
-    of(&mut command);
+    of(command.arg("--check-weight-update-equal"));
     Process::start("trainer", dir, &mut command).within(RUN_DEADLINE).succeed();
     assert!(follower.ended().is_none(), "the follower ended:\n{}", follower.output());
     assert!(server.ended().is_none(), "the server ended:\n{}", server.output());
 }
 
-fn serve(python: &Path, dir: &Path, model: &Path, port: u16, dtype: &str) -> Process {
+fn server(python: &Path, model: &Path, port: u16, dtype: &str) -> Command {
     let placeholders =
         std::env::var_os("DRIFTLESS_SGLANG_PYTHONPATH").expect("set beside DRIFTLESS_SGLANG_PYTHON");
     let mut command = Command::new(python);
@@ -103,7 +104,7 @@ fn serve(python: &Path, dir: &Path, model: &Path, port: u16, dtype: &str) -> Pro
         .env("PYTHONPATH", placeholders)
         .env("SGLANG_USE_CPU_ENGINE", "1")
         .env("HF_HUB_OFFLINE", "1");
-    Process::start("sglang", dir, &mut command)
+    command
 }
 
 /// Waits until it answers a request with a token.
@@ -136,7 +137,7 @@ fn trainer(dir: &Path, model: &Path, port: u16, steps: usize) -> Command {
     command
         .args(["train", "--run", "test", "--seed", "7", "--num-rollout", &steps.to_string()])
         // The entropy term moves the weights also where all rewards are equal.
-        .args(["--entropy-coef", "0.01", "--update-weight-mode", "delta", "--check-weight-update-equal"])
+        .args(["--entropy-coef", "0.01", "--update-weight-mode", "delta"])
         .args(["--rollout-external-engine-addrs", &format!("127.0.0.1:{port}")])
         .arg("--hf-checkpoint")
         .arg(model)

@@ -6,6 +6,7 @@
 mod algorithms;
 #[path = "../common/mod.rs"]
 mod common;
+mod fp8;
 mod prompts;
 mod ranks;
 #[path = "../common/stage.rs"]

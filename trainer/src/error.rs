@@ -234,6 +234,21 @@ pub enum Error {
         /// How long it was waited for.
         waited: Duration,
     },
+    /// The checkpoint that engines start from is not what the learner publishes at step 0.
+    #[error(
+        "{path}, which engines start from, is not what the learner has for them at step 0: {what}: expected {expected}, \
+         found {found}; make it of --hf-checkpoint with `driftless quantize`"
+    )]
+    OtherStart {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The tensor or the file.
+        what: String,
+        /// What the learner has.
+        expected: String,
+        /// What the checkpoint has.
+        found: String,
+    },
     /// The rollout log answered with an error.
     #[error(transparent)]
     Buffer(#[from] driftless_buffer::Error),

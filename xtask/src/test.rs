@@ -416,7 +416,8 @@ fn with_sglang(context: &Context) -> Result<()> {
     let mut beside = torch_test();
     beside.args(["--test", "sglang", "--test", "rendezvous", "--", "--nocapture"]);
     let mut ours = torch_test();
-    ours.args(["--test", "task", "--test", "families", "--test", "chat", "--", "--nocapture"]);
+    ours.args(["--test", "task", "--test", "families", "--test", "chat", "--test", "quantize"]);
+    ours.args(["--", "--nocapture"]);
     ours.env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache));
     ours.env("DRIFTLESS_CHAT_TEMPLATES", python::chat_templates(&cache)?);
     if let Some(model) = smollm2::present(&cache) {

@@ -27,6 +27,8 @@ pub struct Identity {
     pub tokenizer: Option<String>,
     /// Whether replies say which output tokens came from which weights.
     pub spans: bool,
+    /// Whether it computes with quantised weights.
+    pub(crate) quantized: bool,
     /// The load format that an update has to name: an engine started with `dummy` keeps that as its default,
     /// and cannot update with it.
     pub(crate) load_format: Option<String>,
@@ -49,9 +51,10 @@ impl Identity {
     }
 
     /// Whether the engine's checksums can be compared with [`checksums`](crate::sglang::checksums()): one rank, on
-    /// the CPU. GPUs hash differently, and every further rank holds a slice.
+    /// the CPU. GPUs hash differently, every further rank holds a slice, and of quantised weights engines hash what they
+    /// stand for.
     pub(crate) fn checksums_comparable(&self) -> bool {
-        self.tp == 1 && self.device.as_deref() == Some("cpu")
+        self.tp == 1 && self.device.as_deref() == Some("cpu") && !self.quantized
     }
 }
 
@@ -90,7 +93,7 @@ impl Check<'_> {
         })
     }
 
-    /// The sizes that decide the tensors' shapes.
+    /// The sizes that decide the tensors' shapes, and what they are quantised to.
     pub(crate) fn config(&self, expected: &Expected, local: &Expected) -> Result<()> {
         let (want, have) = (&expected.config, &local.config);
         for (what, want, have) in [
@@ -105,7 +108,16 @@ impl Check<'_> {
         ] {
             self.equal(what, &want.to_string(), &have.to_string())?;
         }
-        Ok(())
+        let [want, have] = [want, have].map(|config| config.quantization.as_deref().unwrap_or("none"));
+        self.equal("quantization", want, have)
+    }
+
+    /// Refuses weights in another representation than those that such engines were updated with.
+    pub(crate) fn quantization(&self, expected: &Expected, known: &[&str]) -> Result<()> {
+        match expected.config.quantization.as_deref().unwrap_or("none") {
+            quantization if known.contains(&quantization) => Ok(()),
+            other => self.equal("quantization of the checkpoint", &known.join(" or "), other),
+        }
     }
 
     /// The digest of the tokenizer, where both sides have one.

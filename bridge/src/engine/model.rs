@@ -19,6 +19,9 @@ const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
 const LAYERS_MAX: u64 = 4096;
 /// Engines pad the vocabulary's rows to a multiple of this, with zeros (`DEFAULT_VOCAB_PADDING_SIZE`).
 const VOCABULARY_PADDING: u64 = 64;
+/// The quantisation whose tensors are known: e4m3 in blocks of so many rows and columns, with f32 scales.
+pub(crate) const FP8_BLOCKS: &str = "fp8 [128,128]";
+const FP8_BLOCK: u64 = 128;
 /// The files that decide which text a token id stands for, in the order that the digest takes them.
 const TOKENIZER_FILES: [&str; 5] =
     ["added_tokens.json", "merges.txt", "tokenizer.json", "tokenizer.model", "vocab.json"];
@@ -56,7 +59,7 @@ pub struct ModelConfig {
     pub tied: bool,
     /// `torch_dtype`, or `dtype` in newer files.
     pub dtype: Dtype,
-    /// `quantization_config.quant_method`.
+    /// `quantization_config.quant_method`, and behind it `weight_block_size`, where there is one: `fp8 [128,128]`.
     pub quantization: Option<String>,
 }
 
@@ -128,6 +131,25 @@ pub(crate) struct Parameter {
     pub(crate) parts: Vec<(String, Vec<u64>)>,
     /// Rows of zeros after the last part.
     pub(crate) padding_rows: u64,
+    /// The parts' dtype, where it is not the model's: of what is quantised, and of scales.
+    pub(crate) dtype: Option<Dtype>,
+}
+
+impl Parameter {
+    /// Makes a matrix one in fp8, and returns its scales.
+    fn quantize(&mut self) -> Parameter {
+        self.dtype = Some(Dtype::F8E4M3);
+        let scales = |(name, shape): &(String, Vec<u64>)| {
+            let blocks = shape.iter().map(|extent| extent.div_ceil(FP8_BLOCK)).collect();
+            (format!("{name}_scale_inv"), blocks)
+        };
+        Parameter {
+            name: format!("{}_scale_inv", self.name),
+            parts: self.parts.iter().map(scales).collect(),
+            padding_rows: 0,
+            dtype: Some(Dtype::F32),
+        }
+    }
 }
 
 impl ModelConfig {
@@ -167,7 +189,7 @@ impl ModelConfig {
             vocabulary: file.positive("vocab_size")?,
             tied: file.flag("tie_word_embeddings")?,
             dtype: file.dtype()?,
-            quantization: file.value.pointer("/quantization_config/quant_method").map(text),
+            quantization: file.quantization(),
             architecture,
         };
         if config.layers > LAYERS_MAX {
@@ -187,6 +209,11 @@ impl ModelConfig {
         if !self.tied {
             out.push(self.vocabulary_rows("lm_head.weight"));
         }
+        if self.quantization.as_deref() == Some(FP8_BLOCKS) {
+            let matrices = out.iter_mut().filter(|parameter| parameter.name.ends_with("_proj.weight"));
+            let scales: Vec<_> = matrices.map(Parameter::quantize).collect();
+            out.extend(scales);
+        }
         out
     }
 
@@ -202,6 +229,7 @@ impl ModelConfig {
                 name: format!("{attention}qkv_proj.{kind}"),
                 parts: vec![part("q", q), part("k", kv), part("v", kv)],
                 padding_rows: 0,
+                dtype: None,
             }
         };
         out.push(qkv("weight", &|rows| vec![rows, hidden]));
@@ -218,6 +246,7 @@ impl ModelConfig {
             name: format!("{prefix}mlp.gate_up_proj.weight"),
             parts: vec![mlp("gate"), mlp("up")],
             padding_rows: 0,
+            dtype: None,
         });
         out.push(single(format!("{prefix}mlp.down_proj.weight"), vec![hidden, inner]));
         out.push(single(format!("{prefix}input_layernorm.weight"), vec![hidden]));
@@ -227,7 +256,7 @@ impl ModelConfig {
     fn vocabulary_rows(&self, name: &str) -> Parameter {
         let padded = self.vocabulary.div_ceil(VOCABULARY_PADDING).saturating_mul(VOCABULARY_PADDING);
         let parts = vec![(name.to_owned(), vec![self.vocabulary, self.hidden_size])];
-        Parameter { name: name.to_owned(), parts, padding_rows: padded - self.vocabulary }
+        Parameter { name: name.to_owned(), parts, padding_rows: padded - self.vocabulary, dtype: None }
     }
 }
 
@@ -241,7 +270,7 @@ fn family(architecture: &str) -> Option<Family> {
 }
 
 fn single(name: String, shape: Vec<u64>) -> Parameter {
-    Parameter { parts: vec![(name.clone(), shape)], name, padding_rows: 0 }
+    Parameter { parts: vec![(name.clone(), shape)], name, padding_rows: 0, dtype: None }
 }
 
 /// A config file's fields, with errors that name it.
@@ -295,6 +324,13 @@ impl Fields<'_> {
         let name = if self.absent("torch_dtype") { "dtype" } else { "torch_dtype" };
         let dtype = self.value.get(name).and_then(Value::as_str).and_then(torch_dtype);
         dtype.ok_or_else(|| Self::error(self.path, name, "bfloat16, float16 or float32", self.found(name)))
+    }
+
+    fn quantization(&self) -> Option<String> {
+        let config = self.value.get("quantization_config")?;
+        let method = config.get("quant_method").map(text)?;
+        let block = config.get("weight_block_size").filter(|size| !size.is_null());
+        Some(block.map_or_else(|| method.clone(), |size| format!("{method} {size}")))
     }
 
     /// Biases that the tensor table does not have.
@@ -394,6 +430,32 @@ mod tests {
         assert_eq!(find("model.layers.0.self_attn.q_norm.weight").parts[0].1, [6]);
         assert!(!parameters.iter().any(|p| p.name == "lm_head.weight"));
         assert_eq!(parameters.len(), 2 + 2 * 8);
+    }
+
+    #[test]
+    fn fp8_parameters_have_scales_and_what_is_no_matrix_of_a_layer_stays() {
+        let fp8 = |config: &str| {
+            QWEN3.replace("\"torch_dtype\"", &format!("\"quantization_config\":{config},\"torch_dtype\""))
+        };
+        let blocks = fp8(r#"{"quant_method":"fp8","weight_block_size":[128,128]}"#).replace(":12,", ":130,");
+        let config = parse(&blocks).unwrap();
+        assert_eq!(config.quantization.as_deref(), Some(FP8_BLOCKS));
+        let parameters = config.parameters();
+        let find =
+            |name: &str| parameters.iter().find(|p| p.name == format!("model.layers.1.{name}")).unwrap();
+        let scales = find("mlp.gate_up_proj.weight_scale_inv");
+        assert_eq!(scales.dtype, Some(Dtype::F32));
+        assert_eq!(scales.parts[1], ("model.layers.1.mlp.up_proj.weight_scale_inv".into(), vec![2, 1]));
+        assert_eq!(find("self_attn.qkv_proj.weight").dtype, Some(Dtype::F8E4M3));
+        assert_eq!(find("self_attn.q_norm.weight").dtype, None);
+        assert_eq!(parameters.len(), 2 + 2 * (8 + 4));
+
+        let others = [r#"{"quant_method":"fp8"}"#, r#"{"quant_method":"awq","weight_block_size":[1,64]}"#];
+        for (config, name) in others.into_iter().zip(["fp8", "awq [1,64]"]) {
+            let config = parse(&fp8(config)).unwrap();
+            assert_eq!(config.quantization.as_deref(), Some(name));
+            assert_eq!(config.parameters().len(), 2 + 2 * 8);
+        }
     }
 
     #[test]

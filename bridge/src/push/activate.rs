@@ -20,7 +20,7 @@ use super::occupation::{self, Occupation, in_doubt};
 use super::{Member, Push};
 use crate::activate::pause::{self, Ask, Pause, left_paused, relabel};
 use crate::activate::{self, attach};
-use crate::engine::{ClientOptions, Engine as _, Expected, Identity, Label, PauseMode};
+use crate::engine::{Check, ClientOptions, Engine as _, Expected, Identity, Label, PauseMode};
 use crate::error::{Error, Result};
 use crate::kinds::connect_sglang;
 use crate::sglang::{Client, MemoryTag, check_tensors, checksums};
@@ -174,6 +174,7 @@ impl<P: Push> PushActivator<P> {
             // Whoever failed here is asked anew the next time, and so is everyone else.
             self.identities = self.clients.iter().map(|_| None).collect();
             let (identity, released, server) = asked?;
+            Check { engine: client.url() }.quantization(&expected, &["none"])?;
             if let Some(server) = &server {
                 self.push.admit(client.url(), server)?;
             }

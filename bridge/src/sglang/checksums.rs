@@ -7,7 +7,7 @@ use driftless_transport::{Dtype, Snapshot};
 use sha2::{Digest, Sha256};
 
 use crate::engine::Expected;
-use crate::engine::model::{ModelConfig, hex};
+use crate::engine::model::{ModelConfig, Parameter, hex};
 use crate::error::{Error, Result};
 
 /// What SGLang's `/weights_checker` reports on the CPU, with one rank, for an engine that holds this
@@ -17,10 +17,20 @@ use crate::error::{Error, Result};
 /// the snapshot in errors.
 ///
 /// # Errors
+/// [`Error::Config`] for a quantised snapshot, of which SGLang hashes what the weights stand for;
 /// [`Error::Checkpoint`] for a tensor that is missing, surplus, or of another dtype or shape; [`Error::Open`]
-/// when its bytes cannot be read; [`Error::Config`] and [`Error::Read`] as [`Expected::from_snapshot`].
+/// when its bytes cannot be read; [`Error::Config`] and [`Error::Read`] also as [`Expected::from_snapshot`].
 pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<String, String>> {
     let config = Expected::from_snapshot(snapshot, place)?.config;
+    if let Some(found) = config.quantization {
+        let (path, what) = (place.join("config.json"), "quantization_config".into());
+        return Err(Error::Config {
+            path,
+            what,
+            expected: "none, where checksums are compared".into(),
+            found,
+        });
+    }
     check_tensors(snapshot, place, &config, config.dtype)?;
     let mut out = BTreeMap::new();
     for parameter in config.parameters() {
@@ -45,8 +55,8 @@ pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<Strin
     Ok(out)
 }
 
-/// Refuses a snapshot whose tensors are not exactly those of `config`, all of `dtype`. A tied output matrix
-/// may be there: engines skip it.
+/// Refuses a snapshot whose tensors are not exactly those of `config`, of `dtype` but for what is quantised. A tied
+/// output matrix may be there: engines skip it.
 pub(crate) fn check_tensors(
     snapshot: &dyn Snapshot,
     place: &Path,
@@ -56,23 +66,27 @@ pub(crate) fn check_tensors(
     let fail = |tensor: &str, expected: String, found: String| {
         Err(Error::Checkpoint { path: place.into(), tensor: tensor.into(), expected, found })
     };
-    let mut wanted: BTreeMap<String, Vec<u64>> =
-        config.parameters().into_iter().flat_map(|p| p.parts).collect();
+    let of = |parameter: Parameter| {
+        let dtype = parameter.dtype.unwrap_or(dtype);
+        parameter.parts.into_iter().map(move |(name, shape)| (name, (dtype, shape)))
+    };
+    let mut wanted: BTreeMap<String, (Dtype, Vec<u64>)> =
+        config.parameters().into_iter().flat_map(of).collect();
     if config.tied && snapshot.tensors().iter().any(|info| info.name == "lm_head.weight") {
-        wanted.insert("lm_head.weight".into(), vec![config.vocabulary, config.hidden_size]);
+        wanted.insert("lm_head.weight".into(), (dtype, vec![config.vocabulary, config.hidden_size]));
     }
     for info in snapshot.tensors() {
         let found = format!("{} {:?}", info.dtype.name(), info.shape);
         match wanted.remove(&info.name) {
             None => return fail(&info.name, "absent".into(), found),
-            Some(shape) if shape != info.shape || dtype != info.dtype => {
+            Some((dtype, shape)) if shape != info.shape || dtype != info.dtype => {
                 return fail(&info.name, format!("{} {shape:?}", dtype.name()), found);
             }
             Some(_) => {}
         }
     }
     match wanted.pop_first() {
-        Some((name, shape)) => fail(&name, format!("{} {shape:?}", dtype.name()), "absent".into()),
+        Some((name, (dtype, shape))) => fail(&name, format!("{} {shape:?}", dtype.name()), "absent".into()),
         None => Ok(()),
     }
 }
@@ -94,9 +108,11 @@ mod tests {
     impl Zeros {
         fn new(config: &str) -> Self {
             let parsed = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
-            let parts = parsed.parameters().into_iter().flat_map(|p| p.parts);
-            let mut tensors: Vec<_> =
-                parts.map(|(name, shape)| TensorInfo { name, dtype: parsed.dtype, shape }).collect();
+            let infos = |parameter: Parameter| {
+                let dtype = parameter.dtype.unwrap_or(parsed.dtype);
+                parameter.parts.into_iter().map(move |(name, shape)| TensorInfo { name, dtype, shape })
+            };
+            let mut tensors: Vec<_> = parsed.parameters().into_iter().flat_map(infos).collect();
             tensors.sort_by(|a, b| a.name.cmp(&b.name));
             Self { tensors, files: vec![AuxFile::new("config.json", config.into()).unwrap()] }
         }
@@ -125,6 +141,23 @@ mod tests {
         assert_eq!(sums["model.layers.0.self_attn.qkv_proj.weight"], zeros(3 * 2 * 2 * 2));
         assert_eq!(sums["model.layers.0.mlp.gate_up_proj.weight"], zeros(2 * 3 * 2 * 2));
         assert_eq!(sums.len(), 10);
+    }
+
+    #[test]
+    fn fp8_tensors_are_checked_and_not_hashed() {
+        let fp8 = r#","quantization_config":{"quant_method":"fp8","weight_block_size":[128,128]}}"#;
+        let text = CONFIG.replace('}', fp8);
+        let (snapshot, place) = (Zeros::new(&text), Path::new("m"));
+        let config = ModelConfig::parse(place, text.as_bytes()).unwrap();
+        check_tensors(&snapshot, place, &config, Dtype::Bf16).unwrap();
+        assert!(matches!(checksums(&snapshot, place), Err(Error::Config { .. })));
+        match check_tensors(&Zeros::new(CONFIG), place, &config, Dtype::Bf16) {
+            Err(Error::Checkpoint { tensor, expected, found, .. }) => {
+                assert_eq!(tensor, "model.layers.0.mlp.down_proj.weight");
+                assert_eq!((&*expected, &*found), ("F8_E4M3 [2, 3]", "BF16 [2, 3]"));
+            }
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]

@@ -180,7 +180,10 @@ async fn check(
 ) -> Result<LiveWeights> {
     if !identity.checksums_comparable() {
         let (tp, device) = (identity.tp, identity.device.as_deref().unwrap_or("an unknown device"));
-        let reason = format!("checksums are known for one rank on the CPU, found {tp} on {device}");
+        let quantized = if identity.quantized { ", quantised" } else { "" };
+        let reason = format!(
+            "checksums are known for one rank on the CPU that is not quantised, found {tp} on {device}{quantized}"
+        );
         return Ok(LiveWeights::Unchecked { reason });
     }
     let ranks = client.checksums().await?;

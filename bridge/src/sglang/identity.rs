@@ -3,7 +3,7 @@
 use driftless_transport::Dtype;
 
 use super::{ModelInfo, ServerInfo};
-use crate::engine::model::torch_dtype;
+use crate::engine::model::{FP8_BLOCKS, torch_dtype};
 use crate::engine::{Check, Expected, Identity};
 use crate::error::Result;
 
@@ -31,9 +31,7 @@ pub(crate) fn compare(
         &[expected.config.architecture.as_str()].join(","),
         &model.architectures.clone().unwrap_or_default().join(","),
     )?;
-    let quantization =
-        server.quantization.clone().or_else(|| local.and_then(|local| local.config.quantization.clone()));
-    check.equal("quantization", "none", quantization.as_deref().unwrap_or("none"))?;
+    set_up.quantization(expected, server)?;
     if let Some(local) = local {
         check.config(expected, local)?;
     }
@@ -46,6 +44,7 @@ pub(crate) fn compare(
         config_compared: local.is_some(),
         tokenizer: check.tokenizer(expected, local)?,
         spans: false,
+        quantized: expected.config.quantization.is_some(),
         load_format: (server.load_format.as_deref() == Some("dummy")).then(|| "auto".to_owned()),
         loads_only: None,
         flushes: false,
@@ -89,6 +88,14 @@ impl SetUp<'_> {
         } else {
             self.0.equal("load_format", &LOAD_FORMATS.join(" or "), format)
         }
+    }
+
+    /// What `--quantization` says, if the server was given it: without, the checkpoint's config does.
+    fn quantization(&self, expected: &Expected, server: &ServerInfo) -> Result<()> {
+        self.0.quantization(expected, &["none", FP8_BLOCKS])?;
+        let Some(found) = &server.quantization else { return Ok(()) };
+        let quantized = expected.config.quantization.is_some();
+        self.0.equal("quantization", if quantized { "fp8" } else { "none" }, found)
     }
 
     /// The dtype of the engine's weights must be the checkpoint's: engines cast silently, and the cast would
@@ -178,6 +185,37 @@ mod tests {
         }
         let other = run(json!({}), json!({"architectures": ["LlamaForCausalLM"]}), "bfloat16");
         assert!(matches!(other, Err(Error::Refused { what, .. }) if what == "architectures"));
+    }
+
+    #[test]
+    fn quantised_engine_is_accepted_for_a_checkpoint_that_is_quantised_as_it_is() {
+        let model = json!({"model_path": "/m", "architectures": ["Qwen3ForCausalLM"]});
+        let server = |quantization: Value| json!({"model_path": "/m", "quantization": quantization});
+        let of = |quantization: Option<&str>| {
+            let mut expected = expected("bfloat16");
+            expected.config.quantization = quantization.map(str::to_owned);
+            expected
+        };
+        let run = |want: &Expected, quantization: Value, local: Option<&Expected>| {
+            let model = serde_json::from_value(model.clone()).unwrap();
+            compare("e", want, &model, &serde_json::from_value(server(quantization)).unwrap(), local)
+        };
+        let (fp8, plain, other) = (of(Some(FP8_BLOCKS)), of(None), of(Some("awq")));
+        assert!(!run(&fp8, Value::Null, Some(&fp8)).unwrap().checksums_comparable());
+        run(&fp8, json!("fp8"), None).unwrap();
+        for (want, quantization, local) in [
+            (&fp8, Value::Null, Some(&plain)),
+            (&plain, Value::Null, Some(&fp8)),
+            (&plain, json!("fp8"), None),
+            (&fp8, json!("awq"), None),
+            (&other, Value::Null, Some(&other)),
+        ] {
+            let refused = run(want, quantization, local);
+            assert!(
+                matches!(&refused, Err(Error::Refused { what, .. }) if what.starts_with("quantization")),
+                "{refused:?}"
+            );
+        }
     }
 
     #[test]

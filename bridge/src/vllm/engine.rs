@@ -127,8 +127,7 @@ fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Resul
         check.equal("torch_dtype", expected.config.dtype.name(), local.config.dtype.name())?;
         check.config(expected, local)?;
     }
-    let quantization = local.and_then(|local| local.config.quantization.as_deref());
-    check.equal("quantization", "none", quantization.unwrap_or("none"))?;
+    check.quantization(expected, &["none"])?;
     // A float32 model is loaded as float16 unless --dtype says otherwise, and no call says what it said.
     if expected.config.dtype == Dtype::F32 {
         check.equal("dtype", "BF16 or F16, which vLLM keeps", expected.config.dtype.name())?;
@@ -141,6 +140,7 @@ fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Resul
         config_compared: local.is_some(),
         tokenizer: check.tokenizer(expected, local)?,
         spans: false,
+        quantized: false,
         load_format: None,
         loads_only: None,
         flushes: false,

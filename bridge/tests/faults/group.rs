@@ -13,6 +13,7 @@ use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
 
+use super::in_fp8;
 use driftless_testkit::sglang::FakeRoot;
 use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, version};
 
@@ -233,6 +234,17 @@ fn memory_that_is_mapped_otherwise_is_refused_before_anything_is_posted() {
     let mut scene = Scene::with(|root, _| root.cumem = Some(true));
     let error = scene.fails();
     assert!(matches!(&error, Error::Refused { what, .. } if what.contains("NCCL_CUMEM_ENABLE")), "{error}");
+    assert!(!scene.fakes[0].changes().iter().any(|path| path != "/continue_generation"));
+}
+
+#[test]
+fn push_of_quantised_weights_is_refused_before_anything_is_posted() {
+    let mut scene = Scene::new();
+    let started_with = scene.fakes[0].engine().started_with.clone();
+    drop(in_fp8(&started_with));
+    scene.next = in_fp8(scene.next.dir());
+    let error = scene.fails();
+    assert!(matches!(&error, Error::Refused { what, .. } if what.starts_with("quantization")), "{error}");
     assert!(!scene.fakes[0].changes().iter().any(|path| path != "/continue_generation"));
 }
 

@@ -15,3 +15,17 @@ mod patch;
 mod proxy;
 mod vllm;
 mod vllm_patch;
+
+use std::path::Path;
+
+use driftless_transport::Checkpoint;
+use serde_json::{Value, json};
+
+/// The checkpoint with a config that says that its layers are in fp8.
+fn in_fp8(directory: &Path) -> Checkpoint {
+    let path = directory.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+    std::fs::write(&path, config.to_string()).unwrap();
+    Checkpoint::open(directory).unwrap()
+}

@@ -17,6 +17,7 @@ use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
 use tokio::runtime::Runtime;
 
+use super::in_fp8;
 use driftless_testkit::sglang::{Fake, checkpoint, patient, short, version};
 
 const ORDER: [&str; 6] = [
@@ -198,6 +199,15 @@ fn activate_server_of_another_directory_is_refused() {
     for directory in [&other, &scene.next.dir().to_path_buf()] {
         assert!(refused.contains(directory.to_str().unwrap()), "{refused}");
     }
+    assert!(!scene.vllm.server().calls.iter().any(|call| call.starts_with("/pause")), "nothing was touched");
+}
+
+#[test]
+fn activate_quantised_weights_is_refused() {
+    let mut scene = Scene::new();
+    scene.next = in_fp8(scene.next.dir());
+    let refused = scene.fails().to_string();
+    assert!(refused.contains("quantization of the checkpoint should be none"), "{refused}");
     assert!(!scene.vllm.server().calls.iter().any(|call| call.starts_with("/pause")), "nothing was touched");
 }
 

@@ -198,6 +198,16 @@ struct UpdateArgs {
     /// Name of the run in the store.
     #[arg(long, default_value = "default")]
     run: String,
+    /// dtype that engines get the layers' matrices in: fp8, in blocks of 128 x 128 with f32 scales
+    /// [default: as they are trained].
+    #[cfg(feature = "torch")]
+    #[arg(long, value_enum, requires = "rollout_hf_checkpoint", conflicts_with_all = ["learner", "check_weight_update_equal"])]
+    rollout_dtype: Option<RolloutDtype>,
+    /// Checkpoint directory that engines and followers start from, where it is another than --hf-checkpoint:
+    /// what `driftless quantize` makes of that.
+    #[cfg(feature = "torch")]
+    #[arg(long, value_name = "DIR", requires = "rollout_dtype")]
+    rollout_hf_checkpoint: Option<PathBuf>,
     /// Publish whole versions or differences.
     #[arg(long, value_enum, default_value_t = WeightMode::Delta)]
     update_weight_mode: WeightMode,
@@ -249,12 +259,22 @@ enum WeightMode {
     Delta,
 }
 
+#[cfg(feature = "torch")]
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum RolloutDtype {
+    Fp8,
+}
+
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     #[cfg(not(feature = "torch"))]
     if matches!(args.loss_type, LossType::Policy) && args.learner.is_none() {
         return Err(absent("a learner", "`--learner COMMAND`, or "));
     }
     check_directories(&args)?;
+    #[cfg(feature = "torch")]
+    if let Some(dir) = &args.update.rollout_hf_checkpoint {
+        paths::check_checkpoint("--rollout-hf-checkpoint", dir)?;
+    }
     #[cfg(feature = "torch")]
     if args.deterministic {
         deterministic(&args.device)?;
@@ -394,7 +414,8 @@ fn pushes(update: &UpdateArgs, keys: &Keys, hf_checkpoint: &Path) -> Option<Push
 fn learner(args: &Args) -> Result<impl FnOnce(&TrainOptions) -> Box<dyn Learner> + use<>> {
     let (command, deadline) = (args.learner.clone(), Duration::from_secs(args.learner_deadline));
     #[cfg(feature = "torch")]
-    let (num_threads, device) = (args.num_threads, args.device.clone());
+    let (num_threads, device, fp8) =
+        (args.num_threads, args.device.clone(), args.update.rollout_dtype.is_some());
     #[cfg(feature = "torch")]
     let ranks = match args.actor_num_gpus_per_node {
         1 => None,
@@ -407,7 +428,7 @@ fn learner(args: &Args) -> Result<impl FnOnce(&TrainOptions) -> Box<dyn Learner>
         let (learn, temperature) = (options.learn.clone(), options.sampling.temperature);
         #[cfg(feature = "torch")]
         if command.is_none() {
-            let options = TorchOptions { learn, temperature, num_threads, device, ranks };
+            let options = TorchOptions { learn, temperature, num_threads, device, fp8, ranks };
             return Box::new(TorchLearner::new(options)) as Box<dyn Learner>;
         }
         // Without libtorch, `run` has asked for it.
@@ -470,6 +491,10 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let lr = args.lr.unwrap_or(defaults.lr);
     Ok(TrainOptions {
         hf_checkpoint,
+        #[cfg(feature = "torch")]
+        rollout_hf_checkpoint: update.rollout_hf_checkpoint,
+        #[cfg(not(feature = "torch"))]
+        rollout_hf_checkpoint: None,
         num_rollout,
         rollout_batch_size,
         n_samples_per_prompt,

@@ -165,6 +165,7 @@ impl Session<'_> {
     fn go(&mut self) -> Result<()> {
         if !self.loaded {
             self.load()?;
+            self.check_start()?;
         }
         if self.rollouts.is_none() && self.options.debug != Debug::TrainOnly {
             self.attach()?;
@@ -179,6 +180,21 @@ impl Session<'_> {
                 self.learner.save_hf(dir)
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Refuses, before engines are asked for, what they start from in another dtype if it is not the learner's.
+    fn check_start(&mut self) -> Result<()> {
+        let (Some(dir), Some(updates)) = (&self.options.rollout_hf_checkpoint, &mut self.updates) else {
+            return Ok(());
+        };
+        // After steps that were only for debugging, version 1 tells the difference.
+        if self.step > 0 || updates.newest()?.is_some() {
+            return Ok(());
+        }
+        match self.learner.snapshot(0)? {
+            Weights::Tensors(own) => update::check_start(&*own, dir),
+            Weights::Published(_) => Ok(()),
         }
     }
 
@@ -213,7 +229,7 @@ impl Session<'_> {
         if let Some(updates) = &mut self.updates
             && updates.newest()?.is_none()
         {
-            let published = updates.publish_reference(&self.options.hf_checkpoint)?;
+            let published = updates.publish_reference(self.options.start())?;
             self.tell(Event::Waiting { what: "the engines to come to version 0" });
             self.converge(update::measured(&published), None)?;
         }

@@ -20,8 +20,11 @@ use crate::tasks::Task;
 /// Settings of a run of the RL loop. Field names follow the flags of `driftless train`, which follow slime's.
 #[derive(Debug, Clone)]
 pub struct TrainOptions {
-    /// Hugging Face checkpoint the policy starts from; version 0 refers to it.
+    /// Hugging Face checkpoint the policy starts from.
     pub hf_checkpoint: PathBuf,
+    /// Hugging Face checkpoint that engines start from, where that is another: what the learner publishes of these
+    /// weights, in another dtype. The learner must not publish by itself.
+    pub rollout_hf_checkpoint: Option<PathBuf>,
     /// Directory of the run's state: training checkpoints, baseline, rollout log, metrics.
     pub save: PathBuf,
     /// Where the final policy goes as a Hugging Face checkpoint. With `{rollout_id}` in its name it is a
@@ -102,6 +105,11 @@ pub(super) fn is_series(dir: &Path) -> bool {
 }
 
 impl TrainOptions {
+    /// What engines start from; version 0 refers to it.
+    pub(super) fn start(&self) -> &Path {
+        self.rollout_hf_checkpoint.as_ref().unwrap_or(&self.hf_checkpoint)
+    }
+
     /// The Hugging Face checkpoint of a series after `step` steps, if there is a series.
     pub(super) fn save_hf_after(&self, step: u64) -> Option<PathBuf> {
         let dir = self.save_hf.as_deref().filter(|dir| is_series(dir))?.to_str()?;

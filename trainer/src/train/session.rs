@@ -175,10 +175,10 @@ impl<'o> Session<'o> {
         Schedule { mode: self.options.mode, rollouts: self.options.num_rollout }
     }
 
-    /// Attaches the engines, which have to be of the model that the run starts from.
+    /// Attaches the engines, which have to be of the model that they start from.
     pub(super) fn attach(&mut self) -> Result<()> {
         let options = self.options;
-        let expected = Expected::from_checkpoint(&options.hf_checkpoint)?;
+        let expected = Expected::from_checkpoint(options.start())?;
         let fleet_options = FleetOptions::default()
             .with_concurrency(options.server_concurrency)
             .with_deadline(options.generate_deadline);
@@ -337,7 +337,7 @@ fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecor
     }
     let mut publisher = PublisherOptions::new(&options.run, start, options.save.join(BASELINE));
     publisher.anchor_every = options.anchor_every;
-    publisher.reference_dir = Some(options.hf_checkpoint.clone());
+    publisher.reference_dir = Some(options.start().to_owned());
     publisher.sign_key.clone_from(&options.sign_key);
     publisher.trust_keys.clone_from(&options.trust_keys);
     let mut publisher = Publisher::open(store, publisher)?;
@@ -351,7 +351,7 @@ fn open_run(options: &TrainOptions, learner_publishes: bool) -> Result<(RunRecor
     }
     // The learner goes on from here, with this baseline.
     if publisher.version().is_none() {
-        update::publish_reference(&mut publisher, &options.hf_checkpoint)?;
+        update::publish_reference(&mut publisher, options.start())?;
         publisher.wait()?;
     }
     Ok((record, Some(Updates::watch(publisher.run().clone())?)))

@@ -13,6 +13,7 @@ use driftless_transport::manifest::Manifest;
 #[cfg(feature = "cuda")]
 use driftless_transport::publish::BaseMemory;
 use driftless_transport::publish::{Mode, Published, Step};
+use driftless_transport::snapshot::TensorInfo;
 use driftless_transport::{Checkpoint, Publisher, Run, Snapshot, Version};
 
 use super::MODEL;
@@ -164,7 +165,39 @@ impl Updates {
     }
 }
 
-/// Publishes version 0 by reference to the checkpoint that the run starts from.
+/// Refuses a checkpoint that engines start from and that differs from what the learner has at step 0.
+pub(super) fn check_start(own: &dyn Snapshot, dir: &Path) -> Result<()> {
+    let start = Checkpoint::open(dir)?;
+    let other = |what: &str, expected: String, found: String| {
+        Err(Error::OtherStart { path: dir.to_owned(), what: what.to_owned(), expected, found })
+    };
+    for (index, info) in own.tensors().iter().enumerate() {
+        let Some(at) = start.position(&info.name) else {
+            return other(&info.name, shown(info), "none".to_owned());
+        };
+        let found = &start.tensors()[at];
+        if found != info {
+            return other(&info.name, shown(info), shown(found));
+        }
+        if start.bytes(at)? != own.bytes(index)? {
+            return other(&info.name, "the learner's values".to_owned(), "others".to_owned());
+        }
+    }
+    let [wanted, found] = [own.tensors(), start.tensors()].map(<[_]>::len);
+    if wanted != found {
+        return other("tensors", wanted.to_string(), found.to_string());
+    }
+    match own.files().iter().find(|file| !start.files().contains(file)) {
+        Some(file) => other(file.name(), "the learner's".to_owned(), "another, or none".to_owned()),
+        None => Ok(()),
+    }
+}
+
+fn shown(info: &TensorInfo) -> String {
+    format!("{} {:?}", info.dtype, info.shape)
+}
+
+/// Publishes version 0 by reference to the checkpoint that the engines start from.
 pub(super) fn publish_reference(publisher: &mut Publisher, dir: &Path) -> Result<Published> {
     let step = Step { trainer_step: 0, checkpoint: Some(dir.display().to_string()) };
     Ok(publisher.publish_reference(dir, step)?)

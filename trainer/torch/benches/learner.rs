@@ -23,6 +23,7 @@ use driftless_buffer::{Identity, Log, Options, Position, Record, Scalars};
 use driftless_store::open;
 use driftless_torch::batch::{Reduction, token_weights};
 use driftless_torch::optimizer::AdamWOptions;
+use driftless_torch::quantize::{Quantized, quantize};
 use driftless_torch::sft::{SftOptions, SftTask, sft};
 use driftless_torch::{
     Batch, CUBLAS_WORKSPACE, Config, Family, Model, Policy, RankOptions, Sample, TorchLearner, TorchOptions,
@@ -273,6 +274,13 @@ fn check(arguments: &Arguments) {
             );
             assert!(distance <= bound && seen.packed <= bound && apart < 0.05, "too far");
         }
+        let matrix = (Tensor::randn([300, 520], (Kind::Float, Device::Cpu)) * 0.02).to_kind(kind);
+        let bits = |device: Device| {
+            let Quantized { weight, scale_inv } = quantize(&matrix.to_device(device)).unwrap();
+            [weight.view_dtype(Kind::Uint8), scale_inv].map(|tensor| tensor.to_device(Device::Cpu))
+        };
+        let ([weight, scale_inv], [own_weight, own_scale_inv]) = (bits(Device::Cpu), bits(device));
+        assert!(weight.equal(&own_weight) && scale_inv.equal(&own_scale_inv), "other bits in fp8");
     }
 }
 
@@ -359,6 +367,7 @@ fn options(arguments: &Arguments) -> TorchOptions {
         temperature: 1.0,
         num_threads: 2,
         device: if ranks == 1 && device == "cuda" { "cuda:0".into() } else { device },
+        fp8: false,
         ranks: (ranks > 1).then(|| RankOptions { ranks, command, deadline: Duration::from_secs(120) }),
     }
 }

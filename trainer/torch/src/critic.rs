@@ -3,11 +3,12 @@
 use driftless_trainer::CriticOptions;
 use driftless_trainer::learner::StepStats;
 use driftless_transport::snapshot::AuxFile;
-use serde_json::{Value, json};
+use serde_json::json;
 use tch::{Kind, Tensor};
 
 use crate::batch::Batch;
-use crate::error::{Error, Result, input};
+use crate::config::edit_config;
+use crate::error::{Result, input};
 use crate::loss::value_loss;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
@@ -104,17 +105,10 @@ impl Critic {
 
     /// The files of the policy's checkpoint as the critic's own: those of a sequence classifier with one label.
     pub(crate) fn files(&self, files: &[AuxFile]) -> Result<Vec<AuxFile>> {
-        let of_critic = |file: &AuxFile| {
-            if file.name() != "config.json" {
-                return Ok(file.clone());
-            }
-            let json = |source| Error::Json { path: file.name().into(), source };
-            let mut config: Value = serde_json::from_slice(file.bytes()).map_err(json)?;
+        edit_config(files, |config| {
             config["architectures"] = json!([self.trained.model.config().family.classifier()]);
             config["id2label"] = json!({ "0": "value" });
             config["label2id"] = json!({ "value": 0 });
-            Ok(AuxFile::new(file.name(), serde_json::to_vec_pretty(&config).map_err(json)?)?)
-        };
-        files.iter().map(of_critic).collect()
+        })
     }
 }

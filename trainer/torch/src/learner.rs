@@ -25,7 +25,7 @@ use crate::snapshot::PolicySnapshot;
 use crate::torch;
 
 /// Tensor data per file of a checkpoint that is written for others.
-const SHARD_BYTES_MAX: u64 = 5 << 30;
+pub(crate) const SHARD_BYTES_MAX: u64 = 5 << 30;
 /// Where the ranks meet, in the state directory of a run.
 const SOCKET: &str = "ranks";
 
@@ -40,6 +40,8 @@ pub struct TorchOptions {
     pub num_threads: usize,
     /// As for [`crate::device`]. Of several ranks, `cpu`, or `cuda`, of which rank N takes device N.
     pub device: String,
+    /// Engines get the layers' matrices in fp8 (`--rollout-dtype fp8`).
+    pub fp8: bool,
     /// The processes that train together; this one alone, if `None`.
     pub ranks: Option<RankOptions>,
 }
@@ -217,15 +219,16 @@ impl TorchLearner {
         }
     }
 
-    fn copied(&mut self) -> Result<PolicySnapshot> {
+    fn copied(&mut self, fp8: bool) -> Result<PolicySnapshot> {
         let Loaded { policy, place, .. } = self.loaded()?;
-        PolicySnapshot::new(policy, &place.hf_checkpoint)
+        let of = if fp8 { PolicySnapshot::fp8 } else { PolicySnapshot::new };
+        of(policy, &place.hf_checkpoint)
     }
 
     /// The weights where they are, or a copy on the host.
     fn weights(&mut self) -> Result<Weights> {
         let (Some(lender), Some(Loaded { policy, place, .. })) = (&self.lender, &self.loaded) else {
-            return Ok(Weights::Tensors(Box::new(self.copied()?)));
+            return Ok(Weights::Tensors(Box::new(self.copied(self.options.fp8)?)));
         };
         let files = Checkpoint::open(&place.hf_checkpoint)?.files().to_vec();
         Ok(Weights::Tensors(Box::new(lender.lend(&policy.trained, files)?)))
@@ -309,7 +312,8 @@ impl Learner for TorchLearner {
     }
 
     fn codec(&mut self) -> Option<Codec> {
-        if let (None, Some(loaded)) = (&self.lender, &self.loaded) {
+        // What engines get in fp8 is not what the learner has.
+        if let (None, Some(loaded), false) = (&self.lender, &self.loaded, self.options.fp8) {
             self.lender = Lender::open(&loaded.policy.trained);
         }
         self.lender.as_ref()?.codec()
@@ -341,7 +345,7 @@ impl Learner for TorchLearner {
     }
 
     fn save_hf(&mut self, dir: &Path) -> LoopResult<()> {
-        let snapshot = self.copied().map_err(|error| self.failed(error))?;
+        let snapshot = self.copied(false).map_err(|error| self.failed(error))?;
         Ok(write_checkpoint(dir, &snapshot, SHARD_BYTES_MAX)?)
     }
 }

@@ -21,6 +21,7 @@ pub mod models;
 mod ops;
 pub mod optimizer;
 mod policy;
+pub mod quantize;
 mod ranks;
 pub mod sft;
 mod snapshot;

@@ -5,12 +5,13 @@ use std::path::Path;
 
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{self as transport, Checkpoint, Dtype, Snapshot};
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use crate::critic::Critic;
 use crate::error::Result;
-use crate::models::Parameter;
+use crate::models::{Model, Parameter};
 use crate::policy::Policy;
+use crate::quantize::{check_shape, quantized_files, quantized_parts};
 use crate::torch::bytes_of;
 use crate::trained::Trained;
 
@@ -37,6 +38,22 @@ impl PolicySnapshot {
         PolicySnapshot::with_files(policy, Checkpoint::open(hf_checkpoint)?.files().to_vec())
     }
 
+    /// The same with the layers' matrices in fp8, as [`quantize`](crate::quantize::quantize) has them, and a `config.json` that
+    /// says so.
+    ///
+    /// # Errors
+    /// As [`PolicySnapshot::new`], and [`crate::Error::Config`] for a model that engines do not load in fp8.
+    pub fn fp8(policy: &Policy, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
+        PolicySnapshot::fp8_of(policy.model(), policy.optimizer().rounded(), hf_checkpoint)
+    }
+
+    /// The same of a model, whose other weights are published in `kind`.
+    pub(crate) fn fp8_of(model: &Model, kind: Kind, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
+        check_shape(model.config())?;
+        let files = quantized_files(Checkpoint::open(hf_checkpoint)?.files())?;
+        PolicySnapshot::collect(model, kind, files, quantized_parts)
+    }
+
     /// Copies a critic's weights, as those of a sequence classifier with one label; the other files are those of
     /// `hf_checkpoint`.
     pub(crate) fn of_critic(critic: &Critic, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
@@ -50,21 +67,48 @@ impl PolicySnapshot {
     }
 
     fn of(trained: &Trained, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
-        let kind = trained.optimizer.rounded();
-        // They are rounded to it already.
-        let bytes = trained.model.parameters().iter().map(|weight| bytes_of(&weight.tensor.f_to_kind(kind)?));
-        Ok(PolicySnapshot { tensors: infos(trained), bytes: bytes.collect::<Result<_>>()?, files })
+        let whole = |name: &str, tensor| Ok(vec![(name.to_owned(), tensor)]);
+        PolicySnapshot::collect(&trained.model, trained.optimizer.rounded(), files, whole)
+    }
+
+    /// The weights in `kind`, each as the tensors that `parts` makes of it, in the order of their names.
+    fn collect(
+        model: &Model,
+        kind: Kind,
+        files: Vec<AuxFile>,
+        parts: impl Fn(&str, Tensor) -> Result<Vec<(String, Tensor)>>,
+    ) -> Result<PolicySnapshot> {
+        let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
+        for parameter in model.parameters() {
+            // They are rounded to it already.
+            for (name, tensor) in parts(&parameter.name, parameter.tensor.f_to_kind(kind)?)? {
+                tensors.push(TensorInfo { name, dtype: dtype_of(tensor.f_kind()?), shape: shape(&tensor) });
+                bytes.push(bytes_of(&tensor)?);
+            }
+        }
+        Ok(PolicySnapshot { tensors, bytes, files })
     }
 }
 
 /// Names, shapes and the published dtype of a model's weights.
 pub(crate) fn infos(trained: &Trained) -> Vec<TensorInfo> {
-    let dtype = if trained.optimizer.rounded() == Kind::BFloat16 { Dtype::Bf16 } else { Dtype::F32 };
-    let info = |weight: &Parameter| {
-        let shape = weight.tensor.size().into_iter().map(i64::unsigned_abs).collect();
-        TensorInfo { name: weight.name.clone(), dtype, shape }
-    };
+    let dtype = dtype_of(trained.optimizer.rounded());
+    let info =
+        |weight: &Parameter| TensorInfo { name: weight.name.clone(), dtype, shape: shape(&weight.tensor) };
     trained.model.parameters().iter().map(info).collect()
+}
+
+fn shape(tensor: &Tensor) -> Vec<u64> {
+    tensor.size().into_iter().map(i64::unsigned_abs).collect()
+}
+
+/// The dtype of what is published: of a kind that it is rounded to, or of a part of a matrix in fp8.
+fn dtype_of(kind: Kind) -> Dtype {
+    match kind {
+        Kind::BFloat16 => Dtype::Bf16,
+        Kind::Float8e4m3fn => Dtype::F8E4M3,
+        _ => Dtype::F32,
+    }
 }
 
 impl Snapshot for PolicySnapshot {

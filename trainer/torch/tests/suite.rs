@@ -39,6 +39,7 @@ fn learner(learn: LearnOptions) -> Box<dyn Learner> {
         temperature: 1.0,
         num_threads: 1,
         device: "cpu".into(),
+        fp8: false,
         ranks: None,
     }))
 }

@@ -6,6 +6,7 @@ mod tests;
 
 use std::path::Path;
 
+use driftless_transport::snapshot::AuxFile;
 use serde_json::{Map, Value, json};
 use tch::Kind;
 
@@ -279,6 +280,20 @@ fn read_json(path: &Path) -> Result<Value> {
     }
     let text = std::fs::read(path).map_err(io("read", path))?;
     serde_json::from_slice(&text).map_err(|source| Error::Json { path: path.to_path_buf(), source })
+}
+
+/// The files of a model with another `config.json`.
+pub(crate) fn edit_config(files: &[AuxFile], edit: impl Fn(&mut Value)) -> Result<Vec<AuxFile>> {
+    let edited = |file: &AuxFile| {
+        if file.name() != "config.json" {
+            return Ok(file.clone());
+        }
+        let json = |source| Error::Json { path: file.name().into(), source };
+        let mut config = serde_json::from_slice(file.bytes()).map_err(json)?;
+        edit(&mut config);
+        Ok(AuxFile::new(file.name(), serde_json::to_vec_pretty(&config).map_err(json)?)?)
+    };
+    files.iter().map(edited).collect()
 }
 
 impl RopeScaling {
