@@ -204,6 +204,7 @@ impl Stage {
 
     fn options(&self) -> TrainOptions {
         TrainOptions {
+            rollout_hf_checkpoint: None,
             hf_checkpoint: self.start.clone(),
             save: self.dir.path().join("rl"),
             save_hf: Some(self.dir.path().join("final")),

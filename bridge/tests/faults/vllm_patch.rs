@@ -83,7 +83,7 @@ impl Scene {
     fn activate(&mut self) -> Result<(), Error> {
         let limit = Limit::within(Duration::from_secs(60));
         let (checkpoint, manifest) = (&self.next, &self.manifest);
-        let target = Target { checkpoint, label: &self.label, manifest, limit: &limit };
+        let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit: &limit };
         self.activator.activate(&target).map(drop).map_err(|error| *error.downcast::<Error>().unwrap())
     }
 

@@ -457,6 +457,7 @@ mod tests {
             keep: 1,
         };
         let mut learner = TorchLearner::new(TorchOptions {
+            fp8: false,
             learn: LearnOptions::default(),
             temperature: 1.0,
             num_threads: 1,
