@@ -88,7 +88,7 @@ impl Engine for Client {
     }
 
     fn patch<'a>(&'a self, load: Reload<'a>) -> Answer<'a, Patched> {
-        Box::pin(patch(self, load.label))
+        Box::pin(patch(self, load))
     }
 
     fn check<'a>(
@@ -151,7 +151,8 @@ fn compare(engine: &str, expected: &Expected, local: Option<&Expected>) -> Resul
 }
 
 /// An update in vLLM's words. The server keeps its fence until all of it is written.
-async fn patch(client: &Client, label: &str) -> Result<Patched> {
+async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
+    let label = load.label;
     client.start_weight_update().await?;
     match client.update_weights(label).await {
         Ok(()) => {}
@@ -161,6 +162,9 @@ async fn patch(client: &Client, label: &str) -> Result<Patched> {
             return Ok(Patched::Untouched);
         }
         Err(error) => return Err(error),
+    }
+    if load.pause == PauseMode::InPlace {
+        empty_cache(client, load.pause).await?;
     }
     client.finish_weight_update(Some(label)).await?;
     expect_label(client, label).await.map(|()| Patched::Patched)

@@ -1,5 +1,6 @@
 """Where the plugin hangs in SGLang: inner names, looked up and compared before anything is hooked."""
 
+import inspect
 import logging
 import threading
 import time
