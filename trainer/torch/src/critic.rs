@@ -60,7 +60,7 @@ impl Critic {
     /// Values `[M]` f32 of a batch's trained tokens, without gradients: what the critic expects before each.
     ///
     /// # Errors
-    /// [`Error::Torch`] if libtorch refuses.
+    /// [`crate::Error::Torch`] if libtorch refuses.
     pub fn values(&self, batch: &Batch) -> Result<Tensor> {
         match batch.trains() {
             true => batch.pass(|| tch::no_grad(|| self.head(&hidden(&self.trained.model, batch)?))),
@@ -71,7 +71,7 @@ impl Critic {
     /// One step over micro-batches that together are the batch, towards their returns.
     ///
     /// # Errors
-    /// As for [`crate::Policy::policy_step`]; [`Error::Input`] if a batch has no values or returns.
+    /// As for [`crate::Policy::policy_step`]; [`crate::Error::Input`] if a batch has no values or returns.
     pub fn step(&mut self, batches: &[Batch], options: &CriticOptions, lr: f64) -> Result<StepStats> {
         let mut stats = StepStats { critic_lr: lr, ..StepStats::default() };
         self.trained.optimizer.gradients.clear()?;
