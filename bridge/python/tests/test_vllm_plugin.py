@@ -123,6 +123,15 @@ class Host:
             assert time.monotonic() < end, (expected, said)
             time.sleep(0.005)
 
+    def goes_on_from(self, label: str) -> None:
+        """Has version 1 loaded, as a follower does after a refusal; the next one is patched again."""
+        self.model.load_weights(self.versions[1].items())
+        self.loaded(label)
+        label = self.step()
+        self.told(None)
+        self.update(label)
+        assert self.holds(2)
+
     def update(self, label: str) -> None:
         """An update as vLLM's worker carries it out."""
         self.engine.start_weight_update()
@@ -177,12 +186,7 @@ def test_update_from_another_base_is_refused_until_a_load(host):
     label = host.step()
     host.told("the live version")
     host.refuses(label, "no delta from the live version")
-    host.model.load_weights(host.versions[1].items())
-    host.loaded(label)
-    label = host.step()
-    host.told(None)
-    host.update(label)
-    assert host.holds(2)
+    host.goes_on_from(label)
 
 
 def test_update_of_weights_that_somebody_changed_is_refused(host):
@@ -236,12 +240,7 @@ def test_engine_that_was_shut_down_learns_anew(host):
     host.told(None)
     host.engine.shutdown()
     host.refuses(label, "no delta from the live version")
-    host.model.load_weights(host.versions[1].items())
-    host.loaded(label)
-    label = host.step()
-    host.told(None)
-    host.update(label)
-    assert host.holds(2)
+    host.goes_on_from(label)
 
 
 def test_info_of_another_backend_is_refused_by_vllm(host):

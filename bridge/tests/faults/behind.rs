@@ -1,7 +1,6 @@
 //! Activation of a version whose files a follower still writes: the engine may be patched, and loads nothing.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -16,6 +15,8 @@ use driftless_transport::publish::{Mode, PublisherOptions, Start, Step};
 use driftless_transport::{Checkpoint, Publisher, Replica, Run, Version};
 use fail::FailScenario;
 use serde_json::{Value, json};
+
+use crate::plugins_in;
 
 const UPDATE: &str = "/update_weights_from_disk";
 const HELD: &str = "follow.apply";
@@ -47,9 +48,7 @@ impl Scene {
         publisher.publish_reference(&first, Step::default()).unwrap();
         publisher.publish(&Checkpoint::open(&next).unwrap(), Step::default(), Mode::Delta).unwrap();
 
-        let plugins = dir.path().join("plugins");
-        fs::create_dir(&plugins).unwrap();
-        fs::set_permissions(&plugins, fs::Permissions::from_mode(0o700)).unwrap();
+        let plugins = plugins_in(dir.path());
         let fake = Fake::start(&first);
         let plugin = PluginOptions::new(&plugins);
         let options = DiskOptions::default().with_client(patient()).with_plugin(plugin);

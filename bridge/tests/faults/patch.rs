@@ -17,6 +17,8 @@ use serde_json::{Value, json};
 
 use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, version};
 
+use crate::plugins_in;
+
 const LEAN: [&str; 3] = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"];
 
 /// An engine that serves a version, another one, and a directory where the plugin has spoken.
@@ -39,9 +41,7 @@ impl Scene {
         let dir = tempfile::tempdir().unwrap();
         let fake = Fake::start(&checkpoint(&dir.path().join("a"), 1, 4));
         let (next, manifest) = version(dir.path());
-        let plugins = dir.path().join("plugins");
-        fs::create_dir(&plugins).unwrap();
-        fs::set_permissions(&plugins, fs::Permissions::from_mode(0o700)).unwrap();
+        let plugins = plugins_in(dir.path());
         let mut plugin = PluginOptions::new(&plugins);
         set(&mut plugin);
         let options = DiskOptions::default().with_client(patient()).with_pause(pause).with_plugin(plugin);

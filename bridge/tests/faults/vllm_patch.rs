@@ -2,7 +2,6 @@
 //! it never claims weights that it does not have.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -18,6 +17,7 @@ use driftless_transport::prepared::offer_path;
 use serde_json::json;
 
 use crate::patch::started;
+use crate::plugins_in;
 
 const PAUSE: &str = "/pause?mode=keep";
 const EMPTY: &str = "/reset_prefix_cache?reset_running_requests=true";
@@ -55,9 +55,7 @@ impl Scene {
             (server.backend, server.weights, server.label) = (true, Some(base), BASE.into());
             server.truths.extend([(label.clone(), digest(next.dir())), (BASE.into(), base)]);
         }
-        let plugins = dir.path().join("plugins");
-        fs::create_dir(&plugins).unwrap();
-        fs::set_permissions(&plugins, fs::Permissions::from_mode(0o700)).unwrap();
+        let plugins = plugins_in(dir.path());
         let plugin = PluginOptions::new(&plugins).with_deadline(Duration::from_millis(20));
         let options = DiskOptions::default().with_client(client).with_pause(pause).with_plugin(plugin);
         let activator = DiskActivator::new(&vllm.url(), options).unwrap();
