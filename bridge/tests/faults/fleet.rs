@@ -203,15 +203,20 @@ fn laggards_are_named_with_what_they_serve() {
 #[test]
 fn concurrency_is_bounded_per_engine() {
     let scene = scene(2, patient().with_concurrency(3));
-    scene.fakes.iter().for_each(|fake| fake.engine().at_once = 3);
-    scene.runtime.block_on(async {
-        let mut all = tokio::task::JoinSet::new();
-        for sample in 0..40 {
-            let fleet = scene.fleet.clone();
-            all.spawn(async move { fleet.generate(request(sample), None).await.unwrap() });
-        }
-        assert_eq!(all.join_all().await.len(), 40);
+    // Nothing is answered before every place is taken.
+    scene.fakes.iter().for_each(|fake| fake.engine().paused = true);
+    let all = (0..40).map(|sample| {
+        let fleet = scene.fleet.clone();
+        scene.runtime.spawn(async move { fleet.generate(request(sample), None).await })
     });
+    let all: Vec<_> = all.collect();
+    until("both engines are full", || scene.fakes.iter().all(|fake| fake.engine().generating == 3));
+    scene.fakes.iter().for_each(|fake| fake.engine().paused = false);
+    // Any call lets the waiting ones look again.
+    scene.runtime.block_on(scene.fleet.look()).unwrap();
+    for sample in all {
+        scene.runtime.block_on(sample).unwrap().unwrap();
+    }
     for fake in &scene.fakes {
         let most = fake.engine().most_generating;
         assert_eq!(most, 3);

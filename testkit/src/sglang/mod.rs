@@ -100,8 +100,6 @@ pub struct Engine {
     pub generating: usize,
     /// Most that were under way at once.
     pub most_generating: usize,
-    /// Nothing is answered before so many requests have been under way at once.
-    pub at_once: usize,
     /// Told after every call.
     changed: Arc<Notify>,
     /// Its place in weight-update groups.
@@ -143,7 +141,6 @@ impl Fake {
             faults: BTreeMap::new(),
             generating: 0,
             most_generating: 0,
-            at_once: 0,
             changed: Arc::default(),
             pushes: Receiver::default(),
             memory: Memory::default(),
@@ -427,7 +424,6 @@ async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response
         let mut engine = engine.lock().unwrap();
         engine.generating += 1;
         engine.most_generating = engine.most_generating.max(engine.generating);
-        engine.changed.notify_waiters();
         engine.changed.clone()
     };
     loop {
@@ -435,7 +431,7 @@ async fn generate(engine: Shared, body: Value, fault: Option<Fault>) -> Response
         let change = changed.notified();
         let waits = {
             let engine = engine.lock().unwrap();
-            engine.paused || engine.most_generating < engine.at_once
+            engine.paused
         };
         if !waits {
             break;
