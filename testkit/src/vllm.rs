@@ -1,5 +1,6 @@
-//! A stand-in for a vLLM server, in this process: what the documentation of vLLM says of the calls that the
-//! bridge uses, for one model, and faults on command.
+//! A stand-in for a vLLM server, in this process: what vLLM 0.32.0 answers to the calls that the bridge uses,
+//! for one model, and faults on command. A real one is behind the bridge in
+//! `bridge/python/tests/test_vllm_server.py`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::hash::{DefaultHasher, Hasher as _};
@@ -228,7 +229,7 @@ async fn respond(
         return StatusCode::NOT_FOUND.into_response();
     }
     match (method, path) {
-        ("GET", "/version") => ok(json!({"version": "0.33.0"})),
+        ("GET", "/version") => ok(json!({"version": "0.32.0"})),
         ("GET", "/v1/models") => ok(json!({"object": "list", "data": [
             {"id": "policy", "object": "model", "root": server.root, "parent": null, "max_model_len": 4096},
             {"id": "adapter", "object": "model", "root": "/adapters/a", "parent": "policy"},
