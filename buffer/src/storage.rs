@@ -213,8 +213,8 @@ impl Write for Calls<'_> {
     }
 }
 
-/// Maps the first `bytes` bytes of a file, to write them. A medium may have lost the growth of the file and said
-/// that it was done: a store to memory behind the file's end would end the process.
+/// Maps the first `bytes` bytes of a file, to write them. A medium may have lost the growth of the file and
+/// said that it was done: a store to memory behind the file's end would end the process.
 pub(crate) fn map(file: &File, bytes: usize) -> io::Result<MmapRaw> {
     let found = file.metadata()?.len();
     if found < bytes as u64 {

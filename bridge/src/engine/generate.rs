@@ -172,8 +172,8 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// Refuses tokens that the model does not have. A learner looks each of them up in a table of `vocabulary`
-    /// rows, without asking again.
+    /// Refuses tokens that the model does not have: a learner looks each of them up in a table of
+    /// `vocabulary` rows.
     ///
     /// # Errors
     /// [`Error::Reply`] for an id that is negative or not below `vocabulary`.

@@ -1,4 +1,5 @@
-//! Texts with a bound. What a template repeats is small itself and may be longer than any memory when written.
+//! Texts with a bound. What a template repeats is small itself, and may be longer than any memory once it is
+//! written.
 
 use std::fmt::{self, Write as _};
 use std::io;
