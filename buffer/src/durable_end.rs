@@ -14,7 +14,7 @@ use memmap2::MmapOptions;
 use rustix::thread::futex;
 
 use crate::map::Map;
-use crate::{Error, Result, regular};
+use crate::{Error, Result, regular, storage};
 
 const NAME: &str = "end";
 const BYTES: usize = 64;
@@ -41,7 +41,7 @@ impl DurableEnd {
             if file.metadata()?.len() < BYTES as u64 {
                 file.set_len(BYTES as u64)?;
             }
-            Ok(Map::file(MmapOptions::new().len(BYTES).map_raw(&file)?, BYTES))
+            Ok(Map::file(storage::map(&file, BYTES)?, BYTES))
         };
         let durable_end = Self { map: open().map_err(Error::io("map", &path))? };
         durable_end.set(end);

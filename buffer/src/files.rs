@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::check::Recovery;
 use crate::durable_end::DurableEnd;
 use crate::index::{Checked, Index, Loaded};
 use crate::layout::segment::HEADER_PAGE;
@@ -23,6 +24,7 @@ pub(crate) struct Files {
     root: PathBuf,
     storage: Directory,
     identity: OnceLock<Identity>,
+    recovery: Recovery,
     known: Mutex<Known>,
     durable_end: OnceLock<DurableEnd>,
 }
@@ -56,7 +58,13 @@ impl Files {
         let opened = recover::read(&storage, mode)?;
         let identity = opened.identity.map_or_else(OnceLock::new, OnceLock::from);
         let known = Mutex::new(Known { index: opened.index, mode, firsts });
-        Ok(Self { root: root.to_owned(), storage, identity, known, durable_end: OnceLock::new() })
+        let (root, recovery) = (root.to_owned(), opened.recovery);
+        Ok(Self { root, storage, identity, recovery, known, durable_end: OnceLock::new() })
+    }
+
+    /// What opening found.
+    pub(crate) fn recovery(&self) -> &Recovery {
+        &self.recovery
     }
 
     pub(crate) fn identity(&self) -> Option<&Identity> {

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::check::Recovery;
 use crate::files::Files;
 use crate::index::{Checked, Index, Place};
 use crate::layout::segment::EntryState;
@@ -47,6 +48,16 @@ impl Reader {
         match &self.source {
             Source::Live(shared) => Some(&shared.options().identity),
             Source::Files(files) => files.identity(),
+        }
+    }
+
+    /// What opening found: damage, and how much had to be scanned. A segment of which nothing can be read is
+    /// named here only.
+    #[must_use]
+    pub fn recovery(&self) -> &Recovery {
+        match &self.source {
+            Source::Live(shared) => shared.recovery(),
+            Source::Files(files) => files.recovery(),
         }
     }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use crate::check::{Damage, Recovery, Severity};
 use crate::index::{Checked, Index, Loaded, Segment};
+use crate::layout::ALIGN;
 use crate::layout::frame::{FRAME_HEADER, Peek};
 use crate::layout::segment::{
     ENTRY, Entry, EntryState, HEADER_PAGE, HeaderFault, SegmentHeader, TRAILER, Trailer, decode_table,
@@ -140,8 +141,10 @@ fn refuse_foreign(storage: &dyn Storage, first: u64, identity: &Identity) -> Res
 fn read_header(storage: &dyn Storage, name: &str, map: &Map) -> Result<Option<(SegmentHeader, bool)>> {
     match SegmentHeader::decode(&map.copy(0..HEADER_PAGE.min(map.len()) / 8 * 8)) {
         Ok((header, whole)) => {
-            let sane =
-                header.capacity >= (HEADER_PAGE + TRAILER) as u64 && header.capacity <= SEGMENT_BYTES_MAX;
+            // Its CRC is no proof of who wrote it, and words are read at the end of the capacity.
+            let sane = header.capacity >= (HEADER_PAGE + TRAILER) as u64
+                && header.capacity <= SEGMENT_BYTES_MAX
+                && header.capacity.is_multiple_of(ALIGN as u64);
             Ok((sane && segment_first(name) == Some(header.first)).then_some((header, whole)))
         }
         Err(HeaderFault::Damaged) => Ok(None),

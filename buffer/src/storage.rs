@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use memmap2::MmapOptions;
+use memmap2::{MmapOptions, MmapRaw};
 
 use crate::layout::segment::HEADER_PAGE;
 use crate::map::Map;
@@ -108,7 +108,7 @@ impl Storage for Directory {
     fn prepare(&self, bytes: usize) -> io::Result<Map> {
         let (raw, file) = self.put(SPARE, |file| {
             allocate(file, bytes as u64)?;
-            Ok((call(|| MmapOptions::new().map_raw(file))?, file.try_clone()?))
+            Ok((map(file, bytes)?, file.try_clone()?))
         })?;
         Ok(Map::writable(raw, file, HEADER_PAGE))
     }
@@ -139,11 +139,13 @@ impl Storage for Directory {
             return Ok(Map::file(raw, tail));
         };
         let file = call(|| regular::open_with(OpenOptions::new().read(true).write(true), &path))?;
-        if file.metadata()?.len() < bytes as u64 {
+        let found = file.metadata()?.len();
+        if found < bytes as u64 {
             allocate(&file, bytes as u64)?;
             call(|| file.sync_all())?;
         }
-        let raw = call(|| MmapOptions::new().map_raw(&file))?;
+        // What was appended to a segment is none of it: its trailer ends at its capacity.
+        let raw = map(&file, if bytes == 0 { usize::try_from(found).unwrap_or(usize::MAX) } else { bytes })?;
         let tail = raw.len();
         Ok(Map::writable(raw, file, tail))
     }
@@ -211,10 +213,26 @@ impl Write for Calls<'_> {
     }
 }
 
+/// Maps the first `bytes` bytes of a file, to write them. A medium may have lost the growth of the file and
+/// said that it was done: a store to memory behind the file's end would end the process.
+pub(crate) fn map(file: &File, bytes: usize) -> io::Result<MmapRaw> {
+    let found = file.metadata()?.len();
+    if found < bytes as u64 {
+        let message =
+            format!("expected a file of {bytes} bytes, found {found}: the file system has lost its growth");
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, message));
+    }
+    call(|| MmapOptions::new().len(bytes).map_raw(file))
+}
+
 /// Gives every byte of the file storage, so that a full disk is an error here and not a signal at some later
 /// store.
 fn allocate(file: &File, bytes: u64) -> io::Result<()> {
     use rustix::fs::{FallocateFlags, fallocate};
+    #[cfg(all(test, not(loom)))]
+    if crate::tests::syscalls::loses_growth() {
+        return Ok(());
+    }
     match call(|| Ok(fallocate(file, FallocateFlags::empty(), 0, bytes)?)) {
         Err(error) if error.kind() == io::ErrorKind::Unsupported => {
             let zeros = vec![0; 1 << 20];

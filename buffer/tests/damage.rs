@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use driftless_buffer::check::{Severity, verify};
+use driftless_buffer::sample::Shape;
 use driftless_buffer::{Error, Log, Position, Reader, Record};
 use driftless_testkit::log::{Owned, options, sample};
 
@@ -197,4 +198,85 @@ fn a_missing_segment_and_a_foreign_file_are_told() {
     assert_eq!(damage[0].path, paths[0]);
     let log = Log::open(dir.path(), options()).unwrap();
     assert_eq!(log.reader().iter(Position(0)).filter(Result::is_ok).count(), 1);
+}
+
+/// Appended to, as a copy that went wrong may be: the segment ends where its header says.
+#[test]
+fn open_segment_longer_than_its_capacity_is_sealed_at_its_capacity() {
+    for more in [1, 8, 4096] {
+        let dir = tempfile::tempdir().unwrap();
+        let expected = small_log(dir.path());
+        let path = &segments(dir.path())[1];
+        let whole = fs::read(path).unwrap();
+        fs::write(path, [&whole[..], &vec![7; more]].concat()).unwrap();
+        let log = Log::open(dir.path(), options()).unwrap();
+        assert!(unreadable(&log.reader(), &expected, "while it is open").is_empty());
+        log.close().unwrap();
+        let again = Log::open(dir.path(), options()).unwrap();
+        assert_eq!(
+            again.recovery().scanned,
+            0,
+            "{more} bytes more: the trailer is where readers look for it"
+        );
+        assert!(unreadable(&again.reader(), &expected, "sealed").is_empty());
+    }
+}
+
+/// Nothing that this crate writes has such a capacity, and a checksum is no proof of who wrote it.
+#[test]
+fn open_segment_of_a_capacity_that_no_segment_has_is_damage() {
+    let dir = tempfile::tempdir().unwrap();
+    small_log(dir.path());
+    let path = &segments(dir.path())[1];
+    let mut bytes = fs::read(path).unwrap();
+    for copy in [0, 2048] {
+        bytes[copy + 32] = 1;
+        let crc = crc32c::crc32c(&bytes[copy..copy + 2044]).to_le_bytes();
+        bytes[copy + 2044..copy + 2048].copy_from_slice(&crc);
+    }
+    bytes.push(0);
+    fs::write(path, bytes).unwrap();
+    let damage = verify(dir.path()).unwrap().damage;
+    assert!(damage.len() == 1 && damage[0].what.starts_with("segment header"), "{damage:?}");
+    Log::open(dir.path(), options()).unwrap();
+}
+
+/// A medium that loses what was written to it: the map reads zeros, or what stood there before, or rubbish.
+#[test]
+fn log_whose_file_changes_under_it_errs_and_opens_again() {
+    let fill =
+        |byte: u8| move |file: &fs::File, at: u64, bytes: usize| file.write_all_at(&vec![byte; bytes], at);
+    let hole = |file: &fs::File, at: u64, bytes: usize| {
+        use rustix::fs::{FallocateFlags, fallocate};
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fallocate(file, flags, at, bytes as u64).map_err(Into::into)
+    };
+    type Change = Box<dyn Fn(&fs::File, u64, usize) -> std::io::Result<()>>;
+    let changes: [Change; 3] = [Box::new(fill(0)), Box::new(fill(0xff)), Box::new(hole)];
+    for change in changes {
+        for (at, bytes) in [(0, 64 << 10), (0, 4096), (4096, 4096), (4096 + 64, 128)] {
+            let dir = tempfile::tempdir().unwrap();
+            let log = Log::open(dir.path(), options().with_segment_bytes(64 << 10)).unwrap();
+            for id in 0..4 {
+                log.append(&sample(id, id, 0).as_sample()).unwrap().wait().unwrap();
+            }
+            let other = Reader::open(dir.path()).unwrap();
+            let held = log.reserve(&Shape { response: 300, ..Shape::default() }).unwrap();
+            change(&OpenOptions::new().write(true).open(&segments(dir.path())[0]).unwrap(), at, bytes)
+                .unwrap();
+            for reader in [&log.reader(), &other, &Reader::open(dir.path()).unwrap()] {
+                for item in reader.iter(Position(0)) {
+                    assert!(matches!(item, Ok(_) | Err(Error::Damaged { .. })), "{item:?}");
+                }
+            }
+            drop(held);
+            for id in 10..300 {
+                log.append(&sample(id, id, 0).as_sample()).unwrap().wait().unwrap();
+            }
+            log.close().unwrap();
+            verify(dir.path()).unwrap();
+            let log = Log::open(dir.path(), options()).unwrap();
+            log.append(&sample(9, 9, 0).as_sample()).unwrap().wait().unwrap();
+        }
+    }
 }

@@ -18,8 +18,9 @@ use serde_json::{Value, json};
 
 /// What the process is told to do wrong: faults, separated by commas, each `call:number:fault` with the
 /// call's number from 1 on. Each happens once in a state directory, but for `always_kill`. `kill`: it ends by
-/// SIGKILL before the call; `killed_after`: after it, before the reply; `hang`, `nonsense`, `error`,
-/// `protocol`, `not_finite`: that, in place of a reply; `told_wrong`: a version that is not in the store.
+/// SIGKILL before the call; `killed_after`: after it, before the reply; `hang`, `endless` (a line without an
+/// end), `nonsense`, `error`, `protocol`, `not_finite`: that, in place of a reply; `told_wrong`: a version
+/// that is not in the store.
 pub const FAULTS: &str = "FAKE_LEARNER_FAULTS";
 
 /// Logits of the model.
@@ -52,6 +53,10 @@ pub fn main() {
             Some("hang") => loop {
                 std::thread::sleep(Duration::from_secs(3600));
             },
+            Some("endless") => {
+                while reply.write_all(&[b' '; 1 << 16]).is_ok() {}
+                return;
+            }
             Some("nonsense") => Value::Null,
             Some("error") => json!({"error": "the fake learner errs on command"}),
             Some("protocol") => json!({"protocol": 2}),

@@ -128,6 +128,43 @@ fn stat_tail_and_verify_speak_json() {
     assert_eq!(report["records"].as_u64(), Some(5));
 }
 
+#[test]
+fn tail_damaged_record_is_named_and_those_behind_it_are_printed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    filled(dir.path()).close().expect("a disk");
+    let segment = dir.path().join("segment-00000000000000000000.log");
+    let mut bytes = std::fs::read(&segment).expect("a segment");
+    // A byte of the first record's body.
+    bytes[4096 + 64 + 210] ^= 1;
+    std::fs::write(&segment, bytes).expect("a segment");
+    for (flags, last) in [(&["--json"][..], "{\"error\""), (&[], "error: ")] {
+        let tail = log(&[&["tail", text(dir.path())], flags].concat());
+        let (out, told) = (String::from_utf8_lossy(&tail.stdout), String::from_utf8_lossy(&tail.stderr));
+        assert_eq!((tail.status.code(), out.lines().count()), (Some(3), 4), "{out}\n{told}");
+        let told: Vec<&str> = told.lines().collect();
+        assert!(told[0].contains("record body") && told[0].contains(".log:4096"), "{told:?}");
+        assert!(told[1].starts_with(last) && told[1].contains("1 damaged"), "{told:?}");
+    }
+}
+
+#[test]
+fn tail_segment_without_a_header_is_named_and_the_others_are_printed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    filled(dir.path()).close().expect("a disk");
+    filled(dir.path()).close().expect("a disk");
+    for (lost, named) in [(5, true), (0, false)] {
+        let segment = dir.path().join(format!("segment-{lost:020}.log"));
+        let whole = std::fs::read(&segment).expect("a segment");
+        std::fs::write(&segment, [&[0; 4096], &whole[4096..]].concat()).expect("a segment");
+        let tail = log(&["tail", text(dir.path()), "-n", "5"]);
+        let (out, told) = (String::from_utf8_lossy(&tail.stdout), String::from_utf8_lossy(&tail.stderr));
+        // The older segment is not among the last five records.
+        assert_eq!((tail.status.code(), out.lines().count()), (Some(if named { 3 } else { 0 }), 5), "{told}");
+        assert_eq!(told.contains("segment header") && told.contains(text(&segment)), named, "{told}");
+        std::fs::write(&segment, whole).expect("a segment");
+    }
+}
+
 #[cfg(feature = "arrow")]
 #[test]
 fn records_go_out_as_arrow_and_parquet() {

@@ -110,6 +110,25 @@ fn a_template_that_does_not_end_is_stopped() {
 }
 
 #[test]
+fn render_text_longer_than_its_bound_is_stopped() {
+    for source in [
+        "{% for a in range(100) %}{{ 'a' * 1000000 }}{% endfor %}",
+        // Small lists, as long as nobody writes them out.
+        "{{ [[10**37] * 100000] * 1000 }}",
+        "{% set kept %}{{ [[10**37] * 100000] * 1000 }}{% endset %}",
+        "{{ ([[10**37] * 100000] * 1000) | string | length }}",
+        "{{ ([[10**37] * 100000] * 1000) | tojson | length }}",
+        "{{ range(1000) | list | tojson(indent='a' * 100000) | length }}",
+        "{{ [[[1]]] | tojson(indent='a' * 30000000) | length }}",
+        "{{ range(1000) | list | tojson(separators=('a' * 100000, ':')) | length }}",
+    ] {
+        let template = ChatTemplate::from_source(source, &SPECIAL).unwrap();
+        let words = template.render_json("[]", None, None).unwrap_err().to_string();
+        assert!(words.contains("its text is longer than 67108864 bytes"), "{source}: {words}");
+    }
+}
+
+#[test]
 fn a_template_that_is_none_is_refused_with_its_line() {
     let words = ChatTemplate::from_source("a\n{% for x in %}", &SPECIAL).unwrap_err().to_string();
     assert!(words.contains("line 2"), "{words}");

@@ -95,6 +95,7 @@ fn child_that_says_what_no_reply_is_names_itself_and_its_words() {
     for (fault, expected) in [
         ("step:1:error", "errs on command"),
         ("step:1:nonsense", "found null"),
+        ("step:1:endless", "more than 4194304 bytes"),
         ("step:1:protocol", "neither"),
     ] {
         let dir = tempfile::tempdir().unwrap();

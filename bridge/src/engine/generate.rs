@@ -171,6 +171,26 @@ pub struct Generation {
     pub retractions: u64,
 }
 
+impl Generation {
+    /// Refuses tokens that the model does not have: a learner looks each of them up in a table of
+    /// `vocabulary` rows.
+    ///
+    /// # Errors
+    /// [`Error::Reply`] for an id that is negative or not below `vocabulary`.
+    pub(crate) fn validate(&self, vocabulary: u64) -> Result<()> {
+        let outside = |id: &&i32| u64::try_from(**id).map_or(true, |id| id >= vocabulary);
+        match self.output_ids.iter().find(outside) {
+            None => Ok(()),
+            Some(id) => Err(Error::Reply {
+                engine: self.engine.clone(),
+                call: "a generation".into(),
+                expected: format!("token ids in 0..{vocabulary}, the model's vocabulary"),
+                found: format!("token {id}"),
+            }),
+        }
+    }
+}
+
 /// What a reply should have been, and what it was.
 pub(crate) type Mismatch = (String, String);
 

@@ -73,7 +73,9 @@ impl<'a> Lease<'a> {
         let engine = &self.member.engine;
         let spans = self.member.state().identity.spans;
         let before = if spans { None } else { engine.label().await? };
-        Ok((engine.generate(request).await?, before))
+        let generation = engine.generate(request).await?;
+        generation.validate(self.member.vocabulary())?;
+        Ok((generation, before))
     }
 
     /// Learns from a reply what its engine serves.

@@ -52,6 +52,11 @@ impl Member {
         Attached::new(self.engine.clone(), self.state().identity.clone())
     }
 
+    /// Token ids below this are the model's.
+    pub(super) fn vocabulary(&self) -> u64 {
+        self.expected.config.vocabulary
+    }
+
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         // Nothing in here can be left half-changed by a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)

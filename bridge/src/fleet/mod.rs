@@ -159,8 +159,9 @@ impl Fleet {
     /// Generates one sample on some engine, all of it with weights of `minimum` or later versions of its run.
     ///
     /// An attempt whose tokens are older, or that somebody aborted, is thrown away; so is one on an engine
-    /// that fails. The sample is then tried again, elsewhere or once an engine has caught up, until the
-    /// fleet's deadline. Dropping the future aborts the request on its engine.
+    /// that fails. A token id that is not below the model's `vocab_size` is such a failure. The sample is
+    /// then tried again, elsewhere or once an engine has caught up, until the fleet's deadline. Dropping the
+    /// future aborts the request on its engine.
     ///
     /// # Errors
     /// [`Error::Exhausted`] with every engine's last failure; [`Error::Request`] and [`Error::Status`] for

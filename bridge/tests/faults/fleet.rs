@@ -11,6 +11,8 @@ use driftless_testkit::sglang::{self, Fake, Fault, checkpoint};
 
 const OLD: &str = "3f0c9a12b7de:1";
 const NEW: &str = "3f0c9a12b7de:2";
+/// `vocab_size` of the engines' checkpoint.
+const VOCABULARY: i32 = 10;
 
 struct Scene {
     fakes: Vec<Fake>,
@@ -127,6 +129,21 @@ fn a_failing_engine_is_replaced_by_another() {
         }
         let generation = scene.runtime.block_on(scene.fleet.generate(request(0), None)).unwrap();
         assert_ne!(generation.rid, Rid::new(1, 0), "{fault:?}");
+    }
+}
+
+#[test]
+fn generate_token_beyond_the_vocabulary_is_the_engines_failure() {
+    let scene = scene(1, patient());
+    // The last id of a vocabulary is the model's, the next one is nobody's.
+    scene.fakes[0].engine().tokens = vec![VOCABULARY, VOCABULARY - 1];
+    let generation = scene.runtime.block_on(scene.fleet.generate(request(0), None)).unwrap();
+    assert_eq!(generation.rid, Rid::new(1, 0).next_attempt());
+    assert_eq!(generation.output_ids, [VOCABULARY - 1]);
+    let failure = scene.fleet.status().remove(0).failure.unwrap();
+    let (address, vocabulary) = (scene.fakes[0].address, VOCABULARY);
+    for part in [address.to_string(), format!("0..{vocabulary}"), format!("token {vocabulary}")] {
+        assert!(failure.contains(&part), "{failure}");
     }
 }
 

@@ -15,6 +15,7 @@ thread_local! {
     /// The call that fails, and how.
     static FAIL: Cell<Option<(usize, io::ErrorKind)>> = const { Cell::new(None) };
     static SHORT: Cell<bool> = const { Cell::new(false) };
+    static LOSES_GROWTH: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Before every call of this thread.
@@ -29,6 +30,11 @@ pub(crate) fn called() -> io::Result<()> {
 /// What a write stores of these bytes.
 pub(crate) fn shortened(bytes: &[u8]) -> &[u8] {
     if SHORT.get() { &bytes[..bytes.len().div_ceil(3)] } else { bytes }
+}
+
+/// Whether a file is as short as before when it was grown, and nobody is told.
+pub(crate) fn loses_growth() -> bool {
+    LOSES_GROWTH.get()
 }
 
 /// Two kilobytes that depend on the id.
@@ -118,4 +124,22 @@ fn a_write_that_stores_a_part_is_gone_on_with() {
     outcome.unwrap();
     assert_eq!(acknowledged.len(), 200);
     check(dir.path(), &acknowledged, "short writes");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "maps files")]
+fn append_medium_that_loses_the_growth_of_files_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = open(dir.path()).unwrap();
+    let sample = Sample { prompt_len: 1, tokens: &[1], ..Sample::default() };
+    LOSES_GROWTH.set(true);
+    let outcome = log.append(&sample);
+    LOSES_GROWTH.set(false);
+    let error = outcome.unwrap_err();
+    let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+    assert!(
+        matches!(error, Error::Io { .. }) && cause.contains("of 65536 bytes, found 0"),
+        "{error}: {cause}"
+    );
+    log.append(&sample).unwrap().wait().unwrap();
 }

@@ -60,10 +60,7 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     })?;
     std::fs::rename(&unfinished, &args.file).map_err(io)?;
     output.print(&exported, |exported| format!("{} records in {}", exported.records, args.file.display()))?;
-    if exported.damaged == 0 {
-        return Ok(());
-    }
-    Err(Error::Damaged { what: args.dir.display().to_string(), damaged: exported.damaged })
+    super::whole(&args.dir, exported.damaged)
 }
 
 fn format(args: &Args) -> Result<Format> {

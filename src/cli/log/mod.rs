@@ -5,10 +5,10 @@ mod export;
 mod import;
 
 use crate::cli::shared::error::{Error, Result};
-use crate::cli::shared::output::Output;
+use crate::cli::shared::output::{Output, fail};
 use crate::cli::shared::{numbers, paths};
 use driftless::buffer::check::Severity;
-use driftless::buffer::{self, Reader, Record};
+use driftless::buffer::{self, Position, Reader, Record};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -47,7 +47,8 @@ enum Command {
         /// Directory of the log.
         dir: PathBuf,
     },
-    /// Print the last records.
+    /// Print the last records. What is damaged among them is named on standard error; exit code 3 if anything
+    /// is.
     Tail {
         /// Directory of the log.
         dir: PathBuf,
@@ -129,26 +130,44 @@ fn verify(dir: &Path, output: Output) -> Result<()> {
         lines.join("\n")
     })?;
     let damaged = report.damage.iter().filter(|damage| damage.severity != Severity::Torn).count();
-    if damaged == 0 {
-        return Ok(());
-    }
-    Err(Error::Damaged { what: dir.display().to_string(), damaged: damaged as u64 })
+    whole(dir, damaged as u64)
+}
+
+/// An error if anything of the log was damaged, which has been told by then.
+fn whole(dir: &Path, damaged: u64) -> Result<()> {
+    if damaged == 0 { Ok(()) } else { Err(Error::Damaged { what: dir.display().to_string(), damaged }) }
 }
 
 fn tail(dir: &Path, lines: u64, follow: bool, output: Output) -> Result<()> {
     paths::check_dir("log", dir)?;
     let reader = Reader::open(dir)?;
     let first = reader.end().0.saturating_sub(lines).max(reader.oldest().0);
-    let mut position = buffer::Position(first);
+    let (mut position, mut damaged) = (Position(first), 0);
+    // Of a segment that cannot be read, no record is met below.
+    let is_lost = |position: Position| position.0 >= first && matches!(reader.get(position), Ok(None));
+    for damage in reader.recovery().damage.iter().filter(|damage| damage.severity == Severity::Corrupt) {
+        if damage.position.is_none_or(is_lost) {
+            let (path, offset, what) = (damage.path.clone(), damage.offset, damage.what);
+            fail(&buffer::Error::Damaged { path, offset, what }.into());
+            damaged += 1;
+        }
+    }
     loop {
         let mut records = reader.iter(position);
         for record in records.by_ref() {
-            let record = record?;
-            output.print(&fields(&record), text)?;
+            match record {
+                Ok(record) => output.print(&fields(&record), text)?,
+                // The records behind it are as they were.
+                Err(error @ buffer::Error::Damaged { .. }) => {
+                    fail(&error.into());
+                    damaged += 1;
+                }
+                Err(error) => return Err(error.into()),
+            }
         }
         position = records.position();
         if !follow {
-            return Ok(());
+            return whole(dir, damaged);
         }
         reader.wait(position, TAIL_WAIT)?;
     }

@@ -1,7 +1,11 @@
 //! `json.dumps` and `repr` of Python, byte for byte.
 
+use std::fmt::Write as _;
+
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
+
+use super::text::Text;
 
 /// Levels of lists and maps within each other, at most.
 const DEPTH_MAX: usize = 128;
@@ -34,9 +38,9 @@ impl Style {
                 _ => return Err(refused(format!("tojson: separators are {pair}"))),
             },
         };
-        let mut writer = Writer { style: self, indent, item, key, out: String::new() };
+        let mut writer = Writer { style: self, indent, item, key, out: Text::default() };
         writer.write(value, 0)?;
-        Ok(writer.out)
+        Ok(writer.out.into_string())
     }
 }
 
@@ -45,7 +49,7 @@ struct Writer<'a> {
     indent: Option<String>,
     item: String,
     key: String,
-    out: String,
+    out: Text,
 }
 
 impl Writer<'_> {
@@ -54,15 +58,14 @@ impl Writer<'_> {
             return Err(refused("tojson: too many levels".into()));
         }
         match value.kind() {
-            ValueKind::None => self.out.push_str("null"),
-            ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => self.out.push_str(&float(value).unwrap_or_else(|| value.to_string())),
-            ValueKind::String => self.text(value.as_str().unwrap_or_default()),
+            ValueKind::None => self.out.write_str("null")?,
+            ValueKind::Bool => self.out.write_str(if value.is_true() { "true" } else { "false" })?,
+            ValueKind::Number => self.out.write_str(&float(value).unwrap_or_else(|| value.to_string()))?,
+            ValueKind::String => self.text(value.as_str().unwrap_or_default())?,
             ValueKind::Seq | ValueKind::Iterable => {
-                let elements: Vec<_> = value.try_iter()?.collect();
-                self.block('[', ']', depth, elements.len(), |writer, index| {
-                    writer.write(&elements[index], depth + 1)
-                })?;
+                // One after the other: a repeated list is small itself.
+                let elements = value.try_iter()?;
+                self.block('[', ']', depth, elements, |writer, value| writer.write(&value, depth + 1))?;
             }
             ValueKind::Map => {
                 let mut members = Vec::new();
@@ -72,11 +75,10 @@ impl Writer<'_> {
                 if self.style.sort_keys {
                     members.sort_by(|a, b| a.0.cmp(&b.0));
                 }
-                self.block('{', '}', depth, members.len(), |writer, index| {
-                    let (key, value) = &members[index];
-                    writer.text(key);
-                    writer.out.push_str(&writer.key.clone());
-                    writer.write(value, depth + 1)
+                self.block('{', '}', depth, members, |writer, (key, value)| {
+                    writer.text(&key)?;
+                    writer.out.write_str(&writer.key)?;
+                    writer.write(&value, depth + 1)
                 })?;
             }
             kind => return Err(refused(format!("a value of type {kind} is not JSON serializable"))),
@@ -84,57 +86,60 @@ impl Writer<'_> {
         Ok(())
     }
 
-    fn block(
+    fn block<T>(
         &mut self,
         open: char,
         close: char,
         depth: usize,
-        length: usize,
-        mut element: impl FnMut(&mut Self, usize) -> Result<(), Error>,
+        elements: impl IntoIterator<Item = T>,
+        mut element: impl FnMut(&mut Self, T) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        self.out.push(open);
-        for index in 0..length {
-            if index > 0 {
-                self.out.push_str(&self.item.clone());
+        self.out.write_char(open)?;
+        let mut filled = false;
+        for value in elements {
+            if std::mem::replace(&mut filled, true) {
+                self.out.write_str(&self.item)?;
             }
-            self.line(depth + 1);
-            element(self, index)?;
+            self.line(depth + 1)?;
+            element(self, value)?;
         }
-        if length > 0 {
-            self.line(depth);
+        if filled {
+            self.line(depth)?;
         }
-        self.out.push(close);
+        Ok(self.out.write_char(close)?)
+    }
+
+    fn line(&mut self, depth: usize) -> Result<(), Error> {
+        if let Some(indent) = &self.indent {
+            self.out.write_char('\n')?;
+            for _ in 0..depth {
+                self.out.write_str(indent)?;
+            }
+        }
         Ok(())
     }
 
-    fn line(&mut self, depth: usize) {
-        if let Some(indent) = &self.indent {
-            self.out.push('\n');
-            self.out.push_str(&indent.repeat(depth));
-        }
-    }
-
-    fn text(&mut self, text: &str) {
-        self.out.push('"');
+    fn text(&mut self, text: &str) -> Result<(), Error> {
+        self.out.write_char('"')?;
         for character in text.chars() {
             match character {
-                '"' => self.out.push_str("\\\""),
-                '\\' => self.out.push_str("\\\\"),
-                '\n' => self.out.push_str("\\n"),
-                '\r' => self.out.push_str("\\r"),
-                '\t' => self.out.push_str("\\t"),
-                '\u{8}' => self.out.push_str("\\b"),
-                '\u{c}' => self.out.push_str("\\f"),
-                control if control < ' ' => self.out.push_str(&format!("\\u{:04x}", control as u32)),
+                '"' => self.out.write_str("\\\"")?,
+                '\\' => self.out.write_str("\\\\")?,
+                '\n' => self.out.write_str("\\n")?,
+                '\r' => self.out.write_str("\\r")?,
+                '\t' => self.out.write_str("\\t")?,
+                '\u{8}' => self.out.write_str("\\b")?,
+                '\u{c}' => self.out.write_str("\\f")?,
+                control if control < ' ' => write!(self.out, "\\u{:04x}", control as u32)?,
                 other if self.style.ensure_ascii && !(' '..='~').contains(&other) => {
                     for unit in other.encode_utf16(&mut [0; 2]) {
-                        self.out.push_str(&format!("\\u{unit:04x}"));
+                        write!(self.out, "\\u{unit:04x}")?;
                     }
                 }
-                other => self.out.push(other),
+                other => self.out.write_char(other)?,
             }
         }
-        self.out.push('"');
+        Ok(self.out.write_char('"')?)
     }
 }
 

@@ -3,6 +3,7 @@
 mod clock;
 mod json;
 mod mask;
+mod text;
 
 use std::path::{Path, PathBuf};
 
@@ -16,6 +17,7 @@ use crate::error::{Error, Result, io};
 
 pub(crate) use mask::Conversation;
 pub use mask::LossMask;
+use text::{TEXT_BYTES_MAX, Text};
 
 /// Name of the template that is used where messages come with tools.
 const TOOL_USE: &str = "tool_use";
@@ -161,8 +163,12 @@ impl ChatTemplate {
             context.push((key.to_string(), value));
         }
         let context = Value::from_pairs(context);
-        let rendered = self.environment.get_template(&name).and_then(|template| template.render(context));
-        rendered.map_err(|error| said(&error))
+        let mut text = Text::default();
+        let template = self.environment.get_template(&name);
+        let rendered =
+            template.and_then(|template| template.render_captured_to(context, &mut text).map(drop));
+        rendered.map_err(|error| said(&error))?;
+        Ok(text.into_string())
     }
 }
 
@@ -184,12 +190,13 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
     });
     environment.set_formatter(|out, state, value| match json::float(value) {
         Some(text) => out.write_str(&text).map_err(minijinja::Error::from),
+        None if value.as_object().is_some() => Ok(out.write_str(&Text::of(value)?)?),
         None => minijinja::escape_formatter(out, state, value),
     });
     environment.add_filter("tojson", tojson);
     environment.add_filter("string", |value: &Value| match value.as_str() {
-        Some(text) => text.to_owned(),
-        None => json::float(value).unwrap_or_else(|| value.to_string()),
+        Some(text) => Ok(text.to_owned()),
+        None => json::float(value).map_or_else(|| Text::of(value), Ok),
     });
     environment
         .add_test("iterable", |value: &Value| is_sequence(value) || value.kind() == ValueKind::Iterable);
@@ -271,6 +278,7 @@ fn read(path: &Path) -> Result<Option<String>> {
 fn said(error: &minijinja::Error) -> String {
     let what = match error.kind() {
         ErrorKind::OutOfFuel => format!("it takes more than {INSTRUCTIONS_MAX} instructions"),
+        ErrorKind::WriteFailure => format!("its text is longer than {TEXT_BYTES_MAX} bytes"),
         kind => error.detail().map_or_else(|| kind.to_string(), str::to_owned),
     };
     error.line().map_or(what.clone(), |line| format!("{what} (line {line} of the template)"))

@@ -17,8 +17,6 @@ use crate::error::{Error, Result, io};
 const SOCKET: &str = "DRIFTLESS_LEARNER_SOCKET";
 /// Longest name of a socket that Linux takes.
 const SOCKET_BYTES_MAX: usize = 107;
-/// Longest reply.
-const REPLY_BYTES_MAX: u64 = 1 << 30;
 /// Longest line of output that is kept whole.
 const NOTE_BYTES_MAX: u64 = 16 << 10;
 /// Time between two looks at what does not wake us.
@@ -120,13 +118,14 @@ impl Process {
     /// One call and its reply, within `deadline`.
     pub(super) fn ask(&mut self, call: Call<'_>, deadline: Duration) -> Result<Reply, Lost> {
         let end = Instant::now() + deadline;
+        let most = call.reply_bytes_max();
         self.asked += 1;
         let mut line = serde_json::to_vec(&Line { id: self.asked, call })
             .map_err(|error| Lost::Nonsense(format!("a call that JSON cannot say: {error}")))?;
         line.push(b'\n');
         let id = self.asked;
         let exchanged = match &mut self.stream {
-            Some(stream) => exchange(stream, &line, end),
+            Some(stream) => exchange(stream, &line, end, most),
             None => return Err(Lost::Gone("a closed connection".to_owned())),
         };
         let reply = match exchanged {
@@ -139,8 +138,8 @@ impl Process {
             Err(error) => return Err(Lost::Gone(self.ended(&error))),
         };
         if reply.last() != Some(&b'\n') {
-            if reply.len() as u64 >= REPLY_BYTES_MAX {
-                return Err(Lost::Nonsense(format!("a line of more than {REPLY_BYTES_MAX} bytes")));
+            if reply.len() >= most {
+                return Err(Lost::Nonsense(format!("a line of more than {most} bytes")));
             }
             return Err(Lost::Gone(self.ended(&ErrorKind::UnexpectedEof.into())));
         }
@@ -199,8 +198,13 @@ fn spawn(command: &str, socket: &Path, input: File) -> Result<Child> {
     shell.spawn().map_err(io("start the command", command))
 }
 
-/// Writes a call and reads a line. Each of both may take until `end`.
-fn exchange(stream: &mut BufReader<UnixStream>, line: &[u8], end: Instant) -> std::io::Result<Vec<u8>> {
+/// Writes a call and reads a line, or the first `most` bytes of one. Each of both may take until `end`.
+fn exchange(
+    stream: &mut BufReader<UnixStream>,
+    line: &[u8],
+    end: Instant,
+    most: usize,
+) -> std::io::Result<Vec<u8>> {
     let mut rest = line;
     while !rest.is_empty() {
         stream.get_ref().set_write_timeout(Some(left(end)?))?;
@@ -208,7 +212,7 @@ fn exchange(stream: &mut BufReader<UnixStream>, line: &[u8], end: Instant) -> st
         rest = &rest[written..];
     }
     let mut reply = Vec::new();
-    while reply.last() != Some(&b'\n') && (reply.len() as u64) < REPLY_BYTES_MAX {
+    while reply.last() != Some(&b'\n') && reply.len() < most {
         stream.get_ref().set_read_timeout(Some(left(end)?))?;
         let arrived = stream.fill_buf()?;
         if arrived.is_empty() {

@@ -10,6 +10,12 @@ use crate::train::LearnOptions;
 /// The version of the protocol that is spoken here.
 pub const PROTOCOL: u32 = 1;
 
+/// Longest reply, beside the numbers that `log_probs` asks for. A learner may be anybody's program, so its
+/// line is not held in memory for longer than it can mean something.
+const REPLY_BYTES_MAX: usize = 4 << 20;
+/// Longest text of a number in a reply: JSON of a 64-bit float takes 24, and what separates two of them 2.
+const NUMBER_BYTES_MAX: usize = 32;
+
 /// A call with its number.
 #[derive(Serialize)]
 pub(super) struct Line<'a> {
@@ -40,6 +46,16 @@ impl Call<'_> {
             Call::Save { .. } => "save",
             Call::SaveHf { .. } => "save_hf",
         }
+    }
+
+    /// Bytes of the longest line that can be its reply.
+    pub(super) fn reply_bytes_max(&self) -> usize {
+        let numbers = match self {
+            // Each sample has brackets, too.
+            Call::LogProbs { samples, .. } => samples.iter().map(|sample| sample.response_len + 1).sum(),
+            _ => 0_usize,
+        };
+        numbers.saturating_mul(NUMBER_BYTES_MAX).saturating_add(REPLY_BYTES_MAX)
     }
 }
 
@@ -87,6 +103,9 @@ pub(super) struct Sample {
     position: u64,
     rollout_id: u64,
     advantage: f32,
+    /// Tokens of its response, which are as many numbers in a reply to `log_probs`.
+    #[serde(skip)]
+    response_len: usize,
 }
 
 pub(super) fn samples(batch: &Batch<'_>) -> Vec<Sample> {
@@ -94,6 +113,7 @@ pub(super) fn samples(batch: &Batch<'_>) -> Vec<Sample> {
         position: sample.position.0,
         rollout_id: sample.rollout_id,
         advantage: sample.advantage,
+        response_len: sample.response_len(),
     };
     batch.samples.iter().map(sample).collect()
 }
@@ -110,4 +130,22 @@ pub(super) struct Reply {
     pub(super) stats: Option<StepStats>,
     pub(super) not_finite: Option<String>,
     pub(super) version: Option<u64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reply_bytes_max_longest_log_probs_of_its_samples_fit() {
+        let sample = |response_len| Sample { position: 0, rollout_id: 0, advantage: 0.0, response_len };
+        let lengths = [0, 1, 200_000];
+        let call = Call::LogProbs { rollout_id: 0, samples: lengths.map(sample).into() };
+        // No number of 64 bits has a longer text; Python puts a space behind each comma.
+        let numbers = lengths.map(|length| vec![-f64::MIN_POSITIVE; length]);
+        let reply = serde_json::json!({"id": u64::MAX, "log_probs": numbers}).to_string().replace(',', ", ");
+        assert!(reply.len() > REPLY_BYTES_MAX && reply.len() <= call.reply_bytes_max(), "{}", reply.len());
+        let call = Call::Publish { step: 0 };
+        assert_eq!(call.reply_bytes_max(), REPLY_BYTES_MAX);
+    }
 }
