@@ -480,13 +480,18 @@ impl Replica {
         redo::check_files(&checkpoint, &committed.manifest)?;
         let canonical =
             |path: &Path| fs::canonicalize(path).map_err(|source| Error::io("resolve", path, source));
-        let in_place = canonical(source)? == canonical(&self.dir)?;
+        let own = canonical(source)? == canonical(&self.dir)?;
+        // Later versions are written into the files. What links lead to may be another's: copies take their
+        // places.
+        let in_place = own && !checkpoint.weight_files().any(Path::is_symlink);
         let mut stale = Vec::new();
         let mut names = Vec::new();
         let tables = if in_place {
             redo::hash_all(&checkpoint, &committed.manifest)?
         } else {
-            stale = self.weight_names(self.state.is_some())?;
+            if !own {
+                stale = self.weight_names(self.state.is_some())?;
+            }
             let staging = self.clean_staging()?;
             names = checkpoint.copy_weights(&staging)?;
             sync_dir(&staging)?;
