@@ -270,6 +270,20 @@ fn adopt_directory_of_links_takes_copies_and_leaves_their_targets() {
 }
 
 #[test]
+fn quarantine_of_an_unreadable_manifest_leaves_no_file_of_the_version() {
+    let fixture = Fixture::new();
+    let mut replica = fixture.replica("r", 1);
+    replica.sync().unwrap();
+    fs::write(replica.dir().join("notes.txt"), b"theirs").unwrap();
+    // Which files are the version's, the directory itself cannot say any more. The next version lacks one.
+    fs::write(replica.dir().join(".driftless/manifest"), b"{").unwrap();
+    replica.quarantine(Error::NothingApplied { path: fixture.path("r") }).unwrap();
+    replica.advance(&fixture.run, MODEL, Version(2), None).unwrap();
+    assert!(!replica.dir().join("tokenizer.json").exists(), "a file of the version before");
+    assert_eq!(fs::read(replica.dir().join("notes.txt")).unwrap(), b"theirs");
+}
+
+#[test]
 fn one_directory_has_one_writer() {
     let fixture = Fixture::new();
     let replica = fixture.replica("r", 0);

@@ -42,7 +42,7 @@ impl HttpConnector for Connector {
     }
 }
 
-/// The client that options describe. It follows no redirect: that would carry a session token to whatever host
+/// The client that options describe. It follows no redirect: one would carry a session token to whatever host
 /// an answer names, and may turn a put into a get, whose success looks like the put's. `object_store`'s own
 /// client follows them, and has no option not to.
 fn client(options: &ClientOptions) -> reqwest::Result<reqwest::Client> {
