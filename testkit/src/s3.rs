@@ -26,6 +26,8 @@ pub enum Fault {
     After(u16),
     /// It takes effect and gets no answer.
     Silence,
+    /// It has no effect, and this status sends the client to the same path at [`Bucket::elsewhere`].
+    Redirect(u16),
     /// The answer ends in the middle.
     Cut,
     /// The answer is longer than the range that it names.
@@ -47,6 +49,8 @@ pub struct Bucket {
     pub faults: VecDeque<(&'static str, Fault)>,
     /// Takes conditions and ignores them.
     pub careless: bool,
+    /// The host and port that redirects name.
+    pub elsewhere: String,
     next: u64,
 }
 
@@ -95,6 +99,10 @@ async fn answer(State(bucket): State<Arc<Mutex<Bucket>>>, request: Request) -> R
         let fault = fault.and_then(|index| bucket.faults.remove(index)).map(|(_, fault)| fault);
         if let Some(Fault::Before(status)) = fault {
             return refuse(status, "Injected");
+        }
+        if let Some(Fault::Redirect(status)) = fault {
+            let place = format!("http://{}{}", bucket.elsewhere, parts.uri);
+            return (StatusCode::from_u16(status).unwrap(), [(header::LOCATION, place)]).into_response();
         }
         if let Some((bytes, tag)) =
             bucket.objects.get(&key).cloned().filter(|_| fault == Some(Fault::Replaced))

@@ -132,6 +132,20 @@ fn a_rank_a_name_or_an_address_that_cannot_be_is_a_mistake() {
 }
 
 #[test]
+fn relay_url_with_a_password_is_a_mistake_and_not_shown() {
+    let mut run = Run::new();
+    run.publish();
+    for relay in ["http://user:hidden@127.0.0.1:1", "ucx://user:hidden@127.0.0.1:1", "ftp://user:hidden@host"]
+    {
+        let mut follow = run.command("follow");
+        follow.args(["--once", "--relay", relay, "--checkpoint-dir"]).arg(run.path("host"));
+        let words = refused(&mut follow);
+        assert!(words.contains("is not a relay, expected http://host:port"), "{words}");
+        assert!(!words.contains("hidden") && !words.contains("user:"), "{words}");
+    }
+}
+
+#[test]
 fn a_long_file_that_is_no_delta_is_refused_by_its_first_bytes() {
     let dir = tempfile::tempdir().expect("a directory");
     let long = dir.path().join("model.safetensors");

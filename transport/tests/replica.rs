@@ -213,6 +213,77 @@ fn foreign_weights_are_not_overwritten() {
 }
 
 #[test]
+fn replica_weight_file_becomes_a_link_is_refused_and_its_target_stays() {
+    let fixture = Fixture::new();
+    let mut replica = fixture.replica("r", 1);
+    replica.sync().unwrap();
+    let (path, target) = (replica.dir().join("model.safetensors"), fixture.path("elsewhere"));
+    // With the bytes and the date that the replica left.
+    fs::rename(&path, &target).unwrap();
+    symlink(&target, &path).unwrap();
+    let before = fs::read(&target).unwrap();
+    let assert_named = |error: &Error| {
+        assert!(matches!(error, Error::DamagedReplica { .. }), "{error:?}");
+        let (words, path) = (driftless_store::chain_text(error), path.display().to_string());
+        assert!(words.contains("found a symbolic link") && words.contains(&path), "{words}");
+    };
+    let error = replica.advance(&fixture.run, MODEL, Version(2), None).unwrap_err();
+    assert_named(&error);
+    drop(replica);
+    assert_named(&Replica::open(fixture.path("r")).unwrap_err());
+    // As a follower builds it anew.
+    let mut replica = Replica::open(fixture.path("other")).unwrap();
+    replica.advance(&fixture.run, MODEL, Version(1), None).unwrap();
+    replica.sync().unwrap();
+    let path = replica.dir().join("model.safetensors");
+    fs::remove_file(&path).unwrap();
+    symlink(&target, &path).unwrap();
+    replica.quarantine(error).unwrap();
+    replica.advance(&fixture.run, MODEL, Version(2), None).unwrap();
+    fixture.assert_at(&replica, 2);
+    assert!(!path.is_symlink() && fs::read(&target).unwrap() == before);
+}
+
+#[test]
+fn adopt_directory_of_links_takes_copies_and_leaves_their_targets() {
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let mut weights = Weights::small(2);
+    let [blobs, snapshot] = ["blobs", "snapshot"].map(|name| dir.path().join(name));
+    write_checkpoint(&blobs, &weights, 7000).unwrap();
+    // As the Hugging Face cache has it.
+    fs::create_dir(&snapshot).unwrap();
+    for entry in fs::read_dir(&blobs).unwrap() {
+        let name = entry.unwrap().file_name();
+        symlink(Path::new("../blobs").join(&name), snapshot.join(&name)).unwrap();
+    }
+    let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
+    publisher.publish_reference(&snapshot, step(0)).unwrap();
+    let run = Run::open(store, RUN).unwrap();
+    let mut replica = Replica::open(&snapshot).unwrap();
+    replica.advance(&run, MODEL, Version(0), Some(&snapshot)).unwrap();
+    weights.step(1, 30);
+    publisher.publish(&weights, step(1), Mode::Delta).unwrap();
+    replica.advance(&run, MODEL, Version(1), None).unwrap();
+    assert_same(replica.checkpoint().unwrap(), &weights);
+    assert_same(&Checkpoint::open(&blobs).unwrap(), &Weights::small(2));
+}
+
+#[test]
+fn quarantine_of_an_unreadable_manifest_leaves_no_file_of_the_version() {
+    let fixture = Fixture::new();
+    let mut replica = fixture.replica("r", 1);
+    replica.sync().unwrap();
+    fs::write(replica.dir().join("notes.txt"), b"theirs").unwrap();
+    // Which files are the version's, the directory itself cannot say any more. The next version lacks one.
+    fs::write(replica.dir().join(".driftless/manifest"), b"{").unwrap();
+    replica.quarantine(Error::NothingApplied { path: fixture.path("r") }).unwrap();
+    replica.advance(&fixture.run, MODEL, Version(2), None).unwrap();
+    assert!(!replica.dir().join("tokenizer.json").exists(), "a file of the version before");
+    assert_eq!(fs::read(replica.dir().join("notes.txt")).unwrap(), b"theirs");
+}
+
+#[test]
 fn one_directory_has_one_writer() {
     let fixture = Fixture::new();
     let replica = fixture.replica("r", 0);

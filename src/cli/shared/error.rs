@@ -167,6 +167,7 @@ pub fn transport_code(error: &driftless::transport::Error) -> u8 {
         Transport::BadName { what: "tensor", .. } => 1,
         Transport::BadName { .. }
         | Transport::BadSetting { .. }
+        | Transport::BadText { .. }
         | Transport::Store(Store::BadSetting { .. } | Store::BadText { .. }) => 2,
         Transport::Corrupt { .. }
         | Transport::Parse { .. }

@@ -162,6 +162,37 @@ fn a_relay_that_starts_again_serves_what_it_had_and_checks_it() {
 }
 
 #[test]
+fn cache_link_in_place_of_an_object_is_removed_and_never_followed() {
+    let dir = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Memory::new());
+    let object = named(&store, "a/object", 100_000);
+    let honest = store.get(&object.key, None).unwrap();
+    // The link itself is as long as the file of a short object.
+    let (cache, theirs) = (dir.path().join("cache"), dir.path().join("their".repeat(10)));
+    fs::create_dir_all(cache.join("objects")).unwrap();
+    let place = cache.join("objects").join(object.blake3.to_string());
+    let link = |bytes: &[u8]| {
+        fs::write(&theirs, bytes).unwrap();
+        std::os::unix::fs::symlink(&theirs, &place).unwrap();
+    };
+    // One that was there first.
+    link(b"theirs");
+    let count = Arc::new(Count::new(store.clone()));
+    let server = relay(count.clone(), &cache, 1 << 30);
+    let nowhere: Arc<dyn Store> = Arc::new(Memory::new());
+    let client = behind(&nowhere, &[url(server.addr())]);
+    assert!(whole(&*client, &object) == honest);
+    assert!(fs::read(&theirs).unwrap() == b"theirs", "nothing is written through it");
+    // One that takes the place of an object, with all of its bytes.
+    let kept = fs::read(&place).unwrap();
+    fs::remove_file(&place).unwrap();
+    link(&kept);
+    assert!(whole(&*client, &object) == honest);
+    assert_eq!(count.counts().bytes_got, 2 * object.size, "nothing is served through it");
+    assert!(fs::read(&theirs).unwrap() == kept && !place.is_symlink());
+}
+
+#[test]
 fn the_cache_stays_within_its_bound_and_keeps_what_was_asked_for_last() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());

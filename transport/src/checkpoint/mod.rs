@@ -10,7 +10,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{self, File, Permissions};
-use std::io::{Read as _, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
@@ -88,25 +88,29 @@ impl Checkpoint {
     /// element type, [`Io`](driftless_store::Error::Io) and
     /// [`PermissionDenied`](driftless_store::Error::PermissionDenied) for the file system's refusals.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self> {
-        let mut checkpoint = Self::open_weights(dir)?;
+        let mut checkpoint = Self::open_shards(dir.into(), regular::open)?;
         checkpoint.files = read_files(&checkpoint.dir, Strays::Refused)?;
         Ok(checkpoint)
     }
 
     /// [`Checkpoint::open`] for a replica's directory, in which the manifest says what is part of the
-    /// version.
+    /// version. Versions are written into its weight files, so that none may be a symbolic link.
     ///
     /// # Errors
-    /// As [`Checkpoint::open`].
+    /// As [`Checkpoint::open`]; [`NotAFile`](driftless_store::Error::NotAFile) also for such a link.
     pub fn open_replica(dir: impl Into<PathBuf>) -> Result<Self> {
         let mut checkpoint = Self::open_weights(dir)?;
         checkpoint.read_files()?;
         Ok(checkpoint)
     }
 
-    /// [`Checkpoint::open`] without the auxiliary files.
+    /// [`Checkpoint::open_replica`] without the auxiliary files.
     pub(crate) fn open_weights(dir: impl Into<PathBuf>) -> Result<Self> {
-        let dir = dir.into();
+        Self::open_shards(dir.into(), |path| regular::open_own(File::options().read(true), path))
+    }
+
+    /// The weight files, each opened by `open`.
+    fn open_shards(dir: PathBuf, open: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
         let weight_map = index::read(&dir)?;
         let names: Vec<String> = match &weight_map {
             Some(map) => {
@@ -114,7 +118,7 @@ impl Checkpoint {
             }
             None => vec![SINGLE.to_owned()],
         };
-        let shards = names.iter().map(|name| Shard::open(&dir, name)).collect::<Result<Vec<_>>>()?;
+        let shards = names.iter().map(|name| Shard::open(&dir, name, &open)).collect::<Result<Vec<_>>>()?;
         let mut found = BTreeMap::new();
         for (position, shard) in shards.iter().enumerate() {
             for entry in header::parse(&shard.path, &shard.map)? {
@@ -235,12 +239,10 @@ impl fmt::Debug for Checkpoint {
 }
 
 impl Shard {
-    fn open(dir: &Path, name: &str) -> Result<Self> {
+    fn open(dir: &Path, name: &str, open: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
         let path = dir.join(name);
-        let file = regular::open(&path).map_err(|source| match source.kind() {
-            std::io::ErrorKind::NotFound => {
-                bad(dir, None, "weight file", format!("`{name}`"), "no such file")
-            }
+        let file = open(&path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => bad(dir, None, "weight file", format!("`{name}`"), "no such file"),
             _ => Error::io("open", &path, source),
         })?;
         let map = map::map(&path, &file)?;

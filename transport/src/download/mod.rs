@@ -95,7 +95,9 @@ impl DownloadCache {
         let mut total = 0u64;
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
             let digest = entry.file_name().to_str().and_then(|name| name.parse::<ContentDigest>().ok());
-            let size = entry.metadata().ok().and_then(|metadata| object_bytes(metadata.len(), self.options));
+            // A link is none of this cache's, whatever it leads to.
+            let file = entry.metadata().ok().filter(|metadata| metadata.is_file());
+            let size = file.and_then(|metadata| object_bytes(metadata.len(), self.options));
             let fits = |size: &u64| total.saturating_add(*size) <= self.options.bytes_max;
             match digest.zip(size.filter(fits)) {
                 Some((digest, size)) => {
@@ -174,7 +176,7 @@ impl DownloadCache {
 
     /// The file of an object that is kept, its bytes at the front.
     pub fn kept_file(&self, digest: &ContentDigest) -> Option<File> {
-        self.keeps(digest).then(|| regular::open(&self.path(digest)).ok())?
+        self.keeps(digest).then(|| regular::open_own(File::options().read(true), &self.path(digest)).ok())?
     }
 
     /// Whether an object is kept, in whole or in part.
@@ -248,7 +250,7 @@ impl PartialObject {
         fs::create_dir_all(dir)?;
         watch::before(Call::Create, path)?;
         let options = &mut File::options();
-        let file = regular::open_with(options.create(true).truncate(false).read(true).write(true), path)?;
+        let file = regular::open_own(options.create(true).truncate(false).read(true).write(true), path)?;
         let kept = Self { file, path: path.to_path_buf(), size, range_bytes };
         let length = size + kept.ranges() * MARK_BYTES;
         if kept.file.metadata()?.len() != length {

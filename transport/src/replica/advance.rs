@@ -73,6 +73,12 @@ impl Replica {
             run.check_id(self.dir.display(), pinned.run_id)?;
             check_model(&self.dir, &pinned.model, model)?;
             self.check_version(&pinned, to)?;
+            if self.state.is_none() {
+                // Which files were the version's, the store says, where the directory itself could not.
+                let version = run.get(model, pinned.version).ok();
+                let version = version.filter(|found| found.digest == pinned.manifest_digest);
+                self.set_aside = version.map_or_else(Vec::new, |found| found.manifest.files);
+            }
         }
         let mut tries = 0;
         loop {
@@ -198,7 +204,7 @@ impl Replica {
             state => {
                 let stale = self.weight_names(state.is_some())?;
                 let staging = self.clean_staging()?;
-                let old_files = state.as_ref().map_or(&[][..], |state| &state.manifest.files);
+                let old_files = state.as_ref().map_or(&self.set_aside, |state| &state.manifest.files);
                 stage::journal_full(&self.layout.journal(), &staging, versions, objects, old_files, &stale)
             }
         }

@@ -53,7 +53,7 @@ use crate::checkpoint::Checkpoint;
 use crate::download::{DownloadCache, DownloadOptions};
 use crate::error::{Error, Result};
 use crate::ids::Version;
-use crate::manifest::{Base, Manifest};
+use crate::manifest::{Base, File, Manifest};
 use crate::prepared::{Offer, Offering};
 use crate::run::Committed;
 use crate::snapshot::{Snapshot as _, is_plain_name};
@@ -96,6 +96,8 @@ pub struct Replica {
     state: Option<State>,
     /// The applied version is in the page cache and the journal, and on its way into its place.
     syncing: Option<Syncing>,
+    /// Files of the version that was set aside, until another one is in place.
+    set_aside: Vec<File>,
     /// A committed journal could not be carried out; nothing else happens before it is.
     unfinished: bool,
     /// Objects that arrive.
@@ -175,6 +177,7 @@ impl Replica {
             lock,
             state,
             syncing,
+            set_aside: Vec::new(),
             unfinished: true,
             downloads,
             buffers,
@@ -480,13 +483,18 @@ impl Replica {
         redo::check_files(&checkpoint, &committed.manifest)?;
         let canonical =
             |path: &Path| fs::canonicalize(path).map_err(|source| Error::io("resolve", path, source));
-        let in_place = canonical(source)? == canonical(&self.dir)?;
+        let own = canonical(source)? == canonical(&self.dir)?;
+        // Later versions are written into the files. What links lead to may be another's: copies take their
+        // places.
+        let in_place = own && !checkpoint.weight_files().any(Path::is_symlink);
         let mut stale = Vec::new();
         let mut names = Vec::new();
         let tables = if in_place {
             redo::hash_all(&checkpoint, &committed.manifest)?
         } else {
-            stale = self.weight_names(self.state.is_some())?;
+            if !own {
+                stale = self.weight_names(self.state.is_some())?;
+            }
             let staging = self.clean_staging()?;
             names = checkpoint.copy_weights(&staging)?;
             sync_dir(&staging)?;

@@ -49,7 +49,7 @@ pub(super) struct WriteMap {
 impl WriteMap {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::io("open for writing", path, source);
-        let file = regular::open_with(File::options().read(true).write(true), path).map_err(io)?;
+        let file = regular::open_own(File::options().read(true).write(true), path).map_err(io)?;
         let map = map::map_mut(path, &file)?;
         Ok(Self { file, map })
     }

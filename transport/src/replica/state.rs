@@ -240,7 +240,8 @@ pub(super) fn read_optional(path: &Path) -> Result<Option<Vec<u8>>> {
 pub(super) fn stamps<'a>(files: impl Iterator<Item = &'a Path>) -> Result<Vec<Stamp>> {
     files
         .map(|path| {
-            let metadata = fs::metadata(path).map_err(|source| Error::io("inspect", path, source))?;
+            // Of a link itself, which is no file that this crate left.
+            let metadata = fs::symlink_metadata(path).map_err(|source| Error::io("inspect", path, source))?;
             Ok(Stamp {
                 name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
                 size: metadata.len(),

@@ -4,15 +4,22 @@
 //! text. Whether a retry can help is decided here, where status and code are still values.
 
 use std::fmt;
+use std::net::SocketAddr;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
-    HttpService, ReqwestConnector,
+    HttpService,
 };
-use object_store::{ClientOptions, HeaderMap};
+use object_store::{ClientConfigKey, ClientOptions, HeaderMap};
+use rand::seq::SliceRandom as _;
+use reqwest::dns::{Addrs, Name, Resolve, Resolving};
+use reqwest::{Certificate, NoProxy, Proxy, redirect};
+
+use crate::store::redact;
 
 /// Error documents are a few hundred bytes; more of one is not read.
 const DOCUMENT_BYTES_MAX: usize = 16 << 10;
@@ -27,7 +34,60 @@ impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         // The only error is that there is a provider already, and any will do.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        Ok(HttpClient::new(Service(ReqwestConnector::default().connect(options)?)))
+        let client = client(options).map_err(|error| object_store::Error::Generic {
+            store: "HTTP client",
+            source: error.without_url().into(),
+        })?;
+        Ok(HttpClient::new(Service(HttpClient::new(client))))
+    }
+}
+
+/// The client that options describe. It follows no redirect: one would carry a session token to whatever host
+/// an answer names, and may turn a put into a get, whose success looks like the put's. `object_store`'s own
+/// client follows them, and has no option not to.
+fn client(options: &ClientOptions) -> reqwest::Result<reqwest::Client> {
+    let option = |key| options.get_config_value(&key);
+    let is_on =
+        |key| option(key).is_some_and(|value| ["1", "true", "on", "yes", "y"].contains(&value.as_str()));
+    let mut builder = reqwest::Client::builder()
+        .redirect(redirect::Policy::none())
+        .user_agent(concat!("driftless/", env!("CARGO_PKG_VERSION")))
+        .https_only(!is_on(ClientConfigKey::AllowHttp))
+        .tls_danger_accept_invalid_certs(is_on(ClientConfigKey::AllowInvalidCertificates))
+        .http1_only()
+        .dns_resolver(Shuffled)
+        // The length of an answer is that of the object.
+        .no_gzip()
+        .no_brotli()
+        .no_zstd()
+        .no_deflate();
+    // "10 seconds", or "1s" where `object_store` asks for an instance's credentials.
+    let connect = option(ClientConfigKey::ConnectTimeout).unwrap_or_default();
+    let digits = connect.split(|letter: char| !letter.is_ascii_digit()).next().unwrap_or_default();
+    if let Ok(seconds) = digits.parse() {
+        builder = builder.connect_timeout(Duration::from_secs(seconds));
+    }
+    if let Some(url) = option(ClientConfigKey::ProxyUrl) {
+        let excludes = option(ClientConfigKey::ProxyExcludes).and_then(|hosts| NoProxy::from_string(&hosts));
+        builder = builder.proxy(Proxy::all(url)?.no_proxy(excludes));
+    }
+    if let Some(certificate) = option(ClientConfigKey::ProxyCaCertificate) {
+        builder = builder.tls_certs_merge([Certificate::from_pem(certificate.as_bytes())?]);
+    }
+    builder.build()
+}
+
+/// The addresses of a host in random order. The system's order would have all connections go to one of them.
+#[derive(Debug)]
+struct Shuffled;
+
+impl Resolve for Shuffled {
+    fn resolve(&self, name: Name) -> Resolving {
+        Box::pin(async move {
+            let mut found: Vec<SocketAddr> = tokio::net::lookup_host((name.as_str(), 0)).await?.collect();
+            found.shuffle(&mut rand::rng());
+            Ok(Box::new(found.into_iter()) as Addrs)
+        })
     }
 }
 
@@ -39,7 +99,7 @@ impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let response = self.0.execute(request).await?;
         let status = response.status().as_u16();
-        if status < 400 {
+        if status < 300 {
             return Ok(response);
         }
         let (parts, body) = response.into_parts();
@@ -65,7 +125,7 @@ async fn read_document(body: HttpResponseBody) -> Result<Bytes, HttpError> {
     Ok(document.into())
 }
 
-/// A status of 400 or above, and what the server says to it.
+/// A status of 300 or above, and what the server says to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Refusal {
     status: u16,
@@ -78,7 +138,15 @@ impl Refusal {
         let document = String::from_utf8_lossy(document);
         let header = headers.get("x-ms-error-code").and_then(|code| code.to_str().ok());
         let code = header.map(str::to_owned).or_else(|| element(&document, "Code")).unwrap_or_default();
-        Self { status, code, message: element(&document, "Message").unwrap_or_default() }
+        let message = match status {
+            300..400 => {
+                let place = headers.get("location").and_then(|place| place.to_str().ok());
+                let place = place.map_or_else(|| "another endpoint".to_owned(), redact);
+                format!("a redirect to {place}, which is not followed; set the store's endpoint and region")
+            }
+            _ => element(&document, "Message").unwrap_or_default(),
+        };
+        Self { status, code, message }
     }
 
     /// Whether `object_store` knows what this means.

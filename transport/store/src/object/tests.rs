@@ -126,6 +126,29 @@ fn busy_servers_are_asked_again_and_refusals_are_not() {
 }
 
 #[test]
+fn bucket_redirect_to_another_host_is_refused_and_not_followed() {
+    let (server, elsewhere) = (Server::start(), Server::start());
+    let store = bucket(&server, limits());
+    let theirs = bucket(&elsewhere, limits());
+    theirs.put(&key("a"), b"theirs", PutMode::Create).unwrap();
+    elsewhere.with(|bucket| bucket.requests.clear());
+    server.with(|bucket| bucket.elsewhere = elsewhere.addr.to_string());
+    for status in [301, 302, 303, 307, 308] {
+        let redirect = Fault::Redirect(status);
+        server.with(|bucket| bucket.faults.extend([("GET", redirect), ("PUT", redirect)]));
+        let got = store.get(&key("a"), None).map(drop);
+        let put = store.put(&key("a"), b"ours", PutMode::Overwrite);
+        let requests = elsewhere.with(|bucket| bucket.requests.clone());
+        assert!(requests.is_empty(), "{status}: {requests:?}, {got:?}, {put:?}");
+        for error in [got.unwrap_err(), put.unwrap_err()] {
+            assert!(matches!(error, Error::Refused { .. }), "{error:?}");
+            let (words, place) = (crate::chain_text(&error), format!("http://{}/", elsewhere.addr));
+            assert!(words.contains(&status.to_string()) && words.contains(&place), "{words}");
+        }
+    }
+}
+
+#[test]
 fn a_create_whose_answer_was_lost_is_known_again() {
     let server = Server::start();
     let store = bucket(&server, limits());

@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
 use rustix::fs::OFlags;
+use rustix::io::Errno;
 
 /// What a directory is called.
 pub(crate) const DIRECTORY: &str = "a directory";
@@ -29,8 +30,24 @@ pub fn open(path: &Path) -> io::Result<File> {
 /// # Errors
 /// The operating system's; [`NotRegular`] inside it for what is no regular file.
 pub fn open_with(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    open_flags(options, OFlags::empty(), path)
+}
+
+/// As [`open_with`], and refuses a symbolic link: what a program writes to, or serves, in a directory of its
+/// own must not be a file elsewhere.
+///
+/// # Errors
+/// The operating system's; [`NotRegular`] inside it for what is no regular file, and for a link to one.
+pub fn open_own(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    open_flags(options, OFlags::NOFOLLOW, path).map_err(|error| match Errno::from_io_error(&error) {
+        Some(Errno::LOOP) => not_regular("a symbolic link"),
+        _ => error,
+    })
+}
+
+fn open_flags(options: &mut OpenOptions, more: OFlags, path: &Path) -> io::Result<File> {
     // Neither the other end of a FIFO nor a device is waited for.
-    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
+    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY | more).bits().cast_signed();
     match options.custom_flags(flags).open(path) {
         Ok(file) => check(file.metadata()?.file_type()).map(|()| file),
         // Sockets refuse to be opened, and directories and FIFOs to be opened for writing.
@@ -72,5 +89,9 @@ pub fn check(found: FileType) -> io::Result<()> {
         found if found.is_socket() => "a socket",
         _ => "a device",
     };
-    Err(io::Error::new(io::ErrorKind::InvalidInput, NotRegular(found)))
+    Err(not_regular(found))
+}
+
+fn not_regular(found: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, NotRegular(found))
 }
