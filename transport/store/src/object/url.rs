@@ -61,9 +61,7 @@ macro_rules! configured {
 /// ours.
 macro_rules! built {
     ($builder:expr, $key:ident, $endpoint:expr) => {{
-        let mut builder = $builder
-            .with_config($key::Client(ClientConfigKey::Timeout), "1 day")
-            .with_config($key::Client(ClientConfigKey::ConnectTimeout), "10 seconds");
+        let mut builder = $builder.with_config($key::Client(ClientConfigKey::ConnectTimeout), "10 seconds");
         if $endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")) {
             builder = builder.with_config($key::Client(ClientConfigKey::AllowHttp), "true");
         }
