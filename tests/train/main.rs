@@ -70,6 +70,26 @@ fn a_finished_run_goes_on_when_more_steps_are_asked_for() {
     }
 }
 
+/// The version that the store has of the step is of weights that the backup never had.
+#[test]
+fn a_backup_of_a_runs_directory_publishes_its_own_weights() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut stage = Stage::new(dir.path(), &cold_start(dir.path()));
+    let _engine = stage.start(Role::Engine, None);
+    let _follower = stage.start(Role::Follower, None);
+    train(&stage, &[]);
+    let [rl, backup] = ["rl", "backup"].map(|name| stage.dir.join(name));
+    run(std::process::Command::new("cp").arg("-a").args([&rl, &backup]));
+    stage.steps = STEPS + 1;
+    train(&stage, &[]);
+    let published = |stage: &Stage| steps(stage)[STEPS as usize]["publication"]["version"].clone();
+    assert_eq!(published(&stage), STEPS + 1);
+    std::fs::remove_dir_all(&rl).expect("a directory");
+    std::fs::rename(&backup, &rl).expect("a directory");
+    train(&stage, &["--weight-decay", "1"]);
+    assert_eq!(published(&stage), STEPS + 2);
+}
+
 /// Waits for the end of a trainer whose follower finds nothing by itself. A follower is told once, with 2 s
 /// for its answer, which a busy machine may not give it: a failure says whether it was that.
 fn told(mut trainer: Process, follower: &Process) {

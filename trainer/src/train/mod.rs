@@ -350,17 +350,14 @@ impl Session<'_> {
 
     /// Publishes the policy, unless the newest version is this step's already, and waits for the fleet.
     fn publish(&mut self) -> Result<Option<PublicationMetrics>> {
-        let Some(updates) = &mut self.updates else {
-            return Ok(None);
-        };
-        if let Some((version, step)) = updates.newest()?
-            && step == self.step
-        {
-            // A crash came between the commit and the record of it.
-            let recorded = updates.recorded(version)?;
+        if let Some(version) = self.published_already()? {
+            let recorded = self.updates.as_ref().ok_or(Error::Cancelled)?.recorded(version)?;
             let label = self.label()?.ok_or(Error::Cancelled)?;
             self.come_to(&label)?;
             return Ok(Some(recorded));
+        }
+        if self.updates.is_none() {
+            return Ok(None);
         }
         let begin = Instant::now();
         let (metrics, snapshot) = match self.learner.snapshot(self.step)? {
@@ -380,6 +377,22 @@ impl Session<'_> {
             metrics.engines_checked = self.block_on(check)?;
         }
         Ok(Some(metrics))
+    }
+
+    /// The newest version, if it is this step's: a crash came between the commit and the record of it. One
+    /// with other weights is of a copy of this run's directory.
+    fn published_already(&mut self) -> Result<Option<Version>> {
+        let Some(updates) = &mut self.updates else { return Ok(None) };
+        let Some((version, _)) = updates.newest()?.filter(|(_, step)| *step == self.step) else {
+            return Ok(None);
+        };
+        if !updates.publishes() {
+            return Ok(Some(version));
+        }
+        match self.learner.snapshot(self.step)? {
+            Weights::Tensors(own) if !updates.holds(&*own, &self.place.baseline)? => Ok(None),
+            _ => Ok(Some(version)),
+        }
     }
 
     fn publish_here(&mut self, snapshot: &dyn Snapshot) -> Result<PublicationMetrics> {

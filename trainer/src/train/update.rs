@@ -112,6 +112,17 @@ impl Updates {
         Ok((Checkpoint::open(dir)?, self.run.get(MODEL, version)?.manifest))
     }
 
+    /// Whether versions are published here, and not by the learner.
+    pub(super) fn publishes(&self) -> bool {
+        self.publisher.is_some()
+    }
+
+    /// Whether the newest version, whose baseline is in `dir`, has these tensors.
+    pub(super) fn holds(&mut self, own: &dyn Snapshot, dir: &Path) -> Result<bool> {
+        let (newest, _) = self.at_rest(dir)?;
+        Ok(difference(own, &newest)?.is_none())
+    }
+
     /// Takes note of the version that a learner says it published after `step`; it has to be in the store.
     pub(super) fn published(&mut self, learner: &str, version: u64, step: u64) -> Result<()> {
         let wrong = |found: String| Error::LearnerReply {
@@ -168,29 +179,36 @@ impl Updates {
 /// Refuses a checkpoint that engines start from and that differs from what the learner has at step 0.
 pub(super) fn check_start(own: &dyn Snapshot, dir: &Path) -> Result<()> {
     let start = Checkpoint::open(dir)?;
-    let other = |what: &str, expected: String, found: String| {
-        Err(Error::OtherStart { path: dir.to_owned(), what: what.to_owned(), expected, found })
-    };
-    for (index, info) in own.tensors().iter().enumerate() {
-        let Some(at) = start.position(&info.name) else {
-            return other(&info.name, shown(info), "none".to_owned());
-        };
-        let found = &start.tensors()[at];
-        if found != info {
-            return other(&info.name, shown(info), shown(found));
+    let difference = difference(own, &start)?.or_else(|| {
+        let file = own.files().iter().find(|file| !start.files().contains(file))?;
+        Some((file.name().to_owned(), "the learner's".to_owned(), "another, or none".to_owned()))
+    });
+    match difference {
+        Some((what, expected, found)) => {
+            Err(Error::OtherStart { path: dir.to_owned(), what, expected, found })
         }
-        if start.bytes(at)? != own.bytes(index)? {
-            return other(&info.name, "the learner's values".to_owned(), "others".to_owned());
-        }
-    }
-    let [wanted, found] = [own.tensors(), start.tensors()].map(<[_]>::len);
-    if wanted != found {
-        return other("tensors", wanted.to_string(), found.to_string());
-    }
-    match own.files().iter().find(|file| !start.files().contains(file)) {
-        Some(file) => other(file.name(), "the learner's".to_owned(), "another, or none".to_owned()),
         None => Ok(()),
     }
+}
+
+/// The first thing in which tensors of a checkpoint are not the learner's: what, the learner's, and what is
+/// found.
+fn difference(own: &dyn Snapshot, other: &Checkpoint) -> Result<Option<(String, String, String)>> {
+    for (index, info) in own.tensors().iter().enumerate() {
+        let differs = |expected: String, found: String| Ok(Some((info.name.clone(), expected, found)));
+        let Some(at) = other.position(&info.name) else {
+            return differs(shown(info), "none".to_owned());
+        };
+        let found = &other.tensors()[at];
+        if found != info {
+            return differs(shown(info), shown(found));
+        }
+        if other.bytes(at)? != own.bytes(index)? {
+            return differs("the learner's values".to_owned(), "others".to_owned());
+        }
+    }
+    let [wanted, found] = [own.tensors(), other.tensors()].map(<[_]>::len);
+    Ok((wanted != found).then(|| ("tensors".to_owned(), wanted.to_string(), found.to_string())))
 }
 
 fn shown(info: &TensorInfo) -> String {
