@@ -55,6 +55,9 @@ pub(crate) fn segment_name(first: u64) -> String {
     format!("{PREFIX}{first:020}{SUFFIX}")
 }
 
+/// The last position that a record may follow. A log of a billion records a second comes to it in a century.
+const POSITION_MAX: u64 = 1 << 62;
+
 /// First record of the segment with this file name.
 pub(crate) fn segment_first(name: &str) -> Option<u64> {
     let digits = name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?;
@@ -77,6 +80,12 @@ fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>, noted: u
     let mut firsts = firsts(storage)?;
     let mut opened = Opened { next: 0, noted, ..Opened::default() };
     if let Some(identity) = identity {
+        // The name of a file can say so, or a cursor.
+        let last = firsts.last().copied().unwrap_or_default();
+        if last.max(noted) > POSITION_MAX {
+            let path = storage.path(&if last > POSITION_MAX { segment_name(last) } else { String::new() });
+            return Err(Error::Damaged { path, offset: 0, what: "log: a position that no log comes to" });
+        }
         for &first in &firsts {
             refuse_foreign(storage, first, identity)?;
         }

@@ -200,6 +200,27 @@ fn a_missing_segment_and_a_foreign_file_are_told() {
     assert_eq!(log.reader().iter(Position(0)).filter(Result::is_ok).count(), 1);
 }
 
+/// Records behind such a position could not be counted.
+#[test]
+fn open_segment_named_beyond_every_position_is_refused_by_name() {
+    for first in [u64::MAX, u64::MAX - 5, (1 << 62) + 1] {
+        let dir = tempfile::tempdir().unwrap();
+        small_log(dir.path());
+        let path = dir.path().join(format!("segment-{first:020}.log"));
+        for bytes in [&[][..], &[7; 64 << 10]] {
+            fs::write(&path, bytes).unwrap();
+            let refused = Log::open(dir.path(), options());
+            assert!(
+                matches!(&refused, Err(Error::Damaged { path: named, .. }) if *named == path),
+                "{refused:?}"
+            );
+            assert!(verify(dir.path()).unwrap().damage.iter().any(|damage| damage.path == path));
+        }
+        fs::remove_file(&path).unwrap();
+        Log::open(dir.path(), options()).unwrap();
+    }
+}
+
 /// Appended to, as a copy that went wrong may be: the segment ends where its header says.
 #[test]
 fn open_segment_longer_than_its_capacity_is_sealed_at_its_capacity() {
