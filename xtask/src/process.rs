@@ -16,8 +16,9 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     Err(Error::Failed { command: shown(command), status: status.to_string(), log: None })
 }
 
-/// How long a command with a log may take: more than any lane does on two cores that others use, too.
-const DEADLINE: Duration = Duration::from_secs(75 * 60);
+/// How long a command with a log may take: more than any does on two cores that others use, too, and so little
+/// that one which hangs leaves a CI run of 90 minutes the time to end and to say so.
+const DEADLINE: Duration = Duration::from_secs(40 * 60);
 /// Time between two looks at whether it has ended.
 const LOOK: Duration = Duration::from_millis(100);
 
