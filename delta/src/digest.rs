@@ -174,12 +174,15 @@ impl Work for First<'_> {
 
     #[inline(always)]
     fn run(self) -> u64 {
-        let stripes = (self.stripe..).zip(self.bytes.chunks(STRIPE_BYTES));
-        stripes.fold(0, |sum, (stripe, bytes)| {
+        let (mut sum, mut stripe) = (0_u64, self.stripe);
+        // No closure, which would not be compiled for the path.
+        for bytes in self.bytes.chunks(STRIPE_BYTES) {
             let own =
                 if bytes.len() == STRIPE_BYTES { first_sum(bytes) } else { stripe_sums(bytes, 0).sums[0] };
-            sum.wrapping_add(own.wrapping_mul(key(SEED_M, stripe)))
-        })
+            sum = sum.wrapping_add(own.wrapping_mul(key(SEED_M, stripe)));
+            stripe = stripe.wrapping_add(1);
+        }
+        sum
     }
 }
 

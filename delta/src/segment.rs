@@ -278,15 +278,17 @@ impl Collect<'_> {
         let before = positions.len();
         scan::positions(start, masks, positions);
         let mut digest = Changes::new();
-        steps.extend(positions[before..].iter().map(|&at| {
+        let (positions, known) = (&positions[before..], steps.len());
+        steps.resize(known + positions.len(), 0);
+        // No closure, which would not be compiled for the path.
+        for (step, &at) in steps[known..].iter_mut().zip(positions) {
             let inside = usize::from(at) - start;
             let (old, new) = (element.load(base, inside), element.load(new, inside));
-            let step = element.step(old, new);
+            *step = element.step(old, new);
             *not_finite |= !element.is_finite(new);
             digest.push(element, first + u64::from(at), old, new);
-            statistics.change(old, step);
-            step
-        }));
+            statistics.change(old, *step);
+        }
         digest.finish()
     }
 }
@@ -303,10 +305,15 @@ impl Work for NotFinite<'_> {
     #[inline(always)]
     fn run(self) -> bool {
         let Self { element, bytes } = self;
-        // No way out of the loop: it is then done for many elements at once.
-        with_constant!(element, e => bytes
-            .chunks_exact(e.size())
-            .fold(false, |found, bytes| found | !e.is_finite(e.load(bytes, 0))))
+        // No way out of the loop, and no closure, which would not be compiled for the path: it is then done for
+        // many elements at once.
+        let mut found = false;
+        with_constant!(element, e => {
+            for bytes in bytes.chunks_exact(e.size()) {
+                found |= !e.is_finite(e.load(bytes, 0));
+            }
+        });
+        found
     }
 }
 
@@ -324,12 +331,13 @@ impl Sorted {
     #[inline(always)]
     fn sort(&mut self, classes: &Classes, positions: &[u16], steps: &[i32]) -> [usize; CLASSES_MAX + 1] {
         let mut starts = [0; CLASSES_MAX + 1];
-        self.places.clear();
-        self.places.extend(positions.iter().map(|position| {
+        self.places.resize(positions.len(), (0, 0));
+        // No closure, which would not be compiled for the path.
+        for (place, position) in self.places.iter_mut().zip(positions) {
             let (class, rank) = classes.rank(*position);
             starts[class + 1] += 1;
-            (class as u8, rank as u16)
-        }));
+            *place = (class as u8, rank as u16);
+        }
         for class in 0..CLASSES_MAX {
             starts[class + 1] += starts[class];
         }

@@ -91,6 +91,21 @@ fn what_the_checkpoint_lacks_is_said_with_what_to_do() {
 }
 
 #[test]
+fn a_fifo_in_place_of_a_file_of_the_tokenizer_is_named_and_not_waited_for() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut command = data(dir.path(), "{\"input\": \"1+2\"}\n");
+    command.arg("--apply-chat-template");
+    for name in ["chat_template.jinja", "tokenizer_config.json", "tokenizer.json"] {
+        let path = dir.path().join("checkpoint").join(name);
+        let _ = std::fs::remove_file(&path);
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().expect("mkfifo").success());
+        let (status, words) = code(&mut command);
+        assert!(status == Some(1) && words.contains(name), "{status:?}: {words}");
+        std::fs::remove_file(&path).expect("a FIFO");
+    }
+}
+
+#[test]
 fn the_example_of_the_documentation_is_whole() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut command = driftless();

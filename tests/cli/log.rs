@@ -157,6 +157,15 @@ fn tail_segment_without_a_header_is_named_and_the_others_are_printed() {
         let whole = std::fs::read(&segment).expect("a segment");
         std::fs::write(&segment, [&[0; 4096], &whole[4096..]].concat()).expect("a segment");
         let tail = log(&["tail", text(dir.path()), "-n", "5"]);
+        #[cfg(feature = "arrow")]
+        {
+            let out = tempfile::tempdir().expect("a directory");
+            let file = out.path().join("out.arrow");
+            let export = log(&["export", text(dir.path()), text(&file), "--from", "5"]);
+            assert_eq!((export.status.code(), file.exists()), (Some(if named { 3 } else { 0 }), true));
+            let inside = log(&["export", text(dir.path()), text(&dir.path().join("out.arrow"))]);
+            assert_eq!(inside.status.code(), Some(2), "nothing is written beside the segments");
+        }
         let (out, told) = (String::from_utf8_lossy(&tail.stdout), String::from_utf8_lossy(&tail.stderr));
         // The older segment is not among the last five records.
         assert_eq!((tail.status.code(), out.lines().count()), (Some(if named { 3 } else { 0 }), 5), "{told}");

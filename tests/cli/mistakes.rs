@@ -169,9 +169,62 @@ fn a_directory_of_somebody_else_stays_as_it_was() {
     publish.args(["--resume", "--checkpoint"]).arg(run.path("checkpoint")).arg("--baseline-dir").arg(&theirs);
     for mut command in [follow, publish] {
         let words = refused(&mut command);
-        assert!(words.contains("theirs: ") && words.contains("foreign file `model.safetensors`"), "{words}");
+        assert!(words.contains("theirs: ") && words.contains("foreign file `"), "{words}");
         assert!(tree(run.dir.path()) == before, "{command:?}");
     }
+    // A checkpoint that has yet to get its weights.
+    std::fs::remove_file(theirs.join("model.safetensors")).expect("a file");
+    let before = tree(run.dir.path());
+    let mut follow = run.command("follow");
+    let words = refused(follow.args(["--once", "--checkpoint-dir"]).arg(&theirs));
+    assert!(words.contains("foreign file `config.json`") && tree(run.dir.path()) == before, "{words}");
+    // The baseline is written to, and the checkpoint is the user's.
+    let checkpoint = run.path("checkpoint");
+    let mut publish = run.command("publish");
+    publish.args(["--resume", "--checkpoint"]).arg(&checkpoint).arg("--baseline-dir").arg(&checkpoint);
+    let words = refused(&mut publish);
+    assert!(words.contains("foreign file") && tree(run.dir.path()) == before, "{words}");
+}
+
+#[test]
+fn an_output_that_would_replace_an_input_is_refused() {
+    let mut run = Run::new();
+    run.publish();
+    let (checkpoint, before) = (run.path("checkpoint"), tree(&run.path("checkpoint")));
+    for output in ["model.safetensors", "new.delta"] {
+        let mut encode = driftless();
+        encode.args(["delta", "encode"]).args([&checkpoint, &checkpoint]).arg("--output");
+        let words = refused(encode.arg(checkpoint.join(output)));
+        assert!(words.contains("elsewhere than in BASE") && tree(&checkpoint) == before, "{words}");
+    }
+}
+
+#[test]
+fn a_mistyped_store_is_no_directory_and_a_mistyped_follower_ends_before_anything_is_published() {
+    let run = Run::new();
+    let checkpoint = run.made.write(&run.path("checkpoint"));
+    let before = tree(run.dir.path());
+    let mut publish = driftless();
+    publish.current_dir(run.dir.path()).args([
+        "publish",
+        "--store",
+        "s3:/u:hidden@bucket/prefix",
+        "--run",
+        "r",
+    ]);
+    let (status, words) = code(publish.args(["--new-run", "--checkpoint"]).arg(&checkpoint));
+    assert!(
+        status != Some(0) && words.contains("s3://bucket/prefix") && !words.contains("hidden"),
+        "{words}"
+    );
+    let mut publish = run.command("publish");
+    publish
+        .args(["--new-run", "--checkpoint"])
+        .arg(&checkpoint)
+        .arg("--baseline-dir")
+        .arg(run.path("baseline"));
+    let words = refused(publish.args(["--notify", "http//follower:1"]));
+    assert!(words.contains("http://host:port") && tree(run.dir.path()) == before, "{words}");
 }
 
 #[test]
@@ -240,8 +293,8 @@ fn secrets_in_addresses_are_not_printed() {
     let mut publish = run.command("publish");
     publish.args(["--new-run", "--checkpoint"]).arg(run.made.write(&run.path("checkpoint")));
     publish.arg("--baseline-dir").arg(run.path("baseline"));
-    let published = json(publish.args(["--notify", "http://u:hidden@127.0.0.1:1"]));
-    assert_eq!(published["version"], 0, "followers are told as well as may be");
+    let words = refused(publish.args(["--notify", "http://u:hidden@127.0.0.1:1"]));
+    assert!(!words.contains("hidden"), "{words}");
     let secrets = [
         "http://u:hidden@127.0.0.1:1",
         "http://127.0.0.1:1/?key=hidden",

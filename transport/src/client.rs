@@ -150,6 +150,14 @@ pub fn parse_url(what: &'static str, text: &str) -> Result<Url> {
     })
 }
 
+/// Refuses addresses of followers that [`notify`] would refuse.
+///
+/// # Errors
+/// [`Error::BadText`] for something that is no URL.
+pub fn check_followers(urls: &[String]) -> Result<()> {
+    urls.iter().try_for_each(|url| parse_url("follower", url).map(drop))
+}
+
 /// Tells followers, all at once, that there is a version: `POST <url>/notify`. Returns what kept those from
 /// hearing it that did not; they find it with their next look.
 ///

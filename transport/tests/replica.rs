@@ -213,6 +213,38 @@ fn foreign_weights_are_not_overwritten() {
 }
 
 #[test]
+fn foreign_file_of_the_versions_name_is_not_overwritten() {
+    let fixture = Fixture::new();
+    let theirs = fixture.path("theirs");
+    fs::create_dir(&theirs).unwrap();
+    let name = fixture.run.get(MODEL, Version(1)).unwrap().manifest.files[0].name.clone();
+    fs::write(theirs.join(&name), b"precious").unwrap();
+    fs::write(theirs.join("notes.txt"), b"mine").unwrap();
+    let mut replica = Replica::open(&theirs).unwrap();
+    let error = replica.advance(&fixture.run, MODEL, Version(1), None).unwrap_err();
+    assert!(matches!(&error, Error::BadSetting { found, .. } if found.contains(&name)), "{error}");
+    assert_eq!(fs::read(theirs.join(&name)).unwrap(), b"precious");
+    fs::remove_file(theirs.join(&name)).unwrap();
+    replica.advance(&fixture.run, MODEL, Version(1), None).unwrap();
+    assert_eq!(fs::read(theirs.join("notes.txt")).unwrap(), b"mine");
+}
+
+#[test]
+fn open_with_weights_that_engines_would_load_too_is_refused_by_name() {
+    let fixture = Fixture::new();
+    drop(fixture.replica("r", 1));
+    let stray = fixture.path("r").join("adapter.safetensors");
+    fs::copy(fixture.path("r").join("model.safetensors"), &stray).unwrap();
+    let error = Replica::open(fixture.path("r")).unwrap_err();
+    assert!(
+        matches!(&error, Error::BadSetting { found, .. } if found.contains("adapter.safetensors")),
+        "{error}"
+    );
+    fs::remove_file(stray).unwrap();
+    Replica::open(fixture.path("r")).unwrap();
+}
+
+#[test]
 fn replica_weight_file_becomes_a_link_is_refused_and_its_target_stays() {
     let fixture = Fixture::new();
     let mut replica = fixture.replica("r", 1);

@@ -135,8 +135,11 @@ impl RolloutLog {
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let log = self.held.get()?;
-        py.detach(|| log.close()).map_err(buffer)?;
+        self.held.check()?;
+        // One that was closed is.
+        if let Ok(log) = self.held.get() {
+            py.detach(|| log.close()).map_err(buffer)?;
+        }
         self.held.close(py)
     }
 }

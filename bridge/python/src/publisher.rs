@@ -123,6 +123,10 @@ impl Publisher {
         let files = files(&settings)?;
         let join_deadline = seconds("join_deadline", settings.join_deadline)?;
         let (rank, base) = (settings.rank, base_named(&settings.device_base)?);
+        if let Some((rank, ranks)) = rank.filter(|(rank, ranks)| rank >= ranks) {
+            let expected = format!("one from 0 on and below ranks, which is {ranks}");
+            return Err(error::usage("rank", &expected, &rank.to_string()));
+        }
         let stop = Stop::new();
         let inner = work::run(py, &stop, || open(settings, join_deadline, &stop))??;
         let held = Held::new("Publisher", inner);

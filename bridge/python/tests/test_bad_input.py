@@ -157,7 +157,7 @@ def test_second_publisher_loses_the_race(store, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"profile": "small"}, {"threads": 0}, {"device_base": "disk"}, {"rank": 0}, {"join_deadline": -1.0}, {"hf_checkpoint": "/no/such/dir"}],
+    [{"profile": "small"}, {"threads": 0}, {"device_base": "disk"}, {"rank": 0}, {"rank": 2, "ranks": 2}, {"join_deadline": -1.0}, {"hf_checkpoint": "/no/such/dir"}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_settings_that_cannot_be_are_refused(store, settings):

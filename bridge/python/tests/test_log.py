@@ -38,6 +38,7 @@ def test_samples_come_back_as_they_were_appended(tmp_path):
         assert np.array_equal(found.log_probs, np.linspace(-1, 0, 4, dtype=np.float32))
         assert found.loss_mask.tolist() == [1, 0, 1, 1]
         assert log.get(position + 1) is None and log.end == position + 1
+        log.close()
 
 
 def test_groups_are_given_once_each_as_they_become_complete(tmp_path):

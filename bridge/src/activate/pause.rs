@@ -84,9 +84,13 @@ impl Pause {
         label.is_some_and(|label| label.contains('?') || (self.unknown && label.parse::<Label>().is_ok()))
     }
 
-    /// The engine is about to be paused.
+    /// The engine is about to be paused, or, where it was left paused, to be brought to another version: the
+    /// pause goes on then.
     pub(crate) fn begin(&mut self, mode: PauseMode) {
-        (self.owed, self.on, self.mode, self.began) = (true, true, mode, Instant::now());
+        if !(self.owed && self.on) {
+            self.began = Instant::now();
+        }
+        (self.owed, self.on, self.mode) = (true, true, mode);
     }
 
     /// Its weights are about to be changed.
@@ -134,7 +138,7 @@ impl Pause {
         (self.owed, self.unknown) = (true, true);
         let fenced = async {
             engine.pause(self.mode).await?;
-            self.on = true;
+            (self.on, self.began) = (true, Instant::now());
             let label = engine.label().await?.unwrap_or_default();
             relabel(engine, &partial(&label)).await.map(|()| label)
         };

@@ -12,7 +12,7 @@ use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
 
-use driftless_testkit::sglang::{Fake, Fault, checkpoint, patient, short, version, write};
+use driftless_testkit::sglang::{Fake, Fault, SHORT, checkpoint, patient, short, version, write};
 
 const ORDER: [&str; 6] = [
     "/pause_generation",
@@ -48,13 +48,15 @@ impl Scene {
     }
 
     fn activate(&mut self) -> Result<(), BoxError> {
-        self.activate_within(&Limit::within(Duration::from_secs(60)))
+        let pause = self.activate_within(&Limit::within(Duration::from_secs(60)))?;
+        assert!(pause.as_nanos() > 0);
+        Ok(())
     }
 
-    fn activate_within(&mut self, limit: &Limit) -> Result<(), BoxError> {
+    fn activate_within(&mut self, limit: &Limit) -> Result<Duration, BoxError> {
         let (checkpoint, manifest) = (&self.next, &self.manifest);
         let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit };
-        self.activator.activate(&target).map(|activated| assert!(activated.pause.as_nanos() > 0))
+        self.activator.activate(&target).map(|activated| activated.pause)
     }
 
     fn fails(&mut self) -> Error {
@@ -168,6 +170,15 @@ fn an_engine_whose_load_fails_is_fenced_until_one_succeeds() {
             scene.serves();
         }
     }
+}
+
+#[test]
+fn a_pause_that_a_failed_load_left_counts_from_its_beginning() {
+    let client = short(|calls| &mut calls.load);
+    let mut scene = Scene::with(DiskOptions::default().with_client(client));
+    scene.fake.fault("POST /update_weights_from_disk", Fault::Hang);
+    scene.fails();
+    assert!(scene.activate_within(&Limit::within(Duration::from_secs(60))).unwrap() >= SHORT);
 }
 
 #[test]

@@ -142,16 +142,7 @@ fn tail(dir: &Path, lines: u64, follow: bool, output: Output) -> Result<()> {
     paths::check_dir("log", dir)?;
     let reader = Reader::open(dir)?;
     let first = reader.end().0.saturating_sub(lines).max(reader.oldest().0);
-    let (mut position, mut damaged) = (Position(first), 0);
-    // Of a segment that cannot be read, no record is met below.
-    let is_lost = |position: Position| position.0 >= first && matches!(reader.get(position), Ok(None));
-    for damage in reader.recovery().damage.iter().filter(|damage| damage.severity == Severity::Corrupt) {
-        if damage.position.is_none_or(is_lost) {
-            let (path, offset, what) = (damage.path.clone(), damage.offset, damage.what);
-            fail(&buffer::Error::Damaged { path, offset, what }.into());
-            damaged += 1;
-        }
-    }
+    let (mut position, mut damaged) = (Position(first), tell_lost(&reader, first));
     loop {
         let mut records = reader.iter(position);
         for record in records.by_ref() {
@@ -171,6 +162,18 @@ fn tail(dir: &Path, lines: u64, follow: bool, output: Output) -> Result<()> {
         }
         reader.wait(position, TAIL_WAIT)?;
     }
+}
+
+/// Tells what is lost of a log from position `first` on, of which no record is met; returns how much.
+fn tell_lost(reader: &Reader, first: u64) -> u64 {
+    let is_lost = |position: Position| position.0 >= first && matches!(reader.get(position), Ok(None));
+    let corrupt = reader.recovery().damage.iter().filter(|damage| damage.severity == Severity::Corrupt);
+    let lost = corrupt.filter(|damage| damage.position.is_none_or(is_lost));
+    lost.map(|damage| {
+        let (path, offset, what) = (damage.path.clone(), damage.offset, damage.what);
+        fail(&buffer::Error::Damaged { path, offset, what }.into());
+    })
+    .count() as u64
 }
 
 fn fields(record: &Record) -> Value {

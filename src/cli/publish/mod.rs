@@ -136,12 +136,14 @@ impl From<DeltaProfile> for Profile {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_checkpoint("--checkpoint", &args.checkpoint)?;
+    args.notify.check()?;
     args.serving.prepare()?;
     let mut store = store::open(&args.store)?;
     let run = slime::run_name(&args.run, args.layout)?;
     let baseline_dir = match &args.baseline_dir {
         Some(dir) => {
-            paths::check_own("--baseline-dir", dir, Some(&args.checkpoint))?;
+            let start = Some(args.checkpoint.as_path()).filter(|_| args.by_reference);
+            paths::check_own("--baseline-dir", dir, start)?;
             dir.clone()
         }
         None => default_baseline(&store.to_string(), &run, &args.model).ok_or_else(|| Error::Usage {

@@ -55,25 +55,34 @@ pub(crate) fn check_apart(name: &str, dir: &Path, (other, place): (&str, &PathBu
     }
 }
 
+/// Refuses to write a file into a directory that is read, where it might replace what is read.
+pub(crate) fn check_outside(name: &str, file: &Path, (other, dir): (&str, &Path)) -> Result<()> {
+    let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match is_same(parent, dir) {
+        true => Err(wrong(name, file, &format!("a file elsewhere than in {other}"), "one in it")),
+        false => Ok(()),
+    }
+}
+
 /// Whether both name one place, which need not be there.
 fn is_same(one: &Path, other: &Path) -> bool {
     let resolved = |path: &Path| path.canonicalize().or_else(|_| std::path::absolute(path)).ok();
     resolved(one).is_some_and(|one| resolved(other) == Some(one))
 }
 
-/// Refuses, before anything is made in it, a directory whose weights this program has not put there. `start`
-/// is one that it may go on from in place.
+/// Refuses, before anything is made in it, a directory with a checkpoint, or a part of one, that this program
+/// has not put there. `start` is one that it may go on from in place.
 pub(crate) fn check_own(name: &str, dir: &Path, start: Option<&Path>) -> Result<()> {
     check_place(name, dir)?;
     if start.is_some_and(|start| is_same(start, dir)) || dir.join(".driftless").exists() {
         return Ok(());
     }
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let weights = entries.map(|entry| entry.file_name()).find(|file| {
+    let foreign = entries.map(|entry| entry.file_name()).find(|file| {
         let file = file.to_string_lossy();
-        file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json")
+        file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json") || file == "config.json"
     });
-    match weights {
+    match foreign {
         None => Ok(()),
         Some(file) => {
             let found = format!("the foreign file `{}`", file.display());

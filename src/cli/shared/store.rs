@@ -52,6 +52,12 @@ impl NotifyArgs {
         !self.notify.is_empty()
     }
 
+    /// Refuses what can be told to nobody, before anything is published.
+    pub(crate) fn check(&self) -> Result<()> {
+        keys::secret(self.notify_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+        Ok(driftless::transport::client::check_followers(&self.notify)?)
+    }
+
     /// Tells followers. The version is published whether they hear of it or not.
     pub(crate) fn tell(&self) {
         if let Err(error) = self.try_tell() {

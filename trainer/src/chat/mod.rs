@@ -5,8 +5,10 @@ mod json;
 mod mask;
 mod text;
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use driftless_store::os::regular;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior, Value};
@@ -267,11 +269,18 @@ fn special_tokens(config: &Json) -> Vec<(String, Value)> {
 }
 
 fn read(path: &Path) -> Result<Option<String>> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(io("read", path)(source)),
+    let file = match regular::open(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        opened => opened.map_err(io("open", path))?,
+    };
+    let mut text = String::new();
+    let most = TEXT_BYTES_MAX as u64;
+    let read = file.take(most + 1).read_to_string(&mut text).map_err(io("read", path))? as u64;
+    if read > most {
+        let reason = format!("it is longer than {most} bytes");
+        return Err(Error::Template { path: path.to_owned(), reason });
     }
+    Ok(Some(text))
 }
 
 /// What a template error says, in one line with its place.

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
+use driftless_store::os::regular;
 use serde_json::value::RawValue;
 
 use super::parquet;
@@ -39,11 +40,7 @@ pub(super) struct Row {
 /// Calls `take` for each row that `source` names, in order. Only the fields in `wanted` are read where the
 /// format allows it.
 pub(super) fn each(source: &Source, wanted: &[&str], take: impl FnMut(Row) -> Result<()>) -> Result<()> {
-    let file = File::open(&source.path).map_err(io("open", &source.path))?;
-    // A directory opens, and a FIFO would be waited for.
-    if !file.metadata().map_err(io("look at", &source.path))?.is_file() {
-        return Err(input(source.path.display(), "a file", "something else"));
-    }
+    let file = regular::open(&source.path).map_err(io("open", &source.path))?;
     match source.path.extension().is_some_and(|name| name == "parquet") {
         true => parquet::each(source, file, wanted, take),
         false => lines(source, file, take),

@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use driftless_store::os::regular;
+
 use crate::error::{Error, Result};
 
 /// `tokenizer.json` of a checkpoint directory.
@@ -25,7 +27,8 @@ impl Tokenizer {
                     .into(),
             ));
         }
-        let inner = tokenizers::Tokenizer::from_file(&path).map_err(|error| refused(error.to_string()))?;
+        let bytes = regular::read(&path).map_err(|error| refused(error.to_string()))?;
+        let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| refused(error.to_string()))?;
         Ok(Tokenizer { path, inner })
     }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use driftless_store::os::regular;
 
 use super::{Prompt, Task};
 use crate::data::{Dataset, Order};
@@ -86,7 +87,7 @@ impl Task for Prompts {
 /// Tokens of the model of a checkpoint directory, as its `config.json` says.
 pub(crate) fn vocabulary(checkpoint: &Path) -> Result<Option<u64>> {
     let path = checkpoint.join("config.json");
-    let bytes = std::fs::read(&path).map_err(io("read", &path))?;
+    let bytes = regular::read(&path).map_err(io("read", &path))?;
     let config: serde_json::Value =
         serde_json::from_slice(&bytes).map_err(|source| Error::Json { path: path.clone(), source })?;
     Ok(config["vocab_size"].as_u64())

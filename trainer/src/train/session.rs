@@ -10,6 +10,7 @@ use driftless_bridge::fleet::FleetOptions;
 use driftless_bridge::{Expected, Fleet};
 use driftless_buffer::{self as buffer, Group, Identity, Log, Position, PromptState, Retention};
 use driftless_store::Store;
+use driftless_store::os::regular;
 use driftless_transport::publish::{PublisherOptions, Start};
 use driftless_transport::{self as transport, Publisher, Run, RunId};
 use tokio::runtime::Runtime;
@@ -368,7 +369,7 @@ fn claimed_by_us(store: &Arc<dyn Store>, name: &str) -> Result<bool> {
 
 fn open_log(options: &TrainOptions, run_id: RunId) -> Result<Log> {
     let tokenizer = options.hf_checkpoint.join("tokenizer.json");
-    let tokenizer = match std::fs::read(&tokenizer) {
+    let tokenizer = match regular::read(&tokenizer) {
         Ok(bytes) => bytes,
         // A model without a tokenizer is used with token ids alone.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),

@@ -31,7 +31,7 @@ use crate::activate::Activate;
 use crate::error::{Error, Result};
 use crate::gc::{Ack, EngineStatus};
 use crate::ids::{Version, check_name};
-use crate::replica::{Advanced, Replica};
+use crate::replica::{Advanced, Replica, refuse_foreign_place};
 use crate::source::{Asked, Source};
 use engines::Slot;
 use metrics::Counters;
@@ -123,6 +123,7 @@ impl Follower {
         check_name("follower", &options.id)?;
         check_name("run", &options.run)?;
         check_name("model", &options.model)?;
+        refuse_foreign_place(&options.checkpoint_dir, options.hf_checkpoint.as_deref())?;
         let mut replica = Replica::open_or_quarantine(&options.checkpoint_dir)?;
         replica.set_download_options(options.download);
         if let Some(dir) = &options.plugin_dir {

@@ -46,6 +46,7 @@ use crate::manifest::{
     Algorithms, Base, FORMAT, Features, File, Kind, Manifest, Tables, Tensor, VERSION_MAX,
 };
 use crate::pool::Bounds;
+use crate::replica::refuse_foreign_place;
 use crate::run::{Committed, Run};
 use crate::sign::signature_bytes;
 use crate::snapshot::{Snapshot, TensorInfo};
@@ -144,6 +145,7 @@ impl Publisher {
     /// or the file system reports.
     pub fn open(store: Arc<dyn Store>, options: PublisherOptions) -> Result<Self> {
         options.check()?;
+        refuse_foreign_place(&options.baseline_dir, options.reference_dir.as_deref())?;
         probe_conditional_put(&*store)?;
         let mut baseline = Baseline::open(&options.baseline_dir)?;
         let run = match options.start {

@@ -194,7 +194,7 @@ impl Replica {
         maps: &mut WriteMaps,
         offering: Option<&Offering>,
     ) -> Result<()> {
-        let Some(first) = versions.first() else { return Ok(()) };
+        let (Some(first), Some(last)) = (versions.first(), versions.last()) else { return Ok(()) };
         match &self.state {
             Some(state) if self.is_base_of(first) => {
                 let (path, buffers) = (self.layout.journal(), &self.buffers);
@@ -202,7 +202,7 @@ impl Replica {
             }
             Some(state) if !first.manifest.is_anchor() => Err(broken_chain(state, &first.manifest)),
             state => {
-                let stale = self.weight_names(state.is_some())?;
+                let stale = self.weight_names(&last.manifest)?;
                 let staging = self.clean_staging()?;
                 let old_files = state.as_ref().map_or(&self.set_aside, |state| &state.manifest.files);
                 stage::journal_full(&self.layout.journal(), &staging, versions, objects, old_files, &stale)

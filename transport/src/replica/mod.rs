@@ -355,6 +355,9 @@ impl Replica {
             self.state = loaded?;
             redo::drop_journal(&self.layout)?;
         }
+        if self.state.is_some() {
+            refuse_stray(&self.dir)?;
+        }
         self.unfinished = false;
         Ok(())
     }
@@ -484,6 +487,9 @@ impl Replica {
         let canonical =
             |path: &Path| fs::canonicalize(path).map_err(|source| Error::io("resolve", path, source));
         let own = canonical(source)? == canonical(&self.dir)?;
+        if own {
+            refuse_stray(&self.dir)?;
+        }
         // Later versions are written into the files. What links lead to may be another's: copies take their
         // places.
         let in_place = own && !checkpoint.weight_files().any(Path::is_symlink);
@@ -493,7 +499,7 @@ impl Replica {
             redo::hash_all(&checkpoint, &committed.manifest)?
         } else {
             if !own {
-                stale = self.weight_names(self.state.is_some())?;
+                stale = self.weight_names(&committed.manifest)?;
             }
             let staging = self.clean_staging()?;
             names = checkpoint.copy_weights(&staging)?;
@@ -517,10 +523,19 @@ impl Replica {
         stage::seal(journal, committed, &tables)
     }
 
-    /// Names of the weight files in the directory. They are only ours to replace if we put them there.
-    fn weight_names(&self, ours: bool) -> Result<Vec<String>> {
-        if !ours {
+    /// Names of the weight files in the directory. They are only ours to replace if we put them there, and so
+    /// is what lies in the place of a file of the version with this manifest.
+    fn weight_names(&self, manifest: &Manifest) -> Result<Vec<String>> {
+        if self.state.is_none() {
             refuse_foreign(&self.dir)?;
+            // What was set aside may have left files of its own behind.
+            let taken = |name: &&String| self.dir.join(name).symlink_metadata().is_ok();
+            let mut names = manifest.files.iter().map(|file| &file.name);
+            if !self.layout.quarantine().exists()
+                && let Some(name) = names.find(taken)
+            {
+                return Err(foreign(&self.dir, name));
+            }
         }
         weight_names(&self.dir)
     }
@@ -546,14 +561,30 @@ fn begin(offer: &mut Option<Offer>, base: &State) -> Option<Offering> {
 /// [`Error::BadSetting`] that names the first such file; the file system's.
 pub fn refuse_foreign(dir: &Path) -> Result<()> {
     let names = if dir.exists() { weight_names(dir)? } else { Vec::new() };
-    match names.first() {
-        Some(name) => Err(Error::BadSetting {
-            name: "checkpoint directory",
-            expected: "a new or empty directory, or one that this program made".into(),
-            found: format!("`{}` with a foreign `{name}`", dir.display()),
-        }),
-        None => Ok(()),
+    names.first().map_or(Ok(()), |name| Err(foreign(dir, name)))
+}
+
+/// [`refuse_foreign`] before anything is made in a directory, unless it holds a replica already, or is `start`,
+/// a checkpoint that may be gone on from in place.
+pub(crate) fn refuse_foreign_place(dir: &Path, start: Option<&Path>) -> Result<()> {
+    let is_start = start.is_some_and(|start| start.canonicalize().ok() == dir.canonicalize().ok());
+    if is_start || Layout::new(dir).root.exists() { Ok(()) } else { refuse_foreign(dir) }
+}
+
+fn foreign(dir: &Path, name: &str) -> Error {
+    Error::BadSetting {
+        name: "checkpoint directory",
+        expected: "a new or empty directory, or one that this program made".into(),
+        found: format!("`{}` with a foreign `{name}`", dir.display()),
     }
+}
+
+/// Refuses weights beside those of a checkpoint without an index: engines load every weight file that they find.
+fn refuse_stray(dir: &Path) -> Result<()> {
+    let names = weight_names(dir)?;
+    let has_index = names.iter().any(|name| name.ends_with(".index.json"));
+    let stray = names.iter().find(|name| !has_index && *name != "model.safetensors");
+    stray.map_or(Ok(()), |name| Err(foreign(dir, name)))
 }
 
 /// Names of the weight files in a directory.

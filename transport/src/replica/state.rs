@@ -181,7 +181,9 @@ impl Layout {
     /// Replaces a file atomically; durable once the directory is synced.
     pub(super) fn replace(&self, path: &Path, bytes: &[u8]) -> Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let partial = self.root.join(format!("{name}.partial"));
+        // The name may be as long as names can be, and the partial file's no longer.
+        let short: String = name.chars().take(50).collect();
+        let partial = self.root.join(format!("{short}.partial"));
         write_file(&partial, bytes)?;
         rename(&partial, path).map_err(|source| Error::io("replace", path, source))
     }

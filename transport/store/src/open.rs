@@ -35,6 +35,13 @@ pub fn open_with(url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Sto
         return Ok(Arc::new(Memory::new()));
     }
     let path = match url.split_once("://") {
+        None if looks_like_url(url) => {
+            return Err(Error::Unsupported {
+                what: "a store whose URL has one slash behind its colon".to_owned(),
+                hint: "a URL has two, as in s3://bucket/prefix; a path that begins like that is ./…"
+                    .to_owned(),
+            });
+        }
         None => url,
         Some(("file", path)) if path.starts_with('/') => path,
         Some(("file", _)) => {
@@ -54,6 +61,12 @@ pub fn open_with(url: &str, settings: &[(String, String)]) -> Result<Arc<dyn Sto
     }
     let path = std::path::absolute(Path::new(path)).map_err(|source| Error::io("resolve", path, source))?;
     Ok(Arc::new(Disk::new(path)))
+}
+
+/// Whether a text without `://` begins as only a mistyped URL does. It may have a password in it.
+fn looks_like_url(text: &str) -> bool {
+    let scheme = text.split_once(":/").map_or("", |(scheme, _)| scheme);
+    scheme.len() > 1 && scheme.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit())
 }
 
 #[cfg(feature = "object")]

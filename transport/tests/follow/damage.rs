@@ -71,6 +71,16 @@ fn quarantine_with_foreign_weights_is_refused() {
 }
 
 #[test]
+fn open_on_somebodys_checkpoint_leaves_it_as_it_was() {
+    let fixture = Fixture::new();
+    std::fs::create_dir_all(fixture.path()).unwrap();
+    std::fs::write(fixture.path().join("model.safetensors"), b"precious").unwrap();
+    let error = Follower::open(fixture.store.clone(), fixture.options(), vec![]).unwrap_err();
+    assert!(matches!(error, Error::BadSetting { .. }), "{error:?}");
+    assert_eq!(std::fs::read_dir(fixture.path()).unwrap().count(), 1, "nothing is made there");
+}
+
+#[test]
 fn a_rebuild_stays_in_its_run_and_does_not_go_back() {
     let mut fixture = Fixture::new();
     fixture.publish();

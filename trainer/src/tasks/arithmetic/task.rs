@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use async_trait::async_trait;
+use driftless_store::os::regular;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
@@ -43,7 +44,7 @@ impl Arithmetic {
     /// # Errors
     /// [`Error::OtherTokenizer`].
     pub fn check_checkpoint(checkpoint: &Path) -> Result<()> {
-        let found = match std::fs::read(checkpoint.join("tokenizer.json")) {
+        let found = match regular::read(&checkpoint.join("tokenizer.json")) {
             Ok(bytes) => serde_json::from_slice::<Value>(&bytes).ok(),
             Err(_) => None,
         };

@@ -121,8 +121,7 @@ fn a_plan_refuses_what_following_refuses() {
     fs::write(foreign.join("model.safetensors"), b"somebody's").unwrap();
     let into = || options(&world.path("hf"), &foreign);
     let planned = driftless_slime::plan(world.store(), &into()).unwrap_err();
-    let follower = driftless_slime::open(world.store(), into(), Vec::new()).unwrap();
-    let error = follower.prepare(None).unwrap_err();
+    let error = driftless_slime::open(world.store(), into(), Vec::new()).unwrap_err();
     assert!(matches!(&error, Error::BadSetting { found, .. } if found.contains("foreign")), "{error}");
     assert_eq!(planned.to_string(), error.to_string(), "weights of somebody else");
 
