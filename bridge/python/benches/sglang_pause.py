@@ -49,13 +49,13 @@ def post(port: int, path: str, **body) -> dict:
 
 
 class Follower:
-    """``driftless follow`` of the run ``run`` for one engine, which does what it is told."""
+    """``driftless follow``, which does what it is told."""
 
-    def __init__(self, store: str, directory: Path, base: Path, engine: str, *options: str) -> None:
-        self.directory, self.port = directory, free_port()
-        command = [sys.executable, "-m", "driftless", "follow", "--store", store, "--run", "run"]
-        command += ["--checkpoint-dir", str(directory), "--hf-checkpoint", str(base), "--coordinated"]
-        command += ["--listen", f"127.0.0.1:{self.port}", "--poll-ms", "86400000", "--engine", engine, *options]
+    def __init__(self, scene: "Scene", name: str, *options: str) -> None:
+        self.directory, self.port = scene.root / name, free_port()
+        command = [sys.executable, "-m", "driftless", "follow", "--store", scene.store, "--run", "run"]
+        command += ["--checkpoint-dir", str(self.directory), "--hf-checkpoint", str(scene.base), "--coordinated"]
+        command += ["--listen", f"127.0.0.1:{self.port}", "--poll-ms", "86400000", "--engine", scene.server.url, *options]
         self.process = subprocess.Popen(command, env={**os.environ, "RUST_LOG": "warn"})
         until("follower", MOVED, self._answers)
 
@@ -78,14 +78,6 @@ class Follower:
         return engine["pause_ms"]
 
 
-def change(tensors: dict[str, torch.Tensor], density: float, random: torch.Generator) -> None:
-    """Changes about so much of each tensor, one element at least; nothing for 0."""
-    for tensor in tensors.values() if density else ():
-        flat = tensor.view(-1).view(torch.int16)
-        count = max(1, int(flat.numel() * density))
-        flat[torch.randint(0, flat.numel(), (count,), generator=random)] ^= 1
-
-
 class Scene:
     def __init__(self, root: Path) -> None:
         for name, value in SHAPE.items():
@@ -97,10 +89,8 @@ class Scene:
             self.store, "run", baseline_dir=root / "baseline", hf_checkpoint=self.base
         )
         self.publisher.publish(self.tensors)
-        where = (self.base, self.server.url)
-        plugin = ("--plugin", "require", "--plugin-dir", str(self.server.plugins))
-        self.patches = Follower(self.store, root / "patched", *where, *plugin)
-        self.loads = Follower(self.store, root / "loaded", *where, "--plugin", "off")
+        self.patches = Follower(self, "patched", "--plugin", "require", "--plugin-dir", str(self.server.plugins))
+        self.loads = Follower(self, "loaded", "--plugin", "off")
         self.prepare()
         self.patches.activate()
         (root / "scatter.c").write_text(SCATTER)
@@ -114,7 +104,10 @@ class Scene:
 
     def step(self, density: float) -> None:
         """The next version is on disk, and the plugin has prepared it."""
-        change(self.tensors, density, self.random)
+        for tensor in self.tensors.values() if density else ():
+            flat = tensor.view(-1).view(torch.int16)
+            count = max(1, int(flat.numel() * density))
+            flat[torch.randint(0, flat.numel(), (count,), generator=self.random)] ^= 1
         version = self.publisher.publish(self.tensors).version
         self.prepare()
         label = f"{self.publisher.run_id[:12]}:{version}"
