@@ -4,6 +4,7 @@
 use crate::cli::shared::error::{Error, Result};
 use driftless::store::redact;
 use driftless::transport::Checkpoint;
+use driftless::transport::replica::foreign_file;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read as _};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -74,18 +75,10 @@ fn is_same(one: &Path, other: &Path) -> bool {
 /// has not put there. `start` is one that it may go on from in place.
 pub(crate) fn check_own(name: &str, dir: &Path, start: Option<&Path>) -> Result<()> {
     check_place(name, dir)?;
-    if start.is_some_and(|start| is_same(start, dir)) || dir.join(".driftless").exists() {
-        return Ok(());
-    }
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let foreign = entries.map(|entry| entry.file_name()).find(|file| {
-        let file = file.to_string_lossy();
-        file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json") || file == "config.json"
-    });
-    match foreign {
+    match foreign_file(dir, start)? {
         None => Ok(()),
         Some(file) => {
-            let found = format!("the foreign file `{}`", file.display());
+            let found = format!("the foreign file `{file}`");
             Err(wrong(name, dir, "a new or empty directory, or one that driftless made", &found))
         }
     }

@@ -7,6 +7,7 @@
 //! CUBLAS_WORKSPACE_CONFIG=:4096:8 cargo bench -p driftless-torch --bench learner -- deterministic --device cuda:0
 //! cargo bench -p driftless-torch --bench learner -- ranks --ranks 2 --shapes 0.6b --lengths mixed:65536 --device cuda --dir /tmp/ranks
 //! cargo bench -p driftless-torch --bench learner -- publish --shapes 4b --lr 1e-6 --device cuda:0 --dir /dev/shm/publish
+//! cargo bench -p driftless-torch --bench learner -- publish --sides device --fp8 --shapes 0.6b --lr 1e-6 --device cuda:0 --dir /dev/shm/fp8
 //! ```
 
 #![allow(
@@ -23,7 +24,7 @@ use driftless_buffer::{Identity, Log, Options, Position, Record, Scalars};
 use driftless_store::open;
 use driftless_torch::batch::{Reduction, token_weights};
 use driftless_torch::optimizer::AdamWOptions;
-use driftless_torch::quantize::{Quantized, quantize};
+use driftless_torch::quantize::{Quantized, quantize, quantize_checkpoint};
 use driftless_torch::sft::{SftOptions, SftTask, sft};
 use driftless_torch::{
     Batch, CUBLAS_WORKSPACE, Config, Family, Model, Policy, RankOptions, Sample, TorchLearner, TorchOptions,
@@ -367,7 +368,7 @@ fn options(arguments: &Arguments) -> TorchOptions {
         temperature: 1.0,
         num_threads: 2,
         device: if ranks == 1 && device == "cuda" { "cuda:0".into() } else { device },
-        fp8: false,
+        fp8: arguments.has("--fp8"),
         ranks: (ranks > 1).then(|| RankOptions { ranks, command, deadline: Duration::from_secs(120) }),
     }
 }
@@ -446,7 +447,7 @@ fn ranks(arguments: &Arguments) {
 }
 
 /// From the end of a step to the manifest in a store in `--dir`: first with weights that are copied to the host and
-/// encoded there, then with weights that are encoded where they are.
+/// encoded there, then with weights that are encoded where they are, or one of `--sides`; in `--fp8`, as such.
 fn publish(arguments: &Arguments) {
     let (options, turns) = (options(arguments), arguments.get("steps", "7").parse::<usize>().unwrap());
     let device = device(&options.device).unwrap();
@@ -455,8 +456,13 @@ fn publish(arguments: &Arguments) {
     learner.load(&stage.place).unwrap();
     let settings = PublisherOptions::new(&stage.place.run, Start::NewRun, &stage.place.baseline);
     let mut publisher = Publisher::open(open(&stage.place.store).unwrap(), settings).unwrap();
-    publisher.publish_reference(&stage.place.hf_checkpoint, Step::default()).unwrap();
-    for side in ["host", "device"] {
+    let mut start = stage.place.hf_checkpoint.clone();
+    if arguments.has("--fp8") {
+        start = stage.place.save.with_file_name("fp8");
+        quantize_checkpoint(&stage.place.hf_checkpoint, &start).unwrap();
+    }
+    publisher.publish_reference(&start, Step::default()).unwrap();
+    for side in arguments.get("sides", "host,device").split(',') {
         if side == "device" {
             let Some(codec) = learner.codec() else { return println!("{device:?} encodes nothing") };
             publisher.encode_on(codec, BaseMemory::Device).unwrap();
@@ -509,6 +515,8 @@ fn rank(arguments: &Arguments) {
 }
 
 fn main() {
+    // Warnings, as of a pass that did not fit.
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
     let arguments = Arguments(std::env::args().skip(1).collect());
     if arguments.has("--deterministic") {
         set_deterministic();

@@ -161,17 +161,26 @@ pub enum Error {
 impl Error {
     /// The error of a pass of so many tokens.
     pub(crate) fn in_pass(self, tokens: usize) -> Error {
-        // The words of libtorch's allocators, for CUDA and for the CPU.
-        let short = |why: &str| {
-            ["out of memory", "not enough memory", "t allocate memory"]
-                .iter()
-                .any(|words| why.contains(words))
-        };
         match self {
-            Error::Torch(source) if short(&source.to_string()) => Error::Memory { tokens, source },
+            Error::Torch(source) if lacks_memory(&source) => Error::Memory { tokens, source },
             other => other,
         }
     }
+
+    /// Whether a device, or the host, had no memory left.
+    pub(crate) fn is_memory(&self) -> bool {
+        match self {
+            Error::Memory { .. } => true,
+            Error::Torch(source) => lacks_memory(source),
+            _ => false,
+        }
+    }
+}
+
+/// Whether it is in the words of one of libtorch's allocators, for CUDA and for the CPU.
+fn lacks_memory(error: &tch::TchError) -> bool {
+    let said = error.to_string();
+    ["out of memory", "not enough memory", "t allocate memory"].iter().any(|words| said.contains(words))
 }
 
 /// `Result` with this crate's [`Error`].

@@ -8,7 +8,6 @@ use driftless_delta::cuda::Codec;
 use driftless_trainer::learner::{self, Child, Learner, Place, Progress, StepStats, Stepped, Weights};
 use driftless_trainer::{Dtype, Error as LoopError, LearnOptions, Result as LoopResult};
 use driftless_transport::checkpoint::write_checkpoint;
-use driftless_transport::{Checkpoint, Snapshot as _};
 use tch::{Device, Kind};
 
 use crate::checkpoint;
@@ -21,7 +20,7 @@ use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::ranks::{Failed, Listening, Others, OverNccl, RANKS_MAX, RankOptions, Ranks, Star};
-use crate::snapshot::PolicySnapshot;
+use crate::snapshot::{self, PolicySnapshot};
 use crate::torch;
 
 /// Tensor data per file of a checkpoint that is written for others.
@@ -221,17 +220,22 @@ impl TorchLearner {
 
     fn copied(&mut self, fp8: bool) -> Result<PolicySnapshot> {
         let Loaded { policy, place, .. } = self.loaded()?;
-        let of = if fp8 { PolicySnapshot::fp8 } else { PolicySnapshot::new };
-        of(policy, &place.hf_checkpoint)
+        PolicySnapshot::of_policy(policy, &place.hf_checkpoint, fp8)
     }
 
     /// The weights where they are, or a copy on the host.
     fn weights(&mut self) -> Result<Weights> {
-        let (Some(lender), Some(Loaded { policy, place, .. })) = (&self.lender, &self.loaded) else {
-            return Ok(Weights::Tensors(Box::new(self.copied(self.options.fp8)?)));
-        };
-        let files = Checkpoint::open(&place.hf_checkpoint)?.files().to_vec();
-        Ok(Weights::Tensors(Box::new(lender.lend(&policy.trained, files)?)))
+        let fp8 = self.options.fp8;
+        if let (Some(lender), Some(Loaded { policy, place, .. })) = (&self.lender, &self.loaded) {
+            let files = snapshot::files(policy.model(), &place.hf_checkpoint, fp8)?;
+            match lender.lend(&policy.trained, files, fp8) {
+                Err(error) if fp8 && error.is_memory() => {
+                    tracing::warn!(%error, "the device has no memory for the weights in fp8: they are copied to the host");
+                }
+                lent => return Ok(Weights::Tensors(Box::new(lent?))),
+            }
+        }
+        Ok(Weights::Tensors(Box::new(self.copied(fp8)?)))
     }
 
     fn train(&mut self, batch: &learner::Batch<'_>) -> Result<StepStats> {
@@ -312,9 +316,8 @@ impl Learner for TorchLearner {
     }
 
     fn codec(&mut self) -> Option<Codec> {
-        // What engines get in fp8 is not what the learner has.
-        if let (None, Some(loaded), false) = (&self.lender, &self.loaded, self.options.fp8) {
-            self.lender = Lender::open(&loaded.policy.trained);
+        if let (None, Some(loaded)) = (&self.lender, &self.loaded) {
+            self.lender = Lender::open(&loaded.policy.trained, self.options.fp8);
         }
         self.lender.as_ref()?.codec()
     }
@@ -424,6 +427,7 @@ fn kind_of(dtype: Dtype) -> Kind {
 #[cfg(test)]
 mod tests {
     use driftless_delta::Element;
+    use driftless_transport::Snapshot as _;
     use driftless_transport::snapshot::AuxFile;
 
     use super::*;

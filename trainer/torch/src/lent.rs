@@ -11,7 +11,7 @@ use driftless_transport::{self as transport, Snapshot};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Result, input};
-use crate::snapshot::infos;
+use crate::snapshot::published;
 use crate::torch::{bytes_of, synchronize};
 use crate::trained::Trained;
 
@@ -24,20 +24,21 @@ pub(crate) struct Lender {
 }
 
 impl Lender {
-    /// Opens the device that the weights are on, if they are on one in the dtype that is published. Weights in
-    /// another dtype are copied to the host one by one: a copy of all would take memory of which training has none
-    /// to spare. A device that cannot encode is told of in the log.
-    pub(crate) fn open(trained: &Trained) -> Option<Lender> {
+    /// Opens the device that the weights are on, if they are on one in the dtype that is published, the layers'
+    /// matrices as such or in `fp8`. Weights in another dtype are copied to the host one by one: a copy of all would
+    /// take memory of which training has none to spare. A device that cannot encode is told of in the log.
+    pub(crate) fn open(trained: &Trained, fp8: bool) -> Option<Lender> {
         let (Device::Cuda(ordinal), kind) = (trained.model.device(), trained.model.kind()) else {
             return None;
         };
         if kind != trained.optimizer.rounded() {
             return None;
         }
-        let element = if kind == Kind::BFloat16 { Element::Bf16 } else { Element::F32 };
         // Some seconds, which the first delta would take longer.
-        let opened =
-            Codec::open(ordinal).and_then(|codec| codec.prepare(element).map(|()| Lender::with(codec)));
+        let opened = Codec::open(ordinal).and_then(|codec| {
+            elements(kind, fp8).iter().try_for_each(|&element| codec.prepare(element))?;
+            Ok(Lender::with(codec))
+        });
         opened
             .inspect_err(|error| tracing::warn!(%error, "weights are copied to the host and encoded there"))
             .ok()
@@ -52,36 +53,31 @@ impl Lender {
         self.codec.fork().inspect_err(|error| tracing::warn!(%error, "weights are encoded on the host")).ok()
     }
 
-    /// Lends the weights.
+    /// Lends the weights, or in `fp8` what is made of them on the device, which takes half as much memory.
     ///
     /// # Errors
-    /// [`crate::Error::Kernels`] if what libtorch has queued on the device fails; [`crate::Error::Input`] if the
-    /// weights are not there.
-    pub(crate) fn lend(&self, trained: &Trained, files: Vec<AuxFile>) -> Result<LentWeights> {
+    /// [`crate::Error::Kernels`] if what libtorch has queued on the device fails; [`crate::Error::Torch`] if there is
+    /// no memory for fp8; [`crate::Error::Input`] if the weights are not there.
+    pub(crate) fn lend(&self, trained: &Trained, files: Vec<AuxFile>, fp8: bool) -> Result<LentWeights> {
         let (expected, found) = (trained.model.device(), trained.model.flat().device());
         if found != expected {
             let (expected, found) = (format!("{expected:?}"), format!("{found:?}"));
             return Err(input("where the weights are", expected, found));
         }
+        let parts = published(&trained.model, trained.model.kind(), fp8).collect::<Result<Vec<_>>>()?;
         if let Device::Cuda(ordinal) = found {
             synchronize(ordinal)?;
         }
-        let place = |weight: &Tensor| {
-            let bytes = weight.numel() * weight.f_kind()?.elt_size_in_bytes();
-            // SAFETY: weights are parts of the model's buffer without gaps, which is on the codec's device and lives as
-            // long as `weights` below: so many bytes lie there. What libtorch had queued has ended, and nothing writes
-            // the weights but a step, which `check` refuses while these are lent.
-            Ok(unsafe { cuda::Tensor::borrowed(self.codec.device(), weight.data_ptr() as u64, bytes) })
+        let place = |(_, part): &(TensorInfo, Tensor)| {
+            let bytes = part.numel() * part.f_kind()?.elt_size_in_bytes();
+            // SAFETY: a part is one of the model's buffer without gaps, or a contiguous tensor of `quantize`. It is on
+            // the codec's device and lives as long as `parts` below: so many bytes lie there. What libtorch had queued
+            // has ended, and nothing writes the weights but a step, which `check` refuses while these are lent.
+            Ok(unsafe { cuda::Tensor::borrowed(self.codec.device(), part.data_ptr() as u64, bytes) })
         };
-        let weights: Vec<_> =
-            trained.model.parameters().iter().map(|weight| weight.tensor.shallow_clone()).collect();
-        Ok(LentWeights {
-            infos: infos(trained),
-            on_device: weights.iter().map(place).collect::<Result<_>>()?,
-            weights: Mutex::new(weights),
-            files,
-            _lent: self.lent.clone(),
-        })
+        let on_device = parts.iter().map(place).collect::<Result<_>>()?;
+        let (infos, parts) = parts.into_iter().unzip();
+        Ok(LentWeights { infos, on_device, parts: Mutex::new(parts), files, _lent: self.lent.clone() })
     }
 
     /// Refuses to have weights written that are lent.
@@ -96,13 +92,23 @@ impl Lender {
     }
 }
 
+/// What a version is made of.
+fn elements(kind: Kind, fp8: bool) -> &'static [Element] {
+    match (kind, fp8) {
+        (Kind::BFloat16, false) => &[Element::Bf16],
+        (Kind::BFloat16, true) => &[Element::F8E4M3, Element::F32, Element::Bf16],
+        (_, false) => &[Element::F32],
+        (_, true) => &[Element::F8E4M3, Element::F32],
+    }
+}
+
 /// A version on the device where the learner has it.
 #[derive(Debug)]
 pub(crate) struct LentWeights {
     infos: Vec<TensorInfo>,
     on_device: Vec<cuda::Tensor>,
     /// The same tensors, for libtorch.
-    weights: Mutex<Vec<Tensor>>,
+    parts: Mutex<Vec<Tensor>>,
     files: Vec<AuxFile>,
     _lent: Arc<()>,
 }
@@ -113,8 +119,8 @@ impl Snapshot for LentWeights {
     }
 
     fn bytes(&self, index: usize) -> transport::Result<Cow<'_, [u8]>> {
-        let weights = self.weights.lock().unwrap_or_else(PoisonError::into_inner);
-        bytes_of(&weights[index]).map(Cow::Owned).map_err(|error| transport::Error::HostCopy {
+        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        bytes_of(&parts[index]).map(Cow::Owned).map_err(|error| transport::Error::HostCopy {
             tensor: self.infos[index].name.clone(),
             source: error.into(),
         })
@@ -154,9 +160,10 @@ mod tests {
     /// compiler for its kernels.
     fn lender(kind: Kind) -> Option<Lender> {
         let codec = Codec::twin(0, 1 << 30);
-        let element = if kind == Kind::BFloat16 { Element::Bf16 } else { Element::F32 };
-        let prepared = codec.prepare(element).inspect_err(|error| eprintln!("skipped: {error}"));
-        prepared.ok().map(|()| Lender::with(codec))
+        let mut prepared = elements(kind, true).iter().map(|&element| codec.prepare(element));
+        let refused = prepared.find_map(Result::err).inspect(|error| eprintln!("skipped: {error}"));
+        drop(prepared);
+        refused.is_none().then(|| Lender::with(codec))
     }
 
     /// Moves an element in some by a place.
@@ -181,29 +188,42 @@ mod tests {
         (objects.collect(), format!("{:?}", manifest.tensors))
     }
 
+    /// Three versions, from where the weights are and from a copy.
+    fn assert_same_publications(kind: Kind, fp8: bool) {
+        let Some(lender) = lender(kind) else { return };
+        let policy = policy(kind);
+        let dir = tempfile::tempdir().unwrap();
+        let stores: [Arc<dyn Store>; 2] = std::array::from_fn(|_| Arc::new(Memory::new()) as _);
+        let [mut from_device, mut from_host] =
+            [0, 1].map(|n| publisher(&stores[n], &dir.path().join(n.to_string())));
+        from_device.encode_on(lender.codec().unwrap(), BaseMemory::Device).unwrap();
+        for version in 0..3 {
+            let copy = PolicySnapshot::collect(published(policy.model(), kind, fp8), Vec::new()).unwrap();
+            from_host.publish(&copy, Step::default(), Mode::Delta).unwrap();
+            let lent = lender.lend(&policy.trained, Vec::new(), fp8).unwrap();
+            from_device.publish(&lent, Step::default(), Mode::Delta).unwrap();
+            let bytes: u64 = copy.tensors().iter().map(|info| info.byte_len().unwrap()).sum();
+            let expected = if version == 0 { 0 } else { bytes };
+            let used = from_device.device_use();
+            assert_eq!(used.device_bytes, expected, "{kind:?} {version}: {used:?}");
+            let [a, b] = stores.each_ref().map(|store| stored(store, version));
+            assert!(!a.0.is_empty() && a == b, "{kind:?} version {version}");
+            drop(lent);
+            step(&policy);
+        }
+    }
+
     #[test]
     fn publications_of_lent_weights_are_those_of_a_copy_byte_for_byte() {
         for kind in [Kind::BFloat16, Kind::Float] {
-            let Some(lender) = lender(kind) else { return };
-            let policy = policy(kind);
-            let dir = tempfile::tempdir().unwrap();
-            let stores: [Arc<dyn Store>; 2] = std::array::from_fn(|_| Arc::new(Memory::new()) as _);
-            let [mut from_device, mut from_host] =
-                [0, 1].map(|n| publisher(&stores[n], &dir.path().join(n.to_string())));
-            from_device.encode_on(lender.codec().unwrap(), BaseMemory::Device).unwrap();
-            for version in 0..3 {
-                let copy = PolicySnapshot::with_files(&policy, Vec::new()).unwrap();
-                from_host.publish(&copy, Step::default(), Mode::Delta).unwrap();
-                let lent = lender.lend(&policy.trained, Vec::new()).unwrap();
-                from_device.publish(&lent, Step::default(), Mode::Delta).unwrap();
-                let bytes: u64 = copy.tensors().iter().map(|info| info.byte_len().unwrap()).sum();
-                let expected = if version == 0 { 0 } else { bytes };
-                assert_eq!(from_device.device_use().device_bytes, expected, "{kind:?} {version}");
-                let [a, b] = stores.each_ref().map(|store| stored(store, version));
-                assert!(!a.0.is_empty() && a == b, "{kind:?} version {version}");
-                drop(lent);
-                step(&policy);
-            }
+            assert_same_publications(kind, false);
+        }
+    }
+
+    #[test]
+    fn publications_of_lent_weights_in_fp8_are_those_of_a_copy_byte_for_byte() {
+        for kind in [Kind::BFloat16, Kind::Float] {
+            assert_same_publications(kind, true);
         }
     }
 
@@ -211,7 +231,7 @@ mod tests {
     fn weights_that_are_lent_are_not_written_before_they_are_given_back() {
         let Some(lender) = lender(Kind::Float) else { return };
         let policy = policy(Kind::Float);
-        let lent = lender.lend(&policy.trained, Vec::new()).unwrap();
+        let lent = lender.lend(&policy.trained, Vec::new(), false).unwrap();
         assert!(matches!(lender.check(), Err(Error::Input { .. })));
         drop(lent);
         lender.check().unwrap();

@@ -58,6 +58,7 @@ pub fn quantize(matrix: &Tensor) -> Result<Quantized> {
     let scaled = blocks.f_divide(&scale)?.f_clamp(-E4M3_MAX, E4M3_MAX)?;
     let scaled = scaled.f_view([down * BLOCK, across * BLOCK])?;
     let weight = scaled.f_narrow(0, 0, rows)?.f_narrow(1, 0, columns)?.f_to_kind(Kind::Float8e4m3fn)?;
+    let weight = weight.f_contiguous()?;
     Ok(Quantized { weight, scale_inv: scale.f_view([down, across])? })
 }
 

@@ -35,7 +35,7 @@ impl PolicySnapshot {
     /// [`crate::Error::Transport`] if that directory cannot be read, [`crate::Error::Torch`] if libtorch
     /// cannot copy.
     pub fn new(policy: &Policy, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
-        PolicySnapshot::with_files(policy, Checkpoint::open(hf_checkpoint)?.files().to_vec())
+        PolicySnapshot::of_policy(policy, hf_checkpoint, false)
     }
 
     /// The same with the layers' matrices in fp8, as [`quantize`](crate::quantize::quantize) has them, and a `config.json` that
@@ -44,14 +44,17 @@ impl PolicySnapshot {
     /// # Errors
     /// As [`PolicySnapshot::new`], and [`crate::Error::Config`] for a model that engines do not load in fp8.
     pub fn fp8(policy: &Policy, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
-        PolicySnapshot::fp8_of(policy.model(), policy.optimizer().rounded(), hf_checkpoint)
+        PolicySnapshot::of_policy(policy, hf_checkpoint, true)
     }
 
-    /// The same of a model, whose other weights are published in `kind`.
+    pub(crate) fn of_policy(policy: &Policy, hf_checkpoint: &Path, fp8: bool) -> Result<PolicySnapshot> {
+        let files = files(policy.model(), hf_checkpoint, fp8)?;
+        PolicySnapshot::collect(published(policy.model(), policy.optimizer().rounded(), fp8), files)
+    }
+
+    /// A model in fp8, whose other weights are published in `kind`.
     pub(crate) fn fp8_of(model: &Model, kind: Kind, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
-        check_shape(model.config())?;
-        let files = quantized_files(Checkpoint::open(hf_checkpoint)?.files())?;
-        PolicySnapshot::collect(model, kind, files, quantized_parts)
+        PolicySnapshot::collect(published(model, kind, true), files(model, hf_checkpoint, true)?)
     }
 
     /// Copies a critic's weights, as those of a sequence classifier with one label; the other files are those of
@@ -67,35 +70,53 @@ impl PolicySnapshot {
     }
 
     fn of(trained: &Trained, files: Vec<AuxFile>) -> Result<PolicySnapshot> {
-        let whole = |name: &str, tensor| Ok(vec![(name.to_owned(), tensor)]);
-        PolicySnapshot::collect(&trained.model, trained.optimizer.rounded(), files, whole)
+        PolicySnapshot::collect(published(&trained.model, trained.optimizer.rounded(), false), files)
     }
 
-    /// The weights in `kind`, each as the tensors that `parts` makes of it, in the order of their names.
-    fn collect(
-        model: &Model,
-        kind: Kind,
+    pub(crate) fn collect(
+        published: impl Iterator<Item = Result<(TensorInfo, Tensor)>>,
         files: Vec<AuxFile>,
-        parts: impl Fn(&str, Tensor) -> Result<Vec<(String, Tensor)>>,
     ) -> Result<PolicySnapshot> {
         let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
-        for parameter in model.parameters() {
-            // They are rounded to it already.
-            for (name, tensor) in parts(&parameter.name, parameter.tensor.f_to_kind(kind)?)? {
-                tensors.push(TensorInfo { name, dtype: dtype_of(tensor.f_kind()?), shape: shape(&tensor) });
-                bytes.push(bytes_of(&tensor)?);
-            }
+        for part in published {
+            let (info, tensor) = part?;
+            tensors.push(info);
+            bytes.push(bytes_of(&tensor)?);
         }
         Ok(PolicySnapshot { tensors, bytes, files })
     }
 }
 
-/// Names, shapes and the published dtype of a model's weights.
-pub(crate) fn infos(trained: &Trained) -> Vec<TensorInfo> {
-    let dtype = dtype_of(trained.optimizer.rounded());
-    let info =
-        |weight: &Parameter| TensorInfo { name: weight.name.clone(), dtype, shape: shape(&weight.tensor) };
-    trained.model.parameters().iter().map(info).collect()
+/// What is published of a model whose weights are rounded to `kind`, one after another, in the order of their names:
+/// each weight, or in fp8 ([`quantized_parts`]) what a matrix of a layer is made of.
+pub(crate) fn published(
+    model: &Model,
+    kind: Kind,
+    fp8: bool,
+) -> impl Iterator<Item = Result<(TensorInfo, Tensor)>> {
+    let parts = move |weight: &Parameter| -> Result<Vec<_>> {
+        let (name, tensor) = (&weight.name, weight.tensor.f_to_kind(kind)?);
+        let parts = if fp8 { quantized_parts(name, tensor)? } else { vec![(name.clone(), tensor)] };
+        let with_info = |(name, tensor): (_, Tensor)| {
+            let info = TensorInfo { name, dtype: dtype_of(tensor.f_kind()?), shape: shape(&tensor) };
+            Ok((info, tensor))
+        };
+        parts.into_iter().map(with_info).collect()
+    };
+    model.parameters().iter().flat_map(move |weight| match parts(weight) {
+        Ok(parts) => parts.into_iter().map(Ok).collect(),
+        Err(error) => vec![Err(error)],
+    })
+}
+
+/// The files of a version besides its weights: those of the checkpoint directory `hf_checkpoint`, in fp8 with a
+/// `config.json` that says so.
+pub(crate) fn files(model: &Model, hf_checkpoint: &Path, fp8: bool) -> Result<Vec<AuxFile>> {
+    if fp8 {
+        check_shape(model.config())?;
+    }
+    let checkpoint = Checkpoint::open(hf_checkpoint)?;
+    if fp8 { quantized_files(checkpoint.files()) } else { Ok(checkpoint.files().to_vec()) }
 }
 
 fn shape(tensor: &Tensor) -> Vec<u64> {

@@ -202,7 +202,7 @@ impl Replica {
             }
             Some(state) if !first.manifest.is_anchor() => Err(broken_chain(state, &first.manifest)),
             state => {
-                let stale = self.weight_names(&last.manifest)?;
+                let stale = self.replaceable(&last.manifest)?;
                 let staging = self.clean_staging()?;
                 let old_files = state.as_ref().map_or(&self.set_aside, |state| &state.manifest.files);
                 stage::journal_full(&self.layout.journal(), &staging, versions, objects, old_files, &stale)

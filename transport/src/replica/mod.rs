@@ -15,6 +15,7 @@
 //! | `prefault` | prefaults the pages that will change |
 //! | `buffers` | keeps decoding memory from tensor to tensor |
 //! | `journal` | writes, syncs and seals the records |
+//! | `own` | tells files of others from the replica's own, and refuses to replace them |
 //! | `withhold` | keeps `config.json` out of the directory while files change |
 //! | `redo`, `overwrite` | carry out a sealed journal through memory maps |
 //! | `sync` | syncs the data behind the apply, and moves the marker |
@@ -29,6 +30,7 @@ mod foreign;
 mod journal;
 mod objects;
 mod overwrite;
+mod own;
 mod plan;
 mod prefault;
 mod quarantine;
@@ -56,9 +58,10 @@ use crate::ids::Version;
 use crate::manifest::{Base, File, Manifest};
 use crate::prepared::{Offer, Offering};
 use crate::run::Committed;
-use crate::snapshot::{Snapshot as _, is_plain_name};
+use crate::snapshot::Snapshot as _;
 use buffers::Buffers;
 use journal::{Record, Writer};
+use own::refuse_stray;
 use prefault::WriteMaps;
 use state::{Layout, State};
 use sync::{PendingSync, SYNC_DEADLINE, Syncing};
@@ -67,6 +70,8 @@ pub(crate) use advance::Observe;
 pub(crate) use fold::check_same_form;
 pub use foreign::{Foreign, Rewrite, Rewriter, SLICE_BYTES, position};
 pub use objects::FetchObject;
+pub(crate) use own::refuse_foreign_place;
+pub use own::{foreign_file, refuse_foreign};
 pub use plan::{OnDisk, Plan, PlannedVersion};
 pub use repair::Repaired;
 pub(crate) use scrub::Scrub;
@@ -499,7 +504,7 @@ impl Replica {
             redo::hash_all(&checkpoint, &committed.manifest)?
         } else {
             if !own {
-                stale = self.weight_names(&committed.manifest)?;
+                stale = self.replaceable(&committed.manifest)?;
             }
             let staging = self.clean_staging()?;
             names = checkpoint.copy_weights(&staging)?;
@@ -523,23 +528,6 @@ impl Replica {
         stage::seal(journal, committed, &tables)
     }
 
-    /// Names of the weight files in the directory. They are only ours to replace if we put them there, and so
-    /// is what lies in the place of a file of the version with this manifest.
-    fn weight_names(&self, manifest: &Manifest) -> Result<Vec<String>> {
-        if self.state.is_none() {
-            refuse_foreign(&self.dir)?;
-            // What was set aside may have left files of its own behind.
-            let taken = |name: &&String| self.dir.join(name).symlink_metadata().is_ok();
-            let mut names = manifest.files.iter().map(|file| &file.name);
-            if !self.layout.quarantine().exists()
-                && let Some(name) = names.find(taken)
-            {
-                return Err(foreign(&self.dir, name));
-            }
-        }
-        weight_names(&self.dir)
-    }
-
     fn clean_staging(&self) -> Result<PathBuf> {
         let staging = self.layout.staging();
         remove_dir(&staging)?;
@@ -553,51 +541,6 @@ impl Replica {
 /// Begins to offer what leads from a version to the next.
 fn begin(offer: &mut Option<Offer>, base: &State) -> Option<Offering> {
     offer.as_mut()?.begin(base.checkpoint.dir(), base.applied.prepared(), base.manifest.tensor_bytes())
-}
-
-/// Refuses a directory with weights that a replica has not put there; one that does not exist has none.
-///
-/// # Errors
-/// [`Error::BadSetting`] that names the first such file; the file system's.
-pub fn refuse_foreign(dir: &Path) -> Result<()> {
-    let names = if dir.exists() { weight_names(dir)? } else { Vec::new() };
-    names.first().map_or(Ok(()), |name| Err(foreign(dir, name)))
-}
-
-/// [`refuse_foreign`] before anything is made in a directory, unless it holds a replica already, or is `start`,
-/// a checkpoint that may be gone on from in place.
-pub(crate) fn refuse_foreign_place(dir: &Path, start: Option<&Path>) -> Result<()> {
-    let is_start = start.is_some_and(|start| start.canonicalize().ok() == dir.canonicalize().ok());
-    if is_start || Layout::new(dir).root.exists() { Ok(()) } else { refuse_foreign(dir) }
-}
-
-fn foreign(dir: &Path, name: &str) -> Error {
-    Error::BadSetting {
-        name: "checkpoint directory",
-        expected: "a new or empty directory, or one that this program made".into(),
-        found: format!("`{}` with a foreign `{name}`", dir.display()),
-    }
-}
-
-/// Refuses weights beside those of a checkpoint without an index: engines load every weight file that they find.
-fn refuse_stray(dir: &Path) -> Result<()> {
-    let names = weight_names(dir)?;
-    let has_index = names.iter().any(|name| name.ends_with(".index.json"));
-    let stray = names.iter().find(|name| !has_index && *name != "model.safetensors");
-    stray.map_or(Ok(()), |name| Err(foreign(dir, name)))
-}
-
-/// Names of the weight files in a directory.
-fn weight_names(dir: &Path) -> Result<Vec<String>> {
-    let mut names = Vec::new();
-    for entry in fs::read_dir(dir).map_err(|source| Error::io("list", dir, source))? {
-        let name = entry.map_err(|source| Error::io("list", dir, source))?.file_name();
-        let Some(name) = name.to_str().filter(|name| is_plain_name(name)) else { continue };
-        if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
-            names.push(name.to_owned());
-        }
-    }
-    Ok(names)
 }
 
 fn check_model(dir: &Path, expected: &str, found: &str) -> Result<()> {

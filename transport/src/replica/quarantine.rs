@@ -12,8 +12,8 @@ use driftless_store::Error as StoreError;
 use driftless_store::os::watch::{self, Call};
 use driftless_store::os::{remove_dir, remove_file, rename, sync_dir};
 
+use super::own::weight_names;
 use super::state::{Applied, Copy, Layout, Marker, read_optional};
-use super::weight_names;
 use crate::error::{Error, Result};
 use crate::snapshot::is_plain_name;
 
