@@ -1,5 +1,7 @@
 """Engines as processes: how they are started, asked and ended."""
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -24,10 +26,14 @@ def until(what: str, seconds: float, look):
     return answer
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(asked=itertools.count(os.getpid() * 131)) -> int:
+    """A port that was free a moment ago. It is none of those that the system gives to whatever asks for any: a server may
+    take half a minute until it listens."""
+    while True:
+        port = 10_000 + next(asked) % 20_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
