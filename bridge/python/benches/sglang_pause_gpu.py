@@ -2,11 +2,14 @@
 
     python benches/sglang_pause_gpu.py PORT WORK LOG OUT.json A B C [in_place:B:9 idle:B:7 in_place:C:9 preparing:B busy:B:5]
 
-A server with the plugin listens on PORT, has loaded the checkpoint A, and writes LOG. B and C are checkpoints of the
-same shape with a few other elements, and a context of 8,192 tokens. A run in WORK goes from A to B, or to C, and back,
-once for each turn. ``driftless follow`` brings a directory in WORK there and has the server patched; its own figures
-are the pauses. Three turns also load what the server has just been patched to, by three calls. Checksums of the weights
-are compared with those of a load after each patch.
+A server with the plugin listens on PORT, or will within minutes, has loaded the checkpoint A, and writes LOG. B and C
+are checkpoints of the same shape with a few other elements, and a context of 8,192 tokens. A run in WORK goes from A to
+B, or to C, and back, once for each turn. ``driftless follow`` brings a directory in WORK there and has the server
+patched; its own figures are the pauses. Three turns also load what the server has just been patched to, by three calls.
+Checksums of the weights of each rank are compared with those of a load after each patch.
+
+Where the engine has several ranks, it replies when its first is done. What the plugin says of a patch is therefore read
+of all ranks, and figures of it are those of the slowest; they are also in OUT by rank. A streamed token needs all.
 
 48 requests decode meanwhile, and are renewed, and one is streamed: a gap is the time between two of its tokens. Beside
 the gap of a patch stand those of a quiet second, of the time in which a version is published and fetched, and of a
@@ -33,6 +36,10 @@ BATCH, PROMPT, VOCABULARY = int(os.environ.get("BATCH", 48)), 64, int(os.environ
 # Loads in all: each takes seconds.
 LOADS = 3
 PLUGINS = Path(os.environ.get("DRIFTLESS_PLUGIN_DIR") or f"/dev/shm/driftless-{os.geteuid()}")
+# What the plugin of a rank says of a patch, in milliseconds.
+TIMES = ("wrote_ms", "prepared_ms", "hook_ms")
+# Seconds from the start of this until the server answers.
+STARTED = 300
 
 
 def until(what: str, seconds: float, look):
@@ -187,6 +194,7 @@ class Bench:
             self.store, "run", resume=True, baseline_dir=work / "baseline", hf_checkpoint=self.base, profile="fast"
         )
         self.tensors: dict[str, dict] = {}
+        until("answer of the server", STARTED, self._serves)
         self.follow = 20000 + os.getpid() % 10000
         follow = [*command, "follow", *store, "--checkpoint-dir", str(work / "host"), "--hf-checkpoint", str(self.base)]
         follow += ["--engine", f"http://127.0.0.1:{port}", "--plugin", "require", "--pause-generation-mode", "in_place"]
@@ -198,6 +206,16 @@ class Bench:
         with self.follow_log.open("w") as said:
             self.follower = subprocess.Popen(self.command, env=self.environment, stderr=said)
         until("follower", 120, self._follows)
+
+    def _serves(self) -> bool:
+        try:
+            self.server.call("/health", method="GET")
+            return True
+        except (OSError, http.client.HTTPException, AssertionError):
+            # A connection that was refused is not used again.
+            self.server.connection = None
+            time.sleep(0.2)
+            return False
 
     def _follows(self) -> bool:
         assert self.follower.poll() is None
@@ -241,12 +259,30 @@ class Bench:
             files = [json.loads(path.read_text()) for path in PLUGINS.glob("rank-*.json")]
             told = [told for file in files for told in file["deltas"].values() if told["target"] == self.label()]
             assert not any(entry["why_not"] for entry in told), told
-            return len(told) == len(files) > 0
+            return len(told) == len(files) == self.ranks
 
         until("prepared delta", 60, look)
 
     def sums(self) -> list:
+        """A checksum of all weights of each rank."""
         return [rank["per_gpu_checksum"] for rank in self.server.call("/weights_checker", {"action": "checksum"})["ranks"]]
+
+    def said(self) -> list[dict]:
+        """What the plugin of each rank said of the live patch."""
+        head = re.escape(f"driftless: patched to {self.label()}, ")
+        tail = r"(\d+) elements in ([\d.]+) ms, prepared in ([\d.]+) ms(?:, cache (\w+))?, ([\d.]+) ms in all"
+        line = re.compile(rf"(?:TP(\d+)\] )?{head}{tail}")
+
+        def all_ranks() -> list[tuple] | None:
+            found = line.findall(self.log.read_text(errors="replace"))
+            assert len(found) <= self.ranks, found
+            return found if len(found) == self.ranks else None
+
+        return [
+            {"rank": int(rank or 0), "elements": int(elements), "cache": cache, **dict(zip(TIMES, map(float, times)))}
+            for rank, elements, wrote, prepared, cache, hook in sorted(until("word of every rank", 60, all_ranks))
+            for times in ((wrote, prepared, hook),)
+        ]
 
     def load(self) -> float:
         """Milliseconds that a load of the live version takes, by three calls."""
@@ -269,14 +305,13 @@ class Bench:
             ended = time.perf_counter()
         assert engine["label"] == self.label(), engine
         turn["pause_ms"] = engine["pause_ms"]
-        line = [line for line in self.log.read_text(errors="replace").splitlines() if "driftless: patched to " in line][-1]
-        assert self.label() in line, line
-        said = r"(\d+) elements in ([\d.]+) ms, prepared in ([\d.]+) ms(?:, cache (\w+))?, ([\d.]+) ms in all"
-        elements, wrote, prepared, turn["cache"], hook = re.search(said, line).groups()
-        turn.update(elements=int(elements), wrote_ms=float(wrote), prepared_ms=float(prepared), hook_ms=float(hook))
         turn["calls"] = self.calls()
         if load is not None:
             turn.update(load.gap(began, ended))
+        turn["by_rank"] = said = self.said()
+        turn["cache"] = "/".join(sorted({rank["cache"] for rank in said}))
+        # An element is counted by each rank that has a part of its tensor.
+        turn.update({name: max(rank[name] for rank in said) for name in ("elements", *TIMES)})
         turn["equal"] = self.sums() == self.results["sums"][to]
         assert turn["equal"], turn
         return turn
@@ -299,6 +334,7 @@ class Bench:
         self.follows("/prepare")
         self.follows("/activate")
         self.results["sums"] = {"A": self.sums()}
+        self.ranks = self.results["ranks"] = len(self.results["sums"]["A"])
         for to in self.others:
             update = {"model_path": str(self.others[to]), "weight_version": "other", "flush_cache": False}
             self.server.call("/update_weights_from_disk", update)
@@ -325,7 +361,8 @@ class Bench:
                 row.update(self.token(load))
             if number % 2 and self.loads < LOADS and name != "busy":
                 self.loads += 1
-                loads.append(self.load())
+                row["load_ms"] = self.load()
+                loads.append(row["load_ms"])
                 time.sleep(0.5)
             shown = {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}
             print(f"  {name}:{other} {shown}", flush=True)
@@ -336,7 +373,7 @@ class Bench:
         for key in (*figures, "publish_s", "follow_s", "wait_s"):
             if values := sorted(row[key] for row in rows if key in row):
                 text += f"\n  {key:12} least {values[0]:.2f} median {statistics.median(values):.2f} most {values[-1]:.2f}"
-        for call in ("pause_generation", "update_weights_from_disk", "continue_generation"):
+        for call in dict.fromkeys(path for row in rows for path, _ in row["calls"]):
             if values := sorted(ms for row in rows for path, ms in row["calls"] if path == call):
                 text += f"\n  {call} least {values[0]:.2f} median {statistics.median(values):.2f} most {values[-1]:.2f}"
         if loads:

@@ -1,5 +1,6 @@
 """A model whose weights are patched: what its trace has learned, in native hands."""
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 from ._driftless import LiveModel, checkpoint_tensors, refuse_patches
 from ._trace import learn
 
-# What is kept on a GPU for deltas, as a part of the weights' bytes. 1 % of bf16 elements take a 25th, and a table.
+# What each rank keeps on its GPU for deltas, as a part of the checkpoint's bytes: it has the whole delta there, also of
+# tensors that it holds a part of. 1 % of bf16 elements take a 25th.
 _ARENA_PART = 24
 
 _DTYPES = {
@@ -88,6 +90,6 @@ def live_model(model: torch.nn.Module, checkpoint: Path, where: Path, rank: Rank
         for copy in made
     ]
     device = found.device.index if found.device.type == "cuda" else None
-    arena = sum(flat.nbytes for _, flat in found.live.values()) // _ARENA_PART
+    arena = sum(math.prod(shape) * _DTYPES[dtype].itemsize for _, dtype, shape in tensors) // _ARENA_PART
     live = LiveModel(where, rank, tensors, list(found.live.values()), copies, found.slots, device, arena)
     return Patchable(live, found.derive)
