@@ -21,18 +21,28 @@ def test_follower_of_a_node_is_started_again_and_goes_on(store):
     directory = store.root / "policy"
     (host,) = followers(store.url, "run", directory)
     with pytest.raises(driftless.RunError) as raised:
-        ray.get(host.advance.remote(), timeout=60)
+        ray.get(host.advance.remote(), timeout=120)
     assert raised.value.kind == "NoSuchRun"
     with store.publisher() as publisher:
         for step in range(2):
             publisher.publish({"a": np.full(3, step, np.float32)}, step=step)
-            assert ray.get(host.advance.remote(), timeout=60) == step
-            assert ray.get(host.status.remote(), timeout=60)["applied"]["version"] == step
+            assert ray.get(host.advance.remote(), timeout=120) == step
+            assert ray.get(host.status.remote(), timeout=120)["applied"]["version"] == step
             ray.kill(host, no_restart=False)
-    assert ray.get(host.advance.remote(), timeout=60) == 1
+    assert ray.get(host.advance.remote(), timeout=120) == 1
     assert (directory / "config.json").read_bytes() == CONFIG
     assert read_checkpoint(directory)["a"][2] == np.ones(3, np.float32).tobytes()
     assert followers(store.url, "run", directory, resource="a resource that no node has") == []
+
+
+def test_follower_whose_directory_is_held_waits_until_it_is_free(store):
+    directory = store.root / "policy"
+    with driftless.Follower(store.url, "run", directory, id="before"):
+        (host,) = followers(store.url, "run", directory)
+        asked = host.status.remote()
+        # The process of the actor, which is busy in its creation.
+        assert ray.wait([asked], timeout=3)[0] == []
+    assert ray.get(asked, timeout=120)["applied"] is None
 
 
 def test_example_publishes_from_ray(store, run_here):

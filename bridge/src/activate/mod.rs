@@ -146,9 +146,12 @@ impl Activate for DiskActivator {
             if !patched {
                 plan.wait()?;
             }
-            let paused_for = match proof {
-                Proof::Load => transact(&*engine, pause, serving, &plan).await?,
-                proof => patch::transact(&*engine, pause, serving, &plan, proof == Proof::Checksums).await?,
+            let paused_for = match &options.plugin {
+                Some(plugin) if proof != Proof::Load => {
+                    let (prove, with) = (proof == Proof::Checksums, (plugin, target.limit));
+                    patch::transact(&*engine, pause, serving, &plan, prove, with).await?
+                }
+                _ => transact(&*engine, pause, serving, &plan).await?,
             };
             Ok::<_, Error>((identity, patched, paused_for))
         })?;

@@ -4,11 +4,15 @@
 //! An SGLang engine of one rank is not fenced meanwhile. It is paused, with its old weights under the old label,
 //! until the plugin has written all of the delta; a delta that cannot be written is taken back. Then SGLang
 //! takes the label, whether or not this process lives. The ranks of a larger engine may differ in between, and
-//! vLLM takes the label by another call than the weights, so these are fenced.
+//! each tells in its file what it has; vLLM takes the label by another call than the weights, so these are fenced.
 
 use std::time::Duration;
 
+use driftless_transport::activate::Limit;
+
+use super::PluginOptions;
 use super::pause::{Ask, Pause, partial, relabel};
+use super::plugin::agree;
 use super::{Plan, empty_and_fence, end, load};
 use crate::engine::{Engine, Patched, PauseMode, Reload};
 use crate::error::Result;
@@ -21,12 +25,16 @@ pub(super) async fn transact(
     serving: Option<String>,
     plan: &Plan<'_>,
     prove: bool,
+    (plugin, limit): (&PluginOptions, &Limit),
 ) -> Result<Duration> {
     pause.begin(plan.pause);
     let outcome = match make_ready(engine, plan).await {
         Ok(()) => {
             pause.touched();
-            let patched = patch(engine, plan, prove).await;
+            let patched = match patch(engine, plan, prove).await {
+                Ok(()) => agree(engine, plan, plugin, limit).await,
+                failed => failed,
+            };
             if patched.is_err() {
                 // If it keeps its label, what it has is not believed here, and loaded over.
                 let _ = relabel(engine, &partial(plan.label)).await;

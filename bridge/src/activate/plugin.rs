@@ -122,6 +122,35 @@ async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions
     Ranks::Ready
 }
 
+/// Waits until every rank of an engine of several says that the plan's version is live. SGLang tells what became of a
+/// call at its first rank alone.
+///
+/// # Errors
+/// [`Error::Rank`] for a rank that says something else, or nothing in time.
+pub(super) async fn agree(
+    engine: &dyn Engine,
+    plan: &Plan<'_>,
+    options: &PluginOptions,
+    limit: &Limit,
+) -> Result<()> {
+    let (of, until) = (plan.identity.tp, Instant::now() + options.deadline.min(limit.left()));
+    for number in (0..of).filter(|_| of > 1) {
+        let failed =
+            |found| Error::Rank { engine: engine.url().into(), number, label: plan.label.into(), found };
+        let port = reqwest::Url::parse(engine.url()).ok().and_then(|url| url.port_or_known_default());
+        let path = Rank { port: port.unwrap_or_default(), number, of }.path(&options.dir);
+        loop {
+            match read(&path, of).map_err(failed)?.live {
+                Some(live) if live == plan.label => break,
+                None => return Err(failed("weights of no version: it could not write them".into())),
+                Some(live) if Instant::now() >= until => return Err(failed(live)),
+                Some(_) => tokio::time::sleep(LOOK).await,
+            }
+        }
+    }
+    Ok(())
+}
+
 /// What a rank says, if the process that said it lives.
 fn read(path: &Path, ranks: u32) -> std::result::Result<RankFile, String> {
     let bytes = regular::read(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;

@@ -55,6 +55,8 @@ struct Shared {
     rank: Rank,
     /// Held while a delta is readied or written, so that nothing is readied while the engine loads.
     state: Mutex<State>,
+    /// What followers are told.
+    told: Mutex<RankFile>,
 }
 
 struct State {
@@ -113,9 +115,11 @@ impl LiveModel {
     }
 
     fn new(dir: &Path, rank: Rank, layout: Layout, memory: Box<dyn Memory>) -> Result<Self> {
-        RankFile::of(rank).write(rank, dir)?;
+        let told = RankFile::of(rank);
+        told.write(rank, dir)?;
         let state = State { layout, memory, label: None, manifest: None, ready: None };
-        let shared = Arc::new(Shared { dir: dir.into(), rank, state: Mutex::new(state) });
+        let (state, told) = (Mutex::new(state), Mutex::new(told));
+        let shared = Arc::new(Shared { dir: dir.into(), rank, state, told });
         let weak = Arc::downgrade(&shared);
         thread::Builder::new().name("driftless".into()).spawn(move || watch(&weak)).map_err(|source| {
             Error::SetUp { what: "the thread that readies deltas", source: source.into() }
@@ -129,6 +133,7 @@ impl LiveModel {
         let mut state = self.shared.state();
         state.label = label.and_then(|label| label.split('?').next()).map(str::to_owned);
         (state.manifest, state.ready) = (None, None);
+        self.shared.tell_live(&state);
     }
 
     /// Makes the weights those of `label`; `None` if they are not prepared for it. The engine stands still.
@@ -171,12 +176,41 @@ impl Shared {
         let began = Instant::now();
         // Whatever happens now: what is live is known again when it has ended well.
         (state.label, state.manifest) = (None, None);
-        let found = state.memory.write()?;
         let as_readied = || "the values that it had when the delta was readied".to_owned();
-        check(&ready.delta, found, as_readied)?;
-        let target = ready.delta.target();
-        (state.label, state.manifest) = (Some(target.label.clone()), Some(target.manifest));
-        Ok(Some(LivePatch { changes: ready.changes, wrote: began.elapsed(), prepared: ready.took }))
+        let written = state.memory.write().and_then(|found| check(&ready.delta, found, as_readied));
+        let wrote = began.elapsed();
+        if written.is_ok() {
+            let target = ready.delta.target();
+            (state.label, state.manifest) = (Some(target.label.clone()), Some(target.manifest));
+        }
+        self.tell_live(&state);
+        written.map(|()| Some(LivePatch { changes: ready.changes, wrote, prepared: ready.took }))
+    }
+
+    fn told(&self) -> MutexGuard<'_, RankFile> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells which version is live, if there are other ranks: the engine's reply is that of the first.
+    fn tell_live(&self, state: &State) {
+        let mut told = self.told();
+        if self.rank.of > 1 && told.live != state.label {
+            told.live = state.label.clone();
+            // A rank that cannot tell is waited for, up to a deadline.
+            let _ = told.write(self.rank, &self.dir);
+        }
+    }
+
+    /// Tells what became of deltas, of those whose files are there, if that is news.
+    fn tell(&self, names: &BTreeSet<String>, news: BTreeMap<String, Told>) {
+        let mut told = self.told();
+        let known = told.deltas.clone();
+        told.deltas.retain(|name, _| names.contains(name));
+        told.deltas.extend(news);
+        if told.deltas != known {
+            // A rank that cannot tell is waited for, up to a deadline.
+            let _ = told.write(self.rank, &self.dir);
+        }
     }
 
     /// Whether a version is offered before its checkpoint is there: a load under its label would be torn.
@@ -240,36 +274,32 @@ struct Tried {
 
 /// Readies what followers offer, until the model is gone.
 fn watch(model: &Weak<Shared>) {
-    let (mut tried, mut told) = (BTreeMap::new(), None);
+    let mut tried = BTreeMap::new();
     while let Some(shared) = model.upgrade() {
-        let mut file = told.take().unwrap_or_else(|| RankFile::of(shared.rank));
-        look(&shared, &mut tried, &mut file);
-        told = Some(file);
+        look(&shared, &mut tried);
         drop(shared);
         thread::sleep(LOOK);
     }
 }
 
 /// Tries each delta that is offered, once for each version that is live.
-fn look(shared: &Shared, tried: &mut BTreeMap<String, Tried>, file: &mut RankFile) {
+fn look(shared: &Shared, tried: &mut BTreeMap<String, Tried>) {
     let names = shared.deltas();
-    let known = file.deltas.len();
-    file.deltas.retain(|name, _| names.contains(name));
-    let mut news = file.deltas.len() != known;
     tried.retain(|name, _| names.contains(name));
-    for name in names {
-        let path = shared.dir.join(&name);
+    let mut news = BTreeMap::new();
+    for name in &names {
+        let path = shared.dir.join(name);
         let delta = match prepared::offered(&path) {
             Ok(Some(delta)) => delta,
             Ok(None) => continue,
             Err(error) => {
-                news |= tell(file, &name, Told { target: String::new(), why_not: Some(text(&error)) });
+                news.insert(name.clone(), Told { target: String::new(), why_not: Some(text(&error)) });
                 continue;
             }
         };
         let live = shared.state().label.clone();
         let again = tried
-            .get(&name)
+            .get(name)
             .is_none_or(|tried| tried.delta != delta || tried.live != live && tried.target != live);
         if !again {
             continue;
@@ -277,21 +307,9 @@ fn look(shared: &Shared, tried: &mut BTreeMap<String, Tried>, file: &mut RankFil
         let told = attempt(shared, &path);
         let target = told.as_ref().map(|told| told.target.clone());
         tried.insert(name.clone(), Tried { delta, live, target });
-        if let Some(told) = told {
-            news |= tell(file, &name, told);
-        }
+        news.extend(told.map(|told| (name.clone(), told)));
     }
-    if news {
-        // A rank that cannot tell is waited for, up to a deadline.
-        let _ = file.write(shared.rank, &shared.dir);
-    }
-}
-
-/// Notes what became of a delta; true if that is news.
-fn tell(file: &mut RankFile, name: &str, told: Told) -> bool {
-    let is_news = file.deltas.get(name) != Some(&told);
-    file.deltas.insert(name.to_owned(), told);
-    is_news
+    shared.tell(&names, news);
 }
 
 /// Readies what a file offers, and says what became of it; `None` if it offers nothing any more.

@@ -31,6 +31,9 @@ pub(crate) struct RankFile {
     pub(crate) ranks: u32,
     /// Why it never patches.
     pub(crate) why_not: Option<String>,
+    /// Label of the version that is live, where there is more than one rank; `None` where that is not known.
+    #[serde(default)]
+    pub(crate) live: Option<String>,
     /// By the name of the prepared delta's file, what became of it.
     pub(crate) deltas: BTreeMap<String, Told>,
 }
@@ -71,6 +74,7 @@ impl RankFile {
             start: started(pid).unwrap_or_default(),
             ranks: rank.of,
             why_not: None,
+            live: None,
             deltas: BTreeMap::new(),
         }
     }

@@ -110,7 +110,6 @@ pub(super) struct Scene {
     versions: Vec<Vec<Vec<u8>>>,
     random: Random,
     tried: BTreeMap<String, Tried>,
-    told: RankFile,
     _dir: tempfile::TempDir,
     pub(super) patches: usize,
 }
@@ -135,16 +134,15 @@ impl Scene {
         let dir = tempfile::tempdir().unwrap();
         let rank = Rank { port: 1, number: 0, of: 1 };
         let state = State { layout, memory, label: None, manifest: None, ready: None };
-        let shared = Shared { dir: dir.path().join("plugins"), rank, state: Mutex::new(state) };
-        let told = RankFile::of(rank);
-        told.write(rank, &shared.dir).unwrap();
+        let (state, told) = (Mutex::new(state), Mutex::new(RankFile::of(rank)));
+        let shared = Shared { dir: dir.path().join("plugins"), rank, state, told };
+        shared.told().write(rank, &shared.dir).unwrap();
         let mut scene = Self {
             shared,
             live,
             versions: vec![first],
             random,
             tried: BTreeMap::new(),
-            told,
             _dir: dir,
             patches: 0,
         };
@@ -206,7 +204,7 @@ impl Scene {
 
     /// What the rank tells of the offer, once it has looked.
     pub(super) fn look(&mut self) -> Option<String> {
-        look(&self.shared, &mut self.tried, &mut self.told);
+        look(&self.shared, &mut self.tried);
         let text = fs::read(self.shared.rank.path(&self.shared.dir)).unwrap();
         let file: RankFile = serde_json::from_slice(&text).unwrap();
         file.deltas["delta-1"].why_not.clone()
@@ -439,7 +437,11 @@ fn the_thread_tells_what_it_readied_and_ends_with_the_model() {
         (read().ranks, read().pid, read().start),
         (2, std::process::id(), rank::started(std::process::id()).unwrap())
     );
+    assert_eq!(read().live, Some(label(3)));
     assert!(model.patch(&label(4)).unwrap().is_some());
+    assert_eq!(read().live, Some(label(4)));
+    model.loaded(None);
+    assert_eq!(read().live, None);
     let weak = Arc::downgrade(&model.shared);
     drop(model);
     while weak.upgrade().is_some() {

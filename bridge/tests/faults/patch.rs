@@ -64,10 +64,24 @@ impl Scene {
 
     /// The rank has prepared the delta to a label, or says why not.
     fn says(&self, target: &str, why_not: Value) {
+        fs::write(self.rank(), self.told(1, Value::Null, target, why_not)).unwrap();
+    }
+
+    fn told(&self, ranks: u32, live: Value, target: &str, why_not: Value) -> String {
         let name = self.offer().file_name().unwrap().to_str().unwrap().to_owned();
-        let content = json!({"pid": std::process::id(), "start": started(), "ranks": 1, "why_not": null,
-            "deltas": {name: {"target": target, "why_not": why_not}}});
-        fs::write(self.rank(), content.to_string()).unwrap();
+        let deltas = json!({name: {"target": target, "why_not": why_not}});
+        let content = json!({"pid": std::process::id(), "start": started(), "ranks": ranks, "why_not": null,
+            "live": live, "deltas": deltas});
+        content.to_string()
+    }
+
+    /// Both ranks of an engine have prepared the delta, and what is live at each is this.
+    fn live(&self, labels: [Value; 2]) {
+        self.fake.engine().memory.ranks = 2;
+        for (rank, label) in labels.into_iter().enumerate() {
+            let path = self.rank().with_file_name(format!("rank-{}-{rank}.json", self.fake.address.port()));
+            fs::write(path, self.told(2, label, &self.label, Value::Null)).unwrap();
+        }
     }
 
     /// What the plugin in the engine will answer.
@@ -248,6 +262,27 @@ fn an_engine_that_is_not_ready_loads() {
         assert_eq!(scene.calls()[1], "/flush_cache", "{what}");
         scene.serves();
     }
+}
+
+#[test]
+fn a_rank_that_did_not_follow_the_first_has_the_engine_fenced_and_loaded() {
+    for (live, says) in [(Value::Null, "could not write"), (json!("before:1"), "before:1")] {
+        let mut scene = Scene::with(PauseMode::Retract, |plugin| plugin.deadline = Duration::from_millis(30));
+        scene.live([json!(scene.label), live]);
+        scene.answers(Fault::Patched);
+        let error = scene.activate().unwrap_err();
+        let told = matches!(&error, Error::Rank { number: 1, found, .. } if found.contains(says));
+        assert!(told, "{error}");
+        assert!(scene.fake.engine().label.ends_with("?partial") && scene.fake.engine().paused);
+        scene.activate().unwrap();
+        assert_eq!(scene.calls()[1], "/flush_cache", "it loads");
+        scene.serves();
+    }
+    let mut scene = Scene::new();
+    scene.live([json!(scene.label), json!(scene.label)]);
+    scene.answers(Fault::Patched);
+    scene.activate().unwrap();
+    scene.serves();
 }
 
 #[test]

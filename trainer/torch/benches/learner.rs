@@ -516,7 +516,7 @@ fn rank(arguments: &Arguments) {
 
 fn main() {
     // Warnings, as of a pass that did not fit.
-    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).init();
     let arguments = Arguments(std::env::args().skip(1).collect());
     if arguments.has("--deterministic") {
         set_deterministic();

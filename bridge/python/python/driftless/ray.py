@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ._errors import BusyError
 from ._follower import Follower
 
 __all__ = ["followers"]
+
+# Seconds for which a process that was killed may still hold its directory.
+_HELD = 60.0
 
 
 def followers(
@@ -31,8 +36,8 @@ def followers(
     """Starts an actor on each node that is alive, which keeps a checkpoint directory of that node at the run's versions.
 
     The actors have the methods of ``driftless.Follower``: ``advance``, ``status`` and ``close``. They take no CPU of the
-    cluster's count. One whose process ends is started again, and goes on with its directory; the call that it was in is
-    repeated, three times at most. ``ray.get`` raises an error of driftless as what it is.
+    cluster's count. One whose process ends is started again, waits up to a minute until the directory is free, and goes on
+    with it; the call that it was in is repeated, three times at most. ``ray.get`` raises an error of driftless as what it is.
 
     Args:
         store, run, checkpoint_dir: as for ``driftless.Follower``; the directory is the same path on every node.
@@ -54,7 +59,17 @@ class _Follower:
 
     def __init__(self, node: str, store: str, run: str, checkpoint_dir: str, settings: dict[str, Any]) -> None:
         # Hosts can have more than one node.
-        self._follower = Follower(store, run, checkpoint_dir, id=f"{socket.gethostname()}-{node[:8]}", **settings)
+        name = f"{socket.gethostname()}-{node[:8]}"
+        until = time.monotonic() + _HELD
+        while True:
+            try:
+                self._follower = Follower(store, run, checkpoint_dir, id=name, **settings)
+                return
+            except BusyError:
+                # Ray does not start an actor again whose creation fails.
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
 
     def advance(self, version: int | None = None) -> int:
         return self._follower.advance(version)
