@@ -95,11 +95,16 @@ fn place(url: &str) -> (String, Option<String>) {
     }
 }
 
-/// The run's model: the one asked for, or the only one.
+/// The run's model: the one asked for, or the only one. A run that has none yet may be asked for any.
 pub(crate) fn model(run: &Run, asked: Option<String>) -> Result<String> {
     let models = run.models()?;
     match (asked, models.as_slice()) {
-        (Some(model), _) => Ok(model),
+        (Some(model), models) if models.is_empty() || models.contains(&model) => Ok(model),
+        (Some(model), models) => Err(Error::Usage {
+            what: "--model".to_owned(),
+            expected: format!("a model of run `{}`: {}", run.name(), models.join(", ")),
+            found: model,
+        }),
         (None, [only]) => Ok(only.clone()),
         (None, models) => Err(Error::Usage {
             what: format!("run `{}` has {} models", run.name(), models.len()),
@@ -234,13 +239,16 @@ fn version(manifest: &Manifest, output: Output) -> Result<()> {
             None => format!("{elements} elements"),
         };
         format!(
-            "run {}, model {}, version {}: {}{base}\nstep {}, {bytes} bytes in {} objects and the manifest, {changed}\n{}",
+            "run {}, model {}, version {}: {}{base}\nstep {}, {bytes} bytes in {} and the manifest, {changed}\n{}",
             manifest.run_id,
             manifest.model,
             manifest.version,
             kind(manifest),
             manifest.trainer_step,
-            manifest.objects.len(),
+            match manifest.objects.len() {
+                1 => "1 object".to_owned(),
+                objects => format!("{objects} objects"),
+            },
             table(&["tensor", "dtype", "shape", "bytes", "aliases"], &rows)
         )
     })

@@ -187,6 +187,16 @@ fn a_directory_of_somebody_else_stays_as_it_was() {
 }
 
 #[test]
+fn model_that_the_run_does_not_have_is_refused_with_those_it_has() {
+    let mut run = Run::new();
+    run.publish();
+    for name in ["inspect", "gc"] {
+        let words = refused(run.command(name).args(["--model", "polcy"]));
+        assert!(words.contains("polcy") && words.contains("policy"), "{words}");
+    }
+}
+
+#[test]
 fn an_output_that_would_replace_an_input_is_refused() {
     let mut run = Run::new();
     run.publish();

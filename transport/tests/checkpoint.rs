@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 use std::borrow::Cow;
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
@@ -87,6 +89,20 @@ fn links_are_followed_and_other_formats_are_left_out() {
     }
     fs::create_dir(linked.join("onnx")).unwrap();
     assert_same(&Checkpoint::open(&linked).unwrap(), &weights);
+}
+
+#[test]
+fn auxiliary_file_name_that_no_version_can_have_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    write_checkpoint(dir.path(), &Weights::small(3), u64::MAX).unwrap();
+    for name in [&b"a\nb.txt"[..], b"a\\b.txt", b"a\xffb.txt"] {
+        let path = dir.path().join(OsStr::from_bytes(name));
+        fs::write(&path, b"x").unwrap();
+        assert_refused(dir.path(), &["name of an auxiliary file", "rename it", &format!("{path:?}")]);
+        fs::remove_file(path).unwrap();
+    }
+    fs::write(dir.path().join(OsStr::from_bytes(b".hidden\n")), b"x").unwrap();
+    Checkpoint::open(dir.path()).unwrap();
 }
 
 #[test]

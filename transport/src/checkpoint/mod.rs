@@ -8,6 +8,7 @@ mod writing;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::{self, File, Permissions};
 use std::io::{self, Read as _, Write as _};
@@ -22,7 +23,9 @@ use driftless_store::os::watch::{self, Call};
 use memmap2::Mmap;
 
 use crate::error::{Error, Result};
-use crate::snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, AuxFile, Snapshot, TensorInfo, is_aux_name};
+use crate::snapshot::{
+    AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, AuxFile, Snapshot, TensorInfo, is_aux_name, is_plain_name,
+};
 use header::bad;
 
 pub use write::write_checkpoint;
@@ -299,11 +302,17 @@ fn read_files(dir: &Path, strays: Strays) -> Result<Vec<AuxFile>> {
     let (mut found, mut total) = (Vec::new(), 0u64);
     for entry in fs::read_dir(dir).map_err(|source| Error::io("list", dir, source))? {
         let entry = entry.map_err(|source| Error::io("list", dir, source))?;
-        let Some(name) = entry.file_name().to_str().filter(|name| is_aux_name(name)).map(str::to_owned)
-        else {
+        let (name, path) = (entry.file_name(), entry.path());
+        let Some(name) = name.to_str().filter(|name| is_aux_name(name)).map(str::to_owned) else {
+            if strays == Strays::Refused && is_odd(&name) && !path.is_dir() {
+                return Err(Error::BadSetting {
+                    name: "name of an auxiliary file",
+                    expected: "UTF-8 without control characters and `\\`".into(),
+                    found: format!("{path:?} (rename it, or move it elsewhere if engines do not need it)"),
+                });
+            }
             continue;
         };
-        let path = entry.path();
         // Follows links, and a dangling one is an error worth hearing about.
         let metadata = fs::metadata(&path).map_err(|source| Error::io("inspect", &path, source))?;
         let fits = metadata.is_file() && metadata.len() <= AUX_FILE_BYTES_MAX;
@@ -323,6 +332,13 @@ fn read_files(dir: &Path, strays: Strays) -> Result<Vec<AuxFile>> {
         AuxFile::new(name, bytes)
     };
     found.into_iter().map(read).collect()
+}
+
+/// Whether no version can have a file of this name, which is not hidden.
+fn is_odd(name: &OsStr) -> bool {
+    let text = name.to_string_lossy();
+    let is_plain = name.to_str().is_some_and(is_plain_name);
+    !is_plain && !text.starts_with('.')
 }
 
 /// Refuses an auxiliary file that is too large by itself, or together with others.
