@@ -13,24 +13,20 @@ from before the first call to after the reply to the last. Beside them:
 """
 
 import ctypes
-import http.client
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
-import driftless
-import sglang_models
 import torch
-from servers import MOVED, free_port, until
+from pauses import DENSITIES, Follower, Run, ask, row, wait_prepared, writing_ms
+from servers import MOVED
 from test_sglang_server import Sglang
 
-SHAPE = {"HIDDEN": 1024, "INNER": 3072, "LAYERS": 12, "HEADS": 16, "KV_HEADS": 8, "HEAD_DIM": 64, "VOCABULARY": 32003}
-DENSITIES = (0.001, 0.01)
 SCATTER = """
 #include <stddef.h>
 void scatter(short *live, const unsigned *at, const short *value, size_t n) {
@@ -39,63 +35,24 @@ void scatter(short *live, const unsigned *at, const short *value, size_t n) {
 """
 
 
-def post(port: int, path: str, **body) -> dict:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    connection.request("POST", path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
-    reply = connection.getresponse()
-    text = reply.read()
-    assert reply.status == 200, (path, reply.status, text)
-    return json.loads(text) if text.startswith(b"{") else {}
-
-
-class Follower:
-    """``driftless follow``, which does what it is told."""
-
-    def __init__(self, scene: "Scene", name: str, *options: str) -> None:
-        self.directory, self.port = scene.root / name, free_port()
-        command = [sys.executable, "-m", "driftless", "follow", "--store", scene.store, "--run", "run"]
-        command += ["--checkpoint-dir", str(self.directory), "--hf-checkpoint", str(scene.base), "--coordinated"]
-        command += ["--listen", f"127.0.0.1:{self.port}", "--poll-ms", "86400000", "--engine", scene.server.url, *options]
-        self.process = subprocess.Popen(command, env={**os.environ, "RUST_LOG": "warn"})
-        until("follower", MOVED, self._answers)
-
-    def _answers(self) -> bool:
-        try:
-            post(self.port, "/notify")
-        except OSError:
-            return False
-        except AssertionError:
-            return True
-        return True
-
-    def prepare(self) -> None:
-        post(self.port, "/prepare")
-
-    def activate(self) -> float:
-        """Milliseconds of pause."""
-        [engine] = post(self.port, "/activate")["applied"]["engines"]
-        assert engine["label"], engine
-        return engine["pause_ms"]
+def post(port: int, path: str, **body) -> None:
+    status, reply = ask(port, path, **body)
+    assert status == 200, (path, status, reply)
 
 
 class Scene:
-    def __init__(self, root: Path) -> None:
-        for name, value in SHAPE.items():
-            setattr(sglang_models, name, value)
-        self.root, self.base, self.store = root, root / "base", (root / "store").as_uri()
-        self.tensors, self.random = sglang_models.make(self.base, "untied", 1, SHAPE["HEAD_DIM"]), torch.Generator().manual_seed(2)
-        self.server = Sglang(root, self.base)
-        self.publisher = driftless.Publisher(
-            self.store, "run", baseline_dir=root / "baseline", hf_checkpoint=self.base
-        )
-        self.publisher.publish(self.tensors)
-        self.patches = Follower(self, "patched", "--plugin", "require", "--plugin-dir", str(self.server.plugins))
-        self.loads = Follower(self, "loaded", "--plugin", "off")
+    def __init__(self, root: Path, ends: ExitStack) -> None:
+        self.run = Run(root, ends)
+        self.server = Sglang(root, self.run.base)
+        ends.callback(self.server.end)
+        engine, plugin = self.server.url, ("--plugin", "require", "--plugin-dir", str(self.server.plugins))
+        self.patches = Follower(self.run, root / "patched", engine, ends, *plugin)
+        self.loads = Follower(self.run, root / "loaded", engine, ends, "--plugin", "off")
         self.prepare()
         self.patches.activate()
         (root / "scatter.c").write_text(SCATTER)
         library = root / "scatter.so"
-        subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, root / "scatter.c"], check=True)
+        subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, root / "scatter.c"], check=True, timeout=MOVED)
         self.scatter = ctypes.CDLL(str(library)).scatter
 
     def prepare(self) -> None:
@@ -104,19 +61,9 @@ class Scene:
 
     def step(self, density: float) -> None:
         """The next version is on disk, and the plugin has prepared it."""
-        for tensor in self.tensors.values() if density else ():
-            flat = tensor.view(-1).view(torch.int16)
-            count = max(1, int(flat.numel() * density))
-            flat[torch.randint(0, flat.numel(), (count,), generator=self.random)] ^= 1
-        version = self.publisher.publish(self.tensors).version
+        label = self.run.publish(density)
         self.prepare()
-        label = f"{self.publisher.run_id[:12]}:{version}"
-
-        def is_prepared() -> bool:
-            deltas = self.server.told()["deltas"].values()
-            return any((told["target"], told["why_not"]) == (label, None) for told in deltas)
-
-        until("prepared delta", MOVED, is_prepared)
+        wait_prepared(self.server, label)
 
     def patched(self, density: float) -> tuple[float, float]:
         """Milliseconds of pause, and of writing."""
@@ -127,8 +74,7 @@ class Scene:
         sums = self.server.sums()
         self.unchecked()
         assert self.server.sums() == sums
-        [line] = [line for line in self.server.log.read_text().splitlines() if "driftless: patched to " in line][-1:]
-        return paused, float(line.split(" elements in ")[1].split(" ms")[0])
+        return paused, writing_ms(self.server)
 
     def loaded(self, density: float) -> float:
         self.step(density)
@@ -151,10 +97,10 @@ class Scene:
 
     def scattered(self, density: float, turns: int) -> list[float]:
         """Milliseconds of a bare loop."""
-        live = [torch.zeros(tensor.numel(), dtype=torch.int16) for tensor in self.tensors.values()]
+        live = [torch.zeros(tensor.numel(), dtype=torch.int16) for tensor in self.run.tensors.values()]
         jobs = []
         for flat in live:
-            at = torch.randint(0, len(flat), (max(1, int(len(flat) * density)),), generator=self.random).unique()
+            at = torch.randint(0, len(flat), (max(1, int(len(flat) * density)),), generator=self.run.random).unique()
             values = torch.ones(len(at), dtype=torch.int16)
             jobs.append((flat, at.int(), values))
         times = []
@@ -168,46 +114,30 @@ class Scene:
             times.append(1e3 * (time.perf_counter() - begin))
         return times
 
-    def end(self) -> None:
-        for follower in (self.patches, self.loads):
-            follower.process.terminate()
-            follower.process.wait(60)
-        self.server.end()
-        self.publisher.close()
 
-
-def row(name: str, times: list[float]) -> None:
-    low, middle, high = min(times), statistics.median(times), max(times)
-    print(f"  {name:<18} {low:8.1f} {middle:8.1f} {high:8.1f}", flush=True)
-
-
-def measure(root: Path, turns: int) -> None:
-    scene = Scene(root)
-    try:
-        loads = " ".join(f"{load:.1f}" for load in os.getloadavg())
-        print(f"{turns} turns; ms, least, median, most; load average {loads}")
-        row("no change", [scene.patched(0.0)[0] for _ in range(turns)])
-        for density in DENSITIES:
-            patched, wrote, loaded, unchecked = [], [], [], []
-            for _ in range(turns):
-                paused, written = scene.patched(density)
-                patched.append(paused)
-                wrote.append(written)
-                loaded.append(scene.loaded(density))
-                unchecked.append(scene.unchecked())
-            scattered = scene.scattered(density, turns)
-            middle = statistics.median
-            print(
-                f"density {density}: a load's pause / a patch's {middle(loaded) / middle(patched):.1f}, without checksums"
-                f" {middle(unchecked) / middle(patched):.1f}; writing / scatter {middle(wrote) / middle(scattered):.2f}"
-            )
-            rows = (("patched", patched), ("loaded", loaded), ("loaded, unchecked", unchecked))
-            for name, times in (*rows, ("writing", wrote), ("scatter", scattered)):
-                row(name, times)
-    finally:
-        scene.end()
+def measure(root: Path, turns: int, ends: ExitStack) -> None:
+    scene = Scene(root, ends)
+    print(f"{turns} turns; ms, least, median, most; load average", *(f"{load:.1f}" for load in os.getloadavg()))
+    row("no change", [scene.patched(0.0)[0] for _ in range(turns)])
+    for density in DENSITIES:
+        patched, wrote, loaded, unchecked = [], [], [], []
+        for _ in range(turns):
+            paused, written = scene.patched(density)
+            patched.append(paused)
+            wrote.append(written)
+            loaded.append(scene.loaded(density))
+            unchecked.append(scene.unchecked())
+        scattered = scene.scattered(density, turns)
+        middle = statistics.median
+        print(
+            f"density {density}: a load's pause / a patch's {middle(loaded) / middle(patched):.1f}, without checksums"
+            f" {middle(unchecked) / middle(patched):.1f}; writing / scatter {middle(wrote) / middle(scattered):.2f}"
+        )
+        rows = (("patched", patched), ("loaded", loaded), ("loaded, unchecked", unchecked))
+        for name, times in (*rows, ("writing", wrote), ("scatter", scattered)):
+            row(name, times)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        measure(Path(directory), int(sys.argv[1]) if len(sys.argv) > 1 else 15)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, ExitStack() as ends:
+        measure(Path(directory), int(sys.argv[1]) if len(sys.argv) > 1 else 15, ends)
