@@ -43,7 +43,7 @@ def post(port: int, path: str, **body) -> None:
 class Scene:
     def __init__(self, root: Path, ends: ExitStack) -> None:
         self.run = Run(root, ends)
-        self.server = Sglang(root, self.run.base)
+        self.server = Sglang(root, self.run.base, ranks=1)
         ends.callback(self.server.end)
         engine, plugin = self.server.url, ("--plugin", "require", "--plugin-dir", str(self.server.plugins))
         self.patches = Follower(self.run, root / "patched", engine, ends, *plugin)

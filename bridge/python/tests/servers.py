@@ -84,9 +84,9 @@ class Server:
             raise AssertionError((path, error.code, error.read())) from error
         return json.loads(text) if text.startswith((b"{", b"[")) else {}
 
-    def told(self) -> dict:
-        """What its worker says of the deltas that it was offered."""
-        return json.loads((self.plugins / f"rank-{self.port}-0.json").read_text())
+    def told(self, rank: int = 0) -> dict:
+        """What a rank says of itself, and of the deltas that it was offered."""
+        return json.loads((self.plugins / f"rank-{self.port}-{rank}.json").read_text())
 
     def end(self) -> None:
         # Its workers outlive a server that is merely terminated.

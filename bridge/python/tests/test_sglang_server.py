@@ -24,11 +24,17 @@ pytestmark = pytest.mark.skipif(not STAND_INS, reason="DRIFTLESS_SGLANG_PYTHONPA
 class Sglang(Server):
     """SGLang with a checkpoint, and what it says."""
 
-    def __init__(self, root: Path, checkpoint: Path) -> None:
+    def __init__(self, root: Path, checkpoint: Path, ranks: int) -> None:
         command = "-m sglang.launch_server --device cpu --skip-tokenizer-init --disable-overlap-schedule"
-        options = ["--sleep-on-idle", "--max-total-tokens", "8192", "--model-path", str(checkpoint)]
+        options = ["--sleep-on-idle", "--max-total-tokens", "8192", "--model-path", str(checkpoint), "--tp-size", str(ranks)]
         # It is healthy once it has generated a token for itself: that request fails a load beside it.
-        super().__init__(root, [*command.split(), *options], {"PYTHONPATH": STAND_INS, "SGLANG_USE_CPU_ENGINE": "1"})
+        environment = {"PYTHONPATH": STAND_INS, "SGLANG_USE_CPU_ENGINE": "1"}
+        if ranks > 1:
+            # Otherwise it wants a NUMA node for each, and a GPU for NCCL if there is one.
+            environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent/libnccl.so"
+            cores = sorted(os.sched_getaffinity(0))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        super().__init__(root, [*command.split(), *options], environment)
 
     def label(self) -> str:
         return self.call("/model_info")["weight_version"]
@@ -71,10 +77,10 @@ class Sglang(Server):
 class Scene:
     """A run, a server on its base, and a directory of versions beside it. Tests of one model share it."""
 
-    def __init__(self, store: Store, root: Path, kind: str) -> None:
+    def __init__(self, store: Store, root: Path, kind: str, ranks: int = 1) -> None:
         self.store, self.base, self.host = store, root / "base", root / "host"
         self.tensors = make(self.base, kind, 1)
-        self.server = Sglang(root, self.base)
+        self.server = Sglang(root, self.base, ranks)
         self.publisher = driftless.Publisher(store.url, "run", baseline_dir=store.baseline, hf_checkpoint=self.base)
         self.publisher.publish(self.tensors)
         self.version = 0
@@ -126,11 +132,12 @@ def scene(scenes, tmp_path_factory, request):
 
 
 @pytest.fixture
-def follow(scene):
-    """Starts ``driftless follow`` with further options."""
+def follow(request):
+    """Starts ``driftless follow`` with further options, for the test's scene."""
     started = []
 
-    def start(*options: str) -> subprocess.Popen:
+    def start(*options: str, scene: Scene | None = None) -> subprocess.Popen:
+        scene = scene or request.getfixturevalue("scene")
         command = [sys.executable, "-m", "driftless", "follow", "--store", scene.store.url, "--run", "run"]
         command += ["--checkpoint-dir", str(scene.host), "--hf-checkpoint", str(scene.base), "--poll-ms", "50"]
         command += ["--engine", scene.server.url, "--plugin-dir", str(scene.server.plugins), *options]
@@ -162,6 +169,21 @@ def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
             scene.wait_written()
             scene.server.load(scene.host, scene.label())
         assert scene.server.sums() == sums
+
+
+def test_each_rank_of_a_server_is_patched_and_says_so(scenes, tmp_path_factory, follow):
+    root = tmp_path_factory.mktemp("ranks")
+    scene = scenes["ranks"] = Scene(Store(root), root, "tied", ranks=2)
+    follow("--plugin", "require", scene=scene)
+    scene.serves(scene.label())
+    for count, density in enumerate((0.01, 0.1, 0.001), 1):
+        scene.publish(density)
+        scene.serves(scene.label())
+        assert scene.server.patched() == 2 * count
+        assert [scene.server.told(rank)["live"] for rank in range(2)] == [scene.label()] * 2
+        first, second = scene.server.sums()
+        assert first != second, "each rank has its part"
+        scene.assert_as_loaded()
 
 
 @pytest.mark.parametrize("scene", ["untied"], indirect=True)
