@@ -35,6 +35,8 @@ from safetensors.torch import load_file
 BATCH, PROMPT, VOCABULARY = int(os.environ.get("BATCH", 48)), 64, int(os.environ.get("VOCABULARY", 151936))
 # Loads in all: each takes seconds.
 LOADS = 3
+# Seconds of decoding that are compared, with and without a delta that is prepared, and how often.
+WINDOW, WINDOWS = 8, 4
 PLUGINS = Path(os.environ.get("DRIFTLESS_PLUGIN_DIR") or f"/dev/shm/driftless-{os.geteuid()}")
 # What the plugin of a rank says of a patch, in milliseconds.
 TIMES = ("wrote_ms", "prepared_ms", "hook_ms")
@@ -396,19 +398,21 @@ class Bench:
     def preparing(self, other: str) -> None:
         """Decoding while one delta is prepared again and again, and without."""
         load = Load(self.server.port)
+        if self.at not in ("A", other):
+            self.patch("A", load, contextlib.nullcontext())
         self.step(other if self.at == "A" else "A")
         [delta] = PLUGINS.glob("delta-*")
-        for _ in range(2):
+        for _ in range(WINDOWS):
             began = time.perf_counter()
-            time.sleep(3)
+            time.sleep(WINDOW)
             quiet = load.steps(began, time.perf_counter())
             began, count, names = time.perf_counter(), 0, (delta, delta.with_name("delta-0000000000000000"))
-            while time.perf_counter() - began < 3:
+            while time.perf_counter() - began < WINDOW:
                 names[0].rename(names[1])
                 names, count = names[::-1], count + 1
                 time.sleep(0.04)
             busy = load.steps(began, time.perf_counter())
-            text = f"preparing:{other} about {count} times in 3 s: quiet {quiet}, preparing {busy}"
+            text = f"preparing:{other} about {count} times in {WINDOW} s: quiet {quiet}, preparing {busy}"
             print(text, flush=True)
             self.results["notes"].append(text)
             if names[0] != delta:
