@@ -427,7 +427,6 @@ fn kind_of(dtype: Dtype) -> Kind {
 #[cfg(test)]
 mod tests {
     use driftless_delta::Element;
-    use driftless_transport::Snapshot as _;
     use driftless_transport::snapshot::AuxFile;
 
     use super::*;
