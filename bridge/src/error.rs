@@ -200,20 +200,6 @@ pub enum Error {
         /// What was looked for, and what was found.
         why: String,
     },
-    /// A rank of an engine of several does not have the version that the engine said it had.
-    #[error(
-        "engine {engine} was to serve {label} at all ranks, but rank {number} has {found}; it is fenced, and loads"
-    )]
-    Rank {
-        /// URL of the engine.
-        engine: String,
-        /// Which rank, from 0.
-        number: u32,
-        /// The version's label.
-        label: String,
-        /// What the rank says.
-        found: String,
-    },
     /// The weights of a live model cannot be patched, or not by this delta.
     #[error("{what} should be {expected}, found {found}")]
     Live {

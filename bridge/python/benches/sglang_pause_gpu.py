@@ -5,7 +5,9 @@
 A server with the plugin listens on PORT, or will within minutes, has loaded the checkpoint A, and writes LOG. B and C
 are checkpoints of the same shape with a few other elements, and a context of 8,192 tokens. A run in WORK goes from A to
 B, or to C, and back, once for each turn. ``driftless follow`` brings a directory in WORK there and has the server
-patched; its own figures are the pauses. Three turns also load what the server has just been patched to, by three calls.
+patched; its own figures are the pauses: of an engine that generates meanwhile, the time for which its scheduler stood
+still. ``update_weights_from_disk`` is then all of its call. With MODE=retract in the environment the engine is paused. Three
+turns also load what the server has just been patched to, by three calls.
 Checksums of the weights of each rank are compared with those of a load after each patch.
 
 Where the engine has several ranks, it replies when its first is done. What the plugin says of a patch is therefore read
@@ -33,6 +35,7 @@ import driftless
 from safetensors.torch import load_file
 
 BATCH, PROMPT, VOCABULARY = int(os.environ.get("BATCH", 48)), 64, int(os.environ.get("VOCABULARY", 151936))
+MODE = os.environ.get("MODE", "in_place")
 # Loads in all: each takes seconds.
 LOADS = 3
 # Seconds of decoding that are compared, with and without a delta that is prepared, and how often.
@@ -199,7 +202,7 @@ class Bench:
         until("answer of the server", STARTED, self._serves)
         self.follow = 20000 + os.getpid() % 10000
         follow = [*command, "follow", *store, "--checkpoint-dir", str(work / "host"), "--hf-checkpoint", str(self.base)]
-        follow += ["--engine", f"http://127.0.0.1:{port}", "--plugin", "require", "--pause-generation-mode", "in_place"]
+        follow += ["--engine", f"http://127.0.0.1:{port}", "--plugin", "require", "--pause-generation-mode", MODE]
         follow += ["--coordinated", "--listen", f"127.0.0.1:{self.follow}", "--poll-ms", "86400000"]
         self.command, self.environment = follow, {**os.environ, "RUST_LOG": "info,driftless_bridge=debug", "NO_COLOR": "1"}
         self.start_follower()
@@ -301,13 +304,14 @@ class Bench:
 
     def patch(self, to: str, load: Load | None, beside: contextlib.AbstractContextManager) -> dict:
         turn = {"to": to, **self.step(to)}
+        said = len(self.follow_log.read_text())
         with beside:
             began = time.perf_counter()
             [engine] = self.follows("/activate")["applied"]["engines"]
             ended = time.perf_counter()
         assert engine["label"] == self.label(), engine
         turn["pause_ms"] = engine["pause_ms"]
-        turn["calls"] = self.calls()
+        turn["calls"] = self.calls(said)
         if load is not None:
             turn.update(load.gap(began, ended))
         turn["by_rank"] = said = self.said()
@@ -318,11 +322,13 @@ class Bench:
         assert turn["equal"], turn
         return turn
 
-    def calls(self) -> list[tuple[str, float]]:
-        """The calls of the last activation, from the pause on, and their milliseconds."""
-        *_, last = self.follow_log.read_text().rpartition('call="/pause_generation"')
-        found = re.findall(r'call="/([\w/?=]+)" status=\d+ ms=([\d.]+)', 'call="/pause_generation"' + last)
-        return [(path, round(float(ms), 2)) for path, ms in found]
+    def calls(self, said: int) -> list[tuple[str, float]]:
+        """The calls of an activation, from the first that changes something on, and their milliseconds. The follower had
+        said so much before."""
+        found = re.findall(r'call="/([\w/?=]+)" status=\d+ ms=([\d.]+)', self.follow_log.read_text()[said:])
+        calls = [(path, round(float(ms), 2)) for path, ms in found]
+        changes = ("pause_generation", "update_weights_from_disk")
+        return calls[next(n for n, (path, _) in enumerate(calls) if path in changes) :]
 
     def token(self, load: Load) -> dict:
         """The gap that a request of one token makes, which an activation would ask for."""

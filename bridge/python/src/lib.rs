@@ -50,6 +50,7 @@ fn _driftless(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<log::Column>()?;
     module.add_function(wrap_pyfunction!(live::checkpoint_tensors, module)?)?;
     module.add_function(wrap_pyfunction!(live::refuse_patches, module)?)?;
+    module.add_function(wrap_pyfunction!(live::announce_server, module)?)?;
     module.add_function(wrap_pyfunction!(main, module)?)?;
     module.add_function(wrap_pyfunction!(work::end, module)?)
 }

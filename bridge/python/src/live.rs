@@ -3,7 +3,7 @@
 
 use crate::error;
 use crate::tensor::dtype_named;
-use driftless::bridge::live::{self, Layout, LiveCopy, LiveTensor, Rank, Strides};
+use driftless::bridge::live::{self, Layout, LiveCopy, LiveTensor, Rank, Strides, Vote};
 use driftless::transport::Checkpoint;
 use driftless::transport::snapshot::{Snapshot as _, TensorInfo};
 use pyo3::prelude::*;
@@ -29,6 +29,12 @@ pub(crate) fn checkpoint_tensors(
 #[pyfunction]
 pub(crate) fn refuse_patches(directory: PathBuf, rank: (u16, u32, u32), why: &str) -> PyResult<()> {
     self::rank(rank).refuse(&directory, why).map_err(refused)
+}
+
+/// See the stub.
+#[pyfunction]
+pub(crate) fn announce_server(directory: PathBuf, port: u16) -> PyResult<()> {
+    live::announce_server(&directory, port).map_err(refused)
 }
 
 /// See the stub.
@@ -89,19 +95,57 @@ impl LiveModel {
         py.detach(|| self.model.loaded(label));
     }
 
-    fn patch(&self, py: Python<'_>, label: &str) -> PyResult<Option<(u64, f64, f64)>> {
+    fn patch(
+        &self,
+        py: Python<'_>,
+        label: &str,
+        least: Option<Py<PyAny>>,
+    ) -> PyResult<Option<(u64, f64, f64)>> {
+        let (moved, mut failed) = (self.moved(py)?, None);
+        if moved.is_some() {
+            self.loaded(py, None);
+        }
+        let vote = |vote: Vote| {
+            let vote = if moved.is_some() { Vote::Refuses } else { vote };
+            let Some(least) = &least else { return vote };
+            Python::attach(|py| {
+                let said = least.call1(py, (vote as u8,)).and_then(|said| said.extract::<u8>(py));
+                match said {
+                    Ok(said) if said == Vote::Patches as u8 => Vote::Patches,
+                    Ok(said) if said == Vote::Loads as u8 => Vote::Loads,
+                    said => {
+                        failed = said.err();
+                        Vote::Refuses
+                    }
+                }
+            })
+        };
+        let done = py.detach(|| self.model.patch(label, vote));
+        if let Some(key) = moved {
+            return Err(error::own("RefusedError", format!("`{key}` is not where it was learned")));
+        }
+        match (failed, done) {
+            (Some(error), _) => Err(error),
+            (None, done) => Ok(done
+                .map_err(refused)?
+                .map(|done| (done.changes, done.wrote.as_secs_f64(), done.prepared.as_secs_f64()))),
+        }
+    }
+}
+
+impl LiveModel {
+    /// The first parameter that does not lie where it was learned.
+    fn moved(&self, py: Python<'_>) -> PyResult<Option<String>> {
         for (held, key, address) in &self.slots {
             let found = held.bind(py).get_item(key)?;
             let address_of = |tensor: Bound<'_, PyAny>| {
                 tensor.call_method0(pyo3::intern!(py, "data_ptr")).ok()?.extract::<usize>().ok()
             };
             if found.and_then(address_of) != Some(*address) {
-                self.loaded(py, None);
-                return Err(error::own("RefusedError", format!("`{key}` is not where it was learned")));
+                return Ok(Some(key.to_string()));
             }
         }
-        let done = py.detach(|| self.model.patch(label)).map_err(refused)?;
-        Ok(done.map(|done| (done.changes, done.wrote.as_secs_f64(), done.prepared.as_secs_f64())))
+        Ok(None)
     }
 }
 

@@ -1,15 +1,19 @@
 """Prepared deltas in a live model, without SGLang: found, checked, written, refused."""
 
+import asyncio
 import json
 import os
 import sys
+import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import driftless
 import pytest
 import torch
+from driftless import _patchable
 from driftless._patchable import live_model, refuse
 from driftless.sglang import _hooks
 from sglang_models import make, step
@@ -50,11 +54,11 @@ class Fused(nn.Module):
 class Host:
     """A live model at version 0, and a follower that prepares deltas for it."""
 
-    def __init__(self, store, root) -> None:
+    def __init__(self, store, root, ranks: int = 1) -> None:
         self.where = root / "plugins"
         self.versions = [make(root / "base", "untied", 1)]
         self.model = Fused(self.versions[0])
-        self.live = live_model(self.model, root / "base", self.where, (30000, 0, 1))
+        self.live = live_model(self.model, root / "base", self.where, (30000, 0, ranks))
         self.publisher = store.publisher()
         self.publisher.publish(self.versions[0])
         self.follower = driftless.Follower(store.url, "run", root / "host", plugin_dir=self.where)
@@ -71,11 +75,11 @@ class Host:
         self.follower.advance()
         return self.label()
 
-    def told(self, expected: str | None, port: int = 30000) -> None:
+    def told(self, expected: str | None, port: int = 30000, rank: int = 0) -> None:
         """Waits until the plugin says of the newest version that it is prepared, or why not."""
         end = time.monotonic() + 60
         while True:
-            deltas = json.loads((self.where / f"rank-{port}-0.json").read_text())["deltas"].values()
+            deltas = json.loads((self.where / f"rank-{port}-{rank}.json").read_text())["deltas"].values()
             said = [told["why_not"] for told in deltas if told["target"] == self.label()]
             if any(why is None if expected is None else why and expected in why for why in said):
                 return
@@ -219,6 +223,8 @@ def fake_sglang(monkeypatch, functions: dict[str, list[str]]) -> list:
     registry = module("sglang.srt.plugins.hook_registry")
     registry.HookRegistry = Registry
     registry.HookType = types.SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around")
+    update = {"__annotations__": {"manifest": dict}}
+    module("sglang.srt.managers.io_struct").UpdateWeightFromDiskReqInput = type("Update", (), update)
     for name, parameters in functions.items():
         place, owner, function = name.rsplit(".", 2)
         where = module(place)
@@ -240,6 +246,9 @@ def test_the_hooks_of_a_release_are_found(release, monkeypatch, caplog):
     kinds = dict(registered)
     assert len(kinds) == len(registered)
     before = {name for name, kind in kinds.items() if kind == "before"}
+    # The process of the HTTP server, which has loaded its part of SGLang.
+    assert kinds.pop("TokenizerManager.update_weights_from_disk") == "around"
+    assert kinds.pop("TokenizerManager.__init__") == "after"
     [around] = [name for name, kind in kinds.items() if kind == "around"]
     assert kinds["ModelRunner.load_model"] == "after"
     owner = around.removesuffix(".update_weights_from_disk")
@@ -268,6 +277,168 @@ def test_an_unknown_release_is_left_as_it_is(change, why, monkeypatch, caplog):
     assert fake_sglang(monkeypatch, functions) == []
     _hooks.register()
     assert why in caplog.text and "weights are loaded as without the plugin" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["update_weights_from_disk", "__init__", "manifest"])
+def test_a_server_process_that_is_not_known_has_engines_paused(change, monkeypatch, caplog):
+    functions = {name: taken for name, taken in RELEASES["0.5.23"].items() if not name.endswith(f"TokenizerManager.{change}")}
+    registered = fake_sglang(monkeypatch, functions)
+    if change == "manifest":
+        sys.modules["sglang.srt.managers.io_struct"].UpdateWeightFromDiskReqInput.__annotations__ = {}
+    _hooks.register()
+    names = {name for name, _ in registered}
+    assert "WeightUpdater.update_weights_from_disk" in names and not caplog.text
+    assert not any(name.startswith("TokenizerManager") for name in names)
+
+
+class Manager:
+    """SGLang's manager of requests, as far as an update goes."""
+
+    def __init__(self) -> None:
+        self.is_pause, self.updated = False, []
+
+    async def update(self, obj, request=None):
+        self.updated = [*self.updated, self.is_pause]
+        return self
+
+
+def test_an_update_is_handed_on_without_a_pause_where_it_asks_for_that():
+    manager = Manager()
+    asked = types.SimpleNamespace(manifest={"driftless": "patch"})
+    for obj, paused in [
+        (asked, True),
+        (types.SimpleNamespace(manifest=None), False),
+        (types.SimpleNamespace(manifest={"w": {"dtype": "bfloat16"}}), False),
+        (types.SimpleNamespace(), False),
+    ]:
+        manager.updated.clear()
+        asyncio.run(_hooks._handed_on(Manager.update, manager, obj, None))
+        assert (manager.updated, manager.is_pause) == ([paused], False)
+
+
+def test_a_server_that_hands_on_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("DRIFTLESS_PLUGIN_DIR", str(tmp_path / "plugins"))
+    _hooks._made(None, types.SimpleNamespace(server_args=types.SimpleNamespace(port=30123)))
+    said = json.loads((tmp_path / "plugins/server-30123.json").read_text())
+    assert said["pid"] == os.getpid() and said["start"] > 0
+
+
+class Holder:
+    """What SGLang asks to update a model: its updater, and the process's own load."""
+
+    def __init__(self, model, loads: list) -> None:
+        self.model, self.loads = model, loads
+
+    def load(self, *args) -> tuple[bool, str]:
+        self.loads.append(args)
+        return True, "loaded"
+
+
+def ask(holder, label: str | None, manifest=None, group=None) -> tuple[bool, str]:
+    """An update of a rank, as SGLang's scheduler carries it out."""
+    manager = types.SimpleNamespace(flush_cache=lambda empty_cache=True: True, tp_cpu_group=group)
+    _hooks._requested(manager, types.SimpleNamespace(weight_version=label, flush_cache=False, manifest=manifest))
+    return _hooks._update_from_disk(Holder.load, holder, "path", "auto")
+
+
+def test_a_call_for_a_patch_alone_never_loads(host, monkeypatch):
+    holder, only = Holder(host.model, []), {"driftless": "patch"}
+    monkeypatch.setitem(_hooks._models, id(host.model), host.live)
+    label = host.step()
+    host.told(None)
+    done, message = ask(holder, label, only)
+    assert done and message.startswith(f"driftless: patched to {label}, ") and message.endswith(" ms in all.")
+    assert ", cache dropped, " in message
+    # It is live, so that nothing is prepared for it; a label that is none; another model.
+    for label, model in [(label, host.model), (None, host.model), (label, nn.Module())]:
+        done, message = ask(Holder(model, holder.loads), label, only)
+        assert not done and "nothing is prepared" in message
+    assert holder.loads == []
+    # The same without that is a load.
+    assert ask(holder, "x:1") == (True, "loaded")
+    assert len(holder.loads) == 1
+
+
+class Ranks:
+    """The group of two ranks, which are threads here."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.votes, self.found, self.meet = [], None, threading.Barrier(2, self._count, timeout=60)
+        monkeypatch.setattr(_patchable, "least", self._least)
+
+    def _count(self) -> None:
+        self.found = min(self.votes)
+        self.votes.clear()
+
+    def _least(self, vote: int, group) -> int:
+        assert group is self
+        self.votes.append(vote)
+        self.meet.wait()
+        return self.found
+
+    def both(self, *calls) -> list:
+        """What becomes of a call of each."""
+
+        def outcome(call):
+            try:
+                return call()
+            except driftless.Error as error:
+                return str(error)
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(outcome, calls))
+
+
+def test_ranks_are_patched_together_or_not_at_all(store, tmp_path, monkeypatch):
+    host, ranks = Host(store, tmp_path, ranks=2), Ranks(monkeypatch)
+    second = Fused(host.versions[0])
+    other = live_model(second, tmp_path / "base", host.where, (30000, 1, 2))
+    other.loaded(host.label())
+    models = (host.model, second)
+
+    def patched() -> list:
+        label = host.step(0.2)
+        host.told(None, rank=0)
+        host.told(None, rank=1)
+        return ranks.both(lambda: host.live.patch(label, ranks), lambda: other.patch(label, ranks))
+
+    def hold(version: int) -> bool:
+        expected = Fused(host.versions[version]).state_dict()
+        return all(torch.equal(expected[name], model.state_dict()[name]) for model in models for name in expected)
+
+    assert all(said.startswith("patched to ") for said in patched()) and hold(1)
+    # At one rank somebody else writes to a weight once the delta is prepared.
+    told, norm = host.told, second.rest["model/norm/weight"].data.view(torch.int16)
+
+    def told_and_spoiled(expected, port=30000, rank=0):
+        told(expected, port, rank)
+        if rank == 1:
+            norm[:] ^= 64
+
+    monkeypatch.setattr(host, "told", told_and_spoiled)
+    first, last = patched()
+    assert "the delta of each rank should be written" in first and "when the delta was readied" in last
+    norm[:] ^= 64
+    assert hold(1), "both took it back"
+    monkeypatch.setattr(host, "told", told)
+    for model, live in zip(models, (host.live, other)):
+        model.load_weights(host.versions[2].items())
+        live.loaded(host.label())
+    assert all(said.startswith("patched to ") for said in patched()) and hold(3)
+    host.publisher.close()
+    host.follower.close()
+
+
+def test_a_rank_that_has_nothing_has_all_of_them_load(store, tmp_path, monkeypatch):
+    host = Host(store, tmp_path, ranks=2)
+    label, ranks = host.step(), Ranks(monkeypatch)
+    host.told(None)
+    both = ranks.both(lambda: host.live.patch(label, ranks), lambda: _hooks._patch(None, label, ranks))
+    assert both == [None, None]
+    with pytest.raises(driftless.EngineError, match="cannot agree"):
+        host.live.patch(label)
+    host.publisher.close()
+    host.follower.close()
 
 
 @pytest.mark.parametrize(

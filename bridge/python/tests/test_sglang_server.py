@@ -4,12 +4,14 @@
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import driftless
@@ -72,6 +74,22 @@ class Sglang(Server):
     def dropped(self) -> int:
         """Patches with which the cache went."""
         return self.log.read_text().count(", cache dropped")
+
+    def paused(self) -> int:
+        return self.log.read_text().count("POST /pause_generation")
+
+    @contextlib.contextmanager
+    def generating(self):
+        """A request runs all the while."""
+        sampling = {"temperature": 0, "max_new_tokens": 7000, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as thread:
+            body = {"input_ids": [1, 2, 3, 4], "sampling_params": sampling}
+            request = thread.submit(self.call, "/generate", body)
+            until("running request", MOVED, lambda: self.call("/v1/loads")["loads"][0]["num_running_reqs"] > 0)
+            yield
+            assert not request.done(), "nothing waited for its end"
+            self.call("/abort_request", {"rid": "", "abort_all": True})
+            assert request.result()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 class Scene:
@@ -155,6 +173,7 @@ def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
     follow("--plugin", "require", "--pause-generation-mode", mode)
     scene.serves(scene.label())
     assert scene.server.patched() == 0, "the first version is loaded"
+    paused = scene.server.paused()
     # The last one is proved by the follower: it compares all checksums of what was patched.
     for count, density in enumerate((0.001, 0.01, 0.1, 0.02, 0.0, 0.05, 0.2, 0.003, 0.08, 0.015) * 5 + (0.01,), 1):
         scene.publish(density)
@@ -162,6 +181,7 @@ def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
         assert scene.server.patched() == count
         if mode == "in_place":
             assert scene.server.dropped() == count, "nothing is generated beside it"
+            assert scene.server.paused() == paused or count > 50
         sums = scene.server.sums()
         if count % 10 == 1:
             scene.assert_as_loaded()
@@ -171,16 +191,17 @@ def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
         assert scene.server.sums() == sums
 
 
-def test_each_rank_of_a_server_is_patched_and_says_so(scenes, tmp_path_factory, follow):
+def test_ranks_are_patched_together_while_they_generate(scenes, tmp_path_factory, follow):
     root = tmp_path_factory.mktemp("ranks")
     scene = scenes["ranks"] = Scene(Store(root), root, "tied", ranks=2)
-    follow("--plugin", "require", scene=scene)
+    follow("--plugin", "require", "--pause-generation-mode", "in_place", scene=scene)
     scene.serves(scene.label())
+    paused = scene.server.paused()
     for count, density in enumerate((0.01, 0.1, 0.001), 1):
-        scene.publish(density)
-        scene.serves(scene.label())
-        assert scene.server.patched() == 2 * count
-        assert [scene.server.told(rank)["live"] for rank in range(2)] == [scene.label()] * 2
+        with scene.server.generating():
+            scene.publish(density)
+            scene.serves(scene.label())
+        assert (scene.server.patched(), scene.server.paused()) == (2 * count, paused)
         first, second = scene.server.sums()
         assert first != second, "each rank has its part"
         scene.assert_as_loaded()

@@ -142,18 +142,15 @@ impl Activate for DiskActivator {
             };
             // Weights that may be anything are no base.
             let proof = if serving.is_some() { proof } else { Proof::Load };
-            let patched = proof == Proof::None;
-            if !patched {
+            if proof != Proof::None {
                 plan.wait()?;
             }
-            let paused_for = match &options.plugin {
-                Some(plugin) if proof != Proof::Load => {
-                    let (prove, with) = (proof == Proof::Checksums, (plugin, target.limit));
-                    patch::transact(&*engine, pause, serving, &plan, prove, with).await?
-                }
+            let paused_for = match (proof, &options.plugin) {
+                (Proof::None, Some(plugin)) => patch(&*engine, pause, serving, &plan, plugin).await?,
+                (Proof::Checksums, _) => patch::transact(&*engine, pause, serving, &plan, true).await?,
                 _ => transact(&*engine, pause, serving, &plan).await?,
             };
-            Ok::<_, Error>((identity, patched, paused_for))
+            Ok::<_, Error>((identity, proof == Proof::None, paused_for))
         })?;
         self.unproved = if patched { unproved + 1 } else { 0 };
         self.identity = Some(identity);
@@ -240,6 +237,24 @@ async fn proof(
         Ranks::Ready if plan.identity.checksums_comparable() => Proof::Checksums,
         _ => Proof::Load,
     })
+}
+
+/// Patches an engine that is ready to be: while it generates, where requests keep their cache and its server can.
+async fn patch(
+    engine: &dyn Engine,
+    pause: &mut Pause,
+    serving: Option<String>,
+    plan: &Plan<'_>,
+    plugin: &PluginOptions,
+) -> Result<Duration> {
+    if plan.pause != PauseMode::InPlace || !plugin::hands_on(engine, plugin) {
+        return patch::transact(engine, pause, serving, plan, false).await;
+    }
+    if let Some(stood_still) = patch::running(engine, pause, plan).await? {
+        return Ok(stood_still);
+    }
+    plan.wait()?;
+    transact(engine, pause, serving, plan).await
 }
 
 /// The directory as the engine sees it, absolute: a relative path would be taken for the name of a model on a

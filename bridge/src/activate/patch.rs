@@ -1,21 +1,52 @@
-//! Activation of a version that the engine's plugin has prepared: pause, one call for weights, cache and
-//! label, continue.
+//! Activation of a version that the engine's plugin has prepared: one call for weights, cache and label.
 //!
-//! An SGLang engine of one rank is not fenced meanwhile. It is paused, with its old weights under the old label,
-//! until the plugin has written all of the delta; a delta that cannot be written is taken back. Then SGLang
-//! takes the label, whether or not this process lives. The ranks of a larger engine may differ in between, and
-//! each tells in its file what it has; vLLM takes the label by another call than the weights, so these are fenced.
+//! Requests that keep their cache let SGLang generate until the call reaches its ranks, which write between two
+//! steps ([`running`]). Otherwise the call stands between a pause and its end ([`transact`]).
+//!
+//! SGLang is not fenced meanwhile. It has its old weights under the old label until the plugin has written all of
+//! the delta at all ranks; a delta that cannot be written at one is taken back at each. Then SGLang takes the label,
+//! whether or not this process lives. vLLM takes the label by another call than the weights, so it is fenced.
 
 use std::time::Duration;
 
-use driftless_transport::activate::Limit;
-
-use super::PluginOptions;
 use super::pause::{Ask, Pause, partial, relabel};
-use super::plugin::agree;
 use super::{Plan, empty_and_fence, end, load};
 use crate::engine::{Engine, Patched, PauseMode, Reload};
-use crate::error::Result;
+use crate::error::{Error, Result};
+
+/// Patches an engine while it generates, and returns how long it stood still; `None` if it could not be, and is as
+/// it was.
+pub(super) async fn running(
+    engine: &dyn Engine,
+    pause: &mut Pause,
+    plan: &Plan<'_>,
+) -> Result<Option<Duration>> {
+    let (url, label) = (engine.url(), plan.label);
+    match engine.patch_running(request(plan)).await {
+        Ok(Some(stood_still)) => {
+            tracing::info!(engine = url, label, ?stood_still, "activation");
+            pause.passed(engine, plan.pause, stood_still).await.map(|()| Some(stood_still))
+        }
+        Ok(None) => Ok(None),
+        // It did not answer as its plugin does, and may have done anything: it is loaded.
+        Err(
+            error @ (Error::Status { .. }
+            | Error::Reply { .. }
+            | Error::Refused { .. }
+            | Error::LabelMismatch { .. }),
+        ) => {
+            tracing::warn!(engine = url, label, %error, "loads instead of being patched");
+            pause.touched();
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+fn request<'a>(plan: &'a Plan<'_>) -> Reload<'a> {
+    let Plan { label, directory, pause, identity, .. } = plan;
+    Reload { directory, label, pause: *pause, identity }
+}
 
 /// Pause, patch, continue; as for a load, `serving` is the label that the engine has now. With `prove`,
 /// its checksums are compared.
@@ -25,16 +56,12 @@ pub(super) async fn transact(
     serving: Option<String>,
     plan: &Plan<'_>,
     prove: bool,
-    (plugin, limit): (&PluginOptions, &Limit),
 ) -> Result<Duration> {
     pause.begin(plan.pause);
     let outcome = match make_ready(engine, plan).await {
         Ok(()) => {
             pause.touched();
-            let patched = match patch(engine, plan, prove).await {
-                Ok(()) => agree(engine, plan, plugin, limit).await,
-                failed => failed,
-            };
+            let patched = patch(engine, plan, prove).await;
             if patched.is_err() {
                 // If it keeps its label, what it has is not believed here, and loaded over.
                 let _ = relabel(engine, &partial(plan.label)).await;
@@ -52,7 +79,7 @@ async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
     if plan.pause != PauseMode::InPlace && !plan.identity.flushes_with_patch(plan.pause) {
         engine.empty_cache(plan.pause).await?;
     }
-    if plan.identity.tp == 1 && plan.identity.labels_with_patch {
+    if plan.identity.labels_with_patch {
         return Ok(());
     }
     relabel(engine, &partial(plan.label)).await
@@ -60,10 +87,9 @@ async fn make_ready(engine: &dyn Engine, plan: &Plan<'_>) -> Result<()> {
 
 /// Patches, and makes sure of the outcome: the engine then has the version's label with its weights.
 async fn patch(engine: &dyn Engine, plan: &Plan<'_>, prove: bool) -> Result<()> {
-    let Plan { label, directory, pause, identity, .. } = plan;
-    let request = Reload { directory, label, pause: *pause, identity };
+    let Plan { label, pause, identity, .. } = plan;
     let there = plan.checkpoint.is_written() == Some(true);
-    match engine.patch(request).await? {
+    match engine.patch(request(plan)).await? {
         Patched::Patched if !prove => Ok(()),
         Patched::Untouched => reload(engine, plan).await,
         // What it loaded was written meanwhile.

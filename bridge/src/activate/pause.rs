@@ -133,6 +133,24 @@ impl Pause {
         }
     }
 
+    /// Something was done between two steps of an engine that was not paused, and took so long. It stays as it is, unless
+    /// it is idle and generates nothing sound.
+    ///
+    /// # Errors
+    /// [`Error::Unsound`].
+    pub(crate) async fn passed(
+        &mut self,
+        engine: &dyn Engine,
+        mode: PauseMode,
+        took: Duration,
+    ) -> Result<()> {
+        (self.mode, self.took) = (mode, took);
+        match goes_on(engine, Ask::TokenIfIdle).await? {
+            Token::Unsound(source) => Err(self.fence(engine, source).await),
+            Token::Sound | Token::None => Ok(()),
+        }
+    }
+
     /// Pauses an engine again that has gone on, because what it generates is no sample.
     async fn fence(&mut self, engine: &dyn Engine, source: Error) -> Error {
         (self.owed, self.unknown) = (true, true);

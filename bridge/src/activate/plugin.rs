@@ -15,7 +15,7 @@ use super::Plan;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::live::Rank;
-use crate::live::rank::{RankFile, Told, started};
+use crate::live::rank::{RankFile, ServerFile, Told, server_path, started};
 
 /// Between two looks at what a rank says.
 const LOOK: Duration = Duration::from_millis(2);
@@ -83,8 +83,7 @@ pub(super) async fn ranks(
 
 async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions, limit: &Limit) -> Ranks {
     let ranks = plan.identity.tp;
-    let port = reqwest::Url::parse(engine.url()).ok().and_then(|url| url.port_or_known_default());
-    let Some(port) = port else {
+    let Some(port) = port(engine) else {
         return Ranks::Without(format!("{} has no port", engine.url()));
     };
     if let Err(error) = prepared::check_dir(&options.dir) {
@@ -122,33 +121,16 @@ async fn all_ranks(engine: &dyn Engine, plan: &Plan<'_>, options: &PluginOptions
     Ranks::Ready
 }
 
-/// Waits until every rank of an engine of several says that the plan's version is live. SGLang tells what became of a
-/// call at its first rank alone.
-///
-/// # Errors
-/// [`Error::Rank`] for a rank that says something else, or nothing in time.
-pub(super) async fn agree(
-    engine: &dyn Engine,
-    plan: &Plan<'_>,
-    options: &PluginOptions,
-    limit: &Limit,
-) -> Result<()> {
-    let (of, until) = (plan.identity.tp, Instant::now() + options.deadline.min(limit.left()));
-    for number in (0..of).filter(|_| of > 1) {
-        let failed =
-            |found| Error::Rank { engine: engine.url().into(), number, label: plan.label.into(), found };
-        let port = reqwest::Url::parse(engine.url()).ok().and_then(|url| url.port_or_known_default());
-        let path = Rank { port: port.unwrap_or_default(), number, of }.path(&options.dir);
-        loop {
-            match read(&path, of).map_err(failed)?.live {
-                Some(live) if live == plan.label => break,
-                None => return Err(failed("weights of no version: it could not write them".into())),
-                Some(live) if Instant::now() >= until => return Err(failed(live)),
-                Some(_) => tokio::time::sleep(LOOK).await,
-            }
-        }
-    }
-    Ok(())
+/// Whether the process of the engine's HTTP server has the plugin too, which hands on patches without a pause.
+pub(super) fn hands_on(engine: &dyn Engine, options: &PluginOptions) -> bool {
+    let read = |port| regular::read(&server_path(&options.dir, port)).ok();
+    let file = port(engine).and_then(read).and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    file.is_some_and(|file: ServerFile| started(file.pid) == Some(file.start))
+}
+
+/// The port in the engine's URL.
+fn port(engine: &dyn Engine) -> Option<u16> {
+    reqwest::Url::parse(engine.url()).ok()?.port_or_known_default()
 }
 
 /// What a rank says, if the process that said it lives.

@@ -103,6 +103,14 @@ pub trait Engine: fmt::Debug + Send + Sync {
         Box::pin(async move { self.load(load).await.map(|()| Patched::Loaded) })
     }
 
+    /// Has the plugin of an engine that generates write what it prepared, between two steps: weights and label, and
+    /// the cache as [`Engine::patch`] does with [`PauseMode::InPlace`]. Returns how long the engine stood still for it;
+    /// `None` if it could not, and has changed nothing. After a failure, the label tells which weights it has.
+    fn patch_running<'a>(&'a self, load: Reload<'a>) -> Answer<'a, Option<Duration>> {
+        let _ = load;
+        Box::pin(async { Ok(None) })
+    }
+
     /// Compares the weights it holds with [`checksums`](crate::sglang::checksums()) of a checkpoint, where that is
     /// possible.
     ///
@@ -134,7 +142,7 @@ pub struct Reload<'a> {
 pub enum Patched {
     /// Its plugin wrote the prepared delta, and the engine took the label.
     Patched,
-    /// Its plugin could not write it, and has changed nothing at the first rank.
+    /// Its plugin could not write it, and has changed nothing.
     Untouched,
     /// There was nothing prepared: it loaded the checkpoint.
     Loaded,

@@ -37,15 +37,17 @@ impl Memory for Host {
         Ok((changes, found))
     }
 
-    fn write(&mut self) -> Result<Found> {
-        let Some((_arrays, parts)) = &self.ready.take() else { return Ok(Found::default()) };
+    fn write(&mut self, stays: &mut dyn FnMut(&Result<Found>) -> bool) -> Result<Found> {
+        let ready = self.ready.take();
         // SAFETY: as in `prepare`; the arrays are held, and the engine stands still for a patch.
-        let found = unsafe { run(parts, Task::Write) };
-        if found.others > 0 {
+        let found =
+            ready.as_ref().map_or_else(Found::default, |(_, parts)| unsafe { run(parts, Task::Write) });
+        let written = Ok(found);
+        if !stays(&written) || found.others > 0 {
             // SAFETY: likewise.
-            unsafe { run(parts, Task::TakeBack) };
+            let _ = ready.as_ref().map(|(_, parts)| unsafe { run(parts, Task::TakeBack) });
         }
-        Ok(found)
+        written
     }
 }
 

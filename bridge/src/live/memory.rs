@@ -14,8 +14,9 @@ pub(super) trait Memory: Send {
     /// many elements it changes, too.
     fn prepare(&mut self, layout: &Layout, delta: &PreparedDelta) -> Result<(u64, Found)>;
 
-    /// Writes what is ready, once. If a value is another one, or an error happens, all is taken back.
-    fn write(&mut self) -> Result<Found>;
+    /// Writes what is ready, once, and asks whether it stays. If it does not, if a value is another one, or an
+    /// error happens, all is taken back.
+    fn write(&mut self, stays: &mut dyn FnMut(&Result<Found>) -> bool) -> Result<Found>;
 }
 
 /// Values that are not those that were expected.

@@ -31,7 +31,7 @@ use driftless_store::ContentDigest;
 use driftless_transport::prepared::{self, PreparedDelta};
 
 pub use layout::{Layout, LiveCopy, LiveTensor, Strides};
-pub use rank::Rank;
+pub use rank::{Rank, announce_server};
 
 use self::host::Host;
 use self::memory::{Found, Memory};
@@ -72,6 +72,17 @@ struct Ready {
     delta: PreparedDelta,
     changes: u64,
     took: Duration,
+}
+
+/// What a rank would do with a patch. The least of all ranks' votes is what each of them does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Vote {
+    /// It can neither write the delta nor have the engine load, or it could not write it.
+    Refuses,
+    /// It has nothing prepared: the engine may load.
+    Loads,
+    /// It is ready to write the delta, or has written it.
+    Patches,
 }
 
 /// What a patch did.
@@ -133,16 +144,20 @@ impl LiveModel {
         let mut state = self.shared.state();
         state.label = label.and_then(|label| label.split('?').next()).map(str::to_owned);
         (state.manifest, state.ready) = (None, None);
-        self.shared.tell_live(&state);
     }
 
-    /// Makes the weights those of `label`; `None` if they are not prepared for it. The engine stands still.
+    /// Makes the weights those of `label`; `None` if they are not prepared for it at every rank. The engine stands
+    /// still.
+    ///
+    /// All ranks of an engine call this together. `least` is given this rank's vote, and returns the least of all
+    /// ranks': once before anything is written, and, where all are ready, once more when all have tried to.
+    /// An engine of one rank returns the vote.
     ///
     /// # Errors
-    /// [`Error::Live`] if a weight is not what it was when the delta was readied, and the device's errors. The
-    /// weights are what they were, as far as the memory could be written to.
-    pub fn patch(&self, label: &str) -> Result<Option<LivePatch>> {
-        self.shared.patch(label)
+    /// [`Error::Live`] if a weight is not what it was when the delta was readied, if another rank refuses, and the
+    /// device's errors. The weights of each rank are what they were, as far as its memory could be written to.
+    pub fn patch(&self, label: &str, least: impl FnMut(Vote) -> Vote) -> Result<Option<LivePatch>> {
+        self.shared.patch(label, least)
     }
 }
 
@@ -162,43 +177,53 @@ impl Shared {
     }
 
     /// See [`LiveModel::patch`].
-    fn patch(&self, label: &str) -> Result<Option<LivePatch>> {
+    fn patch(&self, label: &str, mut least: impl FnMut(Vote) -> Vote) -> Result<Option<LivePatch>> {
         let mut state = self.state();
-        let is_it = |ready: &Ready| ready.delta.target().label == label && ready.delta.is_offered();
-        let Some(ready) = state.ready.take().filter(is_it) else {
-            if state.label.as_deref() != Some(label) && self.is_first(label) {
-                let (what, expected) = ("the delta to this version".into(), "ready".into());
-                let found = "it is not, and the checkpoint may not be there yet".into();
-                return Err(Error::Live { what, expected, found });
-            }
-            return Ok(None);
+        let ready = self.ready(&mut state, label);
+        let vote = match &ready {
+            Err(_) => Vote::Refuses,
+            Ok(None) => Vote::Loads,
+            Ok(Some(_)) => Vote::Patches,
+        };
+        let ready = match (least(vote), ready?) {
+            (Vote::Patches, Some(ready)) => ready,
+            (Vote::Refuses, _) => return Err(another_rank("ready")),
+            _ => return Ok(None),
         };
         let began = Instant::now();
         // Whatever happens now: what is live is known again when it has ended well.
         (state.label, state.manifest) = (None, None);
-        let as_readied = || "the values that it had when the delta was readied".to_owned();
-        let written = state.memory.write().and_then(|found| check(&ready.delta, found, as_readied));
-        let wrote = began.elapsed();
-        if written.is_ok() {
-            let target = ready.delta.target();
-            (state.label, state.manifest) = (Some(target.label.clone()), Some(target.manifest));
+        let (mut wrote, mut all) = (Duration::ZERO, false);
+        let found = state.memory.write(&mut |written| {
+            wrote = began.elapsed();
+            let vote =
+                if matches!(written, Ok(Found { others: 0, .. })) { Vote::Patches } else { Vote::Refuses };
+            all = least(vote) == Vote::Patches;
+            all
+        })?;
+        check(&ready.delta, found, || "the values that it had when the delta was readied".to_owned())?;
+        if !all {
+            return Err(another_rank("written"));
         }
-        self.tell_live(&state);
-        written.map(|()| Some(LivePatch { changes: ready.changes, wrote, prepared: ready.took }))
+        let target = ready.delta.target();
+        (state.label, state.manifest) = (Some(target.label.clone()), Some(target.manifest));
+        Ok(Some(LivePatch { changes: ready.changes, wrote, prepared: ready.took }))
+    }
+
+    /// The delta to a version, taken, if it is ready.
+    fn ready(&self, state: &mut State, label: &str) -> Result<Option<Ready>> {
+        let is_it = |ready: &Ready| ready.delta.target().label == label && ready.delta.is_offered();
+        let ready = state.ready.take().filter(is_it);
+        if ready.is_none() && state.label.as_deref() != Some(label) && self.is_first(label) {
+            let (what, expected) = ("the delta to this version".into(), "ready".into());
+            let found = "it is not, and the checkpoint may not be there yet".into();
+            return Err(Error::Live { what, expected, found });
+        }
+        Ok(ready)
     }
 
     fn told(&self) -> MutexGuard<'_, RankFile> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Tells which version is live, if there are other ranks: the engine's reply is that of the first.
-    fn tell_live(&self, state: &State) {
-        let mut told = self.told();
-        if self.rank.of > 1 && told.live != state.label {
-            told.live = state.label.clone();
-            // A rank that cannot tell is waited for, up to a deadline.
-            let _ = told.write(self.rank, &self.dir);
-        }
     }
 
     /// Tells what became of deltas, of those whose files are there, if that is news.
@@ -251,6 +276,12 @@ impl Shared {
         *ready = Some(Ready { delta, changes, took: began.elapsed() });
         Ok(())
     }
+}
+
+/// The delta of another rank of the engine is not `expected`.
+fn another_rank(expected: &str) -> Error {
+    let (what, found) = ("the delta of each rank".into(), "one that is not, as its own log says".into());
+    Error::Live { what, expected: expected.into(), found }
 }
 
 /// Refuses values that are others than a delta's old ones.

@@ -1,4 +1,4 @@
-//! The file in which a rank of an engine tells followers what it can do, and what it did with each delta.
+//! The files in which the processes of an engine tell followers what they can do, and what a rank did with each delta.
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
@@ -31,9 +31,6 @@ pub(crate) struct RankFile {
     pub(crate) ranks: u32,
     /// Why it never patches.
     pub(crate) why_not: Option<String>,
-    /// Label of the version that is live, where there is more than one rank; `None` where that is not known.
-    #[serde(default)]
-    pub(crate) live: Option<String>,
     /// By the name of the prepared delta's file, what became of it.
     pub(crate) deltas: BTreeMap<String, Told>,
 }
@@ -74,23 +71,49 @@ impl RankFile {
             start: started(pid).unwrap_or_default(),
             ranks: rank.of,
             why_not: None,
-            live: None,
             deltas: BTreeMap::new(),
         }
     }
 
     /// Writes it whole; makes the directory, for this user alone.
     pub(super) fn write(&self, rank: Rank, dir: &Path) -> Result<()> {
-        let path = rank.path(dir);
-        let fail = |source: io::Error| Error::Write { path: path.clone(), source };
-        match DirBuilder::new().mode(0o700).create(dir) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(fail(error)),
-            _ => prepared::check_dir(dir).map_err(|error| Error::Offer { source: error.into() })?,
-        }
-        let partial = path.with_extension("partial");
-        let text = serde_json::to_vec(self).map_err(|error| fail(error.into()))?;
-        fs::write(&partial, text).and_then(|()| fs::rename(&partial, &path)).map_err(fail)
+        write(&rank.path(dir), dir, self)
     }
+}
+
+/// The content of the file of an engine's HTTP server.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct ServerFile {
+    pub(crate) pid: u32,
+    /// As a [`RankFile`]'s.
+    pub(crate) start: u64,
+}
+
+/// Where the file of the server that listens on `port` lies in the plugins' directory `dir`.
+pub(crate) fn server_path(dir: &Path, port: u16) -> PathBuf {
+    dir.join(format!("server-{port}.json"))
+}
+
+/// Tells followers that the HTTP server of this process, on `port`, has an engine patched without a pause: a call that
+/// asks for that does not wait for running requests.
+///
+/// # Errors
+/// As [`Rank::refuse`].
+pub fn announce_server(dir: &Path, port: u16) -> Result<()> {
+    let pid = std::process::id();
+    let file = ServerFile { pid, start: started(pid).unwrap_or_default() };
+    write(&server_path(dir, port), dir, &file)
+}
+
+fn write(path: &Path, dir: &Path, content: &impl Serialize) -> Result<()> {
+    let fail = |source: io::Error| Error::Write { path: path.into(), source };
+    match DirBuilder::new().mode(0o700).create(dir) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(fail(error)),
+        _ => prepared::check_dir(dir).map_err(|error| Error::Offer { source: error.into() })?,
+    }
+    let partial = path.with_extension("partial");
+    let text = serde_json::to_vec(content).map_err(|error| fail(error.into()))?;
+    fs::write(&partial, text).and_then(|()| fs::rename(&partial, path)).map_err(fail)
 }
 
 /// When a process began, in the kernel's clock ticks; `None` for one that is not there.

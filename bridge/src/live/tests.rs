@@ -211,7 +211,12 @@ impl Scene {
     }
 
     pub(super) fn patch(&self) -> Result<Option<LivePatch>> {
-        self.shared.patch(&label(self.versions.len() as u64 - 1))
+        self.patch_with(|vote| vote)
+    }
+
+    /// A patch of a rank that is not the only one.
+    fn patch_with(&self, least: impl FnMut(Vote) -> Vote) -> Result<Option<LivePatch>> {
+        self.shared.patch(&label(self.versions.len() as u64 - 1), least)
     }
 
     pub(super) fn assert_patched(&mut self) {
@@ -227,6 +232,53 @@ impl Scene {
             self.step(density);
             self.assert_patched();
         }
+    }
+
+    /// What one rank does is what all ranks do.
+    pub(super) fn assert_agrees(&mut self) {
+        self.step(0.05);
+        let last = self.versions[1][0].len() - 1;
+        self.versions[1][0][last] = !self.versions[0][0][last];
+        self.offer(|_| {});
+        let held = self.bytes();
+        // Of two votes each time: what others say, and what becomes of it.
+        for (others, expected) in [
+            ([Vote::Loads, Vote::Patches], None),
+            ([Vote::Refuses, Vote::Patches], Some("ready")),
+            ([Vote::Patches, Vote::Refuses], Some("written")),
+        ] {
+            assert_eq!(self.look(), None);
+            let mut votes = Vec::new();
+            let patched = self.patch_with(|vote| {
+                votes.push(vote);
+                vote.min(others[votes.len() - 1])
+            });
+            match expected {
+                None => assert!(patched.unwrap().is_none(), "it is not prepared everywhere"),
+                Some(what) => assert!(patched.unwrap_err().to_string().contains(what)),
+            }
+            let asked = if others[0] == Vote::Patches { 2 } else { 1 };
+            assert_eq!(votes, vec![Vote::Patches; asked]);
+            assert!(self.live == held, "{others:?}");
+            assert!(matches!(self.patch(), Ok(None)), "it is loaded next");
+            self.loaded(&label(self.versions.len() as u64 - 2));
+            self.tried.clear();
+        }
+        // One that cannot write tells the others.
+        assert_eq!(self.look(), None);
+        *self.live[7].last_mut().unwrap() ^= 1;
+        let mut votes = Vec::new();
+        self.patch_with(|vote| {
+            votes.push(vote);
+            vote
+        })
+        .unwrap_err();
+        assert_eq!(votes, [Vote::Patches, Vote::Refuses]);
+        *self.live[7].last_mut().unwrap() ^= 1;
+        assert!(self.live == held);
+        self.loaded(&label(self.versions.len() as u64 - 2));
+        self.tried.clear();
+        self.assert_patched();
     }
 
     pub(super) fn assert_refusals(&mut self) {
@@ -351,6 +403,11 @@ fn what_is_not_the_base_or_not_whole_is_refused_and_changes_nothing() {
 }
 
 #[test]
+fn ranks_write_together_or_not_at_all() {
+    host().assert_agrees();
+}
+
+#[test]
 fn many_blocks_are_shared_by_threads_and_all_is_taken_back() {
     // One large tensor: several turns of several threads.
     let mut bytes = vec![1u8; 1 << 20];
@@ -437,11 +494,7 @@ fn the_thread_tells_what_it_readied_and_ends_with_the_model() {
         (read().ranks, read().pid, read().start),
         (2, std::process::id(), rank::started(std::process::id()).unwrap())
     );
-    assert_eq!(read().live, Some(label(3)));
-    assert!(model.patch(&label(4)).unwrap().is_some());
-    assert_eq!(read().live, Some(label(4)));
-    model.loaded(None);
-    assert_eq!(read().live, None);
+    assert!(model.patch(&label(4), |vote| vote).unwrap().is_some());
     let weak = Arc::downgrade(&model.shared);
     drop(model);
     while weak.upgrade().is_some() {

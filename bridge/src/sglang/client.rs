@@ -387,6 +387,9 @@ fn update_body(update: &DiskUpdate) -> Value {
         if let Some(label) = &update.weight_version {
             object.insert("weight_version".into(), label.as_str().into());
         }
+        if update.only_patch {
+            object.insert("manifest".into(), json!({ "driftless": "patch" }));
+        }
     }
     body
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use driftless_transport::activate::Limit;
 
@@ -18,6 +19,8 @@ use crate::error::{Error, Result};
 const PATCHED: &str = "driftless: patched to ";
 /// What it says of the cache, where it could ask for it to be dropped.
 const CACHE: [&str; 2] = [", cache dropped", ", cache kept"];
+/// What follows the milliseconds for which the engine stood still.
+const IN_ALL: &str = " ms in all";
 /// How it begins when it could not write.
 const NOT_PATCHED: &str = "driftless: not patched to ";
 
@@ -82,6 +85,10 @@ impl Engine for Client {
         Box::pin(patch(self, load))
     }
 
+    fn patch_running<'a>(&'a self, load: Reload<'a>) -> Answer<'a, Option<Duration>> {
+        Box::pin(patch_running(self, load))
+    }
+
     fn check<'a>(
         &'a self,
         identity: &'a Identity,
@@ -107,6 +114,7 @@ async fn reload(client: &Client, load: Reload<'_>) -> Result<()> {
         load_format: load.identity.load_format.clone(),
         weight_version: Some(load.label.into()),
         flush_cache: false,
+        only_patch: false,
     };
     match client.update_weights_from_disk(&update).await? {
         DiskUpdated::Done => Ok(()),
@@ -117,33 +125,73 @@ async fn reload(client: &Client, load: Reload<'_>) -> Result<()> {
 
 /// One call for weights, cache and label.
 async fn patch(client: &Client, load: Reload<'_>) -> Result<Patched> {
-    let update = DiskUpdate {
-        model_path: load.directory.into(),
-        load_format: load.identity.load_format.clone(),
-        weight_version: Some(load.label.into()),
-        flush_cache: load.identity.flushes_with_patch(load.pause),
-    };
-    match client.told_update_from_disk(&update).await {
+    match client.told_update_from_disk(&patch_update(load, false)).await {
         Ok((DiskUpdated::Done, message)) if message.starts_with(PATCHED) => {
-            // What answers is what tells the label: it need not be asked again.
-            if !message.ends_with(&format!("Weight version updated to {}.", load.label)) {
-                expect_label(client, load.label).await?;
-            }
-            // Requests that stay may keep the cache. A call that is refused for it would end some releases.
-            if load.pause == PauseMode::InPlace && !CACHE.iter().any(|said| message.contains(said)) {
-                empty_cache(client, load.pause).await?;
-            }
-            Ok(Patched::Patched)
+            patched(client, load, &message).await.map(|()| Patched::Patched)
         }
         Ok((DiskUpdated::Done, _)) => Ok(Patched::Loaded),
         // The label is owed as well.
         Ok((DiskUpdated::Unflushed, _)) => empty_cache(client, load.pause).await.map(|()| Patched::Loaded),
-        Err(Error::Status { status: 400, body, .. }) if body.contains(NOT_PATCHED) => {
-            tracing::warn!(engine = client.url(), reply = body, "loads instead of being patched");
-            Ok(Patched::Untouched)
-        }
-        Err(error) => Err(error),
+        Err(error) => untouched(client, error).map(|()| Patched::Untouched),
     }
+}
+
+async fn patch_running(client: &Client, load: Reload<'_>) -> Result<Option<Duration>> {
+    let began = Instant::now();
+    match client.told_update_from_disk(&patch_update(load, true)).await {
+        Ok((DiskUpdated::Done, message)) if message.starts_with(PATCHED) => {
+            patched(client, load, &message).await?;
+            Ok(Some(stood_still(&message).unwrap_or_else(|| began.elapsed())))
+        }
+        Ok((_, found)) => Err(Error::Refused {
+            engine: client.url().into(),
+            what: "the reply to a call for a patch without a pause".into(),
+            expected: format!("{PATCHED}{}", load.label),
+            found,
+        }),
+        Err(error) => untouched(client, error).map(|()| None),
+    }
+}
+
+fn patch_update(load: Reload<'_>, only_patch: bool) -> DiskUpdate {
+    DiskUpdate {
+        model_path: load.directory.into(),
+        load_format: load.identity.load_format.clone(),
+        weight_version: Some(load.label.into()),
+        flush_cache: !only_patch && load.identity.flushes_with_patch(load.pause),
+        only_patch,
+    }
+}
+
+/// What is left to do for a patch whose reply was `message`.
+async fn patched(client: &Client, load: Reload<'_>, message: &str) -> Result<()> {
+    // What answers is what tells the label: it need not be asked again.
+    if !message.ends_with(&format!("Weight version updated to {}.", load.label)) {
+        expect_label(client, load.label).await?;
+    }
+    // Requests that stay may keep the cache. A call that is refused for it would end some releases.
+    if load.pause == PauseMode::InPlace && !CACHE.iter().any(|said| message.contains(said)) {
+        empty_cache(client, load.pause).await?;
+    }
+    Ok(())
+}
+
+/// Refuses every failure but the plugin's, after which the engine loads.
+fn untouched(client: &Client, error: Error) -> Result<()> {
+    match error {
+        Error::Status { status: 400, body, .. } if body.contains(NOT_PATCHED) => {
+            tracing::warn!(engine = client.url(), reply = body, "loads instead of being patched");
+            Ok(())
+        }
+        error => Err(error),
+    }
+}
+
+/// How long the engine stood still, as its first rank says.
+fn stood_still(message: &str) -> Option<Duration> {
+    let (before, _) = message.split_once(IN_ALL)?;
+    let (_, ms) = before.rsplit_once(", ")?;
+    Duration::try_from_secs_f64(ms.parse::<f64>().ok()? / 1e3).ok()
 }
 
 /// Releases without this call count as idle.

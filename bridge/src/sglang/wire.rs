@@ -112,6 +112,8 @@ pub struct DiskUpdate {
     /// Whether the engine drops its KV cache afterwards. Before 0.5.22 an engine that still holds a request
     /// then ends altogether.
     pub flush_cache: bool,
+    /// Whether the plugin is to patch the engine while it generates, or to leave it as it is.
+    pub only_patch: bool,
 }
 
 /// Body of `POST /init_weights_update_group`: the engine's ranks become `rank_offset`, `rank_offset + 1` … of

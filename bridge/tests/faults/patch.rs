@@ -64,24 +64,21 @@ impl Scene {
 
     /// The rank has prepared the delta to a label, or says why not.
     fn says(&self, target: &str, why_not: Value) {
-        fs::write(self.rank(), self.told(1, Value::Null, target, why_not)).unwrap();
+        fs::write(self.rank(), self.told(1, target, why_not)).unwrap();
     }
 
-    fn told(&self, ranks: u32, live: Value, target: &str, why_not: Value) -> String {
+    fn told(&self, ranks: u32, target: &str, why_not: Value) -> String {
         let name = self.offer().file_name().unwrap().to_str().unwrap().to_owned();
         let deltas = json!({name: {"target": target, "why_not": why_not}});
         let content = json!({"pid": std::process::id(), "start": started(), "ranks": ranks, "why_not": null,
-            "live": live, "deltas": deltas});
+            "deltas": deltas});
         content.to_string()
     }
 
-    /// Both ranks of an engine have prepared the delta, and what is live at each is this.
-    fn live(&self, labels: [Value; 2]) {
-        self.fake.engine().memory.ranks = 2;
-        for (rank, label) in labels.into_iter().enumerate() {
-            let path = self.rank().with_file_name(format!("rank-{}-{rank}.json", self.fake.address.port()));
-            fs::write(path, self.told(2, label, &self.label, Value::Null)).unwrap();
-        }
+    /// The server of the engine hands on patches without a pause, as long as this process lives.
+    fn hands_on(&self, start: u64) {
+        let path = self.plugins.join(format!("server-{}.json", self.fake.address.port()));
+        fs::write(path, json!({"pid": std::process::id(), "start": start}).to_string()).unwrap();
     }
 
     /// What the plugin in the engine will answer.
@@ -90,10 +87,16 @@ impl Scene {
     }
 
     fn activate(&mut self) -> Result<(), Error> {
-        let limit = Limit::within(Duration::from_secs(60));
+        self.activate_within(Duration::from_secs(60)).map(drop)
+    }
+
+    /// How long the engine was paused for it.
+    fn activate_within(&mut self, limit: Duration) -> Result<Duration, Error> {
+        let limit = Limit::within(limit);
         let (checkpoint, manifest) = (&self.next, &self.manifest);
         let target = Target { checkpoint, weights: checkpoint, label: &self.label, manifest, limit: &limit };
-        self.activator.activate(&target).map(drop).map_err(|error| *error.downcast::<Error>().unwrap())
+        let done = self.activator.activate(&target).map(|done| done.pause);
+        done.map_err(|error| *error.downcast::<Error>().unwrap())
     }
 
     /// The calls since the last pause began.
@@ -265,24 +268,96 @@ fn an_engine_that_is_not_ready_loads() {
 }
 
 #[test]
-fn a_rank_that_did_not_follow_the_first_has_the_engine_fenced_and_loaded() {
-    for (live, says) in [(Value::Null, "could not write"), (json!("before:1"), "before:1")] {
-        let mut scene = Scene::with(PauseMode::Retract, |plugin| plugin.deadline = Duration::from_millis(30));
-        scene.live([json!(scene.label), live]);
+fn ranks_that_agree_are_patched_without_a_fence() {
+    let mut scene = Scene::new();
+    scene.fake.engine().memory.ranks = 2;
+    for rank in 0..2 {
+        let path = scene.rank().with_file_name(format!("rank-{}-{rank}.json", scene.fake.address.port()));
+        fs::write(path, scene.told(2, &scene.label, Value::Null)).unwrap();
+    }
+    scene.answers(Fault::Patched);
+    scene.activate().unwrap();
+    assert_eq!(scene.calls(), LEAN);
+    scene.serves();
+}
+
+#[test]
+fn an_engine_whose_server_hands_on_is_patched_while_it_generates() {
+    let mut scene = Scene::with(PauseMode::InPlace, |_| {});
+    scene.hands_on(started());
+    scene.answers(Fault::Patched);
+    scene.fake.engine().generating = 1;
+    let paused = scene.activate_within(Duration::from_secs(60)).unwrap();
+    assert_eq!(paused, Duration::from_micros(16_250), "as the first rank says");
+    assert_eq!(scene.fake.changes(), [LEAN[2], LEAN[1]], "nothing but what an earlier process may owe");
+    let body = scene.update();
+    assert_eq!((&body["manifest"], &body["flush_cache"]), (&json!({"driftless": "patch"}), &json!(false)));
+    assert_eq!(generated(&scene), 1, "the one after the process began");
+    scene.serves();
+}
+
+#[test]
+fn an_engine_is_paused_for_a_patch_where_its_server_does_not_hand_on_or_requests_lose_their_cache() {
+    for (mode, start) in [
+        (PauseMode::Retract, Some(started())),
+        (PauseMode::InPlace, Some(started() + 1)),
+        (PauseMode::InPlace, None),
+    ] {
+        let mut scene = Scene::with(mode, |_| {});
+        if let Some(start) = start {
+            scene.hands_on(start);
+        }
         scene.answers(Fault::Patched);
-        let error = scene.activate().unwrap_err();
-        let told = matches!(&error, Error::Rank { number: 1, found, .. } if found.contains(says));
-        assert!(told, "{error}");
-        assert!(scene.fake.engine().label.ends_with("?partial") && scene.fake.engine().paused);
         scene.activate().unwrap();
-        assert_eq!(scene.calls()[1], "/flush_cache", "it loads");
+        assert_eq!(scene.calls(), LEAN);
+        assert_eq!(scene.update()["manifest"], Value::Null);
         scene.serves();
     }
-    let mut scene = Scene::new();
-    scene.live([json!(scene.label), json!(scene.label)]);
+}
+
+#[test]
+fn a_running_engine_that_is_not_patched_is_paused_and_loads() {
+    let refusal = r#"{"success":false,"message":"driftless: not patched to x: Error: nothing is prepared"}"#;
+    let (done, other) =
+        (r#"{"success":true,"message":"driftless: patched to x"}"#, r#"{"success":true,"message":""}"#);
+    for (status, reply) in
+        [(400, refusal), (400, "busy"), (500, "no"), (200, "<html>"), (200, done), (200, other)]
+    {
+        let mut scene = Scene::with(PauseMode::InPlace, |_| {});
+        scene.hands_on(started());
+        scene.answers(Fault::Answer(status, reply.into()));
+        scene.activate().unwrap();
+        let fence = "/update_weight_version";
+        let loaded = [LEAN[0], "/flush_cache", fence, LEAN[1], fence, LEAN[2]];
+        assert_eq!(scene.calls(), loaded, "{status} {reply}");
+        scene.serves();
+    }
+}
+
+#[test]
+fn a_running_engine_that_does_not_answer_is_left_as_it_is() {
+    let mut scene = Scene::with(PauseMode::InPlace, |_| {});
+    scene.hands_on(started());
+    let (told, came) = std::sync::mpsc::channel();
+    scene.answers(Fault::HangTold(told));
+    let error = scene.activate_within(Duration::from_secs(5)).unwrap_err();
+    assert!(matches!(error, Error::Deadline { .. } | Error::GivenUp { .. }), "{error}");
+    came.try_recv().expect("it was asked");
+    assert_eq!(scene.calls(), [] as [&str; 0], "it is not paused");
+    assert!(!scene.activator.is_paused());
     scene.answers(Fault::Patched);
     scene.activate().unwrap();
     scene.serves();
+}
+
+#[test]
+fn an_idle_engine_that_generates_nothing_sound_after_a_patch_is_fenced() {
+    let mut scene = Scene::with(PauseMode::InPlace, |_| {});
+    scene.hands_on(started());
+    scene.answers(Fault::Patched);
+    scene.fake.engine().broken = Some(scene.next.dir().into());
+    assert!(matches!(scene.activate(), Err(Error::Unsound { .. })));
+    assert!(scene.fake.engine().label.ends_with("?partial") && scene.fake.engine().paused);
 }
 
 #[test]

@@ -379,7 +379,7 @@ fn update(engine: &mut Engine, body: &Value, fault: Option<Fault>) -> Response {
     let label = body["weight_version"].as_str().unwrap_or_default();
     let patched = |cache| format!("driftless: patched to it{cache}. Weight version updated to {label}.");
     let message = match fault {
-        Some(Fault::Patched) => patched(", cache dropped"),
+        Some(Fault::Patched) => patched(", cache dropped, 16.250 ms in all"),
         Some(Fault::PatchedOnly) => patched(""),
         _ => String::new(),
     };

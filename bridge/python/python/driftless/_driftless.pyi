@@ -144,6 +144,9 @@ def checkpoint_tensors(directory: Any) -> list[tuple[str, str, list[int]]]:
 def refuse_patches(directory: Any, rank: tuple[int, int, int], why: str) -> None:
     """Tells followers that this rank never patches. ``directory``, ``rank``: as for :class:`LiveModel`."""
 
+def announce_server(directory: Any, port: int) -> None:
+    """Tells followers that the HTTP server of this process has its engine patched without a pause."""
+
 @final
 class LiveModel:
     """The weights of one rank of an engine in this process. A native thread prepares what followers offer."""
@@ -177,12 +180,19 @@ class LiveModel:
         """
     def loaded(self, label: str | None) -> None:
         """The engine loaded weights under a label, or somebody changed them. A fence's label counts as its version's."""
-    def patch(self, label: str) -> tuple[int, float, float] | None:
+    def patch(self, label: str, least: Callable[[int], int] | None) -> tuple[int, float, float] | None:
         """Makes the weights those of ``label``: elements that changed, seconds that they took to write, and that they took to
-        prepare. None if they are not prepared for it. Other threads run meanwhile; none may read the weights.
+        prepare. None if they are not prepared for it at every rank. Other threads run meanwhile; none may read the weights.
+
+        Args:
+            label: the version's.
+            least: is given this rank's vote, and returns the least of all ranks': 0 refuses, 1 has nothing prepared, 2 patches.
+                It is called before anything is written, and once more, where all ranks are ready, when all have tried to.
+                None: there is one rank.
 
         Raises:
-            RefusedError: weights that moved, or are not what they were when the delta was prepared. They are what they were.
+            RefusedError: weights that moved, or are not what they were when the delta was prepared; another rank that
+                refuses. They are what they were.
         """
 
 @final

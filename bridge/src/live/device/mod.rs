@@ -235,12 +235,11 @@ impl<M: Machine> Memory for Device<M> {
         Ok((changes, found))
     }
 
-    fn write(&mut self) -> Result<Found> {
-        let Some(parts) = self.ready.take() else { return Ok(Found::default()) };
-        // A paused engine may have a step in flight, which reads the weights.
-        self.machine.drain()?;
-        let written = self.run(&parts, WRITE);
-        if !matches!(written, Ok(Found { others: 0, .. })) {
+    fn write(&mut self, stays: &mut dyn FnMut(&Result<Found>) -> bool) -> Result<Found> {
+        let parts = self.ready.take().unwrap_or_default();
+        // The engine may have a step in flight, which reads the weights.
+        let written = self.machine.drain().and_then(|()| self.run(&parts, WRITE));
+        if !stays(&written) || !matches!(written, Ok(Found { others: 0, .. })) {
             self.run(&parts, TAKE_BACK)?;
         }
         written

@@ -162,6 +162,12 @@ fn a_device_without_room_for_a_delta_reads_it_from_the_host() {
 }
 
 #[test]
+fn ranks_on_devices_write_together_or_not_at_all() {
+    let Some((mut scene, _)) = scene(1 << 18) else { return };
+    scene.assert_agrees();
+}
+
+#[test]
 fn what_is_refused_on_the_host_is_refused_on_a_device() {
     let Some((mut scene, _)) = scene(1 << 18) else { return };
     scene.assert_refusals();

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import sys
 import threading
 import time
 from pathlib import Path
@@ -34,9 +35,28 @@ _OTHERS = tuple(
     )
 )
 
-# The request that this thread carries out: its label, and what drops the cache if it does not ask for that. The updater
-# is not told.
-_request = threading.local()
+# Where the process of the HTTP server hands requests on.
+_SERVER = "sglang.srt.managers.tokenizer_manager"
+_TOKENIZER = f"{_SERVER}.TokenizerManager"
+_HAND_ON = ((f"{_TOKENIZER}.update_weights_from_disk",), ("self", "obj"))
+_MAKE = ((f"{_TOKENIZER}.__init__",), ("self", "server_args"))
+_UPDATE = "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput"
+
+
+class _Request(threading.local):
+    """What the updater is not told of the request that this thread carries out."""
+
+    # The version's label.
+    label = None
+    # What drops the cache, if the request does not ask for that itself.
+    flush = None
+    # The ranks that carry it out, if there are several.
+    group = None
+    # Whether the engine generates meanwhile, so that it is patched or left as it is.
+    only_patch = False
+
+
+_request = _Request()
 # The models of this process, by id.
 _models: dict = {}
 
@@ -56,6 +76,50 @@ def register() -> None:
     HookRegistry.register(disk, _update_from_disk, HookType.AROUND)
     for name in filter(resolve, _OTHERS):
         HookRegistry.register(name, _changed, HookType.BEFORE)
+    # No other process has loaded it, and it takes seconds to.
+    if _SERVER in sys.modules:
+        _register_server(HookRegistry, HookType)
+
+
+def _register_server(registry, types) -> None:
+    """Hooks into the process of the HTTP server; where it is not known, engines are paused for patches."""
+    (hand_on, _), (make, _) = find(*_HAND_ON), find(*_MAKE)
+    if hand_on and make and "manifest" in getattr(resolve(_UPDATE), "__annotations__", ()):
+        registry.register(hand_on, _handed_on, types.AROUND)
+        registry.register(make, _made, types.AFTER)
+
+
+def _made(result, manager, *args, **kwargs) -> None:
+    """The server will hand requests on: followers may ask for patches without a pause."""
+    from .. import _patchable
+
+    _quietly(lambda: _patchable.announce(manager.server_args.port))
+
+
+def _asks_only(request) -> bool:
+    """Whether a request is for a patch or nothing. SGLang carries ``manifest`` to the ranks, and reads it in a load."""
+    manifest = getattr(request, "manifest", None)
+    return isinstance(manifest, dict) and manifest.get("driftless") == "patch"
+
+
+class _Paused:
+    """SGLang's manager of requests, which says that it is paused: an update then waits for no request to end. The
+    scheduler's thread patches between two steps, so it need not be paused in truth."""
+
+    is_pause = True
+
+    def __init__(self, manager) -> None:
+        object.__setattr__(self, "_manager", manager)
+
+    def __getattr__(self, name: str):
+        return getattr(self._manager, name)
+
+    def __setattr__(self, name: str, value) -> None:
+        setattr(self._manager, name, value)
+
+
+def _handed_on(original, manager, obj, *args, **kwargs):
+    return original(_Paused(manager) if _asks_only(obj) else manager, obj, *args, **kwargs)
 
 
 def _loaded(result, runner, *args, **kwargs) -> None:
@@ -95,6 +159,15 @@ def _requested(manager, *args, **kwargs) -> None:
     request = args[0] if args else kwargs.get("recv_req")
     _request.label = getattr(request, "weight_version", None)
     _request.flush = None if getattr(request, "flush_cache", True) else getattr(manager, "flush_cache", None)
+    _request.group, _request.only_patch = _group(manager), _asks_only(request)
+
+
+def _group(manager):
+    """The processes of the engine's ranks, which carry out each request together; None for one rank."""
+    import torch
+
+    group = getattr(manager, "tp_cpu_group", None)
+    return group if group is not None and torch.distributed.get_world_size(group) > 1 else None
 
 
 def _drop_cache(flush) -> str:
@@ -123,26 +196,40 @@ def _changed(holder, *args, **kwargs) -> None:
 
 
 def _update_from_disk(original, holder, *args, **kwargs):
-    label, _request.label = getattr(_request, "label", None), None
-    flush, _request.flush = getattr(_request, "flush", None), None
+    began, label = time.perf_counter(), _request.label
+    flush, group, only_patch = _request.flush, _request.group, _request.only_patch
+    # A draft model's updater is called for the same request.
+    _request.__dict__.clear()
     model = _live(holder)
-    if model is None:
-        return original(holder, *args, **kwargs)
     plain = len(args) <= 2 and not any(kwargs.get(name) for name in ("weight_name_filter", "recapture_cuda_graph"))
-    if label is not None and plain:
-        began = time.perf_counter()
+    if only_patch or label is not None and plain:
         try:
-            done = model.patch(label)
+            done = _patch(model, label, group)
+            if done is None and only_patch:
+                raise LookupError("nothing is prepared for it")
         except Exception as error:  # nothing may leave: SGLang would end
             _log.warning("driftless: not patched to %s: %s", label, error)
             # Only the follower that offered the delta asks for its label. It fences the engine, and asks for a load.
             return False, f"driftless: not patched to {label}: {type(error).__name__}: {error}"
         if done is not None:
-            done += _drop_cache(flush)
-            _log.info("driftless: %s, %.3f ms in all", done, 1e3 * (time.perf_counter() - began))
+            done += f"{_drop_cache(flush)}, {1e3 * (time.perf_counter() - began):.3f} ms in all"
+            _log.info("driftless: %s", done)
             return True, f"driftless: {done}."
+    if model is None:
+        return original(holder, *args, **kwargs)
     model.loaded(None)
     result = original(holder, *args, **kwargs)
     if result[0] and plain:
         model.loaded(label)
     return result
+
+
+def _patch(model, label: str, group) -> str | None:
+    """What was patched; None if nothing is prepared. A rank without a model has its vote as well: the others wait for it."""
+    if model is not None:
+        return model.patch(label, group)
+    if group is not None:
+        from .. import _patchable
+
+        _patchable.least(_patchable.LOADS, group)
+    return None
