@@ -219,10 +219,11 @@ impl<M: Machine> Memory for Device<M> {
         // maker promised the storages; `PreparedDelta::open` checked that arrays lie within the file, which
         // is mapped that far.
         unsafe {
+            // Before the copy: an upload behind it would wait for its end, and keep the engine's calls waiting as well.
+            self.machine.upload(at, words(&parts.parts))?;
             if first != host {
                 self.machine.copy(first, host, bytes)?;
             }
-            self.machine.upload(at, words(&parts.parts))?;
             self.machine
                 .launch(sum, bytes.div_ceil(8 * u64::from(THREADS)).clamp(1, CHECKSUM_BLOCKS) as u32)?;
         }

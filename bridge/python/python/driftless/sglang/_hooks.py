@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import multiprocessing
 import sys
 import threading
 import time
@@ -76,8 +77,8 @@ def register() -> None:
     HookRegistry.register(disk, _update_from_disk, HookType.AROUND)
     for name in filter(resolve, _OTHERS):
         HookRegistry.register(name, _changed, HookType.BEFORE)
-    # No other process has loaded it, and it takes seconds to.
-    if _SERVER in sys.modules:
+    # That of the HTTP server, in whatever way it was started. Others do not need that module, which takes time to load.
+    if multiprocessing.parent_process() is None or _SERVER in sys.modules:
         _register_server(HookRegistry, HookType)
 
 
