@@ -205,7 +205,7 @@ def _update_from_disk(original, holder, *args, **kwargs):
     plain = len(args) <= 2 and not any(kwargs.get(name) for name in ("weight_name_filter", "recapture_cuda_graph"))
     if only_patch or label is not None and plain:
         try:
-            done = _patch(model, label, group)
+            done = _patch(model, label or "", group)
             if done is None and only_patch:
                 raise LookupError("nothing is prepared for it")
         except Exception as error:  # nothing may leave: SGLang would end
