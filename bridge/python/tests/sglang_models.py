@@ -73,7 +73,7 @@ def _config(kind: str, head_dim: int) -> dict:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-06,
         "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": kind == "tied",
         "attention_bias": False,
         "attention_dropout": 0.0,
