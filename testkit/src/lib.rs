@@ -14,6 +14,7 @@ pub mod learner;
 pub mod link;
 #[cfg(feature = "log")]
 pub mod log;
+pub mod ports;
 #[cfg(feature = "servers")]
 pub mod process;
 #[cfg(feature = "servers")]
