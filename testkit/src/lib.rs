@@ -2,6 +2,7 @@
 //! in user space, a flood of connections, and numbers that follow from a seed.
 #![allow(clippy::unwrap_used, reason = "support for tests: a failed step is a failed test")]
 
+pub mod compiler;
 #[cfg(feature = "servers")]
 pub mod flood;
 #[cfg(feature = "servers")]

@@ -141,6 +141,7 @@ mod tests {
     use std::sync::Arc;
 
     use driftless_store::{Memory, Store};
+    use driftless_testkit::compiler;
     use driftless_transport::publish::{BaseMemory, Mode, PublisherOptions, Start, Step};
     use driftless_transport::{Publisher, Run};
 
@@ -161,7 +162,7 @@ mod tests {
     fn lender(kind: Kind) -> Option<Lender> {
         let codec = Codec::twin(0, 1 << 30);
         let mut prepared = elements(kind, true).iter().map(|&element| codec.prepare(element));
-        let refused = prepared.find_map(Result::err).inspect(|error| eprintln!("skipped: {error}"));
+        let refused = prepared.find_map(Result::err).inspect(|error| compiler::missing(error));
         drop(prepared);
         refused.is_none().then(|| Lender::with(codec))
     }
