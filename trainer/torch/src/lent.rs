@@ -64,7 +64,10 @@ impl Lender {
             let (expected, found) = (format!("{expected:?}"), format!("{found:?}"));
             return Err(input("where the weights are", expected, found));
         }
-        let parts = published(&trained.model, trained.model.kind(), fp8).collect::<Result<Vec<_>>>()?;
+        let parts = || published(&trained.model, trained.model.kind(), fp8).collect::<Result<Vec<_>>>();
+        #[cfg(test)]
+        let parts = || tests::FAULT.get().map_or_else(parts, |fault| Err(fault()));
+        let parts = parts()?;
         if let Device::Cuda(ordinal) = found {
             synchronize(ordinal)?;
         }
@@ -136,7 +139,8 @@ impl Snapshot for LentWeights {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use std::cell::Cell;
     use std::path::Path;
     use std::sync::Arc;
 
@@ -151,6 +155,11 @@ mod tests {
     use crate::optimizer::AdamWOptions;
     use crate::snapshot::PolicySnapshot;
     use crate::{Error, Policy};
+
+    thread_local! {
+        /// What is wrong with a device on which nothing can be made to be lent.
+        pub(crate) static FAULT: Cell<Option<fn() -> Error>> = const { Cell::new(None) };
+    }
 
     fn policy(kind: Kind) -> Policy {
         let model = Model::fresh(config(Family::Qwen3, true), 1, kind, Device::Cpu).unwrap();
