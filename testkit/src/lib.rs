@@ -2,6 +2,7 @@
 //! in user space, a flood of connections, and numbers that follow from a seed.
 #![allow(clippy::unwrap_used, reason = "support for tests: a failed step is a failed test")]
 
+pub mod compiler;
 #[cfg(feature = "servers")]
 pub mod flood;
 #[cfg(feature = "servers")]
@@ -14,6 +15,7 @@ pub mod learner;
 pub mod link;
 #[cfg(feature = "log")]
 pub mod log;
+pub mod ports;
 #[cfg(feature = "servers")]
 pub mod process;
 #[cfg(feature = "servers")]

@@ -3,11 +3,10 @@
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -61,14 +60,9 @@ pub fn cold_start_of(dir: &Path, model_config: &str, steps: u64, dtype: &str) ->
     model
 }
 
-/// A port that was free a moment ago. It is none of those that the system gives to whatever asks for any: a server may
-/// take half a minute until it listens.
+/// As [`driftless_testkit::ports::free`].
 pub fn free_port() -> u16 {
-    static ASKED: AtomicU32 = AtomicU32::new(0);
-    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
-    let next = || std::process::id().wrapping_mul(131).wrapping_add(ASKED.fetch_add(1, Ordering::Relaxed));
-    let mut ports = std::iter::repeat_with(|| 10_000 + (next() % 20_000) as u16).take(20_000);
-    ports.find(is_free).expect("a free port on loopback")
+    driftless_testkit::ports::free().expect("a free port on loopback")
 }
 
 /// A child process whose output goes to a file; killed when dropped.

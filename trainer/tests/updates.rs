@@ -15,6 +15,7 @@ use driftless_bridge::{Keys, SamplingParams};
 use driftless_delta::Element;
 use driftless_delta::cuda::{self, Codec};
 use driftless_store::{Memory, Store};
+use driftless_testkit::compiler;
 use driftless_testkit::sglang::{Fake, FakeRoot, Fault, Wire, checkpoint, patient};
 use driftless_trainer::learner::{Batch, Learner, Place, Progress, StepStats, Stepped, Weights};
 use driftless_trainer::push::Pushes;
@@ -283,7 +284,7 @@ impl Stage {
 /// A device that is this processor; `None` without a compiler for its kernels.
 fn device() -> Option<Codec> {
     let codec = Codec::twin(0, 1 << 30);
-    let prepared = codec.prepare(Element::Bf16).inspect_err(|error| eprintln!("skipped: {error}"));
+    let prepared = codec.prepare(Element::Bf16).inspect_err(|error| compiler::missing(error));
     prepared.ok().map(|()| codec)
 }
 

@@ -2,10 +2,9 @@
 
 use crate::error::{Error, Result};
 use std::fs::File;
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// Runs `command` with this terminal and waits for it.
@@ -111,14 +110,9 @@ impl Drop for Background {
     }
 }
 
-/// A port that was free a moment ago. It is none of those that the system gives to whatever asks for any: a server may
-/// take half a minute until it listens.
+/// As [`driftless_testkit::ports::free`].
 pub(crate) fn free_port() -> Result<u16> {
-    static ASKED: AtomicU32 = AtomicU32::new(0);
-    let next = || std::process::id().wrapping_mul(131).wrapping_add(ASKED.fetch_add(1, Ordering::Relaxed));
-    let mut ports = std::iter::repeat_with(|| 10_000 + (next() % 20_000) as u16).take(20_000);
-    let bound = |port: u16| TcpListener::bind(("127.0.0.1", port)).ok().map(|_| port);
-    ports.find_map(bound).ok_or_else(|| Error::io("127.0.0.1", std::io::ErrorKind::AddrInUse.into()))
+    driftless_testkit::ports::free().map_err(|source| Error::io("127.0.0.1", source))
 }
 
 /// Waits until something listens on `port`, or `background` ends, or `deadline` passes.

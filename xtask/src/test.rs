@@ -31,6 +31,7 @@ struct Context {
     root: PathBuf,
     log: PathBuf,
     long: bool,
+    ci: bool,
 }
 
 const LANES: &[Lane] = &[
@@ -199,7 +200,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     let (beside, others): (Vec<_>, Vec<_>) = chosen.iter().partition(|lane| BESIDE.contains(&lane.name));
     let run_all = |lanes: Vec<&'static Lane>| -> Vec<_> {
-        lanes.into_iter().map(|lane| (lane, run_lane(lane, &root, options.long))).collect()
+        lanes.into_iter().map(|lane| (lane, run_lane(lane, &root, options))).collect()
     };
     let report = std::thread::scope(|scope| {
         let beside = scope.spawn(|| run_all(beside));
@@ -237,7 +238,7 @@ fn install(lanes: &[&Lane]) -> Result<()> {
     Need::ALL.iter().filter(needed).try_for_each(|need| need.install())
 }
 
-fn run_lane(lane: &Lane, root: &Path, long: bool) -> Outcome {
+fn run_lane(lane: &Lane, root: &Path, options: &Options) -> Outcome {
     let missing = lane.needs.iter().filter_map(|need| need.missing()).collect::<Vec<_>>();
     if !missing.is_empty() {
         return Outcome::Skipped(missing.join("; "));
@@ -247,7 +248,7 @@ fn run_lane(lane: &Lane, root: &Path, long: bool) -> Outcome {
     let _ = std::fs::remove_file(&log);
     println!("{:8} {} ...", lane.name, lane.what);
     let start = Instant::now();
-    let context = Context { root: root.to_path_buf(), log: log.clone(), long };
+    let context = Context { root: root.to_path_buf(), log: log.clone(), long: options.long, ci: options.ci };
     match (lane.run)(&context) {
         Ok(()) => {
             println!("{:8} ok, {:.0} s", lane.name, start.elapsed().as_secs_f64());
@@ -293,6 +294,10 @@ fn summarise(report: &[(&Lane, Outcome)], ci: bool) -> Result<()> {
 
 impl Context {
     fn logged(&self, command: &mut Command) -> Result<()> {
+        if self.ci {
+            // Without it, tests of what a C++ compiler makes say that they do nothing.
+            command.env("DRIFTLESS_CXX_REQUIRED", "1");
+        }
         process::run_logged(command.current_dir(&self.root), &self.log)
     }
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 # A server compiles its bytecode at its first start; on two busy cores that takes minutes.
 STARTED, MOVED = 600, 120
+# Below what systems give away by default.
+PORTS = range(10_000, 30_000)
 
 
 def until(what: str, seconds: float, look):
@@ -26,14 +28,29 @@ def until(what: str, seconds: float, look):
     return answer
 
 
+def given_away() -> range:
+    """The ports that the system gives to whatever asks for any; none, where it does not say."""
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except OSError:
+        return range(0)
+    return range(first, last + 1)
+
+
+def turn(start: int, avoided: range) -> list[int]:
+    """The ports in turn, from one that follows from ``start``: those outside of ``avoided`` first."""
+    ports = [PORTS[(start + nth) % len(PORTS)] for nth in range(len(PORTS))]
+    return sorted(ports, key=lambda port: port in avoided)
+
+
 def free_port(asked=itertools.count(os.getpid() * 131)) -> int:
-    """A port that was free a moment ago. It is none of those that the system gives to whatever asks for any: a server may
-    take half a minute until it listens."""
-    while True:
-        port = 10_000 + next(asked) % 20_000
+    """A port that was free a moment ago. It is none of those that the system gives to whatever asks for any, unless the
+    system gives away all: a server may take half a minute until it listens."""
+    for port in turn(next(asked), given_away()):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise OSError(f"none of the ports {PORTS} is free")
 
 
 class Server:

@@ -1,6 +1,7 @@
 //! The kernels, compiled for this processor (`kernels/twin.cpp`), against the crate's encoder and decoder;
 //! and for devices, as far as that goes without one.
 
+use driftless_testkit::compiler;
 use driftless_testkit::random::Random;
 
 use super::encode::{Outcome, Pair};
@@ -13,7 +14,7 @@ use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Encoder, Profile, Seri
 /// Whether there are kernels for this processor; says why not.
 pub(super) fn compiled(element: Element) -> bool {
     let compiled = twin::compiled(element).map(drop);
-    compiled.inspect_err(|error| eprintln!("skipped: {error}")).is_ok()
+    compiled.inspect_err(|error| compiler::missing(error)).is_ok()
 }
 
 pub(super) fn machine() -> Twin {

@@ -196,3 +196,22 @@ pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(
 pub(crate) fn input(what: &'static str, expected: impl ToString, found: impl ToString) -> Error {
     Error::Input { what, expected: expected.to_string(), found: found.to_string() }
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind, Tensor};
+
+    use super::*;
+
+    #[test]
+    fn is_memory_of_what_libtorch_says_of_a_full_host_is_true() {
+        let full = Tensor::f_empty([1 << 50], (Kind::Uint8, Device::Cpu)).map(drop).unwrap_err();
+        assert!(Error::from(full).is_memory());
+    }
+
+    #[test]
+    fn is_memory_of_another_refusal_is_false() {
+        let shapes = Tensor::f_empty([-1], (Kind::Uint8, Device::Cpu)).map(drop).unwrap_err();
+        assert!(!Error::from(shapes).is_memory());
+    }
+}

@@ -426,21 +426,20 @@ fn kind_of(dtype: Dtype) -> Kind {
 
 #[cfg(test)]
 mod tests {
-    use driftless_delta::Element;
-    use driftless_transport::snapshot::AuxFile;
+    use driftless_transport::snapshot::{AuxFile, TensorInfo};
+    use driftless_transport::{Dtype as Published, Snapshot};
+    use tempfile::TempDir;
 
     use super::*;
+    use crate::batch::tests::short;
+    use crate::lent::tests::FAULT;
     use crate::models::tests::{Family, config};
     use crate::optimizer::AdamWOptions;
 
-    #[test]
-    fn step_while_weights_are_lent_is_refused_and_goes_on_afterwards() {
-        let codec = Codec::twin(0, 1 << 30);
-        if let Err(error) = codec.prepare(Element::F32) {
-            return eprintln!("skipped: {error}");
-        }
+    /// A learner that has loaded a model of these shapes from a checkpoint in the directory, and lends its weights from
+    /// a device that is this processor.
+    fn lending(config: Config, fp8: bool) -> (TorchLearner, TempDir) {
         let dir = tempfile::tempdir().unwrap();
-        let config = config(Family::Qwen3, true);
         let json = serde_json::to_vec(&config.to_json(Kind::Float)).unwrap();
         let files = vec![AuxFile::new("config.json", json).unwrap()];
         let model = Model::fresh(config, 1, Kind::Float, Device::Cpu).unwrap();
@@ -460,7 +459,7 @@ mod tests {
             keep: 1,
         };
         let mut learner = TorchLearner::new(TorchOptions {
-            fp8: false,
+            fp8,
             learn: LearnOptions::default(),
             temperature: 1.0,
             num_threads: 1,
@@ -468,7 +467,68 @@ mod tests {
             ranks: None,
         });
         learner.load(&place).unwrap();
-        learner.lender = Some(Lender::with(codec));
+        learner.lender = Some(Lender::with(Codec::twin(0, 1 << 30)));
+        (learner, dir)
+    }
+
+    /// One whose layers are whole blocks of fp8.
+    fn lending_fp8() -> (TorchLearner, TempDir) {
+        let config = Config {
+            hidden_size: 128,
+            intermediate_size: 128,
+            num_key_value_heads: 4,
+            head_dim: 32,
+            ..config(Family::Qwen3, true)
+        };
+        lending(config, true)
+    }
+
+    fn snapshot(learner: &mut TorchLearner) -> LoopResult<Box<dyn Snapshot + Sync>> {
+        learner.snapshot(0).map(|weights| match weights {
+            Weights::Tensors(snapshot) => snapshot,
+            _ => panic!("tensors"),
+        })
+    }
+
+    /// All of a version.
+    fn told(snapshot: &dyn Snapshot) -> (Vec<(TensorInfo, Vec<u8>)>, Vec<AuxFile>) {
+        let bytes = |index| snapshot.bytes(index).unwrap().into_owned();
+        let tensors = snapshot.tensors().iter().enumerate().map(|(index, info)| (info.clone(), bytes(index)));
+        (tensors.collect(), snapshot.files().to_vec())
+    }
+
+    #[test]
+    fn snapshot_in_fp8_without_memory_on_the_device_is_a_copy_of_the_same_bytes() {
+        let (mut learner, _dir) = lending_fp8();
+        let lent = snapshot(&mut learner).unwrap();
+        assert!(lent.on_device(0).is_some());
+        let expected = told(&*lent);
+        drop(lent);
+        FAULT.set(Some(short));
+        let copied = snapshot(&mut learner);
+        FAULT.set(None);
+        let copied = copied.unwrap();
+        assert!((0..copied.tensors().len()).all(|index| copied.on_device(index).is_none()));
+        assert!(told(&*copied) == expected);
+        assert!(expected.0.iter().any(|(info, _)| info.dtype == Published::F8E4M3));
+        // The next step need not wait until a copy was published.
+        learner.lender.as_ref().unwrap().check().unwrap();
+        // The device is asked again each time.
+        assert!(snapshot(&mut learner).unwrap().on_device(0).is_some());
+    }
+
+    #[test]
+    fn snapshot_in_fp8_that_fails_for_another_reason_than_memory_is_refused() {
+        let (mut learner, _dir) = lending_fp8();
+        FAULT.set(Some(|| input("the device", "there", "gone")));
+        let refused = snapshot(&mut learner).map(drop);
+        FAULT.set(None);
+        assert!(matches!(refused, Err(LoopError::Learner { .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn step_while_weights_are_lent_is_refused_and_goes_on_afterwards() {
+        let (mut learner, _dir) = lending(config(Family::Qwen3, true), false);
         let sample = learner::Sample {
             position: driftless_buffer::Position(0),
             tokens: &[1, 2, 3, 4],
@@ -480,10 +540,10 @@ mod tests {
             advantage: 1.0,
         };
         let batch = learner::Batch { rollout_id: 0, samples: vec![sample] };
-        let Weights::Tensors(snapshot) = learner.snapshot(0).unwrap() else { panic!("tensors") };
-        assert!(snapshot.on_device(0).is_some());
+        let lent = snapshot(&mut learner).unwrap();
+        assert!(lent.on_device(0).is_some());
         let refused = learner.step(&batch).unwrap_err().to_string();
-        drop(snapshot);
+        drop(lent);
         assert!(matches!(learner.step(&batch).unwrap(), Stepped::Done(_)), "{refused}");
     }
 }

@@ -64,7 +64,10 @@ impl Lender {
             let (expected, found) = (format!("{expected:?}"), format!("{found:?}"));
             return Err(input("where the weights are", expected, found));
         }
-        let parts = published(&trained.model, trained.model.kind(), fp8).collect::<Result<Vec<_>>>()?;
+        let parts = || published(&trained.model, trained.model.kind(), fp8).collect::<Result<Vec<_>>>();
+        #[cfg(test)]
+        let parts = || tests::FAULT.get().map_or_else(parts, |fault| Err(fault()));
+        let parts = parts()?;
         if let Device::Cuda(ordinal) = found {
             synchronize(ordinal)?;
         }
@@ -136,11 +139,13 @@ impl Snapshot for LentWeights {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use std::cell::Cell;
     use std::path::Path;
     use std::sync::Arc;
 
     use driftless_store::{Memory, Store};
+    use driftless_testkit::compiler;
     use driftless_transport::publish::{BaseMemory, Mode, PublisherOptions, Start, Step};
     use driftless_transport::{Publisher, Run};
 
@@ -150,6 +155,11 @@ mod tests {
     use crate::optimizer::AdamWOptions;
     use crate::snapshot::PolicySnapshot;
     use crate::{Error, Policy};
+
+    thread_local! {
+        /// What is wrong with a device on which nothing can be made to be lent.
+        pub(crate) static FAULT: Cell<Option<fn() -> Error>> = const { Cell::new(None) };
+    }
 
     fn policy(kind: Kind) -> Policy {
         let model = Model::fresh(config(Family::Qwen3, true), 1, kind, Device::Cpu).unwrap();
@@ -161,7 +171,7 @@ mod tests {
     fn lender(kind: Kind) -> Option<Lender> {
         let codec = Codec::twin(0, 1 << 30);
         let mut prepared = elements(kind, true).iter().map(|&element| codec.prepare(element));
-        let refused = prepared.find_map(Result::err).inspect(|error| eprintln!("skipped: {error}"));
+        let refused = prepared.find_map(Result::err).inspect(|error| compiler::missing(error));
         drop(prepared);
         refused.is_none().then(|| Lender::with(codec))
     }

@@ -66,8 +66,8 @@ pub fn quantize(matrix: &Tensor) -> Result<Quantized> {
 /// what a run in fp8 that begins with `from` has at step 0, bit for bit.
 ///
 /// # Errors
-/// As [`crate::Config::open`] and [`crate::PolicySnapshot::fp8`], also for a checkpoint that is quantised already;
-/// [`Error::Transport`] if `to` cannot be written.
+/// As [`crate::Config::open`] and [`crate::PolicySnapshot::new`], also for a checkpoint that is quantised already;
+/// [`Error::Config`] for a model that engines do not load in fp8; [`Error::Transport`] if `to` cannot be written.
 pub fn quantize_checkpoint(from: &Path, to: &Path) -> Result<()> {
     let kind = Config::published_kind(from)?;
     let model = Model::open(from, kind, Device::Cpu)?;

@@ -38,15 +38,11 @@ impl PolicySnapshot {
         PolicySnapshot::of_policy(policy, hf_checkpoint, false)
     }
 
-    /// The same with the layers' matrices in fp8, as [`quantize`](crate::quantize::quantize) has them, and a `config.json` that
-    /// says so.
+    /// The same, or in `fp8` with the layers' matrices as [`quantize`](crate::quantize::quantize) has them and a
+    /// `config.json` that says so.
     ///
     /// # Errors
     /// As [`PolicySnapshot::new`], and [`crate::Error::Config`] for a model that engines do not load in fp8.
-    pub fn fp8(policy: &Policy, hf_checkpoint: &Path) -> Result<PolicySnapshot> {
-        PolicySnapshot::of_policy(policy, hf_checkpoint, true)
-    }
-
     pub(crate) fn of_policy(policy: &Policy, hf_checkpoint: &Path, fp8: bool) -> Result<PolicySnapshot> {
         let files = files(policy.model(), hf_checkpoint, fp8)?;
         PolicySnapshot::collect(published(policy.model(), policy.optimizer().rounded(), fp8), files)

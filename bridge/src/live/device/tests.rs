@@ -5,6 +5,8 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
+use driftless_testkit::compiler::missing;
+
 use super::*;
 use crate::live::tests::Scene;
 
@@ -29,7 +31,7 @@ fn kernels() -> Option<&'static Mutex<Kernels>> {
         let mut command = Command::new(&compiler);
         command.args(["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o"]).arg(&library).arg(source);
         let Ok(output) = command.output() else {
-            eprintln!("skipped: {compiler} does not run here; CXX names a C++ compiler");
+            missing(&format!("{compiler} does not run here; CXX names a C++ compiler"));
             return None;
         };
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
+use driftless_testkit::compiler::missing;
 use tch::{Device, Kind, Tensor};
 
 use super::kernels::{Arguments, Kernel, Kernels, Machine, definitions};
@@ -42,7 +43,7 @@ impl Twin {
         let output = match output {
             Ok(output) => output,
             Err(error) => {
-                eprintln!("skipped: {compiler} does not run here ({error}); CXX names a C++ compiler");
+                missing(&format!("{compiler} does not run here ({error}); CXX names a C++ compiler"));
                 return None;
             }
         };

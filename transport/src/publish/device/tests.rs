@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use driftless_store::wrap::{Fault, When};
 use driftless_store::{Memory, Store};
+use driftless_testkit::compiler;
 use fail::FailScenario;
 
 use super::super::{Mode, Profile, Publisher, PublisherOptions, Rank, Shard, Slice, Start, Step};
@@ -29,7 +30,7 @@ const ROOMY: usize = 1 << 30;
 /// Whether there are kernels; says why not.
 fn compiled() -> bool {
     let prepared = codec(0).prepare(driftless_delta::Element::Bf16);
-    prepared.inspect_err(|error| eprintln!("skipped: {error}")).is_ok()
+    prepared.inspect_err(|error| compiler::missing(error)).is_ok()
 }
 
 fn codec(device: usize) -> Codec {
