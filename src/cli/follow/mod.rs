@@ -104,7 +104,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     transport: TransportArgs,
     /// What happens to running requests while an engine loads: they are recomputed with the new weights,
-    /// aborted, or continued on the key-value cache of the old ones.
+    /// aborted, or continued on the key-value cache of the old ones. With the last, SGLang's plugin patches without a
+    /// pause.
     #[arg(long, value_enum, default_value_t = PauseGenerationMode::Retract)]
     pause_generation_mode: PauseGenerationMode,
     /// Whether to patch engines in place that have the Python package's plugin: where they have it, always

@@ -98,7 +98,7 @@ def _made(result, manager, *args, **kwargs) -> None:
 
 
 def _asks_only(request) -> bool:
-    """Whether a request is for a patch or nothing. SGLang carries ``manifest`` to the ranks, and reads it in a load."""
+    """Whether a request is for a patch or nothing. SGLang carries ``manifest`` from the call to the ranks."""
     manifest = getattr(request, "manifest", None)
     return isinstance(manifest, dict) and manifest.get("driftless") == "patch"
 
