@@ -200,7 +200,7 @@ fn a_torn_damaged_or_lying_file_is_refused() {
     let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
     let (start, length) = (number(8), number(16));
     let end = start + length;
-    for cut in (0..end).step_by(97).chain([end - 1]) {
+    for cut in (1..end).step_by(97).chain([end - 1]) {
         assert!(matches!(refused(dir, &bytes[..cut]), Some(Error::Corrupt { .. })), "cut at {cut}");
     }
     assert!(refused(dir, &bytes[..end]).is_none(), "what is behind the header does not count");
@@ -240,4 +240,5 @@ fn a_torn_damaged_or_lying_file_is_refused() {
         assert!(matches!(error, Error::Corrupt { .. } | Error::Parse { .. }), "{number}: {error}");
     }
     assert!(refused(dir, &[0; 64]).is_none(), "nothing is offered");
+    assert!(refused(dir, &[]).is_none(), "the follower has created it, and wrote nothing yet");
 }

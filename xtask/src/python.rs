@@ -95,8 +95,14 @@ fn site(python: &Path, home: &Path) -> Result<PathBuf> {
     Ok(home.join(found.trim()))
 }
 
-/// Builds the wheel, installs it under `work`, and runs the tests.
-pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result<()> {
+/// Where the wheel and its environments are.
+fn work(root: &Path) -> PathBuf {
+    root.join("target/lanes/python")
+}
+
+/// Builds the wheel, installs it, and runs the tests.
+pub(crate) fn test(root: &Path, cache: &Path, log: &Path) -> Result<()> {
+    let work = work(root);
     let package = root.join("bridge/python");
     let wheels = work.join("wheels");
     // An older one would be ambiguous; that there may be none is fine.
@@ -120,8 +126,7 @@ pub(crate) fn test(root: &Path, work: &Path, cache: &Path, log: &Path) -> Result
     tests.env("DRIFTLESS_SGLANG_PYTHONPATH", sglang::python_path());
     process::run_logged(&mut tests, log)?;
     let vllm = venv(&work.join("venv-vllm"), cache, &wheel, &[cache.join(VLLM_HOME)], log)?;
-    process::run_logged(pytest(&vllm).args(VLLM_TESTS), log)?;
-    learn(root, work, cache, &python, log)
+    process::run_logged(pytest(&vllm).args(VLLM_TESTS), log)
 }
 
 /// An environment with the wheel, which works alone, and after that sees the packages of others; its Python.
@@ -145,8 +150,18 @@ fn venv(home: &Path, cache: &Path, wheel: &Path, others: &[PathBuf], log: &Path)
 }
 
 /// Has the wheel's learner go through the suite of learners and through the loop; the latter on two ranks too.
-fn learn(root: &Path, work: &Path, cache: &Path, python: &Path, log: &Path) -> Result<()> {
-    let checkpoint = sglang::checkpoint(cache, work, "0")?;
+/// The wheel is the one that [`test`] made last.
+pub(crate) fn learn(root: &Path, cache: &Path, log: &Path) -> Result<()> {
+    let work = work(root);
+    let python = work.join("venv/bin/python");
+    if !python.exists() {
+        return Err(Error::Check {
+            what: "an environment with the wheel".to_owned(),
+            expected: format!("{} (cargo xtask test python)", python.display()),
+            found: "none".to_owned(),
+        });
+    }
+    let checkpoint = sglang::checkpoint(cache, &work, "0")?;
     let ranks = "-m torch.distributed.run --standalone --nproc-per-node 2 -m driftless.learner --fsdp";
     for (command, tests) in
         [("-m driftless.learner", "of_the_environment"), (ranks, "loop_with_the_learner_of_the_environment")]

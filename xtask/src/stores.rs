@@ -124,7 +124,8 @@ impl Servers {
 
         let port = process::free_port()?;
         let mut server = Command::new(moto(cache));
-        server.args(["-m", "moto.server", "-H", "127.0.0.1", "-p", &port.to_string()]);
+        let script = crate::workspace().join("xtask/stores/one_at_a_time.py");
+        server.arg(script).arg(port.to_string());
         running.push(listening("moto", server, port, work)?);
         urls.push(bucket("s3", &format!("http://127.0.0.1:{port}"), work)?);
 

@@ -5,6 +5,7 @@ use crate::need::Need;
 use crate::{floors, foreign, process, python, rewards, sglang, smollm2, stores, ucx};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
@@ -78,9 +79,9 @@ const LANES: &[Lane] = &[
     },
     Lane {
         name: "python",
-        what: "the wheel, alone and with torch and transformers; its learner in the loop",
+        what: "the wheel, alone, with torch and transformers, beside SGLang and vLLM",
         needs: &[Need::Sglang, Need::Python],
-        run: |c| python::test(&c.root, &c.root.join("target/lanes/python"), &crate::cache_dir()?, &c.log),
+        run: |c| python::test(&c.root, &crate::cache_dir()?, &c.log),
     },
     Lane {
         name: "rewards",
@@ -117,6 +118,12 @@ const LANES: &[Lane] = &[
         what: "the demo, a few steps of it",
         needs: &[Need::Libtorch],
         run: |c| c.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"])),
+    },
+    Lane {
+        name: "learner",
+        what: "the wheel's learner through the suite of learners and in the loop; lane `python` makes the wheel",
+        needs: &[Need::Sglang, Need::Python],
+        run: |c| python::learn(&c.root, &crate::cache_dir()?, &c.log),
     },
     Lane {
         name: "loom",
@@ -163,8 +170,8 @@ const LANES: &[Lane] = &[
 /// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what the others need.
 const BY_NAME: &[&str] = &["kills", "neon", "macos", "gpu"];
 
-/// Lanes that build elsewhere than the others, or in another profile, and have little to do at once. They run one
-/// after another beside the others.
+/// Lanes that have little to do at once. They run one after another beside the others, and never build the command
+/// where those do: cargo puts it in one place, with the features that were asked for last.
 const BESIDE: &[&str] = &["python", "loom", "fuzz", "asan", "miri"];
 
 /// Features of the lanes without libtorch.
@@ -199,12 +206,24 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         install(&chosen)?;
     }
     let (beside, others): (Vec<_>, Vec<_>) = chosen.iter().partition(|lane| BESIDE.contains(&lane.name));
-    let run_all = |lanes: Vec<&'static Lane>| -> Vec<_> {
-        lanes.into_iter().map(|lane| (lane, run_lane(lane, &root, options))).collect()
-    };
+    let run_one = |lane: &'static Lane| (lane, run_lane(lane, &root, options));
+    // Closed as soon as no lane that makes a wheel is to come.
+    let (wheel, no_wheel_to_come) = mpsc::channel::<()>();
     let report = std::thread::scope(|scope| {
-        let beside = scope.spawn(|| run_all(beside));
-        let mut report = run_all(others);
+        let beside = scope.spawn(|| {
+            let (makes_wheel, rest): (Vec<_>, Vec<_>) = beside.into_iter().partition(|l| l.name == "python");
+            let mut report: Vec<_> = makes_wheel.into_iter().map(run_one).collect();
+            drop(wheel);
+            report.extend(rest.into_iter().map(run_one));
+            report
+        });
+        let mut report = Vec::new();
+        for lane in others {
+            if lane.name == "learner" {
+                let _ = no_wheel_to_come.recv();
+            }
+            report.push(run_one(lane));
+        }
         report.extend(beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
         report
     });

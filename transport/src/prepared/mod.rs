@@ -331,6 +331,10 @@ fn open_head(path: &Path) -> Result<Option<(File, Head)>> {
     let file = regular::open_with(File::options().read(true).write(true), path);
     let file = file.map_err(|source| Error::io("open", path, source))?;
     let subject = format!("prepared delta `{}`", path.display());
+    // The follower has created it and written nothing yet.
+    if file.metadata().map_err(|source| Error::io("look at", &subject, source))?.len() == 0 {
+        return Ok(None);
+    }
     let bytes = read_at(&file, 0, HEAD_BYTES as u64, &subject)?;
     let bytes = bytes.first_chunk().unwrap_or(&[0; HEAD_BYTES]);
     if *bytes == [0; HEAD_BYTES] {
