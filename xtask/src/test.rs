@@ -205,7 +205,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if options.ci {
         install(&chosen)?;
     }
-    let (beside, others): (Vec<_>, Vec<_>) = chosen.iter().partition(|lane| BESIDE.contains(&lane.name));
+    let (beside, others): (Vec<&'static Lane>, Vec<_>) =
+        chosen.into_iter().partition(|lane| BESIDE.contains(&lane.name));
     let run_one = |lane: &'static Lane| (lane, run_lane(lane, &root, options));
     // Closed as soon as no lane that makes a wheel is to come.
     let (wheel, no_wheel_to_come) = mpsc::channel::<()>();
