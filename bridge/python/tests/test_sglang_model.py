@@ -51,13 +51,27 @@ class Fused(nn.Module):
                 self.embed.data[100:].fill_(0)
 
 
+class Deriving(Fused):
+    """One that keeps something that it makes of its weights."""
+
+    broken = False
+
+    def load_weights(self, weights) -> None:
+        super().load_weights(weights)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.double = self.qkv.data * 2
+        assert not self.broken
+
+
 class Host:
     """A live model at version 0, and a follower that prepares deltas for it."""
 
-    def __init__(self, store, root, ranks: int = 1) -> None:
+    def __init__(self, store, root, ranks: int = 1, kind: type[Fused] = Fused) -> None:
         self.where = root / "plugins"
         self.versions = [make(root / "base", "untied", 1)]
-        self.model = Fused(self.versions[0])
+        self.model = kind(self.versions[0])
         self.live = live_model(self.model, root / "base", self.where, (30000, 0, ranks))
         self.publisher = store.publisher()
         self.publisher.publish(self.versions[0])
@@ -113,7 +127,7 @@ def test_an_element_that_changed_meanwhile_takes_all_of_it_back(host):
     host.told(None)
     host.model.rest["model/norm/weight"].data.view(torch.int16)[:] ^= 64
     held = {name: tensor.clone() for name, tensor in host.model.state_dict().items()}
-    with pytest.raises(driftless.RefusedError, match="when the delta was readied"):
+    with pytest.raises(driftless.RefusedError, match="the old values of the delta"):
         host.live.patch(label)
     assert all(torch.equal(held[name], tensor) for name, tensor in host.model.state_dict().items())
     # SGLang loads then, and goes on from there.
@@ -163,15 +177,6 @@ def test_a_file_that_is_none_stands_in_no_way(host):
 
 
 def test_derived_weights_are_made_anew(host, tmp_path):
-    class Deriving(Fused):
-        def load_weights(self, weights) -> None:
-            super().load_weights(weights)
-            self.post_load_weights()
-
-        def post_load_weights(self) -> None:
-            self.double = self.qkv.data * 2
-            assert not getattr(self, "broken", False)
-
     model = Deriving(host.versions[0])
     live = live_model(model, tmp_path / "base", host.where, (30001, 0, 1))
     live.loaded(host.label())
@@ -417,7 +422,7 @@ def test_ranks_are_patched_together_or_not_at_all(store, tmp_path, monkeypatch):
 
     monkeypatch.setattr(host, "told", told_and_spoiled)
     first, last = patched()
-    assert "the delta of each rank should be written" in first and "when the delta was readied" in last
+    assert "the delta of each rank should be written" in first and "the old values of the delta" in last
     norm[:] ^= 64
     assert hold(1), "both took it back"
     monkeypatch.setattr(host, "told", told)
@@ -425,6 +430,33 @@ def test_ranks_are_patched_together_or_not_at_all(store, tmp_path, monkeypatch):
         model.load_weights(host.versions[2].items())
         live.loaded(host.label())
     assert all(said.startswith("patched to ") for said in patched()) and hold(3)
+    host.publisher.close()
+    host.follower.close()
+
+
+def test_a_rank_that_cannot_derive_has_all_take_back_what_they_derived(store, tmp_path, monkeypatch):
+    host, ranks = Host(store, tmp_path, 2, Deriving), Ranks(monkeypatch)
+    second = Deriving(host.versions[0])
+    other = live_model(second, tmp_path / "base", host.where, (30000, 1, 2))
+    other.loaded(host.label())
+    label = host.step(0.2)
+    host.told(None, rank=0)
+    host.told(None, rank=1)
+    broken = []
+
+    def derive() -> None:
+        Deriving.post_load_weights(second)
+        if not broken:
+            broken.append(True)
+            raise driftless.EngineError("no memory")
+
+    other._derive = derive
+    first, last = ranks.both(lambda: host.live.patch(label, ranks), lambda: other.patch(label, ranks))
+    assert "each rank should be written" in first and last == "no memory"
+    before = Fused(host.versions[0]).qkv.data
+    for model in (host.model, second):
+        assert torch.equal(model.qkv.data, before) and torch.equal(model.double, before * 2)
+    assert not torch.equal(before, Fused(host.versions[1]).qkv.data)
     host.publisher.close()
     host.follower.close()
 

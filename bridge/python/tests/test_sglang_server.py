@@ -259,7 +259,7 @@ def test_what_cannot_be_patched_is_loaded(scene, follow):
     scene.server.call("/weights_checker", {"action": "reset_tensors"})
     post("/activate")
     assert (scene.server.label(), scene.server.patched()) == (scene.label(), patched + 1)
-    assert "when the delta was readied" in scene.server.log.read_text()
+    assert "the old values of the delta" in scene.server.log.read_text()
     scene.assert_as_loaded()
 
     # Weights of another version under the base's label.

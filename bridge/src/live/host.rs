@@ -9,7 +9,7 @@ use driftless_transport::prepared::{PreparedArrays, PreparedDelta};
 
 use super::layout::Layout;
 use super::memory::{Found, Memory};
-use super::part::{BLOCK_CHANGES, Part, Parts};
+use super::part::{BLOCK_CHANGES, ONE_IN, Part, Parts};
 use crate::{Error, Result};
 
 /// More threads than this only wait for memory.
@@ -54,7 +54,7 @@ impl Memory for Host {
 /// What is done with each change.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Task {
-    /// Sees whether the old value is there.
+    /// Sees whether old values are there.
     Compare,
     /// Writes the new one where the old one is.
     Write,
@@ -62,7 +62,8 @@ pub(super) enum Task {
     TakeBack,
 }
 
-/// Does something with all changes, and returns which values are others. A write ends soon after the first.
+/// Does something with all changes, or compares some, and returns which values are others. A write ends soon
+/// after the first.
 ///
 /// # Safety
 /// The parts' addresses are those of arrays of as many changes, and of storages that their views fit in. No
@@ -70,16 +71,17 @@ pub(super) enum Task {
 /// writes.
 pub(super) unsafe fn run(parts: &Parts, task: Task) -> Found {
     let cores = thread::available_parallelism().map_or(1, usize::from) as u64;
-    let threads = cores.min(THREADS_MAX).min(parts.blocks.div_ceil(TURN)).max(1);
+    let blocks = if task == Task::Compare { parts.compared } else { parts.blocks };
+    let threads = cores.min(THREADS_MAX).min(blocks.div_ceil(TURN)).max(1);
     let (next, over) = (AtomicU64::new(0), AtomicBool::new(false));
     let work = || {
         let mut found = Found::default();
         while !over.load(Ordering::Relaxed) {
             let first = next.fetch_add(TURN, Ordering::Relaxed);
-            if first >= parts.blocks {
+            if first >= blocks {
                 break;
             }
-            for number in first..parts.blocks.min(first + TURN) {
+            for number in first..blocks.min(first + TURN) {
                 // SAFETY: the caller's promise; each block is one thread's.
                 found = found.and(unsafe { block(parts, number, task) });
             }
@@ -102,9 +104,13 @@ pub(super) unsafe fn run(parts: &Parts, task: Task) -> Found {
 /// # Safety
 /// As for [`run`].
 unsafe fn block(parts: &Parts, number: u64, task: Task) -> Found {
-    let index = parts.parts.partition_point(|part| part.first_block <= number).saturating_sub(1);
+    let (begin, step): (fn(&Part) -> u64, u64) = match task {
+        Task::Compare => (|part| part.first_compared, ONE_IN),
+        _ => (|part| part.first_block, 1),
+    };
+    let index = parts.parts.partition_point(|part| begin(part) <= number).saturating_sub(1);
     let Some(part) = parts.parts.get(index) else { return Found::default() };
-    let first = (number - part.first_block) * BLOCK_CHANGES;
+    let first = (number - begin(part)) * step * BLOCK_CHANGES;
     let changes = first..part.changes.min(first + BLOCK_CHANGES);
     // SAFETY: the caller's promise; the width is that of the part's elements.
     let others = unsafe {

@@ -10,11 +10,11 @@ use crate::Result;
 /// Both calls return the values that are not the delta's old ones. The engine generates during the first and
 /// stands still during the second.
 pub(super) trait Memory: Send {
-    /// Readies a delta in place of the one before, and compares its old values with the weights. Returns how
-    /// many elements it changes, too.
+    /// Readies a delta in place of the one before, and compares some of its old values with the weights: the first
+    /// of each copy, and of those behind them a sample. Returns how many elements it changes, too.
     fn prepare(&mut self, layout: &Layout, delta: &PreparedDelta) -> Result<(u64, Found)>;
 
-    /// Writes what is ready, once, and asks whether it stays. If it does not, if a value is another one, or an
+    /// Writes what is ready where the old values are, once, and asks whether it stays. If it does not, if a value is another one, or an
     /// error happens, all is taken back.
     fn write(&mut self, stays: &mut dyn FnMut(&Result<Found>) -> bool) -> Result<Found>;
 }

@@ -154,7 +154,7 @@ impl LiveModel {
     /// An engine of one rank returns the vote.
     ///
     /// # Errors
-    /// [`Error::Live`] if a weight is not what it was when the delta was readied, if another rank refuses, and the
+    /// [`Error::Live`] if a weight has not the delta's old value, if another rank refuses, and the
     /// device's errors. The weights of each rank are what they were, as far as its memory could be written to.
     pub fn patch(&self, label: &str, least: impl FnMut(Vote) -> Vote) -> Result<Option<LivePatch>> {
         self.shared.patch(label, least)
@@ -201,7 +201,7 @@ impl Shared {
             all = least(vote) == Vote::Patches;
             all
         })?;
-        check(&ready.delta, found, || "the values that it had when the delta was readied".to_owned())?;
+        check(&ready.delta, found, || "the old values of the delta".to_owned())?;
         if !all {
             return Err(another_rank("written"));
         }

@@ -10,6 +10,11 @@ use crate::Result;
 /// `patch.cu`.
 pub(super) const BLOCK_CHANGES: u64 = 2048;
 
+/// When a delta is readied, the first block of a part is compared, and of those behind it each one of so many:
+/// `ONE_IN` of `patch.cu`. Scattered reads of all would cost the engine's decoding more than the rest together.
+/// Each value is compared when it is written.
+pub(super) const ONE_IN: u64 = 16;
+
 /// What changes in one copy: `struct Part` of `patch.cu`. Addresses are of the memory that weights lie in,
 /// strides and offsets count elements.
 #[repr(C)]
@@ -23,6 +28,8 @@ pub(super) struct Part {
     pub(super) changes: u64,
     /// Blocks of the parts before.
     pub(super) first_block: u64,
+    /// Those of them that are compared when the delta is readied.
+    pub(super) first_compared: u64,
     /// Bytes of an element: 1, 2, 4 or 8.
     pub(super) width: u64,
     pub(super) from: u64,
@@ -39,6 +46,7 @@ pub(super) struct Parts {
     /// The tensor of each part, an index of the delta's.
     pub(super) tensors: Vec<usize>,
     pub(super) blocks: u64,
+    pub(super) compared: u64,
     pub(super) changes: u64,
 }
 
@@ -65,13 +73,16 @@ impl Parts {
                     old: at(tensor.old),
                     changes: tensor.changed,
                     first_block: out.blocks,
+                    first_compared: out.compared,
                     width: dtype.size(),
                     from: view.from,
                     to: view.to,
                     dims: view.dims.len() as u64,
                     dim,
                 });
-                out.blocks += tensor.changed.div_ceil(BLOCK_CHANGES);
+                let blocks = tensor.changed.div_ceil(BLOCK_CHANGES);
+                out.blocks += blocks;
+                out.compared += blocks.div_ceil(ONE_IN);
                 out.changes += tensor.changed;
             }
         }

@@ -281,6 +281,23 @@ impl Scene {
         self.assert_patched();
     }
 
+    /// What is not compared when a delta is readied is compared when it is written.
+    pub(super) fn assert_all_is_compared(&mut self) {
+        self.step(0.9);
+        let last = self.versions[1][0].len() - 1;
+        self.versions[1][0][last] = !self.versions[0][0][last];
+        self.offer(|_| {});
+        self.live[0][last] ^= 1;
+        let before = self.bytes();
+        assert_eq!(self.look(), None, "behind the first block of this part");
+        assert!(self.patch().unwrap_err().to_string().contains("1 others, the first in `embed`"));
+        assert!(self.live == before);
+        self.live[0][last] ^= 1;
+        self.loaded(&label(0));
+        self.tried.clear();
+        self.assert_patched();
+    }
+
     pub(super) fn assert_refusals(&mut self) {
         let held = self.bytes();
         self.step(0.05);
@@ -314,7 +331,7 @@ impl Scene {
         assert_eq!(self.look(), None);
         *self.live[7].last_mut().unwrap() ^= 1;
         let before = self.bytes();
-        assert!(self.patch().unwrap_err().to_string().contains("when the delta was readied"));
+        assert!(self.patch().unwrap_err().to_string().contains("the old values of the delta"));
         assert!(self.live == before);
         assert!(self.patch().unwrap().is_none());
         *self.live[7].last_mut().unwrap() ^= 1;
@@ -400,6 +417,11 @@ fn each_delta_leads_to_the_weights_that_a_load_gives() {
 #[test]
 fn what_is_not_the_base_or_not_whole_is_refused_and_changes_nothing() {
     host().assert_refusals();
+}
+
+#[test]
+fn what_is_not_compared_while_the_engine_generates_is_compared_before_it_stays() {
+    host().assert_all_is_compared();
 }
 
 #[test]

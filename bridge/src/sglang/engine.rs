@@ -262,6 +262,27 @@ mod tests {
     use super::*;
 
     #[test]
+    fn stood_still_is_the_first_time_that_a_reply_tells() {
+        let tells = |rest: &str| stood_still(&format!("{PATCHED}it{rest}. Weight version updated to it."));
+        assert_eq!(tells(", cache dropped, 16.250 ms in all"), Some(Duration::from_micros(16_250)));
+        assert_eq!(
+            tells(", 1 ms in all | driftless: patched to it, 2 ms in all"),
+            Some(Duration::from_millis(1))
+        );
+        for without in [
+            "",
+            ", 16.250 ms",
+            " ms in all",
+            ",  ms in all",
+            ", -1 ms in all",
+            ", NaN ms in all",
+            ", 1e99 ms in all",
+        ] {
+            assert_eq!(tells(without), None, "{without}");
+        }
+    }
+
+    #[test]
     fn the_first_difference_is_named() {
         let map = |entries: &[(&str, &str)]| {
             entries.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<BTreeMap<_, _>>()

@@ -4,7 +4,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use driftless_bridge::Error;
 use driftless_bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
@@ -293,6 +293,18 @@ fn an_engine_whose_server_hands_on_is_patched_while_it_generates() {
     let body = scene.update();
     assert_eq!((&body["manifest"], &body["flush_cache"]), (&json!({"driftless": "patch"}), &json!(false)));
     assert_eq!(generated(&scene), 1, "the one after the process began");
+    scene.serves();
+}
+
+#[test]
+fn a_running_engine_that_tells_no_time_stood_still_for_the_call_at_most() {
+    let mut scene = Scene::with(PauseMode::InPlace, |_| {});
+    scene.hands_on(started());
+    scene.answers(Fault::PatchedOnly);
+    scene.fake.engine().generating = 1;
+    let began = Instant::now();
+    let paused = scene.activate_within(Duration::from_secs(60)).unwrap();
+    assert!(!paused.is_zero() && paused <= began.elapsed(), "{paused:?}");
     scene.serves();
 }
 

@@ -139,14 +139,16 @@ impl Machine for Cuda {
         }
     }
 
+    fn finish(&self) -> Result<()> {
+        self.stream.synchronize().map_err(driver("cuStreamSynchronize"))
+    }
+
     unsafe fn download(&self, from: u64, words: &mut [u64]) -> Result<()> {
         self.bind()?;
-        // A copy to pageable memory that has to wait keeps all calls of the engine waiting: the driver holds a lock.
-        self.stream.synchronize().map_err(driver("cuStreamSynchronize"))?;
         // SAFETY: the caller's promise; the wait below ends before the borrow does.
         unsafe { result::memcpy_dtoh_async(words, from, self.stream.cu_stream()) }
             .map_err(driver("cuMemcpyDtoHAsync"))?;
-        self.stream.synchronize().map_err(driver("cuStreamSynchronize"))
+        self.finish()
     }
 
     fn drain(&self) -> Result<()> {

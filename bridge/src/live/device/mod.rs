@@ -50,7 +50,8 @@ pub(super) trait Machine: Send {
     /// Both places have so many bytes.
     unsafe fn copy(&self, to: u64, from: u64, bytes: u64) -> Result<()>;
 
-    /// Copies words of the host, which have been read when this returns.
+    /// Copies words of the host, which have been read when this returns. Nothing is under way here: the driver
+    /// would keep the engine's calls waiting for its end as well.
     ///
     /// # Safety
     /// There is room for them at `to`.
@@ -62,7 +63,10 @@ pub(super) trait Machine: Send {
     /// What its arguments say is true: parts as [`Parts::new`] makes them of this device's addresses.
     unsafe fn launch(&self, kernel: Kernel, blocks: u32) -> Result<()>;
 
-    /// Copies words to the host, once all that was begun here has ended.
+    /// Waits for all that was begun here.
+    fn finish(&self) -> Result<()>;
+
+    /// Copies words to the host. Nothing is under way here, as for [`Machine::upload`].
     ///
     /// # Safety
     /// There are so many at `from`.
@@ -122,8 +126,8 @@ impl<M: Machine> Device<M> {
         // SAFETY: results and parts have room; there is no word to add up, and of no part's changes one to
         // look at.
         unsafe {
-            device.machine.launch(Kernel::Checksum { words: 0, start: 0, count: 0, results }, 1)?;
             device.machine.upload(parts, &[0; size_of::<Part>() / 8])?;
+            device.machine.launch(Kernel::Checksum { words: 0, start: 0, count: 0, results }, 1)?;
             device.machine.launch(Kernel::Patch { parts, count: 1, task: COMPARE, results }, 1)?;
         }
         device.results(&Parts::default())?;
@@ -141,7 +145,8 @@ impl<M: Machine> Device<M> {
     /// Begins to do something with the parts, which are on the device.
     fn launch(&self, parts: &Parts, task: u32) -> Result<()> {
         let (at, count) = (self.results + RESULTS as u64 * 8, parts.parts.len() as u32);
-        let blocks = u32::try_from(parts.blocks).map_err(|_| {
+        let blocks = if task == COMPARE { parts.compared } else { parts.blocks };
+        let blocks = u32::try_from(blocks).map_err(|_| {
             let found = format!("{} changes", parts.changes);
             Error::Live { what: "a delta".into(), expected: "at most 2^43 changes".into(), found }
         })?;
@@ -153,6 +158,7 @@ impl<M: Machine> Device<M> {
     /// Waits, and returns the results: what was found, and the checksum.
     fn results(&self, parts: &Parts) -> Result<(Found, u64)> {
         let mut words = [0; RESULTS];
+        self.machine.finish()?;
         // SAFETY: there are so many.
         unsafe { self.machine.download(self.results, &mut words)? };
         let tensor = parts.tensors.get(words[1] as usize).copied().unwrap_or_default();
@@ -219,7 +225,6 @@ impl<M: Machine> Memory for Device<M> {
         // maker promised the storages; `PreparedDelta::open` checked that arrays lie within the file, which
         // is mapped that far.
         unsafe {
-            // Before the copy: an upload behind it would wait for its end, and keep the engine's calls waiting as well.
             self.machine.upload(at, words(&parts.parts))?;
             if first != host {
                 self.machine.copy(first, host, bytes)?;
@@ -255,6 +260,6 @@ impl<M: Machine> Drop for Device<M> {
 
 /// Parts as the words that they are.
 fn words(parts: &[Part]) -> &[u64] {
-    // SAFETY: a part is 22 numbers of 64 bits without a gap.
+    // SAFETY: a part is 23 numbers of 64 bits without a gap.
     unsafe { std::slice::from_raw_parts(parts.as_ptr().cast(), std::mem::size_of_val(parts) / 8) }
 }

@@ -15,13 +15,15 @@
 #define CHANGES 2048
 #define THREADS 256
 #define EACH (CHANGES / THREADS)
+// Of a part's blocks, task 0 has the first, and each one of so many behind it.
+#define ONE_IN 16
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 // `Part` of `part.rs`.
 struct Part {
-    u64 live, positions, fresh, old, changes, first_block, width, from, to, dims;
+    u64 live, positions, fresh, old, changes, first_block, first_compared, width, from, to, dims;
     u64 dim[4][3];
 };
 
@@ -79,17 +81,18 @@ DEVICE u32 exchange(const Part* part, u64 first, const T* from, const T* to, boo
     return others;
 }
 
-// task 0: sees whether the old values are there; 1: writes the new ones there; 2: writes the old ones where the new
+// task 0: sees whether old values are there; 1: writes the new ones there; 2: writes the old ones where the new
 // ones are.
 KERNEL patch(const Part* parts, u32 count, u32 task, u64* results) {
     u32 low = 0, high = count;
     while (high - low > 1) {
         u32 middle = (low + high) / 2;
-        if (parts[middle].first_block <= BLOCK) low = middle;
+        if ((task == 0 ? parts[middle].first_compared : parts[middle].first_block) <= BLOCK) low = middle;
         else high = middle;
     }
     const Part* part = parts + low;
-    u64 first = (BLOCK - part->first_block) * CHANGES;
+    u64 block = task == 0 ? (BLOCK - part->first_compared) * ONE_IN : BLOCK - part->first_block;
+    u64 first = block * CHANGES;
     u64 from = task == 2 ? part->fresh : part->old, to = task == 2 ? part->old : part->fresh;
     bool write = task != 0;
     u32 others;

@@ -58,11 +58,24 @@ struct Control {
     launches: AtomicUsize,
     /// Bytes that it has.
     memory: AtomicUsize,
+    /// Copies and kernels that were begun, and whose end has not been waited for.
+    under_way: AtomicUsize,
+    /// Uploads and downloads that had to wait for some, and the engine's calls with them.
+    held_up: AtomicUsize,
 }
 
 struct Twin(Arc<Control>);
 
 impl Twin {
+    fn begin(&self) {
+        self.0.under_way.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn pageable(&self) {
+        let under_way = self.0.under_way.load(Ordering::Relaxed);
+        self.0.held_up.fetch_add(under_way.min(1), Ordering::Relaxed);
+    }
+
     fn failed(what: &str) -> Error {
         Error::Live { what: what.into(), expected: "success".into(), found: "a test".into() }
     }
@@ -90,6 +103,7 @@ impl Machine for Twin {
     }
 
     unsafe fn copy(&self, to: u64, from: u64, bytes: u64) -> Result<()> {
+        self.begin();
         // SAFETY: the caller's promise.
         unsafe { (from as *const u8).copy_to_nonoverlapping(to as *mut u8, bytes as usize) };
         Ok(())
@@ -97,12 +111,14 @@ impl Machine for Twin {
 
     unsafe fn upload(&self, to: u64, words: &[u64]) -> Result<()> {
         self.0.calls.fetch_add(1, Ordering::Relaxed);
+        self.pageable();
         // SAFETY: the caller's promise.
         unsafe { words.as_ptr().copy_to_nonoverlapping(to as *mut u64, words.len()) };
         Ok(())
     }
 
     unsafe fn launch(&self, kernel: Kernel, blocks: u32) -> Result<()> {
+        self.begin();
         let number = self.0.launches.fetch_add(1, Ordering::Relaxed) + 1;
         if number == self.0.failing_launch.load(Ordering::Relaxed) {
             return Err(Self::failed("cuLaunchKernel"));
@@ -122,7 +138,13 @@ impl Machine for Twin {
         Ok(())
     }
 
+    fn finish(&self) -> Result<()> {
+        self.0.under_way.store(0, Ordering::Relaxed);
+        Ok(())
+    }
+
     unsafe fn download(&self, from: u64, words: &mut [u64]) -> Result<()> {
+        self.pageable();
         // SAFETY: the caller's promise.
         unsafe { (from as *const u64).copy_to_nonoverlapping(words.as_mut_ptr(), words.len()) };
         Ok(())
@@ -130,7 +152,7 @@ impl Machine for Twin {
 
     fn drain(&self) -> Result<()> {
         self.0.drains.fetch_add(1, Ordering::Relaxed);
-        Ok(())
+        self.finish()
     }
 }
 
@@ -154,6 +176,7 @@ fn patches_on_a_device_equal_those_on_the_host() {
             scene.patches,
             "a step in flight reads the weights"
         );
+        assert_eq!(control.held_up.load(Ordering::Relaxed), 0, "the engine's calls would wait as well");
     }
 }
 
@@ -173,6 +196,12 @@ fn ranks_on_devices_write_together_or_not_at_all() {
 fn what_is_refused_on_the_host_is_refused_on_a_device() {
     let Some((mut scene, _)) = scene(1 << 18) else { return };
     scene.assert_refusals();
+}
+
+#[test]
+fn a_device_compares_what_it_writes_as_the_host_does() {
+    let Some((mut scene, _)) = scene(1 << 18) else { return };
+    scene.assert_all_is_compared();
 }
 
 #[test]
@@ -219,5 +248,5 @@ fn the_kernels_have_the_names_and_the_layout_that_they_are_asked_for() {
     let ptx = include_str!("patch.ptx");
     assert!(ptx.contains(".visible .entry patch(") && ptx.contains(".visible .entry checksum("));
     assert!(!ptx.contains('\0'));
-    assert_eq!(size_of::<Part>(), 22 * 8);
+    assert_eq!(size_of::<Part>(), 23 * 8);
 }
