@@ -184,14 +184,15 @@ fn an_object_store_is_wanted_where_it_was_asked_for() {
     assert!(error.contains("--store of the kind `a path`"), "{error}");
 }
 
-/// The flags contradict each other, or the machine has no GPU: nothing is loaded or made before that is said.
+/// The flags contradict each other, an address is none, or the machine has no GPU: nothing is loaded or made before that is said.
 #[test]
 fn a_way_of_the_weights_that_cannot_be_meant_is_refused_before_anything_is_done() {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::write(dir.path().join("model.safetensors"), "").expect("a file");
     let stage = Stage::new(dir.path(), dir.path());
     let nccl = ["--update-weight-transport", "nccl", "--nccl-library", "/nowhere/libnccl.so.2"];
-    let cases: [(&[&str], &str); 7] = [
+    let cases: [(&[&str], &str); 8] = [
+        (&["--rollout-external-engine-addrs", "https://a:1"], "engine address \"https://a:1\" is not usable"),
         (&["--update-weight-transport", "ucx"], "expected disk, object or nccl"),
         (&["--update-weight-transport", "nccl"], "--nccl-library"),
         (&["--colocate", "--update-weight-transport", "nccl"], "cannot be used with"),

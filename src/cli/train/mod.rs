@@ -20,7 +20,7 @@ use crate::cli::shared::{keys, numbers, paths, store};
 use crate::cli::train_rank;
 use driftless::bridge::engine::Deadlines;
 use driftless::bridge::push::PushOptions;
-use driftless::bridge::{ClientOptions, Keys, SamplingParams};
+use driftless::bridge::{ClientOptions, Keys, SamplingParams, connect};
 #[cfg(feature = "torch")]
 use driftless::torch::{CUBLAS_WORKSPACE, TorchLearner, TorchOptions, check_ranks, set_deterministic};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
@@ -456,6 +456,10 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     }
     if debug != Debug::TrainOnly && rollout.rollout_external_engine_addrs.is_empty() {
         return Err(missing("engines", "--rollout-external-engine-addrs host:port …"));
+    }
+    // One that cannot be called would be found once the learner has loaded the policy.
+    for address in &rollout.rollout_external_engine_addrs {
+        connect(address, ClientOptions::default())?;
     }
     let store = store.unwrap_or_else(|| "memory:".to_owned());
     let (sign_key, trust_keys) = update.sign.read()?;
