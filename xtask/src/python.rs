@@ -150,7 +150,7 @@ fn venv(home: &Path, cache: &Path, wheel: &Path, others: &[PathBuf], log: &Path)
 }
 
 /// Has the wheel's learner go through the suite of learners and through the loop; the latter on two ranks too.
-/// The wheel is the one that [`test`] made last.
+/// The wheel is the one that lane `python` made last.
 pub(crate) fn learn(root: &Path, cache: &Path, log: &Path) -> Result<()> {
     let work = work(root);
     let python = work.join("venv/bin/python");
