@@ -172,7 +172,7 @@ const BY_NAME: &[&str] = &["kills", "neon", "macos", "gpu"];
 
 /// Lanes that have little to do at once. They run one after another beside the others, and never build the command
 /// where those do: cargo puts it in one place, with the features that were asked for last.
-const BESIDE: &[&str] = &["python", "loom", "fuzz", "asan", "miri"];
+const BESIDE: &[&str] = &["python", "rewards", "stores", "loom", "fuzz", "asan", "miri"];
 
 /// Features of the lanes without libtorch.
 const LIGHT: &str = "driftless/cli,driftless/failpoints,driftless-store/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda";
