@@ -12,16 +12,18 @@ use driftless_transport::prepared::{PreparedTensor, PreparedVersion, checksum};
 use driftless_transport::snapshot::TensorInfo;
 use serde_json::json;
 
+use super::part::{BLOCK_CHANGES, ONE_IN};
 use super::*;
 
 /// A tensor of the checkpoint: its name, dtype and shape.
-const TENSORS: [(&str, Dtype, &[u64]); 6] = [
+const TENSORS: [(&str, Dtype, &[u64]); 7] = [
     ("embed", Dtype::Bf16, &[96, 64]),
     ("q", Dtype::Bf16, &[64, 64]),
     ("k", Dtype::Bf16, &[32, 64]),
     ("scale", Dtype::F32, &[40]),
     ("fp8", Dtype::F8E4M3, &[50, 30]),
     ("experts", Dtype::F64, &[4, 6, 10]),
+    ("wide", Dtype::Bf16, &[20 * BLOCK_CHANGES]),
 ];
 
 /// A view of a tensor in a storage: both indices, sizes, and offset and strides of both.
@@ -29,7 +31,7 @@ type View = (usize, usize, &'static [u64], (u64, &'static [u64]), (u64, &'static
 
 /// Storages' elements, and what is where: whole tensors, two in one, a padded one, a shard of rows, one of
 /// columns, transposed and permuted ones, and one under two names.
-const STORAGES: [(Dtype, u64); 8] = [
+const STORAGES: [(Dtype, u64); 9] = [
     (Dtype::Bf16, 128 * 64),
     (Dtype::Bf16, 96 * 64),
     (Dtype::Bf16, 96 * 64),
@@ -38,8 +40,9 @@ const STORAGES: [(Dtype, u64); 8] = [
     (Dtype::F8E4M3, 30 * 50),
     (Dtype::F64, 4 * 6 * 10),
     (Dtype::Bf16, 48 * 64),
+    (Dtype::Bf16, 20 * BLOCK_CHANGES),
 ];
-const VIEWS: [View; 9] = [
+const VIEWS: [View; 10] = [
     (0, 0, &[96, 64], (0, &[64, 1]), (0, &[64, 1])),
     (0, 1, &[96, 64], (0, &[64, 1]), (0, &[64, 1])),
     (1, 2, &[64, 64], (0, &[64, 1]), (0, &[64, 1])),
@@ -49,6 +52,7 @@ const VIEWS: [View; 9] = [
     (4, 5, &[30, 50], (0, &[1, 30]), (0, &[50, 1])),
     (5, 6, &[4, 6, 10], (0, &[60, 10, 1]), (0, &[10, 40, 1])),
     (0, 7, &[48, 64], (48 * 64, &[64, 1]), (0, &[64, 1])),
+    (6, 8, &[20 * BLOCK_CHANGES], (0, &[1]), (0, &[1])),
 ];
 
 fn infos() -> Vec<TensorInfo> {
@@ -281,20 +285,29 @@ impl Scene {
         self.assert_patched();
     }
 
-    /// What is not compared when a delta is readied is compared when it is written.
+    /// Of a copy's blocks, a sample is compared when a delta is readied, and the rest when it is written.
     pub(super) fn assert_all_is_compared(&mut self) {
-        self.step(0.9);
-        let last = self.versions[1][0].len() - 1;
-        self.versions[1][0][last] = !self.versions[0][0][last];
+        self.step(0.05);
+        // All of `wide` changes, so that its changes are its elements.
+        self.versions[1][6] = self.versions[0][6].iter().map(|byte| !byte).collect();
         self.offer(|_| {});
-        self.live[0][last] ^= 1;
-        let before = self.bytes();
-        assert_eq!(self.look(), None, "behind the first block of this part");
-        assert!(self.patch().unwrap_err().to_string().contains("1 others, the first in `embed`"));
-        assert!(self.live == before);
-        self.live[0][last] ^= 1;
-        self.loaded(&label(0));
-        self.tried.clear();
+        let last = 20 * BLOCK_CHANGES - 1;
+        for (block, at) in (0..20).map(|block| (block, block * BLOCK_CHANGES)).chain([(19, last)]) {
+            let byte = 2 * at as usize;
+            self.live[8][byte] ^= 1;
+            let before = self.bytes();
+            if block % ONE_IN == 0 {
+                assert!(self.look().unwrap().contains("those of"), "block {block}");
+                assert!(self.patch().unwrap().is_none());
+            } else {
+                assert_eq!(self.look(), None, "block {block}");
+                assert!(self.patch().unwrap_err().to_string().contains("1 others, the first in `wide`"));
+            }
+            assert!(self.live == before, "block {block}");
+            self.live[8][byte] ^= 1;
+            self.loaded(&label(0));
+            self.tried.clear();
+        }
         self.assert_patched();
     }
 

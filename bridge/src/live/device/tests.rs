@@ -168,7 +168,7 @@ fn scene(arena: u64) -> Option<(Scene, Arc<Control>)> {
 #[test]
 fn patches_on_a_device_equal_those_on_the_host() {
     // With room for each delta, for none, and for small ones.
-    for arena in [1 << 18, 0, 4 << 10] {
+    for arena in [1 << 19, 0, 4 << 10] {
         let Some((mut scene, control)) = scene(arena) else { return };
         scene.assert_patches();
         assert_eq!(
@@ -200,7 +200,7 @@ fn what_is_refused_on_the_host_is_refused_on_a_device() {
 
 #[test]
 fn a_device_compares_what_it_writes_as_the_host_does() {
-    let Some((mut scene, _)) = scene(1 << 18) else { return };
+    let Some((mut scene, _)) = scene(1 << 19) else { return };
     scene.assert_all_is_compared();
 }
 
