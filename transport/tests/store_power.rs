@@ -9,8 +9,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-use driftless_store::os::watch::Call;
-use driftless_store::{Disk, Error as StoreError, Key, Store};
+use driftless_store::os::watch::{self, Call};
+use driftless_store::{Disk, Error as StoreError, Key, PutMode, Store};
 use driftless_transport::gc::{GcOptions, collect};
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Error, Publisher, Result, Run, Version};
@@ -183,4 +183,26 @@ fn a_disk_that_is_full_at_any_write_is_named_and_survived() {
 #[test]
 fn any_call_that_fails_is_named_and_survived() {
     every_call(|_| true, 5, |error| matches!(error, Error::Store(StoreError::Io { .. })));
+}
+
+/// Whatever takes the time of a sync, a collection that deletes the last object of a directory meanwhile, and
+/// the directory with it, keeps no put from its end.
+#[test]
+fn an_empty_directory_that_goes_during_any_sync_fails_no_put() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let dir = scratch();
+    let taken = dir.path().join("run/versions");
+    let directory = taken.clone();
+    watch::set(Some(Box::new(move |call, _| {
+        if matches!(call, Call::Sync | Call::SyncDir) {
+            // Refused while anything lies there.
+            let _ = fs::remove_dir(&directory);
+        }
+        Ok(())
+    })));
+    let store = Disk::new(dir.path());
+    let put = store.put(&Key::new("run/versions/1").unwrap(), b"x", PutMode::Create);
+    watch::set(None);
+    put.unwrap();
+    assert!(taken.join("1").exists());
 }

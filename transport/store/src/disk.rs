@@ -1,5 +1,6 @@
 //! A store in a directory of a file system, local or shared.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -12,8 +13,8 @@ use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 use crate::key::Key;
-use crate::os::regular;
 use crate::os::watch::{self, Call};
+use crate::os::{create_dir_synced, regular, sync_dir};
 use crate::store::{Entry, PutMode, Store};
 
 /// Where files are written before they get their name. It starts with a dot, which no key does.
@@ -58,7 +59,9 @@ impl Disk {
     /// Writes a locked, synced file in `.staging`.
     fn stage(&self, bytes: &[u8]) -> Result<Staged> {
         let directory = self.root.join(STAGING);
-        create_dir_synced(&directory)?;
+        if !directory.is_dir() {
+            create_dir_synced(&directory)?;
+        }
         self.swept.call_once(|| sweep(&directory));
         let mut staged = Staged::create(&directory)?;
         let written = watch::before(Call::Write, &staged.path)
@@ -120,8 +123,10 @@ impl Store for Disk {
             return Err(Error::AlreadyExists { key: key.clone(), store: self.to_string() });
         }
         let staged = self.stage(bytes)?;
-        let place = || {
-            create_dir_synced(parent)?;
+        let mut changed = BTreeSet::from([parent.to_path_buf()]);
+        let mut place = || {
+            create_dirs(parent, &mut changed)?;
+            // Nothing waits for the disk up to here: a delete would have all that time to remove the directory.
             let renamed = watch::before(Call::Rename, &path).and_then(|()| match mode {
                 PutMode::Overwrite => fs::rename(&staged.path, &path),
                 PutMode::Create => rename_if_absent(&staged.path, &path),
@@ -141,11 +146,14 @@ impl Store for Disk {
                 placed => break placed?,
             }
         }
-        match sync_directory(parent) {
-            // As above, and what was put is gone as well.
-            Err(Error::Io { source, .. }) if absent(&source) => Ok(()),
-            synced => synced,
+        for directory in &changed {
+            match sync_dir(directory) {
+                // As above, and what was put is gone as well.
+                Err(Error::Io { source, .. }) if absent(&source) => {}
+                synced => synced?,
+            }
         }
+        Ok(())
     }
 
     fn get(&self, key: &Key, range: Option<Range<u64>>) -> Result<Vec<u8>> {
@@ -254,28 +262,21 @@ fn rename_if_absent(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes a directory and those above it, and syncs each parent: an entry that is not synced may vanish with
-/// the power.
-fn create_dir_synced(directory: &Path) -> Result<()> {
+/// Makes a directory and those above it. `changed` gets those that have an entry by that, which may vanish with
+/// the power until they are synced.
+fn create_dirs(directory: &Path, changed: &mut BTreeSet<PathBuf>) -> Result<()> {
     if directory.is_dir() {
         return Ok(());
     }
-    let parent = directory.parent().filter(|parent| !parent.as_os_str().is_empty());
-    if let Some(parent) = parent {
-        create_dir_synced(parent)?;
-    }
+    let parent = directory.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    create_dirs(parent, changed)?;
     match watch::before(Call::Create, directory).and_then(|()| fs::create_dir(directory)) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && directory.is_dir() => return Ok(()),
+        // Another writer made it just now, and may not have synced it.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         made => made.map_err(|source| Error::io("create the directory", directory, source))?,
     }
-    sync_directory(parent.unwrap_or(Path::new(".")))
-}
-
-fn sync_directory(directory: &Path) -> Result<()> {
-    watch::before(Call::SyncDir, directory)
-        .and_then(|()| File::open(directory))
-        .and_then(|directory| directory.sync_all())
-        .map_err(|source| Error::io("sync the directory", directory, source))
+    changed.insert(parent.to_path_buf());
+    Ok(())
 }
 
 #[cfg(test)]
