@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,7 +48,7 @@ class Follower:
                 "store": os.fspath(store),
                 "run": run,
                 "checkpoint_dir": checkpoint_dir,
-                "id": id or socket.gethostname(),
+                "id": id or os.uname().nodename,
                 "model": model,
                 "hf_checkpoint": hf_checkpoint,
                 "trust_keys": list(trust_keys),

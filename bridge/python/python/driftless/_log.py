@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _driftless
 
@@ -83,8 +82,7 @@ class Sample:
         return f"Sample(position={self.position}, sample_id={self.sample_id}, group_id={self.group_id}, reward={self.reward})"
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The samples of one prompt.
 
     Attributes:

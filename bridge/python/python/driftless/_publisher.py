@@ -8,8 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import _driftless
 from ._driftless import Published
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """What one rank holds of a tensor: consecutive elements in flat row-major order.
 
     Attributes:
@@ -34,8 +32,7 @@ class Slice:
     start: int
 
 
-@dataclass(frozen=True)
-class LazyTensor:
+class LazyTensor(NamedTuple):
     """A tensor that is read when it is its turn, so that memory holds few of them at a time.
 
     Attributes:
