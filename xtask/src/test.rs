@@ -391,6 +391,8 @@ fn unit(context: &Context) -> Result<()> {
     // Each command has a deadline; from a clean clone, building takes as long as the tests do.
     context.logged(light_test().arg("--no-run"))?;
     let mut command = light_test();
+    // A run takes an hour, so that it tells all that fails.
+    command.arg("--no-fail-fast");
     if context.long {
         command.env("DRIFTLESS_LONG", "1");
     }
