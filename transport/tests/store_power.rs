@@ -7,7 +7,7 @@ mod power;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use driftless_store::os::watch::{self, Call};
 use driftless_store::{Disk, Error as StoreError, Key, PutMode, Store};
@@ -205,4 +205,28 @@ fn an_empty_directory_that_goes_during_any_sync_fails_no_put() {
     watch::set(None);
     put.unwrap();
     assert!(taken.join("1").exists());
+}
+
+/// The other writer may have synced nothing when the power goes, and this put has been acknowledged.
+#[test]
+fn a_directory_that_another_writer_makes_meanwhile_is_synced_by_the_put_as_well() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let dir = scratch();
+    let [parent, made] = ["run", "run/versions"].map(|name| dir.path().join(name));
+    let synced = Arc::new(Mutex::new(Vec::new()));
+    let (ears, theirs) = (synced.clone(), made.clone());
+    watch::set(Some(Box::new(move |call, path| {
+        match call {
+            Call::Create if path == theirs => fs::create_dir(path)?,
+            Call::SyncDir => ears.lock().unwrap().push(path.to_path_buf()),
+            _ => {}
+        }
+        Ok(())
+    })));
+    let store = Disk::new(dir.path());
+    let put = store.put(&Key::new("run/versions/1").unwrap(), b"x", PutMode::Create);
+    watch::set(None);
+    put.unwrap();
+    let synced = synced.lock().unwrap();
+    assert!(synced.contains(&parent) && synced.contains(&made), "{synced:?}");
 }
