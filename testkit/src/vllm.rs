@@ -1,6 +1,6 @@
 //! A stand-in for a vLLM server, in this process: what vLLM 0.32.0 answers to the calls that the bridge uses,
 //! for one model, and faults on command. A real one is behind the bridge in
-//! `bridge/python/tests/test_vllm_server.py`.
+//! `python/tests/test_vllm_server.py`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::hash::{DefaultHasher, Hasher as _};

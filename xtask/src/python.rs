@@ -103,7 +103,7 @@ fn work(root: &Path) -> PathBuf {
 /// Builds the wheel, installs it, and runs the tests.
 pub(crate) fn test(root: &Path, cache: &Path, log: &Path) -> Result<()> {
     let work = work(root);
-    let package = root.join("bridge/python");
+    let package = root.join("python");
     let wheels = work.join("wheels");
     // An older one would be ambiguous; that there may be none is fine.
     let _ = fs::remove_dir_all(&wheels);
@@ -138,7 +138,7 @@ fn venv(home: &Path, cache: &Path, wheel: &Path, others: &[PathBuf], log: &Path)
     let python = home.join("bin/python");
     let install = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--python"];
     process::run_logged(uv(cache).args(install).arg(&python).arg(wheel), log)?;
-    let alone = crate::workspace().join("bridge/python/tests/alone.py");
+    let alone = crate::workspace().join("python/tests/alone.py");
     process::run_logged(Command::new(&python).arg("-I").arg(&alone), log)?;
     let mut paths = String::new();
     for other in others {
@@ -162,10 +162,11 @@ pub(crate) fn learn(root: &Path, cache: &Path, log: &Path) -> Result<()> {
         });
     }
     let checkpoint = sglang::checkpoint(cache, &work, "0")?;
-    let ranks = "-m torch.distributed.run --standalone --nproc-per-node 2 -m driftless.learner --fsdp";
-    for (command, tests) in
-        [("-m driftless.learner", "of_the_environment"), (ranks, "loop_with_the_learner_of_the_environment")]
-    {
+    let ranks = "-m torch.distributed.run --standalone --nproc-per-node 2 -m driftless_rl.learner --fsdp";
+    for (command, tests) in [
+        ("-m driftless_rl.learner", "of_the_environment"),
+        (ranks, "loop_with_the_learner_of_the_environment"),
+    ] {
         let mut test = light_test();
         test.args(["--test", "learner", "--", "--nocapture", tests]).current_dir(root);
         test.env("DRIFTLESS_LEARNER_COMMAND", format!("exec '{}' {command} --device cpu", python.display()));

@@ -1,0 +1,13 @@
+"""The command ``driftless``."""
+
+import signal
+import sys
+
+from . import _native
+
+
+def main() -> int:
+    """Runs the command with the arguments of this process, and returns its exit code."""
+    # It has handlers of its own, and Python's runs only between two lines of Python.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return _native.main(["driftless", *sys.argv[1:]])

@@ -1,0 +1,168 @@
+//! Live weights of an engine in this process, for the plugin.
+#![allow(unsafe_code, reason = "weights are written by their addresses")]
+
+use crate::error;
+use crate::tensor::dtype_named;
+use driftless::bridge::live::{self, Layout, LiveCopy, LiveTensor, Rank, Strides, Vote};
+use driftless::transport::Checkpoint;
+use driftless::transport::snapshot::{Snapshot as _, TensorInfo};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+use std::path::PathBuf;
+
+/// A copy of a tensor's view into a live tensor: the tensor's index, the live one's index, the sizes of both
+/// views, and of each its offset and strides, in elements.
+type Copy = (usize, usize, Vec<u64>, (u64, Vec<u64>), (u64, Vec<u64>));
+
+/// See the stub.
+#[pyfunction]
+pub(crate) fn checkpoint_tensors(
+    py: Python<'_>,
+    directory: PathBuf,
+) -> PyResult<Vec<(String, String, Vec<u64>)>> {
+    let checkpoint = py.detach(|| Checkpoint::open(directory)).map_err(error::transport)?;
+    let row = |info: &TensorInfo| (info.name.clone(), info.dtype.to_string(), info.shape.clone());
+    Ok(checkpoint.tensors().iter().map(row).collect())
+}
+
+/// See the stub.
+#[pyfunction]
+pub(crate) fn refuse_patches(directory: PathBuf, rank: (u16, u32, u32), why: &str) -> PyResult<()> {
+    self::rank(rank).refuse(&directory, why).map_err(refused)
+}
+
+/// See the stub.
+#[pyfunction]
+pub(crate) fn announce_server(directory: PathBuf, port: u16) -> PyResult<()> {
+    live::announce_server(&directory, port).map_err(refused)
+}
+
+/// See the stub.
+#[pyclass(frozen, module = "driftless_rl")]
+pub(crate) struct LiveModel {
+    model: live::LiveModel,
+    /// Where each parameter is held, and its address.
+    slots: Vec<(Py<PyDict>, Py<PyString>, usize)>,
+    /// They keep their storages.
+    _live: Vec<Py<PyAny>>,
+}
+
+#[pymethods]
+impl LiveModel {
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "what the trace has learned, each by its name in the stub")]
+    fn new(
+        py: Python<'_>,
+        directory: PathBuf,
+        rank: (u16, u32, u32),
+        tensors: Vec<(String, String, Vec<u64>)>,
+        live: Vec<(String, Bound<'_, PyAny>)>,
+        copies: Vec<Copy>,
+        slots: Vec<(Py<PyDict>, Py<PyString>, usize)>,
+        device: Option<usize>,
+        arena: u64,
+    ) -> PyResult<Self> {
+        let info = |(name, dtype, shape): (String, String, Vec<u64>)| {
+            let dtype = dtype.parse().map_err(error::transport)?;
+            PyResult::Ok(TensorInfo { name, dtype, shape })
+        };
+        let tensors = tensors.into_iter().map(info).collect::<PyResult<Vec<_>>>()?;
+        let storages =
+            live.iter().map(|(name, tensor)| storage(name, tensor)).collect::<PyResult<Vec<_>>>()?;
+        let strides = |(offset, strides): (u64, Vec<u64>)| Strides { offset, strides };
+        let copy = |(tensor, live, size, from, to): Copy| LiveCopy {
+            tensor,
+            live,
+            size,
+            from: strides(from),
+            to: strides(to),
+        };
+        let copies = copies.into_iter().map(copy).collect();
+        // SAFETY: this value holds the tensors, which hold their storages. `_trace.py` has seen that no two
+        // copies overlap. Engines write to weights in loads, of which the plugin is told, and the base check
+        // sees what others write.
+        let layout = unsafe { Layout::new(tensors, storages, copies) }.map_err(refused)?;
+        let (directory, rank) = (directory.as_path(), self::rank(rank));
+        let model = py.detach(|| match device {
+            None => live::LiveModel::in_host_memory(directory, rank, layout),
+            Some(ordinal) => live::LiveModel::on_cuda_device(directory, rank, layout, ordinal, arena),
+        });
+        let _live = live.into_iter().map(|(_, tensor)| tensor.unbind()).collect();
+        Ok(Self { model: model.map_err(refused)?, slots, _live })
+    }
+
+    fn loaded(&self, py: Python<'_>, label: Option<&str>) {
+        py.detach(|| self.model.loaded(label));
+    }
+
+    fn patch(
+        &self,
+        py: Python<'_>,
+        label: &str,
+        least: Option<Py<PyAny>>,
+    ) -> PyResult<Option<(u64, f64, f64)>> {
+        let (moved, mut failed) = (self.moved(py)?, None);
+        if moved.is_some() {
+            self.loaded(py, None);
+        }
+        let vote = |vote: Vote| {
+            let vote = if moved.is_some() { Vote::Refuses } else { vote };
+            let Some(least) = &least else { return vote };
+            Python::attach(|py| {
+                let said = least.call1(py, (vote as u8,)).and_then(|said| said.extract::<u8>(py));
+                match said {
+                    Ok(said) if said == Vote::Patches as u8 => Vote::Patches,
+                    Ok(said) if said == Vote::Loads as u8 => Vote::Loads,
+                    said => {
+                        failed = said.err();
+                        Vote::Refuses
+                    }
+                }
+            })
+        };
+        let done = py.detach(|| self.model.patch(label, vote));
+        if let Some(key) = moved {
+            return Err(error::own("RefusedError", format!("`{key}` is not where it was learned")));
+        }
+        match (failed, done) {
+            (Some(error), _) => Err(error),
+            (None, done) => Ok(done
+                .map_err(refused)?
+                .map(|done| (done.changes, done.wrote.as_secs_f64(), done.prepared.as_secs_f64()))),
+        }
+    }
+}
+
+impl LiveModel {
+    /// The first parameter that does not lie where it was learned.
+    fn moved(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        for (held, key, address) in &self.slots {
+            let found = held.bind(py).get_item(key)?;
+            let address_of = |tensor: Bound<'_, PyAny>| {
+                tensor.call_method0(pyo3::intern!(py, "data_ptr")).ok()?.extract::<usize>().ok()
+            };
+            if found.and_then(address_of) != Some(*address) {
+                return Ok(Some(key.to_string()));
+            }
+        }
+        Ok(None)
+    }
+}
+
+fn rank((port, number, of): (u16, u32, u32)) -> Rank {
+    Rank { port, number, of }
+}
+
+/// A flat tensor of a whole storage.
+fn storage(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<LiveTensor> {
+    let dtype = tensor.getattr("dtype")?.str()?.to_string();
+    let Some(dtype) = dtype_named(dtype.strip_prefix("torch.").unwrap_or(&dtype)) else {
+        return Err(error::tensor(name, "its dtype", "one that safetensors has", &dtype));
+    };
+    let address = tensor.call_method0("data_ptr")?.extract()?;
+    Ok(LiveTensor { name: name.to_owned(), dtype, address, bytes: tensor.getattr("nbytes")?.extract()? })
+}
+
+fn refused(error: driftless::bridge::Error) -> PyErr {
+    error::own("RefusedError", error::chain(&error))
+}

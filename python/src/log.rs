@@ -1,0 +1,291 @@
+//! `RolloutLog`: records in and out of the log, read where they lie.
+#![allow(unsafe_code, reason = "lends the log's map through the buffer protocol")]
+
+use crate::error::{self, buffer};
+use crate::work::{self, Held};
+use driftless::buffer::query::Order;
+use driftless::buffer::sample::ColumnId;
+use driftless::buffer::{
+    Finish, Group as Found, GroupQuery, Identity, Kind, Log, Options, Position, Reader, Record,
+    Result as LogResult, Sample as Given, Scalars, VersionSpan,
+};
+use driftless::store::wait::Stop;
+use pyo3::buffer::PyBuffer;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use std::ffi::c_int;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Time between two looks at whether a wait is to end.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A log, open for writing.
+#[pyclass(frozen, module = "driftless_rl._native")]
+pub(crate) struct RolloutLog {
+    held: Held<Log>,
+}
+
+/// A record to append.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Row {
+    sample_id: u64,
+    group_id: u64,
+    rollout_id: u64,
+    reward: f32,
+    finish: String,
+    prompt_len: usize,
+    tokens: PyBuffer<i32>,
+    log_probs: PyBuffer<f32>,
+    loss_mask: PyBuffer<u8>,
+    spans: Vec<(u64, u32, u32)>,
+    engine: String,
+    metadata: Vec<u8>,
+}
+
+/// The same in memory of ours, which needs no interpreter.
+struct Owned {
+    scalars: Scalars,
+    prompt_len: usize,
+    tokens: Vec<i32>,
+    log_probs: Vec<f32>,
+    loss_mask: Vec<u8>,
+    spans: Vec<VersionSpan>,
+    engine: String,
+    metadata: Vec<u8>,
+}
+
+impl Owned {
+    fn new(py: Python<'_>, row: Row) -> PyResult<Self> {
+        let scalars = Scalars {
+            sample_id: row.sample_id,
+            group_id: row.group_id,
+            rollout_id: row.rollout_id,
+            reward: row.reward,
+            status: finish_named(&row.finish)?.code(),
+            ..Scalars::default()
+        };
+        let span = |(version, start, end)| VersionSpan { version, start, end };
+        Ok(Self {
+            scalars,
+            prompt_len: row.prompt_len,
+            tokens: row.tokens.to_vec(py)?,
+            log_probs: row.log_probs.to_vec(py)?,
+            loss_mask: row.loss_mask.to_vec(py)?,
+            spans: row.spans.into_iter().map(span).collect(),
+            engine: row.engine,
+            metadata: row.metadata,
+        })
+    }
+
+    fn sample(&self) -> Given<'_> {
+        Given {
+            kind: Kind::Sample,
+            scalars: self.scalars,
+            prompt_len: self.prompt_len,
+            tokens: &self.tokens,
+            log_probs: &self.log_probs,
+            loss_mask: &self.loss_mask,
+            spans: &self.spans,
+            engine: &self.engine,
+            metadata: &self.metadata,
+            extra: &[],
+        }
+    }
+}
+
+#[pymethods]
+impl RolloutLog {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        dir: PathBuf,
+        run_id: [u8; 16],
+        model: String,
+        tokenizer_digest: [u8; 32],
+    ) -> PyResult<Self> {
+        let options = Options::new(Identity { run_id, model, tokenizer_digest });
+        let log = py.detach(|| Log::open(dir, options)).map_err(buffer)?;
+        Ok(Self { held: Held::new("RolloutLog", log) })
+    }
+
+    /// Appends records and makes them durable together; returns their positions.
+    fn append(&self, py: Python<'_>, rows: Vec<Row>) -> PyResult<Vec<u64>> {
+        let log = self.held.get()?;
+        let rows = rows.into_iter().map(|row| Owned::new(py, row)).collect::<PyResult<Vec<_>>>()?;
+        let append = || log.append_all(&rows.iter().map(Owned::sample).collect::<Vec<_>>());
+        let acks = py.detach(append).map_err(buffer)?;
+        Ok(acks.iter().map(|ack| ack.position().0).collect())
+    }
+
+    /// The durable position called `name`.
+    fn cursor(&self, name: &str) -> PyResult<u64> {
+        Ok(self.held.get()?.cursor(name).map_err(buffer)?.position().0)
+    }
+
+    /// Moves it.
+    fn commit(&self, py: Python<'_>, name: &str, position: u64) -> PyResult<()> {
+        let log = self.held.get()?;
+        py.detach(|| log.cursor(name)?.commit(Position(position))).map_err(buffer)
+    }
+
+    fn reader(&self) -> PyResult<LogReader> {
+        Ok(LogReader { held: Held::new("RolloutLog", self.held.get()?.reader()) })
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.held.check()?;
+        // One that was closed is.
+        if let Ok(log) = self.held.get() {
+            py.detach(|| log.close()).map_err(buffer)?;
+        }
+        self.held.close(py)
+    }
+}
+
+/// Reads a log.
+#[pyclass(frozen, module = "driftless_rl._native")]
+pub(crate) struct LogReader {
+    held: Held<Reader>,
+}
+
+/// Ids, position at which it was complete, oldest and newest version, and samples of a group.
+type Group = (u64, u64, u64, Option<(u64, u64)>, Vec<LogRecord>);
+
+#[pymethods]
+impl LogReader {
+    #[new]
+    fn new(py: Python<'_>, dir: PathBuf) -> PyResult<Self> {
+        let reader = py.detach(|| Reader::open(dir)).map_err(buffer)?;
+        Ok(Self { held: Held::new("RolloutReader", reader) })
+    }
+
+    /// One past the last position that can be read.
+    fn end(&self) -> PyResult<u64> {
+        Ok(self.held.get()?.end().0)
+    }
+
+    fn get(&self, py: Python<'_>, position: u64) -> PyResult<Option<LogRecord>> {
+        let reader = self.held.get()?;
+        let record = py.detach(|| reader.get(Position(position))).map_err(buffer)?;
+        Ok(record.map(|record| LogRecord { record }))
+    }
+
+    /// Waits until something can be read at or after `position`, `seconds` at most; returns the end.
+    fn wait(&self, py: Python<'_>, position: u64, seconds: f64) -> PyResult<u64> {
+        let reader = self.held.get()?;
+        let time = Duration::try_from_secs_f64(seconds)
+            .map_err(|_| error::usage("timeout", "seconds, 0 or more", &seconds.to_string()))?;
+        let (begin, stop) = (Instant::now(), Stop::new());
+        let wait = || -> LogResult<Position> {
+            loop {
+                let left = time.saturating_sub(begin.elapsed());
+                let end = reader.wait(Position(position), left.min(LOOK))?;
+                if end > Position(position) || left.is_zero() || stop.is_stopped() {
+                    return Ok(end);
+                }
+            }
+        };
+        Ok(work::run(py, &stop, wait)?.map_err(buffer)?.0)
+    }
+
+    /// The groups of `samples` finished samples.
+    fn groups(
+        &self,
+        py: Python<'_>,
+        samples: usize,
+        rollout_id: Option<u64>,
+        completed_from: u64,
+        version_min: Option<u64>,
+        limit: Option<usize>,
+    ) -> PyResult<Vec<Group>> {
+        let reader = self.held.get()?;
+        let mut query = GroupQuery::complete(samples);
+        if let Some(id) = rollout_id {
+            (query.rollouts, query.order) = (id..=id, Order::Id);
+        }
+        query.completed_from = Position(completed_from);
+        query.version_min = version_min;
+        query.limit = limit.unwrap_or(usize::MAX);
+        let find = || reader.refresh().map(|()| reader.find(&query));
+        let group = |found: Found| {
+            let records = found.records.into_iter().map(|record| LogRecord { record }).collect();
+            (found.rollout_id, found.group_id, found.completed.0, found.versions, records)
+        };
+        Ok(py.detach(find).map_err(buffer)?.into_iter().map(group).collect())
+    }
+}
+
+/// A record, in the log's map.
+#[pyclass(frozen, module = "driftless_rl._native")]
+pub(crate) struct LogRecord {
+    record: Record,
+}
+
+#[pymethods]
+impl LogRecord {
+    /// Position, sample, group, rollout, reward, why it ended, tokens of the prompt, and the engine.
+    fn fields(&self) -> (u64, u64, u64, u64, f32, &'static str, usize, &str) {
+        let (record, scalars) = (&self.record, self.record.scalars());
+        let Scalars { sample_id, group_id, rollout_id, reward, .. } = *scalars;
+        let (finish, engine) = (finish_name(record.finish()), record.engine());
+        (record.position().0, sample_id, group_id, rollout_id, reward, finish, record.prompt_len(), engine)
+    }
+
+    fn spans(&self) -> Vec<(u64, u32, u32)> {
+        self.record.spans().iter().map(|span| (span.version, span.start, span.end)).collect()
+    }
+
+    fn metadata(&self) -> &[u8] {
+        self.record.metadata()
+    }
+
+    /// The bytes of a column; `None` where there is none.
+    fn column(&self, id: u16) -> Option<Column> {
+        let id = ColumnId(id);
+        self.record.column(id)?;
+        Some(Column { record: self.record.clone(), id })
+    }
+}
+
+/// The bytes of a column, lent through the buffer protocol for as long as somebody looks at them.
+#[pyclass(frozen, module = "driftless_rl._native")]
+pub(crate) struct Column {
+    record: Record,
+    id: ColumnId,
+}
+
+#[pymethods]
+impl Column {
+    // SAFETY: the interpreter hands over a view that is to be filled.
+    unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let column = slf.get();
+        let bytes = column.record.column(column.id).map(|(_, bytes)| bytes).unwrap_or_default();
+        let start = bytes.as_ptr().cast_mut().cast();
+        // SAFETY: the bytes lie in a map that the record keeps; the view holds this object, which holds the
+        // record. They are never written again, and the view says that it is read-only.
+        let filled = unsafe {
+            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes.len() as ffi::Py_ssize_t, 1, flags)
+        };
+        if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+fn finish_named(name: &str) -> PyResult<Finish> {
+    match name {
+        "stop" => Ok(Finish::Stop),
+        "length" => Ok(Finish::Length),
+        "abort" => Ok(Finish::Abort),
+        _ => Err(error::usage("finish", "`stop`, `length` or `abort`", name)),
+    }
+}
+
+fn finish_name(finish: Finish) -> &'static str {
+    match finish {
+        Finish::Stop => "stop",
+        Finish::Length => "length",
+        Finish::Abort => "abort",
+        _ => "unfinished",
+    }
+}

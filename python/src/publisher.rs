@@ -1,0 +1,453 @@
+//! `Publisher`: tensors of a trainer in Python, published from where they lie.
+
+use crate::error::{self, transport};
+use crate::tensor::{Borrowed, Remote};
+use crate::work::{self, Held};
+use driftless::command;
+use driftless::delta::cuda::{self, Codec};
+use driftless::store::Store;
+use driftless::store::wait::Stop;
+use driftless::transport::publish::{
+    BaseMemory, Mode, Profile, PublisherOptions, Rank, Shard, Slice, Start, Step,
+};
+use driftless::transport::sign::{SignKey, TrustKey};
+use driftless::transport::snapshot::{AUX_FILE_BYTES_MAX, AuxFile, TensorInfo};
+use driftless::transport::{Error, Publisher as Inner, Result as TransportResult, Run, Snapshot};
+use pyo3::prelude::*;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Time between two looks for a run that rank 0 begins.
+const POLL: Duration = Duration::from_millis(100);
+
+/// A committed version, in numbers.
+#[pyclass(frozen, get_all, module = "driftless_rl")]
+pub(crate) struct Published {
+    version: u64,
+    label: String,
+    manifest_digest: String,
+    full_because: Option<String>,
+    anchor: bool,
+    publication_bytes: u64,
+    full_bytes: u64,
+    changed: u64,
+    elements: u64,
+    density: f64,
+    encode_seconds: f64,
+    upload_seconds: f64,
+    device_bytes: u64,
+}
+
+#[pymethods]
+impl Published {
+    fn __repr__(&self) -> String {
+        let Self { version, label, publication_bytes, full_bytes, density, .. } = self;
+        format!(
+            "Published(version={version}, label='{label}', publication_bytes={publication_bytes}, full_bytes={full_bytes}, \
+             density={density:.6})"
+        )
+    }
+}
+
+impl Published {
+    fn new(published: driftless::transport::publish::Published, device_bytes: u64) -> Self {
+        Self {
+            device_bytes,
+            version: published.version.0,
+            manifest_digest: published.manifest_digest.to_string(),
+            full_because: published.full_because.as_ref().map(ToString::to_string),
+            anchor: published.anchor,
+            publication_bytes: published.publication_bytes,
+            full_bytes: published.full_bytes,
+            changed: published.changed,
+            elements: published.elements,
+            density: published.density(),
+            encode_seconds: published.encode.as_secs_f64(),
+            upload_seconds: published.upload.as_secs_f64(),
+            label: published.label,
+        }
+    }
+}
+
+/// What `Publisher` of `driftless_rl` stands on: see there.
+#[pyclass(frozen, module = "driftless_rl._native")]
+pub(crate) struct Publisher {
+    held: Held<Inner>,
+    files: Vec<AuxFile>,
+    rank: Option<(u32, u32)>,
+    join_deadline: Duration,
+    /// Where a device keeps the base of the next delta; `None`: tensors on devices are copied to the host.
+    base: Option<BaseMemory>,
+    /// The devices that tensors lay on so far, and why nothing is encoded there.
+    devices: Mutex<BTreeMap<usize, Option<String>>>,
+    /// The switch of the call under way.
+    stop: Mutex<Stop>,
+}
+
+/// Settings, as Python's class passes them on.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Settings {
+    store: String,
+    run: String,
+    model: String,
+    resume: bool,
+    baseline_dir: Option<PathBuf>,
+    files: Vec<(String, Vec<u8>)>,
+    hf_checkpoint: Option<PathBuf>,
+    profile: String,
+    anchor_every: Option<u64>,
+    anchor_share: Option<f64>,
+    allow_layout_change: bool,
+    allow_non_finite: bool,
+    sign_key: Option<PathBuf>,
+    trust_keys: Vec<PathBuf>,
+    threads: Option<usize>,
+    buffer_bytes: Option<u64>,
+    rank: Option<(u32, u32)>,
+    join_deadline: f64,
+    device_base: String,
+}
+
+/// A tensor, or the slice of one: name, value, and for a slice the whole tensor's shape and the slice's first
+/// element.
+type Given<'py> = (String, Bound<'py, PyAny>, Option<(Vec<u64>, u64)>);
+
+#[pymethods]
+impl Publisher {
+    #[new]
+    fn new(py: Python<'_>, settings: Settings) -> PyResult<Self> {
+        let files = files(&settings)?;
+        let join_deadline = seconds("join_deadline", settings.join_deadline)?;
+        let (rank, base) = (settings.rank, base_named(&settings.device_base)?);
+        if let Some((rank, ranks)) = rank.filter(|(rank, ranks)| rank >= ranks) {
+            let expected = format!("one from 0 on and below ranks, which is {ranks}");
+            return Err(error::usage("rank", &expected, &rank.to_string()));
+        }
+        let stop = Stop::new();
+        let inner = work::run(py, &stop, || open(settings, join_deadline, &stop))??;
+        let held = Held::new("Publisher", inner);
+        let devices = Mutex::default();
+        Ok(Self { held, files, rank, join_deadline, base, devices, stop: Mutex::new(stop) })
+    }
+
+    /// Refuses another process than the one that opened it.
+    fn check(&self) -> PyResult<()> {
+        self.held.check()
+    }
+
+    /// The run's id, and the newest version that is known.
+    fn state(&self) -> PyResult<(String, Option<u64>)> {
+        self.held.with(|inner| Ok((inner.run().id().to_string(), inner.version().map(|version| version.0))))
+    }
+
+    fn publish(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<Given<'_>>,
+        step: u64,
+        mode: &str,
+        checkpoint: Option<String>,
+        attempt: Option<String>,
+    ) -> PyResult<(Option<Published>, Option<String>)> {
+        let mode = mode_named(mode)?;
+        let step = Step { trainer_step: step, checkpoint };
+        let tensors = Tensors::new(tensors, &self.files, self.base.is_some())?;
+        let rank = match (self.rank, attempt) {
+            (None, None) => None,
+            (Some((rank, ranks)), Some(attempt)) => Some(Rank { rank, ranks, attempt }),
+            (None, Some(found)) => {
+                return Err(error::usage("attempt", "none without rank= and ranks=", &found));
+            }
+            (Some(_), None) => {
+                let expected = "a name that all ranks of this publication share, such as `<job id>-<step>`";
+                return Err(error::usage("attempt", expected, "none"));
+            }
+        };
+        if let (None, Some(slice)) = (&rank, tensors.slices.iter().find(|slice| !is_whole(slice))) {
+            let expected = "all of it, or rank= and ranks= for a trainer with several ranks";
+            return Err(error::tensor(&slice.tensor.name, "what is given of it", expected, "a slice"));
+        }
+        self.cancellable(py, |inner| {
+            let because = self.open_devices(inner, &tensors);
+            let published = match rank {
+                None => Some(inner.publish(&tensors, step, mode)?),
+                Some(rank) => inner.publish_with_ranks(&tensors, step, mode, &rank, self.join_deadline)?.1,
+            };
+            let used = inner.device_use();
+            let published = published.map(|published| Published::new(published, used.device_bytes));
+            Ok((published, because.or_else(|| used.host_because.clone())))
+        })
+    }
+
+    fn publish_reference(&self, py: Python<'_>, checkpoint: PathBuf, step: u64) -> PyResult<Published> {
+        let step = Step { trainer_step: step, checkpoint: Some(checkpoint.display().to_string()) };
+        self.cancellable(py, |inner| {
+            inner.publish_reference(&checkpoint, step).map(|done| Published::new(done, 0))
+        })
+    }
+
+    /// Ends the call under way, if there is one, before its next tensor.
+    fn cancel(&self) {
+        self.stop().stop();
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.held.close(py)
+    }
+}
+
+impl Publisher {
+    fn stop(&self) -> std::sync::MutexGuard<'_, Stop> {
+        self.stop.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opens the devices that tensors lie on, and says why one of them cannot be used.
+    fn open_devices(&self, inner: &mut Inner, tensors: &Tensors<'_>) -> Option<String> {
+        let base = self.base?;
+        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut because = None;
+        for (memory, tensor) in tensors.memory.iter().filter_map(|memory| Some((memory, memory.on_device()?)))
+        {
+            let opened = devices.entry(tensor.device()).or_insert_with(|| {
+                let open = |codec: Codec| {
+                    // Some seconds, which the first delta would take longer.
+                    codec.prepare(memory.info().dtype.element())?;
+                    inner.encode_on(codec, base)
+                };
+                Codec::open(tensor.device()).and_then(open).err().map(|error: cuda::Error| error.to_string())
+            });
+            because = because.or_else(|| opened.clone());
+        }
+        because
+    }
+
+    /// Runs a publication that Ctrl-C and `cancel` can end.
+    fn cancellable<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Inner) -> TransportResult<T> + Send,
+    ) -> PyResult<T> {
+        self.held.with(|inner| {
+            let stop = Stop::new();
+            *self.stop() = stop.clone();
+            inner.stop_on(&stop);
+            work::run(py, &stop, || work(inner))?.map_err(transport)
+        })
+    }
+}
+
+/// A tensor's memory.
+enum Memory {
+    Here(Borrowed),
+    Remote(Remote),
+}
+
+impl Memory {
+    fn new(name: String, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        match Remote::new(&name, value)? {
+            Some(tensor) => Ok(Self::Remote(tensor)),
+            None => Borrowed::new(name, value).map(Self::Here),
+        }
+    }
+
+    fn info(&self) -> &TensorInfo {
+        match self {
+            Self::Here(tensor) => &tensor.info,
+            Self::Remote(tensor) => &tensor.info,
+        }
+    }
+
+    fn bytes(&self) -> TransportResult<Cow<'_, [u8]>> {
+        match self {
+            Self::Here(tensor) => Ok(Cow::Borrowed(tensor.bytes())),
+            Self::Remote(tensor) => tensor.copy().map(Cow::Owned),
+        }
+    }
+
+    fn on_device(&self) -> Option<&cuda::Tensor> {
+        match self {
+            Self::Here(_) => None,
+            Self::Remote(tensor) => tensor.on_device.as_ref(),
+        }
+    }
+}
+
+/// What is published: borrowed tensors, in order.
+struct Tensors<'a> {
+    infos: Vec<TensorInfo>,
+    slices: Vec<Slice>,
+    memory: Vec<Memory>,
+    files: &'a [AuxFile],
+}
+
+impl<'a> Tensors<'a> {
+    /// `on_devices`: whether tensors on devices are encoded there.
+    fn new(given: Vec<Given<'_>>, files: &'a [AuxFile], on_devices: bool) -> PyResult<Self> {
+        let mut parts = Vec::with_capacity(given.len());
+        for (name, value, place) in given {
+            let mut memory = Memory::new(name, &value)?;
+            if let (Memory::Remote(tensor), false) = (&mut memory, on_devices) {
+                tensor.on_device = None;
+            }
+            let slice = match place {
+                None => Slice::whole(memory.info().clone()),
+                Some((shape, start)) => memory.info().elements().map(|elements| {
+                    let tensor = TensorInfo { shape, ..memory.info().clone() };
+                    Slice { tensor, start, elements }
+                }),
+            };
+            parts.push((slice.map_err(transport)?, memory));
+        }
+        let key = |slice: &Slice| (slice.tensor.name.clone(), slice.start);
+        parts.sort_by_cached_key(|(slice, _)| key(slice));
+        let (slices, memory): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        let infos = slices.iter().map(|slice: &Slice| slice.tensor.clone()).collect();
+        Ok(Self { infos, slices, memory, files })
+    }
+}
+
+impl Snapshot for Tensors<'_> {
+    fn tensors(&self) -> &[TensorInfo] {
+        &self.infos
+    }
+    fn bytes(&self, index: usize) -> TransportResult<Cow<'_, [u8]>> {
+        self.memory[index].bytes()
+    }
+    fn on_device(&self, index: usize) -> Option<&cuda::Tensor> {
+        self.memory[index].on_device()
+    }
+    fn files(&self) -> &[AuxFile] {
+        self.files
+    }
+}
+
+impl Shard for Tensors<'_> {
+    fn slices(&self) -> &[Slice] {
+        &self.slices
+    }
+    fn bytes(&self, index: usize) -> TransportResult<Cow<'_, [u8]>> {
+        self.memory[index].bytes()
+    }
+    fn on_device(&self, index: usize) -> Option<&cuda::Tensor> {
+        self.memory[index].on_device()
+    }
+    fn files(&self) -> &[AuxFile] {
+        self.files
+    }
+}
+
+fn is_whole(slice: &Slice) -> bool {
+    slice.start == 0 && slice.tensor.elements().is_ok_and(|elements| elements == slice.elements)
+}
+
+fn open(settings: Settings, deadline: Duration, stop: &Stop) -> PyResult<Inner> {
+    let store = command::open_store(&settings.store).map_err(transport)?;
+    let baseline = settings.baseline_dir.clone();
+    let baseline =
+        baseline.or_else(|| command::default_baseline(&store.to_string(), &settings.run, &settings.model));
+    let Some(baseline) = baseline else {
+        return Err(error::usage("baseline_dir", "a directory, or HOME to put it under", "neither"));
+    };
+    let joins = settings.rank.is_some_and(|(rank, _)| rank > 0);
+    if joins && !settings.resume {
+        wait_for_run(&store, &settings.run, deadline, stop).map_err(transport)?;
+    }
+    let start = if settings.resume || joins { Start::Resume } else { Start::NewRun };
+    let mut options = PublisherOptions::new(&settings.run, start, baseline);
+    options.model = settings.model;
+    options.profile = profile_named(&settings.profile)?;
+    options.anchor_every = settings.anchor_every;
+    options.anchor_share = settings.anchor_share;
+    options.allow_layout_change = settings.allow_layout_change;
+    options.allow_non_finite = settings.allow_non_finite;
+    options.reference_dir = settings.hf_checkpoint;
+    options.threads = settings.threads.unwrap_or(options.threads);
+    options.buffer_bytes = settings.buffer_bytes.unwrap_or(options.buffer_bytes);
+    options.sign_key = settings.sign_key.map(|path| SignKey::read(&path)).transpose().map_err(transport)?;
+    for path in &settings.trust_keys {
+        options.trust_keys.extend(TrustKey::read_all(path).map_err(transport)?);
+    }
+    Inner::open(store, options).map_err(transport)
+}
+
+/// Waits for rank 0 to begin the run.
+fn wait_for_run(store: &Arc<dyn Store>, name: &str, deadline: Duration, stop: &Stop) -> TransportResult<()> {
+    let begin = Instant::now();
+    loop {
+        match Run::open(store.clone(), name) {
+            Err(Error::NoSuchRun { .. }) if begin.elapsed() < deadline => {
+                if stop.wait(POLL) {
+                    return Err(Error::Cancelled { what: "the wait for rank 0" });
+                }
+            }
+            opened => return opened.map(drop),
+        }
+    }
+}
+
+/// The auxiliary files: those of the checkpoint, and those given, which win.
+fn files(settings: &Settings) -> PyResult<Vec<AuxFile>> {
+    let mut files = BTreeMap::new();
+    if let Some(dir) = &settings.hf_checkpoint {
+        let unreadable = |path: &Path, source: std::io::Error| {
+            error::usage(
+                "hf_checkpoint",
+                "a checkpoint directory that can be read",
+                &format!("`{}`: {source}", path.display()),
+            )
+        };
+        for entry in std::fs::read_dir(dir).map_err(|source| unreadable(dir, source))? {
+            let path = entry.map_err(|source| unreadable(dir, source))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let found = std::fs::metadata(&path).map_err(|source| unreadable(&path, source))?;
+            // Weights, directories and hidden files are none.
+            if !found.is_file() || AuxFile::new(name, Vec::new()).is_err() {
+                continue;
+            }
+            if found.len() > AUX_FILE_BYTES_MAX {
+                let what = format!("auxiliary file `{}`", path.display());
+                return Err(transport(Error::TooLarge { what, max: AUX_FILE_BYTES_MAX }));
+            }
+            let bytes = std::fs::read(&path).map_err(|source| unreadable(&path, source))?;
+            files.insert(name.to_owned(), AuxFile::new(name, bytes).map_err(transport)?);
+        }
+    }
+    for (name, bytes) in &settings.files {
+        files.insert(name.clone(), AuxFile::new(name, bytes.clone()).map_err(transport)?);
+    }
+    Ok(files.into_values().collect())
+}
+
+fn seconds(name: &str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| error::usage(name, "seconds, 0 or more", &seconds.to_string()))
+}
+
+fn base_named(name: &str) -> PyResult<Option<BaseMemory>> {
+    match name {
+        "device" => Ok(Some(BaseMemory::Device)),
+        "host" => Ok(Some(BaseMemory::Host)),
+        "off" => Ok(None),
+        _ => Err(error::usage("device_base", "`device`, `host` or `off`", name)),
+    }
+}
+
+fn mode_named(name: &str) -> PyResult<Mode> {
+    match name {
+        "delta" => Ok(Mode::Delta),
+        "full" => Ok(Mode::Full),
+        _ => Err(error::usage("mode", "`delta` or `full`", name)),
+    }
+}
+
+pub(crate) fn profile_named(name: &str) -> PyResult<Profile> {
+    match name {
+        "wire" => Ok(Profile::Wire),
+        "fast" => Ok(Profile::Fast),
+        _ => Err(error::usage("profile", "`wire` or `fast`", name)),
+    }
+}

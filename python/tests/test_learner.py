@@ -1,0 +1,322 @@
+"""The learner through its protocol, on a real socket, log and store."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import driftless_rl
+import numpy as np
+import pytest
+import torch
+from conftest import read_checkpoint, run_command
+from driftless_rl.learner._ranks import Ranks, Refused
+from driftless_rl.learner._serve import serve
+from learner_loop import CPU, DEADLINE, OPTIONS, Asked, Loop
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture
+def loop(tmp_path):
+    return Loop(tmp_path)
+
+
+@pytest.fixture
+def asked(loop):
+    learner = Asked(loop.root)
+    yield learner
+    learner.close()
+
+
+def follow(loop, name="host"):
+    """Has the command bring a host to the newest version, and reads every tensor of it."""
+    host = loop.root / name
+    given = ["--store", loop.store, "--run", "run", "--checkpoint-dir", str(host), "--hf-checkpoint", str(loop.checkpoint)]
+    run_command("follow", *given, "--once")
+    return read_checkpoint(host)
+
+
+def values(tensors):
+    """Tensors of a checkpoint as f64."""
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
+    return {
+        name: torch.frombuffer(bytearray(content), dtype=dtypes[dtype]).reshape(shape).double()
+        for name, (dtype, shape, content) in tensors.items()
+    }
+
+
+def by_hand(loop):
+    """Loss, gradients and entropy of the first step in f64, one sample after the other."""
+    model = AutoModelForCausalLM.from_pretrained(loop.checkpoint, dtype=torch.float64)
+    reader = driftless_rl.RolloutReader(loop.root / "log")
+    records = [reader.get(sample["position"]) for sample in loop.samples]
+    rollouts = [sample["rollout_id"] for sample in loop.samples]
+    counts = {one: sum(int(r.loss_mask.sum()) for r, id in zip(records, rollouts) if id == one) for one in set(rollouts)}
+    loss, entropy, apart = torch.zeros((), dtype=torch.float64), 0.0, []
+    for record, sample in zip(records, loop.samples):
+        tokens = torch.from_numpy(record.tokens.astype(np.int64)).unsqueeze(0)
+        log_probs = torch.log_softmax(model(input_ids=tokens).logits[0] / 0.9, -1)
+        for at in np.flatnonzero(record.loss_mask):
+            row, weight = log_probs[record.prompt_len + at - 1], 1 / (len(counts) * counts[sample["rollout_id"]])
+            new = row[record.response[at]]
+            ratio = (new - float(record.log_probs[at])).exp()
+            gain = ratio * sample["advantage"], ratio.clamp(0.8, 1.2) * sample["advantage"]
+            loss = loss - weight * torch.minimum(*gain)
+            entropy -= weight * (row.exp() * row).sum().item()
+            apart.append(abs(new.item() - float(record.log_probs[at])))
+    loss.backward()
+    return loss.item(), entropy, sorted(apart), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_step_is_that_of_loops_in_float64_and_reaches_a_follower(loop, asked):
+    hello = asked.ask("hello", **loop.hello(options={"use_rollout_logprobs": True}))
+    assert hello["protocol"] == 1 and hello["progress"] is None and "qwen3" in hello["name"]
+    stats = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
+    loss, entropy, apart, gradients = by_hand(loop)
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
+    wanted = {"loss": loss, "entropy": entropy, "grad_norm": norm, "lr": OPTIONS["lr"]}
+    wanted |= {"log_prob_diff_p99": apart[math.ceil(0.99 * len(apart)) - 1], "log_prob_diff_max": apart[-1]}
+    assert {name: stats[name] for name in wanted} == pytest.approx(wanted, abs=1e-5)
+    assert asked.ask("publish", step=1) == {"version": 1}
+    before, after = values(read_checkpoint(loop.checkpoint)), values(follow(loop))
+    assert before.keys() == after.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        clipped = gradient * min(1.0, 1.0 / norm)
+        decay = 1 - OPTIONS["lr"] * OPTIONS["weight_decay"] if gradient.dim() > 1 else 1.0
+        # The first step of AdamW: both moments are the gradient's own.
+        moved = before[name] * decay - OPTIONS["lr"] * clipped / (clipped.abs() + 1e-8)
+        sure = clipped.abs() > 1e-4
+        assert sure.any() and (after[name] - moved)[sure].abs().max() < 1e-6, name
+        assert torch.allclose(after[name][clipped == 0], (before[name] * decay)[clipped == 0], rtol=1e-6, atol=0.0)
+
+
+def test_rollout_in_several_steps_is_as_many_small_ones(loop, asked):
+    """Where the engines' log-probs are those of the old policy, a step does not look back at those before it."""
+    at_once = {"global_batch_size": 1, "use_rollout_logprobs": True}
+    asked.ask("hello", **loop.hello(options=at_once))
+    found = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
+    other = Asked(loop.root)
+    other.ask("hello", **loop.hello(options={"use_rollout_logprobs": True}))
+    single = [other.ask("step", rollout_id=0, samples=loop.samples[at : at + 2])["stats"] for at in (0, 2, 4)]
+    for name in ("loss", "grad_norm", "entropy", "ppo_kl"):
+        assert found[name] == pytest.approx(sum(stats[name] for stats in single) / 3, abs=1e-7)
+    ask = lambda learner: learner.ask("log_probs", rollout_id=0, samples=loop.samples)
+    assert ask(asked) == ask(other)
+    other.close()
+
+
+def test_old_policy_is_the_one_before_the_first_of_several_steps(loop, asked):
+    options = {"global_batch_size": 1, "lr": 0.01, "clip_grad": 0.0}
+    asked.ask("hello", **loop.hello(options=options))
+    before = asked.ask("log_probs", rollout_id=0, samples=loop.samples)["log_probs"]
+    stats = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
+    # The first step finds the old policy itself; the later ones do not, and are compared with it.
+    assert abs(stats["ppo_kl"]) > 1e-5
+    log = driftless_rl.RolloutReader(loop.root / "log")
+    apart = []
+    for values, sample in zip(before, loop.samples):
+        record = log.get(sample["position"])
+        apart += [abs(a - b) for a, b, mask in zip(values, record.log_probs, record.loss_mask) if mask]
+    assert stats["log_prob_diff_max"] == pytest.approx(max(apart), abs=1e-5)
+
+
+def test_records_that_are_appended_later_are_found(loop, asked):
+    asked.ask("hello", **loop.hello())
+    first = asked.ask("log_probs", rollout_id=0, samples=loop.samples)["log_probs"]
+    assert [len(values) for values in first] == [3, 5, 2, 7, 1]
+    position = loop.append(9, [1, 2, 3, 4, 5], [-1.0, -1.0], np.ones(2, np.uint8))
+    more = asked.ask("log_probs", rollout_id=1, samples=[{**loop.samples[0], "position": position}, *loop.samples])
+    assert np.concatenate(more["log_probs"][1:]) == pytest.approx(np.concatenate(first), abs=1e-6)
+    assert len(more["log_probs"][0]) == 2 and max(more["log_probs"][0]) < 0
+
+
+@pytest.mark.parametrize("kind", ["tied", "tied-twice", "moe"])
+def test_versions_and_directories_have_the_state_dict_bit_for_bit(tmp_path, kind):
+    loop = Loop(tmp_path, kind, torch.bfloat16)
+    asked = Asked(tmp_path)
+    asked.ask("hello", **loop.hello(options={"lr": 0.01}))
+    for step in (1, 2):
+        assert "stats" in asked.ask("step", rollout_id=step - 1, samples=loop.samples)
+        assert asked.ask("publish", step=step) == {"version": step}
+    found, start = follow(loop), read_checkpoint(loop.checkpoint)
+    assert found.keys() == start.keys()
+    assert all(found[name][:2] == start[name][:2] and found[name][2] != start[name][2] for name in start)
+    for _ in range(2):
+        assert asked.ask("save_hf", dir=str(tmp_path / "out")) == {}
+    assert read_checkpoint(tmp_path / "out") == found
+    names = lambda directory: sorted(path.name for path in directory.iterdir())
+    assert names(tmp_path / "out") == names(loop.checkpoint)
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (loop.checkpoint / "tokenizer.json").read_bytes()
+    # What engines load is what the learner computes with.
+    asked.close()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "host", dtype="auto")
+    assert again.dtype == torch.bfloat16
+
+
+def test_small_steps_add_up_in_masters_of_a_bf16_model(tmp_path):
+    loop = Loop(tmp_path, "dense", torch.bfloat16)
+    asked = Asked(tmp_path)
+    asked.ask("hello", **loop.hello(options={"lr": 1e-5, "weight_decay": 0.0}))
+    for step in range(12):
+        asked.ask("step", rollout_id=step, samples=loop.samples)
+        if step in (0, 11):
+            asked.ask("publish", step=step + 1)
+            follow(loop, f"host-{step}")
+    asked.close()
+    start = read_checkpoint(loop.checkpoint)["lm_head.weight"][2]
+    moved = [
+        sum(a != b for a, b in zip(start, read_checkpoint(tmp_path / f"host-{step}")["lm_head.weight"][2])) for step in (0, 11)
+    ]
+    assert 2 * moved[0] < moved[1]
+
+
+def test_step_that_is_not_finite_leaves_weights_and_moments(loop, asked):
+    step = lambda learner, samples: learner.ask("step", rollout_id=0, samples=samples)
+    asked.ask("hello", **loop.hello(options={"clip_grad": 0.0}))
+    before = asked.ask("log_probs", rollout_id=0, samples=loop.samples)
+    huge = [{**sample, "advantage": 1e38} for sample in loop.samples]
+    assert step(asked, huge)["not_finite"].startswith("gradient norm is")
+    assert asked.ask("log_probs", rollout_id=0, samples=loop.samples) == before
+    stats = step(asked, loop.samples)
+    assert "stats" in stats
+    after = asked.ask("log_probs", rollout_id=0, samples=loop.samples)
+    # One that has never seen it goes the same way.
+    other = Asked(loop.root)
+    other.ask("hello", **loop.hello(options={"clip_grad": 0.0}))
+    assert step(other, loop.samples) == stats
+    assert other.ask("log_probs", rollout_id=0, samples=loop.samples) == after
+    other.close()
+
+
+def test_process_that_was_killed_goes_on_to_equal_weights(loop):
+    """The program itself, its end, and its checkpoints."""
+    progress = {"step": 2, "seed": 7, "nested": {"of": ["the loop", 0.1, None]}}
+    killed = Asked(loop.root, ["driftless_rl.learner", "--device", "cpu"])
+    assert killed.ask("hello", **loop.hello())["progress"] is None
+    for step in range(2):
+        killed.ask("step", rollout_id=step, samples=loop.samples)
+        assert killed.ask("save", progress={**progress, "step": step + 1}) == {}
+    whole = killed.ask("step", rollout_id=2, samples=loop.samples)
+    expected = killed.ask("log_probs", rollout_id=2, samples=loop.samples)
+    os.kill(killed.process.pid, signal.SIGKILL)
+    assert killed.process.wait(DEADLINE) == -signal.SIGKILL
+    # As if it had been killed within a save.
+    (loop.root / "save/partial").mkdir()
+    (loop.root / "save/partial/rank-0.safetensors").write_bytes(b"half")
+    again = Asked(loop.root)
+    assert again.ask("hello", **loop.hello())["progress"] == progress
+    assert again.ask("step", rollout_id=2, samples=loop.samples) == whole
+    assert again.ask("log_probs", rollout_id=2, samples=loop.samples) == expected
+    for _ in range(2):
+        assert again.ask("save", progress=progress) == {}
+    kept = sorted(path.name for path in (loop.root / "save").iterdir())
+    assert kept == ["checkpoint-00000003", "checkpoint-00000004"]
+    again.close()
+
+
+def test_reference_policy_and_entropy_are_part_of_the_loss(loop, asked):
+    kl = {"kind": "k3", "coef": 0.1, "ref_load": None}
+    tis = {"low": 0.1, "high": 1.5, "level": "token", "mode": "clip"}
+    asked.ask("hello", **loop.hello(options={"kl_loss": kl, "entropy_coef": 0.01, "tis": tis}))
+    first = asked.ask("step", rollout_id=0, samples=loop.samples)["stats"]
+    # The reference is what the run starts from.
+    assert first["kl_loss"] == pytest.approx(0.0, abs=1e-9) and 0 < first["tis_clipfrac"] < 1
+    second = asked.ask("step", rollout_id=1, samples=loop.samples)["stats"]
+    assert second["kl_loss"] > 1e-7
+
+
+def test_calls_that_cannot_be_are_answered_with_an_error(loop, asked):
+    assert "expected `hello`" in asked.ask("step", samples=[])["error"]
+    assert "expected protocol 1, found 2" in asked.ask("hello", **loop.hello(protocol=2))["error"]
+    assert "`ppo_epochs` is 4" in asked.ask("hello", **loop.hello(options={"ppo_epochs": 4}))["error"]
+    assert "expected `log`, a string, found 3" in asked.ask("hello", **loop.hello(log=3))["error"]
+    nowhere = asked.ask("hello", **loop.hello(hf_checkpoint=str(loop.root / "nowhere")))
+    assert "nowhere" in nowhere["error"]
+    assert asked.ask("hello", **loop.hello())["protocol"] == 1
+    assert "found a second one" in asked.ask("hello", **loop.hello())["error"]
+    step = lambda **sample: asked.ask("step", rollout_id=0, samples=[{**loop.samples[0], **sample}])["error"]
+    assert "position 99: expected a record" in step(position=99)
+    assert "`position`" in step(position="first") and "`advantage`" in step(advantage=None)
+    loop.append(7, [1, 2, 3, 64], [-1.0], np.ones(1, np.uint8))
+    assert "expected token ids 0..64, found 1..=64" in step(position=5)
+    loop.append(8, [1, 2, 3, 4], [math.nan], np.ones(1, np.uint8))
+    assert "expected finite log-probs" in step(position=6)
+    assert "found 'dance'" in asked.ask("dance")["error"]
+    (loop.root / "papers").mkdir()
+    (loop.root / "papers/thesis.txt").write_text("all of it")
+    assert "expected a Hugging Face directory" in asked.ask("save_hf", dir=str(loop.root / "papers"))["error"]
+    assert (loop.root / "papers/thesis.txt").exists()
+    # It is still of use.
+    assert "stats" in asked.ask("step", rollout_id=0, samples=loop.samples)
+
+
+def test_line_that_is_no_call_is_answered_with_an_error(loop, asked):
+    asked.connection.sendall(b"not json\n")
+    assert "expected a JSON object" in json.loads(asked.lines.readline())["error"]
+
+
+def test_checkpoint_of_another_model_or_a_damaged_one_is_refused(loop, asked):
+    asked.ask("hello", **loop.hello())
+    assert asked.ask("save", progress={"step": 1}) == {}
+    state = loop.root / "save/checkpoint-00000001/state.json"
+    content = json.loads(state.read_text())
+    hello = lambda: _hello_of_another(loop)
+    state.write_text(json.dumps(content | {"model": "0" * 64}))
+    assert "found one of 000000000000" in hello()
+    state.write_text(json.dumps(content))
+    weights = state.with_name("rank-0.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert "expected a whole checkpoint" in hello()
+
+
+def _hello_of_another(loop):
+    other = Asked(loop.root)
+    error = other.ask("hello", **loop.hello())["error"]
+    other.close()
+    return error
+
+
+class Broken:
+    """Answers the first call only."""
+
+    def hello(self):
+        return {}
+
+    def answer(self, call):
+        raise MemoryError("of the GPU")
+
+
+def test_failure_that_nobody_foresaw_is_answered_and_ends_the_process(loop):
+    path = str(loop.root / "socket")
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(path)
+        listener.listen(1)
+        ended = pool.submit(serve, path, CPU, lambda hello: Broken())
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rwb") as lines:
+            for call in (loop.hello(), {}):
+                lines.write(json.dumps({"id": 1, "call": "hello" if call else "step", **call}).encode() + b"\n")
+                lines.flush()
+                reply = json.loads(lines.readline())
+            assert reply == {"id": 1, "error": "MemoryError: of the GPU"}
+            assert isinstance(ended.exception(timeout=DEADLINE), MemoryError)
+
+
+def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(Refused, match="torchrun"):
+        Ranks.join(True, "cpu", DEADLINE)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refused, match="found 2 ranks without it"):
+        Ranks.join(False, "cpu", DEADLINE)
+
+
+def test_program_without_a_socket_says_what_sets_it():
+    environment = {name: value for name, value in os.environ.items() if name != "DRIFTLESS_LEARNER_SOCKET"}
+    command = [sys.executable, "-m", "driftless_rl.learner"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 2 and "driftless train --learner" in done.stderr

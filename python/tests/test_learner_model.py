@@ -1,0 +1,137 @@
+"""Log-probs of the learner: packed, padded and alone."""
+
+import numpy as np
+import pytest
+import torch
+from driftless_rl.learner import _attention
+from driftless_rl.learner._batch import Sample, pack
+from driftless_rl.learner._layout import Layout
+from driftless_rl.learner._model import Model
+from driftless_rl.learner._options import Options
+from driftless_rl.learner._ranks import Ranks, Refused
+from learner_loop import CPU, DEADLINE, MODELS, SMALL, write_model
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Record:
+    """A record of a log, as far as batches look at it."""
+
+    def __init__(self, tokens, prompt_len: int) -> None:
+        self.tokens = np.asarray(tokens, np.int32)
+        self.prompt_len = prompt_len
+        self.response = self.tokens[prompt_len:]
+        self.log_probs = np.zeros(len(self.response), np.float32)
+
+
+def samples():
+    random = np.random.default_rng(2)
+    lengths = [(4, 1), (9, 4), (2, 1), (6, 2)]
+    return [Sample(Record(random.integers(0, 64, n), p), np.ones(n - p, bool), 0, 1.0) for n, p in lengths]
+
+
+def alone(model: Model, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Log-probs at temperature 0.7 of each sample by itself, in f64."""
+    module, found = model.module, []
+    for sample in samples():
+        tokens = torch.from_numpy(sample.record.tokens).long().unsqueeze(0)
+        logits = module(input_ids=tokens, use_cache=False).logits[0].to(dtype) / 0.7
+        start = sample.record.prompt_len
+        found += [torch.log_softmax(logits[t - 1], -1)[tokens[0, t]] for t in range(start, len(sample))]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind, padded", [("dense", False), ("tied", False), ("moe", False), ("mamba", True)])
+@torch.no_grad()
+def test_log_probs_of_a_batch_are_those_of_each_sample_alone(tmp_path, kind, padded):
+    directory = write_model(tmp_path / "hf", kind, torch.float32)
+    model = Model(str(directory), Options(temperature=0.7, log_probs_chunk_size=3), torch.float32, CPU, None)
+    # A state-space model carries its state over from one sequence of a row to the next.
+    assert model.padded == padded
+    for rows in {padded, True}:
+        batch = pack(samples(), [1.0] * 4, [0, 1, 2, 3], padded=rows, device=CPU.device)
+        found, entropy = model.log_probs(batch)
+        assert (found.double() - alone(model)).abs().max() < 1e-5
+        assert entropy.shape == found.shape and (entropy > 0).all()
+
+
+def loops(query, key, value, starts, longest, scale, window):
+    """What the kernel computes, a sample and a query at a time."""
+    assert longest == starts.diff().max()
+    key, value = (rows.repeat_interleave(query.shape[1] // rows.shape[1], 1) for rows in (key, value))
+    found = torch.empty_like(query)
+    for first, end in zip(starts.tolist(), starts.tolist()[1:]):
+        for row in range(first, end):
+            seen = slice(max(first, row - window) if window >= 0 else first, row + 1)
+            scores = torch.einsum("hw,nhw->hn", query[row], key[seen]) * scale
+            found[row] = torch.einsum("hn,nhw->hw", scores.softmax(-1), value[seen])
+    return found
+
+
+WINDOW = dict(sliding_window=3)
+OTHERS = {
+    "window": lambda: MistralForCausalLM(MistralConfig(**SMALL, **WINDOW)),
+    "caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, **WINDOW, query_pre_attn_scalar=16)),
+}
+
+
+@pytest.mark.parametrize("kind, bounded", [("dense", True), ("moe", True), ("window", True), ("caps", False), ("mamba", False)])
+@torch.no_grad()
+def test_models_that_the_kernel_can_compute_are_computed_with_it(tmp_path, monkeypatch, kind, bounded):
+    if kind in OTHERS:
+        torch.manual_seed(4)
+        OTHERS[kind]().save_pretrained(tmp_path / "hf")
+    else:
+        write_model(tmp_path / "hf", kind, torch.float32)
+    called = []
+    monkeypatch.setattr(_attention, "takes", lambda device, dtype: True)
+    monkeypatch.setattr(_attention, "flash", lambda *rows: called.append(rows[3]) or loops(*rows))
+    options = Options(temperature=0.7)
+    chosen, given = (Model(str(tmp_path / "hf"), options, torch.float32, CPU, name) for name in (None, "sdpa" if kind != "mamba" else None))
+    assert chosen._bounded == bounded
+    called.clear()
+    batch = pack(samples(), [1.0] * 4, [0, 1, 2, 3], padded=chosen.padded, device=CPU.device)
+    expected, found = given.log_probs(batch)[0], chosen.log_probs(batch)[0]
+    assert (found - expected).abs().max() < 1e-5
+    layers = SMALL["num_hidden_layers"]
+    assert [starts.tolist() for starts in called] == ([[0, 3, 11, 12, 17]] * layers if bounded else [])
+
+
+@CUDA
+@pytest.mark.parametrize("kind", ["dense", "moe", "window"])
+def test_kernel_agrees_with_attention_that_is_masked(tmp_path, kind):
+    (OTHERS[kind]() if kind in OTHERS else MODELS[kind]()).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    ranks = Ranks(0, 1, torch.device("cuda"), DEADLINE)
+    found = []
+    for name in (None, "sdpa"):
+        model = Model(str(tmp_path / "hf"), Options(recompute=True), torch.bfloat16, ranks, name)
+        assert model._bounded == (name is None)
+        batch = pack(samples(), [1.0] * 4, [0, 1, 2, 3], padded=False, device=ranks.device)
+        log_probs, _ = model.log_probs(batch)
+        log_probs.sum().backward()
+        weights = model.module.model.layers[0].self_attn.q_proj.weight
+        found.append((log_probs.detach(), weights.grad.float()))
+    (left, left_grad), (right, right_grad) = found
+    assert (left - right).abs().max() < 2e-2
+    assert (left_grad - right_grad).norm() < 2e-2 * right_grad.norm()
+
+
+def test_gradients_are_the_same_with_and_without_activations(tmp_path):
+    directory = write_model(tmp_path / "hf", "dense", torch.float32)
+    found = []
+    for recompute in (False, True):
+        model = Model(str(directory), Options(recompute=recompute), torch.float32, CPU, None)
+        batch = pack(samples(), [1.0] * 4, [0, 1, 2, 3], padded=False, device=CPU.device)
+        model.log_probs(batch)[0].sum().backward()
+        found.append({name: parameter.grad for name, parameter in model.module.named_parameters()})
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+def test_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):
+    model = Model(str(write_model(tmp_path / "hf", "dense", torch.float32)), Options(), torch.float32, CPU, None)
+    layout = Layout(str(tmp_path / "hf"))
+    layout.check(model.module)
+    layout.tensors["mtp.weight"] = (torch.float32, (3, 3))
+    with pytest.raises(Refused, match=r"`mtp.weight`: expected shape \[3, 3\].*found none.*Qwen3ForCausalLM"):
+        layout.check(model.module)

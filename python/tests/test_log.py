@@ -1,0 +1,107 @@
+"""The rollout log: durable records, read where they lie."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+import driftless_rl
+import numpy as np
+import pytest
+import torch
+
+RUN = "0123456789abcdef" * 2
+
+
+def sample(sample_id: int, group_id: int = 0, rollout_id: int = 0, tokens: int = 6, **fields):
+    return {
+        "sample_id": sample_id,
+        "group_id": group_id,
+        "rollout_id": rollout_id,
+        "tokens": np.arange(sample_id, sample_id + tokens),
+        "prompt_len": 2,
+        "log_probs": np.linspace(-1, 0, tokens - 2),
+        "reward": sample_id / 2,
+        "spans": [(rollout_id, 0, tokens - 2)],
+        **fields,
+    }
+
+
+def test_samples_come_back_as_they_were_appended(tmp_path):
+    with driftless_rl.RolloutLog(tmp_path, RUN) as log:
+        position = log.append(**sample(7, 3, 1, finish="length", engine="http://e:1", metadata=b"\0\1", loss_mask=[1, 0, 1, 1]))
+        found = log.get(position)
+        assert (found.sample_id, found.group_id, found.rollout_id, found.reward) == (7, 3, 1, 3.5)
+        assert (found.finish, found.prompt_len, found.engine, found.metadata) == ("length", 2, "http://e:1", b"\0\1")
+        assert found.tokens.tolist() == [7, 8, 9, 10, 11, 12] and found.tokens.dtype == np.int32
+        assert found.response.tolist() == [9, 10, 11, 12] and found.spans == [(1, 0, 4)]
+        assert np.array_equal(found.log_probs, np.linspace(-1, 0, 4, dtype=np.float32))
+        assert found.loss_mask.tolist() == [1, 0, 1, 1]
+        assert log.get(position + 1) is None and log.end == position + 1
+        log.close()
+
+
+def test_groups_are_given_once_each_as_they_become_complete(tmp_path):
+    with driftless_rl.RolloutLog(tmp_path, RUN) as log:
+        log.append_all([sample(0, 0, 1), sample(1, 1, 1), sample(2, 1, 1), sample(3, 0, 1), sample(4, 2, 2)])
+        first = log.groups(2)
+        assert [(group.group_id, [found.sample_id for found in group.samples]) for group in first] == [(1, [1, 2]), (0, [0, 3])]
+        assert first[0].versions == (1, 1) and log.groups(2, limit=1)[0].group_id == 1
+        assert [group.group_id for group in log.groups(2, rollout_id=1)] == [0, 1]
+        assert log.groups(2, version_min=2) == []
+        log.append(**sample(5, 2, 2))
+        (later,) = log.groups(2, completed_from=first[-1].completed + 1)
+        assert later.group_id == 2 and later.rollout_id == 2
+
+
+def test_arrays_lie_in_the_map_and_outlive_the_log(tmp_path):
+    log = driftless_rl.RolloutLog(tmp_path, RUN)
+    log.append(**sample(1, tokens=100_000))
+    found = log.groups(1)[0].samples[0]
+    tokens, again = found.tokens, found.tokens
+    assert tokens.__array_interface__["data"][0] == again.__array_interface__["data"][0]
+    assert not tokens.flags.owndata and not tokens.flags.writeable and tokens.ctypes.data % 64 == 0
+    log.close()
+    del log, found, again
+    gc.collect()
+    assert np.array_equal(tokens, np.arange(1, 100_001))
+    assert torch.tensor(tokens).sum() == tokens.sum(dtype=np.int64)
+
+
+def test_cursor_survives_and_another_process_reads(tmp_path):
+    with driftless_rl.RolloutLog(tmp_path, RUN) as log:
+        log.append_all([sample(number) for number in range(3)])
+        assert log.cursor("trainer") == 0
+        log.commit("trainer", 2)
+        with pytest.raises(driftless_rl.UsageError):
+            log.commit("trainer", 99)
+        script = "import driftless_rl, sys; print(driftless_rl.RolloutReader(sys.argv[1]).groups(3)[0].samples[2].reward)"
+        done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=60)
+        assert done.stdout.strip() == "1.0", done.stderr
+    with driftless_rl.RolloutLog(tmp_path, bytes.fromhex(RUN)) as log:
+        assert log.cursor("trainer") == 2 and log.end == 3
+
+
+def test_reader_waits_for_the_writer(tmp_path):
+    with driftless_rl.RolloutLog(tmp_path, RUN) as log:
+        assert log.wait(0, timeout=0.01) == 0
+        writer = threading.Thread(target=lambda: log.append(**sample(0)))
+        writer.start()
+        assert log.wait(0, timeout=60) == 1
+        writer.join()
+
+
+def test_logs_of_others_and_bad_records_are_refused(tmp_path):
+    with driftless_rl.RolloutLog(tmp_path, RUN) as log:
+        with pytest.raises(driftless_rl.BusyError):
+            driftless_rl.RolloutLog(tmp_path, RUN)
+        with pytest.raises(driftless_rl.UsageError):
+            log.append(**sample(1, log_probs=[0.0]))
+        with pytest.raises(driftless_rl.UsageError, match="finish"):
+            log.append(**sample(1, finish="maybe"))
+        log.append(**sample(1))
+    with pytest.raises(driftless_rl.RefusedError) as raised:
+        driftless_rl.RolloutLog(tmp_path, "f" * 32)
+    assert raised.value.kind == "Identity" and raised.value.code == 3
+    with pytest.raises(driftless_rl.ClosedError):
+        log.append(**sample(2))

@@ -1,0 +1,352 @@
+"""The plugin in an unmodified SGLang on the CPU, patched by a real follower.
+
+``DRIFTLESS_SGLANG_PYTHONPATH`` names what goes first on the servers' ``PYTHONPATH``: a stand-in for kernels of GPUs.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import driftless_rl
+import pytest
+from conftest import Store
+from servers import MOVED, Server, free_port, until
+from sglang_models import make, step
+
+STAND_INS = os.environ.get("DRIFTLESS_SGLANG_PYTHONPATH")
+pytestmark = pytest.mark.skipif(not STAND_INS, reason="DRIFTLESS_SGLANG_PYTHONPATH is not set")
+
+class Sglang(Server):
+    """SGLang with a checkpoint, and what it says."""
+
+    def __init__(self, root: Path, checkpoint: Path, ranks: int) -> None:
+        command = "-m sglang.launch_server --device cpu --skip-tokenizer-init --disable-overlap-schedule"
+        options = ["--sleep-on-idle", "--max-total-tokens", "8192", "--model-path", str(checkpoint), "--tp-size", str(ranks)]
+        # It is healthy once it has generated a token for itself: that request fails a load beside it.
+        environment = {"PYTHONPATH": STAND_INS, "SGLANG_USE_CPU_ENGINE": "1"}
+        if ranks > 1:
+            # Otherwise it wants a NUMA node for each, and a GPU for NCCL if there is one.
+            environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent/libnccl.so"
+            cores = sorted(os.sched_getaffinity(0))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        super().__init__(root, [*command.split(), *options], environment)
+
+    def label(self) -> str:
+        return self.call("/model_info")["weight_version"]
+
+    def sums(self) -> list[dict]:
+        """Checksums of every tensor of every rank."""
+        return [rank["checksums"] for rank in self.call("/weights_checker", {"action": "checksum"})["ranks"]]
+
+    def state(self) -> tuple:
+        """Checksums, and what the weights generate."""
+        sums = self.sums()
+        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        # A follower's probe of one token may be under way.
+        until("flush", MOVED, self._flushes)
+        tokens = self.call("/generate", {"input_ids": [1, 2, 3, 4], "sampling_params": sampling})["output_ids"]
+        return sums, tokens
+
+    def _flushes(self) -> bool:
+        try:
+            self.call("/flush_cache", {})
+        except AssertionError:
+            return False
+        return True
+
+    def load(self, checkpoint: Path, label: str) -> None:
+        """A load as SGLang does it without a plugin: nothing is prepared for a label that the weights have."""
+        # Beside a request that has just been answered, a flush of its own would be refused.
+        until("flush", MOVED, self._flushes)
+        request = {"model_path": str(checkpoint), "weight_version": label, "flush_cache": False}
+        self.call("/update_weights_from_disk", request)
+
+    def patched(self) -> int:
+        return self.log.read_text().count("driftless: patched to ")
+
+    def dropped(self) -> int:
+        """Patches with which the cache went."""
+        return self.log.read_text().count(", cache dropped")
+
+    def paused(self) -> int:
+        return self.log.read_text().count("POST /pause_generation")
+
+    @contextlib.contextmanager
+    def generating(self):
+        """A request runs all the while."""
+        sampling = {"temperature": 0, "max_new_tokens": 7000, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as thread:
+            body = {"input_ids": [1, 2, 3, 4], "sampling_params": sampling}
+            request = thread.submit(self.call, "/generate", body)
+            until("running request", MOVED, lambda: self.call("/v1/loads")["loads"][0]["num_running_reqs"] > 0)
+            yield
+            assert not request.done(), "nothing waited for its end"
+            self.call("/abort_request", {"rid": "", "abort_all": True})
+            assert request.result()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+class Scene:
+    """A run, a server on its base, and a directory of versions beside it. Tests of one model share it."""
+
+    def __init__(self, store: Store, root: Path, kind: str, ranks: int = 1) -> None:
+        self.store, self.base, self.host = store, root / "base", root / "host"
+        self.tensors = make(self.base, kind, 1)
+        self.server = Sglang(root, self.base, ranks)
+        self.publisher = driftless_rl.Publisher(store.url, "run", baseline_dir=store.baseline, hf_checkpoint=self.base)
+        self.publisher.publish(self.tensors)
+        self.version = 0
+
+    def publish(self, density: float) -> None:
+        self.version += 1
+        print(f"version {self.version}: seed {self.version}, density {density}")
+        self.tensors = step(self.tensors, self.version, density)
+        self.publisher.publish(self.tensors)
+
+    def label(self) -> str:
+        return f"{self.publisher.run_id[:12]}:{self.version}"
+
+    def serves(self, label: str) -> None:
+        until(f"server with {label}", MOVED, lambda: self.server.label() == label)
+
+    def wait_written(self) -> None:
+        """The follower writes its directory behind the patch."""
+        state = self.host / ".driftless/state.json"
+        until("written directory", MOVED, lambda: json.loads(state.read_text())["applied"]["version"] == self.version)
+
+    def assert_as_loaded(self) -> None:
+        """The weights are those that SGLang loads from the directory."""
+        self.wait_written()
+        before = self.server.state()
+        self.server.load(self.host, self.server.label())
+        assert self.server.state() == before
+
+    def end(self) -> None:
+        self.server.end()
+        self.publisher.close()
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    started = {}
+    yield started
+    for scene in started.values():
+        scene.end()
+
+
+@pytest.fixture
+def scene(scenes, tmp_path_factory, request):
+    """That of the model which a test names. A server takes longer to start than all that is done with it."""
+    if request.param not in scenes:
+        root = tmp_path_factory.mktemp(request.param)
+        scenes[request.param] = Scene(Store(root), root, request.param)
+    return scenes[request.param]
+
+
+@pytest.fixture
+def follow(request):
+    """Starts ``driftless follow`` with further options, for the test's scene."""
+    started = []
+
+    def start(*options: str, scene: Scene | None = None) -> subprocess.Popen:
+        scene = scene or request.getfixturevalue("scene")
+        command = [sys.executable, "-m", "driftless_rl", "follow", "--store", scene.store.url, "--run", "run"]
+        command += ["--checkpoint-dir", str(scene.host), "--hf-checkpoint", str(scene.base), "--poll-ms", "50"]
+        command += ["--engine", scene.server.url, "--plugin-dir", str(scene.server.plugins), *options]
+        started.append(subprocess.Popen(command, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.parametrize(("scene", "mode"), [("tied", "in_place"), ("untied", "retract")], indirect=["scene"])
+def test_each_version_is_patched_and_equals_a_load(scene, mode, follow):
+    follow("--plugin", "require", "--pause-generation-mode", mode)
+    scene.serves(scene.label())
+    assert scene.server.patched() == 0, "the first version is loaded"
+    paused = scene.server.paused()
+    # The last one is proved by the follower: it compares all checksums of what was patched.
+    for count, density in enumerate((0.001, 0.01, 0.1, 0.02, 0.0, 0.05, 0.2, 0.003, 0.08, 0.015) * 5 + (0.01,), 1):
+        scene.publish(density)
+        scene.serves(scene.label())
+        assert scene.server.patched() == count
+        if mode == "in_place":
+            assert scene.server.dropped() == count, "nothing is generated beside it"
+            assert scene.server.paused() == paused or count > 50
+        sums = scene.server.sums()
+        if count % 10 == 1:
+            scene.assert_as_loaded()
+        else:
+            scene.wait_written()
+            scene.server.load(scene.host, scene.label())
+        assert scene.server.sums() == sums
+
+
+def test_ranks_are_patched_together_while_they_generate(scenes, tmp_path_factory, follow):
+    root = tmp_path_factory.mktemp("ranks")
+    scene = scenes["ranks"] = Scene(Store(root), root, "tied", ranks=2)
+    follow("--plugin", "require", "--pause-generation-mode", "in_place", scene=scene)
+    scene.serves(scene.label())
+    paused = scene.server.paused()
+    for count, density in enumerate((0.01, 0.1, 0.001), 1):
+        with scene.server.generating():
+            scene.publish(density)
+            scene.serves(scene.label())
+        assert (scene.server.patched(), scene.server.paused()) == (2 * count, paused)
+        first, second = scene.server.sums()
+        assert first != second, "each rank has its part"
+        scene.assert_as_loaded()
+
+
+@pytest.mark.parametrize("scene", ["untied"], indirect=True)
+def test_what_cannot_be_patched_is_loaded(scene, follow):
+    port = free_port()
+    follow("--plugin", "require", "--coordinated", "--listen", f"127.0.0.1:{port}")
+
+    def post(path: str) -> None:
+        """Has the follower do it, once it is not busy."""
+
+        def done() -> bool:
+            call = urllib.request.Request(f"http://127.0.0.1:{port}{path}", b"", method="POST")
+            try:
+                urllib.request.urlopen(call, timeout=MOVED).close()
+            except urllib.error.HTTPError as error:
+                assert error.code == 409, (path, error.code, error.read())
+                return False
+            return True
+
+        until(path, MOVED, done)
+
+    def prepare() -> None:
+        scene.publish(0.02)
+        post("/prepare")
+
+    def told(why_not: str | None) -> None:
+        def look() -> bool:
+            deltas = scene.server.told()["deltas"].values()
+            mine = [told["why_not"] for told in deltas if told["target"] == scene.label()]
+            return any(why == why_not if why_not is None or why is None else why_not in why for why in mine)
+
+        until(f"rank that says {why_not}", MOVED, look)
+
+    until("follower", MOVED, lambda: _answers(port))
+    prepare()
+    post("/activate")
+    assert scene.server.label() == scene.label()
+    patched = scene.server.patched()
+
+    # Patched, with a torn file of another checkpoint directory beside it.
+    prepare()
+    [offer] = scene.server.plugins.glob("delta-*")
+    offer.with_name("delta-0123456789abcdef").write_bytes(offer.read_bytes()[:-1])
+    told(None)
+    post("/activate")
+    assert (scene.server.label(), scene.server.patched()) == (scene.label(), patched + 1)
+    scene.assert_as_loaded()
+
+    # Weights that changed after the delta was prepared: written in part, taken back, loaded.
+    prepare()
+    told(None)
+    scene.server.call("/weights_checker", {"action": "reset_tensors"})
+    post("/activate")
+    assert (scene.server.label(), scene.server.patched()) == (scene.label(), patched + 1)
+    assert "the old values of the delta" in scene.server.log.read_text()
+    scene.assert_as_loaded()
+
+    # Weights of another version under the base's label.
+    scene.server.load(scene.base, scene.label())
+    prepare()
+    told("those of")
+    post("/activate")
+    assert (scene.server.label(), scene.server.patched()) == (scene.label(), patched + 1)
+    scene.assert_as_loaded()
+
+    # And on from there.
+    prepare()
+    told(None)
+    post("/activate")
+    assert (scene.server.label(), scene.server.patched()) == (scene.label(), patched + 2)
+    scene.assert_as_loaded()
+
+
+def _answers(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("scene", ["moe"], indirect=True)
+def test_experts_are_patched(scene):
+    """``follow`` does not know this architecture yet, so the calls that it would make are made here."""
+    follower = driftless_rl.Follower(
+        scene.store.url, "run", scene.host, hf_checkpoint=scene.base, plugin_dir=scene.server.plugins
+    )
+    with follower:
+        follower.advance()
+        scene.server.load(scene.host, scene.label())
+        for count in range(1, 4):
+            scene.publish(0.02)
+            follower.advance()
+
+            def is_prepared() -> bool:
+                deltas = scene.server.told()["deltas"].values()
+                return any((told["target"], told["why_not"]) == (scene.label(), None) for told in deltas)
+
+            until("prepared delta", MOVED, is_prepared)
+            scene.server.load(scene.host, scene.label())
+            assert scene.server.patched() == count
+            scene.assert_as_loaded()
+
+
+@pytest.mark.parametrize("scene", ["untied"], indirect=True)
+def test_fleet_generates_tokens_with_log_probs_and_versions(scene):
+    label, newer = scene.label(), f"{scene.publisher.run_id[:12]}:{scene.version + 1}"
+    scene.server.load(scene.base, label)
+    with driftless_rl.Fleet([scene.server.url], scene.base, deadline=60.0) as fleet:
+        made = fleet.generate([1, 2, 3, 4], min_version=label, max_new_tokens=8, temperature=0, ignore_eos=True)
+        assert made.output_ids == scene.server.state()[1] and made.finish == "length"
+        assert len(made.log_probs) == 8 and all(-20 < value <= 0 for value in made.log_probs)
+        assert made.versions == [(label, 0, 8)] and made.engine == scene.server.url
+
+        async def several() -> list[driftless_rl.Generation]:
+            prompts = [[number, 5] for number in range(1, 9)]
+            return await asyncio.gather(*(fleet.generate_async(ids, max_new_tokens=4, ignore_eos=True) for ids in prompts))
+
+        made = asyncio.run(several())
+        assert len({one.rid for one in made}) == 8 and {len(one.output_ids) for one in made} == {4}
+        (engine,) = fleet.status()
+        assert engine.up and engine.serving == label and engine.in_flight == 0
+        with pytest.raises(driftless_rl.UsageError, match="token id"):
+            fleet.generate([1, 10**6])
+        with pytest.raises(driftless_rl.UsageError, match="version label"):
+            fleet.generate([1], min_version="7")
+        # No engine serves that version.
+        assert fleet.submit([1], min_version=newer).cancel()
+        waiting = fleet.submit([1], min_version=newer)
+    with pytest.raises(driftless_rl.ClosedError):
+        waiting.result(timeout=60)
+    with pytest.raises(driftless_rl.ClosedError):
+        fleet.generate([1])
+    with driftless_rl.Fleet([scene.server.url], scene.base, deadline=0.5) as fleet:
+        with pytest.raises(driftless_rl.DeadlineError) as raised:
+            fleet.generate([1], min_version=newer)
+        assert raised.value.retryable and raised.value.code == 4
+    # An interpreter ends although a sample is on its way.
+    script = "import driftless_rl, sys; fleet = driftless_rl.Fleet([sys.argv[1]], sys.argv[2]); fleet.submit([1], min_version=sys.argv[3])"
+    subprocess.run([sys.executable, "-c", script, scene.server.url, str(scene.base), newer], timeout=120, check=True)
+    with pytest.raises(driftless_rl.EngineError, match="hidden_size"):
+        make(scene.host.parent / "other", "untied", 1)
+        config = scene.host.parent / "other/config.json"
+        config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+        driftless_rl.Fleet([scene.server.url], config.parent)
