@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +16,8 @@ from pathlib import Path
 
 # A server compiles its bytecode at its first start; on two busy cores that takes minutes.
 STARTED, MOVED = 600, 120
+# What engines log when a process of theirs has died. Their HTTP server may stay, and then answers nothing.
+DEATHS = ("died unexpectedly (exit code", "EngineDeadError", "Scheduler hit an exception", "Child process unexpectedly")
 # Below what systems give away by default.
 PORTS = range(10_000, 30_000)
 
@@ -65,6 +68,8 @@ class Server:
         self.start()
 
     def start(self) -> None:
+        self.death = None
+        begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *self._arguments],
@@ -73,14 +78,28 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        threading.Thread(target=self._watch, args=(self.process, begin), daemon=True).start()
         try:
             until("answer of the server", STARTED, self._answers)
         except AssertionError:
             self.end()
             raise
 
+    def _watch(self, process: subprocess.Popen, begin: int) -> None:
+        """Ends an engine that says that it is dead, so that all that waits for it learns why at once."""
+        while process.poll() is None:
+            with self.log.open(errors="replace") as log:
+                log.seek(begin)
+                death = next((line for line in log if any(mark in line for mark in DEATHS)), None)
+            if death is not None:
+                self.death = f"the engine died by itself, and not by what is tested: {death.strip()}"
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                return
+            time.sleep(0.5)
+
     def _answers(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        assert self.process.poll() is None, self.death or self.log.read_text()[-4000:]
         try:
             self.call("/health")
             return True
@@ -99,6 +118,10 @@ class Server:
                 text = reply.read()
         except urllib.error.HTTPError as error:
             raise AssertionError((path, error.code, error.read())) from error
+        except OSError as error:
+            if self.death is None:
+                raise
+            raise AssertionError(self.death) from error
         return json.loads(text) if text.startswith((b"{", b"[")) else {}
 
     def told(self, rank: int = 0) -> dict:
@@ -107,5 +130,6 @@ class Server:
 
     def end(self) -> None:
         # Its workers outlive a server that is merely terminated.
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

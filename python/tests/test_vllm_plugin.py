@@ -20,6 +20,16 @@ from torch import nn
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
+# Registers the backend in a process of its own, and says what Linux lets that process have of the processor.
+TILES = """
+import ctypes
+import driftless_rl.vllm
+driftless_rl.vllm.register()
+permitted = ctypes.c_ulong()
+ARCH_PRCTL, ARCH_GET_XCOMP_PERM, TILE_DATA = 158, 0x1022, 18
+assert ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_GET_XCOMP_PERM, ctypes.byref(permitted)) == 0
+print(permitted.value >> TILE_DATA & 1)
+"""
 PORT = 8000
 
 
@@ -290,3 +300,9 @@ def test_register_without_vllm_imports_neither_it_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr.count("this vLLM is not known") == 1
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
+def test_process_with_the_plugin_may_use_tiles_before_anything_multiplies():
+    done = subprocess.run([sys.executable, "-c", TILES], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split()[-1] == "1", done.stdout

@@ -213,19 +213,15 @@ impl Demo {
 /// Builds the command and says where it is.
 pub(crate) fn build(smoke: bool) -> Result<PathBuf> {
     // The development build is the one that the test lanes have made.
-    let (mut command, profile) = if smoke {
-        let mut command = crate::test::torch_test();
-        command.args(["--no-run", "--test", "crash"]);
-        (command, "debug")
-    } else {
-        let mut command = Command::new("cargo");
-        command.args(["build", "-p", "driftless", "--release", "--features", "torch"]);
-        (command, "release")
-    };
+    if smoke {
+        return crate::test::command_for_tests(&crate::workspace());
+    }
+    let mut command = Command::new("cargo");
+    command.args(["build", "-p", "driftless", "--release", "--features", "torch"]);
     process::run(command.current_dir(crate::workspace()))?;
     let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
     let target = target.unwrap_or_else(|| crate::workspace().join("target"));
-    Ok(target.join(profile).join("driftless"))
+    Ok(target.join("release/driftless"))
 }
 
 /// The rollout hosts: an engine and a follower each.

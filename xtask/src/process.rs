@@ -47,6 +47,17 @@ pub(crate) fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
     Err(failed(command, format!("killed after {} minutes", DEADLINE.as_secs() / 60)))
 }
 
+/// The standard output of `command`, as [`run_logged`] runs it; only what it says beside that goes to `log`.
+pub(crate) fn output_logged(command: &mut Command, log: &Path) -> Result<String> {
+    to_log(command, log)?.stdout(Stdio::piped());
+    let output = command.output().map_err(|source| start(command, source))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let log = Some(log.to_path_buf());
+    Err(Error::Failed { command: shown(command), status: output.status.to_string(), log })
+}
+
 /// The standard output of `command`.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let output = command.stderr(Stdio::inherit()).output().map_err(|source| start(command, source))?;

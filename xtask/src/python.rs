@@ -2,7 +2,6 @@
 //! and transformers.
 
 use crate::error::{Error, Result};
-use crate::test::light_test;
 use crate::{process, sglang};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -149,9 +148,16 @@ fn venv(home: &Path, cache: &Path, wheel: &Path, others: &[PathBuf], log: &Path)
     Ok(python)
 }
 
-/// Has the wheel's learner go through the suite of learners and through the loop; the latter on two ranks too.
-/// The wheel is the one that lane `python` made last.
-pub(crate) fn learn(root: &Path, cache: &Path, log: &Path) -> Result<()> {
+/// A learner of the wheel, and the tests that it goes through.
+pub(crate) struct Learner {
+    pub(crate) command: String,
+    pub(crate) tests: &'static str,
+    pub(crate) checkpoint: PathBuf,
+}
+
+/// The wheel's learner for the suite of learners and for the loop; for the latter on two ranks too. The wheel is the one
+/// that lane `python` made last.
+pub(crate) fn learners(root: &Path, cache: &Path) -> Result<[Learner; 2]> {
     let work = work(root);
     let python = work.join("venv/bin/python");
     if !python.exists() {
@@ -162,18 +168,16 @@ pub(crate) fn learn(root: &Path, cache: &Path, log: &Path) -> Result<()> {
         });
     }
     let checkpoint = sglang::checkpoint(cache, &work, "0")?;
+    let learner = |module: &str, tests| Learner {
+        command: format!("exec '{}' {module} --device cpu", python.display()),
+        tests,
+        checkpoint: checkpoint.clone(),
+    };
     let ranks = "-m torch.distributed.run --standalone --nproc-per-node 2 -m driftless_rl.learner --fsdp";
-    for (command, tests) in [
-        ("-m driftless_rl.learner", "of_the_environment"),
-        (ranks, "loop_with_the_learner_of_the_environment"),
-    ] {
-        let mut test = light_test();
-        test.args(["--test", "learner", "--", "--nocapture", tests]).current_dir(root);
-        test.env("DRIFTLESS_LEARNER_COMMAND", format!("exec '{}' {command} --device cpu", python.display()));
-        test.env("DRIFTLESS_LEARNER_CHECKPOINT", &checkpoint).env("HF_HUB_OFFLINE", "1");
-        process::run_logged(&mut test, log)?;
-    }
-    Ok(())
+    Ok([
+        learner("-m driftless_rl.learner", "of_the_environment"),
+        learner(ranks, "loop_with_the_learner_of_the_environment"),
+    ])
 }
 
 /// The one wheel of a directory, which is not too large.

@@ -13,4 +13,18 @@ def register() -> None:
     """Adds the backend ``driftless`` to the vLLM of this process, if its classes are known. A second call does nothing."""
     from . import _backend
 
+    _ask_for_tiles()
     _backend.register()
+
+
+def _ask_for_tiles() -> None:
+    """Asks Linux for AMX's tile registers, which a process has only once it asked.
+
+    vLLM's attention on the CPU uses them wherever the processor has them, and never asks. oneDNN asks when it first
+    multiplies with them. Where the attention comes first, as it may after a reload, the worker ends by SIGILL.
+    """
+    import torch
+
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+    if supported():
+        torch.cpu._init_amx()

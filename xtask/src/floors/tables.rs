@@ -1,0 +1,158 @@
+//! The tables of the house: crates and their rooms, from the ground up.
+
+/// A crate that is built for users.
+pub(super) struct House {
+    pub(super) name: &'static str,
+    /// Crates of ours that it may depend on.
+    pub(super) below: &'static [&'static str],
+    /// Lines of code that it may have: without tests, comments and blank lines.
+    pub(super) lines_max: usize,
+    /// Its rooms, from the ground up. A room may know those of its own floor and of the floors below. Rooms that
+    /// know each other share a floor. Rooms are the files and folders directly below `src`.
+    pub(super) floors: &'static [&'static [&'static str]],
+}
+
+/// Lines of code of most crates. A crate that would pass it becomes two.
+const LINES_MAX: usize = 12_000;
+
+/// Names that a crate's root may have, its public modules not counted.
+pub(super) const ROOT_NAMES_MAX: usize = 20;
+
+/// Members that may know all of them: the facade with the command, tools, measurements.
+pub(super) const ABOVE_ALL: &[&str] =
+    &["driftless", "driftless-python", "driftless-testkit", "driftless-compare", "xtask"];
+
+/// All of them. Nothing points up.
+pub(super) const HOUSES: &[House] = &[
+    House {
+        name: "driftless-delta",
+        below: &[],
+        lines_max: LINES_MAX,
+        floors: &[
+            &["bits", "element", "error", "pool"],
+            &["payload", "table"],
+            &["classes", "coder", "patch", "scan"],
+            &["choose", "digest", "entropy"],
+            &["decode", "segment"],
+            &["cuda", "encode"],
+            &["bundle"],
+        ],
+    },
+    House {
+        name: "driftless-buffer",
+        below: &[],
+        lines_max: LINES_MAX,
+        floors: &[
+            &["error", "locks", "options", "position", "regular", "sample"],
+            &["layout", "lock"],
+            &["ledger", "map", "storage", "wire"],
+            &["durable_end", "record", "scan"],
+            &["check", "cursor", "files", "index", "recover", "segments", "shared"],
+            &["append", "producer", "reader", "reservation", "retain", "serve", "sync"],
+            &["export", "log", "query"],
+        ],
+    },
+    House {
+        name: "driftless-store",
+        below: &[],
+        lines_max: LINES_MAX,
+        floors: &[
+            &["error", "os", "wait"],
+            &["digest", "key", "runtime"],
+            &["store"],
+            &["disk", "memory", "object", "probe", "wrap"],
+            &["conformance", "open"],
+        ],
+    },
+    House { name: "driftless-ucx-sys", below: &[], lines_max: LINES_MAX, floors: &[] },
+    House {
+        name: "driftless-transport",
+        below: &["driftless-delta", "driftless-store"],
+        // Later rooms go elsewhere; ARCHITECTURE says where.
+        lines_max: 11_200,
+        floors: &[
+            &["error", "ids", "sign"],
+            &["dtype", "pool"],
+            &["snapshot"],
+            &["checkpoint"],
+            &["manifest"],
+            &["run"],
+            &["chain", "download", "prepared"],
+            &["gc"],
+            &["replica"],
+            &["publish"],
+            &["activate", "source", "foreign"],
+            &["follow"],
+            &["serve", "client"],
+        ],
+    },
+    House {
+        name: "driftless-slime",
+        below: &["driftless-store", "driftless-transport"],
+        lines_max: LINES_MAX,
+        floors: &[
+            &["checksum", "json"],
+            &["release"],
+            &["frame", "identity"],
+            &["feed"],
+            &["plan", "publish"],
+            &["follow"],
+        ],
+    },
+    House {
+        name: "driftless-relay",
+        below: &["driftless-store", "driftless-transport", "driftless-ucx-sys"],
+        lines_max: LINES_MAX,
+        floors: &[&["cache", "error", "recent"], &["fabric"], &["session"], &["relays", "serve"]],
+    },
+    House {
+        name: "driftless-bridge",
+        below: &["driftless-delta", "driftless-store", "driftless-transport"],
+        lines_max: LINES_MAX,
+        floors: &[
+            &["engine", "error", "http", "keys", "live"],
+            &["activate", "kinds", "nccl", "sglang", "vllm"],
+            &["fleet", "push"],
+            &["coordinate"],
+        ],
+    },
+    House {
+        name: "driftless-trainer",
+        below: &[
+            "driftless-delta",
+            "driftless-buffer",
+            "driftless-bridge",
+            "driftless-store",
+            "driftless-transport",
+        ],
+        lines_max: LINES_MAX,
+        floors: &[
+            &["chat", "data", "error", "hook", "lr", "push", "reward", "schedule", "tasks"],
+            &["advantage", "learner", "metrics", "rollout", "train"],
+        ],
+    },
+    House {
+        name: "driftless-torch",
+        below: &[
+            "driftless-delta",
+            "driftless-buffer",
+            "driftless-store",
+            "driftless-transport",
+            "driftless-bridge",
+            "driftless-trainer",
+        ],
+        lines_max: LINES_MAX,
+        floors: &[
+            &["apart", "error"],
+            &["dispatcher"],
+            &["torch"],
+            &["batch", "config", "gradients", "head", "models", "ops", "ranks"],
+            &["engine", "loss", "optimizer", "tasks"],
+            &["trained"],
+            &["critic", "policy"],
+            &["checkpoint", "learn"],
+            &["learner", "lent", "quantize", "snapshot"],
+            &["sft"],
+        ],
+    },
+];

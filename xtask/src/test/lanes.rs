@@ -1,0 +1,473 @@
+//! What each lane runs.
+
+use super::programs::ALL;
+use super::{Context, Lane, Tests, cargo_test};
+use crate::error::{Error, Result};
+use crate::need::Need;
+use crate::{floors, foreign, pages, process, python, rewards, sglang, smollm2, stores, style, ucx};
+use std::process::Command;
+
+/// In an order that fits: what tells most comes first, and what takes long begins early.
+pub(super) const LANES: &[Lane] = &[
+    Lane {
+        name: "fmt",
+        what: "formatting and style; no marker of a merge is left",
+        needs: &[],
+        programs: Tests::None,
+        after: &[],
+        run: fmt,
+    },
+    Lane {
+        name: "floors",
+        what: "crates and their rooms know only what lies below them, and stay small; pages name what is there",
+        needs: &[],
+        programs: Tests::None,
+        after: &[],
+        run: floors,
+    },
+    Lane {
+        name: "build",
+        what: "the test programs and the command",
+        needs: &[],
+        programs: Tests::None,
+        after: &[],
+        run: |_| Ok(()),
+    },
+    Lane {
+        name: "leak",
+        what: "the default features pull in no torch, CUDA, UCX, TLS, HTTP or tokio, and need no C compiler",
+        needs: &[],
+        programs: Tests::None,
+        after: &[],
+        run: leak,
+    },
+    Lane {
+        name: "miri",
+        what: "the log's layout, bookkeeping and recovery, the codec with its vector paths under Miri",
+        needs: &[Need::Miri],
+        programs: Tests::None,
+        after: &[],
+        run: miri,
+    },
+    Lane {
+        name: "loom",
+        what: "the log's reservations and commits in every order of threads",
+        needs: &[],
+        programs: Tests::None,
+        after: &[],
+        run: loom,
+    },
+    Lane {
+        name: "unit",
+        what: "codec, transport, buffer, bridge and the command; kill -9 at 16 points",
+        needs: &[],
+        programs: Tests::All,
+        after: &[],
+        run: unit,
+    },
+    Lane {
+        name: "python",
+        what: "the wheel, alone, with torch and transformers, beside SGLang and vLLM",
+        needs: &[Need::Sglang, Need::Python],
+        programs: Tests::None,
+        after: &["build"],
+        run: |c| python::test(c.root, &crate::cache_dir()?, &c.log),
+    },
+    Lane {
+        name: "clippy",
+        what: "lints",
+        needs: &[Need::Libtorch],
+        programs: Tests::None,
+        after: &["build"],
+        run: clippy,
+    },
+    Lane {
+        name: "doc",
+        what: "documentation without a broken link, packages that could be published",
+        needs: &[Need::Libtorch],
+        programs: Tests::None,
+        after: &["build", "clippy"],
+        run: doc,
+    },
+    Lane {
+        name: "torch",
+        what: "models, losses, exact resume, the embedded engine in every dialect, the loop's modes",
+        needs: &[Need::Libtorch],
+        programs: Tests::Some(&["torch::lib", "torch::*", "driftless::train"]),
+        after: &[],
+        run: torch,
+    },
+    Lane {
+        name: "sglang",
+        what: "the loop and the engine suite against SGLang 0.5.23 without its GPU kernels, our logits and chat templates against transformers'",
+        needs: &[Need::Libtorch, Need::Sglang, Need::Smollm2, Need::Python],
+        programs: Tests::Some(&[
+            "driftless::sglang",
+            "bridge::sglang",
+            "bridge::rendezvous",
+            "bridge::lib",
+            "trainer::chat",
+            "torch::task",
+            "torch::families",
+            "torch::quantize",
+        ]),
+        after: &[],
+        run: with_sglang,
+    },
+    Lane {
+        name: "learner",
+        what: "the wheel's learner through the suite of learners and in the loop; lane `python` makes the wheel",
+        needs: &[Need::Sglang, Need::Python],
+        programs: Tests::Some(&["driftless::learner"]),
+        after: &["python"],
+        run: learner,
+    },
+    Lane {
+        name: "rewards",
+        what: "the reward `math` against math-verify, hooks with reasoning-gym",
+        needs: &[Need::Rewards],
+        programs: Tests::Some(&["trainer::hooks"]),
+        after: &[],
+        run: with_rewards,
+    },
+    Lane {
+        name: "stores",
+        what: "the suite of stores on real radosgw, azurite and moto",
+        needs: &[Need::Stores],
+        programs: Tests::Some(&["store::servers"]),
+        after: &[],
+        run: with_stores,
+    },
+    Lane {
+        name: "ucx",
+        what: "links, relays and publishers over UCX 1.14 and 1.22: TCP, shared memory, network namespaces, killed and lying peers",
+        needs: &[Need::Ucx],
+        programs: Tests::Some(&["relay::fabric", "relay::relay_ucx", "driftless::cli"]),
+        after: &[],
+        run: with_ucx,
+    },
+    Lane {
+        name: "kills",
+        what: "kill -9 of publisher, follower and relay at 16 points and at random moments, and of a run over prompts",
+        needs: &[],
+        programs: Tests::Some(&["driftless::kills"]),
+        after: &[],
+        run: |c| c.run(c.program("driftless::kills")?.arg("--nocapture")),
+    },
+    Lane {
+        name: "crash",
+        what: "kill -9 of trainer, follower and engine at 16 points",
+        needs: &[Need::Libtorch],
+        programs: Tests::Some(&["driftless::crash"]),
+        after: &[],
+        run: |c| c.run(c.program("driftless::crash")?.arg("--nocapture")),
+    },
+    Lane {
+        name: "demo",
+        what: "the demo, a few steps of it",
+        needs: &[Need::Libtorch],
+        programs: Tests::Some(&["driftless::crash"]),
+        after: &[],
+        run: |c| c.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"])),
+    },
+    Lane {
+        name: "fuzz",
+        what: "fuzzing, 20 s a target",
+        needs: &[Need::CargoFuzz],
+        programs: Tests::None,
+        after: &["build"],
+        run: fuzz,
+    },
+    Lane {
+        name: "asan",
+        what: "the log's maps and foreign calls under AddressSanitizer",
+        needs: &[Need::CargoFuzz],
+        programs: Tests::None,
+        after: &["build"],
+        run: asan,
+    },
+    Lane {
+        name: "neon",
+        what: "the codec on a 64-bit Arm, emulated; the light crates compile for it",
+        needs: &[Need::Arm],
+        programs: Tests::None,
+        after: &[],
+        run: neon,
+    },
+    Lane {
+        name: "macos",
+        what: "codec, stores and publications compile for macOS",
+        needs: &[Need::Macos],
+        programs: Tests::None,
+        after: &[],
+        run: |c| {
+            let light = ["-p", "driftless-delta", "-p", "driftless-store", "-p", "driftless-transport"];
+            c.logged(foreign::macos().args(light))
+        },
+    },
+    Lane {
+        name: "gpu",
+        what: "the learner on CUDA against the CPU, its bits twice, a few steps of the demo, speeds",
+        needs: &[Need::Libtorch, Need::Gpu],
+        programs: Tests::None,
+        after: &[],
+        run: gpu,
+    },
+];
+
+/// Lanes that run only when they are named: `unit` runs `kills`, and not every machine can have what the others need.
+pub(super) const BY_NAME: &[&str] = &["kills", "neon", "macos", "gpu"];
+
+/// Programs that `unit` leaves to lane `torch`, and those that do nothing without a server.
+const NOT_UNIT: [&str; 4] = ["torch::", "driftless::train", "driftless::crash", "driftless::sglang"];
+
+/// Crates that must not be in the build with the default features.
+const HEAVY: &[&str] = &[
+    "tch",
+    "torch-sys",
+    "cudarc",
+    "axum",
+    "hyper",
+    "reqwest",
+    "tokio",
+    "rustls",
+    "native-tls",
+    "openssl",
+    "ring",
+    "aws-lc-rs",
+    "bindgen",
+    "libloading",
+    "driftless-ucx-sys",
+];
+
+fn floors(context: &Context) -> Result<()> {
+    context.cargo(&["test", "-p", "xtask"])?;
+    floors::check(context.root)?;
+    pages::check(context.root)
+}
+
+fn fmt(context: &Context) -> Result<()> {
+    context.cargo(&["fmt", "--all", "--check"])?;
+    style::check(context.root)?;
+    // It ends with 0 where it finds some, and with another number outside of a clone too.
+    let mut markers = Command::new("git");
+    markers.current_dir(context.root).args(["grep", "-nE", "^(<{7}|>{7}) "]);
+    match markers.output() {
+        Ok(found) if found.status.success() => Err(Error::Check {
+            what: "markers of a merge".to_owned(),
+            expected: "none".to_owned(),
+            found: String::from_utf8_lossy(&found.stdout).into_owned(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn leak(context: &Context) -> Result<()> {
+    let mut tree = Command::new("cargo");
+    tree.current_dir(context.root).args(["tree", "-p", "driftless"]);
+    let tree =
+        process::output(tree.args(["--edges", "normal,build", "--prefix", "none", "--format", "{p}"]))?;
+    let name = |line: &str| line.split(' ').next().unwrap_or_default().to_owned();
+    let found: Vec<_> = tree.lines().map(name).filter(|n| HEAVY.contains(&n.as_str())).collect();
+    if !found.is_empty() {
+        return Err(Error::Check {
+            what: "crates of the default features".to_owned(),
+            expected: format!("none of {}", HEAVY.join(", ")),
+            found: found.join(", "),
+        });
+    }
+    let mut clippy = Command::new("cargo");
+    clippy.args(["clippy", "-p", "driftless", "--", "-D", "warnings"]);
+    clippy.env("CC", "/nonexistent").env("CXX", "/nonexistent");
+    // The other lanes have a C compiler, and would build again what this one builds without.
+    context.logged(clippy.env("CARGO_TARGET_DIR", context.root.join("target/light")))
+}
+
+fn unit(context: &Context) -> Result<()> {
+    let unit = |name: &&str| !NOT_UNIT.iter().any(|other| name.starts_with(other));
+    let mut failed = Vec::new();
+    // A run takes long, so that it tells all that fails.
+    for name in context.programs()?.names().filter(unit) {
+        if context.run(&mut context.program(name)?).is_err() {
+            failed.push(name);
+        }
+    }
+    if context.logged(cargo_test().arg("--doc")).is_err() {
+        failed.push("examples in the documentation");
+    }
+    if failed.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Check {
+        what: "tests".to_owned(),
+        expected: "none fails".to_owned(),
+        found: failed.join(", "),
+    })
+}
+
+fn clippy(context: &Context) -> Result<()> {
+    // Lane `leak` checks the command's crates as most users build them.
+    context.cargo(&["clippy", "--workspace", "--all-targets", "--features", ALL, "--", "-D", "warnings"])
+}
+
+fn doc(context: &Context) -> Result<()> {
+    context.logged(
+        Command::new("cargo")
+            .args(["doc", "--workspace", "--no-deps", "--features", ALL])
+            .env("RUSTDOCFLAGS", "-D warnings"),
+    )?;
+    packages(context)
+}
+
+/// What would be published, in the order of the crates' needs. The lanes before have compiled it.
+fn packages(context: &Context) -> Result<()> {
+    // Into a directory of its own, so that nothing there looks like a crate of the workspace.
+    let target = context.root.join("target/lanes/packages");
+    let publish = ["publish", "--workspace", "--dry-run", "--no-verify", "--allow-dirty"];
+    context.logged(Command::new("cargo").args(publish).env("CARGO_TARGET_DIR", target))
+}
+
+fn torch(context: &Context) -> Result<()> {
+    let torch = |name: &&str| name.starts_with("torch::") || *name == "driftless::train";
+    context.programs()?.names().filter(torch).try_for_each(|name| context.run(&mut context.program(name)?))
+}
+
+fn with_sglang(context: &Context) -> Result<()> {
+    let cache = crate::cache_dir()?;
+    let work = context.root.join("target/lanes/sglang");
+    let server = sglang::Conformance::start(&cache, &work, process::free_port()?)?;
+    let model = smollm2::present(&cache);
+    let run = |name: &str, only: &[&str]| -> Result<Command> {
+        let mut program = context.program(name)?;
+        program.args(only).arg("--nocapture");
+        program.env("DRIFTLESS_TRANSFORMERS_PYTHON", sglang::python(&cache));
+        program.env("DRIFTLESS_CHAT_TEMPLATES", python::chat_templates(&cache)?);
+        program.envs(model.as_ref().map(|model| ("DRIFTLESS_REAL_CHECKPOINT", model)));
+        Ok(program)
+    };
+    for name in ["bridge::sglang", "driftless::sglang", "bridge::rendezvous"] {
+        context.run(server.tell(&mut run(name, &[])?))?;
+    }
+    // The bridge has SGLang's own unpickler read what it wrote.
+    context.run(server.tell(&mut run("bridge::lib", &["payload"])?))?;
+    drop(server);
+    ["torch::task", "torch::families", "trainer::chat", "torch::quantize"]
+        .into_iter()
+        .try_for_each(|name| context.run(&mut run(name, &[])?))
+}
+
+fn learner(context: &Context) -> Result<()> {
+    for learner in python::learners(context.root, &crate::cache_dir()?)? {
+        let mut test = context.program("driftless::learner")?;
+        test.args(["--nocapture", learner.tests]);
+        test.env("DRIFTLESS_LEARNER_COMMAND", &learner.command).env("HF_HUB_OFFLINE", "1");
+        context.run(test.env("DRIFTLESS_LEARNER_CHECKPOINT", &learner.checkpoint))?;
+    }
+    Ok(())
+}
+
+fn with_rewards(context: &Context) -> Result<()> {
+    let python = rewards::python(&crate::cache_dir()?);
+    let pairs = ["trainer/tests/math/pairs.py", "--check", "trainer/tests/math/pairs.jsonl"];
+    context.logged(Command::new(&python).args(pairs))?;
+    let mut hooks = context.program("trainer::hooks")?;
+    context.run(hooks.args(["--nocapture", "reasoning_gym"]).env("DRIFTLESS_REWARDS_PYTHON", python))
+}
+
+fn with_stores(context: &Context) -> Result<()> {
+    let servers = stores::Servers::start(&crate::cache_dir()?, &context.root.join("target/lanes/stores"))?;
+    let mut program = context.program("store::servers")?;
+    context.run(servers.tell(program.args(["--ignored", "--nocapture"])))
+}
+
+fn with_ucx(context: &Context) -> Result<()> {
+    for (version, libraries) in ucx::releases(&crate::cache_dir()?) {
+        for name in ["relay::fabric", "relay::relay_ucx", "driftless::cli"] {
+            let mut program = context.program(name)?;
+            program.arg("--nocapture").env("DRIFTLESS_UCX_REQUIRED", version);
+            context.run(program.env("LD_LIBRARY_PATH", &libraries))?;
+        }
+    }
+    Ok(())
+}
+
+fn loom(context: &Context) -> Result<()> {
+    context.logged(
+        Command::new("cargo")
+            .args(["test", "-p", "driftless-buffer", "--lib", "interleavings"])
+            .env("RUSTFLAGS", "--cfg loom")
+            // Another cfg is another build of every dependency.
+            .env("CARGO_TARGET_DIR", context.root.join("target/loom")),
+    )
+}
+
+fn fuzz(context: &Context) -> Result<()> {
+    let targets =
+        process::output(Command::new("cargo").current_dir(context.root).args(["+nightly", "fuzz", "list"]))?;
+    // The short form takes the same path every time: a finding there is a regression, not luck.
+    let (limit, seed) = if context.options.long {
+        ("-max_total_time=1800", "-seed=0")
+    } else {
+        ("-max_total_time=20", "-seed=1")
+    };
+    for target in targets.lines() {
+        context.cargo(&["+nightly", "fuzz", "run", target, "--", limit, seed, "-max_len=16384"])?;
+    }
+    Ok(())
+}
+
+fn asan(context: &Context) -> Result<()> {
+    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    context.logged(
+        Command::new("cargo")
+            .args(["+nightly", "test", "-p", "driftless-buffer", "--lib", "--target", &target])
+            .env("RUSTFLAGS", "-Zsanitizer=address")
+            // The crash tests forget reservations on purpose, as a crash does.
+            .env("ASAN_OPTIONS", "detect_leaks=0")
+            .env("CARGO_TARGET_DIR", context.root.join("target/asan")),
+    )
+}
+
+fn miri(context: &Context) -> Result<()> {
+    let own = context.root.join("target/miri");
+    let log = ["--lib", "--", "layout", "ledger", "wire", "cursor", "tests::crash"];
+    context.logged(foreign::miri("driftless-buffer").args(log).env("CARGO_TARGET_DIR", &own))?;
+    let codec = ["--lib", "--test", "golden"];
+    context.logged(foreign::miri("driftless-delta").args(codec).env("CARGO_TARGET_DIR", &own))
+}
+
+fn neon(context: &Context) -> Result<()> {
+    let light = ["-p", "driftless-delta", "-p", "driftless-buffer", "-p", "driftless-bridge"];
+    context.logged(foreign::arm("check").args(light).args(["-p", "driftless-transport"]))?;
+    let tests = ["--lib", "--test", "golden", "--test", "stranger"];
+    context.logged(foreign::arm("test").args(["-p", "driftless-delta"]).args(tests))
+}
+
+fn gpu(context: &Context) -> Result<()> {
+    let learner = ["bench", "-p", "driftless-torch", "--bench", "learner", "--"];
+    let device = ["--device", "cuda:0"];
+    for args in [
+        &["check"][..],
+        &["deterministic"],
+        &["speed", "--shapes", "0.6b", "--lengths", "2x4096"],
+        &["speed", "--shapes", "0.6b", "--lengths", "mixed:16384"],
+    ] {
+        // cuBLAS computes the same bits each time only then.
+        let mut bench = Command::new("cargo");
+        bench.args(learner).args(args).args(device).env("CUBLAS_WORKSPACE_CONFIG", ":4096:8");
+        context.logged(&mut bench)?;
+    }
+    context.cargo(&[
+        "bench",
+        "-p",
+        "driftless-delta",
+        "--features",
+        "cuda",
+        "--bench",
+        "cuda",
+        "--",
+        "256",
+        "1%",
+    ])?;
+    context.logged(Command::new("cargo").args(["xtask", "demo", "--smoke"]).args(device))
+}

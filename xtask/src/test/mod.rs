@@ -1,0 +1,229 @@
+//! The lanes: what is checked, what each needs, and how long it took.
+
+mod lanes;
+mod programs;
+mod queue;
+mod record;
+
+use crate::error::{Error, Result};
+use crate::need::Need;
+use crate::process;
+use lanes::LANES;
+use programs::Programs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+pub(crate) use programs::{cargo_test, command_for_tests};
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Install what is missing, and fail when a lane is skipped.
+    #[arg(long)]
+    ci: bool,
+    /// The long forms of the loops that have one (kills, fuzzing), and what only they run.
+    #[arg(long)]
+    long: bool,
+    /// Run only these lanes.
+    #[arg(value_name = "LANE")]
+    lanes: Vec<String>,
+}
+
+struct Lane {
+    name: &'static str,
+    what: &'static str,
+    needs: &'static [Need],
+    /// Test programs that it runs; they are built before, for all lanes at once.
+    programs: Tests,
+    /// Lanes that come before it, where they run at all.
+    after: &'static [&'static str],
+    run: fn(&Context) -> Result<()>,
+}
+
+/// Test programs of a lane, as `package::target` or `package::*`.
+enum Tests {
+    None,
+    Some(&'static [&'static str]),
+    /// All of the workspace.
+    All,
+}
+
+/// What a lane is given.
+struct Context<'a> {
+    root: &'a Path,
+    log: PathBuf,
+    options: &'a Options,
+    built: &'a OnceLock<Programs>,
+}
+
+/// The lane that builds the test programs.
+const BUILD: &str = "build";
+
+enum Outcome {
+    Passed(Duration),
+    Failed(Duration),
+    Skipped(String),
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let root = crate::workspace();
+    let chosen = chosen(&options.lanes)?;
+    if options.ci {
+        install(&chosen)?;
+    }
+    let begin = Instant::now();
+    let (all, names) = wanted(&chosen);
+    let built = OnceLock::new();
+    let build = |context: &Context| build(context, if all { None } else { Some(&names) });
+    let jobs = chosen.iter().map(|lane| queue::Job { name: lane.name, after: before(lane), what: *lane });
+    let mut report = queue::run(jobs.collect(), |lane: &'static Lane| {
+        let log = root.join("target/lanes").join(format!("{}.log", lane.name));
+        let context = Context { root: &root, log, options, built: &built };
+        let run = |context: &Context| if lane.name == BUILD { build(context) } else { (lane.run)(context) };
+        (lane, run_lane(lane, &context, run))
+    });
+    report.sort_by_key(|(lane, _)| LANES.iter().position(|other| other.name == lane.name));
+    summarise(&report, options.ci, begin.elapsed())
+}
+
+/// The lanes of these names, or those that run without being named; with the build of the programs that they run.
+fn chosen(names: &[String]) -> Result<Vec<&'static Lane>> {
+    if let Some(name) = names.iter().find(|n| LANES.iter().all(|l| l.name != n.as_str())) {
+        let known: Vec<_> = LANES.iter().map(|l| l.name).collect();
+        return Err(Error::Check {
+            what: "lane".to_owned(),
+            expected: known.join(", "),
+            found: name.clone(),
+        });
+    }
+    let wanted = |lane: &&Lane| match names {
+        [] => !lanes::BY_NAME.contains(&lane.name),
+        names => names.iter().any(|n| n == lane.name),
+    };
+    let runs_programs = LANES.iter().filter(wanted).any(|lane| !matches!(lane.programs, Tests::None));
+    Ok(LANES.iter().filter(|lane| wanted(lane) || (lane.name == BUILD && runs_programs)).collect())
+}
+
+/// Whether the lanes run all test programs, and else which.
+fn wanted(lanes: &[&Lane]) -> (bool, Vec<&'static str>) {
+    let all = lanes.iter().any(|lane| matches!(lane.programs, Tests::All));
+    let some = |lane: &&Lane| match lane.programs {
+        Tests::Some(names) => names.to_vec(),
+        Tests::None | Tests::All => Vec::new(),
+    };
+    (all, lanes.iter().flat_map(some).collect())
+}
+
+/// The lanes that come before this one.
+fn before(lane: &Lane) -> Vec<&'static str> {
+    let build = (!matches!(lane.programs, Tests::None)).then_some(BUILD);
+    lane.after.iter().copied().chain(build).collect()
+}
+
+fn build(context: &Context, names: Option<&[&str]>) -> Result<()> {
+    let built = Programs::build(context, names)?;
+    // Only this lane fills it, once.
+    let _ = context.built.set(built);
+    Ok(())
+}
+
+fn install(lanes: &[&Lane]) -> Result<()> {
+    let needed = |need: &&Need| lanes.iter().any(|lane| lane.needs.contains(need));
+    Need::ALL.iter().filter(needed).try_for_each(|need| need.install())
+}
+
+fn run_lane(lane: &Lane, context: &Context, run: impl Fn(&Context) -> Result<()>) -> Outcome {
+    let missing = lane.needs.iter().filter_map(|need| need.missing()).collect::<Vec<_>>();
+    if !missing.is_empty() {
+        return Outcome::Skipped(missing.join("; "));
+    }
+    // An old log would only confuse; that it may be absent is fine.
+    let _ = std::fs::remove_file(&context.log);
+    println!("{:8} {} ...", lane.name, lane.what);
+    let start = Instant::now();
+    match run(context) {
+        Ok(()) => {
+            println!("{:8} ok, {:.0} s", lane.name, start.elapsed().as_secs_f64());
+            Outcome::Passed(start.elapsed())
+        }
+        Err(error) => {
+            println!("{}", process::tail(&context.log, 60));
+            println!("{:8} FAILED: {error}", lane.name);
+            Outcome::Failed(start.elapsed())
+        }
+    }
+}
+
+fn summarise(report: &[(&Lane, Outcome)], ci: bool, whole: Duration) -> Result<()> {
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    let recorded = record::last();
+    println!("\nlane       time  recorded  result");
+    for (lane, outcome) in report {
+        let before = recorded.get(lane.name).map_or("-".to_owned(), |seconds| format!("{seconds} s"));
+        let (time, result) = match outcome {
+            Outcome::Passed(time) => {
+                passed += 1;
+                (format!("{:.0} s", time.as_secs_f64()), "ok".to_owned())
+            }
+            Outcome::Failed(time) => {
+                failed += 1;
+                let log = format!("FAILED, see target/lanes/{}.log", lane.name);
+                (format!("{:.0} s", time.as_secs_f64()), log)
+            }
+            Outcome::Skipped(why) => {
+                skipped += 1;
+                ("-".to_owned(), format!("skipped: {why}"))
+            }
+        };
+        println!("{:8} {time:>6}  {before:>8}  {result}", lane.name);
+    }
+    println!("\nlanes: {passed} passed, {failed} failed, {skipped} skipped, {} s in all", whole.as_secs());
+    // Where everything can be installed, a skip hides something.
+    let bad = if ci { failed + skipped } else { failed };
+    if bad == 0 { Ok(()) } else { Err(Error::Lanes(bad)) }
+}
+
+impl Context<'_> {
+    fn logged(&self, command: &mut Command) -> Result<()> {
+        process::run_logged(self.told(command).current_dir(self.root), &self.log)
+    }
+
+    /// The standard output of a command of the workspace; what it says beside that is logged.
+    fn output(&self, command: &mut Command) -> Result<String> {
+        process::output_logged(self.told(command).current_dir(self.root), &self.log)
+    }
+
+    fn told<'c>(&self, command: &'c mut Command) -> &'c mut Command {
+        if self.options.ci {
+            // Without it, tests of what a C++ compiler makes say that they do nothing.
+            command.env("DRIFTLESS_CXX_REQUIRED", "1");
+        }
+        if self.options.long {
+            command.env("DRIFTLESS_LONG", "1");
+        }
+        command
+    }
+
+    fn cargo(&self, args: &[&str]) -> Result<()> {
+        self.logged(Command::new("cargo").args(args))
+    }
+
+    fn programs(&self) -> Result<&Programs> {
+        self.built.get().ok_or_else(|| Error::Check {
+            what: "test programs".to_owned(),
+            expected: "a build".to_owned(),
+            found: "none, see target/lanes/build.log".to_owned(),
+        })
+    }
+
+    /// A test program of the build.
+    fn program(&self, name: &str) -> Result<Command> {
+        self.programs()?.command(name)
+    }
+
+    /// Runs a test program where cargo would.
+    fn run(&self, program: &mut Command) -> Result<()> {
+        process::run_logged(self.told(program), &self.log)
+    }
+}

@@ -1,0 +1,146 @@
+//! The test programs of the workspace, built once by one command for all lanes that run them.
+
+use super::Context;
+use crate::error::{Error, Result};
+use crate::{libtorch, process};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Features of the tests where there is no libtorch.
+const LIGHT: &str = "driftless/cli,driftless/failpoints,driftless-store/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda";
+
+/// The same, and libtorch.
+pub(super) const ALL: &str = "driftless/failpoints,driftless-store/conformance,driftless-bridge/conformance,driftless-trainer/conformance,driftless-delta/cuda,driftless/torch";
+
+/// Packages that link only where something else loads them.
+const ELSEWHERE: [&str; 2] = ["--exclude", "driftless-python"];
+
+/// A test program.
+struct Program {
+    /// Its package without `driftless-`, and its target: `bridge::faults`, `driftless::cli`; `lib` and `bin` are
+    /// unit tests.
+    name: String,
+    executable: PathBuf,
+    /// Where cargo would run it.
+    dir: PathBuf,
+}
+
+/// All that were built.
+pub(super) struct Programs(Vec<Program>);
+
+/// `cargo test`, with libtorch where it is. All commands select the same packages and features, because cargo builds
+/// a crate once more for each other set that a selection amounts to.
+pub(crate) fn cargo_test() -> Command {
+    let mut command = Command::new("cargo");
+    command.arg("test");
+    if libtorch::present().is_some() {
+        command.arg("--workspace").args(ELSEWHERE).args(["--features", ALL]);
+    } else {
+        command.args(["--features", LIGHT]);
+    }
+    command
+}
+
+impl Programs {
+    /// Builds those of these names, or all of them with the examples.
+    pub(super) fn build(context: &Context, names: Option<&[&str]>) -> Result<Programs> {
+        let mut command = cargo_test();
+        command.args(["--no-run", "--message-format", "json-render-diagnostics"]);
+        for name in names.into_iter().flatten() {
+            match name.rsplit("::").next().unwrap_or(name) {
+                "lib" => command.arg("--lib"),
+                "*" => command.arg("--tests"),
+                target => command.args(["--test", target]),
+            };
+        }
+        let messages = context.output(&mut command)?;
+        Ok(Programs(messages.lines().filter_map(program).collect()))
+    }
+
+    /// The names of all.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|program| program.name.as_str())
+    }
+
+    /// A command that runs the program of this name.
+    pub(super) fn command(&self, name: &str) -> Result<Command> {
+        let missing = || Error::Check {
+            what: "test programs".to_owned(),
+            expected: name.to_owned(),
+            found: self.names().collect::<Vec<_>>().join(", "),
+        };
+        let program = self.0.iter().find(|program| program.name == name).ok_or_else(missing)?;
+        let mut command = Command::new(&program.executable);
+        command.current_dir(&program.dir);
+        Ok(command)
+    }
+}
+
+/// The program that a message of cargo tells of.
+fn program(message: &str) -> Option<Program> {
+    let message: Value = serde_json::from_str(message).ok()?;
+    if message["profile"]["test"] != true {
+        return None;
+    }
+    let dir = Path::new(message["manifest_path"].as_str()?).parent()?.to_owned();
+    let package = message["package_id"].as_str()?;
+    let target = match message["target"]["kind"][0].as_str()? {
+        "test" | "example" => message["target"]["name"].as_str()?,
+        "bin" => "bin",
+        _ => "lib",
+    };
+    let package = package_name(package)?;
+    let package = package.strip_prefix("driftless-").unwrap_or(package);
+    Some(Program {
+        name: format!("{package}::{target}"),
+        executable: PathBuf::from(message["executable"].as_str()?),
+        dir,
+    })
+}
+
+/// The name in a package's identity: `path+file:///a/b#name@1.0.0`, or `path+file:///a/name#1.0.0`.
+fn package_name(id: &str) -> Option<&str> {
+    let (path, tail) = id.rsplit_once('#')?;
+    match tail.split_once('@') {
+        Some((name, _)) => Some(name),
+        None => path.rsplit('/').next(),
+    }
+}
+
+/// Builds the command for tests, unless it is there, and says where it is.
+pub(crate) fn command_for_tests(root: &Path) -> Result<PathBuf> {
+    let mut build = cargo_test();
+    process::run(build.args(["--no-run", "--test", "crash"]).current_dir(root))?;
+    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    Ok(target.unwrap_or_else(|| root.join("target")).join("debug/driftless"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_of_test_programs_are_named_by_package_and_target() {
+        let message = |kind: &str, name: &str, test: bool| {
+            serde_json::json!({
+                "reason": "compiler-artifact", "package_id": "path+file:///a/bridge#driftless-bridge@0.1.0",
+                "manifest_path": "/a/bridge/Cargo.toml", "target": { "kind": [kind], "name": name },
+                "profile": { "test": test }, "executable": "/a/target/debug/deps/x-1",
+            })
+            .to_string()
+        };
+        let found = program(&message("test", "faults", true)).expect("a program");
+        assert_eq!((found.name.as_str(), found.dir.as_path()), ("bridge::faults", Path::new("/a/bridge")));
+        let unit = program(&message("lib", "driftless_bridge", true)).expect("a program");
+        assert_eq!(unit.name, "bridge::lib");
+        assert!(program(&message("lib", "driftless_bridge", false)).is_none());
+        assert!(program("{\"reason\":\"build-finished\",\"success\":true}").is_none());
+    }
+
+    #[test]
+    fn packages_at_the_root_are_named_by_their_folder() {
+        assert_eq!(package_name("path+file:///a/driftless#0.1.0"), Some("driftless"));
+        assert_eq!(package_name("path+file:///a/x#driftless-delta@0.1.0"), Some("driftless-delta"));
+    }
+}
