@@ -3,7 +3,7 @@
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::Output;
 use crate::cli::shared::paths;
-use driftless::torch::quantize::quantize_checkpoint;
+use driftless::torch::quantize_checkpoint;
 use serde_json::json;
 use std::path::PathBuf;
 

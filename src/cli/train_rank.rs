@@ -3,8 +3,9 @@
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use crate::cli::shared::output::Output;
-use driftless::torch::{RankOptions, TorchOptions, serve_rank, set_deterministic};
-use driftless::trainer::LearnOptions;
+use driftless::torch::libtorch::set_deterministic;
+use driftless::torch::{RankOptions, TorchOptions, serve_rank};
+use driftless::trainer::options::LearnOptions;
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
 //! The crate's one error type.
 
-use std::path::PathBuf;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
-
-use crate::data::Place;
 
 /// Everything that can go wrong in this crate.
 #[derive(Debug, thiserror::Error)]
@@ -326,4 +326,29 @@ pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(
 /// An [`Error::Input`] from anything that can be shown.
 pub(crate) fn input(what: impl ToString, expected: impl ToString, found: impl ToString) -> Error {
     Error::Input { what: what.to_string(), expected: expected.to_string(), found: found.to_string() }
+}
+
+/// A row of a file, for messages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The file.
+    pub path: Arc<Path>,
+    /// The line, or the row of a Parquet file; from 1.
+    pub line: u64,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.path.display(), self.line)
+    }
+}
+
+/// Enough of a text to recognise it by, in one line.
+pub(crate) fn short(text: &str) -> String {
+    let mut start: String =
+        text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).take(120).collect();
+    if start.len() < text.len() {
+        start.push('…');
+    }
+    start
 }

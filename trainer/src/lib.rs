@@ -12,18 +12,17 @@ pub mod hook;
 pub mod learner;
 pub mod lr;
 pub mod metrics;
+pub mod options;
 pub mod push;
 pub mod reward;
 pub mod rollout;
+pub mod sample;
 mod schedule;
+pub mod seed;
+pub mod service;
 pub mod tasks;
 mod train;
 
-pub use advantage::Estimator;
 pub use chat::{ChatTemplate, LossMask};
 pub use error::{Error, Result};
-pub use schedule::{Mode, Schedule};
-pub use train::{
-    CriticOptions, Debug, Dtype, Evaluation, Event, Kl, KlPenalty, LearnOptions, Level, Observer, Opd,
-    Outcome, Rs, Tis, TisMode, TrainOptions, UpdateWeightMode, train,
-};
+pub use train::{Evaluation, Event, Observer, Outcome, TrainOptions, train};

@@ -1,7 +1,6 @@
 //! What a step did, one JSON line a step: the data of the final table and of the report's plots.
 
 use crate::error::{Error, Result, io};
-use crate::learner::StepStats;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -74,6 +73,80 @@ pub struct StepMetrics {
     pub publication: Option<PublicationMetrics>,
     /// Success rates on the held-out problems after this step, if they were measured.
     pub eval: Option<EvalMetrics>,
+}
+
+/// What the optimiser steps on a rollout were like. What a learner does not measure is 0.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StepStats {
+    /// The policy's loss before the step.
+    pub loss: f64,
+    /// L2 norm of the gradients before clipping.
+    pub grad_norm: f64,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Share of trained tokens whose probability ratio was clipped.
+    pub pg_clipfrac: f64,
+    /// Mean of old − new log-prob over trained tokens.
+    pub ppo_kl: f64,
+    /// Mean estimate of KL(policy ‖ reference), if it is part of the loss.
+    pub kl_loss: f64,
+    /// Share of trained tokens whose importance weight was cut.
+    pub tis_clipfrac: f64,
+    /// Estimate k3 of KL(engine ‖ learner).
+    pub mismatch_k3: f64,
+    /// Share of trained tokens that were rejected (`--use-rs`).
+    pub rs_clipfrac: f64,
+    /// Share of trained tokens in samples that are left out for their distance (`--use-opsm`).
+    pub opsm_clipfrac: f64,
+    /// Mean estimate of KL(old policy ‖ reference), if it is part of the rewards.
+    pub kl: f64,
+    /// Mean of old policy's − teacher's log-prob, with on-policy distillation.
+    pub opd_reverse_kl: f64,
+    /// The critic's loss before its step.
+    pub value_loss: f64,
+    /// Share of trained tokens whose value was clipped.
+    pub value_clipfrac: f64,
+    /// L2 norm of the critic's gradients before clipping.
+    pub critic_grad_norm: f64,
+    /// The critic's learning rate.
+    pub critic_lr: f64,
+    /// Mean entropy of the policy at the trained tokens, in nats.
+    pub entropy: f64,
+    /// Mean of |learner's log-prob − engine's log-prob| over trained tokens.
+    pub log_prob_diff_mean: f64,
+    /// What 99 % of those differences are below.
+    pub log_prob_diff_p99: f64,
+    /// The largest of those differences.
+    pub log_prob_diff_max: f64,
+    /// Share of the devices' bf16 operations that the policy's steps took, if the devices are known.
+    pub mfu: f64,
+}
+
+impl StepStats {
+    /// Adds the figures of one of several steps on a rollout, which count for `share` of it. Learning rates and
+    /// the largest difference are the largest of all steps; `log_prob_diff_p99` and `mfu` are of the whole rollout.
+    pub fn add(&mut self, step: &StepStats, share: f64) {
+        self.loss += share * step.loss;
+        self.grad_norm += share * step.grad_norm;
+        self.lr = self.lr.max(step.lr);
+        self.pg_clipfrac += share * step.pg_clipfrac;
+        self.ppo_kl += share * step.ppo_kl;
+        self.kl_loss += share * step.kl_loss;
+        self.tis_clipfrac += share * step.tis_clipfrac;
+        self.mismatch_k3 += share * step.mismatch_k3;
+        self.rs_clipfrac += share * step.rs_clipfrac;
+        self.opsm_clipfrac += share * step.opsm_clipfrac;
+        self.kl += share * step.kl;
+        self.opd_reverse_kl += share * step.opd_reverse_kl;
+        self.value_loss += share * step.value_loss;
+        self.value_clipfrac += share * step.value_clipfrac;
+        self.critic_grad_norm += share * step.critic_grad_norm;
+        self.critic_lr = self.critic_lr.max(step.critic_lr);
+        self.entropy += share * step.entropy;
+        self.log_prob_diff_mean += share * step.log_prob_diff_mean;
+        self.log_prob_diff_max = self.log_prob_diff_max.max(step.log_prob_diff_max);
+    }
 }
 
 /// One publication and what became of it on the hosts.

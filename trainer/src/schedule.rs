@@ -4,47 +4,36 @@
 //! Rollout `r` is the batch of samples that optimiser step `r` learns from. *Step weights* `s` are the
 //! weights after `s` optimiser steps; a run starts with step weights 0.
 
-/// How generation and training overlap.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
-    /// Generate, train, publish, one after the other: every sample comes from the newest weights.
-    Synchronous,
-    /// Rollout `r + 1` is generated while step `r` trains: samples are at most one step old.
-    OneStepOff,
-}
+use crate::options::Mode;
 
 /// The plan of a run of `rollouts` steps.
 #[derive(Debug, Clone, Copy)]
-pub struct Schedule {
+pub(crate) struct Schedule {
     /// How generation and training overlap.
-    pub mode: Mode,
+    pub(crate) mode: Mode,
     /// How many rollouts the run has.
-    pub rollouts: u64,
+    pub(crate) rollouts: u64,
 }
 
 impl Schedule {
     /// The rollout to have in flight while step `rollout` trains.
-    pub fn ahead(&self, rollout: u64) -> Option<u64> {
+    pub(crate) fn ahead(&self, rollout: u64) -> Option<u64> {
         match self.mode {
             Mode::Synchronous => None,
             Mode::OneStepOff => Some(rollout + 1).filter(|next| *next < self.rollouts),
         }
-    }
-
-    /// The largest number of steps between the weights that generated a token and those that learn from it,
-    /// when every `interval`-th step is published.
-    pub fn staleness_max(&self, interval: u64) -> u64 {
-        let ahead = match self.mode {
-            Mode::Synchronous => 0,
-            Mode::OneStepOff => 1,
-        };
-        ahead + interval.saturating_sub(1)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The largest number of steps between the weights that generated a token and those that learn from it,
+    /// when every `interval`-th step is published.
+    fn staleness_max(mode: Mode, interval: u64) -> u64 {
+        u64::from(mode == Mode::OneStepOff) + interval - 1
+    }
 
     /// Walks a run as the loop does and returns (generated, weights it was generated with) in order.
     fn walk(schedule: Schedule, interval: u64) -> Vec<(u64, u64)> {
@@ -83,11 +72,7 @@ mod tests {
                 let schedule = Schedule { mode, rollouts: 9 };
                 let stale: Vec<_> =
                     walk(schedule, interval).iter().map(|(id, weights)| id - weights).collect();
-                assert_eq!(
-                    stale.iter().max(),
-                    Some(&schedule.staleness_max(interval)),
-                    "{mode:?} {interval}"
-                );
+                assert_eq!(stale.iter().max(), Some(&staleness_max(mode, interval)), "{mode:?} {interval}");
             }
         }
     }

@@ -4,9 +4,11 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use driftless_trainer::data::{DataOptions, RowReader};
+use driftless_trainer::hook::Sourced;
 use driftless_trainer::hook::{Hook, HookOptions, Rm};
-use driftless_trainer::reward::{Answer, Remote, Reward};
-use driftless_trainer::tasks::{Sourced, Task};
+use driftless_trainer::reward::{Remote, Reward};
+use driftless_trainer::sample::Answer;
+use driftless_trainer::tasks::Task;
 use serde_json::value::RawValue;
 use std::path::Path;
 use std::sync::Arc;

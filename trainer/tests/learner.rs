@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use driftless_testkit::learner;
-use driftless_trainer::learner::{Batch, Child, ChildOptions, Learner, Place, Stepped, conformance};
-use driftless_trainer::{Error, LearnOptions};
+use driftless_trainer::Error;
+use driftless_trainer::learner::{Batch, Child, ChildOptions, Learner, Stepped, Workspace, conformance};
+use driftless_trainer::options::LearnOptions;
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::{Dtype, Tensors};
 
@@ -57,11 +58,11 @@ fn learner_of_the_environment_passes_the_suite_of_learners() {
 }
 
 /// A place with an empty log.
-fn place(dir: &Path) -> Place {
+fn place(dir: &Path) -> Workspace {
     let identity =
         driftless_buffer::Identity { run_id: [1; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
     drop(driftless_buffer::Log::open(dir.join("log"), driftless_buffer::Options::new(identity)).unwrap());
-    Place {
+    Workspace {
         save: dir.join("rl"),
         hf_checkpoint: checkpoint(dir),
         log: dir.join("log"),

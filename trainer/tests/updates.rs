@@ -17,14 +17,14 @@ use driftless_delta::cuda::{self, Codec};
 use driftless_store::{Memory, Store};
 use driftless_testkit::compiler;
 use driftless_testkit::sglang::{Fake, FakeRoot, Fault, Wire, checkpoint, patient};
-use driftless_trainer::learner::{Batch, Learner, Place, Progress, StepStats, Stepped, Weights};
+use driftless_trainer::learner::{Batch, Learner, Progress, Stepped, Weights, Workspace};
+use driftless_trainer::metrics::StepStats;
+use driftless_trainer::options::{Debug, LearnOptions, Mode, UpdateWeightMode};
 use driftless_trainer::push::Pushes;
-use driftless_trainer::reward::Answer;
-use driftless_trainer::tasks::{Prompt, Task};
-use driftless_trainer::{
-    Debug, Error, Evaluation, Event, LearnOptions, Mode, Observer, Outcome, Result, TrainOptions,
-    UpdateWeightMode, train,
-};
+use driftless_trainer::sample::Answer;
+use driftless_trainer::sample::Prompt;
+use driftless_trainer::tasks::Task;
+use driftless_trainer::{Error, Evaluation, Event, Observer, Outcome, Result, TrainOptions, train};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{Checkpoint, Run, Snapshot, Version};
@@ -60,7 +60,7 @@ impl Snapshot for Lent {
 struct Mover {
     device: Option<Codec>,
     weights: Vec<Vec<u8>>,
-    place: Option<Place>,
+    place: Option<Workspace>,
 }
 
 impl Mover {
@@ -85,7 +85,7 @@ impl Learner for Mover {
         "a mover of weights".into()
     }
 
-    fn load(&mut self, place: &Place) -> Result<Option<Progress>> {
+    fn load(&mut self, place: &Workspace) -> Result<Option<Progress>> {
         self.place = Some(place.clone());
         let (saved, progress) = (place.save.join("weights"), place.save.join("progress"));
         let (from, progress) = match std::fs::read(progress) {

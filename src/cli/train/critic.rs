@@ -1,7 +1,7 @@
 //! Flags of PPO's critic.
 
 use crate::cli::shared::numbers;
-use driftless::trainer::CriticOptions;
+use driftless::trainer::options::CriticOptions;
 use std::path::PathBuf;
 
 /// Only for `--advantage-estimator ppo`.

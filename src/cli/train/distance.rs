@@ -1,7 +1,7 @@
 //! Flags about how far the policy may be from the engines, a reference and a teacher.
 
 use crate::cli::shared::numbers::{self, named};
-use driftless::trainer::{Kl, KlPenalty, Level, Opd, Rs, Tis, TisMode};
+use driftless::trainer::options::{Kl, KlPenalty, Level, Opd, Rs, Tis, TisMode};
 use std::path::PathBuf;
 
 #[derive(clap::Args)]

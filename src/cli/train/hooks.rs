@@ -2,9 +2,9 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
+use driftless::trainer::hook::{Filter, Hooks};
 use driftless::trainer::hook::{Hook, HookOptions, Rm};
 use driftless::trainer::reward::{BuiltIn, Remote, Reward};
-use driftless::trainer::tasks::{Filter, Hooks};
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -5,7 +5,7 @@ use super::distance::DistanceArgs;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers::{self, named};
 use driftless::trainer::lr::Decay;
-use driftless::trainer::{Dtype, Estimator, LearnOptions};
+use driftless::trainer::options::{Dtype, Estimator, LearnOptions};
 
 #[derive(clap::Args)]
 #[command(next_help_heading = "Learning")]

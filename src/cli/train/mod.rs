@@ -22,10 +22,13 @@ use driftless::bridge::engine::Deadlines;
 use driftless::bridge::push::PushOptions;
 use driftless::bridge::{ClientOptions, Keys, SamplingParams, connect};
 #[cfg(feature = "torch")]
-use driftless::torch::{CUBLAS_WORKSPACE, TorchLearner, TorchOptions, check_ranks, set_deterministic};
+use driftless::torch::libtorch::{CUBLAS_WORKSPACE, set_deterministic};
+#[cfg(feature = "torch")]
+use driftless::torch::{TorchLearner, TorchOptions, check_ranks};
 use driftless::trainer::learner::{Child, ChildOptions, Learner};
+use driftless::trainer::options::{Debug, Mode, UpdateWeightMode};
 use driftless::trainer::push::Pushes;
-use driftless::trainer::{Debug, Mode, TrainOptions, UpdateWeightMode, train};
+use driftless::trainer::{TrainOptions, train};
 use learn::{DtypeArg, LearnArgs};
 use report::Summary;
 #[cfg(feature = "torch")]

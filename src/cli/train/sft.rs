@@ -8,7 +8,7 @@ use driftless::torch::sft::{SftOptions, SftTask, sft};
 use driftless::torch::tasks::arithmetic::Recipe;
 use driftless::torch::tasks::text::{self, Text};
 use driftless::torch::{Config, Kind, checkpoint};
-use driftless::trainer::{Dtype, LearnOptions};
+use driftless::trainer::options::{Dtype, LearnOptions};
 use serde_json::json;
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -12,11 +12,12 @@ use driftless::trainer::LossMask;
 #[cfg(feature = "torch")]
 use driftless::trainer::data::Order;
 use driftless::trainer::data::{Dataset, RowReader, Source};
+use driftless::trainer::hook::{Hooked, Hooks, Sourced};
 use driftless::trainer::reward::Reward;
 use driftless::trainer::rollout::EvalSet;
 use driftless::trainer::tasks::arithmetic::{Arithmetic, Recipe};
 use driftless::trainer::tasks::problems::Kind;
-use driftless::trainer::tasks::{Generated, Hooked, Hooks, Prompts, Sourced, Task};
+use driftless::trainer::tasks::{Generated, Prompts, Task};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;

@@ -4,38 +4,9 @@ mod tokens;
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
-
-use crate::train::LearnOptions;
+use crate::options::{Estimator, LearnOptions};
 
 pub use tokens::{Columns, discounted, gae, of_tokens};
-
-/// How rewards become advantages, and what the loss does with them (`--advantage-estimator`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Estimator {
-    /// The reward against its group's; each token's ratio is clipped.
-    Grpo,
-    /// The same; the ratio of whole samples is clipped.
-    Gspo,
-    /// The same; the clipped ratio is a constant weight of the log-prob.
-    Cispo,
-    /// The reward itself, normalised over the trained tokens of the rollout.
-    ReinforcePlusPlus,
-    /// The reward minus its group's mean, normalised over the trained tokens of the rollout.
-    ReinforcePlusPlusBaseline,
-    /// The reward, and what a critic expects from each token on; each token's ratio is clipped.
-    Ppo,
-    /// 1 for the best sample of each group, the others are not learned from; the loss is cross-entropy.
-    RejectionSampling,
-}
-
-impl Estimator {
-    /// Whether advantages are normalised also where `--normalize-advantages` is not given.
-    pub(crate) fn normalizes(self) -> bool {
-        matches!(self, Estimator::ReinforcePlusPlus | Estimator::ReinforcePlusPlusBaseline)
-    }
-}
 
 /// The advantage of each sample: `groups[i]` is the group of `rewards[i]`, `rollouts[i]` the rollout that it is
 /// a part of, and `trained[i]` how many of its tokens are trained on.

@@ -1,7 +1,6 @@
 //! Advantages that differ from token to token: what a critic expects, distances to other policies, discounts.
 
-use super::Estimator;
-use crate::train::LearnOptions;
+use crate::options::{Estimator, LearnOptions};
 
 /// What is known of the trained tokens of one sample. A column that no option asks for is empty; the others have
 /// a value for each token.
@@ -89,7 +88,7 @@ fn take(values: &mut [f64], coef: f64, distances: &[f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::{Kl, KlPenalty, Opd};
+    use crate::options::{Kl, KlPenalty, Opd};
 
     const KL: [f32; 4] = [0.1, -0.2, 0.05, 0.3];
     const TEACHER: [f32; 4] = [-0.5, 0.25, 0.0, 1.5];

@@ -13,6 +13,7 @@ use super::rows::{Fault, Fields, Row, fields, start_of};
 use super::{DataOptions, Place, Tokenizer};
 use crate::chat::{ChatTemplate, Conversation, LossMask};
 use crate::error::{Result, input};
+use crate::sample::Prompt;
 
 /// A prompt to train on.
 #[derive(Debug, Clone)]
@@ -29,6 +30,13 @@ pub struct Example {
     pub label: Option<Box<RawValue>>,
     /// The row's object for rewards, as JSON.
     pub metadata: Option<Box<RawValue>>,
+}
+
+impl From<Example> for Prompt {
+    fn from(example: Example) -> Self {
+        let Example { place, text, tokens, label, metadata, loss_mask: _ } = example;
+        Prompt { tokens, text, label, metadata, source: place.to_string() }
+    }
 }
 
 /// A row that is not trained on.

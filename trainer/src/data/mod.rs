@@ -9,7 +9,7 @@ mod tokenizer;
 
 pub use example::{Example, Refused, RowReader, Why};
 pub use order::Order;
-pub use source::{Place, Source};
+pub use source::Source;
 pub use tokenizer::Tokenizer;
 
 use std::path::Path;
@@ -19,6 +19,8 @@ use rows::Row;
 
 use crate::chat::LossMask;
 use crate::error::{Error, Result, input};
+
+pub use crate::error::Place;
 
 /// Rows that are read before all threads tokenise them.
 const CHUNK: usize = 4096;

@@ -1,6 +1,6 @@
 //! Which prompt of the data is the n-th of a run: a function of numbers.
 
-use crate::tasks::mix;
+use crate::seed::mix;
 
 /// The order in which a run takes the prompts of its data, epoch after epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -66,7 +66,7 @@ fn lines(source: &Source, file: File, mut take: impl FnMut(Row) -> Result<()>) -
     Ok(())
 }
 
-fn long_line(path: &Path, line: u64) -> crate::Error {
+fn long_line(path: &Path, line: u64) -> crate::error::Error {
     let what = format!("{}:{line}", path.display());
     input(what, format!("a line of fewer than {LINE_BYTES_MAX} bytes"), "a longer one")
 }

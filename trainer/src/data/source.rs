@@ -1,10 +1,8 @@
 //! `--prompt-data`: which rows of which file.
 
-use std::fmt;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::Arc;
 
 use crate::error::{Error, input};
 
@@ -36,24 +34,11 @@ impl FromStr for Source {
     }
 }
 
-/// A row of a file, for messages.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
-    /// The file.
-    pub path: Arc<Path>,
-    /// The line, or the row of a Parquet file; from 1.
-    pub line: u64,
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.path.display(), self.line)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use std::path::Path;
 
     use super::*;
 

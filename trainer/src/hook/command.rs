@@ -9,7 +9,9 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufRead
 use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::{Mutex, OnceCell, mpsc, oneshot};
 
-use super::{Head, HookOptions, Silent, short};
+use super::{Head, HookOptions};
+use crate::error::short;
+use crate::service::Silent;
 
 /// Longest answer.
 const ANSWER_BYTES_MAX: u64 = 64 << 20;

@@ -9,7 +9,8 @@ use serde_json::value::RawValue;
 use super::sample::{Claim, Made, assemble};
 use super::{Fault, Hook};
 use crate::error::Result;
-use crate::tasks::{Prompt, Task, Trajectory, Turn};
+use crate::sample::{Prompt, Trajectory};
+use crate::tasks::{Task, Turn};
 
 /// Samples that an answer may become.
 const SAMPLES_MAX: usize = 1024;
@@ -52,7 +53,7 @@ struct Said {
 }
 
 #[derive(Deserialize)]
-struct Answer {
+struct Next {
     generate: Option<Wanted>,
     samples: Option<Vec<Claim>>,
 }
@@ -100,8 +101,8 @@ impl Hook {
                 generations: &said,
             };
             let wanted = match self.ask("generate", &question, EXPECTED).await.map_err(refused)? {
-                Answer { generate: Some(wanted), samples: None } => wanted,
-                Answer { generate: None, samples: Some(claims) }
+                Next { generate: Some(wanted), samples: None } => wanted,
+                Next { generate: None, samples: Some(claims) }
                     if (1..=SAMPLES_MAX).contains(&claims.len()) =>
                 {
                     let samples = claims.into_iter();
@@ -109,7 +110,7 @@ impl Hook {
                         samples.map(|claim| assemble(claim, &prompt.tokens, &made, turn.vocabulary));
                     return samples.collect::<Result<_, Fault>>().map_err(refused);
                 }
-                Answer { generate: None, samples: Some(claims) } => {
+                Next { generate: None, samples: Some(claims) } => {
                     let expected = format!("1 to {SAMPLES_MAX} samples");
                     return Err(refused(Fault::of(expected, claims.len())));
                 }

@@ -8,7 +8,8 @@ use serde_json::Value;
 
 use super::{Fault, Hook};
 use crate::error::Result;
-use crate::reward::{Answer, Reward};
+use crate::reward::Reward;
+use crate::sample::Answer;
 
 /// The samples of a group. Their rewards are there once they have some.
 #[derive(Serialize)]

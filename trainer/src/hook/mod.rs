@@ -7,8 +7,9 @@
 mod command;
 mod generate;
 mod group;
+mod hooked;
 mod sample;
-mod service;
+mod sourced;
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,10 +18,12 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, short};
+use crate::service::{LOOK, Service};
 
 pub use group::Rm;
-pub use service::Service;
+pub use hooked::{Filter, Hooked, Hooks};
+pub use sourced::Sourced;
 
 /// How a hook is reached.
 #[derive(Debug, Clone)]
@@ -71,9 +74,6 @@ pub(crate) struct Fault {
     pub(crate) found: String,
     pub(crate) todo: &'static str,
 }
-
-const LOOK: &str =
-    "look at what it wrote on standard error or in its own log; docs/hooks.md has what it is asked";
 
 impl Hook {
     /// Makes ready to ask what `flag` names. A command is started with the first question, on the tokio
@@ -132,32 +132,4 @@ impl Fault {
     pub(crate) fn of(expected: impl fmt::Display, found: impl fmt::Display) -> Self {
         Fault { expected: expected.to_string(), found: found.to_string(), todo: LOOK }
     }
-}
-
-/// Why nothing came that could be an answer.
-#[derive(Debug)]
-pub(crate) struct Silent {
-    pub(crate) found: String,
-    pub(crate) todo: &'static str,
-}
-
-impl Silent {
-    fn new(found: impl fmt::Display) -> Self {
-        Silent { found: found.to_string(), todo: LOOK }
-    }
-
-    fn late(deadline: Duration) -> Self {
-        let found = format!("nothing after {} s", deadline.as_secs_f64());
-        Silent { found, todo: "make it faster, or give it longer with --hook-deadline" }
-    }
-}
-
-/// Enough of a text to recognise it by, in one line.
-pub(crate) fn short(text: &str) -> String {
-    let mut start: String =
-        text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).take(120).collect();
-    if start.len() < text.len() {
-        start.push('…');
-    }
-    start
 }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::Fault;
-use crate::tasks::{Trajectory, finish, spans};
+use crate::sample::{Trajectory, finish, spans};
 
 /// What a command says that a sample is.
 #[derive(Debug, Default, Deserialize)]
@@ -222,7 +222,7 @@ mod tests {
     fn every_trained_token_is_an_engines() {
         let mut state = 7_u64;
         let mut draw = |below: u64| {
-            state = crate::tasks::mix(state);
+            state = crate::seed::mix(state);
             state % below
         };
         for round in 0..2000 {

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use super::process::{Lost, Process};
 use super::wire::{Call, Hello, PROTOCOL, Reply, samples};
-use super::{Batch, Learner, Place, Progress, Stepped, Weights};
+use super::{Batch, Learner, Progress, Stepped, Weights, Workspace};
 use crate::error::{Error, Result};
-use crate::train::LearnOptions;
+use crate::options::LearnOptions;
 
 /// How a learner is run.
 #[derive(Debug, Clone)]
@@ -85,11 +85,11 @@ impl Learner for Child {
         true
     }
 
-    fn load(&mut self, place: &Place) -> Result<Option<Progress>> {
+    fn load(&mut self, place: &Workspace) -> Result<Option<Progress>> {
         // The one before has ended when this is done.
         self.process = None;
         let save = absolute(&place.save.join("learner"))?;
-        let place = Place {
+        let place = Workspace {
             hf_checkpoint: absolute(&place.hf_checkpoint)?,
             log: absolute(&place.log)?,
             baseline: absolute(&place.baseline)?,

@@ -10,7 +10,7 @@ use driftless_store::{Store, open};
 use driftless_transport::publish::{PublisherOptions, Start, Step};
 use driftless_transport::{Checkpoint, Publisher, Run, RunId, Snapshot, Version};
 
-use super::{Batch, Learner, Place, Progress, Sample, Stepped, Weights};
+use super::{Batch, Learner, Progress, Sample, Stepped, Weights, Workspace};
 use crate::metrics::StepMetrics;
 
 const MODEL: &str = "policy";
@@ -140,7 +140,7 @@ fn progress(step: u64) -> Progress {
 /// A run with a log of four samples.
 struct Stage {
     dir: tempfile::TempDir,
-    place: Place,
+    place: Workspace,
     store: Arc<dyn Store>,
     log: Log,
 }
@@ -165,7 +165,7 @@ impl Stage {
         for sample_id in 0..4 {
             append(&log, sample_id);
         }
-        let place = Place {
+        let place = Workspace {
             save: at("rl"),
             hf_checkpoint: checkpoint.to_owned(),
             log: at("log"),

@@ -15,16 +15,19 @@ use driftless_transport::Snapshot;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::metrics::StepMetrics;
-use crate::rollout::answer_of;
+use crate::metrics::{StepMetrics, StepStats};
+use crate::sample::answer_of;
 
 pub use child::{Child, ChildOptions};
 pub use serve::{Told, serve};
 pub use wire::PROTOCOL;
 
+/// Name of the policy among the models of a run.
+pub(crate) const MODEL: &str = "policy";
+
 /// Where a learner finds what it works on, and where it keeps its state.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct Workspace {
     /// State directory of the run.
     pub save: PathBuf,
     /// Hugging Face checkpoint that the run starts from.
@@ -83,10 +86,11 @@ pub struct Sample<'a> {
     pub log_probs: &'a [f32],
     /// Per response token: log-probability under a teacher; empty where there is none.
     pub teacher_log_probs: &'a [f32],
-    /// Samples with one id count as one in the loss: their tokens share a denominator.
-    pub rollout_id: u64,
+    /// The answer that it is part of. Samples of one answer count as one in the loss: their tokens share a
+    /// denominator.
+    pub answer: u64,
     /// Advantage of every response token, or what the advantages of its tokens begin with
-    /// ([`LearnOptions::per_token`](crate::train::LearnOptions::per_token)).
+    /// ([`LearnOptions::per_token`](crate::options::LearnOptions::per_token)).
     pub advantage: f32,
 }
 
@@ -101,7 +105,7 @@ impl<'a> Sample<'a> {
             loss_mask: record.loss_mask(),
             log_probs: record.log_probs(),
             teacher_log_probs: record.teacher_log_probs(),
-            rollout_id: answer_of(record.scalars().sample_id),
+            answer: answer_of(record.scalars().sample_id),
             advantage,
         }
     }
@@ -119,80 +123,6 @@ impl<'a> Sample<'a> {
     #[must_use]
     pub fn response_len(&self) -> usize {
         self.tokens.len().saturating_sub(self.prompt_len)
-    }
-}
-
-/// What the optimiser steps on a rollout were like. What a learner does not measure is 0.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct StepStats {
-    /// The policy's loss before the step.
-    pub loss: f64,
-    /// L2 norm of the gradients before clipping.
-    pub grad_norm: f64,
-    /// Learning rate of the step.
-    pub lr: f64,
-    /// Share of trained tokens whose probability ratio was clipped.
-    pub pg_clipfrac: f64,
-    /// Mean of old − new log-prob over trained tokens.
-    pub ppo_kl: f64,
-    /// Mean estimate of KL(policy ‖ reference), if it is part of the loss.
-    pub kl_loss: f64,
-    /// Share of trained tokens whose importance weight was cut.
-    pub tis_clipfrac: f64,
-    /// Estimate k3 of KL(engine ‖ learner).
-    pub mismatch_k3: f64,
-    /// Share of trained tokens that were rejected (`--use-rs`).
-    pub rs_clipfrac: f64,
-    /// Share of trained tokens in samples that are left out for their distance (`--use-opsm`).
-    pub opsm_clipfrac: f64,
-    /// Mean estimate of KL(old policy ‖ reference), if it is part of the rewards.
-    pub kl: f64,
-    /// Mean of old policy's − teacher's log-prob, with on-policy distillation.
-    pub opd_reverse_kl: f64,
-    /// The critic's loss before its step.
-    pub value_loss: f64,
-    /// Share of trained tokens whose value was clipped.
-    pub value_clipfrac: f64,
-    /// L2 norm of the critic's gradients before clipping.
-    pub critic_grad_norm: f64,
-    /// The critic's learning rate.
-    pub critic_lr: f64,
-    /// Mean entropy of the policy at the trained tokens, in nats.
-    pub entropy: f64,
-    /// Mean of |learner's log-prob − engine's log-prob| over trained tokens.
-    pub log_prob_diff_mean: f64,
-    /// What 99 % of those differences are below.
-    pub log_prob_diff_p99: f64,
-    /// The largest of those differences.
-    pub log_prob_diff_max: f64,
-    /// Share of the devices' bf16 operations that the policy's steps took, if the devices are known.
-    pub mfu: f64,
-}
-
-impl StepStats {
-    /// Adds the figures of one of several steps on a rollout, which count for `share` of it. Learning rates and
-    /// the largest difference are the largest of all steps; `log_prob_diff_p99` and `mfu` are of the whole rollout.
-    pub fn add(&mut self, step: &StepStats, share: f64) {
-        self.loss += share * step.loss;
-        self.grad_norm += share * step.grad_norm;
-        self.lr = self.lr.max(step.lr);
-        self.pg_clipfrac += share * step.pg_clipfrac;
-        self.ppo_kl += share * step.ppo_kl;
-        self.kl_loss += share * step.kl_loss;
-        self.tis_clipfrac += share * step.tis_clipfrac;
-        self.mismatch_k3 += share * step.mismatch_k3;
-        self.rs_clipfrac += share * step.rs_clipfrac;
-        self.opsm_clipfrac += share * step.opsm_clipfrac;
-        self.kl += share * step.kl;
-        self.opd_reverse_kl += share * step.opd_reverse_kl;
-        self.value_loss += share * step.value_loss;
-        self.value_clipfrac += share * step.value_clipfrac;
-        self.critic_grad_norm += share * step.critic_grad_norm;
-        self.critic_lr = self.critic_lr.max(step.critic_lr);
-        self.entropy += share * step.entropy;
-        self.log_prob_diff_mean += share * step.log_prob_diff_mean;
-        self.log_prob_diff_max = self.log_prob_diff_max.max(step.log_prob_diff_max);
     }
 }
 
@@ -226,13 +156,13 @@ pub trait Learner: Send {
         false
     }
 
-    /// Takes up the newest checkpoint below [`Place::save`], and says how far that is; without one, begins
-    /// with the weights of [`Place::hf_checkpoint`]. Called before any other method, and again after
+    /// Takes up the newest checkpoint below [`Workspace::save`], and says how far that is; without one, begins
+    /// with the weights of [`Workspace::hf_checkpoint`]. Called before any other method, and again after
     /// [`crate::Error::LearnerLost`].
     ///
     /// # Errors
     /// What keeps it from starting, or a checkpoint of another model.
-    fn load(&mut self, place: &Place) -> Result<Option<Progress>>;
+    fn load(&mut self, place: &Workspace) -> Result<Option<Progress>>;
 
     /// A codec of the device that the tensors of its snapshots lie on ([`Snapshot::on_device`]), by which they are
     /// encoded there; `None` where they lie in host memory. Asked for after each [`Learner::load`].

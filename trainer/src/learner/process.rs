@@ -143,7 +143,7 @@ impl Process {
             }
             return Err(Lost::Gone(self.ended(&ErrorKind::UnexpectedEof.into())));
         }
-        let said = || Lost::Nonsense(crate::hook::short(&plain(&reply)));
+        let said = || Lost::Nonsense(crate::error::short(&plain(&reply)));
         let parsed: Reply = serde_json::from_slice(&reply).map_err(|_| said())?;
         if parsed.id == id { Ok(parsed) } else { Err(said()) }
     }

@@ -9,9 +9,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::wire::PROTOCOL;
-use super::{Batch, Learner, Place, Progress, Sample, Stepped, Weights};
+use super::{Batch, Learner, MODEL, Progress, Sample, Stepped, Weights, Workspace};
 use crate::error::{Error, Result, io};
-use crate::train::LearnOptions;
+use crate::options::LearnOptions;
 
 /// Longest call.
 const CALL_BYTES_MAX: u64 = 1 << 30;
@@ -107,14 +107,14 @@ impl Served {
             return Err(crate::error::input("protocol", PROTOCOL, told.protocol));
         }
         let mut learner = make(&told);
-        let place = Place {
+        let place = Workspace {
             save: told.save,
             hf_checkpoint: told.hf_checkpoint,
             log: told.log,
             store: told.store,
             run: told.run,
             run_id: told.run_id,
-            model: crate::train::MODEL,
+            model: MODEL,
             baseline: told.baseline_dir,
             keep: told.keep,
         };
@@ -159,7 +159,7 @@ impl Served {
 
 fn batch<'a>(rollout_id: u64, samples: &[At], records: &'a [Record]) -> Batch<'a> {
     let sample = |(at, record): (&At, &'a Record)| Sample {
-        rollout_id: at.rollout_id,
+        answer: at.rollout_id,
         ..Sample::of(record, at.advantage)
     };
     Batch { rollout_id, samples: samples.iter().zip(records).map(sample).collect() }

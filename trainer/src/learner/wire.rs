@@ -4,8 +4,9 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Batch, Place, Progress, StepStats};
-use crate::train::LearnOptions;
+use super::{Batch, Progress, Workspace};
+use crate::metrics::StepStats;
+use crate::options::LearnOptions;
 
 /// The version of the protocol that is spoken here.
 pub const PROTOCOL: u32 = 1;
@@ -78,7 +79,7 @@ pub(super) struct Hello<'a> {
 }
 
 impl<'a> Hello<'a> {
-    pub(super) fn new(place: &'a Place, save: &'a Path, options: &'a super::ChildOptions) -> Self {
+    pub(super) fn new(place: &'a Workspace, save: &'a Path, options: &'a super::ChildOptions) -> Self {
         Hello {
             protocol: PROTOCOL,
             hf_checkpoint: &place.hf_checkpoint,
@@ -101,6 +102,7 @@ impl<'a> Hello<'a> {
 #[derive(Serialize)]
 pub(super) struct Sample {
     position: u64,
+    /// The answer that it is part of.
     rollout_id: u64,
     advantage: f32,
     /// Tokens of its response, which are as many numbers in a reply to `log_probs`.
@@ -111,7 +113,7 @@ pub(super) struct Sample {
 pub(super) fn samples(batch: &Batch<'_>) -> Vec<Sample> {
     let sample = |sample: &super::Sample<'_>| Sample {
         position: sample.position.0,
-        rollout_id: sample.rollout_id,
+        rollout_id: sample.answer,
         advantage: sample.advantage,
         response_len: sample.response_len(),
     };

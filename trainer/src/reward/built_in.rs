@@ -6,9 +6,10 @@ use std::str::FromStr;
 use async_trait::async_trait;
 use regex::Regex;
 
+use super::Reward;
 use super::math::{boxed, equal};
-use super::{Answer, Reward};
 use crate::error::{Error, Result, input};
+use crate::sample::Answer;
 
 /// A rule that compares an answer with its label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! The value of a mathematical expression, typed plainly or in LaTeX.
 
-use crate::tasks::mix;
+use crate::seed::mix;
 
 /// Brackets within each other, at most.
 const DEPTH_MAX: u32 = 64;

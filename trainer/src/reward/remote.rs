@@ -5,9 +5,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use serde_json::{Value, json};
 
-use super::{Answer, Reward};
-use crate::error::Result;
-use crate::hook::{Service, short};
+use super::Reward;
+use crate::error::{Result, short};
+use crate::sample::Answer;
+use crate::service::Service;
 
 const EXPECTED: &str = "one number from the service";
 const ADVICE: &str =

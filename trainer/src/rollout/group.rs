@@ -6,11 +6,11 @@ use driftless_bridge::Label;
 use driftless_buffer::{Finish, Record};
 use serde_json::value::RawValue;
 
+use super::Rollouts;
 use super::parts::Kept;
-use super::{Rollouts, parts};
 use crate::error::{Error, Result};
-use crate::reward::Answer;
-use crate::tasks::{Prompt, Task, Trajectory};
+use crate::sample::{Answer, Prompt, Trajectory, sample_id};
+use crate::tasks::Task;
 
 /// A group that is no longer worked on.
 pub(super) struct Group {
@@ -106,7 +106,7 @@ impl Rollouts {
     fn logged(&self, rollout: u64, group: u64, answer: u64) -> Option<Vec<Record>> {
         let reader = self.log.reader();
         let part = |part| {
-            let record = reader.sample(parts::id(answer, part)).ok().flatten();
+            let record = reader.sample(sample_id(answer, part)).ok().flatten();
             record
                 .filter(|record| record.scalars().group_id == group && record.scalars().rollout_id == rollout)
         };

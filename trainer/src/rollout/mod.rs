@@ -10,7 +10,6 @@ mod parts;
 mod record;
 
 pub use measure::EvalSet;
-pub use parts::answer_of;
 pub(crate) use parts::groups;
 pub(crate) use record::file_of;
 
@@ -22,7 +21,8 @@ use driftless_buffer::{self as buffer, PromptState};
 use tokio::task::{JoinError, JoinSet};
 
 use crate::error::{Error, Result};
-use crate::tasks::{Engines, Prompt, Task, Turn};
+use crate::sample::Prompt;
+use crate::tasks::{Engines, Task, Turn};
 use group::{Group, Outcome};
 
 /// Groups of a rollout that may fail, beyond a quarter of it.

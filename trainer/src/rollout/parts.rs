@@ -5,23 +5,7 @@ use driftless_buffer::{Group, Reader, Record};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-/// Bits of a sample's id that number the answer. Those above number its parts.
-const ANSWER_BITS: u32 = 48;
-
-/// The answer that a sample is part of.
-#[must_use]
-pub fn answer_of(sample_id: u64) -> u64 {
-    sample_id & ((1 << ANSWER_BITS) - 1)
-}
-
-/// Id of a part of an answer; that of the first is the answer's number.
-pub(super) fn id(answer: u64, part: usize) -> u64 {
-    answer | (part as u64) << ANSWER_BITS
-}
-
-fn part_of(sample_id: u64) -> usize {
-    (sample_id >> ANSWER_BITS) as usize
-}
+use crate::sample::{answer_of, part_of};
 
 /// What the log keeps beside the first part of an answer.
 #[derive(Debug, Default, Serialize, Deserialize)]

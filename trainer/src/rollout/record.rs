@@ -3,11 +3,11 @@
 use driftless_buffer::{Kind, PromptState, Record, Sample, Scalars};
 use serde_json::json;
 
+use super::Rollouts;
 use super::group::{Group, Made, Outcome};
 use super::parts::Kept;
-use super::{Rollouts, parts};
 use crate::error::Result;
-use crate::tasks::{Prompt, Trajectory};
+use crate::sample::{Prompt, Trajectory, sample_id};
 
 /// The metadata of a prompt's record: where it is from, and why it is not learned from.
 pub(super) fn source(prompt: &Prompt, dropped: Option<&str>) -> String {
@@ -106,7 +106,7 @@ impl Rollouts {
                     // The first part comes last: where it is, all are.
                     records.extend(made.parts.iter().enumerate().rev().map(|(part, trajectory)| {
                         let kept = if part == 0 { kept.as_slice() } else { &[] };
-                        sample(group, parts::id(made.answer, part), made.reward, trajectory, kept)
+                        sample(group, sample_id(made.answer, part), made.reward, trajectory, kept)
                     }));
                 }
             }

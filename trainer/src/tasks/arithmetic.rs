@@ -14,7 +14,7 @@ pub use recipe::Recipe;
 pub use task::Arithmetic;
 pub use tokenizer::{VOCABULARY, tokenizer, tokenizer_config};
 
-use super::mix;
+use crate::seed::mix;
 
 /// Fills unused places.
 pub const PAD: i32 = 0;

@@ -8,10 +8,10 @@ use async_trait::async_trait;
 use serde_json::json;
 
 use super::problems::{Kind, Problem};
-use super::{Prompt, Task, vocabulary};
-use crate::data::{Dataset, Example, Place, RowReader};
-use crate::error::{Error, Result, input};
-use crate::reward::Answer;
+use super::{Task, vocabulary};
+use crate::data::{Dataset, Example, RowReader};
+use crate::error::{Error, Place, Result, input};
+use crate::sample::{Answer, Prompt};
 
 /// Of so many problems one is held out.
 const HELD_OUT_OF: u64 = 10;

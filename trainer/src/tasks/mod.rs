@@ -2,71 +2,22 @@
 
 pub mod arithmetic;
 mod generated;
-mod hooked;
 pub mod problems;
 mod prompts;
-mod sourced;
 
 pub use generated::Generated;
-pub use hooked::{Filter, Hooked, Hooks};
 pub use prompts::Prompts;
 pub(crate) use prompts::vocabulary;
-pub use sourced::Sourced;
 
 use std::fmt;
 use std::path::Path;
 
 use async_trait::async_trait;
 use driftless_bridge::{Fleet, GenerateRequest, Generation, Label, Rid, SamplingParams};
-use driftless_buffer as buffer;
-use serde_json::value::RawValue;
 
-use crate::data::Example;
 use crate::error::Result;
-use crate::reward::Answer;
-
-/// A prompt of a task.
-#[derive(Debug, Clone)]
-pub struct Prompt {
-    /// What the model reads; at least one id.
-    pub tokens: Vec<i32>,
-    /// The same as text.
-    pub text: String,
-    /// What rewards compare with, as JSON.
-    pub label: Option<Box<RawValue>>,
-    /// What else rewards are given, as a JSON object.
-    pub metadata: Option<Box<RawValue>>,
-    /// Where it is from, for messages and the log.
-    pub source: String,
-}
-
-impl From<Example> for Prompt {
-    fn from(example: Example) -> Self {
-        let Example { place, text, tokens, label, metadata, loss_mask: _ } = example;
-        Prompt { tokens, text, label, metadata, source: place.to_string() }
-    }
-}
-
-/// What a sample is made of: a prompt and a response, token by token.
-#[derive(Debug, Clone)]
-pub struct Trajectory {
-    /// Prompt and response.
-    pub tokens: Vec<i32>,
-    /// Tokens of the prompt.
-    pub prompt_len: usize,
-    /// Per response token: its log-probability when it was sampled; 0 where no engine sampled it.
-    pub log_probs: Vec<f32>,
-    /// Per response token: 1 to train on it, 0 not to.
-    pub loss_mask: Vec<u8>,
-    /// Which versions made which response tokens.
-    pub spans: Vec<buffer::VersionSpan>,
-    /// Why it ended.
-    pub finish: buffer::Finish,
-    /// URL of the engine that wrote its end.
-    pub engine: String,
-    /// What rewards are given in place of the prompt's metadata, as a JSON object.
-    pub metadata: Option<Box<RawValue>>,
-}
+use crate::sample::{Answer, Prompt, Trajectory, finish, spans};
+use crate::seed::mix;
 
 /// What generates: a fleet, or what stands in for one in tests.
 #[async_trait]
@@ -167,24 +118,6 @@ impl Turn<'_> {
     }
 }
 
-/// Which versions wrote which tokens of a generation.
-pub(crate) fn spans(generation: &Generation) -> impl Iterator<Item = buffer::VersionSpan> + '_ {
-    generation.spans.iter().filter_map(|span| {
-        // Engines that nobody updates serve weights that are no version of ours, and only debugging asks them.
-        let label: Label = span.label.parse().ok()?;
-        Some(buffer::VersionSpan { version: label.version(), start: span.start, end: span.end })
-    })
-}
-
-/// Why a generation ended, as the log has it.
-pub(crate) fn finish(finish: &driftless_bridge::engine::Finish) -> buffer::Finish {
-    match finish {
-        driftless_bridge::engine::Finish::Stop => buffer::Finish::Stop,
-        driftless_bridge::engine::Finish::Length => buffer::Finish::Length,
-        _ => buffer::Finish::Abort,
-    }
-}
-
 /// Something to learn. All of it may be asked for again after a crash, and has to answer the same.
 #[async_trait]
 pub trait Task: Send + Sync + fmt::Debug {
@@ -264,13 +197,4 @@ pub trait Task: Send + Sync + fmt::Debug {
     async fn post_process(&self, _group: &[Answer], rewards: Vec<f32>) -> Result<Vec<f32>> {
         Ok(rewards)
     }
-}
-
-/// Mixes 64 bits: SplitMix64's finaliser (Steele, Lea and Flood 2014).
-#[must_use]
-pub fn mix(value: u64) -> u64 {
-    let z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use driftless_store::os::regular;
 
-use super::{Prompt, Task};
+use super::Task;
 use crate::data::{Dataset, Order};
 use crate::error::{Error, Result, io};
-use crate::reward::{Answer, Reward};
+use crate::reward::Reward;
+use crate::sample::{Answer, Prompt};
 
 /// Prompts from files with a reward.
 #[derive(Debug)]

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use driftless_buffer::{Group, Record};
 
-use super::LearnOptions;
-use crate::advantage::{self, Estimator};
+use crate::advantage;
 use crate::error::Result;
 use crate::learner::{Batch, Sample};
 use crate::metrics::StepMetrics;
+use crate::options::{Estimator, LearnOptions};
 
 /// The samples of a rollout with their advantages. Token ids, log-probs and masks are read where they lie in
 /// the log's map.
@@ -32,7 +32,7 @@ pub(super) fn batch<'a>(rollout_id: u64, groups: &'a [Group], options: &LearnOpt
 /// Reward, group and rollout of each record.
 fn columns(records: &[&Record]) -> (Vec<f32>, Vec<u64>, Vec<u64>) {
     let scalars = records.iter().map(|record| record.scalars());
-    let rollouts = records.iter().map(|record| Sample::of(record, 0.0).rollout_id);
+    let rollouts = records.iter().map(|record| Sample::of(record, 0.0).answer);
     (
         scalars.clone().map(|scalars| scalars.reward).collect(),
         scalars.map(|scalars| scalars.group_id).collect(),
@@ -130,11 +130,8 @@ mod tests {
         }
         let groups = log.reader().groups(3, parts as usize + 1);
         let batch = batch(3, &groups, options);
-        let mut found: Vec<_> = batch
-            .samples
-            .iter()
-            .map(|sample| (sample.rollout_id, sample.trained(), sample.advantage))
-            .collect();
+        let mut found: Vec<_> =
+            batch.samples.iter().map(|sample| (sample.answer, sample.trained(), sample.advantage)).collect();
         found.sort_by_key(|&(rollout, ..)| rollout);
         found
     }

@@ -17,19 +17,14 @@ use driftless_transport::{Snapshot, Version};
 use tokio::task::{JoinError, JoinHandle};
 
 use crate::error::{Error, Result};
-use crate::learner::{Learner, StepStats, Stepped, Weights};
-use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics};
+use crate::learner::{Learner, Stepped, Weights};
+use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics, StepStats};
+use crate::options::{Debug, UpdateWeightMode};
 use crate::rollout::{Dropped, EvalSet};
 use session::Session;
 use update::milliseconds;
 
-pub use options::{
-    CriticOptions, Debug, Dtype, Evaluation, Kl, KlPenalty, LearnOptions, Level, Opd, Rs, Tis, TisMode,
-    TrainOptions, UpdateWeightMode,
-};
-
-/// Name of the policy among the models of a run.
-pub(crate) const MODEL: &str = "policy";
+pub use options::{Evaluation, TrainOptions};
 
 /// How often a learner may be lost before its next training checkpoint.
 const LOST_MAX: u32 = 3;

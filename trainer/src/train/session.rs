@@ -17,10 +17,11 @@ use tokio::runtime::Runtime;
 
 use super::record::RunRecord;
 use super::update::{self, Updates};
-use super::{Debug, Event, InFlight, MODEL, Observer, TrainOptions, options};
+use super::{Event, InFlight, Observer, TrainOptions, options};
 use crate::error::{Error, Result, io};
-use crate::learner::{Learner, Place, Progress};
+use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::metrics::{self, MetricsFile, StepMetrics};
+use crate::options::Debug;
 use crate::push::Pusher;
 use crate::rollout::{self, RolloutOptions, Rollouts};
 use crate::schedule::Schedule;
@@ -44,7 +45,7 @@ pub(super) struct Session<'o> {
     pub(super) record: RunRecord,
     /// Loaded only where more than rollouts is wanted.
     pub(super) learner: Box<dyn Learner>,
-    pub(super) place: Place,
+    pub(super) place: Workspace,
     /// Whether the learner may be asked anything but to load; not before [`Session::load`].
     pub(super) loaded: bool,
     /// Absent when nothing is published.
@@ -386,8 +387,8 @@ fn open_log(options: &TrainOptions, run_id: RunId) -> Result<Log> {
     Ok(Log::open(options.save.join(LOG), log)?)
 }
 
-fn place(options: &TrainOptions, run_id: RunId) -> Place {
-    Place {
+fn place(options: &TrainOptions, run_id: RunId) -> Workspace {
+    Workspace {
         save: options.save.clone(),
         hf_checkpoint: options.hf_checkpoint.clone(),
         log: options.save.join(LOG),

@@ -16,8 +16,8 @@ use driftless_transport::publish::{Mode, Published, Step};
 use driftless_transport::snapshot::TensorInfo;
 use driftless_transport::{Checkpoint, Publisher, Run, Snapshot, Version};
 
-use super::MODEL;
 use crate::error::{Error, Result};
+use crate::learner::MODEL;
 use crate::metrics::PublicationMetrics;
 
 /// The versions of the run: those that the loop publishes, or watches a learner publish.

@@ -23,15 +23,17 @@ use std::time::{Duration, Instant};
 use driftless_buffer::{Identity, Log, Options, Position, Record, Scalars};
 use driftless_store::open;
 use driftless_torch::batch::{Reduction, token_weights};
+use driftless_torch::libtorch::{CUBLAS_WORKSPACE, device, set_deterministic, set_threads};
 use driftless_torch::optimizer::AdamWOptions;
-use driftless_torch::quantize::{Quantized, quantize, quantize_checkpoint};
+use driftless_torch::quantize::{Quantized, quantize};
 use driftless_torch::sft::{SftOptions, SftTask, sft};
 use driftless_torch::{
-    Batch, CUBLAS_WORKSPACE, Config, Family, Model, Policy, RankOptions, Sample, TorchLearner, TorchOptions,
-    device, serve_rank, set_deterministic, set_threads,
+    Batch, Config, Family, Model, Policy, RankOptions, Sample, TorchLearner, TorchOptions,
+    quantize_checkpoint, serve_rank,
 };
-use driftless_trainer::learner::{self, Learner as _, Place, StepStats, Stepped};
-use driftless_trainer::{CriticOptions, Estimator, LearnOptions};
+use driftless_trainer::learner::{self, Learner as _, Stepped, Workspace};
+use driftless_trainer::metrics::StepStats;
+use driftless_trainer::options::{CriticOptions, Estimator, LearnOptions};
 use driftless_transport::Publisher;
 use driftless_transport::publish::{BaseMemory, DeviceUse, Mode, PublisherOptions, Start, Step};
 use tch::{Cuda, Device, Kind, Tensor};
@@ -376,7 +378,7 @@ fn options(arguments: &Arguments) -> TorchOptions {
 /// A run in a directory of its own, and what it learns from.
 struct Stage {
     name: String,
-    place: Place,
+    place: Workspace,
     lengths: Vec<usize>,
     records: Vec<Record>,
     _log: Log,
@@ -395,7 +397,7 @@ impl Stage {
         let lengths = lengths(&text);
         let own = dir.join(format!("{size}-{dtype:?}-{text}-{what}"));
         let (log, records) = logged(&own.join("log"), &lengths, config.vocab_size);
-        let place = Place {
+        let place = Workspace {
             save: own.join("save"),
             hf_checkpoint,
             log: own.join("log"),

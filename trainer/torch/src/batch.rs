@@ -5,11 +5,11 @@
 
 use std::collections::BTreeMap;
 
-use driftless_trainer::LearnOptions;
+use driftless_trainer::options::LearnOptions;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Result, input};
-use crate::torch::borrow;
+use crate::libtorch::borrow;
 
 /// One training sample, borrowed from wherever it lies: a record of the rollout log, or vectors.
 #[derive(Clone, Copy, Debug)]
@@ -22,8 +22,8 @@ pub struct Sample<'a> {
     pub loss_mask: &'a [u8],
     /// Per response token: log-probability when it was sampled. Empty where there is none (SFT).
     pub log_probs: &'a [f32],
-    /// Samples of one rollout (an agent's turns) share a denominator.
-    pub rollout_id: u64,
+    /// Samples of one answer (an agent's turns) share a denominator.
+    pub answer: u64,
     /// Advantage of every response token.
     pub advantage: f32,
 }
@@ -71,16 +71,16 @@ pub struct Batch {
 /// the mean that `reduction` names. Compute it over the whole batch before cutting micro-batches.
 #[must_use]
 pub fn token_weights(samples: &[Sample<'_>], reduction: Reduction) -> Vec<f32> {
-    let mut per_rollout: BTreeMap<u64, usize> = BTreeMap::new();
+    let mut per_answer: BTreeMap<u64, usize> = BTreeMap::new();
     for sample in samples {
-        *per_rollout.entry(sample.rollout_id).or_default() += sample.trained();
+        *per_answer.entry(sample.answer).or_default() += sample.trained();
     }
-    let all: usize = per_rollout.values().sum();
+    let all: usize = per_answer.values().sum();
     let weight = |sample: &Sample<'_>| match reduction {
         Reduction::PerToken => 1.0 / all.max(1) as f32,
         Reduction::PerRollout => {
-            let tokens = per_rollout[&sample.rollout_id].max(1);
-            1.0 / (per_rollout.len() * tokens) as f32
+            let tokens = per_answer[&sample.answer].max(1);
+            1.0 / (per_answer.len() * tokens) as f32
         }
     };
     samples.iter().map(weight).collect()
@@ -216,8 +216,8 @@ impl Rows {
 impl<'a> Sample<'a> {
     /// A sample to be imitated: every token after the prompt is trained on.
     #[must_use]
-    pub fn supervised(tokens: &'a [i32], prompt_len: usize, rollout_id: u64) -> Sample<'a> {
-        Sample { tokens, prompt_len, loss_mask: &[], log_probs: &[], rollout_id, advantage: 0.0 }
+    pub fn supervised(tokens: &'a [i32], prompt_len: usize, answer: u64) -> Sample<'a> {
+        Sample { tokens, prompt_len, loss_mask: &[], log_probs: &[], answer, advantage: 0.0 }
     }
 
     /// How many of its tokens are trained on.
@@ -259,7 +259,7 @@ pub(crate) mod tests {
     use std::cell::Cell;
 
     use super::*;
-    use crate::Error;
+    use crate::error::Error;
 
     thread_local! {
         /// Tokens of the largest pass for which a device that lies has memory.
@@ -277,7 +277,7 @@ pub(crate) mod tests {
         prompt_len: 2,
         loss_mask: &[],
         log_probs: &[-0.5, -0.25],
-        rollout_id: 0,
+        answer: 0,
         advantage: 1.5,
     };
     const B: Sample<'_> = Sample {
@@ -285,7 +285,7 @@ pub(crate) mod tests {
         prompt_len: 1,
         loss_mask: &[1, 0, 1, 1],
         log_probs: &[],
-        rollout_id: 1,
+        answer: 1,
         advantage: -1.0,
     };
 
@@ -309,7 +309,7 @@ pub(crate) mod tests {
 
     #[test]
     fn weights_are_the_means_they_are_named_after() {
-        let sibling = Sample { rollout_id: 1, ..A };
+        let sibling = Sample { answer: 1, ..A };
         assert_eq!(token_weights(&[A, B], Reduction::PerToken), [0.2, 0.2]);
         assert_eq!(token_weights(&[A, B], Reduction::PerRollout), [0.25, 1.0 / 6.0]);
         // A fan-out shares its rollout's weight: 3 + 2 tokens under one denominator.

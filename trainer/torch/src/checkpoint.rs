@@ -22,10 +22,10 @@ use tch::{Kind, Tensor};
 
 use crate::critic::Critic;
 use crate::error::{Error, Result, io};
+use crate::libtorch::{bytes_of, tensor_of};
 use crate::models::{Model, Span};
 use crate::optimizer::{AdamW, Part};
 use crate::policy::Policy;
-use crate::torch::{bytes_of, tensor_of};
 use crate::trained::Trained;
 
 pub use driftless_trainer::learner::Progress;

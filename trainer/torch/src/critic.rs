@@ -1,7 +1,7 @@
 //! The critic of PPO: what it expects from each token on, and one step towards what came.
 
-use driftless_trainer::CriticOptions;
-use driftless_trainer::learner::StepStats;
+use driftless_trainer::metrics::StepStats;
+use driftless_trainer::options::CriticOptions;
 use driftless_transport::snapshot::AuxFile;
 use serde_json::json;
 use tch::{Kind, Tensor};

@@ -5,23 +5,12 @@ use std::ops::Range;
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
-use crate::gradients::Gradients;
+use crate::models::Gradients;
 use crate::models::Model;
 use crate::ops::Scored;
 
 /// Logits that are held at once, unless told: in f32 half a GiB.
 const LOGITS_MAX: i64 = 1 << 27;
-
-/// Log-probs `[…, V]` of a softmax over `logits` `[…, V]` (f32) divided by `temperature`, a scalar or a
-/// column.
-///
-/// # Errors
-/// [`crate::Error::Torch`] if libtorch refuses.
-pub(crate) fn log_softmax(logits: &Tensor, temperature: &Tensor) -> Result<Tensor> {
-    // By a tensor, not by a number: on CUDA libtorch multiplies by a number's reciprocal, which rounds
-    // otherwise.
-    Ok(logits.f_div(temperature)?.f_log_softmax(-1, Kind::Float)?)
-}
 
 /// Which tokens are looked at, and how.
 pub(crate) struct Chosen<'a> {
@@ -106,7 +95,7 @@ impl Chosen<'_> {
                     ops.score_backward(scored, &labels, temperature, &of_scores[0], of_entropy)?;
                 let gradient = model.head().backward(&of_logits, &hidden, gradients)?;
                 found.f_narrow(0, range.start, range.end - range.start)?.f_copy_(&gradient)?;
-                Ok::<_, crate::Error>(())
+                Ok::<_, crate::error::Error>(())
             })?;
         }
         Ok(found)

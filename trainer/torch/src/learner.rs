@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use driftless_delta::cuda::Codec;
-use driftless_trainer::learner::{self, Child, Learner, Place, Progress, StepStats, Stepped, Weights};
-use driftless_trainer::{Dtype, Error as LoopError, LearnOptions, Result as LoopResult};
+use driftless_trainer::learner::{self, Child, Learner, Progress, Stepped, Weights, Workspace};
+use driftless_trainer::metrics::StepStats;
+use driftless_trainer::options::{Dtype, LearnOptions};
+use driftless_trainer::{Error as LoopError, Result as LoopResult};
 use driftless_transport::checkpoint::write_checkpoint;
 use tch::{Device, Kind};
 
@@ -16,15 +18,13 @@ use crate::critic::Critic;
 use crate::error::{Error, Result, input, io};
 use crate::learn;
 use crate::lent::Lender;
+use crate::libtorch;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::ranks::{Failed, Listening, Others, OverNccl, RANKS_MAX, RankOptions, Ranks, Star};
-use crate::snapshot::{self, PolicySnapshot};
-use crate::torch;
+use crate::snapshot::{self, PolicySnapshot, SHARD_BYTES_MAX};
 
-/// Tensor data per file of a checkpoint that is written for others.
-pub(crate) const SHARD_BYTES_MAX: u64 = 5 << 30;
 /// Where the ranks meet, in the state directory of a run.
 const SOCKET: &str = "ranks";
 
@@ -68,7 +68,7 @@ enum Role {
 struct Loaded {
     policy: Policy,
     critic: Option<Critic>,
-    place: Place,
+    place: Workspace,
 }
 
 impl TorchLearner {
@@ -87,11 +87,11 @@ impl TorchLearner {
     /// Opens the model, with the other ranks if there are any.
     fn open(
         &self,
-        place: &Place,
+        place: &Workspace,
         device: Device,
         ranks: Option<&Ranks>,
     ) -> Result<(Loaded, Option<Progress>)> {
-        torch::set_threads(self.options.num_threads)?;
+        libtorch::set_threads(self.options.num_threads)?;
         let learn = &self.options.learn;
         let adamw = AdamWOptions::of(learn);
         let published = Config::published_kind(&place.hf_checkpoint)?;
@@ -126,10 +126,10 @@ impl TorchLearner {
     }
 
     /// As rank 0: alone, or with others, which are started now.
-    fn open_first(&mut self, place: &Place) -> LoopResult<(Loaded, Option<Progress>)> {
+    fn open_first(&mut self, place: &Workspace) -> LoopResult<(Loaded, Option<Progress>)> {
         let Some(options) = self.options.ranks.clone().filter(|options| options.ranks > 1) else {
             let opened =
-                torch::device(&self.options.device).and_then(|device| self.open(place, device, None));
+                libtorch::device(&self.options.device).and_then(|device| self.open(place, device, None));
             return opened.map_err(|error| self.failed(error));
         };
         let failed = |error| self.failed(error);
@@ -154,7 +154,7 @@ impl TorchLearner {
     }
 
     /// As another rank than 0.
-    fn open_other(&self, place: &Place) -> Result<(Loaded, Option<Progress>)> {
+    fn open_other(&self, place: &Workspace) -> Result<(Loaded, Option<Progress>)> {
         let Role::Other { rank, socket, .. } = &self.role else {
             return Err(input("rank", "another than 0", 0));
         };
@@ -301,7 +301,7 @@ impl Learner for TorchLearner {
         }
     }
 
-    fn load(&mut self, place: &Place) -> LoopResult<Option<Progress>> {
+    fn load(&mut self, place: &Workspace) -> LoopResult<Option<Progress>> {
         // Two models at once may not fit, nor two of a rank.
         self.loaded = None;
         let (loaded, progress) = match &mut self.role {
@@ -355,7 +355,7 @@ impl Learner for TorchLearner {
 
 /// Share of the operations that the devices are made for, if that is known; else 0.
 fn mfu(policy: &Policy, batch: &learner::Batch<'_>, took: Duration) -> f64 {
-    let Some(peak) = torch::operations_per_second(policy.model().device()) else { return 0.0 };
+    let Some(peak) = libtorch::operations_per_second(policy.model().device()) else { return 0.0 };
     let [of_token, of_pair] = policy.model().config().operations();
     let of_sample = |tokens: f64| of_token * tokens + of_pair * tokens * tokens;
     let operations: f64 = batch.samples.iter().map(|sample| of_sample(sample.tokens.len() as f64)).sum();
@@ -396,14 +396,14 @@ fn device_of_rank(device: &str, rank: usize, ranks: usize) -> Result<Device> {
         return Err(input("--actor-num-gpus-per-node", format!("1..={RANKS_MAX}"), ranks));
     }
     match device {
-        _ if ranks == 1 => torch::device(device),
+        _ if ranks == 1 => libtorch::device(device),
         "cpu" => Ok(Device::Cpu),
-        "cuda" => match torch::cuda_devices() {
+        "cuda" => match libtorch::cuda_devices() {
             Ok(count) if count < ranks => {
                 let expected = format!("at most the {count} GPUs that this process sees");
                 Err(input("--actor-num-gpus-per-node", expected, ranks))
             }
-            _ => torch::device(&format!("cuda:{rank}")),
+            _ => libtorch::device(&format!("cuda:{rank}")),
         },
         other => Err(input("--device", format!("cpu or cuda, for {ranks} ranks"), other)),
     }
@@ -447,7 +447,7 @@ mod tests {
         let hf_checkpoint = dir.path().join("hf");
         write_checkpoint(&hf_checkpoint, &PolicySnapshot::with_files(&policy, files).unwrap(), 1 << 30)
             .unwrap();
-        let place = Place {
+        let place = Workspace {
             save: dir.path().join("rl"),
             hf_checkpoint,
             log: dir.path().join("log"),
@@ -536,7 +536,7 @@ mod tests {
             loss_mask: &[],
             log_probs: &[-1.0, -1.0],
             teacher_log_probs: &[],
-            rollout_id: 0,
+            answer: 0,
             advantage: 1.0,
         };
         let batch = learner::Batch { rollout_id: 0, samples: vec![sample] };

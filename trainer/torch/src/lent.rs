@@ -11,8 +11,8 @@ use driftless_transport::{self as transport, Snapshot};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Result, input};
+use crate::libtorch::{bytes_of, synchronize};
 use crate::snapshot::published;
-use crate::torch::{bytes_of, synchronize};
 use crate::trained::Trained;
 
 /// Lends the weights of one learner, at most once at a time.
@@ -150,11 +150,12 @@ pub(crate) mod tests {
     use driftless_transport::{Publisher, Run};
 
     use super::*;
+    use crate::error::Error;
     use crate::models::Model;
     use crate::models::tests::{Family, config};
     use crate::optimizer::AdamWOptions;
+    use crate::policy::Policy;
     use crate::snapshot::PolicySnapshot;
-    use crate::{Error, Policy};
 
     thread_local! {
         /// What is wrong with a device on which nothing can be made to be lent.

@@ -10,15 +10,15 @@
 
 use std::ops::Range;
 
-use driftless_trainer::LearnOptions;
+use driftless_trainer::options::LearnOptions;
 use tch::{Device, Kind, Tensor};
 
 use crate::dispatcher::{Value, call};
 use crate::error::{Error, Result, input};
-use crate::gradients::Gradients;
+use crate::libtorch::{self, Rest};
+use crate::models::Gradients;
 use crate::models::{Model, Places, Span};
 use crate::ranks::{Ranks, locked, part};
-use crate::torch::{self, Rest};
 
 /// Elements that are updated at once: 256 MiB of f32.
 const PIECE: i64 = 1 << 26;
@@ -142,12 +142,12 @@ impl AdamW {
             let length = weights.numel() as i64;
             let state = || match options.cpu_offload {
                 false => Ok(Tensor::f_zeros(length, (Kind::Float, model.device()))?),
-                true if crosses => torch::pinned(length, Kind::Float),
+                true if crosses => libtorch::pinned(length, Kind::Float),
                 true => Ok(Tensor::f_zeros(length, (Kind::Float, Device::Cpu))?),
             };
             let mut states = [state()?, state()?, state()?];
             states[Part::Master as usize].f_copy_(&weights)?;
-            let crossing = crosses.then(|| torch::pinned(PIECE.min(length), Kind::Float)).transpose()?;
+            let crossing = crosses.then(|| libtorch::pinned(PIECE.min(length), Kind::Float)).transpose()?;
             let gradients = Gradients::new(model)?;
             let device = model.device();
             let optimizer = AdamW {

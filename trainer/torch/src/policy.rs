@@ -1,7 +1,7 @@
 //! A model being trained: its weights as published, its optimizer, and one step of either kind of training.
 
-use driftless_trainer::LearnOptions;
-use driftless_trainer::learner::StepStats;
+use driftless_trainer::metrics::StepStats;
+use driftless_trainer::options::LearnOptions;
 use tch::{Kind, Tensor};
 
 use crate::apart::Apart;

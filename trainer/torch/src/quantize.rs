@@ -1,18 +1,12 @@
 //! Weights in fp8, as DeepSeek's and Qwen3's fp8 checkpoints have them and engines load them: each matrix of the
 //! layers as e4m3, in blocks of 128 × 128 with an f32 scale each. What is not a matrix of the layers stays as it is.
 
-use std::path::Path;
-
-use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::AuxFile;
 use serde_json::json;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::config::{Config, edit_config};
 use crate::error::{Error, Result, input};
-use crate::learner::SHARD_BYTES_MAX;
-use crate::models::Model;
-use crate::snapshot::PolicySnapshot;
 
 /// Rows, and columns, of a block.
 const BLOCK: i64 = 128;
@@ -60,18 +54,6 @@ pub fn quantize(matrix: &Tensor) -> Result<Quantized> {
     let weight = scaled.f_narrow(0, 0, rows)?.f_narrow(1, 0, columns)?.f_to_kind(Kind::Float8e4m3fn)?;
     let weight = weight.f_contiguous()?;
     Ok(Quantized { weight, scale_inv: scale.f_view([down, across])? })
-}
-
-/// Writes the checkpoint `from` in fp8 to the directory `to` (`driftless quantize`). Engines start from it, and it is
-/// what a run in fp8 that begins with `from` has at step 0, bit for bit.
-///
-/// # Errors
-/// As [`crate::Config::open`] and [`crate::PolicySnapshot::new`], also for a checkpoint that is quantised already;
-/// [`Error::Config`] for a model that engines do not load in fp8; [`Error::Transport`] if `to` cannot be written.
-pub fn quantize_checkpoint(from: &Path, to: &Path) -> Result<()> {
-    let kind = Config::published_kind(from)?;
-    let model = Model::open(from, kind, Device::Cpu)?;
-    Ok(write_checkpoint(to, &PolicySnapshot::fp8_of(&model, kind, from)?, SHARD_BYTES_MAX)?)
 }
 
 /// What is published of the weight `name` in fp8: a matrix of a layer as such and its scales, others as they are.

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use driftless_trainer::LearnOptions;
 use driftless_trainer::data::{Dataset, Order};
 use driftless_trainer::learner;
+use driftless_trainer::options::LearnOptions;
 use driftless_trainer::tasks::arithmetic::{Arithmetic, Problem, Split};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::AuxFile;
@@ -17,13 +17,13 @@ use crate::checkpoint::{self, Progress};
 use crate::config::Config;
 use crate::error::{Error, Result, input, io};
 use crate::learn::pack;
+use crate::libtorch;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
-use crate::snapshot::PolicySnapshot;
+use crate::snapshot::{PolicySnapshot, SHARD_BYTES_MAX};
 use crate::tasks::arithmetic;
 use crate::tasks::text::{self, Text};
-use crate::torch;
 
 /// The learning rate rises linearly over so many steps.
 const WARMUP_STEPS: u64 = 20;
@@ -31,8 +31,6 @@ const WARMUP_STEPS: u64 = 20;
 const LOSS_WINDOW: usize = 5;
 /// Decay of AdamW's first moment: gradients turn quickly in so short a training.
 const BETA1: f64 = 0.8;
-/// Tensor data per file of the checkpoint.
-const SHARD_BYTES_MAX: u64 = 5 << 30;
 /// Stands for the number of steps done in [`SftOptions::save_hf`].
 const ROLLOUT_ID: &str = "{rollout_id}";
 
@@ -110,8 +108,8 @@ pub struct SftSummary {
 /// or it is of another model or seed, else whatever the disk or libtorch answer. A checkpoint appears only
 /// when it is whole.
 pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<SftSummary> {
-    torch::set_threads(options.num_threads)?;
-    let device = torch::device(&options.device)?;
+    libtorch::set_threads(options.num_threads)?;
+    let device = libtorch::device(&options.device)?;
     let (mut policy, files) = begin(options, device)?;
     let done = options.load.as_deref().map_or(Ok(0), |dir| load(dir, options.seed, &mut policy))?;
     let series = options.save_hf.to_str().filter(|path| path.contains(ROLLOUT_ID));
@@ -250,7 +248,7 @@ fn conversation<'a>(data: &'a Dataset, order: &Order, number: u64) -> learner::S
         loss_mask: &example.loss_mask[prompt_len..],
         log_probs: &[],
         teacher_log_probs: &[],
-        rollout_id: number,
+        answer: number,
         advantage: 0.0,
     }
 }

@@ -3,17 +3,22 @@
 use std::borrow::Cow;
 use std::path::Path;
 
+use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{self as transport, Checkpoint, Dtype, Snapshot};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
+use crate::config::Config;
 use crate::critic::Critic;
 use crate::error::Result;
+use crate::libtorch::bytes_of;
 use crate::models::{Model, Parameter};
 use crate::policy::Policy;
 use crate::quantize::{check_shape, quantized_files, quantized_parts};
-use crate::torch::bytes_of;
 use crate::trained::Trained;
+
+/// Tensor data per file of a checkpoint that is written for others.
+pub(crate) const SHARD_BYTES_MAX: u64 = 5 << 30;
 
 /// The weights of a [`Policy`] at one moment, rounded to the dtype that is published, with the auxiliary
 /// files of the model: what a publisher takes, and what [`driftless_transport::checkpoint::write_checkpoint`] makes a
@@ -126,6 +131,18 @@ fn dtype_of(kind: Kind) -> Dtype {
         Kind::Float8e4m3fn => Dtype::F8E4M3,
         _ => Dtype::F32,
     }
+}
+
+/// Writes the checkpoint `from` in fp8 to the directory `to` (`driftless quantize`). Engines start from it, and it is
+/// what a run in fp8 that begins with `from` has at step 0, bit for bit.
+///
+/// # Errors
+/// As [`crate::Config::open`] and [`PolicySnapshot::new`], also for a checkpoint that is quantised already;
+/// [`crate::Error::Config`] for a model that engines do not load in fp8; [`crate::Error::Transport`] if `to` cannot be written.
+pub fn quantize_checkpoint(from: &Path, to: &Path) -> Result<()> {
+    let kind = Config::published_kind(from)?;
+    let model = Model::open(from, kind, Device::Cpu)?;
+    Ok(write_checkpoint(to, &PolicySnapshot::fp8_of(&model, kind, from)?, SHARD_BYTES_MAX)?)
 }
 
 impl Snapshot for PolicySnapshot {

@@ -6,7 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use driftless_torch::loss::{Sequence, Tokens, policy_loss, value_loss};
-use driftless_trainer::{Estimator, Kl, KlPenalty, LearnOptions, Level, Rs, Tis, TisMode};
+use driftless_trainer::options::{Estimator, Kl, KlPenalty, LearnOptions, Level, Rs, Tis, TisMode};
 use tch::{Kind, Tensor};
 
 const CLOSE: f64 = 1e-6;

@@ -124,7 +124,7 @@ fn foreign_and_damaged_checkpoints_are_refused() {
 
 #[test]
 fn set_deterministic_has_libtorch_refuse_what_depends_on_the_order_of_threads() {
-    driftless_torch::set_deterministic();
+    driftless_torch::libtorch::set_deterministic();
     let [mut to, index, from] = [
         Tensor::zeros([2], (Kind::Float, Device::Cpu)),
         Tensor::from_slice(&[0_i64, 0]),

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use driftless_buffer::{GroupQuery, Identity, Log, Options, Retention, Sample, Scalars};
-use driftless_torch::borrow;
+use driftless_torch::libtorch::borrow;
 
 /// Where the kernel has mapped segments of the log in `dir`.
 fn maps(dir: &std::path::Path) -> Vec<Range<usize>> {

@@ -4,7 +4,7 @@
 
 use driftless_torch::Error;
 use driftless_torch::loss::{PolicyTerms, Tokens, Watched, kl, policy_loss};
-use driftless_trainer::{Estimator, Kl, KlPenalty, LearnOptions};
+use driftless_trainer::options::{Estimator, Kl, KlPenalty, LearnOptions};
 use tch::{Kind, Tensor};
 
 fn plain() -> LearnOptions {

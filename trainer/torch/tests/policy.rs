@@ -4,7 +4,7 @@
 
 use driftless_torch::optimizer::AdamWOptions;
 use driftless_torch::{Batch, Config, Error, Family, Model, Policy, Sample};
-use driftless_trainer::{Estimator, Kl, KlPenalty, LearnOptions};
+use driftless_trainer::options::{Estimator, Kl, KlPenalty, LearnOptions};
 use tch::{Device, Kind, Tensor};
 
 const SEED: i64 = 7;
@@ -75,7 +75,7 @@ fn mixed(rows: &[&[i32]]) -> Batch {
             prompt_len: 2,
             loss_mask,
             log_probs,
-            rollout_id: index,
+            answer: index,
             advantage: if index % 2 == 0 { 1.0 } else { -0.7 },
         })
         .collect();
@@ -93,14 +93,8 @@ fn log_probs(policy: &Policy, batch: &Batch) -> Vec<f32> {
 
 fn batch(tokens: &[i32]) -> Batch {
     let log_probs = vec![-2.0; tokens.len() - 2];
-    let sample = Sample {
-        tokens,
-        prompt_len: 2,
-        loss_mask: &[],
-        log_probs: &log_probs,
-        rollout_id: 0,
-        advantage: 1.0,
-    };
+    let sample =
+        Sample { tokens, prompt_len: 2, loss_mask: &[], log_probs: &log_probs, answer: 0, advantage: 1.0 };
     Batch::new(&[sample], &[0.1], 24, Device::Cpu).unwrap()
 }
 
@@ -172,7 +166,7 @@ fn masked_tokens_never_reach_the_gradient() {
             prompt_len: 2,
             loss_mask: &[1, 0],
             log_probs: &[-3.0, masked],
-            rollout_id: 0,
+            answer: 0,
             advantage,
         };
         let batch = Batch::new(&[sample], &[1.0], 24, Device::Cpu).unwrap();

@@ -5,8 +5,8 @@
 use driftless_torch::sft::{SftOptions, SftTask, sft};
 use driftless_torch::tasks::arithmetic::Recipe;
 use driftless_torch::{Config, TorchLearner, TorchOptions};
-use driftless_trainer::learner::{Batch, Learner, Place, Sample, Stepped, conformance};
-use driftless_trainer::{CriticOptions, Estimator, Kl, KlPenalty, LearnOptions};
+use driftless_trainer::learner::{Batch, Learner, Sample, Stepped, Workspace, conformance};
+use driftless_trainer::options::{CriticOptions, Estimator, Kl, KlPenalty, LearnOptions};
 use std::path::{Path, PathBuf};
 
 /// Fresh weights of a small model, as a checkpoint.
@@ -76,7 +76,7 @@ fn libtorch_passes_the_suite_of_learners() {
 #[test]
 fn step_that_is_not_finite_is_said_and_leaves_the_weights() {
     let dir = tempfile::tempdir().unwrap();
-    let place = Place {
+    let place = Workspace {
         save: dir.path().join("rl"),
         hf_checkpoint: checkpoint(dir.path()),
         log: dir.path().join("log"),
@@ -97,7 +97,7 @@ fn step_that_is_not_finite_is_said_and_leaves_the_weights() {
         loss_mask: &[1, 1],
         log_probs: &[-1.0, -1.0],
         teacher_log_probs: &[],
-        rollout_id: 0,
+        answer: 0,
         advantage: 1.0,
     };
     let batch = Batch { rollout_id: 0, samples: vec![sample] };

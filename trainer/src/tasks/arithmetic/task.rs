@@ -9,8 +9,9 @@ use serde_json::value::RawValue;
 
 use super::{EOS, Problem, Split, VOCABULARY, tokenizer};
 use crate::error::{Error, Result};
-use crate::reward::{Answer, BuiltIn, Reward};
-use crate::tasks::{Prompt, Task};
+use crate::reward::{BuiltIn, Reward};
+use crate::sample::{Answer, Prompt};
+use crate::tasks::Task;
 
 /// The problems of a split, rewarded for exactly the right answer.
 #[derive(Debug, Clone)]

@@ -12,7 +12,7 @@ mod simple_equations;
 
 use serde_json::Value;
 
-use super::mix;
+use crate::seed::mix;
 
 /// A problem.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,8 +6,8 @@ use sha2::{Digest, Sha256};
 use tch::Tensor;
 
 use crate::error::Result;
+use crate::libtorch::bytes_of;
 use crate::models::Model;
-use crate::torch::bytes_of;
 
 /// Parameters that SGLang keeps as one: `(part of the fused name, its parts in order)`.
 const FUSED: [(&str, &[&str]); 2] =

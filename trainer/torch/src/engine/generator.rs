@@ -7,8 +7,8 @@ use tch::{Device, Kind, Tensor};
 use super::sampler::{Row, sample};
 use super::sequence::{Finish, Sequence};
 use crate::error::Result;
-use crate::head::log_softmax;
 use crate::models::{KvCache, Model};
+use crate::ops::log_softmax;
 
 /// Most tokens, padding included, that one prefill pass computes: bounds its activations.
 const PREFILL_TOKENS_MAX: usize = 8192;

@@ -34,8 +34,8 @@ use tokio::sync::oneshot;
 
 use crate::config::Config;
 use crate::error::{Error, Result, input};
+use crate::libtorch::set_threads;
 use crate::models::Model;
-use crate::torch::set_threads;
 use auth::Access;
 use gate::{Gate, Registry};
 use generator::{Generator, Limits};

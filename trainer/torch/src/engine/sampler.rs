@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
-use crate::head::log_softmax;
+use crate::ops::log_softmax;
 
 /// How one row is sampled.
 #[derive(Clone, Copy, Debug)]

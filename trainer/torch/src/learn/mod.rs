@@ -5,8 +5,9 @@
 mod tests;
 
 use driftless_trainer::advantage::{self, Columns};
-use driftless_trainer::learner::{self, StepStats};
-use driftless_trainer::{CriticOptions, LearnOptions};
+use driftless_trainer::learner;
+use driftless_trainer::metrics::StepStats;
+use driftless_trainer::options::{CriticOptions, LearnOptions};
 use tch::{Kind, Tensor};
 
 use crate::batch::{Batch, Reduction, Sample, micro_batches, steps, token_weights};
@@ -162,7 +163,7 @@ fn learn_own(
 impl<'a> Rollout<'a> {
     /// This rank's share of each step.
     fn cut(policy: &Policy, samples: &'a [learner::Sample<'a>], options: &LearnOptions) -> Result<Self> {
-        let ids: Vec<u64> = samples.iter().map(|sample| sample.rollout_id).collect();
+        let ids: Vec<u64> = samples.iter().map(|sample| sample.answer).collect();
         let steps = steps(&ids, options.global_batch_size.unwrap_or(usize::MAX));
         let steps = steps.into_iter().map(|chosen| {
             let some: Vec<_> = chosen.iter().map(|&index| samples[index]).collect();
@@ -343,7 +344,7 @@ fn pack_share(
         prompt_len: sample.prompt_len,
         loss_mask: sample.loss_mask,
         log_probs: sample.log_probs,
-        rollout_id: sample.rollout_id,
+        answer: sample.answer,
         advantage: sample.advantage,
     });
     let samples: Vec<_> = samples.collect();

@@ -1,7 +1,7 @@
 use std::sync::{Arc, Mutex};
 
 use driftless_buffer::Position;
-use driftless_trainer::{Estimator, Kl, KlPenalty, Opd, Tis, TisMode};
+use driftless_trainer::options::{Estimator, Kl, KlPenalty, Opd, Tis, TisMode};
 use tch::{Device, Kind};
 
 use super::*;
@@ -99,7 +99,7 @@ fn samples(generations: &[Generation], cuts: impl Fn(usize) -> Vec<usize>) -> Ve
             loss_mask: &made.mask[start..end],
             log_probs: &made.log_probs[start..end],
             teacher_log_probs: &made.teacher[start..end],
-            rollout_id: number as u64,
+            answer: number as u64,
             advantage: made.advantage,
         })
     });
@@ -170,7 +170,12 @@ fn split_rollouts_have_the_same_loss_and_gradients() {
     let generations = generations();
     let engines = LearnOptions { use_rollout_logprobs: true, ..options() };
     let kl_loss = Some(KlPenalty { kind: Kl::K3, coef: 0.2, ref_load: None });
-    let tis = Some(Tis { low: 0.5, high: 1.5, level: driftless_trainer::Level::Token, mode: TisMode::Clip });
+    let tis = Some(Tis {
+        low: 0.5,
+        high: 1.5,
+        level: driftless_trainer::options::Level::Token,
+        mode: TisMode::Clip,
+    });
     let cases = [
         LearnOptions { kl_loss, entropy_coef: 0.05, ..engines.clone() },
         LearnOptions { advantage_estimator: Estimator::Cispo, ..engines.clone() },

@@ -1,7 +1,7 @@
 //! CISPO (MiniMax-M1, 2025): the clipped ratio is a constant weight of the log-prob, so that a clipped token still
 //! has a gradient.
 
-use driftless_trainer::LearnOptions;
+use driftless_trainer::options::LearnOptions;
 use tch::Tensor;
 
 use super::{Surrogate, Tokens};

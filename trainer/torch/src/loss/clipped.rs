@@ -1,7 +1,7 @@
 //! The clipped surrogate (PPO, Schulman et al. 2017): GRPO's, REINFORCE++'s and PPO's loss, and with the ratio of
 //! whole samples GSPO's (Zheng et al. 2025).
 
-use driftless_trainer::LearnOptions;
+use driftless_trainer::options::LearnOptions;
 use tch::Tensor;
 
 use super::{Surrogate, Tokens};

@@ -1,6 +1,6 @@
 //! Estimates of the distance to another policy.
 
-use driftless_trainer::Kl;
+use driftless_trainer::options::Kl;
 use tch::Tensor;
 
 use super::bounded;

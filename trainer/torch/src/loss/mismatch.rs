@@ -1,6 +1,6 @@
 //! What engine and trainer disagree about: importance weights and rejection. No gradient flows through either.
 
-use driftless_trainer::{Estimator, LearnOptions, Level, Rs, Tis, TisMode};
+use driftless_trainer::options::{Estimator, LearnOptions, Level, Rs, Tis, TisMode};
 use tch::{Kind, Tensor};
 
 use super::{Tokens, bounded};

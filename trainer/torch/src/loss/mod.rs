@@ -11,7 +11,7 @@ mod likelihood;
 mod mismatch;
 mod value;
 
-use driftless_trainer::{Estimator, LearnOptions};
+use driftless_trainer::options::{Estimator, LearnOptions};
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
@@ -152,8 +152,9 @@ pub fn policy_loss(
     let mut kl_loss = zero.shallow_clone();
     if let Some(penalty) = &options.kl_loss {
         let reference = tokens.reference.as_ref().ok_or_else(|| missing("reference log-probs", "KL term"))?;
-        let ratio =
-            options.use_unbiased_kl.then(|| Ok::<_, crate::Error>(bounded(&new.f_sub(old)?)?.f_exp()?));
+        let ratio = options
+            .use_unbiased_kl
+            .then(|| Ok::<_, crate::error::Error>(bounded(&new.f_sub(old)?)?.f_exp()?));
         let term = kl(penalty.kind, new, reference, ratio.transpose()?.as_ref())?;
         losses = losses.f_add(&term.f_mul_scalar(penalty.coef)?)?;
         kl_loss = term.f_detach()?;
@@ -219,6 +220,6 @@ fn weighted(values: &Tensor, weights: &Tensor) -> Result<Tensor> {
     Ok(values.f_mul(weights)?.f_sum(Kind::Double)?)
 }
 
-fn missing(what: &'static str, of: &str) -> crate::Error {
+fn missing(what: &'static str, of: &str) -> crate::error::Error {
     crate::error::input("tokens", format!("{what}, since there is a {of}"), "none")
 }

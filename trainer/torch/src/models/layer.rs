@@ -4,11 +4,11 @@
 use tch::Tensor;
 
 use super::attention::Attended;
+use super::gradients::Gradients;
 use super::parts::Linear;
 use super::weights::{Weight, Weights};
 use crate::config::Config;
 use crate::error::Result;
-use crate::gradients::Gradients;
 use crate::ops::{Angles, HeadNorms, Heads, Ops};
 
 #[derive(Debug)]
@@ -42,7 +42,7 @@ impl Layer {
                 |kind: &str| parts.iter().map(|part| name(&format!("{part}.{kind}"))).collect::<Vec<_>>();
             let biases = names("bias");
             let bias = weights.find(&biases[0])?.map(|_| weights.joined(&biases)).transpose()?;
-            Ok::<_, crate::Error>(Linear { weight: weights.joined(&names("weight"))?, bias })
+            Ok::<_, crate::error::Error>(Linear { weight: weights.joined(&names("weight"))?, bias })
         };
         let query_norm = weights.find(&name("self_attn.q_norm.weight"))?;
         let key_norm = weights.find(&name("self_attn.k_norm.weight"))?;

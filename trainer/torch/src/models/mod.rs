@@ -6,6 +6,7 @@ mod cache;
 mod critic;
 mod family;
 mod flash;
+mod gradients;
 mod layer;
 mod layout;
 mod llama;
@@ -21,6 +22,7 @@ mod weights;
 
 pub use cache::KvCache;
 pub use family::Family;
+pub(crate) use gradients::Gradients;
 pub use model::Model;
 pub(crate) use pass::Pass;
 pub use weights::Parameter;

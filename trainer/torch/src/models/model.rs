@@ -20,8 +20,8 @@ use super::rope::Rope;
 use super::weights::{Parameter, Places, Weight, Weights, buffer, check_depth, locate, read};
 use crate::config::Config;
 use crate::error::{Result, input};
+use crate::libtorch::Rest;
 use crate::ops::{Angles, Ops};
-use crate::torch::Rest;
 
 /// A model of one of the [families](crate::Family) in one kind (`Float` or `BFloat16`) on one device.
 #[derive(Debug)]

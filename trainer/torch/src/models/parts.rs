@@ -2,9 +2,9 @@
 
 use tch::{Kind, Tensor};
 
+use super::gradients::Gradients;
 use super::weights::Weight;
 use crate::error::Result;
-use crate::gradients::Gradients;
 
 /// `x weightᵀ + bias`.
 #[derive(Debug)]

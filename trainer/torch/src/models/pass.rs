@@ -4,10 +4,10 @@
 use tch::Tensor;
 
 use super::attention::{self, Attended};
+use super::gradients::Gradients;
 use super::layer::Kept;
 use super::model::{Model, Plan};
 use crate::error::Result;
-use crate::gradients::Gradients;
 
 /// A forward pass over whole sequences that can be gone back through once.
 #[derive(Debug)]

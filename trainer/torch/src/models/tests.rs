@@ -6,8 +6,8 @@ use tch::{Device, Kind, Tensor};
 
 pub(crate) use super::Family;
 use super::Model;
+use super::gradients::Gradients;
 use crate::config::Config;
-use crate::gradients::Gradients;
 
 const LENGTHS: [i64; 4] = [5, 5, 3, 1];
 

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::config::Config;
 use crate::error::{Error, Result, input};
-use crate::torch::tensor_of;
+use crate::libtorch::tensor_of;
 
 /// The buffer's length is a multiple of this, so that up to eight ranks can have equal parts of it, each of
 /// which begins at a multiple of 16 elements: 840 is the least number that 1 to 8 divide.

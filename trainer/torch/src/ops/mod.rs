@@ -218,3 +218,14 @@ impl Ops {
         }
     }
 }
+
+/// Log-probs `[…, V]` of a softmax over `logits` `[…, V]` (f32) divided by `temperature`, a scalar or a
+/// column.
+///
+/// # Errors
+/// [`crate::Error::Torch`] if libtorch refuses.
+pub(crate) fn log_softmax(logits: &Tensor, temperature: &Tensor) -> Result<Tensor> {
+    // By a tensor, not by a number: on CUDA libtorch multiplies by a number's reciprocal, which rounds
+    // otherwise.
+    Ok(logits.f_div(temperature)?.f_log_softmax(-1, Kind::Float)?)
+}

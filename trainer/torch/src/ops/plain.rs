@@ -45,7 +45,7 @@ pub(super) fn gate(gate_up: &Tensor) -> Result<Tensor> {
 /// Log-probs `[…, V]` of a softmax over `logits` `[…, V]` (f32) divided by `temperature`.
 pub(super) fn log_softmax(logits: &Tensor, temperature: f64) -> Result<Tensor> {
     let temperature = Tensor::f_from_slice(&[temperature as f32])?.f_to_device(logits.device())?;
-    crate::head::log_softmax(logits, &temperature)
+    super::log_softmax(logits, &temperature)
 }
 
 /// Entropy `[…]`, in nats, of distributions given by their log-probs `[…, V]`.
@@ -94,7 +94,7 @@ pub(super) fn backward<const N: usize>(
 pub(crate) fn pull(outputs: &[Tensor], gradients: &[&Tensor], inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
     let products = tch::with_grad(|| {
         let product = |(output, gradient): (&Tensor, &&Tensor)| {
-            Ok::<_, crate::Error>(output.f_mul(gradient)?.f_sum(Kind::Float)?)
+            Ok::<_, crate::error::Error>(output.f_mul(gradient)?.f_sum(Kind::Float)?)
         };
         outputs.iter().zip(gradients).map(product).collect::<Result<Vec<_>>>()
     })?;

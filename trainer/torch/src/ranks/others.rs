@@ -4,8 +4,9 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use driftless_trainer::learner::{Child, ChildOptions, Place};
-use driftless_trainer::{Error as LoopError, LearnOptions, Result as LoopResult};
+use driftless_trainer::learner::{Child, ChildOptions, Workspace};
+use driftless_trainer::options::LearnOptions;
+use driftless_trainer::{Error as LoopError, Result as LoopResult};
 
 /// How a rank of its own process is started.
 #[derive(Debug, Clone)]
@@ -79,8 +80,8 @@ impl Others {
     }
 
     /// Where a rank keeps its socket and its lock.
-    pub(crate) fn place(place: &Place, rank: usize) -> Place {
-        Place { save: place.save.join(format!("rank-{rank}")), ..place.clone() }
+    pub(crate) fn place(place: &Workspace, rank: usize) -> Workspace {
+        Workspace { save: place.save.join(format!("rank-{rank}")), ..place.clone() }
     }
 }
 

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{Exchange, part};
 use crate::error::{Error, Result, input, io};
-use crate::torch::{bytes_of, tensor_of};
+use crate::libtorch::{bytes_of, tensor_of};
 
 /// Time between two looks at what does not wake us.
 const LOOK_EVERY: Duration = Duration::from_millis(5);

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use driftless_trainer::tasks::mix;
+use driftless_trainer::seed::mix;
 use driftless_transport::snapshot::AuxFile;
 use tch::Kind;
 

@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use super::{Prompt, Task, Trajectory, Turn};
+use super::Hook;
 use crate::error::Result;
-use crate::hook::Hook;
-use crate::reward::{Answer, Reward};
+use crate::reward::Reward;
+use crate::sample::{Answer, Prompt, Trajectory};
+use crate::tasks::{Task, Turn};
 
 /// What is put in the place of a task's own parts. Those that are absent stay the task's.
 #[derive(Debug, Default)]

@@ -1,16 +1,38 @@
-//! A service over HTTP.
+//! A service over HTTP that is asked in JSON: rewards and hooks ask by it.
 
+use std::fmt;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::{Silent, short};
-use crate::error::{Result, input};
+use crate::error::{Result, input, short};
 
 /// Longest answer, unless it is known to be shorter.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Questions that a service has at once; more wait here.
 const AT_ONCE: usize = 256;
+
+/// What to do where an answer is not what it has to be.
+pub(crate) const LOOK: &str =
+    "look at what it wrote on standard error or in its own log; docs/hooks.md has what it is asked";
+
+/// Why nothing came that could be an answer.
+#[derive(Debug)]
+pub(crate) struct Silent {
+    pub(crate) found: String,
+    pub(crate) todo: &'static str,
+}
+
+impl Silent {
+    pub(crate) fn new(found: impl fmt::Display) -> Self {
+        Silent { found: found.to_string(), todo: LOOK }
+    }
+
+    pub(crate) fn late(deadline: Duration) -> Self {
+        let found = format!("nothing after {} s", deadline.as_secs_f64());
+        Silent { found, todo: "make it faster, or give it longer with --hook-deadline" }
+    }
+}
 
 /// A service behind a URL, which is sent JSON by POST and answers with JSON.
 #[derive(Debug)]

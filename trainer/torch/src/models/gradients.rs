@@ -2,9 +2,9 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::{Model, Weight};
 use crate::error::Result;
-use crate::models::{Model, Weight};
-use crate::torch::Rest;
+use crate::libtorch::Rest;
 
 /// The gradients of all weights of a model, added up in f32 over micro-batches.
 #[derive(Debug)]

@@ -7,11 +7,12 @@ use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::{Prompt, Task, vocabulary};
-use crate::data::{Place, RowReader};
-use crate::error::Result;
-use crate::hook::{Fault, Hook};
-use crate::reward::{Answer, Reward};
+use super::{Fault, Hook};
+use crate::data::RowReader;
+use crate::error::{Place, Result};
+use crate::reward::Reward;
+use crate::sample::{Answer, Prompt};
+use crate::tasks::{Task, vocabulary};
 
 const EXPECTED: &str = "{\"row\": {…}} with the fields of a row of --prompt-data";
 

@@ -1,0 +1,130 @@
+//! What a sample is: a prompt, what the policy answered token by token, and its number in the log.
+
+use std::fmt;
+
+use driftless_bridge::{Generation, Label};
+use driftless_buffer as buffer;
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use crate::error::{Error, Result, short};
+
+/// A prompt of a task.
+#[derive(Debug, Clone)]
+pub struct Prompt {
+    /// What the model reads; at least one id.
+    pub tokens: Vec<i32>,
+    /// The same as text.
+    pub text: String,
+    /// What rewards compare with, as JSON.
+    pub label: Option<Box<RawValue>>,
+    /// What else rewards are given, as a JSON object.
+    pub metadata: Option<Box<RawValue>>,
+    /// Where it is from, for messages and the log.
+    pub source: String,
+}
+
+/// What a sample is made of: a prompt and a response, token by token.
+#[derive(Debug, Clone)]
+pub struct Trajectory {
+    /// Prompt and response.
+    pub tokens: Vec<i32>,
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
+    /// Per response token: its log-probability when it was sampled; 0 where no engine sampled it.
+    pub log_probs: Vec<f32>,
+    /// Per response token: 1 to train on it, 0 not to.
+    pub loss_mask: Vec<u8>,
+    /// Which versions made which response tokens.
+    pub spans: Vec<buffer::VersionSpan>,
+    /// Why it ended.
+    pub finish: buffer::Finish,
+    /// URL of the engine that wrote its end.
+    pub engine: String,
+    /// What rewards are given in place of the prompt's metadata, as a JSON object.
+    pub metadata: Option<Box<RawValue>>,
+}
+
+/// An answer of the policy to a prompt, as rewards see it. Its JSON is what commands and services are sent.
+#[derive(Debug, Clone, Serialize)]
+pub struct Answer {
+    /// Number of the sample.
+    #[serde(rename = "index")]
+    pub sample: u64,
+    /// What the model read.
+    pub prompt: String,
+    /// What it wrote, without special tokens.
+    pub response: String,
+    /// What the data says that the answer is.
+    pub label: Option<Box<RawValue>>,
+    /// What else the data gives.
+    pub metadata: Option<Box<RawValue>>,
+    /// Whether it ended by itself, or was cut off at the token limit.
+    pub truncated: bool,
+    /// Tokens of the response.
+    pub response_length: usize,
+}
+
+impl Answer {
+    /// The label as text: what is in a JSON string, else the JSON.
+    ///
+    /// # Errors
+    /// [`Error::Reward`] if there is none.
+    pub fn label_text(&self) -> Result<String> {
+        let label = self
+            .label
+            .as_deref()
+            .ok_or_else(|| self.refused("a label", "none", "name its field with --label-key"))?;
+        Ok(serde_json::from_str::<String>(label.get()).unwrap_or_else(|_| label.get().to_owned()))
+    }
+
+    /// An [`Error::Reward`] about this answer.
+    pub(crate) fn refused(&self, expected: &str, found: impl fmt::Display, todo: &'static str) -> Error {
+        Error::Reward { sample: self.sample, expected: expected.to_owned(), found: found.to_string(), todo }
+    }
+
+    /// `value` as a reward.
+    pub(crate) fn number(&self, value: &serde_json::Value, todo: &'static str) -> Result<f32> {
+        let number = value.as_f64().map(|number| number as f32).filter(|number| number.is_finite());
+        number.ok_or_else(|| {
+            self.refused("one finite number", format_args!("`{}`", short(&value.to_string())), todo)
+        })
+    }
+}
+
+/// Bits of a sample's id that number the answer. Those above number its parts.
+const ANSWER_BITS: u32 = 48;
+
+/// The answer that a sample is part of.
+#[must_use]
+pub fn answer_of(sample_id: u64) -> u64 {
+    sample_id & ((1 << ANSWER_BITS) - 1)
+}
+
+/// Id of a part of an answer; that of the first is the answer's number.
+pub(crate) fn sample_id(answer: u64, part: usize) -> u64 {
+    answer | (part as u64) << ANSWER_BITS
+}
+
+/// Which part of its answer a sample is.
+pub(crate) fn part_of(sample_id: u64) -> usize {
+    (sample_id >> ANSWER_BITS) as usize
+}
+
+/// Which versions wrote which tokens of a generation.
+pub(crate) fn spans(generation: &Generation) -> impl Iterator<Item = buffer::VersionSpan> + '_ {
+    generation.spans.iter().filter_map(|span| {
+        // Engines that nobody updates serve weights that are no version of ours, and only debugging asks them.
+        let label: Label = span.label.parse().ok()?;
+        Some(buffer::VersionSpan { version: label.version(), start: span.start, end: span.end })
+    })
+}
+
+/// Why a generation ended, as the log has it.
+pub(crate) fn finish(finish: &driftless_bridge::engine::Finish) -> buffer::Finish {
+    match finish {
+        driftless_bridge::engine::Finish::Stop => buffer::Finish::Stop,
+        driftless_bridge::engine::Finish::Length => buffer::Finish::Length,
+        _ => buffer::Finish::Abort,
+    }
+}
