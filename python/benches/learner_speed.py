@@ -22,6 +22,9 @@ from driftless_rl.learner._learner import Learner
 from driftless_rl.learner._ranks import Ranks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from learner_loop import told  # noqa: E402
+
 CONFIG = Qwen3Config(
     vocab_size=151936,
     hidden_size=1024,
@@ -65,15 +68,16 @@ def prepare(root: Path, lengths: list[int]) -> dict:
                 log_probs=random.normal(-12, 0.1, response).astype(np.float32),
                 loss_mask=np.ones(response, np.uint8),
             )
-    ids = {"protocol": 1, "store": store, "run": "run", "run_id": run_id, "model": "policy"}
+    ids = {"protocol": 2, "store": store, "run": "run", "run_id": run_id, "model": "policy"}
     return {**ids, **settings, "save": str(root / "save"), "keep": 1, "log": str(root / "log"), "seed": 1, "temperature": 1.0}
 
 
 def main(attention: str, max_tokens: str, kind: str, *more: str) -> None:
     lengths = LENGTHS[kind]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        options = {"lr": 1e-6, "max_tokens_per_gpu": int(max_tokens), "recompute": "recompute" in more}
-        hello = prepare(Path(directory), lengths) | {"options": options}
+        granularity = "full" if "recompute" in more else "none"
+        options = {"lr": 1e-6, "max_tokens_per_gpu": int(max_tokens), "recompute_granularity": granularity}
+        hello = prepare(Path(directory), lengths) | told(**options)
         ranks = Ranks(0, 1, torch.device("cuda"), 300.0)
         learner = Learner(hello, ranks, None if attention == "default" else attention, {})
         samples = [{"position": at, "rollout_id": at, "advantage": (-1.0) ** at} for at in range(len(lengths))]

@@ -12,6 +12,7 @@ import driftless_rl
 import numpy as np
 import torch
 from driftless_rl.learner._learner import Learner
+from driftless_rl.learner._options import Options
 from driftless_rl.learner._ranks import Ranks
 from driftless_rl.learner._serve import serve
 from safetensors.torch import load_file, save_file
@@ -34,10 +35,24 @@ MODELS = {
     "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **EXPERTS)),
     "mamba": lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)),
 }
+# Every option at its default, as the page of the protocol shows them.
+PAGE = (Path(__file__).parents[2] / "docs/wire/learner.md").read_text()
+DEFAULTS = json.loads(PAGE.split("at their defaults:\n\n")[1].split("\n\n")[0])
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "max_tokens_per_gpu": 16}
 # Long enough for a loaded machine; only a hang reaches it.
 DEADLINE = 300.0
 CPU = Ranks(0, 1, torch.device("cpu"), DEADLINE)
+
+
+def told(**options) -> dict:
+    """``options`` and ``changed`` of a ``hello``."""
+    return {"options": DEFAULTS | options, "changed": list(options)}
+
+
+def options(**given) -> Options:
+    """Those that a learner takes from a ``hello`` with these and defaults."""
+    temperature = given.pop("temperature", 1.0)
+    return Options.of(told(**given) | {"temperature": temperature})
 
 
 def write_model(directory: Path, kind: str, dtype: torch.dtype) -> Path:
@@ -76,7 +91,7 @@ class Loop:
 
     def hello(self, **fields) -> dict:
         hello = {
-            "protocol": 1,
+            "protocol": 2,
             "hf_checkpoint": str(self.checkpoint),
             "save": str(self.root / "save"),
             "keep": 2,
@@ -89,7 +104,7 @@ class Loop:
             "seed": 7,
             "temperature": 0.9,
         }
-        return hello | {"options": OPTIONS | fields.pop("options", {})} | fields
+        return hello | told(**OPTIONS | fields.pop("options", {})) | fields
 
 
 class Asked:

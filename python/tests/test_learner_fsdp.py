@@ -45,7 +45,7 @@ def test_two_ranks_learn_what_one_process_does(tmp_path, device, close):
         root.mkdir()
     # Three experts do not divide by two; neither do 5 samples.
     one, two = (Loop(root, "moe") for root in roots)
-    options = {"lr": 1e-3, "kl_loss": {"kind": "k2", "coef": 0.1, "ref_load": None}, "recompute": True}
+    options = {"lr": 1e-3, "use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": 0.1, "recompute_granularity": "full"}
     one_rank = Ranks(0, 1, torch.device(device), DEADLINE)
     alone, ranks = Asked(roots[0], ranks=one_rank), Asked(roots[1], [*TORCHRUN, device])
     assert alone.ask("hello", **one.hello(options=options))["progress"] is None

@@ -9,10 +9,11 @@ from driftless_rl.learner._batch import Batch, Sample, micro_batches, steps, tok
 from driftless_rl.learner._loss import WATCHED, policy_loss
 from driftless_rl.learner._options import Options
 from driftless_rl.learner._ranks import Refused
+from learner_loop import options, told
 
-TIS = {"low": 0.5, "high": 1.2, "level": "token", "mode": "clip"}
-RS = {"low": 0.6, "high": 1.4, "level": "token", "veto": None}
-KL = {"coef": 0.2, "ref_load": None}
+TIS = {"use_tis": True, "tis_clip_low": 0.5, "tis_clip": 1.2, "tis_level": "token", "tis_mode": "clip"}
+RS = {"use_rs": True, "rs_lower_bound": 0.6, "rs_upper_bound": 1.4, "rs_level": "token"}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.2}
 CASES = {
     "grpo": {},
     "grpo-clip-higher": {"eps_clip_high": 0.4},
@@ -21,18 +22,18 @@ CASES = {
     "reinforce++": {"advantage_estimator": "reinforce_plus_plus"},
     "rejection": {"advantage_estimator": "rejection_sampling"},
     "eps-clip-c": {"eps_clip_c": 1.3},
-    "tis": {"tis": TIS},
-    "tis-gspo": {"advantage_estimator": "gspo", "tis": TIS},
-    "tis-cispo": {"advantage_estimator": "cispo", "tis": TIS},
-    "icepop": {"tis": TIS | {"mode": "mask"}},
-    "mis-sequence": {"tis": TIS | {"mode": "mask", "level": "sequence"}},
-    "tis-geometric": {"tis": TIS | {"level": "geometric"}},
-    "rs": {"rs": RS},
-    "rs-geometric-veto": {"rs": RS | {"level": "geometric", "veto": 0.5}},
-    "opsm": {"opsm_delta": 0.05},
+    "tis": TIS,
+    "tis-gspo": {"advantage_estimator": "gspo", **TIS},
+    "tis-cispo": {"advantage_estimator": "cispo", **TIS},
+    "icepop": TIS | {"tis_mode": "mask"},
+    "mis-sequence": TIS | {"tis_mode": "mask", "tis_level": "sequence"},
+    "tis-geometric": TIS | {"tis_level": "geometric"},
+    "rs": RS,
+    "rs-geometric-veto": RS | {"rs_level": "geometric", "rs_veto_threshold": 0.5},
+    "opsm": {"use_opsm": True, "opsm_delta": 0.05},
     "entropy": {"entropy_coef": 0.3},
-    **{kind: {"kl_loss": KL | {"kind": kind}} for kind in ("k1", "k2", "k3", "low_var_kl")},
-    "unbiased-k3": {"kl_loss": KL | {"kind": "k3"}, "use_unbiased_kl": True},
+    **{kind: KL | {"kl_loss_type": kind} for kind in ("k1", "k2", "k3", "low_var_kl")},
+    "unbiased-k3": KL | {"kl_loss_type": "k3", "use_unbiased_kl": True},
 }
 SAMPLES = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 ROLLOUT = [-1.0, -2.0, -0.4, -3.0, -0.7, -1.1, -2.2, -0.3, -9.0]
@@ -70,28 +71,28 @@ def expected(new, fixed, entropy, old, given):
             loss, cut = -a * new[t], False
         if "eps_clip_c" in given and a < 0:
             loss = min(loss, -given["eps_clip_c"] * a)
-        if "opsm_delta" in given:
+        if "use_opsm" in given:
             far = a < 0 and mean([o - f for o, f in zip(old, fixed)]) > given["opsm_delta"]
             loss *= not far
             sums["opsm_clipfrac"] += WEIGHTS[t] * far
-        if "tis" in given:
-            weight = math.exp(at[given["tis"]["level"]])
-            inside = given["tis"]["low"] <= weight <= given["tis"]["high"]
-            cut_weight = min(max(weight, given["tis"]["low"]), given["tis"]["high"])
-            loss *= cut_weight if given["tis"]["mode"] == "clip" else weight * inside
+        if "use_tis" in given:
+            weight = math.exp(at[given["tis_level"]])
+            inside = given["tis_clip_low"] <= weight <= given["tis_clip"]
+            cut_weight = min(max(weight, given["tis_clip_low"]), given["tis_clip"])
+            loss *= cut_weight if given["tis_mode"] == "clip" else weight * inside
             sums["tis_clipfrac"] += WEIGHTS[t] * (not inside)
-        if "rs" in given:
-            weight, veto = math.exp(at[given["rs"]["level"]]), given["rs"]["veto"]
-            kept = given["rs"]["low"] <= weight <= given["rs"]["high"]
+        if "use_rs" in given:
+            weight, veto = math.exp(at[given["rs_level"]]), given.get("rs_veto_threshold")
+            kept = given["rs_lower_bound"] <= weight <= given["rs_upper_bound"]
             kept = kept and (veto is None or min(math.exp(apart[u]) for u in own) >= veto)
             loss *= kept
             sums["rs_clipfrac"] += WEIGHTS[t] * (not kept)
-        if "kl_loss" in given:
+        if "use_kl_loss" in given:
             d = new[t] - REFERENCE[t]
             k3 = math.exp(-d) - 1 + d
             factor = math.exp(moved[t]) if given.get("use_unbiased_kl") else 1.0
-            estimate = factor * {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": min(k3, 10.0)}[given["kl_loss"]["kind"]]
-            loss += given["kl_loss"]["coef"] * estimate
+            estimate = factor * {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": min(k3, 10.0)}[given["kl_loss_type"]]
+            loss += given["kl_loss_coef"] * estimate
             sums["kl_loss"] += WEIGHTS[t] * estimate
         loss -= given.get("entropy_coef", 0.0) * entropy[t]
         total += WEIGHTS[t] * loss
@@ -120,7 +121,7 @@ def test_losses_and_gradients_are_those_of_loops_in_float64(given, old):
     columns = f32(WEIGHTS), f32(ROLLOUT), f32(ADVANTAGES), None if before is None else f32(before)
     batch = Batch([0, 1, 2], none, none, None, (none, 0), none, none, torch.tensor(SAMPLES), *columns)
     new, entropy = f32(NEW).requires_grad_(), f32(ENTROPY).requires_grad_()
-    terms = policy_loss(new, entropy, batch, Options.of({"options": given}), f32(REFERENCE))
+    terms = policy_loss(new, entropy, batch, options(**given), f32(REFERENCE))
     total, sums, furthest = expected(NEW, NEW, ENTROPY, before, given)
     assert terms.loss.item() == pytest.approx(total, abs=1e-5)
     assert dict(zip(WATCHED, terms.sums.tolist())) == pytest.approx(sums, abs=1e-5)
@@ -135,7 +136,7 @@ def test_losses_and_gradients_are_those_of_loops_in_float64(given, old):
 def test_ratios_without_bound_are_cut_before_they_are_infinite():
     batch = Batch([0], *[torch.empty(0)] * 6, torch.zeros(1).long(), torch.ones(1), torch.tensor([-200.0]), -torch.ones(1))
     new = torch.tensor([-0.1], requires_grad=True)
-    terms = policy_loss(new, torch.zeros(1), batch, Options(use_rollout_logprobs=True), None)
+    terms = policy_loss(new, torch.zeros(1), batch, options(use_rollout_logprobs=True), None)
     assert terms.loss.item() == pytest.approx(math.exp(20.0), rel=1e-5)
 
 
@@ -169,24 +170,25 @@ def test_steps_hold_whole_rollouts_in_their_order():
 
 def test_learning_rates_warm_up_and_decay_by_hand():
     given = {"lr": 1.0, "min_lr": 0.2, "lr_warmup_iters": 4, "lr_decay_iters": 12}
-    rates = lambda style: [Options(**given, lr_decay_style=style).lr_at(step) for step in (0, 1, 4, 6, 8, 12, 13)]
+    rates = lambda style: [options(**given, lr_decay_style=style).lr_at(step) for step in (0, 1, 4, 6, 8, 12, 13)]
     assert rates("constant") == pytest.approx([0.0, 0.25, 1.0, 1.0, 1.0, 1.0, 1.0])
     assert rates("linear") == pytest.approx([0.0, 0.25, 1.0, 0.8, 0.6, 0.2, 0.2])
     assert rates("cosine") == pytest.approx([0.0, 0.25, 1.0, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2, 0.2])
 
 
 @pytest.mark.parametrize(
-    "options, words",
+    "given, words",
     [
         ({"ppo_epochs": 4}, "`ppo_epochs` is 4"),
         ({"advantage_estimator": "gae"}, "expected one of grpo"),
-        ({"kl_loss": {"kind": "k9", "coef": 0.1}}, "`kl_loss.kind`"),
-        ({"tis": {"low": 0.1}}, "`tis.high`"),
-        ({"tis": TIS | {"level": "word"}}, "`tis.level`"),
-        ({"tis": TIS | {"mode": None}}, "`tis.mode`"),
-        ({"rs": RS | {"veto": -1}}, "`rs.veto`"),
+        ({"kl_loss_type": "k9"}, "`kl_loss_type`"),
+        ({"tis_clip": None}, "`tis_clip`"),
+        ({"tis_level": "word"}, "`tis_level`"),
+        ({"tis_mode": None}, "`tis_mode`"),
+        ({"rs_veto_threshold": -1}, "`rs_veto_threshold`"),
         ({"advantage_estimator": "ppo"}, "`advantage_estimator`"),
-        ({"kl_reward": {"kind": "k1", "coef": 0.1, "ref_load": None}}, "`kl_reward`"),
+        ({"kl_coef": 0.1}, "`kl_coef` is 0.1"),
+        ({"use_opd": True}, "`use_opd` is True"),
         ({"gamma": 0.9}, "`gamma` is 0.9"),
         ({"ref_update_interval": 3}, "`ref_update_interval` is 3"),
         ({"dtype": "float16"}, "`dtype`"),
@@ -197,12 +199,21 @@ def test_learning_rates_warm_up_and_decay_by_hand():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_options_that_would_change_the_result_are_refused(options, words):
+def test_options_that_would_change_the_result_are_refused(given, words):
     with pytest.raises(Refused) as raised:
-        Options.of({"options": options})
+        options(**given)
     assert words in str(raised.value)
 
 
-def test_options_of_the_loop_and_those_that_are_off_are_taken():
-    options = Options.of({"options": {"normalize_advantages": True, "ppo_epochs": None, "lr": 1}, "temperature": 0.5})
-    assert (options.lr, options.temperature) == (1, 0.5)
+def test_options_of_the_loop_and_those_at_their_defaults_are_taken():
+    hello = told(normalize_advantages=True, lr=1) | {"temperature": 0.5}
+    hello["options"]["ppo_epochs"] = 4
+    found = Options.of(hello)
+    assert (found.lr, found.temperature) == (1, 0.5)
+
+
+def test_options_that_are_not_sent_are_refused_by_name():
+    hello = told() | {"temperature": 1.0}
+    del hello["options"]["eps_clip"]
+    with pytest.raises(Refused, match="`eps_clip`: expected float, found nothing"):
+        Options.of(hello)

@@ -7,9 +7,8 @@ from driftless_rl.learner import _attention
 from driftless_rl.learner._batch import Sample, pack
 from driftless_rl.learner._layout import Layout
 from driftless_rl.learner._model import Model
-from driftless_rl.learner._options import Options
 from driftless_rl.learner._ranks import Ranks, Refused
-from learner_loop import CPU, DEADLINE, MODELS, SMALL, write_model
+from learner_loop import CPU, DEADLINE, MODELS, SMALL, options, write_model
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -46,7 +45,7 @@ def alone(model: Model, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 @torch.no_grad()
 def test_log_probs_of_a_batch_are_those_of_each_sample_alone(tmp_path, kind, padded):
     directory = write_model(tmp_path / "hf", kind, torch.float32)
-    model = Model(str(directory), Options(temperature=0.7, log_probs_chunk_size=3), torch.float32, CPU, None)
+    model = Model(str(directory), options(temperature=0.7, log_probs_chunk_size=3), torch.float32, CPU, None)
     # A state-space model carries its state over from one sequence of a row to the next.
     assert model.padded == padded
     for rows in {padded, True}:
@@ -87,8 +86,8 @@ def test_models_that_the_kernel_can_compute_are_computed_with_it(tmp_path, monke
     called = []
     monkeypatch.setattr(_attention, "takes", lambda device, dtype: True)
     monkeypatch.setattr(_attention, "flash", lambda *rows: called.append(rows[3]) or loops(*rows))
-    options = Options(temperature=0.7)
-    chosen, given = (Model(str(tmp_path / "hf"), options, torch.float32, CPU, name) for name in (None, "sdpa" if kind != "mamba" else None))
+    chosen_options = options(temperature=0.7)
+    chosen, given = (Model(str(tmp_path / "hf"), chosen_options, torch.float32, CPU, name) for name in (None, "sdpa" if kind != "mamba" else None))
     assert chosen._bounded == bounded
     called.clear()
     batch = pack(samples(), [1.0] * 4, [0, 1, 2, 3], padded=chosen.padded, device=CPU.device)
@@ -105,7 +104,7 @@ def test_kernel_agrees_with_attention_that_is_masked(tmp_path, kind):
     ranks = Ranks(0, 1, torch.device("cuda"), DEADLINE)
     found = []
     for name in (None, "sdpa"):
-        model = Model(str(tmp_path / "hf"), Options(recompute=True), torch.bfloat16, ranks, name)
+        model = Model(str(tmp_path / "hf"), options(recompute_granularity="full"), torch.bfloat16, ranks, name)
         assert model._bounded == (name is None)
         batch = pack(samples(), [1.0] * 4, [0, 1, 2, 3], padded=False, device=ranks.device)
         log_probs, _ = model.log_probs(batch)
@@ -120,8 +119,8 @@ def test_kernel_agrees_with_attention_that_is_masked(tmp_path, kind):
 def test_gradients_are_the_same_with_and_without_activations(tmp_path):
     directory = write_model(tmp_path / "hf", "dense", torch.float32)
     found = []
-    for recompute in (False, True):
-        model = Model(str(directory), Options(recompute=recompute), torch.float32, CPU, None)
+    for granularity in ("none", "full"):
+        model = Model(str(directory), options(recompute_granularity=granularity), torch.float32, CPU, None)
         batch = pack(samples(), [1.0] * 4, [0, 1, 2, 3], padded=False, device=CPU.device)
         model.log_probs(batch)[0].sum().backward()
         found.append({name: parameter.grad for name, parameter in model.module.named_parameters()})
@@ -129,7 +128,7 @@ def test_gradients_are_the_same_with_and_without_activations(tmp_path):
 
 
 def test_checkpoint_with_tensors_that_the_model_lacks_is_refused(tmp_path):
-    model = Model(str(write_model(tmp_path / "hf", "dense", torch.float32)), Options(), torch.float32, CPU, None)
+    model = Model(str(write_model(tmp_path / "hf", "dense", torch.float32)), options(), torch.float32, CPU, None)
     layout = Layout(str(tmp_path / "hf"))
     layout.check(model.module)
     layout.tensors["mtp.weight"] = (torch.float32, (3, 3))

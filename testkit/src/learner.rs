@@ -59,7 +59,7 @@ pub fn main() {
             }
             Some("nonsense") => Value::Null,
             Some("error") => json!({"error": "the fake learner errs on command"}),
-            Some("protocol") => json!({"protocol": 2}),
+            Some("protocol") => json!({"protocol": 1}),
             Some("not_finite") => json!({"not_finite": "gradient norm is NaN"}),
             Some("told_wrong") => json!({"version": 999}),
             _ => learner.answer(name, &call),
@@ -94,7 +94,7 @@ struct Learner {
 
 impl Learner {
     fn load(hello: &Value) -> Self {
-        assert_eq!((&hello["call"], &hello["protocol"]), (&json!("hello"), &json!(1)), "the first call");
+        assert_eq!((&hello["call"], &hello["protocol"]), (&json!("hello"), &json!(2)), "the first call");
         let save = path(&hello["save"]);
         let log = Reader::open(path(&hello["log"])).unwrap();
         let mut learner = Learner {
@@ -127,7 +127,7 @@ impl Learner {
 
     fn answer(&mut self, name: &str, call: &Value) -> Value {
         match name {
-            "hello" => json!({"protocol": 1, "name": "fake", "progress": self.progress}),
+            "hello" => json!({"protocol": 2, "name": "fake", "progress": self.progress}),
             "log_probs" => json!({"log_probs": self.log_probs(call)}),
             "step" => self.step(call),
             "publish" => json!({"version": self.publish(call["step"].as_u64().unwrap())}),

@@ -185,3 +185,37 @@ fn nonsense_in_place_of_any_file_ends_with_a_documented_code() {
         }
     }
 }
+
+/// What lies between two texts of a page of the repository.
+fn excerpt(page: &str, begin: &str, end: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
+    let text = std::fs::read_to_string(&path).expect("the page is there");
+    let rest = text.split_once(begin).expect("the page has the beginning").1;
+    rest.split_once(end).expect("the page has the end").0.to_owned()
+}
+
+#[test]
+fn learning_option_has_one_name_and_default_everywhere() {
+    let options = driftless::trainer::options::LearnOptions::default().completed().by_name();
+    let help = run(driftless().args(["train", "--help"]));
+    let flags: BTreeSet<&str> = help.split_whitespace().map(|word| word.trim_end_matches(',')).collect();
+    let algorithms = excerpt("docs/algorithms.md", "# Algorithms", "## What a rollout reports");
+    for name in options.keys() {
+        let flag = format!("--{}", name.replace('_', "-"));
+        assert!(flags.contains(flag.as_str()), "{flag} is no flag of `driftless train`");
+        assert!(algorithms.contains(&flag), "{flag} is not in docs/algorithms.md");
+    }
+    let shown = excerpt("docs/wire/learner.md", "at their defaults:\n\n", "\n\n");
+    let shown: serde_json::Value = serde_json::from_str(&shown).expect("JSON");
+    assert_eq!(shown, serde_json::Value::Object(options.clone()), "the page of the learner's protocol");
+    let python = excerpt("python/python/driftless_rl/learner/_options.py", "class Options:", "@classmethod");
+    let fields: Vec<&str> = python
+        .lines()
+        .filter_map(|line| line.strip_prefix("    ")?.split_once(": "))
+        .map(|(name, _)| name)
+        .collect();
+    assert!(fields.len() > 30, "{fields:?}");
+    let unknown = fields.iter().find(|name| **name != "temperature" && !options.contains_key(**name));
+    assert_eq!(unknown, None, "Python's learner has an option that no other place has");
+    assert!(!python.contains(" = "), "Python's learner has a default of its own");
+}

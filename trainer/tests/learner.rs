@@ -22,7 +22,7 @@ fn process_of_the_fake_learner() {
 }
 
 fn child_of(command: String, deadline: Duration) -> Box<dyn Learner> {
-    let learn = LearnOptions { lr: 0.1, ..LearnOptions::default() };
+    let learn = LearnOptions::default().with_lr(0.1);
     Box::new(Child::new(ChildOptions { command, deadline, learn, temperature: 1.0, seed: 7 }))
 }
 
@@ -112,7 +112,7 @@ fn child_that_says_what_no_reply_is_names_itself_and_its_words() {
 fn child_of_another_protocol_is_refused_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let error = child("hello:1:protocol").load(&place(dir.path())).unwrap_err();
-    assert!(error.to_string().contains("expected protocol 1, found 2"), "{error}");
+    assert!(error.to_string().contains("expected protocol 2, found 1"), "{error}");
 }
 
 #[test]

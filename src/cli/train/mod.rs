@@ -1,7 +1,5 @@
 //! `driftless train`.
 
-mod critic;
-mod distance;
 mod hooks;
 mod learn;
 mod report;
@@ -29,7 +27,7 @@ use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::options::{Debug, Mode, UpdateWeightMode};
 use driftless::trainer::push::Pushes;
 use driftless::trainer::{TrainOptions, train};
-use learn::{DtypeArg, LearnArgs};
+use learn::LearnArgs;
 use report::Summary;
 #[cfg(feature = "torch")]
 use sft::SftArgs;
@@ -93,10 +91,6 @@ pub(crate) struct Args {
     /// Learning rate [default: 1e-6; that of the demo with --task arithmetic and for SFT].
     #[arg(long, value_parser = numbers::positive)]
     lr: Option<f64>,
-    /// dtype that the model computes in; a fresh one is written in it too [default: that of --hf-checkpoint,
-    /// which engines compute in; else bfloat16].
-    #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
     /// CPU threads of libtorch.
     #[cfg(feature = "torch")]
     #[arg(long, default_value_t = 2, value_parser = numbers::count::<usize>())]
@@ -293,7 +287,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
                 num_rollout: args.num_rollout,
                 rollout_batch_size: args.rollout.rollout_batch_size,
                 lr: args.lr,
-                dtype: args.dtype.map(DtypeArg::dtype),
+                dtype: args.learn.options.dtype,
                 seed: args.seed,
                 num_threads: args.num_threads,
                 device: args.device,
@@ -309,20 +303,23 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 
 /// Checks what is read, and refuses to write where something is read or where another output goes.
 fn check_directories(args: &Args) -> Result<()> {
-    let (distance, critic) = (&args.learn.distance, &args.learn.critic);
+    let learn = &args.learn.options;
     let read = [
         ("--hf-checkpoint", &args.hf_checkpoint),
-        ("--ref-load", &distance.ref_load),
-        ("--opd-teacher-load", &distance.opd_teacher_load),
-        ("--critic-load", &critic.critic_load),
+        ("--ref-load", &learn.ref_load),
+        ("--opd-teacher-load", &learn.opd_teacher_load),
+        ("--critic-load", &learn.critic.critic_load),
     ];
     let mut taken = Vec::new();
     for (name, dir) in read.into_iter().filter_map(|(name, dir)| Some((name, dir.as_ref()?))) {
         paths::check_checkpoint(name, dir)?;
         taken.push((name, dir));
     }
-    let (save, save_hf, critic_save) = (Some(&args.save), args.save_hf.as_ref(), critic.critic_save.as_ref());
-    let written = [("--save", save), ("--save-hf", save_hf), ("--critic-save", critic_save)];
+    let written = [
+        ("--save", Some(&args.save)),
+        ("--save-hf", args.save_hf.as_ref()),
+        ("--critic-save", learn.critic.critic_save.as_ref()),
+    ];
     for (name, dir) in written.into_iter().filter_map(|(name, dir)| Some((name, dir?))) {
         paths::check_place(name, dir)?;
         taken.iter().try_for_each(|other| paths::check_apart(name, dir, *other))?;
@@ -359,7 +356,6 @@ fn chat(args: &Args) -> Result<Option<sft::Chat>> {
     let steps = data.order.prompts.saturating_mul(data.epochs).div_ceil(rollout_batch_size);
     let learn = args.learn.options(&learn::Run {
         lr: args.lr.unwrap_or(sft::CHAT_LR),
-        dtype: args.dtype,
         num_rollout: args.num_rollout.unwrap_or(steps),
         rollout_batch_size,
         n_samples_per_prompt: 1,
@@ -534,13 +530,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
         keep_checkpoints: 2,
         rollout_log_bytes_max: rollout.rollout_log_gib_max.saturating_mul(1 << 30),
         max_skipped_steps: learn.max_skipped_steps,
-        learn: learn.options(&learn::Run {
-            lr,
-            dtype: args.dtype,
-            num_rollout,
-            rollout_batch_size,
-            n_samples_per_prompt,
-        })?,
+        learn: learn.options(&learn::Run { lr, num_rollout, rollout_batch_size, n_samples_per_prompt })?,
         task: chosen.task,
         seed: args.seed,
         update_deadline: Duration::from_secs(update.update_deadline),

@@ -24,7 +24,7 @@ pub fn advantages(
     let estimator = options.advantage_estimator;
     let compared = match estimator {
         Estimator::Grpo | Estimator::Gspo | Estimator::Cispo => {
-            grpo(rewards, groups, rollouts, options.grpo_std_normalization)
+            grpo(rewards, groups, rollouts, !options.disable_grpo_std_normalization)
         }
         Estimator::ReinforcePlusPlusBaseline => grpo(rewards, groups, rollouts, false),
         Estimator::ReinforcePlusPlus | Estimator::Ppo => rewards.to_vec(),

@@ -8,9 +8,9 @@ use crate::options::{Estimator, LearnOptions};
 pub struct Columns<'a> {
     /// How many tokens there are.
     pub tokens: usize,
-    /// Estimates of KL(policy ‖ reference), for [`LearnOptions::kl_reward`].
+    /// Estimates of KL(policy ‖ reference), for [`LearnOptions::kl_coef`].
     pub kl: &'a [f32],
-    /// Log-prob under the policy minus that under the teacher, for [`LearnOptions::opd`].
+    /// Log-prob under the policy minus that under the teacher, for [`LearnOptions::use_opd`].
     pub reverse_kl: &'a [f32],
     /// What the critic expects from each token on, for [`Estimator::Ppo`].
     pub values: &'a [f32],
@@ -29,7 +29,7 @@ pub struct Columns<'a> {
 pub fn of_tokens(options: &LearnOptions, advantage: f32, columns: &Columns<'_>) -> (Vec<f32>, Vec<f32>) {
     let reward = f64::from(advantage);
     let mut advantages = vec![0.0; columns.tokens];
-    take(&mut advantages, options.kl_reward.as_ref().map_or(0.0, |penalty| penalty.coef), columns.kl);
+    take(&mut advantages, options.kl_coef, columns.kl);
     let mut returns = Vec::new();
     match options.advantage_estimator {
         Estimator::Ppo => {
@@ -42,7 +42,9 @@ pub fn of_tokens(options: &LearnOptions, advantage: f32, columns: &Columns<'_>) 
         }
         _ => advantages.iter_mut().for_each(|value| *value += reward),
     }
-    take(&mut advantages, options.opd.as_ref().map_or(0.0, |opd| opd.kl_coef), columns.reverse_kl);
+    if options.use_opd {
+        take(&mut advantages, options.opd_kl_coef, columns.reverse_kl);
+    }
     let narrow = |values: Vec<f64>| values.into_iter().map(|value| value as f32).collect();
     (narrow(advantages), narrow(returns))
 }
@@ -88,7 +90,6 @@ fn take(values: &mut [f64], coef: f64, distances: &[f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::{Kl, KlPenalty, Opd};
 
     const KL: [f32; 4] = [0.1, -0.2, 0.05, 0.3];
     const TEACHER: [f32; 4] = [-0.5, 0.25, 0.0, 1.5];
@@ -101,8 +102,9 @@ mod tests {
             advantage_estimator,
             gamma,
             lambd,
-            kl_reward: Some(KlPenalty { kind: Kl::K1, coef: COEF, ref_load: None }),
-            opd: opd.then_some(Opd { kl_coef: 0.7, teacher_load: None }),
+            kl_coef: COEF,
+            use_opd: opd,
+            opd_kl_coef: 0.7,
             ..LearnOptions::default()
         }
     }

@@ -100,7 +100,7 @@ impl Learner for Child {
         let reply = self.call(Call::Hello(Hello::new(&place, &save, &options)))?;
         if reply.protocol != Some(PROTOCOL) {
             let found = reply.protocol.map_or("none".to_owned(), |found| found.to_string());
-            return Err(self.wrong("hello", "protocol 1", found));
+            return Err(self.wrong("hello", "protocol 2", found));
         }
         self.name = reply.name.or(self.name.take());
         tracing::info!(learner = self.describe(), step = reply.progress.as_ref().map(|p| p.step), "loaded");

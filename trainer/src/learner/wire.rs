@@ -3,13 +3,13 @@
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use super::{Batch, Progress, Workspace};
 use crate::metrics::StepStats;
-use crate::options::LearnOptions;
 
 /// The version of the protocol that is spoken here.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// Longest reply, beside the numbers that `log_probs` asks for. A learner may be anybody's program, so its
 /// line is not held in memory for longer than it can mean something.
@@ -75,11 +75,15 @@ pub(super) struct Hello<'a> {
     baseline_dir: &'a Path,
     seed: u64,
     temperature: f64,
-    options: &'a LearnOptions,
+    /// All of them.
+    options: Map<String, Value>,
+    /// The names of those that are not at their defaults.
+    changed: Vec<String>,
 }
 
 impl<'a> Hello<'a> {
     pub(super) fn new(place: &'a Workspace, save: &'a Path, options: &'a super::ChildOptions) -> Self {
+        let learn = options.learn.clone().completed();
         Hello {
             protocol: PROTOCOL,
             hf_checkpoint: &place.hf_checkpoint,
@@ -93,7 +97,8 @@ impl<'a> Hello<'a> {
             baseline_dir: &place.baseline,
             seed: options.seed,
             temperature: options.temperature,
-            options: &options.learn,
+            changed: learn.changed(),
+            options: learn.by_name(),
         }
     }
 }

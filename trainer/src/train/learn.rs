@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn answer_of_several_samples_counts_once() {
-        let options = LearnOptions { grpo_std_normalization: false, ..LearnOptions::default() };
+        let options = LearnOptions { disable_grpo_std_normalization: true, ..LearnOptions::default() };
         assert_eq!(batch_of(1, &options), [(0, 2, 0.5), (1, 2, -0.5)]);
         assert_eq!(batch_of(3, &options), [(0, 2, 0.5), (0, 2, 0.5), (0, 2, 0.5), (1, 2, -0.5)]);
         let best = LearnOptions { advantage_estimator: Estimator::RejectionSampling, ..options };

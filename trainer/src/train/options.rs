@@ -127,13 +127,10 @@ impl TrainOptions {
         ]
         .map(|(name, value)| (name.to_owned(), value))
         .into();
-        // Its fields are named as their flags are.
-        if let Ok(serde_json::Value::Object(learn)) = serde_json::to_value(&self.learn) {
-            let flag = |(name, value): (String, serde_json::Value)| {
-                (format!("--{}", name.replace('_', "-")), value.to_string())
-            };
-            settings.extend(learn.into_iter().map(flag));
-        }
+        let flag = |(name, value): (String, serde_json::Value)| {
+            (format!("--{}", name.replace('_', "-")), value.to_string())
+        };
+        settings.extend(self.learn.by_name().into_iter().map(flag));
         settings
     }
 }

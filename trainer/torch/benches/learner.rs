@@ -347,26 +347,17 @@ fn options(arguments: &Arguments) -> TorchOptions {
     let ranks: usize = arguments.get("ranks", "1").parse().unwrap();
     let device = arguments.get("device", "cpu");
     let program = std::env::current_exe().unwrap();
-    let critic = arguments.has("--critic").then_some(CriticOptions {
-        lr: 1e-5,
-        lr_warmup_iters: 0,
-        value_clip: 0.2,
-        num_critic_only_steps: 0,
-        load: None,
-        save: None,
-    });
+    let ppo = arguments.has("--critic");
     let command = format!("exec '{}' rank --ranks {ranks} --device {device}", program.display());
     TorchOptions {
-        learn: LearnOptions {
-            advantage_estimator: if critic.is_some() { Estimator::Ppo } else { Estimator::Grpo },
-            critic,
-            balance_data: true,
-            entropy_coef: 0.01,
-            lr: arguments.get("lr", "1e-5").parse().unwrap(),
-            optimizer_cpu_offload: arguments.has("--optimizer-cpu-offload"),
-            max_tokens_per_gpu: arguments.get("max-tokens-per-gpu", "16384").parse().unwrap(),
-            ..LearnOptions::default()
-        },
+        learn: LearnOptions::default()
+            .with_advantage_estimator(if ppo { Estimator::Ppo } else { Estimator::Grpo })
+            .with_critic(CriticOptions::default().with_critic_lr(1e-5))
+            .with_balance_data(true)
+            .with_entropy_coef(0.01)
+            .with_lr(arguments.get("lr", "1e-5").parse().unwrap())
+            .with_optimizer_cpu_offload(arguments.has("--optimizer-cpu-offload"))
+            .with_max_tokens_per_gpu(arguments.get("max-tokens-per-gpu", "16384").parse().unwrap()),
         temperature: 1.0,
         num_threads: 2,
         device: if ranks == 1 && device == "cuda" { "cuda:0".into() } else { device },

@@ -99,21 +99,21 @@ impl TorchLearner {
         let kind = learn.dtype.map_or(published, kind_of);
         let model = Model::open(&place.hf_checkpoint, kind, device)?;
         let mut policy = Policy::shared(model, published, adamw, ranks)?
-            .with_recompute(learn.recompute)
+            .with_recompute(learn.recomputes())
             .with_log_probs_chunk_size(learn.log_probs_chunk_size);
-        if let Some(penalty) = learn.kl_penalty() {
-            let dir = penalty.ref_load.as_ref().unwrap_or(&place.hf_checkpoint);
+        if learn.has_reference() {
+            let dir = learn.ref_load.as_ref().unwrap_or(&place.hf_checkpoint);
             policy = policy
                 .with_reference(Model::open(dir, kind, device)?, learn.ref_update_interval.is_some())?;
         }
-        if let Some(dir) = learn.opd.as_ref().and_then(|opd| opd.teacher_load.as_ref()) {
+        if let Some(dir) = learn.opd_teacher_load.as_ref().filter(|_| learn.use_opd) {
             policy = policy.with_teacher(Model::open(dir, kind, device)?)?;
         }
-        let critic = learn.critic.as_ref().map(|critic| {
-            let dir = critic.load.as_ref().unwrap_or(&place.hf_checkpoint);
+        let critic = learn.critic().map(|critic| {
+            let dir = critic.critic_load.as_ref().unwrap_or(&place.hf_checkpoint);
             let model = Model::open_critic(dir, kind, device)?;
             let critic = Critic::shared(model, published, adamw, ranks)?;
-            Ok::<_, Error>(critic.with_recompute(learn.recompute))
+            Ok::<_, Error>(critic.with_recompute(learn.recomputes()))
         });
         let mut loaded = Loaded { policy, critic: critic.transpose()?, place: place.clone() };
         let Loaded { policy, critic, .. } = &mut loaded;
@@ -258,7 +258,7 @@ impl TorchLearner {
 
     /// Writes a training checkpoint; of several ranks the first does, from all.
     fn write(&mut self, progress: &Progress) -> Result<()> {
-        let save = self.options.learn.critic.as_ref().and_then(|critic| critic.save.clone());
+        let save = self.options.learn.critic().and_then(|critic| critic.critic_save.clone());
         let first = matches!(self.role, Role::First(_));
         let Loaded { policy, critic, place } = self.loaded()?;
         if !first {

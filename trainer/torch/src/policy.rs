@@ -182,8 +182,8 @@ impl Policy {
         temperature: f64,
         stats: &mut StepStats,
     ) -> Result<()> {
-        let wanted = options.kl_loss.is_some();
-        let reference = wanted.then(|| self.reference_log_probs(batch, temperature)).transpose()?;
+        let reference =
+            options.use_kl_loss.then(|| self.reference_log_probs(batch, temperature)).transpose()?;
         let (pass, hidden) = self.trained.forward(batch)?;
         let columns = Tokens {
             weights: batch.weights.shallow_clone(),

@@ -175,7 +175,7 @@ fn begin(options: &SftOptions, device: Device) -> Result<(Policy, Vec<AuxFile>)>
         return Ok((Policy::new(model, published, adamw)?, files));
     };
     let policy = Policy::new(model, published, AdamWOptions::of(learn))?
-        .with_recompute(learn.recompute)
+        .with_recompute(learn.recomputes())
         .with_log_probs_chunk_size(learn.log_probs_chunk_size);
     Ok((policy, files))
 }

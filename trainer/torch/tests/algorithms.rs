@@ -6,7 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use driftless_torch::loss::{Sequence, Tokens, policy_loss, value_loss};
-use driftless_trainer::options::{Estimator, Kl, KlPenalty, LearnOptions, Level, Rs, Tis, TisMode};
+use driftless_trainer::options::{Estimator, Kl, LearnOptions, Level, TisMode};
 use tch::{Kind, Tensor};
 
 const CLOSE: f64 = 1e-6;
@@ -84,7 +84,7 @@ struct Case {
 /// The loss as the papers have it. `fixed` are the tokens at which what carries no gradient is taken.
 fn reference(tokens: &[Token], fixed: &[Token], case: &Case) -> f64 {
     let Case { options, moved } = case;
-    let (low, high) = (1.0 - options.eps_clip, 1.0 + options.eps_clip_high);
+    let (low, high) = (1.0 - options.eps_clip, 1.0 + options.eps_clip_high());
     let mut loss = 0.0;
     for (token, constant) in tokens.iter().zip(fixed) {
         let old = |token: &Token| match (options.use_rollout_logprobs, moved) {
@@ -114,7 +114,7 @@ fn reference(tokens: &[Token], fixed: &[Token], case: &Case) -> f64 {
         {
             term = term.min(-c * token.advantage);
         }
-        if options.opsm_delta.is_some_and(|delta| token.advantage < 0.0 && -held.ratio > delta) {
+        if options.use_opsm && token.advantage < 0.0 && -held.ratio > options.opsm_delta {
             term = 0.0;
         }
         let apart = at_old - constant.rollout;
@@ -123,23 +123,25 @@ fn reference(tokens: &[Token], fixed: &[Token], case: &Case) -> f64 {
             Level::Sequence => held.sum.exp(),
             Level::Geometric => held.mean.exp(),
         };
-        if let Some(Tis { low, high, level, mode }) = options.tis {
+        if options.use_tis {
+            let (low, high, level) = (options.tis_clip_low, options.tis_clip, options.tis_level);
             let within = (low..=high).contains(&at(level));
-            term *= match mode {
+            term *= match options.tis_mode {
                 TisMode::Clip => at(level).clamp(low, high),
                 TisMode::Mask => f64::from(u8::from(within)) * at(level),
             };
         }
-        if let Some(Rs { low, high, level, veto }) = options.rs {
-            let vetoed = veto.is_some_and(|veto| held.least.exp() < veto);
-            term *= f64::from(u8::from((low..=high).contains(&at(level)) && !vetoed));
+        if options.use_rs {
+            let vetoed = options.rs_veto_threshold.is_some_and(|veto| held.least.exp() < veto);
+            let bounds = options.rs_lower_bound..=options.rs_upper_bound;
+            term *= f64::from(u8::from(bounds.contains(&at(options.rs_level)) && !vetoed));
         }
-        if let Some(KlPenalty { kind, coef, .. }) = options.kl_loss {
+        if options.use_kl_loss {
             let d = token.new - token.reference;
             let k3 = (-d).exp() - 1.0 + d;
             let weight = if options.use_unbiased_kl { (token.new - at_old).exp() } else { 1.0 };
-            term += coef
-                * match kind {
+            term += options.kl_loss_coef
+                * match options.kl_loss_type {
                     Kl::K1 => weight * d,
                     Kl::K2 => weight * d * d / 2.0,
                     Kl::K3 => weight * k3,
@@ -201,33 +203,39 @@ fn agrees(name: &str, case: &Case) {
 
 #[test]
 fn every_algorithm_is_its_formula() {
-    let plain = LearnOptions { eps_clip_high: 0.28, ..LearnOptions::default() };
-    let of = |advantage_estimator| LearnOptions { advantage_estimator, ..plain.clone() };
-    let tis = |level, mode| Some(Tis { low: 0.6, high: 1.3, level, mode });
-    let rs = |level, veto| Some(Rs { low: 0.75, high: 1.3, level, veto });
-    let kl = |kind| Some(KlPenalty { kind, coef: 0.3, ref_load: None });
+    let plain = LearnOptions::default().with_eps_clip_high(0.28);
+    let of = |advantage_estimator| plain.clone().with_advantage_estimator(advantage_estimator);
+    let tis = |options: &LearnOptions, level, mode| {
+        let bounded = options.clone().with_use_tis(true).with_tis_clip_low(0.6).with_tis_clip(1.3);
+        bounded.with_tis_level(level).with_tis_mode(mode)
+    };
+    let rs = |level| {
+        let bounded = plain.clone().with_use_rs(true).with_rs_lower_bound(0.75).with_rs_upper_bound(1.3);
+        bounded.with_rs_level(level)
+    };
+    let kl = |kind| plain.clone().with_use_kl_loss(true).with_kl_loss_coef(0.3).with_kl_loss_type(kind);
     let cases = [
         ("token ratios: grpo, reinforce_plus_plus, ppo", plain.clone()),
         ("gspo", of(Estimator::Gspo)),
         ("cispo", of(Estimator::Cispo)),
         ("rejection_sampling", of(Estimator::RejectionSampling)),
-        ("use-rollout-logprobs", LearnOptions { use_rollout_logprobs: true, ..plain.clone() }),
-        ("eps-clip-c", LearnOptions { eps_clip_c: Some(1.9), ..plain.clone() }),
-        ("gspo, eps-clip-c", LearnOptions { eps_clip_c: Some(1.2), ..of(Estimator::Gspo) }),
-        ("tis", LearnOptions { tis: tis(Level::Token, TisMode::Clip), ..plain.clone() }),
-        ("icepop", LearnOptions { tis: tis(Level::Token, TisMode::Mask), ..plain.clone() }),
-        ("mis, sequence", LearnOptions { tis: tis(Level::Sequence, TisMode::Mask), ..plain.clone() }),
-        ("tis, geometric", LearnOptions { tis: tis(Level::Geometric, TisMode::Clip), ..plain.clone() }),
-        ("cispo, tis", LearnOptions { tis: tis(Level::Token, TisMode::Clip), ..of(Estimator::Cispo) }),
-        ("rs", LearnOptions { rs: rs(Level::Token, None), ..plain.clone() }),
-        ("rs, geometric, veto", LearnOptions { rs: rs(Level::Geometric, Some(0.4)), ..plain.clone() }),
-        ("opsm", LearnOptions { opsm_delta: Some(0.1), ..plain.clone() }),
-        ("k1", LearnOptions { kl_loss: kl(Kl::K1), ..plain.clone() }),
-        ("k2", LearnOptions { kl_loss: kl(Kl::K2), ..plain.clone() }),
-        ("k3", LearnOptions { kl_loss: kl(Kl::K3), ..plain.clone() }),
-        ("low_var_kl", LearnOptions { kl_loss: kl(Kl::LowVarKl), ..plain.clone() }),
-        ("unbiased k3", LearnOptions { kl_loss: kl(Kl::K3), use_unbiased_kl: true, ..plain.clone() }),
-        ("unbiased low_var_kl", LearnOptions { kl_loss: kl(Kl::LowVarKl), use_unbiased_kl: true, ..plain }),
+        ("use-rollout-logprobs", plain.clone().with_use_rollout_logprobs(true)),
+        ("eps-clip-c", plain.clone().with_eps_clip_c(1.9)),
+        ("gspo, eps-clip-c", of(Estimator::Gspo).with_eps_clip_c(1.2)),
+        ("tis", tis(&plain, Level::Token, TisMode::Clip)),
+        ("icepop", tis(&plain, Level::Token, TisMode::Mask)),
+        ("mis, sequence", tis(&plain, Level::Sequence, TisMode::Mask)),
+        ("tis, geometric", tis(&plain, Level::Geometric, TisMode::Clip)),
+        ("cispo, tis", tis(&of(Estimator::Cispo), Level::Token, TisMode::Clip)),
+        ("rs", rs(Level::Token)),
+        ("rs, geometric, veto", rs(Level::Geometric).with_rs_veto_threshold(0.4)),
+        ("opsm", plain.clone().with_use_opsm(true).with_opsm_delta(0.1)),
+        ("k1", kl(Kl::K1)),
+        ("k2", kl(Kl::K2)),
+        ("k3", kl(Kl::K3)),
+        ("low_var_kl", kl(Kl::LowVarKl)),
+        ("unbiased k3", kl(Kl::K3).with_use_unbiased_kl(true)),
+        ("unbiased low_var_kl", kl(Kl::LowVarKl).with_use_unbiased_kl(true)),
     ];
     for (name, options) in cases {
         // The old policy is the policy itself, then another.

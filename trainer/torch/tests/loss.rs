@@ -4,15 +4,15 @@
 
 use driftless_torch::Error;
 use driftless_torch::loss::{PolicyTerms, Tokens, Watched, kl, policy_loss};
-use driftless_trainer::options::{Estimator, Kl, KlPenalty, LearnOptions};
+use driftless_trainer::options::{Estimator, Kl, LearnOptions};
 use tch::{Kind, Tensor};
 
 fn plain() -> LearnOptions {
-    LearnOptions { eps_clip_high: 0.3, ..LearnOptions::default() }
+    LearnOptions::default().with_eps_clip_high(0.3)
 }
 
-fn penalty(kind: Kl, coef: f64) -> Option<KlPenalty> {
-    Some(KlPenalty { kind, coef, ref_load: None })
+fn penalised(coef: f64) -> LearnOptions {
+    plain().with_use_kl_loss(true).with_kl_loss_type(Kl::K2).with_kl_loss_coef(coef)
 }
 
 /// The log-probs that the policy gives two tokens.
@@ -57,14 +57,14 @@ fn the_surrogate_is_clipped_on_the_side_that_the_advantage_pays_for() {
     close(number(&terms.loss), (2.0 + 1.0) / 2.0);
     close(terms.mean(Watched::Clipped), 0.0);
     // A second clip bounds that too.
-    let dual = LearnOptions { eps_clip_c: Some(1.5), ..plain() };
+    let dual = plain().with_eps_clip_c(1.5);
     close(number(&loss(&tokens([0.25, 0.25], -1.0), &dual).loss), (1.5 + 1.0) / 2.0);
     // Ratios 1/2 and 1: clipped to 0.8 where the advantage is negative.
     let terms = loss(&tokens([1.0, 0.25], -1.0), &plain());
     close(number(&terms.loss), (0.8 + 1.0) / 2.0);
     // The trainer's old policy is the engine's.
     close(terms.mean(Watched::Difference), 0.0);
-    let engines = LearnOptions { use_rollout_logprobs: true, ..plain() };
+    let engines = plain().with_use_rollout_logprobs(true);
     let terms = loss(&tokens([1.0, 0.25], -1.0), &engines);
     close(terms.mean(Watched::Difference), 2_f64.ln() / 2.0);
     // k3 with d = log old − log new = ln 2: 1/2 + ln 2 − 1, over two tokens; and k1.
@@ -99,10 +99,10 @@ fn kl_estimators_by_hand() {
 fn a_column_that_the_loss_needs_is_asked_for() {
     let policy = column(&NEW.map(f64::ln));
     for options in [
-        LearnOptions { kl_loss: penalty(Kl::K2, 1.0), ..plain() },
-        LearnOptions { entropy_coef: 0.1, ..plain() },
-        LearnOptions { advantage_estimator: Estimator::Gspo, ..plain() },
-        LearnOptions { opsm_delta: Some(0.1), ..plain() },
+        penalised(1.0),
+        plain().with_entropy_coef(0.1),
+        plain().with_advantage_estimator(Estimator::Gspo),
+        plain().with_use_opsm(true).with_opsm_delta(0.1),
     ] {
         let result = policy_loss(&policy, None, &tokens(NEW, 1.0), &options);
         assert!(matches!(result, Err(Error::Input { .. })), "{options:?}");
@@ -112,7 +112,7 @@ fn a_column_that_the_loss_needs_is_asked_for() {
 #[test]
 fn kl_and_entropy_enter_the_loss() {
     let mut tokens = tokens(NEW, 0.0);
-    let options = LearnOptions { kl_loss: penalty(Kl::K2, 10.0), entropy_coef: 0.1, ..plain() };
+    let options = penalised(10.0).with_entropy_coef(0.1);
     tokens.reference = Some(&tokens.rollout_log_probs - 1.0);
     let entropy = column(&[3.0, 5.0]);
     let policy = column(&NEW.map(f64::ln));
@@ -122,7 +122,7 @@ fn kl_and_entropy_enter_the_loss() {
 
 #[test]
 fn log_ratios_that_no_two_policies_have_stay_finite() {
-    let engines = LearnOptions { use_rollout_logprobs: true, ..plain() };
+    let engines = plain().with_use_rollout_logprobs(true);
     let terms = loss(&tokens([0.0, 0.25], -1.0), &engines);
     assert!(number(&terms.loss).is_finite() && terms.mean(Watched::K3).is_finite());
 }

@@ -4,7 +4,7 @@
 
 use driftless_torch::optimizer::AdamWOptions;
 use driftless_torch::{Batch, Config, Error, Family, Model, Policy, Sample};
-use driftless_trainer::options::{Estimator, Kl, KlPenalty, LearnOptions};
+use driftless_trainer::options::{Estimator, Kl, LearnOptions};
 use tch::{Device, Kind, Tensor};
 
 const SEED: i64 = 7;
@@ -34,7 +34,11 @@ fn config() -> Config {
 
 /// The old policy is the engine's, so that ratios say something.
 fn engines() -> LearnOptions {
-    LearnOptions { use_rollout_logprobs: true, ..LearnOptions::default() }
+    LearnOptions::default().with_use_rollout_logprobs(true)
+}
+
+fn penalised(kind: Kl) -> LearnOptions {
+    engines().with_use_kl_loss(true).with_kl_loss_type(kind).with_kl_loss_coef(0.1)
 }
 
 fn policy_of(config: Config, kind: Kind, clip_grad: f64) -> Policy {
@@ -203,9 +207,8 @@ fn packed_sequences_do_not_see_each_other() {
 
 #[test]
 fn chunks_and_recomputation_change_nothing() {
-    let kl_loss = Some(KlPenalty { kind: Kl::LowVarKl, coef: 0.1, ref_load: None });
-    let token = LearnOptions { entropy_coef: 0.05, kl_loss, ..engines() };
-    let sequence = LearnOptions { advantage_estimator: Estimator::Gspo, ..engines() };
+    let token = penalised(Kl::LowVarKl).with_entropy_coef(0.05);
+    let sequence = engines().with_advantage_estimator(Estimator::Gspo);
     for (tied, loss) in [(true, &token), (false, &token), (true, &sequence)] {
         let config = Config { tie_word_embeddings: tied, ..config() };
         let steps = |change: fn(Policy) -> Policy| {
@@ -252,8 +255,7 @@ fn bf16_steps_stay_near_those_in_f32() {
 
 #[test]
 fn a_kl_term_needs_a_reference_of_the_same_vocabulary() {
-    let kl_loss = Some(KlPenalty { kind: Kl::K3, coef: 0.1, ref_load: None });
-    let loss = LearnOptions { kl_loss, ..engines() };
+    let loss = penalised(Kl::K3);
     let result = policy_with(1.0).policy_step(&[mixed(&ROWS)], &loss, 1.0, LR);
     assert!(matches!(result, Err(Error::Input { .. })));
     let other = Config { vocab_size: 25, ..config() };

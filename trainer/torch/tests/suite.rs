@@ -6,7 +6,7 @@ use driftless_torch::sft::{SftOptions, SftTask, sft};
 use driftless_torch::tasks::arithmetic::Recipe;
 use driftless_torch::{Config, TorchLearner, TorchOptions};
 use driftless_trainer::learner::{Batch, Learner, Sample, Stepped, Workspace, conformance};
-use driftless_trainer::options::{CriticOptions, Estimator, Kl, KlPenalty, LearnOptions};
+use driftless_trainer::options::{CriticOptions, Estimator, Kl, LearnOptions};
 use std::path::{Path, PathBuf};
 
 /// Fresh weights of a small model, as a checkpoint.
@@ -33,7 +33,7 @@ fn checkpoint(dir: &Path) -> PathBuf {
 
 fn learner(learn: LearnOptions) -> Box<dyn Learner> {
     // Several micro-batches, so that samples come in another order than they were given in.
-    let learn = LearnOptions { lr: 1e-2, max_tokens_per_gpu: 16, ..learn };
+    let learn = learn.with_lr(1e-2).with_max_tokens_per_gpu(16);
     Box::new(TorchLearner::new(TorchOptions {
         learn,
         temperature: 1.0,
@@ -48,25 +48,19 @@ fn learner(learn: LearnOptions) -> Box<dyn Learner> {
 fn libtorch_passes_the_suite_of_learners() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoint = checkpoint(dir.path());
-    let penalty = |coef| Some(KlPenalty { kind: Kl::K3, coef, ref_load: None });
-    let critic = CriticOptions {
-        lr: 1e-2,
-        lr_warmup_iters: 0,
-        value_clip: 0.2,
-        num_critic_only_steps: 0,
-        load: None,
-        save: Some(dir.path().join("critic")),
-    };
-    let ppo = LearnOptions {
-        advantage_estimator: Estimator::Ppo,
-        lambd: 0.9,
-        kl_reward: penalty(0.1),
-        global_batch_size: Some(2),
-        critic: Some(critic),
-        ..LearnOptions::default()
-    };
-    let moving =
-        LearnOptions { kl_loss: penalty(0.5), ref_update_interval: Some(1), ..LearnOptions::default() };
+    let critic = CriticOptions::default().with_critic_lr(1e-2).with_critic_save(dir.path().join("critic"));
+    let ppo = LearnOptions::default()
+        .with_advantage_estimator(Estimator::Ppo)
+        .with_lambd(0.9)
+        .with_kl_coef(0.1)
+        .with_kl_loss_type(Kl::K3)
+        .with_global_batch_size(2_usize)
+        .with_critic(critic);
+    let moving = LearnOptions::default()
+        .with_use_kl_loss(true)
+        .with_kl_loss_type(Kl::K3)
+        .with_kl_loss_coef(0.5)
+        .with_ref_update_interval(1_u64);
     for learn in [LearnOptions::default(), ppo, moving] {
         conformance::suite(&checkpoint, || learner(learn.clone()));
     }
@@ -88,7 +82,7 @@ fn step_that_is_not_finite_is_said_and_leaves_the_weights() {
         keep: 1,
     };
     // The loss overflows.
-    let mut learner = learner(LearnOptions { entropy_coef: 1e300, ..LearnOptions::default() });
+    let mut learner = learner(LearnOptions::default().with_entropy_coef(1e300));
     learner.load(&place).unwrap();
     let sample = Sample {
         position: driftless_buffer::Position(0),

@@ -47,13 +47,13 @@ class Learner:
         self._layout.check(self._model.module)
         self._optimizer = AdamW(self._model.module, rounded, ranks)
         self._reference = None
-        if options.kl_loss is not None:
-            directory = options.kl_loss.get("ref_load") or hello["hf_checkpoint"]
+        if options.use_kl_loss:
+            directory = options.ref_load or hello["hf_checkpoint"]
             self._reference = Model(directory, options, computes, ranks, attention)
             self._reference.module.requires_grad_(False)
             if self._reference.vocabulary != self._model.vocabulary:
                 found = f"expected {self._model.vocabulary} tokens, found {self._reference.vocabulary}"
-                raise Refused(f"hello: options: `kl_loss.ref_load`: {directory}: {found}")
+                raise Refused(f"hello: options: `ref_load`: {directory}: {found}")
         return _checkpoint.load(Path(hello["save"]), self._optimizer)
 
     def hello(self) -> dict[str, Any]:

@@ -69,22 +69,22 @@ def policy_loss(
     ratio_log = _bounded(sample.ratio if options.surrogate == "sequence" else new - old)
     losses, clipped = _surrogate(new, ratio_log, batch.advantages, options)
     tis_clipped = rejected = far = kl_term = torch.zeros_like(now)
-    if options.opsm_delta is not None:
+    if options.use_opsm:
         far = (-sample.ratio.detach() > options.opsm_delta) & (batch.advantages < 0)
         losses = losses * ~far
-    if options.tis is not None:
-        weight = _ratio(options.tis["level"], behind, sample)
-        low, high = options.tis["low"], options.tis["high"]
-        cut = weight.clamp(low, high) if options.tis["mode"] == "clip" else weight * ((weight >= low) & (weight <= high))
+    if options.use_tis:
+        weight = _ratio(options.tis_level, behind, sample)
+        low, high = options.tis_clip_low, options.tis_clip
+        cut = weight.clamp(low, high) if options.tis_mode == "clip" else weight * ((weight >= low) & (weight <= high))
         tis_clipped = cut != weight
         losses = losses * cut
-    if options.rs is not None:
-        rejected = _rejected(options.rs, behind, sample)
+    if options.use_rs:
+        rejected = _rejected(options, behind, sample)
         losses = losses * ~rejected
-    if options.kl_loss is not None:
+    if options.use_kl_loss:
         weight = _bounded(new - old).exp() if options.use_unbiased_kl else None
-        kl_term = kl(options.kl_loss["kind"], new, reference, weight)
-        losses = losses + options.kl_loss["coef"] * kl_term
+        kl_term = kl(options.kl_loss_type, new, reference, weight)
+        losses = losses + options.kl_loss_coef * kl_term
     if options.entropy_coef != 0.0:
         losses = losses - options.entropy_coef * entropy
     watched = (clipped, -ratio_log, behind.abs(), _k3(_bounded(behind).neg()), entropy, kl_term, tis_clipped, rejected, far)
@@ -108,12 +108,12 @@ def _ratio(level: str, behind: torch.Tensor, sample: _Sample | None) -> torch.Te
     return _bounded({"token": lambda: behind, "sequence": lambda: sample.sum, "geometric": lambda: sample.mean}[level]()).exp()
 
 
-def _rejected(rs: dict, behind: torch.Tensor, sample: _Sample | None) -> torch.Tensor:
+def _rejected(options: Options, behind: torch.Tensor, sample: _Sample | None) -> torch.Tensor:
     """Where tokens are not learned from ``[m]``."""
-    ratio = _ratio(rs["level"], behind, sample)
-    rejected = (ratio < rs["low"]) | (ratio > rs["high"])
-    if rs.get("veto") is not None:
-        rejected |= sample.least.exp() < rs["veto"]
+    ratio = _ratio(options.rs_level, behind, sample)
+    rejected = (ratio < options.rs_lower_bound) | (ratio > options.rs_upper_bound)
+    if options.rs_veto_threshold is not None:
+        rejected |= sample.least.exp() < options.rs_veto_threshold
     return rejected
 
 

@@ -46,7 +46,7 @@ class Model:
         self._keeps = "logits_to_keep" in inspect.signature(self.module.forward).parameters
         self._bounded = False
         layers = _layers(self.module, set(self.module._no_split_modules or ()))
-        if options.recompute:
+        if options.recompute_granularity == "full":
             for layer in layers:
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         if ranks.sharded:

@@ -17,82 +17,91 @@ SURROGATES = {
     "cispo": "cispo",
     "rejection_sampling": "likelihood",
 }
-DECAYS = ("constant", "linear", "cosine")
-KINDS = ("k1", "k2", "k3", "low_var_kl")
 LEVELS = ("token", "sequence", "geometric")
-MODES = ("clip", "mask")
-DTYPES = (None, "bfloat16", "float32")
+ONE_OF = {
+    "advantage_estimator": tuple(SURROGATES),
+    "dtype": (None, "bfloat16", "float32"),
+    "kl_loss_type": ("k1", "k2", "k3", "low_var_kl"),
+    "lr_decay_style": ("constant", "linear", "cosine"),
+    "recompute_granularity": ("full", "none"),
+    "rs_level": LEVELS,
+    "tis_level": LEVELS,
+    "tis_mode": ("clip", "mask"),
+}
 # The loop has done them when it sends an advantage.
-OF_THE_LOOP = ("grpo_std_normalization", "normalize_advantages")
+OF_THE_LOOP = {"disable_grpo_std_normalization", "normalize_advantages"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that change what is learned, or how; by default as ``driftless train`` has them. ``docs/algorithms.md``
-    says what they mean."""
+    """The options of ``driftless train`` that this learner does; ``docs/algorithms.md`` says what they mean. The loop
+    sends each of them with its value, and names those that are not at their defaults."""
 
-    dtype: str | None = None
-    lr: float = 1e-6
-    min_lr: float = 0.0
-    lr_warmup_iters: int = 0
-    lr_decay_style: str = "constant"
-    lr_decay_iters: int = 0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    clip_grad: float = 1.0
-    eps_clip: float = 0.2
-    eps_clip_high: float = 0.2
-    eps_clip_c: float | None = None
-    use_rollout_logprobs: bool = False
-    tis: dict | None = None
-    rs: dict | None = None
-    opsm_delta: float | None = None
-    kl_loss: dict | None = None
-    use_unbiased_kl: bool = False
-    calculate_per_token_loss: bool = False
-    entropy_coef: float = 0.0
-    advantage_estimator: str = "grpo"
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    max_tokens_per_gpu: int = 16384
-    recompute: bool = False
-    log_probs_chunk_size: int | None = None
-    temperature: float = 1.0
+    advantage_estimator: str
+    eps_clip: float
+    eps_clip_high: float
+    eps_clip_c: float | None
+    calculate_per_token_loss: bool
+    dtype: str | None
+    lr: float
+    lr_warmup_iters: int
+    lr_decay_style: str
+    lr_decay_iters: int
+    min_lr: float
+    entropy_coef: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    clip_grad: float
+    global_batch_size: int | None
+    micro_batch_size: int | None
+    max_tokens_per_gpu: int
+    recompute_granularity: str
+    log_probs_chunk_size: int | None
+    use_rollout_logprobs: bool
+    use_tis: bool
+    tis_clip: float
+    tis_clip_low: float
+    tis_level: str
+    tis_mode: str
+    use_rs: bool
+    rs_upper_bound: float
+    rs_lower_bound: float
+    rs_level: str
+    rs_veto_threshold: float | None
+    use_opsm: bool
+    opsm_delta: float
+    use_kl_loss: bool
+    kl_loss_coef: float
+    kl_loss_type: str
+    use_unbiased_kl: bool
+    ref_load: str | None
+    temperature: float
 
     @classmethod
     def of(cls, hello: dict[str, Any]) -> Options:
         """Those of a ``hello``.
 
         Raises:
-            Refused: an option that is not known and is not off, or a value that cannot be.
+            Refused: an option that is not at its default and that this learner does not do, or a value that cannot be.
         """
-        given = dict(hello.get("options") or {})
-        for name in OF_THE_LOOP:
-            given.pop(name, None)
+        given, changed = hello.get("options"), hello.get("changed")
+        if not isinstance(given, dict) or not isinstance(changed, list):
+            raise Refused("hello: expected `options`, an object, and `changed`, a list of names")
+        given = given | {"temperature": hello.get("temperature")}
         known = {field.name: field for field in fields(cls)}
-        given["temperature"] = hello.get("temperature", 1.0)
-        for name, value in given.items():
-            if name not in known and value not in (None, False, 0):
-                raise Refused(f"hello: options: `{name}` is {value!r}, which this learner does not do")
-        given = {name: value for name, value in given.items() if name in known}
-        for name, value in given.items():
-            if not _fits(known[name].type, value):
-                raise Refused(f"hello: options: `{name}`: expected {known[name].type}, found {value!r}")
-        options = cls(**given)
-        for name, allowed in (("advantage_estimator", tuple(SURROGATES)), ("lr_decay_style", DECAYS), ("dtype", DTYPES)):
-            _one_of(name, getattr(options, name), allowed)
-        for name, value in (("tis", options.tis), ("rs", options.rs)):
-            if value is not None:
-                _numbers(name, value, ("low", "high"))
-                _one_of(f"{name}.level", value.get("level"), LEVELS)
-        if options.tis is not None:
-            _one_of("tis.mode", options.tis.get("mode"), MODES)
-        if options.rs is not None and options.rs.get("veto") is not None:
-            _numbers("rs", options.rs, ("veto",))
-        if options.kl_loss is not None:
-            _numbers("kl_loss", options.kl_loss, ("coef",))
-            _one_of("kl_loss.kind", options.kl_loss.get("kind"), KINDS)
+        for name in changed:
+            if name not in known and name not in OF_THE_LOOP:
+                raise Refused(f"hello: options: `{name}` is {given.get(name)!r}, which this learner does not do")
+        for name, field in known.items():
+            if name not in given or not _fits(field.type, given[name]):
+                found = repr(given[name]) if name in given else "nothing"
+                raise Refused(f"hello: options: `{name}`: expected {field.type}, found {found}")
+        options = cls(**{name: given[name] for name in known})
+        for name, allowed in ONE_OF.items():
+            if given[name] not in allowed:
+                found = f"expected one of {', '.join(map(str, allowed))}, found {given[name]!r}"
+                raise Refused(f"hello: options: `{name}`: {found}")
         if not options.temperature > 0:
             raise Refused(f"hello: `temperature`: expected above 0, found {options.temperature}")
         return options
@@ -105,9 +114,9 @@ class Options:
     @property
     def compares_samples(self) -> bool:
         """Whether the loss needs to know something of whole samples."""
-        coarse = any(value is not None and value["level"] != "token" for value in (self.tis, self.rs))
-        vetoes = self.rs is not None and self.rs.get("veto") is not None
-        return self.surrogate == "sequence" or self.opsm_delta is not None or coarse or vetoes
+        coarse = (self.use_tis and self.tis_level != "token") or (self.use_rs and self.rs_level != "token")
+        vetoes = self.use_rs and self.rs_veto_threshold is not None
+        return self.surrogate == "sequence" or self.use_opsm or coarse or vetoes
 
     def lr_at(self, steps: int) -> float:
         """The learning rate of the step that follows ``steps`` others: warm-up and decay as Megatron has them."""
@@ -130,15 +139,4 @@ def _fits(kind: str, value: Any) -> bool:
     if kind in ("float", "int"):
         whole = isinstance(value, int) and not isinstance(value, bool)
         return (whole or (kind == "float" and isinstance(value, float) and math.isfinite(value))) and value >= 0
-    return isinstance(value, {"str": str, "bool": bool, "dict": dict}[kind])
-
-
-def _one_of(name: str, value: Any, allowed: tuple) -> None:
-    if value not in allowed:
-        raise Refused(f"hello: options: `{name}`: expected one of {', '.join(map(str, allowed))}, found {value!r}")
-
-
-def _numbers(name: str, value: dict, names: tuple[str, ...]) -> None:
-    for part in names:
-        if not _fits("float", value.get(part)):
-            raise Refused(f"hello: options: `{name}.{part}`: expected a number, found {value.get(part)!r}")
+    return isinstance(value, {"str": str, "bool": bool}[kind])

@@ -133,7 +133,7 @@ fn learn_own(
     rollout.look_back(policy, options, temperature)?;
     if options.per_token() {
         let mut known = rollout.distances(policy, options, temperature, &mut stats)?;
-        match (critic, &options.critic) {
+        match (critic, options.critic()) {
             (Some(critic), Some(of_critic)) => {
                 // The two take turns on the device.
                 policy.trained.offload()?;
@@ -146,7 +146,7 @@ fn learn_own(
         }
     }
     let waits = |critic: &CriticOptions| batch.rollout_id < critic.num_critic_only_steps;
-    if options.critic.as_ref().is_some_and(waits) {
+    if options.critic().is_some_and(waits) {
         return Ok(stats);
     }
     let share = rollout.share();
@@ -191,7 +191,7 @@ impl<'a> Rollout<'a> {
 
     /// Notes the log-probs of the old policy, unless it is the one that a single step differentiates.
     fn look_back(&mut self, policy: &Policy, options: &LearnOptions, temperature: f64) -> Result<()> {
-        let compared = options.kl_reward.is_some() || options.opd.is_some();
+        let compared = options.kl_coef > 0.0 || options.use_opd;
         if options.use_rollout_logprobs || (self.steps.len() == 1 && !compared) {
             return Ok(());
         }
@@ -216,13 +216,13 @@ impl<'a> Rollout<'a> {
             let mean = |x: &Tensor| -> Result<f64> {
                 Ok(f64::try_from(x.f_mul(&batch.weights)?.f_sum(Kind::Double)?)? * share)
             };
-            if let Some(penalty) = &options.kl_reward {
+            if options.kl_coef > 0.0 {
                 let reference = policy.reference_log_probs(batch, temperature)?;
-                let distance = kl(penalty.kind, old, &reference, None)?;
+                let distance = kl(options.kl_loss_type, old, &reference, None)?;
                 stats.kl += mean(&distance)?;
                 known.kl = Vec::try_from(&distance)?;
             }
-            if options.opd.is_some() {
+            if options.use_opd {
                 let teacher = match policy.teacher_log_probs(batch, temperature)? {
                     Some(teacher) => teacher,
                     None => logged(samples, chosen, old)?,
@@ -315,7 +315,7 @@ fn logged(samples: &[learner::Sample<'_>], chosen: &[usize], like: &Tensor) -> R
         let found = sample.teacher_log_probs;
         if found.len() != sample.response_len() {
             let expected = format!(
-                "{} teacher's log-probs in record {} of the log, or --opd-teacher-load",
+                "{} teacher's log-probs in record {} of the log, or an `opd_teacher_load`",
                 sample.response_len(),
                 sample.position.0
             );

@@ -1,7 +1,7 @@
 use std::sync::{Arc, Mutex};
 
 use driftless_buffer::Position;
-use driftless_trainer::options::{Estimator, Kl, KlPenalty, Opd, Tis, TisMode};
+use driftless_trainer::options::{Estimator, Kl};
 use tch::{Device, Kind};
 
 use super::*;
@@ -50,7 +50,11 @@ fn policy() -> Policy {
 }
 
 fn options() -> LearnOptions {
-    LearnOptions { lr: 1e-3, clip_grad: 0.0, max_tokens_per_gpu: 24, ..LearnOptions::default() }
+    LearnOptions::default().with_lr(1e-3).with_clip_grad(0.0).with_max_tokens_per_gpu(24)
+}
+
+fn penalised(options: &LearnOptions) -> LearnOptions {
+    options.clone().with_use_kl_loss(true).with_kl_loss_type(Kl::K3).with_kl_loss_coef(0.2)
 }
 
 fn weights(policy: &Policy) -> Vec<f32> {
@@ -121,7 +125,8 @@ fn with_memory(
 ) -> (Result<StepStats>, Vec<f32>, LearnOptions) {
     let (generations, mut policy) = (generations(), policy());
     // Nothing is looked at before the first step.
-    let mut options = LearnOptions { global_batch_size, use_rollout_logprobs: true, ..options() };
+    let mut options = options().with_use_rollout_logprobs(true);
+    options.global_batch_size = global_batch_size;
     MEMORY.set(memory);
     let learned =
         learn_within_memory(&mut policy, None, &rollout(whole(&generations)), &mut options, TEMPERATURE);
@@ -168,19 +173,12 @@ fn learn_that_has_made_a_step_is_not_begun_anew() {
 #[test]
 fn split_rollouts_have_the_same_loss_and_gradients() {
     let generations = generations();
-    let engines = LearnOptions { use_rollout_logprobs: true, ..options() };
-    let kl_loss = Some(KlPenalty { kind: Kl::K3, coef: 0.2, ref_load: None });
-    let tis = Some(Tis {
-        low: 0.5,
-        high: 1.5,
-        level: driftless_trainer::options::Level::Token,
-        mode: TisMode::Clip,
-    });
+    let engines = options().with_use_rollout_logprobs(true);
     let cases = [
-        LearnOptions { kl_loss, entropy_coef: 0.05, ..engines.clone() },
-        LearnOptions { advantage_estimator: Estimator::Cispo, ..engines.clone() },
-        LearnOptions { calculate_per_token_loss: true, ..engines },
-        LearnOptions { tis, ..options() },
+        penalised(&engines).with_entropy_coef(0.05),
+        engines.clone().with_advantage_estimator(Estimator::Cispo),
+        engines.with_calculate_per_token_loss(true),
+        options().with_use_tis(true).with_tis_clip_low(0.5).with_tis_clip(1.5),
     ];
     for options in cases {
         let gradient = |samples: Vec<learner::Sample<'_>>| {
@@ -188,7 +186,7 @@ fn split_rollouts_have_the_same_loss_and_gradients() {
             let mut policy =
                 Policy::new(model(7), Kind::Float, adamw).unwrap().with_reference(model(8), false).unwrap();
             let before = weights(&policy);
-            let options = LearnOptions { lr: EPS, ..options.clone() };
+            let options = options.clone().with_lr(EPS);
             let stats = learn(&mut policy, None, &rollout(samples), &options, TEMPERATURE).unwrap();
             let moved = before.iter().zip(weights(&policy)).map(|(before, after)| before - after);
             (stats, moved.collect::<Vec<_>>())
@@ -215,9 +213,9 @@ fn split_rollouts_have_the_same_loss_and_gradients() {
 fn several_steps_under_the_engines_log_probs_are_as_many_rollouts() {
     let generations = generations();
     let all = whole(&generations);
-    let options = LearnOptions { use_rollout_logprobs: true, ..options() };
+    let options = options().with_use_rollout_logprobs(true);
     let (mut at_once, mut apart) = (policy(), policy());
-    let steps = LearnOptions { global_batch_size: Some(2), ..options.clone() };
+    let steps = options.clone().with_global_batch_size(2);
     let stats = learn(&mut at_once, None, &rollout(all.clone()), &steps, TEMPERATURE).unwrap();
     let halves = [0..2, 2..4]
         .map(|half| learn(&mut apart, None, &rollout(all[half].to_vec()), &options, TEMPERATURE).unwrap());
@@ -232,7 +230,7 @@ fn old_policy_is_the_one_before_the_first_step() {
     let generations = generations();
     let all = whole(&generations);
     let (mut found, mut by_hand) = (policy(), policy());
-    let steps = LearnOptions { global_batch_size: Some(2), lr: 1e-2, ..options() };
+    let steps = options().with_global_batch_size(2).with_lr(1e-2);
     let stats = learn(&mut found, None, &rollout(all.clone()), &steps, TEMPERATURE).unwrap();
 
     let [mut first, mut second] =
@@ -252,7 +250,7 @@ fn step_that_is_not_finite_leaves_out_the_rest_of_its_rollout() {
     let generations = generations();
     let mut all = whole(&generations);
     all[2].advantage = f32::MAX;
-    let options = LearnOptions { global_batch_size: Some(2), entropy_coef: 1e300, ..options() };
+    let options = options().with_global_batch_size(2).with_entropy_coef(1e300);
     let mut struck = policy();
     let before = weights(&struck);
     let failed = learn(&mut struck, None, &rollout(all), &options, TEMPERATURE);
@@ -265,13 +263,13 @@ fn advantages_by_token_are_made_of_what_the_models_say() {
     let generations = generations();
     let all = whole(&generations);
     let policy = policy().with_teacher(model(9)).unwrap();
-    let options = LearnOptions {
-        advantage_estimator: Estimator::ReinforcePlusPlus,
-        gamma: 0.9,
-        kl_reward: Some(KlPenalty { kind: Kl::K2, coef: 0.3, ref_load: None }),
-        opd: Some(Opd { kl_coef: 0.5, teacher_load: None }),
-        ..options()
-    };
+    let options = options()
+        .with_advantage_estimator(Estimator::ReinforcePlusPlus)
+        .with_gamma(0.9)
+        .with_kl_coef(0.3)
+        .with_kl_loss_type(Kl::K2)
+        .with_use_opd(true)
+        .with_opd_kl_coef(0.5);
     let mut rollout = Rollout::cut(&policy, &all, &options).unwrap();
     let mut stats = StepStats::default();
     rollout.look_back(&policy, &options, TEMPERATURE).unwrap();
@@ -314,7 +312,7 @@ fn advantages_by_token_are_made_of_what_the_models_say() {
 #[test]
 fn teacher_in_the_log_is_the_teacher_that_is_loaded() {
     let mut generations = generations();
-    let options = LearnOptions { opd: Some(Opd { kl_coef: 1.0, teacher_load: None }), ..options() };
+    let options = options().with_use_opd(true);
     let teacher = Policy::new(model(9), Kind::Float, AdamWOptions::default()).unwrap();
     // What the teacher says of every token of the responses.
     let said: Vec<Vec<f32>> = whole(&generations)
@@ -339,7 +337,7 @@ fn teacher_in_the_log_is_the_teacher_that_is_loaded() {
     let bare = learner::Sample { teacher_log_probs: &[], ..whole(&generations)[1] };
     let failed = learn(&mut from_log, None, &rollout(vec![bare]), &options, TEMPERATURE);
     let words = failed.unwrap_err().to_string();
-    assert!(words.contains("record 1 of the log") && words.contains("--opd-teacher-load"), "{words}");
+    assert!(words.contains("record 1 of the log") && words.contains("`opd_teacher_load`"), "{words}");
 }
 
 /// A critic of a fresh checkpoint, and the options that go with it.
@@ -349,17 +347,10 @@ fn critic(dir: &std::path::Path) -> (Critic, LearnOptions) {
     let files = vec![driftless_transport::snapshot::AuxFile::new("config.json", json).unwrap()];
     let snapshot = crate::PolicySnapshot::with_files(&policy, files).unwrap();
     driftless_transport::checkpoint::write_checkpoint(dir, &snapshot, 1 << 30).unwrap();
-    let of_critic = CriticOptions {
-        lr: 1e-2,
-        lr_warmup_iters: 0,
-        value_clip: 1e9,
-        num_critic_only_steps: 0,
-        load: None,
-        save: None,
-    };
+    let of_critic = CriticOptions::default().with_critic_lr(1e-2).with_value_clip(1e9);
     let model = Model::open_critic(dir, Kind::Float, Device::Cpu).unwrap();
     let critic = Critic::new(model, Kind::Float, AdamWOptions::default()).unwrap();
-    let options = LearnOptions { advantage_estimator: Estimator::Ppo, critic: Some(of_critic), ..options() };
+    let options = options().with_advantage_estimator(Estimator::Ppo).with_critic(of_critic);
     (critic, options)
 }
 
@@ -373,7 +364,7 @@ fn values(critic: &mut Critic, samples: &[learner::Sample<'_>], options: &LearnO
 fn critic_learns_what_a_rollout_is_worth_and_the_policy_may_wait() {
     let dir = tempfile::tempdir().unwrap();
     let (mut critic, mut options) = critic(dir.path());
-    options.critic.as_mut().unwrap().num_critic_only_steps = 30;
+    options.critic.num_critic_only_steps = 30;
     let generations = generations();
     let all: Vec<_> =
         whole(&generations).into_iter().map(|sample| learner::Sample { advantage: 0.5, ..sample }).collect();
@@ -427,7 +418,7 @@ fn learned(options: &LearnOptions, ranks: Option<&Ranks>) -> Learned {
     let policy = Policy::shared(model(7), Kind::Float, adamw, ranks).unwrap();
     let mut policy = policy.with_reference(model(8), false).unwrap();
     let dir = tempfile::tempdir().unwrap();
-    let mut taught = options.critic.as_ref().map(|_| {
+    let mut taught = options.critic().map(|_| {
         critic(dir.path());
         let trunk = Model::open_critic(dir.path(), Kind::Float, Device::Cpu).unwrap();
         Critic::shared(trunk, Kind::Float, adamw, ranks).unwrap()
@@ -442,11 +433,10 @@ fn learned(options: &LearnOptions, ranks: Option<&Ranks>) -> Learned {
 fn ranks_learn_what_one_does() {
     let dir = tempfile::tempdir().unwrap();
     let (_, ppo) = critic(dir.path());
-    let kl_loss = Some(KlPenalty { kind: Kl::K3, coef: 0.2, ref_load: None });
     let cases = [
-        LearnOptions { kl_loss, entropy_coef: 0.05, balance_data: true, ..options() },
-        LearnOptions { advantage_estimator: Estimator::Gspo, global_batch_size: Some(2), ..options() },
-        LearnOptions { normalize_advantages: true, ..ppo },
+        penalised(&options()).with_entropy_coef(0.05).with_balance_data(true),
+        options().with_advantage_estimator(Estimator::Gspo).with_global_batch_size(2),
+        ppo.with_normalize_advantages(true),
     ];
     for options in cases {
         let (expected, weights) = learned(&options, None);

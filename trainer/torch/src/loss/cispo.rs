@@ -15,7 +15,7 @@ pub(super) fn loss(
     options: &LearnOptions,
 ) -> Result<Surrogate> {
     let ratio = log_ratio.f_detach()?.f_exp()?;
-    let cut = ratio.f_clamp(1.0 - options.eps_clip, 1.0 + options.eps_clip_high)?;
+    let cut = ratio.f_clamp(1.0 - options.eps_clip, 1.0 + options.eps_clip_high())?;
     let losses = cut.f_mul(&tokens.advantages)?.f_mul(new)?.f_neg()?;
     Ok(Surrogate { losses, clipped: cut.f_ne_tensor(&ratio)? })
 }

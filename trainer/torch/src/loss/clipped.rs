@@ -12,7 +12,7 @@ use crate::error::Result;
 pub(super) fn loss(log_ratio: &Tensor, tokens: &Tokens, options: &LearnOptions) -> Result<Surrogate> {
     let ratio = log_ratio.f_exp()?;
     let gain = ratio.f_mul(&tokens.advantages)?;
-    let cut = ratio.f_clamp(1.0 - options.eps_clip, 1.0 + options.eps_clip_high)?;
+    let cut = ratio.f_clamp(1.0 - options.eps_clip, 1.0 + options.eps_clip_high())?;
     let cut_gain = cut.f_mul(&tokens.advantages)?;
     let mut losses = gain.f_minimum(&cut_gain)?.f_neg()?;
     if let Some(c) = options.eps_clip_c {

@@ -1,6 +1,6 @@
 //! What engine and trainer disagree about: importance weights and rejection. No gradient flows through either.
 
-use driftless_trainer::options::{Estimator, LearnOptions, Level, Rs, Tis, TisMode};
+use driftless_trainer::options::{Estimator, LearnOptions, Level, TisMode};
 use tch::{Kind, Tensor};
 
 use super::{Tokens, bounded};
@@ -25,9 +25,9 @@ impl Sequence {
     pub(crate) fn asked(options: &LearnOptions) -> bool {
         let coarse = |level: Level| level != Level::Token;
         options.advantage_estimator == Estimator::Gspo
-            || options.opsm_delta.is_some()
-            || options.tis.is_some_and(|tis| coarse(tis.level))
-            || options.rs.is_some_and(|rs| coarse(rs.level) || rs.veto.is_some())
+            || options.use_opsm
+            || (options.use_tis && coarse(options.tis_level))
+            || (options.use_rs && (coarse(options.rs_level) || options.rs_veto_threshold.is_some()))
     }
 
     /// That of a whole batch, whose trained tokens have log-probs `now` `[M]`.
@@ -62,20 +62,22 @@ impl Sequence {
 
 /// Importance weights `[m]` of trainer over engine, and where they were out of bounds. `behind` `[m]` is trainer −
 /// engine's log-prob.
-pub(super) fn weights(tis: &Tis, behind: &Tensor, tokens: &Tokens) -> Result<(Tensor, Tensor)> {
-    let ratio = ratio(tis.level, behind, tokens)?;
-    let cut = match tis.mode {
-        TisMode::Clip => ratio.f_clamp(tis.low, tis.high)?,
-        TisMode::Mask => ratio.f_mul(&within(&ratio, tis.low, tis.high)?)?,
+pub(super) fn weights(options: &LearnOptions, behind: &Tensor, tokens: &Tokens) -> Result<(Tensor, Tensor)> {
+    let (low, high) = (options.tis_clip_low, options.tis_clip);
+    let ratio = ratio(options.tis_level, behind, tokens)?;
+    let cut = match options.tis_mode {
+        TisMode::Clip => ratio.f_clamp(low, high)?,
+        TisMode::Mask => ratio.f_mul(&within(&ratio, low, high)?)?,
     };
     let out = cut.f_ne_tensor(&ratio)?;
     Ok((cut, out))
 }
 
 /// 1 `[m]` where a token is learned from, 0 where it is rejected.
-pub(super) fn kept(rs: &Rs, behind: &Tensor, tokens: &Tokens) -> Result<Tensor> {
-    let kept = within(&ratio(rs.level, behind, tokens)?, rs.low, rs.high)?;
-    let Some(veto) = rs.veto else { return Ok(kept) };
+pub(super) fn kept(options: &LearnOptions, behind: &Tensor, tokens: &Tokens) -> Result<Tensor> {
+    let ratio = ratio(options.rs_level, behind, tokens)?;
+    let kept = within(&ratio, options.rs_lower_bound, options.rs_upper_bound)?;
+    let Some(veto) = options.rs_veto_threshold else { return Ok(kept) };
     Ok(kept.f_mul(&tokens.of_sample("veto")?.least.f_ge(veto.ln())?)?)
 }
 

@@ -150,13 +150,13 @@ pub fn policy_loss(
     let Corrected { mut losses, tis_clipped, rejected, opsm_clipped } =
         corrected(losses, &behind, tokens, options)?;
     let mut kl_loss = zero.shallow_clone();
-    if let Some(penalty) = &options.kl_loss {
+    if options.use_kl_loss {
         let reference = tokens.reference.as_ref().ok_or_else(|| missing("reference log-probs", "KL term"))?;
         let ratio = options
             .use_unbiased_kl
             .then(|| Ok::<_, crate::error::Error>(bounded(&new.f_sub(old)?)?.f_exp()?));
-        let term = kl(penalty.kind, new, reference, ratio.transpose()?.as_ref())?;
-        losses = losses.f_add(&term.f_mul_scalar(penalty.coef)?)?;
+        let term = kl(options.kl_loss_type, new, reference, ratio.transpose()?.as_ref())?;
+        losses = losses.f_add(&term.f_mul_scalar(options.kl_loss_coef)?)?;
         kl_loss = term.f_detach()?;
     }
     if options.entropy_coef != 0.0 {
@@ -193,18 +193,18 @@ struct Corrected {
 fn corrected(losses: Tensor, behind: &Tensor, tokens: &Tokens, options: &LearnOptions) -> Result<Corrected> {
     let zero = || behind.f_zeros_like();
     let mut all = Corrected { losses, tis_clipped: zero()?, rejected: zero()?, opsm_clipped: zero()? };
-    if let Some(delta) = options.opsm_delta {
-        let far = tokens.of_sample("mask of samples")?.ratio.f_neg()?.f_gt(delta)?;
+    if options.use_opsm {
+        let far = tokens.of_sample("mask of samples")?.ratio.f_neg()?.f_gt(options.opsm_delta)?;
         all.opsm_clipped = far.f_logical_and(&tokens.advantages.f_lt(0.0)?)?.f_to_kind(Kind::Float)?;
         all.losses = all.losses.f_mul(&all.opsm_clipped.f_rsub_scalar(1.0)?)?;
     }
-    if let Some(tis) = &options.tis {
-        let (weights, out) = mismatch::weights(tis, behind, tokens)?;
+    if options.use_tis {
+        let (weights, out) = mismatch::weights(options, behind, tokens)?;
         all.losses = all.losses.f_mul(&weights)?;
         all.tis_clipped = out;
     }
-    if let Some(rs) = &options.rs {
-        let kept = mismatch::kept(rs, behind, tokens)?;
+    if options.use_rs {
+        let kept = mismatch::kept(options, behind, tokens)?;
         all.losses = all.losses.f_mul(&kept)?;
         all.rejected = kept.f_rsub_scalar(1.0)?;
     }

@@ -1,0 +1,137 @@
+//! The words that the loop's settings are made of, and what a learner is told.
+
+pub mod bounds;
+mod learn;
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::lr::Decay;
+
+pub use learn::{CriticOptions, LearnOptions};
+
+/// Shows values as flags and JSON name them.
+macro_rules! shown_by_name {
+    ($($word:ty),*) => {$(
+        impl fmt::Display for $word {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.serialize(f)
+            }
+        }
+    )*};
+}
+
+shown_by_name!(Decay, Dtype, Estimator, Granularity, Kl, Level, TisMode);
+
+/// What a model computes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dtype {
+    /// bf16.
+    Bfloat16,
+    /// f32.
+    Float32,
+}
+
+/// Which activations are computed again on the way back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Granularity {
+    /// Those of whole layers: only what flows between them is kept.
+    Full,
+    /// None.
+    None,
+}
+
+/// What a probability ratio of trainer and engine is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    /// Of each token.
+    Token,
+    /// Of the trained tokens of a sample: their product.
+    Sequence,
+    /// Of the trained tokens of a sample: their geometric mean.
+    Geometric,
+}
+
+/// What becomes of an importance weight that is out of bounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TisMode {
+    /// It is moved to the nearest bound (truncated importance sampling).
+    Clip,
+    /// It is 0 (masked importance sampling; for tokens, IcePop).
+    Mask,
+}
+
+/// Estimator of KL(policy ‖ reference) from one sample per token (Schulman 2020); `d = log p − log p_ref`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kl {
+    /// `d`: unbiased, high variance, zero gradient in expectation as a loss.
+    K1,
+    /// `d² / 2`.
+    K2,
+    /// `exp(−d) + d − 1`: unbiased, never negative.
+    K3,
+    /// [`Kl::K3`], at most 10.
+    LowVarKl,
+}
+
+/// Whether versions are published in full or as deltas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UpdateWeightMode {
+    /// Every version in full.
+    Full,
+    /// The difference to the version before.
+    Delta,
+}
+
+/// Parts of the loop that are left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Debug {
+    /// None.
+    Off,
+    /// Generate and log, with the weights the engines serve; do not train or publish.
+    RolloutOnly,
+    /// Train on what the log holds; do not talk to engines or publish.
+    TrainOnly,
+}
+
+/// How rewards become advantages, and what the loss does with them (`--advantage-estimator`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Estimator {
+    /// The reward against its group's; each token's ratio is clipped.
+    Grpo,
+    /// The same; the ratio of whole samples is clipped.
+    Gspo,
+    /// The same; the clipped ratio is a constant weight of the log-prob.
+    Cispo,
+    /// The reward itself, normalised over the trained tokens of the rollout.
+    ReinforcePlusPlus,
+    /// The reward minus its group's mean, normalised over the trained tokens of the rollout.
+    ReinforcePlusPlusBaseline,
+    /// The reward, and what a critic expects from each token on; each token's ratio is clipped.
+    Ppo,
+    /// 1 for the best sample of each group, the others are not learned from; the loss is cross-entropy.
+    RejectionSampling,
+}
+
+impl Estimator {
+    /// Whether advantages are normalised also where `--normalize-advantages` is not given.
+    pub(crate) fn normalizes(self) -> bool {
+        matches!(self, Estimator::ReinforcePlusPlus | Estimator::ReinforcePlusPlusBaseline)
+    }
+}
+
+/// How generation and training overlap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Generate, train, publish, one after the other: every sample comes from the newest weights.
+    Synchronous,
+    /// Rollout `r + 1` is generated while step `r` trains: samples are at most one step old.
+    OneStepOff,
+}
