@@ -39,7 +39,7 @@ pub enum Error {
     },
     /// A row of a data file cannot become a prompt.
     #[error(
-        "{place}: expected {expected}, found {found}; mend it, or leave such rows out with --skip-bad-prompts"
+        "{place}: expected {expected}, found {found}; mend it, or leave such rows out with `skip_bad_prompts`"
     )]
     Row {
         /// File and line.
@@ -77,7 +77,7 @@ pub enum Error {
     },
     /// The tokens of a checkpoint are not those of what is to be learned.
     #[error(
-        "the tokens of {path} are not the task's: expected {expected}, found {found}; give prompts of your own with --prompt-data, or the checkpoint that goes with the task"
+        "the tokens of {path} are not the task's: expected {expected}, found {found}; give `prompt_data` of your own, or the checkpoint that goes with the task"
     )]
     OtherTokenizer {
         /// The checkpoint directory.
@@ -89,7 +89,7 @@ pub enum Error {
     },
     /// A prompt that the log knows is another now.
     #[error(
-        "prompt {number} of the run is another than when it was first asked, now from {source_now}: the prompt files, their options or the seed have changed; go on with the same ones, or begin with another --save"
+        "prompt {number} of the run is another than when it was first asked, now from {source_now}: the prompt files, their options or the seed have changed; go on with the same ones, or begin in another `save`"
     )]
     OtherPrompt {
         /// Number of the prompt in the run.
@@ -130,7 +130,7 @@ pub enum Error {
     },
     /// The training checkpoint was made with another setting, with which one run does not go on.
     #[error(
-        "the run in {path} has {what} {found}, not {expected}; go on with that, or begin with another --save"
+        "the run in {path} has {what} {found}, not {expected}; go on with that, or begin in another `save`"
     )]
     Resume {
         /// The state directory.
@@ -157,7 +157,7 @@ pub enum Error {
     /// The engine's checksums say nothing about the weights here, so that an equality that was asked for
     /// cannot be checked.
     #[error(
-        "the checksums of engine {engine} cannot be compared: {reason}; leave out --check-weight-update-equal"
+        "the checksums of engine {engine} cannot be compared: {reason}; leave out `check_weight_update_equal`"
     )]
     NotComparable {
         /// URL of the engine.
@@ -175,7 +175,7 @@ pub enum Error {
     },
     /// A loss, a gradient or a weight became NaN or infinite; the weights before the step are kept.
     #[error(
-        "the learner, {learner}: {what} at rollout {rollout}, and {row} steps in a row were not finite; lower the learning rate, look at the rewards, or raise --max-skipped-steps"
+        "the learner, {learner}: {what} at rollout {rollout}, and {row} steps in a row were not finite; lower the learning rate, look at the rewards, or raise `max_skipped_steps`"
     )]
     NotFinite {
         /// What it is.
@@ -190,7 +190,7 @@ pub enum Error {
     /// A learner's process has ended, or did not answer in time. Loaded again, it goes on from its last
     /// checkpoint.
     #[error(
-        "learner {learner}: {call}: expected an answer, found {found}; what it wrote is above, and --learner-deadline says how long it may take"
+        "learner {learner}: {call}: expected an answer, found {found}; what it wrote is above, and `ChildOptions::deadline` says how long it may take"
     )]
     LearnerLost {
         /// Its name or command, with its process.
@@ -237,7 +237,7 @@ pub enum Error {
     /// The checkpoint that engines start from is not what the learner publishes at step 0.
     #[error(
         "{path}, which engines start from, is not what the learner has for them at step 0: {what}: expected {expected}, \
-         found {found}; make it of --hf-checkpoint with `driftless quantize`"
+         found {found}; make it of `hf_checkpoint` with `driftless quantize`"
     )]
     OtherStart {
         /// The checkpoint.

@@ -74,7 +74,7 @@ impl Answer {
         let label = self
             .label
             .as_deref()
-            .ok_or_else(|| self.refused("a label", "none", "name its field with --label-key"))?;
+            .ok_or_else(|| self.refused("a label", "none", "name its field as `label_key`"))?;
         Ok(serde_json::from_str::<String>(label.get()).unwrap_or_else(|_| label.get().to_owned()))
     }
 

@@ -30,7 +30,7 @@ impl Silent {
 
     pub(crate) fn late(deadline: Duration) -> Self {
         let found = format!("nothing after {} s", deadline.as_secs_f64());
-        Silent { found, todo: "make it faster, or give it longer with --hook-deadline" }
+        Silent { found, todo: "make it faster, or give it longer with `HookOptions::deadline`" }
     }
 }
 

@@ -69,6 +69,9 @@ impl Error {
         match self {
             Error::Transport(error) => transport_hint(error),
             Error::Relay(driftless::relay::Error::Transport(error)) => transport_hint(error),
+            Error::Trainer(_) => flags_hint(self),
+            #[cfg(feature = "torch")]
+            Error::Torch(_) => flags_hint(self),
             _ => None,
         }
     }
@@ -92,7 +95,10 @@ pub(crate) fn absent(what: &str, or: &str) -> Error {
 }
 
 /// The flags that stand for settings of the crates below.
-const FLAGS: [(&str, &str); 13] = [
+const FLAGS: [(&str, &str); 17] = [
+    ("ChildOptions::deadline", "--learner-deadline"),
+    ("HookOptions::deadline", "--hook-deadline"),
+    ("RankOptions::ranks", "--actor-num-gpus-per-node"),
     ("anchor_every", "--anchor-every"),
     ("anchor_share", "--anchor-share"),
     ("baseline_dir", "--baseline-dir"),
@@ -100,6 +106,7 @@ const FLAGS: [(&str, &str); 13] = [
     ("connections", "--connections"),
     ("follower address", "--listen, with --token-file"),
     ("keep", "--keep"),
+    ("loss_mask", "--loss-mask-type"),
     ("plugin_dir", "--plugin-dir"),
     ("rank", "--rank"),
     ("ranks", "--ranks"),
@@ -107,6 +114,30 @@ const FLAGS: [(&str, &str); 13] = [
     ("sign key", "--sign-key"),
     ("trust key", "--trust-key"),
 ];
+
+/// The flag of `train` that stands for a setting of the loop or its learner.
+fn flag(setting: &str) -> Option<String> {
+    let named = FLAGS.iter().find(|(known, _)| *known == setting).map(|(_, flag)| (*flag).to_owned());
+    named.or_else(|| {
+        let train = crate::cli::command().find_subcommand("train")?.clone();
+        let of_setting = train.get_arguments().find(|argument| argument.get_id() == setting)?;
+        Some(format!("--{}", of_setting.get_long()?))
+    })
+}
+
+/// The flags that stand for the settings that an error names: in backticks, or in front of its first colon.
+fn flags_hint(error: &Error) -> Option<String> {
+    let mut flags = std::collections::BTreeSet::new();
+    let mut cause: Option<&dyn std::error::Error> = Some(error);
+    while let Some(error) = cause {
+        let text = error.to_string();
+        flags.extend(text.split(':').next().and_then(flag));
+        flags.extend(text.split('`').skip(1).step_by(2).filter_map(flag));
+        cause = error.source();
+    }
+    let flags: Vec<_> = flags.into_iter().collect();
+    (!flags.is_empty()).then(|| format!("see {}", flags.join(", ")))
+}
 
 /// Variables of which one holds the credentials of the stores of a scheme.
 const CREDENTIALS: [(&str, &[&str]); 3] = [

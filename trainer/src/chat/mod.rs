@@ -71,7 +71,7 @@ impl ChatTemplate {
         Err(Error::Template {
             path: checkpoint.to_owned(),
             reason: "there is none, neither chat_template.jinja nor one in tokenizer_config.json; use the model's instruction-tuned \
-                     release, put a chat_template.jinja there, or leave out --apply-chat-template"
+                     release, put a chat_template.jinja there, or leave out `apply_chat_template`"
                 .into(),
         })
     }

@@ -110,7 +110,7 @@ impl RowReader {
         tokenizer: Arc<Tokenizer>,
         template: Option<ChatTemplate>,
     ) -> Result<Self> {
-        let what = "--apply-chat-template-kwargs";
+        let what = "apply_chat_template_kwargs";
         let parse = |text: &String| {
             let value: Value =
                 serde_json::from_str(text).map_err(|error| input(what, "a JSON object", error))?;
@@ -206,7 +206,7 @@ impl RowReader {
             (Some(template), Some(b'[')) => self.render(template, messages(input, &expected)?, fields),
             (None, Some(b'[')) => Err(Fault::new(
                 format!("text in `{key}`"),
-                "a list of messages, which --apply-chat-template renders",
+                "a list of messages, which `apply_chat_template` renders",
             )),
             _ => Err(Fault::new(expected, format!("`{}`", start_of(input)))),
         }

@@ -165,7 +165,7 @@ impl Dataset {
         let files: Vec<_> =
             options.prompt_data.iter().map(|source| source.path.display().to_string()).collect();
         if files.is_empty() {
-            return input("--prompt-data", "a file", "none");
+            return input("prompt_data", "a file", "none");
         }
         let first = self.refused.first().map_or_else(|| "there are no rows".to_owned(), Refused::to_string);
         Error::NoPrompts { files: files.join(", "), rows: self.bad + self.too_long, first }

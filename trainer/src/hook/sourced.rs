@@ -14,7 +14,7 @@ use crate::reward::Reward;
 use crate::sample::{Answer, Prompt};
 use crate::tasks::{Task, vocabulary};
 
-const EXPECTED: &str = "{\"row\": {…}} with the fields of a row of --prompt-data";
+const EXPECTED: &str = "{\"row\": {…}} with the fields of a row of `prompt_data`";
 
 /// Prompts of `--data-source-command`, with a reward. The hook has to make the same row whenever it is asked
 /// for a number.
@@ -41,7 +41,7 @@ impl Sourced {
     /// Takes rows from `hook` and reads them as `reader` does those of files.
     #[must_use]
     pub fn new(hook: Hook, reader: RowReader, reward: Arc<dyn Reward>) -> Self {
-        Sourced { hook, reader, reward, path: Path::new("--data-source-command").into() }
+        Sourced { hook, reader, reward, path: Path::new("data_source_command").into() }
     }
 }
 

@@ -53,7 +53,7 @@ impl Process {
         let socket = save.join("socket");
         if socket.as_os_str().len() > SOCKET_BYTES_MAX {
             return Err(crate::error::input(
-                "--save",
+                "save",
                 format_args!("a path that leaves room for a socket's name: {SOCKET_BYTES_MAX} bytes in all"),
                 socket.display(),
             ));

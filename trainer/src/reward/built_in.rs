@@ -86,7 +86,7 @@ impl FromStr for BuiltIn {
         let found = Self::NAMES.iter().find(|(known, _)| *known == name);
         found
             .map(|(_, rule)| *rule)
-            .ok_or_else(|| input("--rm-type", format!("{} or remote_rm", names.join(", ")), name))
+            .ok_or_else(|| input("rm_type", format!("{} or remote_rm", names.join(", ")), name))
     }
 }
 

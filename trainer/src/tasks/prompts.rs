@@ -65,7 +65,7 @@ impl Task for Prompts {
     async fn prompt(&self, number: u64) -> Result<Prompt> {
         let (index, _) = self.order.at(number);
         let example = self.data.examples.get(index as usize).ok_or_else(|| Error::NoPrompts {
-            files: "--prompt-data".into(),
+            files: "prompt_data".into(),
             rows: 0,
             first: "there are no rows".into(),
         })?;

@@ -27,7 +27,7 @@ pub enum Error {
     /// A checkpoint is of a family that this crate does not compute.
     #[error(
         "{path} is of `{found}`; computed here are {known}. Train it elsewhere, and publish its \
-         checkpoints with `driftless publish --checkpoint`"
+         checkpoints with `driftless publish`"
     )]
     Family {
         /// Its `config.json`.
@@ -145,7 +145,7 @@ pub enum Error {
     /// A pass of the model needs more memory than the device has.
     #[error(
         "the device has not enough memory for a pass of {tokens} tokens; less is needed with \
-         --max-tokens-per-gpu below {tokens}, --recompute-granularity full or --optimizer-cpu-offload"
+         `max_tokens_per_gpu` below {tokens}, `recompute_granularity` full or `optimizer_cpu_offload`"
     )]
     Memory {
         /// Tokens of the pass.

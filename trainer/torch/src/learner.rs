@@ -393,7 +393,7 @@ pub fn check_ranks(device: &str, ranks: usize) -> Result<()> {
 
 fn device_of_rank(device: &str, rank: usize, ranks: usize) -> Result<Device> {
     if !(1..=RANKS_MAX).contains(&ranks) {
-        return Err(input("--actor-num-gpus-per-node", format!("1..={RANKS_MAX}"), ranks));
+        return Err(input("RankOptions::ranks", format!("1..={RANKS_MAX}"), ranks));
     }
     match device {
         _ if ranks == 1 => libtorch::device(device),
@@ -401,11 +401,11 @@ fn device_of_rank(device: &str, rank: usize, ranks: usize) -> Result<Device> {
         "cuda" => match libtorch::cuda_devices() {
             Ok(count) if count < ranks => {
                 let expected = format!("at most the {count} GPUs that this process sees");
-                Err(input("--actor-num-gpus-per-node", expected, ranks))
+                Err(input("RankOptions::ranks", expected, ranks))
             }
             _ => libtorch::device(&format!("cuda:{rank}")),
         },
-        other => Err(input("--device", format!("cpu or cuda, for {ranks} ranks"), other)),
+        other => Err(input("device", format!("cpu or cuda, for {ranks} ranks"), other)),
     }
 }
 
