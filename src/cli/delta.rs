@@ -80,8 +80,8 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 
 fn encode(base: &Path, new: &Path, file: &Path, profile: DeltaProfile, output: Output) -> Result<()> {
     paths::check_output("--output", file)?;
-    paths::check_outside("--output", file, ("BASE", base))?;
-    paths::check_outside("--output", file, ("NEW", new))?;
+    paths::check_outside("--output", file, "BASE", base)?;
+    paths::check_outside("--output", file, "NEW", new)?;
     let (base, new) = (paths::checkpoint("BASE", base)?, paths::checkpoint("NEW", new)?);
     let begin = Instant::now();
     let mut bytes = Vec::new();

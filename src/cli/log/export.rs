@@ -38,7 +38,7 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     let format = format(args)?;
     paths::check_output("FILE", &args.file)?;
     paths::check_dir("log", &args.dir)?;
-    paths::check_outside("FILE", &args.file, ("the log", &args.dir))?;
+    paths::check_outside("FILE", &args.file, "the log", &args.dir)?;
     if let Some(to) = args.to.filter(|to| *to < args.from) {
         let (what, expected) = ("--to".to_owned(), format!("at least --from, which is {}", args.from));
         return Err(Error::Usage { what, expected, found: to.to_string() });

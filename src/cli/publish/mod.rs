@@ -154,8 +154,10 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     };
     if args.layout == Layout::Slime {
         refuse_for_slime(&args)?;
-        let baseline = (args.new_run, baseline_dir.clone(), args.allow_non_finite);
-        return match slime::publish(store, &args.slime, baseline, &args.checkpoint, output)? {
+        let start = if args.new_run { Start::NewRun } else { Start::Resume };
+        let options = driftless::slime::PublisherOptions::new(start, baseline_dir.clone())
+            .with_allow_non_finite(args.allow_non_finite);
+        return match slime::publish(store, &args.slime, options, &args.checkpoint, output)? {
             Some(published) => show(&published, &baseline_dir, &args, output),
             None => Ok(()),
         };
@@ -163,7 +165,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let stop = Stop::new();
     stop_on_signals(&stop, PATIENCE)?;
     let server = args.serving.start(&mut store, output)?;
-    let published = publish(&args, (store, &run, baseline_dir), &stop, output);
+    let published = publish(&args, store, &run, baseline_dir, &stop, output);
     let (run, version) = published.map_err(signals::caused)?;
     if server.is_some() {
         args.serving.linger(&run, &args.model, version, &stop);
@@ -174,7 +176,9 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 /// Publishes the version, or this rank's part of it, and shows what it was once the next publisher may begin.
 fn publish(
     args: &Args,
-    (store, run, baseline_dir): (Arc<dyn Store>, &str, PathBuf),
+    store: Arc<dyn Store>,
+    run: &str,
+    baseline_dir: PathBuf,
     stop: &Stop,
     output: Output,
 ) -> Result<(Run, Version)> {

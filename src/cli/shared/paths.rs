@@ -49,7 +49,7 @@ pub(crate) fn check_place(name: &str, dir: &Path) -> Result<()> {
 }
 
 /// Refuses a directory that another flag names, too.
-pub(crate) fn check_apart(name: &str, dir: &Path, (other, place): (&str, &PathBuf)) -> Result<()> {
+pub(crate) fn check_apart(name: &str, dir: &Path, other: &str, place: &Path) -> Result<()> {
     match is_same(dir, place) {
         true => Err(wrong(name, dir, &format!("another directory than that of {other}"), "the same")),
         false => Ok(()),
@@ -57,7 +57,7 @@ pub(crate) fn check_apart(name: &str, dir: &Path, (other, place): (&str, &PathBu
 }
 
 /// Refuses to write a file into a directory that is read, where it might replace what is read.
-pub(crate) fn check_outside(name: &str, file: &Path, (other, dir): (&str, &Path)) -> Result<()> {
+pub(crate) fn check_outside(name: &str, file: &Path, other: &str, dir: &Path) -> Result<()> {
     let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     match is_same(parent, dir) {
         true => Err(wrong(name, file, &format!("a file elsewhere than in {other}"), "one in it")),

@@ -69,16 +69,14 @@ pub(crate) struct PublishArgs {
 pub(crate) fn publish(
     store: Arc<dyn Store>,
     args: &PublishArgs,
-    (new_run, baseline, allow_non_finite): (bool, PathBuf, bool),
+    mut options: PublisherOptions,
     checkpoint: &Path,
     output: Output,
 ) -> Result<Option<Published>> {
-    let start = if new_run { Start::NewRun } else { Start::Resume };
+    let new_run = matches!(options.start, Start::NewRun);
     if let Some(dir) = &args.hf_checkpoint {
         paths::check_checkpoint("--hf-checkpoint", dir)?;
     }
-    let mut options = PublisherOptions::new(start, baseline);
-    options.allow_non_finite = allow_non_finite;
     options.hf_checkpoint = if new_run { Some(checkpoint.to_path_buf()) } else { args.hf_checkpoint.clone() };
     options.encoding = match args.delta_encoding {
         DeltaEncoding::Xor => Encoding::Xor,

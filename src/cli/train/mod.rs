@@ -322,7 +322,7 @@ fn check_directories(args: &Args) -> Result<()> {
     ];
     for (name, dir) in written.into_iter().filter_map(|(name, dir)| Some((name, dir?))) {
         paths::check_place(name, dir)?;
-        taken.iter().try_for_each(|other| paths::check_apart(name, dir, *other))?;
+        taken.iter().try_for_each(|(other, place)| paths::check_apart(name, dir, other, place))?;
         taken.push((name, dir));
     }
     Ok(())

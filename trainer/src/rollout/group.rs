@@ -121,20 +121,22 @@ pub(super) fn answer(task: &dyn Task, sample: u64, prompt: &Prompt, parts: &[Tra
     let metadata = parts.iter().rev().find_map(|part| part.metadata.clone());
     let response = parts.last().map(|last| (last.tokens.get(last.prompt_len..), last.finish));
     let (response, finish) = response.unwrap_or((None, Finish::Unfinished));
-    seen(task, sample, prompt, (response.unwrap_or_default(), finish), metadata)
+    seen(task, sample, prompt, response.unwrap_or_default(), finish, metadata)
 }
 
 fn logged_answer(task: &dyn Task, sample: u64, prompt: &Prompt, parts: &[Record]) -> Result<Answer> {
     let metadata = parts.first().and_then(|first| Kept::of(first).metadata);
-    let response = parts.last().map(|last| (last.response(), last.finish()));
-    seen(task, sample, prompt, response.unwrap_or((&[], Finish::Unfinished)), metadata)
+    let (response, finish) =
+        parts.last().map_or((&[][..], Finish::Unfinished), |last| (last.response(), last.finish()));
+    seen(task, sample, prompt, response, finish, metadata)
 }
 
 fn seen(
     task: &dyn Task,
     sample: u64,
     prompt: &Prompt,
-    (response, finish): (&[i32], Finish),
+    response: &[i32],
+    finish: Finish,
     metadata: Option<Box<RawValue>>,
 ) -> Result<Answer> {
     Ok(Answer {

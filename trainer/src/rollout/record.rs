@@ -55,7 +55,8 @@ fn kept(made: &Made) -> Vec<u8> {
 }
 
 fn sample<'a>(
-    (rollout, group): (u64, u64),
+    rollout: u64,
+    group: u64,
     sample_id: u64,
     reward: f32,
     trajectory: &'a Trajectory,
@@ -102,11 +103,11 @@ impl Rollouts {
         for ((group, source), kept) in groups.iter().zip(&sources).zip(&kept) {
             if let Outcome::Kept(made) = &group.outcome {
                 for (made, kept) in made.iter().zip(kept) {
-                    let group = (rollout, group.number);
                     // The first part comes last: where it is, all are.
                     records.extend(made.parts.iter().enumerate().rev().map(|(part, trajectory)| {
                         let kept = if part == 0 { kept.as_slice() } else { &[] };
-                        sample(group, sample_id(made.answer, part), made.reward, trajectory, kept)
+                        let id = sample_id(made.answer, part);
+                        sample(rollout, group.number, id, made.reward, trajectory, kept)
                     }));
                 }
             }

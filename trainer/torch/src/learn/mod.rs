@@ -165,9 +165,10 @@ impl<'a> Rollout<'a> {
     fn cut(policy: &Policy, samples: &'a [learner::Sample<'a>], options: &LearnOptions) -> Result<Self> {
         let ids: Vec<u64> = samples.iter().map(|sample| sample.answer).collect();
         let steps = steps(&ids, options.global_batch_size.unwrap_or(usize::MAX));
+        let (rank, ranks) = policy.optimizer().rank();
         let steps = steps.into_iter().map(|chosen| {
             let some: Vec<_> = chosen.iter().map(|&index| samples[index]).collect();
-            let mut packed = pack_share(policy.model(), &some, options, policy.optimizer().rank())?;
+            let mut packed = pack_share(policy.model(), &some, options, rank, ranks)?;
             for place in packed.chosen.iter_mut().flatten() {
                 *place = chosen[*place];
             }
@@ -329,7 +330,7 @@ fn logged(samples: &[learner::Sample<'_>], chosen: &[usize], like: &Tensor) -> R
 
 /// Samples as packed micro-batches of one optimiser step. Columns are read where they lie.
 pub(crate) fn pack(model: &Model, samples: &[learner::Sample<'_>], options: &LearnOptions) -> Result<Packed> {
-    pack_share(model, samples, options, (0, 1))
+    pack_share(model, samples, options, 0, 1)
 }
 
 /// The share that one of so many ranks has of them.
@@ -337,7 +338,8 @@ fn pack_share(
     model: &Model,
     samples: &[learner::Sample<'_>],
     options: &LearnOptions,
-    (rank, ranks): (usize, usize),
+    rank: usize,
+    ranks: usize,
 ) -> Result<Packed> {
     let samples = samples.iter().map(|sample| Sample {
         tokens: sample.tokens,

@@ -156,8 +156,7 @@ fn learn_without_memory_for_one_sample_names_its_tokens_and_the_flags() {
     let told = learned.unwrap_err();
     assert!(matches!(told, Error::Memory { tokens: 6.., .. }), "{told}");
     assert!(
-        told.to_string().contains("max_tokens_per_gpu")
-            && told.to_string().contains("recompute_granularity")
+        told.to_string().contains("max_tokens_per_gpu") && told.to_string().contains("recompute_granularity")
     );
     assert_eq!(before, after);
 }

@@ -83,7 +83,8 @@ fn runs(qkv: &[Tensor; 3], runs: &[Run]) -> Result<Tensor> {
 }
 
 /// Sequences of one length.
-fn run([query, key, value]: &[Tensor; 3], run: Run) -> Result<Tensor> {
+fn run(qkv: &[Tensor; 3], run: Run) -> Result<Tensor> {
+    let [query, key, value] = qkv;
     let Run { start, count, length } = run;
     let (queries, keys) = match query.device() {
         Device::Cpu => (padded_queries(length, Device::Cpu), padded_keys(length, Device::Cpu)),
