@@ -1,10 +1,8 @@
 //! `driftless data`, and the flags of prompt files that `driftless train` shares.
 
 use crate::cli::shared::error::{Error, Result};
-use crate::cli::shared::numbers::{self, named};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::paths;
-use driftless::trainer::LossMask;
 use driftless::trainer::data::{DataOptions, Dataset, Example, Refused, Source};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -32,73 +30,15 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 2)]
     show: usize,
     #[command(flatten)]
-    data: DataArgs,
+    data: DataOptions,
 }
 
-/// How rows become prompts. The names are slime's.
-#[derive(Clone, clap::Args)]
-#[command(next_help_heading = "Data")]
-pub(crate) struct DataArgs {
-    /// Field with the prompt: text, or a list of chat messages.
-    #[arg(long, value_name = "FIELD", default_value = "input")]
-    input_key: String,
-    /// Field with what rewards compare the answer with; every row must have it.
-    #[arg(long, value_name = "FIELD")]
-    label_key: Option<String>,
-    /// Field with an object that rewards are given; rows may lack it.
-    #[arg(long, value_name = "FIELD", default_value = "metadata")]
-    metadata_key: String,
-    /// Field with the tools of a chat; rows may lack it.
-    #[arg(long, value_name = "FIELD", default_value = "tools")]
-    tool_key: String,
-    /// Render prompts through the checkpoint's chat template. A prompt that is text becomes a message of the
-    /// user.
-    #[arg(long)]
-    apply_chat_template: bool,
-    /// JSON object of further variables for the template, such as {"enable_thinking": false}.
-    #[arg(long, value_name = "JSON", requires = "apply_chat_template")]
-    apply_chat_template_kwargs: Option<String>,
-    /// Leave out prompts of more tokens than these.
-    #[arg(long, value_name = "TOKENS", value_parser = numbers::count::<usize>())]
-    rollout_max_prompt_len: Option<usize>,
-    /// Tokens that prompt and response may have together.
-    #[arg(long, value_name = "TOKENS", value_parser = numbers::count::<usize>())]
-    rollout_max_context_len: Option<usize>,
-    /// Take rows for whole conversations, and learn what the assistant says: generation (what the template tags so),
-    /// qwen, qwen3 or qwen3_5 (turns of ChatML) [default for --loss-type sft_loss: generation].
-    #[arg(long, value_name = "TYPE", value_parser = named::<LossMask>)]
-    loss_mask_type: Option<LossMask>,
-    /// Count broken rows, instead of ending with the first.
-    #[arg(long)]
-    skip_bad_prompts: bool,
-}
-
-impl DataArgs {
-    /// The field with labels.
-    pub(crate) fn label_key(&self) -> Option<&str> {
-        self.label_key.as_deref()
+/// These options for `files`, each of which has to be there.
+pub(crate) fn options(data: &DataOptions, name: &str, files: &[Source]) -> Result<DataOptions> {
+    for file in files {
+        paths::check_file(name, &file.path)?;
     }
-
-    /// These flags for `files`, each of which has to be there.
-    pub(crate) fn options(&self, name: &str, files: &[Source]) -> Result<DataOptions> {
-        for file in files {
-            paths::check_file(name, &file.path)?;
-        }
-        let args = self.clone();
-        Ok(DataOptions {
-            prompt_data: files.to_vec(),
-            input_key: args.input_key,
-            label_key: args.label_key,
-            metadata_key: args.metadata_key,
-            tool_key: args.tool_key,
-            apply_chat_template: args.apply_chat_template,
-            apply_chat_template_kwargs: args.apply_chat_template_kwargs,
-            rollout_max_prompt_len: args.rollout_max_prompt_len,
-            rollout_max_context_len: args.rollout_max_context_len,
-            loss_mask: args.loss_mask_type,
-            skip_bad_prompts: args.skip_bad_prompts,
-        })
-    }
+    Ok(data.clone().with_prompt_data(files.to_vec()))
 }
 
 /// `FILE` or `FILE@[a:b]`, for clap.
@@ -108,7 +48,7 @@ pub(crate) fn source(text: &str) -> Result<Source, String> {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_dir("--hf-checkpoint", &args.hf_checkpoint)?;
-    let options = args.data.options("FILE", &args.files)?;
+    let options = self::options(&args.data, "FILE", &args.files)?;
     let data = Dataset::load(&options, &args.hf_checkpoint)?;
     let shown = &data.examples[..args.show.min(data.examples.len())];
     let lengths = Lengths::of(&data.examples);

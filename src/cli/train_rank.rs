@@ -62,7 +62,7 @@ pub(crate) fn options(
         "exec '{program}' train-rank --ranks {ranks} --device {device} \
          --num-threads {num_threads}{deterministic} --learner-deadline {learner_deadline}"
     );
-    Ok(RankOptions { ranks, command, deadline: Duration::from_secs(learner_deadline) })
+    Ok(RankOptions::new(ranks, command).with_deadline(Duration::from_secs(learner_deadline)))
 }
 
 pub(crate) fn run(args: Args, _: Output) -> Result<()> {
@@ -80,14 +80,8 @@ pub(crate) fn run(args: Args, _: Output) -> Result<()> {
     }
     let num_threads = args.of_rank.num_threads;
     let ranks = options(args.ranks, &args.device, args.of_rank, args.learner_deadline)?;
-    let options = TorchOptions {
-        learn: LearnOptions::default(),
-        temperature: 1.0,
-        num_threads,
-        device: args.device.clone(),
-        // Rank 0 publishes.
-        fp8: false,
-        ranks: Some(ranks),
-    };
+    // Rank 0 publishes, and says how they learn.
+    let options = TorchOptions::new(LearnOptions::default()).with_num_threads(num_threads);
+    let options = options.with_device(&args.device).with_ranks(ranks);
     Ok(serve_rank(&PathBuf::from(socket), &options, args.rank, &args.socket, &args.checkpoints)?)
 }

@@ -224,12 +224,10 @@ fn masked(template: &str, row: &serde_json::Value, checkpoint: &std::path::Path)
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("chats.jsonl");
     std::fs::write(&file, row.to_string()).unwrap();
-    let options = DataOptions {
-        prompt_data: vec![file.to_str().unwrap().parse().unwrap()],
-        input_key: "messages".into(),
-        loss_mask: Some(LossMask::Generation),
-        ..DataOptions::default()
-    };
+    let options = DataOptions::default()
+        .with_prompt_data(vec![file.to_str().unwrap().parse().unwrap()])
+        .with_input_key("messages")
+        .with_loss_mask(LossMask::Generation);
     // The special tokens that the checkpoint names.
     std::fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
     std::fs::copy(checkpoint.join("tokenizer_config.json"), dir.path().join("tokenizer_config.json"))

@@ -63,12 +63,10 @@ fn parquet_of_every_compression_reads_as_the_same_prompts_as_jsonl() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer(dir.path());
     let load = |file: &Path| {
-        let options = DataOptions {
-            prompt_data: vec![Source { path: file.to_owned(), rows: 0..u64::MAX }],
-            label_key: Some("label".into()),
-            apply_chat_template: true,
-            ..DataOptions::default()
-        };
+        let options = DataOptions::default()
+            .with_prompt_data(vec![Source { path: file.to_owned(), rows: 0..u64::MAX }])
+            .with_label_key("label")
+            .with_apply_chat_template(true);
         let template = ChatTemplate::from_source(TEMPLATE, &[]).unwrap();
         let reader = RowReader::new(options, tokenizer.clone(), Some(template)).unwrap();
         let data = Dataset::read(&reader).unwrap();
@@ -103,12 +101,10 @@ fn a_parquet_file_without_the_columns_or_damaged_is_refused_with_its_name() {
     let file = dir.path().join("rows.parquet");
     write_parquet(&file, Compression::SNAPPY);
     let refused = |input_key: &str| {
-        let options = DataOptions {
-            prompt_data: vec![Source { path: file.clone(), rows: 0..u64::MAX }],
-            input_key: input_key.into(),
-            tool_key: "none".into(),
-            ..DataOptions::default()
-        };
+        let options = DataOptions::default()
+            .with_prompt_data(vec![Source { path: file.clone(), rows: 0..u64::MAX }])
+            .with_input_key(input_key)
+            .with_tool_key("none");
         let reader = RowReader::new(options, tokenizer.clone(), None).unwrap();
         Dataset::read(&reader).unwrap_err().to_string()
     };

@@ -55,16 +55,12 @@ fn hook(dir: &Path, flag: &'static str) -> Hook {
     let file = dir.join("hooks.py");
     std::fs::write(&file, HOOKS).unwrap();
     let at = format!("exec python3 {}", file.display());
-    Hook::open(flag, &HookOptions { at, processes: 2, deadline: Duration::from_secs(60) }).unwrap()
+    Hook::open(flag, &HookOptions::new(at).with_processes(2)).unwrap()
 }
 
 fn task(dir: &Path) -> Hooked {
     std::fs::write(dir.join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
-    let options = DataOptions {
-        input_key: "question".into(),
-        label_key: Some("answer".into()),
-        ..DataOptions::default()
-    };
+    let options = DataOptions::default().with_input_key("question").with_label_key("answer");
     let reader = RowReader::open(options, dir).unwrap();
     let reward = Arc::new(Rm::new(hook(dir, "--custom-rm-command")));
     let prompts = Sourced::new(hook(dir, "--data-source-command"), reader, reward);
@@ -111,15 +107,7 @@ fn rollouts(dir: &Path, task: impl Task + 'static) -> Arc<Rollouts> {
         task: Arc::new(task),
         log: Log::open(dir.join("log"), Options::new(identity)).unwrap(),
         progress: Arc::new(|_, _, _| {}),
-        options: RolloutOptions {
-            scope: 1,
-            seed: 1,
-            rollout_batch_size: 2,
-            n_samples_per_prompt: ANSWERS,
-            sampling: SamplingParams::default(),
-            rollout_max_context_len: None,
-            vocabulary: Some(16),
-        },
+        options: RolloutOptions::new(2, ANSWERS).with_scope(1).with_vocabulary(16),
     })
 }
 
@@ -168,7 +156,7 @@ async fn a_hook_that_never_ends_an_answer_is_stopped() {
 import json, sys
 for line in sys.stdin:
     print(json.dumps({"id": json.loads(line)["id"], "generate": {"input_ids": [3]}}), flush=True)'"#;
-    let options = HookOptions { at: script.into(), processes: 1, deadline: Duration::from_secs(60) };
+    let options = HookOptions::new(script);
     let generate = Hook::open("--custom-generate-command", &options).unwrap();
     let task = Hooked::new(inner, Hooks { generate: Some(generate), ..Hooks::default() });
     let turn = Turn {
@@ -226,7 +214,7 @@ async fn a_hook_that_asks_for_too_much_drops_its_group_with_the_reason() {
             "while read -r line; do n=${{line#*:}}; n=${{n%%,*}}; echo '{{\"id\": '$n', {}'; done",
             &reply[1..]
         );
-        let options = HookOptions { at, processes: 1, deadline: Duration::from_secs(60) };
+        let options = HookOptions::new(at);
         let generate = Hook::open("--custom-generate-command", &options).unwrap();
         let inner = task.get_or_insert_with(|| Arc::new(self::task(dir.path()))).clone();
         let hooks = Hooks { generate: Some(generate), ..Hooks::default() };

@@ -18,7 +18,7 @@ use std::time::Duration;
 /// `$n` is the line's id.
 fn command(reply: &str, deadline: Duration) -> Rm {
     let at = format!("while read -r line; do n=${{line#*:}}; n=${{n%%,*}}; {reply}; done");
-    Rm::new(Hook::open("--custom-rm-command", &HookOptions { at, processes: 1, deadline }).unwrap())
+    Rm::new(Hook::open("--custom-rm-command", &HookOptions::new(at).with_deadline(deadline)).unwrap())
 }
 
 fn answers(numbers: &[u64]) -> Vec<Answer> {
@@ -178,8 +178,7 @@ async fn problems_and_rewards_come_from_reasoning_gym() {
         .unwrap();
     let example = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/reasoning_gym_task.py");
     let at = format!("exec '{}' '{example}' chain_sum", python.display());
-    let hook =
-        |flag| Hook::open(flag, &HookOptions { at: at.clone(), processes: 1, deadline: LONG }).unwrap();
+    let hook = |flag| Hook::open(flag, &HookOptions::new(&at).with_deadline(LONG)).unwrap();
     let reader = RowReader::open(DataOptions::default(), dir.path()).unwrap();
     let reward = Arc::new(Rm::new(hook("--custom-rm-command")));
     let task = Sourced::new(hook("--data-source-command"), reader, reward);
@@ -211,7 +210,7 @@ async fn problems_and_rewards_come_from_reasoning_gym() {
 async fn a_service_scores_a_group_as_a_command_does() {
     let rm = async |status, body| {
         let at = service(status, body).await;
-        Rm::new(Hook::open("--rm-url", &HookOptions { at, processes: 1, deadline: LONG }).unwrap())
+        Rm::new(Hook::open("--rm-url", &HookOptions::new(at).with_deadline(LONG)).unwrap())
     };
     let group = answers(&[40, 41]);
     assert_eq!(rm("200 OK", "{\"rewards\": [0.25, 1]}").await.score(&group).await.unwrap(), [0.25, 1.0]);
@@ -224,7 +223,7 @@ async fn a_service_scores_a_group_as_a_command_does() {
         assert!(words.contains("sample 40") && words.contains(found), "{words}");
     }
     for at in ["http://", "http://user@:0x/", ""] {
-        let options = HookOptions { at: at.to_owned(), processes: 1, deadline: LONG };
+        let options = HookOptions::new(at).with_deadline(LONG);
         assert!(Hook::open("--rm-url", &options).is_err(), "{at}");
     }
 }

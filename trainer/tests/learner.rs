@@ -23,7 +23,7 @@ fn process_of_the_fake_learner() {
 
 fn child_of(command: String, deadline: Duration) -> Box<dyn Learner> {
     let learn = LearnOptions::default().with_lr(0.1);
-    Box::new(Child::new(ChildOptions { command, deadline, learn, temperature: 1.0, seed: 7 }))
+    Box::new(Child::new(ChildOptions::new(command, learn).with_deadline(deadline).with_seed(7)))
 }
 
 fn child(faults: &str) -> Box<dyn Learner> {

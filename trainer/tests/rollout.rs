@@ -77,11 +77,9 @@ fn task(dir: &Path, labels: &[&str], first_digit: usize) -> Hooked {
     };
     let file = dir.join("prompts.jsonl");
     std::fs::write(&file, labels.iter().enumerate().map(line).collect::<String>()).unwrap();
-    let options = DataOptions {
-        prompt_data: vec![Source { path: file, rows: 0..u64::MAX }],
-        label_key: Some("label".into()),
-        ..DataOptions::default()
-    };
+    let options = DataOptions::default()
+        .with_prompt_data(vec![Source { path: file, rows: 0..u64::MAX }])
+        .with_label_key("label");
     let prompts = Prompts::new(Dataset::load(&options, dir).unwrap(), false, 0, Arc::new(ByLabel));
     let filter = Some(Filter::NonzeroStd);
     Hooked::new(Arc::new(prompts), Hooks { dynamic_sampling_filter: filter, ..Hooks::default() })
@@ -94,15 +92,7 @@ fn rollouts(dir: &Path, task: impl Task + 'static, engines: Echo) -> Arc<Rollout
         task: Arc::new(task),
         log: Log::open(dir.join("log"), Options::new(identity)).unwrap(),
         progress: Arc::new(|_, _, _| {}),
-        options: RolloutOptions {
-            scope: 1,
-            seed: 1,
-            rollout_batch_size: GROUPS,
-            n_samples_per_prompt: SAMPLES,
-            sampling: SamplingParams::default(),
-            rollout_max_context_len: None,
-            vocabulary: None,
-        },
+        options: RolloutOptions::new(GROUPS, SAMPLES).with_scope(1),
     })
 }
 

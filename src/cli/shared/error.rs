@@ -95,7 +95,7 @@ pub(crate) fn absent(what: &str, or: &str) -> Error {
 }
 
 /// The flags that stand for settings of the crates below.
-const FLAGS: [(&str, &str); 17] = [
+const FLAGS: [(&str, &str); 16] = [
     ("ChildOptions::deadline", "--learner-deadline"),
     ("HookOptions::deadline", "--hook-deadline"),
     ("RankOptions::ranks", "--actor-num-gpus-per-node"),
@@ -106,7 +106,6 @@ const FLAGS: [(&str, &str); 17] = [
     ("connections", "--connections"),
     ("follower address", "--listen, with --token-file"),
     ("keep", "--keep"),
-    ("loss_mask", "--loss-mask-type"),
     ("plugin_dir", "--plugin-dir"),
     ("rank", "--rank"),
     ("ranks", "--ranks"),

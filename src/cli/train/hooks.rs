@@ -66,10 +66,8 @@ impl HookArgs {
     }
 
     fn hook(&self, flag: &'static str, at: Option<&String>) -> Result<Option<Hook>> {
-        let options = |at: &String| HookOptions {
-            at: at.clone(),
-            processes: self.hook_processes,
-            deadline: self.deadline(),
+        let options = |at: &String| {
+            HookOptions::new(at).with_processes(self.hook_processes).with_deadline(self.deadline())
         };
         Ok(at.map(|at| Hook::open(flag, &options(at))).transpose()?)
     }

@@ -427,13 +427,15 @@ fn learner(args: &Args) -> Result<impl FnOnce(&TrainOptions) -> Box<dyn Learner>
         let (learn, temperature) = (options.learn.clone(), options.sampling.temperature);
         #[cfg(feature = "torch")]
         if command.is_none() {
-            let options = TorchOptions { learn, temperature, num_threads, device, fp8, ranks };
+            let mut options =
+                TorchOptions::new(learn).with_temperature(temperature).with_num_threads(num_threads);
+            (options.device, options.fp8, options.ranks) = (device, fp8, ranks);
             return Box::new(TorchLearner::new(options)) as Box<dyn Learner>;
         }
         // Without libtorch, `run` has asked for it.
         let command = command.unwrap_or_default();
-        let seed = options.seed;
-        Box::new(Child::new(ChildOptions { command, deadline, learn, temperature, seed })) as Box<dyn Learner>
+        let child = ChildOptions::new(command, learn).with_deadline(deadline).with_temperature(temperature);
+        Box::new(Child::new(child.with_seed(options.seed))) as Box<dyn Learner>
     })
 }
 

@@ -1,7 +1,7 @@
 //! What `driftless train` learns: prompts, rewards and held-out prompts, from flags with slime's names.
 
 use super::hooks::{HookArgs, missing};
-use crate::cli::data::{DataArgs, source};
+use crate::cli::data::{self, source};
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
 use clap::builder::{PossibleValue, PossibleValuesParser};
@@ -11,7 +11,7 @@ use driftless::trainer::Evaluation;
 use driftless::trainer::LossMask;
 #[cfg(feature = "torch")]
 use driftless::trainer::data::Order;
-use driftless::trainer::data::{Dataset, RowReader, Source};
+use driftless::trainer::data::{DataOptions, Dataset, RowReader, Source};
 use driftless::trainer::hook::{Hooked, Hooks, Sourced};
 use driftless::trainer::reward::Reward;
 use driftless::trainer::rollout::EvalSet;
@@ -109,7 +109,7 @@ pub(crate) struct TaskArgs {
     #[command(flatten)]
     hooks: HookArgs,
     #[command(flatten)]
-    data: DataArgs,
+    data: DataOptions,
 }
 
 /// A task with what depends on it.
@@ -153,11 +153,11 @@ impl TaskArgs {
         }
         let reward = self
             .hooks
-            .reward(self.data.label_key().is_some())?
+            .reward(self.data.label_key.is_some())?
             .ok_or_else(|| missing("reward", "--rm-type NAME, --rm-url URL or --custom-rm-command HOOK"));
         if let Some(source) = self.hooks.data_source()? {
             let reward = reward?;
-            let options = self.data.options("--data-source-command", &[])?;
+            let options = data::options(&self.data, "--data-source-command", &[])?;
             let context_len = options.rollout_max_context_len;
             let reader = RowReader::open(options, checkpoint)?;
             return Ok(Chosen {
@@ -174,7 +174,7 @@ impl TaskArgs {
             return Err(missing("what to learn", expected));
         }
         let reward = reward?;
-        let options = self.data.options("--prompt-data", &self.prompt_data)?;
+        let options = data::options(&self.data, "--prompt-data", &self.prompt_data)?;
         if options.loss_mask.is_some() {
             return Err(Error::Usage {
                 what: "--loss-mask-type".to_owned(),
@@ -209,7 +209,7 @@ impl TaskArgs {
         }
         let checkpoint =
             checkpoint.ok_or_else(|| missing("model of the conversations", "--hf-checkpoint DIR"))?;
-        let mut options = self.data.options("--prompt-data", &self.prompt_data)?;
+        let mut options = data::options(&self.data, "--prompt-data", &self.prompt_data)?;
         options.loss_mask.get_or_insert(LossMask::Generation);
         let data = match kind {
             None => Dataset::load(&options, checkpoint)?,
@@ -240,7 +240,7 @@ impl TaskArgs {
                 reward,
             });
         };
-        let options = self.data.options("--task", &[])?;
+        let options = data::options(&self.data, "--task", &[])?;
         let context_len = options.rollout_max_context_len;
         let reader = RowReader::open(options, checkpoint)?;
         let difficulty = self.task_difficulty;
@@ -286,7 +286,7 @@ impl TaskArgs {
         for pair in self.eval_prompt_data.chunks_exact(2) {
             let (name, file) =
                 (pair[0].clone(), source(&pair[1]).map_err(|error| missing("--eval-prompt-data", &error))?);
-            let options = self.data.options("--eval-prompt-data", &[file])?;
+            let options = data::options(&self.data, "--eval-prompt-data", &[file])?;
             let Some(reward) = chosen.reward.clone() else {
                 return Err(missing("--eval-prompt-data: reward", "--prompt-data with a reward"));
             };

@@ -15,10 +15,12 @@ pub use tokenizer::Tokenizer;
 use std::path::Path;
 use std::sync::Arc;
 
+use derive_setters::Setters;
 use rows::Row;
 
 use crate::chat::LossMask;
 use crate::error::{Error, Result, input};
+use crate::options::bounds::{count, named};
 
 pub use crate::error::Place;
 
@@ -27,30 +29,51 @@ const CHUNK: usize = 4096;
 /// Refused rows that are kept for messages; the others are counted.
 const REFUSED_KEPT: usize = 20;
 
-/// Which prompts, and how rows become prompts. Field names follow slime's flags.
-#[derive(Debug, Clone)]
+/// Which prompts, and how rows become prompts. Field names follow slime's, and are flags.
+#[derive(Debug, Clone, Setters, clap::Args)]
+#[command(next_help_heading = "Data")]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct DataOptions {
     /// The files, in order.
+    #[arg(skip)]
     pub prompt_data: Vec<Source>,
-    /// Field with the prompt: text, or a list of messages.
+    /// Field with the prompt: text, or a list of chat messages.
+    #[arg(long, value_name = "FIELD", default_value_t = DataOptions::default().input_key)]
+    #[setters(into)]
     pub input_key: String,
-    /// Field with what rewards compare with; every row must have it.
+    /// Field with what rewards compare the answer with; every row must have it.
+    #[arg(long, value_name = "FIELD")]
+    #[setters(into)]
     pub label_key: Option<String>,
-    /// Field with an object for rewards; rows may lack it.
+    /// Field with an object that rewards are given; rows may lack it.
+    #[arg(long, value_name = "FIELD", default_value_t = DataOptions::default().metadata_key)]
+    #[setters(into)]
     pub metadata_key: String,
-    /// Field with a list of tools, or that list as text; rows may lack it.
+    /// Field with the tools of a chat, as a list or its text; rows may lack it.
+    #[arg(long, value_name = "FIELD", default_value_t = DataOptions::default().tool_key)]
+    #[setters(into)]
     pub tool_key: String,
-    /// Render prompts through the checkpoint's chat template.
+    /// Render prompts through the checkpoint's chat template. A prompt that is text becomes a message of the
+    /// user.
+    #[arg(long)]
     pub apply_chat_template: bool,
-    /// JSON object of further variables for the template.
+    /// JSON object of further variables for the template, such as {"enable_thinking": false}.
+    #[arg(long, value_name = "JSON", requires = "apply_chat_template")]
+    #[setters(into)]
     pub apply_chat_template_kwargs: Option<String>,
-    /// Leave out prompts of more tokens.
+    /// Leave out prompts of more tokens than these.
+    #[arg(long, value_name = "TOKENS", value_parser = count::<usize>())]
     pub rollout_max_prompt_len: Option<usize>,
-    /// Leave out prompts that leave no token of so many for an answer.
+    /// Tokens that prompt and response may have together.
+    #[arg(long, value_name = "TOKENS", value_parser = count::<usize>())]
     pub rollout_max_context_len: Option<usize>,
-    /// Take rows for whole conversations, of which this is learned.
+    /// Take rows for whole conversations, and learn what the assistant says: generation (what the template tags so),
+    /// qwen, qwen3 or qwen3_5 (turns of ChatML) [default for --loss-type sft_loss: generation].
+    #[arg(long = "loss-mask-type", value_name = "TYPE", value_parser = named::<LossMask>)]
     pub loss_mask: Option<LossMask>,
-    /// Count rows that are broken, instead of ending with the first.
+    /// Count broken rows, instead of ending with the first.
+    #[arg(long)]
     pub skip_bad_prompts: bool,
 }
 

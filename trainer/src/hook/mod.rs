@@ -15,6 +15,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use derive_setters::Setters;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -26,14 +27,25 @@ pub use hooked::{Filter, Hooked, Hooks};
 pub use sourced::Sourced;
 
 /// How a hook is reached.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_")]
+#[non_exhaustive]
 pub struct HookOptions {
     /// `http://…` or `https://…` for a service, else a line for the shell.
+    #[setters(into)]
     pub at: String,
     /// Processes of a command that work side by side; at least 1.
     pub processes: usize,
     /// How long one answer may take.
     pub deadline: Duration,
+}
+
+impl HookOptions {
+    /// One process, which has a minute for each answer.
+    #[must_use]
+    pub fn new(at: impl Into<String>) -> Self {
+        HookOptions { at: at.into(), processes: 1, deadline: Duration::from_secs(60) }
+    }
 }
 
 /// A command or a service that answers questions of one kind.

@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use derive_setters::Setters;
+
 use super::process::{Lost, Process};
 use super::wire::{Call, Hello, PROTOCOL, Reply, samples};
 use super::{Batch, Learner, Progress, Stepped, Weights, Workspace};
@@ -10,9 +12,12 @@ use crate::error::{Error, Result};
 use crate::options::LearnOptions;
 
 /// How a learner is run.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_")]
+#[non_exhaustive]
 pub struct ChildOptions {
     /// A line for the shell.
+    #[setters(into)]
     pub command: String,
     /// How long one call may take, and the start.
     pub deadline: Duration,
@@ -22,6 +27,15 @@ pub struct ChildOptions {
     pub temperature: f64,
     /// Seed of the run.
     pub seed: u64,
+}
+
+impl ChildOptions {
+    /// Half an hour for each call; temperature 1 and seed 1.
+    #[must_use]
+    pub fn new(command: impl Into<String>, learn: LearnOptions) -> Self {
+        let (command, deadline) = (command.into(), Duration::from_secs(1800));
+        ChildOptions { command, deadline, learn, temperature: 1.0, seed: 1 }
+    }
 }
 
 /// A process that trains. It is started by [`Learner::load`], and ends with this value.

@@ -16,6 +16,7 @@ pub(crate) use record::file_of;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use derive_setters::Setters;
 use driftless_bridge::{Label, Rid, SamplingParams};
 use driftless_buffer::{self as buffer, PromptState};
 use tokio::task::{JoinError, JoinSet};
@@ -34,7 +35,9 @@ const FILTERED_MAX: u64 = 16;
 pub type Progress = Arc<dyn Fn(u64, u64, u64) + Send + Sync>;
 
 /// Settings of rollouts. Field names follow slime's flags.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct RolloutOptions {
     /// Keeps request ids of two runs apart on a shared engine.
     pub scope: u64,
@@ -50,6 +53,22 @@ pub struct RolloutOptions {
     pub rollout_max_context_len: Option<usize>,
     /// Ids of the model are below it, where that is known.
     pub vocabulary: Option<u64>,
+}
+
+impl RolloutOptions {
+    /// So many prompts and samples of each, at the sampling's defaults and with seed 1.
+    #[must_use]
+    pub fn new(rollout_batch_size: u64, n_samples_per_prompt: u64) -> Self {
+        RolloutOptions {
+            scope: 0,
+            seed: 1,
+            rollout_batch_size,
+            n_samples_per_prompt,
+            sampling: SamplingParams::default(),
+            rollout_max_context_len: None,
+            vocabulary: None,
+        }
+    }
 }
 
 /// What became of a rollout's groups, besides those in the log.

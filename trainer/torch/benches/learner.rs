@@ -177,7 +177,7 @@ fn speed(arguments: &Arguments) {
     set_threads(std::thread::available_parallelism().map_or(1, usize::from)).unwrap();
     let model = Model::fresh(config.clone(), SEED, kind, device).unwrap();
     let cpu_offload = arguments.has("--optimizer-cpu-offload");
-    let options = AdamWOptions { cpu_offload, ..AdamWOptions::default() };
+    let options = AdamWOptions::default().with_cpu_offload(cpu_offload);
     let mut policy = Policy::new(model, kind, options).unwrap().with_recompute(recompute);
     let whole = [batch(&lengths, config.vocab_size, device)];
     let mut stats = Default::default();
@@ -349,21 +349,19 @@ fn options(arguments: &Arguments) -> TorchOptions {
     let program = std::env::current_exe().unwrap();
     let ppo = arguments.has("--critic");
     let command = format!("exec '{}' rank --ranks {ranks} --device {device}", program.display());
-    TorchOptions {
-        learn: LearnOptions::default()
-            .with_advantage_estimator(if ppo { Estimator::Ppo } else { Estimator::Grpo })
-            .with_critic(CriticOptions::default().with_critic_lr(1e-5))
-            .with_balance_data(true)
-            .with_entropy_coef(0.01)
-            .with_lr(arguments.get("lr", "1e-5").parse().unwrap())
-            .with_optimizer_cpu_offload(arguments.has("--optimizer-cpu-offload"))
-            .with_max_tokens_per_gpu(arguments.get("max-tokens-per-gpu", "16384").parse().unwrap()),
-        temperature: 1.0,
-        num_threads: 2,
-        device: if ranks == 1 && device == "cuda" { "cuda:0".into() } else { device },
-        fp8: arguments.has("--fp8"),
-        ranks: (ranks > 1).then(|| RankOptions { ranks, command, deadline: Duration::from_secs(120) }),
-    }
+    let learn = LearnOptions::default()
+        .with_advantage_estimator(if ppo { Estimator::Ppo } else { Estimator::Grpo })
+        .with_critic(CriticOptions::default().with_critic_lr(1e-5))
+        .with_balance_data(true)
+        .with_entropy_coef(0.01)
+        .with_lr(arguments.get("lr", "1e-5").parse().unwrap())
+        .with_optimizer_cpu_offload(arguments.has("--optimizer-cpu-offload"))
+        .with_max_tokens_per_gpu(arguments.get("max-tokens-per-gpu", "16384").parse().unwrap());
+    let mut options = TorchOptions::new(learn).with_fp8(arguments.has("--fp8"));
+    options.device = if ranks == 1 && device == "cuda" { "cuda:0".into() } else { device };
+    options.ranks =
+        (ranks > 1).then(|| RankOptions::new(ranks, command).with_deadline(Duration::from_secs(120)));
+    options
 }
 
 /// A run in a directory of its own, and what it learns from.

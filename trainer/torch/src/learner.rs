@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use derive_setters::Setters;
 use driftless_delta::cuda::Codec;
 use driftless_trainer::learner::{self, Child, Learner, Progress, Stepped, Weights, Workspace};
 use driftless_trainer::metrics::StepStats;
@@ -29,7 +30,9 @@ use crate::snapshot::{self, PolicySnapshot, SHARD_BYTES_MAX};
 const SOCKET: &str = "ranks";
 
 /// Settings of a [`TorchLearner`].
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct TorchOptions {
     /// What the optimiser and the loss are told.
     pub learn: LearnOptions,
@@ -37,12 +40,28 @@ pub struct TorchOptions {
     pub temperature: f64,
     /// CPU threads of libtorch.
     pub num_threads: usize,
-    /// As for [`crate::device`]. Of several ranks, `cpu`, or `cuda`, of which rank N takes device N.
+    /// As for [`crate::libtorch::device`]. Of several ranks, `cpu`, or `cuda`, of which rank N takes device N.
+    #[setters(into)]
     pub device: String,
     /// Engines get the layers' matrices in fp8 (`--rollout-dtype fp8`).
     pub fp8: bool,
     /// The processes that train together; this one alone, if `None`.
     pub ranks: Option<RankOptions>,
+}
+
+impl TorchOptions {
+    /// One process on the CPU with two threads, at temperature 1.
+    #[must_use]
+    pub fn new(learn: LearnOptions) -> Self {
+        TorchOptions {
+            learn,
+            temperature: 1.0,
+            num_threads: 2,
+            device: "cpu".to_owned(),
+            fp8: false,
+            ranks: None,
+        }
+    }
 }
 
 /// A policy that the loop trains with libtorch, in this process.

@@ -10,6 +10,7 @@
 
 use std::ops::Range;
 
+use derive_setters::Setters;
 use driftless_trainer::options::LearnOptions;
 use tch::{Device, Kind, Tensor};
 
@@ -24,7 +25,9 @@ use crate::ranks::{Ranks, locked, part};
 const PIECE: i64 = 1 << 26;
 
 /// Constants of AdamW; the learning rate is given with each step.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Setters)]
+#[setters(prefix = "with_")]
+#[non_exhaustive]
 pub struct AdamWOptions {
     /// Decay of the mean of gradients.
     pub beta1: f64,

@@ -85,7 +85,7 @@ pub struct SftOptions {
     pub seed: u64,
     /// CPU threads of libtorch.
     pub num_threads: usize,
-    /// As for [`crate::device`].
+    /// As for [`crate::libtorch::device`].
     pub device: String,
 }
 

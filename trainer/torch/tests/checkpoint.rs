@@ -35,7 +35,7 @@ fn config() -> Config {
 
 fn policy(config: Config, seed: i64) -> Policy {
     let model = Model::fresh(config, seed, Kind::Float, Device::Cpu).unwrap();
-    Policy::new(model, Kind::BFloat16, AdamWOptions { weight_decay: 0.1, ..AdamWOptions::default() }).unwrap()
+    Policy::new(model, Kind::BFloat16, AdamWOptions::default().with_weight_decay(0.1)).unwrap()
 }
 
 /// One step on data that depends on the step's number alone.

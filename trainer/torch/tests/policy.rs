@@ -45,7 +45,7 @@ fn policy_of(config: Config, kind: Kind, clip_grad: f64) -> Policy {
     // So small a model is no work for two.
     tch::set_num_threads(1);
     let model = Model::fresh(config, SEED, kind, Device::Cpu).unwrap();
-    Policy::new(model, kind, AdamWOptions { clip_grad, ..AdamWOptions::default() }).unwrap()
+    Policy::new(model, kind, AdamWOptions::default().with_clip_grad(clip_grad)).unwrap()
 }
 
 fn policy_with(clip_grad: f64) -> Policy {

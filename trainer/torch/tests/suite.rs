@@ -34,14 +34,7 @@ fn checkpoint(dir: &Path) -> PathBuf {
 fn learner(learn: LearnOptions) -> Box<dyn Learner> {
     // Several micro-batches, so that samples come in another order than they were given in.
     let learn = learn.with_lr(1e-2).with_max_tokens_per_gpu(16);
-    Box::new(TorchLearner::new(TorchOptions {
-        learn,
-        temperature: 1.0,
-        num_threads: 1,
-        device: "cpu".into(),
-        fp8: false,
-        ranks: None,
-    }))
+    Box::new(TorchLearner::new(TorchOptions::new(learn).with_num_threads(1)))
 }
 
 #[test]

@@ -27,6 +27,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use derive_setters::Setters;
 use driftless_transport::serve::listen::{self, serve_http};
 use tch::{Device, Kind};
 use tokio::runtime::Runtime;
@@ -56,12 +57,16 @@ const FILES_KEPT: u64 = 128;
 const AUTHORISE: Duration = Duration::from_secs(30);
 
 /// How to start an engine.
-#[derive(Clone)]
+#[derive(Clone, Setters)]
+#[setters(prefix = "with_", strip_option)]
+#[non_exhaustive]
 pub struct EngineOptions {
     /// Checkpoint directory: `config.json` of a [family](crate::Family) that is computed here, and
     /// safetensors.
+    #[setters(into)]
     pub model_path: PathBuf,
     /// Address to listen on.
+    #[setters(into)]
     pub host: String,
     /// Port to listen on; 0 lets the system choose.
     pub port: u16,
@@ -72,8 +77,10 @@ pub struct EngineOptions {
     /// Where to compute.
     pub device: Device,
     /// Bearer key of generation and information, and of the rest where there is no admin key.
+    #[setters(into)]
     pub api_key: Option<String>,
     /// Bearer key of the calls that change weights or generation.
+    #[setters(into)]
     pub admin_key: Option<String>,
     /// Seed of the first request that brings none; later ones count up from it.
     pub seed: i64,
@@ -86,6 +93,7 @@ pub struct EngineOptions {
     /// Most tokens that the key-value cache holds.
     pub max_total_tokens: usize,
     /// Name of the weights at start.
+    #[setters(into)]
     pub weight_version: String,
     /// How long `/health` waits for its token.
     pub health_timeout: Duration,

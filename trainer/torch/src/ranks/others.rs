@@ -4,20 +4,32 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use derive_setters::Setters;
 use driftless_trainer::learner::{Child, ChildOptions, Workspace};
 use driftless_trainer::options::LearnOptions;
 use driftless_trainer::{Error as LoopError, Result as LoopResult};
 
 /// How a rank of its own process is started.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_")]
+#[non_exhaustive]
 pub struct RankOptions {
     /// How many there are, this process included.
     pub ranks: usize,
     /// A line for the shell, of a program that calls [`crate::serve_rank`]; the rank's number, the path of a
     /// socket and that of the run's checkpoints are added to it.
+    #[setters(into)]
     pub command: String,
     /// How long one call may take, the start, and each wait for another rank.
     pub deadline: Duration,
+}
+
+impl RankOptions {
+    /// Half an hour for each call.
+    #[must_use]
+    pub fn new(ranks: usize, command: impl Into<String>) -> Self {
+        RankOptions { ranks, command: command.into(), deadline: Duration::from_secs(1800) }
+    }
 }
 
 /// Ranks 1 and up.
@@ -36,8 +48,8 @@ impl Others {
         let child = |rank: usize| {
             let paths = [socket, checkpoints].map(quoted);
             let command = format!("{} {rank} {} {}", options.command, paths[0], paths[1]);
-            let deadline = options.deadline;
-            Child::new(ChildOptions { command, deadline, learn: learn.clone(), temperature, seed: 0 })
+            let child = ChildOptions::new(command, learn.clone()).with_temperature(temperature);
+            Child::new(child.with_deadline(options.deadline))
         };
         Others((1..options.ranks).map(child).collect())
     }
