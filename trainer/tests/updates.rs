@@ -19,12 +19,11 @@ use driftless_testkit::compiler;
 use driftless_testkit::sglang::{Fake, FakeRoot, Fault, Wire, checkpoint, patient};
 use driftless_trainer::learner::{Batch, Learner, Progress, Stepped, Weights, Workspace};
 use driftless_trainer::metrics::StepStats;
-use driftless_trainer::options::{Debug, LearnOptions, Mode, UpdateWeightMode};
 use driftless_trainer::push::Pushes;
 use driftless_trainer::sample::Answer;
 use driftless_trainer::sample::Prompt;
 use driftless_trainer::tasks::Task;
-use driftless_trainer::{Error, Evaluation, Event, Observer, Outcome, Result, TrainOptions, train};
+use driftless_trainer::{Error, Event, Observer, Outcome, Result, TrainOptions, train};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
 use driftless_transport::{Checkpoint, Run, Snapshot, Version};
@@ -204,43 +203,25 @@ impl Stage {
     }
 
     fn options(&self) -> TrainOptions {
-        TrainOptions {
-            rollout_hf_checkpoint: None,
-            hf_checkpoint: self.start.clone(),
-            save: self.dir.path().join("rl"),
-            save_hf: Some(self.dir.path().join("final")),
-            store: self.store.clone(),
-            store_url: "memory:".into(),
-            run: NAME.into(),
-            sign_key: None,
-            trust_keys: Vec::new(),
-            rollout_external_engine_addrs: self.fakes.iter().map(|fake| fake.address.to_string()).collect(),
-            keys: Keys::default(),
-            push: Some(self.pushes()),
-            mode: Mode::Synchronous,
-            debug: Debug::Off,
-            num_rollout: STEPS,
-            rollout_batch_size: 2,
-            n_samples_per_prompt: 2,
-            task: Arc::new(Rank),
-            sampling: SamplingParams::default(),
-            rollout_max_context_len: None,
-            server_concurrency: 4,
-            update_weight_mode: UpdateWeightMode::Delta,
-            update_weights_interval: 1,
-            anchor_every: None,
-            check_weight_update_equal: true,
-            eval_interval: 0,
-            eval: Evaluation::default(),
-            save_interval: 1,
-            keep_checkpoints: 1,
-            rollout_log_bytes_max: 1 << 30,
-            max_skipped_steps: 0,
-            learn: LearnOptions::default(),
-            seed: 1,
-            update_deadline: self.update_deadline,
-            generate_deadline: Duration::from_secs(120),
-        }
+        let (save, store) = (self.dir.path().join("rl"), self.store.clone());
+        TrainOptions::new(&self.start, save, store, "memory:", NAME, Arc::new(Rank))
+            .with_save_hf(Some(self.dir.path().join("final")))
+            .with_rollout_external_engine_addrs(
+                self.fakes.iter().map(|fake| fake.address.to_string()).collect(),
+            )
+            .with_push(Some(self.pushes()))
+            .with_num_rollout(STEPS)
+            .with_rollout_batch_size(2)
+            .with_n_samples_per_prompt(2)
+            .with_server_concurrency(4)
+            .with_check_weight_update_equal(true)
+            .with_eval_interval(0)
+            .with_save_interval(1)
+            .with_keep_checkpoints(1)
+            .with_rollout_log_bytes_max(1 << 30)
+            .with_max_skipped_steps(0)
+            .with_update_deadline(self.update_deadline)
+            .with_generate_deadline(Duration::from_secs(120))
     }
 
     fn train_with(&self, device: Option<Codec>, observer: Observer) -> Result<Outcome> {
@@ -386,8 +367,7 @@ fn a_version_that_no_engine_took_is_pushed_before_the_run_goes_on() {
 #[test]
 fn what_pushing_lacks_is_told_before_anything_is_done() {
     let stage = Stage::new(1);
-    let options =
-        TrainOptions { push: Some(Pushes::new(|_| Err("no CUDA driver".into()))), ..stage.options() };
+    let options = stage.options().with_push(Some(Pushes::new(|_| Err("no CUDA driver".into()))));
     let mover = Mover { device: None, weights: Vec::new(), place: None };
     let error = train(&options, Box::new(mover), Arc::new(|_| {})).unwrap_err();
     assert!(matches!(error, Error::PushSetUp { .. }), "{error}");

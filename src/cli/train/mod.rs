@@ -27,6 +27,7 @@ use driftless::trainer::learner::{Child, ChildOptions, Learner};
 use driftless::trainer::options::{Debug, Mode, UpdateWeightMode};
 use driftless::trainer::push::Pushes;
 use driftless::trainer::{TrainOptions, train};
+use hooks::missing;
 use learn::LearnArgs;
 use report::Summary;
 #[cfg(feature = "torch")]
@@ -34,7 +35,7 @@ use sft::SftArgs;
 use show::observer;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use task::TaskArgs;
+use task::{Chosen, TaskArgs};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -439,31 +440,80 @@ fn learner(args: &Args) -> Result<impl FnOnce(&TrainOptions) -> Box<dyn Learner>
     })
 }
 
+impl RolloutArgs {
+    /// What is left out, for debugging.
+    fn debug(&self) -> Debug {
+        match (self.debug_rollout_only, self.debug_train_only) {
+            (true, _) => Debug::RolloutOnly,
+            (_, true) => Debug::TrainOnly,
+            _ => Debug::Off,
+        }
+    }
+
+    /// Refuses addresses of engines that cannot be called: the learner would load the policy first.
+    fn check(&self) -> Result<()> {
+        if self.debug() != Debug::TrainOnly && self.rollout_external_engine_addrs.is_empty() {
+            return Err(missing("engines", "--rollout-external-engine-addrs host:port …"));
+        }
+        for address in &self.rollout_external_engine_addrs {
+            connect(address, ClientOptions::default())?;
+        }
+        Ok(())
+    }
+
+    /// How tokens are drawn.
+    fn sampling(&self, chosen: &Chosen) -> SamplingParams {
+        let mut stop_token_ids = chosen.task.stop_token_ids();
+        stop_token_ids.extend(&self.rollout_stop_token_ids);
+        SamplingParams {
+            temperature: self.rollout_temperature,
+            top_p: self.rollout_top_p,
+            // SGLang knows no 0.
+            top_k: if self.rollout_top_k == 0 { -1 } else { self.rollout_top_k },
+            max_new_tokens: self.rollout_max_response_len.unwrap_or(chosen.defaults.rollout_max_response_len),
+            stop_token_ids,
+            stop: self.rollout_stop.clone(),
+            ..SamplingParams::default()
+        }
+    }
+}
+
+impl UpdateArgs {
+    /// The store's name; one in memory stands in where debugging leaves it alone.
+    fn store_or_memory(&self, debug: Debug) -> Result<String> {
+        match self.store_url() {
+            Some(store) => Ok(store),
+            None if debug == Debug::Off => {
+                Err(missing("store", "--store URL or --update-weight-disk-dir DIR"))
+            }
+            None => Ok("memory:".to_owned()),
+        }
+    }
+
+    /// Takes over what these flags say of publications and updates.
+    fn apply(self, options: TrainOptions) -> Result<TrainOptions> {
+        let (sign_key, trust_keys) = self.sign.read()?;
+        #[cfg(feature = "torch")]
+        let options = options.with_rollout_hf_checkpoint(self.rollout_hf_checkpoint);
+        Ok(options
+            .with_sign_key(sign_key)
+            .with_trust_keys(trust_keys)
+            .with_update_weight_mode(match self.update_weight_mode {
+                WeightMode::Full => UpdateWeightMode::Full,
+                WeightMode::Delta => UpdateWeightMode::Delta,
+            })
+            .with_update_weights_interval(self.update_weights_interval)
+            .with_anchor_every(self.anchor_every)
+            .with_check_weight_update_equal(self.check_weight_update_equal)
+            .with_update_deadline(Duration::from_secs(self.update_deadline)))
+    }
+}
+
 fn train_options(args: Args) -> Result<TrainOptions> {
     let (rollout, update, learn) = (args.rollout, args.update, args.learn);
-    let debug = match (rollout.debug_rollout_only, rollout.debug_train_only) {
-        (true, _) => Debug::RolloutOnly,
-        (_, true) => Debug::TrainOnly,
-        _ => Debug::Off,
-    };
-    let store = update.store_url();
-    let missing = |what: &str, expected: &str| Error::Usage {
-        what: what.to_owned(),
-        expected: expected.to_owned(),
-        found: "nothing".to_owned(),
-    };
-    if debug == Debug::Off && store.is_none() {
-        return Err(missing("store", "--store URL or --update-weight-disk-dir DIR"));
-    }
-    if debug != Debug::TrainOnly && rollout.rollout_external_engine_addrs.is_empty() {
-        return Err(missing("engines", "--rollout-external-engine-addrs host:port …"));
-    }
-    // One that cannot be called would be found once the learner has loaded the policy.
-    for address in &rollout.rollout_external_engine_addrs {
-        connect(address, ClientOptions::default())?;
-    }
-    let store = store.unwrap_or_else(|| "memory:".to_owned());
-    let (sign_key, trust_keys) = update.sign.read()?;
+    let debug = rollout.debug();
+    let store = update.store_or_memory(debug)?;
+    rollout.check()?;
     if args.learner.is_some() && update.check_weight_update_equal {
         return Err(Error::Usage {
             what: "--check-weight-update-equal".to_owned(),
@@ -476,66 +526,33 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let chosen = args.task.choose(&hf_checkpoint, args.seed, rollout.n_eval_prompts)?;
     let defaults = &chosen.defaults;
     let rollout_batch_size = rollout.rollout_batch_size.unwrap_or(defaults.rollout_batch_size);
-    let mut stop_token_ids = chosen.task.stop_token_ids();
-    stop_token_ids.extend(&rollout.rollout_stop_token_ids);
-    let sampling = SamplingParams {
-        temperature: rollout.rollout_temperature,
-        top_p: rollout.rollout_top_p,
-        // SGLang knows no 0.
-        top_k: if rollout.rollout_top_k == 0 { -1 } else { rollout.rollout_top_k },
-        max_new_tokens: rollout.rollout_max_response_len.unwrap_or(defaults.rollout_max_response_len),
-        stop_token_ids,
-        stop: rollout.rollout_stop,
-        ..SamplingParams::default()
-    };
-    let keys = rollout.keys.read()?;
-    let push = pushes(&update, &keys, &hf_checkpoint);
-    let eval = args.task.evaluation(&chosen, &hf_checkpoint, &sampling)?;
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
     let n_samples_per_prompt = rollout.n_samples_per_prompt.unwrap_or(defaults.n_samples_per_prompt);
     let lr = args.lr.unwrap_or(defaults.lr);
-    Ok(TrainOptions {
-        hf_checkpoint,
-        #[cfg(feature = "torch")]
-        rollout_hf_checkpoint: update.rollout_hf_checkpoint,
-        #[cfg(not(feature = "torch"))]
-        rollout_hf_checkpoint: None,
-        num_rollout,
-        rollout_batch_size,
-        n_samples_per_prompt,
-        rollout_max_context_len: chosen.context_len,
-        sampling,
-        eval,
-        save: args.save,
-        save_hf: args.save_hf,
-        // Debugging leaves it alone.
-        store: store::open(&store)?,
-        store_url: store,
-        run: update.run,
-        sign_key,
-        trust_keys,
-        rollout_external_engine_addrs: rollout.rollout_external_engine_addrs,
-        keys,
-        push,
-        mode: if rollout.train_async { Mode::OneStepOff } else { Mode::Synchronous },
-        debug,
-        server_concurrency: rollout.sglang_server_concurrency,
-        update_weight_mode: match update.update_weight_mode {
-            WeightMode::Full => UpdateWeightMode::Full,
-            WeightMode::Delta => UpdateWeightMode::Delta,
-        },
-        update_weights_interval: update.update_weights_interval,
-        anchor_every: update.anchor_every,
-        check_weight_update_equal: update.check_weight_update_equal,
-        eval_interval: rollout.eval_interval,
-        save_interval: update.save_interval.unwrap_or(defaults.save_interval),
-        keep_checkpoints: 2,
-        rollout_log_bytes_max: rollout.rollout_log_gib_max.saturating_mul(1 << 30),
-        max_skipped_steps: learn.max_skipped_steps,
-        learn: learn.options(&learn::Run { lr, num_rollout, rollout_batch_size, n_samples_per_prompt })?,
-        task: chosen.task,
-        seed: args.seed,
-        update_deadline: Duration::from_secs(update.update_deadline),
-        generate_deadline: Duration::from_secs(rollout.generate_deadline),
-    })
+    let run = learn::Run { lr, num_rollout, rollout_batch_size, n_samples_per_prompt };
+    let (sampling, keys) = (rollout.sampling(&chosen), rollout.keys.read()?);
+    let opened = store::open(&store)?;
+    let options =
+        TrainOptions::new(&hf_checkpoint, args.save, opened, store, &update.run, chosen.task.clone())
+            .with_save_hf(args.save_hf)
+            .with_push(pushes(&update, &keys, &hf_checkpoint))
+            .with_eval(args.task.evaluation(&chosen, &hf_checkpoint, &sampling)?)
+            .with_sampling(sampling)
+            .with_rollout_max_context_len(chosen.context_len)
+            .with_num_rollout(num_rollout)
+            .with_rollout_batch_size(rollout_batch_size)
+            .with_n_samples_per_prompt(n_samples_per_prompt)
+            .with_rollout_external_engine_addrs(rollout.rollout_external_engine_addrs)
+            .with_keys(keys)
+            .with_mode(if rollout.train_async { Mode::OneStepOff } else { Mode::Synchronous })
+            .with_debug(debug)
+            .with_server_concurrency(rollout.sglang_server_concurrency)
+            .with_eval_interval(rollout.eval_interval)
+            .with_save_interval(update.save_interval.unwrap_or(defaults.save_interval))
+            .with_rollout_log_bytes_max(rollout.rollout_log_gib_max.saturating_mul(1 << 30))
+            .with_max_skipped_steps(learn.max_skipped_steps)
+            .with_learn(learn.options(&run)?)
+            .with_seed(args.seed)
+            .with_generate_deadline(Duration::from_secs(rollout.generate_deadline));
+    update.apply(options)
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use derive_setters::Setters;
 use driftless_bridge::{Keys, SamplingParams};
 use driftless_store::Store;
 use driftless_transport::sign::{SignKey, TrustKey};
@@ -15,7 +16,9 @@ use crate::rollout::EvalSet;
 use crate::tasks::Task;
 
 /// Settings of a run of the RL loop. Field names follow the flags of `driftless train`, which follow slime's.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Setters)]
+#[setters(prefix = "with_")]
+#[non_exhaustive]
 pub struct TrainOptions {
     /// Hugging Face checkpoint the policy starts from.
     pub hf_checkpoint: PathBuf,
@@ -102,6 +105,56 @@ pub(super) fn is_series(dir: &Path) -> bool {
 }
 
 impl TrainOptions {
+    /// One synchronous step on 32 prompts with 8 samples each, without engines; each step is published. The policy
+    /// is that of `hf_checkpoint`, and `store_url` names `store`.
+    #[must_use]
+    pub fn new(
+        hf_checkpoint: impl Into<PathBuf>,
+        save: impl Into<PathBuf>,
+        store: Arc<dyn Store>,
+        store_url: impl Into<String>,
+        run: impl Into<String>,
+        task: Arc<dyn Task>,
+    ) -> Self {
+        TrainOptions {
+            hf_checkpoint: hf_checkpoint.into(),
+            rollout_hf_checkpoint: None,
+            save: save.into(),
+            save_hf: None,
+            store,
+            store_url: store_url.into(),
+            run: run.into(),
+            sign_key: None,
+            trust_keys: Vec::new(),
+            rollout_external_engine_addrs: Vec::new(),
+            keys: Keys::default(),
+            push: None,
+            mode: Mode::Synchronous,
+            debug: Debug::Off,
+            num_rollout: 1,
+            rollout_batch_size: 32,
+            n_samples_per_prompt: 8,
+            task,
+            sampling: SamplingParams::default(),
+            rollout_max_context_len: None,
+            server_concurrency: 512,
+            update_weight_mode: UpdateWeightMode::Delta,
+            update_weights_interval: 1,
+            anchor_every: None,
+            check_weight_update_equal: false,
+            eval_interval: 20,
+            eval: Evaluation::default(),
+            save_interval: 20,
+            keep_checkpoints: 2,
+            rollout_log_bytes_max: 64 << 30,
+            max_skipped_steps: 3,
+            learn: LearnOptions::default(),
+            seed: 1,
+            update_deadline: Duration::from_secs(300),
+            generate_deadline: Duration::from_secs(600),
+        }
+    }
+
     /// What engines start from; version 0 refers to it.
     pub(super) fn start(&self) -> &Path {
         self.rollout_hf_checkpoint.as_ref().unwrap_or(&self.hf_checkpoint)
