@@ -207,8 +207,8 @@ struct UpdateArgs {
     #[arg(long, value_name = "DIR", requires = "rollout_dtype")]
     rollout_hf_checkpoint: Option<PathBuf>,
     /// Publish whole versions or differences.
-    #[arg(long, value_enum, default_value_t = WeightMode::Delta)]
-    update_weight_mode: WeightMode,
+    #[arg(long, value_enum, default_value_t = UpdateWeightMode::Delta)]
+    update_weight_mode: UpdateWeightMode,
     #[command(flatten)]
     transport: TransportArgs,
     /// Publish after every so many steps.
@@ -249,12 +249,6 @@ enum LossType {
     Policy,
     #[value(name = "sft_loss")]
     Sft,
-}
-
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum WeightMode {
-    Full,
-    Delta,
 }
 
 #[cfg(feature = "torch")]
@@ -498,10 +492,7 @@ impl UpdateArgs {
         Ok(options
             .with_sign_key(sign_key)
             .with_trust_keys(trust_keys)
-            .with_update_weight_mode(match self.update_weight_mode {
-                WeightMode::Full => UpdateWeightMode::Full,
-                WeightMode::Delta => UpdateWeightMode::Delta,
-            })
+            .with_update_weight_mode(self.update_weight_mode)
             .with_update_weights_interval(self.update_weights_interval)
             .with_anchor_every(self.anchor_every)
             .with_check_weight_update_equal(self.check_weight_update_equal)

@@ -20,7 +20,7 @@ use rows::Row;
 
 use crate::chat::LossMask;
 use crate::error::{Error, Result, input};
-use crate::options::bounds::{count, named};
+use crate::options::bounds::{self, count, named};
 
 pub use crate::error::Place;
 
@@ -39,7 +39,7 @@ pub struct DataOptions {
     #[arg(skip)]
     pub prompt_data: Vec<Source>,
     /// Field with the prompt: text, or a list of chat messages.
-    #[arg(long, value_name = "FIELD", default_value_t = DataOptions::default().input_key)]
+    #[arg(long, value_name = "FIELD", default_value = "input")]
     #[setters(into)]
     pub input_key: String,
     /// Field with what rewards compare the answer with; every row must have it.
@@ -47,11 +47,11 @@ pub struct DataOptions {
     #[setters(into)]
     pub label_key: Option<String>,
     /// Field with an object that rewards are given; rows may lack it.
-    #[arg(long, value_name = "FIELD", default_value_t = DataOptions::default().metadata_key)]
+    #[arg(long, value_name = "FIELD", default_value = "metadata")]
     #[setters(into)]
     pub metadata_key: String,
     /// Field with the tools of a chat, as a list or its text; rows may lack it.
-    #[arg(long, value_name = "FIELD", default_value_t = DataOptions::default().tool_key)]
+    #[arg(long, value_name = "FIELD", default_value = "tools")]
     #[setters(into)]
     pub tool_key: String,
     /// Render prompts through the checkpoint's chat template. A prompt that is text becomes a message of the
@@ -80,19 +80,7 @@ pub struct DataOptions {
 impl Default for DataOptions {
     /// No files; slime's names of fields.
     fn default() -> Self {
-        DataOptions {
-            prompt_data: Vec::new(),
-            input_key: "input".to_owned(),
-            label_key: None,
-            metadata_key: "metadata".to_owned(),
-            tool_key: "tools".to_owned(),
-            apply_chat_template: false,
-            apply_chat_template_kwargs: None,
-            rollout_max_prompt_len: None,
-            rollout_max_context_len: None,
-            loss_mask: None,
-            skip_bad_prompts: false,
-        }
+        bounds::defaults()
     }
 }
 

@@ -1,9 +1,17 @@
 //! Parsers for numbers and names of the command line. They refuse what no step or learning rate can be.
 
 use clap::builder::RangedU64ValueParser;
+use clap::{Args, Command};
 
 /// Above every figure that is meant, and below what overflows once it is multiplied.
 const LARGEST: f64 = 1e9;
+
+/// Options as they are where no flag is given.
+#[expect(clippy::expect_used, reason = "a default is no input; tests take that of each struct")]
+pub(crate) fn defaults<T: Args>() -> T {
+    let matches = T::augment_args(Command::new("defaults")).try_get_matches_from(["defaults"]);
+    matches.and_then(|matches| T::from_arg_matches(&matches)).expect("every flag has a default")
+}
 
 /// How many of something, at least one, as far as memory can hold them.
 pub fn count<T: TryFrom<u64> + Clone + Send + Sync + 'static>() -> RangedU64ValueParser<T> {

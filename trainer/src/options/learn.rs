@@ -9,7 +9,9 @@ use derive_setters::Setters;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::bounds::{above_one, at_least_zero, count, decay, named, ordinal, positive, share, up_to_one};
+use super::bounds::{
+    self, above_one, at_least_zero, count, decay, named, ordinal, positive, share, up_to_one,
+};
 use super::{Dtype, Estimator, Granularity, Kl, Level, TisMode};
 use crate::lr::{Decay, LrSchedule};
 
@@ -23,15 +25,15 @@ const DISTANCES: &str = "Distances";
 #[non_exhaustive]
 pub struct LearnOptions {
     /// Learning rate, after the warm-up and before the decay.
-    #[arg(skip = d().lr)]
+    #[arg(skip = 1e-6)]
     pub lr: f64,
     /// dtype that the model computes in: bfloat16 or float32; a fresh one is written in it too [default: that of
     /// --hf-checkpoint, which engines compute in; else bfloat16].
-    #[arg(long, value_parser = named::<Dtype>)]
+    #[arg(long, value_enum)]
     pub dtype: Option<Dtype>,
     /// How rewards become advantages, and the loss: grpo, gspo, cispo, ppo, reinforce_plus_plus,
     /// reinforce_plus_plus_baseline or rejection_sampling.
-    #[arg(long, default_value_t = d().advantage_estimator, value_parser = named::<Estimator>)]
+    #[arg(long, default_value = "grpo", value_parser = named::<Estimator>)]
     pub advantage_estimator: Estimator,
     /// Do not divide by the group's standard deviation.
     #[arg(long)]
@@ -40,13 +42,13 @@ pub struct LearnOptions {
     #[arg(long)]
     pub normalize_advantages: bool,
     /// Discount of rewards for each token before them: for ppo and reinforce_plus_plus.
-    #[arg(long, default_value_t = d().gamma, value_parser = share)]
+    #[arg(long, default_value_t = 1.0, value_parser = share)]
     pub gamma: f64,
     /// λ of generalised advantage estimation: for ppo.
-    #[arg(long, default_value_t = d().lambd, value_parser = up_to_one)]
+    #[arg(long, default_value_t = 1.0, value_parser = up_to_one)]
     pub lambd: f64,
     /// Lower clip of the probability ratio.
-    #[arg(long, default_value_t = d().eps_clip, value_parser = positive)]
+    #[arg(long, default_value_t = 0.2, value_parser = positive)]
     pub eps_clip: f64,
     /// Upper clip of the probability ratio [default: --eps-clip].
     #[arg(long, value_parser = positive)]
@@ -58,31 +60,31 @@ pub struct LearnOptions {
     #[arg(long)]
     pub calculate_per_token_loss: bool,
     /// Steps over which the learning rate rises from 0.
-    #[arg(long, default_value_t = d().lr_warmup_iters, value_parser = ordinal())]
+    #[arg(long, default_value_t = 0, value_parser = ordinal())]
     pub lr_warmup_iters: u64,
     /// How the learning rate falls after that: constant, linear or cosine.
-    #[arg(long, default_value_t = d().lr_decay_style, value_parser = named::<Decay>)]
+    #[arg(long, default_value = "constant", value_parser = named::<Decay>)]
     pub lr_decay_style: Decay,
     /// Step at which the learning rate has fallen to --min-lr [default: the last of the run].
     #[arg(long, value_parser = count::<u64>())]
     pub lr_decay_iters: Option<u64>,
     /// Learning rate at the end of the decay.
-    #[arg(long, default_value_t = d().min_lr, value_parser = at_least_zero)]
+    #[arg(long, default_value_t = 0.0, value_parser = at_least_zero)]
     pub min_lr: f64,
     /// Weight of the entropy bonus.
-    #[arg(long, default_value_t = d().entropy_coef, value_parser = at_least_zero)]
+    #[arg(long, default_value_t = 0.0, value_parser = at_least_zero)]
     pub entropy_coef: f64,
     /// Weight decay of AdamW.
-    #[arg(long, default_value_t = d().weight_decay, value_parser = at_least_zero)]
+    #[arg(long, default_value_t = 0.0, value_parser = at_least_zero)]
     pub weight_decay: f64,
     /// Decay of the first moment.
-    #[arg(long, default_value_t = d().adam_beta1, value_parser = decay)]
+    #[arg(long, default_value_t = 0.9, value_parser = decay)]
     pub adam_beta1: f64,
     /// Decay of the second moment.
-    #[arg(long, default_value_t = d().adam_beta2, value_parser = decay)]
+    #[arg(long, default_value_t = 0.95, value_parser = decay)]
     pub adam_beta2: f64,
     /// Gradient norm to clip to; 0: none.
-    #[arg(long, default_value_t = d().clip_grad, value_parser = at_least_zero)]
+    #[arg(long, default_value_t = 1.0, value_parser = at_least_zero)]
     pub clip_grad: f64,
     /// Samples of an optimiser step, which divide those of a rollout [default: all of them]. What comes of one
     /// prompt and one generation counts once.
@@ -92,11 +94,11 @@ pub struct LearnOptions {
     #[arg(long, value_name = "SAMPLES", value_parser = count::<usize>())]
     pub micro_batch_size: Option<usize>,
     /// Tokens of one forward and backward pass.
-    #[arg(long, default_value_t = d().max_tokens_per_gpu, value_parser = count::<usize>())]
+    #[arg(long, default_value_t = 16_384, value_parser = count::<usize>())]
     pub max_tokens_per_gpu: usize,
     /// Compute activations again on the way back, instead of keeping them: full, whose layers keep what flows
     /// between them, or none.
-    #[arg(long, default_value_t = d().recompute_granularity, value_parser = named::<Granularity>)]
+    #[arg(long, default_value_t = Granularity::None, value_enum)]
     pub recompute_granularity: Granularity,
     /// Keep masters and moments in host memory and update them there: 12 of 18 bytes a weight leave the GPU.
     #[arg(long)]
@@ -116,34 +118,34 @@ pub struct LearnOptions {
     pub use_tis: bool,
     /// Largest such weight.
     #[arg(long, help_heading = DISTANCES, requires = "use_tis")]
-    #[arg(default_value_t = d().tis_clip, value_parser = positive)]
+    #[arg(default_value_t = 2.0, value_parser = positive)]
     pub tis_clip: f64,
     /// Least such weight.
     #[arg(long, help_heading = DISTANCES, requires = "use_tis")]
-    #[arg(default_value_t = d().tis_clip_low, value_parser = at_least_zero)]
+    #[arg(default_value_t = 0.0, value_parser = at_least_zero)]
     pub tis_clip_low: f64,
     /// What has a weight: a token, a sequence (the product over its tokens), or geometric (their geometric mean).
     #[arg(long, help_heading = DISTANCES, requires = "use_tis")]
-    #[arg(default_value_t = d().tis_level, value_parser = named::<Level>)]
+    #[arg(default_value = "token", value_parser = named::<Level>)]
     pub tis_level: Level,
     /// What becomes of weights out of bounds: clip (TIS), or mask, which makes them 0 (MIS; IcePop for tokens).
     #[arg(long, help_heading = DISTANCES, requires = "use_tis")]
-    #[arg(default_value_t = d().tis_mode, value_parser = named::<TisMode>)]
+    #[arg(default_value = "clip", value_parser = named::<TisMode>)]
     pub tis_mode: TisMode,
     /// Reject tokens whose probability ratio of trainer and engine is out of bounds.
     #[arg(long, help_heading = DISTANCES)]
     pub use_rs: bool,
     /// Largest ratio that is not rejected.
     #[arg(long, help_heading = DISTANCES, requires = "use_rs")]
-    #[arg(default_value_t = d().rs_upper_bound, value_parser = positive)]
+    #[arg(default_value_t = 2.0, value_parser = positive)]
     pub rs_upper_bound: f64,
     /// Least ratio that is not rejected.
     #[arg(long, help_heading = DISTANCES, requires = "use_rs")]
-    #[arg(default_value_t = d().rs_lower_bound, value_parser = at_least_zero)]
+    #[arg(default_value_t = 0.5, value_parser = at_least_zero)]
     pub rs_lower_bound: f64,
     /// What has a ratio: token, sequence or geometric, as for --tis-level.
     #[arg(long, help_heading = DISTANCES, requires = "use_rs")]
-    #[arg(default_value_t = d().rs_level, value_parser = named::<Level>)]
+    #[arg(default_value = "token", value_parser = named::<Level>)]
     pub rs_level: Level,
     /// Reject a whole sample for one token whose ratio is below this.
     #[arg(long, help_heading = DISTANCES, requires = "use_rs", value_parser = positive)]
@@ -153,21 +155,21 @@ pub struct LearnOptions {
     pub use_opsm: bool,
     /// Mean of old - new log-prob beyond which it has.
     #[arg(long, help_heading = DISTANCES, requires = "use_opsm")]
-    #[arg(default_value_t = d().opsm_delta, value_parser = at_least_zero)]
+    #[arg(default_value_t = 1e-4, value_parser = at_least_zero)]
     pub opsm_delta: f64,
     /// Penalise the distance to a reference policy in the loss.
     #[arg(long, help_heading = DISTANCES, conflicts_with = "kl_coef")]
     pub use_kl_loss: bool,
     /// Weight of that penalty.
     #[arg(long, help_heading = DISTANCES, requires = "use_kl_loss")]
-    #[arg(default_value_t = d().kl_loss_coef, value_parser = at_least_zero)]
+    #[arg(default_value_t = 0.0, value_parser = at_least_zero)]
     pub kl_loss_coef: f64,
     /// Penalise the distance to a reference policy in the rewards of tokens, with this weight: for ppo and the two of
     /// REINFORCE++.
-    #[arg(long, help_heading = DISTANCES, default_value_t = d().kl_coef, value_parser = at_least_zero)]
+    #[arg(long, help_heading = DISTANCES, default_value_t = 0.0, value_parser = at_least_zero)]
     pub kl_coef: f64,
     /// Estimator of that distance: k1, k2, k3 or low_var_kl.
-    #[arg(long, help_heading = DISTANCES, default_value_t = d().kl_loss_type, value_parser = named::<Kl>)]
+    #[arg(long, help_heading = DISTANCES, default_value = "k1", value_parser = named::<Kl>)]
     pub kl_loss_type: Kl,
     /// Weigh the penalty of the loss by the probability ratio of policy and old policy, so that its gradient has no
     /// bias.
@@ -185,7 +187,7 @@ pub struct LearnOptions {
     pub use_opd: bool,
     /// Weight of the distance to the teacher.
     #[arg(long, help_heading = DISTANCES, requires = "use_opd")]
-    #[arg(default_value_t = d().opd_kl_coef, value_parser = at_least_zero)]
+    #[arg(default_value_t = 1.0, value_parser = at_least_zero)]
     pub opd_kl_coef: f64,
     /// Checkpoint directory of the teacher, which has the policy's tokens [default: the log has its log-probs].
     #[arg(long, help_heading = DISTANCES, value_name = "DIR", requires = "use_opd")]
@@ -223,83 +225,21 @@ pub struct CriticOptions {
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = ordinal())]
     pub num_critic_only_steps: u64,
     /// How far a value counts from what it was before the rollout's first step.
-    #[arg(long, default_value_t = d().critic.value_clip, value_parser = positive)]
+    #[arg(long, default_value_t = 0.2, value_parser = positive)]
     pub value_clip: f64,
 }
 
-/// The defaults, which flags have too.
-fn d() -> LearnOptions {
-    LearnOptions::default()
-}
-
 impl Default for LearnOptions {
+    /// As flags have them.
     fn default() -> Self {
-        LearnOptions {
-            lr: 1e-6,
-            dtype: None,
-            advantage_estimator: Estimator::Grpo,
-            disable_grpo_std_normalization: false,
-            normalize_advantages: false,
-            gamma: 1.0,
-            lambd: 1.0,
-            eps_clip: 0.2,
-            eps_clip_high: None,
-            eps_clip_c: None,
-            calculate_per_token_loss: false,
-            lr_warmup_iters: 0,
-            lr_decay_style: Decay::Constant,
-            lr_decay_iters: None,
-            min_lr: 0.0,
-            entropy_coef: 0.0,
-            weight_decay: 0.0,
-            adam_beta1: 0.9,
-            adam_beta2: 0.95,
-            clip_grad: 1.0,
-            global_batch_size: None,
-            micro_batch_size: None,
-            max_tokens_per_gpu: 16_384,
-            recompute_granularity: Granularity::None,
-            optimizer_cpu_offload: false,
-            balance_data: false,
-            log_probs_chunk_size: None,
-            use_rollout_logprobs: false,
-            use_tis: false,
-            tis_clip: 2.0,
-            tis_clip_low: 0.0,
-            tis_level: Level::Token,
-            tis_mode: TisMode::Clip,
-            use_rs: false,
-            rs_upper_bound: 2.0,
-            rs_lower_bound: 0.5,
-            rs_level: Level::Token,
-            rs_veto_threshold: None,
-            use_opsm: false,
-            opsm_delta: 1e-4,
-            use_kl_loss: false,
-            kl_loss_coef: 0.0,
-            kl_coef: 0.0,
-            kl_loss_type: Kl::K1,
-            use_unbiased_kl: false,
-            ref_load: None,
-            ref_update_interval: None,
-            use_opd: false,
-            opd_kl_coef: 1.0,
-            opd_teacher_load: None,
-            critic: CriticOptions::default(),
-        }
+        bounds::defaults()
     }
 }
 
 impl Default for CriticOptions {
+    /// As flags have them.
     fn default() -> Self {
-        CriticOptions {
-            critic_lr: None,
-            critic_lr_warmup_iters: 0,
-            critic_load: None,
-            critic_save: None,
-            num_critic_only_steps: 0,
-            value_clip: 0.2,
-        }
+        bounds::defaults()
     }
 }
 

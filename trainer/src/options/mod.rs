@@ -7,25 +7,17 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::lr::Decay;
-
 pub use learn::{CriticOptions, LearnOptions};
 
-/// Shows values as flags and JSON name them.
-macro_rules! shown_by_name {
-    ($($word:ty),*) => {$(
-        impl fmt::Display for $word {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                self.serialize(f)
-            }
-        }
-    )*};
+impl fmt::Display for Estimator {
+    /// As its flag names it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
+    }
 }
 
-shown_by_name!(Decay, Dtype, Estimator, Granularity, Kl, Level, TisMode);
-
 /// What a model computes in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Dtype {
     /// bf16.
@@ -35,7 +27,7 @@ pub enum Dtype {
 }
 
 /// Which activations are computed again on the way back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Granularity {
     /// Those of whole layers: only what flows between them is kept.
@@ -81,7 +73,7 @@ pub enum Kl {
 }
 
 /// Whether versions are published in full or as deltas.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum UpdateWeightMode {
     /// Every version in full.
     Full,
