@@ -69,7 +69,7 @@ fn place(dir: &Path) -> Workspace {
         store: "memory:".into(),
         run: "test".into(),
         run_id: "01".repeat(16),
-        model: "policy",
+        model: "policy".into(),
         baseline: dir.join("baseline"),
         keep: 1,
     }

@@ -54,7 +54,7 @@ impl Child {
     }
 
     /// One call and its reply. A process that ended, or did not answer in time, is gone afterwards.
-    fn call(&mut self, call: Call<'_>) -> Result<Reply> {
+    fn call(&mut self, call: Call) -> Result<Reply> {
         let (name, learner) = (call.name(), self.describe());
         let lost = |found: String| Error::LearnerLost { learner: learner.clone(), call: name, found };
         let Some(process) = &mut self.process else {
@@ -102,16 +102,16 @@ impl Learner for Child {
     fn load(&mut self, place: &Workspace) -> Result<Option<Progress>> {
         // The one before has ended when this is done.
         self.process = None;
-        let save = absolute(&place.save.join("learner"))?;
-        let place = Workspace {
+        let workspace = Workspace {
+            save: absolute(&place.save.join("learner"))?,
             hf_checkpoint: absolute(&place.hf_checkpoint)?,
             log: absolute(&place.log)?,
             baseline: absolute(&place.baseline)?,
             ..place.clone()
         };
-        self.process = Some(Process::start(&self.options.command, &save, self.options.deadline)?);
-        let options = self.options.clone();
-        let reply = self.call(Call::Hello(Hello::new(&place, &save, &options)))?;
+        let Workspace { save, .. } = &workspace;
+        self.process = Some(Process::start(&self.options.command, save, self.options.deadline)?);
+        let reply = self.call(Call::Hello(Box::new(Hello::new(workspace, &self.options))))?;
         if reply.protocol != Some(PROTOCOL) {
             let found = reply.protocol.map_or("none".to_owned(), |found| found.to_string());
             return Err(self.wrong("hello", "protocol 2", found));
@@ -152,12 +152,12 @@ impl Learner for Child {
     }
 
     fn save(&mut self, progress: &Progress) -> Result<()> {
-        self.call(Call::Save { progress }).map(drop)
+        self.call(Call::Save { progress: Box::new(progress.clone()) }).map(drop)
     }
 
     fn save_hf(&mut self, dir: &Path) -> Result<()> {
         let dir = absolute(dir)?;
-        self.call(Call::SaveHf { dir: &dir }).map(drop)
+        self.call(Call::SaveHf { dir }).map(drop)
     }
 }
 

@@ -172,7 +172,7 @@ impl Stage {
             store: url,
             run: "suite".into(),
             run_id: run_id.to_string(),
-            model: MODEL,
+            model: MODEL.into(),
             baseline: at("baseline"),
             keep: 2,
         };

@@ -19,14 +19,14 @@ use crate::metrics::{StepMetrics, StepStats};
 use crate::sample::answer_of;
 
 pub use child::{Child, ChildOptions};
-pub use serve::{Told, serve};
-pub use wire::PROTOCOL;
+pub use serve::serve;
+pub use wire::{Hello, PROTOCOL};
 
 /// Name of the policy among the models of a run.
 pub(crate) const MODEL: &str = "policy";
 
 /// Where a learner finds what it works on, and where it keeps its state.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Workspace {
     /// State directory of the run.
     pub save: PathBuf,
@@ -41,8 +41,9 @@ pub struct Workspace {
     /// Identity of the run, 32 hex digits.
     pub run_id: String,
     /// Name of the policy among the models of the run.
-    pub model: &'static str,
+    pub model: String,
     /// Directory of the publisher's baseline.
+    #[serde(rename = "baseline_dir")]
     pub baseline: PathBuf,
     /// Training checkpoints to keep; at least 1.
     pub keep: usize,

@@ -116,7 +116,7 @@ impl Process {
     }
 
     /// One call and its reply, within `deadline`.
-    pub(super) fn ask(&mut self, call: Call<'_>, deadline: Duration) -> Result<Reply, Lost> {
+    pub(super) fn ask(&mut self, call: Call, deadline: Duration) -> Result<Reply, Lost> {
         let end = Instant::now() + deadline;
         let most = call.reply_bytes_max();
         self.asked += 1;

@@ -1,12 +1,12 @@
 //! The lines between the loop and a child process: `docs/wire/learner.md`.
 
-use std::path::Path;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 
 use super::{Batch, Progress, Workspace};
 use crate::metrics::StepStats;
+use crate::options::LearnOptions;
 
 /// The version of the protocol that is spoken here.
 pub const PROTOCOL: u32 = 2;
@@ -18,26 +18,26 @@ const REPLY_BYTES_MAX: usize = 4 << 20;
 const NUMBER_BYTES_MAX: usize = 32;
 
 /// A call with its number.
-#[derive(Serialize)]
-pub(super) struct Line<'a> {
+#[derive(Serialize, Deserialize)]
+pub(super) struct Line {
     pub(super) id: u64,
     #[serde(flatten)]
-    pub(super) call: Call<'a>,
+    pub(super) call: Call,
 }
 
 /// What the loop asks for.
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(tag = "call", rename_all = "snake_case")]
-pub(super) enum Call<'a> {
-    Hello(Hello<'a>),
+pub(super) enum Call {
+    Hello(Box<Hello>),
     LogProbs { rollout_id: u64, samples: Vec<Sample> },
     Step { rollout_id: u64, samples: Vec<Sample> },
     Publish { step: u64 },
-    Save { progress: &'a Progress },
-    SaveHf { dir: &'a Path },
+    Save { progress: Box<Progress> },
+    SaveHf { dir: PathBuf },
 }
 
-impl Call<'_> {
+impl Call {
     pub(super) fn name(&self) -> &'static str {
         match self {
             Call::Hello(_) => "hello",
@@ -60,56 +60,37 @@ impl Call<'_> {
     }
 }
 
-/// What a child is told before anything else.
-#[derive(Serialize)]
-pub(super) struct Hello<'a> {
-    protocol: u32,
-    hf_checkpoint: &'a Path,
-    save: &'a Path,
-    keep: usize,
-    log: &'a Path,
-    store: &'a str,
-    run: &'a str,
-    run_id: &'a str,
-    model: &'a str,
-    baseline_dir: &'a Path,
+/// What a learner is told before anything else.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Hello {
+    pub(super) protocol: u32,
+    #[serde(flatten)]
+    pub(super) workspace: Workspace,
     seed: u64,
-    temperature: f64,
-    /// All of them.
-    options: Map<String, Value>,
+    /// Temperature of the rollouts.
+    pub temperature: f64,
+    /// What the optimiser and the loss are told.
+    pub options: LearnOptions,
     /// The names of those that are not at their defaults.
+    #[serde(default)]
     changed: Vec<String>,
 }
 
-impl<'a> Hello<'a> {
-    pub(super) fn new(place: &'a Workspace, save: &'a Path, options: &'a super::ChildOptions) -> Self {
-        let learn = options.learn.clone().completed();
-        Hello {
-            protocol: PROTOCOL,
-            hf_checkpoint: &place.hf_checkpoint,
-            save,
-            keep: place.keep,
-            log: &place.log,
-            store: &place.store,
-            run: &place.run,
-            run_id: &place.run_id,
-            model: place.model,
-            baseline_dir: &place.baseline,
-            seed: options.seed,
-            temperature: options.temperature,
-            changed: learn.changed(),
-            options: learn.by_name(),
-        }
+impl Hello {
+    pub(super) fn new(workspace: Workspace, child: &super::ChildOptions) -> Self {
+        let options = child.learn.clone().completed();
+        let (seed, temperature, changed) = (child.seed, child.temperature, options.changed());
+        Hello { protocol: PROTOCOL, workspace, seed, temperature, options, changed }
     }
 }
 
-/// A sample, which the child reads where it lies.
-#[derive(Serialize)]
+/// A sample, which the learner reads where it lies.
+#[derive(Serialize, Deserialize)]
 pub(super) struct Sample {
-    position: u64,
+    pub(super) position: u64,
     /// The answer that it is part of.
-    rollout_id: u64,
-    advantage: f32,
+    pub(super) rollout_id: u64,
+    pub(super) advantage: f32,
     /// Tokens of its response, which are as many numbers in a reply to `log_probs`.
     #[serde(skip)]
     response_len: usize,

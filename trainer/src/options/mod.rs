@@ -30,9 +30,9 @@ pub enum Dtype {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Granularity {
-    /// Those of whole layers: only what flows between them is kept.
+    /// Whole layers: only what flows between them is kept.
     Full,
-    /// None.
+    /// Nothing.
     None,
 }
 

@@ -395,7 +395,7 @@ fn place(options: &TrainOptions, run_id: RunId) -> Workspace {
         store: options.store_url.clone(),
         run: options.run.clone(),
         run_id: run_id.to_string(),
-        model: MODEL,
+        model: MODEL.to_owned(),
         baseline: options.save.join(BASELINE),
         keep: options.keep_checkpoints,
     }

@@ -393,7 +393,7 @@ impl Stage {
             store: own.join("store").display().to_string(),
             run: "bench".into(),
             run_id: "01".repeat(16),
-            model: "policy",
+            model: "policy".into(),
             baseline: own.join("baseline"),
             keep: 1,
         };

@@ -473,7 +473,7 @@ mod tests {
             store: "memory:".into(),
             run: "test".into(),
             run_id: "01".repeat(16),
-            model: "policy",
+            model: "policy".into(),
             baseline: dir.path().join("baseline"),
             keep: 1,
         };

@@ -70,7 +70,7 @@ fn step_that_is_not_finite_is_said_and_leaves_the_weights() {
         store: "memory:".into(),
         run: "test".into(),
         run_id: "01".repeat(16),
-        model: "policy",
+        model: "policy".into(),
         baseline: dir.path().join("baseline"),
         keep: 1,
     };
