@@ -10,19 +10,18 @@
 //! of the numbers of steps and samples. A directory is written beside, synced, and renamed, so that the one
 //! with the highest number is always complete.
 
-use std::borrow::Cow;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use driftless_transport::checkpoint::write_checkpoint;
-use driftless_transport::snapshot::{AuxFile, TensorInfo};
-use driftless_transport::{self as transport, Checkpoint, Dtype, Snapshot};
+use driftless_transport::snapshot::TensorInfo;
+use driftless_transport::{Checkpoint, Snapshot as _, Tensors};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use crate::critic::Critic;
 use crate::error::{Error, Result, io};
-use crate::libtorch::{bytes_of, tensor_of};
+use crate::libtorch::{bytes_of, dtype_of, info_of, tensor_of};
 use crate::models::{Model, Span};
 use crate::optimizer::{AdamW, Part};
 use crate::policy::Policy;
@@ -78,17 +77,16 @@ pub fn save(
         progress: progress.clone(),
     };
     let json = |source| Error::Json { path: target.join(PROGRESS), source };
-    let file = AuxFile::new(PROGRESS, serde_json::to_vec_pretty(&stored).map_err(json)?)?;
     std::fs::create_dir_all(dir).map_err(io("create", dir))?;
-    let mut state = State { files: vec![file], ..State::default() };
-    state.add("", &policy.trained)?;
+    let state = Tensors::new().file(PROGRESS, serde_json::to_vec_pretty(&stored).map_err(json)?)?;
+    let mut state = add(state, "", &policy.trained)?;
     if let Some(critic) = critic {
-        state.add(CRITIC, &critic.trained)?;
+        state = add(state, CRITIC, &critic.trained)?;
     }
-    if let Some(reference) = policy.moving_reference() {
-        state.add_weights(REFERENCE, reference)?;
+    for weight in policy.moving_reference().map_or(&[][..], Model::parameters) {
+        state = add_tensor(state, format!("{REFERENCE}{}", weight.name), &weight.tensor)?;
     }
-    write_checkpoint(&partial, &state.sorted(), SHARD_BYTES_MAX)?;
+    write_checkpoint(&partial, &state, SHARD_BYTES_MAX)?;
     fail::fail_point!("train.checkpoint");
     std::fs::rename(&partial, &target).map_err(io("rename", &partial))?;
     sync_dir(dir)?;
@@ -194,10 +192,6 @@ impl Saved<'_> {
     }
 }
 
-fn dtype_of(kind: Kind) -> Dtype {
-    if kind == Kind::BFloat16 { Dtype::Bf16 } else { Dtype::F32 }
-}
-
 /// Makes renames in a directory durable.
 fn sync_dir(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(io("sync", dir))
@@ -227,58 +221,18 @@ fn identity(policy: &Policy) -> String {
     blake3::hash(config.to_string().as_bytes()).to_hex().to_string()
 }
 
-/// Masters, moments and weights as a list of named tensors.
-#[derive(Default)]
-struct State {
-    tensors: Vec<TensorInfo>,
-    bytes: Vec<Vec<u8>>,
-    files: Vec<AuxFile>,
+/// Adds masters and moments.
+fn add(mut state: Tensors<'static>, prefix: &str, trained: &Trained) -> Result<Tensors<'static>> {
+    for part in Part::ALL {
+        let flat = trained.optimizer.state(part)?;
+        for (name, span) in trained.model.places().spans() {
+            state = add_tensor(state, format!("{prefix}{}/{name}", part.name()), &span.of(&flat)?)?;
+        }
+    }
+    Ok(state)
 }
 
-impl State {
-    fn add(&mut self, prefix: &str, trained: &Trained) -> Result<()> {
-        for part in Part::ALL {
-            let flat = trained.optimizer.state(part)?;
-            for (name, span) in trained.model.places().spans() {
-                self.push(format!("{prefix}{}/{name}", part.name()), &span.of(&flat)?, Kind::Float)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn add_weights(&mut self, prefix: &str, model: &Model) -> Result<()> {
-        for parameter in model.parameters() {
-            self.push(format!("{prefix}{}", parameter.name), &parameter.tensor, model.kind())?;
-        }
-        Ok(())
-    }
-
-    /// By name, as checkpoints have them.
-    fn sorted(mut self) -> State {
-        let mut both: Vec<_> = self.tensors.into_iter().zip(self.bytes).collect();
-        both.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
-        (self.tensors, self.bytes) = both.into_iter().unzip();
-        self
-    }
-
-    fn push(&mut self, name: String, tensor: &Tensor, kind: Kind) -> Result<()> {
-        let shape = tensor.size().into_iter().map(i64::unsigned_abs).collect();
-        self.tensors.push(TensorInfo { name, dtype: dtype_of(kind), shape });
-        self.bytes.push(bytes_of(tensor)?);
-        Ok(())
-    }
-}
-
-impl Snapshot for State {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn bytes(&self, index: usize) -> transport::Result<Cow<'_, [u8]>> {
-        Ok(Cow::Borrowed(&self.bytes[index]))
-    }
-
-    fn files(&self) -> &[AuxFile] {
-        &self.files
-    }
+fn add_tensor(state: Tensors<'static>, name: String, tensor: &Tensor) -> Result<Tensors<'static>> {
+    let TensorInfo { name, dtype, shape } = info_of(name, tensor)?;
+    Ok(state.tensor(name, dtype, shape, bytes_of(tensor)?)?)
 }

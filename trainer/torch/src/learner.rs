@@ -10,6 +10,7 @@ use driftless_trainer::learner::{self, Child, Learner, Progress, Stepped, Weight
 use driftless_trainer::metrics::StepStats;
 use driftless_trainer::options::{Dtype, LearnOptions};
 use driftless_trainer::{Error as LoopError, Result as LoopResult};
+use driftless_transport::Tensors;
 use driftless_transport::checkpoint::write_checkpoint;
 use tch::{Device, Kind};
 
@@ -24,7 +25,7 @@ use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::ranks::{Failed, Listening, Others, OverNccl, RANKS_MAX, RankOptions, Ranks, Star};
-use crate::snapshot::{self, PolicySnapshot, SHARD_BYTES_MAX};
+use crate::snapshot::{self, SHARD_BYTES_MAX};
 
 /// Where the ranks meet, in the state directory of a run.
 const SOCKET: &str = "ranks";
@@ -237,9 +238,9 @@ impl TorchLearner {
         }
     }
 
-    fn copied(&mut self, fp8: bool) -> Result<PolicySnapshot> {
+    fn copied(&mut self, fp8: bool) -> Result<Tensors<'static>> {
         let Loaded { policy, place, .. } = self.loaded()?;
-        PolicySnapshot::of_policy(policy, &place.hf_checkpoint, fp8)
+        snapshot::of_policy(policy, &place.hf_checkpoint, fp8)
     }
 
     /// The weights where they are, or a copy on the host.
@@ -285,7 +286,7 @@ impl TorchLearner {
         }
         checkpoint::save(&checkpoint::dir(&place.save), policy, critic.as_ref(), progress, place.keep)?;
         if let (Some(dir), Some(critic)) = (save, critic) {
-            let snapshot = PolicySnapshot::of_critic(critic, &place.hf_checkpoint)?;
+            let snapshot = snapshot::of_critic(critic, &place.hf_checkpoint)?;
             write_checkpoint(&dir, &snapshot, SHARD_BYTES_MAX)?;
         }
         Ok(())
@@ -464,7 +465,7 @@ mod tests {
         let model = Model::fresh(config, 1, Kind::Float, Device::Cpu).unwrap();
         let policy = Policy::new(model, Kind::Float, AdamWOptions::default()).unwrap();
         let hf_checkpoint = dir.path().join("hf");
-        write_checkpoint(&hf_checkpoint, &PolicySnapshot::with_files(&policy, files).unwrap(), 1 << 30)
+        write_checkpoint(&hf_checkpoint, &snapshot::of_trained(&policy.trained, &files).unwrap(), 1 << 30)
             .unwrap();
         let place = Workspace {
             save: dir.path().join("rl"),

@@ -155,7 +155,7 @@ pub(crate) mod tests {
     use crate::models::tests::{Family, config};
     use crate::optimizer::AdamWOptions;
     use crate::policy::Policy;
-    use crate::snapshot::PolicySnapshot;
+    use crate::snapshot::collect;
 
     thread_local! {
         /// What is wrong with a device on which nothing can be made to be lent.
@@ -209,7 +209,7 @@ pub(crate) mod tests {
             [0, 1].map(|n| publisher(&stores[n], &dir.path().join(n.to_string())));
         from_device.encode_on(lender.codec().unwrap(), BaseMemory::Device).unwrap();
         for version in 0..3 {
-            let copy = PolicySnapshot::collect(published(policy.model(), kind, fp8), Vec::new()).unwrap();
+            let copy = collect(published(policy.model(), kind, fp8), &[]).unwrap();
             from_host.publish(&copy, Step::default(), Mode::Delta).unwrap();
             let lent = lender.lend(&policy.trained, Vec::new(), fp8).unwrap();
             from_device.publish(&lent, Step::default(), Mode::Delta).unwrap();

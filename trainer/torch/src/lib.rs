@@ -36,5 +36,5 @@ pub use learner::{TorchLearner, TorchOptions, check_ranks, serve_rank};
 pub use models::{Family, Model, Parameter};
 pub use policy::Policy;
 pub use ranks::RankOptions;
-pub use snapshot::{PolicySnapshot, quantize_checkpoint};
+pub use snapshot::{policy_snapshot, quantize_checkpoint};
 pub use tch::Kind;

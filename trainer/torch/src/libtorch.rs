@@ -11,6 +11,8 @@ use std::marker::PhantomData;
 use std::ops::Deref;
 use std::sync::OnceLock;
 
+use driftless_transport::Dtype;
+use driftless_transport::snapshot::TensorInfo;
 use tch::{Device, Kind, Tensor};
 
 use crate::dispatcher::{Value, call};
@@ -246,6 +248,24 @@ pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     let mut bytes = vec![0; tensor.numel() * tensor.f_kind()?.elt_size_in_bytes()];
     tensor.f_copy_data_u8(&mut bytes, tensor.numel())?;
     Ok(bytes)
+}
+
+/// The dtype that a tensor of this kind is written in.
+pub(crate) fn dtype_of(kind: Kind) -> Dtype {
+    match kind {
+        Kind::BFloat16 => Dtype::Bf16,
+        Kind::Float8e4m3fn => Dtype::F8E4M3,
+        _ => Dtype::F32,
+    }
+}
+
+/// A tensor as checkpoints and publications name it.
+///
+/// # Errors
+/// [`Error::Torch`] for a tensor of no kind.
+pub(crate) fn info_of(name: String, tensor: &Tensor) -> Result<TensorInfo> {
+    let shape = tensor.size().into_iter().map(i64::unsigned_abs).collect();
+    Ok(TensorInfo { name, dtype: dtype_of(tensor.f_kind()?), shape })
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use crate::libtorch;
 use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
-use crate::snapshot::{PolicySnapshot, SHARD_BYTES_MAX};
+use crate::snapshot::{SHARD_BYTES_MAX, of_trained};
 use crate::tasks::arithmetic;
 use crate::tasks::text::{self, Text};
 
@@ -191,7 +191,7 @@ fn load(dir: &Path, seed: u64, policy: &mut Policy) -> Result<u64> {
 }
 
 fn save_hf(dir: &Path, policy: &Policy, files: &[AuxFile]) -> Result<()> {
-    let snapshot = PolicySnapshot::with_files(policy, files.to_vec())?;
+    let snapshot = of_trained(&policy.trained, files)?;
     Ok(write_checkpoint(dir, &snapshot, SHARD_BYTES_MAX)?)
 }
 

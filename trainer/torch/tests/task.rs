@@ -8,7 +8,7 @@ use std::process::Command;
 use driftless_torch::sft::{SftOptions, SftTask, sft};
 use driftless_torch::tasks::arithmetic::Recipe;
 use driftless_torch::tasks::text::{self, Text};
-use driftless_torch::{Config, Kind, Model, Policy, PolicySnapshot};
+use driftless_torch::{Config, Kind, Model, Policy, policy_snapshot};
 use driftless_trainer::tasks::arithmetic::{Problem, Split};
 use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Tensor};
@@ -70,7 +70,7 @@ fn a_cold_start_learns_and_is_a_function_of_its_seed() {
     // From there on: the same weights, and the same files beside them.
     let model = Model::open(&a, Kind::Float, Device::Cpu).unwrap();
     let policy = Policy::new(model, Kind::BFloat16, Default::default()).unwrap();
-    let snapshot = PolicySnapshot::new(&policy, &a).unwrap();
+    let snapshot = policy_snapshot(&policy, &a).unwrap();
     let checkpoint = Checkpoint::open(&a).unwrap();
     assert_eq!(snapshot.tensors(), checkpoint.tensors());
     assert_eq!(snapshot.files(), checkpoint.files());

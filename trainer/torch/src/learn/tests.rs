@@ -344,7 +344,7 @@ fn critic(dir: &std::path::Path) -> (Critic, LearnOptions) {
     let policy = Policy::new(model(7), Kind::Float, AdamWOptions::default()).unwrap();
     let json = serde_json::to_vec(&config().to_json(Kind::Float)).unwrap();
     let files = vec![driftless_transport::snapshot::AuxFile::new("config.json", json).unwrap()];
-    let snapshot = crate::PolicySnapshot::with_files(&policy, files).unwrap();
+    let snapshot = crate::snapshot::of_trained(&policy.trained, &files).unwrap();
     driftless_transport::checkpoint::write_checkpoint(dir, &snapshot, 1 << 30).unwrap();
     let of_critic = CriticOptions::default().with_critic_lr(1e-2).with_value_clip(1e9);
     let model = Model::open_critic(dir, Kind::Float, Device::Cpu).unwrap();
@@ -394,7 +394,7 @@ fn critic_that_is_written_is_one_that_is_loaded() {
     let all = whole(&generations);
     let batch = rollout(all.clone());
     learn(&mut policy(), Some(&mut critic), &batch, &options, TEMPERATURE).unwrap();
-    let snapshot = crate::PolicySnapshot::of_critic(&critic, &start).unwrap();
+    let snapshot = crate::snapshot::of_critic(&critic, &start).unwrap();
     driftless_transport::checkpoint::write_checkpoint(dir.path().join("critic"), &snapshot, 1 << 30).unwrap();
     let model = Model::open_critic(&dir.path().join("critic"), Kind::Float, Device::Cpu).unwrap();
     let mut loaded = Critic::new(model, Kind::Float, AdamWOptions::default()).unwrap();
