@@ -1,7 +1,7 @@
 //! `driftless data`: prompts as a run reads them, and rows that are refused.
 
 use crate::common::{code, driftless, json};
-use driftless::trainer::tasks::arithmetic;
+use driftless::trainer::tasks::tiny;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 fn checkpoint(dir: &Path) -> PathBuf {
     let checkpoint = dir.join("checkpoint");
     std::fs::create_dir_all(&checkpoint).expect("a directory");
-    let mut config = arithmetic::tokenizer_config();
+    let mut config = tiny::tokenizer_config();
     config["chat_template"] = "{{ bos_token }}{% for m in messages %}{{ m.content }}=\n{% endfor %}".into();
-    for (name, value) in [("tokenizer.json", arithmetic::tokenizer()), ("tokenizer_config.json", config)] {
+    for (name, value) in [("tokenizer.json", tiny::tokenizer()), ("tokenizer_config.json", config)] {
         std::fs::write(checkpoint.join(name), value.to_string()).expect("a file");
     }
     checkpoint

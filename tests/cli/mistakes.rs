@@ -2,6 +2,7 @@
 
 use crate::Run;
 use crate::common::{code, driftless, json};
+use driftless::trainer::tasks::tiny;
 use driftless_testkit::tree::tree;
 use std::fs::File;
 use std::path::Path;
@@ -398,6 +399,7 @@ fn what_a_run_reads_is_not_written_over() {
 fn flags_that_would_change_nothing_are_refused() {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::write(dir.path().join("model.safetensors"), "").expect("a file");
+    std::fs::write(dir.path().join("tokenizer.json"), tiny::tokenizer().to_string()).expect("a file");
     let words_of = |flags: &[&str]| {
         let mut command = driftless();
         command
@@ -413,7 +415,7 @@ fn flags_that_would_change_nothing_are_refused() {
         refused(
             command
                 .arg(dir.path())
-                .args(["--rollout-batch-size", "6", "--n-samples-per-prompt", "4"])
+                .args(["--num-rollout", "1", "--rollout-batch-size", "6", "--n-samples-per-prompt", "4"])
                 .args(flags),
         )
     };

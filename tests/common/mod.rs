@@ -20,7 +20,7 @@ pub const TINY_CONFIG: &str = r#"{
   "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
   "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu",
   "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "max_position_embeddings": 256,
-  "tie_word_embeddings": false, "attention_bias": false
+  "tie_word_embeddings": false, "attention_bias": false, "eos_token_id": 2
 }"#;
 
 /// The same with sides that are whole blocks of fp8.
@@ -49,7 +49,7 @@ pub fn cold_start_of(dir: &Path, model_config: &str, steps: u64, dtype: &str) ->
     std::fs::write(&config, model_config).expect("a config");
     let model = dir.join("model");
     run(driftless()
-        .args(["train", "--loss-type", "sft_loss", "--seed", "3", "--dtype", dtype])
+        .args(["train", "--loss-type", "sft_loss", "--task", "arithmetic", "--seed", "3", "--dtype", dtype])
         .args(["--num-rollout", &steps.to_string(), "--num-threads", "1"])
         .arg("--model-config")
         .arg(&config)

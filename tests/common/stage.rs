@@ -37,7 +37,8 @@ pub struct Stage {
 impl Stage {
     pub fn new(dir: &Path, model: &Path) -> Stage {
         let (dir, model) = (dir.to_path_buf(), model.to_path_buf());
-        let task = ["--task", "arithmetic"].map(str::to_owned).to_vec();
+        let task = ["--task", "arithmetic", "--rollout-max-response-len", "4", "--save-interval", "1"];
+        let task = task.map(str::to_owned).to_vec();
         Stage { dir, model, port: free_port(), steps: STEPS, task, poll_ms: 20 }
     }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use driftless::buffer::{Kind, Position, PromptState, Reader, Record, check};
 use driftless::store::open;
-use driftless::trainer::tasks::arithmetic;
+use driftless::trainer::tasks::tiny;
 use driftless::transport::Run;
 use driftless_testkit::learner;
 use driftless_testkit::random::Random;
@@ -101,7 +101,7 @@ fn row(number: u64) -> (String, String) {
 }
 
 fn text(tokens: &[i32]) -> String {
-    tokens.iter().map(|token| arithmetic::VOCABULARY[*token as usize]).collect()
+    tokens.iter().map(|token| tiny::VOCABULARY[*token as usize]).collect()
 }
 
 /// What was killed by -9.
@@ -128,7 +128,7 @@ impl Stage {
     fn new(flags: &'static [&'static str]) -> Stage {
         let dir = tempfile::tempdir().expect("a directory");
         let model = contents(0).write(&dir.path().join("model"));
-        std::fs::write(model.join("tokenizer.json"), arithmetic::tokenizer().to_string()).expect("a file");
+        std::fs::write(model.join("tokenizer.json"), tiny::tokenizer().to_string()).expect("a file");
         let line = |number| {
             let (prompt, label) = row(number);
             format!("{}\n", json!({"question": prompt, "answer": label}))

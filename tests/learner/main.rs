@@ -10,7 +10,7 @@ mod common;
 use common::{Process, code, driftless};
 use driftless::buffer::{PromptState, Reader};
 use driftless::store::open;
-use driftless::trainer::tasks::arithmetic;
+use driftless::trainer::tasks::tiny;
 use driftless::transport::checkpoint::write_checkpoint;
 use driftless::transport::{Checkpoint, Dtype, Run, Snapshot, Tensors};
 use driftless_testkit::learner;
@@ -54,7 +54,7 @@ fn model() -> Tensors<'static> {
         (layer("mlp.down_proj"), vec![4, 6]),
     ];
     let tensors = Tensors::new().file("config.json", CONFIG).expect("a name");
-    let tensors = tensors.file("tokenizer.json", arithmetic::tokenizer().to_string()).expect("a name");
+    let tensors = tensors.file("tokenizer.json", tiny::tokenizer().to_string()).expect("a name");
     shapes.into_iter().fold(tensors, |tensors, (name, shape)| {
         let bytes = vec![0x3c; 2 * shape.iter().product::<u64>() as usize];
         tensors.tensor(name, Dtype::Bf16, shape, bytes).expect("a tensor")

@@ -230,7 +230,7 @@ fn other_model(dir: &Path) -> std::path::PathBuf {
         .expect("a config");
     let model = dir.join("model");
     run(driftless()
-        .args(["train", "--loss-type", "sft_loss", "--num-rollout", "1", "--save"])
+        .args(["train", "--loss-type", "sft_loss", "--task", "arithmetic", "--num-rollout", "1", "--save"])
         .arg(dir)
         .arg("--model-config")
         .arg(&config)
@@ -257,8 +257,13 @@ fn deterministic_training_gives_the_same_bytes_twice_and_is_no_matter_of_another
     let trained = |name: &str| {
         let model = dir.path().join(name).join("model");
         let mut command = driftless();
-        command.args(["train", "--loss-type", "sft_loss", "--deterministic", "--num-rollout", "3"]);
-        command.arg("--model-config").arg(&config).arg("--save").arg(dir.path().join(name));
+        command.args(["train", "--loss-type", "sft_loss", "--task", "arithmetic", "--deterministic"]);
+        command
+            .args(["--num-rollout", "3"])
+            .arg("--model-config")
+            .arg(&config)
+            .arg("--save")
+            .arg(dir.path().join(name));
         run(command.arg("--save-hf").arg(&model));
         std::fs::read(model.join("model.safetensors")).expect("weights")
     };
@@ -327,14 +332,16 @@ fn a_checkpoint_that_is_damaged_is_refused_by_name() {
 fn what_cannot_be_saved_is_not_trained_first() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("file");
-    std::fs::write(&file, "not a directory").expect("a file");
+    std::fs::write(&file, "not a directory".repeat(10)).expect("a file");
     let (below, save) = (file.join("below"), dir.path().join("save"));
     let hf = below.join("hf");
     for (save, hf) in [(&below, &save), (&save, &hf)] {
         // More steps than anybody waits for.
         let mut command = driftless();
-        command.args(["train", "--loss-type", "sft_loss", "--num-rollout", "1000000000", "--save"]).arg(save);
-        let (status, error) = code(command.arg("--save-hf").arg(hf));
+        command
+            .args(["train", "--loss-type", "sft_loss", "--num-rollout", "1000000000", "--text"])
+            .arg(&file);
+        let (status, error) = code(command.arg("--save").arg(save).arg("--save-hf").arg(hf));
         assert_eq!(status, Some(1), "{error}");
         assert!(error.contains("cannot create") && error.contains(&below.display().to_string()), "{error}");
     }

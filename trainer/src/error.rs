@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 /// Everything that can go wrong in this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -328,13 +330,30 @@ pub(crate) fn input(what: impl ToString, expected: impl ToString, found: impl To
     Error::Input { what: what.to_string(), expected: expected.to_string(), found: found.to_string() }
 }
 
-/// A row of a file, for messages.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Where a prompt is from, for messages and the log.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
 pub struct Place {
-    /// The file.
+    /// The file, or what made the prompt.
     pub path: Arc<Path>,
-    /// The line, or the row of a Parquet file; from 1.
+    /// The line, or the row of a Parquet file, from 1; else the prompt's number.
     pub line: u64,
+}
+
+impl From<Place> for String {
+    fn from(place: Place) -> String {
+        place.to_string()
+    }
+}
+
+impl TryFrom<String> for Place {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        let place = text.rsplit_once(':').and_then(|(path, line)| Some((path, line.parse().ok()?)));
+        let (path, line) = place.ok_or("no FILE:LINE")?;
+        Ok(Place { path: Path::new(path).into(), line })
+    }
 }
 
 impl fmt::Display for Place {

@@ -71,7 +71,7 @@ pub struct StepMetrics {
     pub train_tokens_per_s: f64,
     /// The version published after this step, if one was.
     pub publication: Option<PublicationMetrics>,
-    /// Success rates on the held-out problems after this step, if they were measured.
+    /// What was measured on held-out prompts after this step, if it was time.
     pub eval: Option<EvalMetrics>,
 }
 
@@ -178,18 +178,46 @@ pub struct PublicationMetrics {
     pub engines_checked: u64,
 }
 
-/// What was measured on held-out prompts. Where a task has none of its own, only `sets` say something.
+/// The set of a task's own held-out problems, sampled as the rollouts are.
+pub const HELD_OUT: &str = "held-out";
+/// The same problems, answered greedily.
+pub const HELD_OUT_GREEDY: &str = "held-out-greedy";
+
+/// What was measured on held-out prompts.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(from = "EvalRecord")]
 pub struct EvalMetrics {
-    /// How many problems were asked.
-    pub problems: u64,
-    /// Share solved when sampling as the rollouts do.
-    pub sampled: f64,
-    /// Share solved greedily.
-    pub greedy: f64,
-    /// Of each set of `--eval-prompt-data`, by its name.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    /// Of each set, by its name.
     pub sets: BTreeMap<String, SetMetrics>,
+}
+
+/// [`EvalMetrics`] as files have them. Older ones keep a task's own problems apart from the sets.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct EvalRecord {
+    sets: BTreeMap<String, SetMetrics>,
+    problems: u64,
+    sampled: f64,
+    greedy: f64,
+}
+
+impl From<EvalRecord> for EvalMetrics {
+    fn from(EvalRecord { mut sets, problems, sampled, greedy }: EvalRecord) -> Self {
+        for (name, share) in [(HELD_OUT, sampled), (HELD_OUT_GREEDY, greedy)] {
+            if problems > 0 {
+                let set = SetMetrics {
+                    prompts: problems,
+                    samples: 1,
+                    reward: share,
+                    pass: share,
+                    pass_1: share,
+                    ..SetMetrics::default()
+                };
+                sets.insert(name.to_owned(), set);
+            }
+        }
+        EvalMetrics { sets }
+    }
 }
 
 /// What was measured on one set of prompts.
@@ -271,4 +299,36 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
 
 fn line(step: &StepMetrics, path: &Path) -> Result<String> {
     serde_json::to_string(step).map_err(|source| Error::Json { path: path.to_path_buf(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn eval_of_an_older_run_is_read_as_named_sets() {
+        let set = r#"{"prompts": 5, "samples": 2, "reward": 0.5, "pass": 0.8, "response_length": 3, "truncated": 0, "failed": 0}"#;
+        let old =
+            format!(r#"{{"problems": 512, "sampled": 0.25, "greedy": 0.5, "sets": {{"test": {set}}}}}"#);
+        let read: EvalMetrics = serde_json::from_str(&old).unwrap();
+        let figures = |set: &SetMetrics| (set.prompts, set.samples, set.reward, set.pass);
+        let figures: Vec<_> = read.sets.iter().map(|(name, set)| (name.as_str(), figures(set))).collect();
+        let expected = [
+            (HELD_OUT, (512, 1, 0.25, 0.25)),
+            (HELD_OUT_GREEDY, (512, 1, 0.5, 0.5)),
+            ("test", (5, 2, 0.5, 0.8)),
+        ];
+        assert_eq!(figures, expected);
+        let written = serde_json::to_string(&read).unwrap();
+        assert!(!written.contains("problems"), "{written}");
+        assert_eq!(serde_json::from_str::<EvalMetrics>(&written).unwrap(), read);
+    }
+
+    #[test]
+    fn eval_of_an_older_run_without_problems_has_its_sets_only() {
+        let old = r#"{"problems": 0, "sampled": 0.0, "greedy": 0.0}"#;
+        assert_eq!(serde_json::from_str::<EvalMetrics>(old).unwrap(), EvalMetrics::default());
+    }
 }

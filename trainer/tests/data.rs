@@ -4,7 +4,7 @@
 
 use driftless_trainer::ChatTemplate;
 use driftless_trainer::data::{DataOptions, Dataset, RowReader, Source, Tokenizer};
-use driftless_trainer::tasks::arithmetic;
+use driftless_trainer::tasks::tiny;
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
 use parquet::file::properties::WriterProperties;
@@ -23,7 +23,7 @@ const SCHEMA: &str = "message rows {
 }";
 
 fn tokenizer(dir: &Path) -> Arc<Tokenizer> {
-    std::fs::write(dir.join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
+    std::fs::write(dir.join("tokenizer.json"), tiny::tokenizer().to_string()).unwrap();
     Arc::new(Tokenizer::open(dir).unwrap())
 }
 

@@ -7,11 +7,10 @@ use driftless_bridge::engine::{Finish, VersionSpan};
 use driftless_bridge::{GenerateRequest, Generation, Label, Rid, SamplingParams};
 use driftless_buffer::{Identity, Log, Options, PromptState, Record, Sample, Scalars};
 use driftless_trainer::data::{DataOptions, RowReader};
-use driftless_trainer::hook::{Filter, Hooked, Hooks, Sourced};
-use driftless_trainer::hook::{Hook, HookOptions, Rm};
+use driftless_trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
 use driftless_trainer::rollout::{Dropped, RolloutOptions, Rollouts};
-use driftless_trainer::sample::answer_of;
-use driftless_trainer::tasks::{Engines, Task, Turn, arithmetic};
+use driftless_trainer::sample::{Engines, Turn, answer_of};
+use driftless_trainer::tasks::{Sourced, Task, tiny};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,20 +57,22 @@ fn hook(dir: &Path, flag: &'static str) -> Hook {
     Hook::open(flag, &HookOptions::new(at).with_processes(2)).unwrap()
 }
 
-fn task(dir: &Path) -> Hooked {
-    std::fs::write(dir.join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
+fn task(dir: &Path) -> Task {
+    std::fs::write(dir.join("tokenizer.json"), tiny::tokenizer().to_string()).unwrap();
     let options = DataOptions::default().with_input_key("question").with_label_key("answer");
     let reader = RowReader::open(options, dir).unwrap();
     let reward = Arc::new(Rm::new(hook(dir, "--custom-rm-command")));
-    let prompts = Sourced::new(hook(dir, "--data-source-command"), reader, reward);
-    let hooks = Hooks {
-        generate: Some(hook(dir, "--custom-generate-command")),
-        reward: None,
-        dynamic_sampling_filter: Some(Filter::Hook(hook(dir, "--dynamic-sampling-filter-command"))),
-        rollout_sample_filter: Some(hook(dir, "--rollout-sample-filter-command")),
-        reward_post_process: Some(hook(dir, "--custom-reward-post-process-command")),
-    };
-    Hooked::new(Arc::new(prompts), hooks)
+    let shared = |flag| Arc::new(hook(dir, flag));
+    Task {
+        source: Arc::new(Sourced::new(hook(dir, "--data-source-command"), reader)),
+        generate: Some(shared("--custom-generate-command")),
+        reward,
+        filters: Filters {
+            dynamic_sampling: Some(Filter::Hook(shared("--dynamic-sampling-filter-command"))),
+            rollout_sample: Some(shared("--rollout-sample-filter-command")),
+            reward_post_process: Some(shared("--custom-reward-post-process-command")),
+        },
+    }
 }
 
 /// Writes the last token it read, twice if it may, with its place as log-probability.
@@ -100,11 +101,11 @@ impl Engines for Echo {
     }
 }
 
-fn rollouts(dir: &Path, task: impl Task + 'static) -> Arc<Rollouts> {
+fn rollouts(dir: &Path, task: Task) -> Arc<Rollouts> {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
     Arc::new(Rollouts {
         engines: Arc::new(Echo),
-        task: Arc::new(task),
+        task,
         log: Log::open(dir.join("log"), Options::new(identity)).unwrap(),
         progress: Arc::new(|_, _, _| {}),
         options: RolloutOptions::new(2, ANSWERS).with_scope(1).with_vocabulary(16),
@@ -151,14 +152,13 @@ async fn every_hook_does_its_part() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hook_that_never_ends_an_answer_is_stopped() {
     let dir = tempfile::tempdir().unwrap();
-    let inner = Arc::new(task(dir.path()));
     let script = r#"exec python3 -c '
 import json, sys
 for line in sys.stdin:
     print(json.dumps({"id": json.loads(line)["id"], "generate": {"input_ids": [3]}}), flush=True)'"#;
     let options = HookOptions::new(script);
     let generate = Hook::open("--custom-generate-command", &options).unwrap();
-    let task = Hooked::new(inner, Hooks { generate: Some(generate), ..Hooks::default() });
+    let task = Task { generate: Some(Arc::new(generate)), ..task(dir.path()) };
     let turn = Turn {
         engines: &Echo,
         minimum: None,
@@ -169,7 +169,7 @@ for line in sys.stdin:
         vocabulary: None,
         evaluation: true,
     };
-    let prompt = task.prompt(0).await.unwrap();
+    let prompt = task.source.prompt(0).await.unwrap();
     let words = task.generate(&prompt, &turn).await.unwrap_err().to_string();
     assert!(words.contains("sample 7") && words.contains("at most 256 generations"), "{words}");
 }
@@ -200,7 +200,7 @@ async fn an_answer_of_which_a_crash_left_a_part_is_made_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hook_that_asks_for_too_much_drops_its_group_with_the_reason() {
     let dir = tempfile::tempdir().unwrap();
-    let mut task = None;
+    let task = task(dir.path());
     for (reply, found) in [
         (r#"{"generate": {"sampling_params": {"temperature": 2}}}"#, "temperature"),
         (r#"{"generate": {"input_ids": [3], "append": "+"}}"#, "both"),
@@ -216,10 +216,9 @@ async fn a_hook_that_asks_for_too_much_drops_its_group_with_the_reason() {
         );
         let options = HookOptions::new(at);
         let generate = Hook::open("--custom-generate-command", &options).unwrap();
-        let inner = task.get_or_insert_with(|| Arc::new(self::task(dir.path()))).clone();
-        let hooks = Hooks { generate: Some(generate), ..Hooks::default() };
+        let task = Task { generate: Some(Arc::new(generate)), ..task.clone() };
         let place = dir.path().join(found.replace([' ', ','], "-"));
-        let rollouts = rollouts(&place, Hooked::new(inner, hooks));
+        let rollouts = rollouts(&place, task);
         let words = rollouts.generate(0, None).await.unwrap_err().to_string();
         assert!(words.contains("--custom-generate-command") && words.contains(found), "{reply}: {words}");
     }

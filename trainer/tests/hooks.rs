@@ -4,11 +4,10 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use driftless_trainer::data::{DataOptions, RowReader};
-use driftless_trainer::hook::Sourced;
 use driftless_trainer::hook::{Hook, HookOptions, Rm};
 use driftless_trainer::reward::{Remote, Reward};
 use driftless_trainer::sample::Answer;
-use driftless_trainer::tasks::Task;
+use driftless_trainer::tasks::{Sourced, Task};
 use serde_json::value::RawValue;
 use std::path::Path;
 use std::sync::Arc;
@@ -181,11 +180,16 @@ async fn problems_and_rewards_come_from_reasoning_gym() {
     let hook = |flag| Hook::open(flag, &HookOptions::new(&at).with_deadline(LONG)).unwrap();
     let reader = RowReader::open(DataOptions::default(), dir.path()).unwrap();
     let reward = Arc::new(Rm::new(hook("--custom-rm-command")));
-    let task = Sourced::new(hook("--data-source-command"), reader, reward);
+    let source = Sourced::new(hook("--data-source-command"), reader);
+    let task = Task::new(Arc::new(source), reward);
     task.ready().await.unwrap();
     for number in 0..5 {
-        let prompt = task.prompt(number).await.unwrap();
-        assert_eq!(prompt.text, task.prompt(number).await.unwrap().text, "the same whenever it is asked for");
+        let prompt = task.source.prompt(number).await.unwrap();
+        assert_eq!(
+            prompt.text,
+            task.source.prompt(number).await.unwrap().text,
+            "the same whenever it is asked for"
+        );
         let words: Vec<_> = prompt.text.split_whitespace().collect();
         let from = words.iter().position(|word| word.parse::<i64>().is_ok()).unwrap();
         let (mut sum, mut sign) = (0, 1);
@@ -201,7 +205,7 @@ async fn problems_and_rewards_come_from_reasoning_gym() {
             metadata: prompt.metadata.clone(),
             ..answers(&[number]).remove(0)
         };
-        let rewards = task.reward(&[answer(sum), answer(sum + 1)]).await.unwrap();
+        let rewards = task.reward.score(&[answer(sum), answer(sum + 1)]).await.unwrap();
         assert!(rewards[0] == 1.0 && rewards[1] < 1.0, "{}: {sum}: {rewards:?}", prompt.text);
     }
 }

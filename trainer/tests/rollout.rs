@@ -9,11 +9,11 @@ use driftless_bridge::{GenerateRequest, Generation, Label, SamplingParams};
 use driftless_buffer::{self as buffer, Identity, Log, Options, PromptState, Sample, Scalars};
 use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, Dataset, Source};
-use driftless_trainer::hook::{Filter, Hooked, Hooks};
+use driftless_trainer::hook::{Filter, Filters};
 use driftless_trainer::reward::Reward;
 use driftless_trainer::rollout::{Dropped, EvalSet, RolloutOptions, Rollouts};
-use driftless_trainer::sample::Answer;
-use driftless_trainer::tasks::{Engines, Prompts, Task, arithmetic};
+use driftless_trainer::sample::{Answer, Engines};
+use driftless_trainer::tasks::{Prompts, Task, tiny};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
@@ -70,8 +70,8 @@ impl Reward for ByLabel {
 }
 
 /// Prompts 0, 1, … of one digit, with these labels.
-fn task(dir: &Path, labels: &[&str], first_digit: usize) -> Hooked {
-    std::fs::write(dir.join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
+fn task(dir: &Path, labels: &[&str], first_digit: usize) -> Task {
+    std::fs::write(dir.join("tokenizer.json"), tiny::tokenizer().to_string()).unwrap();
     let line = |(number, label): (usize, &&str)| {
         format!("{{\"input\": \"{}\", \"label\": \"{label}\"}}\n", (number + first_digit) % 10)
     };
@@ -80,16 +80,16 @@ fn task(dir: &Path, labels: &[&str], first_digit: usize) -> Hooked {
     let options = DataOptions::default()
         .with_prompt_data(vec![Source { path: file, rows: 0..u64::MAX }])
         .with_label_key("label");
-    let prompts = Prompts::new(Dataset::load(&options, dir).unwrap(), false, 0, Arc::new(ByLabel));
-    let filter = Some(Filter::NonzeroStd);
-    Hooked::new(Arc::new(prompts), Hooks { dynamic_sampling_filter: filter, ..Hooks::default() })
+    let prompts = Prompts::new(Dataset::load(&options, dir).unwrap(), false, 0);
+    let filters = Filters { dynamic_sampling: Some(Filter::NonzeroStd), ..Filters::default() };
+    Task { filters, ..Task::new(Arc::new(prompts), Arc::new(ByLabel)) }
 }
 
-fn rollouts(dir: &Path, task: impl Task + 'static, engines: Echo) -> Arc<Rollouts> {
+fn rollouts(dir: &Path, task: Task, engines: Echo) -> Arc<Rollouts> {
     let identity = Identity { run_id: [7; 16], model: "policy".into(), tokenizer_digest: [0; 32] };
     Arc::new(Rollouts {
         engines: Arc::new(engines),
-        task: Arc::new(task),
+        task,
         log: Log::open(dir.join("log"), Options::new(identity)).unwrap(),
         progress: Arc::new(|_, _, _| {}),
         options: RolloutOptions::new(GROUPS, SAMPLES).with_scope(1),
@@ -151,7 +151,7 @@ async fn a_group_complete_but_not_marked_done_is_counted_once() {
     let dir = tempfile::tempdir().unwrap();
     let first = interrupted(dir.path()).await;
     // What a crash leaves between the last sample of group 0 and the record that its prompt is done.
-    let tokens = [first.task.prompt(0).await.unwrap().tokens, vec![1]].concat();
+    let tokens = [first.task.source.prompt(0).await.unwrap().tokens, vec![1]].concat();
     let sample = |sample_id: u64| Sample {
         scalars: Scalars { sample_id, status: buffer::Finish::Stop.code(), ..Scalars::default() },
         prompt_len: tokens.len() - 1,

@@ -17,12 +17,13 @@ use driftless_delta::cuda::{self, Codec};
 use driftless_store::{Memory, Store};
 use driftless_testkit::compiler;
 use driftless_testkit::sglang::{Fake, FakeRoot, Fault, Wire, checkpoint, patient};
+use driftless_trainer::data::{Place, Tokenizer};
 use driftless_trainer::learner::{Batch, Learner, Progress, Stepped, Weights, Workspace};
 use driftless_trainer::metrics::StepStats;
 use driftless_trainer::push::Pushes;
-use driftless_trainer::sample::Answer;
-use driftless_trainer::sample::Prompt;
-use driftless_trainer::tasks::Task;
+use driftless_trainer::reward::Reward;
+use driftless_trainer::sample::{Answer, Prompt};
+use driftless_trainer::tasks::{DataSource, Task, tiny};
 use driftless_trainer::{Error, Event, Observer, Outcome, Result, TrainOptions, train};
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::{AuxFile, TensorInfo};
@@ -129,32 +130,37 @@ impl Learner for Mover {
     }
 }
 
-/// One prompt; of two samples the second has the better answer.
+/// One prompt, again and again.
 #[derive(Debug)]
-struct Rank;
+struct One(Tokenizer);
+
+impl One {
+    fn new() -> Self {
+        One(Tokenizer::from_bytes("tokenizer.json", tiny::tokenizer().to_string().as_bytes()).unwrap())
+    }
+}
 
 #[async_trait]
-impl Task for Rank {
+impl DataSource for One {
     fn check(&self, _checkpoint: &Path) -> Result<()> {
         Ok(())
     }
     async fn prompt(&self, number: u64) -> Result<Prompt> {
-        let tokens = vec![1, 2];
-        Ok(Prompt {
-            tokens,
-            text: "ab".into(),
-            label: None,
-            metadata: None,
-            source: format!("rank:{number}"),
-        })
+        let (tokens, place) = (vec![1, 2], Place { path: Path::new("one").into(), line: number });
+        Ok(Prompt { tokens, text: "ab".into(), label: None, metadata: None, place })
     }
-    fn decode(&self, _response: &[i32]) -> Result<String> {
-        Ok(String::new())
+    fn tokenizer(&self) -> &Tokenizer {
+        &self.0
     }
-    fn encode(&self, _text: &str) -> Result<Vec<i32>> {
-        Ok(Vec::new())
-    }
-    async fn reward(&self, group: &[Answer]) -> Result<Vec<f32>> {
+}
+
+/// Of two samples the second has the better answer.
+#[derive(Debug)]
+struct Second;
+
+#[async_trait]
+impl Reward for Second {
+    async fn score(&self, group: &[Answer]) -> Result<Vec<f32>> {
         Ok(group.iter().map(|answer| (answer.sample % 2) as f32).collect())
     }
 }
@@ -204,7 +210,8 @@ impl Stage {
 
     fn options(&self) -> TrainOptions {
         let (save, store) = (self.dir.path().join("rl"), self.store.clone());
-        TrainOptions::new(&self.start, save, store, "memory:", NAME, Arc::new(Rank))
+        let task = Task::new(Arc::new(One::new()), Arc::new(Second));
+        TrainOptions::new(&self.start, save, store, "memory:", NAME, task)
             .with_save_hf(Some(self.dir.path().join("final")))
             .with_rollout_external_engine_addrs(
                 self.fakes.iter().map(|fake| fake.address.to_string()).collect(),

@@ -61,6 +61,21 @@ enum Model {
     Smollm2,
 }
 
+/// The problems of the model of fresh weights: an answer has three digits and an end mark at most.
+const TINY_TASK: [&str; 4] = ["--task", "arithmetic", "--rollout-max-response-len", "4"];
+/// What makes it learn in minutes on two cores.
+const TINY_RL: [&str; 10] = [
+    "--num-rollout",
+    "120",
+    "--rollout-batch-size",
+    "256",
+    "--n-samples-per-prompt",
+    "4",
+    "--lr",
+    "2e-4",
+    "--save-interval",
+    "1",
+];
 /// SmolLM2's problems, and how much of an answer is read.
 const SMOLLM2_TASK: [&str; 7] = [
     "--task",
@@ -127,7 +142,7 @@ impl Demo {
         let mut command = Command::new(&self.program);
         command.args(["train", "--die-with-parent", "--seed", &self.seed.to_string()]);
         command.args(["--device", &self.device]);
-        command.args(if self.pretrained.is_some() { &SMOLLM2_TASK[..] } else { &["--task", "arithmetic"] });
+        command.args(if self.pretrained.is_some() { &SMOLLM2_TASK[..] } else { &TINY_TASK });
         if self.smoke && self.pretrained.is_some() {
             command.args(["--n-eval-prompts", "24"]);
         }
@@ -184,11 +199,11 @@ impl Demo {
         command.arg("--save").arg(self.dir.join("rl"));
         command.arg("--rollout-external-engine-addrs");
         command.args(fleet.hosts.iter().map(|host| format!("127.0.0.1:{}", host.port)));
-        if self.smoke {
-            command.args(SMOKE_RL);
-        } else if self.pretrained.is_some() {
-            command.args(SMOLLM2_RL);
-        }
+        command.args(match (self.smoke, &self.pretrained) {
+            (true, _) => &SMOKE_RL[..],
+            (false, Some(_)) => &SMOLLM2_RL,
+            (false, None) => &TINY_RL,
+        });
         let mut trainer = command
             .spawn()
             .map_err(|source| Error::Start { program: self.program.display().to_string(), source })?;

@@ -2,9 +2,9 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::numbers;
-use driftless::trainer::hook::{Filter, Hooks};
-use driftless::trainer::hook::{Hook, HookOptions, Rm};
+use driftless::trainer::hook::{Filter, Filters, Hook, HookOptions, Rm};
 use driftless::trainer::reward::{BuiltIn, Remote, Reward};
+use driftless::trainer::tasks::{DataSource, Task};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -106,22 +106,23 @@ impl HookArgs {
         }
     }
 
-    /// All hooks but those for prompts and rewards.
-    pub(crate) fn hooks(&self) -> Result<Hooks> {
-        let filter = self
-            .hook("--dynamic-sampling-filter-command", self.dynamic_sampling_filter_command.as_ref())?
-            .map(Filter::Hook);
+    /// What is learned from these prompts and rewards, with the hooks that were named.
+    pub(crate) fn task(&self, source: Arc<dyn DataSource>, reward: Arc<dyn Reward>) -> Result<Task> {
+        let hook = |flag, at: &Option<String>| Ok::<_, Error>(self.hook(flag, at.as_ref())?.map(Arc::new));
         let named = self.dynamic_sampling_filter.map(|SamplingFilter::NonzeroStd| Filter::NonzeroStd);
-        Ok(Hooks {
-            generate: self.hook("--custom-generate-command", self.custom_generate_command.as_ref())?,
-            reward: None,
-            dynamic_sampling_filter: filter.or(named),
-            rollout_sample_filter: self
-                .hook("--rollout-sample-filter-command", self.rollout_sample_filter_command.as_ref())?,
-            reward_post_process: self.hook(
-                "--custom-reward-post-process-command",
-                self.custom_reward_post_process_command.as_ref(),
-            )?,
+        let kept = hook("--dynamic-sampling-filter-command", &self.dynamic_sampling_filter_command)?;
+        Ok(Task {
+            source,
+            generate: hook("--custom-generate-command", &self.custom_generate_command)?,
+            reward,
+            filters: Filters {
+                dynamic_sampling: kept.map(Filter::Hook).or(named),
+                rollout_sample: hook("--rollout-sample-filter-command", &self.rollout_sample_filter_command)?,
+                reward_post_process: hook(
+                    "--custom-reward-post-process-command",
+                    &self.custom_reward_post_process_command,
+                )?,
+            },
         })
     }
 }

@@ -39,12 +39,13 @@ use task::{Chosen, TaskArgs};
 
 const EXAMPLES: &str = "\
 Examples:
-  A cold start on the arithmetic task, from fresh weights:
-    driftless train --loss-type sft_loss --save runs/sft --save-hf runs/sft-hf
+  A cold start on sums, from fresh weights:
+    driftless train --loss-type sft_loss --task arithmetic --save runs/sft --save-hf runs/sft-hf
 
   The RL loop with two engines that are already running, each with a `driftless follow` beside it:
-    driftless train --task arithmetic --hf-checkpoint runs/sft-hf --save runs/rl --store file:///shared/store --run demo \\
-        --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000
+    driftless train --hf-checkpoint runs/sft-hf --save runs/rl --store file:///shared/store --run demo \\
+        --task arithmetic --rollout-max-response-len 4 --rollout-batch-size 256 --n-samples-per-prompt 4 --lr 2e-4 \\
+        --num-rollout 120 --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000
 
   A model, prompts and a reward of your own:
     driftless train --hf-checkpoint models/Qwen3-0.6B --save runs/math --store file:///shared/store --run math \\
@@ -52,12 +53,18 @@ Examples:
         --eval-prompt-data test test.jsonl --rollout-external-engine-addrs 10.0.0.1:30000
 
   The same with the engines elsewhere: through an object store, signed, and with followers that are told at once:
-    driftless train --task arithmetic --hf-checkpoint runs/sft-hf --save runs/rl --store s3://bucket/prefix --run demo \\
+    driftless train --hf-checkpoint models/Qwen3-0.6B --save runs/math --store s3://bucket/prefix --run math \\
+        --prompt-data train.jsonl --input-key question --label-key answer --apply-chat-template --rm-type math \\
         --update-weight-transport object --sign-key trainer.key --notify http://10.0.0.1:9750 --notify http://10.0.0.2:9750 \\
         --rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000
 
 A run that was interrupted is continued by the same command: from its last training checkpoint, with the
 rollouts that are already in its log.";
+
+/// Prompts of a step of RL, unless told.
+const BATCH_SIZE: u64 = 32;
+/// Learning rate of RL, unless told.
+const LR: f64 = 1e-6;
 
 /// Train a policy: SFT, or the RL loop with external engines.
 #[derive(clap::Args)]
@@ -89,7 +96,7 @@ pub(crate) struct Args {
     /// Seed of weights, data and sampling.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Learning rate [default: 1e-6; that of the demo with --task arithmetic and for SFT].
+    /// Learning rate [default: 1e-6; for SFT 1e-5, of fresh weights 1e-3].
     #[arg(long, value_parser = numbers::positive)]
     lr: Option<f64>,
     /// CPU threads of libtorch.
@@ -129,15 +136,15 @@ struct RolloutArgs {
     /// Running engines to attach, as host:port, or vllm+http://host:port for vLLM.
     #[arg(long, value_name = "ADDR", num_args = 1..)]
     rollout_external_engine_addrs: Vec<String>,
-    /// Prompts of a step; for SFT, examples [default: 32; 256 with --task arithmetic].
+    /// Prompts of a step; for SFT, examples [default: 32; for SFT of fresh weights 256, with --text 16].
     #[arg(long, value_parser = numbers::count::<u64>())]
     rollout_batch_size: Option<u64>,
-    /// Samples of a prompt [default: 8; 4 with --task arithmetic].
-    #[arg(long, value_parser = numbers::count::<u64>())]
-    n_samples_per_prompt: Option<u64>,
-    /// Tokens a response may have [default: 1024; 4 with --task arithmetic].
-    #[arg(long, value_parser = numbers::count::<u32>())]
-    rollout_max_response_len: Option<u32>,
+    /// Samples of a prompt.
+    #[arg(long, default_value_t = 8, value_parser = numbers::count::<u64>())]
+    n_samples_per_prompt: u64,
+    /// Tokens a response may have.
+    #[arg(long, default_value_t = 1024, value_parser = numbers::count::<u32>())]
+    rollout_max_response_len: u32,
     /// Sampling temperature.
     #[arg(long, default_value_t = 1.0, value_parser = numbers::positive)]
     rollout_temperature: f64,
@@ -160,7 +167,7 @@ struct RolloutArgs {
     /// Generate the next rollout while training on this one: samples are at most one step old.
     #[arg(long)]
     train_async: bool,
-    /// Measure success on held-out problems after every so many steps; 0: only at both ends.
+    /// Measure on held-out prompts after every so many steps; 0: only at both ends.
     #[arg(long, default_value_t = 20, value_parser = numbers::ordinal())]
     eval_interval: u64,
     /// How many of the held-out problems of --task.
@@ -230,9 +237,9 @@ struct UpdateArgs {
     /// longer, or that is down, as long as another is there.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = numbers::deadline())]
     update_deadline: u64,
-    /// Write a training checkpoint after every so many steps [default: 20; 1 with --task arithmetic].
-    #[arg(long, value_parser = numbers::count::<u64>())]
-    save_interval: Option<u64>,
+    /// Write a training checkpoint after every so many steps.
+    #[arg(long, default_value_t = 20, value_parser = numbers::count::<u64>())]
+    save_interval: u64,
 }
 
 impl UpdateArgs {
@@ -273,23 +280,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     }
     match args.loss_type {
         #[cfg(feature = "torch")]
-        LossType::Sft => {
-            let chat = chat(&args)?;
-            let common = sft::Common {
-                hf_checkpoint: args.hf_checkpoint,
-                save: args.save,
-                save_hf: args.save_hf,
-                num_rollout: args.num_rollout,
-                rollout_batch_size: args.rollout.rollout_batch_size,
-                lr: args.lr,
-                dtype: args.learn.options.dtype,
-                seed: args.seed,
-                num_threads: args.num_threads,
-                device: args.device,
-                chat,
-            };
-            sft::run(&args.sft, common, output)
-        }
+        LossType::Sft => sft::run(args, output),
         #[cfg(not(feature = "torch"))]
         LossType::Sft => Err(absent("`--loss-type sft_loss`", "")),
         LossType::Policy => reinforce(args, output),
@@ -337,25 +328,6 @@ fn deterministic(device: &str) -> Result<()> {
     }
     set_deterministic();
     Ok(())
-}
-
-/// The conversations of a supervised training, and what their loss and optimiser are told.
-#[cfg(feature = "torch")]
-fn chat(args: &Args) -> Result<Option<sft::Chat>> {
-    let rollout_batch_size = args.rollout.rollout_batch_size.unwrap_or(sft::CHAT_BATCH_SIZE);
-    let count = args.num_rollout.map(|steps| steps.saturating_mul(rollout_batch_size));
-    let worked = task::Worked { count, seed: args.seed };
-    let Some(data) = args.task.conversations(args.hf_checkpoint.as_deref(), &worked)? else {
-        return Ok(None);
-    };
-    let steps = data.order.prompts.saturating_mul(data.epochs).div_ceil(rollout_batch_size);
-    let learn = args.learn.options(&learn::Run {
-        lr: args.lr.unwrap_or(sft::CHAT_LR),
-        num_rollout: args.num_rollout.unwrap_or(steps),
-        rollout_batch_size,
-        n_samples_per_prompt: 1,
-    })?;
-    Ok(Some(sft::Chat { data, learn }))
 }
 
 fn reinforce(mut args: Args, output: Output) -> Result<()> {
@@ -515,11 +487,9 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     }
     let hf_checkpoint = args.hf_checkpoint.ok_or_else(|| missing("policy", "--hf-checkpoint DIR"))?;
     let chosen = args.task.choose(&hf_checkpoint, args.seed, rollout.n_eval_prompts)?;
-    let defaults = &chosen.defaults;
-    let rollout_batch_size = rollout.rollout_batch_size.unwrap_or(defaults.rollout_batch_size);
+    let rollout_batch_size = rollout.rollout_batch_size.unwrap_or(BATCH_SIZE);
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
-    let n_samples_per_prompt = rollout.n_samples_per_prompt.unwrap_or(defaults.n_samples_per_prompt);
-    let lr = args.lr.unwrap_or(defaults.lr);
+    let (lr, n_samples_per_prompt) = (args.lr.unwrap_or(LR), rollout.n_samples_per_prompt);
     let run = learn::Run { lr, num_rollout, rollout_batch_size, n_samples_per_prompt };
     let (sampling, keys) = (rollout.sampling(&chosen), rollout.keys.read()?);
     let opened = store::open(&store)?;
@@ -539,7 +509,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
             .with_debug(debug)
             .with_server_concurrency(rollout.sglang_server_concurrency)
             .with_eval_interval(rollout.eval_interval)
-            .with_save_interval(update.save_interval.unwrap_or(defaults.save_interval))
+            .with_save_interval(update.save_interval)
             .with_rollout_log_bytes_max(rollout.rollout_log_gib_max.saturating_mul(1 << 30))
             .with_max_skipped_steps(learn.max_skipped_steps)
             .with_learn(learn.options(&run)?)

@@ -3,6 +3,7 @@
 use crate::cli::shared::error::{Error, Result};
 use driftless::trainer::metrics::{EvalMetrics, PublicationMetrics, SetMetrics, StepMetrics};
 use plotters::prelude::*;
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -12,11 +13,14 @@ const SIZE: (u32, u32) = (1100, 760);
 const BLUE: RGBColor = RGBColor(0x2b, 0x6c, 0xb0);
 const ORANGE: RGBColor = RGBColor(0xdd, 0x6b, 0x20);
 const GREEN: RGBColor = RGBColor(0x2f, 0x85, 0x5a);
+const PURPLE: RGBColor = RGBColor(0x80, 0x5a, 0xd5);
+/// Colours of sets of held-out prompts.
+const SETS: [RGBColor; 3] = [ORANGE, GREEN, PURPLE];
 
 /// The figures of a whole run, as the final table and `--json` show them.
 #[derive(Debug, serde::Serialize)]
 pub(crate) struct Summary {
-    /// Held-out success before the first step and after the last.
+    /// Held-out prompts before the first step and after the last.
     pub(crate) eval_start: Option<EvalMetrics>,
     pub(crate) eval_end: Option<EvalMetrics>,
     pub(crate) steps: usize,
@@ -61,20 +65,13 @@ impl Summary {
     }
 
     /// Label and value, a line each.
-    pub(crate) fn rows(&self) -> Vec<(&'static str, String)> {
+    pub(crate) fn rows(&self) -> Vec<(&str, String)> {
         let mut rows = Vec::new();
-        let (start, end) = (&self.eval_start, &self.eval_end);
-        if let (Some(start), Some(end)) = (start, end.as_ref().filter(|end| end.problems > 0)) {
-            rows.push((
-                "success, sampled",
-                format!("{:.3} -> {:.3}  ({} held-out problems)", start.sampled, end.sampled, end.problems),
-            ));
-            rows.push(("success, greedy", format!("{:.3} -> {:.3}", start.greedy, end.greedy)));
-        }
-        for (name, set) in end.iter().flat_map(|end| &end.sets) {
-            let before = start.as_ref().and_then(|start| start.sets.get(name));
-            let before = before.map_or_else(String::new, |set| format!("reward {:.3} -> ", set.reward));
-            rows.push(("held-out", format!("{name}: {before}{}", describe(set))));
+        let before = |name: &String| self.eval_start.as_ref().and_then(|start| start.sets.get(name));
+        for (name, set) in self.eval_end.iter().flat_map(|end| &end.sets) {
+            let before =
+                before(name).map_or_else(String::new, |before| format!("reward {:.3} -> ", before.reward));
+            rows.push((name.as_str(), format!("{before}{}", describe(set))));
         }
         let ratio = self.full_bytes as f64 / self.publication_bytes.max(1) as f64;
         rows.extend([
@@ -139,13 +136,15 @@ pub(crate) fn write(dir: &Path, steps: &[StepMetrics], summary: &Summary) -> Res
 
 type DrawResult = std::result::Result<(), Box<dyn std::error::Error>>;
 type Points = Vec<(f64, f64)>;
+/// A name for the legend, a colour, and the line.
+type Series<'a> = (&'a str, RGBColor, Points);
 
 /// One plot: a title, an axis, and one coloured line per series.
 struct Plot<'a> {
     title: &'a str,
     unit: &'a str,
     top: Option<f64>,
-    series: Vec<(&'a str, RGBColor, Points)>,
+    series: Vec<Series<'a>>,
 }
 
 fn draw(svg: &mut String, steps: &[StepMetrics], summary: &Summary) -> DrawResult {
@@ -159,44 +158,43 @@ fn draw(svg: &mut String, steps: &[StepMetrics], summary: &Summary) -> DrawResul
     Ok(())
 }
 
+/// A line for each set of held-out prompts.
+fn held_out<'a>(steps: &'a [StepMetrics], summary: &'a Summary) -> Vec<Series<'a>> {
+    let start = summary.eval_start.iter().map(|eval| (0.0, eval));
+    let after = |step: &'a StepMetrics| Some((step.rollout_id as f64 + 1.0, step.eval.as_ref()?));
+    let mut sets: BTreeMap<&str, Points> = BTreeMap::new();
+    for (step, eval) in start.chain(steps.iter().filter_map(after)) {
+        for (name, set) in &eval.sets {
+            sets.entry(name).or_default().push((step, set.reward));
+        }
+    }
+    let colours = SETS.into_iter().cycle();
+    sets.into_iter().zip(colours).map(|((name, points), colour)| (name, colour, points)).collect()
+}
+
 /// What was measured on a set, in one line.
 pub(crate) fn describe(set: &SetMetrics) -> String {
     let failed = if set.failed > 0 { format!(", {} failed", set.failed) } else { String::new() };
+    let of_several =
+        if set.samples > 1 { format!(", pass@{} {:.3}", set.samples, set.pass) } else { String::new() };
+    let SetMetrics { reward, pass_1, prompts, response_length, .. } = set;
+    let truncated = 100.0 * set.truncated;
     format!(
-        "reward {:.3}, pass@1 {:.3}, pass@{} {:.3} of {} prompts{failed}, {:.0} tokens, {:.1} % cut off",
-        set.reward,
-        set.pass_1,
-        set.samples,
-        set.pass,
-        set.prompts,
-        set.response_length,
-        100.0 * set.truncated
+        "reward {reward:.3}, pass@1 {pass_1:.3}{of_several} of {prompts} prompts{failed}, {response_length:.1} tokens, \
+         {truncated:.1} % cut off"
     )
 }
 
-/// What the held-out curve shows: the task's own problems, else the first set.
-fn held_out(eval: &EvalMetrics) -> Option<f64> {
-    let own = (eval.problems > 0).then_some(eval.sampled);
-    own.or_else(|| eval.sets.values().next().map(|set| set.reward))
-}
-
-fn plots<'a>(steps: &[StepMetrics], summary: &Summary) -> [Plot<'a>; 4] {
+fn plots<'a>(steps: &'a [StepMetrics], summary: &'a Summary) -> [Plot<'a>; 4] {
     let published = |f: fn(&PublicationMetrics) -> f64| -> Points {
         let point = |s: &StepMetrics| s.publication.as_ref().map(|p| (s.rollout_id as f64 + 1.0, f(p)));
         steps.iter().filter_map(point).collect()
     };
-    let mut eval: Points =
-        summary.eval_start.iter().filter_map(held_out).map(|success| (0.0, success)).collect();
-    let measured = |s: &StepMetrics| Some((s.rollout_id as f64 + 1.0, held_out(s.eval.as_ref()?)?));
-    eval.extend(steps.iter().filter_map(measured));
     let reward = steps.iter().map(|s| (s.rollout_id as f64, s.reward)).collect();
+    let mut rewards = vec![("rollouts", BLUE, reward)];
+    rewards.extend(held_out(steps, summary));
     [
-        Plot {
-            title: "reward",
-            unit: "success rate",
-            top: Some(1.0),
-            series: vec![("rollouts", BLUE, reward), ("held-out", ORANGE, eval)],
-        },
+        Plot { title: "reward", unit: "mean", top: Some(1.0), series: rewards },
         Plot {
             title: "density",
             unit: "% of elements changed",

@@ -1,24 +1,26 @@
-//! `driftless train --loss-type sft_loss`: on conversations of `--prompt-data`, on a text, or on the arithmetic task.
+//! `driftless train --loss-type sft_loss`: on conversations of `--prompt-data`, on worked problems of `--task`, or on a
+//! text.
 
-use super::task::Conversations;
+use super::task::{Conversations, Worked};
+use super::{Args, learn};
 use crate::cli::shared::error::Result;
 use crate::cli::shared::output::Output;
 use crate::cli::shared::{paths, progress};
 use driftless::torch::sft::{SftOptions, SftTask, sft};
-use driftless::torch::tasks::arithmetic::Recipe;
 use driftless::torch::tasks::text::{self, Text};
+use driftless::torch::tasks::tiny;
 use driftless::torch::{Config, Kind, checkpoint};
-use driftless::trainer::options::{Dtype, LearnOptions};
+use driftless::trainer::options::Dtype;
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Only for `--loss-type sft_loss`.
 #[derive(clap::Args)]
 #[command(next_help_heading = "SFT")]
 pub(crate) struct SftArgs {
-    /// Learn to predict this text byte by byte, instead of conversations or the arithmetic task.
-    #[arg(long, value_name = "FILE", conflicts_with = "prompt_data")]
+    /// Learn to predict this text byte by byte, instead of conversations.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt_data", "task"])]
     text: Option<PathBuf>,
     /// State directory of an earlier SFT to go on from: its weights, moments and steps.
     #[arg(long, value_name = "DIR")]
@@ -28,34 +30,38 @@ pub(crate) struct SftArgs {
     model_config: Option<PathBuf>,
 }
 
-/// What a supervised training shares with the RL loop.
-pub(crate) struct Common {
-    pub(crate) hf_checkpoint: Option<PathBuf>,
-    pub(crate) save: PathBuf,
-    pub(crate) save_hf: Option<PathBuf>,
-    pub(crate) num_rollout: Option<u64>,
-    pub(crate) rollout_batch_size: Option<u64>,
-    pub(crate) lr: Option<f64>,
-    pub(crate) dtype: Option<Dtype>,
-    pub(crate) seed: u64,
-    pub(crate) num_threads: usize,
-    pub(crate) device: String,
-    /// What is learned, where --prompt-data has conversations.
-    pub(crate) chat: Option<Chat>,
+/// What is learned, and how long.
+struct Course {
+    task: SftTask,
+    /// Shape of a fresh model that learns it.
+    config: Config,
+    steps: u64,
+    batch_size: u64,
+    /// The training ends when the mean loss of five steps is down to this (nats per token).
+    stop_loss: Option<f64>,
 }
 
-/// Conversations, and how they are learned.
-pub(crate) struct Chat {
-    pub(crate) data: Conversations,
-    pub(crate) learn: LearnOptions,
-}
+/// Steps of a fresh model, unless told.
+const FRESH_STEPS: u64 = 150;
+/// Peak learning rate of a fresh model, unless told.
+const FRESH_LR: f64 = 1e-3;
+/// Conversations of a step of a fresh model, unless told.
+const FRESH_BATCH_SIZE: u64 = 256;
+/// Where a third of a fresh model's answers are right: what a fixed number of steps reaches differs much between seeds.
+const FRESH_STOP_LOSS: f64 = 0.32;
+/// Learning rate of a pretrained model, unless told.
+const LR: f64 = 1e-5;
+/// Sequences of a text in a step, unless told.
+const TEXT_BATCH_SIZE: u64 = 16;
+/// Problems that are worked; a longer training meets them again.
+const WORKED_MAX: u64 = 1 << 16;
 
-pub(crate) fn run(args: &SftArgs, common: Common, output: Output) -> Result<()> {
-    for (name, file) in [("--text", &args.text), ("--model-config", &args.model_config)] {
+pub(super) fn run(args: Args, output: Output) -> Result<()> {
+    for (name, file) in [("--text", &args.sft.text), ("--model-config", &args.sft.model_config)] {
         file.as_ref().map_or(Ok(()), |file| paths::open(name, file).map(drop))?;
     }
-    args.load.as_ref().map_or(Ok(()), |dir| paths::check_dir("--load", dir))?;
-    let options = options(args, common)?;
+    args.sft.load.as_ref().map_or(Ok(()), |dir| paths::check_dir("--load", dir))?;
+    let options = options(args)?;
     let bar = progress::bar(options.steps, "sft");
     let mut losses = Vec::new();
     let summary = sft(&options, |step, loss| {
@@ -77,44 +83,64 @@ pub(crate) fn run(args: &SftArgs, common: Common, output: Output) -> Result<()> 
     })
 }
 
-/// Conversations in one step, unless told.
-pub(crate) const CHAT_BATCH_SIZE: u64 = 32;
-/// Learning rate on conversations, unless told.
-pub(crate) const CHAT_LR: f64 = 1e-5;
-/// Sequences of text in one step, unless told.
-const TEXT_BATCH_SIZE: u64 = 16;
-
-fn options(args: &SftArgs, common: Common) -> Result<SftOptions> {
-    let recipe = Recipe::default();
-    let mut steps = recipe.sft_steps;
-    let (task, config, batch_size) = match (&args.text, common.chat) {
-        (Some(path), _) => (SftTask::Text(Text::open(path)?), text::config(), TEXT_BATCH_SIZE),
-        (None, Some(Chat { data: Conversations { data, order, epochs }, learn })) => {
-            let batch_size = common.rollout_batch_size.unwrap_or(CHAT_BATCH_SIZE);
-            steps = order.prompts.saturating_mul(epochs).div_ceil(batch_size);
-            let data = Arc::new(data);
-            (SftTask::Chat { data, order, learn: Box::new(learn) }, recipe.config, CHAT_BATCH_SIZE)
-        }
-        (None, None) => (SftTask::Arithmetic, recipe.config, recipe.sft_batch_size),
+fn options(args: Args) -> Result<SftOptions> {
+    let course = match &args.sft.text {
+        Some(path) => text(path, &args)?,
+        None => conversations(&args)?,
     };
-    let until_solved = common.num_rollout.is_none() && matches!(task, SftTask::Arithmetic);
     Ok(SftOptions {
-        task,
-        config: args.model_config.as_deref().map_or(Ok(config), Config::read)?,
-        hf_checkpoint: common.hf_checkpoint,
-        load: args.load.as_deref().map(checkpoint::dir),
-        save: Some(checkpoint::dir(&common.save)),
-        save_hf: common.save_hf.unwrap_or_else(|| common.save.join("hf")),
-        dtype: common.dtype.map(|dtype| match dtype {
+        task: course.task,
+        config: args.sft.model_config.as_deref().map_or(Ok(course.config), Config::read)?,
+        hf_checkpoint: args.hf_checkpoint,
+        load: args.sft.load.as_deref().map(checkpoint::dir),
+        save: Some(checkpoint::dir(&args.save)),
+        save_hf: args.save_hf.unwrap_or_else(|| args.save.join("hf")),
+        dtype: args.learn.options.dtype.map(|dtype| match dtype {
             Dtype::Bfloat16 => Kind::BFloat16,
             Dtype::Float32 => Kind::Float,
         }),
-        steps: common.num_rollout.unwrap_or(steps),
-        stop_loss: until_solved.then_some(recipe.sft_stop_loss),
-        batch_size: common.rollout_batch_size.unwrap_or(batch_size),
-        lr: common.lr.unwrap_or(recipe.sft_lr),
-        seed: common.seed,
-        num_threads: common.num_threads,
-        device: common.device,
+        steps: course.steps,
+        stop_loss: course.stop_loss,
+        batch_size: course.batch_size,
+        lr: args.lr.unwrap_or(FRESH_LR),
+        seed: args.seed,
+        num_threads: args.num_threads,
+        device: args.device,
+    })
+}
+
+fn text(path: &Path, args: &Args) -> Result<Course> {
+    Ok(Course {
+        task: SftTask::Text(Text::open(path)?),
+        config: text::config(),
+        steps: args.num_rollout.unwrap_or(FRESH_STEPS),
+        batch_size: args.rollout.rollout_batch_size.unwrap_or(TEXT_BATCH_SIZE),
+        stop_loss: None,
+    })
+}
+
+/// Conversations of files, or worked problems.
+fn conversations(args: &Args) -> Result<Course> {
+    let fresh = args.hf_checkpoint.is_none();
+    let (batch_size, lr) = if fresh { (FRESH_BATCH_SIZE, FRESH_LR) } else { (super::BATCH_SIZE, LR) };
+    let batch_size = args.rollout.rollout_batch_size.unwrap_or(batch_size);
+    let steps = args.num_rollout.or(fresh.then_some(FRESH_STEPS));
+    let count = steps.map(|steps| steps.saturating_mul(batch_size).min(WORKED_MAX));
+    let Conversations { data, order, epochs } =
+        args.task.conversations(args.hf_checkpoint.as_deref(), &Worked { count, seed: args.seed })?;
+    let all = order.prompts.saturating_mul(epochs).div_ceil(batch_size);
+    let steps = steps.unwrap_or(all);
+    let learn = args.learn.options(&learn::Run {
+        lr: args.lr.unwrap_or(lr),
+        num_rollout: steps,
+        rollout_batch_size: batch_size,
+        n_samples_per_prompt: 1,
+    })?;
+    Ok(Course {
+        task: SftTask::Chat { data: Arc::new(data), order, learn: Box::new(learn) },
+        config: tiny::config(),
+        steps,
+        batch_size,
+        stop_loss: (fresh && args.num_rollout.is_none()).then_some(FRESH_STOP_LOSS),
     })
 }

@@ -41,12 +41,6 @@ fn show(bar: &ProgressBar, event: &Event<'_>) {
             line(bar, "rl: the learner is started again, from its last checkpoint");
         }
         Event::Evaluated { step, eval } => {
-            if eval.problems > 0 {
-                let (sampled, problems, greedy) = (eval.sampled, eval.problems, eval.greedy);
-                let solved =
-                    format!("{sampled:.3} of {problems} held-out problems solved ({greedy:.3} greedily)");
-                line(bar, &format!("rl: step {step}: {solved}"));
-            }
             for (name, set) in &eval.sets {
                 line(bar, &format!("rl: step {step}: {name}: {}", report::describe(set)));
             }

@@ -35,7 +35,7 @@ pub struct Example {
 impl From<Example> for Prompt {
     fn from(example: Example) -> Self {
         let Example { place, text, tokens, label, metadata, loss_mask: _ } = example;
-        Prompt { tokens, text, label, metadata, source: place.to_string() }
+        Prompt { tokens, text, label, metadata, place }
     }
 }
 

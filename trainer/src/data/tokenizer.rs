@@ -28,8 +28,19 @@ impl Tokenizer {
             ));
         }
         let bytes = regular::read(&path).map_err(|error| refused(error.to_string()))?;
-        let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| refused(error.to_string()))?;
-        Ok(Tokenizer { path, inner })
+        Self::from_bytes(path, &bytes)
+    }
+
+    /// Reads the text of a `tokenizer.json`; `path` is its name in messages.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] if it is none that the library knows.
+    pub fn from_bytes(path: impl Into<PathBuf>, bytes: &[u8]) -> Result<Self> {
+        let path = path.into();
+        match tokenizers::Tokenizer::from_bytes(bytes) {
+            Ok(inner) => Ok(Tokenizer { path, inner }),
+            Err(error) => Err(Error::Tokenizer { path, reason: error.to_string() }),
+        }
     }
 
     /// Ids of `text`, nothing put before or after it: templates write their special tokens themselves.

@@ -8,9 +8,9 @@ use serde_json::value::RawValue;
 
 use super::sample::{Claim, Made, assemble};
 use super::{Fault, Hook};
+use crate::data::Tokenizer;
 use crate::error::Result;
-use crate::sample::{Prompt, Trajectory};
-use crate::tasks::{Task, Turn};
+use crate::sample::{Prompt, Trajectory, Turn};
 
 /// Samples that an answer may become.
 const SAMPLES_MAX: usize = 1024;
@@ -83,11 +83,11 @@ impl Hook {
     /// Makes one answer to `prompt`.
     pub(crate) async fn converse(
         &self,
-        task: &dyn Task,
+        tokenizer: &Tokenizer,
         prompt: &Prompt,
         turn: &Turn<'_>,
     ) -> Result<Vec<Trajectory>> {
-        let refused = |fault| self.refused(format_args!("sample {}, {}", turn.sample, prompt.source), fault);
+        let refused = |fault| self.refused(format_args!("sample {}, {}", turn.sample, prompt.place), fault);
         let (mut said, mut made) = (Vec::new(), Vec::new());
         loop {
             let question = Question {
@@ -120,10 +120,10 @@ impl Hook {
                 let expected = format!("a sample after at most {GENERATIONS_MAX} generations");
                 return Err(refused(Fault::of(expected, "that it asks for another one")));
             }
-            let input_ids = wanted.input_ids(task, prompt, &made)?.map_err(refused)?;
+            let input_ids = wanted.input_ids(tokenizer, prompt, &made)?.map_err(refused)?;
             let sampling = wanted.sampling_params.of(&turn.sampling);
             let generation = turn.generate(made.len() as u64, input_ids.clone(), sampling).await?;
-            said.push(tell(task, &input_ids, &generation)?);
+            said.push(tell(tokenizer, &input_ids, &generation)?);
             made.push(Made { input_ids, generation });
         }
     }
@@ -131,7 +131,12 @@ impl Hook {
 
 impl Wanted {
     /// What the model is to read.
-    fn input_ids(&self, task: &dyn Task, prompt: &Prompt, made: &[Made]) -> Result<Result<Vec<i32>, Fault>> {
+    fn input_ids(
+        &self,
+        tokenizer: &Tokenizer,
+        prompt: &Prompt,
+        made: &[Made],
+    ) -> Result<Result<Vec<i32>, Fault>> {
         let so_far = || match made.last() {
             Some(last) => [last.input_ids.as_slice(), &last.generation.output_ids].concat(),
             None => prompt.tokens.clone(),
@@ -140,7 +145,7 @@ impl Wanted {
             (Some(_), Some(_)) => Err(Fault::of("`input_ids` or `append`", "both")),
             (Some(ids), None) => Ok(ids.clone()),
             // Tokenised alone: what an engine wrote stays as it is.
-            (None, Some(text)) => Ok([so_far(), task.encode(text)?].concat()),
+            (None, Some(text)) => Ok([so_far(), tokenizer.encode(text)?].concat()),
             (None, None) => Ok(so_far()),
         })
     }
@@ -169,12 +174,12 @@ fn params(sampling: &SamplingParams) -> Params<'_> {
     }
 }
 
-fn tell(task: &dyn Task, input_ids: &[i32], generation: &Generation) -> Result<Said> {
+fn tell(tokenizer: &Tokenizer, input_ids: &[i32], generation: &Generation) -> Result<Said> {
     Ok(Said {
         input_ids: input_ids.to_vec(),
         output_ids: generation.output_ids.clone(),
         log_probs: generation.log_probs.clone(),
-        text: task.decode(&generation.output_ids)?,
+        text: tokenizer.decode(&generation.output_ids)?,
         finish_reason: match generation.finish {
             Finish::Stop => "stop",
             Finish::Length => "length",

@@ -5,11 +5,10 @@
 //! can answer it, and another one can where the first died. `docs/hooks.md` shows them all.
 
 mod command;
+mod filters;
 mod generate;
 mod group;
-mod hooked;
 mod sample;
-mod sourced;
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,9 +21,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result, short};
 use crate::service::{LOOK, Service};
 
+pub use filters::{Filter, Filters};
 pub use group::Rm;
-pub use hooked::{Filter, Hooked, Hooks};
-pub use sourced::Sourced;
 
 /// How a hook is reached.
 #[derive(Debug, Clone, Setters)]

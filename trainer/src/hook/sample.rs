@@ -2,13 +2,11 @@
 //! log-probability and the version that an engine gave it.
 
 use driftless_bridge::Generation;
-use driftless_bridge::engine::Finish;
-use driftless_buffer::{self as buffer, VersionSpan};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::Fault;
-use crate::sample::{Trajectory, finish, spans};
+use crate::sample::{Trajectory, TrajectoryBuilder};
 
 /// What a command says that a sample is.
 #[derive(Debug, Default, Deserialize)]
@@ -29,17 +27,6 @@ pub(super) struct Claim {
 pub(super) struct Made {
     pub(super) input_ids: Vec<i32>,
     pub(super) generation: Generation,
-}
-
-impl Made {
-    /// The tokens of a sample that are this generation's: those that it wrote, as far as they stand there
-    /// behind all that it read.
-    fn within(&self, tokens: &[i32]) -> std::ops::Range<usize> {
-        let start = self.input_ids.len();
-        let behind = tokens.strip_prefix(self.input_ids.as_slice()).unwrap_or_default();
-        let same = behind.iter().zip(&self.generation.output_ids).take_while(|(ours, theirs)| ours == theirs);
-        start..start + same.count()
-    }
 }
 
 /// Puts a sample together and checks it against the generations that were made for it. `prompt` is what the
@@ -66,19 +53,11 @@ pub(super) fn assemble(
     if let Some(id) = tokens.iter().find(|id| u64::try_from(**id).map_or(true, |id| id >= bound)) {
         return Err(Fault::of(format_args!("`tokens` in 0..{bound}"), id));
     }
-    let mut trajectory = Trajectory {
-        prompt_len,
-        log_probs: vec![0.0; tokens.len() - prompt_len],
-        loss_mask: vec![0; tokens.len() - prompt_len],
-        spans: Vec::new(),
-        finish: buffer::Finish::Stop,
-        engine: String::new(),
-        metadata: claim.metadata,
-        tokens,
-    };
+    let mut trajectory = TrajectoryBuilder::new(tokens, prompt_len);
     for made in made {
-        trajectory.take(made);
+        trajectory.take(&made.input_ids, &made.generation);
     }
+    let trajectory = Trajectory { metadata: claim.metadata, ..trajectory.build() };
     match claim.loss_mask {
         Some(mask) => trajectory.masked(mask),
         None => Ok(trajectory),
@@ -86,30 +65,6 @@ pub(super) fn assemble(
 }
 
 impl Trajectory {
-    /// Takes log-probs and versions of the tokens that are `made`'s, and no earlier generation's.
-    fn take(&mut self, made: &Made) {
-        let range = made.within(&self.tokens);
-        let taken = self.loss_mask.iter().rposition(|keep| *keep == 1).map_or(0, |at| at + 1);
-        if range.is_empty() || range.start < self.prompt_len + taken {
-            return;
-        }
-        let (start, length) = (range.start - self.prompt_len, range.len());
-        self.log_probs[start..start + length].copy_from_slice(&made.generation.log_probs[..length]);
-        self.loss_mask[start..start + length].fill(1);
-        let versions = spans(&made.generation).filter_map(|span| {
-            let end = (span.end as usize).min(length) as u32;
-            (span.start < end).then(|| VersionSpan {
-                start: span.start + start as u32,
-                end: end + start as u32,
-                ..span
-            })
-        });
-        self.spans.extend(versions);
-        let whole = length == made.generation.output_ids.len();
-        self.finish = finish(if whole { &made.generation.finish } else { &Finish::Stop });
-        self.engine.clone_from(&made.generation.engine);
-    }
-
     /// Trains on less than what the engines made.
     fn masked(mut self, mask: Vec<u8>) -> Result<Self, Fault> {
         if mask.len() != self.loss_mask.len() || mask.iter().any(|keep| *keep > 1) {
@@ -135,8 +90,9 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use driftless_bridge::engine::VersionSpan as Spoken;
+    use driftless_bridge::engine::{Finish, VersionSpan as Spoken};
     use driftless_bridge::{Label, Rid};
+    use driftless_buffer::{self as buffer, VersionSpan};
 
     fn made(input_ids: &[i32], output_ids: &[i32], version: u64) -> Made {
         let label = Label::new("0123456789ab", version).unwrap().to_string();
@@ -198,6 +154,14 @@ mod tests {
         let turns = [made(&[1], &[2, 3], 8), made(&[1], &[4, 5], 9)];
         let sample = assemble(claim(&[1, 2, 3]), &[1], &turns, None).unwrap();
         assert_eq!((sample.log_probs, sample.spans), (vec![-2.0, -3.0], vec![span(8, 0, 2)]));
+    }
+
+    #[test]
+    fn generation_without_room_ends_the_sample_with_length() {
+        let turns = [made(&[1, 2], &[3], 8), made(&[1, 2, 3, 4], &[], 9)];
+        let sample = assemble(Claim::default(), &[1, 2], &turns, None).unwrap();
+        assert_eq!((sample.tokens, sample.finish), (vec![1, 2, 3, 4], buffer::Finish::Length));
+        assert_eq!((sample.loss_mask, sample.spans), (vec![1, 0], vec![span(8, 0, 1)]));
     }
 
     #[test]

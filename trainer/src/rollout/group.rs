@@ -74,18 +74,21 @@ impl Rollouts {
             Ok::<_, Error>((answer, drawn))
         });
         let drawn = futures_util::future::try_join_all(drawn).await?;
-        let task = &*self.task;
-        let answers = drawn.iter().map(|(sample, drawn)| match drawn {
-            Drawn::New(parts) => answer(task, *sample, prompt, parts),
-            Drawn::Logged(parts) => logged_answer(task, *sample, prompt, parts),
+        let task = &self.task;
+        let answers = drawn.iter().map(|(sample, drawn)| {
+            let said = match drawn {
+                Drawn::New(parts) => Said::of(parts),
+                Drawn::Logged(parts) => Said::logged(parts),
+            };
+            said.answer(task, *sample, prompt)
         });
         let answers = answers.collect::<Result<Vec<_>>>()?;
         let rewards = rewards(task, &answers).await?;
-        if let Some(why) = task.leave_out(&answers, &rewards).await? {
+        if let Some(why) = task.filters.leave_out(&answers, &rewards).await? {
             return Ok(Outcome::Filtered(why));
         }
-        let removed = task.remove(&answers, &rewards).await?;
-        let rewards = checked(&answers, task.post_process(&answers, rewards).await?)?;
+        let removed = task.filters.remove(&answers, &rewards).await?;
+        let rewards = checked(&answers, task.filters.post_process(&answers, rewards).await?)?;
         let mut made = Vec::new();
         for (index, ((answer, drawn), reward)) in drawn.into_iter().zip(rewards).enumerate() {
             let Drawn::New(mut parts) = drawn else { continue };
@@ -116,43 +119,51 @@ impl Rollouts {
     }
 }
 
-/// An answer as rewards see it: the response of its last part.
-pub(super) fn answer(task: &dyn Task, sample: u64, prompt: &Prompt, parts: &[Trajectory]) -> Result<Answer> {
-    let metadata = parts.iter().rev().find_map(|part| part.metadata.clone());
-    let response = parts.last().map(|last| (last.tokens.get(last.prompt_len..), last.finish));
-    let (response, finish) = response.unwrap_or((None, Finish::Unfinished));
-    seen(task, sample, prompt, response.unwrap_or_default(), finish, metadata)
-}
-
-fn logged_answer(task: &dyn Task, sample: u64, prompt: &Prompt, parts: &[Record]) -> Result<Answer> {
-    let metadata = parts.first().and_then(|first| Kept::of(first).metadata);
-    let (response, finish) =
-        parts.last().map_or((&[][..], Finish::Unfinished), |last| (last.response(), last.finish()));
-    seen(task, sample, prompt, response, finish, metadata)
-}
-
-fn seen(
-    task: &dyn Task,
-    sample: u64,
-    prompt: &Prompt,
-    response: &[i32],
+/// What the parts of an answer say.
+pub(super) struct Said<'a> {
+    /// Of the last part.
+    response: &'a [i32],
+    /// Why the last part ended.
     finish: Finish,
     metadata: Option<Box<RawValue>>,
-) -> Result<Answer> {
-    Ok(Answer {
-        sample,
-        prompt: prompt.text.clone(),
-        response: task.decode(response)?,
-        label: prompt.label.clone(),
-        metadata: metadata.or_else(|| prompt.metadata.clone()),
-        truncated: finish == Finish::Length,
-        response_length: response.len(),
-    })
+}
+
+impl<'a> Said<'a> {
+    pub(super) fn of(parts: &'a [Trajectory]) -> Self {
+        let last = parts.last();
+        Said {
+            response: last.and_then(|last| last.tokens.get(last.prompt_len..)).unwrap_or_default(),
+            finish: last.map_or(Finish::Unfinished, |last| last.finish),
+            metadata: parts.iter().rev().find_map(|part| part.metadata.clone()),
+        }
+    }
+
+    fn logged(parts: &'a [Record]) -> Self {
+        let last = parts.last();
+        Said {
+            response: last.map(Record::response).unwrap_or_default(),
+            finish: last.map_or(Finish::Unfinished, Record::finish),
+            metadata: parts.first().and_then(|first| Kept::of(first).metadata),
+        }
+    }
+
+    /// The answer as rewards see it.
+    pub(super) fn answer(self, task: &Task, sample: u64, prompt: &Prompt) -> Result<Answer> {
+        Ok(Answer {
+            sample,
+            prompt: prompt.text.clone(),
+            response: task.source.tokenizer().decode(self.response)?,
+            label: prompt.label.clone(),
+            metadata: self.metadata.or_else(|| prompt.metadata.clone()),
+            truncated: self.finish == Finish::Length,
+            response_length: self.response.len(),
+        })
+    }
 }
 
 /// The rewards of a group: as many as answers, and finite.
-pub(super) async fn rewards(task: &dyn Task, answers: &[Answer]) -> Result<Vec<f32>> {
-    checked(answers, task.reward(answers).await?)
+pub(super) async fn rewards(task: &Task, answers: &[Answer]) -> Result<Vec<f32>> {
+    checked(answers, task.reward.score(answers).await?)
 }
 
 fn checked(answers: &[Answer], rewards: Vec<f32>) -> Result<Vec<f32>> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use driftless_bridge::{Label, SamplingParams};
 use tokio::task::JoinSet;
 
-use super::group::{answer, rewards};
+use super::group::{Said, rewards};
 use super::{Rollouts, finished};
 use crate::error::Result;
 use crate::metrics::SetMetrics;
@@ -16,8 +16,8 @@ use crate::tasks::Task;
 pub struct EvalSet {
     /// Its name in `metrics.jsonl`.
     pub name: String,
-    /// Its prompts from number 0 on, and their reward.
-    pub task: Arc<dyn Task>,
+    /// Its prompts from number 0 on, how answers to them are made, and their reward.
+    pub task: Task,
     /// How many prompts.
     pub prompts: u64,
     /// Samples of each prompt.
@@ -77,7 +77,7 @@ impl Rollouts {
     }
 
     async fn ask(self: Arc<Self>, set: EvalSet, number: u64, minimum: Option<Label>) -> Result<Asked> {
-        let prompt = set.task.prompt(number).await?;
+        let prompt = set.task.source.prompt(number).await?;
         let drawn = (0..set.samples).map(|index| {
             // Ids from the top down: no rollout reaches them.
             let sample = u64::MAX - (number * set.samples + index);
@@ -85,12 +85,12 @@ impl Rollouts {
             let (task, prompt) = (&set.task, &prompt);
             async move {
                 let made = task.generate(prompt, &turn).await?;
-                answer(&**task, sample, prompt, &made)
+                Said::of(&made).answer(task, sample, prompt)
             }
         });
         let answers = futures_util::future::try_join_all(drawn).await?;
         Ok(Asked {
-            rewards: rewards(&*set.task, &answers).await?,
+            rewards: rewards(&set.task, &answers).await?,
             tokens: answers.iter().map(|answer| answer.response_length).sum(),
             truncated: answers.iter().filter(|answer| answer.truncated).count(),
         })

@@ -11,7 +11,7 @@ mod record;
 
 pub use measure::EvalSet;
 pub(crate) use parts::groups;
-pub(crate) use record::file_of;
+pub(crate) use record::place_of;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,8 +22,8 @@ use driftless_buffer::{self as buffer, PromptState};
 use tokio::task::{JoinError, JoinSet};
 
 use crate::error::{Error, Result};
-use crate::sample::Prompt;
-use crate::tasks::{Engines, Task, Turn};
+use crate::sample::{Engines, Prompt, Turn};
+use crate::tasks::Task;
 use group::{Group, Outcome};
 
 /// Groups of a rollout that may fail, beyond a quarter of it.
@@ -85,7 +85,7 @@ pub struct Rollouts {
     /// Who generates.
     pub engines: Arc<dyn Engines>,
     /// What is learned.
-    pub task: Arc<dyn Task>,
+    pub task: Task,
     /// Where samples and prompts are kept.
     pub log: buffer::Log,
     /// Is told of progress.
@@ -152,7 +152,7 @@ impl Rollouts {
                         why.clone()
                     }
                 };
-                tracing::warn!(rollout, prompt = group.prompt.source, "group left out: {last}");
+                tracing::warn!(rollout, prompt = %group.prompt.place, "group left out: {last}");
                 self.check(rollout, kept, dropped, last)?;
             }
             (self.progress)(rollout, kept * samples as u64, wanted * samples as u64);
@@ -183,9 +183,9 @@ impl Rollouts {
             if record.scalars().rollout_id != rollout {
                 continue;
             }
-            let prompt = self.task.prompt(number).await?;
+            let prompt = self.task.source.prompt(number).await?;
             if prompt.tokens != record.tokens() {
-                return Err(Error::OtherPrompt { number, source_now: prompt.source });
+                return Err(Error::OtherPrompt { number, source_now: prompt.place.to_string() });
             }
             prompts.insert(number, prompt);
         }
@@ -199,7 +199,8 @@ impl Rollouts {
         }
         let next = self.log.reader().next_prompt();
         let numbers = next..next.saturating_add(count);
-        let prompts = numbers.map(async |number| Ok::<_, Error>((number, self.task.prompt(number).await?)));
+        let prompts =
+            numbers.map(async |number| Ok::<_, Error>((number, self.task.source.prompt(number).await?)));
         let prompts = futures_util::future::try_join_all(prompts).await?;
         let sources: Vec<_> = prompts.iter().map(|(_, prompt)| record::source(prompt, None)).collect();
         let records = prompts.iter().zip(&sources);

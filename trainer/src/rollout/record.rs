@@ -1,28 +1,33 @@
 //! Samples and prompts as records of the log.
 
 use driftless_buffer::{Kind, PromptState, Record, Sample, Scalars};
-use serde_json::json;
+use serde::{Deserialize, Serialize};
 
 use super::Rollouts;
 use super::group::{Group, Made, Outcome};
 use super::parts::Kept;
-use crate::error::Result;
+use crate::error::{Place, Result};
 use crate::sample::{Prompt, Trajectory, sample_id};
 
-/// The metadata of a prompt's record: where it is from, and why it is not learned from.
-pub(super) fn source(prompt: &Prompt, dropped: Option<&str>) -> String {
-    match dropped {
-        None => json!({ "source": prompt.source }),
-        Some(why) => json!({ "source": prompt.source, "dropped": why }),
-    }
-    .to_string()
+/// The metadata of a prompt's record.
+#[derive(Serialize, Deserialize)]
+struct Origin {
+    /// Where the prompt is from.
+    source: Place,
+    /// Why it is not learned from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dropped: Option<String>,
 }
 
-/// The file of a prompt's record, without the row.
-pub(crate) fn file_of(record: &Record) -> String {
-    let metadata: serde_json::Value = serde_json::from_slice(record.metadata()).unwrap_or_default();
-    let source = metadata["source"].as_str().unwrap_or_default();
-    source.rsplit_once(':').map_or(source, |(file, _)| file).to_owned()
+/// The metadata of the record of `prompt`, which is not learned from if it was `dropped`.
+pub(super) fn source(prompt: &Prompt, dropped: Option<String>) -> Vec<u8> {
+    // Text is always JSON.
+    serde_json::to_vec(&Origin { source: prompt.place.clone(), dropped }).unwrap_or_default()
+}
+
+/// Where the prompt of a record is from; nothing if the record does not say.
+pub(crate) fn place_of(record: &Record) -> Option<Place> {
+    serde_json::from_slice::<Origin>(record.metadata()).ok().map(|origin| origin.source)
 }
 
 pub(super) fn prompt<'a>(
@@ -30,7 +35,7 @@ pub(super) fn prompt<'a>(
     rollout: u64,
     state: PromptState,
     tokens: &'a [i32],
-    source: &'a str,
+    source: &'a [u8],
 ) -> Sample<'a> {
     Sample {
         kind: Kind::Prompt,
@@ -43,7 +48,7 @@ pub(super) fn prompt<'a>(
         },
         prompt_len: tokens.len(),
         tokens,
-        metadata: source.as_bytes(),
+        metadata: source,
         ..Sample::default()
     }
 }
@@ -54,23 +59,9 @@ fn kept(made: &Made) -> Vec<u8> {
     Kept::bytes(made.parts.len(), metadata)
 }
 
-fn sample<'a>(
-    rollout: u64,
-    group: u64,
-    sample_id: u64,
-    reward: f32,
-    trajectory: &'a Trajectory,
-    metadata: &'a [u8],
-) -> Sample<'a> {
+fn sample<'a>(scalars: Scalars, trajectory: &'a Trajectory, metadata: &'a [u8]) -> Sample<'a> {
     Sample {
-        scalars: Scalars {
-            sample_id,
-            group_id: group,
-            rollout_id: rollout,
-            reward,
-            status: trajectory.finish.code(),
-            clock_us: 0,
-        },
+        scalars: Scalars { status: trajectory.finish.code(), ..scalars },
         prompt_len: trajectory.prompt_len,
         tokens: &trajectory.tokens,
         log_probs: &trajectory.log_probs,
@@ -90,8 +81,7 @@ impl Rollouts {
             Outcome::Failed(error) => Some(error.clone()),
             Outcome::Filtered(why) => Some(format!("filtered: {why}")),
         };
-        let sources: Vec<_> =
-            groups.iter().map(|group| source(&group.prompt, why(group).as_deref())).collect();
+        let sources: Vec<_> = groups.iter().map(|group| source(&group.prompt, why(group))).collect();
         let kept: Vec<Vec<Vec<u8>>> = groups
             .iter()
             .map(|group| match &group.outcome {
@@ -103,11 +93,17 @@ impl Rollouts {
         for ((group, source), kept) in groups.iter().zip(&sources).zip(&kept) {
             if let Outcome::Kept(made) = &group.outcome {
                 for (made, kept) in made.iter().zip(kept) {
+                    let scalars = Scalars {
+                        group_id: group.number,
+                        rollout_id: rollout,
+                        reward: made.reward,
+                        ..Scalars::default()
+                    };
                     // The first part comes last: where it is, all are.
                     records.extend(made.parts.iter().enumerate().rev().map(|(part, trajectory)| {
                         let kept = if part == 0 { kept.as_slice() } else { &[] };
-                        let id = sample_id(made.answer, part);
-                        sample(rollout, group.number, id, made.reward, trajectory, kept)
+                        let scalars = Scalars { sample_id: sample_id(made.answer, part), ..scalars };
+                        sample(scalars, trajectory, kept)
                     }));
                 }
             }

@@ -1,4 +1,4 @@
-//! Generated problems as a task of the loop.
+//! Problems that are made up.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -8,17 +8,21 @@ use async_trait::async_trait;
 use serde_json::json;
 
 use super::problems::{Kind, Problem};
-use super::{Task, vocabulary};
-use crate::data::{Dataset, Example, RowReader};
+use super::{DataSource, vocabulary};
+use crate::data::{Dataset, Example, RowReader, Tokenizer};
 use crate::error::{Error, Place, Result, input};
+use crate::reward::Reward;
 use crate::sample::{Answer, Prompt};
+use crate::seed::mix;
 
 /// Of so many problems one is held out.
 const HELD_OUT_OF: u64 = 10;
+/// Problems that a checkpoint's tokenizer has to have tokens for.
+const SPELLED: u64 = 32;
 /// Problems that are looked at for one that belongs to a split.
 const TRIES_MAX: u64 = 10_000;
 
-/// Problems of a kind, rewarded with 1 for a right answer and 0 for any other.
+/// Prompts that are problems of a kind. The kind is their reward: 1 for a right answer, 0 for any other.
 #[derive(Debug)]
 pub struct Generated {
     kind: &'static Kind,
@@ -51,8 +55,8 @@ impl Generated {
         let all: Vec<_> = held_out.take(count).collect();
         if all.len() < count {
             let expected =
-                format!("at most {} of {} at --task-difficulty {difficulty}", all.len(), kind.name);
-            return Err(input("--n-eval-prompts", expected, count));
+                format!("at most {} of {} at task_difficulty {difficulty}", all.len(), kind.name);
+            return Err(input("n_eval_prompts", expected, count));
         }
         Ok(Generated { all: Some(all), ..Self::practice(kind, difficulty, 0, reader) })
     }
@@ -88,7 +92,7 @@ impl Generated {
     fn read(&self, number: u64, row: &serde_json::Value) -> Result<Example> {
         let place = Place { path: self.path.clone(), line: number };
         let refused =
-            |why: crate::data::Refused| input(format!("--task {}", self.kind.name), "a prompt", why);
+            |why: crate::data::Refused| input(format!("task {}", self.kind.name), "a prompt", why);
         self.reader.read(&row.to_string(), place).map_err(refused)
     }
 
@@ -97,12 +101,12 @@ impl Generated {
             return Ok(all[(number % all.len() as u64) as usize].clone());
         }
         let tries = (0..TRIES_MAX).map(|attempt| {
-            let number = super::mix(number).wrapping_add(attempt);
+            let number = mix(number).wrapping_add(attempt);
             self.kind.problem(self.seed, number, self.difficulty)
         });
         let mut practised = tries.filter(|problem| !is_held_out(problem));
         practised.next().ok_or_else(|| {
-            input(format!("--task {}", self.kind.name), "problems that are not held out", "none")
+            input(format!("task {}", self.kind.name), "problems that are not held out", "none")
         })
     }
 }
@@ -115,17 +119,27 @@ fn is_held_out(problem: &Problem) -> bool {
 }
 
 #[async_trait]
-impl Task for Generated {
+impl DataSource for Generated {
+    /// The model has to have every id of the tokenizer, and the tokenizer a token for each part of a problem.
     fn check(&self, checkpoint: &Path) -> Result<()> {
-        let Some(size) = vocabulary(checkpoint)? else { return Ok(()) };
-        match self.reader.tokenizer().ids() {
-            ids if ids <= size => Ok(()),
-            ids => Err(Error::OtherTokenizer {
-                path: checkpoint.to_owned(),
-                expected: format!("ids below the model's vocab_size, {size}"),
-                found: format!("{ids} ids in tokenizer.json"),
-            }),
+        let other = |expected, found| Error::OtherTokenizer { path: checkpoint.to_owned(), expected, found };
+        let tokenizer = self.reader.tokenizer();
+        let (size, ids) = (vocabulary(checkpoint)?, tokenizer.ids());
+        if let Some(size) = size.filter(|size| ids > *size) {
+            let expected = format!("ids below the model's vocab_size, {size}");
+            return Err(other(expected, format!("{ids} ids in tokenizer.json")));
         }
+        for number in 0..SPELLED {
+            let Problem { question, answer, .. } = self.problem(number)?;
+            let text = question + &answer;
+            let read = tokenizer.decode(&tokenizer.encode(&text)?)?;
+            // Some tokenizers have one case, or put spaces before words.
+            let letters = |text: &str| text.to_lowercase().split_whitespace().collect::<String>();
+            if letters(&read) != letters(&text) {
+                return Err(other(format!("tokens for `{text}`"), format!("`{read}`")));
+            }
+        }
+        Ok(())
     }
 
     async fn prompt(&self, number: u64) -> Result<Prompt> {
@@ -133,21 +147,21 @@ impl Task for Generated {
         Ok(self.read(number, &json!({ "question": question, "label": label }))?.into())
     }
 
-    fn decode(&self, response: &[i32]) -> Result<String> {
-        self.reader.tokenizer().decode(response)
+    fn tokenizer(&self) -> &Tokenizer {
+        self.reader.tokenizer()
     }
+}
 
-    fn encode(&self, text: &str) -> Result<Vec<i32>> {
-        self.reader.tokenizer().encode(text)
-    }
-
-    async fn reward(&self, group: &[Answer]) -> Result<Vec<f32>> {
+/// 1 for a right answer, 0 for any other.
+#[async_trait]
+impl Reward for &'static Kind {
+    async fn score(&self, answers: &[Answer]) -> Result<Vec<f32>> {
         let reward = |answer: &Answer| {
             let label = answer.label.as_deref().and_then(|label| serde_json::from_str(label.get()).ok());
-            let right = label.is_some_and(|label| self.kind.right(&label, &answer.response));
+            let right = label.is_some_and(|label| self.right(&label, &answer.response));
             f32::from(u8::from(right))
         };
-        Ok(group.iter().map(reward).collect())
+        Ok(answers.iter().map(reward).collect())
     }
 }
 
@@ -157,14 +171,11 @@ mod tests {
 
     use super::*;
     use crate::chat::LossMask;
-    use crate::data::{DataOptions, Tokenizer};
-    use crate::tasks::arithmetic;
+    use crate::data::DataOptions;
+    use crate::tasks::tiny;
 
     fn reader() -> RowReader {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
-        let tokenizer = Arc::new(Tokenizer::open(dir.path()).unwrap());
-        RowReader::new(DataOptions::default(), tokenizer, None).unwrap()
+        tiny::reader(DataOptions::default()).unwrap()
     }
 
     #[test]
@@ -184,7 +195,7 @@ mod tests {
     fn more_held_out_problems_than_there_are_is_refused_with_how_many() {
         let kind = Kind::named("chain_sum").unwrap();
         let words = Generated::held_out(kind, 1, 512, reader()).unwrap_err().to_string();
-        assert!(words.contains("--n-eval-prompts") && words.contains("at most"), "{words}");
+        assert!(words.contains("n_eval_prompts") && words.contains("at most"), "{words}");
     }
 
     #[test]
@@ -192,7 +203,7 @@ mod tests {
         let template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}\
             {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("tokenizer.json"), arithmetic::tokenizer().to_string()).unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), tiny::tokenizer().to_string()).unwrap();
         std::fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
         let options = DataOptions { loss_mask: Some(LossMask::Qwen), ..DataOptions::default() };
         let reader = RowReader::open(options, dir.path()).unwrap();
@@ -204,17 +215,45 @@ mod tests {
             assert!(example.text.contains(&question), "{}", example.text);
             let learned = example.tokens.iter().zip(&example.loss_mask).filter(|(_, mask)| **mask == 1);
             let learned: Vec<_> = learned.map(|(token, _)| *token).collect();
-            let said = task.decode(&learned).unwrap();
+            let said = task.tokenizer().decode(&learned).unwrap();
             assert!(said.starts_with(&answer) && !said.contains("What"), "{said} after {question}");
         }
         assert_eq!(worked.examples.len(), 3);
     }
 
+    #[test]
+    fn worked_sum_has_a_token_for_each_character() {
+        let options = DataOptions { loss_mask: Some(LossMask::Generation), ..DataOptions::default() };
+        let kind = Kind::named("arithmetic").unwrap();
+        let worked = Generated::worked(kind, 1, 7, 8, tiny::reader(options).unwrap()).unwrap();
+        for example in &worked.examples {
+            let words: String = example.tokens.iter().map(|id| tiny::VOCABULARY[*id as usize]).collect();
+            assert_eq!(words, example.text);
+            let question = words.find('=').unwrap() + 1;
+            assert!(words.ends_with("<eos>") && question == 6, "{words}");
+            let learned = example.loss_mask.iter().position(|learned| *learned == 1);
+            assert_eq!(learned, Some(question), "{words}");
+            assert!(example.loss_mask[question..].iter().all(|learned| *learned == 1), "{words}");
+        }
+    }
+
+    #[test]
+    fn tokenizer_without_tokens_for_the_problems_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), r#"{"vocab_size": 16}"#).unwrap();
+        let check = |kind| Generated::practice(Kind::named(kind).unwrap(), 1, 7, reader()).check(dir.path());
+        check("arithmetic").unwrap();
+        let words = check("chain_sum").unwrap_err().to_string();
+        assert!(words.contains("tokens for `What is") && words.contains("<unk>"), "{words}");
+        std::fs::write(dir.path().join("config.json"), r#"{"vocab_size": 15}"#).unwrap();
+        let words = check("arithmetic").unwrap_err().to_string();
+        assert!(words.contains("vocab_size, 15") && words.contains("16 ids"), "{words}");
+    }
+
     #[tokio::test]
     async fn answers_are_rewarded_by_the_label_of_their_prompt() {
         let kind = Kind::named("chain_sum").unwrap();
-        let task = Generated::practice(kind, 2, 7, reader());
-        let problem = task.problem(5).unwrap();
+        let problem = kind.problem(7, 5, 2);
         let answer = |response: &str| Answer {
             sample: 1,
             prompt: problem.question.clone(),
@@ -226,6 +265,6 @@ mod tests {
         };
         let group =
             [answer(&problem.answer), answer("no"), Answer { label: None, ..answer(&problem.answer) }];
-        assert_eq!(task.reward(&group).await.unwrap(), [1.0, 0.0, 0.0]);
+        assert_eq!(kind.score(&group).await.unwrap(), [1.0, 0.0, 0.0]);
     }
 }

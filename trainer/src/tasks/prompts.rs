@@ -1,32 +1,29 @@
-//! The task that a user brings: prompts from files, and a reward.
+//! Prompts that a user brings, in files.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use async_trait::async_trait;
 use driftless_store::os::regular;
 
-use super::Task;
-use crate::data::{Dataset, Order};
+use super::DataSource;
+use crate::data::{Dataset, Order, Tokenizer};
 use crate::error::{Error, Result, io};
-use crate::reward::Reward;
-use crate::sample::{Answer, Prompt};
+use crate::sample::Prompt;
 
-/// Prompts from files with a reward.
+/// Prompts from files.
 #[derive(Debug)]
 pub struct Prompts {
     data: Dataset,
     order: Order,
-    reward: Arc<dyn Reward>,
 }
 
 impl Prompts {
     /// Takes the prompts of `data` in an order of `seed`, epoch after epoch; as they are if `shuffle` is
     /// false.
     #[must_use]
-    pub fn new(data: Dataset, shuffle: bool, seed: u64, reward: Arc<dyn Reward>) -> Self {
+    pub fn new(data: Dataset, shuffle: bool, seed: u64) -> Self {
         let order = Order { prompts: data.examples.len() as u64, shuffle, seed };
-        Prompts { data, order, reward }
+        Prompts { data, order }
     }
 
     /// Prompts of an epoch.
@@ -43,7 +40,7 @@ impl Prompts {
 }
 
 #[async_trait]
-impl Task for Prompts {
+impl DataSource for Prompts {
     /// The model has to have every id of the prompts. Tokenizer and template are the checkpoint's own.
     fn check(&self, checkpoint: &Path) -> Result<()> {
         let Some(size) = vocabulary(checkpoint)? else { return Ok(()) };
@@ -58,10 +55,6 @@ impl Task for Prompts {
         }
     }
 
-    async fn ready(&self) -> Result<()> {
-        self.reward.ready().await
-    }
-
     async fn prompt(&self, number: u64) -> Result<Prompt> {
         let (index, _) = self.order.at(number);
         let example = self.data.examples.get(index as usize).ok_or_else(|| Error::NoPrompts {
@@ -72,16 +65,8 @@ impl Task for Prompts {
         Ok(example.clone().into())
     }
 
-    fn decode(&self, response: &[i32]) -> Result<String> {
-        self.data.tokenizer.decode(response)
-    }
-
-    fn encode(&self, text: &str) -> Result<Vec<i32>> {
-        self.data.tokenizer.encode(text)
-    }
-
-    async fn reward(&self, group: &[Answer]) -> Result<Vec<f32>> {
-        self.reward.score(group).await
+    fn tokenizer(&self) -> &Tokenizer {
+        &self.data.tokenizer
     }
 }
 

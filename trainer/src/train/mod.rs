@@ -20,11 +20,11 @@ use crate::error::{Error, Result};
 use crate::learner::{Learner, Stepped, Weights};
 use crate::metrics::{self, EvalMetrics, PublicationMetrics, StepMetrics, StepStats};
 use crate::options::{Debug, UpdateWeightMode};
-use crate::rollout::{Dropped, EvalSet};
+use crate::rollout::Dropped;
 use session::Session;
 use update::milliseconds;
 
-pub use options::{Evaluation, TrainOptions};
+pub use options::TrainOptions;
 
 /// How often a learner may be lost before its next training checkpoint.
 const LOST_MAX: u32 = 3;
@@ -83,11 +83,11 @@ pub enum Event<'a> {
         /// Its number.
         version: u64,
     },
-    /// Success on the held-out problems was measured.
+    /// Held-out prompts were measured on.
     Evaluated {
         /// After this many steps.
         step: u64,
-        /// The rates.
+        /// What came of each set.
         eval: &'a EvalMetrics,
     },
     /// A step is complete: learned, saved, published.
@@ -102,7 +102,7 @@ pub type Observer = Arc<dyn Fn(Event<'_>) + Send + Sync>;
 pub struct Outcome {
     /// Every step of the run, also those before an interruption.
     pub steps: Vec<StepMetrics>,
-    /// Success before the first step.
+    /// What was measured before the first step.
     pub eval_start: Option<EvalMetrics>,
 }
 
@@ -405,19 +405,14 @@ impl Session<'_> {
         let Some(rollouts) = &self.rollouts else {
             return Ok(None);
         };
-        let Evaluation { held_out, sets } = &self.options.eval;
-        if held_out.is_none() && sets.is_empty() {
+        if self.options.eval.is_empty() {
             return Ok(None);
         }
-        self.tell(Event::Waiting { what: "the held-out problems" });
-        let measure = |set: &EvalSet| self.block_on(rollouts.clone().measure(set, self.label()?));
+        self.tell(Event::Waiting { what: "the held-out prompts" });
         let mut eval = EvalMetrics::default();
-        if let Some([sampled, greedy]) = held_out {
-            let (sampled, greedy) = (measure(sampled)?, measure(greedy)?);
-            (eval.problems, eval.sampled, eval.greedy) = (sampled.prompts, sampled.reward, greedy.reward);
-        }
-        for set in sets {
-            eval.sets.insert(set.name.clone(), measure(set)?);
+        for set in &self.options.eval {
+            let measured = self.block_on(rollouts.clone().measure(set, self.label()?))?;
+            eval.sets.insert(set.name.clone(), measured);
         }
         self.tell(Event::Evaluated { step, eval: &eval });
         Ok(Some(eval))

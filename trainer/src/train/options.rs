@@ -57,7 +57,7 @@ pub struct TrainOptions {
     /// Samples of a prompt; they form a group.
     pub n_samples_per_prompt: u64,
     /// What is learned.
-    pub task: Arc<dyn Task>,
+    pub task: Task,
     /// How tokens of rollouts are drawn; each sample gets a seed of its own.
     pub sampling: SamplingParams,
     /// Tokens that prompt and response may have together.
@@ -72,10 +72,10 @@ pub struct TrainOptions {
     pub anchor_every: Option<u64>,
     /// After every update compare the engines' checksums with those of the trainer's bytes.
     pub check_weight_update_equal: bool,
-    /// Measure success on held-out problems after every so many steps; only at both ends, if 0.
+    /// Measure on held-out prompts after every so many steps; only at both ends, if 0.
     pub eval_interval: u64,
-    /// What is measured then.
-    pub eval: Evaluation,
+    /// The held-out prompts; no two sets have one name.
+    pub eval: Vec<EvalSet>,
     /// Write a training checkpoint after every so many steps.
     pub save_interval: u64,
     /// Training checkpoints kept.
@@ -114,7 +114,7 @@ impl TrainOptions {
         store: Arc<dyn Store>,
         store_url: impl Into<String>,
         run: impl Into<String>,
-        task: Arc<dyn Task>,
+        task: Task,
     ) -> Self {
         TrainOptions {
             hf_checkpoint: hf_checkpoint.into(),
@@ -143,7 +143,7 @@ impl TrainOptions {
             anchor_every: None,
             check_weight_update_equal: false,
             eval_interval: 20,
-            eval: Evaluation::default(),
+            eval: Vec::new(),
             save_interval: 20,
             keep_checkpoints: 2,
             rollout_log_bytes_max: 64 << 30,
@@ -186,13 +186,4 @@ impl TrainOptions {
         settings.extend(self.learn.by_name().into_iter().map(flag));
         settings
     }
-}
-
-/// Held-out prompts to measure on.
-#[derive(Debug, Clone, Default)]
-pub struct Evaluation {
-    /// The task's own problems, sampled as the rollouts are and greedily.
-    pub held_out: Option<[EvalSet; 2]>,
-    /// Sets by name.
-    pub sets: Vec<EvalSet>,
 }

@@ -82,7 +82,7 @@ impl<'o> Session<'o> {
     ) -> Result<Self> {
         // Before anything is claimed, sent or written: tokens of another task would be trained on to no
         // effect.
-        options.task.check(&options.hf_checkpoint)?;
+        options.task.source.check(&options.hf_checkpoint)?;
         let runtime = Runtime::new().map_err(io("start threads for", "the engines' connections"))?;
         if options.debug != Debug::TrainOnly {
             runtime.block_on(options.task.ready())?;
@@ -247,7 +247,8 @@ impl<'o> Session<'o> {
     pub(super) fn files(&self, groups: &[Group]) -> Result<Vec<String>> {
         let log = self.log.reader();
         let file = |group: &Group| {
-            Ok(log.prompt(group.group_id)?.map_or_else(String::new, |prompt| rollout::file_of(&prompt)))
+            let place = log.prompt(group.group_id)?.and_then(|prompt| rollout::place_of(&prompt));
+            Ok(place.map_or_else(String::new, |place| place.path.display().to_string()))
         };
         groups.iter().map(file).collect()
     }

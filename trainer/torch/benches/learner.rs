@@ -27,6 +27,7 @@ use driftless_torch::libtorch::{CUBLAS_WORKSPACE, device, set_deterministic, set
 use driftless_torch::optimizer::AdamWOptions;
 use driftless_torch::quantize::{Quantized, quantize};
 use driftless_torch::sft::{SftOptions, SftTask, sft};
+use driftless_torch::tasks::text::{Text, WINDOW};
 use driftless_torch::{
     Batch, Config, Family, Model, Policy, RankOptions, Sample, TorchLearner, TorchOptions,
     quantize_checkpoint, serve_rank,
@@ -304,14 +305,14 @@ fn deterministic(arguments: &Arguments) {
 /// A checkpoint of fresh weights in `dir`, unless it is there.
 fn checkpoint(dir: &Path, config: Config, dtype: Kind, device: &str) {
     let options = SftOptions {
-        task: SftTask::Arithmetic,
+        task: SftTask::Text(Text::new(vec![0; WINDOW]).unwrap()),
         config,
         hf_checkpoint: None,
         load: None,
         save: None,
         save_hf: dir.to_owned(),
         dtype: Some(dtype),
-        steps: 1,
+        steps: 0,
         stop_loss: None,
         batch_size: 4,
         lr: 1e-5,

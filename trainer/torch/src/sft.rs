@@ -1,4 +1,4 @@
-//! Supervised training: on conversations, on the arithmetic task, or on next bytes of a text.
+//! Supervised training: on conversations, or on next bytes of a text.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use driftless_trainer::data::{Dataset, Order};
 use driftless_trainer::learner;
 use driftless_trainer::options::LearnOptions;
-use driftless_trainer::tasks::arithmetic::{Arithmetic, Problem, Split};
+use driftless_trainer::tasks::tiny::VOCABULARY;
 use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::snapshot::AuxFile;
 use driftless_transport::{Checkpoint, Snapshot};
@@ -22,8 +22,8 @@ use crate::models::Model;
 use crate::optimizer::AdamWOptions;
 use crate::policy::Policy;
 use crate::snapshot::{SHARD_BYTES_MAX, of_trained};
-use crate::tasks::arithmetic;
-use crate::tasks::text::{self, Text};
+use crate::tasks::text::Text;
+use crate::tasks::tiny;
 
 /// The learning rate rises linearly over so many steps.
 const WARMUP_STEPS: u64 = 20;
@@ -38,7 +38,8 @@ const ROLLOUT_ID: &str = "{rollout_id}";
 #[derive(Clone, Debug)]
 pub enum SftTask {
     /// What the assistant says in conversations, with these settings of loss and optimiser. The loss is the mean
-    /// over each conversation's learned tokens, then over conversations, unless they say otherwise.
+    /// over each conversation's learned tokens, then over conversations, unless they say otherwise. A fresh model
+    /// learns those that [`driftless_trainer::tasks::tiny::reader`] has read.
     Chat {
         /// The conversations, read with a loss mask.
         data: Arc<Dataset>,
@@ -47,8 +48,6 @@ pub enum SftTask {
         /// Settings of loss and optimiser.
         learn: Box<LearnOptions>,
     },
-    /// Answers to problems of [`Split::Sft`].
-    Arithmetic,
     /// The next byte, anywhere in the text.
     Text(Text),
 }
@@ -77,9 +76,9 @@ pub struct SftOptions {
     pub steps: u64,
     /// Stop as soon as the mean loss of the last five steps is down to this.
     pub stop_loss: Option<f64>,
-    /// Problems or sequences of a step.
+    /// Conversations or sequences of a step.
     pub batch_size: u64,
-    /// Peak learning rate of the other tasks than [`SftTask::Chat`].
+    /// Peak learning rate of [`SftTask::Text`].
     pub lr: f64,
     /// Seed of weights and data.
     pub seed: u64,
@@ -150,24 +149,14 @@ pub fn sft(options: &SftOptions, mut observe: impl FnMut(u64, f64)) -> Result<Sf
 fn begin(options: &SftOptions, device: Device) -> Result<(Policy, Vec<AuxFile>)> {
     let (model, published, files) = match &options.hf_checkpoint {
         Some(dir) => {
-            if matches!(options.task, SftTask::Arithmetic) {
-                Arithmetic::check_checkpoint(dir)?;
-            }
             let published = Config::published_kind(dir)?;
             let model = Model::open(dir, options.dtype.unwrap_or(published), device)?;
             (model, published, Checkpoint::open(dir)?.files().to_vec())
         }
         None => {
             let kind = options.dtype.unwrap_or(Kind::BFloat16);
-            let model = Model::fresh(options.config.clone(), options.seed as i64, kind, device)?;
-            let files = match options.task {
-                SftTask::Chat { .. } => {
-                    return Err(input("conversations", "a checkpoint to start from", "none"));
-                }
-                SftTask::Arithmetic => arithmetic::files(&options.config, kind)?,
-                SftTask::Text(_) => text::files(&options.config, kind)?,
-            };
-            (model, kind, files)
+            let files = fresh_files(options, kind)?;
+            (Model::fresh(options.config.clone(), options.seed as i64, kind, device)?, kind, files)
         }
     };
     let SftTask::Chat { learn, .. } = &options.task else {
@@ -178,6 +167,20 @@ fn begin(options: &SftOptions, device: Device) -> Result<(Policy, Vec<AuxFile>)>
         .with_recompute(learn.recomputes())
         .with_log_probs_chunk_size(learn.log_probs_chunk_size);
     Ok((policy, files))
+}
+
+/// What lies beside fresh weights.
+fn fresh_files(options: &SftOptions, kind: Kind) -> Result<Vec<AuxFile>> {
+    let config = format!("{:#}\n", options.config.to_json(kind));
+    let mut files = vec![AuxFile::new("config.json", config.into_bytes())?];
+    match &options.task {
+        SftTask::Chat { data, .. } if data.tokenizer.ids() != VOCABULARY.len() as u64 => {
+            return Err(input("conversations", "a checkpoint to start from", "none"));
+        }
+        SftTask::Chat { .. } => files.extend(tiny::files()?),
+        SftTask::Text(_) => {}
+    }
+    Ok(files)
 }
 
 /// Takes up a training checkpoint and returns the steps it has done.
@@ -206,7 +209,7 @@ impl SftOptions {
     fn lr_at(&self, steps: u64) -> f64 {
         match &self.task {
             SftTask::Chat { learn, .. } => learn.lr_schedule().at(steps),
-            _ => self.lr * ((steps + 1) as f64 / WARMUP_STEPS as f64).min(1.0),
+            SftTask::Text(_) => self.lr * ((steps + 1) as f64 / WARMUP_STEPS as f64).min(1.0),
         }
     }
 }
@@ -214,26 +217,19 @@ impl SftOptions {
 /// The micro-batches of a step.
 fn batches(options: &SftOptions, step: u64, model: &Model) -> Result<Vec<Batch>> {
     let numbers = step * options.batch_size..(step + 1) * options.batch_size;
-    let examples: Vec<(Vec<i32>, usize)> = match &options.task {
+    match &options.task {
         SftTask::Chat { data, order, learn } => {
             let samples: Vec<_> = numbers.map(|number| conversation(data, order, number)).collect();
-            return Ok(pack(model, &samples, learn)?.batches);
+            Ok(pack(model, &samples, learn)?.batches)
         }
-        SftTask::Text(text) => numbers.map(|number| (text.draw(number, options.seed), 1)).collect(),
-        SftTask::Arithmetic => numbers.map(|number| problem(number, options.seed)).collect(),
-    };
-    let samples = examples.iter().zip(0..);
-    let samples: Vec<_> =
-        samples.map(|((tokens, prompt_len), index)| Sample::supervised(tokens, *prompt_len, index)).collect();
-    let weights = token_weights(&samples, Reduction::PerToken);
-    Ok(vec![Batch::new(&samples, &weights, model.config().vocab_size, model.device())?])
-}
-
-/// Tokens of a problem with its answer, and how many of them are only read.
-fn problem(number: u64, seed: u64) -> (Vec<i32>, usize) {
-    let problem = Problem::draw(Split::Sft, number, seed);
-    let prompt = problem.prompt();
-    ([prompt.as_slice(), &problem.answer()].concat(), prompt.len())
+        SftTask::Text(text) => {
+            let windows: Vec<_> = numbers.map(|number| text.draw(number, options.seed)).collect();
+            let samples = windows.iter().zip(0..).map(|(tokens, index)| Sample::supervised(tokens, 1, index));
+            let samples: Vec<_> = samples.collect();
+            let weights = token_weights(&samples, Reduction::PerToken);
+            Ok(vec![Batch::new(&samples, &weights, model.config().vocab_size, model.device())?])
+        }
+    }
 }
 
 /// Conversation `number` of the training, from its first learned token on.

@@ -6,14 +6,14 @@ use std::path::Path;
 
 use driftless_torch::checkpoint::{self, Progress};
 use driftless_torch::optimizer::AdamWOptions;
-use driftless_torch::{Batch, Config, Error, Family, Model, Policy, Sample};
+use driftless_torch::tasks::tiny;
+use driftless_torch::{Batch, Config, Error, Model, Policy, Sample};
 use tch::{Device, Kind, Tensor};
 
 const SEED: i64 = 5;
 
 fn config() -> Config {
     Config {
-        family: Family::Qwen3,
         vocab_size: 16,
         hidden_size: 16,
         intermediate_size: 24,
@@ -21,15 +21,9 @@ fn config() -> Config {
         num_attention_heads: 2,
         num_key_value_heads: 1,
         head_dim: 8,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        rope_scaling: None,
         max_position_embeddings: 32,
-        tie_word_embeddings: true,
         initializer_range: 0.1,
-        bos_token_id: None,
-        eos_token_ids: vec![2],
-        pad_token_id: Some(0),
+        ..tiny::config()
     }
 }
 

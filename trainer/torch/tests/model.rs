@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use driftless_torch::tasks::tiny;
 use driftless_torch::{Config, Error, Family, Model, RopeScaling};
 use tch::{Device, Kind, Tensor};
 
@@ -9,23 +10,14 @@ const SEED: i64 = 11;
 
 fn config() -> Config {
     Config {
-        family: Family::Qwen3,
         vocab_size: 24,
         hidden_size: 32,
         intermediate_size: 48,
         num_hidden_layers: 3,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
         head_dim: 16,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        rope_scaling: None,
         max_position_embeddings: 128,
-        tie_word_embeddings: true,
         initializer_range: 0.2,
-        bos_token_id: None,
-        eos_token_ids: vec![1],
-        pad_token_id: Some(0),
+        ..tiny::config()
     }
 }
 

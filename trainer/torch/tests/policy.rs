@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use driftless_torch::optimizer::AdamWOptions;
-use driftless_torch::{Batch, Config, Error, Family, Model, Policy, Sample};
+use driftless_torch::tasks::tiny;
+use driftless_torch::{Batch, Config, Error, Model, Policy, Sample};
 use driftless_trainer::options::{Estimator, Kl, LearnOptions};
 use tch::{Device, Kind, Tensor};
 
@@ -12,23 +13,13 @@ const LR: f64 = 1e-3;
 
 fn config() -> Config {
     Config {
-        family: Family::Qwen3,
         vocab_size: 24,
         hidden_size: 32,
         intermediate_size: 48,
         num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
         head_dim: 16,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        rope_scaling: None,
-        max_position_embeddings: 64,
-        tie_word_embeddings: true,
         initializer_range: 0.2,
-        bos_token_id: None,
-        eos_token_ids: vec![1],
-        pad_token_id: Some(0),
+        ..tiny::config()
     }
 }
 

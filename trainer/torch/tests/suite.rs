@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use driftless_torch::sft::{SftOptions, SftTask, sft};
-use driftless_torch::tasks::arithmetic::Recipe;
+use driftless_torch::tasks::text::{Text, WINDOW};
+use driftless_torch::tasks::tiny;
 use driftless_torch::{Config, TorchLearner, TorchOptions};
 use driftless_trainer::learner::{Batch, Learner, Sample, Stepped, Workspace, conformance};
 use driftless_trainer::options::{CriticOptions, Estimator, Kl, LearnOptions};
@@ -12,14 +13,14 @@ use std::path::{Path, PathBuf};
 /// Fresh weights of a small model, as a checkpoint.
 fn checkpoint(dir: &Path) -> PathBuf {
     let options = SftOptions {
-        task: SftTask::Arithmetic,
-        config: Config { num_hidden_layers: 1, ..Recipe::default().config },
+        task: SftTask::Text(Text::new(vec![0; WINDOW]).unwrap()),
+        config: Config { num_hidden_layers: 1, ..tiny::config() },
         hf_checkpoint: None,
         load: None,
         save: None,
         save_hf: dir.join("hf"),
         dtype: None,
-        steps: 1,
+        steps: 0,
         stop_loss: None,
         batch_size: 4,
         lr: 1e-3,

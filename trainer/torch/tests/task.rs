@@ -4,23 +4,41 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 
 use driftless_torch::sft::{SftOptions, SftTask, sft};
-use driftless_torch::tasks::arithmetic::Recipe;
 use driftless_torch::tasks::text::{self, Text};
+use driftless_torch::tasks::tiny;
 use driftless_torch::{Config, Kind, Model, Policy, policy_snapshot};
-use driftless_trainer::tasks::arithmetic::{Problem, Split};
+use driftless_trainer::LossMask;
+use driftless_trainer::data::{DataOptions, Order};
+use driftless_trainer::options::LearnOptions;
+use driftless_trainer::tasks::Generated;
+use driftless_trainer::tasks::problems::Kind as Problems;
 use driftless_transport::{Checkpoint, Snapshot};
 use tch::{Device, Tensor};
 
 const SEED: u64 = 3;
 /// The tokens that the logits are compared on: two prompts of the task.
-const TOKENS: [[i64; 7]; 2] = [[1, 6, 7, 13, 8, 11, 14], [1, 12, 12, 13, 4, 3, 14]];
+const TOKENS: [[i64; 6]; 2] = [[6, 7, 13, 8, 11, 14], [12, 12, 13, 4, 3, 14]];
+/// Sums of a step.
+const BATCH: u64 = 64;
+
+/// So many sums with their answers.
+fn sums(count: u64) -> SftTask {
+    let options = DataOptions::default().with_loss_mask(LossMask::Generation);
+    let reader = driftless_trainer::tasks::tiny::reader(options).unwrap();
+    let kind = Problems::named("arithmetic").unwrap();
+    let data = Generated::worked(kind, 1, SEED, count, reader).unwrap();
+    let order = Order { prompts: count, shuffle: false, seed: 0 };
+    let learn = LearnOptions::default().with_lr(1e-3);
+    SftTask::Chat { data: Arc::new(data), order, learn: Box::new(learn) }
+}
 
 fn cold_start(dir: &Path, published: Kind, steps: u64) -> SftOptions {
-    let config = Config { num_hidden_layers: 2, ..Recipe::default().config };
+    let config = Config { num_hidden_layers: 2, ..tiny::config() };
     SftOptions {
-        task: SftTask::Arithmetic,
+        task: sums(steps * BATCH),
         config,
         hf_checkpoint: None,
         load: None,
@@ -29,7 +47,7 @@ fn cold_start(dir: &Path, published: Kind, steps: u64) -> SftOptions {
         dtype: Some(published),
         steps,
         stop_loss: None,
-        batch_size: 64,
+        batch_size: BATCH,
         lr: 1e-3,
         seed: SEED,
         num_threads: 1,
@@ -46,10 +64,10 @@ fn logits(dir: &Path) -> Vec<f32> {
 
 #[test]
 fn the_demo_model_has_a_million_parameters() {
-    let recipe = Recipe::default();
-    recipe.config.check().unwrap();
-    assert!(recipe.config.elements() >= 1_000_000);
-    assert!(recipe.config.num_attention_heads > recipe.config.num_key_value_heads);
+    let config = tiny::config();
+    config.check().unwrap();
+    assert!(config.elements() >= 1_000_000);
+    assert!(config.num_attention_heads > config.num_key_value_heads);
 }
 
 #[test]
@@ -147,15 +165,15 @@ fn transformers_computes_the_same() {
         let mut options = cold_start(&dir, Kind::Float, 3);
         options.config.tie_word_embeddings = tied;
         sft(&options, |_, _| {}).unwrap();
-        let problem = Problem::draw(Split::Sft, 0, SEED);
         let script = format!(
             "import json, sys, torch\n\
              from transformers import AutoModelForCausalLM, AutoTokenizer\n\
              model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, attn_implementation='eager')\n\
              tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n\
              logits = model(torch.tensor({TOKENS:?})).logits.flatten().tolist()\n\
-             print(json.dumps([logits, tokenizer('34+58=')['input_ids'], tokenizer.decode({:?})]))\n",
-            problem.prompt()
+             chat = [{{'role': 'user', 'content': '34+58='}}, {{'role': 'assistant', 'content': '29'}}]\n\
+             text = tokenizer.apply_chat_template(chat, tokenize=False)\n\
+             print(json.dumps([logits, tokenizer('34+58=')['input_ids'], text]))\n"
         );
         let output = Command::new(&python)
             .arg("-c")
@@ -172,7 +190,6 @@ fn transformers_computes_the_same() {
         let difference = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         println!("{name}: largest difference of logits {difference}");
         assert!(difference < 1e-5, "{difference}");
-        assert_eq!(ids, [1, 6, 7, 13, 8, 11, 14]);
-        assert!(text.starts_with("<bos>") && text.ends_with('='), "{text}");
+        assert_eq!((ids.as_slice(), text.as_str()), (&[6, 7, 13, 8, 11, 14][..], "34+58=29<eos>"));
     }
 }

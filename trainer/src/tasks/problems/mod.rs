@@ -1,6 +1,7 @@
 //! Generators of problems whose answers can be checked. Each is a function of numbers: the same seed, number
 //! and difficulty give the same problem.
 
+mod arithmetic;
 mod base_conversion;
 mod chain_sum;
 mod countdown;
@@ -38,7 +39,8 @@ pub struct Kind {
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [&'static Kind; 8] = [
+    pub const ALL: [&'static Kind; 9] = [
+        &arithmetic::KIND,
         &base_conversion::KIND,
         &chain_sum::KIND,
         &countdown::KIND,

@@ -79,6 +79,10 @@ fn answers_follow_from_the_questions() {
     each(|kind, _, problem| {
         let numbers = integers(&problem.question);
         match kind.name {
+            "arithmetic" => {
+                let reversed: String = problem.answer.chars().rev().collect();
+                assert_eq!(integers(&reversed), [numbers[0] + numbers[1]], "{}", problem.question);
+            }
             "chain_sum" => {
                 let words: Vec<_> = problem.question.split_whitespace().collect();
                 let sum: i64 = words
@@ -131,6 +135,10 @@ fn several_ways_to_write_an_answer_are_right() {
     assert!(right("countdown", label.clone(), "(2 + 3) * 4 = 20"));
     assert!(!right("countdown", label.clone(), "4 * 5 = 20"));
     assert!(!right("countdown", label, "20"));
+    assert!(right("arithmetic", "29".into(), "29"));
+    for wrong in ["92", "290", "2", "34+58=29"] {
+        assert!(!right("arithmetic", "29".into(), wrong), "{wrong}");
+    }
     assert!(right("base_conversion", "ff".into(), "0xFF."));
 }
 

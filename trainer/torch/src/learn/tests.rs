@@ -7,10 +7,10 @@ use tch::{Device, Kind};
 use super::*;
 use crate::batch::tests::MEMORY;
 use crate::config::Config;
-use crate::models::Family;
 use crate::optimizer::AdamWOptions;
 use crate::ranks::Ranks;
 use crate::ranks::tests::on_ranks;
+use crate::tasks::tiny;
 
 /// So large that a step of AdamW with this rate is the gradient itself.
 const EPS: f64 = 1e6;
@@ -18,23 +18,13 @@ const TEMPERATURE: f64 = 0.9;
 
 fn config() -> Config {
     Config {
-        family: Family::Qwen3,
         vocab_size: 24,
         hidden_size: 32,
         intermediate_size: 48,
         num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
         head_dim: 16,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        rope_scaling: None,
-        max_position_embeddings: 64,
-        tie_word_embeddings: true,
         initializer_range: 0.2,
-        bos_token_id: None,
-        eos_token_ids: vec![1],
-        pad_token_id: Some(0),
+        ..tiny::config()
     }
 }
 

@@ -8,6 +8,7 @@ pub(crate) use super::Family;
 use super::Model;
 use super::gradients::Gradients;
 use crate::config::Config;
+use crate::tasks::tiny;
 
 const LENGTHS: [i64; 4] = [5, 5, 3, 1];
 
@@ -18,18 +19,12 @@ pub(crate) fn config(family: Family, tie_word_embeddings: bool) -> Config {
         hidden_size: 24,
         intermediate_size: 32,
         num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
         head_dim: 8,
-        rms_norm_eps: 1e-6,
         rope_theta: 100.0,
-        rope_scaling: None,
         max_position_embeddings: 16,
         tie_word_embeddings,
         initializer_range: 0.3,
-        bos_token_id: None,
-        eos_token_ids: vec![1],
-        pad_token_id: Some(0),
+        ..tiny::config()
     }
 }
 

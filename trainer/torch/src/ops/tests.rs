@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use super::kernels::{Arguments, Kernel, Kernels, Machine, definitions};
 use super::{Angles, Heads, Ops, device};
 use crate::config::Config;
-use crate::models::Family;
+use crate::tasks::tiny;
 
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, c_uint, *mut c_void) -> c_int;
 
@@ -76,7 +76,6 @@ const CLOSE: f64 = 0.01;
 
 fn config(hidden_size: i64, head_dim: i64) -> Config {
     Config {
-        family: Family::Qwen3,
         vocab_size: 40,
         hidden_size,
         intermediate_size: 48,
@@ -85,14 +84,8 @@ fn config(hidden_size: i64, head_dim: i64) -> Config {
         num_key_value_heads: 1,
         head_dim,
         rms_norm_eps: EPS,
-        rope_theta: 10_000.0,
-        rope_scaling: None,
-        max_position_embeddings: 64,
-        tie_word_embeddings: true,
         initializer_range: 0.1,
-        bos_token_id: None,
-        eos_token_ids: vec![1],
-        pad_token_id: Some(0),
+        ..tiny::config()
     }
 }
 

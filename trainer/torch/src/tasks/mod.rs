@@ -1,4 +1,4 @@
-//! What the models of the tasks look like, and plain text to train on.
+//! What models of fresh weights look like, and plain text to train on.
 
-pub mod arithmetic;
 pub mod text;
+pub mod tiny;

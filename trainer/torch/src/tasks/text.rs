@@ -6,8 +6,6 @@
 use std::path::Path;
 
 use driftless_trainer::seed::mix;
-use driftless_transport::snapshot::AuxFile;
-use tch::Kind;
 
 use crate::config::Config;
 use crate::error::{Result, input, io};
@@ -41,14 +39,6 @@ pub fn config() -> Config {
         eos_token_ids: Vec::new(),
         pad_token_id: None,
     }
-}
-
-/// `config.json` of a model of text.
-///
-/// # Errors
-/// [`crate::Error::Transport`] if the file is refused.
-pub fn files(config: &Config, kind: Kind) -> Result<Vec<AuxFile>> {
-    Ok(vec![AuxFile::new("config.json", format!("{:#}\n", config.to_json(kind)).into_bytes())?])
 }
 
 /// A text in memory.

@@ -1,13 +1,18 @@
 //! What a sample is: a prompt, what the policy answered token by token, and its number in the log.
 
+mod trajectory;
+mod turn;
+
+pub use trajectory::Trajectory;
+pub(crate) use trajectory::TrajectoryBuilder;
+pub use turn::{Engines, Turn};
+
 use std::fmt;
 
-use driftless_bridge::{Generation, Label};
-use driftless_buffer as buffer;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use crate::error::{Error, Result, short};
+use crate::error::{Error, Place, Result, short};
 
 /// A prompt of a task.
 #[derive(Debug, Clone)]
@@ -20,29 +25,8 @@ pub struct Prompt {
     pub label: Option<Box<RawValue>>,
     /// What else rewards are given, as a JSON object.
     pub metadata: Option<Box<RawValue>>,
-    /// Where it is from, for messages and the log.
-    pub source: String,
-}
-
-/// What a sample is made of: a prompt and a response, token by token.
-#[derive(Debug, Clone)]
-pub struct Trajectory {
-    /// Prompt and response.
-    pub tokens: Vec<i32>,
-    /// Tokens of the prompt.
-    pub prompt_len: usize,
-    /// Per response token: its log-probability when it was sampled; 0 where no engine sampled it.
-    pub log_probs: Vec<f32>,
-    /// Per response token: 1 to train on it, 0 not to.
-    pub loss_mask: Vec<u8>,
-    /// Which versions made which response tokens.
-    pub spans: Vec<buffer::VersionSpan>,
-    /// Why it ended.
-    pub finish: buffer::Finish,
-    /// URL of the engine that wrote its end.
-    pub engine: String,
-    /// What rewards are given in place of the prompt's metadata, as a JSON object.
-    pub metadata: Option<Box<RawValue>>,
+    /// Where it is from.
+    pub place: Place,
 }
 
 /// An answer of the policy to a prompt, as rewards see it. Its JSON is what commands and services are sent.
@@ -109,22 +93,4 @@ pub(crate) fn sample_id(answer: u64, part: usize) -> u64 {
 /// Which part of its answer a sample is.
 pub(crate) fn part_of(sample_id: u64) -> usize {
     (sample_id >> ANSWER_BITS) as usize
-}
-
-/// Which versions wrote which tokens of a generation.
-pub(crate) fn spans(generation: &Generation) -> impl Iterator<Item = buffer::VersionSpan> + '_ {
-    generation.spans.iter().filter_map(|span| {
-        // Engines that nobody updates serve weights that are no version of ours, and only debugging asks them.
-        let label: Label = span.label.parse().ok()?;
-        Some(buffer::VersionSpan { version: label.version(), start: span.start, end: span.end })
-    })
-}
-
-/// Why a generation ended, as the log has it.
-pub(crate) fn finish(finish: &driftless_bridge::engine::Finish) -> buffer::Finish {
-    match finish {
-        driftless_bridge::engine::Finish::Stop => buffer::Finish::Stop,
-        driftless_bridge::engine::Finish::Length => buffer::Finish::Length,
-        _ => buffer::Finish::Abort,
-    }
 }

@@ -1,12 +1,30 @@
-//! The task's tokenizer, as files of a Hugging Face checkpoint.
+//! The tokenizer of a model of fresh weights: 16 tokens, a character each.
+
+use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::{BOS, EOS, PAD};
+use crate::chat::ChatTemplate;
+use crate::data::{DataOptions, RowReader, Tokenizer};
+use crate::error::Result;
+
+/// The kind of problems that is written in these tokens.
+pub const KIND: &str = "arithmetic";
+
+/// Fills unused places.
+pub const PAD: i32 = 0;
+/// Begins a text, where a template says so.
+pub const BOS: i32 = 1;
+/// Ends every answer.
+pub const EOS: i32 = 2;
 
 /// The vocabulary, by id.
 pub const VOCABULARY: [&str; 16] =
     ["<pad>", "<bos>", "<eos>", "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "+", "=", "<unk>"];
+
+/// Questions and answers one after the other; answers end with `<eos>`.
+const CHAT_TEMPLATE: &str = "{% for message in messages %}{% if message.role == 'assistant' %}\
+     {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}";
 
 /// `tokenizer.json`: a word-level tokenizer whose words are single characters, in the format of the
 /// `tokenizers` library.
@@ -29,12 +47,7 @@ pub fn tokenizer() -> Value {
         "pre_tokenizer": {
             "type": "Split", "pattern": { "Regex": "." }, "behavior": "Isolated", "invert": false,
         },
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{ "SpecialToken": { "id": "<bos>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
-            "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } }],
-            "special_tokens": { "<bos>": { "id": "<bos>", "ids": [BOS], "tokens": ["<bos>"] } },
-        },
+        "post_processor": null,
         "decoder": { "type": "Fuse" },
         "model": { "type": "WordLevel", "vocab": ids, "unk_token": "<unk>" },
     })
@@ -50,5 +63,16 @@ pub fn tokenizer_config() -> Value {
         "pad_token": "<pad>",
         "unk_token": "<unk>",
         "model_max_length": 64,
+        "chat_template": CHAT_TEMPLATE,
     })
+}
+
+/// Reads rows as a checkpoint with these files would.
+///
+/// # Errors
+/// [`Error::Input`](crate::Error::Input) for variables of the template that are no JSON object.
+pub fn reader(options: DataOptions) -> Result<RowReader> {
+    let tokenizer = Tokenizer::from_bytes("tokenizer.json", tokenizer().to_string().as_bytes())?;
+    let template = ChatTemplate::from_source(CHAT_TEMPLATE, &[("eos_token", VOCABULARY[EOS as usize])])?;
+    RowReader::new(options, Arc::new(tokenizer), Some(template))
 }

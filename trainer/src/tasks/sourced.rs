@@ -7,22 +7,20 @@ use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::{Fault, Hook};
-use crate::data::RowReader;
+use super::{DataSource, vocabulary};
+use crate::data::{RowReader, Tokenizer};
 use crate::error::{Place, Result};
-use crate::reward::Reward;
-use crate::sample::{Answer, Prompt};
-use crate::tasks::{Task, vocabulary};
+use crate::hook::{Fault, Hook};
+use crate::sample::Prompt;
 
 const EXPECTED: &str = "{\"row\": {…}} with the fields of a row of `prompt_data`";
 
-/// Prompts of `--data-source-command`, with a reward. The hook has to make the same row whenever it is asked
+/// Prompts of `--data-source-command`. The hook has to make the same row whenever it is asked
 /// for a number.
 #[derive(Debug)]
 pub struct Sourced {
     hook: Hook,
     reader: RowReader,
-    reward: Arc<dyn Reward>,
     /// Where its rows are said to be from.
     path: Arc<Path>,
 }
@@ -40,20 +38,19 @@ struct Row {
 impl Sourced {
     /// Takes rows from `hook` and reads them as `reader` does those of files.
     #[must_use]
-    pub fn new(hook: Hook, reader: RowReader, reward: Arc<dyn Reward>) -> Self {
-        Sourced { hook, reader, reward, path: Path::new("data_source_command").into() }
+    pub fn new(hook: Hook, reader: RowReader) -> Self {
+        Sourced { hook, reader, path: Path::new("data_source_command").into() }
     }
 }
 
 #[async_trait]
-impl Task for Sourced {
+impl DataSource for Sourced {
     /// Engines refuse ids that the model does not have.
     fn check(&self, checkpoint: &Path) -> Result<()> {
         vocabulary(checkpoint).map(drop)
     }
 
     async fn ready(&self) -> Result<()> {
-        self.reward.ready().await?;
         self.prompt(0).await.map(drop)
     }
 
@@ -66,15 +63,7 @@ impl Task for Sourced {
         Ok(read.map_err(|why| refused(Fault::of(EXPECTED, why)))?.into())
     }
 
-    fn decode(&self, response: &[i32]) -> Result<String> {
-        self.reader.tokenizer().decode(response)
-    }
-
-    fn encode(&self, text: &str) -> Result<Vec<i32>> {
-        self.reader.tokenizer().encode(text)
-    }
-
-    async fn reward(&self, group: &[Answer]) -> Result<Vec<f32>> {
-        self.reward.score(group).await
+    fn tokenizer(&self) -> &Tokenizer {
+        self.reader.tokenizer()
     }
 }

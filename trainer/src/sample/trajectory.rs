@@ -1,0 +1,98 @@
+//! What a sample is made of, token by token.
+
+use driftless_bridge::{Generation, Label, engine};
+use driftless_buffer::{Finish, VersionSpan};
+use serde_json::value::RawValue;
+
+/// What a sample is made of: a prompt and a response, token by token.
+#[derive(Debug, Clone)]
+pub struct Trajectory {
+    /// Prompt and response.
+    pub tokens: Vec<i32>,
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
+    /// Per response token: its log-probability when it was sampled; 0 where no engine sampled it.
+    pub log_probs: Vec<f32>,
+    /// Per response token: 1 to train on it, 0 not to.
+    pub loss_mask: Vec<u8>,
+    /// Which versions made which response tokens.
+    pub spans: Vec<VersionSpan>,
+    /// Why it ended.
+    pub finish: Finish,
+    /// URL of the engine that wrote its end.
+    pub engine: String,
+    /// What rewards are given in place of the prompt's metadata, as a JSON object.
+    pub metadata: Option<Box<RawValue>>,
+}
+
+/// Puts a trajectory together from what engines read and wrote.
+#[derive(Debug)]
+pub(crate) struct TrajectoryBuilder(Trajectory);
+
+impl TrajectoryBuilder {
+    /// A trajectory of these tokens. Until a generation is taken, no engine wrote any of them.
+    pub(crate) fn new(tokens: Vec<i32>, prompt_len: usize) -> Self {
+        let response = tokens.len() - prompt_len;
+        TrajectoryBuilder(Trajectory {
+            tokens,
+            prompt_len,
+            log_probs: vec![0.0; response],
+            loss_mask: vec![0; response],
+            spans: Vec::new(),
+            finish: Finish::Stop,
+            engine: String::new(),
+            metadata: None,
+        })
+    }
+
+    /// Takes log-probs and versions of what an engine wrote, as far as the trajectory has it behind exactly what the
+    /// engine had read, and behind all that was taken before.
+    pub(crate) fn take(&mut self, input_ids: &[i32], generation: &Generation) {
+        let Generation { output_ids, log_probs, .. } = generation;
+        let made = &mut self.0;
+        let Some(behind) = made.tokens.strip_prefix(input_ids) else { return };
+        let length = behind.iter().zip(output_ids).take_while(|(ours, theirs)| ours == theirs).count();
+        let taken = made.loss_mask.iter().rposition(|keep| *keep == 1).map_or(0, |at| at + 1);
+        let start = match input_ids.len().checked_sub(made.prompt_len) {
+            Some(start) if start >= taken => start,
+            _ => return,
+        };
+        let whole = length == output_ids.len();
+        if length == 0 && !whole {
+            return;
+        }
+        made.log_probs[start..start + length].copy_from_slice(&log_probs[..length]);
+        made.loss_mask[start..start + length].fill(1);
+        made.spans.extend(spans(generation).filter_map(|span| {
+            let end = span.end.min(length as u32);
+            let shift = start as u32;
+            (span.start < end).then(|| VersionSpan { start: span.start + shift, end: end + shift, ..span })
+        }));
+        made.finish = finish(if whole { &generation.finish } else { &engine::Finish::Stop });
+        if !generation.engine.is_empty() {
+            made.engine.clone_from(&generation.engine);
+        }
+    }
+
+    pub(crate) fn build(self) -> Trajectory {
+        self.0
+    }
+}
+
+/// Which versions wrote which tokens of a generation.
+fn spans(generation: &Generation) -> impl Iterator<Item = VersionSpan> + '_ {
+    generation.spans.iter().filter_map(|span| {
+        // Engines that nobody updates serve weights that are no version of ours, and only debugging asks them.
+        let label: Label = span.label.parse().ok()?;
+        Some(VersionSpan { version: label.version(), start: span.start, end: span.end })
+    })
+}
+
+/// Why a generation ended, as the log has it.
+fn finish(finish: &engine::Finish) -> Finish {
+    match finish {
+        engine::Finish::Stop => Finish::Stop,
+        engine::Finish::Length => Finish::Length,
+        _ => Finish::Abort,
+    }
+}

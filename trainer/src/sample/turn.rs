@@ -1,0 +1,101 @@
+//! A sample that is to be generated, and what generates.
+
+use async_trait::async_trait;
+use driftless_bridge::{Fleet, GenerateRequest, Generation, Label, Rid, SamplingParams};
+
+use super::{Prompt, Trajectory, TrajectoryBuilder};
+use crate::error::Result;
+use crate::seed::mix;
+
+/// What generates: a fleet, or what stands in for one in tests.
+#[async_trait]
+pub trait Engines: Send + Sync {
+    /// One generation, all of it with weights of `minimum` or later.
+    ///
+    /// # Errors
+    /// As [`Fleet::generate`].
+    async fn generate(
+        &self,
+        request: GenerateRequest,
+        minimum: Option<&Label>,
+    ) -> driftless_bridge::Result<Generation>;
+}
+
+#[async_trait]
+impl Engines for Fleet {
+    async fn generate(
+        &self,
+        request: GenerateRequest,
+        minimum: Option<&Label>,
+    ) -> driftless_bridge::Result<Generation> {
+        Fleet::generate(self, request, minimum).await
+    }
+}
+
+/// One sample that is to be generated.
+pub struct Turn<'a> {
+    /// Who generates.
+    pub engines: &'a dyn Engines,
+    /// The oldest weights that may.
+    pub minimum: Option<&'a Label>,
+    /// Number of the sample.
+    pub sample: u64,
+    /// Id of its requests, which are made one after another.
+    pub rid: Rid,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
+    /// Tokens that prompt and response may have together.
+    pub max_context_len: Option<usize>,
+    /// Ids are below it, where that is known.
+    pub vocabulary: Option<u64>,
+    /// Whether the sample is measured, and not learned from.
+    pub evaluation: bool,
+}
+
+impl Turn<'_> {
+    /// Sends the prompt once and takes what comes back.
+    ///
+    /// # Errors
+    /// [`crate::Error::Bridge`].
+    pub async fn single(&self, prompt: &Prompt) -> Result<Trajectory> {
+        let generation = self.generate(0, prompt.tokens.clone(), self.sampling.clone()).await?;
+        let tokens = [prompt.tokens.as_slice(), &generation.output_ids].concat();
+        let mut trajectory = TrajectoryBuilder::new(tokens, prompt.tokens.len());
+        trajectory.take(&prompt.tokens, &generation);
+        Ok(trajectory.build())
+    }
+
+    /// The `nth` generation of this sample, from 0. Where `input_ids` leave no room in the context, it has no
+    /// tokens, and no engine is asked.
+    ///
+    /// # Errors
+    /// [`crate::Error::Bridge`].
+    pub async fn generate(
+        &self,
+        nth: u64,
+        input_ids: Vec<i32>,
+        mut sampling: SamplingParams,
+    ) -> Result<Generation> {
+        let room = self.max_context_len.map(|context| context.saturating_sub(input_ids.len()));
+        let room = room.and_then(|room| u32::try_from(room).ok()).unwrap_or(u32::MAX);
+        sampling.max_new_tokens = sampling.max_new_tokens.min(room);
+        // Each generation has draws of its own, and the same ones whenever it is asked for. SGLang keeps seeds
+        // in signed 64-bit tensors.
+        let seed_of = |seed: u64| if nth == 0 { seed } else { mix(seed ^ mix(nth)) >> 1 };
+        sampling.sampling_seed = sampling.sampling_seed.map(seed_of);
+        if sampling.max_new_tokens == 0 {
+            return Ok(Generation {
+                rid: self.rid,
+                engine: String::new(),
+                output_ids: Vec::new(),
+                log_probs: Vec::new(),
+                spans: Vec::new(),
+                spans_reported: true,
+                finish: driftless_bridge::engine::Finish::Length,
+                retractions: 0,
+            });
+        }
+        let request = GenerateRequest { rid: self.rid, input_ids, sampling };
+        Ok(self.engines.generate(request, self.minimum).await?)
+    }
+}
