@@ -35,7 +35,7 @@ use sft::SftArgs;
 use show::observer;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use task::{Chosen, TaskArgs};
+use task::TaskArgs;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -428,16 +428,14 @@ impl RolloutArgs {
     }
 
     /// How tokens are drawn.
-    fn sampling(&self, chosen: &Chosen) -> SamplingParams {
-        let mut stop_token_ids = chosen.task.stop_token_ids();
-        stop_token_ids.extend(&self.rollout_stop_token_ids);
+    fn sampling(&self) -> SamplingParams {
         SamplingParams {
             temperature: self.rollout_temperature,
             top_p: self.rollout_top_p,
             // SGLang knows no 0.
             top_k: if self.rollout_top_k == 0 { -1 } else { self.rollout_top_k },
-            max_new_tokens: self.rollout_max_response_len.unwrap_or(chosen.defaults.rollout_max_response_len),
-            stop_token_ids,
+            max_new_tokens: self.rollout_max_response_len,
+            stop_token_ids: self.rollout_stop_token_ids.clone(),
             stop: self.rollout_stop.clone(),
             ..SamplingParams::default()
         }
@@ -491,7 +489,7 @@ fn train_options(args: Args) -> Result<TrainOptions> {
     let num_rollout = args.num_rollout.map_or_else(|| chosen.num_rollout(rollout_batch_size), Ok)?;
     let (lr, n_samples_per_prompt) = (args.lr.unwrap_or(LR), rollout.n_samples_per_prompt);
     let run = learn::Run { lr, num_rollout, rollout_batch_size, n_samples_per_prompt };
-    let (sampling, keys) = (rollout.sampling(&chosen), rollout.keys.read()?);
+    let (sampling, keys) = (rollout.sampling(), rollout.keys.read()?);
     let opened = store::open(&store)?;
     let options =
         TrainOptions::new(&hf_checkpoint, args.save, opened, store, &update.run, chosen.task.clone())

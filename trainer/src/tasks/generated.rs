@@ -55,7 +55,7 @@ impl Generated {
         let all: Vec<_> = held_out.take(count).collect();
         if all.len() < count {
             let expected =
-                format!("at most {} of {} at task_difficulty {difficulty}", all.len(), kind.name);
+                format!("at most {} of {} at `task_difficulty` {difficulty}", all.len(), kind.name);
             return Err(input("n_eval_prompts", expected, count));
         }
         Ok(Generated { all: Some(all), ..Self::practice(kind, difficulty, 0, reader) })
@@ -91,8 +91,7 @@ impl Generated {
 
     fn read(&self, number: u64, row: &serde_json::Value) -> Result<Example> {
         let place = Place { path: self.path.clone(), line: number };
-        let refused =
-            |why: crate::data::Refused| input(format!("task {}", self.kind.name), "a prompt", why);
+        let refused = |why: crate::data::Refused| input(format!("task {}", self.kind.name), "a prompt", why);
         self.reader.read(&row.to_string(), place).map_err(refused)
     }
 
