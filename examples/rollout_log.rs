@@ -1,5 +1,6 @@
 //! The rollout log alone, in another RL stack: two generators append, a trainer takes complete groups without
-//! copying them, stops in the middle, and continues where its checkpoint says.
+//! copying them, stops in the middle, and continues where its checkpoint says. A process that only looks reads
+//! beside them.
 //!
 //! `cargo run --example rollout_log`
 
@@ -8,7 +9,8 @@ use std::path::Path;
 
 use driftless::buffer::sample::Shape;
 use driftless::buffer::{
-    Finish, GroupQuery, Identity, Log, Options, Position, Retention, Sample, Scalars, SyncPolicy, VersionSpan,
+    Finish, GroupQuery, Identity, Log, Options, Position, Reader, Retention, Sample, Scalars, SyncPolicy,
+    VersionSpan,
 };
 
 /// Samples of one prompt.
@@ -27,6 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("done at position {end}");
 
     let log = open(&dir)?;
+    println!("the mean reward is {}", mean_reward(&dir)?);
     let retired = log.retain(&Retention { consumed_by: vec!["trainer".into()], ..Retention::default() })?;
     println!(
         "removed {} segments that the trainer has consumed; oldest position is {}",
@@ -105,6 +108,14 @@ fn write_in_place(log: &Log, prompt: u64) -> driftless::buffer::Result<()> {
         space.commit()?.wait()?;
     }
     Ok(())
+}
+
+/// What any process can do while another one owns the log: it takes no lock.
+fn mean_reward(dir: &Path) -> driftless::buffer::Result<f32> {
+    let reader = Reader::open(dir)?;
+    let rewards = reader.iter(reader.oldest()).map(|record| Ok(record?.scalars().reward));
+    let rewards: Vec<f32> = rewards.collect::<driftless::buffer::Result<_>>()?;
+    Ok(rewards.iter().sum::<f32>() / rewards.len() as f32)
 }
 
 /// Takes complete groups in the order in which they became complete, from `position` on; answers where it

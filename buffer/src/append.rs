@@ -1,9 +1,9 @@
 //! From a record in the producer's memory to one in the log, whichever process owns the log.
 
+use crate::error::{Error, Result};
 use crate::layout::body::Plan;
 use crate::reservation::{Ack, Pending, Reservation};
 use crate::sample::{ColumnId, Element, Kind, Sample, Shape};
-use crate::{Error, Result};
 
 /// The shape that a record needs.
 pub(crate) fn shape(sample: &Sample<'_>) -> Result<Shape> {

@@ -1,56 +1,21 @@
 //! Looking at a log from outside. Read-only, and safe beside a writing process.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use crate::cursor;
+pub use crate::damage::{Damage, Recovery, Severity};
+use crate::error::Result;
 use crate::files::read_mode;
-use crate::index::{Loaded, Segment};
+use crate::index::Loaded;
 use crate::layout::frame::{FrameState, Peek};
 use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, TRAILER};
+use crate::position::Position;
 use crate::position::hex;
-use crate::recover::{self, End, Mode, Opened};
+use crate::recover::{self, Mode, Opened};
 use crate::sample::Kind;
+use crate::scan;
+use crate::segment::{self, End, Segment};
 use crate::storage::{Directory, Storage};
-use crate::{Position, Result, cursor, scan};
-
-/// How bad a damaged place is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Severity {
-    /// Incomplete after a crash; nothing shows that it was ever acknowledged.
-    Torn,
-    /// Was on stable storage and has changed since. The record is lost; its neighbours are not.
-    Corrupt,
-    /// Redundant bytes have changed; no record is affected.
-    Redundant,
-}
-
-/// One damaged place.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
-pub struct Damage {
-    /// The file.
-    pub path: PathBuf,
-    /// Byte offset in it.
-    pub offset: u64,
-    /// The position that is lost there, when it is known.
-    pub position: Option<Position>,
-    /// How bad it is.
-    pub severity: Severity,
-    /// What is damaged.
-    pub what: &'static str,
-}
-
-/// What opening a log found.
-#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize)]
-pub struct Recovery {
-    /// Segments that were not sealed and had to be scanned.
-    pub scanned: usize,
-    /// Positions in the log: records, and what was given up.
-    pub positions: u64,
-    /// Places in segments that had to be scanned, and in headers and trailers, that are not what was written.
-    /// [`verify`] checks everything.
-    pub damage: Vec<Damage>,
-}
 
 /// Figures about a log.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize)]
@@ -215,8 +180,8 @@ fn verify_sealed(path: &Path, loaded: &Loaded, report: &mut Report) {
         let (path, position) = (path.to_owned(), position.map(Position));
         report.damage.push(Damage { path, offset: offset as u64, position, severity, what });
     };
-    if let End::Sealed(trailer) = recover::read_end(&segment.map, &segment.header)
-        && recover::table(segment, &trailer).is_none()
+    if let End::Sealed(trailer) = segment::read_end(&segment.map, &segment.header)
+        && segment::table(segment, &trailer).is_none()
     {
         let what = "index table; the segment was scanned instead";
         damage(trailer.table as usize, None, Severity::Redundant, what);

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use crate::error::{Error, Result};
 use crate::position::hex;
+use crate::position::{Identity, Position};
 use crate::shared::Shared;
 use crate::storage::Storage;
-use crate::{Error, Identity, Position, Result};
 
 const PREFIX: &str = "cursor-";
 const MAGIC: &str = "driftless-cursor";
@@ -43,14 +44,15 @@ impl Cursor {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] for a position beyond the end of what is durable, [`Error::Io`] (the cursor has not
-    /// moved).
+    /// [`Error::Invalid`] for a position beyond the end of what is durable, [`Error::LockLost`] and
+    /// [`Error::Io`] (the cursor has not moved).
     pub fn commit(&mut self, position: Position) -> Result<()> {
         let end = Position(self.shared.lock().ledger.visible());
         if position > end {
             let expected = format!("at most {end}, the end of the durable records");
             return Err(Error::Invalid { what: "cursor position", expected, found: position.to_string() });
         }
+        self.shared.check_owner()?;
         let file = format!("{PREFIX}{}", self.name);
         let text = encode(position, &self.shared.options().identity);
         self.shared

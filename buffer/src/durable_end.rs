@@ -13,8 +13,10 @@ use std::time::Duration;
 use memmap2::MmapOptions;
 use rustix::thread::futex;
 
+use crate::error::{Error, Result};
 use crate::map::Map;
-use crate::{Error, Result, regular, storage};
+use crate::regular;
+use crate::storage;
 
 const NAME: &str = "end";
 const BYTES: usize = 64;

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::Position;
+use crate::position::Position;
 
 /// Shorthand for results of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -36,12 +36,25 @@ pub enum Error {
         found: String,
     },
     /// Another process (or another handle of this one) has the log open for writing.
-    #[error("{path} is being written by {holder}; a log has one owner: stop that one first, or write through it as a `Producer`", path = path.display(), holder = holder.map_or("a process that left no pid".to_owned(), |pid| format!("process {pid}")))]
+    #[error("{path} is being written by {}; a log has one owner: read it with `Reader::open`, write through the owner as a `Producer`, or stop the owner first", owner(*holder), path = path.display())]
     Locked {
         /// The lock file.
         path: PathBuf,
         /// The process that wrote its number into it.
         holder: Option<u32>,
+    },
+    /// The lock's file was removed or replaced while this process owned the log, so that another process can
+    /// own it, too. Nothing more is acknowledged.
+    #[error("{path} no longer leads to the file that this process has locked; another process may own the log: open it again, and leave its `lock` alone", path = path.display())]
+    LockLost {
+        /// The lock file.
+        path: PathBuf,
+    },
+    /// There is nothing to read.
+    #[error("there is no log at {path}: no such directory", path = path.display())]
+    NoLog {
+        /// The directory.
+        path: PathBuf,
     },
     /// Bytes of the log are not what was written. Other records are unaffected.
     #[error("damaged {what} at {path}:{offset}", path = path.display())]
@@ -135,6 +148,15 @@ pub enum Error {
         /// The oldest one still there.
         oldest: Position,
     },
+}
+
+/// The holder of a lock, in words.
+fn owner(holder: Option<u32>) -> String {
+    match holder {
+        None => "a process that left no pid".to_owned(),
+        Some(pid) if pid == std::process::id() => "another handle of this process".to_owned(),
+        Some(pid) => format!("process {pid}"),
+    }
 }
 
 impl Error {

@@ -4,15 +4,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::check::Recovery;
+use crate::damage::Recovery;
 use crate::durable_end::DurableEnd;
+use crate::error::{Error, Result};
 use crate::index::{Checked, Index, Loaded};
 use crate::layout::segment::HEADER_PAGE;
 use crate::lock::LockFile;
-use crate::recover::{self, End, Mode, Opened};
+use crate::position::{Identity, Position};
+use crate::recover::{self, Mode, Opened};
 use crate::scan::{self, Start};
+use crate::segment::{self, End};
 use crate::storage::{Directory, Storage};
-use crate::{Error, Identity, Position, Result};
 
 /// How often a waiting reader looks whether a writer has come or gone; new records wake it.
 const LOOK: Duration = Duration::from_secs(1);
@@ -171,11 +173,11 @@ fn walk_on(index: &mut Index, first: u64, durable: u64) {
         index.push(first, entry, Checked::Good);
     }
     // It may have been sealed since, and that names every position.
-    if let End::Sealed(trailer) = recover::read_end(&segment.map, &segment.header)
+    if let End::Sealed(trailer) = segment::read_end(&segment.map, &segment.header)
         && let Some(known) = index.segment(first).map(|loaded| loaded.entries.len())
     {
         if known < trailer.count as usize {
-            for entry in recover::entries(&segment, &trailer).into_iter().skip(known) {
+            for entry in segment::entries(&segment, &trailer).into_iter().skip(known) {
                 index.push(first, entry, Checked::NotYet);
             }
         }

@@ -4,31 +4,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use crate::layout::segment::{self, Entry, EntryState, SegmentHeader, Trailer};
+use crate::layout::segment::{Entry, EntryState, Trailer, rollouts};
 use crate::locks::Mutex;
 use crate::map::Map;
-use crate::recover;
 use crate::sample::{Kind, PromptState};
+use crate::segment::{self, Segment};
 
 /// Sealed segments that stay in memory though no record of them is held.
 const RESIDENT: usize = 4;
-
-/// A mapped segment.
-#[derive(Debug)]
-pub(crate) struct Segment {
-    pub(crate) name: String,
-    pub(crate) header: SegmentHeader,
-    pub(crate) map: Arc<Map>,
-    /// Its file has its name, and its header is on stable storage.
-    pub(crate) named: Mutex<bool>,
-}
-
-impl Segment {
-    /// One that was found under its name.
-    pub(crate) fn found(name: String, header: SegmentHeader, map: Map) -> Arc<Self> {
-        Arc::new(Self { name, header, map: Arc::new(map), named: Mutex::new(true) })
-    }
-}
 
 /// Has the CRC of a record's body been checked in this process?
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,7 +49,7 @@ pub(crate) struct Unread {
 
 impl Unread {
     pub(crate) fn entries(&self) -> Vec<Entry> {
-        recover::entries(&self.segment, &self.trailer)
+        segment::entries(&self.segment, &self.trailer)
     }
 }
 
@@ -158,7 +141,7 @@ impl Index {
         let tail = self.segments.values().filter(|loaded| loaded.end() > position);
         let named = tail.map(|loaded| match loaded.pending {
             Some(trailer) => trailer.rollouts,
-            None => segment::rollouts(&loaded.entries),
+            None => rollouts(&loaded.entries),
         });
         let (low, high) = named.fold((u64::MAX, 0), |(a, b), (low, high)| (a.min(low), b.max(high)));
         low.max(*rollouts.start())..=high.min(*rollouts.end())
@@ -175,7 +158,7 @@ impl Index {
     fn fill_in(&mut self, first: u64) {
         let Some(loaded) = self.segments.get(&first) else { return };
         let Some(trailer) = loaded.pending else { return };
-        let entries = recover::entries(&loaded.segment, &trailer);
+        let entries = segment::entries(&loaded.segment, &trailer);
         self.fill(first, entries);
     }
 

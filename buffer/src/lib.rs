@@ -11,7 +11,10 @@ compile_error!(
 
 mod append;
 pub mod check;
+mod clock;
+mod connection;
 mod cursor;
+mod damage;
 mod durable_end;
 mod error;
 #[cfg(feature = "arrow")]
@@ -36,9 +39,10 @@ pub mod reservation;
 pub mod retain;
 pub mod sample;
 mod scan;
-mod segments;
+mod segment;
 mod serve;
 mod shared;
+mod spare;
 mod storage;
 mod sync;
 #[cfg(test)]
@@ -56,9 +60,3 @@ pub use reader::Reader;
 pub use record::Record;
 pub use retain::Retention;
 pub use sample::{Finish, Kind, PromptState, Sample, Scalars, VersionSpan};
-
-/// Unix time in microseconds, for information only: nothing is ever ordered by it.
-fn clock_us() -> u64 {
-    let elapsed = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    elapsed.map_or(0, |elapsed| u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX))
-}

@@ -1,10 +1,15 @@
 //! One writing process per log: an advisory lock that the kernel releases when its holder dies.
+//!
+//! The lock is on a file, and another process finds it by its name. So the lock protects the log only as long
+//! as the name leads to that file: whoever removes it lets a second owner in.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read, Seek, Write};
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
-use crate::{Error, Result, regular};
+use crate::error::{Error, Result};
+use crate::regular;
 
 const NAME: &str = "lock";
 
@@ -13,6 +18,38 @@ const NAME: &str = "lock";
 pub(crate) struct LockFile {
     /// Closing it releases the lock.
     _file: File,
+    name: LockName,
+}
+
+/// The name of a lock, and the file that it led to when the lock was taken.
+#[derive(Debug, Clone)]
+pub(crate) struct LockName {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl LockName {
+    fn of(path: PathBuf, file: &File) -> Result<Self> {
+        let found = file.metadata().map_err(Error::io("look at", &path))?;
+        // The process may change its working directory.
+        let path = std::path::absolute(&path).unwrap_or(path);
+        Ok(Self { path, device: found.dev(), inode: found.ino() })
+    }
+
+    /// Refuses a name that leads to another file by now, or to none.
+    ///
+    /// What was on stable storage before this succeeds is safe: a process that takes the log later recovers
+    /// it.
+    pub(crate) fn check(&self) -> Result<()> {
+        match fs::metadata(&self.path) {
+            Ok(found) if (found.dev(), found.ino()) == (self.device, self.inode) => Ok(()),
+            Err(source) if source.kind() != ErrorKind::NotFound => {
+                Err(Error::io("look at", &self.path)(source))
+            }
+            _ => Err(Error::LockLost { path: self.path.clone() }),
+        }
+    }
 }
 
 impl LockFile {
@@ -38,7 +75,15 @@ impl LockFile {
             writeln!(file, "{}", std::process::id())
         };
         note(&mut file).map_err(Error::io("write", &path))?;
-        Ok(Self { _file: file })
+        let name = LockName::of(path, &file)?;
+        // The file may have been replaced between its opening and the lock.
+        name.check()?;
+        Ok(Self { _file: file, name })
+    }
+
+    /// What to look at to know whether the lock still protects the log.
+    pub(crate) fn name(&self) -> &LockName {
+        &self.name
     }
 
     /// Is a process writing the log in `root` right now? Takes nothing.

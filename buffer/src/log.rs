@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::append;
-use crate::check::Recovery;
 use crate::cursor::{self, Cursor};
+use crate::damage::Recovery;
 use crate::durable_end::DurableEnd;
+use crate::error::{Error, Result};
 use crate::lock::LockFile;
 use crate::options::{Options, SyncPolicy};
+use crate::position::{Identity, Position};
 use crate::producer::Producers;
 use crate::reader::Reader;
 use crate::recover::{self, SEGMENT_BYTES_MAX};
@@ -19,7 +21,6 @@ use crate::sample::{Sample, Shape};
 use crate::shared::Shared;
 use crate::storage::{Directory, Storage};
 use crate::sync::Worker;
-use crate::{Error, Identity, Position, Result};
 
 /// Pages of a file.
 const PAGE: u64 = 4096;
@@ -42,7 +43,7 @@ impl Log {
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] when another process writes it. [`Error::Identity`] when it belongs to another run,
+    /// [`Error::Locked`] when another process writes it, or another handle of this one. [`Error::Identity`] when it belongs to another run,
     /// model or tokenizer. [`Error::Unsupported`] when a newer program wrote it. [`Error::Invalid`] for
     /// options that make no sense. [`Error::Io`].
     pub fn open(dir: impl AsRef<Path>, options: Options) -> Result<Self> {
@@ -143,7 +144,8 @@ impl Log {
     /// # Errors
     ///
     /// [`Error::Io`] when the medium fails; from then on every call that writes answers [`Error::Poisoned`],
-    /// because it is unknown what a failed sync has left behind. [`Error::Full`] when another thread's sync
+    /// because it is unknown what a failed sync has left behind. [`Error::LockLost`], with the same effect, when
+    /// the lock's file was removed or replaced: another process may own the log. [`Error::Full`] when another thread's sync
     /// does not finish in time.
     pub fn sync(&self) -> Result<Position> {
         self.shared.sync()

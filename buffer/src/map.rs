@@ -21,7 +21,7 @@ use memmap2::{Advice, MmapRaw};
 use crate::layout::ALIGN;
 use crate::layout::frame::{FRAME_HEADER, FrameHeader, FrameState, Peek};
 use crate::layout::segment::HEADER_PAGE;
-use crate::storage::call;
+use crate::regular::call;
 #[cfg(test)]
 use crate::tests::image::Image;
 

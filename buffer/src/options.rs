@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use derive_setters::Setters;
 
-use crate::Identity;
+use crate::position::Identity;
 
 /// When committed records are brought to stable storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

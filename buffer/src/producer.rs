@@ -4,27 +4,18 @@
 //! own map of the segment, and asks the owner to commit. Frame headers, CRCs and syncs are the owner's. The
 //! kernel closes the socket of a producer that dies, and with that its reservations end.
 
-use std::fs::File;
-use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::append;
-use crate::layout::body::Plan;
-use crate::layout::field;
-use crate::map::{Exclusive, Map};
+use crate::connection::Connection;
+use crate::error::{Error, Result};
 use crate::position::Identity;
-use crate::recover::segment_name;
 use crate::reservation::{Ack, Home, Pending, Reservation};
-use crate::sample::{Kind, Sample, Shape};
+use crate::sample::{Sample, Shape};
 pub use crate::serve::Producers;
-use crate::serve::SOCKET;
-use crate::storage::{Directory, Storage};
-use crate::wire::{self, Message};
-use crate::{Error, Position, Result};
+use crate::wire::SOCKET;
 
 /// How often a producer looks for an owner that is not there yet.
 const RETRY: Duration = Duration::from_millis(10);
@@ -92,172 +83,4 @@ impl Producer {
     pub fn append_all(&self, samples: &[Sample<'_>]) -> Result<Vec<Ack>> {
         append::all(samples, |sample| self.append(sample))
     }
-}
-
-/// The line to the owner.
-pub(crate) struct Connection {
-    root: PathBuf,
-    storage: Directory,
-    /// `None` after a failure: an answer that came late would be taken for that of another question.
-    stream: Mutex<Option<UnixStream>>,
-    /// The segment that the last space was in.
-    segment: Mutex<Option<(u64, Arc<Map>)>>,
-    deadline: Duration,
-}
-
-impl std::fmt::Debug for Connection {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Connection").field("root", &self.root).finish_non_exhaustive()
-    }
-}
-
-impl Connection {
-    /// Connects, and tells what the log belongs to.
-    fn open(root: &Path, deadline: Duration) -> Result<(Self, Identity)> {
-        let owner = |cause: String| Error::Owner { path: root.to_owned(), cause };
-        let lost = |error: io::Error| owner(error.to_string());
-        let directory = File::open(root).map_err(Error::io("open", root))?;
-        // Socket addresses are short, paths of logs may be long.
-        let address = format!("/proc/self/fd/{}/{SOCKET}", directory.as_raw_fd());
-        let mut stream = UnixStream::connect(address).map_err(lost)?;
-        let bound = Some(deadline.max(Duration::from_millis(1)));
-        stream.set_write_timeout(bound).and_then(|()| stream.set_read_timeout(bound)).map_err(lost)?;
-        Message::new(wire::HELLO, [wire::PROTOCOL, 0, 0]).write(&mut stream).map_err(lost)?;
-        let welcome = Message::read(&mut stream, || false).map_err(lost)?;
-        let welcome = welcome.ok_or_else(|| owner("it closed the connection".into()))?;
-        if welcome.tag != wire::WELCOME || welcome.numbers[0] != wire::PROTOCOL {
-            return Err(Error::Unsupported {
-                path: root.join(SOCKET),
-                what: "producer protocol",
-                found: welcome.numbers[0].to_string(),
-                known: wire::PROTOCOL.to_string(),
-            });
-        }
-        let identity = identity(&welcome.text).ok_or_else(|| owner("it did not say what it owns".into()))?;
-        // The owner itself waits for room and for the medium before it answers.
-        let deadline = deadline.saturating_add(Duration::from_micros(welcome.numbers[1]));
-        stream.set_read_timeout(Some(deadline)).map_err(lost)?;
-        let (stream, segment, storage) = (Mutex::new(Some(stream)), Mutex::new(None), Directory::new(root));
-        Ok((Self { root: root.to_owned(), storage, stream, segment, deadline }, identity))
-    }
-
-    /// Sends a message and waits for its answer, if it has one.
-    fn say(&self, message: &Message, answered: bool) -> Result<Option<Message>> {
-        let owner = |cause: String| Error::Owner { path: self.root.clone(), cause };
-        let mut guard = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        let stream = guard.as_mut().ok_or_else(|| owner("the connection was lost".into()))?;
-        let mut exchange = || -> io::Result<Option<Message>> {
-            message.write(stream)?;
-            if !answered {
-                return Ok(None);
-            }
-            let answer = Message::read(stream, || false)?;
-            answer
-                .map(Some)
-                .ok_or_else(|| io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection"))
-        };
-        let outcome = exchange();
-        outcome.map_err(|error| {
-            *guard = None;
-            let late = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
-            owner(if late { format!("no answer within {:?}", self.deadline) } else { error.to_string() })
-        })
-    }
-
-    fn ask(&self, tag: u64, numbers: [u64; 3], expected: u64) -> Result<Message> {
-        let answer = self.say(&Message::new(tag, numbers), true)?.unwrap_or_default();
-        if answer.tag == expected {
-            return Ok(answer);
-        }
-        let [which, first, second] = answer.numbers;
-        let cause = String::from_utf8_lossy(&answer.text).into_owned();
-        Err(match which {
-            _ if answer.tag != wire::REFUSED => {
-                let cause = format!("it answered with message {} instead of {expected}", answer.tag);
-                Error::Owner { path: self.root.clone(), cause }
-            }
-            FULL => Error::Full {
-                bytes: first,
-                waited: Duration::from_micros(second),
-                reason: "open reservations or a slow sync hold it in the process that owns the log",
-            },
-            TOO_LARGE => Error::TooLarge { bytes: first, max: second },
-            EXPIRED => Error::Expired { position: Position(first), held: Duration::from_micros(second) },
-            POISONED => Error::Poisoned { path: self.root.clone(), cause },
-            _ => Error::Owner { path: self.root.clone(), cause },
-        })
-    }
-
-    fn reserve(self: &Arc<Self>, kind: Kind, plan: &Plan) -> Result<(u64, Exclusive)> {
-        let bytes = plan.frame as u64;
-        let space = self.ask(wire::RESERVE, [u64::from(kind.code()), bytes, 0], wire::SPACE)?;
-        let [segment, offset, sequence] = space.numbers;
-        let map = self.map(segment)?;
-        let granted = usize::try_from(offset).ok().and_then(|offset| map.granted(offset, plan.frame));
-        let body = granted.ok_or_else(|| Error::Damaged {
-            path: self.storage.path(&segment_name(segment)),
-            offset,
-            what: "segment: too short for the space that its owner gave in it",
-        })?;
-        Ok((sequence, body))
-    }
-
-    fn map(&self, segment: u64) -> Result<Arc<Map>> {
-        let mut last = self.segment.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, map)) = last.as_ref().filter(|(first, _)| *first == segment) {
-            return Ok(Arc::clone(map));
-        }
-        let name = segment_name(segment);
-        let map = self.storage.open(&name, Some(0)).map_err(Error::io("map", self.storage.path(&name)))?;
-        let map = Arc::new(map);
-        *last = Some((segment, Arc::clone(&map)));
-        Ok(map)
-    }
-
-    pub(crate) fn commit(&self, sequence: u64) -> Result<()> {
-        self.ask(wire::COMMIT, [sequence, 0, 0], wire::DONE).map(|_| ())
-    }
-
-    pub(crate) fn wait(&self, sequence: u64) -> Result<()> {
-        self.ask(wire::WAIT, [sequence, 0, 0], wire::DONE).map(|_| ())
-    }
-
-    pub(crate) fn give_up(&self, sequence: u64) {
-        // An owner that is gone has given it up already.
-        let _ = self.say(&Message::new(wire::GIVE_UP, [sequence, 0, 0]), false);
-    }
-}
-
-/// Refusals that are errors of their own on the producer's side.
-const FULL: u64 = 1;
-const TOO_LARGE: u64 = 2;
-const EXPIRED: u64 = 3;
-const POISONED: u64 = 4;
-
-/// The owner's side of [`Connection::ask`].
-pub(crate) fn refusal(error: &Error) -> Message {
-    let micros = |time: &Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-    let (numbers, text) = match error {
-        Error::Full { bytes, waited, .. } => ([FULL, *bytes, micros(waited)], String::new()),
-        Error::TooLarge { bytes, max } => ([TOO_LARGE, *bytes, *max], String::new()),
-        Error::Expired { position, held } => ([EXPIRED, position.0, micros(held)], String::new()),
-        Error::Poisoned { cause, .. } => ([POISONED, 0, 0], cause.clone()),
-        other => {
-            let source = std::error::Error::source(other).map(|source| format!(": {source}"));
-            ([0; 3], format!("it refused: {other}{}", source.unwrap_or_default()))
-        }
-    };
-    Message { tag: wire::REFUSED, numbers, text: text.into_bytes() }
-}
-
-/// The owner's welcome.
-pub(crate) fn welcome(identity: &Identity, wait_deadline: Duration) -> Message {
-    let micros = u64::try_from(wait_deadline.as_micros()).unwrap_or(u64::MAX);
-    let text = [&identity.run_id[..], &identity.tokenizer_digest, identity.model.as_bytes()].concat();
-    Message { tag: wire::WELCOME, numbers: [wire::PROTOCOL, micros, 0], text }
-}
-
-fn identity(text: &[u8]) -> Option<Identity> {
-    let model = String::from_utf8(text.get(48..)?.to_vec()).ok()?;
-    Some(Identity { run_id: field::array(text, 0), tokenizer_digest: field::array(text, 16), model })
 }

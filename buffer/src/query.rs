@@ -4,12 +4,13 @@
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
+use crate::error::Result;
 use crate::index::{Index, Member, Unread};
 use crate::layout::segment::Entry;
+use crate::position::Position;
 use crate::reader::Reader;
 use crate::record::Record;
 use crate::sample::{Kind, PromptState};
-use crate::{Position, Result};
 
 /// Which groups, and in what order.
 #[derive(Debug, Clone, PartialEq, Eq)]

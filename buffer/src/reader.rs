@@ -4,13 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::check::Recovery;
+use crate::damage::Recovery;
+use crate::error::{Error, Result};
 use crate::files::Files;
 use crate::index::{Checked, Index, Place};
 use crate::layout::segment::EntryState;
+use crate::position::{Identity, Position};
 use crate::record::Record;
 use crate::shared::Shared;
-use crate::{Error, Identity, Position, Result};
 
 /// Reads a log in place. Clones share everything.
 ///
@@ -37,7 +38,8 @@ impl Reader {
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`] when a newer program wrote it, [`Error::Io`].
+    /// [`Error::NoLog`] when there is no such directory, [`Error::Unsupported`] when a newer program wrote it,
+    /// [`Error::Io`].
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         Ok(Self { source: Source::Files(Arc::new(Files::open(dir.as_ref())?)) })
     }

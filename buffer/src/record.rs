@@ -1,9 +1,9 @@
 //! One record, read in place.
 
-use crate::Position;
 use crate::layout::body::{self, Fixed, Plan};
 use crate::layout::frame::{FRAME_HEADER, FrameHeader};
 use crate::map::Bytes;
+use crate::position::Position;
 use crate::sample::{ColumnId, Element, Finish, Kind, PromptState, Scalars, VersionSpan};
 
 /// A record of the log. Its slices point into the mapped file and stay valid as long as the record (or a

@@ -1,27 +1,21 @@
 //! Opens all segments of a log: sealed ones by their index table, the others by walking them.
 
-use std::ops::Range;
 use std::path::PathBuf;
 
-use crate::check::{Damage, Recovery, Severity};
-use crate::index::{Checked, Index, Loaded, Segment};
+use crate::damage::{Damage, Recovery, Severity};
+use crate::error::{Error, Result};
+use crate::index::{Checked, Index, Loaded};
 use crate::layout::ALIGN;
 use crate::layout::frame::{FRAME_HEADER, Peek};
-use crate::layout::segment::{
-    ENTRY, Entry, EntryState, HEADER_PAGE, HeaderFault, SegmentHeader, TRAILER, Trailer, decode_table,
-    encode_table, rollouts,
-};
+use crate::layout::segment::{ENTRY, Entry, EntryState, HEADER_PAGE, HeaderFault, SegmentHeader, TRAILER};
 use crate::map::Map;
+use crate::position::{Identity, Position};
 use crate::scan::{self, Fault, Scan, Start};
+use crate::segment::{End, Segment, read_end, seal, segment_first, segment_name, unused};
 use crate::storage::{SPARE, Storage};
-use crate::{Error, Identity, Position, Result};
 
 /// Largest segment: keeps every size in a segment far from overflow.
 pub(crate) const SEGMENT_BYTES_MAX: u64 = 1 << 37;
-/// Unit in which file systems give storage back.
-const PAGE: usize = 4096;
-const PREFIX: &str = "segment-";
-const SUFFIX: &str = ".log";
 
 /// How a log is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,19 +44,8 @@ pub(crate) struct Opened {
     pub(crate) bytes: u64,
 }
 
-/// File name of the segment that starts at `first`.
-pub(crate) fn segment_name(first: u64) -> String {
-    format!("{PREFIX}{first:020}{SUFFIX}")
-}
-
 /// The last position that a record may follow. A log of a billion records a second comes to it in a century.
 const POSITION_MAX: u64 = 1 << 62;
-
-/// First record of the segment with this file name.
-pub(crate) fn segment_first(name: &str) -> Option<u64> {
-    let digits = name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?;
-    (digits.len() == 20).then(|| digits.parse().ok())?
-}
 
 /// Opens every segment to read it.
 pub(crate) fn read(storage: &dyn Storage, mode: Mode) -> Result<Opened> {
@@ -104,7 +87,10 @@ fn open(storage: &dyn Storage, mode: Mode, identity: Option<&Identity>, noted: u
 
 /// The first positions of all segments, ascending.
 pub(crate) fn firsts(storage: &dyn Storage) -> Result<Vec<u64>> {
-    let names = storage.names().map_err(Error::io("list the segments in", storage.path("")))?;
+    let names = storage.names().map_err(|source| match source.kind() {
+        std::io::ErrorKind::NotFound => Error::NoLog { path: storage.path("") },
+        _ => Error::io("list the segments in", storage.path(""))(source),
+    })?;
     let mut firsts: Vec<u64> = names.iter().filter_map(|name| segment_first(name)).collect();
     firsts.sort_unstable();
     Ok(firsts)
@@ -324,47 +310,6 @@ fn walk(
     Ok(Some(Part { map, entries, faults, end, next, sealed_us }))
 }
 
-/// What stands at the end of a segment.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum End {
-    Sealed(Trailer),
-    Open,
-    Damaged,
-}
-
-pub(crate) fn read_end(map: &Map, header: &SegmentHeader) -> End {
-    let capacity = header.capacity as usize;
-    if map.len() < capacity {
-        return End::Open;
-    }
-    let mut block = [0; TRAILER];
-    block.copy_from_slice(&map.copy(capacity - TRAILER..capacity));
-    if block == [0; TRAILER] {
-        return End::Open;
-    }
-    Trailer::decode(&block, header.salt, header.capacity).map_or(End::Damaged, End::Sealed)
-}
-
-/// The index table of a sealed segment; `None` when it is damaged.
-pub(crate) fn table(segment: &Segment, trailer: &Trailer) -> Option<Vec<Entry>> {
-    let table = trailer.table as usize..trailer.table as usize + trailer.count as usize * ENTRY;
-    decode_table(&segment.map.copy(table), trailer)
-}
-
-/// The positions of a sealed segment, from its table, or by walking it should that be damaged.
-pub(crate) fn entries(segment: &Segment, trailer: &Trailer) -> Vec<Entry> {
-    table(segment, trailer).unwrap_or_else(|| {
-        tracing::warn!(segment = segment.name, "a damaged index table; scanning the segment instead");
-        let (header, count) = (&segment.header, trailer.count as usize);
-        let start = Start { offset: HEADER_PAGE, sequence: header.first };
-        let mut entries = scan::unwritten(&segment.map, header, start, false).entries;
-        // The trailer is whole, and tells how many there were.
-        entries.truncate(count);
-        entries.resize(count, Entry::empty(EntryState::Corrupt, trailer.table, 0));
-        entries
-    })
-}
-
 /// Makes a scanned segment durable as it was found, removes what lies behind its records, and seals it.
 fn finish(map: &mut Map, header: &SegmentHeader, scan: &Scan, next: u64) -> std::io::Result<u64> {
     map.limit(scan.end);
@@ -372,31 +317,4 @@ fn finish(map: &mut Map, header: &SegmentHeader, scan: &Scan, next: u64) -> std:
     map.flush(0..scan.end)?;
     map.clear(scan.end);
     seal(map, header, &scan.entries, scan.end, next)
-}
-
-/// Writes index table and trailer behind the last frame and brings them to stable storage. Returns the time
-/// it noted.
-pub(crate) fn seal(
-    map: &Map,
-    header: &SegmentHeader,
-    entries: &[Entry],
-    end: usize,
-    next: u64,
-) -> std::io::Result<u64> {
-    let (table, table_crc) = encode_table(entries);
-    let sealed_us = crate::clock_us();
-    let (count, rollouts) = (entries.len() as u64, rollouts(entries));
-    let trailer = Trailer { table: end as u64, count, table_crc, next, sealed_us, rollouts };
-    map.put(end, &table);
-    map.flush(end..map.len())?;
-    map.put(map.len() - TRAILER, &trailer.encode(header.salt));
-    map.flush(map.len() - TRAILER..map.len())?;
-    Ok(sealed_us)
-}
-
-/// The whole pages between index table and trailer, which can be given back to the file system.
-pub(crate) fn unused(header: &SegmentHeader, end: usize, entries: usize) -> Range<usize> {
-    let table_end = end + entries * ENTRY;
-    let trailer_page = (header.capacity as usize - TRAILER) / PAGE * PAGE;
-    table_end.next_multiple_of(PAGE).min(trailer_page)..trailer_page
 }

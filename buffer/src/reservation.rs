@@ -4,17 +4,21 @@ use std::sync::Arc;
 
 use fail::fail_point;
 
-use crate::index::Segment;
+use crate::connection::Connection;
+use crate::error::{Error, Result};
 use crate::layout::ALIGN;
 use crate::layout::body::{self, Fixed, Plan};
 use crate::layout::frame::FRAME_HEADER;
 use crate::map::Exclusive;
-use crate::producer::Connection;
+use crate::position::Position;
 use crate::sample::{ColumnId, Kind, Scalars, Shape, VersionSpan};
+use crate::segment::Segment;
 use crate::shared::{Complete, Shared};
-use crate::{Error, Position, Result};
 
 /// Space for one record in the log, to be filled in place and committed.
+///
+/// For a producer that makes its columns piece by piece. The loop has its records whole in memory, and uses
+/// [`crate::Log::append`].
 ///
 /// Dropping it gives the space up: the position stays empty. Readers see nothing behind an open reservation,
 /// so fill and commit without waiting for anything else; one held for longer than the log's

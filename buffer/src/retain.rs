@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
+use crate::clock::clock_us;
 use crate::cursor;
+use crate::error::{Error, Result};
 use crate::index::{Index, Loaded};
 use crate::layout::segment::{ENTRY, EntryState};
+use crate::position::Position;
 use crate::sample::Kind;
 use crate::shared::Shared;
-use crate::{Error, Position, Result};
 
 /// What may be removed. A sealed segment goes when one of the limits says so, or, without limits, when it was
 /// consumed. It never goes before all the cursors named have passed it.
@@ -50,6 +52,7 @@ impl Shared {
             let expected = "a limit or a cursor".to_owned();
             return Err(Error::Invalid { what: "retention", expected, found: "neither".into() });
         }
+        self.check_owner()?;
         let consumed = self.consumed(&retention.consumed_by)?;
         // One at a time: two would remove the same file.
         let _turn = self.retaining.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -103,7 +106,7 @@ fn next(index: &Index, retention: &Retention, limited: bool, consumed: u64) -> O
     let too_large = retention.bytes_max.is_some_and(|max| index.segments().map(used).sum::<u64>() > max);
     let too_old = retention
         .age_max
-        .is_some_and(|max| u128::from(crate::clock_us().saturating_sub(sealed_us)) > max.as_micros());
+        .is_some_and(|max| u128::from(clock_us().saturating_sub(sealed_us)) > max.as_micros());
     let goes = !limited
         || too_large
         || too_old

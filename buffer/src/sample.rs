@@ -121,7 +121,8 @@ pub struct Scalars {
     pub group_id: u64,
     /// The training step that the sample was generated for.
     pub rollout_id: u64,
-    /// Scalar reward. Several rewards go into a column, see [`ColumnId::REWARDS`].
+    /// Scalar reward. Several rewards go into a column, see [`ColumnId::REWARDS`]. The log keeps any bits, NaN
+    /// and infinities included: whoever writes decides what it takes.
     pub reward: f32,
     /// [`Finish::code`], or [`PromptState::code`] in a prompt record.
     pub status: u16,
@@ -191,6 +192,10 @@ impl Element {
 }
 
 /// Names a column of a record. Numbers from [`ColumnId::USER`] up are free for users.
+///
+/// [`Sample`] and [`Shape`] have fields for the first six. The others go in as further columns. They are
+/// reserved: the log keeps them and hands them out, and driftless writes none of them. The loop reads
+/// [`ColumnId::TEACHER_LOG_PROBS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ColumnId(pub u16);
 
@@ -207,15 +212,15 @@ impl ColumnId {
     pub const ENGINE: Self = Self(5);
     /// Opaque bytes of the user, `U8`.
     pub const METADATA: Self = Self(6);
-    /// Several rewards of one sample, `F32`.
+    /// Reserved: several rewards of one sample, `F32`.
     pub const REWARDS: Self = Self(16);
-    /// Experts that each token was routed to, for replay in training; shape is the user's.
+    /// Reserved: experts that each token was routed to, for replay in training; shape is the user's.
     pub const ROUTED_EXPERTS: Self = Self(17);
-    /// Log-probs of the k likeliest tokens at each place; shape is the user's.
+    /// Reserved: log-probs of the k likeliest tokens at each place; shape is the user's.
     pub const TOP_LOG_PROBS: Self = Self(18);
     /// Log-probs of the response under a teacher, `F32`.
     pub const TEACHER_LOG_PROBS: Self = Self(19);
-    /// Images as opaque bytes, `U8`.
+    /// Reserved: images as opaque bytes, `U8`.
     pub const IMAGES: Self = Self(20);
     /// First number that is free for users.
     pub const USER: Self = Self(0x8000);
@@ -266,7 +271,8 @@ pub struct Sample<'a> {
     pub prompt_len: usize,
     /// Prompt, then response.
     pub tokens: &'a [i32],
-    /// One for each response token (may be empty in a [`Kind::Prompt`] record).
+    /// One for each response token (may be empty in a [`Kind::Prompt`] record). The log keeps any bits, as with
+    /// [`Scalars::reward`].
     pub log_probs: &'a [f32],
     /// One for each response token (may be empty in a [`Kind::Prompt`] record).
     pub loss_mask: &'a [u8],

@@ -11,19 +11,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::index::Segment;
+use crate::error::{Error, Result};
 use crate::layout::ALIGN;
 use crate::layout::body;
 use crate::layout::frame::FRAME_HEADER;
 use crate::map::Exclusive;
-use crate::producer::{refusal, welcome};
 use crate::sample::Kind;
+use crate::segment::Segment;
 use crate::shared::{Complete, Shared};
-use crate::wire::{self, Message};
-use crate::{Error, Result};
+use crate::wire::{self, Message, SOCKET, refusal, welcome};
 
-/// Where producers connect.
-pub(crate) const SOCKET: &str = "producers";
 /// Most producers at a time.
 const PRODUCERS_MAX: usize = 1024;
 /// How long the owner waits for a producer to take an answer of a few bytes.
@@ -95,8 +92,8 @@ impl Drop for Producers {
         }
         let mut state = self.shared.lock();
         state.serving = false;
-        // Once the log is closed, the socket may be another owner's.
-        if state.lock.is_some() {
+        // Once the log is closed, or its lock is lost, the socket may be another owner's.
+        if state.lock.is_some() && self.shared.check_owner().is_ok() {
             // A socket that is left over answers no call, and the next owner replaces it.
             let _ = fs::remove_file(self.shared.root.join(SOCKET));
         }

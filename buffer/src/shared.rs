@@ -8,22 +8,25 @@ use std::time::Instant;
 
 use fail::fail_point;
 
-use crate::check::Recovery;
+use crate::damage::Recovery;
 use crate::durable_end::DurableEnd;
-use crate::index::{Index, Segment};
+use crate::error::{Error, Result};
+use crate::index::Index;
 use crate::layout::body::{Fixed, Plan};
 use crate::layout::frame::{FrameHeader, FrameState};
 use crate::layout::segment::{Entry, EntryState, HEADER_PAGE};
 use crate::ledger::Ledger;
-use crate::lock::LockFile;
+use crate::lock::{LockFile, LockName};
 use crate::locks::{Condvar, Mutex, MutexGuard};
 use crate::map::Exclusive;
 use crate::options::{Options, SyncPolicy};
+use crate::position::Position;
 use crate::recover::Opened;
 use crate::sample::Kind;
-use crate::segments::{Active, Spare};
+use crate::scan;
+use crate::segment::Segment;
+use crate::spare::{Active, Spare};
 use crate::storage::Storage;
-use crate::{Error, Position, Result, scan};
 
 /// An open log.
 pub(crate) struct Shared {
@@ -31,6 +34,8 @@ pub(crate) struct Shared {
     pub(crate) root: PathBuf,
     options: Options,
     recovery: Recovery,
+    /// None on the simulated medium of the tests.
+    lock_name: Option<LockName>,
     state: Mutex<State>,
     /// Told whenever records become durable, a reservation ends, or the log is poisoned.
     pub(crate) changed: Condvar,
@@ -87,6 +92,7 @@ impl Shared {
         opened: Opened,
         lock: Option<LockFile>,
     ) -> Self {
+        let lock_name = lock.as_ref().map(|lock| lock.name().clone());
         let state = State {
             ledger: Ledger::new(opened.next),
             index: opened.index,
@@ -105,7 +111,7 @@ impl Shared {
         };
         let (recovery, state) = (opened.recovery, Mutex::new(state));
         let (changed, work, retaining) = (Condvar::new(), Condvar::new(), Mutex::new(()));
-        Self { storage, root, options, recovery, state, changed, work, retaining }
+        Self { storage, root, options, recovery, lock_name, state, changed, work, retaining }
     }
 
     pub(crate) fn options(&self) -> &Options {
@@ -132,6 +138,11 @@ impl Shared {
         }
     }
 
+    /// Refuses to go on where another process can own the log, because the lock's file was removed.
+    pub(crate) fn check_owner(&self) -> Result<()> {
+        self.lock_name.as_ref().map_or(Ok(()), LockName::check)
+    }
+
     pub(crate) fn poison(&self, state: &mut State, cause: &Error) {
         let mut text = cause.to_string();
         if let Some(source) = std::error::Error::source(cause) {
@@ -139,6 +150,8 @@ impl Shared {
         }
         tracing::error!(path = %self.root.display(), cause = text, "the rollout log stops taking records");
         state.poison = Some(text);
+        // The file may be another owner's by now.
+        state.durable_end = None;
         self.changed.notify_all();
         self.work.notify_all();
     }

@@ -13,7 +13,7 @@ use memmap2::{MmapOptions, MmapRaw};
 
 use crate::layout::segment::HEADER_PAGE;
 use crate::map::Map;
-use crate::regular;
+use crate::regular::{self, call};
 
 /// A named set of segments and small files.
 pub(crate) trait Storage: Send + Sync {
@@ -189,13 +189,6 @@ impl Storage for Directory {
         self.put(&unfinished, |file| Calls(file).write_all(bytes))?;
         self.rename(&unfinished, name)
     }
-}
-
-/// Every call on the file system passes here: the tests make the k-th one fail.
-pub(crate) fn call<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-    #[cfg(all(test, not(loom)))]
-    crate::tests::syscalls::called()?;
-    work()
 }
 
 /// Writes to a file; in the tests a call may store only a part.

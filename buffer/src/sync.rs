@@ -5,13 +5,15 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::index::{Checked, Segment};
+use crate::error::{Error, Result};
+use crate::index::Checked;
 use crate::layout::segment::{Entry, HEADER_PAGE};
 use crate::locks::MutexGuard;
-use crate::recover;
-use crate::segments::Spare;
+use crate::options::SyncPolicy;
+use crate::position::Position;
+use crate::segment::{self, Segment};
 use crate::shared::{Shared, State};
-use crate::{Error, Position, Result, SyncPolicy};
+use crate::spare::Spare;
 
 /// How long the worker sleeps when there is nothing to do, unless it is woken.
 const IDLE: Duration = Duration::from_secs(3600);
@@ -70,7 +72,8 @@ impl Shared {
             self.name(segment)?;
             segment.map.flush(range.clone()).map_err(Error::io("sync", self.storage.path(&segment.name)))
         };
-        let flushed = work.iter().try_for_each(flush);
+        // Behind the flush: a process that takes the log after this look finds what was flushed.
+        let flushed = work.iter().try_for_each(flush).and_then(|()| self.check_owner());
         let mut state = self.lock();
         let mut full = Vec::new();
         if flushed.is_ok() {
@@ -108,9 +111,9 @@ impl Shared {
             let end = entries.last().map_or(HEADER_PAGE, |last| (last.offset + last.bytes) as usize);
             let next = segment.header.first + entries.len() as u64;
             self.name(&segment)?;
-            let sealed_us = recover::seal(&segment.map, &segment.header, &entries, end, next)
+            let sealed_us = segment::seal(&segment.map, &segment.header, &entries, end, next)
                 .map_err(Error::io("seal", self.storage.path(&segment.name)))?;
-            self.storage.release(&segment.name, recover::unused(&segment.header, end, entries.len()));
+            self.storage.release(&segment.name, segment::unused(&segment.header, end, entries.len()));
             // It is complete; only its readers need its pages from here on.
             segment.map.complete();
             Ok((segment.header.first, sealed_us))
@@ -140,6 +143,7 @@ impl Shared {
         }
         let full = state.take_resolved();
         drop(state);
+        self.check_owner()?;
         let sealed = self.seal(full)?;
         self.storage.discard_spare();
         let mut state = self.lock();

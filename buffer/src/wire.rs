@@ -2,7 +2,14 @@
 //! a Unix socket.
 
 use std::io::{self, Read, Write};
+use std::time::Duration;
 
+use crate::error::Error;
+use crate::layout::field;
+use crate::position::Identity;
+
+/// Where producers connect.
+pub(crate) const SOCKET: &str = "producers";
 /// Version of these messages; both sides must agree.
 pub(crate) const PROTOCOL: u64 = 1;
 /// Bytes of a message in front of its text.
@@ -59,7 +66,7 @@ impl Message {
         if !fill(stream, &mut head, &mut idle)? {
             return Ok(None);
         }
-        let number = |at: usize| crate::layout::field::u64(&head, at * 8);
+        let number = |at: usize| field::u64(&head, at * 8);
         let length = usize::try_from(number(4)).unwrap_or(usize::MAX);
         if length > TEXT_MAX {
             return Err(io::Error::from(io::ErrorKind::InvalidData));
@@ -70,6 +77,41 @@ impl Message {
         }
         Ok(Some(Self { tag: number(0), numbers: [number(1), number(2), number(3)], text }))
     }
+}
+
+/// Refusals that are errors of their own on the producer's side.
+pub(crate) const FULL: u64 = 1;
+pub(crate) const TOO_LARGE: u64 = 2;
+pub(crate) const EXPIRED: u64 = 3;
+pub(crate) const POISONED: u64 = 4;
+
+/// The owner's side of [`Connection::ask`](crate::connection::Connection::ask).
+pub(crate) fn refusal(error: &Error) -> Message {
+    let micros = |time: &Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+    let (numbers, text) = match error {
+        Error::Full { bytes, waited, .. } => ([FULL, *bytes, micros(waited)], String::new()),
+        Error::TooLarge { bytes, max } => ([TOO_LARGE, *bytes, *max], String::new()),
+        Error::Expired { position, held } => ([EXPIRED, position.0, micros(held)], String::new()),
+        Error::Poisoned { cause, .. } => ([POISONED, 0, 0], cause.clone()),
+        other => {
+            let source = std::error::Error::source(other).map(|source| format!(": {source}"));
+            ([0; 3], format!("it refused: {other}{}", source.unwrap_or_default()))
+        }
+    };
+    Message { tag: REFUSED, numbers, text: text.into_bytes() }
+}
+
+/// The owner's welcome.
+pub(crate) fn welcome(identity: &Identity, wait_deadline: Duration) -> Message {
+    let micros = u64::try_from(wait_deadline.as_micros()).unwrap_or(u64::MAX);
+    let text = [&identity.run_id[..], &identity.tokenizer_digest, identity.model.as_bytes()].concat();
+    Message { tag: WELCOME, numbers: [PROTOCOL, micros, 0], text }
+}
+
+/// What the log belongs to, out of the owner's welcome.
+pub(crate) fn identity(text: &[u8]) -> Option<Identity> {
+    let model = String::from_utf8(text.get(48..)?.to_vec()).ok()?;
+    Some(Identity { run_id: field::array(text, 0), tokenizer_digest: field::array(text, 16), model })
 }
 
 /// Fills `bytes`; `false` when the stream ends before the first of them.

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "in a test, a failed expectation is the answer")]
 
 use driftless_buffer::check::{stat, verify};
+use driftless_buffer::reservation::Pending;
 use driftless_buffer::sample::{ColumnId, Element, Shape};
 use driftless_buffer::{
     Error, Finish, Identity, Kind, Log, Options, Position, Reader, Sample, Scalars, SyncPolicy, VersionSpan,
@@ -172,6 +173,55 @@ fn groups_are_complete_or_absent_and_repeated_samples_count_once() {
 }
 
 #[test]
+fn owner_without_its_lock_file_acknowledges_nothing_more() {
+    for (sync, replaced) in
+        [(SyncPolicy::EachRecord, true), (SyncPolicy::Manual, true), (SyncPolicy::EachRecord, false)]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let first = Log::open(dir.path(), options().with_sync(sync)).unwrap();
+        first.append(&sample(1, 1, 0).as_sample()).unwrap().wait().unwrap();
+        std::fs::remove_file(dir.path().join("lock")).unwrap();
+        let second = replaced.then(|| Log::open(dir.path(), options()).unwrap());
+        if let Some(second) = &second {
+            second.append(&sample(2, 2, 0).as_sample()).unwrap().wait().unwrap();
+        }
+        let refused = first.append(&sample(3, 3, 0).as_sample()).and_then(Pending::wait).unwrap_err();
+        assert!(matches!(refused, Error::LockLost { .. }), "{refused}");
+        let refused = first.append(&sample(3, 3, 0).as_sample()).unwrap_err();
+        assert!(matches!(refused, Error::Poisoned { .. }), "{refused}");
+        let refused = first.cursor("trainer").unwrap().commit(Position(1)).unwrap_err();
+        assert!(matches!(refused, Error::LockLost { .. }), "{refused}");
+        assert!(first.close().is_err());
+        // What either of them acknowledged is there, the second one's behind the first one's.
+        let log = second.unwrap_or_else(|| Log::open(dir.path(), options()).unwrap());
+        log.append(&sample(4, 4, 0).as_sample()).unwrap().wait().unwrap();
+        let found = |id| log.reader().sample(id).unwrap().map(|record| record.position());
+        assert!(found(1) < found(4) && found(1).is_some());
+        assert!(!replaced || found(1) < found(2) && found(2) < found(4));
+    }
+}
+
+#[test]
+fn owner_without_its_lock_file_makes_no_segment() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = options().with_sync(SyncPolicy::Manual).with_segment_bytes(64 << 10);
+    let log = Log::open(dir.path(), options).unwrap();
+    std::fs::remove_file(dir.path().join("lock")).unwrap();
+    let refused = log.append(&sample(1, 1, 0).as_sample()).unwrap_err();
+    assert!(matches!(refused, Error::LockLost { .. }), "{refused}");
+    let names = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    assert_eq!(names.filter(|name| name == "spare.new").count(), 0);
+}
+
+#[test]
+fn reader_of_no_directory_says_that_there_is_no_log() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = Reader::open(dir.path().join("nolog")).unwrap_err();
+    assert!(matches!(refused, Error::NoLog { .. }), "{refused}");
+    assert!(refused.to_string().contains("nolog") && refused.to_string().contains("no such directory"));
+}
+
+#[test]
 fn another_run_model_or_tokenizer_is_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let log = Log::open(dir.path(), options()).unwrap();
@@ -180,6 +230,8 @@ fn another_run_model_or_tokenizer_is_refused_by_name() {
         matches!(&locked, Error::Locked { holder: Some(pid), .. } if *pid == std::process::id()),
         "{locked}"
     );
+    let words = locked.to_string();
+    assert!(words.contains("another handle of this process") && words.contains("`Reader::open`"), "{words}");
     log.append(&sample(0, 0, 0).as_sample()).unwrap().wait().unwrap();
     drop(log);
     let ours = options().identity;

@@ -2,7 +2,7 @@
 
 use super::field::{self, put};
 use super::salted_crc;
-use crate::Identity;
+use crate::position::Identity;
 use crate::sample::Kind;
 
 /// Bytes before the first frame. Two copies of the header share them, so that one damaged byte costs no

@@ -178,7 +178,7 @@ pub enum Error {
         found: &'static str,
     },
     /// Another process, or another value in this one, holds a lock.
-    #[error("`{path}` is held by another process; it has one writer at a time", path = path.display())]
+    #[error("`{path}` is held by another process, or by this one through another handle; it has one writer at a time", path = path.display())]
     Locked {
         /// The lock file.
         path: PathBuf,

@@ -9,13 +9,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::index::Segment;
+use crate::clock::clock_us;
+use crate::error::{Error, Result};
 use crate::layout::segment::{ENTRY, HEADER_PAGE, SegmentHeader, TRAILER};
 use crate::locks::{Mutex, MutexGuard};
 use crate::map::{Exclusive, Map};
-use crate::recover;
+use crate::segment::{Segment, segment_name};
 use crate::shared::{Shared, State};
-use crate::{Error, Result};
 
 /// The segment that takes reservations.
 pub(crate) struct Active {
@@ -93,10 +93,10 @@ impl Shared {
             capacity: self.options().segment_bytes,
             first,
             salt,
-            created_us: crate::clock_us(),
+            created_us: clock_us(),
         };
         map.put_head(&header.encode());
-        let (name, named) = (recover::segment_name(first), Mutex::new(false));
+        let (name, named) = (segment_name(first), Mutex::new(false));
         Arc::new(Segment { name, header, map: Arc::new(map), named })
     }
 
@@ -130,7 +130,7 @@ impl Shared {
         drop(state);
         // The active segment may still be the spare by name.
         let named = active.map_or(Ok(()), |active| self.name(&active));
-        let made = named.and_then(|()| {
+        let made = named.and_then(|()| self.check_owner()).and_then(|()| {
             let made = self.storage.prepare(self.options().segment_bytes as usize);
             made.map_err(Error::io("create a segment in", &self.root))
         });
@@ -143,6 +143,9 @@ impl Shared {
             }
             Err(error) => {
                 state.spare = Spare::Failed;
+                if matches!(error, Error::LockLost { .. }) {
+                    self.poison(&mut state, &error);
+                }
                 Err(error)
             }
         }
@@ -162,6 +165,7 @@ impl Shared {
         if *named {
             return Ok(());
         }
+        self.check_owner()?;
         let stored = segment.map.flush(0..HEADER_PAGE).and_then(|()| self.storage.adopt(&segment.name));
         stored.map_err(Error::io("create the segment", self.storage.path(&segment.name)))?;
         *named = true;
