@@ -14,9 +14,13 @@ use arrow_array::{ArrayRef, RecordBatch};
 use arrow_schema::{ArrowError, DataType, Field, Schema, SchemaRef};
 use parquet::arrow::ArrowWriter;
 
+use crate::error::{Error, Result};
 use crate::position::hex;
+use crate::position::{Identity, Position};
+use crate::reader::Reader;
+use crate::record::Record;
 use crate::sample::{ColumnId, Kind};
-use crate::{Error, Finish, Identity, Position, PromptState, Reader, Record, Result};
+use crate::sample::{Finish, PromptState};
 
 /// A batch ends with the record that makes it this large.
 const BATCH_BYTES: usize = 32 << 20;
@@ -31,17 +35,36 @@ const OWN: [ColumnId; 6] = [
     ColumnId::METADATA,
 ];
 
+/// Columns of text beside the log's own, such as what a tokenizer makes of the tokens.
+#[derive(Clone, Copy)]
+pub struct TextColumns<'a> {
+    /// The columns' names.
+    pub names: &'a [&'a str],
+    /// The texts of a record, in the order of the names; null where one lacks.
+    pub of: &'a dyn Fn(&Record) -> Vec<Option<String>>,
+}
+
+impl TextColumns<'_> {
+    /// No such columns.
+    pub const NONE: TextColumns<'static> = TextColumns { names: &[], of: &|_| Vec::new() };
+}
+
 /// Writes the records at these positions as an Arrow IPC file. Damaged ones are left out and reported as
 /// [`Exported::damaged`].
 ///
 /// # Errors
 ///
 /// [`Error::Export`] when the file cannot be written, and what [`Reader::get`] answers except for damage.
-pub fn export_arrow(reader: &Reader, positions: Range<Position>, out: impl Write) -> Result<Exported> {
+pub fn export_arrow(
+    reader: &Reader,
+    positions: Range<Position>,
+    texts: TextColumns<'_>,
+    out: impl Write,
+) -> Result<Exported> {
     let failed = failed("Arrow IPC");
-    let schema = schema(reader.identity());
+    let schema = schema(reader.identity(), texts.names);
     let mut writer = arrow_ipc::writer::FileWriter::try_new_buffered(out, &schema).map_err(&failed)?;
-    let exported = batches(reader, positions, &schema, |batch| writer.write(&batch).map_err(&failed))?;
+    let exported = batches(reader, positions, texts, &schema, |batch| writer.write(&batch).map_err(&failed))?;
     writer.finish().map_err(&failed)?;
     Ok(exported)
 }
@@ -54,13 +77,14 @@ pub fn export_arrow(reader: &Reader, positions: Range<Position>, out: impl Write
 pub fn export_parquet(
     reader: &Reader,
     positions: Range<Position>,
+    texts: TextColumns<'_>,
     out: impl Write + Send,
 ) -> Result<Exported> {
     let failed =
         |error: parquet::errors::ParquetError| Error::Export { format: "Parquet", cause: error.to_string() };
-    let schema = schema(reader.identity());
+    let schema = schema(reader.identity(), texts.names);
     let mut writer = ArrowWriter::try_new(out, Arc::clone(&schema), None).map_err(failed)?;
-    let exported = batches(reader, positions, &schema, |batch| {
+    let exported = batches(reader, positions, texts, &schema, |batch| {
         writer.write(&batch).and_then(|()| writer.flush()).map_err(failed)
     })?;
     writer.close().map_err(failed)?;
@@ -84,11 +108,12 @@ fn failed(format: &'static str) -> impl Fn(ArrowError) -> Error {
 fn batches(
     reader: &Reader,
     positions: Range<Position>,
+    texts: TextColumns<'_>,
     schema: &SchemaRef,
     mut write: impl FnMut(RecordBatch) -> Result<()>,
 ) -> Result<Exported> {
     let mut exported = Exported::default();
-    let (mut columns, mut bytes) = (Columns::default(), 0);
+    let (mut columns, mut bytes) = (Columns::new(texts), 0);
     let mut records = reader.iter(positions.start);
     while let Some(record) = records.next() {
         if records.position() > positions.end {
@@ -104,9 +129,9 @@ fn batches(
         };
         columns.push(&record);
         exported.records += 1;
-        bytes += record.log_bytes();
+        bytes += record.log_bytes() + columns.push_texts(texts, &record);
         if bytes >= BATCH_BYTES {
-            write(std::mem::take(&mut columns).finish(schema)?)?;
+            write(std::mem::replace(&mut columns, Columns::new(texts)).finish(schema)?)?;
             bytes = 0;
         }
     }
@@ -116,12 +141,12 @@ fn batches(
     Ok(exported)
 }
 
-fn schema(identity: Option<&Identity>) -> SchemaRef {
+fn schema(identity: Option<&Identity>, texts: &[&str]) -> SchemaRef {
     let list = |name: &str, element| {
         Field::new(name, DataType::List(Arc::new(Field::new_list_field(element, true))), false)
     };
     let one = |name: &str, element| Field::new(name, element, false);
-    let fields = vec![
+    let mut fields = vec![
         one("position", DataType::UInt64),
         one("kind", DataType::Utf8),
         one("sample_id", DataType::UInt64),
@@ -143,6 +168,7 @@ fn schema(identity: Option<&Identity>) -> SchemaRef {
         list("extra_element", DataType::Utf8),
         list("extra_bytes", DataType::Binary),
     ];
+    fields.extend(texts.iter().map(|name| Field::new(*name, DataType::Utf8, true)));
     let metadata = identity.map(|identity| {
         HashMap::from([
             ("run_id".to_owned(), hex(&identity.run_id)),
@@ -176,9 +202,25 @@ struct Columns {
     extra_id: ListBuilder<UInt16Builder>,
     extra_element: ListBuilder<StringBuilder>,
     extra_bytes: ListBuilder<BinaryBuilder>,
+    texts: Vec<StringBuilder>,
 }
 
 impl Columns {
+    fn new(texts: TextColumns<'_>) -> Self {
+        Columns { texts: texts.names.iter().map(|_| StringBuilder::new()).collect(), ..Columns::default() }
+    }
+
+    /// Adds a record's texts, and answers how many bytes they have.
+    fn push_texts(&mut self, texts: TextColumns<'_>, record: &Record) -> usize {
+        let mut made = (texts.of)(record).into_iter();
+        let mut push = |column: &mut StringBuilder| {
+            let text = made.next().flatten();
+            column.append_option(text.as_deref());
+            text.map_or(0, |text| text.len())
+        };
+        self.texts.iter_mut().map(&mut push).sum()
+    }
+
     fn push(&mut self, record: &Record) {
         let scalars = record.scalars();
         self.position.append_value(record.position().0);
@@ -219,7 +261,7 @@ impl Columns {
     }
 
     fn finish(mut self, schema: &SchemaRef) -> Result<RecordBatch> {
-        let columns: Vec<ArrayRef> = vec![
+        let mut columns: Vec<ArrayRef> = vec![
             Arc::new(self.position.finish()),
             Arc::new(self.kind.finish()),
             Arc::new(self.sample_id.finish()),
@@ -241,6 +283,7 @@ impl Columns {
             Arc::new(self.extra_element.finish()),
             Arc::new(self.extra_bytes.finish()),
         ];
+        columns.extend(self.texts.iter_mut().map(|text| Arc::new(text.finish()) as ArrayRef));
         RecordBatch::try_new(Arc::clone(schema), columns).map_err(failed("Arrow"))
     }
 }

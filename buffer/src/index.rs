@@ -4,9 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use crate::layout::segment::{Entry, EntryState, Trailer, rollouts};
-use crate::locks::Mutex;
-use crate::map::Map;
+use crate::layout::segment::{self as layout, Entry, EntryState, Trailer};
 use crate::sample::{Kind, PromptState};
 use crate::segment::{self, Segment};
 
@@ -141,7 +139,7 @@ impl Index {
         let tail = self.segments.values().filter(|loaded| loaded.end() > position);
         let named = tail.map(|loaded| match loaded.pending {
             Some(trailer) => trailer.rollouts,
-            None => rollouts(&loaded.entries),
+            None => layout::rollouts(&loaded.entries),
         });
         let (low, high) = named.fold((u64::MAX, 0), |(a, b), (low, high)| (a.min(low), b.max(high)));
         low.max(*rollouts.start())..=high.min(*rollouts.end())

@@ -9,7 +9,7 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Int32Type, UInt8Type, UInt16Type, UInt32Type, UInt64Type};
 use arrow_array::{Array, RecordBatch};
 use arrow_schema::Schema;
-use driftless_buffer::export::{Exported, export_arrow, export_parquet};
+use driftless_buffer::export::{Exported, TextColumns, export_arrow, export_parquet};
 use driftless_buffer::sample::{ColumnId, Element};
 use driftless_buffer::{Kind, Log, Position, PromptState, Sample, Scalars};
 use driftless_testkit::log::{Owned, options, sample};
@@ -74,14 +74,35 @@ fn arrow_and_parquet_hold_what_the_log_holds() {
     let reader = driftless_buffer::Reader::open(dir.path()).unwrap();
     let all = Position(0)..reader.end();
     let (arrow, parquet) = (dir.path().join("out.arrow"), dir.path().join("out.parquet"));
-    let exported = export_arrow(&reader, all.clone(), File::create(&arrow).unwrap()).unwrap();
+    let exported =
+        export_arrow(&reader, all.clone(), TextColumns::NONE, File::create(&arrow).unwrap()).unwrap();
     assert_eq!(exported, Exported { records: 31, damaged: 0 });
-    assert_eq!(export_parquet(&reader, all, File::create(&parquet).unwrap()).unwrap(), exported);
+    let written = export_parquet(&reader, all, TextColumns::NONE, File::create(&parquet).unwrap()).unwrap();
+    assert_eq!(written, exported);
     let read = arrow_ipc::reader::FileReader::try_new(File::open(arrow).unwrap(), None).unwrap();
     check(&read.schema(), &read.map(Result::unwrap).collect::<Vec<_>>(), &owned);
     let read = ParquetRecordBatchReaderBuilder::try_new(File::open(parquet).unwrap()).unwrap();
     let schema = Arc::clone(read.schema());
     check(&schema, &read.build().unwrap().map(Result::unwrap).collect::<Vec<_>>(), &owned);
+}
+
+#[test]
+fn texts_are_columns_of_their_own_and_null_where_there_is_none() {
+    let dir = tempfile::tempdir().unwrap();
+    log(dir.path());
+    let reader = driftless_buffer::Reader::open(dir.path()).unwrap();
+    let of = |record: &driftless_buffer::Record| {
+        let is_sample = record.kind() == Kind::Sample;
+        vec![Some(format!("{} tokens", record.tokens().len())), is_sample.then(|| "b".to_owned())]
+    };
+    let mut out = Vec::new();
+    let texts = TextColumns { names: &["length", "answer"], of: &of };
+    export_arrow(&reader, Position(0)..reader.end(), texts, &mut out).unwrap();
+    let mut read = arrow_ipc::reader::FileReader::try_new(std::io::Cursor::new(out), None).unwrap();
+    let batch = read.next().unwrap().unwrap();
+    let column = |name: &str| batch.column_by_name(name).unwrap().as_string::<i32>().clone();
+    assert_eq!(column("length").value(30), "2 tokens");
+    assert_eq!((column("answer").value(29), column("answer").is_null(30)), ("b", true));
 }
 
 #[test]
@@ -92,7 +113,7 @@ fn a_damaged_record_is_left_out_and_counted_and_a_range_is_kept() {
     file.write_all_at(&[0xee], 4096 + 64 + 250).unwrap();
     let reader = driftless_buffer::Reader::open(dir.path()).unwrap();
     let mut out = Vec::new();
-    let exported = export_arrow(&reader, Position(0)..Position(10), &mut out).unwrap();
+    let exported = export_arrow(&reader, Position(0)..Position(10), TextColumns::NONE, &mut out).unwrap();
     assert_eq!(exported, Exported { records: 9, damaged: 1 });
     let read = arrow_ipc::reader::FileReader::try_new(std::io::Cursor::new(out), None).unwrap();
     let positions: Vec<u64> = read

@@ -4,26 +4,12 @@
 
 use std::error::Error as _;
 use std::fs;
-use std::os::unix::fs::symlink;
-use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 use driftless_buffer::check::{stat, verify};
 use driftless_buffer::{Error, Log, Options, Position, Reader, Result};
 use driftless_testkit::log::{options, sample};
-use rustix::fs::{CWD, FileType, mknodat};
-
-/// What lies in a file's place, as errors call it.
-const ODD: [&str; 4] = ["a FIFO", "a socket", "a device", "a directory"];
-
-fn put(odd: &str, path: &Path) {
-    match odd {
-        "a FIFO" => mknodat(CWD, path, FileType::Fifo, 0o600.into(), 0).unwrap(),
-        "a socket" => drop(UnixListener::bind(path).unwrap()),
-        "a device" => symlink("/dev/zero", path).unwrap(),
-        _ => fs::create_dir(path).unwrap(),
-    }
-}
+use driftless_testkit::odd::{ODD, put};
 
 fn small() -> Options {
     options().with_segment_bytes(64 << 10)

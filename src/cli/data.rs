@@ -1,7 +1,7 @@
 //! `driftless data`, and the flags of prompt files that `driftless train` shares.
 
 use crate::cli::shared::error::{Error, Result};
-use crate::cli::shared::output::Output;
+use crate::cli::shared::output::{Output, printable};
 use crate::cli::shared::paths;
 use driftless::trainer::data::{DataOptions, Dataset, Example, Refused, Source};
 use serde_json::{Value, json};
@@ -132,13 +132,4 @@ fn describe(data: &Dataset, lengths: &Lengths, shown: &[Example]) -> String {
         let _ = write!(text, "\nrefused: {}", printable(&refused.to_string()));
     }
     text
-}
-
-/// The text without what could move a terminal's cursor.
-fn printable(text: &str) -> String {
-    let shown = |letter: char| match letter.is_control() {
-        true => letter.escape_default().to_string(),
-        false => letter.to_string(),
-    };
-    text.chars().map(shown).collect()
 }

@@ -15,6 +15,7 @@ pub mod learner;
 pub mod link;
 #[cfg(feature = "log")]
 pub mod log;
+pub mod odd;
 pub mod ports;
 #[cfg(feature = "servers")]
 pub mod process;

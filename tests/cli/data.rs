@@ -75,6 +75,51 @@ fn a_broken_line_is_named_with_its_reason_or_counted() {
 }
 
 #[test]
+fn first_row_without_the_field_names_what_the_row_has() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut command = data(dir.path(), "{\"q\": \"1\", \"a\": \"\\u001b[2J\"}\n{\"q\": \"2\"}\n");
+    let (status, words) = code(&mut command);
+    assert_eq!(status, Some(1), "{words}");
+    assert!(words.contains("prompts.jsonl:1") && words.contains("the row has `a`, `q`"), "{words}");
+    assert!(!words.contains("skip"), "leaving such rows out would leave nothing: {words}");
+    let (_, words) = code(&mut data(dir.path(), "{\"input\": \"1\"\n"));
+    assert!(words.contains(":1: ") && words.contains(" at column ") && !words.contains("line 2"), "{words}");
+}
+
+#[test]
+fn file_that_is_no_jsonl_is_said_to_be_what_it_is() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let files: [(&str, &[u8], &str); 6] = [
+        ("a.jsonl", b"\xef\xbb\xbf{\"input\": \"1\"}\n", "byte-order mark"),
+        ("b.jsonl", b"\x1f\x8b\x08\x00rest", "gzip"),
+        ("c.jsonl.gz", b"\x1f\x8b\x08\x00rest", "gzip"),
+        ("d.json", b"[\n{\"input\": \"1\"}]\n", "a JSON list"),
+        ("e.csv", b"q,a\n1,2\n", "`q,a`"),
+        ("f.jsonl", b"PAR1rest", "Parquet"),
+    ];
+    for (name, bytes, expected) in files {
+        let file = dir.path().join(name);
+        std::fs::write(&file, bytes).expect("a file");
+        let mut command = driftless();
+        let (status, words) =
+            code(command.arg("data").arg(&file).arg("--hf-checkpoint").arg(checkpoint(dir.path())));
+        assert_eq!(status, Some(2), "{words}");
+        let said = words.contains(name) && words.contains("expected JSONL or Parquet");
+        assert!(said && words.contains(expected), "{name}: {words}");
+    }
+}
+
+#[test]
+fn checkpoint_that_is_a_name_of_the_hub_is_told_how_to_be_fetched() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut command = driftless();
+    command.current_dir(dir.path()).args(["data", "-", "--hf-checkpoint", "Qwen/Qwen3-0.6B"]);
+    let (status, words) = code(&mut command);
+    assert_eq!(status, Some(2), "{words}");
+    assert!(words.contains("hf download Qwen/Qwen3-0.6B --local-dir"), "{words}");
+}
+
+#[test]
 fn what_the_checkpoint_lacks_is_said_with_what_to_do() {
     let dir = tempfile::tempdir().expect("a directory");
     let lines = "{\"input\": \"1+2\"}\n";

@@ -128,6 +128,94 @@ fn stat_tail_and_verify_speak_json() {
     assert_eq!(report["records"].as_u64(), Some(5));
 }
 
+/// A run with two steps of samples: its log, and the tokenizer of its baseline.
+fn run_with_samples(dir: &Path) -> std::path::PathBuf {
+    let (run_dir, prompts) = (dir.join("run"), dir.join("prompts.jsonl"));
+    let words = serde_json::json!({ "What": 0, "is": 1, "six": 2, "\u{1b}[2J": 3 });
+    let model = serde_json::json!({ "type": "WordLevel", "vocab": words, "unk_token": "six" });
+    let tokenizer = run_dir.join("baseline/tokenizer.json");
+    std::fs::create_dir_all(run_dir.join("baseline")).expect("a directory");
+    std::fs::write(&tokenizer, serde_json::json!({ "version": "1.0", "model": model }).to_string())
+        .expect("a file");
+    std::fs::write(&prompts, "{\"input\": \"What is\", \"label\": \"42\", \"ids\": [0, 1]}\n")
+        .expect("a file");
+    let root = run_dir.join("log");
+    let imported = [
+        &["import", text(&root), text(&prompts), "--tokens-key", "ids"],
+        &["--tokenizer", text(&tokenizer)][..],
+    ];
+    assert_eq!(log(&imported.concat()).status.code(), Some(0));
+    let identity = Reader::open(&root).expect("a log").identity().expect("a segment").clone();
+    let log = Log::open(&root, Options::new(identity)).expect("a log");
+    for (id, rollout_id, reward, word) in [(0, 6, 0.5, 2), (1, 7, 0.0, 3), (2, 7, 1.0, 2)] {
+        let scalars = Scalars { sample_id: id, rollout_id, reward, status: 1, ..Scalars::default() };
+        let tokens = [0, 1, word];
+        let sample = Sample {
+            scalars,
+            prompt_len: 2,
+            tokens: &tokens,
+            log_probs: &[-1.0],
+            loss_mask: &[1],
+            ..Sample::default()
+        };
+        log.append(&sample).expect("room").wait().expect("a disk");
+    }
+    log.close().expect("a disk");
+    run_dir
+}
+
+#[test]
+fn show_prints_prompts_answers_rewards_and_labels_of_a_step() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    let best = json(driftless().args(["log", "show", "--best", "-n", "1"]).arg(&run_dir));
+    let fields = ["prompt", "response", "label", "reward", "step", "finish"].map(|name| best[name].clone());
+    assert_eq!(serde_json::json!(fields), serde_json::json!(["What is", "six", "42", 1.0, 7, "stop"]));
+    let step = json(driftless().args(["log", "show", "--step", "6"]).arg(run_dir.join("log")));
+    assert_eq!(step["reward"], serde_json::json!(0.5));
+    let worst = log(&["show", text(&run_dir), "--worst"]);
+    let shown = String::from_utf8_lossy(&worst.stdout).into_owned();
+    let lines: Vec<&str> = shown.lines().collect();
+    assert!(lines[0].starts_with("reward 0, label 42: step 7") && lines.len() == 6, "{shown}");
+    assert_eq!(lines[1..3], ["  > What is", "  < \\u{1b}[2J"], "nothing moves the cursor");
+    let absent = log(&["show", text(&run_dir), "--step", "9"]);
+    let told = String::from_utf8_lossy(&absent.stderr).into_owned();
+    assert!(absent.status.code() == Some(2) && told.contains("from 6 to 7"), "{told}");
+}
+
+#[test]
+fn show_without_the_tokenizer_of_the_log_is_refused_by_name() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    let own = run_dir.join("baseline/tokenizer.json");
+    let other = dir.path().join("tokenizer.json");
+    std::fs::write(&other, std::fs::read_to_string(&own).expect("a file").replace("six", "ten"))
+        .expect("a file");
+    std::fs::remove_file(&own).expect("a file");
+    for (flags, expected) in
+        [(&[][..], "--hf-checkpoint"), (&["--hf-checkpoint", text(dir.path())], "another one")]
+    {
+        let refused = log(&[&["show", text(&run_dir)], flags].concat());
+        let told = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(2) && told.contains(expected), "{told}");
+        assert!(told.contains("tokenizer.json"), "{told}");
+    }
+}
+
+#[cfg(feature = "arrow")]
+#[test]
+fn export_with_text_has_prompts_responses_and_labels() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let run_dir = run_with_samples(dir.path());
+    let out = dir.path().join("out.arrow");
+    let done = json(driftless().args(["log", "export", "--text"]).args([&run_dir.join("log"), &out]));
+    assert_eq!(done["records"].as_u64(), Some(4));
+    let bytes = std::fs::read(&out).expect("the file");
+    for text in ["prompt", "response", "label", "What is", "six", "42"] {
+        assert!(bytes.windows(text.len()).any(|window| window == text.as_bytes()), "{text}");
+    }
+}
+
 #[test]
 fn tail_damaged_record_is_named_and_those_behind_it_are_printed() {
     let dir = tempfile::tempdir().expect("a directory");

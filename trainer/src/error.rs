@@ -40,9 +40,7 @@ pub enum Error {
         found: String,
     },
     /// A row of a data file cannot become a prompt.
-    #[error(
-        "{place}: expected {expected}, found {found}; mend it, or leave such rows out with `skip_bad_prompts`"
-    )]
+    #[error("{place}: expected {expected}, found {found}; {todo}")]
     Row {
         /// File and line.
         place: Place,
@@ -50,6 +48,8 @@ pub enum Error {
         expected: String,
         /// What this one is.
         found: String,
+        /// What to do about it.
+        todo: &'static str,
     },
     /// Every row of the data was refused.
     #[error("{files}: none of {rows} rows is a prompt to train on; the first was refused because: {first}")]

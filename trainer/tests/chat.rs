@@ -50,6 +50,46 @@ const CHATS: [(&str, Option<&str>, Option<&str>); 5] = [
     (r#"[{"role":"assistant","content":"first"},{"role":"assistant","content":"again"}]"#, None, None),
 ];
 
+/// What a template of `source` says to a chat of one message.
+fn refusal(source: &str) -> String {
+    let template = ChatTemplate::from_source(source, &SPECIAL).unwrap();
+    template.render_json(CHATS[0].0, None, None).unwrap_err().to_string()
+}
+
+#[test]
+fn variable_without_an_end_is_refused_with_the_template() {
+    let nested = "{% set ns=namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x=[ns.x] %}{% endfor %}";
+    let doubled = "{% set ns=namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x=ns.x+ns.x %}{% endfor %}{{ ns.x|length }}";
+    let spelled = format!("{{% set x=[] %}}{}", "{%- set x = [x] -%}".repeat(100_000));
+    for (source, expected) in [
+        ("{% set a=namespace() %}{% set a.a=a %}{{ a }}", "namespace"),
+        ("{% set a=namespace() %}{% set a.a=[{'b': a}] %}{{ a ~ '%}' }}", "namespace"),
+        ("{% set a=namespace() %}{% set (a.a, b)=(a, 1) %}{{ a == [] }}", "namespace"),
+        (nested, "128 levels"),
+        (&spelled, "128 levels"),
+        (doubled, "elements"),
+    ] {
+        let words = refusal(source);
+        assert!(words.contains("chat template of (text)") && words.contains(expected), "{words}");
+    }
+}
+
+#[test]
+fn template_with_quotes_and_raw_text_is_rendered_as_it_stands() {
+    let source = "{# {% set a = 1 %} #}{% raw %}{% set b = 2 %}{% endraw %}{{ '{% set c = 3 %}' }}\
+                  {%- set d = '%}' ~ \"'\" -%}{% set e, f = 1, 2 %}{% set g = 'x' if e == 2 %}{% set h %}t{% endset %}\
+                  {{ d }}{{ e + f }}{{ g }}{{ h }}";
+    let template = ChatTemplate::from_source(source, &SPECIAL).unwrap();
+    let text = template.render_json(CHATS[0].0, None, None).unwrap();
+    assert_eq!(text, "{% set b = 2 %}{% set c = 3 %}%}'3t");
+}
+
+#[test]
+fn exception_of_a_template_is_shortened_and_has_no_controls() {
+    let words = refusal("{{ raise_exception('\u{1b}[2J' ~ 'x' * 100000) }}");
+    assert!(words.len() < 300 && words.contains("xxx") && !words.contains('\u{1b}'), "{words}");
+}
+
 /// These, and those of the directory that DRIFTLESS_CHAT_TEMPLATES names: models' own are not ours to distribute.
 fn templates() -> Vec<(String, String)> {
     let mut templates: Vec<_> =

@@ -11,7 +11,7 @@ use driftless_trainer::Error;
 use driftless_trainer::data::{DataOptions, Dataset, Source};
 use driftless_trainer::hook::{Filter, Filters};
 use driftless_trainer::reward::Reward;
-use driftless_trainer::rollout::{Dropped, EvalSet, RolloutOptions, Rollouts};
+use driftless_trainer::rollout::{Dropped, EvalSet, PromptNote, RolloutOptions, Rollouts};
 use driftless_trainer::sample::{Answer, Engines};
 use driftless_trainer::tasks::{Prompts, Task, tiny};
 use std::collections::BTreeSet;
@@ -115,6 +115,9 @@ async fn groups_that_fail_or_are_filtered_are_replaced_by_the_next_prompts() {
     let why = |record: &buffer::Record| String::from_utf8_lossy(record.metadata()).into_owned();
     let failed = done.iter().find(|record| record.scalars().sample_id == 1).map(why).unwrap();
     assert!(failed.contains("prompts.jsonl:2") && failed.contains("NaN"), "{failed}");
+    let note = done.iter().find(|record| record.scalars().sample_id == 2).map(PromptNote::of).unwrap();
+    assert_eq!(note.label.map(|label| label.get().to_owned()).as_deref(), Some("\"b\""));
+    assert!(note.source.unwrap().to_string().ends_with("prompts.jsonl:3") && note.dropped.is_none());
     // What is complete already is not done again.
     assert_eq!(rollouts.clone().generate(1, None).await.unwrap(), Dropped::default());
     assert_eq!(rollouts.log.reader().next_prompt(), 8);

@@ -3,8 +3,6 @@
 
 use std::error::Error as _;
 use std::fs;
-use std::os::unix::fs::symlink;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -13,22 +11,9 @@ use driftless_transport::checkpoint::write_checkpoint;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::sign::{SignKey, TrustKey};
 use driftless_transport::{Checkpoint, Error, Replica, Run, Version};
-use rustix::fs::{CWD, FileType, mknodat};
 
+use driftless_testkit::odd::{ODD, put};
 use driftless_testkit::publications::{MODEL, RUN, Weights, publisher, step};
-
-/// What lies in a file's place, as errors call it.
-const ODD: [&str; 4] = ["a FIFO", "a socket", "a device", "a directory"];
-
-/// Puts it there.
-fn put(odd: &str, path: &Path) {
-    match odd {
-        "a FIFO" => mknodat(CWD, path, FileType::Fifo, 0o600.into(), 0).unwrap(),
-        "a socket" => drop(UnixListener::bind(path).unwrap()),
-        "a device" => symlink("/dev/zero", path).unwrap(),
-        _ => fs::create_dir(path).unwrap(),
-    }
-}
 
 /// Puts it in the place of the file, does something, and puts the file back.
 fn in_place_of<T>(path: &Path, odd: &str, work: impl FnOnce() -> T) -> T {

@@ -1,10 +1,12 @@
 //! `driftless log export`.
 
+use super::texts::Texts;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::{numbers, paths};
-use driftless::buffer::export::{export_arrow, export_parquet};
-use driftless::buffer::{Position, Reader};
+use driftless::buffer::export::{TextColumns, export_arrow, export_parquet};
+use driftless::buffer::{Position, Reader, Record};
+use driftless::trainer::sample::label_text;
 use std::fs::File;
 use std::io::BufWriter;
 use std::path::PathBuf;
@@ -24,6 +26,12 @@ pub(super) struct Args {
     /// One past the last position; by default the end of the log.
     #[arg(long, value_parser = numbers::ordinal())]
     to: Option<u64>,
+    /// Add what the tokens and prompts say: columns prompt, response and label, each null where there is none.
+    #[arg(long)]
+    text: bool,
+    /// With --text, checkpoint directory with the tokenizer [default: the run's own].
+    #[arg(long, value_name = "DIR", requires = "text")]
+    hf_checkpoint: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
@@ -44,6 +52,12 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
         return Err(Error::Usage { what, expected, found: to.to_string() });
     }
     let reader = Reader::open(&args.dir)?;
+    let texts = args.text.then(|| Texts::open(&args.dir, args.hf_checkpoint.as_deref())).transpose()?;
+    let of = |record: &Record| texts.as_ref().map_or_else(Vec::new, |texts| columns(texts, record));
+    let columns = match args.text {
+        true => TextColumns { names: &["prompt", "response", "label"], of: &of },
+        false => TextColumns::NONE,
+    };
     let from = args.from.max(reader.oldest().0);
     let positions = Position(from)..Position(args.to.unwrap_or(u64::MAX).min(reader.end().0));
     let io = |source| Error::Io { path: args.file.clone(), source };
@@ -52,8 +66,8 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     unfinished.push(".new");
     let file = File::create(&unfinished).map_err(io)?;
     let written = match format {
-        Format::Arrow => export_arrow(&reader, positions, BufWriter::new(file)),
-        Format::Parquet => export_parquet(&reader, positions, BufWriter::new(file)),
+        Format::Arrow => export_arrow(&reader, positions, columns, BufWriter::new(file)),
+        Format::Parquet => export_parquet(&reader, positions, columns, BufWriter::new(file)),
     };
     let exported = written.inspect_err(|_| {
         // The error being returned matters more.
@@ -62,6 +76,13 @@ pub(super) fn run(args: &Args, output: Output) -> Result<()> {
     std::fs::rename(&unfinished, &args.file).map_err(io)?;
     output.print(&exported, |exported| format!("{} records in {}", exported.records, args.file.display()))?;
     super::whole(&args.dir, exported.damaged + super::tell_lost(&reader, from))
+}
+
+/// The texts of a record. One that the tokenizer has no text for, or whose prompt is gone, is null.
+fn columns(texts: &Texts, record: &Record) -> Vec<Option<String>> {
+    let label = texts.note(record).ok().and_then(|note| note.label);
+    let response = texts.response(record).ok().flatten();
+    vec![texts.prompt(record).ok(), response, label.map(|label| label_text(&label))]
 }
 
 fn format(args: &Args) -> Result<Format> {

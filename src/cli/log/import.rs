@@ -1,21 +1,22 @@
 //! `driftless log import`: slime's prompt files into the log, as prompts that wait.
 
+use super::texts::TOKENIZER_BYTES_MAX;
+use crate::cli::data::source;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
 use crate::cli::shared::{numbers, paths};
 use driftless::buffer::{
     self, Identity, Kind, Log, Options, Producer, PromptState, Reader, Sample, Scalars, SyncPolicy,
 };
+use driftless::trainer::data::Source;
 use driftless::transport::RunId;
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Prompts that are made durable together.
 const BATCH: usize = 256;
-/// Most bytes of a tokenizer.
-const TOKENIZER_BYTES_MAX: u64 = 1 << 30;
 /// How long the owner of a log that is in use may take to answer.
 const OWNER: Duration = Duration::from_secs(10);
 
@@ -25,8 +26,8 @@ pub(super) struct Args {
     dir: PathBuf,
     /// JSONL files, one object a line. `FILE@[100:200]` takes lines 100 to 199, counted from 0 without empty
     /// ones.
-    #[arg(required = true, value_name = "FILE")]
-    files: Vec<String>,
+    #[arg(required = true, value_name = "FILE", value_parser = source)]
+    files: Vec<Source>,
     /// Field that holds the prompt: text, or a list of messages. Every line must have it. The whole line is
     /// kept as the record's metadata, so label, metadata, tools and images stay with it.
     #[arg(long, default_value = "input", value_name = "FIELD")]
@@ -173,35 +174,20 @@ fn record(id: u64, prompt: &Prompt) -> Sample<'_> {
 }
 
 /// Calls `take` for every prompt that `file` names.
-fn each(args: &Args, file: &str, mut take: impl FnMut(Prompt) -> Result<()>) -> Result<()> {
-    let (path, first, end) = slice(file)?;
-    let io = |source| Error::Io { path: path.to_owned(), source };
+fn each(args: &Args, file: &Source, mut take: impl FnMut(Prompt) -> Result<()>) -> Result<()> {
+    let (path, rows) = (&file.path, &file.rows);
+    let io = |source| Error::Io { path: path.clone(), source };
     let lines = BufReader::new(paths::open("file", path)?).lines();
     let filled =
         lines.enumerate().filter(|(_, line)| line.as_ref().map_or(true, |line| !line.trim().is_empty()));
-    for (number, line) in filled.skip(first).take(end - first) {
+    let number = |row: u64| usize::try_from(row).unwrap_or(usize::MAX);
+    for (number, line) in filled.skip(number(rows.start)).take(number(rows.end - rows.start)) {
         let line = line.map_err(io)?;
         let place = format!("{}:{}", path.display(), number + 1);
         let tokens = tokens(args, &line, &place)?;
         take(Prompt { line, tokens })?;
     }
     Ok(())
-}
-
-/// `FILE` or `FILE@[a:b]`, as slime writes it.
-fn slice(file: &str) -> Result<(&Path, usize, usize)> {
-    let Some((path, range)) = file.rsplit_once("@[") else { return Ok((Path::new(file), 0, usize::MAX)) };
-    let number = |text: &str, default| if text.is_empty() { Ok(default) } else { text.parse() };
-    let bounds = range.strip_suffix(']').and_then(|range| range.split_once(':')).and_then(|(a, b)| {
-        let (a, b) = (number(a, 0).ok()?, number(b, usize::MAX).ok()?);
-        (a <= b).then_some((a, b))
-    });
-    let (first, end) = bounds.ok_or_else(|| Error::Usage {
-        what: "slice of a file".into(),
-        expected: "@[a:b] with a ≤ b".into(),
-        found: format!("`{file}`"),
-    })?;
-    Ok((Path::new(path), first, end))
 }
 
 /// Checks a line and takes the token ids out of it.

@@ -3,6 +3,8 @@
 #[cfg(feature = "arrow")]
 mod export;
 mod import;
+mod show;
+mod texts;
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, fail};
@@ -19,6 +21,7 @@ const TAIL_WAIT: Duration = Duration::from_secs(1);
 const AFTER_HELP: &str = "\
 Examples:
   driftless log stat run/log
+  driftless log show run --worst -n 2
   driftless log tail run/log --follow --json | jq .reward
   driftless log verify run/log
   driftless log export run/log rollouts.parquet --from 1000
@@ -59,6 +62,8 @@ enum Command {
         #[arg(short, long)]
         follow: bool,
     },
+    /// Print what the policy wrote in a training step: prompts and answers as text, with rewards.
+    Show(show::Args),
     /// Write records as a data frame: an Arrow IPC file or Parquet; exit code 3 if damaged records were left
     /// out.
     #[cfg(feature = "arrow")]
@@ -72,6 +77,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         Command::Stat { dir } => stat(&dir, output),
         Command::Verify { dir } => verify(&dir, output),
         Command::Tail { dir, lines, follow } => tail(&dir, lines, follow, output),
+        Command::Show(args) => show::run(&args, output),
         #[cfg(feature = "arrow")]
         Command::Export(args) => export::run(&args, output),
         Command::Import(args) => import::run(&args, output),

@@ -88,6 +88,16 @@ pub(crate) fn without_secrets(text: &str) -> String {
     text.split_inclusive(ends).map(word).collect()
 }
 
+/// The text of a line, without what moves a terminal's cursor or turns its writing around.
+pub(crate) fn printable(line: &str) -> String {
+    let turns = |letter| matches!(letter, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let shown = |letter: char| match letter.is_control() || turns(letter) {
+        true => letter.escape_default().to_string(),
+        false => letter.to_string(),
+    };
+    line.chars().map(shown).collect()
+}
+
 /// A table with a header and aligned columns.
 pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     let cell = |row: &[String], column: usize| row.get(column).map_or(0, |text| text.chars().count());
@@ -113,6 +123,12 @@ mod tests {
         let cut =
             super::without_secrets("a `http://u:hidden@h:1`: 'http://h/?k=hidden'\n s3://b?region=r, c@d?");
         assert_eq!(cut, "a `http://…@h:1`: 'http://h/'\n s3://b?region=r, c@d?");
+    }
+
+    #[test]
+    fn printable_has_no_controls() {
+        let line = super::printable("a\u{1b}[2Jé\t\u{202e}b");
+        assert_eq!(line, "a\\u{1b}[2Jé\\t\\u{202e}b");
     }
 
     #[test]

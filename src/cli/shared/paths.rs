@@ -39,8 +39,24 @@ pub(crate) fn check_dir(name: &str, dir: &Path) -> Result<()> {
     match std::fs::metadata(dir) {
         Ok(metadata) if metadata.is_dir() => Ok(()),
         Ok(_) => Err(wrong(name, dir, "a directory", "a file")),
+        Err(_) if name == "--hf-checkpoint" && is_hub_name(dir) => {
+            let found = format!(
+                "no such directory; `hf download {0} --local-dir {0}` fetches a model",
+                dir.display()
+            );
+            Err(wrong(name, dir, "a directory", &found))
+        }
         Err(source) => Err(unopened(name, dir, "a directory", source)),
     }
+}
+
+/// Whether the name that a checkpoint should have may be one of Hugging Face's hub.
+fn is_hub_name(dir: &Path) -> bool {
+    let letters =
+        |part: &str| part.chars().all(|letter| letter.is_ascii_alphanumeric() || "-_.".contains(letter));
+    let parts =
+        |name: &str| name.split_once('/').is_some_and(|(owner, model)| letters(owner) && letters(model));
+    dir.is_relative() && !dir.exists() && dir.to_str().is_some_and(parts)
 }
 
 /// Refuses a place for a directory that something else has.

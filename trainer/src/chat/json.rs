@@ -8,7 +8,7 @@ use minijinja::{Error, ErrorKind, Value};
 use super::text::Text;
 
 /// Levels of lists and maps within each other, at most.
-const DEPTH_MAX: usize = 128;
+pub(super) const DEPTH_MAX: usize = 128;
 
 /// Arguments of `json.dumps`.
 pub(super) struct Style {

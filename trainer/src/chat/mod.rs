@@ -1,5 +1,6 @@
 //! Chat templates, rendered to the same bytes as `transformers` renders them.
 
+mod bound;
 mod clock;
 mod json;
 mod mask;
@@ -15,7 +16,7 @@ use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior, Value};
 use regex::Regex;
 use serde_json::Value as Json;
 
-use crate::error::{Error, Result, io};
+use crate::error::{Error, Result, io, short};
 
 pub(crate) use mask::Conversation;
 pub use mask::LossMask;
@@ -91,7 +92,7 @@ impl ChatTemplate {
         let tag = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}").ok();
         for (name, source) in sources {
             // As jinja2 does before anything else.
-            let source = &source.replace("\r\n", "\n").replace('\r', "\n");
+            let source = &bound::bounded(&source.replace("\r\n", "\n").replace('\r', "\n"));
             let plain = tag.as_ref().map_or(source.clone(), |tag| without_generation(source, tag));
             environment.add_template_owned(name.clone(), plain).map_err(refused)?;
             if let Some(marked) = tag.as_ref().and_then(|tag| mask::marked(source, tag)) {
@@ -195,6 +196,7 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
         None if value.as_object().is_some() => Ok(out.write_str(&Text::of(value)?)?),
         None => minijinja::escape_formatter(out, state, value),
     });
+    bound::add_filter(&mut environment);
     environment.add_filter("tojson", tojson);
     environment.add_filter("string", |value: &Value| match value.as_str() {
         Some(text) => Ok(text.to_owned()),
@@ -288,7 +290,7 @@ fn said(error: &minijinja::Error) -> String {
     let what = match error.kind() {
         ErrorKind::OutOfFuel => format!("it takes more than {INSTRUCTIONS_MAX} instructions"),
         ErrorKind::WriteFailure => format!("its text is longer than {TEXT_BYTES_MAX} bytes"),
-        kind => error.detail().map_or_else(|| kind.to_string(), str::to_owned),
+        kind => error.detail().map_or_else(|| kind.to_string(), short),
     };
     error.line().map_or(what.clone(), |line| format!("{what} (line {line} of the template)"))
 }

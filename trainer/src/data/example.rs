@@ -9,10 +9,10 @@ use minijinja::Value;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::rows::{Fault, Fields, Row, fields, start_of};
+use super::rows::{Fault, Fields, Row, Wanted, fields, said};
 use super::{DataOptions, Place, Tokenizer};
 use crate::chat::{ChatTemplate, Conversation, LossMask};
-use crate::error::{Result, input};
+use crate::error::{Result, input, short};
 use crate::sample::Prompt;
 
 /// A prompt to train on.
@@ -115,11 +115,7 @@ impl RowReader {
             let value: Value =
                 serde_json::from_str(text).map_err(|error| input(what, "a JSON object", error))?;
             let is_map = value.kind() == minijinja::value::ValueKind::Map;
-            if is_map {
-                Ok(value)
-            } else {
-                Err(input(what, "a JSON object", format!("`{}`", start_of(text))))
-            }
+            if is_map { Ok(value) } else { Err(input(what, "a JSON object", format!("`{}`", short(text)))) }
         };
         let variables = options.apply_chat_template_kwargs.as_ref().map(parse).transpose()?;
         // A prompt leaves room for an answer, a conversation need not.
@@ -146,11 +142,13 @@ impl RowReader {
     }
 
     /// The fields that are read of a row.
-    pub(super) fn fields(&self) -> Vec<&str> {
+    pub(super) fn wanted(&self) -> Wanted<'_> {
         let options = &self.options;
-        let mut fields = vec![options.input_key.as_str(), &options.metadata_key, &options.tool_key];
-        fields.extend(options.label_key.as_deref());
-        fields
+        let required = [Some(options.input_key.as_str()), options.label_key.as_deref()];
+        Wanted {
+            required: required.into_iter().flatten().collect(),
+            optional: vec![&options.metadata_key, &options.tool_key],
+        }
     }
 
     pub(super) fn example(&self, row: &Row, path: &Arc<Path>) -> Result<Example, Refused> {
@@ -195,7 +193,7 @@ impl RowReader {
     fn text(&self, fields: &Fields) -> Result<String, Fault> {
         let key = &self.options.input_key;
         let expected = format!("text or a list of messages in `{key}`");
-        let input = fields.get(key).ok_or_else(|| Fault::new(&expected, "no such field"))?.get();
+        let input = fields.get(key).ok_or_else(|| absent(&expected, fields))?.get();
         match (&self.template, input.as_bytes().first()) {
             (None, Some(b'"')) => parse(input),
             (Some(template), Some(b'"')) => {
@@ -208,7 +206,7 @@ impl RowReader {
                 format!("text in `{key}`"),
                 "a list of messages, which `apply_chat_template` renders",
             )),
-            _ => Err(Fault::new(expected, format!("`{}`", start_of(input)))),
+            _ => Err(Fault::new(expected, format!("`{}`", short(input)))),
         }
     }
 
@@ -216,9 +214,9 @@ impl RowReader {
     fn conversation(&self, fields: &Fields, mask: LossMask) -> Result<(String, Vec<Range<usize>>), Fault> {
         let key = &self.options.input_key;
         let expected = format!("a list of messages in `{key}`");
-        let input = fields.get(key).ok_or_else(|| Fault::new(&expected, "no such field"))?.get();
+        let input = fields.get(key).ok_or_else(|| absent(&expected, fields))?.get();
         let Some(template) = self.template.as_ref().filter(|_| input.starts_with('[')) else {
-            return Err(Fault::new(expected, format!("`{}`", start_of(input))));
+            return Err(Fault::new(expected, format!("`{}`", short(input))));
         };
         let messages = messages(input, &expected)?;
         let rendered = template.conversation(&messages, self.tools(fields)?, self.variables.as_ref(), mask);
@@ -242,7 +240,7 @@ impl RowReader {
         };
         let list = |text: String| match text.trim_start().starts_with('[') {
             true => parse::<Value>(&text),
-            false => Err(Fault::new(format!("a list of tools in `{key}`"), format!("`{}`", start_of(&text)))),
+            false => Err(Fault::new(format!("a list of tools in `{key}`"), format!("`{}`", short(&text)))),
         };
         tools.map(list).transpose()
     }
@@ -252,9 +250,16 @@ impl RowReader {
         match fields.get(key) {
             Some(label) if label.get() != "null" => Ok(Some(label.clone())),
             Some(_) => Err(Fault::new(format!("a label in `{key}`"), "null")),
-            None => Err(Fault::new(format!("a label in `{key}`"), "no such field")),
+            None => Err(absent(&format!("a label in `{key}`"), fields)),
         }
     }
+}
+
+/// A field that a row has to have, and lacks.
+fn absent(expected: &str, fields: &Fields) -> Fault {
+    let names: Vec<_> = fields.keys().map(|name| format!("`{}`", short(name))).take(20).collect();
+    let has = if names.is_empty() { "no fields".to_owned() } else { names.join(", ") };
+    Fault::new(expected, format!("no such field; the row has {has}"))
 }
 
 /// A field that a row may lack or have empty, but not of another form.
@@ -267,7 +272,7 @@ fn optional<'f>(
     match fields.get(key) {
         Some(value) if value.get().starts_with(first) => Ok(Some(value)),
         Some(value) if value.get() != "null" => {
-            Err(Fault::new(format!("{form} in `{key}`"), format!("`{}`", start_of(value.get()))))
+            Err(Fault::new(format!("{form} in `{key}`"), format!("`{}`", short(value.get()))))
         }
         _ => Ok(None),
     }
@@ -284,7 +289,7 @@ fn messages(text: &str, expected: &str) -> Result<Value, Fault> {
     match all.find(|message| !role(message)) {
         None => Ok(messages),
         Some(message) => {
-            let found = start_of(&message.to_string());
+            let found = short(&message.to_string());
             Err(Fault::new("messages that are objects with a `role`", format!("`{found}`")))
         }
     }
@@ -296,5 +301,5 @@ fn untaken(said: String) -> Fault {
 }
 
 fn parse<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Fault> {
-    serde_json::from_str(text).map_err(|error| Fault::new("JSON", error))
+    serde_json::from_str(text).map_err(|error| Fault::new("JSON", said(&error)))
 }

@@ -2,6 +2,7 @@
 
 mod example;
 mod order;
+#[cfg(feature = "parquet")]
 mod parquet;
 mod rows;
 mod source;
@@ -116,7 +117,7 @@ impl Dataset {
     pub fn read(reader: &RowReader) -> Result<Self> {
         let (options, tokenizer) = (&reader.options, reader.tokenizer.clone());
         let mut data = Dataset { examples: Vec::new(), refused: Vec::new(), bad: 0, too_long: 0, tokenizer };
-        let wanted = reader.fields();
+        let wanted = reader.wanted();
         for source in &options.prompt_data {
             let path: Arc<Path> = source.path.as_path().into();
             let mut chunk = Vec::new();
@@ -162,7 +163,12 @@ impl Dataset {
             Why::TooLong { .. } => self.too_long += 1,
             Why::Bad { expected, found } if !skip => {
                 let (expected, found) = (expected.clone(), found.clone());
-                return Err(Error::Row { place: refused.place, expected, found });
+                // Where the first row is refused, likely all are: leaving them out would leave nothing.
+                let todo = match self.examples.is_empty() {
+                    true => "mend it, or say by `input_key` and `label_key` which fields the rows have",
+                    false => "mend it, or leave such rows out with `skip_bad_prompts`",
+                };
+                return Err(Error::Row { place: refused.place, expected, found, todo });
             }
             Why::Bad { .. } => self.bad += 1,
         }

@@ -8,26 +8,29 @@ use parquet::record::{Field, Row as Record};
 use parquet::schema::types::Type;
 use serde_json::value::RawValue;
 
-use super::rows::{Fault, Fields, Row};
+use super::rows::{Fault, Fields, Row, Wanted};
 use super::source::Source;
-use crate::error::{Error, Result, input};
+use crate::error::{Error, Result, input, short};
 
 pub(super) fn each(
     source: &Source,
     file: File,
-    wanted: &[&str],
+    wanted: &Wanted<'_>,
     mut take: impl FnMut(Row) -> Result<()>,
 ) -> Result<()> {
     let damaged = |error| unreadable(source, error);
     let reader = SerializedFileReader::new(file).map_err(damaged)?;
     let schema = reader.metadata().file_metadata().schema();
-    let columns: Vec<_> =
-        schema.get_fields().iter().filter(|column| wanted.contains(&column.name())).cloned().collect();
-    if columns.is_empty() {
-        let found: Vec<_> = schema.get_fields().iter().map(|column| column.name()).collect();
-        let expected = format!("columns named {}", wanted.join(", "));
-        return Err(input(source.path.display(), expected, found.join(", ")));
+    let all = schema.get_fields();
+    if let Some(missing) =
+        wanted.required.iter().find(|name| !all.iter().any(|column| column.name() == **name))
+    {
+        let found: Vec<_> = all.iter().map(|column| short(column.name())).collect();
+        let found = format!("columns `{}`", found.join("`, `"));
+        return Err(input(source.path.display(), format!("a column `{missing}`"), found));
     }
+    let is_wanted = |name| wanted.required.contains(&name) || wanted.optional.contains(&name);
+    let columns: Vec<_> = all.iter().filter(|column| is_wanted(column.name())).cloned().collect();
     let projection = Type::group_type_builder(schema.name()).with_fields(columns).build().map_err(damaged)?;
     let rows = reader.get_row_iter(Some(projection)).map_err(damaged)?;
     for (number, record) in (0..source.rows.end).zip(rows) {

@@ -11,7 +11,7 @@ mod record;
 
 pub use measure::EvalSet;
 pub(crate) use parts::groups;
-pub(crate) use record::place_of;
+pub use record::PromptNote;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -202,11 +202,12 @@ impl Rollouts {
         let prompts =
             numbers.map(async |number| Ok::<_, Error>((number, self.task.source.prompt(number).await?)));
         let prompts = futures_util::future::try_join_all(prompts).await?;
-        let sources: Vec<_> = prompts.iter().map(|(_, prompt)| record::source(prompt, None)).collect();
-        let records = prompts.iter().zip(&sources);
+        let note = |(_, prompt): &(u64, Prompt)| PromptNote::in_flight(prompt).bytes();
+        let notes: Vec<_> = prompts.iter().map(note).collect();
+        let records = prompts.iter().zip(&notes);
         let records: Vec<_> = records
-            .map(|((number, prompt), source)| {
-                record::prompt(*number, rollout, PromptState::InFlight, &prompt.tokens, source)
+            .map(|((number, prompt), note)| {
+                record::prompt(*number, rollout, PromptState::InFlight, &prompt.tokens, note)
             })
             .collect();
         tokio::task::block_in_place(|| self.log.append_all(&records))?;

@@ -2,6 +2,7 @@
 
 use driftless_buffer::{Kind, PromptState, Record, Sample, Scalars};
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 use super::Rollouts;
 use super::group::{Group, Made, Outcome};
@@ -9,25 +10,55 @@ use super::parts::Kept;
 use crate::error::{Place, Result};
 use crate::sample::{Prompt, Trajectory, sample_id};
 
-/// The metadata of a prompt's record.
-#[derive(Serialize, Deserialize)]
-struct Origin {
+/// A longer label is left out of the log.
+const LABEL_BYTES_MAX: usize = 1 << 20;
+
+/// The metadata of a prompt's record, as JSON.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct PromptNote {
     /// Where the prompt is from.
-    source: Place,
-    /// Why it is not learned from.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    dropped: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source: Option<Place>,
+    /// What rewards compared with. Absent while the prompt is in flight, and in logs of earlier releases.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub label: Option<Box<RawValue>>,
+    /// Why its samples are not learned from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dropped: Option<String>,
 }
 
-/// The metadata of the record of `prompt`, which is not learned from if it was `dropped`.
-pub(super) fn source(prompt: &Prompt, dropped: Option<String>) -> Vec<u8> {
-    // Text is always JSON.
-    serde_json::to_vec(&Origin { source: prompt.place.clone(), dropped }).unwrap_or_default()
-}
+impl PromptNote {
+    /// What a prompt's record says; nothing if it is another program's.
+    #[must_use]
+    pub fn of(record: &Record) -> Self {
+        serde_json::from_slice(record.metadata()).unwrap_or_default()
+    }
 
-/// Where the prompt of a record is from; nothing if the record does not say.
-pub(crate) fn place_of(record: &Record) -> Option<Place> {
-    serde_json::from_slice::<Origin>(record.metadata()).ok().map(|origin| origin.source)
+    /// The file that the prompt is from.
+    pub(crate) fn file(&self) -> String {
+        self.source.as_ref().map_or_else(String::new, |place| place.path.display().to_string())
+    }
+
+    pub(super) fn in_flight(prompt: &Prompt) -> Self {
+        PromptNote { source: Some(prompt.place.clone()), ..PromptNote::default() }
+    }
+
+    fn done(group: &Group) -> Self {
+        let label = group.prompt.label.clone().filter(|label| label.get().len() <= LABEL_BYTES_MAX);
+        let dropped = match &group.outcome {
+            Outcome::Kept(_) => None,
+            Outcome::Failed(error) => Some(error.clone()),
+            Outcome::Filtered(why) => Some(format!("filtered: {why}")),
+        };
+        PromptNote { label, dropped, ..PromptNote::in_flight(&group.prompt) }
+    }
+
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        // Texts and JSON are always JSON.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
 }
 
 pub(super) fn prompt<'a>(
@@ -35,7 +66,7 @@ pub(super) fn prompt<'a>(
     rollout: u64,
     state: PromptState,
     tokens: &'a [i32],
-    source: &'a [u8],
+    note: &'a [u8],
 ) -> Sample<'a> {
     Sample {
         kind: Kind::Prompt,
@@ -48,7 +79,7 @@ pub(super) fn prompt<'a>(
         },
         prompt_len: tokens.len(),
         tokens,
-        metadata: source,
+        metadata: note,
         ..Sample::default()
     }
 }
@@ -76,12 +107,7 @@ fn sample<'a>(scalars: Scalars, trajectory: &'a Trajectory, metadata: &'a [u8]) 
 impl Rollouts {
     /// Makes groups durable together: their samples, then that their prompts are done.
     pub(super) fn append(&self, rollout: u64, groups: &[Group]) -> Result<()> {
-        let why = |group: &Group| match &group.outcome {
-            Outcome::Kept(_) => None,
-            Outcome::Failed(error) => Some(error.clone()),
-            Outcome::Filtered(why) => Some(format!("filtered: {why}")),
-        };
-        let sources: Vec<_> = groups.iter().map(|group| source(&group.prompt, why(group))).collect();
+        let notes: Vec<_> = groups.iter().map(|group| PromptNote::done(group).bytes()).collect();
         let kept: Vec<Vec<Vec<u8>>> = groups
             .iter()
             .map(|group| match &group.outcome {
@@ -90,7 +116,7 @@ impl Rollouts {
             })
             .collect();
         let mut records = Vec::new();
-        for ((group, source), kept) in groups.iter().zip(&sources).zip(&kept) {
+        for ((group, note), kept) in groups.iter().zip(&notes).zip(&kept) {
             if let Outcome::Kept(made) = &group.outcome {
                 for (made, kept) in made.iter().zip(kept) {
                     let scalars = Scalars {
@@ -107,7 +133,7 @@ impl Rollouts {
                     }));
                 }
             }
-            records.push(prompt(group.number, rollout, PromptState::Done, &group.prompt.tokens, source));
+            records.push(prompt(group.number, rollout, PromptState::Done, &group.prompt.tokens, note));
         }
         if !records.is_empty() {
             self.log.append_all(&records)?;

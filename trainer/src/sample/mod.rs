@@ -59,7 +59,7 @@ impl Answer {
             .label
             .as_deref()
             .ok_or_else(|| self.refused("a label", "none", "name its field as `label_key`"))?;
-        Ok(serde_json::from_str::<String>(label.get()).unwrap_or_else(|_| label.get().to_owned()))
+        Ok(label_text(label))
     }
 
     /// An [`Error::Reward`] about this answer.
@@ -74,6 +74,12 @@ impl Answer {
             self.refused("one finite number", format_args!("`{}`", short(&value.to_string())), todo)
         })
     }
+}
+
+/// A label as text: what is in a JSON string, else the JSON.
+#[must_use]
+pub fn label_text(label: &RawValue) -> String {
+    serde_json::from_str(label.get()).unwrap_or_else(|_| label.get().to_owned())
 }
 
 /// Bits of a sample's id that number the answer. Those above number its parts.
@@ -91,6 +97,7 @@ pub(crate) fn sample_id(answer: u64, part: usize) -> u64 {
 }
 
 /// Which part of its answer a sample is.
-pub(crate) fn part_of(sample_id: u64) -> usize {
+#[must_use]
+pub fn part_of(sample_id: u64) -> usize {
     (sample_id >> ANSWER_BITS) as usize
 }

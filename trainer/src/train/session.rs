@@ -23,7 +23,7 @@ use crate::learner::{Learner, MODEL, Progress, Workspace};
 use crate::metrics::{self, MetricsFile, StepMetrics};
 use crate::options::Debug;
 use crate::push::Pusher;
-use crate::rollout::{self, RolloutOptions, Rollouts};
+use crate::rollout::{self, PromptNote, RolloutOptions, Rollouts};
 use crate::schedule::Schedule;
 
 /// The file of what each step did.
@@ -247,8 +247,8 @@ impl<'o> Session<'o> {
     pub(super) fn files(&self, groups: &[Group]) -> Result<Vec<String>> {
         let log = self.log.reader();
         let file = |group: &Group| {
-            let place = log.prompt(group.group_id)?.and_then(|prompt| rollout::place_of(&prompt));
-            Ok(place.map_or_else(String::new, |place| place.path.display().to_string()))
+            let note = log.prompt(group.group_id)?.as_ref().map(PromptNote::of).unwrap_or_default();
+            Ok(note.file())
         };
         groups.iter().map(file).collect()
     }

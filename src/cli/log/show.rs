@@ -1,0 +1,176 @@
+//! `driftless log show`: what the policy wrote.
+
+use super::texts::{Texts, log_of};
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::numbers;
+use crate::cli::shared::output::{Output, printable};
+use driftless::buffer::Record;
+use driftless::trainer::sample::{answer_of, label_text, part_of};
+use serde_json::value::RawValue;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+/// Characters of a label that are shown.
+const LABEL_SHOWN: usize = 200;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Directory of a run, as `train --save` has it, or of its log.
+    run: PathBuf,
+    /// Training step whose samples are shown [default: the newest with samples].
+    #[arg(long, value_name = "N", value_parser = numbers::ordinal())]
+    step: Option<u64>,
+    /// Begin with the highest reward.
+    #[arg(long, conflicts_with = "worst")]
+    best: bool,
+    /// Begin with the lowest reward.
+    #[arg(long)]
+    worst: bool,
+    /// How many samples.
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 4)]
+    samples: usize,
+    /// Checkpoint directory with the tokenizer [default: the run's own].
+    #[arg(long, value_name = "DIR")]
+    hf_checkpoint: Option<PathBuf>,
+}
+
+/// A sample with its texts.
+#[derive(serde::Serialize)]
+struct Shown {
+    step: u64,
+    /// Number of the prompt in the run.
+    prompt_id: u64,
+    /// Number of the answer in the run.
+    answer: u64,
+    /// Which part of its answer the sample is, from 0.
+    part: usize,
+    reward: f32,
+    finish: String,
+    response_tokens: usize,
+    /// Versions of the weights that wrote it.
+    versions: Vec<u64>,
+    engine: String,
+    source: String,
+    label: Option<Box<RawValue>>,
+    prompt: String,
+    response: String,
+}
+
+pub(super) fn run(args: &Args, output: Output) -> Result<()> {
+    let texts = Texts::open(&log_of(&args.run)?, args.hf_checkpoint.as_deref())?;
+    let mut records = samples(args, &texts)?;
+    let reward = |record: &Record| record.scalars().reward;
+    if args.best {
+        records.sort_by(|a, b| reward(b).total_cmp(&reward(a)));
+    } else if args.worst {
+        records.sort_by(|a, b| reward(a).total_cmp(&reward(b)));
+    }
+    for record in records.iter().take(args.samples) {
+        output.print(&shown(&texts, record)?, render)?;
+    }
+    Ok(())
+}
+
+/// The samples of the step that is asked for.
+fn samples(args: &Args, texts: &Texts) -> Result<Vec<Record>> {
+    let steps = texts.reader().rollouts();
+    let wrong = |expected: String, found: String| Error::Usage {
+        what: format!("step of {}", args.run.display()),
+        expected,
+        found,
+    };
+    let (Some(first), Some(last)) = (steps.first(), steps.last()) else {
+        return Err(wrong("one with samples".to_owned(), "an empty log".to_owned()));
+    };
+    let step = args.step.unwrap_or(*last);
+    if !steps.contains(&step) {
+        return Err(wrong(format!("one with samples, from {first} to {last}"), step.to_string()));
+    }
+    Ok(texts.reader().groups(step, 1).into_iter().flat_map(|group| group.records).collect())
+}
+
+fn shown(texts: &Texts, record: &Record) -> Result<Shown> {
+    let scalars = record.scalars();
+    let note = texts.note(record)?;
+    let mut versions: Vec<_> = record.spans().iter().map(|span| span.version).collect();
+    versions.dedup();
+    Ok(Shown {
+        step: scalars.rollout_id,
+        prompt_id: scalars.group_id,
+        answer: answer_of(scalars.sample_id),
+        part: part_of(scalars.sample_id),
+        reward: scalars.reward,
+        finish: format!("{:?}", record.finish()).to_lowercase(),
+        response_tokens: record.response().len(),
+        versions,
+        engine: record.engine().to_owned(),
+        source: note.source,
+        label: note.label,
+        prompt: texts.prompt(record)?,
+        response: texts.response(record)?.unwrap_or_default(),
+    })
+}
+
+/// A label that need not end: tests of a program may be one.
+fn short(label: &str) -> String {
+    let start: String = label.chars().take(LABEL_SHOWN).collect();
+    let end = if start.len() < label.len() { "…" } else { "" };
+    printable(&start) + end
+}
+
+/// A sample for people: a line of facts, the prompt, the answer.
+fn render(shown: &Shown) -> String {
+    let versions: Vec<_> = shown.versions.iter().map(u64::to_string).collect();
+    let part = if shown.part > 0 { format!(" part {}", shown.part) } else { String::new() };
+    let label = shown.label.as_ref().map(|label| short(&label_text(label)));
+    let label = label.map_or_else(String::new, |label| format!(", label {label}"));
+    let mut text = format!(
+        "reward {}{}: step {}, prompt {} ({}), answer {}{part}, {} of {} tokens by version {} at {}\n",
+        shown.reward,
+        label,
+        shown.step,
+        shown.prompt_id,
+        printable(&shown.source),
+        shown.answer,
+        shown.finish,
+        shown.response_tokens,
+        versions.join(", "),
+        printable(&shown.engine),
+    );
+    // Writing to a String does not fail.
+    for (mark, body) in [("  > ", &shown.prompt), ("  < ", &shown.response)] {
+        for line in body.lines() {
+            let _ = writeln!(text, "{mark}{}", printable(line));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn render_marks_prompt_and_answer_and_escapes_both() {
+        let shown = Shown {
+            step: 12,
+            prompt_id: 96,
+            answer: 384,
+            part: 0,
+            reward: 0.5,
+            finish: "stop".to_owned(),
+            response_tokens: 3,
+            versions: vec![7, 8],
+            engine: "http://host:30000".to_owned(),
+            source: "prompts.jsonl:17".to_owned(),
+            label: RawValue::from_string("\"4\\u001b[2J\"".to_owned()).ok(),
+            prompt: "What is\n2 + 2?".to_owned(),
+            response: "\u{1b}]0;x\u{7}4\n\n".to_owned(),
+        };
+        assert_eq!(
+            render(&shown),
+            "reward 0.5, label 4\\u{1b}[2J: step 12, prompt 96 (prompts.jsonl:17), answer 384, stop of 3 tokens by \
+             version 7, 8 at http://host:30000\n  > What is\n  > 2 + 2?\n  < \\u{1b}]0;x\\u{7}4\n  < \n"
+        );
+    }
+}

@@ -1,0 +1,81 @@
+//! The texts behind the token ids of a log.
+
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::paths;
+use driftless::buffer::{Kind, Reader, Record};
+use driftless::trainer::data::Tokenizer;
+use driftless::trainer::rollout::PromptNote;
+use std::path::{Path, PathBuf};
+
+/// Most bytes of a tokenizer.
+pub(super) const TOKENIZER_BYTES_MAX: u64 = 1 << 30;
+
+/// The log that `dir` is, or that the run in `dir` has.
+pub(super) fn log_of(dir: &Path) -> Result<PathBuf> {
+    paths::check_dir("run or log", dir)?;
+    let inside = dir.join("log");
+    Ok(if inside.is_dir() { inside } else { dir.to_owned() })
+}
+
+/// A log with the tokenizer that its ids are of.
+pub(super) struct Texts {
+    reader: Reader,
+    tokenizer: Tokenizer,
+}
+
+impl Texts {
+    /// With the tokenizer of `checkpoint`, or of the baseline that the run keeps beside its log.
+    pub(super) fn open(log: &Path, checkpoint: Option<&Path>) -> Result<Self> {
+        let reader = Reader::open(log)?;
+        let beside = log.parent().unwrap_or(Path::new(".")).join("baseline");
+        let checkpoint = checkpoint.unwrap_or(&beside);
+        let file = checkpoint.join("tokenizer.json");
+        if !file.is_file() {
+            return Err(wrong(
+                &file,
+                "the tokenizer of the log, or --hf-checkpoint with a directory that has it",
+                "none",
+            ));
+        }
+        let found = *blake3::hash(&paths::read("tokenizer", &file, TOKENIZER_BYTES_MAX)?).as_bytes();
+        // A log that was made without a tokenizer has the digest of nothing.
+        let unknown = [[0; 32], *blake3::hash(b"").as_bytes()];
+        let expected = reader.identity().map(|identity| identity.tokenizer_digest);
+        if expected.is_some_and(|expected| expected != found && !unknown.contains(&expected)) {
+            return Err(wrong(&file, "the tokenizer that the log was written with", "another one"));
+        }
+        let tokenizer = Tokenizer::open(checkpoint)?;
+        Ok(Texts { reader, tokenizer })
+    }
+
+    pub(super) fn reader(&self) -> &Reader {
+        &self.reader
+    }
+
+    pub(super) fn prompt(&self, record: &Record) -> Result<String> {
+        let prompt = &record.tokens()[..record.prompt_len().min(record.tokens().len())];
+        Ok(self.tokenizer.decode(prompt)?)
+    }
+
+    /// What the policy wrote; none in a prompt's record.
+    pub(super) fn response(&self, record: &Record) -> Result<Option<String>> {
+        match record.kind() {
+            Kind::Prompt => Ok(None),
+            _ => Ok(Some(self.tokenizer.decode(record.response())?)),
+        }
+    }
+
+    /// What the log says of the prompt that a record is of.
+    pub(super) fn note(&self, record: &Record) -> Result<PromptNote> {
+        let prompt = match record.kind() {
+            Kind::Prompt => Some(record.clone()),
+            _ => self.reader.prompt(record.scalars().group_id)?,
+        };
+        Ok(prompt.as_ref().map(PromptNote::of).unwrap_or_default())
+    }
+}
+
+fn wrong(file: &Path, expected: &str, found: &str) -> Error {
+    let (what, expected) = (file.display().to_string(), expected.to_owned());
+    Error::Usage { what, expected, found: found.to_owned() }
+}

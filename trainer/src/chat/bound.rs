@@ -1,0 +1,66 @@
+//! What a template may keep in its variables. Values within values without an end overflow the stack when they
+//! are written, compared or dropped, and lists that double need no instructions to do so: both end the process.
+
+use minijinja::{Environment, Error, ErrorKind, State, Value};
+use regex::{Captures, Regex};
+
+use super::json::DEPTH_MAX;
+
+/// Elements of lists and maps that are looked at in a rendering, which is seconds.
+const ELEMENTS_MAX: usize = 20_000_000;
+/// Name of the filter that looks at a value, and of the number of elements that it may still look at.
+const BOUNDED: &str = "driftless_bounded";
+/// What the engine's namespaces are called. Only they can be changed, and so hold themselves.
+const NAMESPACE: &str = "::Namespace";
+
+/// The template with each value that it sets sent through the filter.
+pub(super) fn bounded(source: &str) -> String {
+    // Comments, raw text, expressions and other tags are passed over as they are.
+    let code = r#"(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^"'])*?"#;
+    let raw = r"\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw";
+    let set = r"(\{%[-+]?\s*set\s)([\w\s.,()]+)=";
+    let parts = format!(r"(?s)\{{#.*?#\}}|{raw}|\{{\{{{code}\}}\}}|{set}({code})([-+]?%\}})|\{{%{code}%\}}");
+    let Ok(parts) = Regex::new(&parts) else { return source.to_owned() };
+    let replaced = |part: &Captures<'_>| match (part.get(1), part.get(2), part.get(3), part.get(4)) {
+        (Some(open), Some(target), Some(value), Some(close)) => {
+            let (open, target, value, close) =
+                (open.as_str(), target.as_str(), value.as_str(), close.as_str());
+            let is_attribute = target.contains('.');
+            format!("{open}{target}=({value})|{BOUNDED}({is_attribute}){close}")
+        }
+        _ => part[0].to_owned(),
+    };
+    parts.replace_all(source, replaced).into_owned()
+}
+
+/// Adds the filter.
+pub(super) fn add_filter(environment: &mut Environment<'_>) {
+    environment.add_filter(BOUNDED, |state: &mut State, value: Value, is_attribute: bool| {
+        let left = state.get_temp(BOUNDED).and_then(|left| left.as_usize()).unwrap_or(ELEMENTS_MAX);
+        let left = look(&value, 0, is_attribute, left)?;
+        state.set_temp(BOUNDED, Value::from(left));
+        Ok::<_, Error>(value)
+    });
+}
+
+/// Looks at all of a value; answers how many elements may still be looked at.
+fn look(value: &Value, depth: usize, is_attribute: bool, mut left: usize) -> Result<usize, Error> {
+    let refused = |what: String| Err(Error::new(ErrorKind::InvalidOperation, what));
+    let Some(object) = value.as_object() else { return Ok(left) };
+    if is_attribute && object.type_name().ends_with(NAMESPACE) {
+        return refused("it sets a namespace within a namespace".to_owned());
+    }
+    if depth > DEPTH_MAX {
+        return refused(format!("it sets lists or maps of more than {DEPTH_MAX} levels"));
+    }
+    // What has no length can be gone through once only.
+    let Some(count) = object.enumerator_len() else { return Ok(left) };
+    left = match left.checked_sub(count) {
+        Some(left) => left,
+        None => return refused(format!("it sets lists or maps of more than {ELEMENTS_MAX} elements in all")),
+    };
+    for (_, element) in object.try_iter_pairs().into_iter().flatten() {
+        left = look(&element, depth + 1, is_attribute, left)?;
+    }
+    Ok(left)
+}
