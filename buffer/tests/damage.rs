@@ -129,7 +129,7 @@ fn every_truncation_is_told_and_costs_only_what_is_cut_off() {
 }
 
 #[test]
-fn a_damaged_log_opens_for_writing_goes_on_and_stays_as_it_was_found() {
+fn damaged_log_opens_for_writing_and_stays_as_it_was_found() {
     let pristine = tempfile::tempdir().unwrap();
     let expected = small_log(pristine.path());
     for segment in 0..2 {
@@ -161,7 +161,7 @@ fn a_damaged_log_opens_for_writing_goes_on_and_stays_as_it_was_found() {
 }
 
 #[test]
-fn a_flipped_byte_in_an_acknowledged_record_is_corrupt_and_not_merely_torn() {
+fn flipped_byte_in_an_acknowledged_record_is_corrupt_not_torn() {
     let dir = tempfile::tempdir().unwrap();
     let expected = small_log(dir.path());
     let path = &segments(dir.path())[1];
@@ -223,7 +223,7 @@ fn open_segment_named_beyond_every_position_is_refused_by_name() {
 
 /// Appended to, as a copy that went wrong may be: the segment ends where its header says.
 #[test]
-fn open_segment_longer_than_its_capacity_is_sealed_at_its_capacity() {
+fn open_segment_longer_than_its_capacity_is_sealed_there() {
     for more in [1, 8, 4096] {
         let dir = tempfile::tempdir().unwrap();
         let expected = small_log(dir.path());

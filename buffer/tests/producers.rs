@@ -213,7 +213,7 @@ fn a_producer_waits_for_the_next_owner() {
 }
 
 #[test]
-fn a_reader_of_another_process_is_woken_and_sees_what_is_durable() {
+fn reader_of_another_process_is_woken_for_what_is_durable() {
     let dir = tempfile::tempdir().unwrap();
     let log = Log::open(dir.path(), manual()).unwrap();
     let reader = Reader::open(dir.path()).unwrap();

@@ -225,7 +225,7 @@ fn a_waiting_reader_is_woken() {
 }
 
 #[test]
-fn a_commit_becomes_durable_within_the_bound_without_being_waited_for() {
+fn commit_becomes_durable_within_the_bound_by_itself() {
     let dir = tempfile::tempdir().unwrap();
     let sync = SyncPolicy::Within(Duration::from_millis(2));
     let log = Log::open(dir.path(), manual().with_sync(sync)).unwrap();
@@ -247,7 +247,7 @@ fn a_hung_producer_is_given_up_and_told() {
 }
 
 #[test]
-fn giving_up_a_reservation_shows_what_was_acknowledged_behind_it() {
+fn reservation_given_up_shows_what_was_acknowledged_behind_it() {
     let dir = tempfile::tempdir().unwrap();
     let log = Log::open(dir.path(), options()).unwrap();
     let given_up = log.reserve(&driftless_buffer::sample::Shape::default()).unwrap();

@@ -101,7 +101,7 @@ fn a_dropped_reservation_leaves_its_position_empty() {
 }
 
 #[test]
-fn readers_see_only_what_is_durable_and_never_past_an_open_reservation() {
+fn readers_see_what_is_durable_up_to_an_open_reservation() {
     let dir = tempfile::tempdir().unwrap();
     let log = Log::open(dir.path(), options().with_sync(SyncPolicy::Manual)).unwrap();
     let reader = log.reader();
@@ -148,7 +148,7 @@ fn records_span_segments_and_restarts_and_positions_go_on() {
 }
 
 #[test]
-fn groups_are_complete_or_absent_and_repeated_samples_count_once() {
+fn groups_are_complete_or_absent_repeated_samples_count_once() {
     let dir = tempfile::tempdir().unwrap();
     let log = Log::open(dir.path(), options().with_sync(SyncPolicy::Manual)).unwrap();
     let ids = [(0, 10, 1), (1, 10, 1), (2, 11, 1), (2, 11, 1), (3, 10, 2), (0, 10, 1)];
@@ -388,7 +388,7 @@ fn maps(dir: &std::path::Path) -> usize {
 }
 
 #[test]
-fn the_map_of_a_removed_segment_goes_with_the_last_record_that_is_held() {
+fn map_of_a_removed_segment_goes_with_its_last_held_record() {
     let dir = tempfile::tempdir().unwrap();
     let log = Log::open(dir.path(), options().with_segment_bytes(64 << 10)).unwrap();
     for id in 0..400 {

@@ -110,7 +110,7 @@ fn file_that_is_no_jsonl_is_said_to_be_what_it_is() {
 }
 
 #[test]
-fn checkpoint_that_is_a_name_of_the_hub_is_told_how_to_be_fetched() {
+fn checkpoint_that_is_a_hub_name_says_how_to_fetch_it() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut command = driftless();
     command.current_dir(dir.path()).args(["data", "-", "--hf-checkpoint", "Qwen/Qwen3-0.6B"]);
@@ -136,7 +136,7 @@ fn what_the_checkpoint_lacks_is_said_with_what_to_do() {
 }
 
 #[test]
-fn a_fifo_in_place_of_a_file_of_the_tokenizer_is_named_and_not_waited_for() {
+fn fifo_in_place_of_a_tokenizer_file_is_named_not_waited_for() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut command = data(dir.path(), "{\"input\": \"1+2\"}\n");
     command.arg("--apply-chat-template");

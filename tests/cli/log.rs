@@ -236,7 +236,7 @@ fn tail_damaged_record_is_named_and_those_behind_it_are_printed() {
 }
 
 #[test]
-fn tail_segment_without_a_header_is_named_and_the_others_are_printed() {
+fn tail_segment_without_a_header_is_named_others_are_printed() {
     let dir = tempfile::tempdir().expect("a directory");
     filled(dir.path()).close().expect("a disk");
     filled(dir.path()).close().expect("a disk");

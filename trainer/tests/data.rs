@@ -59,7 +59,7 @@ const JSONL: &str = r#"{"input": [{"role": "user", "content": "1+2"}, {"role": "
 "#;
 
 #[test]
-fn parquet_of_every_compression_reads_as_the_same_prompts_as_jsonl() {
+fn parquet_of_every_compression_reads_as_jsonl_does() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer(dir.path());
     let load = |file: &Path| {
@@ -95,7 +95,7 @@ fn parquet_of_every_compression_reads_as_the_same_prompts_as_jsonl() {
 }
 
 #[test]
-fn a_parquet_file_without_the_columns_or_damaged_is_refused_with_its_name() {
+fn parquet_damaged_or_without_the_columns_is_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer(dir.path());
     let file = dir.path().join("rows.parquet");

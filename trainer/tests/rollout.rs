@@ -102,7 +102,7 @@ fn groups(rollouts: &Rollouts, rollout: u64) -> Vec<u64> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn groups_that_fail_or_are_filtered_are_replaced_by_the_next_prompts() {
+async fn groups_that_fail_or_are_filtered_are_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let labels = ["a", "fail", "b", "same", "c", "d", "e", "f"];
     let rollouts = rollouts(dir.path(), task(dir.path(), &labels, 0), Echo::default());
@@ -124,7 +124,7 @@ async fn groups_that_fail_or_are_filtered_are_replaced_by_the_next_prompts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rollout_that_is_interrupted_anywhere_takes_no_prompt_twice_and_loses_none() {
+async fn rollout_interrupted_anywhere_takes_each_prompt_once() {
     let labels = ["a", "b", "c", "d", "e", "f"];
     for stuck_from in 0..GROUPS * SAMPLES {
         let dir = tempfile::tempdir().unwrap();

@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_required_features_are_refused_and_optional_ones_ignored() {
+    fn unknown_features_are_refused_if_required_and_else_ignored() {
         let with = |at: usize| {
             let mut page = header().encode();
             page[at] = 0x20;

@@ -100,7 +100,7 @@ fn give_up_during_a_sync_leaves_the_log_clean() {
 }
 
 #[test]
-fn a_spare_with_records_becomes_a_segment_and_an_unused_one_is_removed() {
+fn spare_with_records_becomes_a_segment_an_unused_one_goes() {
     let medium = Medium::new();
     let log = open(&medium).unwrap();
     drop(log.append(&Sample::default()).unwrap());
@@ -120,7 +120,7 @@ fn a_spare_with_records_becomes_a_segment_and_an_unused_one_is_removed() {
 }
 
 #[test]
-fn a_full_disk_refuses_a_segment_and_takes_it_when_there_is_room() {
+fn full_disk_refuses_a_segment_until_there_is_room() {
     let medium = Medium::new();
     let log = open(&medium).unwrap();
     medium.fail(1, ErrorKind::StorageFull);

@@ -93,7 +93,7 @@ fn check(dir: &Path, acknowledged: &BTreeMap<u64, u64>, what: &str) {
 
 #[test]
 #[cfg_attr(miri, ignore = "maps files")]
-fn whichever_call_on_the_file_system_fails_nothing_acknowledged_is_lost() {
+fn failed_call_on_the_file_system_loses_nothing_acknowledged() {
     for kind in [io::ErrorKind::StorageFull, io::ErrorKind::Other] {
         let mut failed = 0;
         for k in 1.. {
