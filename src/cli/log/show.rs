@@ -104,7 +104,7 @@ fn shown(texts: &Texts, record: &Record) -> Result<Shown> {
         response_tokens: record.response().len(),
         versions,
         engine: record.engine().to_owned(),
-        source: note.source,
+        source: note.source.map_or_else(String::new, String::from),
         label: note.label,
         prompt: texts.prompt(record)?,
         response: texts.response(record)?.unwrap_or_default(),
