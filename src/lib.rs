@@ -14,6 +14,7 @@
 //! | `arrow` | – | the log as Arrow IPC and Parquet | no |
 //! | `nccl` | – | weights pushed over NCCL, which is opened at run time | no |
 //! | `cuda` | – | tensors on CUDA devices are encoded there when they are published; CUDA is opened at run time | no |
+//! | `http` | `http` | followers told of versions; what clients and servers are made of | no |
 //! | `relay` | `relay` | a cache of objects for the followers of a region, and its clients | no |
 //! | `ucx` | – | objects over UCX, which is opened at run time | no |
 //! | `slime` | `slime` | slime's delta directories, followed and written | no |
@@ -36,6 +37,8 @@ pub use driftless_bridge as bridge;
 pub use driftless_buffer as buffer;
 #[cfg(feature = "delta")]
 pub use driftless_delta as delta;
+#[cfg(feature = "http")]
+pub use driftless_http as http;
 #[cfg(feature = "relay")]
 pub use driftless_relay as relay;
 #[cfg(feature = "slime")]

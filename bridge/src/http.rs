@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use driftless_http::client_builder;
 use driftless_store::redact;
 use driftless_transport::activate::Limit;
 use reqwest::header::AUTHORIZATION;
@@ -71,16 +72,8 @@ pub(crate) struct Connection {
 impl Connection {
     pub(crate) fn new(address: &str, keys: Keys, connect: Duration, reply_bytes_max: usize) -> Result<Self> {
         let base = parse(address)?;
-        // Where the store of buckets is built too, reqwest has TLS without a provider, and would panic for
-        // want of one even for plain HTTP. The only error is that there is one already, and any will do.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let http = reqwest::Client::builder()
-            .connect_timeout(connect)
+        let http = client_builder(connect)
             .pool_idle_timeout(IDLE)
-            // Proxies come from the environment, which libraries do not read; a redirect would carry the key
-            // elsewhere.
-            .no_proxy()
-            .redirect(reqwest::redirect::Policy::none())
             .build()
             .map_err(|error| Error::SetUp { what: "the HTTP client", source: error.into() })?;
         let engine = base.as_str().trim_end_matches('/').to_owned();

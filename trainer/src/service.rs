@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use driftless_http::client_builder;
 use tokio::sync::Semaphore;
 
 use crate::error::{Result, input, short};
@@ -54,11 +55,7 @@ impl Service {
         if !url.starts_with("http://") && !url.starts_with("https://") {
             return Err(input(flag, "http://host:port/path", "another kind of URL"));
         }
-        // Where the store of buckets is built too, reqwest has TLS without a provider, and would panic for
-        // want of one. The only error is that there is one already, and any will do.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let client = reqwest::Client::builder().timeout(deadline).no_proxy();
-        let client = client.redirect(reqwest::redirect::Policy::none()).build().map_err(refused)?;
+        let client = client_builder(deadline).timeout(deadline).build().map_err(refused)?;
         client.post(url).build().map_err(refused)?;
         let (answer_bytes_max, places) = (ANSWER_BYTES_MAX, Semaphore::new(AT_ONCE));
         Ok(Service { url: url.to_owned(), client, deadline, answer_bytes_max, places })

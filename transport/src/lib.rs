@@ -3,8 +3,6 @@
 pub mod activate;
 pub mod chain;
 pub mod checkpoint;
-#[cfg(feature = "client")]
-pub mod client;
 pub mod download;
 mod dtype;
 mod error;

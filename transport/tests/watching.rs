@@ -1,18 +1,21 @@
 //! How little an idle follower asks, and how soon it looks when it is told to.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
-use std::net::SocketAddr;
+use std::io::Read as _;
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use driftless_http::{Error as HttpError, Followers};
 use driftless_store::wait::Stop;
 use driftless_store::wrap::{Count, Counts};
 use driftless_store::{Memory, PutMode, Store};
 use driftless_testkit::http::exchange;
 use driftless_testkit::publications::{MODEL, RUN, Weights, publisher, step};
 use driftless_transport::follow::FollowerOptions;
-use driftless_transport::publish::{Mode, Start};
+use driftless_transport::publish::{Mode, Notify, PublisherOptions, Start};
 use driftless_transport::serve::{ServeOptions, serve};
 use driftless_transport::{Checkpoint, Follower, Publisher, Run, Version};
 
@@ -164,27 +167,54 @@ fn a_follower_that_is_told_looks_at_once() {
     assert!(!world.follower.notify(), "nobody watches any more");
 }
 
-#[cfg(feature = "client")]
+/// Options of a publisher that tells the followers at `urls`.
+fn telling(urls: &[String], token: Option<&str>, start: Start, dir: &Path) -> PublisherOptions {
+    let followers = Followers::new(urls, token).unwrap();
+    PublisherOptions::new(RUN, start, dir).with_notify(Notify::new(move |_| followers.tell()))
+}
+
 #[test]
-fn a_publisher_tells_all_followers_and_names_those_that_did_not_hear() {
-    use driftless_transport::Error;
-    use driftless_transport::client::notify;
+fn publish_followers_away_or_silent_hold_nothing_up() {
+    let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let urls = [gone, silent.local_addr().unwrap()].map(|addr| format!("http://{addr}"));
+    let dir = tempfile::tempdir().unwrap();
+    let options = telling(&urls, None, Start::NewRun, dir.path());
+    let mut publisher = Publisher::open(Arc::new(Memory::new()), options).unwrap();
+    let mut weights = Weights::small(1);
+    for version in 0..5 {
+        weights.step(version, 9);
+        publisher.publish(&weights, step(0), Mode::Delta).unwrap();
+    }
+    // It has been told, and no version waited for its answer.
+    let mut heard = [0; 12];
+    silent.accept().unwrap().0.read_exact(&mut heard).unwrap();
+    assert_eq!(&heard, b"POST /notify");
+}
+
+#[test]
+fn publish_tells_a_follower_that_wants_a_token() {
     let world = World::new();
-    let server =
-        serve(world.follower.clone(), ServeOptions::new(([127, 0, 0, 1], 0)).with_token("secret")).unwrap();
-    let gone = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let urls = [format!("http://{gone}"), format!("http://{}/", server.addr())];
-    let told = |token| notify(&urls, token, Duration::from_secs(60)).unwrap();
-    let deaf = told(Some("secret"));
-    assert!(matches!(&deaf[..], [(url, _)] if *url == urls[0]), "{deaf:?}");
-    let refused = told(Some("other"));
-    assert!(
-        matches!(&refused[..], [_, (url, words)] if *url == urls[1] && words.contains("401")),
-        "{refused:?}"
-    );
-    assert!(notify(&[], None, Duration::ZERO).unwrap().is_empty());
+    let (stop, follower) = (Stop::new(), world.follower.clone());
+    let switch = stop.clone();
+    let watcher = std::thread::spawn(move || follower.run_until(&switch, false));
+    let options = ServeOptions::new(([127, 0, 0, 1], 0)).with_token("secret");
+    let server = serve(world.follower.clone(), options).unwrap();
+    let has = |version| world.follower.status().applied.is_some_and(|ack| ack.version == Version(version));
+    until("version 0", &|| has(0));
+    let urls = [format!("http://{}/", server.addr())];
+    let options = telling(&urls, Some("secret"), Start::Resume, &world.dir.path().join("other"));
+    let mut other = Publisher::open(world.store.clone(), options).unwrap();
+    other.publish(&world.weights, step(0), Mode::Full).unwrap();
+    until("version 1", &|| has(1));
+    stop.stop();
+    watcher.join().unwrap().unwrap();
+}
+
+#[test]
+fn followers_urls_with_secrets_are_refused_without_them() {
     for bad in ["host:1", "ftp://host", "http://user:word@host", "http://host?token=word"] {
-        let error = notify(&[bad.to_owned()], None, Duration::ZERO).unwrap_err();
-        assert!(matches!(&error, Error::BadText { text, .. } if !text.contains("word")), "{error:?}");
+        let error = Followers::new(&[bad.to_owned()], None).unwrap_err();
+        assert!(matches!(&error, HttpError::BadUrl { text, .. } if !text.contains("word")), "{error:?}");
     }
 }

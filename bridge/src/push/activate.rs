@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use derive_setters::Setters;
+use driftless_http::runtime::{self, wait};
 use driftless_store::BoxError;
-use driftless_store::runtime::{self, wait};
 use driftless_transport::activate::{Activate, Activated, Target};
 use tokio::runtime::Handle;
 

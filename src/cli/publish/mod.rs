@@ -136,7 +136,7 @@ impl From<DeltaProfile> for Profile {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_checkpoint("--checkpoint", &args.checkpoint)?;
-    args.notify.check()?;
+    let notify = args.notify.notify()?;
     args.serving.prepare()?;
     let mut store = store::open(&args.store)?;
     let run = slime::run_name(&args.run, args.layout)?;
@@ -165,7 +165,9 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let stop = Stop::new();
     stop_on_signals(&stop, PATIENCE)?;
     let server = args.serving.start(&mut store, output)?;
-    let published = publish(&args, store, &run, baseline_dir, &stop, output);
+    let mut options = options(&args, &run, baseline_dir)?;
+    options.notify = notify;
+    let published = publish(&args, store, options, &stop, output);
     let (run, version) = published.map_err(signals::caused)?;
     if server.is_some() {
         args.serving.linger(&run, &args.model, version, &stop);
@@ -177,18 +179,18 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
 fn publish(
     args: &Args,
     store: Arc<dyn Store>,
-    run: &str,
-    baseline_dir: PathBuf,
+    options: PublisherOptions,
     stop: &Stop,
     output: Output,
 ) -> Result<(Run, Version)> {
     let rank = args.ranks.rank();
     let joins = rank.as_ref().is_some_and(|rank| rank.rank > 0);
     if joins && args.new_run {
-        args.ranks.wait_for_run(&store, run, stop)?;
+        args.ranks.wait_for_run(&store, &options.run, stop)?;
     }
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
-    let mut publisher = Publisher::open(store, options(args, run, baseline_dir.clone())?)?;
+    let baseline_dir = options.baseline_dir.clone();
+    let mut publisher = Publisher::open(store, options)?;
     publisher.stop_on(stop);
     let bar = progress::bytes(tensor_bytes(&checkpoint)?, "publish");
     let shown = bar.clone();
@@ -201,7 +203,7 @@ fn publish(
     if let Some(rank) = &rank {
         let (version, bytes) = args.ranks.publish(&mut publisher, checkpoint, step, mode, rank)?;
         bar.finish_and_clear();
-        let run = finish(args, publisher, rank.rank == 0);
+        let run = finish(args, publisher);
         let value = json!({"version": version, "rank": rank.rank, "publication_bytes": bytes});
         output.print(&value, |_| format!("version {version}: {bytes} bytes as rank {}", rank.rank))?;
         return Ok((run, version));
@@ -212,16 +214,13 @@ fn publish(
         publisher.publish(&checkpoint, step, mode)?
     };
     bar.finish_and_clear();
-    let run = finish(args, publisher, true);
+    let run = finish(args, publisher);
     show(&published, &baseline_dir, args, output)?;
     Ok((run, published.version))
 }
 
 /// What is done once a version is committed; the baseline is free afterwards.
-fn finish(args: &Args, publisher: Publisher, notifies: bool) -> Run {
-    if notifies {
-        args.notify.tell();
-    }
+fn finish(args: &Args, publisher: Publisher) -> Run {
     collect_old(args, &publisher);
     publisher.run().clone()
 }

@@ -11,6 +11,8 @@ pub(crate) enum Error {
     #[error(transparent)]
     Transport(#[from] driftless::transport::Error),
     #[error(transparent)]
+    Http(#[from] driftless::http::Error),
+    #[error(transparent)]
     Relay(#[from] driftless::relay::Error),
     #[error(transparent)]
     Buffer(#[from] driftless::buffer::Error),
@@ -55,6 +57,7 @@ impl Error {
             error if error.is_closed_pipe() => 128 + 13,
             Error::Buffer(error) => buffer_code(error),
             Error::Transport(error) => transport_code(error),
+            Error::Http(error) => http_code(error),
             Error::Relay(error) => relay_code(error),
             Error::Bridge(error) => bridge_code(error),
             Error::Trainer(error) => trainer_code(error),
@@ -69,6 +72,7 @@ impl Error {
         match self {
             Error::Transport(error) => transport_hint(error),
             Error::Relay(driftless::relay::Error::Transport(error)) => transport_hint(error),
+            Error::Relay(driftless::relay::Error::Http(error)) | Error::Http(error) => http_hint(error),
             Error::Trainer(_) => flags_hint(self),
             #[cfg(feature = "torch")]
             Error::Torch(_) => flags_hint(self),
@@ -149,14 +153,14 @@ fn transport_hint(error: &driftless::transport::Error) -> Option<String> {
     use driftless::store::Error as Store;
     use driftless::transport::Error as Transport;
     match error {
+        Transport::Http(error) => http_hint(error),
         Transport::NoSuchRun { .. } => Some(
             "`driftless inspect --store URL` lists the runs of a store, `driftless publish --new-run` begins one"
                 .to_owned(),
         ),
         Transport::RunExists { .. } => Some("--resume goes on with it, --run NAME names another".to_owned()),
         Transport::BadSetting { name, .. } | Transport::Store(Store::BadSetting { name, .. }) => {
-            let flag = FLAGS.iter().find(|(setting, _)| setting == name).map(|(_, flag)| flag);
-            flag.map(|flag| format!("see {flag}"))
+            flag_hint(name)
         }
         Transport::Store(Store::Refused { store, .. } | Store::Unreachable { store, .. }) => {
             let (_, variables) = CREDENTIALS.iter().find(|(scheme, _)| store.starts_with(scheme))?;
@@ -166,6 +170,19 @@ fn transport_hint(error: &driftless::transport::Error) -> Option<String> {
         }
         _ => None,
     }
+}
+
+fn http_hint(error: &driftless::http::Error) -> Option<String> {
+    match error {
+        driftless::http::Error::BadSetting { name, .. } => flag_hint(name),
+        _ => None,
+    }
+}
+
+/// The flag that stands for a setting.
+fn flag_hint(setting: &str) -> Option<String> {
+    let flag = FLAGS.iter().find(|(name, _)| *name == setting).map(|(_, flag)| flag);
+    flag.map(|flag| format!("see {flag}"))
 }
 
 pub(crate) fn signal_name(signal: i32) -> &'static str {
@@ -195,6 +212,7 @@ pub fn transport_code(error: &driftless::transport::Error) -> u8 {
     match error {
         // Tensors have the names that a checkpoint gives them.
         Transport::BadName { what: "tensor", .. } => 1,
+        Transport::Http(error) => http_code(error),
         Transport::BadName { .. }
         | Transport::BadSetting { .. }
         | Transport::BadText { .. }
@@ -217,11 +235,22 @@ pub fn transport_code(error: &driftless::transport::Error) -> u8 {
     }
 }
 
+/// 2 where a URL or an address cannot be meant, 4 where a server did not answer, else 1.
+fn http_code(error: &driftless::http::Error) -> u8 {
+    use driftless::http::Error as Http;
+    match error {
+        Http::BadUrl { .. } | Http::BadSetting { .. } => 2,
+        Http::NoAnswer { .. } | Http::Lost(_) => 4,
+        _ => 1,
+    }
+}
+
 /// Whether a relay did not answer, or one of the others' reasons.
 fn relay_code(error: &driftless::relay::Error) -> u8 {
     use driftless::relay::Error as Relay;
     match error {
         Relay::Transport(error) => transport_code(error),
+        Relay::Http(error) => http_code(error),
         Relay::LinkTimeout { .. } => 4,
         _ => 1,
     }

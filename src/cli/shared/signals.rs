@@ -3,7 +3,7 @@
 
 use crate::cli::shared::error::{Error, Result, signal_name};
 use crate::cli::shared::output::fail;
-use driftless::store::runtime;
+use driftless::http::runtime;
 use driftless::store::wait::Stop;
 use driftless::transport::Error as Transport;
 use std::path::PathBuf;

@@ -2,16 +2,15 @@
 
 use crate::cli::shared::error::Result;
 use crate::cli::shared::keys;
+use driftless::http::Followers;
 use driftless::relay::{Relays, RelaysOptions};
 use driftless::store::{Store, open_with};
+use driftless::transport::publish::Notify;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Variables that object stores know begin so.
 const PREFIXES: [&str; 3] = ["AWS_", "AZURE_", "GOOGLE_"];
-
-/// How long a publisher waits for followers to hear of a version.
-const NOTIFY_DEADLINE: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// Opens the store that `url` names, with the credentials, region and endpoint that the environment has for
 /// object stores.
@@ -34,7 +33,7 @@ pub(crate) fn behind(origin: Arc<dyn Store>, relays: &[String], token: Option<&s
     Ok(Arc::new(Relays::new(origin, relays, options)?))
 }
 
-/// Who is told of a version as soon as it is published.
+/// Followers that are told of a version as soon as it is published.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct NotifyArgs {
     /// Follower to notify of each version, by the URL of its --listen address; may be given several times.
@@ -47,34 +46,18 @@ pub(crate) struct NotifyArgs {
 }
 
 impl NotifyArgs {
-    /// Whether anybody is to be told.
+    /// Whether any follower is to be told.
     pub(crate) fn is_given(&self) -> bool {
         !self.notify.is_empty()
     }
 
-    /// Refuses what can be told to nobody, before anything is published.
-    pub(crate) fn check(&self) -> Result<()> {
-        keys::secret(self.notify_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-        Ok(driftless::transport::client::check_followers(&self.notify)?)
-    }
-
-    /// Tells followers. The version is published whether they hear of it or not.
-    pub(crate) fn tell(&self) {
-        if let Err(error) = self.try_tell() {
-            tracing::warn!(
-                error = &error as &dyn std::error::Error,
-                "followers were not told of the version"
-            );
-        }
-    }
-
-    fn try_tell(&self) -> Result<()> {
+    /// What tells them, if there are any. Refuses what is no follower's URL.
+    pub(crate) fn notify(&self) -> Result<Option<Notify>> {
         let token = keys::secret(self.notify_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-        for (url, error) in
-            driftless::transport::client::notify(&self.notify, token.as_deref(), NOTIFY_DEADLINE)?
-        {
-            tracing::warn!(url, error, "a follower was not told of the version");
+        if !self.is_given() {
+            return Ok(None);
         }
-        Ok(())
+        let followers = Followers::new(&self.notify, token.as_deref())?;
+        Ok(Some(Notify::new(move |_| followers.tell())))
     }
 }

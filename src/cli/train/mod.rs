@@ -337,7 +337,7 @@ fn reinforce(mut args: Args, output: Output) -> Result<()> {
     args.update.transport.log();
     #[cfg(feature = "torch")]
     check_ranks(&args.device, args.actor_num_gpus_per_node)?;
-    let (save, notify) = (args.save.clone(), args.update.notify.clone());
+    let (save, notify) = (args.save.clone(), args.update.notify.notify()?);
     let learner = learner(&args)?;
     let options = train_options(args)?;
     let outcome = train(&options, learner(&options), observer(options.num_rollout, notify))?;

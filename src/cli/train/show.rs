@@ -1,18 +1,20 @@
 //! What `driftless train` shows while it runs.
 
 use crate::cli::shared::output::say;
-use crate::cli::shared::{progress, store};
+use crate::cli::shared::progress;
 use crate::cli::train::report;
 use driftless::trainer::{Event, Observer};
+use driftless::transport::Version;
+use driftless::transport::publish::Notify;
 use indicatif::ProgressBar;
 use std::sync::Arc;
 
 /// Shows a run on a progress bar, and its turning points as lines; tells followers of its versions.
-pub(super) fn observer(steps: u64, notify: store::NotifyArgs) -> Observer {
+pub(super) fn observer(steps: u64, notify: Option<Notify>) -> Observer {
     let bar = progress::bar(steps, "rl");
     Arc::new(move |event| {
-        if let Event::Published { .. } = event {
-            notify.tell();
+        if let (Event::Published { version }, Some(notify)) = (&event, &notify) {
+            notify.tell(Version(*version));
         }
         show(&bar, &event);
     })

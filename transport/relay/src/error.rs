@@ -11,10 +11,13 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// What the crates below said: an address that cannot be listened on, a cache that another relay has, a
-    /// setting or a URL that cannot be.
+    /// What the crates below said: a cache that another relay has, or a setting that cannot be.
     #[error(transparent)]
     Transport(#[from] driftless_transport::Error),
+    /// What a server or a client said: an address that cannot be listened on, or must not without a token, or a URL that
+    /// is none.
+    #[error(transparent)]
+    Http(#[from] driftless_http::Error),
     /// A library that is opened at run time is not there, or is not usable.
     #[error("{what} cannot be used")]
     Library {

@@ -23,17 +23,18 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use axum::http::StatusCode;
 use derive_setters::Setters;
+use driftless_http::check_exposure;
+use driftless_http::listen::Limits;
 use driftless_store::os::{Lock, create_dir_synced};
+use driftless_store::wait::lock;
 use driftless_store::{ContentDigest, Error as StoreError, Key, Object, Store, chain_text};
 use driftless_transport::Error as TransportError;
 use driftless_transport::manifest::OBJECT_BYTES_MAX;
-use driftless_transport::serve::check_exposure;
-use driftless_transport::serve::listen::Limits;
 use tokio::sync::{Semaphore, watch};
 
 use cache::{Cache, Content};
@@ -123,9 +124,9 @@ struct Relay {
 /// Serves the objects of `origin` from a cache, on threads of its own. Dropping the server ends it.
 ///
 /// # Errors
-/// [`BadSetting`](driftless_transport::Error::BadSetting) for an address other than loopback without a token;
+/// [`Http`](Error::Http) for an address other than loopback without a token, or one that cannot be had;
 /// [`Locked`](driftless_store::Error::Locked) if another relay has the directory;
-/// [`Listen`](driftless_transport::Error::Listen) if the address cannot be had; the file system's errors.
+/// the file system's errors.
 pub fn serve(origin: Arc<dyn Store>, options: RelayOptions) -> Result<Server> {
     check_exposure("relay address", options.listen, options.token.as_deref())?;
     if let Some((listen, _)) = &options.fabric {
@@ -152,7 +153,7 @@ pub fn serve(origin: Arc<dyn Store>, options: RelayOptions) -> Result<Server> {
 
 impl Relay {
     fn flights(&self) -> MutexGuard<'_, BTreeMap<ContentDigest, Flight>> {
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.flights)
     }
 
     /// An object from the cache, or from the origin: read once, however many ask for it.

@@ -4,13 +4,14 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use derive_setters::Setters;
-use driftless_store::{ContentDigest, Entry, Key, Object, OnBytes, PutMode, Store, redact};
+use driftless_http::{Client, parse_url};
+use driftless_store::wait::lock;
+use driftless_store::{ContentDigest, Entry, Key, Object, OnBytes, PutMode, Store, chain_text, redact};
 use driftless_transport::Error as TransportError;
-use driftless_transport::client::{Http, parse_url};
 use reqwest::{StatusCode, Url};
 
 use crate::error::Result;
@@ -39,7 +40,7 @@ const REMEMBERED_MAX: usize = 1024;
 /// last.
 pub struct Relays {
     origin: Arc<dyn Store>,
-    http: Http,
+    http: Client,
     relays: Vec<Peer>,
     /// Which relays have given ranges of an object.
     given: Mutex<BTreeMap<ContentDigest, BTreeSet<usize>>>,
@@ -80,7 +81,8 @@ impl Relays {
     /// [`fabric`](crate::fabric), such as `ucx://host:port`.
     ///
     /// # Errors
-    /// [`BadText`](driftless_transport::Error::BadText) for something that is no URL of a relay;
+    /// [`BadUrl`](driftless_http::Error::BadUrl) or [`BadText`](driftless_transport::Error::BadText) for something that is
+    /// no URL of a relay;
     /// [`Unsupported`](driftless_transport::Error::Unsupported) for UCX in a build without it, and
     /// [`Library`](crate::Error::Library) or [`Link`](crate::Error::Link) where it cannot be used.
     pub fn new(origin: Arc<dyn Store>, urls: &[String], options: RelaysOptions) -> Result<Self> {
@@ -97,11 +99,11 @@ impl Relays {
             Ok(Peer { url, way, health: Mutex::default() })
         };
         let relays = urls.iter().map(way).collect::<Result<_>>()?;
-        Ok(Self { origin, http: Http::new(token.as_deref())?, relays, given: Mutex::default() })
+        Ok(Self { origin, http: Client::new(token.as_deref())?, relays, given: Mutex::default() })
     }
 
     fn given(&self) -> MutexGuard<'_, BTreeMap<ContentDigest, BTreeSet<usize>>> {
-        self.given.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.given)
     }
 
     /// The relays for an object, first choice first.
@@ -133,9 +135,10 @@ impl Relays {
         url.set_query(Some(&format!("size={}&blake3={}", object.size, object.blake3)));
         in_pieces(range, |piece| {
             let header = format!("bytes={}-{}", piece.start, piece.end - 1);
-            let answer = self.http.get(url.clone(), &header, piece.end - piece.start, arrived, patience)?;
+            let asked = self.http.get(url.clone(), &header, piece.end - piece.start, arrived, patience);
+            let answer = asked.map_err(|error| chain_text(&error))?;
             if answer.status != StatusCode::PARTIAL_CONTENT {
-                return Err(answer.words());
+                return Err(chain_text(&answer.refusal()));
             }
             if answer.body.len() as u64 != piece.end - piece.start {
                 return Err(format!("{} bytes instead of {}", answer.body.len(), piece.end - piece.start));
@@ -198,7 +201,7 @@ fn weight(digest: &ContentDigest, url: Option<&Url>) -> Option<[u8; 32]> {
 
 impl Peer {
     fn health(&self) -> MutexGuard<'_, Health> {
-        self.health.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.health)
     }
 
     fn is_due(&self) -> bool {

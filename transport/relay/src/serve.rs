@@ -1,6 +1,5 @@
 //! The relay's HTTP interface.
 
-use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
@@ -14,8 +13,9 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::get;
 use axum::{Router, middleware};
-use driftless_transport::serve::listen::serve_http;
-use driftless_transport::serve::{self as http, Threads, Token};
+use driftless_http::listen::serve_http;
+use driftless_http::metrics::{CONTENT_TYPE, Page};
+use driftless_http::{self as http, Threads, Token};
 use serde::{Deserialize, Serialize};
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -154,8 +154,7 @@ async fn read(content: Content, start: u64, length: usize) -> std::result::Resul
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let error = serde_json::json!({ "kind": self.kind, "message": self.message });
-        (self.status, Json(serde_json::json!({ "error": error }))).into_response()
+        http::refuse(self.status, self.kind, self.message)
     }
 }
 
@@ -200,7 +199,7 @@ async fn status(State(relay): State<Arc<Relay>>) -> Response {
 
 async fn metrics(State(relay): State<Arc<Relay>>) -> Response {
     let status = Status::of(&relay);
-    let mut text = String::new();
+    let mut page = Page::new("driftless_relay");
     for (name, kind, help, value) in [
         ("hits_total", "counter", "Ranges asked for that were in the cache.", status.hits),
         (
@@ -230,11 +229,9 @@ async fn metrics(State(relay): State<Arc<Relay>>) -> Response {
         ("cache_bytes", "gauge", "Bytes of objects in the cache.", status.cache.bytes),
         ("cache_bytes_max", "gauge", "Bytes that the cache may hold.", status.cache.bytes_max),
     ] {
-        // Writing to a string does not fail.
-        let _ = write!(text, "# HELP driftless_relay_{name} {help}\n# TYPE driftless_relay_{name} {kind}\n");
-        let _ = writeln!(text, "driftless_relay_{name} {value}");
+        page.single(name, kind, help, value);
     }
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
+    ([(header::CONTENT_TYPE, CONTENT_TYPE)], page.into_text()).into_response()
 }
 
 #[cfg(test)]

@@ -3,8 +3,6 @@
 
 mod classify;
 
-use std::io;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -24,6 +22,9 @@ pub enum Error {
     /// What a store or a file system said.
     #[error(transparent)]
     Store(#[from] driftless_store::Error),
+    /// What a server of ours said: an address that it cannot listen on, or must not without a token.
+    #[error(transparent)]
+    Http(#[from] driftless_http::Error),
 
     // What was asked for, or given, that cannot be.
     /// A name (run, model, follower, tensor or file) that breaks the rules for it.
@@ -399,7 +400,7 @@ pub enum Error {
         what: &'static str,
     },
 
-    // Engines and servers.
+    // Engines.
     /// An engine, or the code that drives it, failed.
     #[error("engine `{engine}` failed to {action}")]
     Engine {
@@ -419,14 +420,6 @@ pub enum Error {
         action: &'static str,
         /// How long it has been silent.
         waited: Duration,
-    },
-    /// An address cannot be listened on.
-    #[error("cannot listen on {addr}")]
-    Listen {
-        /// The address asked for.
-        addr: SocketAddr,
-        /// The operating system's error.
-        source: io::Error,
     },
 }
 

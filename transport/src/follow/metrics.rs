@@ -1,10 +1,9 @@
-//! A follower's counters in Prometheus's text format
-//! (<https://prometheus.io/docs/instrumenting/exposition_formats/>, version 0.0.4). Pure: state in, text out.
+//! A follower's counters as a page for Prometheus. Pure: state in, text out.
 
 use std::collections::BTreeMap;
-use std::fmt::{Display, Write as _};
 use std::time::{Duration, Instant};
 
+use driftless_http::metrics::Page;
 use driftless_store::wrap::Counts;
 
 use super::status::Status;
@@ -92,12 +91,12 @@ fn lag(status: &Status) -> u64 {
 
 /// The page, for the state as it is `now`; `store` is what passed between the follower and its store.
 pub(super) fn page(status: &Status, counters: &Counters, store: &Counts, now: Instant) -> String {
-    let mut page = Page::default();
+    let mut page = Page::new("driftless_follower");
     identity(&mut page, status);
     progress(&mut page, status, counters, now);
     traffic(&mut page, store);
     engines(&mut page, status, counters);
-    page.0
+    page.into_text()
 }
 
 fn identity(page: &mut Page, status: &Status) {
@@ -194,41 +193,6 @@ fn engines(page: &mut Page, status: &Status, counters: &Counters) {
     each("last_pause_seconds", "gauge", "The last such time.", &|engine| {
         counted(&engine.url).last_pause.as_secs_f64()
     });
-}
-
-/// The text so far.
-#[derive(Default)]
-struct Page(String);
-
-impl Page {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        self.line(format_args!(
-            "# HELP driftless_follower_{name} {help}\n# TYPE driftless_follower_{name} {kind}"
-        ));
-    }
-
-    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: impl Display) {
-        let labels: Vec<String> =
-            labels.iter().map(|(name, value)| format!("{name}=\"{}\"", escaped(value))).collect();
-        let labels = if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
-        self.line(format_args!("driftless_follower_{name}{labels} {value}"));
-    }
-
-    /// A family of one sample without labels.
-    fn single(&mut self, name: &str, kind: &str, help: &str, value: impl Display) {
-        self.family(name, kind, help);
-        self.sample(name, &[], value);
-    }
-
-    fn line(&mut self, line: std::fmt::Arguments<'_>) {
-        // Writing to a string cannot fail.
-        let _ = writeln!(self.0, "{line}");
-    }
-}
-
-/// A label's value as the format wants it inside quotes.
-fn escaped(value: &str) -> String {
-    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]

@@ -30,6 +30,9 @@ impl Publisher {
             // Readers list instead; the next version sets it again.
             tracing::warn!(%version, %error, "the head hint was not written");
         }
+        if let Some(notify) = &self.options.notify {
+            notify.tell(version);
+        }
         if std::mem::take(&mut self.sweep_due) {
             self.sweep(&committed);
         }

@@ -62,7 +62,9 @@ use upload::Uploads;
 pub use device::{BaseMemory, DeviceUse};
 pub use driftless_delta::Profile;
 pub use finite::check as check_finite;
-pub use options::{FullBecause, Mode, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step};
+pub use options::{
+    FullBecause, Mode, Notify, Progress, ProgressFn, Published, PublisherOptions, Rank, Start, Step,
+};
 pub use ranks::PublishedPart;
 pub use shard::{Shard, Slice};
 

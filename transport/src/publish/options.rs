@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use derive_setters::Setters;
@@ -61,6 +62,29 @@ impl fmt::Display for FullBecause {
             Self::Asked => f.write_str("that was asked for"),
             Self::LayoutChanged(differences) => write!(f, "the layout changed: {differences}"),
         }
+    }
+}
+
+/// Hears of each version as soon as it is committed.
+#[derive(Clone)]
+pub struct Notify(Arc<dyn Fn(Version) + Send + Sync>);
+
+impl Notify {
+    /// Has `tell` called on the publishing thread, which it must not hold up. The version is committed, whatever
+    /// becomes of the call.
+    pub fn new(tell: impl Fn(Version) + Send + Sync + 'static) -> Self {
+        Self(Arc::new(tell))
+    }
+
+    /// Tells of a version that was committed.
+    pub fn tell(&self, version: Version) {
+        (self.0)(version);
+    }
+}
+
+impl fmt::Debug for Notify {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Notify")
     }
 }
 
@@ -124,6 +148,9 @@ pub struct PublisherOptions {
     pub allow_layout_change: bool,
     /// Whether NaN and infinities are published; refused by default, in every element that changed.
     pub allow_non_finite: bool,
+    /// Hears of each version right behind its commit, such as followers that look at the store then. Of ranks that
+    /// publish together, the one that joins the parts tells.
+    pub notify: Option<Notify>,
     /// The form of the tensors; by default the name of the element type that most of them have.
     pub representation: Option<Representation>,
 }
@@ -149,6 +176,7 @@ impl PublisherOptions {
             trust_keys: Vec::new(),
             allow_layout_change: false,
             allow_non_finite: false,
+            notify: None,
             representation: None,
         }
     }

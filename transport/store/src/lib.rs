@@ -8,7 +8,7 @@
 //! | `key`, `digest` | names, and digests of content |
 //! | `memory`, `disk`, `object` | the stores |
 //! | [`wrap`], `probe`, `conformance` | wrappers, the test at a publisher's start, the suite of all stores |
-//! | [`os`], [`wait`], `runtime` | files and locks; threads that wait; threads that drive connections |
+//! | [`os`], [`wait`] | files and locks; threads that wait |
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -22,8 +22,6 @@ mod object;
 mod open;
 pub mod os;
 mod probe;
-#[cfg(feature = "runtime")]
-pub mod runtime;
 mod store;
 pub mod wait;
 pub mod wrap;

@@ -71,7 +71,7 @@ fn a_token_guards_everything_but_health_and_a_taken_port_is_an_error() {
     assert_eq!(call("/status", Some("Secret")), 401);
     assert_eq!(call("/status", Some("secret")), 200);
     let error = serve(follower.clone(), ServeOptions::new(server.addr())).unwrap_err();
-    assert!(matches!(error, Error::Listen { .. }), "{error:?}");
+    assert!(matches!(error, Error::Http(driftless_http::Error::Listen { .. })), "{error:?}");
     let addr = server.addr();
     drop(server);
     serve(follower, ServeOptions::new(addr)).unwrap();

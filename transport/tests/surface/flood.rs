@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use driftless_http::listen::Limits;
 use driftless_store::wait::Stop;
 use driftless_store::{Disk, Key, Store};
 use driftless_testkit::flood::Flood;
 use driftless_transport::gc::Ack;
-use driftless_transport::serve::listen::Limits;
 use driftless_transport::{Run, Version};
 
 use super::{AUTHORISED, LONG, NEVER, follower, limits, publish, serve_here, serve_relay};

@@ -4,10 +4,10 @@ use std::io::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use driftless_http::Server;
+use driftless_http::listen::Limits;
 use driftless_store::{Memory, Store};
 use driftless_transport::manifest::Object;
-use driftless_transport::serve::Server;
-use driftless_transport::serve::listen::Limits;
 
 use super::{AUTHORISED, answer, ask, connect, publish, raw, rest, serve_follower, serve_relay};
 use driftless_testkit::publications::named;

@@ -53,12 +53,18 @@ pub(super) const HOUSES: &[House] = &[
         ],
     },
     House {
-        name: "driftless-store",
+        name: "driftless-http",
         below: &[],
+        lines_max: LINES_MAX,
+        floors: &[&["error", "listen", "metrics"], &["runtime", "server"], &["client"], &["notify"]],
+    },
+    House {
+        name: "driftless-store",
+        below: &["driftless-http"],
         lines_max: LINES_MAX,
         floors: &[
             &["error", "os", "wait"],
-            &["digest", "key", "runtime"],
+            &["digest", "key", "pool"],
             &["store"],
             &["disk", "memory", "object", "probe", "wrap"],
             &["conformance", "open"],
@@ -67,12 +73,12 @@ pub(super) const HOUSES: &[House] = &[
     House { name: "driftless-ucx-sys", below: &[], lines_max: LINES_MAX, floors: &[] },
     House {
         name: "driftless-transport",
-        below: &["driftless-delta", "driftless-store"],
+        below: &["driftless-delta", "driftless-http", "driftless-store"],
         // Later rooms go elsewhere; ARCHITECTURE says where.
         lines_max: 11_200,
         floors: &[
             &["error", "ids", "sign"],
-            &["dtype", "pool"],
+            &["dtype"],
             &["snapshot"],
             &["checkpoint"],
             &["manifest"],
@@ -83,7 +89,7 @@ pub(super) const HOUSES: &[House] = &[
             &["publish"],
             &["activate", "source", "foreign"],
             &["follow"],
-            &["serve", "client"],
+            &["serve"],
         ],
     },
     House {
@@ -101,13 +107,13 @@ pub(super) const HOUSES: &[House] = &[
     },
     House {
         name: "driftless-relay",
-        below: &["driftless-store", "driftless-transport", "driftless-ucx-sys"],
+        below: &["driftless-http", "driftless-store", "driftless-transport", "driftless-ucx-sys"],
         lines_max: LINES_MAX,
         floors: &[&["cache", "error", "recent"], &["fabric"], &["session"], &["relays", "serve"]],
     },
     House {
         name: "driftless-bridge",
-        below: &["driftless-delta", "driftless-store", "driftless-transport"],
+        below: &["driftless-delta", "driftless-http", "driftless-store", "driftless-transport"],
         lines_max: LINES_MAX,
         floors: &[
             &["engine", "error", "http", "keys", "live"],
@@ -122,6 +128,7 @@ pub(super) const HOUSES: &[House] = &[
             "driftless-delta",
             "driftless-buffer",
             "driftless-bridge",
+            "driftless-http",
             "driftless-store",
             "driftless-transport",
         ],
@@ -141,6 +148,7 @@ pub(super) const HOUSES: &[House] = &[
         below: &[
             "driftless-delta",
             "driftless-buffer",
+            "driftless-http",
             "driftless-store",
             "driftless-transport",
             "driftless-bridge",

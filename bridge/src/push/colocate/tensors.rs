@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use derive_setters::Setters;
-use driftless_store::runtime::{self, wait};
+use driftless_http::runtime::{self, wait};
 use driftless_transport::Snapshot;
 use driftless_transport::snapshot::TensorInfo;
 use tokio::runtime::Handle;

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use derive_setters::Setters;
-use driftless_store::runtime;
+use driftless_http::runtime;
 use driftless_transport::Snapshot;
 use driftless_transport::snapshot::TensorInfo;
 use tokio::runtime::Handle;

@@ -28,7 +28,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use derive_setters::Setters;
-use driftless_transport::serve::listen::{self, serve_http};
+use driftless_http::listen::{self, serve_http};
 use tch::{Device, Kind};
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;

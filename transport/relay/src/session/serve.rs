@@ -11,9 +11,9 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use driftless_http::Error as HttpError;
+use driftless_http::listen::{Admission, Limits, accept};
 use driftless_store::os::crash_point;
-use driftless_transport::Error as TransportError;
-use driftless_transport::serve::listen::{Admission, Limits, accept};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
@@ -54,7 +54,7 @@ impl Sessions {
     /// Listens on `addr`, and serves on threads of its own what `relay` has.
     ///
     /// # Errors
-    /// [`Listen`](driftless_transport::Error::Listen).
+    /// [`Listen`](HttpError::Listen).
     pub(crate) fn start(
         relay: Arc<Relay>,
         fabric: Arc<dyn Fabric>,
@@ -63,7 +63,7 @@ impl Sessions {
         limits: Limits,
         runtime: &Handle,
     ) -> Result<Self> {
-        let listen = |source| TransportError::Listen { addr, source };
+        let listen = |source| HttpError::Listen { addr, source };
         let listener = runtime.block_on(TcpListener::bind(addr)).map_err(listen)?;
         let addr = listener.local_addr().map_err(listen)?;
         let ends = Arc::new(AtomicBool::new(false));

@@ -17,6 +17,7 @@ use std::sync::{Arc, mpsc};
 use std::time::SystemTime;
 
 use bytes::Bytes;
+use driftless_http::runtime;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
@@ -26,7 +27,6 @@ use tokio::sync::Semaphore;
 
 use crate::error::{Error, Result};
 use crate::key::Key;
-use crate::runtime;
 use crate::store::{Entry, Object, OnBytes, PutMode, Store, no_progress};
 use ask::{Action, Asked, cause};
 

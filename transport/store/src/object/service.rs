@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use driftless_http::client_builder;
 use futures_util::StreamExt as _;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
@@ -17,10 +18,12 @@ use object_store::client::{
 use object_store::{ClientConfigKey, ClientOptions, HeaderMap};
 use rand::seq::SliceRandom as _;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
-use reqwest::{Certificate, NoProxy, Proxy, redirect};
+use reqwest::{Certificate, NoProxy, Proxy};
 
 use crate::store::redact;
 
+/// How long a connection may take to be made, where the options do not say.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 /// Error documents are a few hundred bytes; more of one is not read.
 const DOCUMENT_BYTES_MAX: usize = 16 << 10;
 /// A server's own words, cut to this many characters.
@@ -32,8 +35,6 @@ pub(super) struct Connector;
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
-        // The only error is that there is a provider already, and any will do.
-        let _ = rustls::crypto::ring::default_provider().install_default();
         let client = client(options).map_err(|error| object_store::Error::Generic {
             store: "HTTP client",
             source: error.without_url().into(),
@@ -42,15 +43,16 @@ impl HttpConnector for Connector {
     }
 }
 
-/// The client that options describe. It follows no redirect: one would carry a session token to whatever host
-/// an answer names, and may turn a put into a get, whose success looks like the put's. `object_store`'s own
-/// client follows them, and has no option not to.
+/// The client that options describe. `object_store`'s own client follows redirects, and has no option not to.
 fn client(options: &ClientOptions) -> reqwest::Result<reqwest::Client> {
     let option = |key| options.get_config_value(&key);
     let is_on =
         |key| option(key).is_some_and(|value| ["1", "true", "on", "yes", "y"].contains(&value.as_str()));
-    let mut builder = reqwest::Client::builder()
-        .redirect(redirect::Policy::none())
+    // "10 seconds", or "1s" where `object_store` asks for an instance's credentials.
+    let connect = option(ClientConfigKey::ConnectTimeout).unwrap_or_default();
+    let digits = connect.split(|letter: char| !letter.is_ascii_digit()).next().unwrap_or_default();
+    let connect = digits.parse().map_or(CONNECT_DEADLINE, Duration::from_secs);
+    let mut builder = client_builder(connect)
         .user_agent(concat!("driftless/", env!("CARGO_PKG_VERSION")))
         .https_only(!is_on(ClientConfigKey::AllowHttp))
         .tls_danger_accept_invalid_certs(is_on(ClientConfigKey::AllowInvalidCertificates))
@@ -61,12 +63,6 @@ fn client(options: &ClientOptions) -> reqwest::Result<reqwest::Client> {
         .no_brotli()
         .no_zstd()
         .no_deflate();
-    // "10 seconds", or "1s" where `object_store` asks for an instance's credentials.
-    let connect = option(ClientConfigKey::ConnectTimeout).unwrap_or_default();
-    let digits = connect.split(|letter: char| !letter.is_ascii_digit()).next().unwrap_or_default();
-    if let Ok(seconds) = digits.parse() {
-        builder = builder.connect_timeout(Duration::from_secs(seconds));
-    }
     if let Some(url) = option(ClientConfigKey::ProxyUrl) {
         let excludes = option(ClientConfigKey::ProxyExcludes).and_then(|hosts| NoProxy::from_string(&hosts));
         builder = builder.proxy(Proxy::all(url)?.no_proxy(excludes));

@@ -13,9 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use derive_setters::Setters;
-use driftless_transport::Error as TransportError;
-use driftless_transport::serve::listen::{Admission, Limits, accept};
-use driftless_transport::serve::{Server, Threads};
+use driftless_http::listen::{Admission, Limits, accept};
+use driftless_http::{Error as HttpError, Server, Threads};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -76,7 +75,7 @@ impl Rendezvous {
             }))
         });
         let failed = |error| match error {
-            TransportError::Listen { addr, source } => Error::Listen { address: addr, source },
+            HttpError::Listen { addr, source } => Error::Listen { address: addr, source },
             error => Error::SetUp { what: "the rendezvous", source: error.into() },
         };
         Ok(Self { server: server.map_err(failed)?, shared })

@@ -1,4 +1,4 @@
-//! The threads that drive this process's connections to stores, relays and engines (feature `runtime`).
+//! The threads that drive this process's connections to stores, relays and engines (feature `client`).
 //!
 //! Clients share one runtime. A server has threads of its own, which end with it.
 

@@ -1,13 +1,4 @@
-//! HTTP servers: a follower's interface ([`serve`]), and what every server of the workspace is made of.
-//!
-//! | File | Does |
-//! |---|---|
-//! | `follower` | serves a follower to coordinators and operators |
-//! | [`listen`] | accepts connections, within limits |
-//! | this one | a server's threads, and its token |
-
-mod follower;
-pub mod listen;
+//! A server's threads, and its token.
 
 use std::net::SocketAddr;
 use std::thread;
@@ -17,14 +8,11 @@ use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Json, Response};
-use serde::Serialize;
 use tokio::net::TcpListener;
 use tokio::runtime::{self, Handle, Runtime};
 
 use crate::error::{Error, Result};
-use listen::admit;
-
-pub use follower::{ServeOptions, serve};
+use crate::listen::admit;
 
 /// How long requests under way may hold up the end of the server.
 const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
@@ -108,8 +96,7 @@ impl Token {
         let given = request.headers().get(header::AUTHORIZATION).map(|value| blake3::hash(value.as_bytes()));
         // Hashes of equal length compare in constant time.
         if self.0.is_some() && given != self.0 {
-            let error = Body { kind: "unauthorized", message: "missing or wrong bearer token".into() };
-            return (StatusCode::UNAUTHORIZED, Json(Failure { error })).into_response();
+            return refuse(StatusCode::UNAUTHORIZED, "unauthorized", "missing or wrong bearer token");
         }
         admit(request, next).await
     }
@@ -132,15 +119,10 @@ pub fn check_exposure(name: &'static str, addr: SocketAddr, token: Option<&str>)
     }
 }
 
-#[derive(Serialize)]
-pub(crate) struct Failure {
-    pub(crate) error: Body,
-}
-
-#[derive(Serialize)]
-pub(crate) struct Body {
-    pub(crate) kind: &'static str,
-    pub(crate) message: String,
+/// An answer that says no: `{"error": {"kind": …, "message": …}}`. `kind` is a stable name, `message` is for people.
+pub fn refuse(status: StatusCode, kind: &str, message: impl AsRef<str>) -> Response {
+    let error = serde_json::json!({ "kind": kind, "message": message.as_ref() });
+    (status, Json(serde_json::json!({ "error": error }))).into_response()
 }
 
 #[cfg(test)]

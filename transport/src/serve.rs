@@ -1,4 +1,4 @@
-//! The follower's HTTP interface, for coordinators and operators. `docs/wire/follower.md` documents the wire
+//! A follower's HTTP interface, for coordinators and operators. `docs/wire/follower.md` documents the wire
 //! format.
 
 use std::net::SocketAddr;
@@ -11,11 +11,11 @@ use axum::middleware;
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::{get, post};
 use derive_setters::Setters;
+use driftless_http::listen::{Limits, serve_http};
+use driftless_http::{Server, Threads, Token, check_exposure, metrics, refuse};
 use driftless_store::{Error as StoreError, chain_text};
 use serde::{Deserialize, Serialize};
 
-use super::listen::{Limits, serve_http};
-use super::{Body, Failure, Server, Threads, Token, check_exposure};
 use crate::error::{Error, Result};
 use crate::follow::{Follower, PrepareReply};
 use crate::ids::Version;
@@ -54,8 +54,8 @@ impl ServeOptions {
 ///
 /// # Errors
 ///
-/// [`Error::BadSetting`] for an address other than loopback without a token, or an empty token;
-/// [`Error::Listen`] if the address cannot be had.
+/// [`Error::Http`] for an address other than loopback without a token, an empty token, or an address that cannot be
+/// had.
 pub fn serve(follower: Follower, options: ServeOptions) -> Result<Server> {
     let ServeOptions { addr, token, limits, routes } = options;
     check_exposure("follower address", addr, token.as_deref())?;
@@ -71,7 +71,7 @@ fn router(follower: Follower, token: Option<String>, more: Router) -> Router {
         .route("/activate", post(activate))
         .route("/notify", post(notify))
         .route("/status", get(status))
-        .route("/metrics", get(metrics))
+        .route("/metrics", get(page))
         .with_state(follower)
         .merge(more);
     routes
@@ -92,10 +92,7 @@ async fn prepare(State(follower): State<Follower>, body: Bytes) -> Response {
         Ok(PrepareRequest { version }) => {
             blocking(move || follower.prepare(version).map(PrepareReply::from)).await
         }
-        Err(error) => {
-            let error = Body { kind: "bad_request", message: error.to_string() };
-            (StatusCode::BAD_REQUEST, Json(Failure { error })).into_response()
-        }
+        Err(error) => refuse(StatusCode::BAD_REQUEST, "bad_request", error.to_string()),
     }
 }
 
@@ -112,8 +109,8 @@ async fn status(State(follower): State<Follower>) -> Response {
     Json(follower.status()).into_response()
 }
 
-async fn metrics(State(follower): State<Follower>) -> Response {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], follower.metrics()).into_response()
+async fn page(State(follower): State<Follower>) -> Response {
+    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], follower.metrics()).into_response()
 }
 
 /// Runs a follower's call off the server's thread. It goes on to its end even if the client hangs up.
@@ -124,14 +121,12 @@ async fn blocking<T: Serialize + Send + 'static>(
         Ok(Ok(reply)) => Json(reply).into_response(),
         Ok(Err(error)) => {
             let (status, kind) = classify(&error);
-            let error = Body { kind, message: chain_text(&error) };
-            (status, Json(Failure { error })).into_response()
+            refuse(status, kind, chain_text(&error))
         }
         Err(panic) => {
             tracing::error!(%panic, "a request of the follower panicked");
-            let error =
-                Body { kind: "internal", message: "the request panicked; see the follower's log".into() };
-            (StatusCode::INTERNAL_SERVER_ERROR, Json(Failure { error })).into_response()
+            let message = "the request panicked; see the follower's log";
+            refuse(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
         }
     }
 }

@@ -1,0 +1,143 @@
+//! HTTP clients: the one builder of them, and a small one that blocks.
+
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use reqwest::{ClientBuilder, Method, RequestBuilder, StatusCode, Url, redirect};
+use tokio::runtime::Handle;
+
+use crate::error::{Error, Result};
+use crate::runtime;
+
+/// How long a connection may take to be made, whatever the whole request may take.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
+/// Bytes of an answer that is not what was asked for that are read and shown.
+pub(crate) const WORDS_MAX: usize = 200;
+
+/// What every client of the workspace is built from. It gives up on a connection after `connect`. It takes no proxy
+/// from the environment, which libraries do not read. It follows no redirect: one would carry a key or a token to
+/// whatever host an answer names, and may turn a POST into a GET.
+pub fn client_builder(connect: Duration) -> ClientBuilder {
+    // Where another crate of the build has switched on TLS without a provider, reqwest would panic for want of one even
+    // for plain HTTP. The only error is that there is a provider already, and any will do.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    reqwest::Client::builder().connect_timeout(connect).redirect(redirect::Policy::none()).no_proxy()
+}
+
+/// A client; its calls may be made from any thread but those of the [`runtime`] that drives them.
+pub struct Client {
+    client: reqwest::Client,
+    token: Option<String>,
+    pub(crate) runtime: Handle,
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client").finish_non_exhaustive()
+    }
+}
+
+/// An answer.
+#[derive(Debug)]
+pub struct Answer {
+    /// Its status.
+    pub status: StatusCode,
+    /// Its body.
+    pub body: Vec<u8>,
+}
+
+impl Answer {
+    /// The answer as the reason why nothing was done, cut short.
+    #[must_use]
+    pub fn refusal(&self) -> Error {
+        let text = String::from_utf8_lossy(&self.body[..self.body.len().min(WORDS_MAX)]);
+        Error::Refused { words: format!("status {}: {}", self.status.as_u16(), text.escape_debug()) }
+    }
+}
+
+impl Client {
+    /// A client that brings `token`, if there is one, with every request.
+    ///
+    /// # Errors
+    /// [`Error::Start`] if the threads of this process's connections cannot be started.
+    pub fn new(token: Option<&str>) -> Result<Self> {
+        let start = |source| Error::Start { source };
+        let client = client_builder(CONNECT_DEADLINE).build();
+        let client = client.map_err(|error| start(io::Error::other(error)))?;
+        let runtime = runtime::handle().map_err(start)?;
+        Ok(Self { client, token: token.map(str::to_owned), runtime })
+    }
+
+    pub(crate) fn request(&self, method: Method, url: Url) -> RequestBuilder {
+        let request = self.client.request(method, url);
+        match &self.token {
+            Some(token) => request.bearer_auth(token),
+            None => request,
+        }
+    }
+
+    /// Reads `url`, at most `bytes_max` bytes, and has `arrived` hear how many came; `range` is the header's value.
+    ///
+    /// # Errors
+    /// [`Error::NoAnswer`] within `deadline`, [`Error::Lost`], [`Error::TooLong`].
+    pub fn get(
+        &self,
+        url: Url,
+        range: &str,
+        bytes_max: u64,
+        arrived: &Arc<dyn Fn(u64) + Send + Sync>,
+        deadline: Duration,
+    ) -> Result<Answer> {
+        let (request, arrived) = (self.request(Method::GET, url).header("range", range), arrived.clone());
+        self.wait(exchange(request, bytes_max, move |bytes| arrived(bytes), deadline))
+    }
+
+    /// Runs a call on the runtime and waits for it; it has a deadline.
+    fn wait<T: Send + 'static>(&self, call: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.runtime.spawn(async move {
+            // The receiver waits below.
+            let _ = sender.send(call.await);
+        });
+        receiver.recv().unwrap_or(Err(Error::Ended))
+    }
+}
+
+/// Sends a request and reads its answer.
+pub(crate) async fn exchange(
+    request: RequestBuilder,
+    bytes_max: u64,
+    arrived: impl Fn(u64),
+    deadline: Duration,
+) -> Result<Answer> {
+    let read = async {
+        let mut response = request.send().await.map_err(Error::Lost)?;
+        let (status, mut body) = (response.status(), Vec::new());
+        while let Some(bytes) = response.chunk().await.map_err(Error::Lost)? {
+            if body.len() as u64 + bytes.len() as u64 > bytes_max.max(WORDS_MAX as u64) {
+                return Err(Error::TooLong { max: bytes_max });
+            }
+            arrived(bytes.len() as u64);
+            body.extend_from_slice(&bytes);
+        }
+        Ok(Answer { status, body })
+    };
+    tokio::time::timeout(deadline, read).await.unwrap_or(Err(Error::NoAnswer { after: deadline }))
+}
+
+/// Checks the URL of a server; `what` says which.
+///
+/// # Errors
+/// [`Error::BadUrl`] for something that is no URL, or has a user, a password or a query.
+pub fn parse_url(what: &'static str, text: &str) -> Result<Url> {
+    let parsed = Url::parse(text).ok();
+    let host = parsed.as_ref().and_then(Url::host_str).unwrap_or("something else").to_owned();
+    let is_plain = |url: &Url| {
+        let no_secret = url.username().is_empty() && url.password().is_none() && url.query().is_none();
+        matches!(url.scheme(), "http" | "https") && url.has_host() && no_secret
+    };
+    parsed.filter(is_plain).ok_or(Error::BadUrl { what, text: host })
+}

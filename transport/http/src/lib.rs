@@ -1,0 +1,22 @@
+#![doc = include_str!("../README.md")]
+
+#[cfg(feature = "client")]
+mod client;
+mod error;
+#[cfg(feature = "serve")]
+pub mod listen;
+pub mod metrics;
+#[cfg(feature = "client")]
+mod notify;
+#[cfg(feature = "client")]
+pub mod runtime;
+#[cfg(feature = "serve")]
+mod server;
+
+#[cfg(feature = "client")]
+pub use client::{Answer, Client, client_builder, parse_url};
+pub use error::{Error, Result};
+#[cfg(feature = "client")]
+pub use notify::Followers;
+#[cfg(feature = "serve")]
+pub use server::{Server, Threads, Token, check_exposure, refuse};

@@ -1,0 +1,76 @@
+//! Counters in Prometheus's text format (<https://prometheus.io/docs/instrumenting/exposition_formats/>, version
+//! 0.0.4).
+
+use std::fmt::{Arguments, Display, Write as _};
+
+/// The `Content-Type` of a page.
+pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// A page, written from the top down.
+#[derive(Debug)]
+pub struct Page {
+    prefix: &'static str,
+    text: String,
+}
+
+impl Page {
+    /// An empty page; `prefix` and `_` stand before every name.
+    #[must_use]
+    pub fn new(prefix: &'static str) -> Self {
+        Self { prefix, text: String::new() }
+    }
+
+    /// Begins a family: `kind` is `counter` or `gauge`, and its samples follow.
+    pub fn family(&mut self, name: &str, kind: &str, help: &str) {
+        let prefix = self.prefix;
+        self.line(format_args!("# HELP {prefix}_{name} {help}\n# TYPE {prefix}_{name} {kind}"));
+    }
+
+    /// A sample of the family begun last, with its labels.
+    pub fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: impl Display) {
+        let labels: Vec<String> =
+            labels.iter().map(|(name, value)| format!("{name}=\"{}\"", escaped(value))).collect();
+        let labels = if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
+        let prefix = self.prefix;
+        self.line(format_args!("{prefix}_{name}{labels} {value}"));
+    }
+
+    /// A family of one sample without labels.
+    pub fn single(&mut self, name: &str, kind: &str, help: &str, value: impl Display) {
+        self.family(name, kind, help);
+        self.sample(name, &[], value);
+    }
+
+    /// The page's text.
+    #[must_use]
+    pub fn into_text(self) -> String {
+        self.text
+    }
+
+    fn line(&mut self, line: Arguments<'_>) {
+        // Writing to a string cannot fail.
+        let _ = writeln!(self.text, "{line}");
+    }
+}
+
+/// A label's value as the format wants it inside quotes.
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_labels_are_escaped_and_families_begin_with_help() {
+        let mut page = Page::new("p");
+        page.family("paused", "gauge", "Whether it is.");
+        page.sample("paused", &[("engine", "a\\\"\n"), ("host", "b")], 1);
+        page.single("versions_total", "counter", "Versions.", 2.5);
+        let expected = "# HELP p_paused Whether it is.\n# TYPE p_paused gauge\n\
+                        p_paused{engine=\"a\\\\\\\"\\n\",host=\"b\"} 1\n\
+                        # HELP p_versions_total Versions.\n# TYPE p_versions_total counter\np_versions_total 2.5\n";
+        assert_eq!(page.into_text(), expected);
+    }
+}
