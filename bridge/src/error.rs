@@ -32,8 +32,8 @@ pub enum Error {
         engine: String,
         /// The call, as method and path.
         call: String,
-        /// The HTTP library's reason.
-        source: reqwest::Error,
+        /// The first cause.
+        source: driftless_http::Lost,
     },
     /// No whole reply within the call's deadline.
     #[error("engine {engine}: {call} gave no whole reply within {after:?}")]

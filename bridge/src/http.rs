@@ -153,7 +153,11 @@ impl Connection {
     }
 
     async fn exchange(&self, call: Call<'_>) -> Result<Reply> {
-        let lost = |source| Error::Unreachable { engine: self.engine.clone(), call: call.name(), source };
+        let lost = |error: reqwest::Error| Error::Unreachable {
+            engine: self.engine.clone(),
+            call: call.name(),
+            source: error.into(),
+        };
         let mut sent = self.request(call)?.send().await;
         // The connection may be one kept from an engine that has been started again since. What only asks may
         // be asked twice.

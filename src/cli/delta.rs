@@ -1,6 +1,6 @@
 //! `driftless delta`.
 
-use crate::cli::publish::{DeltaProfile, tensor_bytes};
+use crate::cli::publish::DeltaProfile;
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
 use crate::cli::shared::paths;
@@ -91,7 +91,7 @@ fn encode(base: &Path, new: &Path, file: &Path, profile: DeltaProfile, output: O
     let partial = file.with_extension("partial");
     let write = || std::fs::write(&partial, &bytes).and_then(|()| std::fs::rename(&partial, file));
     write().map_err(|source| Error::Io { path: file.to_path_buf(), source })?;
-    let full_bytes = tensor_bytes(&base)?;
+    let full_bytes = paths::tensor_bytes(&base)?;
     let value = json!({
         "file": file.display().to_string(), "bytes": bytes.len(), "full_bytes": full_bytes, "changed": summary.changed,
         "elements": summary.elements, "changed_tensors": summary.changed_tensors, "tensors": summary.tensors,

@@ -1,19 +1,19 @@
 //! `driftless gc`.
 
-use crate::cli::inspect;
-use crate::cli::shared::error::Result;
+use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
+use crate::cli::shared::run::{leases_json, leases_table, model, number};
 use crate::cli::shared::{numbers, store};
-use driftless::transport::gc::{Collection, GcOptions, Lease, Removed, collect};
+use driftless::transport::gc::{Collection, GcOptions, Removed, collect};
 use driftless::transport::{Run, Version};
 use serde_json::json;
 use std::time::Duration;
 
 const HELP: &str = "\
 What is kept: the newest anchor and every version behind it, what followers with a live lease need, and the --keep newest
-versions. A run without an anchor keeps everything: publish with --anchor-every or --anchor-share. It may run at any time, beside
-publishers and followers, and may be stopped at any time; a reader that needs a version which is gone goes on from the
-anchor.
+versions. A run without an anchor keeps everything: publish or train with --anchor-every. It may run at any time, beside publishers
+and followers, and may be stopped at any time; a reader that needs a version which is gone goes on from the anchor. Leases of
+followers that have been away for a day are removed.
 
 Examples:
   driftless gc --store file:///shared/store --run my-run --dry-run
@@ -45,7 +45,12 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     let run = Run::open(store::open(&args.store)?, &args.run)?;
-    let mut options = GcOptions::new(inspect::model(&run, args.model)?);
+    let model = model(&run, args.model)?.ok_or_else(|| Error::Usage {
+        what: format!("run `{}`", run.name()),
+        expected: "a version to keep".to_owned(),
+        found: "none yet".to_owned(),
+    })?;
+    let mut options = GcOptions::new(model);
     options.keep = args.keep;
     options.lease_ttl = Duration::from_secs(args.lease_ttl);
     options.dry_run = args.dry_run;
@@ -56,12 +61,6 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
             "bytes": removed.bytes,
         })
     };
-    let lease = |lease: &Lease| {
-        json!({
-            "follower": lease.follower, "version": lease.version, "needs": lease.needs,
-            "age_seconds": lease.age.map(|age| age.as_secs_f64()), "live": lease.live,
-        })
-    };
     let value = json!({
         "run": run.name(),
         "run_id": run.id(),
@@ -70,14 +69,13 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         "newest": collection.newest,
         "anchor": collection.anchor,
         "floor": collection.floor,
-        "leases": collection.leases.iter().map(lease).collect::<Vec<_>>(),
+        "leases": leases_json(&collection.leases),
         "removed": collection.removed.iter().map(removed).collect::<Vec<_>>(),
     });
     output.print(&value, |_| text(&collection, args.dry_run))
 }
 
 fn text(collection: &Collection, dry_run: bool) -> String {
-    let number = |version: Option<Version>| version.map_or_else(|| "none".to_owned(), |v| v.to_string());
     let mut parts = vec![format!(
         "newest version {}, newest anchor {}, kept from version {}",
         number(collection.newest),
@@ -85,17 +83,7 @@ fn text(collection: &Collection, dry_run: bool) -> String {
         collection.floor
     )];
     if !collection.leases.is_empty() {
-        let row = |lease: &Lease| {
-            vec![
-                lease.follower.clone(),
-                number(lease.version),
-                lease.needs.to_string(),
-                lease.age.map_or_else(|| "unknown".to_owned(), |age| format!("{} s ago", age.as_secs())),
-                if lease.live { "live" } else { "ran out" }.to_owned(),
-            ]
-        };
-        let rows: Vec<_> = collection.leases.iter().map(row).collect();
-        parts.push(table(&["follower", "version", "needs", "renewed", "lease"], &rows));
+        parts.push(leases_table(&collection.leases));
     }
     if !collection.removed.is_empty() {
         let row = |removed: &Removed| {
@@ -115,7 +103,9 @@ fn text(collection: &Collection, dry_run: bool) -> String {
     // Version 0 begins every chain; only a later anchor lets what is before it go.
     if collection.newest > Some(Version(0)) && collection.anchor <= Some(Version(0)) {
         parts.push(
-            "nothing can go until there is a later anchor: publish --anchor-every, or --anchor-share".into(),
+            "nothing can go until there is a later anchor: `driftless publish` and `driftless train` make them with \
+             --anchor-every"
+                .into(),
         );
     }
     parts.join("\n")

@@ -2,8 +2,10 @@
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
+use crate::cli::shared::run::{leases_json, leases_table, model};
 use crate::cli::shared::{numbers, paths, store};
 use driftless::store::{Store, redact};
+use driftless::transport::gc::{GcOptions, leases_at};
 use driftless::transport::manifest::{Kind, MANIFEST_BYTES_MAX, Manifest};
 use driftless::transport::run::Committed;
 use driftless::transport::{Error as Transport, Run, Version};
@@ -11,8 +13,9 @@ use serde::Serialize;
 use serde_json::json;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::SystemTime;
 
-/// Show what a store holds: its runs, a run's chain, one version.
+/// Show what a store holds: its runs, a run's chain and followers, one version.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// A run by the URL of its store and its name, s3://bucket/prefix/my-run; or a store, for all its runs.
@@ -58,10 +61,14 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
             (opened, _) => opened?,
         },
     };
-    let model = model(&run, args.model)?;
-    match args.version {
-        Some(number) => version(&run.get(&model, Version(number))?.manifest, output),
-        None => chain(&run, &model, output),
+    match (model(&run, args.model)?, args.version) {
+        (Some(model), Some(number)) => version(&run.get(&model, Version(number))?.manifest, output),
+        (Some(model), None) => chain(&run, &model, output),
+        (None, _) => {
+            let value =
+                json!({"run": run.name(), "run_id": run.id(), "model": null, "chain": [], "followers": []});
+            output.print(&value, |_| format!("run {} ({}) has no version yet", run.name(), run.id()))
+        }
     }
 }
 
@@ -92,25 +99,6 @@ fn place(url: &str) -> (String, Option<String>) {
         // Without a path there is a bucket and no run.
         Some((store, run)) if !store.ends_with('/') => (format!("{store}{parameters}"), Some(run.to_owned())),
         _ => (url.to_owned(), None),
-    }
-}
-
-/// The run's model: the one asked for, or the only one. A run that has none yet may be asked for any.
-pub(crate) fn model(run: &Run, asked: Option<String>) -> Result<String> {
-    let models = run.models()?;
-    match (asked, models.as_slice()) {
-        (Some(model), models) if models.is_empty() || models.contains(&model) => Ok(model),
-        (Some(model), models) => Err(Error::Usage {
-            what: "--model".to_owned(),
-            expected: format!("a model of run `{}`: {}", run.name(), models.join(", ")),
-            found: model,
-        }),
-        (None, [only]) => Ok(only.clone()),
-        (None, models) => Err(Error::Usage {
-            what: format!("run `{}` has {} models", run.name(), models.len()),
-            expected: "--model to choose one".to_owned(),
-            found: models.join(", "),
-        }),
     }
 }
 
@@ -188,8 +176,11 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
         committed => Link::of(&committed?),
     });
     let links = links.collect::<Result<Vec<_>>>()?;
-    let shown =
-        json!({"run": run.name(), "run_id": run.id(), "model": model, "oldest": oldest, "chain": links});
+    let followers = leases_at(run, &GcOptions::new(model), Some(SystemTime::now()))?;
+    let shown = json!({
+        "run": run.name(), "run_id": run.id(), "model": model, "oldest": oldest, "chain": links,
+        "followers": leases_json(&followers),
+    });
     output.print(&shown, |_| {
         // A reference stores nothing that could be compared with anything; of a collected version nothing is
         // left.
@@ -215,7 +206,12 @@ fn chain(run: &Run, model: &str, output: Output) -> Result<()> {
             0 => String::new(),
             oldest => format!("; versions below {oldest} were collected"),
         };
-        format!("run {} ({}), model {model}{collected}\n{}", run.name(), run.id(), table(&header, &rows))
+        let followers = match followers.as_slice() {
+            [] => "no follower has a lease".to_owned(),
+            followers => leases_table(followers),
+        };
+        let chain = table(&header, &rows);
+        format!("run {} ({}), model {model}{collected}\n{chain}\n{followers}", run.name(), run.id())
     })
 }
 

@@ -151,6 +151,19 @@ impl Run {
 }
 
 #[test]
+fn followers_of_one_host_have_leases_of_their_own() {
+    let mut run = Run::new();
+    run.publish();
+    for dir in ["one", "other", "one"] {
+        json(run.command("follow").args(["--once", "--checkpoint-dir"]).arg(run.path(dir)));
+    }
+    let shown = json(&mut run.command("inspect"));
+    let followers = shown["followers"].as_array().expect("followers");
+    assert_eq!(followers.len(), 2, "{shown}");
+    assert!(followers.iter().all(|follower| follower["version"] == 0 && follower["live"] == true), "{shown}");
+}
+
+#[test]
 fn a_host_follows_what_a_script_publishes() {
     let mut run = Run::new();
     let first = run.publish();

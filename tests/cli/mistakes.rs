@@ -353,6 +353,19 @@ fn a_run_that_is_not_there_is_no_reason_to_begin_one_by_reading() {
     assert!(words.contains("URL of a run"), "{words}");
 }
 
+#[test]
+fn run_without_a_version_is_shown_as_one() {
+    let run = Run::new();
+    let store = driftless::store::open(run.path("store").to_str().expect("UTF-8")).expect("a store");
+    driftless::transport::Run::create(store, "test").expect("a run");
+    let shown = json(&mut run.command("inspect"));
+    assert_eq!((&shown["model"], &shown["chain"]), (&serde_json::Value::Null, &serde_json::json!([])));
+    let (status, words) = code(&mut run.command("inspect"));
+    assert_eq!(status, Some(0), "{words}");
+    let words = refused(&mut run.command("gc"));
+    assert!(words.contains("none yet"), "{words}");
+}
+
 #[cfg(not(feature = "torch"))]
 #[test]
 fn a_plain_build_says_what_train_serve_and_quantize_want() {

@@ -11,7 +11,7 @@ use crate::manifest::Manifest;
 use crate::snapshot::Snapshot;
 
 /// How long what is under way at an engine may go on after the follower was told to stop.
-const STOP_GRACE: Duration = Duration::from_secs(5);
+pub const STOP_GRACE: Duration = Duration::from_secs(5);
 
 /// How long an activation may go on: for some time, and for 5 s at most after the follower was told to stop.
 #[derive(Clone, Debug)]

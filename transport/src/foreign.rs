@@ -4,7 +4,6 @@
 
 pub use crate::checkpoint::STATE_DIR;
 pub use crate::manifest::Tables;
-pub use crate::pool::{Bounds, in_order, threads};
 pub use crate::publish::check_finite;
 pub use crate::replica::{Foreign, OnDisk, Rewrite, Rewriter, SLICE_BYTES, position, refuse_foreign};
 pub use crate::snapshot::is_plain_name;

@@ -11,7 +11,6 @@ pub mod foreign;
 pub mod gc;
 mod ids;
 pub mod manifest;
-mod pool;
 pub mod prepared;
 pub mod publish;
 pub mod replica;

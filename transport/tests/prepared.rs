@@ -6,10 +6,12 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use driftless_store::wait::Stop;
 use driftless_store::{ContentDigest, Memory, Store};
+use driftless_transport::follow::FollowerOptions;
 use driftless_transport::prepared::{PreparedDelta, checksum, offered};
 use driftless_transport::publish::{Mode, Start};
-use driftless_transport::{Dtype, Error, Publisher, Replica, Run, Version};
+use driftless_transport::{Dtype, Error, Follower, Publisher, Replica, Run, Version};
 
 use driftless_testkit::publications::{MODEL, RUN, Weights, publisher, step};
 use driftless_testkit::random::Random;
@@ -121,6 +123,26 @@ fn each_delta_is_offered_instead_of_the_one_before() {
     }
     drop(replica);
     assert_eq!(fixture.files(), [] as [PathBuf; 0], "it goes with the replica");
+}
+
+#[test]
+fn follower_that_ends_removes_what_it_offered() {
+    let mut fixture = Fixture::new();
+    fixture.step(40);
+    drop(fixture.replica(0));
+    let mut options = FollowerOptions::new(RUN, fixture.dir.path().join("host"), "host");
+    (options.plugin_dir, options.until) = (Some(fixture.plugins()), Some(Version(1)));
+    let follower = Follower::open(fixture.run.store().clone(), options, vec![]).unwrap();
+    follower.prepare(None).unwrap();
+    fixture.assert_offer(0, 1);
+    // The command's thread for signals has one more handle, to the end of the process.
+    let handle = follower.clone();
+    follower.run_until(&Stop::new(), false).unwrap();
+    assert_eq!(fixture.files(), [] as [PathBuf; 0]);
+    // And one that goes on offers again.
+    fixture.step(40);
+    handle.prepare(Some(Version(2))).unwrap();
+    fixture.assert_offer(1, 2);
 }
 
 #[test]

@@ -2,13 +2,17 @@
 //! publication is right.
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
+use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use driftless_store::wrap::{Fault, When};
-use driftless_store::{Error as StoreError, Key, Memory, PutMode, Store};
+use driftless_store::{Entry, Error as StoreError, Key, Memory, PutMode, Result as StoreResult, Store};
+use driftless_transport::follow::FollowerOptions;
+use driftless_transport::gc::{GcOptions, collect};
 use driftless_transport::publish::{Mode, PublisherOptions, Start};
-use driftless_transport::{Dtype, Error, Publisher, Run, Version};
+use driftless_transport::{Dtype, Error, Follower, Publisher, Run, Version};
 
 use driftless_testkit::publications::{MODEL, RUN, Weights, assert_reader, options, orphans, step};
 use driftless_testkit::random::Random;
@@ -227,4 +231,52 @@ fn sweep_keeps_foreign_keys() {
     Publisher::open(store.clone(), options(Start::Resume, dir.path())).unwrap();
     assert!(store.head(&signature).is_ok());
     assert!(matches!(store.head(&orphan), Err(StoreError::NotFound { .. })));
+}
+
+/// A store behind a proxy that sends each put twice, and gives the second answer.
+#[derive(Debug)]
+struct Twice(Memory);
+
+impl fmt::Display for Twice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl Store for Twice {
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> StoreResult<()> {
+        drop(self.0.put(key, bytes, mode));
+        self.0.put(key, bytes, mode)
+    }
+    fn get(&self, key: &Key, range: Option<Range<u64>>) -> StoreResult<Vec<u8>> {
+        self.0.get(key, range)
+    }
+    fn head(&self, key: &Key) -> StoreResult<Entry> {
+        self.0.head(key)
+    }
+    fn list(&self, prefix: &Key) -> StoreResult<Vec<Entry>> {
+        self.0.list(prefix)
+    }
+    fn delete(&self, key: &Key) -> StoreResult<()> {
+        self.0.delete(key)
+    }
+}
+
+#[test]
+fn puts_that_a_proxy_sends_twice_hinder_nothing() {
+    let store: Arc<dyn Store> = Arc::new(Twice(Memory::new()));
+    let dir = tempfile::tempdir().unwrap();
+    let options = |start| options(start, &dir.path().join("baseline"));
+    let story = story();
+    let mut publisher = Publisher::open(store.clone(), options(Start::NewRun).with_anchor_every(1)).unwrap();
+    publisher.publish(&story[0], step(0), Mode::Delta).unwrap();
+    drop(publisher);
+    let mut publisher = Publisher::open(store.clone(), options(Start::Resume)).unwrap();
+    publisher.publish(&story[1], step(1), Mode::Delta).unwrap();
+    let follower =
+        Follower::open(store.clone(), FollowerOptions::new(RUN, dir.path().join("host"), "host"), vec![]);
+    follower.unwrap().prepare(None).unwrap();
+    publisher.publish(&story[2], step(2), Mode::Delta).unwrap();
+    collect(publisher.run(), &GcOptions::new(MODEL)).unwrap();
+    assert_reader(&store, &dir.path().join("follower"), 2, &story[2]);
 }

@@ -81,7 +81,7 @@ fn assert_refused(
     );
     let text = error.to_string();
     assert!(
-        text.contains(name) && text.contains(&at.to_string()) && text.contains("--allow-non-finite"),
+        text.contains(name) && text.contains(&at.to_string()) && text.contains("allow_non_finite"),
         "{text}"
     );
 }
@@ -178,7 +178,7 @@ fn another_layout_is_refused_until_it_is_allowed_and_then_says_why() {
                 matches!(&error, Error::LayoutChanged { version: Version(0), differences } if differences == expected),
                 "{error:?}"
             );
-            assert!(error.to_string().contains("--allow-layout-change"), "{error}");
+            assert!(error.to_string().contains("allow_layout_change"), "{error}");
         }
     }
     let mut all = weights();
@@ -259,4 +259,17 @@ fn a_new_run_under_a_taken_name_says_that_it_is_taken() {
     let error = Publisher::open(Arc::new(Memory::new()), options()).unwrap_err();
     let text = error.to_string();
     assert!(text.contains(world.dir.path().to_str().unwrap()) && text.contains("remove"), "{text}");
+}
+
+#[test]
+fn tensor_named_as_the_header_of_safetensors_is_refused() {
+    let world = World::new();
+    let mut publisher = world.publisher(Start::NewRun, |_| {});
+    let mut bad = weights();
+    bad.set("__metadata__", Dtype::F32, &[4], |_| 0);
+    let error = publisher.publish(&bad, step(0), Mode::Delta).unwrap_err();
+    assert!(matches!(&error, Error::BadName { text, .. } if text == "__metadata__"), "{error:?}");
+    assert_eq!(world.newest(), None, "nothing was published");
+    publisher.publish(&weights(), step(0), Mode::Delta).unwrap();
+    world.assert_reader(0, &weights());
 }

@@ -17,6 +17,12 @@ use crate::Element;
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, c_uint, *mut c_void) -> c_int;
 
 /// The kernels for one element type, in this process.
+/// The C++ compiler.
+const COMPILER: &str = match option_env!("CXX") {
+    Some(compiler) => compiler,
+    None => "c++",
+};
+
 pub(super) struct Compiled {
     _library: libloading::Library,
     launch: Launch,
@@ -38,10 +44,9 @@ pub(super) fn compiled(element: Element) -> Result<MutexGuard<'static, HashMap<E
 }
 
 fn compile(element: Element) -> std::result::Result<Compiled, String> {
-    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
     let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
     let library = folder.path().join("twin.so");
-    let output = Command::new(&compiler)
+    let output = Command::new(COMPILER)
         .args(["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off"])
         // longjmp between stacks is what it does for a living.
         .args(["-U_FORTIFY_SOURCE", "-fcf-protection=none", "-o"])
@@ -49,7 +54,7 @@ fn compile(element: Element) -> std::result::Result<Compiled, String> {
         .args(definitions(element))
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/kernels/twin.cpp"))
         .output()
-        .map_err(|error| format!("{compiler} does not run here ({error}); CXX names a C++ compiler"))?;
+        .map_err(|error| format!("{COMPILER} does not run here ({error}); CXX named it at build time"))?;
     if !output.status.success() {
         return Err(String::from_utf8_lossy(&output.stderr).into_owned());
     }

@@ -4,18 +4,21 @@ mod show;
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::{Output, table};
+use crate::cli::shared::run::RunArgs;
 use crate::cli::shared::signals::{self, PATIENCE, stop_on_signals_or};
-use crate::cli::shared::slime::{self, Layout};
-use crate::cli::shared::transport::{TransportArgs, host_name};
+use crate::cli::shared::slime::Layout;
+use crate::cli::shared::transport::TransportArgs;
 use crate::cli::shared::{keys, numbers, paths, store};
 use driftless::bridge::ClientOptions;
 use driftless::bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
 use driftless::bridge::engine::{Deadlines, PauseMode};
 use driftless::bridge::push::PushOptions;
+use driftless::http::Server;
+use driftless::store::Store;
 use driftless::store::wait::Stop;
 use driftless::store::wrap::Count;
-use driftless::transport::activate::Activate;
-use driftless::transport::follow::{FollowerOptions, Status};
+use driftless::transport::activate::{Activate, STOP_GRACE};
+use driftless::transport::follow::{ACTIVATE_DEADLINE, FollowerOptions, LEAVE_DEADLINE, default_id};
 use driftless::transport::replica::{Plan, PlannedVersion};
 use driftless::transport::serve::{ServeOptions, serve};
 use driftless::transport::{Follower, Replica, Run, Version};
@@ -24,9 +27,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Within which, after a signal, an engine's pause is ended or reported. What is under way has 5 s, its end
-/// 15 s more.
-const PAUSE_ENDS: Duration = Duration::from_secs(30);
+/// Within which, after a signal, an engine's pause is ended or reported: what is under way and its end have their
+/// deadlines, and this process some time to tell of it.
+const PAUSE_ENDS: Duration =
+    STOP_GRACE.saturating_add(LEAVE_DEADLINE).saturating_add(Duration::from_secs(10));
 
 const EXAMPLES: &str = "\
 Examples:
@@ -70,18 +74,8 @@ Credentials, region and endpoint of an object store come from the environment, a
 #[command(after_help = EXAMPLES)]
 #[command(mut_arg("colocate", |arg| arg.requires("engine").conflicts_with("engine_checkpoint_dir")))]
 pub(crate) struct Args {
-    /// Store to follow: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
-    #[arg(long, value_name = "URL")]
-    store: String,
-    /// How versions lie in the store.
-    #[arg(long, value_enum, default_value_t)]
-    layout: Layout,
-    /// Name of the run; it need not have begun.
-    #[arg(long, value_name = "NAME", required_unless_present = "layout")]
-    run: Option<String>,
-    /// Model of the run.
-    #[arg(long, default_value = "policy")]
-    model: String,
+    #[command(flatten)]
+    run: RunArgs,
     /// Directory for the checkpoint; the follower owns it.
     #[arg(long, value_name = "DIR")]
     checkpoint_dir: PathBuf,
@@ -116,7 +110,8 @@ pub(crate) struct Args {
     /// /dev/shm/driftless-<user id>].
     #[arg(long, value_name = "DIR")]
     plugin_dir: Option<PathBuf>,
-    /// Name of this follower in the store [default: the host's name].
+    /// Name of this follower in the store, which no other one of the run has [default: the host's name and a digest of
+    /// the checkpoint directory's path].
     #[arg(long)]
     id: Option<String>,
     /// Bring everything to the newest version, then end; failures are not retried.
@@ -136,13 +131,17 @@ pub(crate) struct Args {
     /// Milliseconds between two polls of the store.
     #[arg(long, default_value_t = 500, value_parser = numbers::milliseconds())]
     poll_ms: u64,
+    /// Milliseconds between two looks at each engine, which find one that was restarted or paused. A new version is
+    /// brought to the engines at once.
+    #[arg(long, default_value_t = 500, value_parser = numbers::milliseconds())]
+    engine_poll_ms: u64,
     /// GiB of the checkpoint to read in an hour, in the background, and to compare with its digests; 0 for
     /// none. A damaged checkpoint is rebuilt from the store, and engines load it again.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(..=1 << 20))]
     scrub_gib_per_hour: u64,
     /// Seconds an engine may take to load a version, all calls together. After that the engine stays paused
     /// until a load succeeds, unless its weights were not touched.
-    #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = numbers::deadline())]
+    #[arg(long, default_value_t = ACTIVATE_DEADLINE.as_secs(), value_name = "SECONDS", value_parser = numbers::deadline())]
     activate_deadline: u64,
     /// Answer HTTP calls (prepare, activate, status, metrics) on this address.
     #[arg(long, value_name = "ADDR:PORT")]
@@ -185,51 +184,15 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     if args.dry_run {
         return dry_run(&args, output);
     }
-    args.transport.check(&args.store, &args.relay)?;
+    args.transport.check(&args.run.store, &args.relay)?;
     args.transport.prepare(&args.relay)?;
     args.transport.log();
-    let plugin = plugin(&args)?;
-    let engines = engines(&args, plugin.clone())?;
-    let patience = if engines.is_empty() { PATIENCE } else { PAUSE_ENDS };
-    let id = args.id.clone().unwrap_or_else(host_name);
-    let run = slime::run_name(&args.run, args.layout)?;
-    let mut options = FollowerOptions::new(run, &args.checkpoint_dir, id);
-    options.model = args.model;
-    options.hf_checkpoint = args.hf_checkpoint;
-    options.trust_keys = keys::trusted(&args.trust_key)?;
-    options.coordinated = args.coordinated;
-    options.until = args.until_version.map(Version);
-    options.poll = Duration::from_millis(args.poll_ms);
-    // An engine that was started again should not wait long for its weights.
-    options.backoff_max = options.poll.max(Duration::from_secs(2));
-    options.scrub_bytes_per_hour = args.scrub_gib_per_hour << 30;
-    options.activate_deadline = Duration::from_secs(args.activate_deadline);
-    options.plugin_dir = plugin.map(|plugin| plugin.dir);
-    let mut store = store::open(&args.store)?;
-    if !args.relay.is_empty() {
-        let token = keys::secret(args.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-        store = store::behind(store, &args.relay, token.as_deref())?;
-    }
-    let store = Arc::new(Count::new(store));
-    let follower = match args.layout {
-        Layout::Driftless => Follower::open(store.clone(), options, engines)?,
-        Layout::Slime => driftless::slime::open(store.clone(), options, engines)?,
-    };
-    let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
-    let listen = |address: SocketAddr| {
-        let mut options = ServeOptions::new(address);
-        options.token = token;
-        if args.layout == Layout::Slime {
-            options.routes = driftless::slime::routes(follower.clone());
-        }
-        serve(follower.clone(), options)
-    };
-    let server = args.listen.map(listen).transpose()?;
-    if let Some(server) = &server {
-        tracing::info!(address = %server.addr(), "listening");
-    }
+    let store = Arc::new(Count::new(open(&args)?));
+    let follower = follower(&args, store.clone())?;
+    let _server = listen(&args, &follower)?;
     let stop = Stop::new();
     let told = follower.clone();
+    let patience = if args.engine.is_empty() { PATIENCE } else { PAUSE_ENDS };
     stop_on_signals_or(&stop, patience, move |interrupted| match paused(&told) {
         Some(engines) => Error::LeftPaused { engines, source: Some(Box::new(interrupted)) },
         None => interrupted,
@@ -240,7 +203,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     bar.finish_and_clear();
     let ends = args.once || (args.until_version.is_some() && !stop.is_stopped());
     if ends && outcome.is_ok() {
-        output.print(&follower.status(), text)?;
+        output.print(&follower.status(), show::status)?;
     }
     if let Some(engines) = paused(&follower) {
         // Whatever else there is to say.
@@ -254,6 +217,59 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     Ok(())
 }
 
+/// The store, behind relays if there are some.
+fn open(args: &Args) -> Result<Arc<dyn Store>> {
+    let store = store::open(&args.run.store)?;
+    if args.relay.is_empty() {
+        return Ok(store);
+    }
+    let token = keys::secret(args.relay_token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+    Ok(store::behind(store, &args.relay, token.as_deref())?)
+}
+
+/// What the command line says of versions, and nothing of engines.
+fn options(args: &Args) -> Result<FollowerOptions> {
+    let id = args.id.clone().unwrap_or_else(|| default_id(&args.checkpoint_dir));
+    let mut options = FollowerOptions::new(args.run.name()?, &args.checkpoint_dir, id);
+    options.model.clone_from(&args.run.model);
+    options.hf_checkpoint.clone_from(&args.hf_checkpoint);
+    options.trust_keys = keys::trusted(&args.trust_key)?;
+    options.until = args.until_version.map(Version);
+    Ok(options)
+}
+
+fn follower(args: &Args, store: Arc<Count>) -> Result<Follower> {
+    let plugin = plugin(args)?;
+    let engines = engines(args, plugin.clone())?;
+    let mut options = options(args)?;
+    options.coordinated = args.coordinated;
+    options.poll = Duration::from_millis(args.poll_ms);
+    options.engine_poll = Duration::from_millis(args.engine_poll_ms);
+    // An engine that was started again should not wait long for its weights.
+    options.backoff_max = options.poll.max(Duration::from_secs(2));
+    options.scrub_bytes_per_hour = args.scrub_gib_per_hour << 30;
+    options.activate_deadline = Duration::from_secs(args.activate_deadline);
+    options.plugin_dir = plugin.map(|plugin| plugin.dir);
+    Ok(match args.run.layout {
+        Layout::Driftless => Follower::open(store, options, engines)?,
+        Layout::Slime => driftless::slime::open(store, options, engines)?,
+    })
+}
+
+/// Serves the follower over HTTP, if that was asked for.
+fn listen(args: &Args, follower: &Follower) -> Result<Option<Server>> {
+    let token = keys::secret(args.token_file.as_deref(), "DRIFTLESS_TOKEN")?;
+    let Some(address) = args.listen else { return Ok(None) };
+    let mut options = ServeOptions::new(address);
+    options.token = token;
+    if args.run.layout == Layout::Slime {
+        options.routes = driftless::slime::routes(follower.clone());
+    }
+    let server = serve(follower.clone(), options)?;
+    tracing::info!(address = %server.addr(), "listening");
+    Ok(Some(server))
+}
+
 /// The engines that the command leaves paused, or may leave so.
 fn paused(follower: &Follower) -> Option<String> {
     let engines = follower.maybe_paused();
@@ -262,21 +278,14 @@ fn paused(follower: &Follower) -> Option<String> {
 
 /// Prints what would be done. Opens neither the checkpoint directory nor an engine.
 fn dry_run(args: &Args, output: Output) -> Result<()> {
-    let store = store::open(&args.store)?;
-    let name = slime::run_name(&args.run, args.layout)?;
-    let trust_keys = keys::trusted(&args.trust_key)?;
-    if args.layout == Layout::Slime {
-        let mut options = FollowerOptions::new(name, &args.checkpoint_dir, host_name());
-        options.model.clone_from(&args.model);
-        options.hf_checkpoint.clone_from(&args.hf_checkpoint);
-        options.until = args.until_version.map(Version);
-        options.trust_keys = trust_keys;
+    let (store, options) = (store::open(&args.run.store)?, options(args)?);
+    if args.run.layout == Layout::Slime {
         return output.print(&driftless::slime::plan(store, &options)?, plan_text);
     }
-    let run = Run::open(store, &name)?.trusting(&trust_keys);
-    let newest = run.newest_version(&args.model)?.unwrap_or_default();
-    let to = args.until_version.map_or(newest, |until| newest.min(Version(until)));
-    let plan = Replica::plan(&args.checkpoint_dir, &run, &args.model, to)?;
+    let run = Run::open(store, &options.run)?.trusting(&options.trust_keys);
+    let newest = run.newest_version(&options.model)?.unwrap_or_default();
+    let to = options.until.map_or(newest, |until| newest.min(until));
+    let plan = Replica::plan(&args.checkpoint_dir, &run, &options.model, to)?;
     output.print(&plan, plan_text)
 }
 
@@ -344,21 +353,4 @@ fn engines(args: &Args, plugin: Option<PluginOptions>) -> Result<Vec<Box<dyn Act
         Ok(Box::new(DiskActivator::new(url, options.clone())?))
     };
     args.engine.iter().map(engine).collect()
-}
-
-fn text(status: &Status) -> String {
-    match &status.applied {
-        None => format!("{}: nothing applied", status.id),
-        Some(ack) => {
-            let mut lines =
-                vec![format!("{} ({}), {} ms to prepare", ack.label, ack.manifest_digest, ack.prepare_ms)];
-            lines.extend(ack.engines.iter().map(|engine| {
-                let label = engine.label.as_deref().unwrap_or("none of ours");
-                let paused = if engine.paused { ", still paused" } else { "" };
-                let pause_ms = engine.pause_ms.unwrap_or_default();
-                format!("{}: {label}, paused for {pause_ms} ms{paused}", engine.url)
-            }));
-            lines.join("\n")
-        }
-    }
 }

@@ -2,12 +2,17 @@
 
 use crate::cli::shared::output::Output;
 use crate::cli::shared::progress;
+use driftless::store::wait::lock;
 use driftless::store::wrap::Count;
 use driftless::transport::follow::Status;
+use driftless::transport::gc::EngineStatus;
 use driftless::transport::{Follower, Version};
 use indicatif::{HumanBytes, ProgressBar};
 use serde::Serialize;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+/// Characters of what an engine said that go into a line.
+const REASON_CHARS: usize = 200;
 
 /// What is said of a version once engines were asked to serve it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -20,8 +25,10 @@ struct Line {
     prepare_ms: f64,
     engines: usize,
     serving: usize,
-    /// The longest of the engines' pauses.
-    pause_ms: f64,
+    /// The longest of the engines' pauses; none where no engine was brought to the version.
+    pause_ms: Option<f64>,
+    /// Why the first engine that does not serve the version does not.
+    error: Option<String>,
 }
 
 impl Line {
@@ -35,6 +42,8 @@ impl Line {
             last => last.map(|last| last.version),
         };
         let pauses = ack.engines.iter().filter_map(|engine| engine.pause_ms);
+        let reason =
+            |engine: &EngineStatus| Some(format!("{}: {}", engine.url, short(engine.error.as_ref()?)));
         Some(Line {
             from,
             version: ack.version,
@@ -43,24 +52,57 @@ impl Line {
             prepare_ms: ack.prepare_ms,
             engines: ack.engines.len(),
             serving,
-            pause_ms: pauses.fold(0.0, f64::max),
+            pause_ms: pauses.reduce(f64::max),
+            error: ack.engines.iter().find_map(reason),
         })
     }
 
     fn text(&self) -> String {
-        let Line { version, bytes, prepare_ms, engines, serving, pause_ms, .. } = self;
+        let Line { version, bytes, prepare_ms, engines, serving, .. } = self;
         let mut text = match self.from {
             Some(from) => format!("version {from} -> {version}: {bytes} bytes in {prepare_ms:.0} ms"),
-            None => format!("version {version}"),
+            None if *bytes == 0 => format!("version {version}, on disk already"),
+            None => format!("version {version}: {bytes} bytes in {prepare_ms:.0} ms"),
         };
         if *engines > 0 {
             text += &format!(", on {serving} of {engines} engines");
         }
-        if *serving > 0 {
-            text += &format!(", paused for {pause_ms:.1} ms");
+        match self.pause_ms {
+            Some(pause_ms) => text += &format!(", paused for {pause_ms:.1} ms"),
+            None if *serving > 0 => text += " already",
+            None => {}
         }
+        self.error.iter().for_each(|error| text += &format!("; {error}"));
         text
     }
+}
+
+/// What an engine said, in one line that no terminal obeys.
+fn short(text: &str) -> String {
+    let plain = text.replace(char::is_control, " ");
+    match plain.char_indices().nth(REASON_CHARS) {
+        Some((end, _)) => format!("{}…", &plain[..end]),
+        None => plain,
+    }
+}
+
+/// The status at the end of a command that ends.
+pub(super) fn status(status: &Status) -> String {
+    let Some(ack) = &status.applied else { return format!("{}: nothing applied", status.id) };
+    let prepared = match ack.prepare_ms {
+        0.0 => "on disk already".to_owned(),
+        prepare_ms => format!("{prepare_ms} ms to prepare"),
+    };
+    let engine = |engine: &EngineStatus| {
+        let label = engine.label.as_deref().unwrap_or("none of ours");
+        let pause =
+            engine.pause_ms.map_or_else(String::new, |pause_ms| format!(", paused for {pause_ms} ms"));
+        let paused = if engine.paused { ", still paused" } else { "" };
+        let error = engine.error.as_deref().map_or_else(String::new, |error| format!(": {}", short(error)));
+        format!("{}: {label}{pause}{paused}{error}", engine.url)
+    };
+    let first = format!("{} ({}), {prepared}", ack.label, ack.manifest_digest);
+    std::iter::once(first).chain(ack.engines.iter().map(engine)).collect::<Vec<_>>().join("\n")
 }
 
 /// Prints a line to `lines` for each version that `follower` takes, and on a terminal shows meanwhile what it
@@ -71,16 +113,16 @@ pub(super) fn versions(follower: &Follower, store: Arc<Count>, lines: Option<Out
     let bar = progress::work("follow", {
         let status = status.clone();
         move || {
-            let at = status.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let at = lock(&status).clone();
             let at = at.unwrap_or_else(|| "no version yet".to_owned());
             format!("{at}, {} fetched", HumanBytes(store.counts().bytes_got))
         }
     });
     let (shown, last) = (bar.clone(), Mutex::new(None));
     follower.on_round(move |seen| {
-        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lock(&last);
         let Some(line) = Line::next(seen, last.as_ref()) else { return };
-        *status.lock().unwrap_or_else(PoisonError::into_inner) = Some(format!("at version {}", line.version));
+        *lock(&status) = Some(format!("at version {}", line.version));
         if let Some(output) = lines {
             // Engines have to be kept on their version, whoever still reads the lines.
             shown.suspend(|| drop(output.print(&line, Line::text)));
@@ -110,14 +152,33 @@ mod tests {
     #[test]
     fn line_for_each_version_and_for_more_engines() {
         let first = Line::next(&status(1, &["a:0", "a:0"]), None).expect("a line");
-        assert_eq!(first.text(), "version 1, on 0 of 2 engines");
+        assert_eq!(first.text(), "version 1: 12 bytes in 7 ms, on 0 of 2 engines, paused for 1.5 ms");
         assert_eq!(Line::next(&status(1, &["a:0", "a:0"]), Some(&first)), None);
         let more = Line::next(&status(1, &["a:1", "a:1"]), Some(&first)).expect("a line");
-        assert_eq!(more.text(), "version 1, on 2 of 2 engines, paused for 1.5 ms");
+        assert_eq!(more.text(), "version 1: 12 bytes in 7 ms, on 2 of 2 engines, paused for 1.5 ms");
         assert_eq!(Line::next(&status(1, &["a:1", "a:0"]), Some(&more)), None, "one is started again");
         let next = Line::next(&status(3, &["a:3", "a:3"]), Some(&more)).expect("a line");
         assert_eq!(next.text(), "version 1 -> 3: 12 bytes in 7 ms, on 2 of 2 engines, paused for 1.5 ms");
         let alone = Line::next(&status(4, &[]), Some(&next)).expect("a line");
         assert_eq!(alone.text(), "version 3 -> 4: 12 bytes in 7 ms");
+    }
+    #[test]
+    fn line_tells_why_an_engine_is_not_on_the_version() {
+        let mut status = status(1, &["a:0"]);
+        let ack = status.applied.as_mut().expect("applied");
+        (ack.engines[0].pause_ms, ack.engines[0].error) = (None, Some("no\u{1b}[2J config.json".into()));
+        let line = Line::next(&status, None).expect("a line").text();
+        assert_eq!(line, "version 1: 12 bytes in 7 ms, on 0 of 1 engines; 0: no [2J config.json");
+        assert!(super::status(&status).ends_with("0: a:0: no [2J config.json"));
+    }
+
+    #[test]
+    fn line_of_a_version_that_was_there_says_so() {
+        let mut status = status(1, &["a:1"]);
+        let ack = status.applied.as_mut().expect("applied");
+        (ack.bytes, ack.prepare_ms, ack.engines[0].pause_ms) = (0, 0.0, None);
+        let line = Line::next(&status, None).expect("a line").text();
+        assert_eq!(line, "version 1, on disk already, on 1 of 1 engines already");
+        assert!(super::status(&status).contains("on disk already\n"));
     }
 }

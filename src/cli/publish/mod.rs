@@ -5,6 +5,7 @@ mod serving;
 
 use crate::cli::shared::error::{Error, Result};
 use crate::cli::shared::output::Output;
+use crate::cli::shared::run::RunArgs;
 use crate::cli::shared::signals::{self, PATIENCE, stop_on_signals};
 use crate::cli::shared::slime::{self, Layout};
 use crate::cli::shared::{keys, numbers, paths, progress, store};
@@ -14,7 +15,7 @@ use driftless::store::wait::Stop;
 use driftless::transport::gc::{GcOptions, collect};
 use driftless::transport::manifest::Kind;
 use driftless::transport::publish::{Mode, Published, PublisherOptions, Start, Step};
-use driftless::transport::{Checkpoint, Publisher, Run, Snapshot, Version};
+use driftless::transport::{Checkpoint, Publisher, Run, Version};
 use ranks::RankArgs;
 use serde_json::json;
 use serving::ServingArgs;
@@ -45,15 +46,8 @@ fetched from the store and verified.";
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES, group = clap::ArgGroup::new("start").required(true))]
 pub(crate) struct Args {
-    /// Store to publish to: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
-    #[arg(long, value_name = "URL")]
-    store: String,
-    /// How versions lie in the store.
-    #[arg(long, value_enum, default_value_t)]
-    layout: Layout,
-    /// Name of the run in the store.
-    #[arg(long, value_name = "NAME", required_unless_present = "layout")]
-    run: Option<String>,
+    #[command(flatten)]
+    run: RunArgs,
     /// Begin the run; refused if its name is taken.
     #[arg(long, group = "start")]
     new_run: bool,
@@ -77,9 +71,6 @@ pub(crate) struct Args {
     /// run].
     #[arg(long, value_name = "DIR")]
     baseline_dir: Option<PathBuf>,
-    /// Model of the run.
-    #[arg(long, default_value = "policy")]
-    model: String,
     /// Optimiser step of the checkpoint, for the record.
     #[arg(long, default_value_t = 0, value_parser = numbers::ordinal())]
     step: u64,
@@ -138,41 +129,46 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     paths::check_checkpoint("--checkpoint", &args.checkpoint)?;
     let notify = args.notify.notify()?;
     args.serving.prepare()?;
-    let mut store = store::open(&args.store)?;
-    let run = slime::run_name(&args.run, args.layout)?;
-    let baseline_dir = match &args.baseline_dir {
-        Some(dir) => {
-            let start = Some(args.checkpoint.as_path()).filter(|_| args.by_reference);
-            paths::check_own("--baseline-dir", dir, start)?;
-            dir.clone()
-        }
-        None => default_baseline(&store.to_string(), &run, &args.model).ok_or_else(|| Error::Usage {
-            what: "baseline directory".to_owned(),
-            expected: "--baseline-dir, or HOME to put it under".to_owned(),
-            found: "neither".to_owned(),
-        })?,
-    };
-    if args.layout == Layout::Slime {
-        refuse_for_slime(&args)?;
-        let start = if args.new_run { Start::NewRun } else { Start::Resume };
-        let options = driftless::slime::PublisherOptions::new(start, baseline_dir.clone())
-            .with_allow_non_finite(args.allow_non_finite);
-        return match slime::publish(store, &args.slime, options, &args.checkpoint, output)? {
-            Some(published) => show(&published, &baseline_dir, &args, output),
-            None => Ok(()),
-        };
+    let mut store = store::open(&args.run.store)?;
+    let baseline_dir = baseline(&args, &store.to_string())?;
+    if args.run.layout == Layout::Slime {
+        return publish_for_slime(store, &args, &baseline_dir, output);
     }
     let stop = Stop::new();
     stop_on_signals(&stop, PATIENCE)?;
     let server = args.serving.start(&mut store, output)?;
-    let mut options = options(&args, &run, baseline_dir)?;
+    let mut options = options(&args, &baseline_dir)?;
     options.notify = notify;
-    let published = publish(&args, store, options, &stop, output);
-    let (run, version) = published.map_err(signals::caused)?;
+    let (run, version) = publish(&args, store, options, &stop, output).map_err(signals::caused)?;
     if server.is_some() {
-        args.serving.linger(&run, &args.model, version, &stop);
+        args.serving.linger(&run, &args.run.model, version, &stop);
     }
     Ok(())
+}
+
+/// Where the baseline is: a place that was named, and is ours, or one of the user's cache.
+fn baseline(args: &Args, store: &str) -> Result<PathBuf> {
+    if let Some(dir) = &args.baseline_dir {
+        let start = Some(args.checkpoint.as_path()).filter(|_| args.by_reference);
+        paths::check_own("--baseline-dir", dir, start)?;
+        return Ok(dir.clone());
+    }
+    default_baseline(store, &args.run.name()?, &args.run.model).ok_or_else(|| Error::Usage {
+        what: "baseline directory".to_owned(),
+        expected: "--baseline-dir, or HOME to put it under".to_owned(),
+        found: "neither".to_owned(),
+    })
+}
+
+fn publish_for_slime(store: Arc<dyn Store>, args: &Args, baseline_dir: &Path, output: Output) -> Result<()> {
+    refuse_for_slime(args)?;
+    let start = if args.new_run { Start::NewRun } else { Start::Resume };
+    let mut options = args.slime.options(start, baseline_dir, &args.checkpoint)?;
+    options.allow_non_finite = args.allow_non_finite;
+    match slime::publish(store, options, &args.checkpoint, output)? {
+        Some(published) => show(&published, baseline_dir, args, output),
+        None => Ok(()),
+    }
 }
 
 /// Publishes the version, or this rank's part of it, and shows what it was once the next publisher may begin.
@@ -184,15 +180,14 @@ fn publish(
     output: Output,
 ) -> Result<(Run, Version)> {
     let rank = args.ranks.rank();
-    let joins = rank.as_ref().is_some_and(|rank| rank.rank > 0);
-    if joins && args.new_run {
+    if args.new_run && options.start == Start::Resume {
         args.ranks.wait_for_run(&store, &options.run, stop)?;
     }
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let baseline_dir = options.baseline_dir.clone();
     let mut publisher = Publisher::open(store, options)?;
     publisher.stop_on(stop);
-    let bar = progress::bytes(tensor_bytes(&checkpoint)?, "publish");
+    let bar = progress::bytes(paths::tensor_bytes(&checkpoint)?, "publish");
     let shown = bar.clone();
     publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
     let step = Step { trainer_step: args.step, checkpoint: Some(args.checkpoint.display().to_string()) };
@@ -225,11 +220,11 @@ fn finish(args: &Args, publisher: Publisher) -> Run {
     publisher.run().clone()
 }
 
-fn options(args: &Args, run: &str, baseline_dir: PathBuf) -> Result<PublisherOptions> {
+fn options(args: &Args, baseline_dir: &Path) -> Result<PublisherOptions> {
     let joins = args.ranks.rank().is_some_and(|rank| rank.rank > 0);
     let start = if args.new_run && !joins { Start::NewRun } else { Start::Resume };
-    let mut options = PublisherOptions::new(run, start, baseline_dir);
-    options.model = args.model.clone();
+    let mut options = PublisherOptions::new(args.run.name()?, start, baseline_dir);
+    options.model = args.run.model.clone();
     options.profile = args.profile.into();
     options.anchor_every = args.anchor_every;
     options.anchor_share = args.anchor_share;
@@ -268,17 +263,12 @@ fn refuse_for_slime(args: &Args) -> Result<()> {
 /// Removes what nobody needs any more, if that was asked for.
 fn collect_old(args: &Args, publisher: &Publisher) {
     let Some(keep) = args.keep else { return };
-    let mut options = GcOptions::new(&args.model);
+    let mut options = GcOptions::new(&args.run.model);
     options.keep = keep;
     // The version is published whatever becomes of the old ones; the next collection goes on.
     if let Err(error) = collect(publisher.run(), &options) {
         tracing::warn!(error = &error as &dyn std::error::Error, "old versions were not all removed");
     }
-}
-
-/// Bytes of all tensors.
-pub(crate) fn tensor_bytes(checkpoint: &Checkpoint) -> Result<u64> {
-    checkpoint.tensors().iter().try_fold(0, |sum, tensor| Ok(sum + tensor.byte_len()?))
 }
 
 fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output) -> Result<()> {
@@ -299,7 +289,7 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
         "upload_ms": published.upload.as_secs_f64() * 1e3,
     });
     let why =
-        published.full_because.as_ref().map_or_else(String::new, |why| format!("; in full because {why}"));
+        published.full_because.as_ref().map_or_else(String::new, |why| format!("; in full, because {why}"));
     // It takes the room of a checkpoint in a place that was not named.
     let baseline = if args.new_run && args.baseline_dir.is_none() {
         let (dir, bytes) = (baseline_dir.display(), published.full_bytes);
@@ -311,14 +301,17 @@ fn show(published: &Published, baseline_dir: &Path, args: &Args, output: Output)
         let changed = density.map_or_else(String::new, |density| {
             format!(", {:.3} % of the elements changed", 100.0 * density)
         });
+        let (stored, full) = (published.publication_bytes, published.full_bytes);
         let stored = match published.kind {
-            Kind::Reference => format!("by reference to {} bytes", published.full_bytes),
-            _ => format!(
-                "{} bytes for {} in full ({:.1}x){changed}",
-                published.publication_bytes,
-                published.full_bytes,
-                published.full_bytes as f64 / published.publication_bytes.max(1) as f64,
-            ),
+            Kind::Reference => format!("by reference to {full} bytes"),
+            // There is nothing that it is smaller than.
+            Kind::Full => format!("{stored} bytes for {full} of tensors{changed}"),
+            Kind::Delta => {
+                format!(
+                    "{stored} bytes for {full} in full ({:.1}x){changed}",
+                    full as f64 / stored.max(1) as f64
+                )
+            }
         };
         format!(
             "version {} ({}): {stored}, {:.0} ms{why}{baseline}",

@@ -158,6 +158,8 @@ fn transport_hint(error: &driftless::transport::Error) -> Option<String> {
             "`driftless inspect --store URL` lists the runs of a store, `driftless publish --new-run` begins one"
                 .to_owned(),
         ),
+        Transport::LayoutChanged { .. } => Some("see --allow-layout-change".to_owned()),
+        Transport::NotFinite { .. } => Some("see --allow-non-finite".to_owned()),
         Transport::RunExists { .. } => Some("--resume goes on with it, --run NAME names another".to_owned()),
         Transport::BadSetting { name, .. } | Transport::Store(Store::BadSetting { name, .. }) => {
             flag_hint(name)

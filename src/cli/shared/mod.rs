@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `error`, `output`, `progress` | how a command ends, prints, and shows that it goes on |
 //! | `paths`, `numbers`, `keys` | what flags name, checked before anything is made |
-//! | `store`, `slime`, `transport` | flags that commands share: stores, slime's layout, ways of weights |
+//! | `run`, `store`, `slime`, `transport` | flags that commands share: runs, stores, slime's layout, ways of weights |
 //! | `signals`, `mapped`, `failpoints` | the process: its end, unreadable pages, crash points |
 
 pub(crate) mod error;
@@ -16,6 +16,7 @@ pub(crate) mod numbers;
 pub(crate) mod output;
 pub(crate) mod paths;
 pub(crate) mod progress;
+pub(crate) mod run;
 pub(crate) mod signals;
 pub(crate) mod slime;
 pub(crate) mod store;

@@ -3,8 +3,9 @@
 
 use crate::cli::shared::error::{Error, Result};
 use driftless::store::redact;
-use driftless::transport::Checkpoint;
 use driftless::transport::replica::foreign_file;
+use driftless::transport::snapshot::TensorInfo;
+use driftless::transport::{Checkpoint, Snapshot as _};
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read as _};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -23,6 +24,12 @@ const WEIGHTS: [&str; 2] = ["model.safetensors", "model.safetensors.index.json"]
 pub(crate) fn checkpoint(name: &str, dir: &Path) -> Result<Checkpoint> {
     check_checkpoint(name, dir)?;
     Ok(Checkpoint::open(dir)?)
+}
+
+/// Bytes of all tensors of a checkpoint.
+pub(crate) fn tensor_bytes(checkpoint: &Checkpoint) -> Result<u64> {
+    let lengths = checkpoint.tensors().iter().map(TensorInfo::byte_len);
+    Ok(lengths.sum::<driftless::transport::Result<u64>>()?)
 }
 
 /// Refuses a directory without weights.

@@ -1,7 +1,6 @@
 //! What `publish` and `follow` do with slime's layout of a directory.
 
-use crate::cli::publish::tensor_bytes;
-use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::error::Result;
 use crate::cli::shared::output::Output;
 use crate::cli::shared::{paths, progress};
 use driftless::slime::{Checksum, Encoding, Publisher, PublisherOptions};
@@ -21,19 +20,6 @@ pub(crate) enum Layout {
     /// The delta directories of slime 0.3.1, weight_v000001 and so on; the store is its
     /// --update-weight-disk-dir.
     Slime,
-}
-
-/// The run's name, which only our own layout has.
-pub(crate) fn run_name(run: &Option<String>, layout: Layout) -> Result<String> {
-    match (run, layout) {
-        (Some(run), _) => Ok(run.clone()),
-        (None, Layout::Slime) => Ok("slime".to_owned()),
-        (None, Layout::Driftless) => Err(Error::Usage {
-            what: "run".to_owned(),
-            expected: "--run NAME".to_owned(),
-            found: "none".to_owned(),
-        }),
-    }
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -64,37 +50,52 @@ pub(crate) struct PublishArgs {
     hf_checkpoint: Option<PathBuf>,
 }
 
+impl PublishArgs {
+    /// Settings for a run that begins with `checkpoint`, or goes on.
+    pub(crate) fn options(
+        &self,
+        start: Start,
+        baseline: &Path,
+        checkpoint: &Path,
+    ) -> Result<PublisherOptions> {
+        if let Some(dir) = &self.hf_checkpoint {
+            paths::check_checkpoint("--hf-checkpoint", dir)?;
+        }
+        let mut options = PublisherOptions::new(start, baseline);
+        options.hf_checkpoint = match start {
+            Start::NewRun => Some(checkpoint.to_path_buf()),
+            Start::Resume => self.hf_checkpoint.clone(),
+        };
+        options.encoding = match self.delta_encoding {
+            DeltaEncoding::Xor => Encoding::Xor,
+            DeltaEncoding::Overwrite => Encoding::Overwrite,
+        };
+        options.checksum = match self.delta_checksum {
+            DeltaChecksum::Xxh3 => Checksum::Xxh3,
+            DeltaChecksum::Blake3 => Checksum::Blake3,
+            DeltaChecksum::Adler32 => Checksum::Adler32,
+        };
+        Ok(options)
+    }
+}
+
 /// Publishes `checkpoint` as the next version. For a new run it is version 0, for which nothing is written:
 /// `None`.
 pub(crate) fn publish(
     store: Arc<dyn Store>,
-    args: &PublishArgs,
-    mut options: PublisherOptions,
+    options: PublisherOptions,
     checkpoint: &Path,
     output: Output,
 ) -> Result<Option<Published>> {
-    let new_run = matches!(options.start, Start::NewRun);
-    if let Some(dir) = &args.hf_checkpoint {
-        paths::check_checkpoint("--hf-checkpoint", dir)?;
-    }
-    options.hf_checkpoint = if new_run { Some(checkpoint.to_path_buf()) } else { args.hf_checkpoint.clone() };
-    options.encoding = match args.delta_encoding {
-        DeltaEncoding::Xor => Encoding::Xor,
-        DeltaEncoding::Overwrite => Encoding::Overwrite,
-    };
-    options.checksum = match args.delta_checksum {
-        DeltaChecksum::Xxh3 => Checksum::Xxh3,
-        DeltaChecksum::Blake3 => Checksum::Blake3,
-        DeltaChecksum::Adler32 => Checksum::Adler32,
-    };
+    let start = options.start;
     let mut publisher = Publisher::open(store, options)?;
-    if let (true, Some(applied)) = (new_run, publisher.applied()) {
+    if let (Start::NewRun, Some(applied)) = (start, publisher.applied()) {
         let value = json!({ "version": applied.version.0, "label": applied.label(), "publication_bytes": 0 });
         output.print(&value, |_| format!("version 0 ({}): {}", applied.label(), checkpoint.display()))?;
         return Ok(None);
     }
     let checkpoint = Checkpoint::open(checkpoint)?;
-    let bar = progress::bytes(tensor_bytes(&checkpoint)?, "publish");
+    let bar = progress::bytes(paths::tensor_bytes(&checkpoint)?, "publish");
     let shown = bar.clone();
     publisher.on_progress(Box::new(move |progress| shown.set_position(progress.bytes_encoded)));
     let published = publisher.publish(&checkpoint)?;

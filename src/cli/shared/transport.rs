@@ -12,6 +12,7 @@ use driftless::relay::fabric::Fabric;
 use driftless::relay::fabric::ucx::{Ucx, UcxOptions};
 use driftless::store::redact;
 use driftless::transport::activate::Activate;
+use driftless::transport::follow::host_name;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -196,12 +197,6 @@ fn check_object_store(store: &str) -> Result<()> {
             .to_owned(),
         found: format!("--store of the kind `{kind}`"),
     })
-}
-
-/// The host's name.
-pub(crate) fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    if name.trim().is_empty() { "follower".to_owned() } else { name.trim().to_owned() }
 }
 
 fn is_ucx(url: &str) -> bool {

@@ -114,9 +114,9 @@ pub(crate) async fn exchange(
     deadline: Duration,
 ) -> Result<Answer> {
     let read = async {
-        let mut response = request.send().await.map_err(Error::Lost)?;
+        let mut response = request.send().await?;
         let (status, mut body) = (response.status(), Vec::new());
-        while let Some(bytes) = response.chunk().await.map_err(Error::Lost)? {
+        while let Some(bytes) = response.chunk().await? {
             if body.len() as u64 + bytes.len() as u64 > bytes_max.max(WORDS_MAX as u64) {
                 return Err(Error::TooLong { max: bytes_max });
             }

@@ -48,7 +48,7 @@ pub enum Error {
     /// A request could not be sent, or its answer ended early.
     #[cfg(feature = "client")]
     #[error("the connection was refused or lost")]
-    Lost(#[source] reqwest::Error),
+    Lost(#[from] Lost),
     /// A server answered that it does not do what it was asked.
     #[error("the answer is {words}")]
     Refused {
@@ -70,4 +70,29 @@ pub enum Error {
     /// The threads that drive connections have ended.
     #[error("the HTTP client has ended")]
     Ended,
+}
+
+/// Why a connection failed: the first cause, without the frames that the HTTP library puts around it.
+#[cfg(feature = "client")]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Lost(String);
+
+#[cfg(feature = "client")]
+impl From<reqwest::Error> for Lost {
+    fn from(error: reqwest::Error) -> Self {
+        let error = error.without_url();
+        let mut first: &dyn std::error::Error = &error;
+        while let Some(source) = first.source() {
+            first = source;
+        }
+        Self(first.to_string())
+    }
+}
+
+#[cfg(feature = "client")]
+impl From<reqwest::Error> for Error {
+    fn from(error: reqwest::Error) -> Self {
+        Self::Lost(error.into())
+    }
 }

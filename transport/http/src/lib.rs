@@ -15,6 +15,8 @@ mod server;
 
 #[cfg(feature = "client")]
 pub use client::{Answer, Client, client_builder, parse_url};
+#[cfg(feature = "client")]
+pub use error::Lost;
 pub use error::{Error, Result};
 #[cfg(feature = "client")]
 pub use notify::Followers;

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
 use driftless_store::os::crash_point;
+use driftless_store::wait::lock;
 use driftless_store::wrap::Count;
 use driftless_store::{ContentDigest, Object, Store};
 use driftless_transport::download::{DownloadCache, DownloadOptions};
@@ -102,7 +103,7 @@ impl Cache {
     }
 
     fn lock(&self) -> MutexGuard<'_, Entries> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.entries)
     }
 
     /// Bytes that were read from the origin.

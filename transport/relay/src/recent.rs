@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use driftless_store::wait::lock;
 use driftless_store::{Entry, Key, Object, OnBytes, PutMode, Result, Store};
 
 /// A store whose objects are remembered when they are put through it, so that a relay beside a publisher,
@@ -65,7 +66,7 @@ impl Recent {
     }
 
     fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.kept)
     }
 }
 

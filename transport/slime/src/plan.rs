@@ -8,7 +8,8 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use driftless_store::os::regular;
-use driftless_transport::foreign::{self, Bounds, OnDisk, position, refuse_foreign};
+use driftless_store::pool::{Bounds, in_order, threads};
+use driftless_transport::foreign::{OnDisk, position, refuse_foreign};
 use driftless_transport::manifest::Manifest;
 use driftless_transport::replica::{Plan, PlannedVersion};
 use driftless_transport::{Checkpoint, Error, Result, Version};
@@ -100,9 +101,9 @@ fn rehearse(
     }
     // What a tensor was and what it becomes.
     let weights = tensors.iter().map(|info| Ok(2 * info.byte_len()?)).collect::<Result<Vec<_>>>()?;
-    let bounds = Bounds { threads: foreign::threads(WORKERS_MAX), weight: MEMORY_MAX };
+    let bounds = Bounds { threads: threads(WORKERS_MAX), weight: MEMORY_MAX };
     let mut total = vec![0; releases.len()];
-    foreign::in_order(
+    in_order(
         &weights,
         bounds,
         |index| Ok(&tensors[index]),

@@ -11,7 +11,8 @@ use std::time::Instant;
 
 use derive_setters::Setters;
 use driftless_store::{Error as StoreError, PutMode, Store, probe_conditional_put};
-use driftless_transport::foreign::{Bounds, STATE_DIR, check_finite, in_order, threads};
+use driftless_store::pool::{Bounds, in_order, threads};
+use driftless_transport::foreign::{STATE_DIR, check_finite};
 use driftless_transport::publish::{Progress, ProgressFn, Published, Start};
 use driftless_transport::replica::Applied;
 use driftless_transport::snapshot::TensorInfo;

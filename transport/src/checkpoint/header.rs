@@ -17,7 +17,7 @@ use crate::snapshot::TensorInfo;
 
 /// The limit of the reference implementation, in bytes.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
-const METADATA: &str = "__metadata__";
+pub(crate) const METADATA: &str = "__metadata__";
 
 /// A tensor and where its bytes lie in the file.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -26,6 +26,7 @@ use crate::error::{Error, Result};
 use crate::snapshot::{
     AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, AuxFile, Snapshot, TensorInfo, is_aux_name, is_plain_name,
 };
+pub(crate) use header::METADATA;
 use header::bad;
 
 pub use write::write_checkpoint;

@@ -22,12 +22,13 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::SystemTime;
 
 use derive_setters::Setters;
 use driftless_store::os::watch::{self, Call};
 use driftless_store::os::{regular, remove_file};
+use driftless_store::wait::lock;
 use driftless_store::{ContentDigest, Object, Store};
 
 use crate::error::Result;
@@ -190,7 +191,7 @@ impl DownloadCache {
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<ContentDigest, u64>> {
         // Every critical section is a single operation on the map.
-        self.held.get_or_init(|| Mutex::new(self.survey())).lock().unwrap_or_else(PoisonError::into_inner)
+        lock(self.held.get_or_init(|| Mutex::new(self.survey())))
     }
 
     /// The file of an object, or `None` if it is not to be kept.

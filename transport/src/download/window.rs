@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use driftless_store::wait::lock;
 use driftless_store::{Key, OnBytes};
 
 /// Bytes that are on their way at the beginning, and at least: more than three times what 200 Mb/s hold in
@@ -86,7 +87,7 @@ impl Window {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 
@@ -110,7 +111,7 @@ impl State {
 impl Credit {
     /// Takes bytes off what is on its way.
     fn arrived(&self, bytes: u64) {
-        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut left = lock(&self.left);
         // Those of a try that failed come again.
         let bytes = bytes.min(*left);
         *left -= bytes;

@@ -135,7 +135,7 @@ pub enum Error {
     /// The tensors to publish are not those of the version before, by name, shape or type.
     #[error(
         "the tensors are not those of version {version}: {differences}. Nothing was published; publish the checkpoint that was meant, \
-         or allow the change (allow_layout_change, --allow-layout-change)"
+         or allow the change (allow_layout_change)"
     )]
     LayoutChanged {
         /// The version before.
@@ -146,7 +146,7 @@ pub enum Error {
     /// Elements that are NaN or infinite.
     #[error(
         "tensor `{tensor}` holds NaN or infinite elements: {count} of them, the first at index {first}. Nothing was published; mend the \
-         step that made them, or allow them (allow_non_finite, --allow-non-finite)"
+         step that made them, or allow them (allow_non_finite)"
     )]
     NotFinite {
         /// The tensor.
@@ -204,7 +204,9 @@ pub enum Error {
         store: String,
     },
     /// The run name is taken.
-    #[error("the run name `{name}` is taken by run {run_id}; resume that run or choose another name")]
+    #[error(
+        "the run name `{name}` is taken by run {run_id}; go on with that run (resume), or choose another name"
+    )]
     RunExists {
         /// The name asked for.
         name: String,

@@ -7,6 +7,7 @@ use driftless_store::chain_text;
 use driftless_store::os::crash_point;
 use driftless_store::wait::backoff;
 
+use super::watch::is_told;
 use super::worker::{Answer, Job, Worker};
 use super::{Core, Follower, millis};
 use crate::activate::{Activate, Limit};
@@ -87,11 +88,10 @@ impl Follower {
             let Some(outcome) = activated.or(served) else { continue };
             if let Err(error) = self.record(index, slot, &label, outcome) {
                 // A caller that asked for the round is given the first one.
-                if due.is_some() || first_failure.is_some() {
-                    let (failures, refusals, paused) =
-                        (slot.failures, slot.refusals, slot.worker.is_paused());
+                let (failures, refusals) = (slot.failures, slot.refusals);
+                if (due.is_some() && is_told(failures + refusals)) || first_failure.is_some() {
                     let error = &error as &dyn std::error::Error;
-                    tracing::warn!(error, failures, refusals, paused, "engine is not on {label}");
+                    tracing::warn!(error, failures, refusals, "engine is not on {label}");
                 }
                 first_failure.get_or_insert(error);
             }
@@ -127,7 +127,8 @@ impl Follower {
             tracing::info!(engine = slot.worker.name(), label, pause_ms = millis(pause), "activated");
         }
         if let Some(entry) = self.status_mut().applied.as_mut().and_then(|ack| ack.engines.get_mut(index)) {
-            entry.paused = paused;
+            entry.up = !matches!(&outcome, Err(error) if is_away(error));
+            entry.paused = entry.up && paused;
             entry.pause_ms = counted.ok().flatten().map(millis).or(entry.pause_ms);
             entry.label = None;
             match &outcome {
@@ -146,15 +147,15 @@ impl Follower {
     fn schedule(&self, slot: &mut Slot, label: &str, outcome: &Result<Answer>) {
         let (options, now) = (self.options(), Instant::now());
         match outcome {
-            Err(Error::Engine { action: POLL, .. } | Error::EngineTimeout { action: POLL, .. }) => {
+            Err(error) if is_away(error) => {
                 slot.failures += 1;
-                slot.poll_at = now + backoff(options.poll, options.backoff_max, slot.failures);
+                slot.poll_at = now + backoff(options.engine_poll, options.backoff_max, slot.failures);
                 (slot.refusals, slot.load_at) = (0, now);
             }
             Err(_) => {
                 (slot.failures, slot.poll_at) = (0, now);
                 slot.refusals += 1;
-                slot.load_at = now + backoff(options.poll, options.refusal_backoff_max, slot.refusals);
+                slot.load_at = now + backoff(options.engine_poll, options.refusal_backoff_max, slot.refusals);
             }
             Ok(Answer::Serving(serving)) if slot.reload || serving.as_deref() != Some(label) => {
                 slot.failures = 0;
@@ -162,6 +163,11 @@ impl Follower {
             Ok(_) => (slot.failures, slot.refusals) = (0, 0),
         }
     }
+}
+
+/// Whether an error says that an engine does not answer.
+fn is_away(error: &Error) -> bool {
+    matches!(error, Error::Engine { action: POLL, .. } | Error::EngineTimeout { action: POLL, .. })
 }
 
 /// Whether an engine answered that it serves anything but `label`.

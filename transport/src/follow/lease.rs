@@ -1,12 +1,13 @@
 //! Keeps a follower's lease, and with it its acknowledgement, in the store.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use driftless_store::wait::lock;
 use driftless_store::{Key, PutMode};
 
 use crate::error::{Error, Result};
-use crate::gc::{Ack, Record};
+use crate::gc::{Ack, Record, writer_of};
 use crate::ids::Version;
 use crate::replica::Observe;
 use crate::run::Run;
@@ -26,14 +27,20 @@ struct Current {
     record: Record,
     /// When the store took the record as it is.
     stored: Option<Instant>,
+    /// When it was last looked who wrote what the store has.
+    looked: Option<Instant>,
+    /// The other process that was told of.
+    other: Option<String>,
 }
 
 impl LeaseRenewal {
     /// A lease that is not written yet.
     pub(super) fn new(run: &Run, model: &str, follower: &str, renew: Duration) -> Result<Self> {
-        let record = Record { model: model.to_owned(), needs: Version(0), ack: None };
+        let writer = hex::encode(rand::random::<[u8; 8]>());
+        let record = Record { model: model.to_owned(), needs: Version(0), writer, ack: None };
         let key = run.follower_key(follower)?;
-        Ok(Self { run: run.clone(), key, renew, current: Mutex::new(Current { record, stored: None }) })
+        let current = Current { record, stored: None, looked: None, other: None };
+        Ok(Self { run: run.clone(), key, renew, current: Mutex::new(current) })
     }
 
     /// Acknowledges what is on the host; what is needed from here on is what lies behind it.
@@ -42,7 +49,7 @@ impl LeaseRenewal {
     }
 
     fn update(&self, change: impl FnOnce(&mut Record)) {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = lock(&self.current);
         let mut record = current.record.clone();
         change(&mut record);
         let fresh = current.stored.is_some_and(|stored| stored.elapsed() < self.renew);
@@ -50,6 +57,10 @@ impl LeaseRenewal {
             return;
         }
         current.record = record;
+        // What lies there before is of a process before this one.
+        if current.stored.is_some() && current.looked.is_none_or(|at| at.elapsed() >= self.renew) {
+            self.look_for_others(&mut current);
+        }
         current.stored = match self.put(&current.record) {
             Ok(()) => Some(Instant::now()),
             Err(error) => {
@@ -58,6 +69,19 @@ impl LeaseRenewal {
                 None
             }
         };
+    }
+
+    /// Tells of another process that has written the lease since this one did. Each of the two hides the other from a
+    /// collection, which may then take what it needs.
+    fn look_for_others(&self, current: &mut Current) {
+        current.looked = Some(Instant::now());
+        // What cannot be read now is looked at again.
+        let Ok(bytes) = self.run.store().get(&self.key, None) else { return };
+        let other = writer_of(&bytes).filter(|writer| *writer != current.record.writer);
+        if other.is_some() && other != current.other {
+            tracing::warn!(key = %self.key, "another follower has the same id and renews the same lease; give each its own");
+            current.other = other;
+        }
     }
 
     fn put(&self, record: &Record) -> Result<()> {

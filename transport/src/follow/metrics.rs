@@ -123,11 +123,26 @@ fn progress(page: &mut Page, status: &Status, counters: &Counters, now: Instant)
     }
     page.single("lag_versions", "gauge", "Versions between the disk and the store.", lag(status));
     let behind = counters.behind.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
-    page.single("lag_seconds", "gauge", "Since when the store has a newer version.", behind.as_secs_f64());
+    page.single(
+        "lag_seconds",
+        "gauge",
+        "For how long the store has had a newer version.",
+        behind.as_secs_f64(),
+    );
     let applied = &counters.applied;
     page.single("versions_applied_total", "counter", "Versions applied.", applied.versions);
-    page.single("elements_changed_total", "counter", "Elements that they changed.", applied.changed);
-    page.single("fetched_bytes_total", "counter", "Bytes of their objects.", applied.bytes);
+    page.single(
+        "elements_changed_total",
+        "counter",
+        "Elements changed by the versions applied.",
+        applied.changed,
+    );
+    page.single(
+        "fetched_bytes_total",
+        "counter",
+        "Bytes of the objects of the versions applied.",
+        applied.bytes,
+    );
     page.family(
         "apply_seconds_total",
         "counter",
@@ -178,6 +193,9 @@ fn engines(page: &mut Page, status: &Status, counters: &Counters) {
     each("engine_in_step", "gauge", "Whether the engine serves the version on disk.", &|engine| {
         f64::from(u8::from(engine.label.as_ref() == Some(&applied.label)))
     });
+    each("engine_up", "gauge", "Whether the engine answered at the last look.", &|engine| {
+        f64::from(u8::from(engine.up))
+    });
     each("engine_paused", "gauge", "Whether the engine was paused at the last look.", &|engine| {
         f64::from(u8::from(engine.paused))
     });
@@ -190,9 +208,12 @@ fn engines(page: &mut Page, status: &Status, counters: &Counters) {
     each("pause_seconds_total", "counter", "Time the engine did not generate for activations.", &|engine| {
         counted(&engine.url).paused.as_secs_f64()
     });
-    each("last_pause_seconds", "gauge", "The last such time.", &|engine| {
-        counted(&engine.url).last_pause.as_secs_f64()
-    });
+    each(
+        "last_pause_seconds",
+        "gauge",
+        "Time the engine did not generate for its last activation.",
+        &|engine| counted(&engine.url).last_pause.as_secs_f64(),
+    );
 }
 
 #[cfg(test)]
@@ -263,6 +284,7 @@ mod tests {
         let engine = |url: &&str| EngineStatus {
             url: (*url).to_owned(),
             label: Some("a:4".into()),
+            up: *url == "http://a",
             paused: *url == "http://a",
             pause_ms: None,
             error: None,
@@ -350,6 +372,8 @@ mod tests {
         assert_eq!(value(&page, "pause_seconds_total", &a), Some(0.05));
         assert_eq!(value(&page, "last_pause_seconds", &a), Some(0.02));
         assert_eq!(value(&page, "engine_in_step", &a), Some(1.0));
+        assert_eq!(value(&page, "engine_up", &a), Some(1.0));
+        assert_eq!(value(&page, "engine_up", &[("engine", "b\\\n")]), Some(0.0));
         assert_eq!(value(&page, "engine_paused", &a), Some(1.0));
         assert_eq!(value(&page, "engine_paused", &[("engine", "b\\\n")]), Some(0.0));
         assert_eq!(value(&page, "activation_failures_total", &[("engine", "b\\\n")]), Some(1.0));

@@ -20,10 +20,10 @@ mod status;
 mod watch;
 mod worker;
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
-use driftless_store::wait::Stop;
+use driftless_store::wait::{Stop, lock};
 use driftless_store::wrap::Count;
 use driftless_store::{Store, chain_text};
 
@@ -37,7 +37,7 @@ use engines::Slot;
 use metrics::Counters;
 use run::RunSource;
 
-pub use options::FollowerOptions;
+pub use options::{ACTIVATE_DEADLINE, FollowerOptions, LEAVE_DEADLINE, default_id, host_name};
 pub use status::{PrepareReply, Status};
 
 /// A version that lies ready on the host: engines may load it, and a crash does not take it away.
@@ -199,9 +199,11 @@ impl Follower {
         self.prepare_noted(&mut *self.core()?, target.map_or(Asked::Newest, Asked::Version))
     }
 
-    /// One poll of the loop: to the newest version, or to the next one if the poll before found nothing new.
-    fn poll(&self) -> Result<()> {
-        self.prepare_noted(&mut *self.core()?, Asked::Poll).map(drop)
+    /// One poll of the loop: to the newest version, or to the next one if the poll before found nothing new. True if
+    /// there was one.
+    fn poll(&self) -> Result<bool> {
+        let prepared = self.prepare_noted(&mut *self.core()?, Asked::Poll)?;
+        Ok(prepared.advanced.versions > 0)
     }
 
     /// Prepares, and has the status and the counters tell of it.
@@ -306,15 +308,15 @@ impl Follower {
     }
 
     fn status_mut(&self) -> MutexGuard<'_, Status> {
-        self.shared.status.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared.status)
     }
 
     fn maybe_paused_mut(&self) -> MutexGuard<'_, Vec<String>> {
-        self.shared.maybe_paused.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared.maybe_paused)
     }
 
     fn counters_mut(&self) -> MutexGuard<'_, Counters> {
-        self.shared.counters.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared.counters)
     }
 
     fn prepare_in(&self, core: &mut Core, asked: Asked) -> Result<Prepared> {
@@ -425,6 +427,7 @@ fn record_applied(status: &mut Status, replica: &Replica, engines: &[Slot], prep
     let unknown = |slot: &Slot| EngineStatus {
         url: slot.worker.name().to_owned(),
         label: None,
+        up: false,
         paused: false,
         pause_ms: None,
         error: None,

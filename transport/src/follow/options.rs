@@ -1,6 +1,6 @@
 //! What a follower is given when it is opened.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use derive_setters::Setters;
@@ -8,6 +8,11 @@ use derive_setters::Setters;
 use crate::download::DownloadOptions;
 use crate::ids::Version;
 use crate::sign::TrustKey;
+
+/// How long one engine may take to activate a version, by default.
+pub const ACTIVATE_DEADLINE: Duration = Duration::from_secs(600);
+/// How long an engine's driver may take to end a call that has run out of time, by default.
+pub const LEAVE_DEADLINE: Duration = Duration::from_secs(15);
 
 /// What a follower follows, and where to.
 #[derive(Clone, Debug, Setters)]
@@ -38,6 +43,9 @@ pub struct FollowerOptions {
     pub coordinated: bool,
     /// Time between two polls of the store.
     pub poll: Duration,
+    /// Time between two looks at the engines, which tell that one was restarted or paused. A version that was
+    /// prepared brings one at once.
+    pub engine_poll: Duration,
     /// Longest time between two renewals of the lease, which keeps what this follower needs from being
     /// collected.
     pub renew: Duration,
@@ -68,7 +76,8 @@ pub struct FollowerOptions {
 }
 
 impl FollowerOptions {
-    /// Options for the model `policy` of `run`. Polls come every 500 ms, renewals of the lease every minute.
+    /// Options for the model `policy` of `run`. Polls of the store and looks at the engines come every 500 ms,
+    /// renewals of the lease every minute.
     /// Retries back off to 30 s, or to 5 minutes at an engine that refuses. An engine has 10 s to report its
     /// version, 10 minutes to activate one, and 15 s to end that. 64 GiB are scrubbed in an hour.
     #[must_use]
@@ -82,6 +91,7 @@ impl FollowerOptions {
             until: None,
             coordinated: false,
             poll: Duration::from_millis(500),
+            engine_poll: Duration::from_millis(500),
             renew: Duration::from_secs(60),
             backoff_max: Duration::from_secs(30),
             refusal_backoff_max: Duration::from_secs(300),
@@ -90,13 +100,43 @@ impl FollowerOptions {
             scrub_bytes_per_hour: 64 << 30,
             plugin_dir: None,
             serving_deadline: Duration::from_secs(10),
-            activate_deadline: Duration::from_secs(600),
-            leave_deadline: Duration::from_secs(15),
+            activate_deadline: ACTIVATE_DEADLINE,
+            leave_deadline: LEAVE_DEADLINE,
         }
     }
 
     /// The version to go to where the store has `newest`.
     pub(super) fn last(&self, newest: Option<Version>) -> Option<Version> {
         newest.map(|newest| self.until.map_or(newest, |until| until.min(newest)))
+    }
+}
+
+/// The host's name; `follower` where it has none.
+#[must_use]
+pub fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let name = name.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty());
+    name.unwrap_or_else(|| "follower".to_owned())
+}
+
+/// The name of a follower that was given none: the host's, and a digest of the directory's path. Followers of one host
+/// have two names, and each keeps its own from start to start.
+#[must_use]
+pub fn default_id(checkpoint_dir: &Path) -> String {
+    let path = std::path::absolute(checkpoint_dir).unwrap_or_else(|_| checkpoint_dir.to_owned());
+    let digest = blake3::hash(path.as_os_str().as_encoded_bytes()).to_hex();
+    format!("{}-{}", host_name(), &digest[..8])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn default_ids_of_one_host_differ_and_stay() {
+        let [one, other] = ["/dev/shm/a", "/dev/shm/b"].map(|dir| default_id(Path::new(dir)));
+        assert_ne!(one, other);
+        assert_eq!(one, default_id(Path::new("/dev/shm/./a")));
+        assert!(one.starts_with(&host_name()));
     }
 }

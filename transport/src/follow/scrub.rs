@@ -21,9 +21,9 @@ pub(super) struct Scrubbing {
 }
 
 impl Follower {
-    /// Waits for `time`, until it is woken, or until the switch is thrown; true if it was. Meanwhile the
-    /// checkpoint is read at the rate that was asked for. Also ends when the directory has to be built anew.
-    pub(super) fn wait_scrubbing(&self, stop: &Stop, time: Duration, scrubbing: &mut Scrubbing) -> bool {
+    /// Waits for `time`, until it is woken, or until the switch is thrown. Meanwhile the checkpoint is read at
+    /// the rate that was asked for. Where the directory has to be built anew, it ends as if woken.
+    pub(super) fn wait_scrubbing(&self, stop: &Stop, time: Duration, scrubbing: &mut Scrubbing) -> Ended {
         let rate = self.options().scrub_bytes_per_hour;
         let begin = Instant::now();
         loop {
@@ -31,14 +31,13 @@ impl Follower {
             let due =
                 scrubbing.due.map_or(Duration::ZERO, |due| due.saturating_duration_since(Instant::now()));
             if rate == 0 || due >= left {
-                return stop.wait(left);
+                return stop.pause(left);
             }
-            match stop.pause(due) {
-                Ended::Stopped => return true,
-                Ended::Woken => return false,
-                Ended::Over => {}
+            let ended = stop.pause(due);
+            if ended != Ended::Over {
+                return ended;
             }
-            let Some(read) = self.scrub_slice(&mut scrubbing.scrub) else { return false };
+            let Some(read) = self.scrub_slice(&mut scrubbing.scrub) else { return Ended::Woken };
             let pause = match read {
                 0 => AGAIN,
                 // A year at most, which no clock minds.

@@ -1,21 +1,46 @@
 //! The loop of a follower that acts alone.
 
-use std::sync::{MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::MutexGuard;
+use std::time::Instant;
 
-use driftless_store::wait::{Stop, backoff};
+use driftless_store::wait::{Ended, Stop, backoff, lock};
 
 use super::Follower;
 use super::scrub::Scrubbing;
 use crate::error::{Error, Result};
 
-/// Takes the loop's switch away from the follower again.
+/// Takes the loop's switch away from the follower again. What engines' plugins were offered goes with the loop.
 struct Watching<'a>(&'a Follower);
 
 impl Drop for Watching<'_> {
     fn drop(&mut self) {
         *self.0.watching() = None;
+        // Another request that outlives the loop may still need it.
+        if let Ok(mut core) = self.0.core() {
+            core.replica.end_offer();
+        }
     }
+}
+
+/// When the loop looks at what.
+struct Rounds {
+    store_at: Instant,
+    engines_at: Instant,
+    /// Looks at the store in a row that failed.
+    failures: u32,
+    scrubbing: Scrubbing,
+}
+
+impl Default for Rounds {
+    fn default() -> Self {
+        let now = Instant::now();
+        Self { store_at: now, engines_at: now, failures: 0, scrubbing: Scrubbing::default() }
+    }
+}
+
+/// Whether a failure is told of that is the `count`th in a row: ever more seldom.
+pub(super) fn is_told(count: u32) -> bool {
+    count.is_power_of_two()
 }
 
 impl Follower {
@@ -30,7 +55,7 @@ impl Follower {
     }
 
     pub(super) fn watching(&self) -> MutexGuard<'_, Option<Stop>> {
-        self.shared.watching.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared.watching)
     }
 
     /// Follows the run: polls for the newest version, prepares it, activates it, and activates again every
@@ -53,40 +78,27 @@ impl Follower {
             self.activate()?;
             return self.sync();
         }
-        let (mut failures, mut scrubbing) = (0, Scrubbing::default());
+        let mut rounds = Rounds::default();
         while !stop.is_stopped() {
-            let began = Instant::now();
-            let prepared = if self.options().coordinated { self.check_durable() } else { self.poll() };
-            match prepared {
-                // Before the trainer's first publication, or while a coordinator's request is under way,
-                // nothing is wrong.
-                Ok(()) | Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => {
-                    failures = 0
-                }
-                Err(error) if is_final(&error) => return Err(error),
-                Err(error @ Error::Collected { .. }) if self.options().until.is_some() => return Err(error),
-                Err(error) => {
-                    failures += 1;
-                    tracing::warn!(error = &error as &dyn std::error::Error, failures, "no progress");
-                }
-            }
+            let begin = Instant::now();
+            let changed = if rounds.store_at <= begin { self.look(&mut rounds)? } else { false };
             // Also after a failure: an engine that was restarted during an outage of the store still gets
             // what is here.
-            if let Err(error) = self.activate_due() {
-                tracing::debug!(
-                    error = &error as &dyn std::error::Error,
-                    "not every engine is on the version"
-                );
+            if changed || rounds.engines_at <= begin {
+                rounds.engines_at = begin + self.options().engine_poll;
+                if let Err(error) = self.activate_due() {
+                    let error = &error as &dyn std::error::Error;
+                    tracing::debug!(error, "not every engine is on the version");
+                }
             }
             if self.is_done() {
                 break;
             }
-            // From one look to the next, so that the way to the store is not waited for besides; after a
-            // failure, in full.
-            let spent = if failures == 0 { began.elapsed() } else { Duration::ZERO };
-            let pause = backoff(self.options().poll, self.options().backoff_max, failures);
-            if self.wait_scrubbing(stop, pause.saturating_sub(spent), &mut scrubbing) {
-                break;
+            let next = rounds.store_at.min(rounds.engines_at).saturating_duration_since(Instant::now());
+            match self.wait_scrubbing(stop, next, &mut rounds.scrubbing) {
+                Ended::Stopped => break,
+                Ended::Woken => (rounds.store_at, rounds.engines_at) = (Instant::now(), Instant::now()),
+                Ended::Over => {}
             }
         }
         match self.sync() {
@@ -94,6 +106,33 @@ impl Follower {
             Err(Error::Busy { .. }) => Ok(()),
             synced => synced,
         }
+    }
+
+    /// Looks for a newer version and prepares it. Whether engines have to be looked at.
+    fn look(&self, rounds: &mut Rounds) -> Result<bool> {
+        let begin = Instant::now();
+        let prepared =
+            if self.options().coordinated { self.check_durable().map(|()| false) } else { self.poll() };
+        let changed = match prepared {
+            Ok(changed) => changed,
+            // Before the trainer's first publication, or while a coordinator's request is under way, nothing is wrong.
+            Err(Error::NoSuchRun { .. } | Error::NoSuchVersion { .. } | Error::Busy { .. }) => false,
+            Err(error) if is_final(&error) => return Err(error),
+            Err(error @ Error::Collected { .. }) if self.options().until.is_some() => return Err(error),
+            Err(error) => {
+                rounds.failures += 1;
+                let failures = rounds.failures;
+                if is_told(failures) {
+                    tracing::warn!(error = &error as &dyn std::error::Error, failures, "no progress");
+                }
+                let pause = backoff(self.options().poll, self.options().backoff_max, failures);
+                rounds.store_at = Instant::now() + pause;
+                return Ok(true);
+            }
+        };
+        // From one look to the next, so that the way to the store is not waited for besides.
+        (rounds.failures, rounds.store_at) = (0, begin + self.options().poll);
+        Ok(changed)
     }
 
     /// Whether the last version to follow is on disk and on every engine.

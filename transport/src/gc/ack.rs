@@ -12,7 +12,11 @@ pub struct EngineStatus {
     pub url: String,
     /// The version label it serves; `None` if unknown or not one of ours.
     pub label: Option<String>,
-    /// Whether it was paused when it was last polled, by the follower or by others.
+    /// Whether it answered when it was last asked.
+    #[serde(default = "yes")]
+    pub up: bool,
+    /// Whether it was paused when it was last polled, by the follower or by others; of one that does not answer nothing
+    /// is known.
     #[serde(default)]
     pub paused: bool,
     /// How long the last activation kept it from generating, in milliseconds.
@@ -20,6 +24,11 @@ pub struct EngineStatus {
     /// Why it does not serve the follower's version, if it does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+}
+
+/// What earlier releases did not say.
+fn yes() -> bool {
+    true
 }
 
 /// What a follower leaves in the store under `<run_id>/followers/<id>`, beside its lease: which version it

@@ -19,6 +19,8 @@ pub(crate) struct Record {
     pub(crate) model: String,
     /// The oldest version whose publication the follower may still read.
     pub(crate) needs: Version,
+    /// The process that wrote it, by a random name.
+    pub(crate) writer: String,
     #[serde(flatten)]
     pub(crate) ack: Option<Ack>,
 }
@@ -30,6 +32,12 @@ struct Stored {
     model: Option<String>,
     needs: Option<Version>,
     version: Option<Version>,
+    writer: Option<String>,
+}
+
+/// The process that wrote a lease, if that is in it.
+pub(crate) fn writer_of(bytes: &[u8]) -> Option<String> {
+    serde_json::from_slice::<Stored>(bytes).ok()?.writer
 }
 
 /// A follower's lease on the versions of a model.
@@ -81,7 +89,7 @@ fn lease(entry: &Entry, bytes: &[u8], model: &str, now: Option<SystemTime>, ttl:
 /// The store's own time: the date it gives to an object put now. `None` if it dates nothing.
 pub(super) fn store_time(store: &dyn Store) -> Result<Option<SystemTime>> {
     let key = Key::new(format!("probes/{}", hex::encode(rand::random::<[u8; 16]>())))?;
-    store.put(&key, b"time", PutMode::Create)?;
+    store.put(&key, b"time", PutMode::Overwrite)?;
     let entry = store.head(&key);
     store.delete(&key)?;
     Ok(entry?.modified)

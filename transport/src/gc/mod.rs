@@ -14,7 +14,7 @@ mod lease;
 mod plan;
 
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use derive_setters::Setters;
 use driftless_store::{Error as StoreError, Key};
@@ -26,8 +26,11 @@ use plan::Places;
 
 pub use ack::{Ack, EngineStatus};
 pub use lease::Lease;
-pub(crate) use lease::Record;
+pub(crate) use lease::{Record, writer_of};
 pub(crate) use plan::is_publishers;
+
+/// A lease this many times as old as one that has run out is forgotten: its follower is not coming back.
+const FORGOTTEN: u32 = 96;
 
 /// What to keep.
 #[derive(Debug, Clone, Setters)]
@@ -89,7 +92,14 @@ pub struct Collection {
 /// # Errors
 /// What the store reports.
 pub fn leases(run: &Run, options: &GcOptions) -> Result<Vec<Lease>> {
-    let now = lease::store_time(&**run.store())?;
+    leases_at(run, options, lease::store_time(&**run.store())?)
+}
+
+/// [`leases`] for a time that is known already, such as a host's own: nothing is written. `None`: no lease has an age.
+///
+/// # Errors
+/// What the store reports.
+pub fn leases_at(run: &Run, options: &GcOptions, now: Option<SystemTime>) -> Result<Vec<Lease>> {
     lease::leases(run, &options.model, now, options.lease_ttl)
 }
 
@@ -125,6 +135,9 @@ pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
             Err(error) => return Err(error),
         }
     }
+    if !options.dry_run {
+        forget(run, &leases, options.lease_ttl.saturating_mul(FORGOTTEN))?;
+    }
     let mut collection = Collection { newest: Some(newest), anchor, floor, leases, removed: Vec::new() };
     let fresh = fresh_below(run, model, before, floor)?;
     if floor > before && !options.dry_run {
@@ -158,6 +171,15 @@ pub fn collect(run: &Run, options: &GcOptions) -> Result<Collection> {
         collection.removed.push(removed);
     }
     Ok(collection)
+}
+
+/// Removes the leases that nobody has renewed for longer than `age`. A follower that comes back all the same writes its
+/// own anew.
+fn forget(run: &Run, leases: &[Lease], age: Duration) -> Result<()> {
+    for lease in leases.iter().filter(|lease| lease.age.is_some_and(|found| found > age)) {
+        run.store().delete(&run.follower_key(&lease.follower)?)?;
+    }
+    Ok(())
 }
 
 /// The newest anchor, and the keys of all objects from it to the newest version. Each must be there, whole:

@@ -6,6 +6,7 @@ use std::fmt::Display;
 use driftless_store::Key;
 
 use super::{Algorithms, File, Kind, Manifest, OBJECT_BYTES_MAX, Piece, Tensor, VERSION_MAX};
+use crate::checkpoint::METADATA;
 use crate::error::{Error, Result};
 use crate::ids::check_model;
 use crate::snapshot::{AUX_FILE_BYTES_MAX, AUX_FILES_BYTES_MAX, is_aux_name};
@@ -117,14 +118,7 @@ impl Check<'_> {
         let mut elements = 0u64;
         for tensor in &manifest.tensors {
             for name in std::iter::once(&tensor.name).chain(&tensor.aliases) {
-                if name.is_empty() || name.len() > TENSOR_NAME_BYTES_MAX || name.chars().any(char::is_control)
-                {
-                    return Err(Error::BadName {
-                        what: "tensor",
-                        text: name.escape_default().to_string(),
-                        reason: "it is empty, longer than 1024 bytes, or has a control character",
-                    });
-                }
+                check_tensor_name(name)?;
                 if !names.insert(name.as_str()) {
                     return Err(self.corrupt(format!("tensor `{name}`"), "its name stands twice", "1", "2"));
                 }
@@ -301,4 +295,16 @@ impl Check<'_> {
         }
         Ok(())
     }
+}
+
+/// Refuses what cannot name a tensor in a checkpoint.
+fn check_tensor_name(name: &str) -> Result<()> {
+    let reason = match name {
+        METADATA => "files of safetensors keep a text of their own under that name",
+        "" => "it is empty",
+        _ if name.len() > TENSOR_NAME_BYTES_MAX => "it is longer than 1024 bytes",
+        _ if name.chars().any(char::is_control) => "it has a control character",
+        _ => return Ok(()),
+    };
+    Err(Error::BadName { what: "tensor", text: name.escape_default().to_string(), reason })
 }

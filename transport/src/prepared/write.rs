@@ -51,6 +51,13 @@ impl Offer {
         }
     }
 
+    /// Offers nothing, and gives the file's memory back.
+    pub(crate) fn end(&mut self) {
+        if let Some((path, _)) = self.file.take() {
+            remove(&path);
+        }
+    }
+
     /// Begins to offer what leads from `base` to the next version, whose weights have so many bytes; nothing
     /// if no plugin is there to read it. A failure costs the engines a reload and nothing else, so it is
     /// logged and not returned.
@@ -102,9 +109,7 @@ impl Offer {
 
 impl Drop for Offer {
     fn drop(&mut self) {
-        if let Some((path, _)) = &self.file {
-            remove(path);
-        }
+        self.end();
     }
 }
 

@@ -118,7 +118,8 @@ impl Devices {
         &'a self,
         shard: &'a dyn Shard,
         index: usize,
-        (base, coder): (Option<&BaseView<'_>>, &Coder),
+        base: Option<&BaseView<'_>>,
+        coder: &Coder,
         used: &mut DeviceUse,
     ) -> Option<DeviceJob<'a>> {
         let (slice, new) = (&shard.slices()[index], shard.on_device(index)?);

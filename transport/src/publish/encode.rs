@@ -1,4 +1,4 @@
-//! Encodes tensors, or slices of them, into payloads: several at once on threads, packed in order.
+//! Encodes tensors, or slices of them, into payloads.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -8,16 +8,15 @@ use driftless_delta::{BLOCK_ELEMENTS, Digest, DigestTable, Profile};
 use driftless_store::ContentDigest;
 use driftless_store::wait::Stop;
 
-use super::device::{DeviceJob, DeviceUse, Devices};
+use super::device::Devices;
+use super::finite;
 use super::plan::Plan;
 use super::shard::{Shard, Slice, slice_bytes};
 use super::upload::Packer;
-use super::{Progress, ProgressFn, finite};
 use crate::checkpoint::Checkpoint;
-use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::manifest::{Base, File, Kind, Manifest, Part, Piece};
-use crate::pool::{Bounds, in_order};
+use crate::manifest::{Base, File, Kind, Manifest, Piece};
+use driftless_store::pool::Bounds;
 use crate::replica::Replica;
 use crate::snapshot::TensorInfo;
 
@@ -59,7 +58,7 @@ impl<'a> BaseView<'a> {
     }
 
     /// Whether two tensors are the same one, or have the same bytes.
-    fn are_same(&self, a: &TensorInfo, b: &TensorInfo) -> Result<bool> {
+    pub(super) fn are_same(&self, a: &TensorInfo, b: &TensorInfo) -> Result<bool> {
         match (self.entries.get(a.name.as_str()), self.entries.get(b.name.as_str())) {
             (Some(a), Some(b)) if std::ptr::eq(*a, *b) => Ok(true),
             _ => Ok(self.tensor(a)?.0 == self.tensor(b)?.0),
@@ -139,209 +138,36 @@ pub(super) struct Coder {
     pub(super) allow_non_finite: bool,
 }
 
-/// Slices that may turn out to be the same: type, shape, and the digest of the base (of the slice itself,
-/// without one).
-type Likeness = (Dtype, Vec<u64>, [u8; 16]);
-
-/// Slices of one likeness, each with its number among those that were encoded.
-#[derive(Default)]
-struct Alike {
-    first: Option<(usize, usize)>,
-    /// Once there is a second one, all of them by the digest of their bytes now: thousands that began alike
-    /// (zeros, scales) are not compared with each other.
-    known: BTreeMap<[u8; 16], Vec<(usize, usize)>>,
-}
-
 /// A slice whose bytes are in the host's memory.
-struct Job<'a> {
+pub(super) struct Job<'a> {
     slice: &'a Slice,
-    new: Cow<'a, [u8]>,
+    pub(super) new: Cow<'a, [u8]>,
     base: Option<(&'a [u8], &'a DigestTable)>,
 }
 
-/// What a thread is given.
-enum Work<'a> {
-    Host(Job<'a>),
-    Device(DeviceJob<'a>),
-    /// Nothing: the slice is the same as this one of those that are encoded.
-    Twin(usize),
-}
-
-/// What a thread made of it.
-enum Made<'a> {
-    Payloads(Payloads),
-    /// The host has to encode it after all.
-    ForHost(DeviceJob<'a>, Option<String>),
-    Twin(usize),
-}
-
 /// A piece that has no place in an object yet.
-struct Payload {
-    start: u64,
-    elements: u64,
-    bytes: Vec<u8>,
+pub(super) struct Payload {
+    pub(super) start: u64,
+    pub(super) elements: u64,
+    pub(super) bytes: Vec<u8>,
 }
 
 #[derive(Default)]
 pub(super) struct Payloads {
-    pieces: Vec<Payload>,
-    anchor: Vec<Payload>,
-    digest: Digest,
-    changed: u64,
+    pub(super) pieces: Vec<Payload>,
+    pub(super) anchor: Vec<Payload>,
+    pub(super) digest: Digest,
+    pub(super) changed: u64,
     /// Whether an element that changed is NaN or infinite, as far as the codec knows the type.
     not_finite: bool,
 }
 
 impl Encoder<'_> {
-    /// Encodes the slices at `chosen` into `packer`, in order.
-    pub(super) fn slices(
-        &self,
-        chosen: &[usize],
-        packer: &mut Packer<'_>,
-        mut progress: Option<&mut ProgressFn>,
-        used: &mut DeviceUse,
-    ) -> Result<Vec<Coded>> {
-        let (slices, coder) = (self.shard.slices(), self.coder);
-        let lengths = chosen.iter().map(|&index| slices[index].byte_len()).collect::<Result<Vec<_>>>()?;
-        let base = self.base.as_ref();
-        let job = |&index: &usize| self.devices.job(self.shard, index, (base, &coder), used);
-        let mut on_device: Vec<Option<DeviceJob<'_>>> = chosen.iter().map(job).collect();
-        let weigh = |(length, job): (&u64, &Option<_>)| match job {
-            Some(_) => *length,
-            None => length.saturating_mul(coder.copies()),
-        };
-        let weights: Vec<u64> = lengths.iter().zip(&on_device).map(weigh).collect();
-        let mut state = Progress { tensors_total: chosen.len() as u64, ..Progress::default() };
-        let mut alike: BTreeMap<Likeness, Alike> = BTreeMap::new();
-        let (mut fed, mut coded) = (0, Vec::<Coded>::with_capacity(chosen.len()));
-        in_order(
-            &weights,
-            self.bounds,
-            |position| {
-                fail::fail_point!("publish.encode");
-                if self.stop.is_stopped() {
-                    return Err(Error::Cancelled { what: "the publication" });
-                }
-                let index = chosen[position];
-                let work = match on_device[position].take() {
-                    Some(job) => Work::Device(job),
-                    None => Work::Host(self.job(index)?),
-                };
-                if self.tie {
-                    let alike = alike.entry(self.likeness(index, &work)?).or_default();
-                    if let Some(twin) = self.find_twin(&work, alike, (fed, index))? {
-                        return Ok(Work::Twin(twin));
-                    }
-                }
-                fed += 1;
-                Ok(work)
-            },
-            |work| match work {
-                Work::Host(job) => Ok(Made::Payloads(coder.encode(&job)?)),
-                Work::Device(job) => Ok(match job.encode(&coder) {
-                    Ok(payloads) => Made::Payloads(payloads),
-                    Err(because) => Made::ForHost(job, because),
-                }),
-                Work::Twin(twin) => Ok(Made::Twin(twin)),
-            },
-            |position, made| {
-                let index = chosen[position];
-                let payloads = match made {
-                    Made::Payloads(payloads) => Some(payloads),
-                    Made::ForHost(job, because) => {
-                        used.redone(&job, because);
-                        // Here, one after the other, so that no more is in memory than one slice.
-                        Some(coder.encode(&self.job(index)?)?)
-                    }
-                    Made::Twin(twin) => {
-                        coded.get_mut(twin).iter_mut().for_each(|twin| twin.twins.push(index));
-                        None
-                    }
-                };
-                if let Some(Payloads { pieces, anchor, digest, changed, .. }) = payloads {
-                    let [pieces, anchor] = [pieces, anchor].map(|payloads| pack(payloads, packer));
-                    let (pieces, anchor) = (pieces?, anchor?);
-                    coded.push(Coded { index, twins: Vec::new(), digest, changed, pieces, anchor });
-                }
-                state.tensors += 1;
-                state.bytes_encoded += lengths[position];
-                state.bytes_uploaded = packer.bytes_uploaded();
-                if let Some(progress) = &mut progress {
-                    progress(state);
-                }
-                Ok(())
-            },
-        )?;
-        Ok(coded)
-    }
-
     /// The slice at `index`, with its bytes in the host's memory.
-    fn job(&self, index: usize) -> Result<Job<'_>> {
+    pub(super) fn job(&self, index: usize) -> Result<Job<'_>> {
         let slice = &self.shard.slices()[index];
         let base = self.base.as_ref().map(|base| base.tensor(&slice.tensor)).transpose()?;
         Ok(Job { slice, new: slice_bytes(self.shard, index)?, base })
-    }
-
-    /// The one of those `alike` whose bytes are the same now, and in the base if there is one; without it,
-    /// `own` is one more of them.
-    fn find_twin(&self, work: &Work<'_>, alike: &mut Alike, own: (usize, usize)) -> Result<Option<usize>> {
-        let Some(first) = alike.first else {
-            alike.first = Some(own);
-            return Ok(None);
-        };
-        let tensor = |index: usize| &self.shard.slices()[index].tensor;
-        let same_base = |index: usize| match &self.base {
-            Some(base) => base.are_same(tensor(index), tensor(own.1)),
-            None => Ok(true),
-        };
-        // Tied weights are one tensor under two names.
-        if self.are_one(first.1, work, own.1)? && same_base(first.1)? {
-            return Ok(Some(first.0));
-        }
-        if alike.known.is_empty() {
-            alike.known.insert(self.digest(first.1, None)?.to_bytes(), vec![first]);
-        }
-        let candidates = alike.known.entry(self.digest(own.1, Some(work))?.to_bytes()).or_default();
-        for &(position, index) in &*candidates {
-            if same_base(index)? && *slice_bytes(self.shard, index)? == *slice_bytes(self.shard, own.1)? {
-                return Ok(Some(position));
-            }
-        }
-        candidates.push(own);
-        Ok(None)
-    }
-
-    /// Whether two slices are the same memory.
-    fn are_one(&self, index: usize, work: &Work<'_>, own: usize) -> Result<bool> {
-        match work {
-            Work::Host(Job { new: Cow::Borrowed(new), .. }) => match slice_bytes(self.shard, index)? {
-                Cow::Borrowed(bytes) => Ok(std::ptr::eq(bytes, *new)),
-                Cow::Owned(_) => Ok(false),
-            },
-            Work::Device(_) => Ok(self.devices.are_one(self.shard, index, own)),
-            Work::Host(_) | Work::Twin(_) => Ok(false),
-        }
-    }
-
-    /// Digest of a slice's bytes, which are those of `work` if it is given.
-    fn digest(&self, index: usize, work: Option<&Work<'_>>) -> Result<Digest> {
-        let element = self.shard.slices()[index].tensor.dtype.element();
-        match work {
-            Some(Work::Host(job)) => Ok(Digest::of(element, 0, &job.new)),
-            _ => match self.devices.digest(self.shard, index) {
-                Some(digest) => Ok(digest),
-                None => Ok(Digest::of(element, 0, &slice_bytes(self.shard, index)?)),
-            },
-        }
-    }
-
-    fn likeness(&self, index: usize, work: &Work<'_>) -> Result<Likeness> {
-        let TensorInfo { dtype, shape, .. } = &self.shard.slices()[index].tensor;
-        let digest = match &self.base {
-            Some(base) => base.tensor(&self.shard.slices()[index].tensor)?.1.total(),
-            None => self.digest(index, Some(work))?,
-        };
-        Ok((*dtype, shape.clone(), digest.to_bytes()))
     }
 
     /// The table of files, with the bytes of those that readers of this publication may not have.
@@ -365,7 +191,7 @@ impl Encoder<'_> {
 impl Coder {
     /// How many times the bytes of a slice may be in memory while it is under way: as given, as coded, and
     /// once more while that buffer grows. An anchor adds one.
-    fn copies(&self) -> u64 {
+    pub(super) fn copies(&self) -> u64 {
         3 + u64::from(self.plan.anchor)
     }
 
@@ -375,7 +201,7 @@ impl Coder {
     /// - The changes are taken from the baseline's bytes, so they are right for a host exactly if those are
     ///   the host's. Digests are linear: the digest of the new bytes is that of the table and the changes exactly if the baseline's bytes have the table's digests. [`BaseView::tensor`] has compared the table with the manifest, as hosts have theirs. So a bit that rotted in the weights, or in the table, ends the publication. Where both rotted alike, the manifest shows it.
     /// - What is encoded in full is decoded again.
-    fn encode(&self, job: &Job<'_>) -> Result<Payloads> {
+    pub(super) fn encode(&self, job: &Job<'_>) -> Result<Payloads> {
         let Job { slice, new, base } = job;
         let element = slice.tensor.dtype.element();
         let first = slice.start * (slice.tensor.dtype.size() / element.size() as u64);
@@ -523,15 +349,6 @@ fn check_full(slice: &Slice, payloads: &[Payload], expected: Digest) -> Result<(
     Err(Error::ChangedWhileRead { tensor: slice.tensor.name.clone() })
 }
 
-/// Gives payloads their places in objects.
-fn pack(payloads: Vec<Payload>, packer: &mut Packer<'_>) -> Result<Vec<Piece>> {
-    let place = |payload: Payload| {
-        let Part { object, offset, length } = packer.append(&payload.bytes)?;
-        Ok(Piece { start: payload.start, elements: payload.elements, object, offset, length })
-    };
-    payloads.into_iter().map(place).collect()
-}
-
 fn codec(slice: &Slice, source: driftless_delta::Error) -> Error {
     Error::Codec { tensor: slice.tensor.name.clone(), source }
 }
@@ -539,6 +356,7 @@ fn codec(slice: &Slice, source: driftless_delta::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::Dtype;
 
     #[test]
     fn a_full_payload_that_decodes_to_something_else_is_refused() {

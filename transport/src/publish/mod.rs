@@ -8,7 +8,8 @@
 //! | `plan` | decides over tensor tables: delta, anchor or full |
 //! | `shard` | all tensors of a version, or one rank's slices |
 //! | `finite` | refuses NaN and infinities |
-//! | `encode` | encodes tensors on several threads, in order |
+//! | `slices` | hands tensors to several threads, and packs what they make, in order |
+//! | `encode` | encodes one tensor |
 //! | `device` | encodes those that lie on CUDA devices there (feature `cuda`) |
 //! | `upload` | packs payloads into objects and stores them meanwhile |
 //! | `sound` | finds a baseline that rotted, and builds it anew |
@@ -28,6 +29,7 @@ mod part;
 mod plan;
 mod ranks;
 mod shard;
+mod slices;
 mod sound;
 mod upload;
 
@@ -45,7 +47,7 @@ use crate::ids::Version;
 use crate::manifest::{
     Algorithms, Base, FORMAT, Features, File, Kind, Manifest, Tables, Tensor, VERSION_MAX,
 };
-use crate::pool::Bounds;
+use driftless_store::pool::Bounds;
 use crate::replica::refuse_foreign_place;
 use crate::run::{Committed, Run};
 use crate::sign::signature_bytes;

@@ -34,7 +34,8 @@ impl Devices {
         &self,
         _: &dyn Shard,
         _: usize,
-        _: (Option<&BaseView<'_>>, &Coder),
+        _: Option<&BaseView<'_>>,
+        _: &Coder,
         _: &mut DeviceUse,
     ) -> Option<DeviceJob<'static>> {
         None

@@ -167,7 +167,7 @@ impl PublisherOptions {
             reference_dir: None,
             object_bytes_max: 8 << 20,
             uploads: 4,
-            threads: crate::pool::threads(8),
+            threads: driftless_store::pool::threads(8),
             buffer_bytes: 1536 << 20,
             profile: Profile::default(),
             anchor_every: None,

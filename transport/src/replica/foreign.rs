@@ -88,7 +88,7 @@ impl Replica {
         let Some(state) = &self.state else { return Err(Error::NothingApplied { path: self.dir.clone() }) };
         let started = Instant::now();
         let offering = begin(&mut self.offer, state);
-        let sealed = journal(&self.layout.journal(), state, next, (rewrite, confirm), offering.as_ref());
+        let sealed = journal(&self.layout.journal(), state, next, rewrite, confirm, offering.as_ref());
         let journal = started.elapsed();
         let changed = sealed.as_ref().copied().unwrap_or_default();
         let overwrite = self.carry_out(sealed, WriteMaps::default(), offering)?;
@@ -105,7 +105,8 @@ fn journal(
     path: &std::path::Path,
     state: &State,
     next: &Foreign<'_>,
-    (rewrite, confirm): (&Rewrite<'_>, &dyn Fn() -> Result<()>),
+    rewrite: &Rewrite<'_>,
+    confirm: &dyn Fn() -> Result<()>,
     offering: Option<&Offering>,
 ) -> Result<u64> {
     let mut manifest = successor(state, next);

@@ -230,6 +230,11 @@ impl Replica {
         self.offer = Some(Offer::new(dir, &self.dir));
     }
 
+    /// Removes the delta that was offered last. The next one is offered anew.
+    pub(crate) fn end_offer(&mut self) {
+        self.offer.iter_mut().for_each(Offer::end);
+    }
+
     /// Has a delta that was offered be the applied version as soon as its journal is durable. Its bytes are
     /// written behind, which [`Checkpoint::wait`] waits for.
     pub fn offer_first(&mut self) {

@@ -5,7 +5,7 @@ use std::ops::{Deref, Range};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread;
+use std::thread::Scope;
 
 use driftless_store::wait::lock;
 use driftless_store::{Error as StoreError, Object};
@@ -91,20 +91,17 @@ impl<'a> Objects<'a> {
         Self { versions, fetch, cache, fetched: AtomicU64::new(0), ahead, moved: Condvar::new() }
     }
 
-    /// Does something that asks for these objects, about in this order, while they are fetched a little ahead
-    /// of it.
-    pub(super) fn ahead<T>(&self, order: Vec<Place>, work: impl FnOnce() -> T) -> T {
+    /// Has threads fetch objects a little ahead of those that ask for them, about in this order, until what is
+    /// returned is dropped.
+    pub(super) fn ahead<'s>(&'s self, scope: &'s Scope<'s, '_>, order: Vec<Place>) -> Over<'s, 'a> {
         // One object is asked for at once.
         let threads = if order.len() > 1 { AHEAD_THREADS.min(order.len()) } else { 0 };
         let turns = order.iter().enumerate().map(|(turn, place)| (*place, turn)).collect();
         *lock(&self.ahead) = Ahead { order, turns, ..Ahead::default() };
-        thread::scope(|scope| {
-            for _ in 0..threads {
-                scope.spawn(|| self.fetch_ahead());
-            }
-            let _over = Over(self);
-            work()
-        })
+        for _ in 0..threads {
+            scope.spawn(move || self.fetch_ahead());
+        }
+        Over(self)
     }
 
     fn fetch_ahead(&self) {
@@ -237,7 +234,7 @@ fn after(error: &Error) -> State {
 }
 
 /// Ends the fetching ahead when the work ends, whichever way it does.
-struct Over<'o, 'a>(&'o Objects<'a>);
+pub(super) struct Over<'o, 'a>(&'o Objects<'a>);
 
 impl Drop for Over<'_, '_> {
     fn drop(&mut self) {

@@ -11,7 +11,7 @@ use super::prefault::{WriteMap, WriteMaps};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::Manifest;
-use crate::pool::{Bounds, in_order, threads};
+use driftless_store::pool::{Bounds, in_order, threads};
 
 /// More threads than this only wait for memory, or for the file system's page faults.
 const THREADS_MAX: usize = 16;

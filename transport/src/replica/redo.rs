@@ -56,17 +56,7 @@ pub(super) fn redo(
         tracing::warn!(path = %path.display(), "dropping a journal that was never committed");
         return Ok(None);
     };
-    let copy = find(
-        &path,
-        &records,
-        |record| if let Record::Manifest(bytes) = record { Some(*bytes) } else { None },
-    )?;
-    let digests =
-        find(
-            &path,
-            &records,
-            |record| if let Record::Digests(bytes) = record { Some(*bytes) } else { None },
-        )?;
+    let (copy, digests) = documents(&path, &records)?;
     let parsed = Copy::parse(copy)?;
     check_base(layout, &records, &parsed)?;
 
@@ -106,17 +96,14 @@ pub(super) fn ahead(dir: &Path, layout: &Layout) -> Result<Option<State>> {
     let path = layout.journal();
     let file = regular::open(&path).map_err(|source| Error::io("open", &path, source))?;
     let bytes = map::map(&path, &file)?;
-    let records = journal::sealed(&bytes).unwrap_or_default();
-    let (mut copy, mut digests) = (None, None);
-    for record in &records {
-        match record {
-            Record::Manifest(bytes) => copy = Some(*bytes),
-            Record::Digests(bytes) => digests = Some(*bytes),
-            Record::Patch { .. } | Record::Base(_) => {}
-            Record::Install { .. } | Record::Remove { .. } | Record::File { .. } => return Ok(None),
-        }
+    let Some(records) = journal::sealed(&bytes) else { return Ok(None) };
+    let is_more = |record: &Record<'_>| {
+        matches!(record, Record::Install { .. } | Record::Remove { .. } | Record::File { .. })
+    };
+    if records.iter().any(is_more) {
+        return Ok(None);
     }
-    let (Some(copy), Some(digests)) = (copy, digests) else { return Ok(None) };
+    let (copy, digests) = documents(&path, &records)?;
     let parsed = Copy::parse(copy)?;
     check_base(layout, &records, &parsed)?;
     let checkpoint = Checkpoint::open_replica(dir)?;
@@ -230,12 +217,17 @@ pub(super) fn check_files(checkpoint: &Checkpoint, manifest: &Manifest) -> Resul
     Ok(())
 }
 
-fn find<'a>(
-    path: &Path,
-    records: &[Record<'a>],
-    pick: impl Fn(&Record<'a>) -> Option<&'a [u8]>,
-) -> Result<&'a [u8]> {
-    records.iter().find_map(pick).ok_or_else(|| Error::Corrupt {
+/// The manifest and the digest tables of a journal.
+fn documents<'a>(path: &Path, records: &[Record<'a>]) -> Result<(&'a [u8], &'a [u8])> {
+    let (mut manifest, mut digests) = (None, None);
+    for record in records {
+        match record {
+            Record::Manifest(bytes) => manifest = Some(*bytes),
+            Record::Digests(bytes) => digests = Some(*bytes),
+            _ => {}
+        }
+    }
+    manifest.zip(digests).ok_or_else(|| Error::Corrupt {
         subject: format!("`{}`", path.display()),
         what: "its records are incomplete",
         expected: "a manifest and digest tables".into(),

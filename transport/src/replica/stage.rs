@@ -3,6 +3,7 @@
 //! Several versions in a row are folded: each tensor goes through all of them at once, on its own thread.
 
 use std::path::Path;
+use std::thread;
 
 use driftless_store::os::sync_dir;
 
@@ -18,7 +19,7 @@ use super::state::{Copy, State, Tables, digests_to_bytes};
 use crate::checkpoint::write_weights;
 use crate::error::{Error, Result};
 use crate::manifest::{File, Tensor};
-use crate::pool::{Bounds, as_they_come, in_order, threads};
+use driftless_store::pool::{Bounds, as_they_come, in_order, threads};
 use crate::prepared::Offering;
 use crate::run::Committed;
 use crate::snapshot::{AuxFile, TensorInfo};
@@ -58,24 +59,26 @@ pub(super) fn journal_deltas(
     let steps = |index| steps(versions, index);
     let turns = in_turn(all.flat_map(steps).flat_map(|(number, tensor)| places(number, &tensor.pieces)));
     let deltas = Deltas::new(base, versions, objects, buffers, offering);
-    maps.prefault_while(&base.checkpoint, &mostly_changed(versions)?, |prefault| {
-        let mut journal = Writer::create(path)?.expecting(journal_bytes(versions));
-        journal.push(Record::Base(base.applied.manifest_digest.as_bytes()))?;
-        let mut tables = Tables::new();
-        let work = |index| deltas.change(index, prefault);
-        let mut take = |index: usize, Change { patches, digests }: Change| {
-            let tensor = &tensors[index].name;
-            for (offset, bytes) in patches {
-                journal.push(Record::Patch { tensor, offset, bytes: &bytes })?;
-                buffers.give_bytes(bytes);
-            }
-            tables.insert(tensor.clone(), digests);
-            Ok(())
-        };
-        objects.ahead(turns, || as_they_come(&weights, bounds(), work, &mut take))?;
-        journal_files(&mut journal, &base.manifest.files, true, versions, objects)?;
-        seal(journal, last, &tables)
-    })
+    let prefault = maps.prefault(&base.checkpoint, &mostly_changed(versions)?);
+    let mut journal = Writer::create(path)?.expecting(journal_bytes(versions));
+    journal.push(Record::Base(base.applied.manifest_digest.as_bytes()))?;
+    let mut tables = Tables::new();
+    let take = |index: usize, Change { patches, digests }: Change| {
+        let tensor = &tensors[index].name;
+        for (offset, bytes) in patches {
+            journal.push(Record::Patch { tensor, offset, bytes: &bytes })?;
+            buffers.give_bytes(bytes);
+        }
+        tables.insert(tensor.clone(), digests);
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let _prefaulting = prefault.start(scope);
+        let _fetching = objects.ahead(scope, turns);
+        as_they_come(&weights, bounds(), |index| deltas.change(index, &prefault), take)
+    })?;
+    journal_files(&mut journal, &base.manifest.files, true, versions, objects)?;
+    seal(journal, last, &tables)
 }
 
 /// Journals the files of the last version that are not among `old` (with `keep`), and the removal of those it
@@ -151,7 +154,8 @@ pub(super) fn journal_full(
             places(0, full)
                 .chain(deltas.flat_map(move |(number, committed)| places(number, &committed[index].1.pieces)))
         }));
-        objects.ahead(turns, || {
+        thread::scope(|scope| {
+            let _fetching = objects.ahead(scope, turns);
             in_order(&weights, bounds(), feed, work, |position, (bytes, table)| {
                 tables.insert(target[order[position]].1.name.clone(), table);
                 sink(&bytes)

@@ -6,13 +6,14 @@
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
+use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use driftless_store::Error as StoreError;
 use driftless_store::os::{crash_point, give_way, sync_dir, sync_file};
+use driftless_store::wait::lock;
 
 use super::prefault::{WriteMap, WriteMaps};
 use super::redo::Redone;
@@ -126,7 +127,7 @@ impl Syncing {
 
     /// How it ended; `None` if it has not after `limit`.
     fn wait(&self, limit: Duration) -> Option<Result<Synced>> {
-        match self.outcome.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(limit) {
+        match lock(&self.outcome).recv_timeout(limit) {
             Ok(outcome) => Some(outcome),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => {

@@ -178,10 +178,12 @@ pub enum Error {
         found: &'static str,
     },
     /// Another process, or another value in this one, holds a lock.
-    #[error("`{path}` is held by another process, or by this one through another handle; it has one writer at a time", path = path.display())]
+    #[error("`{path}` is held by {holder}; it has one writer at a time", path = path.display(), holder = holding(*holder))]
     Locked {
         /// The lock file.
         path: PathBuf,
+        /// The process that says in the file that it holds the lock; it may be one of another host.
+        holder: Option<u32>,
     },
     /// Content that differs from the digest that names it.
     #[error("{subject} has the wrong content: digest is {found}, expected {expected}")]
@@ -245,6 +247,15 @@ impl Error {
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         matches!(self, Self::NotFound { .. })
+    }
+}
+
+/// The process that holds a lock, in words.
+fn holding(process: Option<u32>) -> String {
+    match process {
+        Some(process) if process == std::process::id() => "another value in this process".to_owned(),
+        Some(process) => format!("process {process}"),
+        None => "another process".to_owned(),
     }
 }
 

@@ -8,7 +8,7 @@
 //! | `key`, `digest` | names, and digests of content |
 //! | `memory`, `disk`, `object` | the stores |
 //! | [`wrap`], `probe`, `conformance` | wrappers, the test at a publisher's start, the suite of all stores |
-//! | [`os`], [`wait`] | files and locks; threads that wait |
+//! | [`os`], [`wait`], [`pool`] | files and locks; threads that wait; work on threads, with results in order |
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -21,6 +21,7 @@ mod memory;
 mod object;
 mod open;
 pub mod os;
+pub mod pool;
 mod probe;
 mod store;
 pub mod wait;

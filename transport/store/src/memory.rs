@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::store::{Entry, PutMode, Store};
+use crate::wait::lock;
 
 struct Object {
     bytes: Arc<[u8]>,
@@ -30,7 +31,7 @@ impl Memory {
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Key, Object>> {
         // Every critical section below is a single map operation, so a panic elsewhere leaves the map whole.
-        self.objects.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.objects)
     }
 
     fn not_found(&self, key: &Key) -> Error {

@@ -3,6 +3,7 @@
 
 mod damage;
 mod http;
+mod told;
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -154,7 +155,7 @@ impl Fixture {
 
     fn options(&self) -> FollowerOptions {
         let mut options = FollowerOptions::new(RUN, self.path(), "host-0");
-        options.poll = Duration::from_millis(1);
+        (options.poll, options.engine_poll) = (Duration::from_millis(1), Duration::from_millis(1));
         options.backoff_max = Duration::from_millis(4);
         options
     }
@@ -350,7 +351,7 @@ fn an_engine_that_refuses_is_asked_ever_later_and_at_once_for_another_version() 
     engine.next(Mood::Fail);
     let mut options = fixture.options();
     // Whatever happens in this test happens because it was nudged.
-    (options.poll, options.refusal_backoff_max) = (Duration::from_secs(3600), Duration::from_secs(3600));
+    [options.poll, options.engine_poll, options.refusal_backoff_max] = [Duration::from_secs(3600); 3];
     let follower = Follower::open(fixture.store.clone(), options, vec![engine.fake("http://a")]).unwrap();
     while_following(&follower, || {
         wait_for(|| engine.0.lock().unwrap().tries == 1);
@@ -527,7 +528,7 @@ fn a_follower_may_be_there_before_its_run() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let mut options = FollowerOptions::new(RUN, dir.path().join("host"), "early");
-    options.poll = Duration::from_millis(1);
+    (options.poll, options.engine_poll) = (Duration::from_millis(1), Duration::from_millis(1));
     let follower = Follower::open(store.clone(), options, vec![]).unwrap();
     assert!(matches!(follower.prepare(None), Err(Error::NoSuchRun { .. })));
     assert!(matches!(follower.run_until(&Stop::new(), true), Err(Error::NoSuchRun { .. })));
@@ -588,7 +589,7 @@ fn bad_names_and_a_held_directory_are_refused_at_open() {
     let _holder = fixture.follower(vec![]);
     assert!(matches!(
         Follower::open(fixture.store.clone(), fixture.options(), vec![]),
-        Err(Error::Store(StoreError::Locked { .. }))
+        Err(Error::Store(error @ StoreError::Locked { .. })) if error.to_string().contains("in this process")
     ));
     let mut options = fixture.options();
     options.id = "a/b".into();

@@ -120,6 +120,19 @@ fn a_collection_that_stops_at_any_call_is_finished_by_the_next() {
 }
 
 #[test]
+fn lease_of_a_follower_long_gone_is_removed() {
+    let mut world = World::new(5);
+    (0..4).for_each(|_| world.publish());
+    world.lease("gone", 1, 1);
+    let followers = |world: &World| world.run.followers().unwrap().len();
+    for (passed, left) in [(TTL.as_secs() + 1, 1), (90 * TTL.as_secs(), 1), (6 * TTL.as_secs(), 0)] {
+        world.clock.pass(passed);
+        world.gc(1).unwrap();
+        assert_eq!(followers(&world), left, "{passed}");
+    }
+}
+
+#[test]
 fn a_dry_run_tells_the_same_and_removes_nothing() {
     let world = long_world(3);
     let mut options = GcOptions::new(MODEL);
@@ -387,6 +400,7 @@ fn a_new_follower_has_its_lease_before_it_reads_the_first_object() {
             prepared => drop(prepared),
         }
     }
-    let lease = String::from_utf8(inner.get(&key, None).unwrap()).unwrap();
-    assert_eq!(lease, format!("{{\"model\":\"{MODEL}\",\"needs\":3}}"));
+    let lease: serde_json::Value = serde_json::from_slice(&inner.get(&key, None).unwrap()).unwrap();
+    assert_eq!((&lease["model"], &lease["needs"]), (&MODEL.into(), &3.into()));
+    assert_eq!(lease.as_object().unwrap().len(), 3, "and the writer, before there is a version");
 }

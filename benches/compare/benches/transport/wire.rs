@@ -43,7 +43,7 @@ pub(crate) fn run(options: &Options) {
     let host = host_directory(options);
     let mut follow = FollowerOptions::new(RUN, host.path().join("host"), "host");
     follow.hf_checkpoint = Some(dir.path().join("base"));
-    follow.poll = Duration::from_millis(options.poll_ms);
+    (follow.poll, follow.engine_poll) = [Duration::from_millis(options.poll_ms); 2].into();
     let follower = Follower::open(far.clone(), follow, Vec::new()).expect("a follower");
     follower.prepare(None).expect("version 0");
     follower.sync().expect("a disk");

@@ -1,5 +1,6 @@
 //! Links within this process: what a fabric does, without a library.
 
+use driftless_store::wait::lock;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::fmt;
@@ -41,7 +42,7 @@ struct Offer {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Ends> {
-        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.ends)
     }
 }
 

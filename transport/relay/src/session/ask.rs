@@ -2,9 +2,10 @@
 
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use driftless_store::wait::lock;
 use driftless_store::{Object, chain_text};
 
 use super::control::Control;
@@ -47,7 +48,7 @@ impl Remote {
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<Session>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.idle)
     }
 
     /// A range of an object, of which the relay may have to get all first, for which it has `wait`.

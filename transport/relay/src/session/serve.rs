@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use axum::http::StatusCode;
 use driftless_http::Error as HttpError;
 use driftless_http::listen::{Admission, Limits, accept};
 use driftless_store::os::crash_point;
+use driftless_store::wait::lock;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
@@ -47,7 +48,7 @@ pub(crate) struct Sessions {
 type Threads = Arc<Mutex<Vec<JoinHandle<()>>>>;
 
 fn lock(threads: &Threads) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
-    threads.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&threads)
 }
 
 impl Sessions {

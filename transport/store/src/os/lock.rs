@@ -1,6 +1,7 @@
 //! Locks between processes.
 
 use std::fs::File;
+use std::io::{Read as _, Write as _};
 use std::path::Path;
 
 use rustix::fs::{FlockOperation, flock};
@@ -22,12 +23,23 @@ impl Lock {
     /// [`Error::Locked`] if another value, in this process or another, holds it; otherwise whatever the file
     /// system reports.
     pub fn take(path: &Path) -> Result<Self> {
-        let file = regular::open_with(File::options().create(true).truncate(false).write(true), path)
+        let mut options = File::options();
+        let mut file = regular::open_with(options.create(true).truncate(false).read(true).write(true), path)
             .map_err(|source| Error::io("open", path, source))?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Self { _file: file }),
-            Err(Errno::WOULDBLOCK) => Err(Error::Locked { path: path.into() }),
-            Err(errno) => Err(Error::io("lock", path, errno.into())),
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => return Err(Error::Locked { path: path.into(), holder: holder(&file) }),
+            Err(errno) => return Err(Error::io("lock", path, errno.into())),
         }
+        // For errors of others; a full disk is met elsewhere.
+        let _ = file.set_len(0).and_then(|()| write!(file, "{}", std::process::id()));
+        Ok(Self { _file: file })
     }
+}
+
+/// The process that the file names as the lock's holder.
+fn holder(file: &File) -> Option<u32> {
+    let mut text = String::new();
+    file.take(16).read_to_string(&mut text).ok()?;
+    text.parse().ok()
 }

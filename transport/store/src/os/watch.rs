@@ -3,6 +3,7 @@
 //!
 //! Without the feature `failpoints` this compiles to nothing.
 
+use crate::wait::lock;
 use std::io;
 use std::path::Path;
 
@@ -33,7 +34,7 @@ static WATCHER: std::sync::Mutex<Option<Watcher>> = std::sync::Mutex::new(None);
 /// Sets or removes the watcher of this process. Tests that set one take turns.
 #[cfg(feature = "failpoints")]
 pub fn set(watcher: Option<Watcher>) {
-    *WATCHER.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = watcher;
+    *lock(&WATCHER) = watcher;
 }
 
 /// Announces a call on `path`.
@@ -42,7 +43,7 @@ pub fn set(watcher: Option<Watcher>) {
 /// The one that the watcher answers with.
 pub fn before(call: Call, path: &Path) -> io::Result<()> {
     #[cfg(feature = "failpoints")]
-    if let Some(watcher) = &mut *WATCHER.lock().unwrap_or_else(std::sync::PoisonError::into_inner) {
+    if let Some(watcher) = &mut *lock(&WATCHER) {
         return watcher(call, path);
     }
     // Builds without crash points have no other use for them.

@@ -2,11 +2,12 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::error::{Error, Result};
 use crate::key::Key;
 use crate::store::{Entry, Object, OnBytes, PutMode, Store};
+use crate::wait::lock;
 
 /// On which side of the real call a fault strikes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,7 +57,7 @@ impl Fault {
     }
 
     fn lock(&self) -> MutexGuard<'_, Plan> {
-        self.plan.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.plan)
     }
 
     fn run<T>(&self, operation: &'static str, key: &Key, call: impl FnOnce() -> Result<T>) -> Result<T> {

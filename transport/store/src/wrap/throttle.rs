@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::key::Key;
 use crate::store::{Entry, Object, OnBytes, PutMode, Store};
+use crate::wait::lock;
 
 /// Delays the calls of the store inside as one shared link would: a latency per call, and a rate that all
 /// bytes share.
@@ -34,7 +35,7 @@ impl Throttle {
         let nanos =
             (bytes as u64).saturating_mul(1_000_000_000).checked_div(self.bytes_per_second).unwrap_or(0);
         let sent = {
-            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut free = lock(&self.free);
             *free = (*free).max(now) + Duration::from_nanos(nanos);
             *free
         };

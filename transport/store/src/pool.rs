@@ -8,9 +8,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-use driftless_store::wait::lock;
-
 use crate::error::{Error, Result};
+use crate::wait::lock;
 
 /// How much may be under way at once.
 #[derive(Debug, Clone, Copy)]
@@ -22,6 +21,7 @@ pub struct Bounds {
 }
 
 /// The threads that this machine gives, at most `max`.
+#[must_use]
 pub fn threads(max: usize) -> usize {
     thread::available_parallelism().map_or(1, usize::from).min(max)
 }
@@ -36,13 +36,13 @@ const TOGETHER: u64 = 4 << 20;
 /// # Errors
 /// The first error of any of the three, in the order of the items. [`Error::Internal`] for work that
 /// panicked, before the panic goes on.
-pub fn in_order<J: Send, T: Send>(
+pub fn in_order<J: Send, T: Send, E: From<Error> + Send>(
     weights: &[u64],
     bounds: Bounds,
-    feed: impl FnMut(usize) -> Result<J>,
-    work: impl Fn(J) -> Result<T> + Sync,
-    take: impl FnMut(usize, T) -> Result<()>,
-) -> Result<()> {
+    feed: impl FnMut(usize) -> Result<J, E>,
+    work: impl Fn(J) -> Result<T, E> + Sync,
+    take: impl FnMut(usize, T) -> Result<(), E>,
+) -> Result<(), E> {
     // Every thread gets several lots, however little there is.
     let total = weights.iter().fold(0u64, |sum, weight| sum.saturating_add(*weight));
     let together = TOGETHER.min(bounds.weight).min(total / (8 * bounds.threads.max(1) as u64));
@@ -53,24 +53,24 @@ pub fn in_order<J: Send, T: Send>(
 ///
 /// # Errors
 /// As [`in_order`], the first one that comes.
-pub(crate) fn as_they_come<T: Send>(
+pub fn as_they_come<T: Send, E: From<Error> + Send>(
     weights: &[u64],
     bounds: Bounds,
-    work: impl Fn(usize) -> Result<T> + Sync,
-    take: impl FnMut(usize, T) -> Result<()>,
-) -> Result<()> {
+    work: impl Fn(usize) -> Result<T, E> + Sync,
+    take: impl FnMut(usize, T) -> Result<(), E>,
+) -> Result<(), E> {
     run(weights, bounds, None, Ok, work, take)
 }
 
 /// With `together`, results are taken in order, and items go to a thread in lots of up to that weight.
-fn run<J: Send, T: Send>(
+fn run<J: Send, T: Send, E: From<Error> + Send>(
     weights: &[u64],
     bounds: Bounds,
     together: Option<u64>,
-    mut feed: impl FnMut(usize) -> Result<J>,
-    work: impl Fn(J) -> Result<T> + Sync,
-    mut take: impl FnMut(usize, T) -> Result<()>,
-) -> Result<()> {
+    mut feed: impl FnMut(usize) -> Result<J, E>,
+    work: impl Fn(J) -> Result<T, E> + Sync,
+    mut take: impl FnMut(usize, T) -> Result<(), E>,
+) -> Result<(), E> {
     let lots = lots(weights, together);
     let (jobs, inbox) = channel::<Vec<(usize, J)>>();
     let (outbox, results) = channel();
@@ -93,7 +93,7 @@ fn run<J: Send, T: Send>(
                 let jobs_of_lot = lot.clone().map(|index| Ok((index, feed(index)?)));
                 in_flight = in_flight.saturating_add(*more);
                 // The threads end with the sender, which this closure owns.
-                jobs.send(jobs_of_lot.collect::<Result<_>>()?).map_err(|_| PANICKED)?;
+                jobs.send(jobs_of_lot.collect::<Result<_, E>>()?).map_err(|_| PANICKED)?;
             }
             while waiting.is_empty() || together.is_some() && !waiting.contains_key(&taken) {
                 waiting.extend(results.recv().map_err(|_| PANICKED)?);
@@ -135,25 +135,25 @@ impl Drop for Over<'_> {
 }
 
 /// Sends the results of a lot also when the work panics, so that the caller does not wait for ever.
-struct Reply<'a, T> {
+struct Reply<'a, T, E: From<Error>> {
     /// Items of the lot that have no result yet.
     missing: Range<usize>,
-    results: Vec<(usize, Result<T>)>,
-    outbox: &'a Sender<Vec<(usize, Result<T>)>>,
+    results: Vec<(usize, Result<T, E>)>,
+    outbox: &'a Sender<Vec<(usize, Result<T, E>)>>,
 }
 
-impl<T> Drop for Reply<'_, T> {
+impl<T, E: From<Error>> Drop for Reply<'_, T, E> {
     fn drop(&mut self) {
-        self.results.extend(self.missing.clone().map(|index| (index, Err(PANICKED))));
+        self.results.extend(self.missing.clone().map(|index| (index, Err(PANICKED.into()))));
         // A receiver that is gone has an error already.
         let _ = self.outbox.send(std::mem::take(&mut self.results));
     }
 }
 
-fn serve<J, T>(
+fn serve<J, T, E: From<Error>>(
     inbox: &Mutex<Receiver<Vec<(usize, J)>>>,
-    outbox: &Sender<Vec<(usize, Result<T>)>>,
-    work: &(impl Fn(J) -> Result<T> + Sync),
+    outbox: &Sender<Vec<(usize, Result<T, E>)>>,
+    work: &(impl Fn(J) -> Result<T, E> + Sync),
     over: &AtomicBool,
 ) {
     loop {
@@ -206,7 +206,7 @@ mod tests {
                 if index != 50 {
                     most.fetch_max(now, SeqCst);
                 }
-                Ok(index)
+                Ok::<_, Error>(index)
             },
             |index| Ok(index * 2),
             |index, result| {
@@ -257,7 +257,7 @@ mod tests {
             if index == 0 {
                 held.lock().unwrap().recv().unwrap();
             }
-            Ok(index)
+            Ok::<_, Error>(index)
         };
         as_they_come(&[1; 40], Bounds { threads: 3, weight: 4 }, work, |index, result| {
             assert_eq!(index, result);
@@ -286,13 +286,13 @@ mod tests {
         let (jobs, inbox) = channel();
         let (outbox, results) = channel();
         jobs.send(vec![(0, 0)]).unwrap();
-        serve(&Mutex::new(inbox), &outbox, &Ok, &AtomicBool::new(true));
+        serve(&Mutex::new(inbox), &outbox, &Ok::<usize, Error>, &AtomicBool::new(true));
         assert!(results.try_recv().is_err());
     }
 
     #[test]
     fn in_order_without_items_is_done() {
-        in_order(&[], BOUNDS, Ok, Ok, |_, _: usize| Ok(())).unwrap();
+        in_order(&[], BOUNDS, Ok::<_, Error>, Ok, |_, _: usize| Ok(())).unwrap();
     }
 
     #[test]
@@ -301,7 +301,7 @@ mod tests {
             in_order(
                 &[1; 9],
                 BOUNDS,
-                Ok,
+                Ok::<_, Error>,
                 |i: usize| if i == 4 { panic!("work") } else { Ok(i) },
                 |_, _| Ok(()),
             )

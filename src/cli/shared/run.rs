@@ -1,0 +1,92 @@
+//! The run that a command is about, and the leases that its followers have on it.
+
+use crate::cli::shared::error::{Error, Result};
+use crate::cli::shared::output::table;
+use crate::cli::shared::slime::Layout;
+use driftless::transport::gc::Lease;
+use driftless::transport::{Run, Version};
+use serde_json::{Value, json};
+
+/// The run that a command publishes to, or follows.
+#[derive(clap::Args)]
+pub(crate) struct RunArgs {
+    /// Store of the run: file:///dir, a path, s3://bucket/prefix, gs://…, az://….
+    #[arg(long, value_name = "URL")]
+    pub(crate) store: String,
+    /// How versions lie in the store.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) layout: Layout,
+    /// Name of the run in the store.
+    #[arg(long, value_name = "NAME", required_unless_present = "layout")]
+    run: Option<String>,
+    /// Model of the run.
+    #[arg(long, default_value = "policy")]
+    pub(crate) model: String,
+}
+
+impl RunArgs {
+    /// The run's name, which only our own layout has.
+    pub(crate) fn name(&self) -> Result<String> {
+        match (&self.run, self.layout) {
+            (Some(run), _) => Ok(run.clone()),
+            (None, Layout::Slime) => Ok("slime".to_owned()),
+            (None, Layout::Driftless) => Err(Error::Usage {
+                what: "run".to_owned(),
+                expected: "--run NAME".to_owned(),
+                found: "none".to_owned(),
+            }),
+        }
+    }
+}
+
+/// The run's model: the one asked for, or the only one; `None` for a run that has no version yet. A run without one may
+/// be asked for any model.
+pub(crate) fn model(run: &Run, asked: Option<String>) -> Result<Option<String>> {
+    let models = run.models()?;
+    match (asked, models.as_slice()) {
+        (Some(model), models) if models.is_empty() || models.contains(&model) => Ok(Some(model)),
+        (Some(model), models) => Err(Error::Usage {
+            what: "--model".to_owned(),
+            expected: format!("a model of run `{}`: {}", run.name(), models.join(", ")),
+            found: model,
+        }),
+        (None, []) => Ok(None),
+        (None, [only]) => Ok(Some(only.clone())),
+        (None, models) => Err(Error::Usage {
+            what: format!("run `{}` has {} models", run.name(), models.len()),
+            expected: "--model to choose one".to_owned(),
+            found: models.join(", "),
+        }),
+    }
+}
+
+/// Leases as JSON has them.
+pub(crate) fn leases_json(leases: &[Lease]) -> Vec<Value> {
+    let lease = |lease: &Lease| {
+        json!({
+            "follower": lease.follower, "version": lease.version, "needs": lease.needs,
+            "age_seconds": lease.age.map(|age| age.as_secs_f64()), "live": lease.live,
+        })
+    };
+    leases.iter().map(lease).collect()
+}
+
+/// Leases for people.
+pub(crate) fn leases_table(leases: &[Lease]) -> String {
+    let row = |lease: &Lease| {
+        vec![
+            lease.follower.clone(),
+            number(lease.version),
+            lease.needs.to_string(),
+            lease.age.map_or_else(|| "unknown".to_owned(), |age| format!("{} s ago", age.as_secs())),
+            if lease.live { "live" } else { "ran out" }.to_owned(),
+        ]
+    };
+    let rows: Vec<_> = leases.iter().map(row).collect();
+    table(&["follower", "version", "needs", "renewed", "lease"], &rows)
+}
+
+/// A version's number, or `none`.
+pub(crate) fn number(version: Option<Version>) -> String {
+    version.map_or_else(|| "none".to_owned(), |version| version.to_string())
+}
