@@ -1,9 +1,9 @@
 //! A coordinator for many hosts: every follower prepares a version while its engines generate, then all
 //! engines change to it.
 //!
-//! A round waits for a straggler no longer than a set time. The straggler keeps its version, and a fence
-//! keeps new requests off its engines ([`Fleet::require`]). The next round, of the same version or a later
-//! one, includes it.
+//! A round waits for a straggler no longer than a set time. The straggler keeps its version: a request that
+//! asks for the new one ([`Fleet::generate`](crate::Fleet::generate)) does not go to its engines. The next
+//! round, of the same version or a later one, includes it.
 
 use std::future::Future;
 use std::time::Duration;
@@ -16,7 +16,6 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::engine::Label;
 use crate::error::{Error, Result};
-use crate::fleet::Fleet;
 use crate::http::{Call, Connection, Level, Reply, excerpt};
 use crate::keys::Keys;
 
@@ -34,8 +33,8 @@ pub struct CoordinatorOptions {
     pub keys: Keys,
     /// To connect to a follower.
     pub connect: Duration,
-    /// How many hosts have to be prepared before any engine is paused, and activated before the fence goes
-    /// up. 0 means all.
+    /// How many hosts have to be prepared before any engine is paused, and activated before the round
+    /// succeeds. 0 means all.
     pub hosts_min: usize,
     /// Once so many are, how much longer the others are waited for, in each of the two steps.
     pub grace: Duration,
@@ -119,24 +118,19 @@ impl Coordinator {
     }
 
     /// Brings every host to the version of `label`: prepare everywhere, and where that succeeded activate
-    /// everywhere. As soon as enough hosts are activated, `fleet` is fenced. A host that prepared something
-    /// else is a straggler. Stragglers are named in what is returned.
+    /// everywhere. A host that prepared something else is a straggler. Stragglers are named in what is
+    /// returned.
     ///
     /// # Errors
     /// [`Error::Unprepared`] if too few hosts were prepared in time: then no engine was paused.
-    /// [`Error::Unactivated`] if too few were activated: then nothing was fenced.
-    pub async fn roll(&self, label: &Label, fleet: Option<&Fleet>) -> Result<Rolled> {
+    /// [`Error::Unactivated`] if too few were activated.
+    pub async fn roll(&self, label: &Label) -> Result<Rolled> {
         let mut hosts = self.outcomes();
         let everybody: Vec<usize> = (0..hosts.len()).collect();
-        let prepared = self.each(
-            &everybody,
-            self.options.prepare_deadline,
-            |_| {},
-            |host, deadline| {
-                let label = label.clone();
-                async move { prepare(&host, &label, deadline).await }
-            },
-        );
+        let prepared = self.each(&everybody, self.options.prepare_deadline, |host, deadline| {
+            let label = label.clone();
+            async move { prepare(&host, &label, deadline).await }
+        });
         let mut ready = Vec::new();
         for (index, outcome) in prepared.await? {
             match outcome {
@@ -151,14 +145,7 @@ impl Coordinator {
             let (version, wanted) = (label.version(), self.hosts_min());
             return Err(Error::Unprepared { version, wanted, hosts: describe(&hosts) });
         }
-        let mut there = 0;
-        let arrived = |_: usize| {
-            there += 1;
-            if let (true, Some(fleet)) = (there == self.hosts_min(), fleet) {
-                fleet.require(label);
-            }
-        };
-        let activated = self.each(&ready, self.options.activate_deadline, arrived, |host, deadline| {
+        let activated = self.each(&ready, self.options.activate_deadline, |host, deadline| {
             let label = label.clone();
             async move { activate(&host, &label, deadline).await }
         });
@@ -197,12 +184,11 @@ impl Coordinator {
     }
 
     /// Asks some hosts at once. All have until `limit`; once enough have succeeded, the others have the
-    /// grace. `arrived` hears of each success at once.
+    /// grace.
     async fn each<T: Send + 'static, F: Future<Output = Result<T>> + Send + 'static>(
         &self,
         hosts: &[usize],
         limit: Duration,
-        mut arrived: impl FnMut(usize),
         ask: impl Fn(Connection, Instant) -> F,
     ) -> Result<Vec<(usize, Result<T>)>> {
         let begin = Instant::now();
@@ -218,7 +204,6 @@ impl Coordinator {
             let (index, answer) = answer
                 .map_err(|error| Error::SetUp { what: "a task of the coordinator", source: error.into() })?;
             if answer.is_ok() {
-                arrived(index);
                 succeeded += 1;
             }
             answers.push((index, answer));

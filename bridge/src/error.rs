@@ -244,7 +244,7 @@ pub enum Error {
         /// The hosts that failed, each as `URL (its failure)`.
         hosts: Vec<String>,
     },
-    /// Too few hosts activated a version in time; no traffic was kept off the others.
+    /// Too few hosts activated a version in time.
     #[error("fewer than {wanted} hosts activated {label}: {}", list(.hosts))]
     Unactivated {
         /// The version's label.

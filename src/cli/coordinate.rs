@@ -88,9 +88,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         polls = polls.wrapping_add(1);
         let round = match newest(&store, &args) {
             Ok(Some(newest)) if there.as_ref() == Some(&newest) && !polls.is_multiple_of(AGAIN) => Ok(None),
-            Ok(Some(newest)) => {
-                runtime.block_on(coordinator.roll(&newest, None)).map(Some).map_err(Error::from)
-            }
+            Ok(Some(newest)) => runtime.block_on(coordinator.roll(&newest)).map(Some).map_err(Error::from),
             Ok(None) | Err(Error::Transport(Transport::NoSuchRun { .. })) if !args.once => Ok(None),
             Ok(None) => Err(no_version(&args)),
             Err(error) => Err(error),

@@ -62,21 +62,13 @@ impl Member {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks the engine what it serves, unless somebody is at it or just did. One that was down is attached
-    /// anew: it may have come back as another.
+    /// Asks the engine what it serves. One that was down is attached anew: it may have come back as another.
     pub(super) async fn look(&self) {
-        if let Some(turn) = self.turn() {
-            self.look_in(turn).await;
-        }
-    }
-
-    /// The same, although somebody just did.
-    pub(super) async fn look_again(&self) {
         let turn = self.looking.clone().lock_owned().await;
         self.look_in(turn).await;
     }
 
-    /// As [`Member::look`], without waiting for the answer.
+    /// As [`Member::look`], without waiting for the answer, and not while another look runs or just ended.
     pub(super) fn look_aside(self: Arc<Self>) {
         if let Some(turn) = self.turn() {
             tokio::spawn(async move { self.look_in(turn).await });

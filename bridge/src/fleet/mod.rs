@@ -4,8 +4,8 @@ mod lease;
 mod member;
 mod route;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use derive_setters::Setters;
@@ -78,8 +78,6 @@ pub struct Fleet {
     options: FleetOptions,
     turn: AtomicUsize,
     freed: Notify,
-    /// Requests that ask for less get this.
-    fence: Mutex<Option<Label>>,
 }
 
 impl Fleet {
@@ -116,7 +114,6 @@ impl Fleet {
             options,
             turn: AtomicUsize::new(0),
             freed: Notify::new(),
-            fence: Mutex::default(),
         })
     }
 
@@ -148,7 +145,7 @@ impl Fleet {
     pub async fn look(&self) -> Result<Vec<EngineStatus>> {
         let looks = self.members.iter().map(|member| {
             let member = member.clone();
-            tokio::spawn(async move { member.look_again().await })
+            tokio::spawn(async move { member.look().await })
         });
         for look in looks.collect::<Vec<_>>() {
             joined(look).await?;
@@ -174,9 +171,6 @@ impl Fleet {
         request.validate(Some(self.vocabulary))?;
         let mut left = self.options.deadline;
         loop {
-            // Asked for anew at each attempt: the fence may have risen.
-            let minimum = self.minimum(minimum);
-            let minimum = minimum.as_ref();
             let Some(lease) = self.lease(request.rid, minimum, &mut left).await else {
                 return Err(self.exhausted(&request));
             };
@@ -188,53 +182,6 @@ impl Fleet {
             }
             left = left.saturating_sub(begin.elapsed());
             request.rid = request.rid.next_attempt();
-        }
-    }
-
-    /// Fences the fleet: from here on no request goes to an engine that serves an older version than `label`,
-    /// although the request asked for less or for nothing; those on their way already are let be. Within a
-    /// run the fence only rises; another run's label replaces it. A request that asks for a version of
-    /// another run gets what it asks for.
-    pub fn require(&self, label: &Label) {
-        let mut fence = self.fence.lock().unwrap_or_else(PoisonError::into_inner);
-        if fence.as_ref().is_none_or(|fence| !fence.at_least(label)) {
-            tracing::debug!(%label, "fenced");
-            *fence = Some(label.clone());
-        }
-    }
-
-    /// What a request that asks for `minimum` gets: that, or what the fence asks for where it is later.
-    fn minimum(&self, minimum: Option<&Label>) -> Option<Label> {
-        let fence = self.fence.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        match (fence, minimum) {
-            (Some(fence), Some(minimum)) if fence.at_least(minimum) => Some(fence),
-            (_, Some(minimum)) => Some(minimum.clone()),
-            (fence, None) => fence,
-        }
-    }
-
-    /// Waits until every engine serves `label` or a later version of its run.
-    ///
-    /// # Errors
-    /// [`Error::Behind`] after `deadline`, naming each engine that is not there and what it serves or why it
-    /// does not answer.
-    pub async fn wait_for_label(&self, label: &Label, deadline: Duration) -> Result<()> {
-        let end = Instant::now() + deadline;
-        let waits = self.members.iter().map(|member| {
-            let (member, label) = (member.clone(), label.clone());
-            tokio::spawn(async move {
-                let reached = tokio::time::timeout_at(end, reach(&member, &label)).await.is_ok();
-                (!reached).then(|| format!("{} ({})", member.engine.url(), member.state().describe()))
-            })
-        });
-        let mut laggards = Vec::new();
-        for wait in waits.collect::<Vec<_>>() {
-            laggards.extend(joined(wait).await?);
-        }
-        if laggards.is_empty() {
-            Ok(())
-        } else {
-            Err(Error::Behind { label: label.clone(), after: deadline, laggards })
         }
     }
 
@@ -332,21 +279,6 @@ impl Fleet {
             after: self.options.deadline,
             attempts: attempts.collect(),
         }
-    }
-}
-
-/// Looks at an engine until it serves `label` or a later version.
-async fn reach(member: &Arc<Member>, label: &Label) {
-    loop {
-        member.look().await;
-        let there = {
-            let state = member.state();
-            state.up && state.serves(Some(label))
-        };
-        if there {
-            return;
-        }
-        tokio::time::sleep(LOOK_EVERY).await;
     }
 }
 

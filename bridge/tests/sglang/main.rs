@@ -100,7 +100,8 @@ fn activation_under_load() {
             assert_eq!(activator.serving().unwrap().as_deref(), Some(label.as_str()));
 
             let parsed: Label = label.parse().unwrap();
-            runtime.block_on(fleet.wait_for_label(&parsed, Duration::from_secs(10))).unwrap();
+            let behind = runtime.block_on(fleet.wait_for_those_up(&parsed, Duration::from_secs(10))).unwrap();
+            assert_eq!(behind, [] as [String; 0]);
             let sums = checksums(checkpoint, checkpoint.dir()).unwrap();
             let live = runtime.block_on(fleet.engines()[0].check_live(&sums)).unwrap();
             assert_eq!(live, LiveWeights::Equal);
@@ -190,9 +191,8 @@ fn a_version_of_nan_is_fenced_and_the_next_one_is_loaded() {
     assert_eq!(second.serving().unwrap(), None);
     second.activate(&target(&checkpoints[1], 1)).unwrap();
     assert_eq!((second.serving().unwrap(), second.is_paused()), (Some(labels[1].clone()), false));
-    runtime
-        .block_on(fleet(&runtime, &subject).wait_for_label(&labels[1].parse().unwrap(), limit.left()))
-        .unwrap();
+    let status = runtime.block_on(fleet(&runtime, &subject).look()).unwrap();
+    assert_eq!(status[0].serving.as_ref(), Some(&labels[1]));
     let sampling = SamplingParams { max_new_tokens: 4, ignore_eos: true, ..SamplingParams::default() };
     let request = GenerateRequest { rid: Rid::new(9, 0), input_ids: vec![1, 2, 3], sampling };
     assert_eq!(runtime.block_on(subject.client.generate(&request)).unwrap().output_ids.len(), 4);
