@@ -16,3 +16,11 @@ bindgen /usr/include/ucp/api/ucp.h --output src/bindings.rs \
     --default-enum-style consts --no-prepend-enum-name --no-doc-comments \
     --disable-header-comment \
     --raw-line "//! UCX's C interface. bindgen.sh made this from ucp.h of UCX $version with $(bindgen --version); not to be edited."
+# bindgen takes all values of an enumeration or none. Those that no source names are dropped.
+grep -rhoE 'UC[PS]_[A-Z0-9_]+' src/lib.rs ../src ../tests ../benches | sort -u > names
+awk 'NR == FNR { named[$0]; next }
+    !skips && /^pub const / { name = $3; sub(":", "", name); skips = !(name in named) }
+    skips { if (/;$/) skips = 0; next }
+    { print }' names src/bindings.rs > kept
+mv kept src/bindings.rs
+rm names
