@@ -10,7 +10,6 @@ use driftless::torch::engine::{self, Dialect, EngineOptions};
 use driftless::torch::libtorch::device;
 use serde_json::json;
 use std::path::PathBuf;
-use std::time::Duration;
 
 /// Serve a checkpoint with the embedded engine, which speaks SGLang's HTTP routes.
 ///
@@ -69,7 +68,7 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
         None => driftless::torch::Config::published_kind(&args.model_path)?,
     };
     options.device = device(&args.device)?;
-    (options.api_key, options.admin_key) = args.keys.secrets()?;
+    options.server.keys = args.keys.read()?;
     options.seed = args.random_seed;
     options.threads = args.num_threads;
     options.max_running_requests = args.max_running_requests;
@@ -79,12 +78,5 @@ pub(crate) fn run(args: Args, output: Output) -> Result<()> {
     stop_on_signals(&stop, PATIENCE)?;
     let value = json!({"url": server.url(), "model_path": args.model_path.display().to_string()});
     output.print(&value, |_| format!("serving {} on {}", args.model_path.display(), server.url()))?;
-    Ok(server.run_until(stopped(stop))?)
-}
-
-/// Ready once the switch is thrown.
-async fn stopped(stop: Stop) {
-    let wait = move || while !stop.wait(Duration::from_secs(3600)) {};
-    // It ends in no other way.
-    let _ = tokio::task::spawn_blocking(wait).await;
+    Ok(server.run_until(&stop)?)
 }

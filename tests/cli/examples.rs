@@ -31,5 +31,5 @@ fn fleet_follows_a_run_and_samples_from_it() {
     fleet.arg(&store).arg("r").arg(dir.path().join("host"));
     let said = run(fleet.args(engines.iter().map(|engine| engine.address.to_string())));
     assert_eq!(said.matches(&label).count(), 4, "{said}");
-    assert!(engines.iter().all(|engine| engine.engine().label == label && !engine.engine().paused));
+    assert!(engines.iter().all(|engine| engine.engine().label() == label && !engine.engine().is_paused()));
 }

@@ -273,7 +273,7 @@ impl Stage {
         contents(newest.manifest.trainer_step)
             .assert_in(&Checkpoint::open(self.path("host")).expect("a checkpoint"));
         let engine = self.engine.engine();
-        assert_eq!((&engine.label, engine.paused), (&newest.manifest.label(), false));
+        assert_eq!((&engine.label(), engine.is_paused()), (&newest.manifest.label(), false));
     }
 
     fn newest(&self) -> Committed {

@@ -264,7 +264,7 @@ impl Stage {
         let newest = Run::open(store, "test").expect("the run").newest("policy").expect("a chain");
         let newest = newest.expect("a version").manifest;
         assert_eq!(newest.trainer_step, STEPS);
-        assert_eq!(self.engine.engine().label, newest.label());
+        assert_eq!(self.engine.engine().label(), newest.label());
     }
 
     /// Each prompt was taken once in each epoch, and learned from.

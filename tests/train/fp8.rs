@@ -53,7 +53,7 @@ fn deltas_rebuild_the_quantised_version_that_engines_load() {
     let _follower = follower.start(Role::Follower, None);
     Process::start("trainer", dir.path(), &mut trainer(&stage, &fp8)).succeed();
     let host = dir.path().join("host").canonicalize().expect("a checkpoint");
-    assert!(engine.engine().label.ends_with(":2"));
+    assert!(engine.engine().label().ends_with(":2"));
     assert_eq!(engine.engine().weights.as_deref(), Some(&*host));
 
     // What `--save-hf` has is the policy as it is trained.

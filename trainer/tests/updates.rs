@@ -264,7 +264,7 @@ impl Stage {
         fake.engine().truths.insert(newest.label(), last);
         fake.engine().audit();
         let engine = fake.engine();
-        assert_eq!((&engine.label, engine.paused), (&newest.label(), false));
+        assert_eq!((&engine.label(), engine.is_paused()), (&newest.label(), false));
         assert!(engine.lies.is_empty(), "{:?}", engine.lies);
     }
 }
@@ -362,7 +362,7 @@ fn a_version_that_no_engine_took_is_pushed_before_the_run_goes_on() {
     assert!(matches!(&error, Error::Push { label, .. } if label.ends_with(":2")), "{error}");
     {
         let mut engine = stage.fakes[0].engine();
-        assert!(engine.paused && engine.label.ends_with("?partial"), "{}", engine.label);
+        assert!(engine.is_paused() && engine.label().ends_with("?partial"), "{}", engine.label());
         engine.faults.clear();
     }
     stage.update_deadline = Duration::from_secs(120);

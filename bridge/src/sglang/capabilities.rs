@@ -1,14 +1,7 @@
 //! What an engine can do, found by asking the engine itself.
 
 use crate::error::{Error, Result};
-use crate::sglang::Client;
-
-/// First release whose replies say which output tokens came from which weights.
-const REPORTS_SPANS: [u32; 3] = [0, 5, 19];
-
-/// First release that answers a refused flush with an error; earlier ones end the whole server in an
-/// assertion.
-const SURVIVES_REFUSED_FLUSH: [u32; 3] = [0, 5, 22];
+use crate::sglang::{Client, Dialect, Feature};
 
 /// What an engine can do. Probed, except where the probe itself would do harm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,41 +45,13 @@ impl Capabilities {
             }
         }
         let ready = client.ready().await?;
-        let release = client.server_info().await?.version;
-        let since = |minimum| release.as_deref().is_some_and(|release| at_least(release, minimum));
+        let release = client.server_info().await?.version.unwrap_or_default();
+        let dialect = Dialect::of_release(&release);
         Ok(Self {
             sessions: client.has_post("/begin_weight_update").await?,
-            spans: since(REPORTS_SPANS),
+            spans: dialect.has(Feature::Spans),
             ready: ready.is_some(),
-            survives_refused_flush: since(SURVIVES_REFUSED_FLUSH),
+            survives_refused_flush: dialect.has(Feature::SurvivesRefusedFlush),
         })
-    }
-}
-
-/// Whether a release such as `0.5.12.post1` is at least another. What does not read as a number counts as 0,
-/// so an unknown release is old.
-fn at_least(release: &str, minimum: [u32; 3]) -> bool {
-    let mut parts = release.split(['.', '+', '-']).map(|part| part.parse::<u32>().unwrap_or(0));
-    let found = [(); 3].map(|()| parts.next().unwrap_or(0));
-    found >= minimum
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn releases_compare_by_number() {
-        for (release, newer) in [
-            ("0.5.22", true),
-            ("0.5.23.post1", true),
-            ("0.6.0", true),
-            ("0.5.9", false),
-            ("0.5.21", false),
-            ("", false),
-            ("main", false),
-        ] {
-            assert_eq!(at_least(release, SURVIVES_REFUSED_FLUSH), newer, "{release:?}");
-        }
     }
 }

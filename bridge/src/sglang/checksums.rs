@@ -1,5 +1,6 @@
 //! The checksums an engine should report for a checkpoint.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -32,25 +33,32 @@ pub fn checksums(snapshot: &dyn Snapshot, place: &Path) -> Result<BTreeMap<Strin
         });
     }
     check_tensors(snapshot, place, &config, config.dtype)?;
+    checksums_of(&config, |name| {
+        let index = snapshot.tensors().partition_point(|info| info.name.as_str() < name);
+        let failed = |source| Error::Open { path: place.into(), source: Box::new(source) };
+        snapshot.bytes(index).map_err(failed)
+    })
+}
+
+/// The same for an engine of this model whose tensors have these bytes, asked for by their names in a checkpoint.
+///
+/// # Errors
+/// Those of `bytes`.
+pub fn checksums_of<'a, E>(
+    config: &ModelConfig,
+    bytes: impl Fn(&str) -> Result<Cow<'a, [u8]>, E>,
+) -> Result<BTreeMap<String, String>, E> {
     let mut out = BTreeMap::new();
     for parameter in config.parameters() {
         let mut hash = Sha256::new();
         for (name, _) in &parameter.parts {
-            let index = snapshot.tensors().partition_point(|info| info.name < *name);
-            hash.update(
-                snapshot
-                    .bytes(index)
-                    .map_err(|source| Error::Open { path: place.into(), source: Box::new(source) })?,
-            );
+            let part = bytes(name)?;
+            hash.update(&part);
+            // Only the vocabulary's matrices are padded.
+            let row = part.len() as u64 / config.vocabulary;
+            hash.update(vec![0_u8; (row * parameter.padding_rows) as usize]);
         }
-        if parameter.padding_rows > 0 {
-            // Only the vocabulary's matrices are padded; a row of them has `hidden_size` elements.
-            let row =
-                vec![0u8; usize::try_from(config.hidden_size * config.dtype.size()).unwrap_or_default()];
-            (0..parameter.padding_rows).for_each(|_| hash.update(&row));
-        }
-        let digest = hash.finalize();
-        out.insert(parameter.name, hex(&digest[..8]));
+        out.insert(parameter.name, hex(&hash.finalize()[..8]));
     }
     Ok(out)
 }
@@ -93,8 +101,6 @@ pub(crate) fn check_tensors(
 
 #[cfg(test)]
 mod tests {
-    use std::borrow::Cow;
-
     use driftless_transport::snapshot::{AuxFile, TensorInfo};
 
     use super::*;

@@ -7,8 +7,10 @@
 //! | `generate` | the body of `/generate`, and what its reply must satisfy |
 //! | `identity` | what an engine says it is, compared with what was expected |
 //! | `capabilities` | what an engine can do, found by asking it |
+//! | `dialect` | what differs between releases |
 //! | `engine` | [`Client`] as an [`Engine`](crate::engine::Engine) |
 //! | `checksums` | what `/weights_checker` should report for a checkpoint |
+//! | `server` | the other side: a server of this protocol, for whatever generates |
 //! | `conformance` | the suite that SGLang, and whatever stands in for it, must pass |
 
 mod capabilities;
@@ -16,13 +18,17 @@ mod checksums;
 mod client;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+mod dialect;
 mod engine;
 mod generate;
 mod identity;
+#[cfg(feature = "server")]
+pub mod server;
 pub(crate) mod wire;
 
 pub use capabilities::Capabilities;
 pub(crate) use checksums::check_tensors;
-pub use checksums::checksums;
+pub use checksums::{checksums, checksums_of};
 pub use client::Client;
+pub use dialect::{Dialect, Feature};
 pub use wire::{DiskUpdate, DiskUpdated, Load, MemoryTag, ModelInfo, RankChecksums, ServerInfo};

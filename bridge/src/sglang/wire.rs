@@ -76,7 +76,6 @@ pub struct ServerInfo {
 
 /// One entry of `GET /v1/loads?include=core`: one data-parallel rank.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-#[non_exhaustive]
 pub struct Load {
     /// Requests being generated.
     pub num_running_reqs: u64,

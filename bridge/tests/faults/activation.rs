@@ -1,6 +1,7 @@
 //! Activation on an engine that misbehaves: it is never left paused, and never serves under our label what is
 //! not ours.
 
+use std::path::Path;
 use std::time::Duration;
 
 use driftless_bridge::Error;
@@ -74,7 +75,7 @@ impl Scene {
     fn is_fenced(&mut self) {
         assert_eq!(self.activator.serving().unwrap(), None);
         let engine = self.fake.engine();
-        assert!(engine.paused && engine.label.ends_with("?partial"), "{}", engine.label);
+        assert!(engine.is_paused() && engine.label().ends_with("?partial"), "{}", engine.label());
         assert!(self.activator.is_paused(), "it says so");
         assert_eq!(engine.lies, Vec::<String>::new());
     }
@@ -83,7 +84,7 @@ impl Scene {
     fn serves(&mut self) {
         assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
         let engine = self.fake.engine();
-        assert!(!engine.paused);
+        assert!(!engine.is_paused());
         assert_eq!((engine.weights.as_deref(), &engine.lies[..]), (Some(self.next.dir()), &[][..]));
     }
 }
@@ -113,7 +114,12 @@ fn the_order_of_calls() {
 #[test]
 fn an_engine_started_with_dummy_is_told_how_to_load() {
     let mut scene = Scene::new();
-    scene.fake.engine().load_format = "dummy".into();
+    {
+        let engine = scene.fake.engine();
+        let mut facts = engine.facts();
+        facts.launched.load_format = "dummy".into();
+        facts.serving.load_format = "dummy".into();
+    }
     scene.activate().unwrap();
     let body = scene
         .fake
@@ -130,9 +136,9 @@ fn an_engine_started_with_dummy_is_told_how_to_load() {
 #[test]
 fn a_fresh_activator_ends_the_pause_that_a_dead_one_left() {
     let mut scene = Scene::new();
-    scene.fake.engine().paused = true;
+    scene.fake.engine().set_paused(true);
     scene.activator.serving().unwrap();
-    assert!(!scene.fake.engine().paused);
+    assert!(!scene.fake.engine().is_paused());
 }
 
 #[test]
@@ -155,7 +161,7 @@ fn an_engine_whose_load_fails_is_fenced_until_one_succeeds() {
             let client =
                 if matches!(fault, Fault::Hang) { short(|calls| &mut calls.load) } else { patient() };
             let mut scene = Scene::with(DiskOptions::default().with_client(client));
-            scene.fake.engine().device = device;
+            scene.fake.engine().facts().device = device.into();
             for _ in 0..2 {
                 scene.fake.fault("POST /update_weights_from_disk", fault.clone());
                 let error = scene.fails();
@@ -186,9 +192,9 @@ fn a_label_that_a_failed_load_set_is_not_believed() {
     let mut scene = Scene::new();
     scene.fake.fault("POST /update_weights_from_disk", Fault::Half(Some(400)));
     scene.fails();
-    scene.fake.engine().label = scene.label.clone();
+    scene.fake.engine().set_label(&scene.label);
     assert_eq!(scene.activator.serving().unwrap(), None);
-    assert!(scene.fake.engine().paused);
+    assert!(scene.fake.engine().is_paused());
     scene.activate().unwrap();
     assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
 }
@@ -200,7 +206,7 @@ fn an_engine_that_was_restarted_after_a_failed_load_goes_on() {
     scene.fails();
     scene.fake.restart();
     assert_eq!(scene.activator.serving().unwrap(), None);
-    assert!(!scene.fake.engine().paused, "the weights of its start are known");
+    assert!(!scene.fake.engine().is_paused(), "the weights of its start are known");
     scene.activate().unwrap();
     scene.serves();
 }
@@ -215,7 +221,7 @@ fn a_failure_before_the_update_is_continued_all_the_same() {
         scene.transaction(),
         ["/pause_generation", "/flush_cache", "/update_weight_version", "/continue_generation"]
     );
-    assert_eq!(scene.fake.engine().label, "default", "nothing was touched");
+    assert_eq!(scene.fake.engine().label(), "default", "nothing was touched");
 }
 
 #[test]
@@ -224,7 +230,7 @@ fn an_engine_that_keeps_its_label_is_not_loaded_into() {
     scene.fake.fault("POST /update_weight_version", Fault::KeepLabel);
     assert!(matches!(scene.fails(), Error::LabelMismatch { found, .. } if found == "default"));
     let engine = scene.fake.engine();
-    assert!(!engine.paused && engine.weights == Some(engine.started_with.clone()));
+    assert!(!engine.is_paused() && engine.weights == Some(engine.started_with.clone()));
 }
 
 #[test]
@@ -324,9 +330,9 @@ fn a_pause_that_could_not_be_ended_is_ended_later() {
         [Fault::Answer(200, r#"{"status":"ok"}"#.into()), Fault::Hang, Fault::Hang, Fault::Hang].into(),
     );
     assert!(matches!(scene.fails(), Error::LeftPaused { first: None, .. }));
-    assert!(scene.fake.engine().paused);
+    assert!(scene.fake.engine().is_paused());
     scene.activator.serving().unwrap();
-    assert!(!scene.fake.engine().paused);
+    assert!(!scene.fake.engine().is_paused());
 }
 
 #[test]
@@ -357,7 +363,7 @@ fn a_checkpoint_that_would_end_the_engine_is_not_posted() {
 #[test]
 fn an_engine_whose_config_is_elsewhere_needs_a_base() {
     let mut scene = Scene::new();
-    scene.fake.engine().started_with = "/elsewhere/model".into();
+    scene.fake.engine().facts().launched.model_path = "/elsewhere/model".into();
     assert!(matches!(scene.fails(), Error::Refused { what, .. } if what.starts_with("config.json")));
     let options = DiskOptions::default().with_client(patient()).with_base(scene.dir.path().join("a"));
     scene.activator = DiskActivator::new(&scene.fake.address.to_string(), options).unwrap();
@@ -372,7 +378,7 @@ fn the_engine_gets_the_path_as_it_sees_it() {
         Scene::with(DiskOptions::default().with_client(patient()).with_engine_checkpoint_dir(seen.clone()));
     std::os::unix::fs::symlink(scene.next.dir(), &seen).unwrap();
     scene.activate().unwrap();
-    assert_eq!(scene.fake.engine().model_path, seen);
+    assert_eq!(Path::new(&scene.fake.engine().facts().serving.model_path), seen);
 }
 
 #[test]
@@ -413,7 +419,7 @@ fn a_follower_that_is_stopped_before_the_load_lets_the_engine_go_on() {
     assert!(matches!(&error, Error::GivenUp { call, .. } if call.contains("flush")), "{error}");
     assert!(!scene.activator.is_paused());
     let engine = scene.fake.engine();
-    assert!(!engine.paused && engine.label == "default", "{}", engine.label);
+    assert!(!engine.is_paused() && engine.label() == "default", "{}", engine.label());
 }
 
 #[test]
@@ -436,13 +442,13 @@ fn a_continue_that_does_nothing_is_not_believed() {
 fn an_engine_that_somebody_else_pauses_shows_as_paused() {
     let mut scene = Scene::new();
     scene.activate().unwrap();
-    scene.fake.engine().paused = true;
+    scene.fake.engine().set_paused(true);
     for _ in 0..2 {
         assert_eq!(scene.activator.serving().unwrap(), Some(scene.label.clone()));
         assert!(scene.activator.is_paused());
     }
-    assert!(scene.fake.engine().paused, "it is left alone");
-    scene.fake.engine().paused = false;
+    assert!(scene.fake.engine().is_paused(), "it is left alone");
+    scene.fake.engine().set_paused(false);
     scene.serves();
     assert!(!scene.activator.is_paused());
 }

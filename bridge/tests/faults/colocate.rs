@@ -68,7 +68,7 @@ impl Scene {
     fn new(saver: bool) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let fake = Fake::start(&checkpoint(&dir.path().join("a"), 1, 4));
-        fake.engine().memory.saver = saver;
+        fake.engine().facts().enable_memory_saver = saver;
         let (next, manifest) = version(dir.path());
         let share = Held::default();
         let (stuck, closed) = (share.stuck.clone(), share.closed.clone());
@@ -95,7 +95,7 @@ impl Scene {
     fn holds(&mut self) {
         assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
         let engine = self.fake.engine();
-        assert!(!engine.paused && !engine.pushes.session_open());
+        assert!(!engine.is_paused() && !engine.pushes.session_open());
         assert!(engine.memory.released.is_empty(), "{:?}", engine.memory.released);
         assert_eq!(engine.memory.death, None);
     }
@@ -156,7 +156,6 @@ fn an_engine_gives_its_cache_back_while_it_is_updated() {
 #[test]
 fn an_engine_that_cannot_give_memory_back_is_not_asked_to() {
     let mut scene = Scene::new(false);
-    scene.fake.engine().memory.ranks = 1;
     scene.activate().unwrap();
     scene.holds();
     assert!(!scene.fake.changes().iter().any(|path| path.contains("memory_occupation")));
@@ -184,7 +183,7 @@ fn a_failed_update_leaves_the_engine_with_all_of_its_memory() {
     assert_eq!(scene.activator.serving().unwrap(), None);
     {
         let engine = scene.fake.engine();
-        assert!(engine.paused && engine.memory.released.is_empty() && engine.memory.death.is_none());
+        assert!(engine.is_paused() && engine.memory.released.is_empty() && engine.memory.death.is_none());
     }
     scene.activate().unwrap();
     scene.holds();
@@ -204,7 +203,8 @@ fn a_follower_that_dies_in_between_is_followed_by_one_that_ends_it() {
             let mut scene = Scene::new(true);
             {
                 let mut engine = scene.fake.engine();
-                (engine.paused, engine.label) = (true, label.replace('L', "0123456789ab:7"));
+                engine.set_paused(true);
+                engine.set_label(label.replace('L', "0123456789ab:7"));
                 engine.memory.released = released.iter().map(|tag| (*tag).to_owned()).collect();
                 if session {
                     engine.pushes.leave_session_open();
@@ -221,7 +221,8 @@ fn a_follower_that_dies_in_between_is_followed_by_one_that_ends_it() {
 fn memory_that_may_be_there_or_not_is_not_touched() {
     for label in ["0123456789ab:7?releasing=kv_cache", "0123456789ab:7?resuming=kv_cache"] {
         let mut scene = Scene::new(true);
-        (scene.fake.engine().paused, scene.fake.engine().label) = (true, label.into());
+        scene.fake.engine().set_paused(true);
+        scene.fake.engine().set_label(label);
         assert_eq!(scene.activator.serving().unwrap(), None);
         let refused = scene.fails();
         assert!(
@@ -243,7 +244,7 @@ fn a_follower_that_dies_while_memory_goes_leaves_a_doubt() {
     scene.fake.fault("POST /release_memory_occupation", Fault::Hang);
     let error = scene.fails();
     assert!(matches!(&error, Error::LeftPaused { first: Some(_), .. }), "{error}");
-    assert!(scene.fake.engine().paused, "nothing continues on memory that may be gone");
+    assert!(scene.fake.engine().is_paused(), "nothing continues on memory that may be gone");
     scene.restart_follower();
     assert!(matches!(scene.fails(), Error::Refused { .. }));
 }
@@ -269,5 +270,5 @@ fn an_engine_without_the_call_is_refused_before_it_is_paused() {
         matches!(&refused, Error::Refused { what, .. } if what == "/update_weights_from_tensor"),
         "{refused}"
     );
-    assert!(!scene.fake.engine().paused);
+    assert!(!scene.fake.engine().is_paused());
 }

@@ -109,7 +109,7 @@ impl Scene {
 
     /// Version that each engine says it serves.
     fn serving(&self) -> Vec<String> {
-        self.hosts.iter().map(|host| host.engine.engine().label.clone()).collect()
+        self.hosts.iter().map(|host| host.engine.engine().label()).collect()
     }
 
     fn label(&self, version: usize) -> String {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftless_bridge::fleet::FleetOptions;
+use driftless_bridge::sglang::Dialect;
 use driftless_bridge::{Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams};
 use tokio::runtime::Runtime;
 
@@ -30,7 +31,7 @@ fn scene_with(engines: usize, options: FleetOptions, change: impl Fn(&Fake)) -> 
     let path = checkpoint(&dir.path().join("a"), 1, 4);
     let fakes: Vec<Fake> = (0..engines).map(|_| Fake::start(&path)).collect();
     for fake in &fakes {
-        fake.engine().label = OLD.into();
+        fake.engine().set_label(OLD);
         change(fake);
     }
     let addresses: Vec<String> = fakes.iter().map(|fake| fake.address.to_string()).collect();
@@ -72,7 +73,7 @@ fn until(what: &str, mut check: impl FnMut() -> bool) {
 #[test]
 fn only_engines_that_are_new_enough_are_asked() {
     let scene = scene(2, patient());
-    scene.fakes[1].engine().label = NEW.into();
+    scene.fakes[1].engine().set_label(NEW);
     for sample in 0..4 {
         let generation =
             scene.runtime.block_on(scene.fleet.generate(request(sample), Some(&label(NEW)))).unwrap();
@@ -84,7 +85,7 @@ fn only_engines_that_are_new_enough_are_asked() {
 #[test]
 fn older_tokens_are_discarded_and_asked_for_again() {
     let scene = scene(1, patient());
-    scene.fakes[0].engine().label = NEW.into();
+    scene.fakes[0].engine().set_label(NEW);
     // The engine was updated, but this request had been drawn from the old weights.
     scene.fakes[0].fault("POST /generate", Fault::Label(OLD));
     let generation = scene.runtime.block_on(scene.fleet.generate(request(0), Some(&label(NEW)))).unwrap();
@@ -99,7 +100,7 @@ fn a_sample_waits_until_an_engine_has_caught_up() {
     let waiting = scene.runtime.spawn(async move { fleet.generate(request(0), Some(&label(NEW))).await });
     scene.runtime.block_on(scene.fleet.look()).unwrap();
     assert!(!waiting.is_finished());
-    scene.fakes[0].engine().label = NEW.into();
+    scene.fakes[0].engine().set_label(NEW);
     assert_eq!(scene.runtime.block_on(waiting).unwrap().unwrap().spans[0].label, NEW);
 }
 
@@ -164,7 +165,7 @@ fn a_restarted_engine_is_attached_again_and_not_asked_before_it_is_in_step() {
     let serving = || scene.runtime.block_on(scene.fleet.look()).unwrap().remove(0).serving;
     until("it is attached again", || serving().as_deref() == Some("default"));
     assert!(!waiting.is_finished());
-    scene.fakes[0].engine().label = OLD.into();
+    scene.fakes[0].engine().set_label(OLD);
     assert_eq!(scene.runtime.block_on(waiting).unwrap().unwrap().spans[0].label, OLD);
 }
 
@@ -196,16 +197,14 @@ fn an_id_still_in_use_is_replaced_by_the_next_attempt() {
 fn concurrency_is_bounded_per_engine() {
     let scene = scene(2, patient().with_concurrency(3));
     // Nothing is answered before every place is taken.
-    scene.fakes.iter().for_each(|fake| fake.engine().paused = true);
+    scene.fakes.iter().for_each(|fake| fake.engine().set_paused(true));
     let all = (0..40).map(|sample| {
         let fleet = scene.fleet.clone();
         scene.runtime.spawn(async move { fleet.generate(request(sample), None).await })
     });
     let all: Vec<_> = all.collect();
     until("both engines are full", || scene.fakes.iter().all(|fake| fake.engine().generating == 3));
-    scene.fakes.iter().for_each(|fake| fake.engine().paused = false);
-    // Any call lets the waiting ones look again.
-    scene.runtime.block_on(scene.fleet.look()).unwrap();
+    scene.fakes.iter().for_each(|fake| fake.engine().set_paused(false));
     for sample in all {
         scene.runtime.block_on(sample).unwrap().unwrap();
     }
@@ -232,9 +231,8 @@ fn an_abandoned_request_is_aborted_on_its_engine() {
 
 #[test]
 fn without_spans_a_change_of_weights_in_mid_reply_is_noticed() {
-    let scene = scene_with(1, patient(), |fake| {
-        (fake.engine().spans, fake.engine().release) = (false, "0.5.18");
-    });
+    let old = Dialect::of_release("0.5.18");
+    let scene = scene_with(1, patient(), |fake| fake.engine().facts().dialect = old);
     scene.fakes[0].fault("POST /generate", Fault::Label(NEW));
     let generation = scene.runtime.block_on(scene.fleet.generate(request(0), Some(&label(OLD)))).unwrap();
     assert_eq!((generation.spans[0].label.as_str(), generation.rid), (OLD, Rid::new(1, 0).next_attempt()));
@@ -275,16 +273,16 @@ fn straggler_and_engine_that_is_away_do_not_hold_up_the_others() {
     let long = Duration::from_secs(60);
     assert_eq!(wait(OLD, long).unwrap(), Vec::<String>::new());
     // One has moved, one is away, and one stays behind for as long as it is waited for.
-    scene.fakes[0].engine().label = NEW.into();
+    scene.fakes[0].engine().set_label(NEW);
     scene.fakes[1].kill();
     let behind = wait(NEW, Duration::from_secs(2)).unwrap();
     assert!(behind.len() == 2 && behind.iter().any(|engine| engine.contains(OLD)), "{behind:?}");
     // It is not waited for again: this would take the whole deadline, and the test with it.
     assert_eq!(wait(NEW, Duration::from_secs(3600)).unwrap().len(), 2);
-    scene.fakes[2].engine().label = NEW.into();
+    scene.fakes[2].engine().set_label(NEW);
     until("the straggler is there", || wait(NEW, long).unwrap().len() == 1);
     scene.fakes[1].restart();
-    scene.fakes[1].engine().label = NEW.into();
+    scene.fakes[1].engine().set_label(NEW);
     until("all are there", || wait(NEW, long).unwrap().is_empty());
 }
 

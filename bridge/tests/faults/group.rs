@@ -71,7 +71,7 @@ impl Scene {
         assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
         for fake in &self.fakes {
             let engine = fake.engine();
-            assert!(!engine.paused && !engine.pushes.session_open());
+            assert!(!engine.is_paused() && !engine.pushes.session_open());
         }
     }
 
@@ -80,7 +80,7 @@ impl Scene {
         assert_eq!(self.activator.serving().unwrap(), None);
         for fake in &self.fakes {
             let engine = fake.engine();
-            assert!(engine.paused && engine.label.ends_with("?partial"), "{}", engine.label);
+            assert!(engine.is_paused() && engine.label().ends_with("?partial"), "{}", engine.label());
         }
     }
 
@@ -167,7 +167,7 @@ fn an_engine_that_refuses_its_pause_leaves_the_others_as_they_were() {
     assert!(matches!(scene.fails(), Error::Status { status: 500, .. }));
     for fake in &scene.fakes {
         let engine = fake.engine();
-        assert!(!engine.paused && engine.label == "default", "{}", engine.label);
+        assert!(!engine.is_paused() && engine.label() == "default", "{}", engine.label());
     }
 }
 

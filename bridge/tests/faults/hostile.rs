@@ -139,7 +139,7 @@ fn scenario(
     for _ in 0..2 {
         if let Some(fault) = fault {
             // No checksum tells what it holds.
-            fake.engine().device = "cuda";
+            fake.engine().facts().device = "cuda".into();
             fake.fault(plan.0, fault.clone());
         }
         let outcome = activate(activator.as_mut()).map_err(|error| error.to_string());
@@ -147,7 +147,7 @@ fn scenario(
         if !engine.lies.is_empty() {
             return Err(format!("it lied: {:?}", engine.lies));
         }
-        if engine.paused && (outcome.is_ok() || !activator.is_paused()) {
+        if engine.is_paused() && (outcome.is_ok() || !activator.is_paused()) {
             return Err(format!("it is paused, and {outcome:?} does not tell"));
         }
     }
@@ -166,11 +166,15 @@ fn scenario(
         if !engine.lies.is_empty() {
             return Err(format!("it lied: {:?}", engine.lies));
         }
-        if well && engine.label == label && !engine.paused {
+        if well && engine.label() == label && !engine.is_paused() {
             return Ok(());
         }
         if Instant::now() > end {
-            return Err(format!("it does not recover: {outcome:?}, {}, {}", engine.label, engine.paused));
+            return Err(format!(
+                "it does not recover: {outcome:?}, {}, {}",
+                engine.label(),
+                engine.is_paused()
+            ));
         }
     }
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use driftless_bridge::Error;
 use driftless_bridge::activate::{DiskActivator, DiskOptions, PluginOptions};
 use driftless_bridge::engine::PauseMode;
+use driftless_bridge::sglang::Dialect;
 use driftless_transport::Checkpoint;
 use driftless_transport::activate::{Activate, Limit, Target};
 use driftless_transport::manifest::Manifest;
@@ -115,7 +116,7 @@ impl Scene {
     fn serves(&mut self) {
         assert_eq!(self.activator.serving().unwrap(), Some(self.label.clone()));
         let engine = self.fake.engine();
-        assert!(!engine.paused);
+        assert!(!engine.is_paused());
         assert_eq!((engine.weights.as_deref(), &engine.lies[..]), (Some(self.next.dir()), &[][..]));
     }
 }
@@ -153,7 +154,7 @@ fn the_cache_is_emptied_by_a_call_of_its_own_where_the_plugin_or_the_patch_canno
         (PauseMode::Retract, "0.5.20", Fault::Patched, vec![flush, update]),
     ] {
         let mut scene = Scene::with(pause, |_| {});
-        scene.fake.engine().release = release;
+        scene.fake.engine().facts().dialect = Dialect::of_release(release);
         scene.answers(answer);
         scene.activate().unwrap();
         assert_eq!(scene.calls(), [&[LEAN[0]], &expected[..], &[LEAN[2]]].concat());
@@ -204,7 +205,7 @@ fn an_engine_that_loads_instead_is_fenced_and_checked() {
     scene.fake.fault("POST /weights_checker", Fault::WrongSum);
     assert!(matches!(scene.activate(), Err(Error::LiveWeights { .. })));
     assert_eq!(scene.activator.serving().unwrap(), None);
-    assert!(scene.fake.engine().label.ends_with("?partial") && scene.activator.is_paused());
+    assert!(scene.fake.engine().label().ends_with("?partial") && scene.activator.is_paused());
     scene.activate().unwrap();
     assert_eq!(scene.calls()[1], "/flush_cache", "weights that may be anything are no base");
     scene.serves();
@@ -222,7 +223,7 @@ fn an_engine_that_fails_meanwhile_is_fenced_until_a_load_succeeds() {
             scene.activate().unwrap();
         } else {
             scene.activate().unwrap_err();
-            assert!(scene.fake.engine().label.ends_with("?partial") && scene.fake.engine().paused);
+            assert!(scene.fake.engine().label().ends_with("?partial") && scene.fake.engine().is_paused());
             scene.activate().unwrap();
         }
         scene.serves();
@@ -235,7 +236,7 @@ fn an_engine_that_keeps_another_label_is_fenced() {
     let done = r#"{"success":true,"message":"driftless: patched to x"}"#;
     scene.answers(Fault::Answer(200, done.into()));
     assert!(matches!(scene.activate(), Err(Error::LabelMismatch { .. })));
-    assert!(scene.fake.engine().label.ends_with("?partial"));
+    assert!(scene.fake.engine().label().ends_with("?partial"));
 }
 
 #[test]
@@ -270,7 +271,7 @@ fn an_engine_that_is_not_ready_loads() {
 #[test]
 fn ranks_that_agree_are_patched_without_a_fence() {
     let mut scene = Scene::new();
-    scene.fake.engine().memory.ranks = 2;
+    scene.fake.engine().facts().tp_size = 2;
     for rank in 0..2 {
         let path = scene.rank().with_file_name(format!("rank-{}-{rank}.json", scene.fake.address.port()));
         fs::write(path, scene.told(2, &scene.label, Value::Null)).unwrap();
@@ -369,7 +370,7 @@ fn an_idle_engine_that_generates_nothing_sound_after_a_patch_is_fenced() {
     scene.answers(Fault::Patched);
     scene.fake.engine().broken = Some(scene.next.dir().into());
     assert!(matches!(scene.activate(), Err(Error::Unsound { .. })));
-    assert!(scene.fake.engine().label.ends_with("?partial") && scene.fake.engine().paused);
+    assert!(scene.fake.engine().label().ends_with("?partial") && scene.fake.engine().is_paused());
 }
 
 #[test]
@@ -404,7 +405,7 @@ fn every_so_many_versions_all_weights_are_compared() {
     scene.answers(Fault::Patched);
     scene.fake.fault("POST /weights_checker", Fault::WrongSum);
     assert!(matches!(scene.activate(), Err(Error::LiveWeights { .. })));
-    assert!(scene.fake.engine().label.ends_with("?partial") && scene.fake.engine().paused);
+    assert!(scene.fake.engine().label().ends_with("?partial") && scene.fake.engine().is_paused());
     scene.activate().unwrap();
     assert_eq!(scene.calls()[1], "/flush_cache");
     scene.serves();

@@ -242,7 +242,7 @@ fn fleet_routes_to_both_kinds_by_their_labels() {
     let path = checkpoint(&dir.path().join("a"), 1, 4);
     let (vllm, fake) = (Vllm::start(&path), Fake::start(&path));
     vllm.server().label = NEW.into();
-    fake.engine().label = OLD.into();
+    fake.engine().set_label(OLD);
     let (runtime, fleet) = fleet(&vllm, &[&fake], &path);
     let minimum: Label = NEW.parse().unwrap();
     for sample in 0..4 {

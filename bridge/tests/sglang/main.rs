@@ -16,8 +16,8 @@ use std::time::Duration;
 use driftless_bridge::activate::{DiskActivator, DiskOptions};
 use driftless_bridge::engine::{LiveWeights, PauseMode};
 use driftless_bridge::fleet::FleetOptions;
-use driftless_bridge::sglang::conformance::{self, Dialect, Subject};
-use driftless_bridge::sglang::{Client, checksums};
+use driftless_bridge::sglang::conformance::{self, Subject};
+use driftless_bridge::sglang::{Client, Dialect, checksums};
 use driftless_bridge::{
     ClientOptions, Error, Expected, Fleet, GenerateRequest, Keys, Label, Rid, SamplingParams,
 };
@@ -39,7 +39,7 @@ fn subject() -> Option<Subject> {
         client: Client::new(&variable("DRIFTLESS_SGLANG")?, ClientOptions::default()).unwrap(),
         first: PathBuf::from(variable("DRIFTLESS_SGLANG_FIRST")?),
         second: PathBuf::from(variable("DRIFTLESS_SGLANG_SECOND")?),
-        dialect: Dialect::of_release(23),
+        dialect: Dialect::V0_5_23,
         long_tokens: 150,
     })
 }

@@ -23,16 +23,11 @@ pub(crate) struct KeyArgs {
 }
 
 impl KeyArgs {
-    /// The keys to call engines with.
+    /// The keys to call engines with, or to be asked for.
     pub(crate) fn read(&self) -> Result<Keys> {
-        let (api, admin) = self.secrets()?;
-        Ok(Keys::new(api.as_deref(), admin.as_deref())?)
-    }
-
-    /// The API key and the admin key themselves.
-    pub(crate) fn secrets(&self) -> Result<(Option<String>, Option<String>)> {
         let api = secret(self.api_key_file.as_deref(), "DRIFTLESS_API_KEY")?;
-        Ok((api, secret(self.admin_api_key_file.as_deref(), "DRIFTLESS_ADMIN_API_KEY")?))
+        let admin = secret(self.admin_api_key_file.as_deref(), "DRIFTLESS_ADMIN_API_KEY")?;
+        Ok(Keys::new(api.as_deref(), admin.as_deref())?)
     }
 }
 

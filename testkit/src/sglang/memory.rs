@@ -1,24 +1,25 @@
 //! The memory of a fake engine: what it gives back, and buckets that it is shown. As the real one it ends
 //! when it is told to release what it has released, to resume what it has, or to go on without.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
-use axum::response::{IntoResponse, Response};
+use axum::extract::State;
+use axum::http::Uri;
+use axum::response::Response;
+use axum::routing::post;
+use axum::{Json, Router};
 use base64::Engine as _;
 use driftless_transport::Dtype;
 use driftless_transport::snapshot::TensorInfo;
 use serde_json::{Value, json};
 
-use super::Engine;
-use super::wire::{refusal, success};
+use super::Shared;
+use super::fault::refusal;
+use super::wire::success;
 
 /// What of its memory an engine has, and what ended it.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// `--enable-memory-saver`.
-    pub saver: bool,
-    /// Tensor-parallel ranks, where not one.
-    pub ranks: usize,
     /// Requests in its queue.
     pub waiting: u64,
     /// Tags of what it has given back.
@@ -28,16 +29,6 @@ pub struct Memory {
 }
 
 impl Memory {
-    pub(super) fn restart(&mut self) {
-        (self.waiting, self.released, self.death) = (0, BTreeSet::new(), None);
-    }
-
-    pub(super) fn pause(&mut self, body: &Value) {
-        if body["mode"] == "abort" {
-            self.waiting = 0;
-        }
-    }
-
     /// Ends the engine if it lacks memory for this.
     pub(super) fn whole(&mut self, what: &str) {
         if !self.released.is_empty() {
@@ -45,7 +36,7 @@ impl Memory {
         }
     }
 
-    pub(super) fn control(&mut self, path: &str, body: &Value) -> Response {
+    fn control(&mut self, path: &str, body: &Value) {
         if self.waiting > 0 {
             self.death = Some(format!("{path} while requests wait"));
         }
@@ -59,21 +50,34 @@ impl Memory {
                 self.death = Some(format!("{path} {tag}, released are {:?}", self.released));
             }
         }
-        axum::Json(Value::Null).into_response()
     }
 }
 
+/// The calls about memory.
+pub(super) fn routes() -> Router<Shared> {
+    Router::new()
+        .route("/release_memory_occupation", post(control))
+        .route("/resume_memory_occupation", post(control))
+        .route("/update_weights_from_tensor", post(update))
+}
+
+async fn control(State(engine): State<Shared>, uri: Uri, Json(body): Json<Value>) -> Json<Value> {
+    engine.lock().unwrap().memory.control(uri.path(), &body);
+    Json(Value::Null)
+}
+
 /// Loads a bucket that travels in the call.
-pub(super) fn update(engine: &mut Engine, body: &Value) -> Response {
+async fn update(State(engine): State<Shared>, Json(body): Json<Value>) -> Response {
+    let mut engine = engine.lock().unwrap();
     if !engine.pushes.session_open() {
-        return refusal("update_weights_from_tensor must run between begin_weight_update() and end");
+        return refusal(400, "update_weights_from_tensor must run between begin_weight_update() and end");
     }
     assert_eq!(body["load_format"], "flattened_bucket", "the engine ends of another word");
     if engine.memory.released.contains("weights") {
         engine.memory.death = Some("an update without the weights' memory".into());
     }
     let ranks = body["serialized_named_tensors"].as_array().unwrap();
-    assert_eq!(ranks.len(), engine.memory.ranks.max(1), "one entry a rank");
+    assert_eq!(ranks.len(), engine.facts().tp_size as usize, "one entry a rank");
     for rank in ranks {
         let pickle = base64::engine::general_purpose::STANDARD.decode(rank.as_str().unwrap()).unwrap();
         let bucket = unpickle(&pickle);
@@ -89,7 +93,7 @@ pub(super) fn update(engine: &mut Engine, body: &Value) -> Response {
         }
     }
     if let Some(label) = body["weight_version"].as_str() {
-        engine.label = label.to_owned();
+        engine.set_label(label);
     }
     success()
 }
@@ -98,7 +102,7 @@ fn bytes(value: &Value) -> Vec<u8> {
     value.as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8).collect()
 }
 
-/// A reader of the opcodes of `docs/wire/colocate.md`: calls are `{"function": arguments}`, objects their
+/// What a pickle of the opcodes of `docs/wire/colocate.md` holds: calls are `{"function": arguments}`, objects their
 /// attributes.
 fn unpickle(pickle: &[u8]) -> Value {
     let mut at = 0;
@@ -106,63 +110,73 @@ fn unpickle(pickle: &[u8]) -> Value {
         at += count;
         &pickle[at - count..at]
     };
-    let (mut stack, mut marks, mut memo) = (Vec::<Value>::new(), Vec::new(), BTreeMap::new());
+    let size = |bytes: &[u8]| bytes.iter().rev().fold(0, |sum, &byte| sum << 8 | usize::from(byte));
+    let (mut stack, mut marks, mut memo) = (Vec::new(), Vec::new(), Vec::<Value>::new());
     assert_eq!(take(2), [0x80, 4]);
     loop {
-        let size = |bytes: &[u8]| bytes.iter().rev().fold(0, |sum, &byte| sum << 8 | usize::from(byte));
-        match take(1)[0] {
+        let value = match take(1)[0] {
             b'X' => {
                 let length = size(take(4));
-                stack.push(String::from_utf8(take(length).to_vec()).unwrap().into());
+                String::from_utf8(take(length).to_vec()).unwrap().into()
             }
             0x8e => {
                 let length = size(take(8));
-                stack.push(json!(take(length)));
+                json!(take(length))
             }
-            b'J' => stack.push(size(take(4)).into()),
+            b'J' => size(take(4)).into(),
             0x8a => {
                 let length = size(take(1));
-                stack.push(size(take(length)).into());
+                size(take(length)).into()
             }
-            0x89 => stack.push(false.into()),
-            0x93 => {
-                let (name, module) = (stack.pop().unwrap(), stack.pop().unwrap());
-                stack.push(format!("{}.{}", module.as_str().unwrap(), name.as_str().unwrap()).into());
+            0x89 => false.into(),
+            b'j' => memo[size(take(4))].clone(),
+            b']' | b')' => json!([]),
+            b'}' => json!({}),
+            b'(' => {
+                marks.push(stack.len());
+                continue;
             }
-            0x94 => drop(memo.insert(memo.len(), stack.last().unwrap().clone())),
-            b'j' => stack.push(memo[&size(take(4))].clone()),
-            b'(' => marks.push(stack.len()),
-            b't' => {
-                let items = stack.split_off(marks.pop().unwrap());
-                stack.push(items.into());
-            }
-            b']' | b')' => stack.push(json!([])),
-            b'}' => stack.push(json!({})),
-            b'e' => {
-                let items = stack.split_off(marks.pop().unwrap());
-                stack.last_mut().unwrap().as_array_mut().unwrap().extend(items);
-            }
-            b'u' => {
-                let items = stack.split_off(marks.pop().unwrap());
-                let dict = stack.last_mut().unwrap().as_object_mut().unwrap();
-                for pair in items.chunks(2) {
-                    dict.insert(pair[0].as_str().unwrap().to_owned(), pair[1].clone());
-                }
-            }
-            b'R' => {
-                let (arguments, function) = (stack.pop().unwrap(), stack.pop().unwrap());
-                stack.push(json!({ function.as_str().unwrap(): arguments }));
-            }
-            // An object of a class: its attributes are what `BUILD` gives it.
-            0x81 => stack.truncate(stack.len() - 1),
-            b'b' => {
-                let attributes = stack.pop().unwrap();
-                *stack.last_mut().unwrap() = attributes;
+            0x94 => {
+                memo.push(stack.last().cloned().unwrap());
+                continue;
             }
             b'.' => break,
-            code => panic!("opcode {code:#x} at {at}"),
-        }
+            b't' => stack.split_off(marks.pop().unwrap()).into(),
+            code @ (b'e' | b'u') => {
+                let items = stack.split_off(marks.pop().unwrap());
+                with_items(code, stack.pop().unwrap(), items)
+            }
+            code => {
+                let top = stack.pop().unwrap();
+                combined(code, stack.pop().unwrap(), top)
+            }
+        };
+        stack.push(value);
     }
     assert_eq!((stack.len(), at), (1, pickle.len()));
     stack.remove(0)
+}
+
+/// A list, or a dictionary, with more in it.
+fn with_items(code: u8, mut whole: Value, items: Vec<Value>) -> Value {
+    match (code, &mut whole) {
+        (b'e', Value::Array(list)) => list.extend(items),
+        (b'u', Value::Object(dict)) => {
+            dict.extend(items.chunks(2).map(|pair| (pair[0].as_str().unwrap().to_owned(), pair[1].clone())));
+        }
+        (_, whole) => panic!("opcode {code:#x} on {whole}"),
+    }
+    whole
+}
+
+/// What an opcode makes of the two values on top.
+fn combined(code: u8, below: Value, top: Value) -> Value {
+    match code {
+        0x93 => format!("{}.{}", below.as_str().unwrap(), top.as_str().unwrap()).into(),
+        b'R' => json!({ below.as_str().unwrap(): top }),
+        // An object of a class: its attributes are what `BUILD` gives it.
+        0x81 => below,
+        b'b' => top,
+        code => panic!("opcode {code:#x}"),
+    }
 }

@@ -5,8 +5,11 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
+use axum::extract::State;
+use axum::http::Uri;
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::post;
+use axum::{Json, Router};
 use driftless_bridge::Result;
 use driftless_bridge::push::Bucket;
 use driftless_bridge::push::nccl::{Meeting, Root};
@@ -16,6 +19,7 @@ use serde_json::{Value, json};
 use tokio::sync::Notify;
 
 use super::Shared;
+use super::fault::refusal;
 
 /// What was broadcast and not yet received, by rank less one.
 #[derive(Debug, Default)]
@@ -116,7 +120,7 @@ pub struct Receiver {
     pub wire: Option<Arc<Wire>>,
     /// Groups by name, with the engine's own rank.
     groups: BTreeMap<String, usize>,
-    session: bool,
+    pub(super) session: bool,
     tensors: BTreeMap<String, (TensorInfo, Vec<u8>)>,
 }
 
@@ -140,26 +144,20 @@ impl Receiver {
         self.session = true;
     }
 
-    pub(super) fn control(&mut self, path: &str, body: &Value) -> Response {
-        let group = || body["group_name"].as_str().unwrap().to_owned();
-        match path {
-            "/init_weights_update_group" if self.groups.contains_key(&group()) => {
-                refusal("The specified group name has already been created")
+    /// Joins a group, or leaves one.
+    fn control(&mut self, path: &str, body: &Value) -> Response {
+        let group = body["group_name"].as_str().unwrap();
+        match (path, self.groups.contains_key(group)) {
+            ("/init_weights_update_group", true) => {
+                return refusal(400, "The specified group name has already been created");
             }
-            "/init_weights_update_group" => {
-                self.groups.insert(group(), body["rank_offset"].as_u64().unwrap() as usize);
-                success()
+            ("/init_weights_update_group", false) => {
+                self.groups.insert(group.to_owned(), body["rank_offset"].as_u64().unwrap() as usize);
             }
-            "/destroy_weights_update_group" => match self.groups.remove(&group()) {
-                Some(_) => success(),
-                None => refusal("The group to be destroyed does not exist."),
-            },
-            "/begin_weight_update" if self.session => refusal("a weight-update session is already open"),
-            _ => {
-                self.session = path == "/begin_weight_update";
-                success()
-            }
+            (_, false) => return refusal(400, "The group to be destroyed does not exist."),
+            (_, true) => drop(self.groups.remove(group)),
         }
+        success()
     }
 
     /// The weights as they were received, once any were.
@@ -176,15 +174,27 @@ impl Receiver {
     }
 }
 
+/// The calls of weight-update groups.
+pub(super) fn routes() -> Router<Shared> {
+    Router::new()
+        .route("/init_weights_update_group", post(control))
+        .route("/destroy_weights_update_group", post(control))
+        .route("/update_weights_from_distributed", post(update))
+}
+
+async fn control(State(engine): State<Shared>, uri: Uri, Json(body): Json<Value>) -> Response {
+    engine.lock().unwrap().pushes.control(uri.path(), &body)
+}
+
 /// Takes part in the broadcasts that the body announces.
-pub(super) async fn update(engine: &Shared, body: &Value) -> Response {
+async fn update(State(engine): State<Shared>, Json(body): Json<Value>) -> Response {
     let (wire, rank) = {
         let engine = engine.lock().unwrap();
         let Some(&rank) = engine.pushes.groups.get(body["group_name"].as_str().unwrap()) else {
-            return refusal("Group not in []. Please call `init_weights_update_group` first.");
+            return refusal(400, "Group not in []. Please call `init_weights_update_group` first.");
         };
         if !engine.pushes.session {
-            return refusal("update_weights_from_distributed must run between begin and end");
+            return refusal(400, "update_weights_from_distributed must run between begin and end");
         }
         (engine.pushes.wire.clone().unwrap(), rank)
     };
@@ -222,15 +232,11 @@ pub(super) async fn update(engine: &Shared, body: &Value) -> Response {
     }
     assert!(rest.is_empty(), "as many bytes as were announced");
     if let Some(label) = body["weight_version"].as_str() {
-        engine.label = label.to_owned();
+        engine.set_label(label);
     }
     success()
 }
 
 pub(super) fn success() -> Response {
     axum::Json(json!({"success": true, "message": ""})).into_response()
-}
-
-pub(super) fn refusal(message: &str) -> Response {
-    (StatusCode::BAD_REQUEST, axum::Json(json!({"success": false, "message": message}))).into_response()
 }

@@ -97,18 +97,6 @@ pub enum Error {
         /// What the checkpoint has.
         found: String,
     },
-    /// The embedded engine cannot start.
-    #[error("the engine cannot {action}")]
-    EngineStart {
-        /// What was attempted: `listen on 127.0.0.1:30000` …
-        action: String,
-        /// The operating system's answer.
-        source: std::io::Error,
-    },
-    /// The embedded engine's generating thread ended while it was serving; the log says why. Restart the
-    /// engine.
-    #[error("the engine's generating thread ended; restart the engine")]
-    EngineEnded,
     /// A checkpoint, publication or store answered with an error.
     #[error(transparent)]
     Transport(#[from] driftless_transport::Error),
@@ -139,7 +127,7 @@ pub enum Error {
         /// What there was instead.
         found: String,
     },
-    /// NCCL answered with an error.
+    /// NCCL, or the embedded engine's server, answered with an error.
     #[error(transparent)]
     Bridge(#[from] driftless_bridge::Error),
     /// A pass of the model needs more memory than the device has.

@@ -5,6 +5,7 @@ use serde_json::json;
 use super::{Checked, Subject, ensure};
 use crate::engine::{Finish, GenerateRequest, Rid, SamplingParams};
 use crate::error::Error;
+use crate::sglang::Feature;
 
 pub(super) async fn greedy(subject: &Subject) -> Checked {
     let (first, second) = (subject.signature().await?, subject.signature().await?);
@@ -113,7 +114,7 @@ pub(super) async fn malformed(subject: &Subject) -> Checked {
 
 pub(super) async fn unknown_parameter(subject: &Subject) -> Checked {
     let body = json!({"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "driftless_unknown": 1}});
-    if subject.dialect.strict_sampling {
+    if subject.has(Feature::StrictSampling) {
         subject.status("POST", "/generate", body, &[400]).await?;
     }
     // Unknown keys beside sampling_params are ignored by every release.

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::{Checked, Subject, ensure};
 use crate::engine::Attached;
 use crate::error::Error;
-use crate::sglang::Capabilities;
+use crate::sglang::{Capabilities, Feature};
 
 pub(super) async fn model_info(subject: &Subject) -> Checked {
     let info = subject.client.model_info().await?;
@@ -15,7 +15,7 @@ pub(super) async fn model_info(subject: &Subject) -> Checked {
     })?;
     ensure(info.is_generation == Some(true), || format!("is_generation true expected: {info:?}"))?;
     ensure(info.weight_version.is_some(), || format!("weight_version expected: {info:?}"))?;
-    let shown = subject.dialect.shows_load_format;
+    let shown = subject.has(Feature::ShownLoadFormat);
     ensure(info.load_format.is_some() == shown, || {
         format!("{} load_format expected: {info:?}", if shown { "a" } else { "no" })
     })?;
@@ -49,18 +49,17 @@ pub(super) async fn liveness(subject: &Subject) -> Checked {
     let idle = loads.iter().all(|load| load.num_running_reqs + load.num_waiting_reqs == 0);
     ensure(idle, || format!("an idle engine expected, found {loads:?}"))?;
     let ready = subject.client.ready().await?;
-    let expected = subject.dialect.ready.then_some(true);
+    let expected = subject.has(Feature::Ready).then_some(true);
     ensure(ready == expected, || format!("ready {expected:?} expected, found {ready:?}"))
 }
 
 pub(super) async fn capabilities(subject: &Subject) -> Checked {
     let found = Capabilities::probe(&subject.client).await?;
-    let dialect = subject.dialect;
-    let fits = found.sessions == dialect.sessions
-        && found.spans == dialect.spans
-        && found.ready == dialect.ready
-        && found.survives_refused_flush == dialect.survives_refused_flush;
-    ensure(fits, || format!("{dialect:?} expected, found {found:?}"))
+    let fits = found.sessions == subject.has(Feature::Sessions)
+        && found.spans == subject.has(Feature::Spans)
+        && found.ready == subject.has(Feature::Ready)
+        && found.survives_refused_flush == subject.has(Feature::SurvivesRefusedFlush);
+    ensure(fits, || format!("those of {} expected, found {found:?}", subject.dialect))
 }
 
 pub(super) async fn attach(subject: &Subject) -> Checked {

@@ -17,45 +17,10 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::engine::{Engine, Expected, GenerateRequest, Generation, PauseMode, Rid, SamplingParams};
-use crate::sglang::{Client, DiskUpdate, DiskUpdated};
+use crate::sglang::{Client, Dialect, DiskUpdate, DiskUpdated, Feature};
 
 /// Outcome of one check; any error fails it.
 type Checked<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
-
-/// What engines of a release do differently from those of others.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Dialect {
-    /// `load_format` in `/model_info` (0.5.18).
-    pub shows_load_format: bool,
-    /// `weight_versions` in replies (0.5.19).
-    pub spans: bool,
-    /// `/ready` (0.5.20).
-    pub ready: bool,
-    /// `begin_weight_update` and `end_weight_update` (0.5.21).
-    pub sessions: bool,
-    /// A flush succeeds while requests wait in the queue of a paused engine (0.5.21).
-    pub flush_while_retracted: bool,
-    /// An update whose flush is refused is answered with 400 (0.5.22); the suite does not try it on those
-    /// that die of it.
-    pub survives_refused_flush: bool,
-    /// Unknown sampling parameters are refused (0.5.22).
-    pub strict_sampling: bool,
-}
-
-impl Dialect {
-    /// The dialect of SGLang 0.5.`patch`, for `patch` from 12.
-    pub fn of_release(patch: u32) -> Self {
-        Self {
-            shows_load_format: patch >= 18,
-            spans: patch >= 19,
-            ready: patch >= 20,
-            sessions: patch >= 21,
-            flush_while_retracted: patch >= 21,
-            survives_refused_flush: patch >= 22,
-            strict_sampling: patch >= 22,
-        }
-    }
-}
 
 /// The engine under test.
 #[derive(Debug, Clone)]
@@ -167,6 +132,10 @@ fn ensure(holds: bool, otherwise: impl FnOnce() -> String) -> Checked {
 const SETTLE: Duration = Duration::from_secs(30);
 
 impl Subject {
+    fn has(&self, feature: Feature) -> bool {
+        self.dialect.has(feature)
+    }
+
     fn engine(&self) -> Arc<dyn Engine> {
         Arc::new(self.client.clone())
     }

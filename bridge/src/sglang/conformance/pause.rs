@@ -6,6 +6,7 @@ use serde_json::json;
 
 use super::{Checked, Subject, ensure};
 use crate::engine::{Finish, PauseMode};
+use crate::sglang::Feature;
 
 /// How long a held request must stay unanswered to count as held. Unpaused, the engine answers it in a
 /// fraction of that.
@@ -14,7 +15,7 @@ const HELD: Duration = Duration::from_millis(700);
 pub(super) async fn holds_requests(subject: &Subject) -> Checked {
     for mode in [PauseMode::Retract, PauseMode::InPlace, PauseMode::Abort] {
         subject.client.pause(mode).await?;
-        if subject.dialect.ready {
+        if subject.has(Feature::Ready) {
             ensure(subject.client.ready().await? == Some(false), || {
                 format!("ready false expected while paused ({mode:?})")
             })?;
@@ -70,7 +71,7 @@ pub(super) async fn flush_retracted(subject: &Subject) -> Checked {
     let running = subject.start_long().await?;
     subject.client.pause(PauseMode::Retract).await?;
     let flushed = subject.client.flush_cache().await?;
-    let expected = subject.dialect.flush_while_retracted;
+    let expected = subject.has(Feature::FlushWhileRetracted);
     ensure(flushed == expected, || format!("flush {expected} expected while retracted, found {flushed}"))?;
     subject.client.pause(PauseMode::Abort).await?;
     let reply = running.finish().await?;

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::{Checked, Subject, ensure, update_of};
 use crate::engine::{Attached, LiveWeights, PauseMode};
 use crate::error::Error;
-use crate::sglang::DiskUpdated;
+use crate::sglang::{DiskUpdated, Feature};
 
 const FIRST: &str = "c0ffee000000:1";
 const SECOND: &str = "c0ffee000000:2";
@@ -46,7 +46,7 @@ pub(super) async fn paused(subject: &Subject) -> Checked {
     subject.client.resume().await?;
     ensure(done == DiskUpdated::Done, || format!("{done:?}"))?;
     let reply = running.finish().await?;
-    if subject.dialect.spans {
+    if subject.has(Feature::Spans) {
         let labels: Vec<_> = reply.spans.iter().map(|span| span.label.as_str()).collect();
         ensure(labels == [FIRST, SECOND], || {
             format!("spans of {FIRST} and {SECOND} expected: {:?}", reply.spans)
@@ -88,18 +88,18 @@ pub(super) async fn spans(subject: &Subject) -> Checked {
     subject.client.resume().await?;
     ensure(done == DiskUpdated::Done, || format!("{done:?}"))?;
     let reply = running.finish().await?;
-    ensure(reply.spans_reported == subject.dialect.spans, || {
-        format!("spans reported: {} expected", subject.dialect.spans)
+    ensure(reply.spans_reported == subject.has(Feature::Spans), || {
+        format!("spans reported: {} expected", subject.has(Feature::Spans))
     })?;
     let labels: Vec<_> = reply.spans.iter().map(|span| span.label.as_str()).collect();
-    let expected: &[&str] = if subject.dialect.spans { &[FIRST, SECOND] } else { &[SECOND] };
+    let expected: &[&str] = if subject.has(Feature::Spans) { &[FIRST, SECOND] } else { &[SECOND] };
     ensure(labels == expected, || format!("spans of {expected:?} expected: {:?}", reply.spans))
 }
 
 /// The answer that looks like a failure and is not: the weights are live, but neither cache nor reported
 /// label followed.
 pub(super) async fn refused_flush(subject: &Subject) -> Checked {
-    if !subject.dialect.survives_refused_flush {
+    if !subject.has(Feature::SurvivesRefusedFlush) {
         return Ok(());
     }
     subject.load(&subject.first, FIRST).await?;
@@ -132,7 +132,7 @@ pub(super) async fn relabel(subject: &Subject) -> Checked {
 }
 
 pub(super) async fn sessions(subject: &Subject) -> Checked {
-    let expected: [u16; 4] = if subject.dialect.sessions { [200, 400, 200, 400] } else { [404; 4] };
+    let expected: [u16; 4] = if subject.has(Feature::Sessions) { [200, 400, 200, 400] } else { [404; 4] };
     let calls = ["/begin_weight_update", "/begin_weight_update", "/end_weight_update", "/end_weight_update"];
     for (path, status) in calls.into_iter().zip(expected) {
         subject.status("POST", path, json!({}), &[status]).await?;

@@ -1,265 +1,135 @@
-//! Continuous batching: a model, its key-value cache, and the requests that wait and run.
+//! What the server tells the model between two passes.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::borrow::Cow;
+use std::path::Path;
 
-use tch::{Device, Kind, Tensor};
+use driftless_bridge::sglang::server::{Checksums, Ended, Generator, Job, Updated};
+use driftless_bridge::sglang::{DiskUpdate, Feature, Load, checksums_of};
+use driftless_transport::Checkpoint;
 
-use super::sampler::{Row, sample};
-use super::sequence::{Finish, Sequence};
-use crate::error::Result;
-use crate::models::{KvCache, Model};
-use crate::ops::log_softmax;
+use super::batcher::Batcher;
+use super::sequence::Sequence;
+use crate::error::Error;
+use crate::libtorch::bytes_of;
 
-/// Most tokens, padding included, that one prefill pass computes: bounds its activations.
-const PREFILL_TOKENS_MAX: usize = 8192;
-/// Smallest length a cache row is laid out for.
-const ROW_TOKENS_MIN: usize = 32;
-
-/// Bounds on what runs at once.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
-    /// Most requests that run at once.
-    pub(super) running: usize,
-    /// Most tokens that the cache holds.
-    pub(super) tokens: usize,
+impl Batcher {
+    fn load_from(&mut self, path: &Path) -> Result<(), Error> {
+        let weights = Checkpoint::open(path)?;
+        let loaded = tch::no_grad(|| self.model.load_from(&weights));
+        match &loaded {
+            // Everything that can be wrong with a checkpoint is found before the first weight is written;
+            // what is left is libtorch failing between two weights.
+            Err(Error::Torch(error)) => self.torn = Some(format!("weights are half loaded: {error}")),
+            Err(_) => {}
+            Ok(()) => self.torn = None,
+        }
+        loaded
+    }
 }
 
-/// Runs requests on a model, batching all that are in progress.
-pub(super) struct Generator {
-    pub(super) model: Model,
-    pub(super) running: Vec<Sequence>,
-    pub(super) waiting: VecDeque<Sequence>,
-    /// Name of the weights.
-    pub(super) version: String,
-    cache: KvCache,
-    /// Tokens that a row of the cache may come to hold; the number of rows follows from it.
-    row_tokens: usize,
-    /// Lowest first: rows that lie side by side are read without a copy.
-    free: BTreeSet<usize>,
-    limits: Limits,
-    stop_beats_length: bool,
-}
-
-impl Generator {
-    pub(super) fn new(
-        model: Model,
-        version: String,
-        limits: Limits,
-        stop_beats_length: bool,
-    ) -> Result<Self> {
-        let cache = model.cache(0)?;
-        let (running, waiting, free) = (Vec::new(), VecDeque::new(), BTreeSet::new());
-        Ok(Self { model, running, waiting, version, cache, row_tokens: 0, free, limits, stop_beats_length })
-    }
-
-    /// Whether a pass would have something to do.
-    pub(super) fn has_work(&self) -> bool {
-        !self.running.is_empty() || !self.waiting.is_empty()
-    }
-
-    /// Tokens held in the cache.
-    pub(super) fn used_tokens(&self) -> usize {
-        self.running.iter().map(|sequence| self.cache.length(sequence.slot)).sum()
-    }
-
-    /// One pass: the prompts of newly admitted requests, or else the next token of all running ones.
-    ///
-    /// # Errors
-    /// When libtorch fails. The requests stay as they were; see [`Generator::fail_all`].
-    pub(super) fn step(&mut self) -> Result<()> {
-        fail::fail_point!("engine.generate");
-        self.drop_aborted();
-        let admitted = self.admit()?;
-        if admitted > 0 {
-            return self.prefill(self.running.len() - admitted);
-        }
-        if self.running.is_empty() { Ok(()) } else { self.decode() }
-    }
-
-    /// Moves waiting requests into free rows, in order, as far as they fit. Returns how many.
-    fn admit(&mut self) -> Result<usize> {
-        let (mut admitted, mut width) = (0, 0);
-        while let Some(next) = self.waiting.front() {
-            let (length, longest) = (next.tokens.len(), next.longest());
-            if self.running.is_empty() {
-                self.lay_out(longest)?;
-            }
-            width = width.max(length);
-            let crowded = admitted > 0 && (admitted + 1) * width > PREFILL_TOKENS_MAX;
-            if crowded || longest > self.row_tokens {
-                break;
-            }
-            let Some(slot) = self.free.pop_first() else { break };
-            if let Some(mut sequence) = self.waiting.pop_front() {
-                sequence.slot = slot;
-                self.running.push(sequence);
-                admitted += 1;
-            }
-        }
-        Ok(admitted)
-    }
-
-    /// Gives the empty cache rows of `longest` tokens, and as many of them as the limits allow.
-    fn lay_out(&mut self, longest: usize) -> Result<()> {
-        let positions = usize::try_from(self.model.config().max_position_embeddings).unwrap_or(usize::MAX);
-        let row_tokens = longest.max(ROW_TOKENS_MIN).next_power_of_two().min(positions).max(longest);
-        if row_tokens == self.row_tokens {
-            return Ok(());
-        }
-        let rows = (self.limits.tokens / row_tokens).clamp(1, self.limits.running);
-        self.cache = self.model.cache(rows)?;
-        self.row_tokens = row_tokens;
-        self.free = (0..rows).collect();
-        Ok(())
-    }
-
-    /// Computes the cache of `running[first..]` from their tokens, and their next tokens.
-    fn prefill(&mut self, first: usize) -> Result<()> {
-        let batch = &self.running[first..];
-        let lengths: Vec<usize> = batch.iter().map(|sequence| sequence.tokens.len()).collect();
-        let slots: Vec<usize> = batch.iter().map(|sequence| sequence.slot).collect();
-        let tokens = batch.iter().map(|sequence| sequence.tokens.as_slice());
-        let tokens = padded(tokens, &lengths, self.model.device())?;
-        let hidden = self.model.extend(&tokens, &lengths, &slots, &mut self.cache)?;
-        let device = hidden.device();
-        let rows = Tensor::f_arange(lengths.len() as i64, (Kind::Int64, device))?;
-        let last: Vec<i64> = lengths.iter().map(|length| *length as i64 - 1).collect();
-        let last = Tensor::f_from_slice(&last)?.f_to_device(device)?;
-        let logits = self.model.logits(&hidden.f_index(&[Some(rows), Some(last)])?)?;
-        for (row, sequence) in self.running[first..].iter_mut().enumerate() {
-            if let Some(from) = sequence.prompt_log_probs_from
-                && sequence.prompt_log_probs.is_empty()
-            {
-                let prompt = &sequence.tokens[..sequence.prompt_tokens];
-                let hidden = hidden.f_get(row as i64)?;
-                sequence.prompt_log_probs = prompt_log_probs(&self.model, &hidden, prompt, from)?;
-            }
-        }
-        self.take(first, &logits)
-    }
-
-    /// The next token of every running request.
-    fn decode(&mut self) -> Result<()> {
-        self.running.sort_unstable_by_key(|sequence| sequence.slot);
-        let slots: Vec<usize> = self.running.iter().map(|sequence| sequence.slot).collect();
-        let last = self.running.iter().map(|sequence| &sequence.tokens[sequence.tokens.len() - 1..]);
-        let lengths = vec![1; slots.len()];
-        let tokens = padded(last, &lengths, self.model.device())?;
-        let hidden = self.model.extend(&tokens, &lengths, &slots, &mut self.cache)?;
-        let logits = self.model.logits(&hidden.f_select(1, 0)?)?;
-        self.take(0, &logits)
-    }
-
-    /// Samples the next token of `running[first..]`, and answers those that are done.
-    fn take(&mut self, first: usize, logits: &Tensor) -> Result<()> {
-        let rows: Vec<Row> = self.running[first..].iter().map(Sequence::row).collect();
-        let (ids, log_probs) = sample(logits, &rows)?;
-        let mut finished = Vec::new();
-        for (index, (id, log_prob)) in ids.into_iter().zip(log_probs).enumerate() {
-            let sequence = &mut self.running[first + index];
-            if let Some(finish) = sequence.push(id, log_prob, self.stop_beats_length) {
-                finished.push((first + index, finish));
-            }
-        }
-        for (index, finish) in finished.into_iter().rev() {
-            self.end(index, finish);
-        }
-        Ok(())
-    }
-
-    /// Answers a running request and frees its row.
-    fn end(&mut self, index: usize, finish: Finish) {
-        let sequence = self.running.remove(index);
-        self.cache.truncate(sequence.slot, 0);
-        self.free.insert(sequence.slot);
-        sequence.finish(finish, &self.version);
-    }
-
-    /// Marks requests that `matches` to end before the next pass; those that wait end at once.
-    pub(super) fn abort(&mut self, matches: impl Fn(&str) -> bool) {
-        for sequence in self.running.iter_mut().filter(|sequence| matches(&sequence.rid)) {
-            sequence.aborted = true;
-        }
-        let waiting = std::mem::take(&mut self.waiting);
-        for sequence in waiting {
-            match matches(&sequence.rid) {
-                true => sequence.finish(Finish::AbortedWaiting, &self.version),
-                false => self.waiting.push_back(sequence),
-            }
+impl Generator for Batcher {
+    fn submit(&mut self, job: Job) {
+        let seed = self.next_seed;
+        self.next_seed = seed.wrapping_add(1);
+        let sequence = Sequence::new(job, seed);
+        match &self.torn {
+            Some(reason) => sequence.finish(Ended::Failed(reason.clone()), &self.version),
+            None if sequence.sampling.max_new_tokens == 0 => sequence.finish(Ended::Length, &self.version),
+            None => self.waiting.push_back(sequence),
         }
     }
 
-    /// Ends running requests that were aborted, and drops those whose client has gone.
-    pub(super) fn drop_aborted(&mut self) {
-        for index in (0..self.running.len()).rev() {
-            if self.running[index].aborted || self.running[index].is_abandoned() {
-                self.end(index, Finish::Aborted);
-            }
+    fn step(&mut self) -> bool {
+        if self.paused || !self.has_work() {
+            return false;
         }
-        self.waiting.retain(|sequence| !sequence.is_abandoned());
+        if let Err(error) = tch::no_grad(|| self.pass()) {
+            tracing::error!(error = %chain(&error), "generation failed");
+            self.fail_all(&chain(&error));
+        }
+        true
     }
 
-    /// Sends all running requests back to the queue. Their cache is recomputed when they run again.
-    pub(super) fn retract(&mut self) {
-        for mut sequence in std::mem::take(&mut self.running) {
-            self.cache.truncate(sequence.slot, 0);
-            self.free.insert(sequence.slot);
-            sequence.retract();
-            self.waiting.push_back(sequence);
+    fn pause(&mut self, retract: bool) {
+        self.paused = true;
+        if retract {
+            self.drop_aborted();
+            self.retract_all();
         }
     }
 
-    /// Renames the weights. Requests that have tokens note under which name those were made.
-    pub(super) fn set_version(&mut self, version: &str) {
-        if version == self.version {
+    fn resume(&mut self) {
+        self.paused = false;
+    }
+
+    fn abort(&mut self, prefix: Option<&str>, now: bool) {
+        self.abort_matching(|rid| prefix.is_none_or(|prefix| rid.starts_with(prefix)));
+        if now || !self.paused {
+            self.drop_aborted();
+        }
+    }
+
+    /// Running requests always hold cache; waiting ones count unless the dialect ignores them while paused.
+    fn flush(&mut self) -> bool {
+        if !self.paused {
+            self.drop_aborted();
+        }
+        let waiting_counts = !(self.paused && self.dialect.has(Feature::FlushWhileRetracted));
+        self.running.is_empty() && (self.waiting.is_empty() || !waiting_counts)
+    }
+
+    fn load(&mut self, update: &DiskUpdate) -> Updated {
+        let flushable = self.flush();
+        if update.flush_cache && !flushable && !self.dialect.has(Feature::SurvivesRefusedFlush) {
+            return Updated::WouldEnd;
+        }
+        if let Err(error) = self.load_from(&update.model_path) {
+            tracing::error!(path = %update.model_path.display(), error = %chain(&error), "update refused");
+            return Updated::Refused(chain(&error));
+        }
+        if let Some(version) = &update.weight_version {
+            self.set_version(version);
+        }
+        match update.flush_cache && !flushable {
+            true => Updated::NotFlushed,
+            false => Updated::Loaded,
+        }
+    }
+
+    /// Requests that have tokens note under which name those were made.
+    fn set_version(&mut self, label: &str) {
+        if label == self.version {
             return;
         }
-        let old = std::mem::replace(&mut self.version, version.to_owned());
+        let old = std::mem::replace(&mut self.version, label.to_owned());
         for sequence in self.running.iter_mut().chain(&mut self.waiting) {
             sequence.version_changed(&old);
         }
     }
 
-    /// Answers every request with a failure, and starts over with an empty cache.
-    pub(super) fn fail_all(&mut self, reason: &str) {
-        for sequence in std::mem::take(&mut self.running).into_iter().chain(std::mem::take(&mut self.waiting))
-        {
-            sequence.finish(Finish::Failed(reason.to_owned()), &self.version);
+    fn session(&mut self, open: bool) -> bool {
+        std::mem::replace(&mut self.in_session, open) != open
+    }
+
+    fn checksums(&mut self) -> Result<Checksums, String> {
+        checksums_of(self.config.as_ref().map_err(String::clone)?, |name| {
+            let found = self.model.parameters().iter().find(|parameter| parameter.name == name);
+            let parameter = found.ok_or_else(|| format!("the model has no {name}"))?;
+            bytes_of(&parameter.tensor).map(Cow::Owned).map_err(|error| chain(&error))
+        })
+    }
+
+    fn busy(&self) -> Load {
+        Load {
+            num_running_reqs: self.running.len() as u64,
+            num_waiting_reqs: self.waiting.len() as u64,
+            num_used_tokens: self.used_tokens() as u64,
         }
-        self.row_tokens = 0;
     }
 }
 
-/// Rows of these lengths as `[R, T]` token ids, padded with 0.
-fn padded<'a>(rows: impl Iterator<Item = &'a [i64]>, lengths: &[usize], device: Device) -> Result<Tensor> {
-    let width = lengths.iter().copied().max().unwrap_or(1).max(1);
-    let mut tokens = vec![0_i64; width * lengths.len()];
-    for (place, row) in tokens.chunks_exact_mut(width).zip(rows) {
-        place[..row.len()].copy_from_slice(row);
-    }
-    let shape = [lengths.len() as i64, width as i64];
-    Ok(Tensor::f_from_slice(&tokens)?.f_view(shape)?.f_to_device(device)?)
-}
-
-/// `(log-probability, id)` of `prompt[from..]` given what stands before each, from the prompt's hidden states
-/// `[T, hidden]`. The first entry has no log-probability, as in SGLang.
-fn prompt_log_probs(
-    model: &Model,
-    hidden: &Tensor,
-    prompt: &[i64],
-    from: usize,
-) -> Result<Vec<(Option<f32>, i64)>> {
-    let Some((first, rest)) = prompt.get(from..).and_then(<[i64]>::split_first) else {
-        return Ok(Vec::new());
-    };
-    let mut entries = vec![(None, *first)];
-    if !rest.is_empty() {
-        let logits = model.logits(&hidden.f_narrow(0, from as i64, rest.len() as i64)?)?;
-        let ids = Tensor::f_from_slice(rest)?.f_to_device(logits.device())?.f_unsqueeze(1)?;
-        let one = Tensor::f_ones([1], (Kind::Float, logits.device()))?;
-        let log_probs = log_softmax(&logits, &one)?.f_gather(-1, &ids, false)?;
-        let log_probs: Vec<f32> = Vec::try_from(log_probs.f_flatten(0, -1)?)?;
-        entries.extend(log_probs.into_iter().map(Some).zip(rest.iter().copied()));
-    }
-    Ok(entries)
+/// An error with its causes, for a reply or a log line.
+fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

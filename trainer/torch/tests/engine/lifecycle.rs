@@ -183,7 +183,7 @@ fn a_client_that_hangs_up_aborts_its_request() {
 
 #[test]
 fn an_id_is_taken_once_and_the_queue_is_bounded() {
-    let fixture = Fixture::with(|options| options.max_queued_requests = 2);
+    let fixture = Fixture::with(|options| options.server.max_queued_requests = 2);
     let client = &fixture.client;
     let running = client.later("/generate", endless("r"));
     client.until_load(1, 0);
@@ -202,7 +202,7 @@ fn health_fails_while_paused_and_recovers() {
     assert_eq!(fixture.client.get("/health").status, 200);
     assert_eq!(fixture.client.get("/health_generate").status, 200);
     // A probe of a paused engine takes all the time it has.
-    let fixture = Fixture::with(|options| options.health_timeout = Duration::from_millis(200));
+    let fixture = Fixture::with(|options| options.server.health_timeout = Duration::from_millis(200));
     let client = &fixture.client;
     pause(client, "in_place");
     assert_eq!(client.get("/health").status, 503);

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use driftless_bridge::Keys;
 use driftless_testkit::flood::Flood;
 use driftless_torch::engine::EngineOptions;
 use serde_json::{Value, json};
@@ -29,8 +30,9 @@ const FILES: u64 = 192;
 const CONNECTIONS: usize = 300;
 
 fn locked(options: &mut EngineOptions, authorise: Duration, idle: Duration) {
-    options.api_key = Some(KEY.to_owned());
-    (options.limits.authorise, options.limits.idle) = (authorise, idle);
+    options.server.keys = Keys::new(Some(KEY), None).unwrap();
+    let limits = &mut options.server.limits;
+    (limits.authorise, limits.idle) = (authorise, idle);
 }
 
 fn connect(address: SocketAddr) -> TcpStream {

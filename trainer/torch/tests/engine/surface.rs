@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::net::TcpStream;
 
-use driftless_torch::engine::Dialect;
+use driftless_bridge::Keys;
 use serde_json::json;
 
 use crate::client::finish;
@@ -37,8 +37,7 @@ fn information_routes_have_what_clients_read() {
 #[test]
 fn keys_guard_the_routes_as_in_sglang() {
     let fixture = Fixture::with(|options| {
-        options.api_key = Some("user".to_owned());
-        options.admin_key = Some("admin".to_owned());
+        options.server.keys = Keys::new(Some("user"), Some("admin")).unwrap();
     });
     let (open, user, admin) =
         (&fixture.client, fixture.client.with_key("user"), fixture.client.with_key("admin"));
@@ -95,15 +94,4 @@ fn garbage_is_answered_and_the_engine_lives() {
         stream.write_all(bytes).unwrap();
     }
     client.ok("/generate", &greedy(&[1], 2));
-}
-
-#[test]
-fn dialects_by_name() {
-    for (name, dialect) in
-        [("0.5.12", Dialect::V0_5_12), ("0.5.17", Dialect::V0_5_17), ("0.5.23", Dialect::V0_5_23)]
-    {
-        assert_eq!(name.parse::<Dialect>().unwrap(), dialect);
-        assert_eq!(dialect.to_string().parse::<Dialect>().unwrap(), dialect);
-    }
-    assert!("0.4.0".parse::<Dialect>().is_err());
 }

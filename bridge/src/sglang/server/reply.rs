@@ -7,11 +7,11 @@ use axum::Json;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
 
-use super::checksum::{Checksums, engine, overall};
-use super::dialect::Dialect;
-use super::sequence::{Finish, Outcome};
-use super::worker::Updated;
+use super::{Checksums, Completion, Ended, Facts, Updated};
+use crate::engine::model::hex;
+use crate::sglang::dialect::{Dialect, Feature};
 
 /// An answer that is not the one asked for.
 #[derive(Debug)]
@@ -79,61 +79,56 @@ pub(super) fn verdict(success: bool, message: &str) -> Response {
 /// # Errors
 /// When the engine failed the request.
 pub(super) fn generated(
-    outcome: Outcome,
+    completion: Completion,
     log_probs: bool,
-    shown_version: &str,
+    facts: &Facts,
     received: Instant,
-    dialect: Dialect,
 ) -> Result<Value, Refusal> {
-    let finish = match &outcome.finish {
-        Finish::Stop(token) => json!({"type": "stop", "matched": token}),
-        Finish::Length => json!({"type": "length", "length": outcome.max_new_tokens}),
-        Finish::Aborted => {
+    let shown_version = facts.serving.weight_version.as_str();
+    let finish = match &completion.finish {
+        Ended::Stop(token) => json!({"type": "stop", "matched": token}),
+        Ended::Length => json!({"type": "length", "length": completion.max_new_tokens}),
+        Ended::Aborted => {
             json!({"type": "abort", "message": "Aborted", "status_code": null, "err_type": null})
         }
-        Finish::AbortedWaiting => json!({"type": "abort", "message": "Abort in waiting queue"}),
-        Finish::Failed(reason) => return Err(Refusal::message(StatusCode::INTERNAL_SERVER_ERROR, reason)),
+        Ended::AbortedWaiting => json!({"type": "abort", "message": "Abort in waiting queue"}),
+        Ended::Failed(reason) => return Err(Refusal::message(StatusCode::INTERNAL_SERVER_ERROR, reason)),
     };
-    let waiting = outcome.finish == Finish::AbortedWaiting;
+    let waiting = completion.finish == Ended::AbortedWaiting;
     let mut meta = Map::new();
-    meta.insert("id".into(), json!(outcome.rid));
+    meta.insert("id".into(), json!(completion.rid));
     meta.insert("finish_reason".into(), finish);
     if !waiting {
-        meta.insert("prompt_tokens".into(), json!(outcome.prompt_tokens));
-        meta.insert("num_retractions".into(), json!(outcome.retractions));
-        for (name, value) in [
-            ("reasoning_tokens", json!(0)),
-            ("cached_tokens", json!(0)),
-            ("cached_tokens_details", json!(null)),
-        ] {
-            meta.insert(name.into(), value);
-        }
+        meta.insert("prompt_tokens".into(), json!(completion.prompt_tokens));
+        meta.insert("num_retractions".into(), json!(completion.retractions));
+        meta.insert("reasoning_tokens".into(), json!(0));
+        meta.insert("cached_tokens".into(), json!(0));
+        meta.insert("cached_tokens_details".into(), json!(null));
         meta.insert("dp_rank".into(), json!(null));
     }
     meta.insert("weight_version".into(), json!(shown_version));
-    if dialect.has_spans() {
-        let last = outcome.spans.last().map_or(shown_version, |span| span.version.as_str());
+    if facts.dialect.has(Feature::Spans) {
+        let last = completion.spans.last().map_or(shown_version, |span| span.label.as_str());
         meta.insert("weight_version".into(), json!(last));
-        let span = |s: &super::sequence::Span| json!({"version": s.version, "start": s.start, "end": s.end});
-        meta.insert("weight_versions".into(), outcome.spans.iter().map(span).collect());
+        meta.insert("weight_versions".into(), json!(completion.spans));
     }
     if log_probs {
-        let output = outcome.log_probs.iter().zip(&outcome.output_ids);
+        let output = completion.log_probs.iter().zip(&completion.output_ids);
         let output: Value = output.map(|(log_prob, id)| json!([log_prob, id, null])).collect();
-        let prompt = outcome.prompt_log_probs.iter();
+        let prompt = completion.prompt_log_probs.iter();
         let prompt: Value = prompt.map(|(log_prob, id)| json!([log_prob, id, null])).collect();
         meta.insert("input_token_logprobs".into(), prompt);
         meta.insert("output_token_logprobs".into(), output);
-        meta.insert("output_token_logprobs_length".into(), json!(outcome.output_ids.len()));
+        meta.insert("output_token_logprobs_length".into(), json!(completion.output_ids.len()));
     }
-    meta.insert("completion_tokens".into(), json!(outcome.output_ids.len()));
+    meta.insert("completion_tokens".into(), json!(completion.output_ids.len()));
     meta.insert("e2e_latency".into(), json!(received.elapsed().as_secs_f64()));
     meta.insert("response_sent_to_client_ts".into(), json!(unix_seconds()));
     let mut entry = Map::new();
     if waiting {
         entry.insert("text".into(), json!(""));
     }
-    entry.insert("output_ids".into(), json!(outcome.output_ids));
+    entry.insert("output_ids".into(), json!(completion.output_ids));
     entry.insert("meta_info".into(), Value::Object(meta));
     Ok(Value::Object(entry))
 }
@@ -170,15 +165,15 @@ pub(super) fn checked(sums: &Checksums, dialect: Dialect) -> Response {
     let mut place = json!({
         "tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "rank": 0, "size": 1
     });
-    if dialect.has_roles() {
+    if dialect.has(Feature::Roles) {
         place["role"] = json!("target");
         place = json!([place]);
     }
     let mut rank = json!({"checksums": sums, "parallelism_info": place});
     let mut body = json!({"success": true, "message": "Success."});
-    if dialect.has_engine_checksum() {
+    if dialect.has(Feature::EngineChecksum) {
         let sum = overall(sums);
-        body["per_engine_checksum"] = json!(engine(&sum));
+        body["per_engine_checksum"] = json!(over_ranks(&sum));
         rank["per_gpu_checksum"] = json!(sum);
     }
     body["ranks"] = json!([rank]);
@@ -188,4 +183,42 @@ pub(super) fn checked(sums: &Checksums, dialect: Dialect) -> Response {
 /// Seconds since 1970, as SGLang stamps replies.
 pub(super) fn unix_seconds() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |elapsed| elapsed.as_secs_f64())
+}
+
+/// One digest of many sums: SHA-256 over names and sums, sorted by name.
+fn overall(sums: &Checksums) -> String {
+    let mut hash = Sha256::new();
+    for (name, sum) in sums {
+        hash.update(name);
+        hash.update(sum);
+    }
+    hex(&hash.finalize())
+}
+
+/// The digest over ranks, of which there is one.
+fn over_ranks(rank: &str) -> String {
+    hex(&Sha256::digest(rank))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overall_sums_are_those_of_sglang() {
+        // A reply of SGLang 0.5.23 on a CPU, with skip_tensor_list ["mlp", "norm"].
+        let sums: Checksums = [
+            ("model.embed_tokens.weight", "1ce9f4ca6e52a9c6"),
+            ("model.layers.0.self_attn.qkv_proj.weight", "d0d673719bab76a9"),
+            ("model.layers.0.self_attn.o_proj.weight", "aa724f73e78f7fa3"),
+            ("model.layers.1.self_attn.qkv_proj.weight", "3c5b115952019c3f"),
+            ("model.layers.1.self_attn.o_proj.weight", "11b69d85dae54aa8"),
+            ("lm_head.weight", "d3ccf51444c3f1a9"),
+        ]
+        .map(|(name, sum)| (name.to_owned(), sum.to_owned()))
+        .into();
+        let rank = overall(&sums);
+        assert_eq!(rank, "01d7c5999389ad3a8f7645794ced7fb6abc70cba9835c12878d6c793cb2fe526");
+        assert!(over_ranks(&rank).starts_with("16d3aec42213c8d3500a21c5c7dbcc6f975482"));
+    }
 }

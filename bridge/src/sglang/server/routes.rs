@@ -1,15 +1,14 @@
 //! SGLang's routes.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::SyncSender;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, Query, Request, State};
-use axum::http::{StatusCode, header};
+use axum::extract::{self, DefaultBodyLimit, Query};
+use axum::http::{Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -20,14 +19,15 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-use super::auth::{Access, Pass};
-use super::dialect::Dialect;
-use super::gate::{Gate, Registry, Rejected};
-use super::info::{self, Facts, Shown};
+use super::auth::{Pass, pass};
 use super::reply::{self, Refusal};
-use super::request::{self, Bounds, new_rid, parse};
-use super::sequence::{Finish, Job, Outcome, Sampling};
-use super::worker::{Answer, Command, Update, Updated, chain};
+use super::request::{new_rid, parse};
+use super::state::{Registry, Rejected};
+use super::worker::Worker;
+use super::{Completion, Ended, Facts, Job, Request, Sampling, ServerState, Updated, info};
+use crate::keys::Keys;
+use crate::sglang::DiskUpdate;
+use crate::sglang::dialect::Feature;
 
 /// Largest body that is read.
 const BODY_BYTES_MAX: usize = 64 << 20;
@@ -37,30 +37,35 @@ const DRAIN_INTERVAL: Duration = Duration::from_millis(100);
 const FLUSH_INTERVAL: Duration = Duration::from_millis(20);
 
 /// What every handler sees.
+#[derive(Debug)]
 pub(super) struct Shared {
-    pub(super) commands: SyncSender<Command>,
-    pub(super) gate: Gate,
+    pub(super) worker: Worker,
+    pub(super) state: Arc<ServerState>,
     pub(super) registry: Arc<Registry>,
-    pub(super) access: Access,
-    pub(super) bounds: Bounds,
-    pub(super) facts: Facts,
-    /// What `/model_info` shows: changes with updates.
-    pub(super) shown: Mutex<Shown>,
+    pub(super) keys: Keys,
+    pub(super) address: SocketAddr,
     pub(super) healthy: AtomicBool,
     /// When the last health probe was answered, and whether by a token.
     pub(super) probed: tokio::sync::Mutex<Option<(Instant, bool)>>,
     pub(super) health_timeout: Duration,
 }
 
+type Handle = extract::State<Arc<Shared>>;
 type Reply = Result<Response, Refusal>;
 
-/// The router of one engine.
-pub(super) fn router(shared: Arc<Shared>) -> Router {
-    let dialect = shared.facts.dialect;
-    let check = if dialect.has_engine_checksum() { get(check).post(self::check) } else { post(self::check) };
-    let mut router = Router::new()
+/// Routes that the oldest dialect lacks, with what brought them.
+const LATER: [(&str, Feature); 3] = [
+    ("/ready", Feature::Ready),
+    ("/begin_weight_update", Feature::Sessions),
+    ("/end_weight_update", Feature::Sessions),
+];
+
+/// The routes of a server, with what `extend` makes of them behind its keys and its bound on bodies.
+pub(super) fn router(shared: Arc<Shared>, extend: impl FnOnce(Router) -> Router) -> Router {
+    let routes = Router::new()
         .route("/health", get(health))
         .route("/health_generate", get(health))
+        .route("/ready", get(ready))
         .route("/model_info", get(model_info))
         .route("/get_model_info", get(model_info))
         .route("/server_info", get(server_info))
@@ -74,68 +79,64 @@ pub(super) fn router(shared: Arc<Shared>) -> Router {
         .route("/flush_cache", get(flush).post(flush))
         .route("/update_weights_from_disk", post(update))
         .route("/update_weight_version", post(rename))
-        .route("/weights_checker", check);
-    if dialect.has_sessions() {
-        router = router
-            .route("/ready", get(ready))
-            .route("/begin_weight_update", post(begin))
-            .route("/end_weight_update", post(end));
-    }
-    router
-        .fallback(async || Refusal::json(StatusCode::NOT_FOUND, &json!({"detail": "Not Found"})))
-        .method_not_allowed_fallback(async || {
-            Refusal::json(StatusCode::METHOD_NOT_ALLOWED, &json!({"detail": "Method Not Allowed"}))
-        })
-        .layer(middleware::from_fn_with_state(Arc::clone(&shared), authorise))
+        .route("/begin_weight_update", post(begin))
+        .route("/end_weight_update", post(end))
+        .route("/weights_checker", get(check).post(check))
+        .fallback(async || not_found())
+        .method_not_allowed_fallback(async || not_allowed())
+        .with_state(Arc::clone(&shared));
+    extend(routes)
+        .layer(middleware::from_fn_with_state(shared, authorise))
         // Outside of what reads the body.
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
-        .with_state(shared)
+}
+
+fn not_found() -> Refusal {
+    Refusal::json(StatusCode::NOT_FOUND, &json!({"detail": "Not Found"}))
+}
+
+fn not_allowed() -> Refusal {
+    Refusal::json(StatusCode::METHOD_NOT_ALLOWED, &json!({"detail": "Method Not Allowed"}))
 }
 
 impl Shared {
-    /// Gives the generating thread a command and waits for its answer.
-    async fn ask<T>(&self, command: impl FnOnce(Answer<T>) -> Command) -> Result<T, Refusal> {
-        let (done, answer) = oneshot::channel();
-        self.commands.try_send(command(done)).map_err(|_| Refusal::unavailable())?;
-        answer.await.map_err(|_| Refusal::unavailable())
-    }
-
-    /// Passes the gate with a call's requests and waits for all of them. Dropping the future aborts them.
-    async fn run(&self, requests: Vec<request::Request>) -> Result<Vec<Outcome>, Refusal> {
-        let _reader = self.gate.enter().await;
+    /// Waits until the server is not paused, then until all requests of a call are complete. Dropping the future
+    /// aborts them.
+    async fn run(&self, requests: Vec<Request>) -> Result<Vec<Completion>, Refusal> {
+        let _reader = self.state.enter().await;
         let mut answers = Vec::with_capacity(requests.len());
-        for request::Request { rid, prompt, sampling, prompt_log_probs_from } in requests {
+        for request in requests {
             let (reply, answer) = oneshot::channel();
-            let job = Job { rid, prompt, sampling, prompt_log_probs_from, reply };
-            self.commands.try_send(Command::Generate(job)).map_err(|_| Refusal::unavailable())?;
+            self.worker.tell(move |generator| generator.submit(Job { request, reply }))?;
             answers.push(answer);
         }
-        let mut outcomes = Vec::with_capacity(answers.len());
+        let mut completions = Vec::with_capacity(answers.len());
         for answer in answers {
-            outcomes.push(answer.await.map_err(|_| Refusal::unavailable())?);
+            completions.push(answer.await.map_err(|_| Refusal::unavailable())?);
         }
-        Ok(outcomes)
+        Ok(completions)
     }
 
-    fn shown<T>(&self, with: impl FnOnce(&mut Shown) -> T) -> T {
-        // Plain values: whole whatever a panicking holder was doing.
-        with(&mut self.shown.lock().unwrap_or_else(PoisonError::into_inner))
+    fn facts(&self) -> Facts {
+        self.state.facts().clone()
     }
 
-    fn dialect(&self) -> Dialect {
-        self.facts.dialect
+    fn has(&self, feature: Feature) -> bool {
+        self.state.facts().dialect.has(feature)
     }
 }
 
-async fn authorise(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
-    let authorization = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    match shared.access.pass(request.method(), request.uri().path(), authorization) {
-        Pass::Granted => admit(request, next).await,
-        Pass::Probe => next.run(request).await,
-        Pass::Refused => {
-            Refusal::json(StatusCode::UNAUTHORIZED, &json!({"error": "Unauthorized"})).into_response()
-        }
+async fn authorise(extract::State(shared): Handle, request: extract::Request, next: Next) -> Response {
+    let path = request.uri().path();
+    let authorization = request.headers().get(header::AUTHORIZATION).map(|value| value.as_bytes());
+    let passes = pass(&shared.keys, request.method(), path, authorization);
+    if passes == Pass::Refused {
+        return Refusal::json(StatusCode::UNAUTHORIZED, &json!({"error": "Unauthorized"})).into_response();
     }
+    if LATER.iter().any(|(later, feature)| *later == path && !shared.has(*feature)) {
+        return not_found().into_response();
+    }
+    if passes == Pass::Granted { admit(request, next).await } else { next.run(request).await }
 }
 
 /// The body of a control call. Unknown keys are ignored, as in SGLang.
@@ -143,26 +144,26 @@ fn body<T: DeserializeOwned>(bytes: &Bytes) -> Result<T, Refusal> {
     serde_json::from_slice(bytes).map_err(Refusal::malformed)
 }
 
-async fn generate(State(shared): State<Arc<Shared>>, body: Bytes) -> Reply {
+async fn generate(extract::State(shared): Handle, body: Bytes) -> Reply {
     let received = Instant::now();
-    let call = parse(&body, shared.dialect(), &shared.bounds)?;
+    let call = parse(&body, &shared.facts())?;
     let ids = call.requests.iter().map(|request| request.rid.clone()).collect();
     let _lease = shared.registry.lease(ids).map_err(|rejected| match rejected {
         Rejected::Duplicate(id) => Refusal::invalid(format!("Duplicate request ID detected: {id}")),
         Rejected::Full => Refusal::message(StatusCode::SERVICE_UNAVAILABLE, "The request queue is full."),
     })?;
-    let outcomes = shared.run(call.requests).await?;
-    let version = shared.shown(|shown| shown.weight_version.clone());
-    let mut entries = Vec::with_capacity(outcomes.len());
-    for outcome in outcomes {
-        entries.push(reply::generated(outcome, call.log_probs, &version, received, shared.dialect())?);
+    let completions = shared.run(call.requests).await?;
+    let facts = shared.facts();
+    let mut entries = Vec::with_capacity(completions.len());
+    for completion in completions {
+        entries.push(reply::generated(completion, call.log_probs, &facts, received)?);
     }
     let single = if call.is_list { None } else { entries.pop() };
     Ok(Json(single.unwrap_or(Value::Array(entries))).into_response())
 }
 
 /// Generates one token. While the engine is paused this waits, and ends in 503, as in SGLang.
-async fn health(State(shared): State<Arc<Shared>>) -> StatusCode {
+async fn health(extract::State(shared): Handle) -> StatusCode {
     let answered = tokio::time::timeout(shared.health_timeout, probe(&shared, Instant::now())).await;
     let healthy = answered.unwrap_or(false);
     shared.healthy.store(healthy, Ordering::Relaxed);
@@ -186,35 +187,35 @@ async fn probe(shared: &Shared, asked: Instant) -> bool {
         seed: Some(0),
     };
     let rid = format!("HEALTH_CHECK_{}", new_rid());
-    let request = request::Request { rid, prompt: vec![0], sampling, prompt_log_probs_from: None };
-    let failed = |outcome: &Outcome| matches!(outcome.finish, Finish::Failed(_));
-    let healthy = matches!(shared.run(vec![request]).await, Ok(outcomes) if !outcomes.iter().any(failed));
+    let request = Request { rid, prompt: vec![0], sampling, prompt_log_probs_from: None };
+    let failed = |completion: &Completion| matches!(completion.finish, Ended::Failed(_));
+    let healthy = matches!(shared.run(vec![request]).await, Ok(done) if !done.iter().any(failed));
     *probed = Some((Instant::now(), healthy));
     healthy
 }
 
-async fn ready(State(shared): State<Arc<Shared>>) -> StatusCode {
-    match !shared.gate.is_paused() && shared.healthy.load(Ordering::Relaxed) {
+async fn ready(extract::State(shared): Handle) -> StatusCode {
+    match !shared.state.is_paused() && shared.healthy.load(Ordering::Relaxed) {
         true => StatusCode::OK,
         false => StatusCode::SERVICE_UNAVAILABLE,
     }
 }
 
-async fn model_info(State(shared): State<Arc<Shared>>) -> Json<Value> {
-    Json(shared.shown(|shown| info::model_info(&shared.facts, shown)))
+async fn model_info(extract::State(shared): Handle) -> Json<Value> {
+    Json(info::model_info(&shared.facts()))
 }
 
-async fn server_info(State(shared): State<Arc<Shared>>) -> Json<Value> {
-    Json(info::server_info(&shared.facts))
+async fn server_info(extract::State(shared): Handle) -> Json<Value> {
+    Json(info::server_info(&shared.facts(), shared.address))
 }
 
-async fn models(State(shared): State<Arc<Shared>>) -> Json<Value> {
-    Json(shared.shown(|shown| info::models(&shared.facts, shown)))
+async fn models(extract::State(shared): Handle) -> Json<Value> {
+    Json(info::models(&shared.facts()))
 }
 
-async fn loads(State(shared): State<Arc<Shared>>) -> Reply {
-    let load = shared.ask(|done| Command::Load { done }).await?;
-    Ok(Json(info::loads(&shared.facts, load)).into_response())
+async fn loads(extract::State(shared): Handle) -> Reply {
+    let load = shared.worker.ask(|generator| generator.busy()).await?;
+    Ok(Json(info::loads(&shared.facts(), load)).into_response())
 }
 
 #[derive(Deserialize)]
@@ -230,13 +231,13 @@ struct PauseBody {
     mode: Option<Mode>,
 }
 
-async fn pause(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
+async fn pause(extract::State(shared): Handle, bytes: Bytes) -> Reply {
     let mode = body::<PauseBody>(&bytes)?.mode.unwrap_or(Mode::Abort);
-    shared.gate.set_paused(true);
+    shared.state.set_paused(true);
     match mode {
         Mode::Abort => drain(&shared).await?,
-        Mode::InPlace => shared.ask(|done| Command::Pause { retract: false, done }).await?,
-        Mode::Retract => shared.ask(|done| Command::Pause { retract: true, done }).await?,
+        Mode::InPlace => shared.worker.ask(|generator| generator.pause(false)).await?,
+        Mode::Retract => shared.worker.ask(|generator| generator.pause(true)).await?,
     }
     Ok(Json(json!({"message": "Generation paused successfully.", "status": "ok"})).into_response())
 }
@@ -244,17 +245,17 @@ async fn pause(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
 /// Aborts everything until no request is left.
 async fn drain(shared: &Shared) -> Result<(), Refusal> {
     loop {
-        shared.ask(|done| Command::Abort { prefix: None, now: true, done }).await?;
-        if tokio::time::timeout(DRAIN_INTERVAL, shared.gate.lock().write()).await.is_ok() {
+        shared.worker.ask(|generator| generator.abort(None, true)).await?;
+        if tokio::time::timeout(DRAIN_INTERVAL, shared.state.lock().write()).await.is_ok() {
             return Ok(());
         }
     }
 }
 
-async fn resume(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
+async fn resume(extract::State(shared): Handle, bytes: Bytes) -> Reply {
     body::<serde_json::Map<String, Value>>(&bytes)?;
-    shared.ask(|done| Command::Continue { done }).await?;
-    shared.gate.set_paused(false);
+    shared.worker.ask(|generator| generator.resume()).await?;
+    shared.state.set_paused(false);
     Ok(Json(json!({"message": "Generation continued successfully.", "status": "ok"})).into_response())
 }
 
@@ -265,7 +266,7 @@ struct AbortBody {
 }
 
 /// The id has to be one that is under way; requests whose ids only start with it are aborted with it.
-async fn abort(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
+async fn abort(extract::State(shared): Handle, bytes: Bytes) -> Reply {
     let AbortBody { rid, abort_all } = body(&bytes)?;
     let prefix = match abort_all {
         Some(true) => None,
@@ -274,7 +275,7 @@ async fn abort(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
             None => return Ok(StatusCode::OK.into_response()),
         },
     };
-    shared.ask(|done| Command::Abort { prefix, now: false, done }).await?;
+    shared.worker.ask(move |generator| generator.abort(prefix.as_deref(), false)).await?;
     Ok(StatusCode::OK.into_response())
 }
 
@@ -283,11 +284,11 @@ struct FlushQuery {
     timeout: Option<String>,
 }
 
-async fn flush(State(shared): State<Arc<Shared>>, Query(query): Query<FlushQuery>) -> Reply {
+async fn flush(extract::State(shared): Handle, Query(query): Query<FlushQuery>) -> Reply {
     let seconds = query.timeout.as_deref().map_or(Ok(0.0), str::parse::<f64>).map_err(Refusal::malformed)?;
     let timeout = Duration::try_from_secs_f64(seconds).map_err(Refusal::malformed)?;
     let started = Instant::now();
-    while !shared.ask(|done| Command::Flush { done }).await? {
+    while !shared.worker.ask(|generator| generator.flush()).await? {
         if started.elapsed() >= timeout {
             return Ok((StatusCode::BAD_REQUEST, "Flush cache failed.\n").into_response());
         }
@@ -307,7 +308,7 @@ struct UpdateBody {
     flush_cache: Option<bool>,
 }
 
-async fn update(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
+async fn update(extract::State(shared): Handle, bytes: Bytes) -> Reply {
     let body: UpdateBody = body(&bytes)?;
     // In a task of its own: a client that hangs up must not leave a load that nobody takes note of.
     tokio::spawn(load(shared, body)).await.unwrap_or_else(|_| Err(Refusal::unavailable()))
@@ -315,31 +316,32 @@ async fn update(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
 
 async fn load(shared: Arc<Shared>, body: UpdateBody) -> Reply {
     if body.abort_all_requests == Some(true) {
-        shared.ask(|done| Command::Abort { prefix: None, now: false, done }).await?;
+        shared.worker.ask(|generator| generator.abort(None, false)).await?;
     }
-    let format = body.load_format.unwrap_or_else(|| shared.shown(|shown| shown.load_format.clone()));
+    let format = body.load_format.unwrap_or_else(|| shared.state.facts().serving.load_format.clone());
     if !matches!(format.as_str(), "auto" | "safetensors") {
         let reason = format!("Failed to get model loader: {format} is not supported");
         return Ok(reply::updated(&Updated::Refused(reason), None));
     }
     // Not paused: wait for the running requests, and let new ones wait behind. Paused: at once.
-    let _writer = if shared.gate.is_paused() { None } else { Some(shared.gate.lock().write().await) };
-    let update = Update {
-        path: body.model_path.clone(),
-        version: body.weight_version.clone(),
-        flush: body.flush_cache.unwrap_or(true),
+    let _writer = if shared.state.is_paused() { None } else { Some(shared.state.lock().write().await) };
+    let (model_path, version) = (body.model_path.display().to_string(), body.weight_version.clone());
+    let update = DiskUpdate {
+        model_path: body.model_path,
+        load_format: Some(format.clone()),
+        weight_version: body.weight_version,
+        flush_cache: body.flush_cache.unwrap_or(true),
+        only_patch: false,
     };
-    let updated = shared.ask(|done| Command::Update(update, done)).await?;
+    let updated = shared.worker.ask(move |generator| generator.load(&update)).await?;
     if updated == Updated::Loaded {
-        shared.shown(|shown| {
-            shown.model_path = body.model_path.display().to_string();
-            shown.load_format = format;
-            if let Some(version) = &body.weight_version {
-                shown.weight_version.clone_from(version);
-            }
-        });
+        let mut facts = shared.state.facts();
+        (facts.serving.model_path, facts.serving.load_format) = (model_path, format);
+        if let Some(version) = &version {
+            facts.serving.weight_version.clone_from(version);
+        }
     }
-    Ok(reply::updated(&updated, body.weight_version.as_deref()))
+    Ok(reply::updated(&updated, version.as_deref()))
 }
 
 #[derive(Deserialize)]
@@ -348,14 +350,14 @@ struct RenameBody {
     abort_all_requests: Option<bool>,
 }
 
-async fn rename(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
+async fn rename(extract::State(shared): Handle, bytes: Bytes) -> Reply {
     let RenameBody { new_version: version, abort_all_requests } = body(&bytes)?;
     if abort_all_requests.unwrap_or(true) {
-        shared.ask(|done| Command::Abort { prefix: None, now: false, done }).await?;
+        shared.worker.ask(|generator| generator.abort(None, false)).await?;
     }
-    let name = version.clone();
-    shared.ask(|done| Command::SetVersion { version: name, done }).await?;
-    shared.shown(|shown| shown.weight_version.clone_from(&version));
+    let label = version.clone();
+    shared.worker.ask(move |generator| generator.set_version(&label)).await?;
+    shared.state.facts().serving.weight_version.clone_from(&version);
     let message = format!("Weight version updated to {version}");
     Ok(Json(json!({"success": true, "message": message, "new_version": version})).into_response())
 }
@@ -374,16 +376,16 @@ struct BeginBody {
     _selector: Option<Selector>,
 }
 
-async fn begin(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
+async fn begin(extract::State(shared): Handle, bytes: Bytes) -> Reply {
     body::<BeginBody>(&bytes)?;
-    let opened = shared.ask(|done| Command::Begin { done }).await?;
+    let opened = shared.worker.ask(|generator| generator.session(true)).await?;
     let refused = "a weight-update session is already open; call end_weight_update() first";
     Ok(reply::verdict(opened, if opened { "Success" } else { refused }))
 }
 
-async fn end(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
+async fn end(extract::State(shared): Handle, bytes: Bytes) -> Reply {
     body::<serde_json::Map<String, Value>>(&bytes)?;
-    let closed = shared.ask(|done| Command::End { done }).await?;
+    let closed = shared.worker.ask(|generator| generator.session(false)).await?;
     let refused = "no weight-update session is open; call begin_weight_update() first";
     Ok(reply::verdict(closed, if closed { "Success" } else { refused }))
 }
@@ -394,8 +396,11 @@ struct CheckBody {
     skip_tensor_list: Option<Vec<String>>,
 }
 
-async fn check(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
-    let needs_body = !shared.dialect().has_engine_checksum();
+async fn check(extract::State(shared): Handle, method: Method, bytes: Bytes) -> Reply {
+    let needs_body = !shared.has(Feature::EngineChecksum);
+    if needs_body && method != Method::POST {
+        return Err(not_allowed());
+    }
     let body = if bytes.is_empty() && !needs_body { CheckBody::default() } else { body(&bytes)? };
     let action = match body.action {
         Some(action) => action,
@@ -406,8 +411,10 @@ async fn check(State(shared): State<Arc<Shared>>, bytes: Bytes) -> Reply {
         return Ok(reply::verdict(false, &format!("Unsupported action='{action}'")));
     }
     let skip = body.skip_tensor_list.unwrap_or_default();
-    match shared.ask(|done| Command::Check { skip, done }).await? {
-        Ok(sums) => Ok(reply::checked(&sums, shared.dialect())),
-        Err(error) => Ok(reply::verdict(false, &chain(&error))),
-    }
+    let mut sums = match shared.worker.ask(|generator| generator.checksums()).await? {
+        Ok(sums) => sums,
+        Err(error) => return Ok(reply::verdict(false, &error)),
+    };
+    sums.retain(|name, _| !skip.iter().any(|part| name.contains(part)));
+    Ok(reply::checked(&sums, shared.facts().dialect))
 }

@@ -1,14 +1,14 @@
 //! The body of `/generate`: parsing, SGLang's defaults, and everything that is refused before it is queued.
 
 use std::collections::HashSet;
+use std::hash::{BuildHasher, Hasher, RandomState};
 
-use rand::Rng;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::dialect::Dialect;
 use super::reply::Refusal;
-use super::sequence::Sampling;
+use super::{Facts, Request, Sampling};
+use crate::sglang::dialect::{Dialect, Feature};
 
 /// `top_k` that keeps the whole vocabulary.
 const TOP_K_ALL: i64 = 1 << 30;
@@ -17,17 +17,6 @@ const TEMPERATURE_MIN: f64 = 1e-6;
 /// Most requests that one call may hold.
 const BATCH_MAX: usize = 4096;
 
-/// What a request is checked against.
-#[derive(Clone, Debug)]
-pub(super) struct Bounds {
-    pub(super) vocabulary: i64,
-    /// Longest sequence of the model.
-    pub(super) context: usize,
-    /// Longest sequence that the cache holds.
-    pub(super) cache: usize,
-    pub(super) eos: Vec<i64>,
-}
-
 /// A whole call: one request, or a batch whose answer is a list.
 #[derive(Debug)]
 pub(super) struct Call {
@@ -35,15 +24,6 @@ pub(super) struct Call {
     pub(super) is_list: bool,
     /// Whether log-probabilities of the output are returned.
     pub(super) log_probs: bool,
-}
-
-/// One checked request.
-#[derive(Debug)]
-pub(super) struct Request {
-    pub(super) rid: String,
-    pub(super) prompt: Vec<i64>,
-    pub(super) sampling: Sampling,
-    pub(super) prompt_log_probs_from: Option<usize>,
 }
 
 #[derive(Deserialize)]
@@ -113,7 +93,7 @@ fn present<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<Option<i
 /// # Errors
 /// The refusal that SGLang would answer with, or, where SGLang would crash (a token id outside the
 /// vocabulary), a 400.
-pub(super) fn parse(body: &[u8], dialect: Dialect, bounds: &Bounds) -> Result<Call, Refusal> {
+pub(super) fn parse(body: &[u8], facts: &Facts) -> Result<Call, Refusal> {
     let body: Body = serde_json::from_slice(body).map_err(Refusal::malformed)?;
     refuse_unsupported(&body)?;
     let (prompts, mut is_list) = match body.input_ids {
@@ -132,10 +112,10 @@ pub(super) fn parse(body: &[u8], dialect: Dialect, bounds: &Bounds) -> Result<Ca
     let log_probs = body.return_logprob.unwrap_or(false);
     let mut requests = Vec::with_capacity(prompts.len());
     for ((prompt, params), rid) in prompts.into_iter().zip(params).zip(rids) {
-        let params = read_params(params, dialect)?;
-        check_prompt(&prompt, bounds)?;
+        let params = read_params(params, facts.dialect)?;
+        check_prompt(&prompt, facts)?;
         let copies = copies(&params)?;
-        let sampling = sampling(params, prompt.len(), bounds)?;
+        let sampling = sampling(params, prompt.len(), facts)?;
         let start = body.logprob_start_len.filter(|_| log_probs);
         let prompt_log_probs_from = prompt_log_probs_from(start, prompt.len())?;
         is_list |= copies > 1;
@@ -203,37 +183,41 @@ fn rids(given: Option<OneOrMany<String>>, prompts: usize, is_list: bool) -> Resu
 
 /// A fresh id: 32 hex digits.
 pub(super) fn new_rid() -> String {
-    format!("{:032x}", rand::rng().random::<u128>())
+    // Each has keys of its own, at random.
+    let random = || RandomState::new().build_hasher().finish();
+    format!("{:016x}{:016x}", random(), random())
 }
 
 fn read_params(value: Value, dialect: Dialect) -> Result<Params, Refusal> {
     match value {
         Value::Null => Ok(Params::default()),
-        Value::Object(_) => Params::deserialize(value).map_err(|error| match dialect.has_contract() {
-            true => Refusal::contract(error.to_string()),
-            false => Refusal::internal(),
-        }),
+        Value::Object(_) => {
+            Params::deserialize(value).map_err(|error| match dialect.has(Feature::StrictSampling) {
+                true => Refusal::contract(error.to_string()),
+                false => Refusal::internal(),
+            })
+        }
         other => Err(Refusal::malformed(format!(
             "sampling_params: Input should be a valid dictionary, got {other}"
         ))),
     }
 }
 
-fn check_prompt(prompt: &[i64], bounds: &Bounds) -> Result<(), Refusal> {
+fn check_prompt(prompt: &[i64], facts: &Facts) -> Result<(), Refusal> {
     if prompt.is_empty() {
         return Err(Refusal::invalid("input_ids cannot be empty."));
     }
-    if prompt.len() >= bounds.context {
+    if prompt.len() >= facts.context {
         return Err(Refusal::invalid(format!(
             "The input ({} tokens) is longer than the model's context length ({} tokens).",
             prompt.len(),
-            bounds.context
+            facts.context
         )));
     }
-    match prompt.iter().find(|id| !(0..bounds.vocabulary).contains(*id)) {
+    match prompt.iter().find(|id| !(0..facts.vocabulary).contains(*id)) {
         Some(id) => Err(Refusal::invalid(format!(
             "input_ids holds {id}, which is outside the vocabulary [0, {}).",
-            bounds.vocabulary
+            facts.vocabulary
         ))),
         None => Ok(()),
     }
@@ -247,7 +231,7 @@ fn copies(params: &Params) -> Result<i64, Refusal> {
     }
 }
 
-fn sampling(params: Params, prompt: usize, bounds: &Bounds) -> Result<Sampling, Refusal> {
+fn sampling(params: Params, prompt: usize, facts: &Facts) -> Result<Sampling, Refusal> {
     refuse_params(&params)?;
     let mut temperature = params.temperature.unwrap_or(1.0);
     let mut top_k = params.top_k.unwrap_or(-1);
@@ -267,9 +251,9 @@ fn sampling(params: Params, prompt: usize, bounds: &Bounds) -> Result<Sampling, 
     } else if top_k < 1 {
         format!("top_k must be -1 (disable) or at least 1, got {top_k}.")
     } else {
-        let max_new_tokens = max_new_tokens(params.max_new_tokens.unwrap_or(Some(128)), prompt, bounds)?;
+        let max_new_tokens = max_new_tokens(params.max_new_tokens.unwrap_or(Some(128)), prompt, facts)?;
         let mut stop = params.stop_token_ids.unwrap_or_default();
-        stop.extend(&bounds.eos);
+        stop.extend(&facts.eos);
         // SGLang's `ignore_eos` switches the request's own stop tokens off too.
         if params.ignore_eos == Some(true) {
             stop.clear();
@@ -321,26 +305,26 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-fn max_new_tokens(asked: Option<i64>, prompt: usize, bounds: &Bounds) -> Result<usize, Refusal> {
-    let room = bounds.context.min(bounds.cache).saturating_sub(prompt);
+fn max_new_tokens(asked: Option<i64>, prompt: usize, facts: &Facts) -> Result<usize, Refusal> {
+    let room = facts.context.min(facts.max_total_tokens).saturating_sub(prompt);
     let Some(asked) = asked else { return Ok(room) };
     let Ok(asked) = usize::try_from(asked) else {
         return Err(Refusal::invalid(format!("max_new_tokens must be at least 0, got {asked}.")));
     };
     let total = asked.saturating_add(prompt);
-    if total > bounds.context {
+    if total > facts.context {
         return Err(Refusal::invalid(format!(
             "Requested token count exceeds the model's maximum context length of {} tokens. You requested a \
              total of {total} tokens: {prompt} tokens from the input messages and {asked} tokens for the \
              completion. Please reduce the number of tokens in the input messages or the completion to fit \
              within the limit.",
-            bounds.context
+            facts.context
         )));
     }
-    if total > bounds.cache {
+    if total > facts.max_total_tokens {
         return Err(Refusal::invalid(format!(
             "Requested {total} tokens, but the cache holds {} (max_total_tokens).",
-            bounds.cache
+            facts.max_total_tokens
         )));
     }
     Ok(asked)
@@ -362,11 +346,19 @@ fn prompt_log_probs_from(start: Option<i64>, prompt: usize) -> Result<Option<usi
 mod tests {
     use serde_json::json;
 
+    use super::super::Weights;
     use super::*;
 
+    fn facts() -> Facts {
+        let [model_path, load_format, weight_version] = ["/m", "auto", "default"].map(str::to_owned);
+        let mut facts = Facts::new(Weights { model_path, load_format, weight_version }, "Qwen3ForCausalLM");
+        (facts.vocabulary, facts.context, facts.max_total_tokens) = (256, 2048, 1024);
+        facts.eos = vec![7];
+        facts
+    }
+
     fn parse_with(dialect: Dialect, body: &Value) -> Result<Call, Refusal> {
-        let bounds = Bounds { vocabulary: 256, context: 2048, cache: 1024, eos: vec![7] };
-        parse(body.to_string().as_bytes(), dialect, &bounds)
+        parse(body.to_string().as_bytes(), &Facts { dialect, ..facts() })
     }
 
     fn refusal(sampling: Value) -> (u16, String) {
@@ -471,9 +463,8 @@ mod tests {
             let refusal = parse_with(Dialect::default(), &body).unwrap_err();
             assert_eq!(refusal.status.as_u16(), 400, "{body}");
         }
-        let bounds = Bounds { vocabulary: 2, context: 8, cache: 8, eos: vec![] };
         for raw in [&b""[..], b"{bad json", b"{\"input_ids\": [1", b"\xff\xfe"] {
-            assert_eq!(parse(raw, Dialect::default(), &bounds).unwrap_err().status.as_u16(), 400);
+            assert_eq!(parse(raw, &facts()).unwrap_err().status.as_u16(), 400);
         }
     }
 }
