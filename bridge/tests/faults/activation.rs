@@ -299,7 +299,7 @@ fn applied_but_not_flushed_counts_as_applied() {
 }
 
 #[test]
-fn an_engine_that_dies_before_it_is_told_to_continue_is_activated_again() {
+fn engine_that_dies_before_its_continue_is_activated_again() {
     let mut scene = Scene::new();
     scene.fake.fault("POST /flush_cache", Fault::Die);
     scene.fake.engine().faults.insert(
@@ -402,7 +402,7 @@ fn stopped_at(scene: &mut Scene, call: &'static str) -> Error {
 }
 
 #[test]
-fn a_follower_that_is_stopped_while_an_engine_loads_leaves_it_fenced_and_says_so() {
+fn follower_stopped_while_an_engine_loads_leaves_it_fenced() {
     let mut scene = Scene::new();
     let error = stopped_at(&mut scene, "POST /update_weights_from_disk");
     assert!(matches!(&error, Error::GivenUp { call, .. } if call.contains("from_disk")), "{error}");
@@ -413,7 +413,7 @@ fn a_follower_that_is_stopped_while_an_engine_loads_leaves_it_fenced_and_says_so
 }
 
 #[test]
-fn a_follower_that_is_stopped_before_the_load_lets_the_engine_go_on() {
+fn follower_stopped_before_the_load_lets_the_engine_go_on() {
     let mut scene = Scene::new();
     let error = stopped_at(&mut scene, "POST /flush_cache");
     assert!(matches!(&error, Error::GivenUp { call, .. } if call.contains("flush")), "{error}");

@@ -192,7 +192,7 @@ fn a_failed_update_leaves_the_engine_with_all_of_its_memory() {
 /// Whatever call the follower died after, the next one brings the engine to the version, or says that it must
 /// be started again.
 #[test]
-fn a_follower_that_dies_in_between_is_followed_by_one_that_ends_it() {
+fn follower_that_dies_in_between_leaves_it_to_the_next() {
     for (label, released) in [
         ("L?partial", &[][..]),
         ("L?released=kv_cache", &["kv_cache"][..]),

@@ -203,7 +203,7 @@ fn a_host_that_never_answers_costs_its_grace_and_is_named() {
 
 /// A follower of another run, or one that is behind, which answers before anybody else.
 #[test]
-fn a_host_that_prepares_something_else_is_the_straggler_and_no_measure_for_others() {
+fn host_that_prepares_another_version_is_the_only_straggler() {
     let scene = scene(1);
     for (version, label) in [(1, "ffffffffffff:1".to_owned()), (2, scene.label(1))] {
         let reply = json!({"version": 1, "label": label, "links": 0, "bytes": 0, "changed": 0});

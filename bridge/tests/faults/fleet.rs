@@ -156,7 +156,7 @@ fn when_every_engine_is_down_the_error_names_them() {
 }
 
 #[test]
-fn a_restarted_engine_is_attached_again_and_not_asked_before_it_is_in_step() {
+fn restarted_engine_is_attached_again_and_asked_once_in_step() {
     let scene = scene(1, patient());
     scene.fakes[0].kill();
     let fleet = scene.fleet.clone();

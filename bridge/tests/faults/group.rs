@@ -161,7 +161,7 @@ fn a_refusal_in_the_middle_leaves_nobody_waiting_or_labelled() {
 }
 
 #[test]
-fn an_engine_that_refuses_its_pause_leaves_the_others_as_they_were() {
+fn engine_that_refuses_its_pause_leaves_the_others_as_they_were() {
     let mut scene = Scene::new();
     scene.fakes[1].fault("POST /pause_generation", Fault::Answer(500, "no".into()));
     assert!(matches!(scene.fails(), Error::Status { status: 500, .. }));
@@ -230,7 +230,7 @@ fn wrong_weights_are_seen() {
 }
 
 #[test]
-fn memory_that_is_mapped_otherwise_is_refused_before_anything_is_posted() {
+fn memory_that_is_mapped_otherwise_is_refused_before_any_call() {
     let mut scene = Scene::with(|root, _| root.cumem = Some(true));
     let error = scene.fails();
     assert!(matches!(&error, Error::Refused { what, .. } if what.contains("NCCL_CUMEM_ENABLE")), "{error}");
@@ -238,7 +238,7 @@ fn memory_that_is_mapped_otherwise_is_refused_before_anything_is_posted() {
 }
 
 #[test]
-fn push_of_quantised_weights_is_refused_before_anything_is_posted() {
+fn push_of_quantised_weights_is_refused_before_any_call() {
     let mut scene = Scene::new();
     let started_with = scene.fakes[0].engine().started_with.clone();
     drop(in_fp8(&started_with));

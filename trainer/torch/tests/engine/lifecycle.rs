@@ -83,7 +83,7 @@ fn a_retracting_pause_recomputes_with_the_new_weights() {
 }
 
 #[test]
-fn an_aborting_pause_answers_running_requests_and_blocks_new_ones() {
+fn aborting_pause_answers_running_requests_and_blocks_new_ones() {
     let fixture = Fixture::new();
     let client = &fixture.client;
     let running: Vec<_> = (0..3).map(|i| client.later("/generate", endless(&format!("r{i}")))).collect();

@@ -153,7 +153,7 @@ fn ask(address: SocketAddr, method: &str, path: &str, body: &Value) -> Value {
 }
 
 #[test]
-fn an_engine_generates_and_loads_under_more_connections_than_descriptors() {
+fn engine_serves_under_more_connections_than_descriptors() {
     let dir = tempfile::tempdir().unwrap();
     for (name, seed) in [("a", 1), ("b", 2)] {
         write_checkpoint(&dir.path().join(name), &config(), seed);
@@ -211,7 +211,7 @@ fn who_is_slow_without_the_key_is_closed_and_who_has_it_stays() {
 }
 
 #[test]
-fn a_generation_outlasts_every_deadline_and_a_body_that_stops_does_not() {
+fn generation_outlasts_deadlines_that_a_stopped_body_does_not() {
     let fixture = Fixture::with(|options| locked(options, SHORT, SHORT));
     let (address, client) = (fixture.server.address(), fixture.client.with_key(KEY));
     client.ok("/pause_generation", &json!({"mode": "in_place"}));

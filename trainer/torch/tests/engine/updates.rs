@@ -38,7 +38,7 @@ fn an_update_changes_the_weights_and_the_names() {
 }
 
 #[test]
-fn samples_of_nan_have_no_log_probability_and_a_sound_update_mends_that() {
+fn samples_of_nan_have_no_log_prob_until_a_sound_update() {
     let fixture = Fixture::new();
     let client = &fixture.client;
     // What follows the header is weights, and all bits of an f32 set are NaN.
