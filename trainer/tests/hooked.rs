@@ -13,7 +13,6 @@ use driftless_trainer::sample::{Engines, Turn, answer_of};
 use driftless_trainer::tasks::{Sourced, Task, tiny};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 const ANSWERS: u64 = 2;
 

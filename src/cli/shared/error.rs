@@ -298,6 +298,7 @@ fn torch_code(error: &driftless::torch::Error) -> u8 {
     match error {
         Torch::Loop(error) => trainer_code(error),
         Torch::Transport(error) => transport_code(error),
+        Torch::Http(error) => http_code(error),
         Torch::Json { .. } | Torch::Tensor { .. } | Torch::Resume { .. } => 3,
         _ => 1,
     }

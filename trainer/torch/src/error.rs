@@ -100,6 +100,9 @@ pub enum Error {
     /// A checkpoint, publication or store answered with an error.
     #[error(transparent)]
     Transport(#[from] driftless_transport::Error),
+    /// The engine's address cannot be listened on.
+    #[error(transparent)]
+    Http(#[from] driftless_http::Error),
     /// A part of the loop that needs no libtorch answered with an error.
     #[error(transparent)]
     Loop(#[from] driftless_trainer::Error),

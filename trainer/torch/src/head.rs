@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::error::Result;
 use crate::models::Gradients;

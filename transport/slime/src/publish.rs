@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use derive_setters::Setters;
-use driftless_store::{Error as StoreError, PutMode, Store, probe_conditional_put};
 use driftless_store::pool::{Bounds, in_order, threads};
+use driftless_store::{Error as StoreError, PutMode, Store, probe_conditional_put};
 use driftless_transport::foreign::{STATE_DIR, check_finite};
 use driftless_transport::publish::{Progress, ProgressFn, Published, Start};
 use driftless_transport::replica::Applied;
@@ -253,7 +253,8 @@ impl Publisher {
         // The new bytes, and the frame that is made of them.
         let weights = tensors.iter().map(|info| Ok(2 * info.byte_len()?)).collect::<Result<Vec<_>>>()?;
         let bounds = Bounds { threads: threads(WORKERS_MAX), weight: MEMORY_MAX };
-        let feed = |index: usize| Ok((index, check_length(&tensors[index], snapshot.bytes(index)?)?));
+        let feed =
+            |index: usize| Ok::<_, Error>((index, check_length(&tensors[index], snapshot.bytes(index)?)?));
         let work = |(index, new): (usize, Cow<'_, [u8]>)| {
             let (info, old) = (&base.tensors()[index], base.bytes(index)?);
             if old == new {

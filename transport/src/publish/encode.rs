@@ -16,9 +16,9 @@ use super::upload::Packer;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::manifest::{Base, File, Kind, Manifest, Piece};
-use driftless_store::pool::Bounds;
 use crate::replica::Replica;
 use crate::snapshot::TensorInfo;
+use driftless_store::pool::Bounds;
 
 /// Where a piece of a tensor too large for one object may be cut, in bytes: whole blocks of every element
 /// type.

@@ -47,7 +47,6 @@ use crate::ids::Version;
 use crate::manifest::{
     Algorithms, Base, FORMAT, Features, File, Kind, Manifest, Tables, Tensor, VERSION_MAX,
 };
-use driftless_store::pool::Bounds;
 use crate::replica::refuse_foreign_place;
 use crate::run::{Committed, Run};
 use crate::sign::signature_bytes;
@@ -55,6 +54,7 @@ use crate::snapshot::{Snapshot, TensorInfo};
 use baseline::Baseline;
 use catch_up::is_lost;
 use device::{DeviceUse as Used, Devices};
+use driftless_store::pool::Bounds;
 use encode::{BaseView, Coded, Coder, Done, Encoder};
 use plan::{Anchors, Plan};
 use shard::Whole;

@@ -13,8 +13,8 @@ use super::{Progress, ProgressFn};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::manifest::{Part, Piece};
-use driftless_store::pool::in_order;
 use crate::snapshot::TensorInfo;
+use driftless_store::pool::in_order;
 
 /// What a thread is given.
 enum Work<'a> {

@@ -19,10 +19,10 @@ use super::state::{Copy, State, Tables, digests_to_bytes};
 use crate::checkpoint::write_weights;
 use crate::error::{Error, Result};
 use crate::manifest::{File, Tensor};
-use driftless_store::pool::{Bounds, as_they_come, in_order, threads};
 use crate::prepared::Offering;
 use crate::run::Committed;
 use crate::snapshot::{AuxFile, TensorInfo};
+use driftless_store::pool::{Bounds, as_they_come, in_order, threads};
 
 /// Tensor data per weight file of a rebuilt checkpoint, as the reference writes them.
 const SHARD_BYTES: u64 = 5_000_000_000;

@@ -32,9 +32,9 @@ use std::time::Duration;
 
 use axum::Router;
 use derive_setters::Setters;
-use driftless_store::wait::Stop;
-use driftless_http::listen::{Limits, serve_http};
 use driftless_http::Threads;
+use driftless_http::listen::{Limits, serve_http};
+use driftless_store::wait::Stop;
 
 use super::{DiskUpdate, Load};
 use crate::error::{Error, Result};
@@ -152,7 +152,7 @@ impl Server {
     /// its keys.
     ///
     /// # Errors
-    /// [`Listen`](driftless_transport::Error::Listen) if the address cannot be had; [`Error::SetUp`] if the
+    /// [`Listen`](driftless_http::Error::Listen) if the address cannot be had; [`Error::SetUp`] if the
     /// generator's thread cannot; those of `generator`.
     pub fn start<E>(
         address: SocketAddr,
@@ -161,29 +161,32 @@ impl Server {
         extend: impl FnOnce(Router) -> Router,
     ) -> Result<Self, E>
     where
-        E: From<Error> + From<driftless_transport::Error>,
+        E: From<Error> + From<driftless_http::Error>,
     {
         let mut started = None;
         let threads = Threads { io: 1, blocking: 1 };
-        let http = driftless_http::Server::start("engine-http", address, threads, |listener, _| -> Result<_, E> {
-            let address = listener.local_addr().unwrap_or(address);
-            let (state, generator) = generator()?;
-            let worker = Worker::start(generator, options.max_queued_requests + CONTROL_CALLS_MAX);
-            let worker = worker
-                .map_err(|source| Error::SetUp { what: "the generating thread", source: source.into() })?;
-            let shared = Arc::new(Shared {
-                worker,
-                state,
-                registry: Registry::new(options.max_queued_requests),
-                keys: options.keys,
-                address,
-                healthy: AtomicBool::new(true),
-                probed: tokio::sync::Mutex::default(),
-                health_timeout: options.health_timeout,
-            });
-            started = Some(shared.clone());
-            Ok(serve_http(listener, options.limits, routes::router(shared, extend)))
-        })?;
+        let http =
+            driftless_http::Server::start("engine-http", address, threads, |listener, _| -> Result<_, E> {
+                let address = listener.local_addr().unwrap_or(address);
+                let (state, generator) = generator()?;
+                let worker = Worker::start(generator, options.max_queued_requests + CONTROL_CALLS_MAX);
+                let worker = worker.map_err(|source| Error::SetUp {
+                    what: "the generating thread",
+                    source: source.into(),
+                })?;
+                let shared = Arc::new(Shared {
+                    worker,
+                    state,
+                    registry: Registry::new(options.max_queued_requests),
+                    keys: options.keys,
+                    address,
+                    healthy: AtomicBool::new(true),
+                    probed: tokio::sync::Mutex::default(),
+                    health_timeout: options.health_timeout,
+                });
+                started = Some(shared.clone());
+                Ok(serve_http(listener, options.limits, routes::router(shared, extend)))
+            })?;
         // Set where nothing failed.
         let shared = started.ok_or(Error::GeneratorEnded)?;
         Ok(Self { http, shared })

@@ -11,8 +11,8 @@ use super::EngineOptions;
 use super::sampler::{Row, sample};
 use super::sequence::Sequence;
 use crate::error::{Result, io};
-use crate::ops::log_softmax;
 use crate::models::{KvCache, Model};
+use crate::ops::log_softmax;
 
 /// Most tokens, padding included, that one prefill pass computes: bounds its activations.
 const PREFILL_TOKENS_MAX: usize = 8192;

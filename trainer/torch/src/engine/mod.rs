@@ -82,7 +82,7 @@ impl EngineOptions {
 /// Listens, loads the model, and serves on threads of its own; returns once requests are accepted.
 ///
 /// # Errors
-/// [`Error::Transport`](crate::Error::Transport) for an address that cannot be had, and together with
+/// [`Error::Http`](crate::Error::Http) for an address that cannot be had, and together with
 /// [`Config`](crate::Error::Config), [`Tensor`](crate::Error::Tensor) and [`Io`](crate::Error::Io) for a checkpoint
 /// that cannot be served; [`Input`](crate::Error::Input) for a limit of 0 or a host without an address.
 pub fn serve(options: EngineOptions) -> Result<Server> {

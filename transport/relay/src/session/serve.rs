@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -46,10 +46,6 @@ pub(crate) struct Sessions {
 }
 
 type Threads = Arc<Mutex<Vec<JoinHandle<()>>>>;
-
-fn lock(threads: &Threads) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
-    lock(&threads)
-}
 
 impl Sessions {
     /// Listens on `addr`, and serves on threads of its own what `relay` has.
