@@ -11,7 +11,6 @@ use std::time::Duration;
 use async_trait::async_trait;
 use driftless_bridge::push::nccl::{Group, GroupOptions};
 use driftless_bridge::push::{PushActivator, PushOptions};
-
 use driftless_delta::Element;
 use driftless_delta::cuda::{self, Codec};
 use driftless_store::{Memory, Store};
