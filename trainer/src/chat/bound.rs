@@ -6,8 +6,10 @@ use regex::{Captures, Regex};
 
 use super::json::DEPTH_MAX;
 
-/// Elements of lists and maps that are looked at in a rendering, which is seconds.
-const ELEMENTS_MAX: usize = 20_000_000;
+/// Elements that a list or a map may have.
+const LENGTH_MAX: usize = 1_000_000;
+/// Elements that are looked at in a rendering, which is seconds.
+const ELEMENTS_MAX: usize = 5_000_000;
 /// Name of the filter that looks at a value, and of the number of elements that it may still look at.
 const BOUNDED: &str = "driftless_bounded";
 /// What the engine's namespaces are called. Only they can be changed, and so hold themselves.
@@ -55,9 +57,12 @@ fn look(value: &Value, depth: usize, is_attribute: bool, mut left: usize) -> Res
     }
     // What has no length can be gone through once only.
     let Some(count) = object.enumerator_len() else { return Ok(left) };
-    left = match left.checked_sub(count) {
+    left = match left.checked_sub(count).filter(|_| count <= LENGTH_MAX) {
         Some(left) => left,
-        None => return refused(format!("it sets lists or maps of more than {ELEMENTS_MAX} elements in all")),
+        None => {
+            let most = format!("{LENGTH_MAX} elements, or {ELEMENTS_MAX} in all");
+            return refused(format!("it sets lists or maps of more than {most}"));
+        }
     };
     for (_, element) in object.try_iter_pairs().into_iter().flatten() {
         left = look(&element, depth + 1, is_attribute, left)?;
