@@ -17,7 +17,7 @@ pub struct StepMetrics {
     /// The same of each file of prompts, where there are several.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rewards: BTreeMap<String, f64>,
-    /// Share of the prompts of which a sample has a reward of 1 or more.
+    /// Share of the prompts with a sample whose reward is 1 or more.
     #[serde(default)]
     pub pass: f64,
     /// Groups whose samples all have one reward: nothing can be learned from comparing them.
@@ -229,7 +229,7 @@ pub struct SetMetrics {
     pub samples: u64,
     /// Mean reward.
     pub reward: f64,
-    /// Share of the prompts of which a sample has a reward of 1 or more: pass@k, with k samples of each.
+    /// Share of the prompts with a sample whose reward is 1 or more: pass@k for k samples.
     pub pass: f64,
     /// Share of the samples that have a reward of 1 or more: pass@1.
     #[serde(default)]
@@ -238,7 +238,7 @@ pub struct SetMetrics {
     pub response_length: f64,
     /// Share of the samples that were cut off at the token limit.
     pub truncated: f64,
-    /// Prompts that are in none of these figures, because a sample was not generated or got no reward.
+    /// Prompts that these figures leave out, because a sample was not generated or got no reward.
     pub failed: u64,
 }
 

@@ -129,7 +129,7 @@ fn chatml_of_a_question_is_the_question_between_its_marks() {
 }
 
 #[test]
-fn what_a_template_raises_is_said_with_its_place() {
+fn template_error_is_told_with_its_place() {
     let template = ChatTemplate::from_source(TEMPLATES[4].1, &SPECIAL).unwrap();
     let words = template.render_json(CHATS[4].0, None, None).unwrap_err().to_string();
     assert!(words.contains("roles must alternate") && words.contains("line"), "{words}");

@@ -197,7 +197,7 @@ async fn an_answer_of_which_a_crash_left_a_part_is_made_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hook_that_asks_for_too_much_drops_its_group_with_the_reason() {
+async fn hook_that_asks_too_much_drops_its_group() {
     let dir = tempfile::tempdir().unwrap();
     let task = task(dir.path());
     for (reply, found) in [

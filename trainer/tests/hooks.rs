@@ -62,7 +62,7 @@ async fn a_command_is_given_prompt_response_label_and_numbers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_no_reward_names_the_sample_and_what_was_found() {
+async fn reply_that_is_no_reward_names_the_sample() {
     let cases = [
         (r#"echo "{\"id\": $n, \"rewards\": [1, NaN]}""#, "sample 40", "NaN"),
         (r#"echo "{\"id\": $n, \"rewards\": [1, \"high\"]}""#, "sample 41", "high"),
@@ -93,7 +93,7 @@ async fn a_command_that_died_is_started_again_and_keeps_the_group() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_command_that_is_late_is_killed_and_the_next_group_gets_a_new_one() {
+async fn late_command_is_killed_and_started_for_the_next_group() {
     let dir = tempfile::tempdir().unwrap();
     let mark = dir.path().join("late");
     let path = mark.display();

@@ -276,7 +276,7 @@ fn device() -> Option<Codec> {
 }
 
 #[test]
-fn versions_encoded_on_a_device_are_those_of_the_host_byte_for_byte() {
+fn versions_encoded_on_a_device_equal_the_hosts() {
     let Some(device) = device() else { return };
     let [on_device, on_host] = [(), ()].map(|()| Stage::new(1));
     let steps = on_device.train_with(Some(device), Arc::new(|_| {})).unwrap().steps;
@@ -322,7 +322,7 @@ fn an_engine_that_is_down_is_left_until_it_answers_again() {
 }
 
 #[test]
-fn an_engine_that_does_not_take_a_version_does_not_keep_it_from_the_others() {
+fn refusing_engine_keeps_no_version_from_others() {
     let stage = Stage::new(2);
     stage
         .train(|rollout, fakes| {
@@ -348,7 +348,7 @@ fn the_only_engine_started_again_amid_a_rollout_is_brought_back() {
 }
 
 #[test]
-fn a_version_that_no_engine_took_is_pushed_before_the_run_goes_on() {
+fn version_no_engine_took_is_pushed_before_going_on() {
     let mut stage = Stage::new(1);
     stage.update_deadline = Duration::from_secs(2);
     let error = stage
@@ -371,7 +371,7 @@ fn a_version_that_no_engine_took_is_pushed_before_the_run_goes_on() {
 }
 
 #[test]
-fn what_pushing_lacks_is_told_before_anything_is_done() {
+fn push_without_its_driver_is_refused_first() {
     let stage = Stage::new(1);
     let options = stage.options().with_push(Some(Pushes::new(|_| Err("no CUDA driver".into()))));
     let mover = Mover { device: None, weights: Vec::new(), place: None };

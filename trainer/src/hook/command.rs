@@ -51,7 +51,7 @@ impl Pool {
 
     async fn start(&self) -> mpsc::Sender<Job> {
         let processes = self.options.processes.max(1);
-        // Who has no process to turn to waits here.
+        // A question waits here for a free process.
         let (queue, jobs) = mpsc::channel(processes);
         let jobs = Arc::new(Mutex::new(jobs));
         for _ in 0..processes {
@@ -73,7 +73,7 @@ async fn work(options: HookOptions, jobs: Arc<Mutex<mpsc::Receiver<Job>>>) {
     loop {
         let job = jobs.lock().await.recv().await;
         let Some(Job { id, line, mut answer }) = job else { return };
-        // Whoever asked may have been stopped; the process then owes an answer that nobody takes, and ends.
+        // The asking task may have been stopped. The process then owes an answer that has no taker, and ends.
         tokio::select! {
             answered = serve(&options, &mut process, id, &line) => {
                 let _ = answer.send(answered);
@@ -159,7 +159,7 @@ impl Process {
         }
     }
 
-    /// How it ended, or that it said more than an answer has.
+    /// How the process ended, or that its line was longer than an answer may be.
     async fn ended(&mut self, answer: &[u8]) -> Broken {
         if answer.len() as u64 >= ANSWER_BYTES_MAX {
             return Broken::Nonsense(format!("a line of more than {ANSWER_BYTES_MAX} bytes"));

@@ -1,5 +1,5 @@
-//! From what a command calls a sample to one that can be trained on: every trained token has the id, the
-//! log-probability and the version that an engine gave it.
+//! A command's claim becomes a sample that can be trained on: every trained token has the id, the log-probability and
+//! the version that an engine gave it.
 
 use driftless_bridge::Generation;
 use serde::Deserialize;
@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use super::Fault;
 use crate::sample::{Trajectory, TrajectoryBuilder};
 
-/// What a command says that a sample is.
+/// A sample as a command describes it.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Claim {
@@ -22,7 +22,7 @@ pub(super) struct Claim {
     pub(super) metadata: Option<Box<RawValue>>,
 }
 
-/// What an engine was given and what it made of it.
+/// A generation with what the engine read.
 #[derive(Debug, Clone)]
 pub(super) struct Made {
     pub(super) input_ids: Vec<i32>,
@@ -65,7 +65,7 @@ pub(super) fn assemble(
 }
 
 impl Trajectory {
-    /// Trains on less than what the engines made.
+    /// Trains on a part of what the engines wrote.
     fn masked(mut self, mask: Vec<u8>) -> Result<Self, Fault> {
         if mask.len() != self.loss_mask.len() || mask.iter().any(|keep| *keep > 1) {
             let expected = format!("`loss_mask` of 0 and 1 for {} response tokens", self.loss_mask.len());
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn sample_of_two_turns_has_log_probs_and_versions_where_engines_wrote() {
+    fn two_turns_have_log_probs_where_engines_wrote() {
         // The engine wrote 3 4, a tool 5 6, the engine 7.
         let turns = [made(&[1, 2], &[3, 4], 8), made(&[1, 2, 3, 4, 5, 6], &[7], 9)];
         let sample = assemble(Claim::default(), &[1, 2], &turns, Some(8)).unwrap();
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn sample_that_keeps_part_of_a_generation_is_cut_with_its_version() {
+    fn part_of_a_generation_is_kept_with_its_version() {
         let sample = assemble(claim(&[1, 2, 3, 9]), &[1, 2], &[made(&[1, 2], &[3, 4], 8)], None).unwrap();
         assert_eq!((sample.loss_mask, sample.log_probs), (vec![1, 0], vec![-3.0, 0.0]));
         assert_eq!((sample.spans, sample.finish), (vec![span(8, 0, 1)], buffer::Finish::Stop));
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_sample_is_refused_with_what_it_has_to_be() {
+    fn claim_that_is_no_sample_is_refused_with_the_rule() {
         let turns = [made(&[1, 2], &[3, 4], 8)];
         let refused = |claim: Claim, vocabulary| assemble(claim, &[1, 2], &turns, vocabulary).unwrap_err();
         assert!(refused(claim(&[9, 3]), None).expected.contains("prompt_len"));

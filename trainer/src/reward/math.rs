@@ -74,7 +74,7 @@ fn same(answer: &str, label: &str) -> bool {
     };
     (0..POINTS).all(|point| {
         let (Some(a), Some(b)) = (value_at(ours, point), value_at(theirs, point)) else { return false };
-        // `50%` is both 50 and 0.5 to those who write labels.
+        // Labels use `50%` for 50 and for 0.5.
         close(a, b) || our_percent && close(a / 100.0, b) || their_percent && close(a, b / 100.0)
     })
 }
@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_boxed_last_is_found_with_its_braces() {
+    fn last_boxed_text_is_found_with_its_braces() {
         assert_eq!(boxed(r"\boxed{1} \boxed{\frac{1}{2}}."), Some(r"\frac{1}{2}"));
         assert_eq!(boxed(r"$\boxed 7$"), Some("7"));
         assert_eq!(boxed(r"\fbox{a}"), Some("a"));

@@ -79,7 +79,7 @@ impl Rollouts {
     async fn ask(self: Arc<Self>, set: EvalSet, number: u64, minimum: Option<Label>) -> Result<Asked> {
         let prompt = set.task.source.prompt(number).await?;
         let drawn = (0..set.samples).map(|index| {
-            // Ids from the top down: no rollout reaches them.
+            // Evaluation ids count down from u64::MAX, so that they never meet a rollout's.
             let sample = u64::MAX - (number * set.samples + index);
             let turn = self.turn(sample, &set.sampling, minimum.as_ref(), true);
             let (task, prompt) = (&set.task, &prompt);

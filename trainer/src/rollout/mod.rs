@@ -31,7 +31,7 @@ const FAILED_MAX: u64 = 8;
 /// Groups that the filter may leave out, for each that is wanted.
 const FILTERED_MAX: u64 = 16;
 
-/// Is told how many groups of a rollout are in the log, and of how many; called from several threads.
+/// Takes the rollout, its samples in the log and its samples in all; called from several threads.
 pub type Progress = Arc<dyn Fn(u64, u64, u64) + Send + Sync>;
 
 /// Settings of rollouts. Field names follow slime's flags.
@@ -82,13 +82,13 @@ pub struct Dropped {
 
 /// Everything a rollout is made from.
 pub struct Rollouts {
-    /// Who generates.
+    /// The engines.
     pub engines: Arc<dyn Engines>,
     /// What is learned.
     pub task: Task,
     /// Where samples and prompts are kept.
     pub log: buffer::Log,
-    /// Is told of progress.
+    /// Called with the progress.
     pub progress: Progress,
     /// Settings.
     pub options: RolloutOptions,
@@ -165,7 +165,7 @@ impl Rollouts {
         groups(&self.log.reader(), rollout, self.options.n_samples_per_prompt as usize)
     }
 
-    /// Ends a rollout of which more is left out than chance would.
+    /// Ends a rollout that loses more groups than chance explains.
     fn check(&self, rollout: u64, kept: u64, dropped: Dropped, last: String) -> Result<()> {
         let Dropped { failed, filtered } = dropped;
         let wanted = self.options.rollout_batch_size;
@@ -175,7 +175,7 @@ impl Rollouts {
         Err(Error::Unlearnable { rollout, failed, filtered, kept, last })
     }
 
-    /// The prompts that a crash left in flight for `rollout`, which have to be what they were.
+    /// The prompts that a crash left in flight for `rollout`. Prompts that have changed are refused.
     async fn in_flight(&self, rollout: u64) -> Result<BTreeMap<u64, Prompt>> {
         let mut prompts = BTreeMap::new();
         for record in self.log.reader().prompts(PromptState::InFlight) {
@@ -244,8 +244,7 @@ fn finished<T>(joined: std::result::Result<T, JoinError>) -> Result<T> {
     })
 }
 
-/// A sample is drawn with the same seed whenever it is asked for, so that what a crash lost comes back as it
-/// was.
+/// The seed of a sample is the same whenever the sample is asked for: one that a crash lost comes back as it was.
 fn sampling_seed(seed: u64, sample: u64) -> u64 {
     let digest = blake3::hash(&[seed.to_le_bytes(), sample.to_le_bytes()].concat());
     let mut first = [0; 8];

@@ -19,7 +19,7 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// As bytes; none where there is nothing to say.
+    /// As bytes: none for a single part without metadata.
     pub(super) fn bytes(parts: usize, metadata: Option<&RawValue>) -> Vec<u8> {
         let parts = (parts > 1).then_some(parts);
         if parts.is_none() && metadata.is_none() {
@@ -38,10 +38,10 @@ impl Kept {
     }
 }
 
-/// The groups of a rollout of which `answers` answers are in the log, each with all its parts.
+/// The groups of a rollout that have `answers` answers in the log, each with all its parts.
 ///
-/// The first part is written after the others. So an answer whose first part is there is whole; parts beyond
-/// those that it tells of are what a crash left of an earlier try.
+/// The first part is written after the others and says how many there are. An answer with a first part is whole;
+/// further parts are from an earlier try that a crash cut off.
 pub(crate) fn groups(log: &Reader, rollout: u64, answers: usize) -> Vec<Group> {
     let mut groups = log.groups(rollout, answers);
     for group in &mut groups {

@@ -82,7 +82,7 @@ impl TrajectoryBuilder {
 /// Which versions wrote which tokens of a generation.
 fn spans(generation: &Generation) -> impl Iterator<Item = VersionSpan> + '_ {
     generation.spans.iter().filter_map(|span| {
-        // Engines that nobody updates serve weights that are no version of ours, and only debugging asks them.
+        // Engines without updates serve weights that are no version of ours. Only debugging asks them.
         let label: Label = span.label.parse().ok()?;
         Some(VersionSpan { version: label.version(), start: span.start, end: span.end })
     })

@@ -15,7 +15,7 @@ use crate::reward::Reward;
 use crate::sample::{Answer, Prompt};
 use crate::seed::mix;
 
-/// Of so many problems one is held out.
+/// One problem in so many is held out.
 const HELD_OUT_OF: u64 = 10;
 /// Problems that a checkpoint's tokenizer has to have tokens for.
 const SPELLED: u64 = 32;
@@ -110,7 +110,7 @@ impl Generated {
     }
 }
 
-/// By a hash of the question: a problem belongs to one of the two, whatever its seed and number.
+/// A hash of the question decides, so that a problem is held out whatever its seed and number.
 fn is_held_out(problem: &Problem) -> bool {
     let mut first = [0; 8];
     first.copy_from_slice(&blake3::hash(problem.question.as_bytes()).as_bytes()[..8]);
@@ -191,14 +191,14 @@ mod tests {
     }
 
     #[test]
-    fn more_held_out_problems_than_there_are_is_refused_with_how_many() {
+    fn held_out_count_beyond_the_problems_is_refused() {
         let kind = Kind::named("chain_sum").unwrap();
         let words = Generated::held_out(kind, 1, 512, reader()).unwrap_err().to_string();
         assert!(words.contains("n_eval_prompts") && words.contains("at most"), "{words}");
     }
 
     #[test]
-    fn worked_problems_are_those_practised_with_their_answers_learned() {
+    fn worked_problems_are_practised_ones_with_learned_answers() {
         let template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}\
             {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
         let dir = tempfile::tempdir().unwrap();

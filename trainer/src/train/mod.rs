@@ -32,7 +32,7 @@ const LOST_MAX: u32 = 3;
 /// Time between two looks at the engines while a rollout is waited for.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
-/// What the loop is doing, for whoever watches.
+/// What the loop is doing, for observers.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event<'a> {

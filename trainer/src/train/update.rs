@@ -191,8 +191,8 @@ pub(super) fn check_start(own: &dyn Snapshot, dir: &Path) -> Result<()> {
     }
 }
 
-/// The first thing in which tensors of a checkpoint are not the learner's: what, the learner's, and what is
-/// found.
+/// The first difference between the learner's tensors and a checkpoint's: its name, the learner's value, and the
+/// checkpoint's.
 fn difference(own: &dyn Snapshot, other: &Checkpoint) -> Result<Option<(String, String, String)>> {
     for (index, info) in own.tensors().iter().enumerate() {
         let differs = |expected: String, found: String| Ok(Some((info.name.clone(), expected, found)));

@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn snapshot_in_fp8_without_memory_on_the_device_is_a_copy_of_the_same_bytes() {
+    fn fp8_snapshot_without_device_memory_is_a_copy() {
         let (mut learner, _dir) = lending_fp8();
         let lent = snapshot(&mut learner).unwrap();
         assert!(lent.on_device(0).is_some());
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn snapshot_in_fp8_that_fails_for_another_reason_than_memory_is_refused() {
+    fn fp8_snapshot_failing_otherwise_is_refused() {
         let (mut learner, _dir) = lending_fp8();
         FAULT.set(Some(|| input("the device", "there", "gone")));
         let refused = snapshot(&mut learner).map(drop);
@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn step_while_weights_are_lent_is_refused_and_goes_on_afterwards() {
+    fn step_while_weights_are_lent_is_refused() {
         let (mut learner, _dir) = lending(config(Family::Qwen3, true), false);
         let sample = learner::Sample {
             position: driftless_buffer::Position(0),

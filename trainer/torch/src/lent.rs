@@ -1,4 +1,4 @@
-//! The policy's weights where the learner has them, lent to whoever publishes them: only payloads leave the GPU.
+//! The policy's weights on the learner's device, lent to the publisher: only payloads leave the GPU.
 #![expect(unsafe_code, reason = "the codec reads memory that libtorch owns")]
 
 use std::borrow::Cow;
@@ -225,21 +225,21 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn publications_of_lent_weights_are_those_of_a_copy_byte_for_byte() {
+    fn publications_of_lent_weights_equal_a_copys() {
         for kind in [Kind::BFloat16, Kind::Float] {
             assert_same_publications(kind, false);
         }
     }
 
     #[test]
-    fn publications_of_lent_weights_in_fp8_are_those_of_a_copy_byte_for_byte() {
+    fn publications_of_lent_fp8_weights_equal_a_copys() {
         for kind in [Kind::BFloat16, Kind::Float] {
             assert_same_publications(kind, true);
         }
     }
 
     #[test]
-    fn weights_that_are_lent_are_not_written_before_they_are_given_back() {
+    fn lent_weights_are_not_written_before_their_return() {
         let Some(lender) = lender(Kind::Float) else { return };
         let policy = policy(Kind::Float);
         let lent = lender.lend(&policy.trained, Vec::new(), false).unwrap();

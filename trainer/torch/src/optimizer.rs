@@ -307,7 +307,7 @@ impl AdamW {
                     Value::Tensors(&[&gradient]),
                     Value::Tensors(&[&mean]),
                     Value::Tensors(&[&square]),
-                    // Largest second moments, of which this AdamW knows nothing.
+                    // This AdamW keeps no largest second moments.
                     Value::Tensors(&[]),
                     Value::Tensors(&[&steps]),
                     Value::Float(lr),

@@ -117,7 +117,7 @@ fn foreign_and_damaged_checkpoints_are_refused() {
 }
 
 #[test]
-fn set_deterministic_has_libtorch_refuse_what_depends_on_the_order_of_threads() {
+fn set_deterministic_refuses_operations_in_any_order() {
     driftless_torch::libtorch::set_deterministic();
     let [mut to, index, from] = [
         Tensor::zeros([2], (Kind::Float, Device::Cpu)),

@@ -47,7 +47,7 @@ fn loss(tokens: &Tokens, options: &LearnOptions) -> PolicyTerms {
 }
 
 #[test]
-fn the_surrogate_is_clipped_on_the_side_that_the_advantage_pays_for() {
+fn surrogate_is_clipped_on_the_side_of_the_advantage() {
     // Ratios 2 and 1: the first is clipped to 1.3 where the advantage is positive, counts in full where it is
     // negative.
     let terms = loss(&tokens([0.25, 0.25], 1.0), &plain());

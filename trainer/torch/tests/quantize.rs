@@ -95,7 +95,7 @@ fn each_element_is_the_nearest_that_its_scale_allows() {
 }
 
 #[test]
-fn what_was_quantised_stays_as_it_is() {
+fn quantised_weights_stay_as_they_are() {
     let quantised = quantize(&matrix(300, 200, 5)).unwrap();
     let spread = |dim| quantised.scale_inv.repeat_interleave_self_int(128, dim, None);
     let scales = spread(0).repeat_interleave_self_int(128, 1, None).narrow(0, 0, 300).narrow(1, 0, 200);

@@ -32,7 +32,7 @@ fn answer_of_each_problem_is_right_however_it_is_wrapped() {
 }
 
 #[test]
-fn what_is_no_answer_is_wrong() {
+fn text_without_an_answer_is_wrong() {
     each(|kind, difficulty, problem| {
         for said in ["", "I do not know", "999999999999", "-", "()", "\u{0}"] {
             assert!(!kind.right(&problem.label, said), "{} {difficulty}: {problem:?}: {said}", kind.name);
@@ -60,7 +60,7 @@ fn answer_of_another_problem_is_wrong() {
 }
 
 #[test]
-fn problems_are_functions_of_seed_number_and_difficulty_and_rarely_the_same() {
+fn problems_follow_from_seed_number_and_difficulty() {
     for kind in Kind::ALL {
         let questions = |seed, difficulty| -> Vec<String> {
             (0..200).map(|number| kind.problem(seed, number, difficulty).question).collect()

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn truncation_leaves_only_candidates_and_reports_the_full_softmax() {
+    fn truncation_keeps_candidates_and_reports_full_softmax() {
         let high = Row { uniform: 0.9999, ..PLAIN };
         let rows = [
             Row { top_k: 2, ..high },

@@ -90,7 +90,7 @@ impl Sequence {
         self.retractions += 1;
     }
 
-    /// Whether nobody waits for the outcome any more.
+    /// Whether the client has gone.
     pub(super) fn is_abandoned(&self) -> bool {
         self.reply.is_closed()
     }

@@ -140,7 +140,7 @@ fn learn_without_memory_for_a_pass_does_it_in_smaller_ones() {
 }
 
 #[test]
-fn learn_without_memory_for_one_sample_names_its_tokens_and_the_flags() {
+fn learn_without_memory_for_a_sample_names_its_tokens() {
     let before = weights(&policy());
     let (learned, after, _) = with_memory(5, None);
     let told = learned.unwrap_err();
@@ -199,7 +199,7 @@ fn split_rollouts_have_the_same_loss_and_gradients() {
 }
 
 #[test]
-fn several_steps_under_the_engines_log_probs_are_as_many_rollouts() {
+fn steps_under_engine_log_probs_equal_as_many_rollouts() {
     let generations = generations();
     let all = whole(&generations);
     let options = options().with_use_rollout_logprobs(true);
@@ -350,7 +350,7 @@ fn values(critic: &mut Critic, samples: &[learner::Sample<'_>], options: &LearnO
 }
 
 #[test]
-fn critic_learns_what_a_rollout_is_worth_and_the_policy_may_wait() {
+fn critic_learns_values_while_the_policy_waits() {
     let dir = tempfile::tempdir().unwrap();
     let (mut critic, mut options) = critic(dir.path());
     options.critic.num_critic_only_steps = 30;

@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_cover_the_buffer_matrices_first_and_neighbours_together() {
+    fn places_cover_the_buffer_with_matrices_first() {
         let name = |layer: &str, part: &str| format!("model.layers.{layer}.{part}");
         let mut tensors = vec![
             ("model.embed_tokens.weight".to_owned(), vec![10, 4]),

@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_a_share_too() {
+    fn empty_share_is_a_share() {
         assert_eq!(share(&[5], 2, Some([1.0, 1.0])), vec![vec![0], vec![]]);
         assert_eq!(share(&[], 2, None), vec![Vec::<usize>::new(); 2]);
     }

@@ -168,7 +168,7 @@ fn more_requests_than_rows_and_more_tokens_than_one_layout() {
 }
 
 #[test]
-fn the_trainer_computes_the_log_probs_that_the_engine_sampled_with() {
+fn trainer_computes_the_log_probs_of_the_engine() {
     // To the bit, which was seen with AVX2 and AVX-512. What other processors do is not known: within what two
     // roundings make of a log-prob.
     let known = cfg!(target_arch = "x86_64");

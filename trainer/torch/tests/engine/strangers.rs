@@ -176,7 +176,7 @@ fn engine_serves_under_more_connections_than_descriptors() {
 }
 
 #[test]
-fn who_is_slow_without_the_key_is_closed_and_who_has_it_stays() {
+fn slow_client_stays_only_with_the_key() {
     let fixture = Fixture::with(|options| locked(options, SHORT, NEVER));
     let address = fixture.server.address();
     let mut known = connect(address);
@@ -257,7 +257,7 @@ fn without_the_key_nothing_is_changed_whatever_is_sent() {
 }
 
 #[test]
-fn what_is_no_request_is_refused_and_the_engine_goes_on() {
+fn malformed_request_is_refused_and_the_engine_goes_on() {
     let fixture = Fixture::with(|options| locked(options, NEVER, NEVER));
     let address = fixture.server.address();
     let head = format!("POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORISED}");
