@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn free_where_the_system_says_what_it_gives_away_is_none_of_that() {
+    fn free_port_is_none_that_the_system_gives_away() {
         let all = |given_away: &RangeInclusive<u16>| PORTS.into_iter().all(|port| given_away.contains(&port));
         let Some(given_away) = given_away().filter(|given_away| !all(given_away)) else {
             return println!("skipped: the system does not say what it gives away, or gives away all");
@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn turn_with_ports_that_are_given_away_among_them_has_the_others_first() {
+    fn turn_has_ports_that_are_not_given_away_first() {
         let mut ports: Vec<u16> = turn(7_777_777, Some(12_345..=60_999)).take(2_345).collect();
         ports.sort_unstable();
         assert_eq!(ports, (10_000..12_345).collect::<Vec<_>>());

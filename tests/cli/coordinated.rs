@@ -17,7 +17,7 @@ impl Run {
 }
 
 #[test]
-fn a_host_that_is_started_anew_is_brought_back_without_another_version() {
+fn host_started_anew_is_brought_back_without_another_version() {
     let mut run = Run::new();
     run.publish();
     let port = free_port();

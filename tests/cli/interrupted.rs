@@ -180,7 +180,7 @@ fn fenced_engine() -> (String, Receiver<()>) {
 }
 
 #[test]
-fn a_second_signal_to_a_follower_says_which_engine_may_be_paused() {
+fn second_signal_to_a_follower_names_engines_maybe_paused() {
     let mut run = Run::new();
     run.publish();
     let (url, was_asked) = fenced_engine();

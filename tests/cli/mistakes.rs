@@ -188,7 +188,7 @@ fn a_directory_of_somebody_else_stays_as_it_was() {
 }
 
 #[test]
-fn model_that_the_run_does_not_have_is_refused_with_those_it_has() {
+fn model_that_the_run_lacks_is_refused_with_those_it_has() {
     let mut run = Run::new();
     run.publish();
     for name in ["inspect", "gc"] {
@@ -211,7 +211,7 @@ fn an_output_that_would_replace_an_input_is_refused() {
 }
 
 #[test]
-fn a_mistyped_store_is_no_directory_and_a_mistyped_follower_ends_before_anything_is_published() {
+fn mistyped_store_or_follower_ends_before_anything_is_published() {
     let run = Run::new();
     let checkpoint = run.made.write(&run.path("checkpoint"));
     let before = tree(run.dir.path());

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 #[test]
-fn a_fifo_in_place_of_a_stored_file_or_a_key_is_named_and_not_waited_for() {
+fn fifo_in_place_of_a_stored_file_or_key_is_named() {
     let mut run = Run::new();
     run.publish();
     json(&mut run.follow_once());

@@ -5,7 +5,7 @@ use crate::common::{code, driftless, json};
 use std::os::unix::fs::FileExt as _;
 
 #[test]
-fn a_directory_that_is_not_kept_by_us_is_a_usage_error_and_stays_as_it_was() {
+fn directory_that_is_not_ours_is_a_usage_error_and_stays() {
     let run = Run::new();
     let (wrong, words) = code(driftless().arg("repair").arg(run.path("nowhere")));
     assert!(wrong == Some(2) && words.contains("no such directory"), "{wrong:?} {words}");
@@ -18,7 +18,7 @@ fn a_directory_that_is_not_kept_by_us_is_a_usage_error_and_stays_as_it_was() {
 
 #[cfg(feature = "failpoints")]
 #[test]
-fn a_directory_that_was_left_between_two_versions_does_not_load_until_it_is_repaired() {
+fn directory_between_two_versions_loads_once_it_is_repaired() {
     let mut run = Run::new();
     run.publish();
     json(&mut run.follow_once());
@@ -44,7 +44,7 @@ fn a_directory_that_was_left_between_two_versions_does_not_load_until_it_is_repa
 }
 
 #[test]
-fn a_damaged_directory_is_refused_until_a_follower_has_built_it_anew() {
+fn damaged_directory_is_refused_until_it_is_built_anew() {
     let mut run = Run::new();
     run.publish();
     json(&mut run.follow_once());

@@ -85,7 +85,7 @@ fn an_object_is_fetched_before_the_one_in_front_of_it_is_there() {
 }
 
 #[test]
-fn an_object_that_cannot_be_fetched_ahead_fails_the_one_who_asks_and_is_fetched_again() {
+fn object_not_fetched_ahead_fails_who_asks_and_is_fetched_again() {
     let scene = scene();
     for failing in 0..4 {
         let asked = Mutex::new(0);
@@ -104,7 +104,7 @@ fn an_object_that_cannot_be_fetched_ahead_fails_the_one_who_asks_and_is_fetched_
 }
 
 #[test]
-fn object_that_the_store_does_not_give_in_time_is_asked_for_once() {
+fn object_that_does_not_come_in_time_is_asked_for_once() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let mut weights = Weights::default();
@@ -145,7 +145,7 @@ fn times(replica: &Path) -> [i128; 2] {
 }
 
 #[test]
-fn pages_made_ready_for_a_version_that_does_not_come_count_as_they_were() {
+fn pages_made_ready_for_no_version_count_as_they_were() {
     let scene = scene();
     let path = scene.dir.path().join("replica");
     let mut replica = Replica::open(&path).unwrap();

@@ -92,7 +92,7 @@ fn links_are_followed_and_other_formats_are_left_out() {
 }
 
 #[test]
-fn auxiliary_file_name_that_no_version_can_have_is_refused_by_name() {
+fn auxiliary_file_name_of_no_version_is_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     write_checkpoint(dir.path(), &Weights::small(3), u64::MAX).unwrap();
     for name in [&b"a\nb.txt"[..], b"a\\b.txt", b"a\xffb.txt"] {

@@ -63,7 +63,7 @@ fn across<T: Send>(link: &Link, random: &mut Random, what: impl FnOnce() -> T + 
 }
 
 #[test]
-fn versions_only_go_forward_and_every_one_is_whole_whatever_the_links_do() {
+fn versions_go_forward_and_are_whole_whatever_links_do() {
     for seed in SEEDS {
         println!("seed {seed}");
         let dir = tempfile::tempdir().unwrap();

@@ -95,7 +95,7 @@ fn advance(run: &Run, dir: &Path, reference: &Path, to: &[u64], expected: &Weigh
 }
 
 #[test]
-fn publishing_following_planning_and_collecting_ten_times_the_tensors_take_about_ten_times_the_work() {
+fn work_grows_with_the_tensors_and_not_faster() {
     compare(|count| {
         let (mut work, dir) = (Work::default(), tempfile::tempdir().unwrap());
         let store: Arc<dyn Store> = Arc::new(Memory::new());
@@ -164,7 +164,7 @@ impl Shard for Part {
 }
 
 #[test]
-fn ranks_with_ten_times_the_tensors_take_about_ten_times_the_work() {
+fn work_of_ranks_grows_with_the_tensors_and_not_faster() {
     compare(|count| {
         let (mut work, dir) = (Work::default(), tempfile::tempdir().unwrap());
         let store: Arc<dyn Store> = Arc::new(Memory::new());
@@ -211,7 +211,7 @@ fn ranks_with_ten_times_the_tensors_take_about_ten_times_the_work() {
 }
 
 #[test]
-fn slimes_layout_with_ten_times_the_tensors_takes_about_ten_times_the_work() {
+fn work_of_slimes_layout_grows_with_the_tensors() {
     compare(|count| {
         let (mut work, dir) = (Work::default(), tempfile::tempdir().unwrap());
         let (base, next) = (weights(count, 0), weights(count, 1));

@@ -231,7 +231,7 @@ fn a_chain_that_outweighs_a_share_of_the_model_gets_an_anchor() {
 }
 
 #[test]
-fn a_late_joiner_starts_at_the_newest_anchor_and_others_do_not_notice_it() {
+fn late_joiner_starts_at_the_newest_anchor() {
     let (store, dir) = (store(), tempfile::tempdir().unwrap());
     let mut options = options(Start::NewRun, &dir.path().join("baseline"));
     options.anchor_every = Some(3);
@@ -450,7 +450,7 @@ fn only_changed_files_travel_and_missing_ones_go() {
 }
 
 #[test]
-fn a_snapshot_that_contradicts_itself_is_refused_and_the_next_one_is_not() {
+fn snapshot_that_contradicts_itself_alone_is_refused() {
     let (store, dir) = (store(), tempfile::tempdir().unwrap());
     let mut publisher = publisher(&store, Start::NewRun, &dir.path().join("baseline"));
     let weights = Weights::small(1);

@@ -174,7 +174,7 @@ fn a_claim_whose_answer_is_lost_is_still_ours() {
 }
 
 #[test]
-fn a_baseline_that_cannot_follow_is_moved_before_the_next_version() {
+fn baseline_that_cannot_follow_is_moved_before_the_next() {
     let dir = tempfile::tempdir().unwrap();
     let baseline = dir.path().join("baseline");
     let inner: Arc<dyn Store> = Arc::new(Memory::new());

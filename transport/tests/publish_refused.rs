@@ -65,15 +65,14 @@ const BAD: [(&str, u64, &[u8]); 8] = [
     ("f.e5m2", 0, &[0xfc]),
 ];
 
-fn put(weights: &mut Weights, (name, at, bytes): (&str, u64, &[u8])) {
+fn put(weights: &mut Weights, bad: (&str, u64, &[u8])) {
+    let (name, at, bytes) = bad;
     let start = at as usize * bytes.len();
     weights.tensor_mut(name)[start..start + bytes.len()].copy_from_slice(bytes);
 }
 
-fn assert_refused(
-    published: Result<driftless_transport::publish::Published>,
-    (name, at, _): (&str, u64, &[u8]),
-) {
+fn assert_refused(published: Result<driftless_transport::publish::Published>, bad: (&str, u64, &[u8])) {
+    let (name, at, _) = bad;
     let error = published.unwrap_err();
     assert!(
         matches!(&error, Error::NotFinite { tensor, first, count: 1 } if tensor == name && *first == at),
@@ -87,7 +86,7 @@ fn assert_refused(
 }
 
 #[test]
-fn an_element_that_is_no_number_is_refused_by_name_in_deltas_anchors_and_full_versions() {
+fn element_that_is_no_number_is_refused_by_name_in_every_kind() {
     for anchor_every in [None, Some(1)] {
         let world = World::new();
         let mut publisher = world.publisher(Start::NewRun, |options| options.anchor_every = anchor_every);
@@ -164,7 +163,7 @@ const CHANGES: [Change; 4] = [
 ];
 
 #[test]
-fn another_layout_is_refused_until_it_is_allowed_and_then_says_why() {
+fn another_layout_is_refused_until_allowed_and_says_why() {
     let world = World::new();
     let mut publisher = world.publisher(Start::NewRun, |_| ());
     let first = publisher.publish(&weights(), step(0), Mode::Delta).unwrap();

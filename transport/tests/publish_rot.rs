@@ -127,7 +127,7 @@ fn a_bit_that_rots_in_the_publishers_weights_reaches_no_host() {
 }
 
 #[test]
-fn a_rotten_element_that_the_new_checkpoint_shares_is_noticed_too() {
+fn rotten_element_that_the_new_checkpoint_shares_is_noticed() {
     let _turn = FailScenario::setup();
     let (mut world, mut publisher) = World::new(Profile::Wire, None);
     world.publish(&mut publisher, "sound");
@@ -209,7 +209,7 @@ fn a_host_whose_own_bytes_rotted_says_so_or_holds_the_version() {
 }
 
 #[test]
-fn a_rotten_baseline_that_cannot_be_built_anew_publishes_nothing() {
+fn rotten_baseline_not_to_be_built_anew_publishes_nothing() {
     let _turn = FailScenario::setup();
     let dir = tempfile::tempdir().unwrap();
     let (start, baseline) = (dir.path().join("start"), dir.path().join("baseline"));
@@ -238,7 +238,7 @@ fn a_rotten_baseline_that_cannot_be_built_anew_publishes_nothing() {
 }
 
 #[test]
-fn a_foreign_file_in_a_rotten_baseline_is_named_and_nothing_is_published() {
+fn foreign_file_in_a_rotten_baseline_is_named() {
     let _turn = FailScenario::setup();
     let (mut world, mut publisher) = World::new(Profile::Wire, None);
     world.publish(&mut publisher, "sound");

@@ -112,7 +112,7 @@ fn publish_all(publishers: &mut [Publisher], shards: &[Held], number: u64, mode:
 }
 
 #[test]
-fn slices_of_ranks_make_the_versions_that_one_publisher_would_make() {
+fn slices_of_ranks_make_the_versions_of_one_publisher() {
     let (store, dir): (Arc<dyn Store>, _) = (Arc::new(Memory::new()), tempfile::tempdir().unwrap());
     let mut publishers = publishers(&store, dir.path(), Some(3));
     let mut weights = weights();
@@ -154,7 +154,7 @@ fn slices_of_ranks_make_the_versions_that_one_publisher_would_make() {
 }
 
 #[test]
-fn a_dead_rank_is_named_and_the_next_attempt_does_without_its_leftovers() {
+fn dead_rank_is_named_and_its_leftovers_are_left_out() {
     let (store, dir): (Arc<dyn Store>, _) = (Arc::new(Memory::new()), tempfile::tempdir().unwrap());
     let mut publishers = publishers(&store, dir.path(), None);
     let mut weights = weights();

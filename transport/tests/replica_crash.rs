@@ -229,7 +229,7 @@ impl Activate for Taking {
 }
 
 #[test]
-fn an_engine_that_waits_by_itself_has_a_version_before_its_files_do() {
+fn engine_that_waits_has_a_version_before_its_files_do() {
     let fixture = fixture();
     for waits in [true, false] {
         let name = format!("host-{waits}");
@@ -324,7 +324,7 @@ fn a_recovery_that_crashes_too_is_recovered() {
 }
 
 #[test]
-fn a_version_can_be_loaded_before_it_is_durable_and_no_crash_takes_it_back() {
+fn version_loaded_before_it_is_durable_survives_every_crash() {
     let fixture = fixture();
     for (from, to) in MOVES {
         for point in ["follow.sync", "follow.marker"] {
@@ -370,7 +370,7 @@ fn copy_dir(from: &Path, to: &Path) {
 }
 
 #[test]
-fn a_value_that_is_dropped_lets_its_version_become_durable_first() {
+fn value_that_is_dropped_makes_its_version_durable_first() {
     let fixture = fixture();
     let dir = fixture.prepared("dropped", Some(0));
     fail::cfg("follow.sync", "pause").unwrap();
@@ -400,7 +400,7 @@ fn the_same_replica_finishes_what_it_could_not() {
 }
 
 #[test]
-fn a_follower_tells_of_a_version_that_did_not_become_durable_and_mends_it() {
+fn follower_tells_of_a_version_not_durable_and_mends_it() {
     let fixture = fixture();
     for coordinated in [false, true] {
         let mut options =

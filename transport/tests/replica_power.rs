@@ -143,7 +143,7 @@ impl Fixture {
 const MOVES: [(Option<u64>, u64); 5] = [(None, 0), (Some(0), 1), (Some(0), 2), (Some(2), 3), (None, 4)];
 
 #[test]
-fn power_that_goes_at_any_sync_leaves_the_old_or_the_new_version() {
+fn power_lost_at_any_sync_leaves_the_old_or_the_new_version() {
     let fixture = fixture();
     for (seed, (from, to)) in (0..).zip(MOVES) {
         let dir = fixture.prepared(&format!("{from:?}-{to}"), from);
@@ -237,7 +237,7 @@ fn at_every_call_of_an_apply_a_mixture_has_no_config() {
 /// A disk that loses what it was to write: the sync fails once, the kernel takes the pages for clean, and
 /// they are what they were before.
 #[test]
-fn a_sync_behind_a_version_that_fails_is_told_and_its_journal_carried_out_again() {
+fn sync_behind_a_version_that_fails_is_told_and_made_up_for() {
     let fixture = fixture();
     for (from, to, failures) in [(0, 1, 1), (0, 2, 1), (0, 1, 3)] {
         for k in 0.. {

@@ -99,7 +99,7 @@ fn is_forged(error: &Error) -> bool {
 }
 
 #[test]
-fn signed_versions_are_followed_with_one_of_several_keys_or_without() {
+fn signed_versions_are_followed_with_any_key_or_without() {
     let world = World::new(3);
     world.assert_follows(&world.follower("trusting", &[key(2).public(), key(1).public()]), 2);
     world.assert_follows(&world.follower("careless", &[]), 2);

@@ -113,7 +113,7 @@ fn try_all(moments: &[Moment], old: Option<u64>, new: u64, then: fn(&Run)) -> Ve
 }
 
 #[test]
-fn power_that_goes_at_any_sync_of_a_publication_leaves_it_there_or_not() {
+fn power_lost_at_any_sync_leaves_a_publication_or_none() {
     let scene = scene();
     for version in 0..VERSIONS {
         let moments = record(&scene.store, || publish(&scene.store, &scene.baseline, version).unwrap());
@@ -124,7 +124,7 @@ fn power_that_goes_at_any_sync_of_a_publication_leaves_it_there_or_not() {
 }
 
 #[test]
-fn power_that_goes_at_any_sync_of_a_collection_takes_nothing_that_is_needed() {
+fn power_lost_at_any_sync_of_a_collection_takes_nothing_needed() {
     let scene = scene();
     (0..VERSIONS).for_each(|version| publish(&scene.store, &scene.baseline, version).unwrap());
     let collection = || {
@@ -209,7 +209,7 @@ fn an_empty_directory_that_goes_during_any_sync_fails_no_put() {
 
 /// The other writer may have synced nothing when the power goes, and this put has been acknowledged.
 #[test]
-fn a_directory_that_another_writer_makes_meanwhile_is_synced_by_the_put_as_well() {
+fn directory_made_meanwhile_by_another_writer_is_synced() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = scratch();
     let [parent, made] = ["run", "run/versions"].map(|name| dir.path().join(name));

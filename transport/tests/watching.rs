@@ -100,7 +100,7 @@ fn an_idle_look_is_one_request() {
 }
 
 #[test]
-fn a_version_after_a_quiet_look_is_taken_without_asking_for_another() {
+fn version_after_a_quiet_look_is_taken_without_asking_more() {
     let mut world = World::new();
     let stop = Stop::new();
     let (follower, switch) = (world.follower.clone(), stop.clone());

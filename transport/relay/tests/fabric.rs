@@ -206,7 +206,7 @@ fn links_of_one_fabric_work_on_threads() {
 }
 
 #[test]
-fn waits_end_and_name_the_peer_and_their_memory_stays_until_then() {
+fn waits_end_and_name_the_peer_while_their_memory_stays() {
     let Some(fabric) = fabric("tcp,self") else { return };
     let mut link = fabric.link("10.0.0.9:7421").unwrap();
     let ticket = link.receive(fabric.bucket(1 << 20).unwrap(), 0..1 << 20, 1).unwrap();
@@ -300,7 +300,7 @@ fn a_killed_peer_is_an_error_within_the_deadline() {
 }
 
 #[test]
-fn without_the_library_there_is_an_error_that_says_what_to_install() {
+fn library_missing_is_an_error_that_says_what_to_install() {
     let mut options = UcxOptions::default();
     options.library = Some(PathBuf::from("/nonexistent/libucp.so.0"));
     let Err(error @ Error::Library { .. }) = Ucx::open(&options) else { panic!("there is none") };

@@ -162,7 +162,7 @@ fn a_relay_that_starts_again_serves_what_it_had_and_checks_it() {
 }
 
 #[test]
-fn cache_link_in_place_of_an_object_is_removed_and_never_followed() {
+fn cache_link_in_place_of_an_object_is_removed() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let object = named(&store, "a/object", 100_000);
@@ -193,7 +193,7 @@ fn cache_link_in_place_of_an_object_is_removed_and_never_followed() {
 }
 
 #[test]
-fn the_cache_stays_within_its_bound_and_keeps_what_was_asked_for_last() {
+fn cache_stays_within_its_bound_and_keeps_the_last_asked_for() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let objects = [1_000_000, 1_000_001, 900_000].map(|size| named(&store, &format!("a/{size}"), size));
@@ -363,7 +363,7 @@ fn request(addr: SocketAddr, path: &str, headers: &str) -> (u16, String) {
 }
 
 #[test]
-fn a_client_that_hangs_up_does_not_end_the_fetch_that_others_wait_for() {
+fn client_that_hangs_up_ends_no_fetch_of_others() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let object = named(&store, "a/object", 1000);

@@ -201,7 +201,7 @@ fn a_follower_gets_a_delta_from_the_publishers_process() {
 }
 
 #[test]
-fn a_publisher_killed_in_the_middle_of_a_transfer_leaves_the_store() {
+fn publisher_killed_in_a_transfer_leaves_the_store() {
     if fabric().is_none() {
         return;
     }
@@ -302,7 +302,7 @@ impl Drop for Namespaces {
 }
 
 #[test]
-fn a_follower_in_another_network_namespace_gets_a_delta_bit_equal() {
+fn follower_in_another_namespace_gets_a_delta_bit_equal() {
     if fabric().is_none() {
         return;
     }

@@ -35,7 +35,7 @@ fn follower(root: &Path) -> Follower {
 /// Interrupted at every passage of every point: the version is the old one until the journal is sealed, the
 /// new one after.
 #[test]
-fn interrupted_anywhere_a_host_has_the_old_version_or_the_new_one() {
+fn interrupted_anywhere_a_host_has_one_of_both_versions() {
     let _turn = FailScenario::setup();
     for form in [("xor", "xxh3-128"), ("overwrite", "blake3")] {
         let mut weights = Weights::small(1);
@@ -81,7 +81,7 @@ fn interrupted_anywhere_a_host_has_the_old_version_or_the_new_one() {
 
 /// What a killed publisher leaves is no version, and no part of the next one.
 #[test]
-fn a_publisher_that_died_before_the_index_left_nothing_that_counts() {
+fn publisher_dead_before_the_index_left_nothing_that_counts() {
     let _turn = FailScenario::setup();
     let mut weights = Weights::small(1);
     let dir = tempfile::tempdir().unwrap();

@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn quick_requests_widen_it_and_slow_ones_narrow_it_within_bounds() {
+    fn window_quick_requests_widen_it_and_slow_ones_narrow_it() {
         let mut state = State::default();
         let mut over = |took| {
             state.adjust(UNIT, took);

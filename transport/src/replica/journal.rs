@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_lie_under_a_valid_seal_are_refused_without_allocating() {
+    fn lying_lengths_under_a_valid_seal_are_refused() {
         for (name, body) in [(u32::MAX, 0u64), (0, u64::MAX), (0, 1)] {
             let mut content = MAGIC.to_vec();
             content.extend_from_slice(&1u32.to_le_bytes());

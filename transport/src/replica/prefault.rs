@@ -368,7 +368,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn prefault_while_prefaults_named_tensors_and_those_tied_to_them() {
+    fn prefault_takes_named_tensors_and_those_tied_to_them() {
         let dir = tempfile::tempdir().unwrap();
         let (checkpoint, patch) = checkpoint_and_patch(dir.path());
         let path = checkpoint.weight_files().next().unwrap().to_owned();

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn readers_without_tombstones_refuse_one_and_others_see_nothing_else_in_it() {
+    fn tombstone_is_refused_by_readers_that_do_not_know_it() {
         let digest = ContentDigest::of(b"{}");
         let bytes = format!(
             r#"{{"format":1,"run_id":"{}","model":"policy","version":3,"features":{{"required":["collected"],"optional":[]}},"collected":{{"manifest_digest":"{digest}","anchor":9}}}}"#,

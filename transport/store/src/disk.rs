@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_goes_with_its_last_object_and_no_put_fails_for_that() {
+    fn directory_goes_with_its_last_object_and_fails_no_put() {
         let directory = tempfile::tempdir().unwrap();
         let store = Disk::new(directory.path());
         for name in ["a/b/x", "a/b/y"] {

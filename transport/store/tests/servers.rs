@@ -92,7 +92,7 @@ fn listings_are_whole_and_dated_by_the_server() {
 
 #[test]
 #[ignore = "needs servers: cargo xtask test stores"]
-fn wrong_credentials_and_missing_buckets_are_named_without_secrets() {
+fn wrong_credentials_and_buckets_are_named_without_secrets() {
     const WRONG: &str = "V1JPTkctU0VDUkVULUtFWQ==";
     for url in urls() {
         println!("{url}");

@@ -120,7 +120,7 @@ fn metric(follower: &Follower, name: &str) -> u64 {
 }
 
 #[test]
-fn rotten_bytes_are_scrubbed_built_anew_and_loaded_again_without_a_new_version() {
+fn rotten_bytes_are_found_built_anew_and_loaded_again() {
     let fixture = Fixture::new();
     let engine = Engine::default();
     let mut options = fixture.options();

@@ -56,7 +56,7 @@ fn the_http_interface_does_what_the_calls_do() {
 }
 
 #[test]
-fn a_token_guards_everything_but_health_and_a_taken_port_is_an_error() {
+fn token_guards_all_but_health_and_a_taken_port_is_an_error() {
     let fixture = Fixture::new();
     let follower = fixture.follower(vec![]);
     let server =

@@ -345,7 +345,7 @@ fn while_following(follower: &Follower, work: impl FnOnce()) {
 }
 
 #[test]
-fn an_engine_that_refuses_is_asked_ever_later_and_at_once_for_another_version() {
+fn engine_that_refuses_is_asked_ever_later_but_at_once_anew() {
     let mut fixture = Fixture::new();
     let engine = Engine::default();
     engine.next(Mood::Fail);
@@ -445,7 +445,7 @@ fn the_last_version_is_not_passed_and_ends_the_loop() {
 }
 
 #[test]
-fn a_coordinated_follower_waits_for_orders_and_mends_what_was_ordered() {
+fn coordinated_follower_waits_and_mends_what_was_ordered() {
     let mut fixture = Fixture::new();
     let engine = Engine::default();
     let mut options = fixture.options();

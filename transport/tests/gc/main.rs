@@ -22,7 +22,7 @@ use driftless_testkit::publications::{
 use world::{Clocked, TTL, World};
 
 #[test]
-fn any_interleaving_of_publishing_following_and_collecting_keeps_what_is_needed() {
+fn any_interleaving_with_a_collection_keeps_what_is_needed() {
     let (mut collected, mut recovered, mut crashed) = (0, 0, 0);
     for seed in 0..150 {
         println!("seed {seed}");
@@ -202,7 +202,7 @@ fn story(store: &Arc<dyn Store>, dir: &std::path::Path, versions: u64) -> (Publi
 }
 
 #[test]
-fn a_replica_in_the_middle_of_what_is_collected_goes_on_from_the_anchor() {
+fn replica_in_what_is_collected_goes_on_from_the_anchor() {
     let dir = tempfile::tempdir().unwrap();
     let inner: Arc<dyn Store> = Arc::new(Memory::new());
     let (publisher, versions) = story(&inner, &dir.path().join("baseline"), 8);
@@ -234,7 +234,7 @@ fn a_replica_in_the_middle_of_what_is_collected_goes_on_from_the_anchor() {
 }
 
 #[test]
-fn a_publisher_that_slept_through_a_collection_has_lost_and_leaves_nothing() {
+fn publisher_asleep_during_a_collection_has_lost() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let (mut awake, versions) = story(&store, &dir.path().join("awake"), 2);
@@ -262,7 +262,7 @@ fn a_publisher_that_slept_through_a_collection_has_lost_and_leaves_nothing() {
 }
 
 #[test]
-fn a_number_that_is_taken_after_its_collection_is_nobodys_version() {
+fn number_taken_after_its_collection_is_no_version() {
     let dir = tempfile::tempdir().unwrap();
     let clock = Arc::new(Clocked::default());
     let store: Arc<dyn Store> = clock.clone();
@@ -314,7 +314,7 @@ fn a_number_that_is_taken_after_its_collection_is_nobodys_version() {
 }
 
 #[test]
-fn a_run_of_100_000_versions_is_one_page_and_old_tombstones_are_folded() {
+fn run_of_100_000_versions_is_one_page_and_folds_tombstones() {
     const COLLECTED: u64 = 100_000;
     let mut world = World::new(11);
     world.bury(COLLECTED);
@@ -376,7 +376,7 @@ fn followers_take_and_renew_leases_that_hold_a_collection_back() {
 }
 
 #[test]
-fn a_new_follower_has_its_lease_before_it_reads_the_first_object() {
+fn new_follower_has_its_lease_before_its_first_object() {
     let dir = tempfile::tempdir().unwrap();
     let inner: Arc<dyn Store> = Arc::new(Memory::new());
     let (publisher, _) = story(&inner, &dir.path().join("baseline"), 5);

@@ -193,7 +193,7 @@ impl World {
         self.followers.insert(id.to_owned(), (version, now));
     }
 
-    fn is_live(&self, (_, written): (u64, u64)) -> bool {
+    fn is_live(&self, written: u64) -> bool {
         *self.clock.now.lock().unwrap() - written <= TTL.as_secs()
     }
 
@@ -253,7 +253,7 @@ impl World {
 
     pub(crate) fn floor(&self, keep: u64) -> u64 {
         let newest = self.newest().unwrap();
-        let live = self.followers.values().filter(|follower| self.is_live(**follower));
+        let live = self.followers.values().filter(|follower| self.is_live(follower.1));
         let needs = live.map(|(version, _)| *version).min().unwrap_or(newest);
         let anchor = *self.anchors.last().unwrap();
         needs.min(anchor).min((newest + 1).saturating_sub(keep))
@@ -297,7 +297,7 @@ impl World {
         let intact = |version: u64| {
             (version + 1..self.chain.len() as u64).all(|link| self.run.get(MODEL, Version(link)).is_ok())
         };
-        let live = self.followers.values().filter(|follower| self.is_live(**follower));
+        let live = self.followers.values().filter(|follower| self.is_live(follower.1));
         live.map(|(version, _)| *version).filter(|version| intact(*version)).collect()
     }
 

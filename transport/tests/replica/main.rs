@@ -106,7 +106,7 @@ fn a_reopened_replica_goes_on_where_it_was() {
 }
 
 #[test]
-fn a_delta_is_applied_in_place_and_a_full_version_is_installed_beside_it() {
+fn delta_is_applied_in_place_and_a_full_version_beside() {
     use std::os::unix::fs::MetadataExt as _;
     let mut fixture = Fixture::new();
     let mut replica = fixture.replica("r", 1);
@@ -124,7 +124,7 @@ fn a_delta_is_applied_in_place_and_a_full_version_is_installed_beside_it() {
 }
 
 #[test]
-fn a_sharded_reference_keeps_its_files_and_takes_deltas_across_them() {
+fn sharded_reference_keeps_its_files_and_takes_deltas() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let mut weights = Weights::small(2);
@@ -204,7 +204,7 @@ fn a_reference_is_checked_bit_by_bit_before_it_is_taken() {
 }
 
 #[test]
-fn quarantine_of_an_unreadable_manifest_leaves_no_file_of_the_version() {
+fn quarantine_of_an_unreadable_manifest_leaves_no_file() {
     let fixture = Fixture::new();
     let mut replica = fixture.replica("r", 1);
     replica.sync().unwrap();
@@ -250,7 +250,7 @@ fn rewinds_and_other_runs_are_refused_with_both_sides_named() {
 }
 
 #[test]
-fn a_delta_from_another_base_is_refused_before_anything_is_touched() {
+fn delta_from_another_base_is_refused_untouched() {
     let fixture = Fixture::new();
     let mut replica = fixture.replica("r", 0);
     let link = fixture.run.get(MODEL, Version(2)).unwrap();
@@ -348,7 +348,7 @@ fn weights_touched_by_others_are_noticed_before_the_next_delta() {
 }
 
 #[test]
-fn a_base_that_rotted_under_an_unchanged_date_is_blamed_when_the_codec_stumbles() {
+fn base_that_rotted_under_its_date_is_blamed_for_the_codec() {
     let mut fixture = Fixture::new();
     let mut large = fixture.versions[2].clone();
     let mut random = driftless_testkit::random::Random(4);

@@ -36,7 +36,7 @@ fn foreign_file_of_the_versions_name_is_not_overwritten() {
 }
 
 #[test]
-fn open_with_weights_that_engines_would_load_too_is_refused_by_name() {
+fn open_with_other_weights_for_engines_is_refused_by_name() {
     let fixture = Fixture::new();
     drop(fixture.replica("r", 1));
     let stray = fixture.path("r").join("adapter.safetensors");
@@ -51,7 +51,7 @@ fn open_with_weights_that_engines_would_load_too_is_refused_by_name() {
 }
 
 #[test]
-fn replica_weight_file_becomes_a_link_is_refused_and_its_target_stays() {
+fn replica_weight_file_that_is_a_link_is_refused() {
     let fixture = Fixture::new();
     let mut replica = fixture.replica("r", 1);
     replica.sync().unwrap();
@@ -83,7 +83,7 @@ fn replica_weight_file_becomes_a_link_is_refused_and_its_target_stays() {
 }
 
 #[test]
-fn adopt_directory_of_links_takes_copies_and_leaves_their_targets() {
+fn adopt_directory_of_links_copies_and_leaves_the_targets() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     let mut weights = Weights::small(2);
@@ -108,7 +108,7 @@ fn adopt_directory_of_links_takes_copies_and_leaves_their_targets() {
 }
 
 #[test]
-fn publisher_baseline_dir_with_a_foreign_file_is_refused_and_stays() {
+fn publisher_baseline_dir_with_a_foreign_file_is_refused() {
     for name in ["model.safetensors", "config.json"] {
         let fixture = Fixture::new();
         let theirs = fixture.path("theirs");

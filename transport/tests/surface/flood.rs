@@ -76,7 +76,7 @@ fn start(role: &str, dir: &Path) -> (Process, SocketAddr) {
 }
 
 #[test]
-fn a_follower_takes_versions_and_renews_its_lease_under_more_connections_than_descriptors() {
+fn follower_goes_on_under_more_connections_than_descriptors() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Disk::new(dir.path().join("store")));
     publish(&store, dir.path());

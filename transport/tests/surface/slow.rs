@@ -71,7 +71,7 @@ fn strangers_have_a_deadline_that_no_byte_moves() {
 }
 
 #[test]
-fn a_body_that_stops_and_a_silent_connection_end_though_authorised() {
+fn stopped_body_and_silent_connection_end_though_authorised() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     publish(&store, dir.path());
@@ -113,7 +113,7 @@ fn a_request_that_takes_longer_than_every_deadline_is_answered() {
 }
 
 #[test]
-fn connections_that_are_authorised_are_waited_for_and_never_closed_for_others() {
+fn authorised_connections_are_waited_for_and_never_closed() {
     let dir = tempfile::tempdir().unwrap();
     let store: Arc<dyn Store> = Arc::new(Memory::new());
     publish(&store, dir.path());

@@ -108,7 +108,7 @@ fn golden_directories_are_followed() {
 }
 
 #[test]
-fn every_form_of_a_trainers_versions_is_followed_step_by_step_and_at_once() {
+fn every_form_of_versions_is_followed_by_step_and_at_once() {
     for form in FORMS {
         let mut weights = Weights::small(3);
         let world = World::new(&weights);
@@ -197,7 +197,7 @@ fn tensors_larger_than_a_slice_change_at_its_edges() {
 }
 
 #[test]
-fn an_element_that_turned_nan_is_refused_by_name_and_nothing_is_published() {
+fn element_that_turned_nan_is_refused_by_name() {
     let mut weights = Weights::small(1);
     let world = World::new(&weights);
     let mut options = PublisherOptions::new(Start::NewRun, world.path("baseline"));

@@ -518,7 +518,7 @@ impl Shard for Half {
 }
 
 #[test]
-fn ranks_publish_from_devices_of_their_own_and_notice_bits_that_flip() {
+fn ranks_publish_from_their_devices_and_notice_flipped_bits() {
     let _turn = FailScenario::setup();
     if !compiled() {
         return;

@@ -201,7 +201,7 @@ fn an_answer_longer_than_its_range_is_refused_before_it_is_kept() {
 }
 
 #[test]
-fn an_upload_whose_completion_was_lost_is_complete_and_a_failed_one_leaves_no_parts() {
+fn upload_with_a_lost_completion_is_complete_else_leaves_none() {
     let server = Server::start();
     let store = bucket(&server, limits());
     let bytes = body(3000);
