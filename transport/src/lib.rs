@@ -3,7 +3,6 @@
 pub mod activate;
 pub mod chain;
 pub mod checkpoint;
-pub mod download;
 mod dtype;
 mod error;
 pub mod follow;

@@ -9,10 +9,10 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use driftless_store::download::DownloadOptions;
 use driftless_store::os::watch::{self, Call};
 use driftless_store::wrap::{Count, Fault, When};
 use driftless_store::{Disk, Error as StoreError, Memory, Store};
-use driftless_transport::download::DownloadOptions;
 use driftless_transport::publish::{Mode, Start};
 use driftless_transport::{Dtype, Error, Publisher, Replica, Result, Run, Version};
 
@@ -339,7 +339,10 @@ fn a_store_that_lies_is_told_so_and_its_lies_are_not_kept() {
         for _ in 0..2 {
             let error = advance(liar.clone(), &replica, 0, small_ranges()).unwrap_err();
             assert!(
-                matches!(error, Error::Store(StoreError::DigestMismatch { .. }) | Error::Corrupt { .. }),
+                matches!(
+                    error,
+                    Error::Store(StoreError::DigestMismatch { .. } | StoreError::WrongSize { .. })
+                ),
                 "{error:?}"
             );
         }

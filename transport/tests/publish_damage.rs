@@ -57,9 +57,9 @@ fn every_damaged_object_is_refused_and_the_old_version_stays() {
         store.put(&key, &bytes, PutMode::Overwrite).unwrap();
         let error = replica.advance(run, MODEL, Version(2), None).unwrap_err();
         let told = match &error {
-            Error::Corrupt { subject, .. } | Error::Store(StoreError::DigestMismatch { subject, .. }) => {
-                subject
-            }
+            Error::Store(
+                StoreError::DigestMismatch { subject, .. } | StoreError::WrongSize { subject, .. },
+            ) => subject,
             _ => panic!("{error:?}"),
         };
         assert!(told.contains(key.as_str()), "{error}");

@@ -227,7 +227,7 @@ pub fn transport_code(error: &driftless::transport::Error) -> u8 {
         | Transport::Unsigned { .. }
         | Transport::BadSignature { .. }
         | Transport::DamagedReplica { .. }
-        | Transport::Store(Store::DigestMismatch { .. } | Store::NotAFile { .. })
+        | Transport::Store(Store::DigestMismatch { .. } | Store::WrongSize { .. } | Store::NotAFile { .. })
         | Transport::Codec { .. } => 3,
         Transport::PartsMissing { .. }
         | Transport::NotJoined { .. }

@@ -7,12 +7,11 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
+use driftless_store::download::{DownloadCache, DownloadOptions};
 use driftless_store::os::crash_point;
 use driftless_store::wait::lock;
 use driftless_store::wrap::Count;
-use driftless_store::{ContentDigest, Object, Store};
-use driftless_transport::download::{DownloadCache, DownloadOptions};
-use driftless_transport::{Error, Result};
+use driftless_store::{ContentDigest, Error, Object, Result, Store};
 use serde::Serialize;
 
 /// An object's bytes, checked.

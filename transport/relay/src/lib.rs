@@ -258,13 +258,11 @@ fn named(
 }
 
 /// What a client is told of an error.
-fn refusal(error: &TransportError) -> Refusal {
+fn refusal(error: &StoreError) -> Refusal {
     let message = chain_text(error);
     match error {
-        TransportError::Store(StoreError::NotFound { .. }) => {
-            Refusal::new(StatusCode::NOT_FOUND, "not_found", message)
-        }
-        TransportError::Corrupt { .. } | TransportError::Store(StoreError::DigestMismatch { .. }) => {
+        StoreError::NotFound { .. } => Refusal::new(StatusCode::NOT_FOUND, "not_found", message),
+        StoreError::WrongSize { .. } | StoreError::DigestMismatch { .. } => {
             Refusal::new(StatusCode::BAD_GATEWAY, "corrupt", message)
         }
         error if error.is_retryable() => {

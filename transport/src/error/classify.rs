@@ -32,7 +32,9 @@ impl Error {
             self,
             Self::Corrupt { .. }
                 | Self::Parse { .. }
-                | Self::Store(driftless_store::Error::DigestMismatch { .. })
+                | Self::Store(
+                    driftless_store::Error::DigestMismatch { .. } | driftless_store::Error::WrongSize { .. }
+                )
                 | Self::TensorMismatch { .. }
                 | Self::Codec { .. }
                 | Self::Unsigned { .. }

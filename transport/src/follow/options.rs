@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use derive_setters::Setters;
+use driftless_store::download::DownloadOptions;
 
-use crate::download::DownloadOptions;
 use crate::ids::Version;
 use crate::sign::TrustKey;
 

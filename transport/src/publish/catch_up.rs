@@ -103,6 +103,8 @@ impl Publisher {
 pub(super) fn is_lost(error: &Error) -> bool {
     matches!(
         error,
-        Error::Store(StoreError::NotFound { .. } | StoreError::DigestMismatch { .. }) | Error::Corrupt { .. }
+        Error::Store(
+            StoreError::NotFound { .. } | StoreError::DigestMismatch { .. } | StoreError::WrongSize { .. }
+        ) | Error::Corrupt { .. }
     )
 }

@@ -107,7 +107,7 @@ impl Replica {
     ) -> Result<()> {
         let downloads = self.downloads.clone();
         let fetch = |object: &driftless_store::Object| {
-            downloads.object(&**run.store(), object, &|| observer.fetching())
+            Ok(downloads.object(&**run.store(), object, &|| observer.fetching())?)
         };
         let mut rest = chain.versions.as_slice();
         while let Some(committed) = rest.first() {

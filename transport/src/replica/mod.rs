@@ -48,11 +48,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftless_delta::DigestTable;
+use driftless_store::download::{DownloadCache, DownloadOptions};
 use driftless_store::os::watch::{self, Call};
 use driftless_store::os::{Lock, crash_point, create_dir_synced, remove_dir, sync_dir};
 
 use crate::checkpoint::Checkpoint;
-use crate::download::{DownloadCache, DownloadOptions};
 use crate::error::{Error, Result};
 use crate::ids::Version;
 use crate::manifest::{Base, File, Manifest};

@@ -6,7 +6,7 @@ mod tombstone;
 use std::fmt;
 use std::sync::Arc;
 
-use driftless_store::{ContentDigest, Entry, Error as StoreError, Key, Object, PutMode, Store, no_progress};
+use driftless_store::{ContentDigest, Entry, Error as StoreError, Key, Object, PutMode, Store, download};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -381,10 +381,10 @@ impl Run {
     /// The bytes of an object, checked against its digest.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not
-    /// what the manifest says.
+    /// [`WrongSize`](driftless_store::Error::WrongSize) or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if
+    /// the object is not what the manifest says.
     pub fn object(&self, object: &Object) -> Result<Vec<u8>> {
-        fetch_object(&*self.store, object)
+        Ok(download::fetch(&*self.store, object)?)
     }
 
     /// Commits a manifest. Only its publisher calls this, after every object is durable. A number below the
@@ -448,33 +448,6 @@ impl Run {
 
     fn root(&self) -> Result<Key> {
         Ok(Key::new(self.id.to_string())?)
-    }
-}
-
-/// Reads an object whole and checks it.
-pub(crate) fn fetch_object(store: &dyn Store, object: &Object) -> Result<Vec<u8>> {
-    loop {
-        // One byte more than announced, so that a longer object is noticed without being read to its end.
-        let bytes = store.get_cached(object, 0..object.size.saturating_add(1), &no_progress())?;
-        if bytes.len() as u64 != object.size {
-            return Err(wrong_size(object, bytes.len() as u64));
-        }
-        match object.blake3.check(&bytes, format_args!("object `{}`", object.key)) {
-            Err(error) if store.report_corrupt(object) => {
-                tracing::warn!(key = %object.key, %error, "fetching the object once more");
-            }
-            checked => return Ok(checked.map(|()| bytes)?),
-        }
-    }
-}
-
-/// An object that ends at `found`, as far as it was read.
-pub(crate) fn wrong_size(object: &Object, found: u64) -> Error {
-    Error::Corrupt {
-        subject: format!("object `{}`", object.key),
-        what: "its size",
-        expected: object.size.to_string(),
-        found: if found > object.size { "more".to_owned() } else { found.to_string() },
     }
 }
 

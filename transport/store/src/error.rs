@@ -185,6 +185,16 @@ pub enum Error {
         /// The process that says in the file that it holds the lock; it may be one of another host.
         holder: Option<u32>,
     },
+    /// An object of another size than the one on record.
+    #[error("{subject} has the wrong size: {found} bytes, expected {expected}")]
+    WrongSize {
+        /// The object.
+        subject: String,
+        /// The size on record.
+        expected: u64,
+        /// The size found; `more` for one that was not read to its end.
+        found: String,
+    },
     /// Content that differs from the digest that names it.
     #[error("{subject} has the wrong content: digest is {found}, expected {expected}")]
     DigestMismatch {

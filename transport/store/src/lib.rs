@@ -7,6 +7,7 @@
 //! | `store`, `open` | the [`Store`] trait, what its calls take and give; from a URL to a store |
 //! | `key`, `digest` | names, and digests of content |
 //! | `memory`, `disk`, `object` | the stores |
+//! | [`download`] | ranges of objects that have arrived, kept until they are whole |
 //! | [`wrap`], `probe`, `conformance` | wrappers, the test at a publisher's start, the suite of all stores |
 //! | [`os`], [`wait`], [`pool`] | files and locks; threads that wait; work on threads, with results in order |
 
@@ -14,6 +15,7 @@
 pub mod conformance;
 mod digest;
 mod disk;
+pub mod download;
 mod error;
 mod key;
 mod memory;

@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use driftless_store::wait::lock;
-use driftless_store::{Key, OnBytes};
+use crate::wait::lock;
+use crate::{Key, OnBytes};
 
 /// Bytes that are on their way at the beginning, and at least: more than three times what 200 Mb/s hold in
 /// 100 ms.

@@ -26,13 +26,12 @@ use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::SystemTime;
 
 use derive_setters::Setters;
-use driftless_store::os::watch::{self, Call};
-use driftless_store::os::{regular, remove_file};
-use driftless_store::wait::lock;
-use driftless_store::{ContentDigest, Object, Store};
 
-use crate::error::Result;
-use crate::run::fetch_object;
+use crate::error::{Error, Result};
+use crate::os::watch::{self, Call};
+use crate::os::{regular, remove_file};
+use crate::wait::lock;
+use crate::{ContentDigest, Object, Store, no_progress};
 use window::Window;
 
 /// Bytes of a range's digest.
@@ -115,7 +114,7 @@ impl DownloadCache {
     /// which is kept. `arriving` is called before each request.
     ///
     /// # Errors
-    /// [`Error::Corrupt`](crate::Error::Corrupt) or [`DigestMismatch`](driftless_store::Error::DigestMismatch) if the object is not
+    /// [`Error::WrongSize`] or [`Error::DigestMismatch`] if the object is not
     /// what the manifest says; the store's.
     pub fn object(
         &self,
@@ -126,7 +125,7 @@ impl DownloadCache {
         loop {
             let Some(kept) = self.kept(object) else {
                 arriving();
-                return fetch_object(store, object);
+                return fetch(store, object);
             };
             let (bytes, reused) = gather::gather(self, store, object, &kept, arriving)?;
             let Err(error) = object.blake3.check(&bytes, format_args!("object `{}`", object.key)) else {
@@ -293,6 +292,32 @@ impl PartialObject {
         watch::before(Call::Write, &self.path)?;
         self.file.write_all_at(&Self::mark(index, range), self.mark_place(index))
     }
+}
+
+/// Reads an object whole and checks it.
+///
+/// # Errors
+/// [`Error::WrongSize`] or [`Error::DigestMismatch`] if the object is not what is on record; the store's.
+pub fn fetch(store: &dyn Store, object: &Object) -> Result<Vec<u8>> {
+    loop {
+        // One byte more than announced, so that a longer object is noticed without being read to its end.
+        let bytes = store.get_cached(object, 0..object.size.saturating_add(1), &no_progress())?;
+        if bytes.len() as u64 != object.size {
+            return Err(wrong_size(object, bytes.len() as u64));
+        }
+        match object.blake3.check(&bytes, format_args!("object `{}`", object.key)) {
+            Err(error) if store.report_corrupt(object) => {
+                tracing::warn!(key = %object.key, %error, "fetching the object once more");
+            }
+            checked => return checked.map(|()| bytes),
+        }
+    }
+}
+
+/// An object that ends at `found`, as far as it was read.
+fn wrong_size(object: &Object, found: u64) -> Error {
+    let found = if found > object.size { "more".to_owned() } else { found.to_string() };
+    Error::WrongSize { subject: format!("object `{}`", object.key), expected: object.size, found }
 }
 
 #[cfg(test)]

@@ -7,14 +7,12 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 
-use driftless_store::os::crash_point;
-use driftless_store::wait::lock;
-use driftless_store::{Error as StoreError, Object, OnBytes, Store};
-
 use super::window::Request;
-use super::{DownloadCache, PartialObject};
+use super::{DownloadCache, PartialObject, wrong_size};
 use crate::error::{Error, Result};
-use crate::run::wrong_size;
+use crate::os::crash_point;
+use crate::wait::lock;
+use crate::{Object, OnBytes, Store};
 
 /// Requests of one object that are under way at the same time at most.
 const PARALLEL: usize = 16;
@@ -143,7 +141,7 @@ fn fetch_ranges(
     let end = start + length as u64;
     let asked = if end == object.size { end + 1 } else { end };
     let bytes = match store.get_cached(object, start..asked, arrived) {
-        Err(StoreError::RangeOutside { size, .. }) => return Err(wrong_size(object, size)),
+        Err(Error::RangeOutside { size, .. }) => return Err(wrong_size(object, size)),
         bytes => bytes?,
     };
     if bytes.len() != length {
