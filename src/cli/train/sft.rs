@@ -88,25 +88,23 @@ fn options(args: Args) -> Result<SftOptions> {
         Some(path) => text(path, &args)?,
         None => conversations(&args)?,
     };
-    Ok(SftOptions {
-        task: course.task,
-        config: args.sft.model_config.as_deref().map_or(Ok(course.config), Config::read)?,
-        hf_checkpoint: args.hf_checkpoint,
-        load: args.sft.load.as_deref().map(checkpoint::dir),
-        save: Some(checkpoint::dir(&args.save)),
-        save_hf: args.save_hf.unwrap_or_else(|| args.save.join("hf")),
-        dtype: args.learn.options.dtype.map(|dtype| match dtype {
-            Dtype::Bfloat16 => Kind::BFloat16,
-            Dtype::Float32 => Kind::Float,
-        }),
-        steps: course.steps,
-        stop_loss: course.stop_loss,
-        batch_size: course.batch_size,
-        lr: args.lr.unwrap_or(FRESH_LR),
-        seed: args.seed,
-        num_threads: args.num_threads,
-        device: args.device,
-    })
+    let config = args.sft.model_config.as_deref().map_or(Ok(course.config), Config::read)?;
+    let save_hf = args.save_hf.unwrap_or_else(|| args.save.join("hf"));
+    let kind = |dtype| match dtype {
+        Dtype::Bfloat16 => Kind::BFloat16,
+        Dtype::Float32 => Kind::Float,
+    };
+    Ok(SftOptions::new(course.task, config, save_hf, course.steps)
+        .with_hf_checkpoint(args.hf_checkpoint)
+        .with_load(args.sft.load.as_deref().map(checkpoint::dir))
+        .with_save(Some(checkpoint::dir(&args.save)))
+        .with_dtype(args.learn.options.dtype.map(kind))
+        .with_stop_loss(course.stop_loss)
+        .with_batch_size(course.batch_size)
+        .with_lr(args.lr.unwrap_or(FRESH_LR))
+        .with_seed(args.seed)
+        .with_num_threads(args.num_threads)
+        .with_device(args.device))
 }
 
 fn text(path: &Path, args: &Args) -> Result<Course> {

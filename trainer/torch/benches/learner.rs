@@ -304,22 +304,9 @@ fn deterministic(arguments: &Arguments) {
 
 /// A checkpoint of fresh weights in `dir`, unless it is there.
 fn checkpoint(dir: &Path, config: Config, dtype: Kind, device: &str) {
-    let options = SftOptions {
-        task: SftTask::Text(Text::new(vec![0; WINDOW]).unwrap()),
-        config,
-        hf_checkpoint: None,
-        load: None,
-        save: None,
-        save_hf: dir.to_owned(),
-        dtype: Some(dtype),
-        steps: 0,
-        stop_loss: None,
-        batch_size: 4,
-        lr: 1e-5,
-        seed: SEED as u64,
-        num_threads: 2,
-        device: device.to_owned(),
-    };
+    let task = SftTask::Text(Text::new(vec![0; WINDOW]).unwrap());
+    let options = SftOptions::new(task, config, dir, 0).with_dtype(Some(dtype)).with_seed(SEED as u64);
+    let options = options.with_device(device.to_owned());
     if !dir.join("config.json").exists() {
         sft(&options, |_, _| {}).unwrap();
     }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use derive_setters::Setters;
 use driftless_trainer::data::{Dataset, Order};
 use driftless_trainer::learner;
 use driftless_trainer::options::LearnOptions;
@@ -53,7 +54,9 @@ pub enum SftTask {
 }
 
 /// Settings of a supervised training.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Setters)]
+#[setters(prefix = "with_")]
+#[non_exhaustive]
 pub struct SftOptions {
     /// What is predicted.
     pub task: SftTask,
@@ -205,6 +208,27 @@ fn recent_mean(losses: &[f64]) -> Option<f64> {
 }
 
 impl SftOptions {
+    /// So many steps of four sequences, from fresh weights, at a rate of 1e-3, with seed 1 on two threads of the CPU.
+    #[must_use]
+    pub fn new(task: SftTask, config: Config, save_hf: impl Into<PathBuf>, steps: u64) -> Self {
+        SftOptions {
+            task,
+            config,
+            hf_checkpoint: None,
+            load: None,
+            save: None,
+            save_hf: save_hf.into(),
+            dtype: None,
+            steps,
+            stop_loss: None,
+            batch_size: 4,
+            lr: 1e-3,
+            seed: 1,
+            num_threads: 2,
+            device: "cpu".to_owned(),
+        }
+    }
+
     /// The learning rate of the step that follows `steps` others.
     fn lr_at(&self, steps: u64) -> f64 {
         match &self.task {

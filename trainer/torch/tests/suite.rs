@@ -12,22 +12,9 @@ use std::path::{Path, PathBuf};
 
 /// Fresh weights of a small model, as a checkpoint.
 fn checkpoint(dir: &Path) -> PathBuf {
-    let options = SftOptions {
-        task: SftTask::Text(Text::new(vec![0; WINDOW]).unwrap()),
-        config: Config { num_hidden_layers: 1, ..tiny::config() },
-        hf_checkpoint: None,
-        load: None,
-        save: None,
-        save_hf: dir.join("hf"),
-        dtype: None,
-        steps: 0,
-        stop_loss: None,
-        batch_size: 4,
-        lr: 1e-3,
-        seed: 3,
-        num_threads: 1,
-        device: "cpu".into(),
-    };
+    let config = Config { num_hidden_layers: 1, ..tiny::config() };
+    let task = SftTask::Text(Text::new(vec![0; WINDOW]).unwrap());
+    let options = SftOptions::new(task, config, dir.join("hf"), 0).with_seed(3).with_num_threads(1);
     sft(&options, |_, _| {}).unwrap();
     options.save_hf
 }

@@ -37,22 +37,11 @@ fn sums(count: u64) -> SftTask {
 
 fn cold_start(dir: &Path, published: Kind, steps: u64) -> SftOptions {
     let config = Config { num_hidden_layers: 2, ..tiny::config() };
-    SftOptions {
-        task: sums(steps * BATCH),
-        config,
-        hf_checkpoint: None,
-        load: None,
-        save: None,
-        save_hf: dir.to_owned(),
-        dtype: Some(published),
-        steps,
-        stop_loss: None,
-        batch_size: BATCH,
-        lr: 1e-3,
-        seed: SEED,
-        num_threads: 1,
-        device: "cpu".to_owned(),
-    }
+    SftOptions::new(sums(steps * BATCH), config, dir, steps)
+        .with_dtype(Some(published))
+        .with_batch_size(BATCH)
+        .with_seed(SEED)
+        .with_num_threads(1)
 }
 
 fn logits(dir: &Path) -> Vec<f32> {
@@ -100,7 +89,7 @@ fn a_cold_start_learns_and_is_a_function_of_its_seed() {
 #[test]
 fn a_cold_start_stops_at_the_loss_that_is_asked_for() {
     let dir = tempfile::tempdir().unwrap();
-    let options = SftOptions { stop_loss: Some(2.3), ..cold_start(&dir.path().join("hf"), Kind::Float, 100) };
+    let options = cold_start(&dir.path().join("hf"), Kind::Float, 100).with_stop_loss(Some(2.3));
     let mut losses = Vec::new();
     let summary = sft(&options, |_, loss| losses.push(loss)).unwrap();
     let mean = |last: &[f64]| last.iter().sum::<f64>() / 5.0;
@@ -118,18 +107,18 @@ fn a_training_that_is_taken_up_again_goes_on_bit_for_bit() {
     let text = Text::new(include_bytes!("task.rs").to_vec()).unwrap();
     let config = Config { hidden_size: 32, num_hidden_layers: 2, ..text::config() };
     let task = SftTask::Text(text);
-    let options = |dir: &Path, steps| SftOptions {
-        task: task.clone(),
-        config: config.clone(),
-        batch_size: 2,
-        save: Some(dir.join("checkpoints")),
-        save_hf: dir.join("step-{rollout_id}"),
-        ..cold_start(dir, Kind::BFloat16, steps)
+    let options = |dir: &Path, steps| {
+        cold_start(dir, Kind::BFloat16, steps)
+            .with_task(task.clone())
+            .with_config(config.clone())
+            .with_batch_size(2)
+            .with_save(Some(dir.join("checkpoints")))
+            .with_save_hf(dir.join("step-{rollout_id}"))
     };
     let mut losses = Vec::new();
     sft(&options(&whole, 6), |_, loss| losses.push(loss)).unwrap();
     sft(&options(&first, 4), |_, _| {}).unwrap();
-    let rest = SftOptions { load: Some(first.join("checkpoints")), ..options(&second, 6) };
+    let rest = options(&second, 6).with_load(Some(first.join("checkpoints")));
     let mut seen = Vec::new();
     let summary = sft(&rest, |step, loss| seen.push((step, loss))).unwrap();
     assert_eq!(summary.steps, 6);
@@ -145,10 +134,10 @@ fn a_training_that_is_taken_up_again_goes_on_bit_for_bit() {
         }
     }
     assert!(!second.join("step-4").exists());
-    let other_seed = SftOptions { seed: SEED + 1, ..rest.clone() };
+    let other_seed = rest.clone().with_seed(SEED + 1);
     let error = sft(&other_seed, |_, _| {}).unwrap_err().to_string();
     assert!(error.contains("seed"), "{error}");
-    let nothing = SftOptions { load: Some(dir.path().join("nowhere")), ..rest };
+    let nothing = rest.with_load(Some(dir.path().join("nowhere")));
     assert!(sft(&nothing, |_, _| {}).is_err());
 }
 
