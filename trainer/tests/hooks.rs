@@ -103,7 +103,7 @@ async fn late_command_is_killed_and_started_for_the_next_group() {
     );
     let command = command(&reply, Duration::from_secs(5));
     let words = command.score(&answers(&[40, 41])).await.unwrap_err().to_string();
-    assert!(words.contains("nothing after 5 s") && words.contains("--hook-deadline"), "{words}");
+    assert!(words.contains("nothing after 5 s") && words.contains("`HookOptions::deadline`"), "{words}");
     assert_eq!(command.score(&answers(&[42, 43])).await.unwrap(), [1.0, 2.0]);
 }
 

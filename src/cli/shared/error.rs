@@ -19,10 +19,10 @@ pub(crate) enum Error {
     #[error(transparent)]
     Bridge(#[from] driftless::bridge::Error),
     #[error(transparent)]
-    Trainer(#[from] driftless::trainer::Error),
+    Trainer(driftless::trainer::Error),
     #[cfg(feature = "torch")]
     #[error(transparent)]
-    Torch(#[from] driftless::torch::Error),
+    Torch(driftless::torch::Error),
     #[error("{}", path.display())]
     Io { path: PathBuf, source: std::io::Error },
     #[error("{what} is not valid JSON")]
@@ -41,6 +41,30 @@ pub(crate) enum Error {
     LeftPaused { engines: String, source: Option<Box<Error>> },
     #[error("cannot draw the report: {reason}")]
     Report { reason: String },
+}
+
+/// A setting that a library refuses is a flag here.
+impl From<driftless::trainer::Error> for Error {
+    fn from(error: driftless::trainer::Error) -> Error {
+        match error {
+            driftless::trainer::Error::Input { what, expected, found } if flag(&what).is_some() => {
+                Error::Usage { what: flag(&what).unwrap_or(what), expected, found }
+            }
+            error => Error::Trainer(error),
+        }
+    }
+}
+
+#[cfg(feature = "torch")]
+impl From<driftless::torch::Error> for Error {
+    fn from(error: driftless::torch::Error) -> Error {
+        match error {
+            driftless::torch::Error::Input { what, expected, found } if flag(what).is_some() => {
+                Error::Usage { what: flag(what).unwrap_or_default(), expected, found }
+            }
+            error => Error::Torch(error),
+        }
+    }
 }
 
 impl Error {
@@ -128,14 +152,12 @@ fn flag(setting: &str) -> Option<String> {
     })
 }
 
-/// The flags that stand for the settings that an error names: in backticks, or in front of its first colon.
+/// The flags that stand for the settings that an error names: in backticks.
 fn flags_hint(error: &Error) -> Option<String> {
     let mut flags = std::collections::BTreeSet::new();
     let mut cause: Option<&dyn std::error::Error> = Some(error);
     while let Some(error) = cause {
-        let text = error.to_string();
-        flags.extend(text.split(':').next().and_then(flag));
-        flags.extend(text.split('`').skip(1).step_by(2).filter_map(flag));
+        flags.extend(error.to_string().split('`').skip(1).step_by(2).filter_map(flag));
         cause = error.source();
     }
     let flags: Vec<_> = flags.into_iter().collect();
