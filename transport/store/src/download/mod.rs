@@ -134,7 +134,7 @@ impl DownloadCache {
             // Either the disk or the store is wrong: nothing of this is believed again.
             self.forget(&object.blake3);
             if !reused && !store.report_corrupt(object) {
-                return Err(error.into());
+                return Err(error);
             }
             tracing::warn!(key = %object.key, %error, "fetching the object once more");
         }
