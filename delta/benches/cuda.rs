@@ -125,19 +125,34 @@ fn table(codec: &mut Codec, bytes: usize, density: f64) -> Result<(), Error> {
         }
         let target =
             (bytes >= 1 << 30 && density == 0.01).then_some(if profile == Profile::Fast { 2.0 } else { 0.8 });
-        one(codec, (&base, &new), (&old, &fresh), &digests, (profile, density, target), threads)?;
+        let pair = Pair { base: &base, new: &new, old: &old, fresh: &fresh, digests: &digests };
+        one(codec, pair, Case { profile, density, target, threads })?;
     }
     Ok(())
 }
 
-fn one(
-    codec: &mut Codec,
-    (base, new): (&[u8], &[u8]),
-    (old, fresh): (&Tensor, &Tensor),
-    digests: &DigestTable,
-    (profile, density, target): (Profile, f64, Option<f64>),
+/// Two tensors, in host memory and on the device.
+#[derive(Clone, Copy)]
+struct Pair<'a> {
+    base: &'a [u8],
+    new: &'a [u8],
+    old: &'a Tensor,
+    fresh: &'a Tensor,
+    /// Those of `base`.
+    digests: &'a DigestTable,
+}
+
+#[derive(Clone, Copy)]
+struct Case {
+    profile: Profile,
+    density: f64,
+    target: Option<f64>,
     threads: usize,
-) -> Result<(), Error> {
+}
+
+fn one(codec: &mut Codec, pair: Pair<'_>, case: Case) -> Result<(), Error> {
+    let Pair { base, new, old, fresh, digests } = pair;
+    let Case { profile, density, target, threads } = case;
     let bytes = base.len();
     let name = |what: &str| format!("{what} {profile:?} {:.1} % {} MiB", density * 100.0, bytes >> 20);
     // What the processor makes of it, and how long that takes once the bytes are there.

@@ -1,7 +1,7 @@
 //! Bit and byte primitives of the format: bits go from the least significant of each byte upwards, numbers
 //! are little-endian.
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// A Rice quotient of this many zeros is the escape: the value follows in full width.
 pub(crate) const ESCAPE: u32 = 20;

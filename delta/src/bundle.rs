@@ -4,7 +4,14 @@
 //! contents say whether they mean the same. Only changed tensors have an entry.
 
 use crate::bits::{ByteReader, put_varint};
-use crate::{Decoder, Digest, DigestTable, Element, Error, Patch, Profile, Result, Serial, Source};
+use crate::choose::Profile;
+use crate::decode::Decoder;
+use crate::digest::{Digest, DigestTable};
+use crate::element::Element;
+use crate::error::{Error, Result};
+use crate::patch::Patch;
+use crate::pool::Serial;
+use crate::source::Source;
 
 /// The first bytes of every bundle.
 pub const MAGIC: [u8; 4] = *b"DFB1";
@@ -59,7 +66,8 @@ pub fn encode(
         let digests = DigestTable::of(element, base.bytes)?;
         contents.extend(digests.total().to_bytes());
         payload.clear();
-        let changed = crate::encode(element, base.bytes, new.bytes, &digests, profile, &mut payload)?.changed;
+        let changed =
+            crate::encode::encode(element, base.bytes, new.bytes, &digests, profile, &mut payload)?.changed;
         summary.elements += (base.bytes.len() / element.size()) as u64;
         if changed > 0 {
             summary.changed += changed;
@@ -147,7 +155,13 @@ impl<'a> Bundle<'a> {
         let mut patch = Patch::new();
         for (index, payload) in &self.entries {
             if let (Some((original, tensor)), Some(digests)) = (base.get(*index), tables.get(*index)) {
-                crate::decode(Element::of_dtype(tensor.dtype), tensor.bytes, digests, payload, &mut patch)?;
+                crate::decode::decode(
+                    Element::of_dtype(tensor.dtype),
+                    tensor.bytes,
+                    digests,
+                    payload,
+                    &mut patch,
+                )?;
                 changed(*original, &patch)?;
             }
         }

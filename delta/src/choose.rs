@@ -3,9 +3,19 @@
 
 use crate::bits::ESCAPE;
 use crate::classes::Sample;
+use crate::element::Element;
 use crate::scan::{GROUP, Path};
 use crate::table::{CLASSES_MAX, Class, EXPLICIT, NONE_LARGE, RUN_MAX, Table};
-use crate::{Element, Profile};
+
+/// What a delta is optimised for. A decoder needs no such choice: it does what the payload says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Profile {
+    /// Smallest. Decoding reads the whole base, for the classes its exponents define.
+    #[default]
+    Wire,
+    /// Decoding reads the base only where it changes.
+    Fast,
+}
 
 /// Bits that one more class costs: its parameters, and the open end of its run codes in every block.
 const CLASS_COST: f64 = 8.0;

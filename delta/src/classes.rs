@@ -4,13 +4,9 @@
 //! elements. From them the mask of any class in any row is three operations away, so that rows in which
 //! nothing changed cost a count only.
 
-use crate::BLOCK_ELEMENTS;
-use crate::element::Element;
-use crate::scan::{GROUP, Path, Work, select};
+use crate::element::{BLOCK_ELEMENTS, Element};
+use crate::scan::{GROUP, PLANES, Path, Work, select};
 use crate::table::{CLASSES_MAX, Table};
-
-/// Bits of a class.
-pub(crate) const PLANES: usize = 4;
 
 /// Rows of a block.
 const ROWS: usize = BLOCK_ELEMENTS / GROUP;

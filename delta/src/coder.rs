@@ -6,8 +6,9 @@
 //! gap.
 
 use crate::bits::{BitReader, BitWriter};
+use crate::element::Element;
+use crate::error::{Error, Result};
 use crate::table::{Class, EXPLICIT, NONE_LARGE, RUN_MAX};
-use crate::{Element, Error, Result};
 
 /// Bits of the number that a block adds to the run parameters of its classes.
 pub(crate) const SHIFT_BITS: u32 = 3;

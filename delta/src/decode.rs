@@ -6,14 +6,16 @@ use std::ops::Range;
 use crate::bits::{BitReader, ByteReader};
 use crate::classes::Classes;
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, get_class};
-use crate::digest::{Changes, short};
-use crate::element::with_constant;
-use crate::patch::Part;
+use crate::digest::{Changes, Digest, DigestTable, short};
+use crate::element::{BLOCK_ELEMENTS, Element, with_constant};
+use crate::entropy;
+use crate::error::{Error, Result};
+use crate::patch::{Part, Patch};
 use crate::payload::{Header, Kind, Token, block_elements};
 use crate::pool::{Jobs, Pool, Serial};
-use crate::scan::{GROUP, Path, Work};
+use crate::scan::{self, GROUP, Path, Work};
+use crate::source::Source;
 use crate::table::Table;
-use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Patch, Result, Source, entropy, scan};
 
 const WHAT: &str = "delta payload";
 

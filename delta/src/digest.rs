@@ -23,8 +23,9 @@ use std::fmt;
 use std::ops::{Add, AddAssign, Sub, SubAssign};
 use std::str::FromStr;
 
+use crate::element::{BLOCK_ELEMENTS, Element};
+use crate::error::{Error, Result};
 use crate::scan::{Path, Work};
-use crate::{BLOCK_ELEMENTS, Element, Error, Result};
 
 const STRIPE_WORDS: usize = 1024;
 const STRIPE_BYTES: usize = STRIPE_WORDS * 4;

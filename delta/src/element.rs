@@ -1,6 +1,9 @@
 //! The numbers a tensor is made of, and the order in which a change is counted.
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
+
+/// Elements of a block, whatever their type. Blocks do not depend on each other.
+pub const BLOCK_ELEMENTS: usize = 65_536;
 
 /// Type of one element. It decides the size of a step, never whether bytes survive: every bit pattern
 /// round-trips.

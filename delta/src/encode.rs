@@ -1,41 +1,13 @@
 //! Encoding: cuts a tensor into segments, has them coded, and puts the payload together.
 
+use crate::choose::Profile;
+use crate::digest::DigestTable;
+use crate::element::{BLOCK_ELEMENTS, Element};
+use crate::error::{Error, Result};
 use crate::payload::{Header, Kind, Token};
 use crate::pool::{Jobs, Pool, Serial};
 use crate::segment::{Input, SEGMENT_BLOCKS, Scratch, Segment};
-use crate::{BLOCK_ELEMENTS, DigestTable, Element, Error, Result};
-
-/// What a delta is optimised for. A decoder needs no such choice: it does what the payload says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Profile {
-    /// Smallest. Decoding reads the whole base, for the classes its exponents define.
-    #[default]
-    Wire,
-    /// Decoding reads the base only where it changes.
-    Fast,
-}
-
-/// The tensor that a delta starts from.
-#[derive(Debug, Clone, Copy)]
-pub struct Source<'a> {
-    /// Its element type.
-    pub element: Element,
-    /// Its elements, little-endian.
-    pub bytes: &'a [u8],
-    /// The digests of `bytes`. They are taken at their word, because a rehash would cost more than a step:
-    /// digests of the result are carried over from them. [`Encoder::encode_checked`] and
-    /// [`DigestTable::verify`] compare.
-    pub digests: &'a DigestTable,
-}
-
-impl Source<'_> {
-    /// Number of elements, if all lengths fit.
-    pub(crate) fn elements(&self) -> Result<usize> {
-        let elements = self.element.count("base", self.bytes.len())?;
-        self.digests.expect_elements(elements)?;
-        Ok(elements)
-    }
-}
+use crate::source::Source;
 
 /// What an encoder found.
 #[derive(Debug, Clone, PartialEq, Eq)]

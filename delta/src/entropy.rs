@@ -9,9 +9,9 @@
 use std::ops::Range;
 
 use crate::bits::{BitReader, BitWriter, ByteReader};
-use crate::element::with_constant;
+use crate::element::{Element, with_constant};
+use crate::error::{Error, Result};
 use crate::scan::{Path, Work};
-use crate::{Element, Error, Result};
 
 /// Longest code. 2⁻¹¹ is rarer than any exponent worth its own length.
 const LENGTH_MAX: usize = 11;

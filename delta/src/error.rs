@@ -28,9 +28,9 @@ pub enum Error {
     #[error("payload is for {found:?} elements, the tensor holds {expected:?}")]
     ElementMismatch {
         /// The element type the caller named.
-        expected: crate::Element,
+        expected: crate::element::Element,
         /// The element type the payload names.
-        found: crate::Element,
+        found: crate::element::Element,
     },
     /// The delta starts from another base. Nothing was written; fetch the version it needs, or a full one.
     #[error("base has check {found:04x}, the delta starts from {expected:04x}")]
@@ -54,9 +54,9 @@ pub enum Error {
         /// Number of the block in its tensor.
         block: u64,
         /// The digest in the table.
-        expected: crate::Digest,
+        expected: crate::digest::Digest,
         /// The digest of the bytes.
-        found: crate::Digest,
+        found: crate::digest::Digest,
     },
     /// A full payload was given where a delta is needed, or the reverse.
     #[error("payload is {found}, expected {expected}")]

@@ -47,15 +47,15 @@ mod payload;
 mod pool;
 mod scan;
 mod segment;
+mod source;
 mod table;
 
-/// Elements of a block, whatever their type. Blocks do not depend on each other.
-pub const BLOCK_ELEMENTS: usize = 65_536;
-
+pub use choose::Profile;
 pub use decode::{Decoder, decode, decode_full, full_digest};
 pub use digest::{Digest, DigestTable};
-pub use element::Element;
-pub use encode::{Encoded, Encoder, Profile, Source, encode, encode_checked, encode_full};
+pub use element::{BLOCK_ELEMENTS, Element};
+pub use encode::{Encoded, Encoder, encode, encode_checked, encode_full};
 pub use error::{Error, Result};
 pub use patch::{JournaledPatch, Patch};
 pub use pool::{Pool, Serial};
+pub use source::Source;

@@ -4,9 +4,10 @@
 use std::ops::Range;
 
 use crate::bits::{ByteReader, put_varint};
-use crate::element::with_constant;
+use crate::digest::{Digest, DigestTable};
+use crate::element::{BLOCK_ELEMENTS, Element, with_constant};
+use crate::error::{Error, Result};
 use crate::payload::block_elements;
-use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, Result};
 
 const MAGIC: [u8; 4] = *b"DFP1";
 

@@ -1,7 +1,8 @@
 //! Frame of a payload: the header, and the tokens that say how each run of blocks is coded.
 
 use crate::bits::{ByteReader, put_varint, varint_bytes};
-use crate::{BLOCK_ELEMENTS, Element, Error, Result};
+use crate::element::{BLOCK_ELEMENTS, Element};
+use crate::error::{Error, Result};
 
 /// Upper half of the first byte: format version 1 in its three kinds. Later versions take other numbers than
 /// these and [`MOTION`].

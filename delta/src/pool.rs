@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::Result;
+use crate::error::Result;
 
 /// Jobs at a time for each thread of a pool: bounds the memory for results that wait for those before them.
 const JOBS_PER_THREAD: usize = 8;

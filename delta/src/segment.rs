@@ -3,15 +3,16 @@
 use std::ops::Range;
 
 use crate::bits::BitWriter;
-use crate::choose::{Statistics, floor_log2};
-use crate::classes::{Classes, PLANES};
+use crate::choose::{Profile, Statistics, floor_log2};
+use crate::classes::Classes;
 use crate::coder::{SHIFT_BIAS, SHIFT_BITS, put_class};
-use crate::digest::Changes;
-use crate::element::with_constant;
+use crate::digest::{Changes, Digest};
+use crate::element::{BLOCK_ELEMENTS, Element, with_constant};
+use crate::entropy;
+use crate::error::Error;
 use crate::payload::Token;
-use crate::scan::{GROUP, Path, Work};
+use crate::scan::{self, GROUP, PLANES, Path, Work};
 use crate::table::{CLASSES_MAX, Class, Table};
-use crate::{BLOCK_ELEMENTS, Digest, Element, Error, Profile, entropy, scan};
 
 /// Blocks that share a coder table: what is coded without regard to the rest of the tensor.
 pub(crate) const SEGMENT_BLOCKS: usize = 32;
@@ -102,6 +103,22 @@ impl Scratch {
     /// Codes `input` against its base.
     pub(crate) fn delta(&mut self, input: &Input<'_>, out: &mut Segment) {
         out.clear();
+        self.compare(input, out);
+        out.changed = self.positions.len() as u64;
+        out.not_finite = self.not_finite;
+        if self.positions.is_empty() {
+            out.after = self.blocks.len() as u64;
+            return;
+        }
+        let table = self.statistics.table();
+        self.coded.clear();
+        table.write(&mut self.coded);
+        out.token(Token::Table(self.coded.len() as u64), &self.coded);
+        self.code_blocks(input, &table, out);
+    }
+
+    /// Gathers the changes of all blocks, and checks the base's digests.
+    fn compare(&mut self, input: &Input<'_>, out: &mut Segment) {
         self.statistics.begin(input.element, input.profile, input.base.len());
         self.positions.clear();
         self.steps.clear();
@@ -109,7 +126,7 @@ impl Scratch {
         self.not_finite = false;
         let block_bytes = BLOCK_ELEMENTS * input.element.size();
         let pairs = input.base.chunks(block_bytes).zip(input.new.chunks(block_bytes));
-        for (block, (base, new)) in (input.first_block..).zip(pairs.clone()) {
+        for (block, (base, new)) in (input.first_block..).zip(pairs) {
             let before = self.positions.len();
             let first = (block * BLOCK_ELEMENTS) as u64;
             let change = self.collect(input, first, base, new);
@@ -126,16 +143,12 @@ impl Scratch {
                 self.count(input, block - input.first_block, base);
             }
         }
-        out.changed = self.positions.len() as u64;
-        out.not_finite = self.not_finite;
-        if self.positions.is_empty() {
-            out.after = self.blocks.len() as u64;
-            return;
-        }
-        let table = self.statistics.table();
-        self.coded.clear();
-        table.write(&mut self.coded);
-        out.token(Token::Table(self.coded.len() as u64), &self.coded);
+    }
+
+    /// Codes each block in its cheapest mode.
+    fn code_blocks(&mut self, input: &Input<'_>, table: &Table, out: &mut Segment) {
+        let block_bytes = BLOCK_ELEMENTS * input.element.size();
+        let pairs = input.base.chunks(block_bytes).zip(input.new.chunks(block_bytes));
         let mut raw = 0..0;
         for (block, (base, new)) in pairs.enumerate() {
             let changes = self.blocks[block].clone();
@@ -145,7 +158,7 @@ impl Scratch {
                 continue;
             }
             let elements = base.len() / input.element.size();
-            self.code(input.element, &table, block, elements, changes);
+            self.code(input.element, table, block, elements, changes);
             // A block that costs this much is hardly related to its base: it may be cheaper on its own.
             let limit = self.coded.len().min(new.len());
             if limit > new.len() / 2

@@ -1,9 +1,9 @@
 //! Coder tables: how a segment's elements are split into classes by the base's exponent, and the parameters
 //! of each class.
 
-use crate::Element;
 use crate::bits::{BitReader, BitWriter};
-use crate::{Error, Result};
+use crate::element::Element;
+use crate::error::{Error, Result};
 
 /// A table has at most this many classes.
 pub(crate) const CLASSES_MAX: usize = 16;

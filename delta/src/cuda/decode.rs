@@ -5,10 +5,12 @@ use super::Result;
 use super::encode::{CLASSES_BYTES, TABLE_BYTES};
 use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Memory, Placed, Room, keys_on, numbers};
 use crate::bits::ByteReader;
-use crate::digest::short;
+use crate::digest::{Digest, DigestTable, short};
+use crate::element::{BLOCK_ELEMENTS, Element};
+use crate::entropy;
+use crate::error::Error;
 use crate::payload::{Header, Kind, Token, block_elements};
 use crate::table::Table;
-use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Error, entropy};
 
 const WHAT: &str = "delta payload";
 
@@ -262,7 +264,7 @@ impl Plan {
         element: Element,
         elements: usize,
         payload_bytes: usize,
-    ) -> crate::Result<()> {
+    ) -> crate::error::Result<()> {
         let plan = self;
         plan.tasks.clear();
         plan.tables.clear();
@@ -315,7 +317,13 @@ impl Plan {
         self.tasks.push(task);
     }
 
-    fn changes(&mut self, block: usize, elements: usize, offset: usize, bytes: usize) -> crate::Result<()> {
+    fn changes(
+        &mut self,
+        block: usize,
+        elements: usize,
+        offset: usize,
+        bytes: usize,
+    ) -> crate::error::Result<()> {
         let Some(table) = self.tables.last() else {
             return Err(Error::Corrupt {
                 what: "change block",
@@ -381,6 +389,6 @@ fn expect_tokens(rest: &[u8], bytes: usize) {
     let _ = (rest, bytes);
 }
 
-fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> crate::Result<&'a [u8]> {
+fn take<'a>(reader: &mut ByteReader<'a>, bytes: u64) -> crate::error::Result<&'a [u8]> {
     reader.take(usize::try_from(bytes).unwrap_or(usize::MAX))
 }

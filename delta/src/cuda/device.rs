@@ -9,7 +9,7 @@ use cudarc::nvrtc::{CompileError, CompileOptions, Ptx, compile_ptx_with_opts};
 
 use super::machine::{Arguments, Grid, Kernel, Machine, Memory, Pinned};
 use super::{Error, Result};
-use crate::Element;
+use crate::element::Element;
 
 /// The kernels' source, in the order in which its parts refer to each other.
 pub(super) const SOURCE: &str = concat!(

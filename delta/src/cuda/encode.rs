@@ -11,9 +11,12 @@ use plan::{Fetch, Plan};
 
 use super::machine::{Arguments, Grid, HostRoom, Kernel, Machine, Memory, Placed, Room, keys_on, numbers};
 use super::{Error, Result};
+use crate::choose::Profile;
+use crate::digest::{Digest, DigestTable};
+use crate::element::{BLOCK_ELEMENTS, Element};
+use crate::entropy;
 use crate::payload::{Header, Kind};
 use crate::segment::SEGMENT_BLOCKS;
-use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Profile, entropy};
 
 /// `struct Encode` of `kernels/encode.cu`.
 #[repr(C)]
@@ -199,7 +202,7 @@ impl State {
         let elements = pair.element.count("base", pair.base.bytes)?;
         pair.digests.expect_elements(elements)?;
         if pair.base.bytes != pair.new.bytes {
-            return Err(crate::Error::LengthMismatch {
+            return Err(crate::error::Error::LengthMismatch {
                 what: "new tensor",
                 expected: pair.base.bytes as u64,
                 found: pair.new.bytes as u64,
@@ -236,7 +239,7 @@ impl State {
         for ((block, new), (carried, expected)) in (0..).zip(new.blocks()).zip(carried) {
             if new != carried {
                 let (expected, found) = (*expected, *expected + (*new - *carried));
-                return Err(crate::Error::BlockMismatch { block, expected, found }.into());
+                return Err(crate::error::Error::BlockMismatch { block, expected, found }.into());
             }
         }
         Ok(())

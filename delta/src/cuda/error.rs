@@ -58,7 +58,7 @@ pub enum Error {
     },
     /// What the codec itself refuses, wherever it runs.
     #[error(transparent)]
-    Codec(#[from] crate::Error),
+    Codec(#[from] crate::error::Error),
 }
 
 /// Result of the codec on a device.

@@ -4,7 +4,8 @@ use std::any::Any;
 use std::ops::{Deref, DerefMut};
 
 use super::Result;
-use crate::{DigestTable, Element};
+use crate::digest::DigestTable;
+use crate::element::Element;
 
 /// Threads of a thread block, for every kernel but those that say otherwise.
 pub(super) const THREADS: u32 = 256;

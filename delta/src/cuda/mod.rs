@@ -31,7 +31,9 @@ mod twin;
 
 use std::fmt;
 
-use crate::{DigestTable, Element, Profile};
+use crate::choose::Profile;
+use crate::digest::DigestTable;
+use crate::element::Element;
 use device::Device;
 use machine::{Machine, Memory, Placed};
 
@@ -199,7 +201,7 @@ impl Codec {
         let (from, to) = (self.here("source", from)?, self.here("target", to)?);
         if from.bytes != to.bytes {
             let (expected, found) = (from.bytes as u64, to.bytes as u64);
-            return Err(crate::Error::LengthMismatch { what: "target", expected, found }.into());
+            return Err(crate::error::Error::LengthMismatch { what: "target", expected, found }.into());
         }
         // SAFETY: both have that many bytes, and live until the wait.
         let copied = unsafe { self.machine.copy(from.address, to.address, from.bytes) };
@@ -215,7 +217,7 @@ impl Codec {
         let placed = self.here("tensor", tensor)?;
         if out.len() != placed.bytes {
             let (expected, found) = (placed.bytes as u64, out.len() as u64);
-            return Err(crate::Error::LengthMismatch { what: "target", expected, found }.into());
+            return Err(crate::error::Error::LengthMismatch { what: "target", expected, found }.into());
         }
         // SAFETY: the tensor has that many bytes, and `out` is looked at after the wait.
         let copied = unsafe { self.machine.download(placed.address, out) };

@@ -8,8 +8,13 @@ use super::encode::{Outcome, Pair};
 use super::machine::Placed;
 use super::twin::{self, Twin};
 use super::{Codec, Error, Result, Tensor, decode, device, encode};
+use crate::choose::Profile;
+use crate::digest::{Digest, DigestTable};
 use crate::element::tests::ALL;
-use crate::{BLOCK_ELEMENTS, Digest, DigestTable, Element, Encoder, Profile, Serial, Source};
+use crate::element::{BLOCK_ELEMENTS, Element};
+use crate::encode::Encoder;
+use crate::pool::Serial;
+use crate::source::Source;
 
 /// Whether there are kernels for this processor; says why not.
 pub(super) fn compiled(element: Element) -> bool {
@@ -418,7 +423,7 @@ fn digest_of_a_slice_is_its_share_of_the_tensors() {
 }
 
 #[test]
-fn codecs_of_a_device_work_at_the_same_time_on_what_the_others_made() {
+fn codecs_of_a_device_work_at_once_on_what_the_others_made() {
     if !compiled(Element::Bf16) {
         return;
     }

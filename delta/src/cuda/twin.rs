@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use super::device::definitions;
 use super::machine::{Arguments, Grid, Kernel, Machine, Memory, Pinned};
 use super::{Error, Result};
-use crate::Element;
+use crate::element::Element;
 
 type Launch = unsafe extern "C" fn(*const c_char, c_uint, c_uint, *mut c_void) -> c_int;
 

@@ -11,10 +11,13 @@ mod vector;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use crate::Element;
+use crate::element::Element;
 
 /// Elements of a group.
 pub(crate) const GROUP: usize = 64;
+
+/// Bits of a class.
+pub(crate) const PLANES: usize = 4;
 
 /// A way to do it that this machine has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,8 +10,8 @@ use std::arch::is_aarch64_feature_detected;
 
 use super::Work;
 use super::vector::{store, with_mantissa};
-use crate::Element;
-use crate::classes::PLANES;
+use crate::element::Element;
+use crate::scan::PLANES;
 
 /// Proof that NEON is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! The reference: element by element.
 
 use super::GROUP;
-use crate::Element;
-use crate::classes::PLANES;
+use crate::element::Element;
+use crate::scan::PLANES;
 
 pub(super) fn changed(element: Element, base: &[u8], new: &[u8], masks: &mut [u64]) -> bool {
     let group = GROUP * element.size();

@@ -1,6 +1,6 @@
 //! What the vector paths have in common.
 
-use crate::classes::PLANES;
+use crate::scan::PLANES;
 
 /// Calls the function for the mantissa of `element`: shifts of vectors want a constant.
 macro_rules! with_mantissa {

@@ -9,8 +9,8 @@ use std::arch::x86_64::*;
 
 use super::Work;
 use super::vector::{store, with_mantissa};
-use crate::Element;
-use crate::classes::PLANES;
+use crate::element::Element;
+use crate::scan::PLANES;
 
 /// Proof that AVX2, BMI and POPCNT are there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,10 +5,11 @@ use std::ops::Range;
 use super::{HEADER_BYTES, NOWHERE, Pair, Report, TABLE_BYTES};
 use crate::cuda::Result;
 use crate::cuda::machine::{HostRoom, Machine, numbers};
+use crate::element::BLOCK_ELEMENTS;
+use crate::entropy;
 use crate::payload::{Token, block_elements};
 use crate::segment::SEGMENT_BLOCKS;
 use crate::table::{Class, Table};
-use crate::{BLOCK_ELEMENTS, entropy};
 
 /// Reads a table as kernels keep it.
 fn table_of(bytes: &[u8]) -> Table {
