@@ -1,4 +1,4 @@
-"""The kernel that patches weights on a CUDA device, as far as it goes without one."""
+"""The kernels for CUDA devices, as far as they go without one."""
 
 import runpy
 from pathlib import Path
@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-KERNEL = Path(__file__).parents[2] / "bridge/src/live/device"
+MAKE = runpy.run_path(str(Path(__file__).parents[2] / "bridge/ptx.py"))
 
 
-def test_the_compiled_kernel_is_that_of_the_source():
+@pytest.mark.parametrize("source", MAKE["SOURCES"], ids=lambda source: source.name)
+def test_the_compiled_kernel_is_that_of_the_source(source):
     found = list(Path(torch.__file__).parents[1].glob("nvidia/cu13/lib/libnvrtc.so.13"))
     if not found:
         pytest.skip("this torch brings no runtime compiler of CUDA 13")
-    assert runpy.run_path(str(KERNEL / "ptx.py"))["compile"](str(found[0])) == (KERNEL / "patch.ptx").read_text()
+    assert MAKE["compile"](str(found[0]), source) == source.with_suffix(".ptx").read_text()

@@ -1,7 +1,7 @@
 // Compares and exchanges elements of live weights. A block has up to CHANGES changes of one part; which one, it finds by the parts' first
 // blocks. There is no shared memory and no barrier: each thread stands alone, so that a test can run the same source on the host.
 //
-// `patch.ptx` is what `ptx.py` makes of it: for compute_75, marked as PTX 7.0 so that older drivers take it.
+// `patch.ptx` is what `bridge/ptx.py` makes of it: for compute_75, marked as PTX 7.0 so that older drivers take it.
 
 #ifdef __CUDACC_RTC__
 #define DEVICE static __device__ __forceinline__

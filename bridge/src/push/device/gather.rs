@@ -9,8 +9,8 @@ use cudarc::driver::{CudaContext, result, sys};
 use super::{Memory, cuda};
 use crate::error::Result;
 
-/// `gather.cu`, as `nvrtc --gpu-architecture=compute_75` of CUDA 13.0 makes it, marked as PTX 7.0 so that
-/// older drivers take it: every driver compiles it for its own GPU.
+/// What `bridge/ptx.py` makes of `gather.cu`: for compute_75, marked as PTX 7.0 so that older drivers take it. Every
+/// driver compiles it for its own GPU.
 const PTX: &str = include_str!("gather.ptx");
 
 /// Longest piece, so that one large tensor is shared out.
